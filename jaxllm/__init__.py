@@ -1,0 +1,30 @@
+"""jaxllm: an LLM inference engine on JAX. Names are imported when first used, so `import jaxllm` costs nothing."""
+
+import importlib
+import typing
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "LLM": "jaxllm.llm",
+    "LLMEngine": "jaxllm.llm_engine",
+    "AsyncLLM": "jaxllm.async_llm",
+    "SamplingParams": "jaxllm.sampling_params",
+    "BeamSearchParams": "jaxllm.sampling_params",
+    "RequestOutputKind": "jaxllm.sampling_params",
+    "EngineConfig": "jaxllm.config",
+    "RequestOutput": "jaxllm.outputs",
+    "CompletionOutput": "jaxllm.outputs",
+    "Logprob": "jaxllm.outputs",
+}
+__all__ = ["__version__", *_EXPORTS]
+
+
+def __getattr__(name: str) -> typing.Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'jaxllm' has no attribute {name!r}")
+    return getattr(importlib.import_module(_EXPORTS[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,332 @@
+"""AsyncLLM: the engine for asyncio programs. A thread runs the steps; callers await their outputs."""
+
+import asyncio
+import contextlib
+import queue
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from jaxllm.config import EngineConfig
+from jaxllm.errors import EngineDeadError, EngineError
+from jaxllm.llm_engine import Core, LLMEngine
+from jaxllm.log import logger
+from jaxllm.metrics.metric import Metric
+from jaxllm.outputs import CompletionOutput, RequestOutput
+from jaxllm.progress import Progress
+from jaxllm.sampling_params import RequestOutputKind, SamplingParams
+from jaxllm.text.input_processor import FrontRequest, Prompt
+from jaxllm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jaxllm.sampling.processors import Processor
+
+Result = TypeVar("Result")
+
+
+class AsyncLLM:
+    """An engine whose steps run in a thread of their own. Only that thread touches the engine core.
+
+    Raises ConfigError, ModelLoadError or OutOfMemoryError.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig | None = None,
+        *,
+        progress: Progress | None = None,
+        core: Core | None = None,
+        logits_processors: "Sequence[Processor]" = (),
+    ):
+        self._engine = LLMEngine(config, progress=progress, core=core, logits_processors=logits_processors)
+        self.config = self._engine.config
+        self.model_config = self._engine.model_config
+        self.max_model_len = self._engine.max_model_len
+        self.input_processor = self._engine.input_processor
+        self._mailboxes: dict[str, _Mailbox] = {}
+        """By internal id; touched only by the thread."""
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._dead: EngineDeadError | None = None
+        self._stopping = False
+        self._gate = threading.Lock()
+        """Held while a command is queued or the engine is declared dead, so that no command is left unanswered."""
+        self._thread = threading.Thread(target=self._loop, name="jaxllm-engine", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def from_options(cls, **options: Any) -> "AsyncLLM":
+        """An AsyncLLM from flat options, e.g. `AsyncLLM.from_options(model="demo", max_num_seqs=8)`."""
+        return cls(EngineConfig.from_options(**options))
+
+    # For callers
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None,
+        request_id: str,
+        *,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The outputs of a prompt as they come; those that a slow caller has not fetched are put together.
+
+        Cancelling the task or closing the generator aborts the request. Raises InvalidRequestError, or EngineError and
+        EngineDeadError if the engine fails.
+        """
+        self._check_alive()
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        request = await asyncio.to_thread(self.input_processor.process, request_id, prompt, params, priority=priority)
+        mailbox = _Mailbox(asyncio.get_running_loop(), params.output_kind)
+        self._send(lambda: self._admit(request, mailbox))
+        try:
+            finished = False
+            while not finished:
+                output = await mailbox.take()
+                finished = output.finished
+                yield output
+        finally:
+            if not mailbox.is_done:
+                self._abandon(request.internal_id)
+
+    async def abort(self, request_ids: str | Iterable[str]) -> None:
+        """End requests by the ids they were given; their generators yield a last output with finish_reason "abort"."""
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        await self._run(lambda: self._deliver(self._engine.abort_request_with_ids(ids)))
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises ConfigError if there is none."""
+        return self._engine.get_tokenizer()
+
+    @property
+    def chat_template(self) -> str | None:
+        """The text of the chat template that the options name, if they do."""
+        return self._engine.chat_template
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """SamplingParams with the values of the model's generation config."""
+        return self._engine.get_default_sampling_params()
+
+    async def get_metrics(self) -> list[Metric]:
+        """All metrics now."""
+        return await self._run(self._engine.get_metrics)
+
+    def prometheus_registry(self) -> Any:
+        """The metrics for a Prometheus exporter, as of the latest step."""
+        return self._engine.prometheus_registry()
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget all cached prompt beginnings. False if blocks are in use."""
+        return await self._run(lambda: self._engine.reset_prefix_cache(reset_running_requests))
+
+    async def check_health(self) -> None:
+        """Raises EngineDeadError if the engine cannot serve."""
+        self._check_alive()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are taken."""
+        return self._dead is None and not self._stopping
+
+    @property
+    def dead_error(self) -> EngineDeadError | None:
+        """Why the engine cannot go on, if so."""
+        return self._dead
+
+    def shutdown(self) -> None:
+        """End every request (with finish_reason "abort") and free the device. The object cannot be used afterwards."""
+        with self._gate:
+            self._stopping = True
+            self._commands.put(lambda: None)  # wakes the thread
+        self._thread.join()
+
+    def __enter__(self) -> "AsyncLLM":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.shutdown()
+
+    # From callers to the thread
+
+    def _check_alive(self) -> None:
+        if self._dead is not None:
+            raise EngineDeadError(str(self._dead)) from self._dead
+        if self._stopping:
+            raise EngineDeadError("the engine was shut down")
+
+    def _send(self, command: Callable[[], None]) -> None:
+        with self._gate:
+            self._check_alive()
+            self._commands.put(command)
+
+    async def _run(self, call: Callable[[], Result]) -> Result:
+        """The result of a call that the thread makes between two steps."""
+        future: Future[Result] = Future()
+
+        def command() -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # the caller went away
+            try:
+                future.set_result(call())
+            except BaseException as error:  # the caller's affair
+                future.set_exception(error)
+
+        self._send(command)
+        return await asyncio.wrap_future(future)
+
+    def _abandon(self, internal_id: str) -> None:
+        """Abort without waiting; nobody listens any more."""
+
+        def command() -> None:
+            self._mailboxes.pop(internal_id, None)
+            self._engine.abort_internal([internal_id])
+
+        with contextlib.suppress(EngineDeadError):  # a dead engine holds nothing any more
+            self._send(command)
+
+    # In the thread
+
+    def _loop(self) -> None:
+        try:
+            while self._obey_commands():
+                if self._engine.core.has_unfinished_requests():
+                    self._step()
+            self._deliver(self._engine.abort_all())
+            self._die(EngineDeadError("the engine was shut down"))
+        except BaseException as error:
+            if not isinstance(error, EngineDeadError):
+                logger.exception("the engine's thread failed")
+                error = EngineDeadError(f"the engine failed: {type(error).__name__}: {error}")
+            self._die(error)
+        finally:
+            self._engine.shutdown()
+
+    def _obey_commands(self) -> bool:
+        """Do what callers asked since the last step, waiting for it if there is nothing else to do. False: stop."""
+        is_idle = not self._engine.core.has_unfinished_requests()
+        while not self._stopping:
+            try:
+                command = self._commands.get(block=is_idle)
+            except queue.Empty:
+                break
+            command()
+            is_idle = is_idle and not self._engine.core.has_unfinished_requests()
+        return not self._stopping
+
+    def _step(self) -> None:
+        try:
+            outputs = self._engine.step_with_ids()
+        except EngineDeadError:
+            raise
+        except EngineError as error:  # the requests have ended with it, the engine goes on
+            mailboxes, self._mailboxes = self._mailboxes, {}
+            _post([(mailbox, error) for mailbox in mailboxes.values()])
+            return
+        self._deliver(outputs)
+
+    def _admit(self, request: FrontRequest, mailbox: "_Mailbox") -> None:
+        self._mailboxes[request.internal_id] = mailbox
+        try:
+            self._engine.add(request)
+        except Exception as error:  # this request's affair, unless the engine is dead
+            del self._mailboxes[request.internal_id]
+            _post([(mailbox, error)])
+            if isinstance(error, EngineDeadError):
+                raise
+
+    def _deliver(self, outputs: list[tuple[str, RequestOutput]]) -> None:
+        letters: list[tuple[_Mailbox, RequestOutput | Exception]] = []
+        for internal_id, output in outputs:
+            mailbox = self._mailboxes.get(internal_id)
+            if mailbox is None:
+                continue
+            letters.append((mailbox, output))
+            if output.finished:
+                del self._mailboxes[internal_id]
+        _post(letters)
+
+    def _die(self, error: EngineDeadError) -> None:
+        """Take no more commands; answer those that wait, and every request, with the error."""
+        with self._gate:
+            self._dead = error
+        while True:
+            try:
+                self._commands.get_nowait()()
+            except queue.Empty:
+                break
+            except Exception:
+                continue  # answered its caller already
+        mailboxes, self._mailboxes = self._mailboxes, {}
+        _post([(mailbox, error) for mailbox in mailboxes.values()])
+
+
+class _Mailbox:
+    """Carries a request's outputs from the thread to the caller's event loop; holds one at a time, into which others merge."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, kind: RequestOutputKind):
+        self.loop = loop
+        self._kind = kind
+        self._content: RequestOutput | Exception | None = None
+        self._filled = asyncio.Event()
+        self.is_done = False
+        """Whether the last output, or an error, has arrived: there is nothing left to abort."""
+
+    def put(self, content: RequestOutput | Exception) -> None:
+        """Called in the event loop."""
+        if isinstance(content, RequestOutput) and isinstance(self._content, RequestOutput):
+            content = merged(self._content, content, self._kind)
+        self.is_done = isinstance(content, Exception) or content.finished
+        self._content = content
+        self._filled.set()
+
+    async def take(self) -> RequestOutput:
+        """The output so far unfetched, when there is one. Raises the error that ended the request."""
+        await self._filled.wait()
+        self._filled.clear()
+        content, self._content = self._content, None
+        if isinstance(content, EngineDeadError):
+            raise EngineDeadError(str(content)) from content
+        if isinstance(content, Exception):
+            raise content
+        assert content is not None
+        return content
+
+
+def _post(letters: list[tuple[_Mailbox, Any]]) -> None:
+    """Hand outputs over, waking each event loop once."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Mailbox, Any]]] = {}
+    for mailbox, content in letters:
+        by_loop.setdefault(mailbox.loop, []).append((mailbox, content))
+    for loop, group in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_put_all, group)
+        except RuntimeError:
+            continue  # the loop was closed, and its callers with it
+
+
+def _put_all(letters: list[tuple[_Mailbox, Any]]) -> None:
+    for mailbox, content in letters:
+        mailbox.put(content)
+
+
+def merged(earlier: RequestOutput, later: RequestOutput, kind: RequestOutputKind) -> RequestOutput:
+    """One output that says what two said in turn."""
+    if kind is not RequestOutputKind.DELTA:
+        return later
+    answers = {answer.index: answer for answer in earlier.outputs}
+    for answer in later.outputs:
+        answers[answer.index] = _joined(answers[answer.index], answer) if answer.index in answers else answer
+    return replace(
+        later,
+        outputs=[answers[index] for index in sorted(answers)],
+        prompt_logprobs=earlier.prompt_logprobs if later.prompt_logprobs is None else later.prompt_logprobs,
+    )
+
+
+def _joined(earlier: CompletionOutput, later: CompletionOutput) -> CompletionOutput:
+    logprobs = later.logprobs
+    if earlier.logprobs is not None and logprobs is not None:
+        logprobs = earlier.logprobs[:]
+        logprobs.extend(later.logprobs or [])
+    return replace(later, text=earlier.text + later.text, token_ids=[*earlier.token_ids, *later.token_ids], logprobs=logprobs)

@@ -1,0 +1,251 @@
+"""`jaxllm bench`: how fast the engine is, offline, on random prompts of given lengths."""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jaxllm.cli import options, planning, running
+from jaxllm.cli.flags import engine_flags, sampling_flags, whole_number
+from jaxllm.cli.parser import Parser, UsageError
+from jaxllm.config import Flag
+from jaxllm.errors import ConfigError
+from jaxllm.sampling_params import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from jaxllm.llm import LLM
+
+ABOUT = "Measure requests/s and tokens/s of many prompts (throughput), or the time of one batch (latency)."
+EXAMPLES = """examples:
+  jaxllm bench throughput --num-prompts 64 --input-len 128 --output-len 128
+  jaxllm bench throughput --mix lengths.json --json      {"requests": [[prompt, output], …]}
+  jaxllm bench latency -m Qwen/Qwen3-0.6B --load-format dummy --num-prompts 8 --output-len 256"""
+
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logprobs")
+"""The sampling values that change the speed; lengths and ends are the benchmark's own."""
+PERCENTILES = (10, 25, 50, 75, 90, 99)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """One request: tokens of the prompt, tokens to write."""
+
+    prompt: int
+    output: int
+
+
+def bench_flags() -> list[Flag]:
+    """The sampling flags of a benchmark."""
+    return [flag for flag in sampling_flags() if flag.name in SAMPLING]
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("what", metavar="throughput|latency", choices=["throughput", "latency"], help="what to measure")
+    parser.add_argument("--input-len", type=_positive, metavar="N", help="tokens of each prompt (default: 128)")
+    parser.add_argument("--output-len", type=_positive, metavar="N", help="tokens written for each prompt (default: 128)")
+    parser.add_argument("--mix", metavar="FILE", help='lengths from a JSON file: {"requests": [[prompt, output], …]}')
+    parser.add_argument(
+        "--num-prompts",
+        "--batch-size",
+        type=_positive,
+        metavar="N",
+        help="prompts of a run, all given at once; default: 100 for throughput (or the whole mix), 1 for latency",
+    )
+    parser.add_argument("--warmup-runs", type=_count, default=1, metavar="N", help="runs before the timed ones (default: 1)")
+    parser.add_argument(
+        "--iterations", type=_positive, metavar="N", help="timed runs; default: 1 for throughput, 10 for latency"
+    )
+    parser.add_argument("--json", action="store_true", help="the result as a JSON object")
+    options.add_common_arguments(parser)
+    parser.add_flags(bench_flags())
+    parser.add_flags(engine_flags())
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure and print. Returns the exit code."""
+    engine_options = options.engine_options(arguments)
+    sampling = options.sampling_options(arguments, bench_flags())
+    lengths = _lengths(arguments)
+    if arguments.dry_run:
+        return planning.dry_run(engine_options)
+    progress = options.progress_for(arguments, engine_options)
+    llm = running.open_llm(engine_options, progress)
+    iterations = arguments.iterations or (1 if arguments.what == "throughput" else 10)
+    try:
+        prompts = random_prompts(lengths, llm.llm_engine.model_config.vocab_size)
+        params = [
+            SamplingParams(
+                **sampling,
+                max_tokens=entry.output,
+                ignore_eos=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            for entry in lengths
+        ]
+        progress.start("measuring", arguments.warmup_runs + iterations, "run")
+        runs = []
+        for number in range(arguments.warmup_runs + iterations):
+            measured = _measure(llm, prompts, params)
+            progress.advance()
+            if number >= arguments.warmup_runs:
+                runs.append(measured)
+    finally:
+        progress.finish()
+        llm.shutdown()
+    report = throughput_report(lengths, runs) if arguments.what == "throughput" else latency_report(lengths, runs)
+    print(json.dumps(report) if arguments.json else _as_text(report))
+    return 0
+
+
+@dataclass(frozen=True)
+class Run:
+    """One timed run. The two lists hold one number per request, if the engine kept statistics."""
+
+    seconds: float
+    first_token_seconds: Sequence[float]
+    per_token_seconds: Sequence[float]
+    """Mean time of each output token after the first."""
+
+
+def random_prompts(lengths: Sequence[Lengths], vocab_size: int) -> list[dict[str, list[int]]]:
+    """The same random token ids each time; the last 256 ids stay out, because special tokens often lie there."""
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    return [{"prompt_token_ids": rng.integers(0, max(1, vocab_size - 256), entry.prompt).tolist()} for entry in lengths]
+
+
+def throughput_report(lengths: Sequence[Lengths], runs: Sequence[Run]) -> dict[str, Any]:
+    """Rates over the timed runs, by their median."""
+    seconds = statistics.median(run.seconds for run in runs)
+    num_prompt, num_output = sum(entry.prompt for entry in lengths), sum(entry.output for entry in lengths)
+    return {
+        "num_requests": len(lengths),
+        "num_prompt_tokens": num_prompt,
+        "num_output_tokens": num_output,
+        "elapsed_seconds": seconds,
+        "all_elapsed_seconds": [run.seconds for run in runs],
+        "requests_per_second": len(lengths) / seconds,
+        "output_tokens_per_second": num_output / seconds,
+        "total_tokens_per_second": (num_prompt + num_output) / seconds,
+        **_per_request(runs),
+    }
+
+
+def latency_report(lengths: Sequence[Lengths], runs: Sequence[Run]) -> dict[str, Any]:
+    """Average and percentiles of the time that a whole batch takes."""
+    seconds = [run.seconds for run in runs]
+    return {
+        "batch_size": len(lengths),
+        "input_len": lengths[0].prompt,
+        "output_len": lengths[0].output,
+        "avg_latency_seconds": statistics.fmean(seconds),
+        "percentiles_seconds": {str(percent): percentile(seconds, percent) for percent in PERCENTILES},
+        "all_latencies_seconds": seconds,
+        **_per_request(runs),
+    }
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The value below which `percent` of the values lie, between two of them in proportion."""
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def _per_request(runs: Sequence[Run]) -> dict[str, float]:
+    report = {}
+    if first := [value for run in runs for value in run.first_token_seconds]:
+        report["median_time_to_first_token_seconds"] = statistics.median(first)
+    if each := [value for run in runs for value in run.per_token_seconds]:
+        report["median_time_per_output_token_seconds"] = statistics.median(each)
+    return report
+
+
+def _measure(llm: "LLM", prompts: Sequence[Any], params: Sequence[SamplingParams]) -> Run:
+    """One run over all prompts, without what earlier runs left in the prefix cache."""
+    llm.reset_prefix_cache()
+    began = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - began
+    first, each = [], []
+    for output, sampling in zip(outputs, params, strict=True):
+        written = len(output.outputs[0].token_ids)
+        if written != sampling.max_tokens:
+            raise ConfigError(f"a request wrote {written} tokens instead of {sampling.max_tokens}; raise --max-model-len")
+        times = output.metrics
+        if times is None or times.first_token_time is None or times.finished_time is None:
+            continue
+        first.append(times.first_token_time - times.arrival_time)
+        if written > 1:
+            each.append((times.finished_time - times.first_token_time) / (written - 1))
+    return Run(seconds, first, each)
+
+
+def _lengths(arguments: argparse.Namespace) -> list[Lengths]:
+    if arguments.mix is None:
+        count = arguments.num_prompts or (100 if arguments.what == "throughput" else 1)
+        return [Lengths(arguments.input_len or 128, arguments.output_len or 128)] * count
+    if arguments.what == "latency":
+        raise UsageError("latency measures a batch of equal lengths; --mix is for throughput")
+    if arguments.input_len or arguments.output_len:
+        raise UsageError("--mix gives the lengths; leave out --input-len and --output-len")
+    mix = read_mix(arguments.mix)
+    if arguments.num_prompts and arguments.num_prompts > len(mix):
+        raise UsageError(f"--num-prompts is {arguments.num_prompts}, the mix has {len(mix)} requests")
+    return mix[: arguments.num_prompts]
+
+
+def read_mix(path: str) -> list[Lengths]:
+    """The lengths in a mix file. Raises ConfigError."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the mix file {path}: {getattr(error, 'strerror', None) or error}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from None
+    requests = content.get("requests") if isinstance(content, Mapping) else None
+    if not isinstance(requests, list) or not requests:
+        raise ConfigError(f'{path} must hold {{"requests": [[prompt, output], …]}}')
+    for index, entry in enumerate(requests):
+        if not isinstance(entry, list) or len(entry) != 2 or not all(type(length) is int and length > 0 for length in entry):
+            raise ConfigError(f"{path}: request {index} is {entry!r}, must be two positive whole numbers")
+    return [Lengths(*entry) for entry in requests]
+
+
+def _as_text(report: Mapping[str, Any]) -> str:
+    lines = []
+    for name, value in report.items():
+        if name.startswith("all_"):
+            continue
+        if isinstance(value, Mapping):
+            lines += [f"{'p' + percent:<36}{seconds:.4f} s" for percent, seconds in value.items()]
+            continue
+        unit = " s" if name.endswith("_seconds") else ""
+        number = f"{value:.4f}" if unit else f"{value:.2f}" if isinstance(value, float) else str(value)
+        lines.append(f"{name.removesuffix('_seconds').replace('_', ' '):<36}{number}{unit}")
+    return "\n".join(lines)
+
+
+def _positive(text: str) -> int:
+    value = _count(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def _count(text: str) -> int:
+    try:
+        value = whole_number(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if value < 0:
+        raise argparse.ArgumentTypeError("must not be negative")
+    return value

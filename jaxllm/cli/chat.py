@@ -1,0 +1,286 @@
+"""`jaxllm chat`: a conversation in the terminal, or over piped stdin."""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxllm import env
+from jaxllm.cli import options, planning, running, terminal
+from jaxllm.cli.flags import engine_flags, read_text, sampling_flags
+from jaxllm.cli.parser import Parser, UsageError
+from jaxllm.cli.streaming import stream
+from jaxllm.config import Flag, unknown_name
+from jaxllm.errors import ConfigError, EngineDeadError, EngineError, InvalidRequestError, JaxLLMError
+from jaxllm.sampling_params import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from jaxllm.llm import LLM
+
+ABOUT = "Talk with a model. Commands begin with / (see /help); Ctrl-C stops an answer, Ctrl-D leaves."
+EXAMPLES = """examples:
+  jaxllm chat                                  with the demo model
+  jaxllm chat Qwen/Qwen3-0.6B --temperature 0.7 --system "Answer in one sentence."
+  echo "What is 27 + 15?" | jaxllm chat -q     one answer for each line of stdin"""
+
+QUOTES = '"""'
+_HELP_WIDTH = 20
+NOT_IN_CHAT = ("n", "logprobs", "prompt_logprobs")
+"""Sampling values of which a conversation would show nothing."""
+
+
+def chat_flags() -> list[Flag]:
+    """The sampling flags that a conversation has use for."""
+    return [flag for flag in sampling_flags() if flag.name not in NOT_IN_CHAT]
+
+
+def add_arguments(parser: Parser) -> None:
+    options.add_model_argument(parser)
+    parser.add_argument("--system", metavar="TEXT", help="system message to begin with")
+    parser.add_argument("--load", metavar="FILE", help="go on with a conversation that /save wrote")
+    options.add_common_arguments(parser)
+    parser.add_flags(chat_flags())
+    parser.add_flags(engine_flags())
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Open the model and converse until the input ends. Returns the exit code."""
+    options.use_model_argument(arguments)
+    engine_options = options.engine_options(arguments)
+    sampling = options.sampling_options(arguments, chat_flags())
+    messages = load_messages(arguments.load) if arguments.load else []
+    if engine_options.get("skip_tokenizer_init"):
+        raise UsageError("a conversation needs the tokenizer; leave out --skip-tokenizer-init")
+    if arguments.dry_run:
+        return planning.dry_run(engine_options)
+    progress = options.progress_for(arguments, engine_options)
+    llm = running.open_llm(engine_options, progress)
+    try:
+        if "seed" in engine_options:
+            sampling["seed"] = engine_options["seed"]
+        conversation = Conversation(llm, sampling, quiet=arguments.quiet)
+        conversation.messages = messages
+        if arguments.system is not None:
+            conversation.set_system(arguments.system)
+        return converse(conversation)
+    finally:
+        llm.shutdown()
+
+
+class Conversation:
+    """The messages so far, the sampling values, and the model that answers."""
+
+    def __init__(self, llm: "LLM", sampling: dict[str, Any], *, quiet: bool):
+        self.messages: list[dict[str, Any]] = []
+        self.sampling = sampling
+        self._llm = llm
+        self._quiet = quiet
+        self._base = dataclasses.replace(llm.get_default_sampling_params(), max_tokens=None)
+
+    def params(self) -> SamplingParams:
+        """The sampling of the next answer. Raises InvalidRequestError for a value that /set made wrong."""
+        return dataclasses.replace(self._base, **self.sampling, output_kind=RequestOutputKind.DELTA)
+
+    def set_system(self, text: str) -> None:
+        """Replace the system message; an empty text removes it."""
+        others = [message for message in self.messages if message["role"] != "system"]
+        self.messages = [{"role": "system", "content": text}, *others] if text else others
+
+    def reset(self) -> None:
+        """Forget everything but the system message."""
+        self.messages = [message for message in self.messages if message["role"] == "system"]
+
+    def answer(self, text: str) -> None:
+        """Print the answer to a message as it comes, and keep both. Ctrl-C ends the answer and keeps what was said."""
+        asked = [*self.messages, {"role": "user", "content": text}]
+        streamed = stream(self._llm, self._llm.render_conversations(asked)[0], self.params())
+        if streamed.fault is not None:
+            raise EngineError(streamed.fault)
+        self.messages = [*asked, {"role": "assistant", "content": streamed.text}]
+        if not self._quiet:
+            terminal.note(streamed.stats.line() + ("" if streamed.finished else " (stopped)"))
+
+
+def converse(conversation: Conversation) -> int:
+    """Answer each message of the input, and obey each command, until the input ends or /exit.
+
+    Returns the exit code: 1 if a piped message failed, since nobody was there to see it.
+    """
+    interactive = sys.stdin.isatty()
+    failed = False
+    if interactive:
+        _use_line_editing()
+        terminal.note("/help for commands, Ctrl-D to leave")
+    for text in _messages_from(_read_terminal if interactive else _read_pipe, interactive=interactive):
+        try:
+            if not text.startswith("/"):
+                conversation.answer(text)
+            elif not obey(conversation, text):
+                break
+        except EngineDeadError:
+            raise
+        except JaxLLMError as error:
+            failed = True
+            terminal.note(f"error: {error}", "red")
+    return int(failed and not interactive)
+
+
+def obey(conversation: Conversation, line: str) -> bool:
+    """Carry out a command. Returns whether the conversation goes on. Raises ConfigError for one that cannot be."""
+    name, _, argument = line[1:].partition(" ")
+    argument = argument.strip()
+    if name in ("exit", "quit", "bye"):
+        return False
+    if name not in COMMANDS:
+        raise ConfigError(unknown_name("command", "/" + name, ["/" + known for known in (*COMMANDS, "exit", "quit", "bye")]))
+    COMMANDS[name][0](conversation, argument)
+    return True
+
+
+def load_messages(path: str) -> list[dict[str, Any]]:
+    """The conversation in a file. Raises ConfigError."""
+    try:
+        messages = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from None
+    if not isinstance(messages, list) or not all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
+    ):
+        raise ConfigError(f"{path} must hold a list of objects with role and content")
+    return messages
+
+
+def _help(conversation: Conversation, argument: str) -> None:
+    for name, (_, form, about) in COMMANDS.items():
+        terminal.note(f"/{name} {form}".ljust(_HELP_WIDTH) + about, "bold" if argument == name else "dim")
+    terminal.note("/exit".ljust(_HELP_WIDTH) + "leave (also Ctrl-D)")
+    terminal.note(
+        QUOTES.ljust(_HELP_WIDTH) + "begins and ends a message of several lines; a space before / makes it no command"
+    )
+
+
+def _reset(conversation: Conversation, argument: str) -> None:
+    conversation.reset()
+    terminal.note("forgotten")
+
+
+def _system(conversation: Conversation, argument: str) -> None:
+    conversation.set_system(argument)
+    terminal.note("system message set" if argument else "system message removed")
+
+
+def _save(conversation: Conversation, argument: str) -> None:
+    if not argument:
+        raise ConfigError("/save needs a file name")
+    try:
+        Path(argument).expanduser().write_text(
+            json.dumps(conversation.messages, ensure_ascii=False, indent=1) + "\n", encoding="utf-8"
+        )
+    except OSError as error:
+        raise ConfigError(f"cannot write {argument}: {error.strerror}") from None
+    terminal.note(f"{len(conversation.messages)} messages saved in {argument}")
+
+
+def _load(conversation: Conversation, argument: str) -> None:
+    if not argument:
+        raise ConfigError("/load needs a file name")
+    conversation.messages = load_messages(argument)
+    terminal.note(f"{len(conversation.messages)} messages loaded")
+
+
+def _set(conversation: Conversation, argument: str) -> None:
+    known = {flag.name: flag for flag in chat_flags()}
+    if not argument:
+        for name, value in dataclasses.asdict(conversation.params()).items():
+            if name in known:
+                terminal.note(f"{name} = {value!r}")
+        return
+    name, _, text = argument.partition(" ")
+    name = name.replace("-", "_")
+    if name not in known:
+        raise ConfigError(unknown_name("sampling value", name, known))
+    before = dict(conversation.sampling)
+    try:
+        conversation.sampling[name] = read_text(known[name], text.strip())
+        conversation.params()
+    except ValueError as error:
+        conversation.sampling = before
+        named = str(error) if isinstance(error, InvalidRequestError) else f"{name}: {error}"
+        raise ConfigError(named) from None
+    terminal.note(f"{name} = {conversation.sampling[name]!r}")
+
+
+COMMANDS: dict[str, tuple[Callable[[Conversation, str], None], str, str]] = {
+    "help": (_help, "", "this list"),
+    "reset": (_reset, "", "forget the conversation, keep the system message"),
+    "system": (_system, "[TEXT]", "set the system message; without text remove it"),
+    "set": (_set, "[NAME VALUE]", "change a sampling value, e.g. /set temperature 0; alone: show all"),
+    "save": (_save, "FILE", "write the conversation to a file"),
+    "load": (_load, "FILE", "go on with a saved conversation"),
+}
+
+
+def _messages_from(read: Callable[[str], str], *, interactive: bool) -> Iterator[str]:
+    """Messages from lines; one that begins with three quotes goes on to the line that ends with three, or the end of input."""
+    while True:
+        try:
+            text = read(">>> ")
+            if text.startswith(QUOTES):
+                text = _rest_of_message(text.removeprefix(QUOTES), read)
+        except KeyboardInterrupt:
+            if not interactive:
+                raise
+            terminal.note("\n(Ctrl-D leaves)")
+            continue
+        except EOFError:
+            if interactive:
+                print()
+            return
+        if text.strip():
+            yield text.strip("\n")
+
+
+def _rest_of_message(text: str, read: Callable[[str], str]) -> str:
+    while not text.rstrip().endswith(QUOTES):
+        try:
+            text += "\n" + read("... ")
+        except EOFError:
+            return text
+    return text.rstrip().removesuffix(QUOTES)
+
+
+def _read_terminal(prompt: str) -> str:
+    return input(prompt)
+
+
+def _read_pipe(prompt: str) -> str:
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line.rstrip("\r\n")
+
+
+def _use_line_editing() -> None:
+    """Arrow keys and a history that survives the program, where Python has readline."""
+    try:
+        import atexit
+        import readline
+    except ImportError:
+        return
+    history = env.cache_dir() / "chat_history"
+    with contextlib.suppress(OSError):
+        history.parent.mkdir(parents=True, exist_ok=True)
+        readline.read_history_file(history)
+    readline.set_history_length(1000)
+
+    def write_history() -> None:
+        with contextlib.suppress(OSError):
+            readline.write_history_file(history)
+
+    atexit.register(write_history)

@@ -1,0 +1,38 @@
+"""`jaxllm completion bash|zsh|tcsh`: a script that lets the shell complete commands, flags and values."""
+
+import argparse
+
+from jaxllm.cli.parser import Parser
+
+ABOUT = "Print a completion script for a shell."
+EXAMPLES = """examples:
+  jaxllm completion bash > ~/.local/share/bash-completion/completions/jaxllm
+  jaxllm completion zsh > "${fpath[1]}/_jaxllm" """
+
+FILES = ("file", "config", "mix", "load", "chat_template")
+DIRECTORIES = ("download_dir",)
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("shell", choices=["bash", "zsh", "tcsh"], help="which shell")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the script. Returns the exit code."""
+    import shtab
+
+    from jaxllm.cli.main import COMMANDS, command_parser
+
+    root = argparse.ArgumentParser(prog="jaxllm")
+    root.add_argument("--version", action="version", version="")
+    commands = root.add_subparsers()
+    for name, command in COMMANDS.items():
+        built = command_parser(name)
+        for action in built._actions:
+            if action.dest in FILES:
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+            elif action.dest in DIRECTORIES:
+                action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+        commands.add_parser(name, help=command.about, parents=[built], add_help=False)
+    print(shtab.complete(root, arguments.shell))
+    return 0

@@ -1,0 +1,49 @@
+"""`jaxllm config show`: every option, its value, and where the value comes from."""
+
+import argparse
+import json
+import sys
+
+from jaxllm.cli import terminal
+from jaxllm.cli.flags import all_flags, engine_flags, sampling_flags
+from jaxllm.cli.parser import Parser
+from jaxllm.cli.settings import DEFAULT, Setting, resolve
+from jaxllm.config import EngineConfig
+
+ABOUT = "Every option with its value and its origin: command line, environment, config file or default."
+EXAMPLES = """examples:
+  jaxllm config show --config my.yaml
+  JAXLLM_OPT_MAX_NUM_SEQS=64 jaxllm config show --json
+  jaxllm config show --max-model-len 8k"""
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("action", metavar="show", choices=["show"], help="print the options")
+    parser.add_argument("--config", metavar="FILE", help="YAML file with options; default: $JAXLLM_CONFIG")
+    parser.add_argument("--json", action="store_true", help="as a JSON object")
+    parser.add_flags(sampling_flags())
+    parser.add_flags(engine_flags())
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the options. Returns the exit code."""
+    settings = resolve(all_flags().values(), vars(arguments), arguments.config)
+    EngineConfig.from_options(**{flag.name: settings[flag.name].value for flag in engine_flags()})
+    if arguments.json:
+        print(json.dumps({name: {"value": setting.value, "origin": setting.origin} for name, setting in settings.items()}))
+        return 0
+    group = ""
+    for name, setting in settings.items():
+        if setting.flag.group != group:
+            group = setting.flag.group
+            print(f"# {group}")
+        print(_line(name, setting))
+    return 0
+
+
+def _line(name: str, setting: Setting) -> str:
+    """A line that a config file may hold; what nobody has set and has no value is a comment."""
+    line = f"{name.replace('_', '-')}: {json.dumps(setting.value)}"
+    if setting.origin != DEFAULT:
+        return terminal.styled(f"{line:<50} # {setting.origin}", "bold", sys.stdout)
+    return f"# {line}" if setting.value is None else line

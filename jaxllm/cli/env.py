@@ -1,0 +1,101 @@
+"""`jaxllm env`: what a bug report needs to say about the machine."""
+
+import argparse
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxllm import __version__, env
+from jaxllm.cli.parser import Parser
+from jaxllm.cli.terminal import size
+from jaxllm.cli.version import git_sha, package_version
+
+ABOUT = "Versions, devices, variables and caches of this machine, for a bug report."
+PACKAGES = (
+    *("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax", "numpy", "ml_dtypes", "orbax-checkpoint"),
+    *("transformers", "tokenizers", "huggingface_hub", "safetensors", "torch"),
+)
+VARIABLES = re.compile(
+    r"(JAX|JAXLLM|XLA|CUDA|NVIDIA|NCCL|HF|TRANSFORMERS|TF_CPP|OMP)_\w+|LD_LIBRARY_PATH|TMPDIR|XDG_CACHE_HOME|NO_COLOR"
+)
+SECRET = re.compile(r"TOKEN(?!IZER)|KEY|SECRET|PASSWORD")
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("--json", action="store_true", help="as a JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the report. Returns the exit code."""
+    report = gather()
+    if arguments.json:
+        print(json.dumps(report, indent=1))
+        return 0
+    for title, content in report.items():
+        if not isinstance(content, Mapping):
+            print(f"{title}: {content}")
+            continue
+        print(f"{title}:")
+        for name, value in content.items():
+            print(f"  {name}: {value}")
+    return 0
+
+
+def gather() -> dict[str, Any]:
+    """Everything, as plain values."""
+    return {
+        "jaxllm": __version__ + (f" (git {sha})" if (sha := git_sha()) else ""),
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "platform": platform.platform(),
+        "processor": {"cores": os.cpu_count(), "memory": size(_memory_bytes())},
+        "packages": {name: found for name in PACKAGES if (found := package_version(name))},
+        "devices": _devices(),
+        "driver": _driver(),
+        "variables": {
+            name: "(hidden)" if SECRET.search(name) else value
+            for name, value in sorted(os.environ.items())
+            if VARIABLES.fullmatch(name)
+        },
+        "compilation cache": _cache(env.cache_dir()),
+    }
+
+
+def _devices() -> dict[str, Any] | str:
+    try:
+        import jax
+
+        return {f"{device.platform}:{device.id}": device.device_kind for device in jax.devices()}
+    except Exception as error:  # a broken installation is what this report is for
+        return f"JAX finds none: {type(error).__name__}: {error}"
+
+
+def _driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except FileNotFoundError:
+        return "no nvidia-smi"
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"nvidia-smi failed: {error}"
+    return "; ".join(found.splitlines())
+
+
+def _cache(folder: Path) -> dict[str, Any]:
+    files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    return {
+        "folder": str(folder),
+        "size": f"{size(sum(path.stat().st_size for path in files))} in {len(files)} files",
+        "free": size(shutil.disk_usage(existing).free),
+    }
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

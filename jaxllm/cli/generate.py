@@ -1,0 +1,263 @@
+"""`jaxllm generate`: prompts in, text (or JSON lines) out. Stdout holds nothing else."""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import re
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jaxllm.cli import planning, prompts, running, terminal
+from jaxllm.cli.flags import engine_flags, sampling_flags, spelling
+from jaxllm.cli.options import add_common_arguments, engine_options, progress_for, sampling_options
+from jaxllm.cli.parser import Parser, UsageError
+from jaxllm.cli.streaming import stream
+from jaxllm.config import ModelOptions
+from jaxllm.errors import InvalidRequestError
+from jaxllm.progress import SILENT, Progress
+from jaxllm.sampling_params import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from jaxllm.llm import LLM
+    from jaxllm.outputs import RequestOutput
+
+ABOUT = "Write on from each prompt, or answer it with --chat."
+EXAMPLES = """examples:
+  jaxllm generate                                       a demo prompt, written on by the demo model
+  jaxllm generate --chat "What is 27 + 15?"             an answer instead of a continuation
+  jaxllm generate -m Qwen/Qwen3-0.6B "Once upon a time" --max-tokens 100 --temperature 0
+  jaxllm generate --file prompts.jsonl --json > answers.jsonl
+  cat story.txt | jaxllm generate -"""
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to write on from; - reads all of stdin")
+    parser.add_argument(
+        "-f",
+        "--file",
+        metavar="FILE",
+        help="prompts to run: a line each; in a .jsonl file objects with prompt, prompt_token_ids or messages, "
+        "and sampling values for that line; - is stdin",
+    )
+    parser.add_argument("--chat", action="store_true", help="treat prompts as messages of a user, in the model's chat template")
+    parser.add_argument("--system", metavar="TEXT", help="system message for --chat")
+    parser.add_argument("--json", action="store_true", help="a JSON object per prompt, with token ids and why it ended")
+    add_common_arguments(parser)
+    parser.add_flags(sampling_flags())
+    parser.add_flags(engine_flags())
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Generate, print in the order of the prompts, close with a line of statistics. Returns the exit code."""
+    options = engine_options(arguments)
+    sampling = sampling_options(arguments, sampling_flags())
+    jobs = _gather(arguments)
+    _refuse_empty(jobs)
+    for job in jobs:
+        _check_sampling(job, sampling, options.get("max_logprobs", ModelOptions().max_logprobs))
+    if not arguments.json:
+        _refuse_what_text_cannot_show(options, [{**sampling, **job.sampling} for job in jobs])
+    if arguments.dry_run:
+        return planning.dry_run(options)
+    if jobs[0].origin == "demo" and not arguments.quiet:
+        terminal.note(f"no prompt was given; here is one for the model:\n{jobs[0].text}")
+    progress = progress_for(arguments, options)
+    llm = running.open_llm(options, progress)
+    try:
+        base = running.default_sampling(llm)
+        params = [
+            dataclasses.replace(base, **{**sampling, **_seed(options, place), **job.sampling}) for place, job in enumerate(jobs)
+        ]
+        if len(jobs) == 1 and params[0].n == 1 and not arguments.json:
+            params[0].output_kind = RequestOutputKind.DELTA
+            after = "" if arguments.quiet else _beginning_on_terminal(jobs[0])
+            streamed = stream(llm, running.as_input(llm, jobs[0]), params[0], after=after)
+            outcome = _Outcome(streamed.stats, int(streamed.finished), [streamed.fault] if streamed.fault else [])
+        else:
+            outcome = _run_batch(llm, jobs, params, progress, as_json=arguments.json)
+    finally:
+        llm.shutdown()
+    if not arguments.quiet:
+        terminal.note(outcome.stats.line())
+    for fault in outcome.faults:
+        terminal.note(f"error: {fault}", "red")
+    if outcome.num_finished < len(jobs):
+        terminal.note(f"interrupted: {outcome.num_finished} of {len(jobs)} prompts were finished", "red")
+        return 130
+    return 1 if outcome.faults else 0
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    stats: terminal.RunStats
+    num_finished: int
+    """Fewer than there are prompts: Ctrl-C ended the run."""
+    faults: list[str]
+    """Requests that failed alone."""
+
+
+def _gather(arguments: argparse.Namespace) -> list[prompts.Prompt]:
+    if arguments.system is not None and not arguments.chat:
+        raise UsageError("--system needs --chat")
+    if arguments.prompts and arguments.file:
+        raise UsageError("give prompts as arguments or with --file, not both")
+    if arguments.file:
+        jobs = prompts.from_file(arguments.file)
+    elif arguments.prompts:
+        jobs = prompts.from_arguments(arguments.prompts)
+    else:
+        jobs = [prompts.from_nothing(chat=arguments.chat)]
+    return [_as_message(job, arguments.system) for job in jobs] if arguments.chat else jobs
+
+
+def _as_message(job: prompts.Prompt, system: str | None) -> prompts.Prompt:
+    """A text prompt as the message of a user; messages stay what they are, after the system message."""
+    if job.token_ids is not None:
+        raise UsageError(f"{job.origin}: --chat takes text or messages, not prompt_token_ids")
+    messages = job.messages if job.messages is not None else [{"role": "user", "content": job.text}]
+    if system is not None:
+        messages = [{"role": "system", "content": system}, *messages]
+    return dataclasses.replace(job, text=None, messages=messages)
+
+
+def _refuse_empty(jobs: Sequence[prompts.Prompt]) -> None:
+    """What needs no tokenizer to be seen is said before the model is loaded."""
+    empty = [job.origin for job in jobs if job.text == ""]
+    if not empty:
+        return
+    fault = "prompt is empty, must have at least 1 token"
+    if len(jobs) == 1:
+        raise InvalidRequestError(fault, "prompt")
+    named = "; ".join(f"{origin}: {fault}" for origin in empty[: prompts.MAX_FAULTS_SHOWN])
+    more = f"; and {len(empty) - prompts.MAX_FAULTS_SHOWN} more" if len(empty) > prompts.MAX_FAULTS_SHOWN else ""
+    raise InvalidRequestError(f"{len(empty)} of {len(jobs)} prompts cannot be served, none was run: {named}{more}", "prompt")
+
+
+def _check_sampling(job: prompts.Prompt, sampling: Mapping[str, Any], max_logprobs: int) -> None:
+    try:
+        SamplingParams(**{**sampling, **job.sampling}).verify_logprobs(max_logprobs)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"{job.origin}: {error}", error.param) from error
+
+
+def _seed(options: Mapping[str, Any], place: int) -> dict[str, int]:
+    """The engine's seed, if the user gave one, makes a run repeatable; equal prompts still have different answers."""
+    return {"seed": options["seed"] + place} if options.get("seed", -1) != -1 else {}
+
+
+def _beginning_on_terminal(job: prompts.Prompt) -> str:
+    """What the text goes on from, where people read both as one; never part of the output."""
+    is_shown = job.text is not None and job.origin != "demo" and sys.stdout.isatty() and sys.stderr.isatty()
+    return job.text or "" if is_shown else ""
+
+
+def _refuse_what_text_cannot_show(options: Mapping[str, Any], sampling: Sequence[Mapping[str, Any]]) -> None:
+    for name in ("logprobs", "prompt_logprobs", "logprob_token_ids"):
+        if any(values.get(name) is not None for values in sampling):
+            raise UsageError(f"{spelling(name)} shows only with --json")
+    if options.get("skip_tokenizer_init") or any(values.get("detokenize") is False for values in sampling):
+        raise UsageError("without a tokenizer there is no text to print; add --json for token ids")
+
+
+def _run_batch(
+    llm: "LLM", jobs: Sequence[prompts.Prompt], params: Sequence[SamplingParams], progress: Progress, *, as_json: bool
+) -> _Outcome:
+    """Print each answer as soon as all before it are printed; after Ctrl-C or an error, whatever else was finished."""
+    for one in params:
+        one.output_kind = RequestOutputKind.FINAL_ONLY
+    if sys.stdout.isatty():
+        progress = SILENT  # the answers themselves show how far it is
+    finished: dict[int, RequestOutput] = {}
+    next_index = 0
+    began = time.perf_counter()
+    try:
+        outputs = llm.generate_iter([running.as_input(llm, job) for job in jobs], params)
+    except InvalidRequestError as error:
+        raise _with_origins(error, jobs) from error
+    progress.start("generating", len(jobs), "prompt")
+    try:
+        with contextlib.suppress(KeyboardInterrupt), contextlib.closing(outputs):
+            for index, output in outputs:
+                finished[index] = output
+                progress.advance()
+                while next_index in finished:
+                    _print_answer(next_index, jobs, finished[next_index], as_json=as_json)
+                    next_index += 1
+    finally:
+        progress.finish()
+        seconds = time.perf_counter() - began
+        for index in sorted(finished):
+            if index >= next_index:
+                _print_answer(index, jobs, finished[index], as_json=as_json)
+    faults = [
+        f"{jobs[index].origin}: {answer.stop_reason}"
+        for index in sorted(finished)
+        for answer in finished[index].outputs
+        if answer.finish_reason == "error"
+    ]
+    return _Outcome(_stats_of(list(finished.values()), seconds), len(finished), faults)
+
+
+def _with_origins(error: InvalidRequestError, jobs: Sequence[prompts.Prompt]) -> InvalidRequestError:
+    """The front counts prompts; whoever wrote a file counts its lines."""
+    text = re.sub(r"\bprompt (\d+):", lambda match: f"{jobs[int(match[1])].origin}:", str(error))
+    return InvalidRequestError(text, error.param)
+
+
+def _stats_of(outputs: Sequence["RequestOutput"], seconds: float) -> terminal.RunStats:
+    return terminal.RunStats(
+        num_prompt_tokens=sum(len(output.prompt_token_ids) for output in outputs),
+        num_output_tokens=sum(len(answer.token_ids) for output in outputs for answer in output.outputs),
+        first_token_seconds=[
+            output.metrics.first_token_time - output.metrics.arrival_time
+            for output in outputs
+            if output.metrics is not None and output.metrics.first_token_time is not None
+        ],
+        total_seconds=seconds,
+    )
+
+
+def _print_answer(index: int, jobs: Sequence[prompts.Prompt], output: "RequestOutput", *, as_json: bool) -> None:
+    job = jobs[index]
+    if as_json:
+        print(json.dumps({"index": index, **job.as_json(), **_as_json(output)}, ensure_ascii=False), flush=True)
+        return
+    if len(jobs) > 1 and sys.stdout.isatty():
+        terminal.note(f"[{index + 1}/{len(jobs)}] {_beginning(job)}")
+    for answer in output.outputs:
+        print(answer.text, end="" if answer.text.endswith("\n") else "\n", flush=True)
+
+
+def _beginning(job: prompts.Prompt) -> str:
+    text = job.text or (str(job.messages[-1]["content"]) if job.messages else f"{len(job.token_ids or [])} tokens")
+    first = text.strip().split("\n")[0]
+    return first if len(first) <= 70 else first[:69] + "…"
+
+
+def _as_json(output: "RequestOutput") -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "outputs": [
+            {
+                "text": answer.text,
+                "token_ids": list(answer.token_ids),
+                "finish_reason": answer.finish_reason,
+                "stop_reason": answer.stop_reason,
+                **({"cumulative_logprob": answer.cumulative_logprob} if answer.cumulative_logprob is not None else {}),
+                **({"logprobs": [_logprobs(place) for place in answer.logprobs]} if answer.logprobs is not None else {}),
+            }
+            for answer in output.outputs
+        ],
+        "num_prompt_tokens": len(output.prompt_token_ids),
+        "num_cached_tokens": output.num_cached_tokens,
+    }
+    if output.prompt_logprobs is not None:
+        record["prompt_logprobs"] = [place and _logprobs(place) for place in output.prompt_logprobs]
+    return record
+
+
+def _logprobs(place: Mapping[int, Any]) -> list[dict[str, Any]]:
+    return [{"token_id": token_id, **dataclasses.asdict(entry)} for token_id, entry in place.items()]

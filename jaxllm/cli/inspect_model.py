@@ -1,0 +1,75 @@
+"""`jaxllm inspect MODEL`: what a model is and what it needs, without loading its weights."""
+
+import argparse
+import dataclasses
+import json
+from typing import Any
+
+from jaxllm.cli import options, planning
+from jaxllm.cli.flags import engine_flags
+from jaxllm.cli.parser import Parser
+from jaxllm.cli.terminal import size
+from jaxllm.errors import OutOfMemoryError
+
+ABOUT = (
+    "The numbers of a model: architecture, parameters, bytes of weights, bytes of KV cache per token, and whether it fits here."
+)
+EXAMPLES = """examples:
+  jaxllm inspect demo
+  jaxllm inspect Qwen/Qwen3-0.6B --dtype bfloat16 --max-model-len 8k"""
+
+
+def add_arguments(parser: Parser) -> None:
+    options.add_model_argument(parser)
+    parser.add_argument("--json", action="store_true", help="as a JSON object")
+    options.add_log_arguments(parser)
+    parser.add_argument("--config", metavar="FILE", help="YAML file with options; default: $JAXLLM_CONFIG")
+    parser.add_flags(engine_flags())
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the numbers. Returns the exit code."""
+    options.use_model_argument(arguments)
+    plan = planning.plan(options.engine_options(arguments))
+    report, fault = describe(plan), _why_it_does_not_fit(plan.memory)
+    if arguments.json:
+        memory = {**dataclasses.asdict(plan.memory), "fits": fault is None}
+        print(json.dumps({**report, "memory_plan": memory}))
+        return 0
+    for name, value in report.items():
+        print(f"{name.replace('_', ' '):<26}{_as_text(name, value)}")
+    print(plan.memory.describe())
+    print("it fits" if fault is None else f"it does not fit: {fault}")
+    return 0
+
+
+def describe(plan: planning.Plan) -> dict[str, Any]:
+    """The model's own numbers, then what they cost in memory over all devices."""
+    from jaxllm.model_config import BYTES_PER_VALUE, kv_bytes_per_token, num_parameters
+
+    parameters = num_parameters(plan.model_config)
+    return {
+        "model": plan.config.model.model,
+        **dataclasses.asdict(plan.model_config),
+        "num_parameters": parameters,
+        "weight_bytes": parameters * BYTES_PER_VALUE[plan.model_config.dtype],
+        "kv_cache_bytes_per_token": kv_bytes_per_token(plan.model_config),
+    }
+
+
+def _why_it_does_not_fit(memory: Any) -> str | None:
+    try:
+        memory.check()
+    except OutOfMemoryError as error:
+        return str(error)
+    return None
+
+
+def _as_text(name: str, value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {entry}" for key, entry in value.items() if entry is not None)
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value)) or "none"
+    if name.endswith(("bytes", "per_token")):
+        return size(value)
+    return f"{value:,}" if name == "num_parameters" else str(value)

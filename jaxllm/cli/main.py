@@ -1,0 +1,109 @@
+"""The `jaxllm` command: finds the subcommand, runs it, and turns errors into exit codes.
+
+0 done · 1 an error of the project · 2 wrong usage · 130 Ctrl-C · 141 the reader of stdout went away
+"""
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+from jaxllm.cli.options import set_up_log
+from jaxllm.cli.parser import Parser, UsageError
+from jaxllm.cli.terminal import styled
+from jaxllm.config import unknown_name
+from jaxllm.errors import JaxLLMError
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand: where it lives, and what the list of commands says of it."""
+
+    module: str
+    about: str
+
+
+COMMANDS = {
+    "generate": Command("generate", "write on from prompts, or answer them"),
+    "chat": Command("chat", "talk with a model"),
+    "bench": Command("bench", "measure throughput or latency"),
+    "models": Command("models", "supported architectures, models on this machine"),
+    "inspect": Command("inspect_model", "the numbers of a model, and whether it fits"),
+    "config": Command("config", "every option and where its value comes from"),
+    "env": Command("env", "versions and devices, for a bug report"),
+    "completion": Command("completion", "completion script for a shell"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `jaxllm` with these arguments (default: those of the process). Returns the exit code."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        return _dispatch(list(arguments))
+    except SystemExit as stop:  # argparse ends this way
+        return stop.code if isinstance(stop.code, int) else 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the interpreter's last flush is quiet
+        return 141
+
+
+def command_parser(name: str) -> Parser:
+    """The parser of a subcommand."""
+    module = _module(name)
+    parser = Parser(f"jaxllm {name}", module.ABOUT, getattr(module, "EXAMPLES", ""))
+    module.add_arguments(parser)
+    return parser
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return 0 if arguments else 2
+    if arguments[0] in ("-V", "--version"):
+        from jaxllm.cli.version import version_line
+
+        print(version_line())
+        return 0
+    name = arguments[0]
+    if name not in COMMANDS:
+        kind = "option" if name.startswith("-") else "command"
+        known = ["--help", "--version"] if kind == "option" else COMMANDS
+        print(f"jaxllm: error: {unknown_name(kind, name, known)}\nrun `jaxllm --help` for the commands", file=sys.stderr)
+        return 2
+    parser = command_parser(name)
+    found = parser.parse(arguments[1:])
+    try:
+        if "quiet" in found:
+            set_up_log(found)
+        code = _module(name).run(found)
+        sys.stdout.flush()
+        return code
+    except UsageError as error:
+        parser.error(str(error))
+    except JaxLLMError as error:
+        if getattr(found, "verbose", False):
+            traceback.print_exc()
+        print(styled("error", "red", sys.stderr) + f": {error}", file=sys.stderr)
+        return 1
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"jaxllm.cli.{COMMANDS[name].module}")
+
+
+def _overview() -> str:
+    lines = [f"  {name:<12}{command.about}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "jaxllm: an LLM inference engine on JAX\n",
+            "usage: jaxllm COMMAND [options]      (jaxllm COMMAND --help, jaxllm --version)\n",
+            *lines,
+            "\n`jaxllm generate` alone lets the model that is shipped with jaxllm write something.",
+        ]
+    )

@@ -1,0 +1,53 @@
+"""`jaxllm models`: which architectures run, and which models are on this machine."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from jaxllm.cli import terminal
+from jaxllm.cli.parser import Parser
+from jaxllm.cli.planning import cached_models
+
+ABOUT = "The supported architectures, and the models in the hub's cache on this machine."
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("--download-dir", metavar="DIR", help="look here instead of the hub's own cache")
+    parser.add_argument("--json", action="store_true", help="as a JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print both lists. Returns the exit code."""
+    from jaxllm.hub import resolve_model
+    from jaxllm.models.registry import ARCHITECTURES
+
+    demo = resolve_model("demo", None, None)
+    models = [_describe("demo", demo, sum(path.stat().st_size for path in demo.rglob("*")), ARCHITECTURES)]
+    for repo in cached_models(arguments.download_dir):
+        newest = max(repo.revisions, key=lambda revision: revision.last_modified, default=None)
+        if newest is not None:
+            models.append(_describe(repo.repo_id, newest.snapshot_path, repo.size_on_disk, ARCHITECTURES))
+    if arguments.json:
+        print(json.dumps({"architectures": sorted(ARCHITECTURES), "models": models}))
+        return 0
+    print("architectures:")
+    for name in sorted(ARCHITECTURES):
+        print(f"  {name}")
+    print("models on this machine:")
+    width = max(len(model["model"]) for model in models)
+    for model in models:
+        architecture = model["architecture"] or "no config.json"
+        told = architecture if model["supported"] else terminal.styled(f"{architecture}: not supported", "red", sys.stdout)
+        print(f"  {model['model']:<{width}}  {terminal.size(model['size_bytes']):>10}  {told}")
+    return 0
+
+
+def _describe(name: str, directory: Path, size_bytes: int, supported: Any) -> dict[str, Any]:
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        architecture = (config.get("architectures") or [None])[0]
+    except (OSError, ValueError):
+        architecture = None
+    return {"model": name, "size_bytes": size_bytes, "architecture": architecture, "supported": architecture in supported}

@@ -1,0 +1,212 @@
+"""The argument parser of every command: flags made from config fields, help by group or word, suggestions for misspellings."""
+
+import argparse
+import os
+import shutil
+import sys
+import textwrap
+import typing
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NoReturn
+
+from jaxllm.cli.flags import (
+    SHORT_NAMES,
+    all_flags,
+    is_object,
+    is_repeated,
+    join_sub_keys,
+    merge,
+    read_text,
+    spelling,
+    without_none,
+)
+from jaxllm.config import Flag, unknown_name
+
+
+class UsageError(Exception):
+    """Arguments that do not go together. The command ends with exit code 2."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A command's parser. Generated flags that were not given are absent from the result, so that their origin stays known."""
+
+    def __init__(self, command: str, about: str, examples: str = ""):
+        super().__init__(
+            prog=command, description=about, epilog=examples, allow_abbrev=False, add_help=False, formatter_class=_Formatter
+        )
+        self.brief_groups: dict[str, argparse._ArgumentGroup] = {}
+        """Groups that plain `--help` only names."""
+        self._short_usage = ""
+        self.add_argument(
+            "-h",
+            "--help",
+            action=_Help,
+            nargs="?",
+            metavar="WORD",
+            default=argparse.SUPPRESS,
+            help="this text; --help=GROUP, --help=all or --help=WORD for more",
+        )
+
+    def add_flags(self, flags: Iterable[Flag]) -> None:
+        """An argument for each flag, in the argument groups that the flags name."""
+        for flag in flags:
+            if flag.group not in self.brief_groups:
+                self.brief_groups[flag.group] = self.add_argument_group(flag.group)
+            _add_flag(self.brief_groups[flag.group], flag)
+
+    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """The arguments as a namespace; exits with code 2 and one clear line if they are wrong."""
+        try:
+            joined = join_sub_keys(list(arguments), all_flags())
+        except ValueError as error:
+            self.error(str(error))
+        self._short_usage = (
+            f"{self.prog} {_usage_of_positionals(self)}[options]"  # now: argparse hides positionals while it parses
+        )
+        found, unknown = self.parse_known_intermixed_args(joined)
+        if unknown:
+            self._refuse(unknown[0])
+        return found
+
+    def help_for(self, word: str) -> str:
+        """Help for everything ("all"), for a group by its name, or for the flags whose name or text has the word."""
+        wanted = word.lower().lstrip("-").replace("_", "-")
+        by_title = {(group.title or "").lower().replace(" ", "-"): group._group_actions for group in self._action_groups}
+        if wanted == "all":
+            return self.format_help()
+        if found := by_title.get(wanted):
+            return self._help_of({wanted: found})
+        sections = {}
+        for title, actions in by_title.items():
+            if found := [
+                a for a in actions if wanted in " ".join(a.option_strings).lower() or word.lower() in (a.help or "").lower()
+            ]:
+                sections[title] = found
+        if not sections:
+            self.error(f"nothing about {word!r}; groups: {', '.join(by_title)}")
+        return self._help_of(sections)
+
+    def brief_help(self) -> str:
+        """The command's own arguments in full; of the generated groups only the names of their flags."""
+        formatter = self._get_formatter()
+        formatter.add_usage(self._short_usage, [], [])
+        formatter.add_text(self.description)
+        for group in self._action_groups:
+            if group not in self.brief_groups.values():
+                formatter.start_section(group.title)
+                formatter.add_arguments(group._group_actions)
+                formatter.end_section()
+        for title, group in self.brief_groups.items():
+            formatter.start_section(f"{title} (--help={title.lower().replace(' ', '-')})")
+            formatter.add_text(_wrapped(" ".join(_long_name(action) for action in group._group_actions)))
+            formatter.end_section()
+        formatter.add_text(self.epilog)
+        return formatter.format_help()
+
+    def error(self, message: str) -> NoReturn:
+        """One line and exit code 2; no usage dump that hides it."""
+        self.exit(2, f"{self.prog}: error: {message}\nrun `{self.prog} --help` for the options\n")
+
+    def _help_of(self, sections: dict[str, list[argparse.Action]]) -> str:
+        formatter = self._get_formatter()
+        for title, actions in sections.items():
+            formatter.start_section(title.capitalize())
+            formatter.add_arguments(actions)
+            formatter.end_section()
+        return formatter.format_help()
+
+    def _refuse(self, argument: str) -> NoReturn:
+        if not argument.startswith("-"):
+            self.error(f"unexpected argument {argument!r}")
+        known = [option for action in self._actions for option in action.option_strings]
+        self.error(unknown_name("option", argument.partition("=")[0], known))
+
+
+class _Help(argparse.Action):
+    """`--help` alone prints the brief help, `--help=WORD` the part that is asked for."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        text = parser.help_for(values) if values else parser.brief_help()
+        sys.stdout.write(text)
+        parser.exit(0)
+
+
+class _Merge(argparse.Action):
+    """JSON objects given one after another are laid over each other."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, merge(getattr(namespace, self.dest, None) or {}, values or {}))
+
+
+class _Extend(argparse.Action):
+    """Texts given one after another are gathered in a list."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, None if values is None else [*(getattr(namespace, self.dest, None) or []), *values])
+
+
+class _Formatter(argparse.HelpFormatter):
+    """argparse's layout, with a fixed width for pipes and examples kept as they are written."""
+
+    def __init__(self, prog: str):
+        super().__init__(prog, max_help_position=34, width=min(_width(), 120))
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n".join(indent + line for line in text.splitlines())
+
+
+def _add_flag(group: argparse._ArgumentGroup, flag: Flag) -> None:
+    names = [name for name in (SHORT_NAMES.get(flag.name),) if name] + [spelling(flag.name)]
+    kind, _ = without_none(flag.type)
+    text = flag.help.replace("%", "%%")
+    if "default:" not in flag.help and flag.default is not None:
+        text += f" (default: {_as_text(flag.default)})"
+    common: dict[str, Any] = {"dest": flag.name, "help": text, "default": argparse.SUPPRESS}
+    if kind is bool:
+        group.add_argument(*names, action=argparse.BooleanOptionalAction, **common)
+        return
+    if typing.get_origin(kind) is Literal:
+        common["choices"] = typing.get_args(kind)
+    action = _Merge if is_object(flag) else _Extend if is_repeated(flag) else None
+    if action is not None:
+        common["action"] = action
+    group.add_argument(*names, type=_reader(flag), metavar=_metavar(kind), **common)
+
+
+def _reader(flag: Flag) -> typing.Callable[[str], Any]:
+    def read(text: str) -> Any:
+        try:
+            return read_text(flag, text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
+
+
+def _metavar(kind: Any) -> str | None:
+    if typing.get_origin(kind) is Literal:
+        return None
+    if typing.get_origin(kind) in (tuple, list) and kind != list[str]:
+        return "N,N"
+    return {int: "N", float: "X"}.get(kind) or ("JSON" if kind is dict or typing.get_origin(kind) is dict else "TEXT")
+
+
+def _as_text(value: Any) -> str:
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+
+
+def _long_name(action: argparse.Action) -> str:
+    return next(name for name in action.option_strings if name.startswith("--"))
+
+
+def _usage_of_positionals(parser: argparse.ArgumentParser) -> str:
+    names = [(str(action.metavar or action.dest), action.nargs) for action in parser._actions if not action.option_strings]
+    return "".join({"*": f"[{name} …] ", "?": f"[{name}] "}.get(str(nargs), f"{name} ") for name, nargs in names)
+
+
+def _width() -> int:
+    return shutil.get_terminal_size((100, 24)).columns - 2 if sys.stdout.isatty() or "COLUMNS" in os.environ else 100
+
+
+def _wrapped(text: str) -> str:
+    return "\n".join(textwrap.wrap(text, min(_width(), 120) - 4, break_on_hyphens=False))

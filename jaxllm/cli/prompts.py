@@ -1,0 +1,136 @@
+"""Prompts from the command line, a file or stdin, every one checked before anything runs."""
+
+import json
+import os
+import stat
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxllm.cli.flags import read_file_setting, request_flags
+from jaxllm.config import Flag, unknown_name
+from jaxllm.errors import ConfigError
+
+DEMO_PROMPT = 'def read_lines(path):\n    """Return the lines of a file."""\n'
+DEMO_MESSAGE = "What is 27 + 15?"
+MAX_FAULTS_SHOWN = 10
+
+_KINDS = {"prompt": "text", "prompt_token_ids": "a list of token ids", "messages": "a list of {role, content} objects"}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt as it was given: exactly one of text, token ids and messages, and the sampling values that its line sets."""
+
+    text: str | None = None
+    token_ids: list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    origin: str = "prompt"
+    """How messages call it: "prompt 0", "prompts.jsonl:7"."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The key and value that the prompt had in its file."""
+        if self.messages is not None:
+            return {"messages": self.messages}
+        return {"prompt": self.text} if self.token_ids is None else {"prompt_token_ids": self.token_ids}
+
+
+def from_arguments(texts: Iterable[str]) -> list[Prompt]:
+    """Each argument is a prompt; `-` is all of stdin as one prompt."""
+    return [
+        Prompt(text=_read("-"), origin="stdin") if text == "-" else Prompt(text=text, origin=f"prompt {number}")
+        for number, text in enumerate(texts)
+    ]
+
+
+def from_nothing(*, chat: bool) -> Prompt:
+    """Without prompts: what is piped in, else the demo prompt."""
+    is_piped = sys.stdin is not None and not sys.stdin.isatty() and _is_pipe_or_file(sys.stdin.fileno())
+    if is_piped and (text := _read("-")).strip():
+        return Prompt(text=text, origin="stdin")
+    return Prompt(text=DEMO_MESSAGE if chat else DEMO_PROMPT, origin="demo")
+
+
+def from_file(path: str) -> list[Prompt]:
+    """A prompt per line: JSON objects in a .jsonl file, text in any other; `-` is stdin, JSON if it begins with `{`.
+
+    Blank lines do not count. Raises ConfigError that names all bad lines.
+    """
+    if path.endswith(".json"):
+        raise ConfigError(f"{path} is one JSON text; give a .jsonl file with an object per line")
+    content = _read(path)
+    name = "stdin" if path == "-" else path
+    is_json = path.endswith(".jsonl") or (path == "-" and content.lstrip().startswith("{"))
+    lines = [(number, line) for number, line in enumerate(content.split("\n"), 1) if line.strip()]
+    if not lines:
+        raise ConfigError(f"{name} holds no prompts")
+    if not is_json:
+        return [Prompt(text=line.rstrip("\r"), origin=f"{name}:{number}") for number, line in lines]
+    known = request_flags()
+    prompts: list[Prompt] = []
+    faults: list[str] = []
+    for number, line in lines:
+        try:
+            prompts.append(_from_json(line, known, f"{name}:{number}"))
+        except ConfigError as error:
+            faults.append(str(error))
+    if faults:
+        more = f"; and {len(faults) - MAX_FAULTS_SHOWN} more bad lines" if len(faults) > MAX_FAULTS_SHOWN else ""
+        raise ConfigError("; ".join(faults[:MAX_FAULTS_SHOWN]) + more)
+    return prompts
+
+
+def _read(path: str) -> str:
+    """All of a file, or of stdin if the path is `-`."""
+    try:
+        if path == "-":
+            return sys.stdin.read()
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        name = "the prompts on stdin" if path == "-" else f"the prompt file {path}"
+        raise ConfigError(f"cannot read {name}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _from_json(line: str, known: Mapping[str, Flag], where: str) -> Prompt:
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError as error:  # its own text counts lines within this line
+        raise ConfigError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}: not JSON: {error}") from None
+    if not isinstance(entry, dict):
+        raise ConfigError(f"{where}: must be a JSON object")
+    kinds = [kind for kind in _KINDS if kind in entry]
+    if len(kinds) != 1:
+        found = " and ".join(kinds) or "none"
+        raise ConfigError(f"{where}: must have exactly one of {', '.join(_KINDS)}; has {found}")
+    kind, sampling = kinds[0], {}
+    for key, value in entry.items():
+        if key == kind:
+            continue
+        if key.replace("-", "_") not in known:
+            raise ConfigError(f"{where}: {unknown_name('key', key, [*_KINDS, *known])}")
+        name, typed = read_file_setting(key, value, known, where)
+        sampling[name] = typed
+    if not _is_kind(kind, entry[kind]):
+        raise ConfigError(f"{where}: {kind} must be {_KINDS[kind]}")
+    attribute = {"prompt": "text", "prompt_token_ids": "token_ids", "messages": "messages"}[kind]
+    return Prompt(**{attribute: entry[kind]}, sampling=sampling, origin=where)
+
+
+def _is_kind(kind: str, value: Any) -> bool:
+    if kind == "prompt":
+        return isinstance(value, str)
+    if not isinstance(value, list) or not value:
+        return False
+    if kind == "prompt_token_ids":
+        return all(isinstance(token, int) and not isinstance(token, bool) for token in value)
+    return all(isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in value)
+
+
+def _is_pipe_or_file(descriptor: int) -> bool:
+    mode = os.fstat(descriptor).st_mode
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)

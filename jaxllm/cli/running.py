@@ -1,0 +1,48 @@
+"""The engine behind `generate`, `chat` and `bench`: opened with progress and given prompts in its own form."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from jaxllm.cli.planning import meant_model
+from jaxllm.cli.prompts import Prompt
+from jaxllm.config import EngineConfig
+from jaxllm.errors import InvalidRequestError, ModelLoadError
+from jaxllm.progress import Progress
+from jaxllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from jaxllm.llm import LLM
+
+DEFAULT_MAX_TOKENS = 256
+
+
+def open_llm(options: Mapping[str, Any], progress: Progress) -> "LLM":
+    """Load the model and make the engine."""
+    from jaxllm.llm import LLM
+
+    config = EngineConfig.from_options(**options)
+    try:
+        return LLM.from_config(config, progress=progress)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{error}{meant_model(config.model.model, error)}") from error
+    finally:
+        progress.finish()  # a bar must not outlive an error
+
+
+def default_sampling(llm: "LLM") -> SamplingParams:
+    """The model's own sampling values, with room for a few paragraphs where it names no length."""
+    params = llm.get_default_sampling_params()
+    if params.max_tokens == SamplingParams().max_tokens:
+        return dataclasses.replace(params, max_tokens=DEFAULT_MAX_TOKENS)
+    return params
+
+
+def as_input(llm: "LLM", prompt: Prompt) -> Any:
+    """A prompt in the form that the engine takes; messages in the model's chat template."""
+    if prompt.messages is None:
+        return prompt.text if prompt.token_ids is None else {"prompt_token_ids": prompt.token_ids}
+    try:
+        return llm.render_conversations(prompt.messages)[0]
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"{prompt.origin}: {error}", error.param) from error

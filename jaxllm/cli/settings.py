@@ -1,0 +1,111 @@
+"""Where an option's value comes from: command line, then environment, then YAML file, then default."""
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxllm import env
+from jaxllm.cli.flags import all_flags, read_file_setting, read_text
+from jaxllm.config import Flag, unknown_name
+from jaxllm.errors import ConfigError
+
+COMMAND_LINE = "command line"
+DEFAULT = "default"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """An option with its value and where that comes from: "command line", "$VARIABLE", "file:line" or "default"."""
+
+    flag: Flag
+    value: Any
+    origin: str
+
+
+def resolve(flags: Iterable[Flag], given: Mapping[str, Any], config_file: str | None = None) -> dict[str, Setting]:
+    """A setting for each flag. `given`: what the command line set. The file is `config_file`, else $JAXLLM_CONFIG, else none.
+
+    Unknown names in file or environment are errors, whether or not this command has use for them.
+    """
+    in_file = read_config_file(config_file or os.environ.get(env.CONFIG_FILE) or None)
+    in_environment = read_environment(os.environ)
+    settings = {}
+    for flag in flags:
+        if flag.name in given:
+            settings[flag.name] = Setting(flag, given[flag.name], COMMAND_LINE)
+        elif flag.name in in_environment:
+            settings[flag.name] = Setting(flag, in_environment[flag.name], "$" + env.OPTION_PREFIX + flag.name.upper())
+        elif flag.name in in_file:
+            value, origin = in_file[flag.name]
+            settings[flag.name] = Setting(flag, value, origin)
+        else:
+            settings[flag.name] = Setting(flag, flag.default, DEFAULT)
+    return settings
+
+
+def chosen(settings: Mapping[str, Setting]) -> dict[str, Any]:
+    """The values that somebody set, without the defaults."""
+    return {name: setting.value for name, setting in settings.items() if setting.origin != DEFAULT}
+
+
+def read_environment(variables: Mapping[str, str]) -> dict[str, Any]:
+    """The options set by JAXLLM_OPT_…; an empty variable counts as unset. Raises ConfigError for unknown names, bad values."""
+    known = all_flags()
+    found = {}
+    for variable, text in variables.items():
+        if not variable.startswith(env.OPTION_PREFIX) or not text:
+            continue
+        name = variable.removeprefix(env.OPTION_PREFIX).lower()
+        if name not in known:
+            upper = [env.OPTION_PREFIX + option.upper() for option in known]
+            raise ConfigError(unknown_name("environment variable", variable, upper))
+        try:
+            found[name] = read_text(known[name], text)
+        except ValueError as error:
+            raise ConfigError(f"environment variable {variable}: {error}") from None
+    return found
+
+
+def read_config_file(path: str | None) -> dict[str, tuple[Any, str]]:
+    """The options in a YAML file, each with "file:line". Raises ConfigError that names the line of what is wrong."""
+    if path is None:
+        return {}
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the config file {path}: {getattr(error, 'strerror', None) or error}") from None
+    known = all_flags()
+    found: dict[str, tuple[Any, str]] = {}
+    for key, value, line in _yaml_pairs(text, path):
+        where = f"{path}:{line}"
+        name, typed = read_file_setting(key, value, known, where)
+        if name in found:
+            raise ConfigError(f"{where}: {key} is set already at {found[name][1]}")
+        found[name] = (typed, where)
+    return found
+
+
+def _yaml_pairs(text: str, path: str) -> list[tuple[str, Any, int]]:
+    """Key, value and line of each pair at the top of a YAML document."""
+    import yaml  # here, so that commands without a file start faster
+
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return []
+        if not isinstance(node, yaml.MappingNode):
+            raise ConfigError(f"{path}:{node.start_mark.line + 1}: must hold `option: value` lines")
+        return [
+            (str(key.value), loader.construct_object(value, deep=True), key.start_mark.line + 1)  # type: ignore[no-untyped-call]
+            for key, value in node.value
+        ]
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ConfigError(f"{path}:{line}: not YAML: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not YAML: {error}") from None
+    finally:
+        loader.dispose()

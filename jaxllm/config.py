@@ -1,0 +1,285 @@
+"""Every option of the engine, once: the command line, its help, the YAML file and `LLM(...)` are generated from these fields.
+
+Knows nothing of JAX: what depends on the model or the device is made concrete by `EngineConfig.resolve`.
+"""
+
+import dataclasses
+import difflib
+import os
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from jaxllm.errors import ConfigError
+
+AUTO_MODEL_LEN = -1
+"""`max_model_len=-1`: the largest that the cache can hold for one request."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Model"""
+
+    model: Annotated[str, "local directory, hub id, or 'demo' for the model shipped with jaxllm"] = "demo"
+    tokenizer: Annotated[str | None, "directory or hub id of the tokenizer; default: the model's own"] = None
+    skip_tokenizer_init: Annotated[bool, "load no tokenizer: prompts are token ids and outputs have no text"] = False
+    revision: Annotated[str | None, "branch, tag or commit on the hub"] = None
+    download_dir: Annotated[str | None, "where hub downloads are kept; default: the hub's own cache"] = None
+    load_format: Annotated[
+        Literal["auto", "safetensors", "orbax", "dummy"], "how to read the weights; dummy makes random ones"
+    ] = "auto"
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float16", "float32"],
+        "type of weights and activations; auto: the checkpoint's on a GPU, float32 on a CPU",
+    ] = "auto"
+    max_model_len: Annotated[
+        int | None, "most tokens of one request, prompt and output; default: the model's own; -1: the largest that fits"
+    ] = None
+    seed: Annotated[int, "seed of dummy weights; on the command line also of sampling, so that a run can be repeated"] = 0
+    hf_overrides: Annotated[dict[str, Any] | None, "JSON object laid over the model's config.json"] = None
+    generation_config: Annotated[
+        str, "where default sampling values come from: auto (the model's generation_config.json), none, or a directory"
+    ] = "auto"
+    chat_template: Annotated[str | None, "file or text of a Jinja chat template; default: the tokenizer's own"] = None
+    max_logprobs: Annotated[int, "most logprobs that a request may ask for; -1: the whole vocabulary"] = 20
+    logprobs_mode: Annotated[
+        Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"],
+        "whether logprobs are taken before or after penalties, temperature and masks",
+    ] = "raw_logprobs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheOptions:
+    """KV cache"""
+
+    block_size: Annotated[int, "tokens in a block of the KV cache"] = 16
+    gpu_memory_utilization: Annotated[float, "fraction of the device's memory that the engine may take"] = 0.92
+    num_gpu_blocks_override: Annotated[int | None, "number of KV-cache blocks, instead of measuring memory"] = None
+    kv_cache_memory_bytes: Annotated[int | None, "size of the KV cache per device, instead of measuring memory"] = None
+    enable_prefix_caching: Annotated[bool, "reuse the blocks of equal prompt beginnings"] = True
+    prefix_caching_hash_algo: Annotated[Literal["sha256", "sha256_cbor"], "hash of a block's tokens"] = "sha256"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerOptions:
+    """Scheduler"""
+
+    max_num_seqs: Annotated[int | None, "most requests running at once; default: 256 on a GPU, 32 on a CPU"] = None
+    max_num_batched_tokens: Annotated[int | None, "most tokens computed in one step; default: 8192 on a GPU, 512 on a CPU"] = (
+        None
+    )
+    enable_chunked_prefill: Annotated[bool, "let a long prompt be computed over several steps"] = True
+    long_prefill_token_threshold: Annotated[
+        int, "most tokens of one prompt in a step while other requests wait; 0: no limit"
+    ] = 0
+    long_prefill_token_threshold_adaptive: Annotated[bool, "raise that threshold to an equal share of the step's tokens"] = (
+        False
+    )
+    scheduling_policy: Annotated[Literal["fcfs", "priority"], "order of waiting requests"] = "fcfs"
+    async_scheduling: Annotated[bool, "schedule the next step before this one's tokens are known"] = True
+    scheduler_reserve_full_isl: Annotated[bool, "admit a request only if its whole prompt fits the cache"] = True
+    watermark: Annotated[float, "fraction of blocks kept free when a request is admitted, so that running ones can grow"] = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelOptions:
+    """Parallelism"""
+
+    tensor_parallel_size: Annotated[int, "number of devices that each layer is split over"] = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileOptions:
+    """Compilation"""
+
+    warmup: Annotated[
+        Literal["auto", "all", "lazy"],
+        "compile every program at start (all) or each when first needed (lazy); auto: all on a GPU, lazy on a CPU",
+    ] = "auto"
+    decode_buckets: Annotated[tuple[int, ...] | None, "batch sizes that decode is compiled for; default: chosen"] = None
+    token_buckets: Annotated[tuple[int, ...] | None, "token counts that mixed steps are compiled for"] = None
+    compile_threads: Annotated[int | None, "programs compiled at the same time; default: by the number of cores"] = None
+    compilation_cache: Annotated[bool, "keep compiled programs on disk for the next start"] = True
+    attention_implementation: Annotated[
+        Literal["auto", "reference", "xla", "triton"], "paged attention kernel; auto: triton on a GPU, xla on a CPU"
+    ] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObserveOptions:
+    """Observation"""
+
+    disable_log_stats: Annotated[bool, "keep no statistics for `get_metrics` and the log"] = False
+    use_progress_bar: Annotated[bool, "show progress while loading and compiling"] = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """All options, by group. `EngineConfig.from_options(max_num_seqs=8, …)` takes them flat."""
+
+    model: ModelOptions = field(default_factory=ModelOptions)
+    cache: CacheOptions = field(default_factory=CacheOptions)
+    scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
+    parallel: ParallelOptions = field(default_factory=ParallelOptions)
+    compile: CompileOptions = field(default_factory=CompileOptions)
+    observe: ObserveOptions = field(default_factory=ObserveOptions)
+
+    @classmethod
+    def from_options(cls, **options: Any) -> "EngineConfig":
+        """Sort flat options into their groups. Raises ConfigError for unknown names (with the nearest known) and bad values."""
+        owner = {f.name: group for group, kind in _GROUPS.items() for f in dataclasses.fields(kind)}
+        values: dict[str, dict[str, Any]] = {group: {} for group in _GROUPS}
+        for name, value in options.items():
+            if name not in owner:
+                raise ConfigError(unknown_name("engine option", name, owner))
+            values[owner[name]][name] = value
+        return cls(**{group: kind(**values[group]) for group, kind in _GROUPS.items()}).checked()
+
+    def checked(self) -> "EngineConfig":
+        """This config, if every value lies in its range and the values agree. Raises ConfigError with all faults found."""
+        faults = [*_type_faults(self), *_range_faults(self)]
+        if faults:
+            raise ConfigError("; ".join(faults))
+        return self
+
+    def replace(self, **options: Any) -> "EngineConfig":
+        """A copy with some flat options changed."""
+        return EngineConfig.from_options(**{**self.flat(), **options})
+
+    def flat(self) -> dict[str, Any]:
+        """Every option by its flat name."""
+        return {
+            f.name: getattr(getattr(self, group.name), f.name)
+            for group in dataclasses.fields(self)
+            for f in dataclasses.fields(getattr(self, group.name))
+        }
+
+
+_GROUPS: dict[str, Any] = {
+    "model": ModelOptions,
+    "cache": CacheOptions,
+    "scheduler": SchedulerOptions,
+    "parallel": ParallelOptions,
+    "compile": CompileOptions,
+    "observe": ObserveOptions,
+}
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One option as the command line, the YAML file and the environment see it."""
+
+    name: str
+    group: str
+    help: str
+    default: Any
+    type: Any
+    """The annotated type, e.g. `int | None` or `Literal['auto', 'all']`."""
+
+
+def flags(*kinds: type) -> list[Flag]:
+    """The fields of annotated dataclasses as flags; the group is the class's docstring. Default: all engine options."""
+    found = []
+    for kind in kinds or _GROUPS.values():
+        hints = typing.get_type_hints(kind, include_extras=True)
+        for f in dataclasses.fields(kind):
+            annotated = hints[f.name]
+            if typing.get_origin(annotated) is not Annotated:
+                continue
+            default = f.default if f.default is not dataclasses.MISSING else f.default_factory()  # type: ignore[operator, misc]
+            of_type, text = typing.get_args(annotated)[:2]
+            found.append(Flag(f.name, (kind.__doc__ or kind.__name__).splitlines()[0], text, default, of_type))
+    return found
+
+
+def unknown_name(what: str, name: str, known: typing.Iterable[str]) -> str:
+    """`unknown engine option 'max_seq'; did you mean 'max_num_seqs'?`"""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"unknown {what} {name!r}" + (f"; did you mean {close[0]!r}?" if close else "")
+
+
+def type_matches(value: Any, of_type: Any) -> bool:
+    """Whether a value is of an annotated type (unions, Literal, tuple[int, ...], dict and plain classes; an int is a float)."""
+    origin, args = typing.get_origin(of_type), typing.get_args(of_type)
+    if origin in (typing.Union, types.UnionType):
+        return any(type_matches(value, arg) for arg in args)
+    if origin is Literal:
+        return value in args and not (isinstance(value, bool) and not any(isinstance(a, bool) for a in args))
+    if origin is tuple:
+        return isinstance(value, (tuple, list)) and all(type_matches(item, args[0]) for item in value)
+    if origin is not None:
+        return isinstance(value, origin)
+    if of_type is Any:
+        return True
+    if of_type is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if of_type is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, of_type)
+
+
+def _type_faults(config: EngineConfig) -> list[str]:
+    faults = []
+    flat: Mapping[str, Any] = config.flat()
+    for flag in flags():
+        value = flat[flag.name]
+        if type_matches(value, flag.type):
+            continue
+        if typing.get_origin(flag.type) is Literal:
+            faults.append(f"{flag.name} is {value!r}, must be one of {', '.join(map(str, typing.get_args(flag.type)))}")
+        else:
+            name = getattr(flag.type, "__name__", None) if typing.get_origin(flag.type) is None else None
+            faults.append(f"{flag.name} is {value!r}, must be {name or str(flag.type).replace('typing.', '')}")
+    return faults
+
+
+def _range_faults(config: EngineConfig) -> list[str]:
+    flat = config.flat()
+
+    def at_least(low: float) -> tuple[Callable[[Any], bool], str]:
+        return (lambda value: value >= low), f"at least {low}"
+
+    rules: dict[str, tuple[Callable[[Any], bool], str]] = {
+        "max_model_len": (lambda v: v >= 1 or v == AUTO_MODEL_LEN, "at least 1, or -1 for the largest that fits"),
+        "max_logprobs": at_least(-1),
+        "block_size": (lambda v: v in (8, 16, 32, 64, 128), "8, 16, 32, 64 or 128"),
+        "gpu_memory_utilization": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
+        "num_gpu_blocks_override": at_least(2),
+        "kv_cache_memory_bytes": at_least(1),
+        "max_num_seqs": at_least(1),
+        "max_num_batched_tokens": at_least(1),
+        "long_prefill_token_threshold": at_least(0),
+        "watermark": (lambda v: 0 <= v < 1, "at least 0 and below 1"),
+        "tensor_parallel_size": at_least(1),
+        "compile_threads": at_least(1),
+        "decode_buckets": (lambda v: len(v) > 0 and min(v) >= 1, "a list of positive sizes"),
+        "token_buckets": (lambda v: len(v) > 0 and min(v) >= 1, "a list of positive sizes"),
+    }
+    faults = []
+    for name, (holds, text) in rules.items():
+        value = flat[name]
+        try:
+            if value is not None and not holds(value):
+                faults.append(f"{name} is {value!r}, must be {text}")
+        except TypeError:
+            continue  # its type is a fault already
+    return faults
+
+
+def resolve_platform_defaults(config: EngineConfig, *, on_gpu: bool) -> EngineConfig:
+    """Make every option that depends only on the kind of device concrete."""
+    scheduler, compile_ = config.scheduler, config.compile
+    options: dict[str, Any] = {}
+    max_num_seqs = scheduler.max_num_seqs or (256 if on_gpu else 32)
+    options["max_num_seqs"] = max_num_seqs
+    if scheduler.max_num_batched_tokens is None:
+        options["max_num_batched_tokens"] = max(8192 if on_gpu else 512, max_num_seqs)
+    if compile_.warmup == "auto":
+        options["warmup"] = "all" if on_gpu else "lazy"
+    if compile_.attention_implementation == "auto":
+        options["attention_implementation"] = "triton" if on_gpu else "xla"
+    if compile_.compile_threads is None:
+        options["compile_threads"] = max(1, min(16, os.cpu_count() or 1))
+    return config.replace(**options)

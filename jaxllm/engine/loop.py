@@ -1,0 +1,60 @@
+"""The loop in which scheduler and runner meet: plans the next step while one is on its way. Knows no JAX."""
+
+import time
+from collections import deque
+from typing import Protocol
+
+from jaxllm.outputs import EngineCoreOutput
+from jaxllm.scheduler.scheduler import Scheduler
+from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput
+
+
+class PendingOutput(Protocol):
+    """A dispatched step."""
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for the step."""
+        ...
+
+
+class Runner(Protocol):
+    """What the loop needs of a runner."""
+
+    def dispatch(self, plan: SchedulerOutput) -> PendingOutput:
+        """Start a step without waiting."""
+        ...
+
+
+class StepLoop:
+    """Schedules, dispatches and reads steps in order. With two in flight, step N+1 is dispatched before the tokens of step N are read."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, *, max_in_flight: int):
+        self.scheduler = scheduler
+        self.runner = runner
+        self.max_in_flight = max_in_flight
+        self._in_flight: deque[tuple[SchedulerOutput, PendingOutput]] = deque()
+        self.wait_seconds = 0.0
+        """Time spent waiting for the device in all."""
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._in_flight) or self.scheduler.has_requests()
+
+    def step(self) -> list[EngineCoreOutput]:
+        """Keep the device busy, then return the news of the oldest step in flight (nothing if there was none)."""
+        while len(self._in_flight) < self.max_in_flight and self.scheduler.has_requests():
+            plan = self.scheduler.schedule()
+            if plan.total_num_scheduled_tokens == 0:
+                break
+            self._in_flight.append((plan, self.runner.dispatch(plan)))
+        if not self._in_flight:
+            return []
+        plan, pending = self._in_flight.popleft()
+        start = time.perf_counter()
+        result = pending.result()
+        self.wait_seconds += time.perf_counter() - start
+        return self.scheduler.update_from_output(plan, result)
+
+    def forget(self) -> None:
+        """Drop the steps in flight after a failure."""
+        self._in_flight.clear()

@@ -1,0 +1,17 @@
+"""The environment variables that jaxllm itself reads, in one table. Options of the engine are config fields, not variables here."""
+
+import os
+from pathlib import Path
+
+CONFIG_FILE = "JAXLLM_CONFIG"  # path of a YAML file with engine options
+CACHE_DIR = "JAXLLM_CACHE_DIR"  # where compiled programs are kept
+LOG_LEVEL = "JAXLLM_LOG_LEVEL"  # debug, info, warning, error
+OPTION_PREFIX = "JAXLLM_OPT_"  # JAXLLM_OPT_MAX_NUM_SEQS=64 sets --max-num-seqs
+
+
+def cache_dir() -> Path:
+    """The folder for compiled programs: $JAXLLM_CACHE_DIR, else $XDG_CACHE_HOME/jaxllm, else ~/.cache/jaxllm."""
+    if path := os.environ.get(CACHE_DIR):
+        return Path(path).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "jaxllm"

@@ -1,0 +1,78 @@
+"""From what the user calls a model to a directory on this machine."""
+
+import difflib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import jaxllm
+from jaxllm.errors import ModelLoadError
+
+DEMO = "demo"
+FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "tokenizer*")
+"""What is downloaded: weights in safetensors form, configs, tokenizer and chat template."""
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+
+def resolve_model(
+    name: str, revision: str | None = None, download_dir: str | None = None, *, files: Sequence[str] = FILES
+) -> Path:
+    """The directory of a model: 'demo', a local directory, or a hub id, which is downloaded (or found in the hub's cache).
+
+    `files`: patterns of what to download. Raises ModelLoadError, saying what the name is not and what to do.
+    """
+    if name == DEMO:
+        return Path(jaxllm.__file__).parent / "data" / DEMO
+    local = Path(name).expanduser()
+    if name and local.is_dir():
+        return local
+    if local.is_file():
+        raise ModelLoadError(f"{name} is a file; give the directory that holds config.json and the weights")
+    if not _HUB_ID.fullmatch(name) or name.startswith((".", "~")):
+        raise ModelLoadError(f"{name!r} is neither a local directory nor a hub id (owner/name); check its spelling")
+    return _download(name, revision, download_dir, files)
+
+
+def _download(name: str, revision: str | None, download_dir: str | None, files: Sequence[str]) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        return Path(snapshot_download(name, revision=revision, cache_dir=download_dir, allow_patterns=list(files)))
+    except GatedRepoError as error:
+        raise ModelLoadError(f"{name} is gated on the hub: accept its terms there and log in with `hf auth login`") from error
+    except RevisionNotFoundError as error:
+        raise ModelLoadError(f"{name} has no revision {revision!r} on the hub") from error
+    except RepositoryNotFoundError as error:
+        raise ModelLoadError(f"{name!r} is not a local directory, and the hub knows no such model{_hint(name)}") from error
+    except HFValidationError as error:
+        raise ModelLoadError(f"{name!r} is neither a local directory nor a hub id: {error}") from error
+    except HfHubHTTPError as error:
+        raise ModelLoadError(f"the hub refused to give {name}: {error}") from error
+    except Exception as error:  # what a failed connection raises depends on the HTTP library under huggingface_hub
+        raise ModelLoadError(
+            f"{name!r} is not a local directory nor in the hub's cache, and {_why_not_reached(error)}{_hint(name)}; "
+            "give a local model directory, go online, or use 'demo'"
+        ) from error
+
+
+def _why_not_reached(error: Exception) -> str:
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE forbids to download it"
+    return f"the hub cannot be reached ({type(error).__name__}: {_first_line(error)})"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or "no reason given").partition("\n")[0]
+
+
+def _hint(name: str) -> str:
+    return f"; did you mean {DEMO!r}?" if difflib.get_close_matches(name, [DEMO]) else ""

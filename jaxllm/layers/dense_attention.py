@@ -1,0 +1,35 @@
+"""Causal attention without a cache: for training, and the oracle that paged attention is tested against."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxllm.layers.attention import Attend
+from jaxllm.layers.linear import precision_of
+
+
+def dense_attend(positions_T: Array, segment_ids_T: Array | None = None) -> Attend:
+    """An `attend` over the tokens of one call, each seeing the tokens of its own segment up to its own position.
+
+    Without segment ids all tokens are one sequence. Scores are [K, G, T, T] float32: for short sequences.
+    """
+
+    def attend(
+        layer: int, q_TKGH: Array, k_TKH: Array, v_TKH: Array, *, scale: float, window: int | None, soft_cap: float | None
+    ) -> Array:
+        distance_TS = positions_T[:, None] - positions_T[None, :]
+        visible_TS = distance_TS >= 0
+        if window is not None:
+            visible_TS &= distance_TS < window
+        if segment_ids_T is not None:
+            visible_TS &= segment_ids_T[:, None] == segment_ids_T[None, :]
+        precision = precision_of(q_TKGH.dtype)
+        scores_KGTS = scale * jnp.einsum(
+            "tkgh,skh->kgts", q_TKGH, k_TKH, precision=precision, preferred_element_type=jnp.float32
+        )
+        if soft_cap is not None:
+            scores_KGTS = soft_cap * jnp.tanh(scores_KGTS / soft_cap)
+        weights_KGTS = jax.nn.softmax(jnp.where(visible_TS, scores_KGTS, -jnp.inf), axis=-1)
+        return jnp.einsum("kgts,skh->tkgh", weights_KGTS.astype(v_TKH.dtype), v_TKH, precision=precision)
+
+    return attend

@@ -1,0 +1,47 @@
+"""Weights and the matrix products with them."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.lax import Precision
+
+
+def abstract_param(shape: Sequence[int], axes: Sequence[str], dtype: str) -> nnx.Param:
+    """A parameter that holds its shape, type and logical axes but no values yet."""
+    assert len(shape) == len(axes), f"{len(shape)} dimensions, {len(axes)} axis names"
+    return nnx.Param(jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype)), axes=tuple(axes))
+
+
+def precision_of(dtype: jnp.dtype) -> Precision | None:
+    """Float32 products are computed in float32: the default of a GPU is TF32, with 10 bits of mantissa."""
+    return Precision.HIGHEST if dtype == jnp.float32 else None
+
+
+class Linear(nnx.Module):
+    """An einsum with a weight, computed in the type of the input: `Linear("td,df->tf", (D, F), ("embed", "mlp"), "bfloat16")`.
+
+    The contracted letters come last in the input and first in the weight, in the same order. The bias, if any, has the weight's
+    dimensions that are in the output.
+    """
+
+    def __init__(self, subscripts: str, shape: Sequence[int], axes: Sequence[str], dtype: str, *, bias: bool = False):
+        inputs, output = subscripts.split("->")
+        operand, letters = inputs.split(",")
+        self.num_contracted = sum(letter not in output for letter in letters)
+        contracted = letters[: self.num_contracted]
+        assert operand.endswith(contracted) and not set(contracted) & set(output), (
+            f"{subscripts} is not of the form that is taken"
+        )
+        self.weight = abstract_param(shape, axes, dtype)
+        kept = [i for i, letter in enumerate(letters) if letter in output]
+        self.bias = abstract_param([shape[i] for i in kept], [axes[i] for i in kept], dtype) if bias else None
+
+    def __call__(self, x: Array) -> Array:
+        weight = self.weight[...].astype(x.dtype)
+        # One contracted dimension: XLA would transpose a weight in every step to contract several.
+        leading, trailing = x.shape[: x.ndim - self.num_contracted], weight.shape[self.num_contracted :]
+        y = jnp.tensordot(x.reshape(*leading, -1), weight.reshape(-1, *trailing), 1, precision=precision_of(x.dtype))
+        return y if self.bias is None else y + self.bias[...].astype(x.dtype)

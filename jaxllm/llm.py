@@ -1,0 +1,447 @@
+"""LLM: a model for scripts. Batches of prompts in, answers out, in order."""
+
+import copy
+import itertools
+import numbers
+import signal
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jaxllm.beam_search import BeamSearchOutput, search_beams
+from jaxllm.config import EngineConfig
+from jaxllm.errors import ConfigError, EngineError, InvalidRequestError
+from jaxllm.llm_engine import Core, LLMEngine
+from jaxllm.metrics.metric import Metric
+from jaxllm.outputs import RequestOutput
+from jaxllm.progress import Progress
+from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from jaxllm.text.input_processor import FrontRequest, Prompt, TokensPrompt
+from jaxllm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jaxllm.sampling.processors import Processor
+    from jaxllm.text.chat_template import ContentFormat
+
+_OTHER_ENGINES_OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "trust_remote_code": ((False,), "code of a checkpoint is never run"),
+    "enforce_eager": ((False,), "every step is a compiled program; warmup='lazy' makes a quick start"),
+    "tokenizer_mode": (("auto",), "the tokenizer's files decide"),
+    "task": (("auto", "generate"), "models generate text"),
+    "runner": (("auto", "generate"), "models generate text"),
+    "quantization": ((None,), "quantised weights are not supported yet"),
+    "kv_cache_dtype": (("auto",), "the KV cache has the type of the model"),
+    "pipeline_parallel_size": ((1,), "only tensor_parallel_size splits a model"),
+    "data_parallel_size": ((1,), "one engine runs one copy of the model"),
+    "distributed_executor_backend": ((None, "mp", "uni"), "one process drives all devices"),
+    "enable_lora": ((False,), "adapters are not supported yet"),
+    "cpu_offload_gb": ((0,), "weights stay on the device"),
+    "swap_space": ((0,), "preempted requests are computed again"),
+    "speculative_config": ((None,), "speculative decoding is not supported yet"),
+}
+"""Options that scripts written for vLLM set: the values that say what is so anyway, and why there is no other."""
+_REPORTED_FAULTS = 10
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """A model with its engine, for use from one thread.
+
+    Keyword arguments are the engine's options (`jaxllm.config`). `logits_processors`: functions that requests may have applied
+    to their logits (`jaxllm.sampling.processors`). Raises ConfigError, ModelLoadError or OutOfMemoryError.
+    """
+
+    def __init__(self, model: str = "demo", *, logits_processors: "Sequence[Processor]" = (), **options: Any):
+        config = EngineConfig.from_options(model=model, **_own_options(options))
+        self._start(config, _LoadingBar() if config.observe.use_progress_bar else None, None, logits_processors)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: EngineConfig,
+        *,
+        progress: Progress | None = None,
+        core: Core | None = None,
+        logits_processors: "Sequence[Processor]" = (),
+    ) -> "LLM":
+        """An LLM from a whole config. `progress` hears how far loading and compiling are; `core` is a built engine core."""
+        llm = cls.__new__(cls)
+        llm._start(config, progress, core, logits_processors)
+        return llm
+
+    def _start(
+        self,
+        config: EngineConfig,
+        progress: Progress | None,
+        core: Core | None,
+        logits_processors: "Sequence[Processor]",
+    ) -> None:
+        self.llm_engine = LLMEngine(config, progress=progress, core=core, log_stats=False, logits_processors=logits_processors)
+        self._request_numbers = itertools.count()
+        self._strays: dict[str, list[RequestOutput]] = defaultdict(list)
+        self._interrupt = _Interrupt()
+
+    # Generating
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """The answers to prompts, in their order.
+
+        A prompt is a text, a list of token ids, or an object with `prompt` or `prompt_token_ids` and perhaps `cache_salt`.
+        `sampling_params`: one for all or one each; default: the model's own. `use_tqdm`: whether to show a bar, or what to call
+        in tqdm's place. All prompts are checked before any runs: InvalidRequestError names the places of the wrong ones.
+        EngineError or a Ctrl-C ends all of them.
+        """
+        return self._finish(self._checked(prompts, sampling_params, priority, RequestOutputKind.FINAL_ONLY), use_tqdm)
+
+    def generate_iter(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: Sequence[int] | None = None,
+    ) -> Generator[tuple[int, RequestOutput], None, None]:
+        """Outputs as they come, each with the place of its prompt; `sampling_params.output_kind` says what they hold.
+
+        A request that failed alone comes with the finish reason "error" and the message as stop reason. Closing the
+        iterator ends the requests that are not finished.
+        """
+        return self._run(self._checked(prompts, sampling_params, priority, None))
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        priority: Sequence[int] | None = None,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """The answers to conversations (one, or a list of them). Template options: see `render_conversations`."""
+        prompts = self.render_conversations(messages, **template_options)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority)
+
+    def render_conversations(
+        self,
+        messages: Messages | Sequence[Messages],
+        *,
+        chat_template: str | None = None,
+        chat_template_content_format: "ContentFormat" = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Prompt]:
+        """The prompts of conversations, by the chat template. Their special tokens are the template's; none are added."""
+        from jaxllm.text.chat_template import render_chat  # imports Jinja
+
+        tokenizer = self.get_tokenizer()
+        texts = _each(
+            _conversations(messages),
+            lambda conversation: render_chat(
+                tokenizer,
+                conversation,
+                tools=tools,
+                documents=documents,
+                chat_template=chat_template or self.llm_engine.chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                content_format=chat_template_content_format,
+                **(chat_template_kwargs or {}),
+            ),
+            "conversation",
+        )
+        all_ids = tokenizer.encode_batch(texts, add_special_tokens=False)
+        return [TokensPrompt(prompt=text, prompt_token_ids=ids) for text, ids in zip(texts, all_ids, strict=True)]
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool | Callable[..., Any] = False
+    ) -> list[BeamSearchOutput]:
+        """The likeliest answers that a beam search finds to each prompt, best first."""
+        checked = self._checked(prompts, SamplingParams(max_tokens=1), None, RequestOutputKind.FINAL_ONLY)
+        engine = self.llm_engine
+        bar = _open_bar(use_tqdm, params.max_tokens, "Searching", "token")
+
+        def run(prompts: list[list[int]], sampling_params: SamplingParams) -> list[RequestOutput]:
+            bar.update(1)
+            return self.generate(prompts, sampling_params, use_tqdm=False)  # type: ignore[arg-type]
+
+        try:
+            return search_beams(
+                run,
+                [request.prompt_token_ids for request in checked],
+                params,
+                eos_token_ids=engine.input_processor.eos_token_ids,
+                max_model_len=engine.max_model_len,
+                max_logprobs=engine.config.model.max_logprobs,
+                tokenizer=engine.tokenizer,
+            )
+        finally:
+            bar.close()
+
+    # The rest
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises ConfigError if there is none."""
+        return self.llm_engine.get_tokenizer()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """SamplingParams with the values of the model's generation config."""
+        return self.llm_engine.get_default_sampling_params()
+
+    def get_metrics(self) -> list[Metric]:
+        """All metrics now."""
+        return self.llm_engine.get_metrics()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prompt beginnings. False if blocks are in use."""
+        return self.llm_engine.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        """Free the device. The object cannot be used afterwards."""
+        self.llm_engine.shutdown()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.shutdown()
+
+    # Inside
+
+    def _checked(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: Sequence[int] | None,
+        output_kind: RequestOutputKind | None,
+    ) -> list[FrontRequest]:
+        """A request for each prompt, or one error that names all wrong prompts."""
+        all_prompts = _prompt_list(prompts)
+        all_params = self._params_list(sampling_params, len(all_prompts), output_kind)
+        if priority is not None and len(priority) != len(all_prompts):
+            raise InvalidRequestError(f"priority has {len(priority)} values for {len(all_prompts)} prompts", "priority")
+        processor = self.llm_engine.input_processor
+        tokenized = processor.tokenize_texts(all_prompts)
+        arrival_time = time.time()
+
+        def request(place: int) -> FrontRequest:
+            return processor.process(
+                str(next(self._request_numbers)),
+                tokenized[place],
+                all_params[place],
+                arrival_time=arrival_time,
+                priority=0 if priority is None else priority[place],
+            )
+
+        return _each(range(len(all_prompts)), request, "prompt")
+
+    def _params_list(
+        self,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        count: int,
+        output_kind: RequestOutputKind | None,
+    ) -> Sequence[SamplingParams]:
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        if isinstance(sampling_params, Sequence):
+            if len(sampling_params) != count:
+                raise InvalidRequestError(
+                    f"sampling_params has {len(sampling_params)} entries for {count} prompts; give one for all or one each",
+                    "sampling_params",
+                )
+            return [_with_kind(params, output_kind) for params in sampling_params]
+        return [_with_kind(sampling_params, output_kind)] * count
+
+    def _finish(self, requests: list[FrontRequest], use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:
+        """Run requests to their end."""
+        results: dict[int, RequestOutput] = {}
+        bar = _open_bar(use_tqdm, len(requests), "Processed prompts", "prompt")
+        running = self._run(requests)
+        start, num_in, num_out = time.perf_counter(), 0, 0
+        try:
+            for place, output in running:
+                _raise_error(output, place, len(requests))
+                results[place] = output
+                num_in += len(output.prompt_token_ids)
+                num_out += sum(len(answer.token_ids) for answer in output.outputs)
+                seconds = time.perf_counter() - start
+                bar.set_postfix_str(
+                    f"est. input {num_in / seconds:.1f} tok/s, output {num_out / seconds:.1f} tok/s", refresh=False
+                )
+                bar.update(1)
+        finally:
+            running.close()
+            bar.close()
+        return [results[place] for place in range(len(requests))]
+
+    def _run(self, requests: list[FrontRequest]) -> Generator[tuple[int, RequestOutput], None, None]:
+        """The outputs of requests; those that are not finished when the caller stops are aborted."""
+        engine = self.llm_engine
+        places: dict[str, int] = {}
+        try:
+            for place, request in enumerate(requests):
+                places[request.internal_id] = place
+                engine.add(request)
+            while places:
+                for internal_id, output in self._next_outputs(places):
+                    place = places[internal_id]
+                    if output.finished:
+                        del places[internal_id]
+                    yield place, output
+                self._interrupt.raise_if_noticed()
+        finally:
+            if places:
+                engine.abort_internal(places)
+                for internal_id in places:
+                    self._strays.pop(internal_id, None)
+
+    def _next_outputs(self, places: Mapping[str, int]) -> list[tuple[str, RequestOutput]]:
+        """Outputs for these requests, from a step. What it brings for others waits until their own iterator asks."""
+        mine = [(id, output) for id in list(self._strays) if id in places for output in self._strays.pop(id)]
+        if mine:
+            return mine
+        with self._interrupt:
+            outputs = self.llm_engine.step_with_ids()
+        for internal_id, output in outputs:
+            if internal_id in places:
+                mine.append((internal_id, output))
+            else:
+                self._strays[internal_id].append(output)
+        return mine
+
+
+class _Interrupt:
+    """Keeps a Ctrl-C from tearing a step apart: it is noticed, and raised after the step. A second one is raised at once."""
+
+    def __init__(self) -> None:
+        self._noticed = False
+        self._previous: Any = None
+
+    def __enter__(self) -> None:
+        self.raise_if_noticed()
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._previous = signal.signal(signal.SIGINT, self._notice)
+
+    def __exit__(self, *error: object) -> None:
+        if self._previous is not None:
+            signal.signal(signal.SIGINT, self._previous)
+            self._previous = None
+        if error[0] is not None:
+            self._noticed = False  # the run ends anyway
+
+    def _notice(self, signum: int, frame: Any) -> None:
+        if self._noticed:
+            self._noticed = False
+            raise KeyboardInterrupt
+        self._noticed = True
+
+    def raise_if_noticed(self) -> None:
+        if self._noticed:
+            self._noticed = False
+            raise KeyboardInterrupt
+
+
+class _LoadingBar(Progress):
+    """Shows the progress of loading and compiling with tqdm."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+
+    def start(self, task: str, total: int | None, unit: str) -> None:
+        self._bar = _open_bar(True, total, task.capitalize(), unit)
+
+    def advance(self, count: int = 1) -> None:
+        if self._bar is not None:
+            self._bar.update(count)
+
+    def finish(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+def _open_bar(use_tqdm: bool | Callable[..., Any], total: int | None, description: str, unit: str) -> Any:
+    from tqdm.auto import tqdm
+
+    make: Callable[..., Any] = use_tqdm if callable(use_tqdm) else tqdm
+    options: dict[str, Any] = {} if use_tqdm else {"disable": True}
+    options |= {"unit": "B", "unit_scale": True, "unit_divisor": 1024} if unit == "B" else {"unit": f" {unit}"}
+    return make(total=total, desc=description, dynamic_ncols=True, **options)
+
+
+def _own_options(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that are this engine's. Raises ConfigError for what only other engines can do."""
+    own = {}
+    for name, value in options.items():
+        if name not in _OTHER_ENGINES_OPTIONS:
+            own[name] = value
+            continue
+        harmless, reason = _OTHER_ENGINES_OPTIONS[name]
+        if value not in harmless:
+            raise ConfigError(f"{name} is {value!r}, can only be {' or '.join(map(repr, harmless))}: {reason}")
+    return own
+
+
+def _prompt_list(prompts: Any) -> list[Prompt]:
+    """One prompt or many as a list."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]  # type: ignore[list-item]
+    if not isinstance(prompts, Sequence):
+        raise InvalidRequestError(f"prompts is a {type(prompts).__name__}, must be a prompt or a list of prompts", "prompts")
+    if prompts and isinstance(prompts[0], numbers.Integral):
+        return [list(prompts)]
+    return list(prompts)
+
+
+def _conversations(messages: Any) -> list[Messages]:
+    """One conversation or many as a list."""
+    is_one = isinstance(messages, (str, Mapping)) or not messages or isinstance(messages[0], Mapping)
+    return [messages] if is_one else list(messages)
+
+
+def _each(items: Sequence[Any], make: Callable[[Any], Any], what: str) -> list[Any]:
+    """make(item) for all, or one InvalidRequestError for all that fail."""
+    made, faults = [], []
+    for place, item in enumerate(items):
+        try:
+            made.append(make(item))
+        except InvalidRequestError as error:
+            faults.append((place, error))
+    if not faults:
+        return made
+    first = faults[0][1]
+    if len(items) == 1:
+        raise first
+    text = "; ".join(f"{what} {place}: {error}" for place, error in faults[:_REPORTED_FAULTS])
+    more = f"; and {len(faults) - _REPORTED_FAULTS} more" if len(faults) > _REPORTED_FAULTS else ""
+    raise InvalidRequestError(
+        f"{len(faults)} of {len(items)} {what}s cannot be served, none was run: {text}{more}", first.param
+    )
+
+
+def _with_kind(params: SamplingParams, kind: RequestOutputKind | None) -> SamplingParams:
+    if kind is None or not isinstance(params, SamplingParams) or params.output_kind is kind:
+        return params
+    changed = copy.copy(params)
+    changed.output_kind = kind
+    return changed
+
+
+def _raise_error(output: RequestOutput, place: int, count: int) -> None:
+    """A request that failed alone is an exception here: a script must not take its piece of text for an answer."""
+    for answer in output.outputs:
+        if answer.finish_reason == "error":
+            where = f"prompt {place} of {count}" if count > 1 else "the request"
+            raise EngineError(f"{where} failed: {answer.stop_reason}")

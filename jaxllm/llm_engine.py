@@ -1,0 +1,254 @@
+"""LLMEngine: prompts in, RequestOutputs out, one step at a time. Everything here runs in the caller's thread."""
+
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from jaxllm import log
+from jaxllm.config import EngineConfig
+from jaxllm.errors import ConfigError, EngineDeadError, EngineError, JaxLLMError
+from jaxllm.metrics.engine_metrics import EngineMetrics, LoadStats
+from jaxllm.metrics.metric import Metric
+from jaxllm.metrics.stat_logger import StatLogger
+from jaxllm.model_config import ModelConfig, load_model_config
+from jaxllm.outputs import EngineCoreOutput, RequestOutput
+from jaxllm.progress import Progress
+from jaxllm.request import EngineCoreRequest
+from jaxllm.sampling_params import SamplingParams
+from jaxllm.text.generation_config import load_generation_config
+from jaxllm.text.input_processor import FrontRequest, InputProcessor, Prompt
+from jaxllm.text.model_files import text_files
+from jaxllm.text.output_processor import OutputProcessor, ProcessedStep
+from jaxllm.text.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+    from jaxllm.sampling.processors import Processor
+
+
+class Core(Protocol):
+    """What the front needs of an engine core."""
+
+    config: EngineConfig
+    model_config: ModelConfig
+    max_model_len: int
+    processor_arguments: Mapping[str, int]
+    """The logits processors that requests may name, and how many arguments each takes."""
+
+    @property
+    def num_compiled_after_warmup(self) -> int: ...
+    def add_request(self, request: EngineCoreRequest) -> None: ...
+    def abort_requests(self, request_ids: list[str]) -> None: ...
+    def step(self) -> list[EngineCoreOutput]: ...
+    def has_unfinished_requests(self) -> bool: ...
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool: ...
+    def stats(self) -> LoadStats: ...
+    def shutdown(self) -> None: ...
+
+
+class LLMEngine:
+    """An engine core with its tokenizer and the requests in flight.
+
+    The core is built from the config, with these logits processors (`jaxllm.sampling.processors`), unless one is given;
+    `progress` is told how far loading and compiling are.
+    Raises ConfigError, ModelLoadError or OutOfMemoryError.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig | None = None,
+        *,
+        progress: Progress | None = None,
+        core: Core | None = None,
+        log_stats: bool = True,
+        logits_processors: "Sequence[Processor]" = (),
+    ):
+        log.set_up_if_asked()
+        if core is not None and logits_processors:
+            raise ConfigError("logits_processors are compiled into an engine core; give them to the one that is passed")
+        config = config or (EngineConfig() if core is None else core.config)
+        options = config.model
+        # The small files come first: a fault in them should not cost the loading of weights.
+        directory = text_files(options.model, revision=options.revision, download_dir=options.download_dir)
+        if core is None:
+            _check_model(config, directory)
+        generation_config = load_generation_config(options.generation_config, directory)
+        self.tokenizer: Tokenizer | None = None
+        if not options.skip_tokenizer_init:
+            name = options.tokenizer or options.model
+            if options.tokenizer is not None:
+                directory = text_files(options.tokenizer, download_dir=options.download_dir)
+            self.tokenizer = load_tokenizer(directory, name=name)
+        self.chat_template = None if options.chat_template is None else _load_chat_template(options.chat_template)
+        self.core: Core = _build_core(config, progress, logits_processors) if core is None else core
+        self.config = self.core.config
+        self.model_config = self.core.model_config
+        self.max_model_len = self.core.max_model_len
+        self.metrics: EngineMetrics | None = None
+        self._stat_logger: StatLogger | None = None
+        if not config.observe.disable_log_stats:
+            self.metrics = EngineMetrics(options.model, self.max_model_len)
+            self._stat_logger = StatLogger(self.metrics) if log_stats else None
+        self.input_processor = InputProcessor(
+            self.config,
+            self.model_config,
+            self.max_model_len,
+            self.tokenizer,
+            generation_config,
+            processor_arguments=self.core.processor_arguments,
+        )
+        self._outputs = OutputProcessor(self.tokenizer, observer=self.metrics)
+
+    @classmethod
+    def from_options(cls, **options: Any) -> "LLMEngine":
+        """An engine from flat options, e.g. `LLMEngine.from_options(model="demo", max_num_seqs=8)`."""
+        return cls(EngineConfig.from_options(**options))
+
+    # Requests
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        arrival_time: float | None = None,
+        priority: int = 0,
+    ) -> None:
+        """Queue a prompt. The id need not be unique: outputs carry it back. Raises InvalidRequestError."""
+        params = self.get_default_sampling_params() if params is None else params
+        self.add(self.input_processor.process(request_id, prompt, params, arrival_time=arrival_time, priority=priority))
+
+    def add(self, request: FrontRequest) -> None:
+        """Queue a request that the input processor made. If the core refuses one of its answers, none is queued."""
+        added: list[str] = []
+        try:
+            for child in request.children:
+                self.core.add_request(child)
+                added.append(child.request_id)
+        except BaseException:
+            self._abort_in_core(added)
+            raise
+        self._outputs.add(request)
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
+        """End requests by the ids they were added with. Returns their last outputs, with finish_reason "abort"."""
+        ids = [request_ids] if isinstance(request_ids, str) else request_ids
+        return [output for _, output in self.abort_request_with_ids(ids)]
+
+    def abort_request_with_ids(self, request_ids: Iterable[str]) -> list[tuple[str, RequestOutput]]:
+        """`abort_request`, with the engine's own id of each request."""
+        return self._abort(self._outputs.abort(request_ids))
+
+    def abort_internal(self, internal_ids: Iterable[str]) -> list[tuple[str, RequestOutput]]:
+        """`abort_request` by the engine's own ids."""
+        return self._abort(self._outputs.abort(internal_ids, internal=True))
+
+    def abort_all(self) -> list[tuple[str, RequestOutput]]:
+        """End every request."""
+        return self.abort_internal(self._outputs.internal_ids())
+
+    def _abort(self, ended: ProcessedStep) -> list[tuple[str, RequestOutput]]:
+        self._abort_in_core(ended.engine_ids_to_abort)
+        return ended.outputs
+
+    def _abort_in_core(self, engine_ids: list[str]) -> None:
+        if not engine_ids:
+            return
+        with contextlib.suppress(EngineDeadError):  # a dead core holds nothing any more
+            self.core.abort_requests(engine_ids)
+        self._note_load()
+
+    # The loop
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step of the engine. Returns what is new for the callers, which may be nothing.
+
+        Raises EngineError or EngineDeadError if the step failed; all requests in flight have ended then.
+        """
+        return [output for _, output in self.step_with_ids()]
+
+    def step_with_ids(self) -> list[tuple[str, RequestOutput]]:
+        """`step`, with the engine's own id of each request, which is unique."""
+        try:
+            news = self.core.step()
+        except Exception as error:
+            self.abort_all()
+            if isinstance(error, JaxLLMError):
+                raise
+            raise EngineError(f"a step failed: {type(error).__name__}: {error}") from error
+        processed = self._outputs.process(news)
+        self._note_load()
+        self._abort_in_core(processed.engine_ids_to_abort)
+        if self._stat_logger is not None:
+            self._stat_logger.tick()
+        return processed.outputs
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether any request still has output to come."""
+        return len(self._outputs) > 0
+
+    def get_num_unfinished_requests(self) -> int:
+        """How many requests still have output to come; n answers count once."""
+        return len(self._outputs)
+
+    # The rest
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises ConfigError if there is none."""
+        if self.tokenizer is None:
+            raise ConfigError("there is no tokenizer, because skip_tokenizer_init was set")
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """SamplingParams with the values of the model's generation config."""
+        return self.input_processor.default_sampling_params()
+
+    def get_metrics(self) -> list[Metric]:
+        """All metrics now. Raises ConfigError if disable_log_stats was set."""
+        if self.metrics is None:
+            raise ConfigError("there are no metrics, because disable_log_stats was set")
+        self._note_load()
+        return self.metrics.snapshot()
+
+    def prometheus_registry(self) -> "CollectorRegistry":
+        """The metrics for a Prometheus exporter; each call makes a registry."""
+        from jaxllm.metrics.prometheus import registry
+
+        if self.metrics is None:
+            raise ConfigError("there are no metrics, because disable_log_stats was set")
+        return registry(self.metrics.snapshot)
+
+    def _note_load(self) -> None:
+        if self.metrics is not None:
+            self.metrics.load = self.core.stats()
+            self.metrics.programs_compiled_after_warmup = self.core.num_compiled_after_warmup
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget all cached prompt beginnings. False if blocks are in use."""
+        return self.core.reset_prefix_cache(reset_running_requests)
+
+    def shutdown(self) -> None:
+        """End every request and free the device. The engine cannot be used afterwards."""
+        self.abort_all()
+        self.core.shutdown()
+
+
+def _check_model(config: EngineConfig, directory: Path) -> None:
+    """Raise what is wrong with a model's config.json before JAX is imported."""
+    model_config = load_model_config(directory, overrides=config.model.hf_overrides, dtype=config.model.dtype)
+    model_config.for_tensor_parallel(config.parallel.tensor_parallel_size)
+
+
+def _load_chat_template(text_or_file: str) -> str:
+    from jaxllm.text.chat_template import load_chat_template  # imports Jinja
+
+    return load_chat_template(text_or_file)
+
+
+def _build_core(config: EngineConfig, progress: Progress | None, processors: "Sequence[Processor]") -> Core:
+    from jaxllm.engine.core import EngineCore  # imports JAX
+
+    return EngineCore(config, progress, processors)

@@ -1,0 +1,129 @@
+"""From a parameter as a checkpoint holds it to the parameter as a mesh wants it: KV heads copied, vocabulary padded.
+
+Works on NumPy and JAX arrays alike and goes by the names of the logical axes only.
+"""
+
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxllm.errors import ModelLoadError
+from jaxllm.model_config import ModelConfig
+from jaxllm.parallel.axes import sharding
+
+ParamPath = tuple[str | int, ...]
+Axes = tuple[str, ...]
+Progress = Callable[[int, int], None]
+"""(bytes done, bytes in all)"""
+
+
+def parameters(model_or_state: nnx.Module | nnx.State) -> Iterator[tuple[ParamPath, nnx.Variable]]:
+    """(path, variable) of every parameter, in the order of `jax.tree.leaves(nnx.state(model))`."""
+    state = model_or_state if isinstance(model_or_state, nnx.State) else nnx.state(model_or_state)
+    yield from nnx.to_flat_state(state)  # type: ignore[misc]
+
+
+def state_of(model: nnx.Module, arrays: dict[ParamPath, Any]) -> nnx.State:
+    """The model's state with these arrays in it."""
+    return nnx.from_flat_state([(path, variable.replace(arrays[path])) for path, variable in parameters(model)])
+
+
+def axes_of(variable: nnx.Variable) -> Axes:
+    """The logical axes that the layer declared."""
+    return variable.get_metadata("axes")
+
+
+def expand(xp: ModuleType, array: Any, axes: Axes, shape: Sequence[int]) -> Any:
+    """Bring a parameter of the stored shape to `shape`, which differs in copies of KV heads or in padding of the vocabulary.
+
+    With r copies, KV head k becomes heads k·r … k·r + r - 1, and each takes 1/r of its query heads, in order.
+    """
+    if tuple(array.shape) == tuple(shape):
+        return array
+    if "heads" in axes:
+        return _copy_heads(xp, array, axes, shape)
+    axis = axes.index("vocab")
+    padding = [(0, wanted - had) for wanted, had in zip(shape, array.shape, strict=True)]
+    assert all(low_high == (0, 0) for i, low_high in enumerate(padding) if i != axis), "only the vocabulary is padded"
+    return xp.pad(array, padding)
+
+
+def _copy_heads(xp: ModuleType, array: Any, axes: Axes, shape: Sequence[int]) -> Any:
+    axis = axes.index("heads")
+    replicas = shape[axis] // array.shape[axis]
+    before, after = tuple(shape[: axis + 1]), tuple(shape[axis + 2 :])
+    if axes[axis + 1] == "group":
+        return array.reshape(*before, -1, *after)
+    query, key_value = xp.split(array, [array.shape[axis + 1] - 2], axis=axis + 1)
+    return xp.concatenate([query.reshape(*before, -1, *after), xp.repeat(key_value, replicas, axis=axis)], axis=axis + 1)
+
+
+def stored_sharding(mesh: Mesh, axes: Axes, shape: Sequence[int]) -> NamedSharding:
+    """How to hold a parameter of the stored shape until it is expanded: split by its axes if they divide, else whole."""
+    wanted = sharding(mesh, axes)
+    divides = all(name is None or size % mesh.size == 0 for name, size in zip(wanted.spec, shape, strict=True))
+    return wanted if divides else NamedSharding(mesh, PartitionSpec(*(None,) * len(axes)))
+
+
+def expand_on_devices(
+    array: Array, axes: Axes, shape: Sequence[int], mesh: Mesh, permutation: Sequence[int] | None = None, dtype: Any = None
+) -> Array:
+    """`expand` an array (after permuting its dimensions and casting it, if asked) into the sharding of its axes."""
+    permutation = tuple(permutation or range(len(axes)))
+    dtype = np.dtype(array.dtype if dtype is None else dtype)
+    return _expander(permutation, axes, tuple(shape), dtype, sharding(mesh, axes))(array)
+
+
+@functools.lru_cache(maxsize=256)
+def _expander(
+    permutation: tuple[int, ...], axes: Axes, shape: tuple[int, ...], dtype: np.dtype, place: NamedSharding
+) -> Callable[[Array], Array]:
+    """One program per distinct shape, not per parameter."""
+    return jax.jit(lambda x: expand(jnp, x.transpose(permutation).astype(dtype), axes, shape), out_shardings=place)
+
+
+def raise_on_misfit(
+    source: object,
+    config: ModelConfig,
+    wanted: Mapping[str, tuple[int, ...]],
+    found: Mapping[str, tuple[int, ...]],
+    *,
+    ignored: Collection[str] = (),
+    unreadable: Collection[str] = (),
+) -> None:
+    """Raise one ModelLoadError that names all missing, unused and misshapen weights, if there are any.
+
+    `wanted` and `found` give shapes by name; `ignored` may be unused; `unreadable` are described already.
+    """
+    faults = {
+        "missing": [name for name in wanted if name not in found],
+        "unused": [name for name in found if name not in wanted and name not in ignored],
+        "of the wrong shape": [
+            f"{name} is {list(found[name])}, must be {list(shape)}"
+            for name, shape in wanted.items()
+            if name in found and tuple(found[name]) != tuple(shape)
+        ],
+        "of an unsupported type": unreadable,
+    }
+    told = [f"{len(names)} {what}: {_some(names)}" for what, names in faults.items() if names]
+    if told:
+        raise ModelLoadError(f"the weights in {source} do not fit its config.json ({config.architecture}): {'; '.join(told)}")
+
+
+def _some(names: Collection[str], limit: int = 20) -> str:
+    ordered = sorted(names)
+    return ", ".join(ordered[:limit]) + (f" and {len(ordered) - limit} more" if len(ordered) > limit else "")
+
+
+def on_cpu(mesh: Mesh) -> bool:
+    """Whether the mesh's memory is the host's."""
+    device: jax.Device = mesh.devices.flat[0]
+    return device.platform == "cpu"

@@ -1,0 +1,87 @@
+"""JAX-native checkpoints of converted models: restored straight into sharded arrays, without renaming or transposing."""
+
+import json
+from pathlib import Path
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxllm.errors import ModelLoadError
+from jaxllm.loaders.layout import Progress, axes_of, expand_on_devices, parameters, raise_on_misfit, state_of, stored_sharding
+from jaxllm.model_config import ModelConfig
+from jaxllm.models.decoder import CausalLM
+from jaxllm.models.registry import build_model
+
+WEIGHTS = "weights.orbax"
+TABLE = "weights.orbax.json"
+_FORMAT = 1
+
+
+def is_checkpoint(directory: Path) -> bool:
+    """Whether `save` wrote into this directory."""
+    return (directory / TABLE).is_file()
+
+
+def save(config: ModelConfig, state: nnx.State, directory: Path) -> None:
+    """Write the weights into a model directory, in the stored shapes, so that every mesh size can restore them.
+
+    `config` is the one that the state's model was built with; it must be for one device (`ModelConfig.as_stored`).
+    """
+    import orbax.checkpoint as ocp
+
+    assert config == config.as_stored(), "save the weights as loaded for one device"
+    arrays = {_name(path): variable[...] for path, variable in parameters(state)}
+    directory.mkdir(parents=True, exist_ok=True)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save((directory / WEIGHTS).absolute(), arrays, force=True)
+    table = {name: {"shape": list(array.shape), "dtype": str(array.dtype)} for name, array in arrays.items()}
+    text = json.dumps({"format": _FORMAT, "architecture": config.architecture, "parameters": table}, indent=1)
+    # Last, so that an interrupted save does not look like a checkpoint.
+    (directory / TABLE).write_text(text + "\n", encoding="utf-8")
+
+
+def restore(
+    config: ModelConfig, model: CausalLM, directory: Path, mesh: Mesh, *, progress: Progress | None = None
+) -> nnx.State:
+    """The state of the model in `config.dtype`, each device reading its shard. Raises ModelLoadError with every misfit."""
+    import orbax.checkpoint as ocp
+
+    stored = {_name(path): variable for path, variable in parameters(build_model(config.as_stored()))}
+    _check(directory, config, {name: tuple(variable.shape) for name, variable in stored.items()})
+    wanted = {
+        name: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=stored_sharding(mesh, axes_of(v), v.shape))
+        for name, v in stored.items()
+    }
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            arrays = checkpointer.restore((directory / WEIGHTS).absolute(), wanted)
+    except Exception as error:  # orbax and tensorstore document no exception types
+        raise ModelLoadError(f"{directory / WEIGHTS} is truncated or corrupt; convert it again ({error})") from error
+    if progress is not None:  # all arrays are read at once
+        total = sum(array.nbytes for array in arrays.values())
+        progress(total, total)
+    placed = {}
+    for path, variable in parameters(model):
+        array, axes = arrays.pop(_name(path)), axes_of(variable)
+        placed[path] = array if array.shape == variable.shape else expand_on_devices(array, axes, variable.shape, mesh)
+    return state_of(model, placed)
+
+
+def _check(directory: Path, config: ModelConfig, wanted: dict[str, tuple[int, ...]]) -> None:
+    path = directory / TABLE
+    if not path.is_file():
+        raise ModelLoadError(f"{directory} has no {TABLE}: it is not an orbax checkpoint of this project")
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+        found = {name: tuple(fields["shape"]) for name, fields in table["parameters"].items()}
+        known = table["format"] == _FORMAT
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelLoadError(f"{path} is corrupt ({error!r}); convert the model again") from error
+    if not known:
+        raise ModelLoadError(f"{path} has format {table['format']}, this version reads {_FORMAT}; convert the model again")
+    raise_on_misfit(directory, config, wanted, found)
+
+
+def _name(path: tuple[str | int, ...]) -> str:
+    return ".".join(map(str, path))

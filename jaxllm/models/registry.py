@@ -1,0 +1,23 @@
+"""Which class builds which architecture. To add a model: a file here, a line below, and a Family in model_config."""
+
+import importlib
+
+from jaxllm.errors import ModelLoadError
+from jaxllm.model_config import ModelConfig
+from jaxllm.models.decoder import CausalLM
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": "jaxllm.models.llama:LlamaForCausalLM",
+    "MistralForCausalLM": "jaxllm.models.mistral:MistralForCausalLM",
+    "Qwen2ForCausalLM": "jaxllm.models.qwen:Qwen2ForCausalLM",
+    "Qwen3ForCausalLM": "jaxllm.models.qwen:Qwen3ForCausalLM",
+}
+KNOWN = tuple(ARCHITECTURES)
+
+
+def build_model(config: ModelConfig) -> CausalLM:
+    """The model with shapes, types and axes, and no values. Raises ModelLoadError for an unknown architecture."""
+    if config.architecture not in ARCHITECTURES:
+        raise ModelLoadError(f"unknown architecture {config.architecture}; known: {', '.join(KNOWN)}")
+    module, name = ARCHITECTURES[config.architecture].split(":")
+    return getattr(importlib.import_module(module), name)(config)

@@ -1,0 +1,73 @@
+"""What the engine core reports (`EngineCoreOutput`) and what a caller receives (`RequestOutput`)."""
+
+from dataclasses import dataclass, field
+
+from jaxllm.request import FinishReason
+from jaxllm.scheduler_output import TokenLogprobs
+
+
+@dataclass(slots=True)
+class EngineCoreOutput:
+    """News of one request after a step. Not frozen: one is made per request and step, and freezing doubles its cost."""
+
+    request_id: str
+    new_token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The stop token id that ended it; None for EOS, length and abort. For an error, the message."""
+    new_logprobs: TokenLogprobs | None = None
+    new_prompt_logprobs: TokenLogprobs | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+
+
+@dataclass
+class Logprob:
+    """The logprob of one token at one position."""
+
+    logprob: float
+    rank: int | None = None
+    """From 1."""
+    decoded_token: str | None = None
+
+
+@dataclass
+class RequestMetrics:
+    """Times of one request, in seconds since the epoch (`time.time`); None until they happened."""
+
+    arrival_time: float
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_generation_tokens: int = 0
+    num_preemptions: int = 0
+
+
+@dataclass
+class CompletionOutput:
+    """One of the n answers to a prompt."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass
+class RequestOutput:
+    """The answers to one prompt, whole so far or as a delta (SamplingParams.output_kind)."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """One per prompt token; the first is None."""
+    num_cached_tokens: int = 0
+    metrics: RequestMetrics | None = field(default=None, repr=False)

@@ -1,0 +1,28 @@
+"""Which mesh axis each logical axis of a weight is split over. Layers name axes; only this table knows the mesh."""
+
+from collections.abc import Sequence
+
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxllm.parallel.mesh import TENSOR
+
+MESH_AXES: dict[str, str | None] = {
+    "vocab": TENSOR,
+    "heads": TENSOR,
+    "mlp": TENSOR,
+    "embed": None,
+    "group": None,
+    "qkv": None,
+    "head": None,
+    "gate_up": None,
+}
+
+
+def partition_spec(axes: Sequence[str]) -> PartitionSpec:
+    """The sharding of an array with these logical axes."""
+    return PartitionSpec(*(MESH_AXES[axis] for axis in axes))
+
+
+def sharding(mesh: Mesh, axes: Sequence[str]) -> NamedSharding:
+    """`partition_spec` on a mesh."""
+    return NamedSharding(mesh, partition_spec(axes))

@@ -1,0 +1,23 @@
+"""How long work tells how far it is. Whoever shows it (the command line) passes a subclass down; nothing here is visible."""
+
+
+class Progress:
+    """One task at a time: `start`, `advance` as often as needed, `finish`. This base shows nothing.
+
+    `advance` may be called from any thread; `start` and `finish` come from one.
+    """
+
+    def start(self, task: str, total: int | None, unit: str) -> None:
+        """A task begins, e.g. `start("compiling", 35, "program")`.
+
+        `total` is None where the end is not known; `unit` is a noun in the singular, or "B" for bytes.
+        """
+
+    def advance(self, count: int = 1) -> None:
+        """`count` more units are done."""
+
+    def finish(self) -> None:
+        """The task is over, whether or not all of it was done."""
+
+
+SILENT = Progress()

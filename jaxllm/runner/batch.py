@@ -1,0 +1,153 @@
+"""Turns a step's plan into the padded buffer of the program that runs it. Pure host work on small arrays."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxllm.runner.buckets import Buckets
+from jaxllm.runner.layout import FROM_ROW, Column, StepLayout, decode_layout, mixed_layout
+from jaxllm.runner.rows import LogprobsKind, Row, Rows
+from jaxllm.sampling.variants import Variant
+from jaxllm.scheduler_output import SchedulerOutput
+
+
+@dataclass(frozen=True)
+class PromptLogprobsChunk:
+    """Prompt positions of one request whose logprobs this step yields."""
+
+    row: Row
+    first_token: int
+    """Index among the step's tokens of the first position."""
+    targets: list[int]
+    """The prompt tokens that follow those positions."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step, ready to send."""
+
+    buffer: np.ndarray
+    layout: StepLayout
+    is_decode: bool
+    """Run by the fused decode program."""
+    sampled: list[Row]
+    """Requests that get a token, in the order of the device's rows."""
+    variant: Variant
+    logprobs: LogprobsKind
+    admitted: list[Row]
+    prompt_logprobs: list[PromptLogprobsChunk]
+    extra_updates: tuple[np.ndarray, np.ndarray] | None
+    """(flat index, block id) of block-table entries for which the buffer has no room."""
+
+
+class BatchBuilder:
+    """Gives rows to the requests of a plan and fills buffers."""
+
+    def __init__(self, rows: Rows, buckets: Buckets, *, block_size: int, max_blocks: int):
+        self.rows = rows
+        self.buckets = buckets
+        self.block_size = block_size
+        self.max_blocks = max_blocks
+
+    def build(self, plan: SchedulerOutput) -> Batch:
+        """Give rows to new requests, then lay out the step: rows that sample first, the others behind them."""
+        rows = self.rows
+        update_index: list[int] = []
+        update_block: list[int] = []
+        sampling: list[tuple[Row, int, int]] = []
+        partial: list[tuple[Row, int, int]] = []
+        counts = plan.num_scheduled_tokens
+        cached = plan.scheduled_cached_reqs
+        for request_id, blocks, start in zip(cached.request_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
+            row = rows.by_request[request_id]
+            if blocks:
+                self._extend_table(row, blocks, update_index, update_block)
+            count = counts[request_id]
+            (sampling if start + count >= row.num_known else partial).append((row, start, count))
+        admitted = []
+        for data in plan.scheduled_new_reqs:
+            row = rows.add(data)
+            admitted.append(row)
+            self._extend_table(row, data.block_ids, update_index, update_block)
+            start, count = data.num_computed_tokens, counts[data.request_id]
+            (sampling if start + count >= row.num_known else partial).append((row, start, count))
+
+        scheduled = sampling + partial
+        sampled = [row for row, _, _ in sampling]
+        prompt_logprobs = self._prompt_logprobs(scheduled)
+        variant = max((row.variant for row in sampled), default=Variant.GREEDY)
+        logprobs = LogprobsKind.of(sampled) if variant == Variant.FULL else LogprobsKind.NONE
+        is_decode = (
+            not partial
+            and plan.total_num_scheduled_tokens == len(scheduled)
+            and variant != Variant.FULL
+            and not prompt_logprobs
+        )
+        if is_decode:
+            layout = decode_layout(self.buckets.fit_decode(len(scheduled)))
+        else:
+            num_tokens = self.buckets.fit_tokens(plan.total_num_scheduled_tokens)
+            layout = mixed_layout(num_tokens, self.buckets.rows_for_tokens(num_tokens), self.block_size)
+        buffer = self._fill(layout, scheduled, len(sampled))
+        extra = self._fill_updates(layout, buffer, update_index, update_block)
+        return Batch(buffer, layout, is_decode, sampled, variant, logprobs, admitted, prompt_logprobs, extra)
+
+    def empty(self, layout: StepLayout) -> np.ndarray:
+        """The buffer of a step in which nobody computes anything."""
+        buffer = self._fill(layout, [], 0)
+        self._fill_updates(layout, buffer, [], [])
+        return buffer
+
+    def _extend_table(self, row: Row, blocks: list[int], update_index: list[int], update_block: list[int]) -> None:
+        first = row.index * self.max_blocks + row.num_blocks
+        row.num_blocks += len(blocks)
+        assert row.num_blocks <= self.max_blocks, f"request {row.data.request_id} outgrew its block table"
+        update_index.extend(range(first, first + len(blocks)))
+        update_block.extend(blocks)
+
+    def _fill(self, layout: StepLayout, scheduled: list[tuple[Row, int, int]], num_sampled: int) -> np.ndarray:
+        # A fresh buffer each step: the device may still be reading the last one.
+        buffer = np.zeros(layout.size, np.int32)
+        views = layout.views(buffer)
+        num_rows = len(scheduled)
+        indices = [row.index for row, _, _ in scheduled]
+        columns = views.columns_RC
+        columns[:num_rows] = self.rows.columns[np.asarray(indices, np.intp)]
+        columns[:num_rows, Column.START] = [start for _, start, _ in scheduled]
+        columns[:num_rows, Column.NUM_TOKENS] = [count for _, _, count in scheduled]
+        columns[:num_sampled, Column.TOKEN_ROW] = indices[:num_sampled]
+        columns[num_rows:] = self.rows.columns[self.rows.trash]
+
+        tokens = views.token_ids_T
+        tokens[:] = FROM_ROW
+        position = 0
+        for row, start, count in scheduled:
+            if start < row.num_known:
+                known = row.data.token_ids[start : start + count]
+                tokens[position : position + len(known)] = known
+            position += count
+        tokens[position:] = 0
+        return buffer
+
+    def _fill_updates(
+        self, layout: StepLayout, buffer: np.ndarray, index: list[int], block: list[int]
+    ) -> tuple[np.ndarray, np.ndarray] | None:
+        views = layout.views(buffer)
+        room = min(layout.num_updates, len(index))
+        views.update_index_U[:room] = index[:room]
+        views.update_index_U[room:] = np.iinfo(np.int32).max
+        views.update_block_U[:room] = block[:room]
+        if room == len(index):
+            return None
+        return np.asarray(index[room:], np.int32), np.asarray(block[room:], np.int32)
+
+    def _prompt_logprobs(self, scheduled: list[tuple[Row, int, int]]) -> list[PromptLogprobsChunk]:
+        chunks, first = [], 0
+        for row, start, count in scheduled:
+            # The last prompt position predicts the first output token, which is no prompt logprob.
+            stop = min(start + count, row.data.num_prompt_tokens - 1)
+            resumed = row.num_known > row.data.num_prompt_tokens  # then they were delivered before
+            if row.num_prompt_logprobs is not None and start < stop and not resumed:
+                chunks.append(PromptLogprobsChunk(row, first, row.data.token_ids[start + 1 : stop + 1]))
+            first += count
+        return chunks

@@ -1,0 +1,69 @@
+"""Which padded sizes exist, and which one a step takes. Every size is a compiled program, so there are few."""
+
+import bisect
+from dataclasses import dataclass
+
+from jaxllm.config import EngineConfig
+
+# From eight on: XLA turns products of fewer rows into reductions, which read small weights at a third of the speed.
+_DECODE_ROWS_GPU = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+_DECODE_ROWS_CPU = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+_SAMPLE_ROWS = (8, 64)
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """Sorted sizes. The last of each holds the largest step."""
+
+    decode_rows: tuple[int, ...]
+    """Rows of a step in which every request computes one token."""
+    tokens: tuple[int, ...]
+    """Tokens of every other step."""
+    sample_rows: tuple[int, ...]
+    """Rows that a step other than decode samples."""
+    max_rows: int
+
+    @classmethod
+    def choose(cls, config: EngineConfig, *, on_gpu: bool) -> "Buckets":
+        """The configured sizes, or the usual ones up to the scheduler's limits."""
+        max_rows, max_tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
+        assert max_rows is not None and max_tokens is not None, "platform defaults are resolved before buckets are chosen"
+        decode = config.compile.decode_buckets or (_DECODE_ROWS_GPU if on_gpu else _DECODE_ROWS_CPU)
+        tokens = config.compile.token_buckets or _token_sizes(max_tokens, halves=on_gpu)
+        return cls(
+            decode_rows=_up_to(decode, max_rows),
+            tokens=_up_to(tokens, max_tokens),
+            sample_rows=_up_to(_SAMPLE_ROWS, max_rows),
+            max_rows=max_rows,
+        )
+
+    def fit_decode(self, num_rows: int) -> int:
+        """The smallest decode size that holds `num_rows`."""
+        return self.decode_rows[bisect.bisect_left(self.decode_rows, num_rows)]
+
+    def fit_tokens(self, num_tokens: int) -> int:
+        """The smallest token size that holds `num_tokens`."""
+        return self.tokens[bisect.bisect_left(self.tokens, num_tokens)]
+
+    def fit_sample(self, num_rows: int) -> int:
+        """The smallest sample size that holds `num_rows`."""
+        return self.sample_rows[bisect.bisect_left(self.sample_rows, num_rows)]
+
+    def rows_for_tokens(self, num_tokens: int) -> int:
+        """Rows of a step of `num_tokens` tokens: each request computes at least one."""
+        return min(num_tokens, self.max_rows)
+
+
+def _up_to(sizes: tuple[int, ...], limit: int) -> tuple[int, ...]:
+    return (*sorted({size for size in sizes if size < limit}), limit)
+
+
+def _token_sizes(limit: int, *, halves: bool) -> tuple[int, ...]:
+    """Powers of two from 16; from 256 also halfway between, where padding would waste much (`halves`)."""
+    sizes, size = [], 16
+    while size < limit:
+        sizes.append(size)
+        if halves and size >= 256:
+            sizes.append(size * 3 // 2)
+        size *= 2
+    return tuple(sizes)

@@ -1,0 +1,71 @@
+"""The one int32 buffer that carries a step from host to device: where each part lies. Host and device read it through the same views."""
+
+import enum
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from jaxllm.sampling.columns import NUM_COLUMNS
+
+A = TypeVar("A")  # np.ndarray on the host, jax.Array under trace
+
+
+class Column(enum.IntEnum):
+    """Meaning of the first columns of a row; the sampling columns follow from SAMPLING on."""
+
+    ROW = 0  # place in the persistent arrays; the trash row for padding
+    NUM_TOKENS = 1  # tokens computed in this step; 0 for padding
+    START = 2  # position of the first of them
+    WRITE_FROM = 3  # keys and values of earlier positions are shared and stay untouched
+    TOKEN_ROW = 4  # where the sampled token goes: ROW, or the trash row if this step samples nothing
+    SAMPLING = 5
+
+
+NUM_ROW_COLUMNS = Column.SAMPLING + NUM_COLUMNS
+FROM_ROW = -1
+"""In place of a token id: the token lies in its request's row on the device."""
+
+
+@dataclass(frozen=True)
+class StepViews(Generic[A]):
+    """Parts of the buffer, as views."""
+
+    columns_RC: A
+    token_ids_T: A
+    update_index_U: A
+    """Flat index into the block table; beyond its end for padding."""
+    update_block_U: A
+
+
+@dataclass(frozen=True)
+class StepLayout:
+    """Sizes of a step's buffer."""
+
+    num_rows: int
+    num_tokens: int
+    num_updates: int
+
+    @property
+    def size(self) -> int:
+        return self.num_rows * NUM_ROW_COLUMNS + self.num_tokens + 2 * self.num_updates
+
+    def views(self, buffer: A) -> StepViews[A]:
+        """The parts of a buffer of `size` int32 values."""
+        rows_end = self.num_rows * NUM_ROW_COLUMNS
+        tokens_end = rows_end + self.num_tokens
+        updates_end = tokens_end + self.num_updates
+        return StepViews(
+            buffer[:rows_end].reshape(self.num_rows, NUM_ROW_COLUMNS),  # type: ignore[index]
+            buffer[rows_end:tokens_end],  # type: ignore[index]
+            buffer[tokens_end:updates_end],  # type: ignore[index]
+            buffer[updates_end:],  # type: ignore[index]
+        )
+
+
+def decode_layout(num_rows: int) -> StepLayout:
+    """A step of one token a row, which needs at most one new block a row."""
+    return StepLayout(num_rows, num_rows, num_rows)
+
+
+def mixed_layout(num_tokens: int, num_rows: int, block_size: int) -> StepLayout:
+    """A step of any shape. New blocks of long cached prefixes beyond the room here are written by a program of their own."""
+    return StepLayout(num_rows, num_tokens, num_tokens // block_size + 2 * num_rows)

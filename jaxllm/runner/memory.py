@@ -1,0 +1,149 @@
+"""How much memory a model needs and how many KV-cache blocks that leaves. Estimates before loading, exact after compiling."""
+
+import os
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm.config import AUTO_MODEL_LEN, EngineConfig
+from jaxllm.errors import ConfigError, OutOfMemoryError
+from jaxllm.model_config import ModelConfig, kv_bytes_per_token, num_parameters
+
+_CPU_CACHE_FRACTION = 0.25
+"""Of the machine's memory: other programs live there too."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes on each device."""
+
+    device: str
+    limit_bytes: int
+    """What the engine may take in all."""
+    weight_bytes: int
+    work_bytes: int
+    """Temporary arrays of the largest step."""
+    block_bytes: int
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    sized_by: str | None = None
+    """The option that set the size of the cache, if it was not the device's memory."""
+
+    @property
+    def cache_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+    @property
+    def num_cache_tokens(self) -> int:
+        # Block 0 is the null block.
+        return max(0, self.num_blocks - 1) * self.block_size
+
+    def describe(self) -> str:
+        """The plan in a few lines for people."""
+        return "\n".join(
+            [
+                f"memory plan for {self.device}: {_size(self.limit_bytes)} to use",
+                f"  weights   {_size(self.weight_bytes)}",
+                f"  work      {_size(self.work_bytes)} (largest step)",
+                f"  KV cache  {_size(self.cache_bytes)}: {self.num_blocks} blocks of {self.block_size} tokens, "
+                f"{self.num_cache_tokens} tokens, {self.num_cache_tokens / self.max_model_len:.1f} requests "
+                f"of {self.max_model_len} tokens at once",
+            ]
+        )
+
+    def check(self) -> None:
+        """Refuse a cache that cannot hold one request of max_model_len. Raises OutOfMemoryError with the numbers."""
+        needed = -(-self.max_model_len // self.block_size)
+        usable = max(0, self.num_blocks - 1)
+        if usable >= needed:
+            return
+        if usable == 0 and self.sized_by is None:
+            raise OutOfMemoryError(
+                f"no memory is left for the KV cache: {self.device} has {_size(self.limit_bytes)} for the engine, weights take "
+                f"{_size(self.weight_bytes)} and the largest step {_size(self.work_bytes)}; raise --gpu-memory-utilization, "
+                "lower --max-num-batched-tokens, or raise --tensor-parallel-size"
+            )
+        # Block 0 is the null block, so one more is needed than a request has.
+        enough = {
+            "num_gpu_blocks_override": f"--num-gpu-blocks-override {needed + 1} or more",
+            "kv_cache_memory_bytes": f"--kv-cache-memory-bytes {(needed + 1) * self.block_bytes} or more",
+            None: "more memory (--gpu-memory-utilization, --kv-cache-memory-bytes)",
+        }[self.sized_by]
+        shorter = f", or use --max-model-len {usable * self.block_size} or less (-1: the largest that fits)" if usable else ""
+        raise OutOfMemoryError(
+            f"the KV cache is too small for one request of max_model_len {self.max_model_len}: it needs {needed} blocks of "
+            f"{self.block_size} tokens ({_size(needed * self.block_bytes)}), {usable} are there besides the null block "
+            f"({_size(usable * self.block_bytes)}); give it {enough}{shorter}"
+        )
+
+
+def memory_plan(
+    config: EngineConfig, model: ModelConfig, *, weight_bytes: int | None = None, work_bytes: int | None = None
+) -> MemoryPlan:
+    """The plan for a config with platform defaults resolved. Known byte counts replace the estimates."""
+    tensor_parallel = config.parallel.tensor_parallel_size
+    itemsize = jnp.dtype(model.dtype).itemsize
+    device, limit = device_limit()
+    if weight_bytes is None:
+        weight_bytes = num_parameters(model) * itemsize // tensor_parallel
+    if work_bytes is None:
+        work_bytes = estimate_work_bytes(config, model)
+    block_size = config.cache.block_size
+    block_bytes = kv_bytes_per_token(model) * block_size // tensor_parallel
+    wanted_len = config.model.max_model_len
+    max_len = model.max_position if wanted_len in (None, AUTO_MODEL_LEN) else wanted_len
+    assert max_len is not None and config.scheduler.max_num_seqs is not None
+    if wanted_len is not None and wanted_len > model.max_position:
+        raise ConfigError(
+            f"max_model_len is {wanted_len}, the model was made for {model.max_position} tokens (max_position_embeddings); "
+            f"use --max-model-len {model.max_position} or less, or override its rope_scaling with --hf-overrides"
+        )
+    useful = config.scheduler.max_num_seqs * -(-max_len // block_size) + 1
+    sized_by = None
+    if config.cache.num_gpu_blocks_override is not None:
+        sized_by = "num_gpu_blocks_override"
+        num_blocks = config.cache.num_gpu_blocks_override
+    else:
+        if config.cache.kv_cache_memory_bytes is not None:
+            sized_by = "kv_cache_memory_bytes"
+            cache_bytes = config.cache.kv_cache_memory_bytes
+        elif jax.default_backend() == "cpu":
+            cache_bytes = int(limit * _CPU_CACHE_FRACTION) // tensor_parallel
+        else:
+            cache_bytes = limit - weight_bytes - work_bytes
+        # The cache is indexed by 32-bit slots.
+        num_blocks = min(max(0, cache_bytes // block_bytes), useful, (2**31 - 1) // block_size)
+    if wanted_len == AUTO_MODEL_LEN:
+        max_len = max(1, min(max_len, (num_blocks - 1) * block_size))
+    return MemoryPlan(device, limit, weight_bytes, work_bytes, block_bytes, block_size, num_blocks, max_len, sized_by)
+
+
+def estimate_work_bytes(config: EngineConfig, model: ModelConfig) -> int:
+    """Temporary memory of the largest step, a little too much rather than too little."""
+    scheduler, size = config.scheduler, config.parallel.tensor_parallel_size
+    assert scheduler.max_num_batched_tokens is not None and scheduler.max_num_seqs is not None
+    itemsize = jnp.dtype(model.dtype).itemsize
+    heads = model.num_heads + 2 * model.num_kv_heads
+    per_token = (3 * model.intermediate_size + 3 * heads * model.head_dim) // size + 6 * model.hidden_size
+    sampling = 6 * 4 * scheduler.max_num_seqs * model.vocab_size
+    return int(1.25 * (scheduler.max_num_batched_tokens * per_token * itemsize + sampling)) + (64 << 20)
+
+
+def device_limit() -> tuple[str, int]:
+    """Name of a device and the bytes on it that the engine may use."""
+    device = jax.local_devices()[0]
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats:
+        return device.device_kind, int(stats["bytes_limit"])
+    return "CPU", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def reserve_device_memory(fraction: float) -> None:
+    """Have JAX take this fraction of each GPU when it starts. Without effect once a device has been used."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{fraction:.3f}")
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if abs(num_bytes) >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

@@ -1,0 +1,89 @@
+"""The `attend` of a model while it runs over the paged cache: writes the new keys and values, then attends to the request's pages."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from pallas_kernels.cache_write import write_cache
+from pallas_kernels.paged_attention import paged_attention, paged_decode
+
+_HEADS_SECOND = PartitionSpec(None, "tensor")
+_REPLICATED = PartitionSpec()
+
+
+@dataclass
+class PagedContext:
+    """One step's attention. `caches` (K and V of each layer in turn) is replaced layer by layer as the model is traced."""
+
+    caches: list[jax.Array]
+    page_table_RB: jax.Array
+    query_start_R1: jax.Array
+    kv_length_R: jax.Array
+    slot_T: jax.Array
+    is_decode: bool
+    """Token i is the only token of row i."""
+    implementation: str
+    interpret: bool
+    mesh: Mesh
+
+    def __call__(
+        self,
+        layer: int,
+        q_TKGH: jax.Array,
+        k_TKH: jax.Array,
+        v_TKH: jax.Array,
+        *,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None,
+    ) -> jax.Array:
+        """Attention output, shaped and sharded as the queries."""
+
+        def per_shard(q, k, v, k_pages, v_pages, table, start, length, slot):  # type: ignore[no-untyped-def]
+            k_pages, v_pages = write_cache(
+                k_pages,
+                v_pages,
+                k,
+                v,
+                slot,
+                implementation="triton" if self.implementation == "triton" else "xla",
+                interpret=self.interpret,
+            )
+            if self.is_decode:
+                attention = partial(paged_decode, q, k_pages, v_pages, table, length)
+            else:
+                attention = partial(paged_attention, q, k_pages, v_pages, table, start, length)
+            out = attention(
+                scale=scale,
+                window=window,
+                soft_cap=soft_cap,
+                implementation=self.implementation,
+                interpret=self.interpret,
+            )
+            return out, k_pages, v_pages
+
+        if self.mesh.size > 1:
+            # Kernels are opaque to the partitioner: each device runs them on its own heads.
+            per_shard = jax.shard_map(
+                per_shard,
+                mesh=self.mesh,
+                in_specs=(_HEADS_SECOND,) * 5 + (_REPLICATED,) * 4,
+                out_specs=(_HEADS_SECOND,) * 3,
+                check_vma=False,
+            )
+        k_pages, v_pages = self.caches[2 * layer : 2 * layer + 2]
+        out, k_pages, v_pages = per_shard(
+            q_TKGH,
+            k_TKH,
+            v_TKH,
+            k_pages,
+            v_pages,
+            self.page_table_RB,
+            self.query_start_R1,
+            self.kv_length_R,
+            self.slot_T,
+        )
+        self.caches[2 * layer : 2 * layer + 2] = [k_pages, v_pages]
+        return out

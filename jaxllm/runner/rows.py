@@ -1,0 +1,99 @@
+"""The host's side of the rows: which request sits in which row, its known tokens, its blocks, its sampling columns."""
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxllm.runner.layout import NUM_ROW_COLUMNS, Column
+from jaxllm.sampling.columns import pack_columns
+from jaxllm.sampling.variants import Variant, needs_logprobs, needs_state, variant_of
+from jaxllm.scheduler_output import NewRequestData, TokenLogprobs
+
+
+class LogprobsKind(enum.IntEnum):
+    """What a step reports of its sampled tokens, each kind including the lower ones."""
+
+    NONE = 0
+    TOP = 1
+    """The likeliest tokens."""
+    NAMED = 2
+    """And tokens that requests name."""
+
+    @classmethod
+    def of(cls, rows: "Iterable[Row]") -> "LogprobsKind":
+        """The kind that serves all these rows."""
+        kind = cls.NONE
+        for row in rows:
+            if row.named_ids is not None:
+                return cls.NAMED
+            if row.num_logprobs is not None:
+                kind = cls.TOP
+        return kind
+
+
+@dataclass(slots=True)
+class Row:
+    """A request while it has a row."""
+
+    index: int
+    data: NewRequestData
+    num_known: int
+    """Tokens that the host knew when the row was given; later ones are on the device."""
+    num_blocks: int
+    variant: Variant
+    needs_state: bool
+    """Whether full sampling must know the request's tokens, masks and so on."""
+    num_logprobs: int | None
+    """Likeliest tokens to report beside each sampled one; None: no logprobs."""
+    named_ids: list[int] | None
+    """Tokens to report in place of the likeliest."""
+    num_prompt_logprobs: int | None
+    prompt_parts: list[TokenLogprobs] = field(default_factory=list)
+    """Prompt logprobs computed so far."""
+
+
+class Rows:
+    """Rows 0 … max_rows-1 hold requests; row max_rows is the trash row that padding writes to."""
+
+    def __init__(self, max_rows: int):
+        self.trash = max_rows
+        self.by_request: dict[str, Row] = {}
+        self.columns = np.zeros((max_rows + 1, NUM_ROW_COLUMNS), np.int32)
+        """What a row sends to the device in every step; START, NUM_TOKENS and TOKEN_ROW are set step by step."""
+        self.columns[:, Column.ROW] = np.arange(max_rows + 1)
+        self.columns[:, Column.TOKEN_ROW] = max_rows
+        self._free = list(range(max_rows - 1, -1, -1))
+
+    def add(self, data: NewRequestData) -> Row:
+        """Give a row to a request."""
+        assert data.request_id not in self.by_request, f"request {data.request_id} has a row already"
+        params = data.sampling_params
+        row = Row(
+            index=self._free.pop(),
+            data=data,
+            num_known=len(data.token_ids),
+            num_blocks=0,
+            # Only the full program reports logprobs.
+            variant=Variant.FULL if needs_logprobs(params) else variant_of(params),
+            needs_state=needs_state(params),
+            num_logprobs=params.logprobs,
+            named_ids=params.logprob_token_ids,
+            num_prompt_logprobs=params.prompt_logprobs,
+        )
+        self.by_request[data.request_id] = row
+        self.columns[row.index, Column.WRITE_FROM] = data.num_cached_tokens
+        self.columns[row.index, Column.SAMPLING :] = pack_columns(params)
+        return row
+
+    def remove(self, request_id: str) -> None:
+        """Free the row of a request; a request without one is fine (it ended while waiting)."""
+        row = self.by_request.pop(request_id, None)
+        if row is not None:
+            self._free.append(row.index)
+
+    def check_integrity(self) -> None:
+        """Every row is either free or held by one request."""
+        held = [row.index for row in self.by_request.values()]
+        assert sorted(held + self._free) == list(range(self.trash)), "a row is lost or held twice"

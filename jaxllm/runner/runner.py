@@ -1,0 +1,253 @@
+"""ModelRunner: owns weights, caches and rows on the device and runs one step at a time without waiting for it. Knows no scheduler."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxllm.config import EngineConfig
+from jaxllm.model_config import ModelConfig
+from jaxllm.progress import Progress
+from jaxllm.runner.batch import Batch, BatchBuilder, PromptLogprobsChunk
+from jaxllm.runner.buckets import Buckets
+from jaxllm.runner.memory import MemoryPlan
+from jaxllm.runner.programs import Programs
+from jaxllm.runner.prompt_logprobs import PendingPromptLogprobs, trim
+from jaxllm.runner.rows import LogprobsKind, Row, Rows
+from jaxllm.runner.step import Caches, RowArrays, Scores, StepFunctions
+from jaxllm.runner.step_programs import PROMPT_LOGPROBS_CHUNK, UPDATES_PER_WRITE, ProgramKey, StepPrograms
+from jaxllm.sampling.state import SamplingState, pack_admission
+from jaxllm.sampling.variants import Variant
+from jaxllm.sampling_params import MAX_LOGPROB_TOKEN_IDS
+from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
+
+
+@dataclass(frozen=True)
+class PendingStep:
+    """A step on its way."""
+
+    sampled: list[Row]
+    token_R: jax.Array
+    scores: Scores
+    prompt_logprobs: list[PendingPromptLogprobs]
+
+    def start_copies(self) -> None:
+        """Have the results sent to the host as soon as they are there."""
+        arrays = (self.token_R, self.scores, [part.scores for part in self.prompt_logprobs])
+        for array in jax.tree.leaves(arrays):
+            array.copy_to_host_async()
+
+    def result(self) -> ModelRunnerOutput:
+        """What the step computed. Waits for the device."""
+        tokens = np.asarray(self.token_R)[: len(self.sampled)].tolist()
+        sampled = {row.data.request_id: [token] for row, token in zip(self.sampled, tokens, strict=True)}
+        logprobs: dict[str, TokenLogprobs] = {}
+        for i, row in enumerate(self.sampled):
+            at = slice(i, i + 1)
+            if row.named_ids is not None:
+                assert self.scores.named is not None
+                logprobs[row.data.request_id] = trim(self.scores.named, at, len(row.named_ids))
+            elif row.num_logprobs is not None:
+                assert self.scores.top is not None
+                logprobs[row.data.request_id] = trim(self.scores.top, at, row.num_logprobs)
+        prompt_logprobs: dict[str, TokenLogprobs] = {}
+        for part in self.prompt_logprobs:
+            whole = part.collect()
+            if whole is not None:
+                prompt_logprobs[part.row.data.request_id] = whole
+        return ModelRunnerOutput(sampled, logprobs, prompt_logprobs)
+
+
+class ModelRunner:
+    """Runs `SchedulerOutput`s on the device, in the order given."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        model: nnx.Module,
+        weights: nnx.State,
+        mesh: Mesh,
+        plan: MemoryPlan,
+        processors: tuple[Any, ...] = (),
+    ):
+        on_gpu = jax.default_backend() != "cpu"
+        implementation = config.compile.attention_implementation
+        max_rows, threads = config.scheduler.max_num_seqs, config.compile.compile_threads
+        assert max_rows is not None and threads is not None, "platform defaults are resolved before the runner is made"
+        graphdef = nnx.graphdef(model)
+        leaves, structure = jax.tree.flatten(weights)
+        self.params: tuple[jax.Array, ...] = tuple(leaves)
+        vocab_size, max_logprobs = model_config.vocab_size, config.model.max_logprobs
+        functions = StepFunctions(
+            # Flattened once here: walking the module tree in each step would cost milliseconds.
+            merge=lambda params: nnx.merge(graphdef, jax.tree.unflatten(structure, params)),
+            mesh=mesh,
+            block_size=config.cache.block_size,
+            max_rows=max_rows,
+            implementation=implementation,
+            interpret=implementation == "triton" and not on_gpu,
+            num_logprobs=vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size),
+            logprobs_mode=config.model.logprobs_mode,
+            processors=processors,
+        )
+        self.vocab_size = model_config.padded_vocab_size
+        self.processors = processors
+        self.buckets = Buckets.choose(config, on_gpu=on_gpu)
+        max_blocks = -(-plan.max_model_len // config.cache.block_size)
+        self.rows = Rows(max_rows)
+        self.batches = BatchBuilder(self.rows, self.buckets, block_size=config.cache.block_size, max_blocks=max_blocks)
+        self.shapes = StepPrograms(
+            functions=functions,
+            buckets=self.buckets,
+            model=model_config,
+            mesh=mesh,
+            params=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in self.params),
+            num_blocks=plan.num_blocks,
+            max_blocks=max_blocks,
+            make_state=self._new_state,
+        )
+        self.programs = Programs(self.shapes.lower, threads=threads)
+        self.caches: Caches = ()
+        self.row_arrays = self._put(
+            RowArrays(np.zeros(max_rows + 1, np.int32), np.zeros((max_rows + 1, max_blocks), np.int32))  # type: ignore[arg-type]
+        )
+        self._sampling_state: SamplingState | None = None
+        self.num_steps = 0
+        self.dispatch_seconds = 0.0
+        """Host time of all `dispatch` calls together."""
+
+    def work_bytes(self) -> int:
+        """Temporary and output bytes per device of the largest step, read off its compiled program."""
+        sizes = self.programs.get(ProgramKey("forward", self.buckets.tokens[-1])).memory_analysis()
+        if sizes is None:
+            return 0  # this backend does not tell
+        return int(sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes)
+
+    def allocate_caches(self) -> None:
+        """Take the memory of the KV cache, zeroed: a masked NaN would still poison a sum."""
+        shape, dtype = self.shapes.cache_shape, self.shapes.model.dtype
+        make = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=self.shapes.by_heads)
+        self.caches = tuple(make() for _ in range(2 * self.shapes.model.num_layers))
+
+    def warm_up(self, progress: Progress) -> None:
+        """Compile every program and run the steps' programs once on nothing, so that the device has them loaded."""
+        self.programs.compile_all(self.shapes.all_keys(), progress)
+        for key in self.shapes.all_keys():
+            if key.kind in ("forward", "decode"):
+                buffer = self._put(self.batches.empty(self.shapes.layout(key)))
+                program = self.programs.get(key)
+                self.caches, self.row_arrays, *_ = program(self.params, self.caches, self.row_arrays, buffer)
+        jax.block_until_ready(self.row_arrays)
+        self.programs.is_warm = True
+
+    def delete_arrays(self) -> None:
+        """Give the device's memory back."""
+        for array in jax.tree.leaves((self.params, self.caches, self.row_arrays, self._sampling_state)):
+            if not array.is_deleted():
+                array.delete()
+        self.caches = ()
+
+    def dispatch(self, plan: SchedulerOutput) -> PendingStep:
+        """Start a step and return at once. The device works through dispatched steps in order."""
+        start = time.perf_counter()
+        for request_id in (*plan.finished_request_ids, *plan.preempted_request_ids):
+            self.rows.remove(request_id)
+        batch = self.batches.build(plan)
+        if batch.extra_updates is not None:
+            self._write_blocks(*batch.extra_updates)
+        for row in batch.admitted:
+            if row.needs_state:
+                self._admit(row)
+        pending = self._decode(batch) if batch.is_decode else self._forward_and_sample(batch)
+        pending.start_copies()
+        self.num_steps += 1
+        self.dispatch_seconds += time.perf_counter() - start
+        return pending
+
+    def _decode(self, batch: Batch) -> PendingStep:
+        program = self.programs.get(ProgramKey("decode", batch.layout.num_rows, batch.variant))
+        self.caches, self.row_arrays, token_R = program(self.params, self.caches, self.row_arrays, self._put(batch.buffer))
+        return PendingStep(batch.sampled, token_R, Scores(None, None), [])
+
+    def _forward_and_sample(self, batch: Batch) -> PendingStep:
+        num_rows = self.buckets.fit_sample(max(1, len(batch.sampled)))
+        forward_key = ProgramKey("forward", batch.layout.num_tokens)
+        sample_key = ProgramKey("sample", num_rows, batch.variant, batch.logprobs)
+        expected = [forward_key, sample_key]
+        if batch.sampled and batch.variant != Variant.FULL:
+            # What follows, unless other requests come.
+            expected.append(ProgramKey("decode", self.buckets.fit_decode(len(batch.sampled)), batch.variant))
+        self.programs.expect(expected)
+        forward = self.programs.get(forward_key)
+        self.caches, self.row_arrays, hidden_TD, hidden_ND, columns_NC = forward(
+            self.params, self.caches, self.row_arrays, self._put(batch.buffer)
+        )
+        sample = self.programs.get(sample_key)
+        state = self._state() if batch.variant == Variant.FULL else None
+        named_ids = self._named_ids(batch.sampled, num_rows) if batch.logprobs == LogprobsKind.NAMED else None
+        self.row_arrays, token_R, state, scores = sample(self.params, self.row_arrays, hidden_ND, columns_NC, state, named_ids)
+        if state is not None:
+            self._sampling_state = state
+        parts = [part for chunk in batch.prompt_logprobs for part in self._score_prompt(chunk, hidden_TD)]
+        return PendingStep(batch.sampled, token_R, scores, parts)
+
+    def _named_ids(self, sampled: list[Row], num_rows: int) -> jax.Array:
+        ids = np.full((num_rows, MAX_LOGPROB_TOKEN_IDS), -1, np.int32)
+        for i, row in enumerate(sampled):
+            ids[i, : len(row.named_ids or ())] = row.named_ids or ()
+        return self._put(ids)
+
+    def _score_prompt(self, chunk: PromptLogprobsChunk, hidden_TD: jax.Array) -> list[PendingPromptLogprobs]:
+        program = self.programs.get(ProgramKey("prompt_logprobs", hidden_TD.shape[0]))
+        parts = []
+        for first in range(0, len(chunk.targets), PROMPT_LOGPROBS_CHUNK):
+            targets = chunk.targets[first : first + PROMPT_LOGPROBS_CHUNK]
+            index = chunk.first_token + first + np.arange(len(targets))
+            arrays = _padded(index, targets, PROMPT_LOGPROBS_CHUNK, padding=0)
+            parts.append(PendingPromptLogprobs(chunk.row, len(targets), program(self.params, hidden_TD, self._put(arrays))))
+        return parts
+
+    def _write_blocks(self, index: np.ndarray, block: np.ndarray) -> None:
+        program = self.programs.get(ProgramKey("write_blocks"))
+        for first in range(0, len(index), UPDATES_PER_WRITE):
+            part = slice(first, first + UPDATES_PER_WRITE)
+            arrays = _padded(index[part], block[part], UPDATES_PER_WRITE, padding=np.iinfo(np.int32).max)
+            self.row_arrays = program(self.row_arrays, self._put(arrays))
+
+    def _admit(self, row: Row) -> None:
+        data = row.data
+        packed = pack_admission(
+            data.sampling_params,
+            data.token_ids,
+            data.num_prompt_tokens,
+            data.eos_token_ids,
+            vocab_size=self.vocab_size,
+            processors=self.processors,
+        )
+        program = self.programs.get(ProgramKey("admit"))
+        self._sampling_state = program(self._state(), self._put(np.int32(row.index)), self._put(packed))
+
+    def _state(self) -> SamplingState:
+        """The arrays of full sampling: made when the first request wants them."""
+        if self._sampling_state is None:
+            self._sampling_state = self.programs.get(ProgramKey("new_state"))()
+        return self._sampling_state
+
+    def _new_state(self) -> SamplingState:
+        return SamplingState.zeros(self.rows.trash + 1, self.vocab_size, self.processors)
+
+    def _put(self, arrays: Any) -> Any:
+        return jax.device_put(arrays, self.shapes.replicated)
+
+
+def _padded(first: Any, second: Any, size: int, *, padding: int) -> np.ndarray:
+    arrays = np.full((2, size), padding, np.int32)
+    arrays[0, : len(first)] = first
+    arrays[1, : len(second)] = second
+    return arrays

@@ -1,0 +1,240 @@
+"""The compiled step: pure functions from weights, caches, rows and a step's buffer to new caches, rows and tokens. No state."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxllm.runner.layout import FROM_ROW, Column, StepLayout, StepViews
+from jaxllm.runner.paged_context import PagedContext
+from jaxllm.runner.rows import LogprobsKind
+from jaxllm.sampling.columns import unpack_columns
+from jaxllm.sampling.logprobs import named_logprobs, top_logprobs
+from jaxllm.sampling.sampler import sample_full, sample_greedy, sample_random
+from jaxllm.sampling.state import SamplingState
+from jaxllm.sampling.variants import Variant
+
+Params = tuple[jax.Array, ...]
+Caches = tuple[jax.Array, ...]
+
+
+class RowArrays(NamedTuple):
+    """What the device keeps of every running request; the last row is trash."""
+
+    last_token_N: jax.Array
+    block_table_NB: jax.Array
+
+
+class Tokens(NamedTuple):
+    """The tokens of a step and where they belong."""
+
+    token_ids_T: jax.Array
+    position_T: jax.Array
+    slot_T: jax.Array
+    """Place in the cache; -1 for what must not be written."""
+    query_start_R1: jax.Array
+    kv_length_R: jax.Array
+    page_table_RB: jax.Array
+
+
+class Logprobs(NamedTuple):
+    """Top logprobs of R tokens; column 0 is the token itself."""
+
+    token_ids_R1k: jax.Array
+    logprobs_R1k: jax.Array
+    rank_R: jax.Array
+
+
+class Scores(NamedTuple):
+    """Logprobs of a step's sampled tokens, as far as asked for."""
+
+    top: Logprobs | None
+    named: Logprobs | None
+
+
+@dataclass(frozen=True)
+class StepFunctions:
+    """The programs of one engine, as functions to compile. Everything here is static."""
+
+    merge: Callable[[Params], Any]
+    """Weights -> model."""
+    mesh: Mesh
+    block_size: int
+    max_rows: int
+    implementation: str
+    interpret: bool
+    num_logprobs: int
+    """Likeliest tokens reported beside the sampled one."""
+    logprobs_mode: str
+    processors: tuple[Any, ...] = ()
+
+    def forward(
+        self, layout: StepLayout, params: Params, caches: Caches, rows: RowArrays, buffer: jax.Array
+    ) -> tuple[Caches, RowArrays, jax.Array, jax.Array, jax.Array]:
+        """Run the model over a mixed step. Returns caches, rows, hidden_TD, and for sampling hidden_ND and columns_NC (N = max_rows)."""
+        views = layout.views(buffer)
+        rows = _update_block_table(rows, views)
+        tokens = _locate_tokens(rows, views, self.block_size)
+        hidden_TD, caches = self._run_model(params, caches, tokens, is_decode=False)
+        last_R = jnp.maximum(tokens.query_start_R1[1:] - 1, 0)
+        pad = self.max_rows - layout.num_rows
+        hidden_ND = jnp.pad(hidden_TD[last_R], ((0, pad), (0, 0)))
+        # Rows of padding go to the trash row, also those beyond this layout.
+        columns_NC = jnp.pad(views.columns_RC, ((0, pad), (0, 0)))
+        columns_NC = columns_NC.at[layout.num_rows :, Column.TOKEN_ROW].set(self.max_rows)
+        return caches, rows, hidden_TD, hidden_ND, columns_NC
+
+    def decode(
+        self,
+        layout: StepLayout,
+        variant: Variant,
+        params: Params,
+        caches: Caches,
+        rows: RowArrays,
+        buffer: jax.Array,
+    ) -> tuple[Caches, RowArrays, jax.Array]:
+        """One token for every row, in one program. Returns caches, rows and the tokens."""
+        views = layout.views(buffer)
+        rows = _update_block_table(rows, views)
+        tokens = _locate_decode_tokens(rows, views, self.block_size)
+        hidden_RD, caches = self._run_model(params, caches, tokens, is_decode=True)
+        logits_RV = self.merge(params).logits(hidden_RD)
+        token_R = self._draw(variant, logits_RV, views.columns_RC)
+        return caches, _store_tokens(rows, views.columns_RC, token_R), token_R
+
+    def sample(
+        self,
+        num_rows: int,
+        variant: Variant,
+        kind: LogprobsKind,
+        params: Params,
+        rows: RowArrays,
+        hidden_ND: jax.Array,
+        columns_NC: jax.Array,
+        state: SamplingState | None,
+        named_ids_RI: jax.Array | None,
+    ) -> tuple[RowArrays, jax.Array, SamplingState | None, Scores]:
+        """Sample the first `num_rows` rows after `forward`. Full sampling takes and returns its state, NAMED the named ids."""
+        columns_RC = columns_NC[:num_rows]
+        logits_RV = scored_RV = self.merge(params).logits(hidden_ND[:num_rows])
+        if variant == Variant.FULL:
+            assert state is not None, "full sampling needs its state"
+            sampling = unpack_columns(columns_RC[:, Column.SAMPLING :])
+            token_R, state, processed_RV = sample_full(
+                logits_RV, sampling, _next_position(columns_RC), state, columns_RC[:, Column.TOKEN_ROW], self.processors
+            )
+            if self.logprobs_mode.startswith("processed"):
+                scored_RV = processed_RV
+        else:
+            token_R = self._draw(variant, logits_RV, columns_RC)
+        top = named = None
+        if kind >= LogprobsKind.TOP:
+            top = self._top(scored_RV, token_R)
+        if kind == LogprobsKind.NAMED:
+            assert named_ids_RI is not None
+            named = Logprobs(*named_logprobs(scored_RV, token_R, named_ids_RI, normalize=self._normalize))
+        return _store_tokens(rows, columns_RC, token_R), token_R, state, Scores(top, named)
+
+    def prompt_logprobs(self, params: Params, hidden_TD: jax.Array, chunk_2C: jax.Array) -> Logprobs:
+        """Logprobs of prompt tokens (second row of the chunk) that follow tokens of the step (first row: their index)."""
+        index_C, target_C = chunk_2C
+        logits_CV = self.merge(params).logits(hidden_TD[index_C])
+        return self._top(logits_CV, target_C)
+
+    def _top(self, logits_RV: jax.Array, token_R: jax.Array) -> Logprobs:
+        return Logprobs(*top_logprobs(logits_RV, token_R, self.num_logprobs, normalize=self._normalize))
+
+    @property
+    def _normalize(self) -> bool:
+        return self.logprobs_mode.endswith("logprobs")
+
+    def write_blocks(self, rows: RowArrays, update_2U: jax.Array) -> RowArrays:
+        """Set block-table entries: first row flat index (beyond the end: none), second row block id."""
+        index_U, block_U = update_2U
+        return rows._replace(block_table_NB=_set_flat(rows.block_table_NB, index_U, block_U))
+
+    def _run_model(self, params: Params, caches: Caches, tokens: Tokens, *, is_decode: bool) -> tuple[jax.Array, Caches]:
+        context = PagedContext(
+            caches=list(caches),
+            page_table_RB=tokens.page_table_RB,
+            query_start_R1=tokens.query_start_R1,
+            kv_length_R=tokens.kv_length_R,
+            slot_T=tokens.slot_T,
+            is_decode=is_decode,
+            implementation=self.implementation,
+            interpret=self.interpret,
+            mesh=self.mesh,
+        )
+        hidden_TD = self.merge(params)(tokens.token_ids_T, tokens.position_T, context)
+        return hidden_TD, tuple(context.caches)
+
+    def _draw(self, variant: Variant, logits_RV: jax.Array, columns_RC: jax.Array) -> jax.Array:
+        if variant == Variant.GREEDY:
+            return sample_greedy(logits_RV)
+        sampling = unpack_columns(columns_RC[:, Column.SAMPLING :])
+        return sample_random(logits_RV, sampling, _next_position(columns_RC))
+
+
+def _next_position(columns_RC: jax.Array) -> jax.Array:
+    return columns_RC[:, Column.START] + columns_RC[:, Column.NUM_TOKENS]
+
+
+def _set_flat(table: jax.Array, index: jax.Array, value: jax.Array) -> jax.Array:
+    num_columns = table.shape[1]
+    return table.at[index // num_columns, index % num_columns].set(value, mode="drop")
+
+
+def _update_block_table(rows: RowArrays, views: StepViews[jax.Array]) -> RowArrays:
+    table = _set_flat(rows.block_table_NB, views.update_index_U, views.update_block_U)
+    return rows._replace(block_table_NB=table)
+
+
+def _store_tokens(rows: RowArrays, columns_RC: jax.Array, token_R: jax.Array) -> RowArrays:
+    return rows._replace(last_token_N=rows.last_token_N.at[columns_RC[:, Column.TOKEN_ROW]].set(token_R))
+
+
+def _locate_tokens(rows: RowArrays, views: StepViews[jax.Array], block_size: int) -> Tokens:
+    """Give each token of a ragged step its row, its position and its slot."""
+    columns_RC = views.columns_RC
+    num_tokens = views.token_ids_T.shape[0]
+    start_R, count_R = columns_RC[:, Column.START], columns_RC[:, Column.NUM_TOKENS]
+    query_start_R1 = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(count_R, dtype=jnp.int32)])
+    index_T = jnp.arange(num_tokens, dtype=jnp.int32)
+    owner_T = jnp.searchsorted(query_start_R1, index_T, side="right").astype(jnp.int32) - 1
+    is_real_T = index_T < query_start_R1[-1]
+    owner_T = jnp.where(is_real_T, owner_T, 0)
+    position_T = jnp.where(is_real_T, start_R[owner_T] + index_T - query_start_R1[owner_T], 0)
+    page_table_RB = rows.block_table_NB[columns_RC[:, Column.ROW]]
+    page_T = page_table_RB[owner_T, position_T // block_size]
+    is_written_T = is_real_T & (position_T >= columns_RC[owner_T, Column.WRITE_FROM])
+    token_T = jnp.where(views.token_ids_T == FROM_ROW, rows.last_token_N[columns_RC[owner_T, Column.ROW]], views.token_ids_T)
+    return Tokens(
+        token_ids_T=token_T,
+        position_T=position_T,
+        slot_T=jnp.where(is_written_T, page_T * block_size + position_T % block_size, -1),
+        query_start_R1=query_start_R1,
+        kv_length_R=jnp.where(count_R > 0, start_R + count_R, 0),
+        page_table_RB=page_table_RB,
+    )
+
+
+def _locate_decode_tokens(rows: RowArrays, views: StepViews[jax.Array], block_size: int) -> Tokens:
+    """The same where row i has token i and no other."""
+    columns_RC = views.columns_RC
+    num_rows = columns_RC.shape[0]
+    position_R, is_real_R = columns_RC[:, Column.START], columns_RC[:, Column.NUM_TOKENS] > 0
+    row_R = columns_RC[:, Column.ROW]
+    page_table_RB = rows.block_table_NB[row_R]
+    page_R = page_table_RB[jnp.arange(num_rows), position_R // block_size]
+    is_written_R = is_real_R & (position_R >= columns_RC[:, Column.WRITE_FROM])
+    return Tokens(
+        token_ids_T=jnp.where(views.token_ids_T == FROM_ROW, rows.last_token_N[row_R], views.token_ids_T),
+        position_T=position_R,
+        slot_T=jnp.where(is_written_R, page_R * block_size + position_R % block_size, -1),
+        query_start_R1=jnp.arange(num_rows + 1, dtype=jnp.int32),
+        kv_length_R=jnp.where(is_real_R, position_R + 1, 0),
+        page_table_RB=page_table_RB,
+    )

@@ -1,0 +1,152 @@
+"""The programs of one engine by key: their shapes, shardings and donations, and how each is traced."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxllm.model_config import ModelConfig
+from jaxllm.runner.buckets import Buckets
+from jaxllm.runner.layout import NUM_ROW_COLUMNS, StepLayout, decode_layout, mixed_layout
+from jaxllm.runner.rows import LogprobsKind
+from jaxllm.runner.step import RowArrays, StepFunctions
+from jaxllm.sampling.state import SamplingState, admit
+from jaxllm.sampling.variants import Variant
+from jaxllm.sampling_params import MAX_LOGPROB_TOKEN_IDS
+
+UPDATES_PER_WRITE = 1024
+"""Block-table entries that one `write_blocks` sets."""
+PROMPT_LOGPROBS_CHUNK = 64
+"""Prompt positions that one `prompt_logprobs` scores: a chunk of logits is all that is ever in memory."""
+
+
+class ProgramKey(NamedTuple):
+    """Which program. `size` is tokens for forward and prompt_logprobs, rows for decode and sample."""
+
+    kind: str
+    size: int = 0
+    variant: Variant = Variant.GREEDY
+    logprobs: LogprobsKind = LogprobsKind.NONE
+
+
+@dataclass(frozen=True)
+class StepPrograms:
+    """Traces programs for arrays of these shapes."""
+
+    functions: StepFunctions
+    buckets: Buckets
+    model: ModelConfig
+    mesh: Mesh
+    params: tuple[jax.ShapeDtypeStruct, ...]
+    num_blocks: int
+    max_blocks: int
+    """Per request."""
+    make_state: Callable[[], SamplingState]
+
+    @property
+    def replicated(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    @property
+    def by_heads(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec(None, "tensor"))
+
+    @property
+    def cache_shape(self) -> tuple[int, int, int, int]:
+        return (self.num_blocks, self.model.num_kv_heads, self.functions.block_size, self.model.head_dim)
+
+    def all_keys(self) -> list[ProgramKey]:
+        """Every program that traffic can reach, the slowest to compile first."""
+        buckets, simple = self.buckets, (Variant.GREEDY, Variant.RANDOM)
+        return [
+            *(ProgramKey("forward", size) for size in reversed(buckets.tokens)),
+            *(ProgramKey("decode", size, variant) for size in reversed(buckets.decode_rows) for variant in simple),
+            *(
+                ProgramKey("sample", size, variant, kind)
+                for size in reversed(buckets.sample_rows)
+                for variant in Variant
+                for kind in (LogprobsKind if variant == Variant.FULL else (LogprobsKind.NONE,))
+            ),
+            *(ProgramKey("prompt_logprobs", size) for size in buckets.tokens),
+            ProgramKey("write_blocks"),
+            ProgramKey("new_state"),
+            ProgramKey("admit"),
+        ]
+
+    def layout(self, key: ProgramKey) -> StepLayout:
+        """The step buffer of a forward or decode program."""
+        if key.kind == "decode":
+            return decode_layout(key.size)
+        return mixed_layout(key.size, self.buckets.rows_for_tokens(key.size), self.functions.block_size)
+
+    def lower(self, key: ProgramKey) -> jax.stages.Lowered:
+        """Trace one program."""
+        return getattr(self, f"_lower_{key.kind}")(key)
+
+    def _lower_forward(self, key: ProgramKey) -> jax.stages.Lowered:
+        layout, same = self.layout(key), self.replicated
+        out = (self._cache_shardings, same, same, same, same)
+        program = jax.jit(partial(self.functions.forward, layout), donate_argnums=(1, 2), out_shardings=out)
+        return program.lower(self.params, self._caches, self._rows, self._ints(layout.size))
+
+    def _lower_decode(self, key: ProgramKey) -> jax.stages.Lowered:
+        layout, same = self.layout(key), self.replicated
+        function = partial(self.functions.decode, layout, key.variant)
+        program = jax.jit(function, donate_argnums=(1, 2), out_shardings=(self._cache_shardings, same, same))
+        return program.lower(self.params, self._caches, self._rows, self._ints(layout.size))
+
+    def _lower_sample(self, key: ProgramKey) -> jax.stages.Lowered:
+        max_rows = self.buckets.max_rows
+        state = self._state if key.variant == Variant.FULL else None
+        named_ids = self._ints(key.size, MAX_LOGPROB_TOKEN_IDS) if key.logprobs == LogprobsKind.NAMED else None
+        function = partial(self.functions.sample, key.size, key.variant, key.logprobs)
+        program = jax.jit(function, donate_argnums=(1, 4), out_shardings=self.replicated)
+        hidden_ND = self._shape((max_rows, self.model.hidden_size), self.model.dtype)
+        columns_NC = self._ints(max_rows, NUM_ROW_COLUMNS)
+        return program.lower(self.params, self._rows, hidden_ND, columns_NC, state, named_ids)
+
+    def _lower_prompt_logprobs(self, key: ProgramKey) -> jax.stages.Lowered:
+        hidden_TD = self._shape((key.size, self.model.hidden_size), self.model.dtype)
+        program = jax.jit(self.functions.prompt_logprobs, out_shardings=self.replicated)
+        return program.lower(self.params, hidden_TD, self._ints(2, PROMPT_LOGPROBS_CHUNK))
+
+    def _lower_write_blocks(self, key: ProgramKey) -> jax.stages.Lowered:
+        program = jax.jit(self.functions.write_blocks, donate_argnums=0, out_shardings=self.replicated)
+        return program.lower(self._rows, self._ints(2, UPDATES_PER_WRITE))
+
+    def _lower_new_state(self, key: ProgramKey) -> jax.stages.Lowered:
+        return jax.jit(self.make_state, out_shardings=self.replicated).lower()
+
+    def _lower_admit(self, key: ProgramKey) -> jax.stages.Lowered:
+        num_words = sum(math.prod(array.shape[1:]) for array in jax.tree.leaves(self._state))
+        program = jax.jit(admit, donate_argnums=0, out_shardings=self.replicated)
+        return program.lower(self._state, self._ints(), self._ints(num_words))
+
+    @property
+    def _state(self) -> Any:
+        return jax.tree.map(lambda x: self._shape(x.shape, x.dtype), jax.eval_shape(self.make_state))
+
+    @property
+    def _caches(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        cache = jax.ShapeDtypeStruct(self.cache_shape, self.model.dtype, sharding=self.by_heads)
+        return (cache,) * (2 * self.model.num_layers)
+
+    @property
+    def _cache_shardings(self) -> tuple[NamedSharding, ...]:
+        return (self.by_heads,) * (2 * self.model.num_layers)
+
+    @property
+    def _rows(self) -> Any:
+        num_rows = self.buckets.max_rows + 1
+        return RowArrays(self._ints(num_rows), self._ints(num_rows, self.max_blocks))  # type: ignore[arg-type]
+
+    def _ints(self, *shape: int) -> jax.ShapeDtypeStruct:
+        return self._shape(shape, jnp.int32)
+
+    def _shape(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)

@@ -1,0 +1,90 @@
+"""Custom logits processors: pure JAX functions that are compiled into the FULL sampling program.
+
+def no_repeats(logits_RV, context):
+    return jnp.where(context.output_count_RV > context.arguments_RA[:, :1], -jnp.inf, logits_RV)
+
+Processor("no_repeats", no_repeats, num_arguments=1)      # given to the engine when it is constructed
+SamplingParams(extra_args={"no_repeats": [2.0]})          # a request that wants it; all others are untouched
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.errors import ConfigError
+from jaxllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from jaxllm.sampling.state import SamplingState
+
+
+@dataclass(frozen=True)
+class ProcessorContext:
+    """What a processor may look at, for each of R rows."""
+
+    arguments_RA: jax.Array
+    """float32[R, num_arguments]: what the request gave in extra_args."""
+    output_count_RV: jax.Array
+    """int32: how often each token occurs in the output so far."""
+    in_prompt_RV: jax.Array
+    """bool: whether each token occurs in the prompt."""
+    num_outputs_R: jax.Array
+    """int32: tokens of the output so far."""
+    recent_RM: jax.Array
+    """int32: the last tokens of the output, newest last, -1 before its beginning."""
+
+
+@dataclass(frozen=True)
+class Processor:
+    """A named function from logits to logits of the same shape, applied after the penalties and before the temperature."""
+
+    name: str
+    function: Callable[[jax.Array, ProcessorContext], jax.Array]
+    num_arguments: int = 0
+
+
+def check_processors(processors: Sequence[Processor]) -> dict[str, int]:
+    """Number of arguments by name, as `SamplingParams.verify` takes it. Raises ConfigError if two have the same name."""
+    arguments = {processor.name: processor.num_arguments for processor in processors}
+    if len(arguments) < len(processors):
+        raise ConfigError(f"logits processors need different names, these are {[p.name for p in processors]}")
+    return arguments
+
+
+def num_argument_columns(processors: Sequence[Processor]) -> int:
+    """Width of the state's arguments: for each processor whether the row wants it, then its arguments."""
+    return sum(1 + processor.num_arguments for processor in processors)
+
+
+def pack_arguments(params: SamplingParams, processors: Sequence[Processor]) -> np.ndarray:
+    """float32[num_argument_columns] of a request that `SamplingParams.verify` has passed."""
+    wanted = params.extra_args or {}
+    packed: list[float] = []
+    for processor in processors:
+        arguments = wanted.get(processor.name)
+        packed += [0.0] * (1 + processor.num_arguments) if arguments is None else [1.0, *arguments]
+    return np.array(packed, np.float32)
+
+
+def apply_processors(
+    logits_RV: jax.Array, rows: "SamplingState", position_R: jax.Array, processors: Sequence[Processor]
+) -> jax.Array:
+    """Apply each processor, in order, to the rows that want it."""
+    first = 0
+    for processor in processors:
+        last = first + 1 + processor.num_arguments
+        context = ProcessorContext(
+            arguments_RA=rows.arguments[:, first + 1 : last],
+            output_count_RV=rows.output_count,
+            in_prompt_RV=rows.in_prompt,
+            num_outputs_R=position_R - rows.num_prompt_tokens,
+            recent_RM=rows.recent,
+        )
+        wanted_R1 = rows.arguments[:, first : first + 1] != 0
+        logits_RV = jnp.where(wanted_R1, processor.function(logits_RV, context), logits_RV)
+        first = last
+    return logits_RV

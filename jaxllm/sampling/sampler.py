@@ -1,0 +1,70 @@
+"""Draws the next token of each row from its logits: three programs, from the plainest to the fullest (`variants.Variant`).
+
+All are pure. Logits are float32 [R, V]; columns of -inf (padding of the vocabulary) are never drawn.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm.sampling.columns import SamplingColumns
+from jaxllm.sampling.noise import gumbel_RV
+from jaxllm.sampling.processors import Processor, apply_processors
+from jaxllm.sampling.stages import STAGES, scale, threshold
+from jaxllm.sampling.state import SamplingState, gather, record
+
+
+def sample_greedy(logits_RV: jax.Array) -> jax.Array:
+    """int32[R]: the likeliest token of each row, the lowest id among equals."""
+    # One fused pass on a GPU. On a CPU that reduction is not vectorised, the two plain ones are.
+    return jax.lax.platform_dependent(logits_RV, cpu=_argmax_in_two_passes, default=_argmax)
+
+
+def sample_random(logits_RV: jax.Array, columns: SamplingColumns, position_R: jax.Array) -> jax.Array:
+    """int32[R]: a token of each row, drawn after temperature, min_p, top_k and top_p; the likeliest where temperature is 0.
+
+    `position_R` is the index in its sequence of the token being drawn: draws depend on it and the seed only.
+    """
+    return _draw(scale(logits_RV, columns), threshold(logits_RV, columns), columns, position_R)
+
+
+def sample_full(
+    logits_RV: jax.Array,
+    columns: SamplingColumns,
+    position_R: jax.Array,
+    state: SamplingState,
+    row_R: jax.Array,
+    processors: Sequence[Processor] = (),
+) -> tuple[jax.Array, SamplingState, jax.Array]:
+    """As `sample_random`, after all that the requests' rows of the state ask for.
+
+    Returns the tokens int32[R], the state with them added, and the logits that were drawn from, -inf where dropped. Rows of
+    the batch that draw nothing in this step must have neutral columns, else their state takes in a token.
+    """
+    rows = gather(state, row_R, columns.uses_state)
+    for stage in STAGES:
+        logits_RV = stage(logits_RV, columns, rows, position_R)
+    logits_RV = apply_processors(logits_RV, rows, position_R, processors)
+    scaled_RV, threshold_R = scale(logits_RV, columns), threshold(logits_RV, columns)
+    token_R = _draw(scaled_RV, threshold_R, columns, position_R)
+    processed_RV = jnp.where(scaled_RV >= threshold_R[:, None], scaled_RV, -jnp.inf)
+    return token_R, record(state, row_R, columns.uses_state, token_R), processed_RV
+
+
+def _draw(logits_RV: jax.Array, threshold_R: jax.Array, columns: SamplingColumns, position_R: jax.Array) -> jax.Array:
+    # The largest of logits plus Gumbel noise is a draw from their softmax.
+    noise_RV = gumbel_RV(columns.seed_low, columns.seed_high, position_R, logits_RV.shape[1])
+    noisy_RV = jnp.where(columns.temperature[:, None] > 0, logits_RV + noise_RV, logits_RV)
+    return sample_greedy(jnp.where(logits_RV >= threshold_R[:, None], noisy_RV, -jnp.inf))
+
+
+def _argmax(logits_RV: jax.Array) -> jax.Array:
+    return jnp.argmax(logits_RV, axis=1).astype(jnp.int32)
+
+
+def _argmax_in_two_passes(logits_RV: jax.Array) -> jax.Array:
+    highest_R1 = jnp.max(logits_RV, axis=1, keepdims=True)
+    token_RV = jax.lax.broadcasted_iota(jnp.int32, logits_RV.shape, 1)
+    token_R = jnp.min(jnp.where(logits_RV == highest_R1, token_RV, logits_RV.shape[1]), axis=1)
+    return jnp.where(token_R < logits_RV.shape[1], token_R, 0)  # a row with NaN has no highest

@@ -1,0 +1,117 @@
+"""The stages of sampling, each a small pure function, and their order.
+
+`STAGES` turn the model's logits into those that temperature applies to; custom processors follow them. `FILTERS` then
+raise, row by row, the value below which tokens are dropped: a filter is a threshold, never a mask of its own, so the
+draw reads the logits once and nothing of size [R, V] is written for it.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm.sampling.columns import SamplingColumns
+from jaxllm.sampling.state import SamplingState
+from jaxllm.sampling.threshold import top_k_threshold, top_p_threshold
+
+Stage = Callable[[jax.Array, SamplingColumns, SamplingState, jax.Array], jax.Array]
+"""(logits_RV, columns, the batch's rows of the state, position_R) -> logits_RV"""
+Filter = Callable[[jax.Array, SamplingColumns, jax.Array], jax.Array]
+"""(logits_RV after temperature, columns, threshold_R) -> threshold_R; logits ≥ threshold are kept"""
+
+
+def add_bias(logits_RV: jax.Array, columns: SamplingColumns, rows: SamplingState, position_R: jax.Array) -> jax.Array:
+    """logit_bias and allowed_token_ids."""
+    return logits_RV + rows.bias
+
+
+def mask_early_stops(logits_RV: jax.Array, columns: SamplingColumns, rows: SamplingState, position_R: jax.Array) -> jax.Array:
+    """Forbid EOS and stop tokens before min_tokens, unless that leaves a row nothing to draw."""
+    early_R = position_R - rows.num_prompt_tokens < columns.min_tokens
+    masked_RV = jnp.where(early_R[:, None] & rows.ends_request, -jnp.inf, logits_RV)
+    nothing_left_R1 = jnp.max(masked_RV, axis=1, keepdims=True) == -jnp.inf
+    return jnp.where(nothing_left_R1, logits_RV, masked_RV)
+
+
+def penalize_repetition(
+    logits_RV: jax.Array, columns: SamplingColumns, rows: SamplingState, position_R: jax.Array
+) -> jax.Array:
+    """Divide positive and multiply negative logits of tokens in the prompt or the output."""
+    penalty_R1 = columns.repetition_penalty[:, None]
+    weakened_RV = jnp.where(logits_RV > 0, logits_RV / penalty_R1, logits_RV * penalty_R1)
+    return jnp.where(rows.in_prompt | (rows.output_count > 0), weakened_RV, logits_RV)
+
+
+def penalize_frequency_and_presence(
+    logits_RV: jax.Array, columns: SamplingColumns, rows: SamplingState, position_R: jax.Array
+) -> jax.Array:
+    """Subtract from the logits of tokens in the output: per occurrence, and once."""
+    count_RV = rows.output_count
+    by_frequency_RV = columns.frequency_penalty[:, None] * count_RV.astype(jnp.float32)
+    return logits_RV - by_frequency_RV - jnp.where(count_RV > 0, columns.presence_penalty[:, None], 0.0)
+
+
+def mask_bad_words(logits_RV: jax.Array, columns: SamplingColumns, rows: SamplingState, position_R: jax.Array) -> jax.Array:
+    """Forbid the last token of each bad word whose other tokens are the end of the output."""
+    beginning_RBM, last_RB = rows.bad_words[:, :, :-1], rows.bad_words[:, :, -1]
+    matches_RBM = (beginning_RBM == -1) | (beginning_RBM == rows.recent[:, None, :])
+    completes_RB = jnp.all(matches_RBM, axis=2) & (last_RB >= 0)
+
+    def mask(logits_RV: jax.Array) -> jax.Array:
+        num_rows, vocab_size = logits_RV.shape
+        forbidden_RB = jnp.where(completes_RB, last_RB, vocab_size)  # out of range: dropped
+        return logits_RV.at[jnp.arange(num_rows)[:, None], forbidden_RB].set(-jnp.inf, mode="drop")
+
+    return jax.lax.cond(jnp.any(completes_RB), mask, lambda logits: logits, logits_RV)
+
+
+STAGES: tuple[Stage, ...] = (add_bias, mask_early_stops, penalize_repetition, penalize_frequency_and_presence, mask_bad_words)
+
+
+def scale(logits_RV: jax.Array, columns: SamplingColumns) -> jax.Array:
+    """Divide by the temperature; greedy rows stay."""
+    divisor_R = jnp.where(columns.temperature > 0, columns.temperature, 1.0)
+    return logits_RV * (1 / divisor_R)[:, None]
+
+
+def filter_min_p(logits_RV: jax.Array, columns: SamplingColumns, threshold_R: jax.Array) -> jax.Array:
+    """Keep tokens at least min_p times as likely as the likeliest."""
+    return jnp.maximum(threshold_R, jnp.max(logits_RV, axis=1) + jnp.log(columns.min_p))
+
+
+def filter_top_k(logits_RV: jax.Array, columns: SamplingColumns, threshold_R: jax.Array) -> jax.Array:
+    """Keep the top_k likeliest tokens and those tied with the last of them."""
+    vocab_size = logits_RV.shape[1]
+    wanted_R = (columns.top_k > 0) & (columns.top_k < vocab_size)
+    found_R = top_k_threshold(logits_RV, jnp.where(wanted_R, columns.top_k, 1))
+    return jnp.where(wanted_R, jnp.maximum(threshold_R, found_R), threshold_R)
+
+
+def filter_top_p(logits_RV: jax.Array, columns: SamplingColumns, threshold_R: jax.Array) -> jax.Array:
+    """Of the tokens kept so far, keep the likeliest that together reach top_p, and those tied with the last of them."""
+    found_R = top_p_threshold(logits_RV, columns.top_p, threshold_R)
+    return jnp.where(columns.top_p < 1, jnp.maximum(threshold_R, found_R), threshold_R)
+
+
+FILTERS: tuple[tuple[Callable[[SamplingColumns], jax.Array], Filter], ...] = (
+    (lambda columns: columns.min_p > 0, filter_min_p),
+    (lambda columns: columns.top_k > 0, filter_top_k),
+    (lambda columns: columns.top_p < 1, filter_top_p),
+)
+"""Which rows want a filter, and the filter; one that no row wants is not computed."""
+
+
+def threshold(logits_RV: jax.Array, columns: SamplingColumns) -> jax.Array:
+    """float32[R]: the value that logits, scaled, must reach to pass all filters; -inf where there is none."""
+
+    def search(threshold_R: jax.Array) -> jax.Array:
+        scaled_RV = scale(logits_RV, columns)  # here, not outside: if no row wants a filter, nobody writes it to memory
+        for wants, filter_ in FILTERS:
+            threshold_R = jax.lax.cond(
+                jnp.any(wants(columns)), partial(filter_, scaled_RV, columns), lambda unchanged: unchanged, threshold_R
+            )
+        return threshold_R
+
+    wanted = jnp.any(jnp.stack([wants(columns) for wants, _ in FILTERS]))
+    return jax.lax.cond(wanted, search, lambda unchanged: unchanged, jnp.full(logits_RV.shape[0], -jnp.inf))

@@ -1,0 +1,44 @@
+"""Which sampling program a request needs. Knows nothing of JAX, so the batch builder can ask it before any array exists."""
+
+import enum
+
+from jaxllm.sampling_params import SamplingParams
+
+
+class Variant(enum.IntEnum):
+    """The sampling programs, each able to do all that the lower ones do: a batch runs the highest that a request needs."""
+
+    GREEDY = 0
+    """Likeliest token."""
+    RANDOM = 1
+    """Temperature, min_p, top_k, top_p."""
+    FULL = 2
+    """Everything, with per-request state on the device."""
+
+
+def variant_of(params: SamplingParams, *, processed_logprobs: bool = False) -> Variant:
+    """The lowest program that serves a request. `processed_logprobs`: the engine reports logprobs after processing
+    (logprobs_mode processed_*), which only FULL returns."""
+    if needs_state(params) or (processed_logprobs and needs_logprobs(params)):
+        return Variant.FULL
+    return Variant.GREEDY if params.is_greedy else Variant.RANDOM
+
+
+def needs_state(params: SamplingParams) -> bool:
+    """Whether a request must be admitted to the SamplingState."""
+    return bool(
+        params.repetition_penalty != 1
+        or params.frequency_penalty != 0
+        or params.presence_penalty != 0
+        or params.min_tokens > 0
+        or params.logit_bias
+        or params.allowed_token_ids
+        or params.bad_words
+        or params.bad_words_token_ids
+        or params.extra_args
+    )
+
+
+def needs_logprobs(params: SamplingParams) -> bool:
+    """Whether the logprobs of output tokens are wanted (those of the prompt are another matter)."""
+    return params.logprobs is not None or params.logprob_token_ids is not None

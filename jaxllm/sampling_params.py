@@ -1,0 +1,435 @@
+"""What a caller may ask of sampling, with its validation. Knows nothing of arrays, models or tokenizers."""
+
+import copy
+import enum
+import math
+import numbers
+from collections.abc import Collection, Mapping
+from dataclasses import KW_ONLY, InitVar, dataclass, field
+from typing import Annotated, Any
+
+from jaxllm.errors import InvalidRequestError
+from jaxllm.log import warn_once
+
+MAX_N = 16384
+"""Most answers to one prompt."""
+MAX_TEMPERATURE = 2.0
+MIN_TEMPERATURE = 0.01
+"""Lower temperatures above zero are raised to it: logits divided by less lose the noise's last bits."""
+GREEDY_BELOW = 1e-5
+"""Temperatures below it mean: take the likeliest token."""
+MAX_LOGIT_BIAS = 100.0
+MAX_LOGPROB_TOKEN_IDS = 128
+MAX_BAD_WORDS = 128
+"""Token sequences; a word usually is two of them, with and without the space before it."""
+MAX_BAD_WORD_TOKENS = 16
+
+
+class RequestOutputKind(enum.Enum):
+    """What each RequestOutput of a request holds."""
+
+    CUMULATIVE = 0  # everything so far
+    DELTA = 1  # only what is new
+    FINAL_ONLY = 2  # everything, once, at the end
+
+
+@dataclass(kw_only=True)
+class SamplingParams:
+    """Sampling
+
+    How to sample the tokens of one request; meanings and defaults are vLLM's. Construction raises InvalidRequestError for
+    values that no model could serve and brings the rest into one form (lists, plain numbers, greedy as temperature 0);
+    `verify` checks what depends on the model. Fields changed later are not checked again by themselves.
+    """
+
+    n: Annotated[int, "answers to each prompt"] = 1
+    presence_penalty: Annotated[float, "subtracted from the logits of tokens already in the output, -2 to 2"] = 0.0
+    frequency_penalty: Annotated[float, "subtracted once per occurrence in the output, -2 to 2"] = 0.0
+    repetition_penalty: Annotated[
+        float, "weakens tokens of the prompt and the output; above 1 discourages, below 1 encourages"
+    ] = 1.0
+    temperature: Annotated[float, "randomness, 0 to 2; 0: always the likeliest token"] = 1.0
+    top_p: Annotated[float, "sample from the likeliest tokens that together have this probability"] = 1.0
+    top_k: Annotated[int, "sample from this many likeliest tokens; 0: all"] = 0
+    min_p: Annotated[float, "drop tokens less likely than this fraction of the likeliest one's probability"] = 0.0
+    seed: Annotated[int | None, "seed of this request: the same seed gives the same tokens; default: random"] = None
+    stop: Annotated[str | list[str] | None, "text that ends the output; may be given several times"] = None
+    stop_token_ids: Annotated[list[int] | None, "token ids that end the output"] = None
+    ignore_eos: Annotated[bool, "go on after the model's end-of-text token"] = False
+    max_tokens: Annotated[int | None, "most tokens of each answer; None: as many as the model takes"] = 16
+    min_tokens: Annotated[int, "tokens before which nothing ends the output"] = 0
+    logprobs: Annotated[int | None, "likeliest tokens to report with their logprobs, per output token; -1: all"] = None
+    prompt_logprobs: Annotated[int | None, "the same for each prompt token"] = None
+    logprob_token_ids: list[int] | None = None
+    """Report the logprobs of exactly these tokens instead of the likeliest."""
+    flat_logprobs: bool = False
+    detokenize: bool = True
+    skip_special_tokens: Annotated[bool, "leave special tokens out of the text"] = True
+    spaces_between_special_tokens: Annotated[bool, "put spaces between special tokens in the text"] = True
+    include_stop_str_in_output: Annotated[bool, "keep the text that ended the output"] = False
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    stream_interval: int | None = None
+    """Output tokens between two RequestOutputs."""
+    logit_bias: Annotated[dict[int, float] | None, "JSON object of token id to a number added to its logit"] = None
+    allowed_token_ids: Annotated[list[int] | None, "the only token ids that may be sampled"] = None
+    bad_words: Annotated[list[str] | None, "words that may not appear in the output"] = None
+    bad_words_token_ids: list[list[int]] | None = field(default=None, repr=False)
+    """Filled by the front, which has the tokenizer."""
+    extra_args: dict[str, Any] | None = None
+    """Custom logits processors to apply, by name, with their arguments: {name: [floats]}."""
+    skip_reading_prefix_cache: bool | None = None
+    repetition_detection: dict[str, int] | None = None
+    """End the output when it closes with min_count equal runs of min_pattern_size to max_pattern_size tokens (these keys)."""
+    structured_outputs: InitVar[Any] = None
+
+    def __post_init__(self, structured_outputs: Any) -> None:
+        if structured_outputs is not None:
+            raise InvalidRequestError("structured_outputs is not supported yet", "structured_outputs")
+        self._check_numbers()
+        self._check_switches()
+        self._check_tokens()
+        self._check_agreement()
+
+    def _check_numbers(self) -> None:
+        self.n = _int("n", self.n, 1, MAX_N)
+        self.presence_penalty = _float("presence_penalty", self.presence_penalty, -2, 2)
+        self.frequency_penalty = _float("frequency_penalty", self.frequency_penalty, -2, 2)
+        self.repetition_penalty = _float("repetition_penalty", self.repetition_penalty, 0, low_open=True)
+        self.temperature = _float("temperature", self.temperature, 0, MAX_TEMPERATURE)
+        self.top_p = _float("top_p", self.top_p, 0, 1, low_open=True)
+        self.top_k = max(0, _int("top_k", self.top_k, -1))
+        self.min_p = _float("min_p", self.min_p, 0, 1)
+        if self.seed is not None:
+            self.seed = _int("seed", self.seed, -(2**63), 2**63 - 1)
+            if self.seed == -1:
+                self.seed = None
+        if self.max_tokens is not None:
+            self.max_tokens = _int("max_tokens", self.max_tokens, 1)
+        self.min_tokens = _int("min_tokens", self.min_tokens, 0)
+        if self.stream_interval is not None:
+            self.stream_interval = _int("stream_interval", self.stream_interval, 1)
+        self.logprobs = _logprob_count("logprobs", self.logprobs)
+        self.prompt_logprobs = _logprob_count("prompt_logprobs", self.prompt_logprobs)
+        self.repetition_detection = _repetition_detection(self.repetition_detection)
+        if self.temperature < GREEDY_BELOW:
+            self.temperature, self.top_p, self.top_k, self.min_p = 0.0, 1.0, 0, 0.0
+        elif self.temperature < MIN_TEMPERATURE:
+            warn_once(f"temperature {self.temperature} is raised to {MIN_TEMPERATURE}, the lowest above 0")
+            self.temperature = MIN_TEMPERATURE
+
+    def _check_switches(self) -> None:
+        for name in (
+            "ignore_eos",
+            "flat_logprobs",
+            "detokenize",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+            "include_stop_str_in_output",
+        ):
+            if not isinstance(getattr(self, name), bool):
+                raise _wrong(name, getattr(self, name), "true or false")
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise _wrong("output_kind", self.output_kind, "a RequestOutputKind")
+        if self.skip_reading_prefix_cache is None:
+            # A cached prompt token has no logits to report.
+            self.skip_reading_prefix_cache = self.prompt_logprobs is not None
+        elif not isinstance(self.skip_reading_prefix_cache, bool):
+            raise _wrong("skip_reading_prefix_cache", self.skip_reading_prefix_cache, "true, false or None")
+
+    def _check_tokens(self) -> None:
+        self.stop = _strings("stop", [self.stop] if isinstance(self.stop, str) else self.stop)
+        self.bad_words = _strings("bad_words", self.bad_words)
+        self.stop_token_ids = list(dict.fromkeys(_token_ids("stop_token_ids", self.stop_token_ids)))
+        for name in ("allowed_token_ids", "logprob_token_ids"):
+            if getattr(self, name) is not None:
+                setattr(self, name, _token_ids(name, getattr(self, name)))
+                if not getattr(self, name):
+                    raise InvalidRequestError(f"{name} is empty; name at least one token id or leave it out", name)
+        if self.bad_words_token_ids is not None:
+            self.bad_words_token_ids = [_token_ids("bad_words_token_ids", ids) for ids in self.bad_words_token_ids]
+            if not all(self.bad_words_token_ids):
+                raise InvalidRequestError("bad_words_token_ids holds an empty sequence", "bad_words_token_ids")
+        self.logit_bias = _logit_bias(self.logit_bias)
+        if self.extra_args is not None and not (
+            isinstance(self.extra_args, Mapping) and all(isinstance(name, str) for name in self.extra_args)
+        ):
+            raise _wrong("extra_args", self.extra_args, "a dict of names to arguments")
+
+    def _check_agreement(self) -> None:
+        if self.is_greedy and self.n > 1:
+            raise InvalidRequestError(
+                f"n is {self.n}, must be 1 when temperature is 0: greedy sampling gives the same answer each time; "
+                "raise temperature or ask for one",
+                "n",
+            )
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens is {self.min_tokens}, must be at most max_tokens, which is {self.max_tokens}", "min_tokens"
+            )
+        if self.stop and not self.detokenize:
+            raise InvalidRequestError("stop needs detokenize=True: stop strings are found in the text", "stop")
+        if self.logprob_token_ids is not None:
+            count = len(self.logprob_token_ids)
+            if count > MAX_LOGPROB_TOKEN_IDS:
+                raise InvalidRequestError(
+                    f"logprob_token_ids has {count} ids, at most {MAX_LOGPROB_TOKEN_IDS} are reported", "logprob_token_ids"
+                )
+            if self.logprobs is not None and self.logprobs != count:
+                raise InvalidRequestError(
+                    f"logprobs is {self.logprobs}, must be {count}, the number of logprob_token_ids, or left out", "logprobs"
+                )
+
+    @classmethod
+    def from_optional(cls, **values: Any) -> "SamplingParams":
+        """Construct from values of which None means: the default."""
+        return cls(**{name: value for name, value in values.items() if value is not None})
+
+    def clone(self) -> "SamplingParams":
+        """A copy that shares no list or dict with this one."""
+        return copy.deepcopy(self)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is taken, without any draw."""
+        return self.temperature < GREEDY_BELOW
+
+    def verify(
+        self,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        max_logprobs: int,
+        num_prompt_tokens: int,
+        processors: Mapping[str, int] | None = None,
+    ) -> None:
+        """Raise InvalidRequestError for what this model and engine cannot serve.
+
+        `max_logprobs` -1: no limit. `processors`: the registered logits processors and how many arguments each takes.
+        Prompt and max_tokens together may exceed max_model_len: the output then ends there.
+        """
+        room = max_model_len - num_prompt_tokens
+        if room < 1:
+            raise InvalidRequestError(
+                f"prompt has {num_prompt_tokens} tokens, the model takes {max_model_len} with at least 1 of output; "
+                "shorten it or raise --max-model-len",
+                "prompt",
+            )
+        if self.min_tokens > room:
+            raise InvalidRequestError(
+                f"min_tokens is {self.min_tokens}, but after a prompt of {num_prompt_tokens} tokens only {room} of "
+                f"{max_model_len} are left; lower it or raise --max-model-len",
+                "min_tokens",
+            )
+        self.verify_logprobs(max_logprobs, vocab_size)
+        self._verify_token_ids(vocab_size)
+        self._verify_processors(processors or {})
+
+    def verify_logprobs(self, max_logprobs: int, vocab_size: int | None = None) -> None:
+        """Raise InvalidRequestError if more logprobs are asked for than an engine reports, as far as that can be known."""
+        limit = vocab_size if max_logprobs == -1 else max_logprobs
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            if count is None or limit is None or (name == "logprobs" and self.logprob_token_ids is not None):
+                continue  # named ids have a limit of their own
+            if count == -1 and vocab_size is not None and limit < vocab_size:
+                raise InvalidRequestError(
+                    f"{name} is -1, the whole vocabulary of {vocab_size}, but this engine reports at most {max_logprobs}; "
+                    "ask for fewer or start it with --max-logprobs -1",
+                    name,
+                )
+            if count > limit:
+                raise InvalidRequestError(
+                    f"{name} is {count}, but this engine reports at most {limit}; ask for fewer or raise --max-logprobs", name
+                )
+
+    def _verify_token_ids(self, vocab_size: int) -> None:
+        sequences = self.bad_words_token_ids or []
+        if len(sequences) > MAX_BAD_WORDS:
+            raise InvalidRequestError(
+                f"bad_words makes {len(sequences)} token sequences, at most {MAX_BAD_WORDS} are possible "
+                "(a word counts twice if it differs after a space)",
+                "bad_words",
+            )
+        longest = max(map(len, sequences), default=0)
+        if longest > MAX_BAD_WORD_TOKENS:
+            raise InvalidRequestError(
+                f"bad_words has an entry of {longest} tokens, at most {MAX_BAD_WORD_TOKENS} are possible", "bad_words"
+            )
+        named: dict[str, Collection[int]] = {
+            "stop_token_ids": self.stop_token_ids or [],
+            "allowed_token_ids": self.allowed_token_ids or [],
+            "logprob_token_ids": self.logprob_token_ids or [],
+            "logit_bias": self.logit_bias or {},
+            "bad_words": [token for ids in sequences for token in ids],
+        }
+        for name, ids in named.items():
+            outside = [token for token in ids if not 0 <= token < vocab_size]
+            if outside:
+                raise InvalidRequestError(
+                    f"{name} has token id{'s' * (len(outside) > 1)} {', '.join(map(str, outside[:10]))}"
+                    f"{', …' * (len(outside) > 10)}; the vocabulary has 0 to {vocab_size - 1}",
+                    name,
+                )
+
+    def _verify_processors(self, processors: Mapping[str, int]) -> None:
+        for name, arguments in (self.extra_args or {}).items():
+            if name not in processors:
+                known = ", ".join(sorted(processors)) or "none is registered"
+                raise InvalidRequestError(
+                    f"extra_args names {name!r}, which is no logits processor; known: {known}", "extra_args"
+                )
+            if not isinstance(arguments, (list, tuple)):
+                raise _wrong(f"extra_args[{name!r}]", arguments, "a list of numbers", "extra_args")
+            for number in arguments:
+                _float(f"extra_args[{name!r}]", number, param="extra_args")
+            if len(arguments) != processors[name]:
+                raise InvalidRequestError(
+                    f"extra_args[{name!r}] has {len(arguments)} numbers, the processor takes {processors[name]}", "extra_args"
+                )
+
+
+@dataclass
+class BeamSearchParams:
+    """Beam search
+
+    How to search the likeliest answers to one prompt; the score of an answer is its cumulative logprob divided by
+    its length to the power of length_penalty.
+    """
+
+    beam_width: Annotated[int, "answers kept at each token, and returned"]
+    max_tokens: Annotated[int, "most tokens of each answer"]
+    _: KW_ONLY
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: Annotated[float, "above 1 favours long answers, below 1 short ones"] = 1.0
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    allowed_token_ids: list[int] | None = None
+    structured_outputs: InitVar[Any] = None
+
+    def __post_init__(self, structured_outputs: Any) -> None:
+        if structured_outputs is not None:
+            raise InvalidRequestError("structured_outputs is not supported yet", "structured_outputs")
+        self.beam_width = _int("beam_width", self.beam_width, 1)
+        self.max_tokens = _int("max_tokens", self.max_tokens, 1)
+        self.temperature = _float("temperature", self.temperature, 0, MAX_TEMPERATURE)
+        self.length_penalty = _float("length_penalty", self.length_penalty)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise _wrong(name, getattr(self, name), "true or false")
+        if self.allowed_token_ids is not None:
+            self.allowed_token_ids = _token_ids("allowed_token_ids", self.allowed_token_ids)
+            if not self.allowed_token_ids:
+                raise InvalidRequestError("allowed_token_ids is empty; name at least one token id", "allowed_token_ids")
+
+
+def _wrong(name: str, value: Any, must_be: str, param: str | None = None) -> InvalidRequestError:
+    return InvalidRequestError(f"{name} is {value!r}, must be {must_be}", param or name)
+
+
+def _int(name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise _wrong(name, value, "an integer")
+    number = int(value)
+    if (low is not None and number < low) or (high is not None and number > high):
+        raise _wrong(name, number, _range_text(low, high))
+    return number
+
+
+def _float(
+    name: str,
+    value: Any,
+    low: float | None = None,
+    high: float | None = None,
+    *,
+    low_open: bool = False,
+    param: str | None = None,
+) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise _wrong(name, value, "a number", param)
+    number = float(value)
+    too_low = low is not None and (number <= low if low_open else number < low)
+    if not math.isfinite(number) or too_low or (high is not None and number > high):
+        must_be = _range_text(low, high, low_open) if low is not None else ""
+        raise _wrong(name, number, f"finite{' and ' * bool(must_be)}{must_be}" if high is None else must_be, param)
+    return number
+
+
+def _range_text(low: float | None, high: float | None, low_open: bool = False) -> str:
+    bounds = []
+    if low is not None:
+        bounds.append(f"{'above' if low_open else 'at least'} {low}")
+    if high is not None:
+        bounds.append(f"at most {high}")
+    return " and ".join(bounds)
+
+
+def _items(name: str, values: Any, of: str) -> list[Any]:
+    if values is None:
+        return []
+    if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__iter__"):
+        raise _wrong(name, values, f"a list of {of}")
+    return list(values)
+
+
+def _token_ids(name: str, values: Any) -> list[int]:
+    ids = _items(name, values, "token ids")
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, numbers.Integral):
+            raise InvalidRequestError(f"{name} holds {token!r}, must hold integers only", name)
+    return [int(token) for token in ids]
+
+
+def _strings(name: str, values: Any) -> list[str]:
+    strings = _items(name, values, "strings")
+    for text in strings:
+        if not isinstance(text, str):
+            raise InvalidRequestError(f"{name} holds {text!r}, must hold strings only", name)
+        if not text:
+            raise InvalidRequestError(f"{name} holds an empty string, must hold strings of at least 1 character", name)
+    return strings
+
+
+def _logprob_count(name: str, value: Any) -> int | None:
+    if value is None or value is False:
+        return None
+    return 1 if value is True else _int(name, value, -1)
+
+
+def _logit_bias(bias: Any) -> dict[int, float] | None:
+    if not bias:
+        return None
+    if not isinstance(bias, Mapping):
+        raise _wrong("logit_bias", bias, "a dict of token id to number")
+    ids, bad = {}, []
+    for key in bias:
+        try:
+            if isinstance(key, (bool, float)):
+                raise ValueError
+            ids[key] = int(key)
+        except (TypeError, ValueError):
+            bad.append(key)
+    if bad:
+        raise InvalidRequestError(f"logit_bias has keys that are no token ids: {', '.join(map(repr, bad))}", "logit_bias")
+    clamped = {}
+    for key, number in bias.items():
+        if isinstance(number, bool) or not isinstance(number, numbers.Real) or math.isnan(number):
+            raise _wrong(f"logit_bias[{key!r}]", number, "a number", "logit_bias")
+        clamped[ids[key]] = max(-MAX_LOGIT_BIAS, min(MAX_LOGIT_BIAS, float(number)))
+    return clamped
+
+
+def _repetition_detection(rule: Any) -> dict[str, int] | None:
+    if rule is None:
+        return None
+    known = {"max_pattern_size", "min_pattern_size", "min_count"}
+    if not isinstance(rule, Mapping) or not set(rule) <= known or "max_pattern_size" not in rule or "min_count" not in rule:
+        raise _wrong("repetition_detection", rule, "a dict with max_pattern_size, min_count and, if wanted, min_pattern_size")
+    name = "repetition_detection"
+    try:
+        smallest = _int("repetition_detection.min_pattern_size", rule.get("min_pattern_size", 1), 1)
+        largest = _int("repetition_detection.max_pattern_size", rule["max_pattern_size"], smallest)
+        count = _int("repetition_detection.min_count", rule["min_count"], 2)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(str(error), name) from None
+    return {"max_pattern_size": largest, "min_pattern_size": smallest, "min_count": count}

@@ -1,0 +1,20 @@
+"""One block of the KV cache, as the host sees it: who uses it, what it holds, where it stands in the free queue."""
+
+
+class KVCacheBlock:
+    """A fixed run of KV-cache slots. `BlockPool` and `FreeBlockQueue` alone change it."""
+
+    __slots__ = ("block_id", "ref_count", "block_hash", "previous_free", "next_free")
+
+    def __init__(self, block_id: int):
+        self.block_id = block_id
+        self.ref_count = 0
+        """Requests whose table holds the block."""
+        self.block_hash: bytes | None = None
+        """Set while the block is full and findable in the prefix cache."""
+        self.previous_free: KVCacheBlock | None = None
+        self.next_free: KVCacheBlock | None = None
+
+    def __repr__(self) -> str:
+        hashed = self.block_hash.hex()[:8] if self.block_hash else None
+        return f"KVCacheBlock({self.block_id}, ref_count={self.ref_count}, block_hash={hashed})"

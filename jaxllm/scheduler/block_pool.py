@@ -1,0 +1,123 @@
+"""All blocks of the KV cache: which are free, which are findable by content, which to evict. Knows nothing of requests."""
+
+from collections.abc import Iterable, Sequence
+
+from jaxllm.scheduler.block import KVCacheBlock
+from jaxllm.scheduler.free_queue import FreeBlockQueue
+
+
+class BlockPool:
+    """Blocks 0 … num_blocks-1. Block 0 is the null block: padding points to it, nobody ever gets it.
+
+    A free block stays findable until it is handed out again; the one free longest goes first (LRU).
+    """
+
+    def __init__(self, num_blocks: int):
+        self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
+        self.null_block = self.blocks[0]
+        self._free = FreeBlockQueue(self.blocks[1:])
+        # Blocks by content. Two requests that compute the same content at the same time keep a block each,
+        # because tables are append-only; the rare second block turns the value into a dict by block id.
+        self._cached: dict[bytes, KVCacheBlock | dict[int, KVCacheBlock]] = {}
+
+    @property
+    def num_usable_blocks(self) -> int:
+        return len(self.blocks) - 1
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self._free)
+
+    @property
+    def usage(self) -> float:
+        """Fraction of the usable blocks that requests hold."""
+        return 1.0 - self.num_free_blocks / max(1, self.num_usable_blocks)
+
+    def free_block_ids(self) -> list[int]:
+        """In order of reuse. Linear: for tests."""
+        return [block.block_id for block in self._free]
+
+    def find(self, block_hash: bytes) -> KVCacheBlock | None:
+        """A block with this content, used or free."""
+        found = self._cached.get(block_hash)
+        return next(iter(found.values())) if isinstance(found, dict) else found
+
+    def allocate(self, count: int) -> list[KVCacheBlock]:
+        """Hand out the first free blocks, which lose their content. Raises IndexError if there are fewer."""
+        blocks = self._free.popleft_n(count)
+        for block in blocks:
+            self.forget(block)
+            block.ref_count = 1
+        return blocks
+
+    def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Let one more request use found blocks."""
+        for block in blocks:
+            if block.ref_count == 0:
+                self._free.remove(block)
+            block.ref_count += 1
+
+    def free(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """One request gives its blocks back; the order given is the order of eviction among those that nobody else uses.
+
+        Blocks without findable content are reused first, the latest of them soonest: evicting them loses nothing.
+        """
+        empty: list[KVCacheBlock] = []
+        findable: list[KVCacheBlock] = []
+        for block in blocks:
+            assert block.ref_count > 0, f"{block} is freed twice"
+            block.ref_count -= 1
+            if block.ref_count == 0:
+                (empty if block.block_hash is None else findable).append(block)
+        self._free.prepend_n(empty)
+        self._free.append_n(findable)
+
+    def publish(self, block: KVCacheBlock, block_hash: bytes) -> None:
+        """Make a full block findable."""
+        assert block.block_hash is None and block is not self.null_block
+        block.block_hash = block_hash
+        present = self._cached.get(block_hash)
+        if present is None:
+            self._cached[block_hash] = block
+        elif isinstance(present, dict):
+            present[block.block_id] = block
+        else:
+            self._cached[block_hash] = {present.block_id: present, block.block_id: block}
+
+    def forget(self, block: KVCacheBlock) -> None:
+        """Make a block unfindable; other blocks of the same content stay."""
+        if block.block_hash is None:
+            return
+        present = self._cached[block.block_hash]
+        if isinstance(present, dict):
+            del present[block.block_id]
+            if len(present) == 1:
+                self._cached[block.block_hash] = next(iter(present.values()))
+        else:
+            del self._cached[block.block_hash]
+        block.block_hash = None
+
+    def reset(self) -> bool:
+        """Forget all content. Does nothing and returns False while any block is used."""
+        if self.num_free_blocks != self.num_usable_blocks:
+            return False
+        self._cached.clear()
+        for block in self.blocks:
+            block.block_hash = None
+        return True
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if queue, counts and map disagree."""
+        self._free.check_integrity()
+        free = {block.block_id for block in self._free}
+        assert len(free) == len(self._free), "a block is in the free queue twice"
+        assert self.null_block.ref_count == 0 and self.null_block.block_hash is None, "the null block is in use"
+        for block in self.blocks[1:]:
+            assert (block.ref_count == 0) == (block.block_id in free), f"{block} is free and used, or neither"
+        listed = [
+            (block_hash, block)
+            for block_hash, present in self._cached.items()
+            for block in (present.values() if isinstance(present, dict) else [present])
+        ]
+        assert all(block.block_hash == block_hash for block_hash, block in listed), "a block is found by a hash not its own"
+        assert len(listed) == sum(block.block_hash is not None for block in self.blocks), "a hashed block cannot be found"

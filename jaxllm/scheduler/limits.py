@@ -1,0 +1,45 @@
+"""What can never be scheduled: refused at the door, with the numbers, instead of waiting for ever."""
+
+from jaxllm.config import SchedulerOptions
+from jaxllm.errors import ConfigError, InvalidRequestError
+from jaxllm.request import Request
+from jaxllm.scheduler.kv_cache_manager import KVCacheManager
+
+
+def check_options(options: SchedulerOptions, max_model_len: int) -> None:
+    """Raise ConfigError if options are unresolved or contradict each other."""
+    if options.max_num_seqs is None or options.max_num_batched_tokens is None:
+        raise ConfigError("max_num_seqs and max_num_batched_tokens must be resolved before a scheduler is made")
+    if options.enable_chunked_prefill:
+        return
+    if options.max_num_batched_tokens < max_model_len:
+        raise ConfigError(
+            f"without chunked prefill a step must hold a whole request: max_num_batched_tokens is "
+            f"{options.max_num_batched_tokens}, max_model_len is {max_model_len}"
+        )
+    if options.long_prefill_token_threshold:
+        raise ConfigError(
+            f"long_prefill_token_threshold is {options.long_prefill_token_threshold}, but enable_chunked_prefill is off: "
+            "the threshold cuts prompts into chunks"
+        )
+
+
+def check_servable(request: Request, manager: KVCacheManager, max_model_len: int) -> None:
+    """Raise InvalidRequestError if the request could not run even alone."""
+    num_prompt, num_usable = request.num_prompt_tokens, manager.pool.num_usable_blocks
+    if num_prompt == 0:
+        raise InvalidRequestError("the prompt is empty; give at least one token", "prompt")
+    if num_prompt >= max_model_len:
+        raise InvalidRequestError(
+            f"prompt has {num_prompt} tokens, the model takes {max_model_len} with at least 1 of output; "
+            "shorten it or raise --max-model-len",
+            "prompt",
+        )
+    # The last token is never computed, so it needs no slot.
+    num_blocks = manager.num_blocks_for(min(max_model_len, request.max_num_tokens) - 1)
+    if num_blocks > num_usable:
+        raise InvalidRequestError(
+            f"prompt of {num_prompt} tokens with its output needs up to {num_blocks} blocks of the KV cache, which has "
+            f"{num_usable}; shorten it, lower max_tokens or enlarge the cache",
+            "prompt" if manager.num_blocks_for(num_prompt) > num_usable else "max_tokens",
+        )

@@ -1,0 +1,432 @@
+"""Decides which request computes how many tokens next. Knows nothing of arrays or devices.
+
+There is no prefill or decode phase: every request has tokens known and tokens computed, and each step hands out a
+budget of tokens so that computed catches up with known.
+
+Counts run ahead of the device. `schedule` counts its tokens as computed at once and the tokens that the step will sample
+as placeholders, so the next step can be planned before this one's tokens arrive; `update_from_output` replaces the
+placeholders by tokens. Steps reach the device in the order in which they were planned, which makes every block that is
+given back here free for the very next step, whatever is still in flight.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from jaxllm.config import CacheOptions, SchedulerOptions
+from jaxllm.errors import InvalidRequestError
+from jaxllm.outputs import EngineCoreOutput
+from jaxllm.request import Request, RequestStatus
+from jaxllm.scheduler.block_hash import block_hasher
+from jaxllm.scheduler.kv_cache_manager import CachedPrefix, KVCacheManager
+from jaxllm.scheduler.limits import check_options, check_servable
+from jaxllm.scheduler.stats import SchedulerStats
+from jaxllm.scheduler.stop import check_stop
+from jaxllm.scheduler.waiting_queue import make_waiting_queue
+from jaxllm.scheduler_output import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput, TokenLogprobs
+
+_Share = tuple[Request, int, int, list[int]]
+"""One request's part of a step: the request, its tokens, how many of them are sampled from (1 if the step reaches the
+end of the known tokens, else 0), its new blocks. Plain, because one is made for every request in every step."""
+
+
+class _Refusal(NamedTuple):
+    """The waiting request that did not fit, with what has to change before it is worth another look."""
+
+    request: Request
+    num_spare_blocks: int
+    next_block_hash: bytes | None
+    """Of its first block that was not cached."""
+
+
+class Scheduler:
+    """Running requests first, then waiting ones, within a budget of tokens per step; preempts when blocks run out."""
+
+    def __init__(self, options: SchedulerOptions, cache: CacheOptions, *, num_blocks: int, max_model_len: int):
+        check_options(options, max_model_len)
+        assert options.max_num_seqs is not None and options.max_num_batched_tokens is not None
+        self.options = options
+        self.max_model_len = max_model_len
+        self.max_num_seqs = options.max_num_seqs
+        self.max_num_batched_tokens = options.max_num_batched_tokens
+        self.cache_manager = KVCacheManager(cache, num_blocks)
+        self.running: list[Request] = []
+        """In order of admission."""
+        self.waiting = make_waiting_queue(options.scheduling_policy)
+        self.requests: dict[str, Request] = {}
+        """All that are not finished."""
+        self._extend_hashes = (
+            block_hasher(cache.block_size, cache.prefix_caching_hash_algo) if cache.enable_prefix_caching else None
+        )
+        self._num_watermark_blocks = int(options.watermark * num_blocks)
+        self._in_flight: dict[int, list[_Share]] = {}
+        self._step_id = 0
+        self._finished_ids: list[str] = []
+        self._preempted_ids: list[str] = []
+        self._refusal: _Refusal | None = None
+        self._num_preemptions = 0
+        # [queried, found] tokens of first admissions, and of admissions after preemption.
+        self._prefix_totals, self._resumed_prefix_totals = [0, 0], [0, 0]
+
+    # Requests come and go
+
+    def add_request(self, request: Request) -> None:
+        """Let a request wait for admission. Raises InvalidRequestError if it can never be served."""
+        if request.request_id in self.requests:
+            raise InvalidRequestError(f"request id {request.request_id!r} is in use; choose another", "request_id")
+        check_servable(request, self.cache_manager, self.max_model_len)
+        request.max_num_tokens = min(request.max_num_tokens, self.max_model_len)
+        if self._extend_hashes is not None:
+            request.extend_hashes = self._extend_hashes
+            self._extend_hashes(request)
+        self.requests[request.request_id] = request
+        self.waiting.add(request)
+
+    def finish_requests(self, request_ids: str | Iterable[str], status: RequestStatus) -> list[str]:
+        """End requests from outside (abort, stop string, failure); late tokens are dropped. Returns the ids that were alive."""
+        ids = [request_ids] if isinstance(request_ids, str) else request_ids
+        ended = [self.requests[request_id] for request_id in dict.fromkeys(ids) if request_id in self.requests]
+        for request in ended:
+            self._finish(request, status)
+        if ended:
+            self._drop_finished_from_running()
+        return [request.request_id for request in ended]
+
+    def _finish(self, request: Request, status: RequestStatus) -> None:
+        """End a request, except for its place in `running`: the caller clears that for all at once."""
+        if request.status == RequestStatus.RUNNING:
+            # After an error nothing that the request computed may be found again.
+            num_valid = 0 if status == RequestStatus.FINISHED_ERROR else request.num_computed_tokens
+            self.cache_manager.free(request, num_valid)
+        else:
+            self.waiting.remove(request)
+        request.status = status
+        del self.requests[request.request_id]
+        self._finished_ids.append(request.request_id)
+
+    def _drop_finished_from_running(self) -> None:
+        self.running = [request for request in self.running if not request.status.is_finished]
+
+    def has_requests(self) -> bool:
+        """Whether anything runs or waits."""
+        return bool(self.requests)
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self.requests)
+
+    # A step is planned
+
+    def schedule(self) -> SchedulerOutput:
+        """Plan the next step.
+
+        A plan without tokens needs no run and may be dropped: the finished and preempted ids in it come again with
+        every plan until one has tokens. Whoever applies them must therefore accept ids that it does not know any more,
+        and must apply them before the new requests, which may bear the same ids.
+        """
+        num_unfinished = len(self.requests)
+        cap = self.max_num_batched_tokens
+        # A lone request may take the whole step.
+        if self.options.long_prefill_token_threshold and num_unfinished > 1:
+            cap = self.options.long_prefill_token_threshold
+            if self.options.long_prefill_token_threshold_adaptive:
+                cap = max(cap, self.max_num_batched_tokens // num_unfinished)
+        num_preemptions = self._num_preemptions
+        shares, budget = self._schedule_running(cap)
+        new_requests: list[NewRequestData] = []
+        # A step never both preempts and admits: what it admitted would be preempted next.
+        if self.waiting and budget > 0 and self._num_preemptions == num_preemptions:
+            new_requests = self._schedule_waiting(shares, cap, budget)
+        return self._commit(shares, new_requests)
+
+    def _schedule_running(self, cap: int) -> tuple[list[_Share], int]:
+        """Shares of the running requests, none above `cap`, and what is left of the step's tokens."""
+        budget = self.max_num_batched_tokens
+        allocate_slots, running = self.cache_manager.allocate_slots, self.running
+        run_ahead = self.options.async_scheduling
+        shares: list[_Share] = []
+        index = 0
+        while index < len(running) and budget > 0:
+            request = running[index]
+            index += 1
+            num_known = len(request.token_ids)
+            if request.num_output_placeholders:
+                num_known += request.num_output_placeholders
+                if not run_ahead or num_known >= request.max_num_tokens:
+                    continue  # it waits for its token, or is certain to end with it
+            num_wanted = num_known - request.num_computed_tokens
+            num_tokens = min(num_wanted, cap, budget)
+            while (new_block_ids := allocate_slots(request, num_tokens)) is None:
+                victim_index = self._choose_victim()
+                victim = running.pop(victim_index)
+                if victim_index < index:
+                    index -= 1
+                    budget += _withdraw(shares, victim)
+                self._preempt(victim)
+                if victim is request:
+                    break
+            if new_block_ids is not None:
+                shares.append((request, num_tokens, int(num_tokens == num_wanted), new_block_ids))
+                budget -= num_tokens
+        return shares, budget
+
+    def _choose_victim(self) -> int:
+        """Place in `running` of the request to preempt: the latest admitted, or the least urgent under the priority policy."""
+        if self.options.scheduling_policy == "fcfs":
+            return len(self.running) - 1
+        return max(range(len(self.running)), key=lambda index: self.running[index].sort_key())
+
+    def _preempt(self, request: Request) -> None:
+        """Take the blocks of a request that left `running`; it computes everything again once it is readmitted.
+
+        Its placeholders stay: tokens in flight are still good, and it is not readmitted before they have come.
+        """
+        self.cache_manager.free(request, request.num_computed_tokens)
+        request.status = RequestStatus.PREEMPTED
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        self._num_preemptions += 1
+        self._preempted_ids.append(request.request_id)
+        self.waiting.put_back(request)
+
+    def _schedule_waiting(self, shares: list[_Share], cap: int, budget: int) -> list[NewRequestData]:
+        """Admit waiting requests in order, up to the first that does not fit; their shares join `shares`."""
+        manager, whole = self.cache_manager, self.options.scheduler_reserve_full_isl
+        # Blocks that prompts admitted earlier have yet to fill: they are as good as gone.
+        num_promised = sum(self._num_blocks_to_come(share) for share in shares) if whole else 0
+        new_requests: list[NewRequestData] = []
+        skipped: list[Request] = []
+        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+            request = self.waiting.peek()
+            if request.num_output_placeholders:  # preempted, and its last token is still on the way
+                skipped.append(self.waiting.pop())
+                continue
+            num_reserved = num_promised + (self._num_watermark_blocks if self.running else 0)
+            num_spare = manager.pool.num_free_blocks - num_reserved
+            if self._still_refused(request, num_spare):
+                break
+            prefix = manager.get_computed_blocks(request)
+            num_wanted = request.num_tokens - prefix.num_computed_tokens
+            num_tokens = min(num_wanted, cap)
+            if num_tokens > budget and not self.options.enable_chunked_prefill:
+                break
+            num_tokens = min(num_tokens, budget)
+            new_block_ids = manager.allocate_slots(
+                request, num_tokens, prefix, num_reserved_blocks=num_reserved, whole_sequence_must_fit=whole
+            )
+            if new_block_ids is None:
+                self._remember_refusal(request, prefix, num_spare)
+                break
+            self.waiting.pop()
+            new_requests.append(self._admit(request, prefix))
+            share: _Share = (request, num_tokens, int(num_tokens == num_wanted), new_block_ids)
+            shares.append(share)
+            budget -= num_tokens
+            num_promised += self._num_blocks_to_come(share) if whole else 0
+        for request in reversed(skipped):
+            self.waiting.put_back(request)
+        return new_requests
+
+    def _num_blocks_to_come(self, share: _Share) -> int:
+        """Blocks that the rest of a prompt will take after this step."""
+        request, _, num_samples, _ = share
+        if num_samples:
+            return 0
+        return self.cache_manager.num_blocks_for(request.num_tokens) - self.cache_manager.num_blocks_of(request.request_id)
+
+    def _still_refused(self, request: Request, num_spare_blocks: int) -> bool:
+        """Whether a request that did not fit cannot fit now: no more blocks are free, no more of it is cached.
+
+        Spares the walk through its whole prompt in every step that it waits.
+        """
+        refusal = self._refusal
+        return (
+            refusal is not None
+            and refusal.request is request
+            and num_spare_blocks <= refusal.num_spare_blocks
+            and (refusal.next_block_hash is None or self.cache_manager.pool.find(refusal.next_block_hash) is None)
+        )
+
+    def _remember_refusal(self, request: Request, prefix: CachedPrefix, num_spare_blocks: int) -> None:
+        if not self.options.scheduler_reserve_full_isl:
+            return  # what it needs then depends on the step's budget too
+        num_hits, reads = len(prefix.blocks), self.cache_manager.reads_cache(request)
+        next_hash = request.block_hashes[num_hits] if reads and num_hits < len(request.block_hashes) else None
+        self._refusal = _Refusal(request, num_spare_blocks, next_hash)
+
+    def _admit(self, request: Request, prefix: CachedPrefix) -> NewRequestData:
+        self._refusal = None
+        if self.cache_manager.reads_cache(request):
+            totals = self._resumed_prefix_totals if request.num_preemptions else self._prefix_totals
+            totals[0] += request.num_tokens
+            totals[1] += prefix.num_cached_tokens
+        if request.num_cached_tokens < 0:
+            request.num_cached_tokens = prefix.num_cached_tokens
+        request.num_computed_tokens = prefix.num_computed_tokens
+        request.status = RequestStatus.RUNNING
+        self.running.append(request)
+        return NewRequestData(
+            request_id=request.request_id,
+            token_ids=request.token_ids.copy(),
+            num_prompt_tokens=request.num_prompt_tokens,
+            sampling_params=request.sampling_params,
+            eos_token_ids=request.spec.eos_token_ids,
+            block_ids=self.cache_manager.block_ids(request.request_id),
+            num_computed_tokens=prefix.num_computed_tokens,
+            num_cached_tokens=prefix.num_cached_tokens,
+        )
+
+    def _commit(self, shares: list[_Share], new_requests: list[NewRequestData]) -> SchedulerOutput:
+        """Write the plan down and count its tokens as computed. The shares of the new requests are the last."""
+        cached = CachedRequestData()
+        num_cached = len(shares) - len(new_requests)
+        for request, _, _, new_block_ids in shares[:num_cached]:
+            cached.request_ids.append(request.request_id)
+            cached.new_block_ids.append(new_block_ids)
+            cached.num_computed_tokens.append(request.num_computed_tokens)
+        num_scheduled_tokens: dict[str, int] = {}
+        for request, num_tokens, num_samples, _ in shares:
+            num_scheduled_tokens[request.request_id] = num_tokens
+            request.num_computed_tokens += num_tokens
+            request.num_output_placeholders += num_samples
+        self._step_id += 1
+        plan = SchedulerOutput(
+            scheduled_new_reqs=new_requests,
+            scheduled_cached_reqs=cached,
+            num_scheduled_tokens=num_scheduled_tokens,
+            total_num_scheduled_tokens=sum(num_scheduled_tokens.values()),
+            finished_request_ids=self._finished_ids.copy(),
+            preempted_request_ids=self._preempted_ids.copy(),
+            step_id=self._step_id,
+        )
+        if shares:
+            self._in_flight[self._step_id] = shares
+            self._finished_ids.clear()
+            self._preempted_ids.clear()
+        return plan
+
+    # A step comes back
+
+    def update_from_output(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
+        """Take in the tokens of a step: end what ends, report what is new.
+
+        Steps come back in the order in which they were planned. Requests that ended meanwhile are passed over. A step
+        that failed as a whole comes back as a result with an error for each request of the plan.
+        """
+        outputs: list[EngineCoreOutput] = []
+        any_ended = False
+        sampled_token_ids, errors = result.sampled_token_ids, result.errors
+        logprobs, prompt_logprobs = result.logprobs, result.prompt_logprobs
+        last_unfinished = RequestStatus.PREEMPTED
+        for request, _, num_samples, _ in self._in_flight.pop(plan.step_id, ()):
+            request.num_output_placeholders -= num_samples
+            if request.status > last_unfinished:
+                continue
+            request_id = request.request_id
+            # A resumed request computes its prompt once more; its logprobs are told once.
+            is_first = len(request.token_ids) == request.num_prompt_tokens
+            end: RequestStatus | None = None
+            if errors and request_id in errors:
+                new_token_ids: list[int] = []
+                end, request.stop_reason = RequestStatus.FINISHED_ERROR, errors[request_id]
+            elif sampled := sampled_token_ids.get(request_id):
+                new_token_ids, end = _append_until_stop(request, sampled)
+            else:
+                assert not num_samples, f"step {plan.step_id} sampled nothing for {request_id!r}"
+                continue
+            if end is not None:
+                self._finish(request, end)
+                any_ended = True
+            outputs.append(
+                EngineCoreOutput(
+                    request_id,
+                    new_token_ids,
+                    None if end is None else end.finish_reason,
+                    request.stop_reason,
+                    _first_rows(logprobs.get(request_id), len(new_token_ids)) if logprobs else None,
+                    prompt_logprobs.get(request_id) if is_first else None,
+                    request.num_cached_tokens,
+                    request.num_preemptions,
+                )
+            )
+        if any_ended:
+            self._drop_finished_from_running()
+        return outputs
+
+    # The whole
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget all cached content, as after a change of weights. Returns False, with nothing changed, while blocks are used.
+
+        With `reset_running_requests` it always succeeds: all running requests are preempted first, and the tokens of
+        steps in flight are dropped and sampled again.
+        """
+        if reset_running_requests:
+            while self.running:
+                self._preempt(self.running.pop())
+            self._in_flight.clear()
+            for request in self.waiting:
+                request.num_output_placeholders = 0
+        return self.cache_manager.reset_prefix_cache()
+
+    def stats(self) -> SchedulerStats:
+        """The load now and the totals so far."""
+        return SchedulerStats(
+            num_running=len(self.running),
+            num_waiting=len(self.waiting),
+            cache_usage=self.cache_manager.pool.usage,
+            num_preemptions=self._num_preemptions,
+            prefix_cache_queries=self._prefix_totals[0],
+            prefix_cache_hits=self._prefix_totals[1],
+            resumed_prefix_cache_queries=self._resumed_prefix_totals[0],
+            resumed_prefix_cache_hits=self._resumed_prefix_totals[1],
+        )
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if requests, queues, counts and blocks disagree."""
+        self.cache_manager.check_integrity(self.running)
+        waiting = list(self.waiting)
+        assert len(waiting) == len(self.waiting)
+        ids = sorted(request.request_id for request in [*self.running, *waiting])
+        assert ids == sorted(self.requests), "a request is neither running nor waiting, or both, or twice"
+        assert all(self.requests[request.request_id] is request for request in [*self.running, *waiting])
+        assert len(self.running) <= self.max_num_seqs, f"{len(self.running)} requests run, at most {self.max_num_seqs} may"
+        samples: dict[Request, int] = {}
+        for shares in self._in_flight.values():
+            for request, _, num_samples, _ in shares:
+                samples[request] = samples.get(request, 0) + num_samples
+        for request in waiting:
+            assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+            assert request.num_computed_tokens == 0
+        for request in self.running:
+            assert request.status == RequestStatus.RUNNING
+            num_blocks = self.cache_manager.num_blocks_of(request.request_id)
+            assert num_blocks == self.cache_manager.num_blocks_for(request.num_computed_tokens), "blocks differ from tokens"
+        for request in [*self.running, *waiting]:
+            num_known = request.num_tokens + request.num_output_placeholders
+            assert request.num_output_placeholders == samples.get(request, 0), "placeholders differ from the steps in flight"
+            assert request.num_computed_tokens <= num_known <= request.max_num_tokens, "more tokens than there may be"
+            assert request.num_prompt_tokens <= request.num_tokens < request.max_num_tokens
+
+
+def _withdraw(shares: list[_Share], request: Request) -> int:
+    """Take a request's share, if it has one, out of the step. Returns its tokens."""
+    for index, (sharer, num_tokens, _, _) in enumerate(shares):
+        if sharer is request:
+            del shares[index]
+            return num_tokens
+    return 0
+
+
+def _append_until_stop(request: Request, sampled: list[int]) -> tuple[list[int], RequestStatus | None]:
+    """Append sampled tokens up to one that ends the request. Returns those appended and the status it ends with."""
+    for count, token_id in enumerate(sampled, 1):
+        request.append_output(token_id)
+        if (end := check_stop(request)) is not None:
+            return sampled[:count], end
+    return sampled, None
+
+
+def _first_rows(logprobs: TokenLogprobs | None, count: int) -> TokenLogprobs | None:
+    if logprobs is None or len(logprobs.ranks) == count:
+        return logprobs
+    return TokenLogprobs(logprobs.token_ids[:count], logprobs.logprobs[:count], logprobs.ranks[:count])

@@ -1,0 +1,21 @@
+"""What the scheduler tells about itself."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SchedulerStats:
+    """The load at this moment, and totals since the start. Rates are differences of two."""
+
+    num_running: int
+    num_waiting: int
+    cache_usage: float
+    """Fraction of the usable blocks that running requests hold."""
+    num_preemptions: int
+    prefix_cache_queries: int
+    """Tokens of first admissions that were looked up in the prefix cache."""
+    prefix_cache_hits: int
+    """Those of them that were found."""
+    resumed_prefix_cache_queries: int
+    """The same for admissions after preemption, counted apart because they find their own blocks."""
+    resumed_prefix_cache_hits: int

@@ -1,0 +1,111 @@
+"""The requests that wait for admission, in the order of a policy."""
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Literal, Protocol
+
+from jaxllm.request import Request
+
+
+class WaitingQueue(Protocol):
+    """Every operation is O(log n) or better, so that a long queue does not slow a step."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Request]:
+        """All requests, in any order."""
+        ...
+
+    def peek(self) -> Request:
+        """The next request; the queue must not be empty."""
+        ...
+
+    def pop(self) -> Request:
+        """Take the next request."""
+        ...
+
+    def add(self, request: Request) -> None:
+        """Add a newcomer."""
+        ...
+
+    def put_back(self, request: Request) -> None:
+        """Return a request that had been popped."""
+        ...
+
+    def remove(self, request: Request) -> None:
+        """Take a request out, wherever it stands."""
+        ...
+
+
+class FCFSQueue:
+    """First come, first served; who is put back goes first again."""
+
+    def __init__(self) -> None:
+        self._requests: OrderedDict[str, Request] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests.values())
+
+    def peek(self) -> Request:
+        return next(iter(self._requests.values()))
+
+    def pop(self) -> Request:
+        return self._requests.popitem(last=False)[1]
+
+    def add(self, request: Request) -> None:
+        self._requests[request.request_id] = request
+
+    def put_back(self, request: Request) -> None:
+        self._requests[request.request_id] = request
+        self._requests.move_to_end(request.request_id, last=False)
+
+    def remove(self, request: Request) -> None:
+        del self._requests[request.request_id]
+
+
+class PriorityQueue:
+    """Lowest (priority, arrival time, id) first; who is put back gets no boost."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[tuple[int, float, str], int, Request]] = []
+        self._requests: dict[str, Request] = {}
+        self._num_added = 0
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests.values())
+
+    def peek(self) -> Request:
+        while self._requests.get((request := self._heap[0][2]).request_id) is not request:
+            heapq.heappop(self._heap)  # removed earlier
+        return request
+
+    def pop(self) -> Request:
+        request = self.peek()
+        heapq.heappop(self._heap)
+        del self._requests[request.request_id]
+        return request
+
+    def add(self, request: Request) -> None:
+        # The counter keeps the heap from ever comparing two requests.
+        heapq.heappush(self._heap, (request.sort_key(), self._num_added, request))
+        self._requests[request.request_id] = request
+        self._num_added += 1
+
+    put_back = add
+
+    def remove(self, request: Request) -> None:
+        del self._requests[request.request_id]
+        if len(self._heap) > 2 * len(self._requests) + 64:
+            self._heap = [entry for entry in self._heap if self._requests.get(entry[2].request_id) is entry[2]]
+            heapq.heapify(self._heap)
+
+
+def make_waiting_queue(policy: Literal["fcfs", "priority"]) -> WaitingQueue:
+    """An empty queue of the policy."""
+    return PriorityQueue() if policy == "priority" else FCFSQueue()

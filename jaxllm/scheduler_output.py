@@ -1,0 +1,76 @@
+"""What passes between scheduler and runner: a step's plan (`SchedulerOutput`) and its result (`ModelRunnerOutput`)."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxllm.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class NewRequestData:
+    """A request that gets a row in this step: new, or resumed after preemption. Sent whole, once."""
+
+    request_id: str
+    token_ids: list[int]
+    """All known tokens: the prompt, and the outputs so far if resumed."""
+    num_prompt_tokens: int
+    sampling_params: SamplingParams
+    eos_token_ids: tuple[int, ...]
+    block_ids: list[int]
+    num_computed_tokens: int
+    num_cached_tokens: int
+    """Tokens at the front whose keys and values are in shared blocks already; never written again. It exceeds
+    num_computed_tokens by one when the whole prompt was cached and only its last token is computed again."""
+
+
+@dataclass(frozen=True)
+class CachedRequestData:
+    """Requests that have a row already: only what changed, aligned lists."""
+
+    request_ids: list[str] = field(default_factory=list)
+    new_block_ids: list[list[int]] = field(default_factory=list)
+    """Appended to the request's block table; empty lists where nothing is new."""
+    num_computed_tokens: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class SchedulerOutput:
+    """One step: who computes how many tokens. Scheduled requests = scheduled_cached_reqs + scheduled_new_reqs."""
+
+    scheduled_new_reqs: list[NewRequestData]
+    scheduled_cached_reqs: CachedRequestData
+    num_scheduled_tokens: dict[str, int]
+    """Request id to number of tokens, in scheduling order (running requests first)."""
+    total_num_scheduled_tokens: int
+    finished_request_ids: list[str]
+    """Ended since the last step: their rows are free. Apply before admitting new ones."""
+    preempted_request_ids: list[str]
+    """Lost their blocks and rows in this step."""
+    step_id: int = 0
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Logprobs of consecutive tokens. Column 0 is the token itself, then the likeliest in order of rank."""
+
+    token_ids: np.ndarray
+    """int32[num_tokens, 1 + k]"""
+    logprobs: np.ndarray
+    """float32[num_tokens, 1 + k]"""
+    ranks: np.ndarray
+    """int32[num_tokens]: rank of the token itself, from 1."""
+
+
+@dataclass(frozen=True)
+class ModelRunnerOutput:
+    """What a step computed."""
+
+    sampled_token_ids: dict[str, list[int]]
+    """New tokens by request; a request whose prefill is not done yet is absent."""
+    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
+    """For requests that asked, aligned with their new tokens."""
+    prompt_logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
+    """For requests that asked, once, when their prefill is done: positions 1 … num_prompt_tokens-1."""
+    errors: dict[str, str] = field(default_factory=dict)
+    """Requests that failed alone in this step, with the reason."""

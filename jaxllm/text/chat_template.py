@@ -1,0 +1,260 @@
+"""Renders a conversation into the text that a model was trained on, with the Jinja template of its tokenizer.
+
+The environment is the one that `transformers` gives its templates (sandbox, loop controls, `tojson`, `raise_exception`,
+`strftime_now`, `{% generation %}`), so that templates mean the same here.
+"""
+
+import datetime
+import functools
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from jaxllm.errors import ConfigError, InvalidRequestError
+from jaxllm.text.tokenizer import Tokenizer
+
+ContentFormat = Literal["auto", "string", "openai"]
+
+
+class ChatTemplateError(InvalidRequestError):
+    """The template could not be rendered, or refused the conversation."""
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %} … {% endgeneration %}` marks the assistant's words for training; here it only shows them."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes HTML, which a prompt must not have."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.datetime.now().strftime(format)
+
+
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled(source: str) -> tuple[jinja2.Template, bool, bool]:
+    """The template, whether it walks through the parts of a message's content, and whether it asks if content is a string."""
+    environment = _environment()
+    try:
+        tree = environment.parse(source)
+        template = environment.from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise ChatTemplateError(
+            f"the chat template is wrong in line {error.lineno}: {error.message}", "chat_template"
+        ) from error
+    walks = any(_names_content(loop.iter) for loop in tree.find_all(jinja2.nodes.For))
+    asks = any(test.name == "string" for test in tree.find_all(jinja2.nodes.Test))
+    return template, walks, asks
+
+
+def _names_content(node: jinja2.nodes.Node) -> bool:
+    if isinstance(node, jinja2.nodes.Getattr):
+        return node.attr == "content"
+    if isinstance(node, jinja2.nodes.Getitem):
+        return isinstance(node.arg, jinja2.nodes.Const) and node.arg.value == "content"
+    return isinstance(node, jinja2.nodes.Name) and node.name == "content"
+
+
+def load_chat_template(text_or_file: str) -> str:
+    """The template that an option gives, as its text or as the path of a file. Raises ConfigError."""
+    if "{" in text_or_file or "\n" in text_or_file:
+        return text_or_file
+    file = Path(text_or_file).expanduser()
+    if not file.is_file():
+        raise ConfigError(f"chat_template is {text_or_file!r}, must be an existing file or the text of a Jinja template")
+    return file.read_text(encoding="utf-8")
+
+
+def choose_template(tokenizer: Tokenizer, given: str | None = None, *, tools: bool = False) -> str:
+    """The given template (by name, or its text), else the tokenizer's for tools, else its usual one."""
+    templates = tokenizer.chat_templates
+    if given is not None:
+        return templates.get(given, given)
+    if tools and "tool_use" in templates:
+        return templates["tool_use"]
+    if "default" in templates:
+        return templates["default"]
+    if templates:
+        raise ChatTemplateError(
+            f"the tokenizer has the chat templates {', '.join(sorted(templates))} but no default; name one in chat_template",
+            "chat_template",
+        )
+    raise ChatTemplateError(
+        "the tokenizer has no chat template; pass one with chat_template (--chat-template), or use a plain prompt",
+        "chat_template",
+    )
+
+
+def render_chat(
+    tokenizer: Tokenizer,
+    conversation: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    documents: Sequence[Mapping[str, Any]] | None = None,
+    chat_template: str | None = None,
+    add_generation_prompt: bool = False,
+    continue_final_message: bool = False,
+    content_format: ContentFormat = "auto",
+    **chat_template_kwargs: Any,
+) -> str:
+    """The prompt of a conversation. Raises ChatTemplateError or InvalidRequestError.
+
+    continue_final_message leaves the last message open, so that the model goes on with it. content_format says whether the
+    template takes a message's content as a string or as a list of parts; "auto" looks into the template.
+    """
+    if add_generation_prompt and continue_final_message:
+        raise InvalidRequestError(
+            "add_generation_prompt starts a new message and continue_final_message goes on with the last; set only one",
+            "continue_final_message",
+        )
+    if tools is not None and not all(isinstance(tool, Mapping) for tool in tools):
+        raise InvalidRequestError("tools must be a list of objects (JSON schemas of functions)", "tools")
+    template, walks, asks = _compiled(choose_template(tokenizer, chat_template, tools=bool(tools)))
+    if content_format == "auto":
+        as_parts, keep_strings = walks, asks or not walks
+    else:
+        as_parts, keep_strings = content_format == "openai", content_format == "string"
+    messages = [
+        _normalised(message, number, as_parts=as_parts, keep_strings=keep_strings)
+        for number, message in enumerate(_checked_conversation(conversation))
+    ]
+    mark = f"{uuid.uuid4().hex} "
+    if continue_final_message:
+        _append_mark(messages[-1], mark)
+    variables = {
+        **tokenizer.special_tokens_map,
+        "messages": messages,
+        "tools": list(tools) if tools else None,
+        "documents": list(documents) if documents else None,
+        "add_generation_prompt": add_generation_prompt,
+        **chat_template_kwargs,
+    }
+    try:
+        text = template.render(variables)
+    except jinja2.TemplateError as error:
+        raise ChatTemplateError(f"the chat template refused the conversation: {error.message or error}", "messages") from error
+    except Exception as error:  # a template can fail like any program
+        raise ChatTemplateError(
+            f"the chat template failed on the conversation: {type(error).__name__}: {error}", "messages"
+        ) from error
+    return _cut_at_mark(text, mark) if continue_final_message else text
+
+
+def _checked_conversation(conversation: Any) -> Sequence[Mapping[str, Any]]:
+    if isinstance(conversation, (str, Mapping)) or not isinstance(conversation, Sequence):
+        raise InvalidRequestError(
+            f"messages is a {type(conversation).__name__}, must be a list of objects with role and content", "messages"
+        )
+    if not conversation:
+        raise InvalidRequestError("messages is empty, must hold at least one message", "messages")
+    return conversation
+
+
+def _normalised(message: Any, number: int, *, as_parts: bool, keep_strings: bool) -> dict[str, Any]:
+    """One message in the form that the template takes."""
+    where = f"message {number}"
+    if not isinstance(message, Mapping):
+        raise InvalidRequestError(f"{where} is a {type(message).__name__}, must be an object with role and content", "messages")
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not role:
+        raise InvalidRequestError(f"{where} has the role {role!r}, must be a text like 'user' or 'assistant'", "messages")
+    normalised = dict(message)
+    if content is None:
+        if not (role == "assistant" and message.get("tool_calls")):
+            raise InvalidRequestError(f"{where} ({role}) has no content", "messages")
+        normalised["content"] = ""
+    elif isinstance(content, str):
+        if as_parts and not keep_strings:
+            normalised["content"] = [{"type": "text", "text": content}]
+    elif isinstance(content, Sequence):
+        texts = [_part_text(part, f"{where}, part {n}") for n, part in enumerate(content)]
+        normalised["content"] = [{"type": "text", "text": text} for text in texts] if as_parts else "\n".join(texts)
+    else:
+        raise InvalidRequestError(
+            f"{where} has content of type {type(content).__name__}, must be a text or a list of parts", "messages"
+        )
+    if tool_calls := message.get("tool_calls"):
+        normalised["tool_calls"] = [_tool_call(call, where) for call in tool_calls]
+    return normalised
+
+
+def _part_text(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Mapping) and part.get("type") in ("text", "input_text", "output_text"):
+        if isinstance(part.get("text"), str):
+            return part["text"]
+        raise InvalidRequestError(f"{where} has no text", "messages")
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    raise InvalidRequestError(f"{where} is {kind!r}; only text parts ({{'type': 'text', 'text': …}}) are supported", "messages")
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    """Templates want the arguments as an object; the OpenAI API sends them as a JSON text."""
+    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
+        raise InvalidRequestError(f"{where} has a tool call without a function", "messages")
+    function = dict(call["function"])
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            function["arguments"] = json.loads(arguments) if arguments.strip() else {}
+        except ValueError as error:
+            raise InvalidRequestError(f"{where} has a tool call whose arguments are not JSON: {error}", "messages") from error
+    return {**call, "function": function}
+
+
+def _append_mark(message: dict[str, Any], mark: str) -> None:
+    content = message["content"]
+    if isinstance(content, str):
+        message["content"] = content + mark
+    elif content:
+        message["content"] = [*content[:-1], {**content[-1], "text": content[-1]["text"] + mark}]
+    else:
+        message["content"] = [{"type": "text", "text": mark}]
+
+
+def _cut_at_mark(text: str, mark: str) -> str:
+    """What stands before the mark. A template that strips the mark's own space would have stripped those before it, too."""
+    at = text.rfind(mark.strip())
+    if at < 0:
+        raise ChatTemplateError(
+            "the chat template leaves the final message out, so it cannot be continued", "continue_final_message"
+        )
+    return text[:at] if text.startswith(mark, at) else text[:at].rstrip()

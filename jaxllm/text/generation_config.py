@@ -1,0 +1,42 @@
+"""What a model's generation_config.json says: default sampling values, and token ids that end the output."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxllm.errors import ConfigError
+from jaxllm.text.model_files import read_json
+
+FILE_NAME = "generation_config.json"
+_SAMPLING_FIELDS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
+
+@dataclass(frozen=True)
+class GenerationConfig:
+    """The part of generation_config.json that matters here."""
+
+    sampling_values: Mapping[str, Any] = field(default_factory=dict)
+    """By the names of SamplingParams."""
+    eos_token_ids: tuple[int, ...] = ()
+
+
+def load_generation_config(option: str, model_directory: Path | None) -> GenerationConfig:
+    """`option` is "auto", "none" (no sampling values; the model's EOS ids still count) or a directory. Raises ConfigError."""
+    directory = model_directory
+    if option not in ("auto", "none"):
+        directory = Path(option).expanduser()
+        if not (directory / FILE_NAME).is_file():
+            raise ConfigError(f"generation_config is {option!r}, must be auto, none or a directory with {FILE_NAME}")
+    found = read_json(directory / FILE_NAME) if directory is not None else {}
+    values = {ours: found[theirs] for theirs, ours in _SAMPLING_FIELDS.items() if found.get(theirs) is not None}
+    eos = found.get("eos_token_id")
+    eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+    return GenerationConfig({} if option == "none" else values, eos_ids)

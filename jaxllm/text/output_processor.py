@@ -1,0 +1,287 @@
+"""Turns the engine core's news into RequestOutputs: text, stop strings, logprobs, the n answers of a prompt put together."""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from jaxllm.outputs import CompletionOutput, EngineCoreOutput, RequestMetrics, RequestOutput
+from jaxllm.request import EngineCoreRequest, FinishReason
+from jaxllm.sampling_params import RequestOutputKind, SamplingParams
+from jaxllm.text.detokenizer import Detokenizer
+from jaxllm.text.input_processor import FrontRequest
+from jaxllm.text.logprobs import FlatLogprobs, positions
+from jaxllm.text.tokenizer import Tokenizer
+
+
+class Observer(Protocol):
+    """Who counts what happens to requests."""
+
+    def request_arrived(self, params: SamplingParams) -> None: ...
+    def prefill_done(self, num_prompt_tokens: int, num_cached_tokens: int, seconds: float) -> None: ...
+    def tokens_done(self, seconds: float) -> None: ...
+    def add_generation_tokens(self, count: int) -> None: ...
+    def request_finished(
+        self, reason: str, *, num_prompt_tokens: int, num_generation_tokens: int, seconds: float, decode_seconds: float | None
+    ) -> None: ...
+
+
+@dataclass(frozen=True)
+class ProcessedStep:
+    """What a step means for the callers."""
+
+    outputs: list[tuple[str, RequestOutput]] = field(default_factory=list)
+    """With the internal id of the request, because callers' ids may repeat."""
+    engine_ids_to_abort: list[str] = field(default_factory=list)
+    """Requests that a stop string ended, which the engine core does not know."""
+
+
+class _Answer:
+    """One of the n sequences of a request, while it grows."""
+
+    def __init__(self, index: int, request: EngineCoreRequest, tokenizer: Tokenizer | None, stream_interval: int):
+        self.index = index
+        self.engine_id = request.request_id
+        self.params: SamplingParams = request.sampling_params
+        self.stream_interval = max(stream_interval, self.params.stream_interval or 1)
+        self.detokenizer = Detokenizer(tokenizer, request.prompt_token_ids, self.params)
+        self.tokenizer = tokenizer if self.params.detokenize else None
+        self.prompt_token_ids = request.prompt_token_ids
+        self.token_ids: list[int] = []
+        self.logprobs: Any = None
+        self.cumulative_logprob: float | None = None
+        if self.params.logprobs is not None or self.params.logprob_token_ids is not None:
+            self.logprobs = FlatLogprobs() if self.params.flat_logprobs else []
+            self.cumulative_logprob = 0.0
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.num_preemptions = 0
+        self.first_token_time: float | None = None
+        self.last_token_time = 0.0
+        self.num_sent_tokens = 0
+        self.num_sent_characters = 0
+
+    def update(self, news: EngineCoreOutput) -> bool:
+        """Take over the news. Returns whether a stop string ended the answer, of which the engine core has to be told."""
+        stop, num_kept = None, 0
+        stopped_by_token = news.finish_reason is FinishReason.STOP
+        for place, token_id in enumerate(news.new_token_ids):
+            is_stop_token = stopped_by_token and place == len(news.new_token_ids) - 1
+            stop = self.detokenizer.push_stop_token(token_id) if is_stop_token else self.detokenizer.push(token_id)
+            num_kept += 1
+            if stop is not None:
+                break
+        self._append(news, num_kept)
+        if stop is None and news.finish_reason is not None:
+            stop = self.detokenizer.finish()
+        if stop is not None:
+            self.finish_reason, self.stop_reason = FinishReason.STOP, stop
+            return news.finish_reason is None
+        self.finish_reason, self.stop_reason = news.finish_reason, news.stop_reason
+        return False
+
+    def _append(self, news: EngineCoreOutput, num_tokens: int) -> None:
+        if self.logprobs is not None and news.new_logprobs is not None and num_tokens:
+            params = self.params
+            count = params.logprobs if params.logprob_token_ids is None else len(params.logprob_token_ids)
+            previous = self.token_ids[-4:] if len(self.token_ids) >= 4 else self.prompt_token_ids[-4:] + self.token_ids
+            rows = positions(news.new_logprobs, count or 0, previous, self.tokenizer, ranked=params.logprob_token_ids is None)
+            self.logprobs.extend(rows[:num_tokens])
+            gained = float(news.new_logprobs.logprobs[:num_tokens, 0].sum(dtype=float))
+            self.cumulative_logprob = (self.cumulative_logprob or 0.0) + gained
+        self.token_ids += news.new_token_ids[:num_tokens]
+
+    def abort(self) -> None:
+        self.detokenizer.finish()
+        self.finish_reason = FinishReason.ABORT
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the caller should hear of it now."""
+        num_new = len(self.token_ids) - self.num_sent_tokens
+        return self.finish_reason is not None or (
+            num_new > 0 and (self.num_sent_tokens == 0 or num_new >= self.stream_interval)
+        )
+
+    def completion(self, *, delta: bool) -> CompletionOutput:
+        """What the caller gets; with `delta` only what it has not got yet."""
+        text, token_ids, logprobs = self.detokenizer.text, self.token_ids, self.logprobs
+        if delta:
+            text, token_ids = text[self.num_sent_characters :], token_ids[self.num_sent_tokens :]
+            logprobs = None if logprobs is None else logprobs[self.num_sent_tokens :]
+        elif self.finish_reason is None:
+            token_ids = list(token_ids)
+            logprobs = None if logprobs is None else logprobs[:]
+        self.num_sent_tokens, self.num_sent_characters = len(self.token_ids), len(self.detokenizer.text)
+        return CompletionOutput(
+            index=self.index,
+            text=text,
+            token_ids=token_ids,
+            cumulative_logprob=self.cumulative_logprob,
+            logprobs=logprobs,
+            finish_reason=None if self.finish_reason is None else str(self.finish_reason),
+            stop_reason=self.stop_reason,
+        )
+
+
+class _Live:
+    """A request that callers still wait for."""
+
+    def __init__(self, request: FrontRequest, tokenizer: Tokenizer | None, stream_interval: int):
+        self.request = request
+        self.kind = request.params.output_kind
+        self.answers = [_Answer(index, child, tokenizer, stream_interval) for index, child in enumerate(request.children)]
+        self.num_unfinished = len(self.answers)
+        self.prompt_logprobs: Any = None
+        self.has_prompt_logprobs = False
+        """Whether they came, even if they are handed on already."""
+        self.num_cached_tokens: int | None = None
+        self.metrics = RequestMetrics(arrival_time=request.arrival_time)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.num_unfinished == 0
+
+    def take_prompt_logprobs(self, news: EngineCoreOutput) -> None:
+        tokenizer = self.answers[0].tokenizer
+        params = self.request.params
+        self.has_prompt_logprobs = True
+        assert news.new_prompt_logprobs is not None and params.prompt_logprobs is not None
+        self.prompt_logprobs = FlatLogprobs() if params.flat_logprobs else []
+        self.prompt_logprobs.append(None)
+        first = self.request.prompt_token_ids[:1]
+        self.prompt_logprobs.extend(positions(news.new_prompt_logprobs, params.prompt_logprobs, first, tokenizer))
+
+    def output(self, changed: Sequence[_Answer]) -> RequestOutput | None:
+        """News for the caller after some answers changed, if it is time."""
+        finished = self.is_finished
+        if self.kind is RequestOutputKind.FINAL_ONLY and not finished:
+            return None
+        due = [answer for answer in changed if answer.is_due]
+        if not due:
+            return None
+        delta = self.kind is RequestOutputKind.DELTA
+        shown = sorted(due, key=lambda answer: answer.index) if delta else self.answers
+        prompt_logprobs = self.prompt_logprobs
+        if delta:
+            self.prompt_logprobs = None
+        return RequestOutput(
+            request_id=self.request.request_id,
+            prompt=self.request.prompt,
+            prompt_token_ids=self.request.prompt_token_ids,
+            outputs=[answer.completion(delta=delta) for answer in shown],
+            finished=finished,
+            prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=self.num_cached_tokens or 0,
+            metrics=self.metrics,
+        )
+
+
+class OutputProcessor:
+    """The requests in flight, as the callers see them."""
+
+    def __init__(self, tokenizer: Tokenizer | None, *, observer: Observer | None = None, stream_interval: int = 1):
+        self._tokenizer = tokenizer
+        self._observer = observer
+        self._stream_interval = stream_interval
+        self._live: dict[str, _Live] = {}
+        self._answers: dict[str, tuple[_Live, _Answer]] = {}
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def add(self, request: FrontRequest) -> None:
+        """Await the news of a request."""
+        live = _Live(request, self._tokenizer, self._stream_interval)
+        self._live[request.internal_id] = live
+        for answer in live.answers:
+            self._answers[answer.engine_id] = (live, answer)
+        if self._observer is not None:
+            self._observer.request_arrived(request.params)
+
+    def process(self, news: Iterable[EngineCoreOutput]) -> ProcessedStep:
+        """Take over the news of a step; news of requests that are gone is dropped."""
+        now = time.time()
+        step = ProcessedStep()
+        changed: dict[str, list[_Answer]] = {}
+        for item in news:
+            live, answer = self._answers.get(item.request_id, (None, None))
+            if live is None or answer is None:
+                continue
+            if item.new_prompt_logprobs is not None and not live.has_prompt_logprobs:
+                live.take_prompt_logprobs(item)
+            num_before = len(answer.token_ids)
+            if answer.update(item):
+                step.engine_ids_to_abort.append(answer.engine_id)
+            self._note_progress(live, answer, item, len(answer.token_ids) - num_before, now)
+            changed.setdefault(live.request.internal_id, []).append(answer)
+            if answer.finish_reason is not None:
+                self._note_end(live, answer, now)
+        for internal_id, answers in changed.items():
+            self._emit(self._live[internal_id], answers, step)
+        return step
+
+    def abort(self, request_ids: Iterable[str], *, internal: bool = False) -> ProcessedStep:
+        """End requests with what they have so far. The ids are the callers' own, each of which may stand for several."""
+        wanted = set(request_ids)
+        now = time.time()
+        step = ProcessedStep()
+        found = [
+            live
+            for live in self._live.values()
+            if (live.request.internal_id if internal else live.request.request_id) in wanted
+        ]
+        for live in found:
+            unfinished = [answer for answer in live.answers if answer.finish_reason is None]
+            for answer in unfinished:
+                answer.abort()
+                step.engine_ids_to_abort.append(answer.engine_id)
+                self._note_end(live, answer, now)
+            self._emit(live, unfinished, step)
+        return step
+
+    def internal_ids(self) -> list[str]:
+        """All requests in flight."""
+        return list(self._live)
+
+    def _emit(self, live: _Live, changed: list[_Answer], step: ProcessedStep) -> None:
+        if (output := live.output(changed)) is not None:
+            step.outputs.append((live.request.internal_id, output))
+        if live.is_finished:
+            del self._live[live.request.internal_id]
+
+    def _note_progress(self, live: _Live, answer: _Answer, item: EngineCoreOutput, num_new: int, now: float) -> None:
+        """Times and counts after an answer got `num_new` tokens."""
+        if item.num_preemptions != answer.num_preemptions:
+            live.metrics.num_preemptions += item.num_preemptions - answer.num_preemptions
+            answer.num_preemptions = item.num_preemptions
+        if not num_new:
+            return
+        if live.metrics.first_token_time is None:
+            live.metrics.first_token_time = now
+            live.num_cached_tokens = item.num_cached_tokens
+        live.metrics.num_generation_tokens += num_new
+        if self._observer is not None:
+            if answer.first_token_time is None:
+                self._observer.prefill_done(
+                    len(answer.prompt_token_ids), item.num_cached_tokens, now - live.request.arrival_time
+                )
+            else:
+                self._observer.tokens_done(now - answer.last_token_time)
+            self._observer.add_generation_tokens(num_new)
+        if answer.first_token_time is None:
+            answer.first_token_time = now
+        answer.last_token_time = now
+
+    def _note_end(self, live: _Live, answer: _Answer, now: float) -> None:
+        del self._answers[answer.engine_id]
+        live.num_unfinished -= 1
+        live.metrics.finished_time = now
+        if self._observer is not None:
+            self._observer.request_finished(
+                str(answer.finish_reason),
+                num_prompt_tokens=len(answer.prompt_token_ids),
+                num_generation_tokens=len(answer.token_ids),
+                seconds=now - live.request.arrival_time,
+                decode_seconds=None if answer.first_token_time is None else answer.last_token_time - answer.first_token_time,
+            )

@@ -1,0 +1,293 @@
+"""Loads a tokenizer: straight from tokenizer.json where there is one, through `transformers` (slow to import) otherwise."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, decoders
+
+from jaxllm.errors import ModelLoadError
+from jaxllm.text.model_files import read_json
+
+NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """Text to token ids and back. Method names are those of `transformers`, so that scripts can use either."""
+
+    is_fast = True
+
+    def __init__(self, backend: tokenizers.Tokenizer, config: Mapping[str, Any] | None = None, *, name: str = ""):
+        backend.no_truncation()
+        backend.no_padding()
+        config = config or {}
+        self.name_or_path = name
+        self._backend = backend
+        self.special_tokens_map: dict[str, str] = {
+            key: text for key in NAMED_SPECIAL_TOKENS if (text := _token_text(config.get(key))) is not None
+        }
+        self.chat_templates: dict[str, str] = _chat_templates(config.get("chat_template"))
+        """Jinja templates by name; the usual one is called "default"."""
+        self._add_missing_tokens(config)
+        self._token_texts: dict[int, str] = {}
+        self._token_bytes: dict[int, bytes] = {}
+
+    def _add_missing_tokens(self, config: Mapping[str, Any]) -> None:
+        """Special tokens that only tokenizer_config.json knows become part of the vocabulary, in the order of their ids."""
+        for _, token in sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0])):
+            if self.convert_token_to_id(token["content"]) is None:
+                flags = {key: bool(token[key]) for key in ("lstrip", "rstrip", "single_word", "normalized") if key in token}
+                added = AddedToken(token["content"], special=bool(token.get("special")), **flags)
+                (self._backend.add_special_tokens if token.get("special") else self._backend.add_tokens)([added])
+        missing = [text for text in self.special_tokens_map.values() if self.convert_token_to_id(text) is None]
+        if missing:
+            self._backend.add_special_tokens(missing)
+
+    # Text to ids
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a text."""
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """The token ids of several texts, in several threads."""
+        return [one.ids for one in self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)]
+
+    def convert_token_to_id(self, token: str) -> int | None:
+        """The id of a token of the vocabulary, or None."""
+        return self._backend.token_to_id(token)
+
+    def get_vocab(self) -> dict[str, int]:
+        """Every token, the added ones too, with its id."""
+        return self._backend.get_vocab(with_added_tokens=True)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Number of tokens, the added ones too."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    def __len__(self) -> int:
+        return self.vocab_size
+
+    # Ids to text
+
+    def decode(self, ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
+        """The text of token ids; ids outside the vocabulary have none."""
+        return self._backend.decode([ids] if isinstance(ids, int) else ids, skip_special_tokens=skip_special_tokens)
+
+    def convert_id_to_token(self, id: int) -> str | None:
+        """The vocabulary's own spelling of a token, or None."""
+        return self._backend.id_to_token(id)
+
+    def convert_ids_to_tokens(self, ids: Iterable[int]) -> list[str | None]:
+        """The vocabulary's own spelling of tokens."""
+        return [self.convert_id_to_token(id) for id in ids]
+
+    @property
+    def is_byte_level(self) -> bool:
+        """Whether each token stands for a run of bytes, whatever stands beside it (`token_bytes` works)."""
+        return isinstance(self._backend.decoder, decoders.ByteLevel)
+
+    def token_bytes(self, id: int) -> bytes:
+        """What a token of a byte-level tokenizer stands for; nothing for an id outside the vocabulary."""
+        found = self._token_bytes.get(id)
+        if found is None:
+            token = self.convert_id_to_token(id) or ""
+            try:
+                found = bytes(_BYTE_OF_LETTER[letter] for letter in token)
+            except KeyError:  # an added token, spelled as text
+                found = token.encode()
+            self._token_bytes[id] = found
+        return found
+
+    def token_text(self, id: int) -> str:
+        """The text of a token in the middle of a text. It has U+FFFD where the token holds only a part of a character."""
+        found = self._token_texts.get(id)
+        if found is None:
+            anchor, anchor_text = self._anchor
+            text = self.decode([*anchor, id])
+            found = text[len(anchor_text) :] if text.startswith(anchor_text) else self.decode([id])
+            self._token_texts[id] = found
+        return found
+
+    @cached_property
+    def _anchor(self) -> tuple[list[int], str]:
+        """A token before which others show their leading space, which many decoders drop at the start of a text."""
+        ids = self.encode("a", add_special_tokens=False)[-1:]
+        return ids, self.decode(ids)
+
+    # Special tokens
+
+    def _special_id(self, name: str) -> int | None:
+        text = self.special_tokens_map.get(name)
+        return None if text is None else self.convert_token_to_id(text)
+
+    @property
+    def bos_token(self) -> str | None:
+        return self.special_tokens_map.get("bos_token")
+
+    @property
+    def eos_token(self) -> str | None:
+        return self.special_tokens_map.get("eos_token")
+
+    @property
+    def pad_token(self) -> str | None:
+        return self.special_tokens_map.get("pad_token")
+
+    @cached_property
+    def bos_token_id(self) -> int | None:
+        return self._special_id("bos_token")
+
+    @cached_property
+    def eos_token_id(self) -> int | None:
+        return self._special_id("eos_token")
+
+    @cached_property
+    def pad_token_id(self) -> int | None:
+        return self._special_id("pad_token")
+
+    @cached_property
+    def added_tokens(self) -> dict[int, str]:
+        """Tokens beside the trained vocabulary, special ones and others, by id."""
+        return {id: token.content for id, token in self._backend.get_added_tokens_decoder().items()}
+
+    @cached_property
+    def all_special_ids(self) -> frozenset[int]:
+        """Ids that `skip_special_tokens` leaves out."""
+        return frozenset(id for id, token in self._backend.get_added_tokens_decoder().items() if token.special)
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        tokenize: bool = True,
+        **options: Any,
+    ) -> str | list[int]:
+        """A conversation as the model wants to read it. Options: see `jaxllm.text.chat_template.render_chat`."""
+        from jaxllm.text.chat_template import render_chat
+
+        text = render_chat(self, conversation, tools=tools, **options)
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+
+class SlowTokenizer(Tokenizer):
+    """A tokenizer of `transformers` that exists only in Python."""
+
+    is_fast = False
+
+    def __init__(self, slow: Any, *, name: str = ""):
+        self.name_or_path = name
+        self._slow = slow
+        self.special_tokens_map = {key: str(text) for key in NAMED_SPECIAL_TOKENS if (text := getattr(slow, key, None))}
+        self.chat_templates = _chat_templates(getattr(slow, "chat_template", None))
+        self._token_texts = {}
+        self._token_bytes = {}
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self._slow.encode(text, add_special_tokens=add_special_tokens)
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        return [self.encode(text, add_special_tokens) for text in texts]
+
+    def convert_token_to_id(self, token: str) -> int | None:
+        return self.get_vocab().get(token)
+
+    def get_vocab(self) -> dict[str, int]:
+        return self._slow.get_vocab()
+
+    @cached_property
+    def vocab_size(self) -> int:
+        return len(self._slow)
+
+    def decode(self, ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
+        ids = [ids] if isinstance(ids, int) else list(ids)
+        return self._slow.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+
+    def convert_id_to_token(self, id: int) -> str | None:
+        return self._slow.convert_ids_to_tokens(id) if 0 <= id < self.vocab_size else None
+
+    @property
+    def is_byte_level(self) -> bool:
+        return False
+
+    @cached_property
+    def added_tokens(self) -> dict[int, str]:
+        return {id: str(token) for id, token in self._slow.added_tokens_decoder.items()}
+
+    @cached_property
+    def all_special_ids(self) -> frozenset[int]:
+        return frozenset(self._slow.all_special_ids)
+
+
+def load_tokenizer(directory: Path, *, name: str | None = None) -> Tokenizer:
+    """The tokenizer in a directory. Raises ModelLoadError."""
+    name = name or str(directory)
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        return _load_with_transformers(name, directory)
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise ModelLoadError(f"{file} is not a tokenizer: {error}; download it again") from error
+    return Tokenizer(backend, _read_config(directory), name=name)
+
+
+def _load_with_transformers(name: str, directory: Path) -> Tokenizer:
+    missing, remedy = f"tokenizer missing: {directory} has no tokenizer.json", "pass --tokenizer or --skip-tokenizer-init"
+    known = ("tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+    if not any((directory / file).is_file() for file in known):
+        raise ModelLoadError(f"{missing} nor any other tokenizer file; {remedy}")
+    try:
+        from transformers import AutoTokenizer
+
+        loaded = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False)
+    except Exception as error:
+        raise ModelLoadError(f"{missing}, and transformers cannot build one from the rest: {error}; {remedy}") from error
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if backend is None:
+        return SlowTokenizer(loaded, name=name)
+    config = {key: str(text) for key in NAMED_SPECIAL_TOKENS if (text := getattr(loaded, key, None))}
+    return Tokenizer(backend, {**_read_config(directory), **config, "chat_template": loaded.chat_template}, name=name)
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    """tokenizer_config.json with what other files add to it: special tokens, chat templates."""
+    config = {**read_json(directory / "special_tokens_map.json"), **read_json(directory / "tokenizer_config.json")}
+    templates = {
+        **_chat_templates(read_json(directory / "chat_template.json").get("chat_template")),
+        **_chat_templates(config.get("chat_template")),
+    }
+    for file in sorted((directory / "additional_chat_templates").glob("*.jinja")):
+        templates[file.stem] = file.read_text(encoding="utf-8")
+    if (file := directory / "chat_template.jinja").is_file():
+        templates["default"] = file.read_text(encoding="utf-8")
+    return {**config, "chat_template": templates}
+
+
+def _chat_templates(found: Any) -> dict[str, str]:
+    """Templates by name, from any of the forms that tokenizer_config.json allows."""
+    if not found:
+        return {}
+    if isinstance(found, str):
+        return {"default": found}
+    if isinstance(found, Mapping):
+        return dict(found)
+    return {entry["name"]: entry["template"] for entry in found}
+
+
+def _token_text(token: Any) -> str | None:
+    """A special token in tokenizer_config.json is a text, or an object with `content`."""
+    return token.get("content") if isinstance(token, Mapping) else token
+
+
+def _letters_of_bytes() -> dict[str, int]:
+    """How byte-level tokenizers spell bytes: printable Latin-1 as itself, the rest from U+0100 upward in order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTE_OF_LETTER: dict[str, int] = _letters_of_bytes()

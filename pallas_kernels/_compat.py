@@ -1,0 +1,64 @@
+"""The one place that knows what differs between the JAX versions (0.10.2 to 0.12) and backends that the kernels run on."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+# JAX >= 0.11 warns at every lowering of a Pallas-Triton kernel. The warning comes at compile time, out of reach of a
+# `catch_warnings` around the call, so this one message is silenced for the process.
+warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning)
+
+DEFAULT_NUM_CORES = 132  # streaming multiprocessors of an H100 or H200
+
+load = plt.load
+store = plt.store
+
+
+def triton_call(
+    kernel: Callable[..., None],
+    *,
+    name: str,
+    grid: tuple[int, ...],
+    out_shape: Any,
+    num_warps: int,
+    num_stages: int,
+    interpret: bool,
+    input_output_aliases: Mapping[int, int] | None = None,
+) -> Callable[..., Any]:
+    """`pl.pallas_call` on the Triton backend; every operand is one whole array that the kernel indexes itself.
+
+    The compiler parameters are always given: which backend `pallas_call` takes without them changed between 0.10 and 0.11.
+    """
+    return pl.pallas_call(
+        kernel,
+        name=name,
+        grid=grid,
+        out_shape=out_shape,
+        input_output_aliases=dict(input_output_aliases or {}),
+        compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+        interpret=interpret,
+    )
+
+
+def num_cores() -> int:
+    """Streaming multiprocessors of the GPU that is being compiled for; that of an H200 where there is none."""
+    try:
+        device = jax.local_devices()[0]
+    except RuntimeError:
+        return DEFAULT_NUM_CORES
+    return int(getattr(device, "core_count", 0) or DEFAULT_NUM_CORES) if device.platform == "gpu" else DEFAULT_NUM_CORES
+
+
+def dot_f32(a: jax.Array, b: jax.Array) -> jax.Array:
+    """a @ b in a Triton kernel with float32 accumulation; float32 operands are multiplied in full precision, never as TF32."""
+    return jax.lax.dot_general(
+        a,
+        b,
+        (((1,), (0,)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST if a.dtype == jax.numpy.float32 else None,
+        preferred_element_type=jax.numpy.float32,
+    )

@@ -1,0 +1,123 @@
+"""Attention over a paged key-value cache: one signature, several implementations.
+
+Shapes, common to all of them:
+    q_TKGH          queries of all rows, one after the other; query head n of the model is k * G + g
+    k_pages_PKSH    the pool of pages: position p of row r lies in page page_table_RB[r, p // S], slot p % S; v_pages_PKSH alike
+    query_start_R1  int32[R + 1]: row r owns tokens query_start[r]:query_start[r + 1]
+    kv_length_R     int32[R]: keys of row r, its own new tokens included; its queries are the last of these positions
+
+A padding row has kv_length 0 and no tokens. Tokens from query_start[R] on are padding, their results finite.
+Only slots below kv_length of the pages in a row's table are read, or what else is read cannot reach a result (it may be NaN).
+Products accumulate in float32, float32 operands are multiplied in full precision, the softmax is float32.
+"""
+
+import importlib
+from types import ModuleType
+
+import jax
+
+IMPLEMENTATIONS = {
+    "reference": "pallas_kernels.paged_attention.reference",
+    "xla": "pallas_kernels.paged_attention.xla",
+    "triton": "pallas_kernels.paged_attention.triton",
+}
+"""Each module has paged_attention, paged_decode, and supports(platform, dtype, num_groups, head_dim, interpret)."""
+
+PREFERENCE = ("triton", "xla")
+
+
+def paged_attention(
+    q_TKGH: jax.Array,
+    k_pages_PKSH: jax.Array,
+    v_pages_PKSH: jax.Array,
+    page_table_RB: jax.Array,
+    query_start_R1: jax.Array,
+    kv_length_R: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    implementation: str | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Causal attention of a ragged batch of queries over their rows' keys -> out_TKGH, of q's type.
+
+    window: a query sees only the last `window` positions, itself included.
+    soft_cap: scores s become soft_cap * tanh(s / soft_cap).
+    implementation: a key of IMPLEMENTATIONS, or None for the first of PREFERENCE that takes the case on the default backend.
+    interpret: run a Pallas kernel as plain JAX, on any platform.
+    """
+    module = _resolve(implementation, q_TKGH, interpret)
+    return module.paged_attention(
+        q_TKGH,
+        k_pages_PKSH,
+        v_pages_PKSH,
+        page_table_RB,
+        query_start_R1,
+        kv_length_R,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        interpret=interpret,
+    )
+
+
+def paged_decode(
+    q_RKGH: jax.Array,
+    k_pages_PKSH: jax.Array,
+    v_pages_PKSH: jax.Array,
+    page_table_RB: jax.Array,
+    kv_length_R: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    implementation: str | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """`paged_attention` where every row has one query, its last position -> out_RKGH; a padding row gives zeros."""
+    module = _resolve(implementation, q_RKGH, interpret)
+    return module.paged_decode(
+        q_RKGH,
+        k_pages_PKSH,
+        v_pages_PKSH,
+        page_table_RB,
+        kv_length_R,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        interpret=interpret,
+    )
+
+
+def supports(
+    implementation: str, *, dtype: jax.typing.DTypeLike, num_groups: int, head_dim: int, interpret: bool = False
+) -> bool:
+    """Whether an implementation takes a case, on the platform it is made for."""
+    module = importlib.import_module(IMPLEMENTATIONS[implementation])
+    return module.supports(platform="gpu", dtype=dtype, num_groups=num_groups, head_dim=head_dim, interpret=interpret)
+
+
+def choose(*, platform: str, dtype: jax.typing.DTypeLike, num_groups: int, head_dim: int) -> str:
+    """The name of the fastest implementation for a case: the first of PREFERENCE that supports it."""
+    for name in PREFERENCE:
+        module = importlib.import_module(IMPLEMENTATIONS[name])
+        if module.supports(platform=platform, dtype=dtype, num_groups=num_groups, head_dim=head_dim):
+            return name
+    return "reference"
+
+
+def _resolve(implementation: str | None, q: jax.Array, interpret: bool) -> ModuleType:
+    num_groups, head_dim = q.shape[-2:]
+    platform = jax.default_backend()
+    if implementation is None:
+        implementation = choose(platform=platform, dtype=q.dtype, num_groups=num_groups, head_dim=head_dim)
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"no attention implementation {implementation!r}; there are {', '.join(IMPLEMENTATIONS)}")
+    # An explicit choice is not held to the platform: a program may be compiled here for a GPU elsewhere.
+    if not supports(implementation, dtype=q.dtype, num_groups=num_groups, head_dim=head_dim, interpret=interpret):
+        raise ValueError(
+            f"attention implementation {implementation!r} does not take {num_groups} query heads per key-value head "
+            f"of width {head_dim} in {q.dtype}; use 'xla'"
+        )
+    return importlib.import_module(IMPLEMENTATIONS[implementation])

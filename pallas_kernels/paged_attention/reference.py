@@ -1,0 +1,87 @@
+"""Paged attention in plain float32 jnp: the truth for the other implementations. Gathers the whole page table."""
+
+import jax
+import jax.numpy as jnp
+
+MASKED = -1e30  # a finite score: a row without any valid position must give zeros, not NaN
+
+
+def supports(**_: object) -> bool:
+    return True
+
+
+def paged_attention(
+    q_TKGH: jax.Array,
+    k_pages_PKSH: jax.Array,
+    v_pages_PKSH: jax.Array,
+    page_table_RB: jax.Array,
+    query_start_R1: jax.Array,
+    kv_length_R: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    num_tokens, num_rows = q_TKGH.shape[0], page_table_RB.shape[0]
+    token_T = jnp.arange(num_tokens, dtype=jnp.int32)
+    row_T = jnp.sum(query_start_R1[None, 1:] <= token_T[:, None], axis=1)  # num_rows for padding tokens
+    owned_T = row_T < num_rows
+    row_T = jnp.minimum(row_T, num_rows - 1)
+    position_T = kv_length_R[row_T] - query_start_R1[row_T + 1] + token_T
+    position_T = jnp.where(owned_T, position_T, -1)
+    return _attend(q_TKGH, k_pages_PKSH, v_pages_PKSH, page_table_RB[row_T], position_T, scale, window, soft_cap)
+
+
+def paged_decode(
+    q_RKGH: jax.Array,
+    k_pages_PKSH: jax.Array,
+    v_pages_PKSH: jax.Array,
+    page_table_RB: jax.Array,
+    kv_length_R: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    return _attend(q_RKGH, k_pages_PKSH, v_pages_PKSH, page_table_RB, kv_length_R - 1, scale, window, soft_cap)
+
+
+def _attend(
+    q_TKGH: jax.Array,
+    k_pages_PKSH: jax.Array,
+    v_pages_PKSH: jax.Array,
+    page_table_TB: jax.Array,
+    position_T: jax.Array,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> jax.Array:
+    """One query per table row, at the given position; position -1 sees nothing and gives zeros."""
+    num_kv_heads, page_size, head_dim = k_pages_PKSH.shape[1:]
+    num_tokens, num_slots = page_table_TB.shape[0], page_table_TB.shape[1] * page_size
+    slot_L = jnp.arange(num_slots)
+    valid_TL = slot_L[None] <= position_T[:, None]
+    if window is not None:
+        valid_TL &= slot_L[None] > position_T[:, None] - window
+
+    read_TB = valid_TL.reshape(num_tokens, -1, page_size).any(axis=-1)
+
+    def gather(pages_PKSH: jax.Array) -> jax.Array:
+        x_TBKSH = pages_PKSH[jnp.where(read_TB, page_table_TB, 0)]
+        x_TKLH = x_TBKSH.swapaxes(1, 2).reshape(num_tokens, num_kv_heads, num_slots, head_dim)
+        # Not a multiplication by zero: slots of others may hold NaN.
+        return jnp.where(valid_TL[:, None, :, None], x_TKLH.astype(jnp.float32), 0.0)
+
+    k_TKLH, v_TKLH = gather(k_pages_PKSH), gather(v_pages_PKSH)
+    precision = jax.lax.Precision.HIGHEST
+    scores = jnp.einsum("tkgh,tklh->tkgl", q_TKGH.astype(jnp.float32), k_TKLH, precision=precision) * scale
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    valid = valid_TL[:, None, None]
+    scores = jnp.where(valid, scores, MASKED)
+    weights = jnp.where(valid, jnp.exp(scores - scores.max(-1, keepdims=True)), 0.0)
+    total = weights.sum(-1, keepdims=True)
+    weights = weights / jnp.where(total == 0, 1.0, total)
+    return jnp.einsum("tkgl,tklh->tkgh", weights, v_TKLH, precision=precision).astype(q_TKGH.dtype)

@@ -1,0 +1,57 @@
+"""Paged attention by Pallas-Triton, for a decode and for a ragged batch. Deprecated in JAX 0.11: nothing else depends on it."""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels.paged_attention import triton_prefill
+from pallas_kernels.paged_attention.triton_decode import paged_decode
+
+__all__ = ["paged_attention", "paged_decode", "supports"]
+
+
+def paged_attention(
+    q_TKGH: jax.Array,
+    k_pages_PKSH: jax.Array,
+    v_pages_PKSH: jax.Array,
+    page_table_RB: jax.Array,
+    query_start_R1: jax.Array,
+    kv_length_R: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Rows of one token go through the decode kernel, which splits their keys; in the other they would each fill a whole tile."""
+    options = {"window": window, "soft_cap": soft_cap, "interpret": interpret}
+    num_tokens = q_TKGH.shape[0]
+    start_R = query_start_R1[:-1]
+    is_single_R = query_start_R1[1:] - start_R == 1
+    single_RKGH = paged_decode(
+        q_TKGH.at[start_R].get(mode="clip"),
+        k_pages_PKSH,
+        v_pages_PKSH,
+        page_table_RB,
+        jnp.where(is_single_R, kv_length_R, 0),
+        scale=scale,
+        **options,  # type: ignore[arg-type]
+    )
+    out_TKGH = triton_prefill.paged_attention(
+        q_TKGH,
+        k_pages_PKSH,
+        v_pages_PKSH,
+        page_table_RB,
+        query_start_R1,
+        kv_length_R,
+        scale=scale,
+        min_tokens=2,
+        **options,  # type: ignore[arg-type]
+    )
+    return out_TKGH.at[jnp.where(is_single_R, start_R, num_tokens)].set(single_RKGH, mode="drop")
+
+
+def supports(*, platform: str, dtype: DTypeLike, num_groups: int, head_dim: int, interpret: bool = False) -> bool:
+    if platform != "gpu" and not interpret:
+        return False
+    return jnp.dtype(dtype) in (jnp.float32, jnp.bfloat16, jnp.float16) and num_groups <= 64 and 16 <= head_dim <= 256

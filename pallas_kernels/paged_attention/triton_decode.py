@@ -1,0 +1,204 @@
+"""Paged decode attention for Pallas-Triton: one query token per row, keys and values split over several programs (split-KV).
+
+    kv positions of row r   0 ........ block_k ....... 2 block_k ....... length
+                            [--- program split 0 ---][--- program split 1 ---]      x  K heads  x  R rows
+                                     |                        |
+                              (out, lse)_0             (out, lse)_1   --combine-->  out_RKGH
+
+A program holds the G query heads of one KV head as the rows of a 16-row tile (rows past G are masked), walks its range of keys
+in tiles of block_k tokens (block_k/S pages, gathered through the page table), and keeps the softmax online in base 2
+(Milakov and Gimelshein 2018; split-KV as in Flash-Decoding, Dao et al. 2023). With one split it writes the result itself.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels._compat import dot_f32, load, num_cores, store, triton_call
+
+LOG2E = math.log2(math.e)
+MASKED = -1e30  # finite, so that a wholly masked tile gives no NaN; the first valid score wipes what it added
+
+
+@dataclass(frozen=True)
+class DecodeTiles:
+    """Sizes of the decode kernel. Two tiles are in flight only from five stages on: the load of page ids takes stages too."""
+
+    block_k: int
+    num_splits: int
+    num_warps: int = 4
+    num_stages: int = 5
+
+
+def pick_tiles(
+    num_rows: int, num_kv_heads: int, head_dim: int, itemsize: int, num_slots: int, window: int | None = None
+) -> DecodeTiles:
+    """Sizes for a shape. num_slots is the width of the page table in tokens: the longest that a row can be."""
+    padded_dim = next_power_of_two(head_dim)
+    block_k = max(16, min(64, 64 * 128 * 2 // (padded_dim * itemsize)))
+    longest = num_slots if window is None else min(num_slots, window + block_k)
+    # Of few rows most may be padding, which costs nothing: split as for a single one.
+    num_pairs = num_kv_heads * (1 if num_rows <= 8 else num_rows)
+    if num_pairs >= num_cores():
+        wanted = 2 if num_pairs < 8 * num_cores() else 1  # two even out the last wave
+    else:
+        wanted = 2 * num_cores() // num_pairs
+    # A split below four tiles costs more in the combination than it gains.
+    num_splits = max(1, min(wanted, longest // (4 * block_k), 64))
+    return DecodeTiles(block_k=block_k, num_splits=num_splits)
+
+
+def paged_decode(
+    q_RKGH: jax.Array,
+    k_pages_PKSH: jax.Array,
+    v_pages_PKSH: jax.Array,
+    page_table_RB: jax.Array,
+    kv_length_R: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    interpret: bool = False,
+    tiles: DecodeTiles | None = None,
+) -> jax.Array:
+    num_rows, num_kv_heads, num_groups, head_dim = q_RKGH.shape
+    page_size = k_pages_PKSH.shape[2]
+    num_slots = page_table_RB.shape[1] * page_size
+    if tiles is None:
+        tiles = pick_tiles(num_rows, num_kv_heads, head_dim, k_pages_PKSH.dtype.itemsize, num_slots, window)
+    splits = tiles.num_splits
+    kernel = functools.partial(
+        _decode_kernel,
+        block_k=tiles.block_k,
+        num_splits=splits,
+        score_scale=scale * LOG2E,
+        soft_cap=None if soft_cap is None else soft_cap * LOG2E,
+        window=window,
+    )
+    out_shape = jax.ShapeDtypeStruct(q_RKGH.shape, q_RKGH.dtype)
+    partial_shape = (
+        jax.ShapeDtypeStruct((splits, *q_RKGH.shape), jnp.float32),
+        jax.ShapeDtypeStruct((splits, *q_RKGH.shape[:-1]), jnp.float32),
+    )
+    result = triton_call(
+        kernel,
+        name="paged_decode",
+        grid=(num_kv_heads, num_rows, splits),
+        out_shape=out_shape if splits == 1 else partial_shape,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        interpret=interpret,
+    )(q_RKGH, k_pages_PKSH, v_pages_PKSH, page_table_RB, kv_length_R)
+    if splits == 1:
+        return result
+    return triton_call(
+        _combine_kernel,
+        name="paged_decode_combine",
+        grid=(num_kv_heads * num_groups, num_rows),
+        out_shape=out_shape,
+        num_warps=1 if splits <= 8 else 4,
+        num_stages=1,
+        interpret=interpret,
+    )(*result)
+
+
+def next_power_of_two(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def cap_scores(scores: jax.Array, cap: float) -> jax.Array:
+    """cap * tanh(scores / cap), of one exponential: exact at both ends, where exp2 gives 0 or inf."""
+    return cap - (2 * cap) / (1 + jnp.exp2(scores * (2 * LOG2E / cap)))
+
+
+def _decode_kernel(
+    q_ref,  # [R, K, G, H]
+    k_ref,  # [P, K, S, H]
+    v_ref,  # [P, K, S, H]
+    table_ref,  # [R, B]
+    length_ref,  # [R]
+    out_ref,  # [R, K, G, H], or [splits, R, K, G, H] float32
+    lse_ref=None,  # [splits, R, K, G] float32, base 2
+    *,
+    block_k: int,
+    num_splits: int,
+    score_scale: float,
+    soft_cap: float | None,
+    window: int | None,
+) -> None:
+    _, _, num_groups, head_dim = q_ref.shape
+    page_size, table_width = k_ref.shape[2], table_ref.shape[1]
+    dtype = jnp.promote_types(q_ref.dtype, k_ref.dtype)
+    head, row, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    group_M = jnp.arange(max(16, next_power_of_two(num_groups)))
+    dim_H = jnp.arange(next_power_of_two(head_dim))
+    in_dim_1H = (dim_H < head_dim)[None, :]
+    q_mask_MH = (group_M < num_groups)[:, None] & in_dim_1H
+
+    length = length_ref[row]
+    first_position = 0 if window is None else jnp.maximum(length - window, 0)
+    first_tile = 0 if window is None else lax.div(first_position, block_k)
+    end_tile = lax.div(length + (block_k - 1), block_k)
+    per_split = lax.div(end_tile - first_tile + (num_splits - 1), num_splits)
+    begin = first_tile + split * per_split
+    end = jnp.minimum(begin + per_split, end_tile)
+
+    q_MH = load(q_ref.at[row, head, group_M[:, None], dim_H[None, :]], mask=q_mask_MH, other=0.0).astype(dtype)
+
+    def body(tile, carry):
+        acc_MH, max_M, sum_M = carry
+        position_k = tile * block_k + jnp.arange(block_k)
+        valid_k = position_k < length
+        if window is not None:
+            valid_k &= position_k >= first_position
+        page_index_k = lax.div(position_k, page_size)
+        if (table_width * page_size) % block_k:
+            page_index_k = jnp.minimum(page_index_k, table_width - 1)
+        page_k1 = load(table_ref.at[row, page_index_k])[:, None]
+        offset_k1 = lax.rem(position_k, page_size)[:, None]
+        mask_kH = jnp.broadcast_to(valid_k[:, None] & in_dim_1H, (block_k, dim_H.shape[0]))
+        # Lanes outside the row's own slots load nothing and give 0: what lies there may be NaN.
+        k_kH = load(k_ref.at[page_k1, head, offset_k1, dim_H[None, :]], mask=mask_kH, other=0.0).astype(dtype)
+        scores_Mk = dot_f32(q_MH, k_kH.T) * score_scale
+        if soft_cap is not None:
+            scores_Mk = cap_scores(scores_Mk, soft_cap)
+        scores_Mk = jnp.where(valid_k[None, :], scores_Mk, MASKED)
+        new_max_M = jnp.maximum(max_M, scores_Mk.max(axis=1))
+        weights_Mk = jnp.exp2(scores_Mk - new_max_M[:, None])
+        shrink_M = jnp.exp2(max_M - new_max_M)
+        v_kH = load(v_ref.at[page_k1, head, offset_k1, dim_H[None, :]], mask=mask_kH, other=0.0).astype(dtype)
+        acc_MH = acc_MH * shrink_M[:, None] + dot_f32(weights_Mk.astype(dtype), v_kH)
+        return acc_MH, new_max_M, sum_M * shrink_M + weights_Mk.sum(axis=1)
+
+    m = group_M.shape[0]
+    init = (jnp.zeros((m, dim_H.shape[0]), jnp.float32), jnp.full((m,), MASKED, jnp.float32), jnp.zeros((m,), jnp.float32))
+    acc_MH, max_M, sum_M = lax.fori_loop(begin, end, body, init)
+    safe_sum_M = jnp.where(sum_M == 0, 1.0, sum_M)
+    out_MH = acc_MH / safe_sum_M[:, None]
+    if num_splits == 1:
+        store(out_ref.at[row, head, group_M[:, None], dim_H[None, :]], out_MH.astype(out_ref.dtype), mask=q_mask_MH)
+        return
+    lse_M = jnp.where(sum_M == 0, MASKED, max_M + jnp.log2(safe_sum_M))
+    store(out_ref.at[split, row, head, group_M[:, None], dim_H[None, :]], out_MH, mask=q_mask_MH)
+    store(lse_ref.at[split, row, head, group_M], lse_M, mask=group_M < num_groups)
+
+
+def _combine_kernel(partial_ref, lse_ref, out_ref) -> None:
+    """The splits of one query head, weighted by their share of the softmax sum; a split without keys has weight 0."""
+    num_splits, _, _, num_groups, head_dim = partial_ref.shape
+    row = pl.program_id(1)
+    head, group = lax.div(pl.program_id(0), num_groups), lax.rem(pl.program_id(0), num_groups)
+    split_s = jnp.arange(max(2, next_power_of_two(num_splits)))
+    dim_H = jnp.arange(next_power_of_two(head_dim))
+    in_dim_H = dim_H < head_dim
+    lse_s = load(lse_ref.at[split_s, row, head, group], mask=split_s < num_splits, other=MASKED)
+    weight_s = jnp.exp2(lse_s - lse_s.max(axis=0))
+    mask_sH = (split_s < num_splits)[:, None] & in_dim_H[None, :]
+    partial_sH = load(partial_ref.at[split_s[:, None], row, head, group, dim_H[None, :]], mask=mask_sH, other=0.0)
+    out_H = (partial_sH * weight_s[:, None]).sum(axis=0) / weight_s.sum(axis=0)
+    store(out_ref.at[row, head, group, dim_H], out_H.astype(out_ref.dtype), mask=in_dim_H)

@@ -1,0 +1,201 @@
+"""Paged attention in plain JAX whose cost follows the keys that there are, not the width of the page table: the path for CPUs.
+
+Both functions walk the keys in chunks of whole pages with an online softmax in float32; the number of chunks is a value on the
+device. Decodes go through a few rows of about the same length at once, so that the cost follows the sum of the lengths and not
+rows times the longest. Longer queries go one tile of tokens after the other (see tiles.py), each up to its own causal limit.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.paged_attention.tiles import COUNT, POSITION, ROW, TOKEN, make_tiles
+
+MASKED = -1e30  # finite, so that a wholly masked chunk gives no NaN; the first valid score wipes what it added
+TILE_TOKENS = 32
+GROUP_ROWS = 4  # fewer: too many small operations; more: rows wait for the longest of their group
+DECODE_CHUNK_BYTES, TILE_CHUNK_BYTES = 1 << 17, 1 << 20  # a chunk should stay in a core's cache between copy and product
+MIN_CHUNK, MAX_CHUNK = 64, 256  # tokens
+
+
+def supports(**_: object) -> bool:
+    return True
+
+
+def paged_decode(
+    q_RKGH: jax.Array,
+    k_pages_PKSH: jax.Array,
+    v_pages_PKSH: jax.Array,
+    page_table_RB: jax.Array,
+    kv_length_R: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    num_rows = q_RKGH.shape[0]
+    group = min(GROUP_ROWS, num_rows)
+    chunk_pages = _chunk_pages(DECODE_CHUNK_BYTES // group, k_pages_PKSH, page_table_RB.shape[1])
+    chunk = chunk_pages * k_pages_PKSH.shape[2]
+    # By length, so that the rows of a group end together. The padding has no keys and comes first.
+    order_R = jnp.argsort(kv_length_R)
+    padding = -num_rows % group
+    length_R = jnp.pad(kv_length_R[order_R], (padding, 0))
+    table_RB = jnp.pad(_pad_table(page_table_RB, chunk_pages)[order_R], ((padding, 0), (0, 0)))
+    q = jnp.pad(q_RKGH[order_R].astype(jnp.float32) * scale, ((padding, 0), (0, 0), (0, 0), (0, 0)))
+
+    def group_body(index, out):
+        row = index * group
+        q_rKGH = lax.dynamic_slice_in_dim(q, row, group, axis=0)
+        length_r = lax.dynamic_slice_in_dim(length_R, row, group, axis=0)
+
+        def body(chunk_index, carry):
+            acc_rKGH, max_rKG, sum_rKG = carry
+            position_L = chunk_index * chunk + jnp.arange(chunk, dtype=jnp.int32)
+            valid_rL = position_L[None] < length_r[:, None]
+            if window is not None:
+                valid_rL &= position_L[None] >= length_r[:, None] - window
+            pages_rc = lax.dynamic_slice(table_RB, (row, chunk_index * chunk_pages), (group, chunk_pages))
+            k_rKLH = _gather(k_pages_PKSH, pages_rc)
+            # Slots outside the row's keys may hold NaN, which a weight of zero would not remove.
+            v_rKLH = jnp.where(valid_rL[:, None, :, None], _gather(v_pages_PKSH, pages_rc), 0.0)
+            scores_rKGL = _einsum("rkgh,rklh->rkgl", q_rKGH, k_rKLH)
+            if soft_cap is not None:
+                scores_rKGL = soft_cap * jnp.tanh(scores_rKGL / soft_cap)
+            scores_rKGL = jnp.where(valid_rL[:, None, None], scores_rKGL, MASKED)
+            new_max_rKG = jnp.maximum(max_rKG, scores_rKGL.max(axis=3))
+            weights_rKGL = jnp.exp(scores_rKGL - new_max_rKG[..., None])
+            shrink_rKG = jnp.exp(max_rKG - new_max_rKG)
+            acc_rKGH = acc_rKGH * shrink_rKG[..., None] + _einsum("rkgl,rklh->rkgh", weights_rKGL, v_rKLH)
+            return acc_rKGH, new_max_rKG, sum_rKG * shrink_rKG + weights_rKGL.sum(axis=3)
+
+        end = (jnp.max(length_r) + (chunk - 1)) // chunk
+        begin = jnp.int32(0)
+        if window is not None:
+            # The shortest row decides; rows without keys do not count.
+            shortest = jnp.min(jnp.where(length_r > 0, length_r, jnp.iinfo(jnp.int32).max))
+            begin = jnp.minimum(jnp.maximum(shortest - window, 0) // chunk, end)
+        carry = (
+            jnp.zeros(q_rKGH.shape, jnp.float32),
+            jnp.full(q_rKGH.shape[:-1], MASKED, jnp.float32),
+            jnp.zeros(q_rKGH.shape[:-1], jnp.float32),
+        )
+        acc_rKGH, _, sum_rKG = lax.fori_loop(begin, end, body, carry)
+        out_rKGH = acc_rKGH / jnp.where(sum_rKG == 0, 1.0, sum_rKG)[..., None]
+        # A row without keys saw masked scores only, and summed them.
+        out_rKGH = jnp.where((length_r > 0)[:, None, None, None], out_rKGH, 0.0)
+        return lax.dynamic_update_slice_in_dim(out, out_rKGH.astype(out.dtype), row, axis=0)
+
+    out_RKGH = lax.fori_loop(0, q.shape[0] // group, group_body, jnp.zeros(q.shape, q_RKGH.dtype))
+    return jnp.zeros_like(q_RKGH).at[order_R].set(out_RKGH[padding:])
+
+
+def paged_attention(
+    q_TKGH: jax.Array,
+    k_pages_PKSH: jax.Array,
+    v_pages_PKSH: jax.Array,
+    page_table_RB: jax.Array,
+    query_start_R1: jax.Array,
+    kv_length_R: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    num_tokens, num_kv_heads, num_groups, head_dim = q_TKGH.shape
+    num_rows = page_table_RB.shape[0]
+    tile_tokens = min(TILE_TOKENS, num_tokens)
+    chunk_pages = _chunk_pages(TILE_CHUNK_BYTES, k_pages_PKSH, page_table_RB.shape[1])
+    chunk = chunk_pages * k_pages_PKSH.shape[2]
+    table_RB = _pad_table(page_table_RB, chunk_pages)
+    single_R = query_start_R1[1:] - query_start_R1[:-1] == 1
+    tiles_N4 = make_tiles(query_start_R1, kv_length_R, num_tokens, tile_tokens, min_tokens=2)
+    num_tiles = jnp.sum((tiles_N4[:, COUNT] > 0) & (tiles_N4[:, ROW] < num_rows))
+    # Room for the last tile to be read and written whole.
+    q = jnp.pad(q_TKGH, ((0, tile_tokens), (0, 0), (0, 0), (0, 0)))
+
+    def tile_body(tile, out):
+        row, token, count, position = (tiles_N4[tile, column] for column in (ROW, TOKEN, COUNT, POSITION))
+        q_tKGH = lax.dynamic_slice_in_dim(q, token, tile_tokens, axis=0)
+        q_KMH = q_tKGH.astype(jnp.float32).swapaxes(0, 1).reshape(num_kv_heads, tile_tokens * num_groups, head_dim) * scale
+        line_M = jnp.arange(tile_tokens * num_groups, dtype=jnp.int32)
+        position_M = position + line_M // num_groups
+
+        def body(index, carry):
+            acc_KMH, max_KM, sum_KM = carry
+            position_L = index * chunk + jnp.arange(chunk, dtype=jnp.int32)
+            visible_ML = position_L[None] <= position_M[:, None]
+            if window is not None:
+                visible_ML &= position_L[None] > position_M[:, None] - window
+            pages_1c = lax.dynamic_slice(table_RB, (row, index * chunk_pages), (1, chunk_pages))
+            k_KLH = _gather(k_pages_PKSH, pages_1c)[0]
+            readable_L = position_L < position + count
+            v_KLH = jnp.where(readable_L[None, :, None], _gather(v_pages_PKSH, pages_1c)[0], 0.0)
+            scores_KML = _einsum("kmh,klh->kml", q_KMH, k_KLH)
+            if soft_cap is not None:
+                scores_KML = soft_cap * jnp.tanh(scores_KML / soft_cap)
+            scores_KML = jnp.where(visible_ML & readable_L[None], scores_KML, MASKED)
+            new_max_KM = jnp.maximum(max_KM, scores_KML.max(axis=2))
+            weights_KML = jnp.exp(scores_KML - new_max_KM[..., None])
+            shrink_KM = jnp.exp(max_KM - new_max_KM)
+            acc_KMH = acc_KMH * shrink_KM[..., None] + _einsum("kml,klh->kmh", weights_KML, v_KLH)
+            return acc_KMH, new_max_KM, sum_KM * shrink_KM + weights_KML.sum(axis=2)
+
+        end = (position + count + (chunk - 1)) // chunk
+        begin = jnp.int32(0) if window is None else jnp.maximum(position - (window - 1), 0) // chunk
+        carry = (
+            jnp.zeros(q_KMH.shape, jnp.float32),
+            jnp.full(q_KMH.shape[:-1], MASKED, jnp.float32),
+            jnp.zeros(q_KMH.shape[:-1], jnp.float32),
+        )
+        acc_KMH, _, sum_KM = lax.fori_loop(begin, end, body, carry)
+        out_KMH = acc_KMH / jnp.where(sum_KM == 0, 1.0, sum_KM)[..., None]
+        # Lines past the tile's tokens are zeros; where they are tokens of the next tile, that tile writes over them.
+        out_KMH = jnp.where((line_M < count * num_groups)[None, :, None], out_KMH, 0.0).astype(q_TKGH.dtype)
+        out_tKGH = out_KMH.reshape(num_kv_heads, tile_tokens, num_groups, head_dim).swapaxes(0, 1)
+        return lax.dynamic_update_slice_in_dim(out, out_tKGH, token, axis=0)
+
+    out = lax.fori_loop(0, num_tiles, tile_body, jnp.zeros_like(q))[:num_tokens]
+
+    # Rows of one token would waste a tile each: they go together, as a decode.
+    token_R = query_start_R1[:-1]
+    single_RKGH = paged_decode(
+        q_TKGH[jnp.minimum(token_R, num_tokens - 1)],
+        k_pages_PKSH,
+        v_pages_PKSH,
+        page_table_RB,
+        jnp.where(single_R, kv_length_R, 0),
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+    )
+    return out.at[jnp.where(single_R, token_R, num_tokens)].set(single_RKGH, mode="drop")
+
+
+def _chunk_pages(row_bytes: int, pages_PKSH: jax.Array, table_width: int) -> int:
+    """Pages per chunk: about `row_bytes` of float32 keys of a row, between MIN_CHUNK and MAX_CHUNK tokens."""
+    _, num_kv_heads, page_size, head_dim = pages_PKSH.shape
+    tokens = row_bytes // (num_kv_heads * head_dim * 4)
+    tokens = min(max(tokens, MIN_CHUNK), MAX_CHUNK)
+    return min(max(1, tokens // page_size), table_width)
+
+
+def _pad_table(page_table_RB: jax.Array, chunk_pages: int) -> jax.Array:
+    """The table with whole chunks: a slice past its end would be shifted back to other positions."""
+    return jnp.pad(page_table_RB, ((0, 0), (0, -page_table_RB.shape[1] % chunk_pages)))
+
+
+def _gather(pages_PKSH: jax.Array, index_Rc: jax.Array) -> jax.Array:
+    """The given pages of each row as one run of tokens per head, float32 -> [R, K, c * S, H]. One copy, in this order."""
+    num_pages, num_kv_heads, page_size, head_dim = pages_PKSH.shape
+    heads = pages_PKSH.reshape(num_pages * num_kv_heads, page_size, head_dim)
+    index_RKc = index_Rc[:, None, :] * num_kv_heads + jnp.arange(num_kv_heads, dtype=jnp.int32)[None, :, None]
+    num_rows, num_chunk_pages = index_Rc.shape
+    x = heads.at[index_RKc].get(mode="clip").astype(jnp.float32)
+    return x.reshape(num_rows, num_kv_heads, num_chunk_pages * page_size, head_dim)
+
+
+def _einsum(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(spec, a, b, precision=lax.Precision.HIGHEST)

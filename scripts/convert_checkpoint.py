@@ -1,0 +1,58 @@
+"""Convert a Hugging Face safetensors model into an orbax one, which loads faster and straight into sharded arrays.
+
+    python scripts/convert_checkpoint.py MODEL OUTPUT [--dtype bfloat16]
+
+MODEL is a local directory, a hub id or 'demo'. OUTPUT gets the weights and copies of the config and tokenizer files.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the weights only pass through; no accelerator is needed
+
+from jaxllm.errors import JaxLLMError
+from jaxllm.hub import resolve_model
+from jaxllm.loaders import orbax
+from jaxllm.loaders.load import load_weights
+from jaxllm.model_config import DTYPES, load_model_config
+from jaxllm.models.registry import build_model
+from jaxllm.parallel.mesh import make_mesh
+
+COPIED = ("*.json", "*.txt", "*.model", "*.jinja")
+
+
+def convert(source: Path, output: Path, dtype: str) -> None:
+    """Raises JaxLLMError if the source cannot be read or the output exists already."""
+    if output.exists() and any(output.iterdir()):
+        raise JaxLLMError(f"{output} is not empty; give a new directory")
+    config = load_model_config(source, dtype=dtype, on_gpu=True)  # auto is the checkpoint's type, wherever this runs
+    state = load_weights(config, build_model(config), source, load_format="safetensors", mesh=make_mesh(1), progress=show)
+    orbax.save(config, state, output)
+    for file in sorted({file for pattern in COPIED for file in source.glob(pattern)}):
+        if not file.name.endswith(".index.json"):
+            shutil.copy(file, output / file.name)
+
+
+def show(done: int, total: int) -> None:
+    """One line that is written over."""
+    end = "\n" if done == total else "\r"
+    print(f"read {done / 2**20:,.0f} of {total / 2**20:,.0f} MiB", end=end, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Convert a safetensors model into an orbax one.")
+    parser.add_argument("model", help="local directory, hub id or 'demo'")
+    parser.add_argument("output", type=Path, help="directory to write, new or empty")
+    parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="type of the weights (default: the model's)")
+    args = parser.parse_args()
+    try:
+        convert(resolve_model(args.model), args.output, args.dtype)
+    except JaxLLMError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

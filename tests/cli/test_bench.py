@@ -1,0 +1,104 @@
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxllm.cli import bench
+from jaxllm.cli.main import main
+
+
+def test_throughput_counts_the_tokens_of_all_requests(opened: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--num-prompts", "3", "--input-len", "5", "--output-len", "4", "--warmup-runs", "2", "--iterations", "2"]
+    assert main(["bench", "throughput", *arguments, "--json", "-q"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["num_requests"], report["num_prompt_tokens"], report["num_output_tokens"]) == (3, 15, 12)
+    seconds = report["elapsed_seconds"]
+    assert report["requests_per_second"] == pytest.approx(3 / seconds)
+    assert report["output_tokens_per_second"] == pytest.approx(12 / seconds)
+    assert report["total_tokens_per_second"] == pytest.approx(27 / seconds)
+    assert len(report["all_elapsed_seconds"]) == 2
+    assert 0 < report["median_time_to_first_token_seconds"] < seconds
+    assert report["median_time_per_output_token_seconds"] > 0
+    assert len(opened.core.requests) == 3 * 4
+    assert all(request.sampling_params.ignore_eos for request in opened.core.requests)
+    assert not any(request.sampling_params.detokenize for request in opened.core.requests)
+
+
+def test_latency_reports_average_and_percentiles(opened: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(
+            [
+                "bench",
+                "latency",
+                "--batch-size",
+                "2",
+                "--input-len",
+                "8",
+                "--output-len",
+                "3",
+                "--iterations",
+                "4",
+                "--json",
+                "-q",
+            ]
+        )
+        == 0
+    )
+    report = json.loads(capsys.readouterr().out)
+    assert report["avg_latency_seconds"] == pytest.approx(statistics.fmean(report["all_latencies_seconds"]))
+    assert set(report["percentiles_seconds"]) == {"10", "25", "50", "75", "90", "99"}
+    assert len(opened.core.requests) == 2 * (1 + 4)
+    assert main(["bench", "latency", "--input-len", "8", "--output-len", "3", "-q"]) == 0
+    assert "avg latency" in capsys.readouterr().out
+
+
+def test_a_mix_gives_the_lengths(opened: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mix.json"
+    path.write_text(json.dumps({"about": "x", "requests": [[5, 2], [7, 3], [9, 4]]}))
+    assert main(["bench", "throughput", "--mix", str(path), "--num-prompts", "2", "--warmup-runs", "0", "--json", "-q"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_prompt_tokens"] == 12
+    assert [request.sampling_params.max_tokens for request in opened.core.requests] == [2, 3]
+
+
+def test_prompts_are_the_agreed_random_tokens() -> None:
+    rng = np.random.default_rng(0)
+    expected = [rng.integers(0, 744, length).tolist() for length in (4, 6)]
+    lengths = [bench.Lengths(4, 1), bench.Lengths(6, 1)]
+    assert [prompt["prompt_token_ids"] for prompt in bench.random_prompts(lengths, 1000)] == expected
+
+
+def test_percentiles_agree_with_numpy() -> None:
+    values = [3.0, 1.0, 4.0, 1.5, 9.0]
+    for percent in (0, 10, 50, 99, 100):
+        assert bench.percentile(values, percent) == pytest.approx(np.percentile(values, percent))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["throughput", "--input-len", "0"], 2, "must be at least 1"),
+        (["throughput", "--mix", "x", "--input-len", "5"], 2, "leave out --input-len"),
+        (["latency", "--mix", "x"], 2, "--mix is for throughput"),
+        (["thruput"], 2, "invalid choice: 'thruput'"),
+        ([], 2, "required"),
+        (["throughput", "--max-tokens", "5"], 2, "unknown option '--max-tokens'"),
+        (["throughput", "--mix", "/no/such"], 1, "cannot read the mix file"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    opened: Any, arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *arguments]) == code
+    assert message in capsys.readouterr().err
+    assert opened.core is None
+
+
+@pytest.mark.parametrize("content", ["[]", '{"requests": []}', '{"requests": [[1]]}', '{"requests": [[1, 0]]}', "{"])
+def test_a_bad_mix_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "mix.json"
+    path.write_text(content)
+    with pytest.raises(bench.ConfigError):
+        bench.read_mix(str(path))

@@ -1,0 +1,232 @@
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jaxllm import __version__
+from jaxllm.cli import planning
+from jaxllm.cli.main import COMMANDS, main
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("jax", "flax", "numpy", "transformers", "tokenizers", "huggingface_hub", "rich", "yaml", "shtab")
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    code = "import sys; from jaxllm.cli.main import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"]])
+def test_help_is_fast(arguments: list[str]) -> None:
+    """In processor time, which a busy machine does not stretch as it does the clock."""
+    seconds = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert run(*arguments).returncode == 0
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
+    assert min(seconds) < 0.3, seconds
+
+
+def test_building_every_parser_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom jaxllm.cli.main import COMMANDS, command_parser\n"
+        "for name in COMMANDS: command_parser(name).brief_help()\n"
+        f"print([name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for word in ("--help", "--help=all"):
+        assert main([command, word]) == 0
+        shown = capsys.readouterr()
+        assert shown.out.startswith(f"usage: jaxllm {command}")
+        assert shown.err == ""
+
+
+def test_the_overview_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"\n  {command} " in text for command in COMMANDS)
+    assert main([]) == 2
+    assert capsys.readouterr().out == text
+
+
+def test_an_unknown_command_or_option_is_told_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generat"]) == 2
+    assert "unknown command 'generat'; did you mean 'generate'?" in capsys.readouterr().err
+    assert main(["--versoin"]) == 2
+    assert "unknown option '--versoin'; did you mean '--version'?" in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith(f"jaxllm {__version__}")
+
+
+def test_exit_codes_of_the_process() -> None:
+    assert run("generate", "--no-such").returncode == 2
+    failed = run("generate", "x", "--file-x", "y")
+    assert failed.returncode == 2
+    failed = run("generate", "--file", "/no/such")
+    assert failed.returncode == 1
+    assert failed.stderr == "error: cannot read the prompt file /no/such: No such file or directory\n"
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    code = "import sys; from jaxllm.cli.main import main; sys.exit(main())"
+    shell = f"{sys.executable} -c '{code}' config show | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
+    assert done.stdout.strip() in ("0", "141")
+
+
+def test_ctrl_c_while_loading_exits_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from jaxllm.cli import running
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(running, "open_llm", interrupted)
+    assert main(["generate", "a"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_config_show_tells_values_and_origins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "options.yaml"
+    path.write_text("block-size: 32\n")
+    monkeypatch.setenv("JAXLLM_OPT_TEMPERATURE", "0.25")
+    arguments = ["config", "show", "--config", str(path), "--max-num-seqs", "4"]
+    assert main([*arguments, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["block_size"] == {"value": 32, "origin": f"{path}:1"}
+    assert shown["temperature"] == {"value": 0.25, "origin": "$JAXLLM_OPT_TEMPERATURE"}
+    assert shown["max_num_seqs"] == {"value": 4, "origin": "command line"}
+    assert shown["seed"] == {"value": 0, "origin": "default"}
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    (tmp_path / "shown.yaml").write_text(text)
+    monkeypatch.delenv("JAXLLM_OPT_TEMPERATURE")
+    assert main(["config", "show", "--config", str(tmp_path / "shown.yaml"), "--json"]) == 0
+    assert {name: entry["value"] for name, entry in json.loads(capsys.readouterr().out).items()} == {
+        name: entry["value"] for name, entry in shown.items()
+    }
+
+
+def test_config_show_checks_values(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "show", "--block-size", "7"]) == 1
+    assert "block_size is 7, must be 8, 16, 32, 64 or 128" in capsys.readouterr().err
+
+
+def test_env_hides_secrets_and_says_what_matters(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+    assert main(["env", "--json"]) == 0
+    text = capsys.readouterr().out
+    assert "hf_secret" not in text
+    report = json.loads(text)
+    assert report["variables"]["HF_TOKEN"] == "(hidden)"
+    assert report["packages"]["jax"]
+    assert report["devices"]
+    assert report["compilation cache"]["size"] == "0 B in 0 files"
+    assert main(["env"]) == 0
+    assert "devices:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_completion_knows_commands_and_flags(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert "max-num-seqs" in script
+    assert "generate" in script
+
+
+def test_models_lists_architectures_and_the_hub_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, architecture in [("models--a--fine", "LlamaForCausalLM"), ("models--b--odd", "OddForCausalLM")]:
+        snapshot = tmp_path / name / "snapshots" / ("0" * 40)
+        snapshot.mkdir(parents=True)
+        (snapshot / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+        (tmp_path / name / "refs").mkdir()
+        (tmp_path / name / "refs" / "main").write_text("0" * 40)
+    assert main(["models", "--download-dir", str(tmp_path), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert "LlamaForCausalLM" in report["architectures"]
+    assert [(model["model"], model["supported"]) for model in report["models"][1:]] == [("a/fine", True), ("b/odd", False)]
+    assert main(["models", "--download-dir", str(tmp_path)]) == 0
+    assert "OddForCausalLM: not supported" in capsys.readouterr().out
+
+
+@pytest.fixture
+def planned(tmp_path: Path) -> str:
+    """A model directory without weights: enough to plan."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "rope_theta": 10000.0,
+        "torch_dtype": "float32",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return str(tmp_path)
+
+
+def test_dry_run_prints_the_memory_plan_and_loads_nothing(
+    planned: str, opened: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in (["generate", "x"], ["bench", "throughput"], ["chat"]):
+        assert main([*command, "--dry-run", "--model", planned, "--max-num-seqs", "3"]) == 0
+        shown = capsys.readouterr().out
+        assert "LlamaForCausalLM" in shown
+        assert "max_num_seqs: 3" in shown
+        assert "KV cache" in shown
+    assert opened.core is None
+
+
+def test_dry_run_says_what_does_not_fit(planned: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "x", "--dry-run", "--model", planned, "--num-gpu-blocks-override", "3"]) == 1
+    assert "the KV cache is too small for one request" in capsys.readouterr().err
+
+
+def test_inspect_tells_the_numbers_of_a_model(planned: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", planned, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    per_layer = 16 * 8 * (4 + 2 + 2) + 4 * 8 * 16 + 3 * 16 * 32 + 2 * 16
+    assert report["num_parameters"] == 2 * 64 * 16 + 16 + 2 * per_layer
+    assert report["weight_bytes"] == 4 * report["num_parameters"]
+    assert report["kv_cache_bytes_per_token"] == 2 * 2 * 2 * 8 * 4
+    assert report["memory_plan"]["fits"] is True
+    assert main(["inspect", planned, "--num-gpu-blocks-override", "2"]) == 0
+    assert "it does not fit: the KV cache is too small" in capsys.readouterr().out
+
+
+def test_a_misspelt_model_gets_a_suggestion(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(planning, "cached_models", lambda *_: [SimpleNamespace(repo_id="Qwen/Qwen3-0.6B")])
+    assert main(["inspect", "./Qwen3-0.6"]) == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: ")
+    assert "did you mean 'Qwen/Qwen3-0.6B'?" in shown

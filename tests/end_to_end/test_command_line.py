@@ -1,0 +1,109 @@
+"""The `jaxllm` command with the demo model in a process of its own, as a user runs it."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SMALL = ("--max-num-seqs", "3", "--max-num-batched-tokens", "32")
+CODE = "import sys; from jaxllm.cli.main import main; sys.exit(main())"
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One compilation cache for all, so that only the first process compiles."""
+    return tmp_path_factory.mktemp("cache")
+
+
+def start(cache: Path, arguments: Sequence[str]) -> "subprocess.Popen[bytes]":
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("JAXLLM_")}
+    environment |= {"JAXLLM_CACHE_DIR": str(cache), "JAX_NUM_CPU_DEVICES": "1", "HF_HUB_OFFLINE": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-c", CODE, *arguments],
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def run(cache: Path, *arguments: str) -> tuple[int, str, str]:
+    process = start(cache, arguments)
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out.decode(), err.decode()
+
+
+def run_and_interrupt(cache: Path, *arguments: str, after_lines: int) -> tuple[int, str, str]:
+    """Press Ctrl-C as soon as stdout has this many lines."""
+    process = start(cache, arguments)
+    assert process.stdout is not None
+    begun = b"".join(process.stdout.readline() for _ in range(after_lines))
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    return process.returncode, (begun + out).decode(), err.decode()
+
+
+def test_generate_writes_text_to_stdout_and_the_rest_to_stderr(cache: Path) -> None:
+    code, out, err = run(cache, "generate", "def is_even(number):", "--max-tokens", "30")
+    assert code == 0
+    assert "return" in out
+    lines = [line for line in err.splitlines() if not line.startswith("compiling")]
+    assert lines[0].startswith("memory plan for ")
+    plan = next(place for place, line in enumerate(lines) if line.startswith("  KV cache"))
+    assert lines[plan + 1].startswith("loading weights: 15.6 MiB")
+    assert lines[plan + 2].startswith("engine ready in ")
+    assert re.fullmatch(r"8 prompt tokens, 30 output tokens, time to first token .* tokens/s", lines[plan + 3])
+    assert len(lines) == plan + 4
+
+
+def test_ctrl_c_while_one_answer_streams(cache: Path) -> None:
+    code, out, err = run_and_interrupt(cache, "generate", "def f(x):", "--ignore-eos", "--max-tokens", "2000", after_lines=2)
+    assert code == 130
+    assert out.endswith("\n") and len(out.splitlines()) >= 2
+    assert err.splitlines()[-1] == "interrupted: 0 of 1 prompts were finished"
+    assert "Traceback" not in err
+
+
+def test_ctrl_c_in_a_batch_prints_what_was_finished(cache: Path, tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    lengths = [4, 1900, 4]
+    path.write_text("".join(json.dumps({"prompt": "def f(x):", "max_tokens": n, "ignore_eos": True}) + "\n" for n in lengths))
+    code, out, err = run_and_interrupt(cache, "generate", "--file", str(path), "--json", *SMALL, after_lines=1)
+    assert code == 130
+    printed = [json.loads(line) for line in out.splitlines()]
+    assert [entry["index"] for entry in printed] == [0, 2]
+    assert all(len(entry["outputs"][0]["token_ids"]) == 4 for entry in printed)
+    assert err.splitlines()[-1] == "interrupted: 2 of 3 prompts were finished"
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["generate", "x", "--max-tokes", "3"], 2, "unknown option '--max-tokes'; did you mean '--max-tokens'?"),
+        (["generate", "x", "-m", "dmo"], 1, "did you mean 'demo'?"),
+        (["generate", "x", "-m", "Qwen/Qwen3-0.6B"], 1, "HF_HUB_OFFLINE forbids to download it; give a local model directory"),
+        (["generate", "x", "-m", "/no/such"], 1, "'/no/such' is neither a local directory nor a hub id"),
+        (["generate", "x", "-m", "tests"], 1, "tests is not a model directory: it has no config.json"),
+        (["generate", "x", "-tp", "3"], 1, "tensor_parallel_size is 3, which does not divide"),
+        (["generate", "x", "-tp", "2"], 1, "tensor_parallel_size is 2, this machine has 1 device (cpu); leave it out"),
+        (["generate", "x", "--num-gpu-blocks-override", "3"], 1, "use --max-model-len 32 or less"),
+        (["generate", "x", "y", "word " * 3000], 1, "1 of 3 prompts cannot be served, none was run: prompt 2: prompt has 3001"),
+        (["generate", "x", "--stop-token-ids", "9999"], 1, "stop_token_ids has token id 9999; the vocabulary has 0 to 4095"),
+    ],
+)
+def test_what_is_wrong_is_one_line(cache: Path, arguments: list[str], code: int, message: str) -> None:
+    found, out, err = run(cache, *arguments)
+    assert (found, out) == (code, "")
+    assert message in err
+    faults = [line for line in err.splitlines() if "error: " in line]
+    assert len(faults) == 1
+    assert "Traceback" not in err

@@ -1,0 +1,136 @@
+"""Whole engines against what transformers computed: greedy tokens and prompt logprobs, however the work is cut up."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxllm import LLM, SamplingParams
+from jaxllm.engine.core import EngineCore
+from jaxllm.request import EngineCoreRequest
+from tests.helpers import engines, goldens
+
+NUM_TOKENS = 64
+SMALL_POOL = 12
+"""Blocks: 11 usable ones, where four requests of up to 104 tokens want 7 each."""
+
+
+@pytest.fixture(scope="module", params=goldens.NAMES)
+def variant(request):
+    """Name of a golden, and an engine over it that all checks share."""
+    core = engines.make_core(request.param)
+    yield request.param, core
+    core.shutdown()
+
+
+def requests_of(name: str, **params) -> list[EngineCoreRequest]:
+    """All prompts of a golden at once: more than there are rows, of lengths 1 to 40."""
+    return [
+        engines.request(str(i), result.prompt, max_tokens=NUM_TOKENS, **params)
+        for i, result in enumerate(goldens.golden(name).results)
+    ]
+
+
+def check(name: str, core: EngineCore, *, prompt_logprobs: bool = True) -> dict[str, engines.Answer]:
+    """Run a golden's prompts and compare."""
+    requests = requests_of(name, prompt_logprobs=0) if prompt_logprobs else requests_of(name)
+    answers = engines.run(core, requests)
+    for i, result in enumerate(goldens.golden(name).results):
+        answer = answers[str(i)]
+        assert len(result.tokens) == NUM_TOKENS
+        assert answer.tokens == result.tokens, f"prompt {i} of {len(result.prompt)} tokens"
+        if prompt_logprobs and len(result.prompt) > 1:
+            found = answer.prompt_logprobs
+            assert found is not None and found.token_ids[:, 0].tolist() == result.prompt[1:]
+            np.testing.assert_allclose(found.logprobs[:, 0], result.prompt_logprobs, rtol=0, atol=1e-4)
+    return answers
+
+
+def poison(core: EngineCore) -> None:
+    """Fill the cache with NaN: nothing may be read before it is written."""
+    caches = core.runner.caches
+    core.runner.caches = tuple(jax.device_put(np.full(x.shape, np.nan, x.dtype), x.sharding) for x in caches)
+
+
+def test_whole_prompts(variant):
+    name, core = variant
+    engines.reschedule(core)
+    check(name, core)
+    assert core.stats().num_preemptions == 0
+
+
+def test_cached_prompts(variant):
+    name, core = variant
+    engines.reschedule(core)
+    check(name, core, prompt_logprobs=False)
+    assert core.stats().prefix_cache_hits == 0
+    answers = check(name, core, prompt_logprobs=False)
+    for i, result in enumerate(goldens.golden(name).results):
+        assert answers[str(i)].num_cached_tokens == len(result.prompt) // 16 * 16
+    assert core.stats().prefix_cache_hits > 0
+
+
+@pytest.mark.parametrize(("max_in_flight", "enable_prefix_caching"), [(1, True), (1, False), (2, False), (3, True)])
+def test_chunks_and_preemption(variant, max_in_flight, enable_prefix_caching):
+    name, core = variant
+    poison(core)
+    engines.reschedule(
+        core,
+        num_blocks=SMALL_POOL,
+        max_num_batched_tokens=16,
+        async_scheduling=max_in_flight > 1,
+        max_in_flight=max_in_flight,
+        enable_prefix_caching=enable_prefix_caching,
+    )
+    for prompt_logprobs in (True, False):  # requests with prompt logprobs do not read the prefix cache
+        before = core.stats().num_preemptions
+        answers = check(name, core, prompt_logprobs=prompt_logprobs)
+        assert sum(answer.num_preemptions for answer in answers.values()) == core.stats().num_preemptions - before > 0
+    assert (core.stats().resumed_prefix_cache_hits > 0) == enable_prefix_caching
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("qwen3", {"block_size": 8}),
+        ("mistral_window", {"block_size": 8}),
+        ("llama_gqa", {"attention_implementation": "reference"}),
+        ("llama_head_dim", {"attention_implementation": "triton"}),
+        ("llama_gqa", {"tensor_parallel_size": 2}),
+        ("qwen3", {"tensor_parallel_size": 8}),
+        ("qwen3", {"tensor_parallel_size": 2, "attention_implementation": "triton"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(f"{k}={v}" for k, v in value.items()),
+)
+def test_other_engines(name, options):
+    """A pool that is really small, as `num_gpu_blocks_override` makes it."""
+    block_size = options.get("block_size", 16)
+    core = engines.make_core(name, num_gpu_blocks_override=11 * 16 // block_size + 1, **options)
+    check(name, core)
+    assert core.stats().num_preemptions > 0
+    core.shutdown()
+
+
+@pytest.mark.torch
+def test_live_against_transformers():
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    directory = goldens.golden("qwen2").directory
+    reference = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(reference.config.vocab_size, size=length).tolist() for length in (2, 19, 31)]
+    expected, expected_logprobs = [], []
+    for prompt in prompts:
+        with torch.no_grad():
+            given = torch.tensor([prompt])
+            ids = reference.generate(given, attention_mask=torch.ones_like(given), do_sample=False, max_new_tokens=NUM_TOKENS)
+            logprobs = torch.log_softmax(reference(given).logits[0], -1).numpy()
+        expected.append(ids[0, len(prompt) :].tolist())
+        expected_logprobs.append([logprobs[i, token] for i, token in enumerate(prompt[1:])])
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, prompt_logprobs=0)
+    with LLM(str(directory), **engines.SMALL) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    for prompt, output, tokens, logprobs in zip(prompts, outputs, expected, expected_logprobs, strict=True):
+        assert output.outputs[0].token_ids == tokens
+        assert output.prompt_logprobs is not None and output.prompt_logprobs[0] is None
+        found = [at[token].logprob for at, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)]
+        np.testing.assert_allclose(found, logprobs, rtol=0, atol=1e-4)

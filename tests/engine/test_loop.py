@@ -1,0 +1,83 @@
+"""The loop with a fake runner: order of dispatching and reading."""
+
+import pytest
+
+from jaxllm.config import EngineConfig
+from jaxllm.engine.loop import StepLoop
+from jaxllm.request import EngineCoreRequest, Request
+from jaxllm.sampling_params import SamplingParams
+from jaxllm.scheduler.scheduler import Scheduler
+from jaxllm.scheduler_output import ModelRunnerOutput
+
+
+class FakeRunner:
+    """Samples token 7 for every request that has computed all its known tokens, and records what happens when."""
+
+    def __init__(self):
+        self.events = []
+        self.known = {}
+
+    def dispatch(self, plan):
+        step = sum(event[0] == "dispatch" for event in self.events)
+        self.events.append(("dispatch", step))
+        starts = dict(zip(plan.scheduled_cached_reqs.request_ids, plan.scheduled_cached_reqs.num_computed_tokens, strict=True))
+        for new in plan.scheduled_new_reqs:
+            self.known[new.request_id] = len(new.token_ids)
+            starts[new.request_id] = new.num_computed_tokens
+        sampled = {
+            request_id: [7]
+            for request_id, n in plan.num_scheduled_tokens.items()
+            if starts[request_id] + n >= self.known[request_id]
+        }
+        return FakePending(self, step, sampled)
+
+
+class FakePending:
+    def __init__(self, runner, step, sampled):
+        self.runner, self.step, self.sampled = runner, step, sampled
+
+    def result(self):
+        self.runner.events.append(("read", self.step))
+        return ModelRunnerOutput(self.sampled)
+
+
+def make_loop(max_in_flight):
+    config = EngineConfig.from_options(
+        max_num_seqs=4, max_num_batched_tokens=32, async_scheduling=max_in_flight > 1, enable_prefix_caching=False
+    )
+    scheduler = Scheduler(config.scheduler, config.cache, num_blocks=20, max_model_len=64)
+    return StepLoop(scheduler, FakeRunner(), max_in_flight=max_in_flight)
+
+
+def run(loop, num_tokens, max_steps=100):
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    loop.scheduler.add_request(Request(EngineCoreRequest(request_id="a", prompt_token_ids=[1, 2, 3], sampling_params=params)))
+    tokens = []
+    for _ in range(max_steps):
+        if not loop.has_work:
+            return tokens
+        for output in loop.step():
+            tokens += output.new_token_ids
+    raise AssertionError("the request never ended")
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2, 3])
+def test_a_request_gets_exactly_its_tokens_and_no_step_too_many(max_in_flight):
+    loop = make_loop(max_in_flight)
+    assert run(loop, 5) == [7] * 5
+    assert loop.runner.events.count(("dispatch", 4)) == 1 and ("dispatch", 5) not in loop.runner.events
+    loop.scheduler.check_integrity()
+
+
+def test_the_next_step_is_dispatched_before_the_last_one_is_read():
+    loop = make_loop(2)
+    run(loop, 4)
+    events = loop.runner.events
+    for step in range(3):
+        assert events.index(("dispatch", step + 1)) < events.index(("read", step))
+
+
+def test_without_async_scheduling_each_step_is_read_before_the_next():
+    loop = make_loop(1)
+    run(loop, 3)
+    assert loop.runner.events == [(what, step) for step in range(3) for what in ("dispatch", "read")]

@@ -1,0 +1,295 @@
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxllm.config import EngineConfig
+from jaxllm.errors import ConfigError, EngineDeadError, EngineError, InvalidRequestError
+from jaxllm.llm import LLM
+from jaxllm.outputs import EngineCoreOutput
+from jaxllm.request import FinishReason
+from jaxllm.sampling_params import RequestOutputKind, SamplingParams
+from tests.helpers.fake_engine_core import FakeEngineCore
+from tests.helpers.fake_front import echo, fake_core
+
+LONG = SamplingParams(max_tokens=50)
+
+
+def llm_of(directory: Path, script: Any = "one two three", **options: Any) -> LLM:
+    core = fake_core(directory, script, **options)
+    return LLM.from_config(core.config, core=core)
+
+
+def core_of(llm: LLM) -> FakeEngineCore:
+    assert isinstance(llm.llm_engine.core, FakeEngineCore)
+    return llm.llm_engine.core
+
+
+def is_clean(llm: LLM) -> bool:
+    return not core_of(llm).has_unfinished_requests() and not llm.llm_engine.has_unfinished_requests()
+
+
+def test_answers_come_in_the_order_of_the_prompts(model_directory: Path) -> None:
+    # The last prompts finish first.
+    llm = llm_of(model_directory, lambda request: [request.prompt_token_ids[-1]] * (20 - request.prompt_token_ids[-1]) + [1])
+    outputs = llm.generate([[5, last] for last in range(2, 12)], LONG, use_tqdm=False)
+    assert [output.prompt_token_ids[-1] for output in outputs] == list(range(2, 12))
+    assert all(output.outputs[0].token_ids[0] == output.prompt_token_ids[-1] for output in outputs)
+    assert all(output.finished for output in outputs) and is_clean(llm)
+
+
+def test_prompts_of_every_form(model_directory: Path) -> None:
+    llm = llm_of(model_directory)
+    ids = llm.get_tokenizer().encode("hi")
+    for prompts, count in (
+        ("hi", 1),
+        (["hi"], 1),
+        (ids, 1),
+        ([ids, ids], 2),
+        ({"prompt": "hi"}, 1),
+        (["hi", {"prompt_token_ids": ids}], 2),
+    ):
+        outputs = llm.generate(prompts, LONG, use_tqdm=False)  # type: ignore[arg-type]
+        assert [output.prompt_token_ids for output in outputs] == [ids] * count
+        assert outputs[0].outputs[0].text == "one two three"
+    assert llm.generate([], LONG, use_tqdm=False) == []
+
+
+def test_lists_of_params_and_priorities_must_match(model_directory: Path) -> None:
+    llm = llm_of(model_directory)
+    outputs = llm.generate(
+        ["a", "b"], [SamplingParams(max_tokens=1), SamplingParams(max_tokens=2)], use_tqdm=False, priority=[3, 1]
+    )
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 2]
+    assert [request.priority for request in core_of(llm).requests] == [3, 1]
+    with pytest.raises(InvalidRequestError, match="sampling_params has 1 entries for 2 prompts"):
+        llm.generate(["a", "b"], [LONG], use_tqdm=False)
+    with pytest.raises(InvalidRequestError, match="priority has 3 values for 2 prompts"):
+        llm.generate(["a", "b"], LONG, use_tqdm=False, priority=[1, 2, 3])
+
+
+def test_params_default_to_the_model_s_own(model_directory: Path) -> None:
+    llm = llm_of(model_directory)
+    llm.generate("hi", use_tqdm=False)
+    params = core_of(llm).requests[0].sampling_params
+    assert (params.temperature, params.max_tokens) == (0.5, 4)
+
+
+def test_bad_prompts_are_named_before_anything_runs(model_directory: Path) -> None:
+    llm = llm_of(model_directory)
+    with pytest.raises(
+        InvalidRequestError,
+        match=r"2 of 4 prompts.*none was run: prompt 1: prompt is empty.*prompt 3: prompt has the token id -1",
+    ):
+        llm.generate(["fine", "", "fine", [-1]], LONG, use_tqdm=False)
+    with pytest.raises(InvalidRequestError, match="^prompt is empty"):
+        llm.generate("", LONG, use_tqdm=False)
+    with pytest.raises(InvalidRequestError, match="and 2 more"):
+        llm.generate([""] * 12, LONG, use_tqdm=False)
+    with pytest.raises(InvalidRequestError, match="prompts is a int"):
+        llm.generate(3, LONG, use_tqdm=False)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="1 of 2 prompts"):
+        llm.generate_iter(["", "fine"])
+    assert core_of(llm).requests == []
+
+
+def test_chat_uses_the_template_and_never_doubles_bos(model_directory: Path) -> None:
+    llm = llm_of(model_directory)
+    tokenizer = llm.get_tokenizer()
+    talk = [{"role": "user", "content": "hi"}]
+    (one,) = llm.chat(talk, LONG, use_tqdm=False)
+    assert one.prompt == "<s><|user|>hi</s><|assistant|>"
+    assert one.prompt_token_ids.count(tokenizer.bos_token_id) == 1
+    assert one.prompt_token_ids == tokenizer.apply_chat_template(talk, add_generation_prompt=True)
+    assert len(llm.chat([talk, talk], LONG, use_tqdm=False)) == 2
+    (custom,) = llm.chat(
+        talk,
+        LONG,
+        use_tqdm=False,
+        chat_template="{{ x }}{{ tools[0].name }}",
+        chat_template_kwargs={"x": 1},
+        tools=[{"name": "f"}],
+    )
+    assert custom.prompt == "1f"
+    with pytest.raises(InvalidRequestError, match="1 of 2 conversations.*conversation 1: messages is empty"):
+        llm.chat([talk, []], LONG, use_tqdm=False)
+    with pytest.raises(InvalidRequestError, match="messages is a str"):
+        llm.chat(["hi"], LONG, use_tqdm=False)  # type: ignore[list-item]
+
+
+def test_a_chat_template_option_is_the_default(model_directory: Path) -> None:
+    llm = llm_of(model_directory, chat_template="{{ messages[0].content }}!")
+    assert llm.chat([{"role": "user", "content": "hi"}], LONG, use_tqdm=False)[0].prompt == "hi!"
+
+
+def test_the_bar_counts_prompts_and_tokens(model_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    calls: list[Any] = []
+
+    class Bar:
+        def __init__(self, **options: Any):
+            calls.append(options["total"])
+
+        def set_postfix_str(self, text: str, refresh: bool) -> None:
+            calls.append(text)
+
+        def update(self, count: int) -> None:
+            calls.append(count)
+
+        def close(self) -> None:
+            calls.append("closed")
+
+    llm = llm_of(model_directory)
+    llm.generate(["a", "b"], LONG, use_tqdm=Bar)
+    assert calls[0] == 2 and calls[2] == calls[4] == 1 and calls[-1] == "closed" and "tok/s" in calls[1]
+    assert capsys.readouterr().err == ""
+    llm.generate(["a", "b"], LONG)
+    assert "Processed prompts: 100%" in capsys.readouterr().err
+
+
+def test_outputs_stream(model_directory: Path) -> None:
+    llm = llm_of(model_directory)
+    params = SamplingParams(max_tokens=50, output_kind=RequestOutputKind.DELTA)
+    texts = ["", ""]
+    for place, output in llm.generate_iter(["a", "b"], params):
+        texts[place] += output.outputs[0].text
+    assert texts == ["one two three"] * 2
+
+
+def test_closing_the_iterator_frees_what_is_left(model_directory: Path) -> None:
+    llm = llm_of(model_directory)
+    outputs = llm.generate_iter(["a", "b", "c"], LONG)
+    next(outputs)
+    outputs.close()
+    assert is_clean(llm) and len(core_of(llm).aborted) == 3
+
+
+def test_iterators_may_be_nested(model_directory: Path) -> None:
+    llm = llm_of(model_directory)
+    texts = []
+    params = SamplingParams(max_tokens=50, output_kind=RequestOutputKind.FINAL_ONLY)
+    for _, output in llm.generate_iter(["a", "b"], params):
+        inner = llm.generate("c", LONG, use_tqdm=False)
+        assert inner[0].outputs[0].text == "one two three"
+        texts.append(output.outputs[0].text)
+    assert texts.count("one two three") == 2 and is_clean(llm) and not llm._strays
+
+
+def test_ctrl_c_ends_the_run_after_the_step_and_leaves_the_engine_clean(model_directory: Path) -> None:
+    llm = llm_of(model_directory, lambda request: [7] * request.prompt_token_ids[-1] + [1])
+    core, finished = core_of(llm), []
+    steps_ended = []
+
+    def interrupt() -> None:
+        if core.num_steps == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+            steps_ended.append(True)  # the step goes on
+
+    core.before_step = interrupt
+    params = SamplingParams(max_tokens=50, output_kind=RequestOutputKind.FINAL_ONLY)
+    with pytest.raises(KeyboardInterrupt):
+        for place, _ in llm.generate_iter([[5, 2], [5, 20]], params):
+            finished.append(place)
+    assert steps_ended and finished == [0], "the answer that this very step finished was lost"
+    assert is_clean(llm)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    core.before_step = lambda: None
+    assert llm.generate([[5, 2]], LONG, use_tqdm=False)[0].finished
+
+
+def test_a_second_ctrl_c_does_not_wait(model_directory: Path) -> None:
+    llm = llm_of(model_directory)
+
+    def interrupt_twice() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("the step went on")
+
+    core_of(llm).before_step = interrupt_twice
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("a", LONG, use_tqdm=False)
+    assert is_clean(llm)
+
+
+def test_a_failed_step_ends_the_run_and_frees_everything(model_directory: Path) -> None:
+    llm = llm_of(model_directory)
+    core = core_of(llm)
+
+    def fail() -> None:
+        raise EngineDeadError("out of luck")
+
+    core.before_step = fail
+    with pytest.raises(EngineDeadError, match="out of luck"):
+        llm.generate(["a", "b"], LONG, use_tqdm=False)
+    assert is_clean(llm)
+
+
+def test_a_request_that_fails_alone_is_named(model_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = llm_of(model_directory, echo)
+    core = core_of(llm)
+    step = core.step
+
+    def failing_step() -> list[EngineCoreOutput]:
+        news = step()
+        if core.num_steps > 1:
+            return news
+        core.running.pop(news[1].request_id)
+        return [news[0], EngineCoreOutput(news[1].request_id, [], FinishReason.ERROR, "logits are NaN")]
+
+    monkeypatch.setattr(core, "step", failing_step)
+    with pytest.raises(EngineError, match="prompt 1 of 2 failed: logits are NaN"):
+        llm.generate(["a", "b"], LONG, use_tqdm=False)
+    assert is_clean(llm)
+    core.num_steps = 0
+    outputs = dict(llm.generate_iter(["a", "b"], LONG))
+    assert [outputs[place].outputs[0].finish_reason for place in (0, 1)] == ["stop", "error"]
+
+
+def test_options_are_the_engine_s(monkeypatch: pytest.MonkeyPatch, model_directory: Path) -> None:
+    seen = []
+
+    def build(config: EngineConfig, progress: Any, processors: Any) -> FakeEngineCore:
+        seen.append((config, progress, processors))
+        return fake_core(model_directory)
+
+    monkeypatch.setattr("jaxllm.llm_engine._build_core", build)
+    monkeypatch.setattr("jaxllm.llm_engine._check_model", lambda *_: None)
+    LLM(
+        model=str(model_directory),
+        tensor_parallel_size=2,
+        gpu_memory_utilization=0.5,
+        max_model_len=64,
+        dtype="float32",
+        seed=3,
+        trust_remote_code=False,
+        enforce_eager=False,
+        disable_log_stats=True,
+        logits_processors=["a processor"],  # type: ignore[list-item]
+    )
+    assert seen[0][0].parallel.tensor_parallel_size == 2 and seen[0][1] is not None and seen[0][2] == ["a processor"]
+    with pytest.raises(ConfigError, match="unknown engine option 'max_num_sequences'; did you mean 'max_num_seqs'"):
+        LLM(model=str(model_directory), max_num_sequences=3)
+    with pytest.raises(ConfigError, match="enforce_eager is True, can only be False: .*warmup"):
+        LLM(model=str(model_directory), enforce_eager=True)
+
+
+def test_a_context_manager_shuts_down(model_directory: Path) -> None:
+    with llm_of(model_directory) as llm:
+        assert llm.reset_prefix_cache() is True
+        core = core_of(llm)
+    assert core.is_shut_down
+    with pytest.raises(EngineDeadError):
+        llm.generate("a", LONG, use_tqdm=False)
+
+
+def test_metrics_tell_what_was_done(model_directory: Path) -> None:
+    llm = llm_of(model_directory)
+    outputs = llm.generate(["a", "b"], LONG, use_tqdm=False)
+    metrics = {(metric.name, metric.labels.get("finished_reason")): metric for metric in llm.get_metrics()}
+    assert metrics["jaxllm:generation_tokens", None].value == sum(len(output.outputs[0].token_ids) for output in outputs)
+    assert metrics["jaxllm:prompt_tokens", None].value == sum(len(output.prompt_token_ids) for output in outputs)
+    assert metrics["jaxllm:request_success", "stop"].value == 2
+    assert metrics["jaxllm:time_to_first_token_seconds", None].count == 2
+    with pytest.raises(ConfigError, match="disable_log_stats"):
+        llm_of(model_directory, disable_log_stats=True).get_metrics()

@@ -1,0 +1,135 @@
+"""Real engines over the tiny checkpoints: few programs, quick to compile, and several schedulers over one runner."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from jaxllm.config import EngineConfig
+from jaxllm.engine.core import EngineCore
+from jaxllm.engine.loop import StepLoop
+from jaxllm.outputs import EngineCoreOutput
+from jaxllm.progress import Progress
+from jaxllm.request import EngineCoreRequest, FinishReason
+from jaxllm.runner.step_programs import ProgramKey
+from jaxllm.sampling.processors import Processor
+from jaxllm.sampling_params import SamplingParams
+from jaxllm.scheduler.scheduler import Scheduler
+from jaxllm.scheduler_output import TokenLogprobs
+from tests.helpers import goldens
+
+SMALL = {
+    "skip_tokenizer_init": True,
+    "compilation_cache": False,
+    "use_progress_bar": False,
+    "max_model_len": 112,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 112,
+    "decode_buckets": (4,),
+    "token_buckets": (112,),
+}
+"""A program of each kind: steps of any size are padded to the same few shapes."""
+
+
+def make_core(name: str, *, processors: tuple[Processor, ...] = (), **options: Any) -> EngineCore:
+    """An engine over a golden's checkpoint; options beside or in place of SMALL."""
+    model = str(goldens.golden(name).directory)
+    core = EngineCore(EngineConfig.from_options(model=model, **{**SMALL, **options}), processors=processors)
+    buckets = core.runner.buckets
+    largest = [ProgramKey("forward", buckets.tokens[-1]), ProgramKey("decode", buckets.decode_rows[-1])]
+    core.runner.programs.compile_all(largest, Progress())  # at the same time
+    return core
+
+
+def reschedule(core: EngineCore, *, num_blocks: int | None = None, max_in_flight: int = 2, **options: Any) -> EngineCore:
+    """The same engine with a new scheduler, empty prefix cache included; its programs stay compiled.
+
+    The options are the scheduler's and the cache's; a pool smaller than the device's arrays is as good as a small device.
+    `max_in_flight`: steps, with async scheduling (2 is what a CPU has, 3 what a GPU has).
+    """
+    assert not core.has_unfinished_requests()
+    for request_id in list(core.runner.rows.by_request):
+        core.runner.rows.remove(request_id)
+    config = core.config.replace(**options)
+    core.scheduler = Scheduler(
+        config.scheduler, config.cache, num_blocks=num_blocks or core.memory_plan.num_blocks, max_model_len=core.max_model_len
+    )
+    core.loop = StepLoop(core.scheduler, core.runner, max_in_flight=max_in_flight if config.scheduler.async_scheduling else 1)
+    return core
+
+
+def request(request_id: str, prompt: list[int], **params: Any) -> EngineCoreRequest:
+    """Greedy and without an end before max_tokens, unless the parameters say otherwise; seeded, as the front would do."""
+    params = {"temperature": 0.0, "ignore_eos": True, "seed": 0, **params}
+    return EngineCoreRequest(request_id=request_id, prompt_token_ids=prompt, sampling_params=SamplingParams(**params))
+
+
+@dataclass
+class Answer:
+    """All that an engine said of one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: TokenLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+
+    def take(self, output: EngineCoreOutput) -> None:
+        """Add the news of a step."""
+        assert self.finish_reason is None, "news of a request that has ended"
+        self.tokens += output.new_token_ids
+        if output.new_logprobs is not None:
+            self.logprobs.append(output.new_logprobs)
+        if output.new_prompt_logprobs is not None:
+            assert self.prompt_logprobs is None, "prompt logprobs come once"
+            self.prompt_logprobs = output.new_prompt_logprobs
+        self.finish_reason = output.finish_reason
+        self.num_cached_tokens = output.num_cached_tokens
+        self.num_preemptions = output.num_preemptions
+
+    @property
+    def token_logprobs(self) -> TokenLogprobs:
+        """Those of all tokens as one."""
+        return TokenLogprobs(
+            *(np.concatenate([getattr(part, name) for part in self.logprobs]) for name in ("token_ids", "logprobs", "ranks"))
+        )
+
+
+def run(
+    core: EngineCore,
+    requests: Iterable[EngineCoreRequest],
+    *,
+    after_step: Callable[[int, dict[str, Answer]], None] = lambda step, answers: None,
+    max_steps: int = 3000,
+) -> dict[str, Answer]:
+    """The answers to requests that are all there from the start. `after_step` may add and abort others."""
+    answers: dict[str, Answer] = {}
+    for each in requests:
+        core.add_request(each)
+        answers[each.request_id] = Answer()
+    for step in range(max_steps):
+        if not core.has_unfinished_requests():
+            check_idle(core)
+            return answers
+        for output in core.step():
+            answers.setdefault(output.request_id, Answer()).take(output)
+        core.scheduler.check_integrity()
+        core.runner.rows.check_integrity()
+        after_step(step, answers)
+    raise AssertionError(f"not done after {max_steps} steps")
+
+
+def check_idle(core: EngineCore) -> None:
+    """Nothing runs and no block is held."""
+    pool = core.scheduler.cache_manager.pool
+    assert pool.num_free_blocks == pool.num_usable_blocks, "blocks are held by nobody"
+    assert not core.scheduler.requests
+
+
+def twin(core: EngineCore, *, processors: tuple[Processor, ...] = ()) -> EngineCore:
+    """Another engine of the same options, with the programs of the first: for tests that break theirs."""
+    other = EngineCore(core.config, processors=processors)
+    other.runner.programs._compiled.update(core.runner.programs._compiled)
+    return other

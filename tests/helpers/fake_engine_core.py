@@ -1,0 +1,145 @@
+"""An engine core without a model: each request says a given list of token ids, one a step, by the rules of the real core."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxllm.config import EngineConfig
+from jaxllm.errors import EngineDeadError
+from jaxllm.model_config import ModelConfig
+from jaxllm.outputs import EngineCoreOutput
+from jaxllm.request import EngineCoreRequest, FinishReason
+from jaxllm.scheduler_output import TokenLogprobs
+
+
+@dataclass(frozen=True)
+class FakeStats:
+    """What SchedulerStats has."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    cache_usage: float = 0.0
+    num_preemptions: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+
+
+def tiny_model_config(vocab_size: int, eos_token_ids: tuple[int, ...] = ()) -> ModelConfig:
+    """A model config of which only the vocabulary matters."""
+    return ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=vocab_size,
+        hidden_size=8,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+        intermediate_size=8,
+        max_position=4096,
+        eos_token_ids=eos_token_ids,
+    )
+
+
+def fake_logprobs(token_ids: Sequence[int], count: int, vocab_size: int) -> TokenLogprobs:
+    """A token t has the logprob -0.5 and rank 2; the likeliest others are t+1, t+2, …"""
+    ids = [[(token + offset) % vocab_size for offset in range(1 + count)] for token in token_ids]
+    logprobs = [[-0.5, *(-0.1 * (offset + 1) for offset in range(count))] for _ in token_ids]
+    return TokenLogprobs(np.array(ids, np.int32), np.array(logprobs, np.float32), np.full(len(ids), 2, np.int32))
+
+
+@dataclass
+class _Running:
+    request: EngineCoreRequest
+    script: list[int]
+    said: list[int] = field(default_factory=list)
+
+
+class FakeEngineCore:
+    """`script(request)` gives the token ids that a request says; after them it says 0 for ever."""
+
+    def __init__(
+        self,
+        script: Callable[[EngineCoreRequest], Sequence[int]],
+        *,
+        vocab_size: int = 1000,
+        max_model_len: int = 128,
+        tokens_per_step: int = 1,
+        config: EngineConfig | None = None,
+        eos_token_ids: tuple[int, ...] = (),
+    ):
+        self.config = config or EngineConfig()
+        self.model_config = tiny_model_config(vocab_size, eos_token_ids)
+        self.max_model_len = max_model_len
+        self.num_compiled_after_warmup = 0
+        self.processor_arguments: dict[str, int] = {}
+        self.requests: list[EngineCoreRequest] = []
+        """Every request that was ever added."""
+        self.running: dict[str, _Running] = {}
+        self.aborted: list[str] = []
+        self.num_steps = 0
+        self.before_step: Callable[[], None] = lambda: None
+        """Called at each step; may raise."""
+        self.is_shut_down = False
+        self._script = script
+        self._tokens_per_step = tokens_per_step
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        if self.is_shut_down:
+            raise EngineDeadError("the engine was shut down")
+        assert request.request_id not in self.running
+        self.requests.append(request)
+        self.running[request.request_id] = _Running(request, list(self._script(request)))
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            if self.running.pop(request_id, None) is not None:
+                self.aborted.append(request_id)
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.running)
+
+    def step(self) -> list[EngineCoreOutput]:
+        self.num_steps += 1
+        self.before_step()
+        return [self._advance(running) for running in list(self.running.values())]
+
+    def _advance(self, running: _Running) -> EngineCoreOutput:
+        request, params = running.request, running.request.sampling_params
+        is_first = not running.said
+        new: list[int] = []
+        reason: FinishReason | None = None
+        stop_reason: int | None = None
+        while len(new) < self._tokens_per_step and reason is None:
+            place = len(running.said)
+            token = running.script[place] if place < len(running.script) else 0
+            running.said.append(token)
+            new.append(token)
+            if token in request.eos_token_ids and not params.ignore_eos:
+                reason, stop_reason = FinishReason.STOP, None if token == request.eos_token_ids[0] else token
+            elif token in (params.stop_token_ids or ()):
+                reason, stop_reason = FinishReason.STOP, token
+            elif len(running.said) >= (params.max_tokens or 0):
+                reason = FinishReason.LENGTH
+        if reason is not None:
+            del self.running[request.request_id]
+        vocab_size = self.model_config.vocab_size
+        logprobs = None if params.logprobs is None else self.logprobs(request, new, params.logprobs)
+        prompt_logprobs = None
+        if is_first and params.prompt_logprobs is not None:
+            prompt_logprobs = fake_logprobs(request.prompt_token_ids[1:], params.prompt_logprobs, vocab_size)
+        return EngineCoreOutput(request.request_id, new, reason, stop_reason, logprobs, prompt_logprobs)
+
+    def logprobs(self, request: EngineCoreRequest, new_token_ids: list[int], count: int) -> TokenLogprobs:
+        """The logprobs of new tokens; a test may put its own in place."""
+        return fake_logprobs(new_token_ids, count, self.model_config.vocab_size)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        return reset_running_requests or not self.running
+
+    def stats(self) -> FakeStats:
+        return FakeStats(num_running=len(self.running), cache_usage=0.25, prefix_cache_queries=8, prefix_cache_hits=2)
+
+    def shutdown(self) -> None:
+        self.is_shut_down = True
+        self.running.clear()

@@ -1,0 +1,164 @@
+"""A runner without a model: its KV cache holds, in each slot, a digest of all tokens up to that position.
+
+Whatever a request reads is compared with the digest of what it should read, so a block that was shared wrongly, reused
+too early or never written shows itself in the step that reads it.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from jaxllm.outputs import EngineCoreOutput
+from jaxllm.scheduler.scheduler import Scheduler
+from jaxllm.scheduler_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
+
+_MASK = (1 << 61) - 1
+
+
+def digest(previous: int, token_id: int) -> int:
+    """The digest of a sequence from that of all but its last token."""
+    return (previous * 6364136223846793005 + token_id * 1442695040888963407 + 12345) % _MASK
+
+
+def next_token(last_digest: int, vocab_size: int) -> int:
+    """The token that the fake model draws after a sequence."""
+    return (last_digest >> 7) % vocab_size
+
+
+def oracle_tokens(prompt: list[int], count: int, vocab_size: int, ends: frozenset[int] = frozenset()) -> list[int]:
+    """The output of a request: `count` tokens, or fewer up to one of `ends`."""
+    last, output = 0, []
+    for token_id in prompt:
+        last = digest(last, token_id)
+    while len(output) < count and not (output and output[-1] in ends):
+        output.append(next_token(last, vocab_size))
+        last = digest(last, output[-1])
+    return output
+
+
+@dataclass
+class _Row:
+    token_ids: list[int]
+    block_ids: list[int]
+    num_computed: int
+    num_cached: int
+    digests: list[int] = field(default_factory=list)
+
+    def digest_at(self, position: int) -> int:
+        while len(self.digests) <= position:
+            previous = self.digests[-1] if self.digests else 0
+            self.digests.append(digest(previous, self.token_ids[len(self.digests)]))
+        return self.digests[position]
+
+
+class FakeRunner:
+    """Runs steps in the order of `dispatch`, as a device does."""
+
+    def __init__(self, *, num_blocks: int, block_size: int, vocab_size: int, max_num_seqs: int, max_tokens: int):
+        self.block_size, self.vocab_size = block_size, vocab_size
+        self.max_num_seqs, self.max_tokens = max_num_seqs, max_tokens
+        self.memory = [[-1] * block_size for _ in range(num_blocks)]
+        self.rows: dict[str, _Row] = {}
+        self.num_computed_tokens = 0
+
+    def dispatch(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Run a step."""
+        for request_id in (*plan.finished_request_ids, *plan.preempted_request_ids):
+            self.rows.pop(request_id, None)
+        for data in plan.scheduled_new_reqs:
+            self._admit(data)
+        cached = plan.scheduled_cached_reqs
+        for request_id, new_ids, num_computed in zip(
+            cached.request_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            row = self.rows[request_id]
+            row.block_ids += new_ids
+            assert row.num_computed == num_computed
+        order = [*cached.request_ids, *(data.request_id for data in plan.scheduled_new_reqs)]
+        assert list(plan.num_scheduled_tokens) == order
+        assert 0 < plan.total_num_scheduled_tokens == sum(plan.num_scheduled_tokens.values()) <= self.max_tokens
+        assert len(self.rows) <= self.max_num_seqs
+        for request_id, count in plan.num_scheduled_tokens.items():
+            self._write(self.rows[request_id], count)
+        sampled = {}
+        for request_id, count in plan.num_scheduled_tokens.items():
+            row = self.rows[request_id]
+            row.num_computed += count
+            self._check_reads(row)
+            if row.num_computed == len(row.token_ids):
+                sampled[request_id] = [next_token(row.digest_at(row.num_computed - 1), self.vocab_size)]
+                row.token_ids += sampled[request_id]
+        self.num_computed_tokens += plan.total_num_scheduled_tokens
+        return ModelRunnerOutput(sampled)
+
+    def _admit(self, data: NewRequestData) -> None:
+        assert data.request_id not in self.rows
+        assert data.num_cached_tokens - data.num_computed_tokens in (0, 1)
+        row = _Row(list(data.token_ids), list(data.block_ids), data.num_computed_tokens, data.num_cached_tokens)
+        self.rows[data.request_id] = row
+
+    def _slot(self, row: _Row, position: int) -> tuple[list[int], int]:
+        block_id = row.block_ids[position // self.block_size]
+        assert block_id != 0
+        return self.memory[block_id], position % self.block_size
+
+    def _write(self, row: _Row, count: int) -> None:
+        assert count > 0 and row.num_computed + count <= len(row.token_ids)
+        for position in range(max(row.num_computed, row.num_cached), row.num_computed + count):
+            block, offset = self._slot(row, position)
+            block[offset] = row.digest_at(position)
+
+    def _check_reads(self, row: _Row) -> None:
+        for position in range(row.num_computed):
+            block, offset = self._slot(row, position)
+            assert block[offset] == row.digest_at(position), f"position {position} holds another sequence's keys"
+
+
+class FakeEngine:
+    """Scheduler and fake runner with up to `depth` steps in flight."""
+
+    def __init__(self, scheduler: Scheduler, *, vocab_size: int = 1000, depth: int = 1):
+        self.scheduler, self.depth = scheduler, depth
+        self.runner = FakeRunner(
+            num_blocks=len(scheduler.cache_manager.pool.blocks),
+            block_size=scheduler.cache_manager.block_size,
+            vocab_size=vocab_size,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_tokens=scheduler.max_num_batched_tokens,
+        )
+        self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self.plans: list[SchedulerOutput] = []
+
+    def dispatch(self) -> None:
+        """Plan and start steps until `depth` are in flight or nothing can be planned."""
+        while len(self.in_flight) < self.depth:
+            plan = self.scheduler.schedule()
+            self.scheduler.check_integrity()
+            if plan.total_num_scheduled_tokens == 0:
+                break
+            self.plans.append(plan)
+            self.in_flight.append((plan, self.runner.dispatch(plan)))
+
+    def collect(self) -> list[EngineCoreOutput]:
+        """Take in the oldest step in flight."""
+        if not self.in_flight:
+            return []
+        outputs = self.scheduler.update_from_output(*self.in_flight.popleft())
+        self.scheduler.check_integrity()
+        return outputs
+
+    def step(self) -> list[EngineCoreOutput]:
+        """Keep `depth` steps in flight and take in the oldest."""
+        self.dispatch()
+        return self.collect()
+
+    def run(self) -> dict[str, list[int]]:
+        """Step until every request has ended. Returns their tokens."""
+        tokens: dict[str, list[int]] = {}
+        while self.scheduler.has_requests():
+            self.dispatch()
+            assert self.in_flight, "requests wait and nothing runs"
+            for output in self.collect():
+                tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+        while self.in_flight:
+            assert self.collect() == []
+        return tokens

@@ -1,0 +1,70 @@
+"""The tiny checkpoints in tests/goldens with what transformers computed for them, and plain ways to run a model."""
+
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jaxllm.layers.dense_attention import dense_attend
+from jaxllm.loaders.load import load_weights
+from jaxllm.model_config import ModelConfig, load_model_config
+from jaxllm.models.registry import build_model
+from jaxllm.parallel.mesh import make_mesh
+
+FOLDER = Path(__file__).parent.parent / "goldens"
+NAMES = tuple(sorted(path.parent.name for path in FOLDER.glob("*/golden.json")))
+
+
+@dataclass(frozen=True)
+class Result:
+    """One prompt and what followed greedily."""
+
+    prompt: list[int]
+    prompt_logprobs: list[float]
+    """Of prompt[1:]."""
+    tokens: list[int]
+    logprobs: list[float]
+
+
+@dataclass(frozen=True)
+class Golden:
+    directory: Path
+    first_prompt_logits: np.ndarray
+    results: list[Result]
+
+
+@functools.cache
+def golden(name: str) -> Golden:
+    values = json.loads((FOLDER / name / "golden.json").read_text(encoding="utf-8"))
+    return Golden(FOLDER / name, np.array(values["first_prompt_logits"], np.float32), [Result(**r) for r in values["results"]])
+
+
+def load(directory: Path, *, tensor_parallel_size: int = 1, load_format: str = "auto") -> tuple[ModelConfig, nnx.State]:
+    """A checkpoint in float32 on the first devices."""
+    config = load_model_config(directory).for_tensor_parallel(tensor_parallel_size)
+    mesh = make_mesh(tensor_parallel_size)
+    return config, load_weights(config, build_model(config), directory, load_format=load_format, mesh=mesh)
+
+
+def logits(config: ModelConfig, state: nnx.State, token_ids: list[int], *, pad_to: int | None = None) -> np.ndarray:
+    """[T, V] of one sequence by dense attention; padding after it saves compilations."""
+    length = max(pad_to or 0, len(token_ids))
+    padded = np.zeros(length, np.int32)
+    padded[: len(token_ids)] = token_ids
+    return np.asarray(_forward(config)(state, padded, np.arange(length, dtype=np.int32)))[: len(token_ids)]
+
+
+@functools.cache
+def _forward(config: ModelConfig):
+    graph = nnx.graphdef(build_model(config))
+
+    @jax.jit
+    def forward(state, token_ids_T, positions_T):
+        model = nnx.merge(graph, state)
+        return model.logits(model(token_ids_T, positions_T, dense_attend(positions_T)))
+
+    return forward

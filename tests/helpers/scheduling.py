@@ -1,0 +1,83 @@
+"""Schedulers and requests with the sizes that tests like."""
+
+from typing import Any
+
+from jaxllm.config import CacheOptions, SchedulerOptions
+from jaxllm.outputs import EngineCoreOutput
+from jaxllm.request import EngineCoreRequest, Request
+from jaxllm.sampling_params import SamplingParams
+from jaxllm.scheduler.scheduler import Scheduler
+from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput
+
+EOS = 50_000
+
+
+def make_scheduler(
+    *,
+    num_blocks: int = 1000,
+    block_size: int = 16,
+    max_model_len: int = 8192,
+    caching: bool = True,
+    **options: Any,
+) -> Scheduler:
+    """A scheduler without watermark or run-ahead unless asked."""
+    options = {
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 8192,
+        "watermark": 0.0,
+        "async_scheduling": False,
+        **options,
+    }
+    cache = CacheOptions(block_size=block_size, enable_prefix_caching=caching)
+    return Scheduler(SchedulerOptions(**options), cache, num_blocks=num_blocks, max_model_len=max_model_len)
+
+
+def make_request(
+    request_id: str,
+    prompt: int | list[int],
+    *,
+    eos: tuple[int, ...] = (EOS,),
+    arrival: float = 0.0,
+    priority: int = 0,
+    cache_salt: str | None = None,
+    **params: Any,
+) -> Request:
+    """A request with the given prompt, or with one of that length that shares no beginning with another id's."""
+    if isinstance(prompt, int):
+        prompt = [sum(request_id.encode()) * 7 % 997] * prompt
+    spec = EngineCoreRequest(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        sampling_params=SamplingParams(**{"max_tokens": 16, **params}),
+        eos_token_ids=eos,
+        arrival_time=arrival,
+        priority=priority,
+        cache_salt=cache_salt,
+    )
+    return Request(spec)
+
+
+def result_of(scheduler: Scheduler, plan: SchedulerOutput, token: int = 7) -> ModelRunnerOutput:
+    """What a runner returns that always samples the same token. To be made before the next step is planned."""
+    sampled = {
+        request_id: [token]
+        for request_id in plan.num_scheduled_tokens
+        if (request := scheduler.requests[request_id]).num_computed_tokens >= request.num_tokens
+    }
+    return ModelRunnerOutput(sampled)
+
+
+def step(scheduler: Scheduler, token: int = 7) -> tuple[SchedulerOutput, list[EngineCoreOutput]]:
+    """Plan a step and take its tokens in."""
+    plan = scheduler.schedule()
+    outputs = scheduler.update_from_output(plan, result_of(scheduler, plan, token))
+    scheduler.check_integrity()
+    return plan, outputs
+
+
+def run_to_end(scheduler: Scheduler, token: int = 7) -> list[EngineCoreOutput]:
+    """Step until every request has ended."""
+    outputs = []
+    while scheduler.has_requests():
+        outputs += step(scheduler, token)[1]
+    return outputs

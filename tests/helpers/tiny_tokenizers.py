@@ -1,0 +1,97 @@
+"""Small real tokenizers, trained on the spot: byte-level, metaspace with byte fallback, and plain words."""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog. She sells sea shells, doesn't she?",
+    "def add(first, second):\n    return first + second\n",
+    "Grüße aus Köln! Ça va? 中文字符 and emoji 😀🎉 in one line.",
+    "one two three four five six seven eight nine ten " * 3,
+]
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}{{ eos_token }}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+BOS, EOS, ROLE, PLAIN = "<s>", "</s>", "<|user|>", "<plain>"
+
+
+@functools.cache
+def byte_level_json() -> str:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=[BOS, EOS], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    return _finished(tokenizer, trainer)
+
+
+@functools.cache
+def byte_fallback_json() -> str:
+    """As SentencePiece models look: ▁ for spaces, <0xE4> for bytes of unknown characters."""
+    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    # Trained on ASCII only, so that other characters fall back to bytes.
+    corpus = [text.encode("ascii", "ignore").decode().replace(" ", "▁") for text in CORPUS]
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>", BOS, EOS], show_progress=False)
+    tokenizer.train_from_iterator(corpus, trainer)
+    state = json.loads(tokenizer.to_str())
+    vocab = state["model"]["vocab"]
+    for token in byte_tokens:
+        vocab[token] = len(vocab)
+    state["model"]["byte_fallback"] = True
+    return _finished(Tokenizer.from_str(json.dumps(state)), None)
+
+
+@functools.cache
+def words_json() -> str:
+    """Without a decoder, so that tokens are joined by spaces."""
+    words = sorted({word for text in CORPUS for word in text.split()})
+    vocab = {word: place for place, word in enumerate(["<unk>", *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return _finished(tokenizer, None)
+
+
+def _finished(tokenizer: Tokenizer, trainer: Any) -> str:
+    if trainer is not None:
+        tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.add_special_tokens([BOS, EOS, ROLE])
+    tokenizer.add_tokens([AddedToken(PLAIN, normalized=False)])
+    bos = tokenizer.token_to_id(BOS)
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, bos)])
+    return tokenizer.to_str()
+
+
+KINDS = {"byte_level": byte_level_json, "byte_fallback": byte_fallback_json, "words": words_json}
+
+
+def write_tokenizer(
+    directory: Path,
+    kind: str = "byte_level",
+    *,
+    chat_template: Any = CHAT_TEMPLATE,
+    generation_config: dict[str, Any] | None = None,
+) -> Path:
+    """A model directory as far as the front reads it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "tokenizer.json").write_text(KINDS[kind](), encoding="utf-8")
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "chat_template": chat_template,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    if generation_config is not None:
+        (directory / "generation_config.json").write_text(json.dumps(generation_config), encoding="utf-8")
+    return directory

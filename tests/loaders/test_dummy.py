@@ -1,0 +1,58 @@
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxllm.loaders import dummy
+from jaxllm.loaders.dummy import init_params
+from jaxllm.loaders.layout import axes_of, parameters
+from jaxllm.model_config import load_model_config
+from jaxllm.models.registry import build_model
+from jaxllm.parallel.axes import sharding
+from jaxllm.parallel.mesh import make_mesh
+from tests.helpers import goldens
+
+
+def test_dummy_weights_are_placed_and_scaled():
+    config, state = goldens.load(goldens.FOLDER / "llama_bias", tensor_parallel_size=2, load_format="dummy")
+    mesh = make_mesh(2)
+    for path, variable in parameters(state):
+        values = variable[...]
+        assert values.sharding.is_equivalent_to(sharding(mesh, axes_of(variable)), values.ndim)
+        if path[-1] == "bias":
+            assert (values == 0).all()
+        elif "norm" in str(path[-2]):
+            assert (values == 1).all()
+        else:
+            assert float(values.std()) == pytest.approx(0.02, rel=0.1)
+
+
+def test_dummy_model_is_the_same_on_any_number_of_devices():
+    prompt = list(range(12))
+    one, eight = (goldens.load(goldens.FOLDER / "qwen2", tensor_parallel_size=size, load_format="dummy") for size in (1, 8))
+    np.testing.assert_allclose(goldens.logits(*one, prompt), goldens.logits(*eight, prompt)[:, :131], atol=1e-5)
+
+
+def test_one_program_per_distinct_shape():
+    dummy._maker.cache_clear()
+    goldens.load(goldens.FOLDER / "llama_gqa", load_format="dummy")
+    # embedding and head, norm, qkv, out, gate and up, down
+    assert dummy._maker.cache_info().currsize == 6
+
+
+def test_training_starts_with_smaller_residual_projections():
+    config = load_model_config(goldens.FOLDER / "llama_gqa", dtype="bfloat16")
+    state = init_params(build_model(config), jax.random.key(0))
+    block = state["blocks"][0]
+    assert block["mlp"]["down"]["weight"].dtype == np.float32
+    assert float(block["mlp"]["down"]["weight"][...].std()) == pytest.approx(0.02 / 2, rel=0.1)
+    assert float(block["mlp"]["gate_up"]["weight"][...].std()) == pytest.approx(0.02, rel=0.1)
+
+
+def test_parameters_come_in_the_order_of_the_flattened_state():
+    config = load_model_config(goldens.FOLDER / "llama_gqa", overrides={"num_hidden_layers": 12})
+    model = build_model(config)
+    assert [variable.shape for _, variable in parameters(model)] == [x.shape for x in jax.tree.leaves(nnx.state(model))]
+    paths = ["/".join(map(str, path)) for path, _ in parameters(model)]
+    by_jax = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(nnx.state(model))]
+    assert [path.removesuffix("/value") for path in by_jax] == paths

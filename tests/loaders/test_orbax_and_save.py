@@ -1,0 +1,101 @@
+import json
+import runpy
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxllm.errors import JaxLLMError, ModelLoadError
+from jaxllm.loaders import orbax
+from jaxllm.loaders.dummy import init_params
+from jaxllm.loaders.load import load_weights
+from jaxllm.loaders.save import save_safetensors
+from jaxllm.model_config import load_model_config
+from jaxllm.models.registry import build_model
+from jaxllm.parallel.mesh import make_mesh
+from tests.helpers import goldens
+
+SCRIPTS = Path(__file__).parent.parent.parent / "scripts"
+
+
+def assert_equal(a, b):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype and x.sharding == y.sharding
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory):
+    output = tmp_path_factory.mktemp("orbax") / "qwen2"
+    runpy.run_path(str(SCRIPTS / "convert_checkpoint.py"))["convert"](goldens.FOLDER / "qwen2", output, "auto")
+    return output
+
+
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_converted_checkpoint_gives_the_same_arrays(converted, size):
+    assert_equal(
+        goldens.load(converted, tensor_parallel_size=size)[1],
+        goldens.load(goldens.FOLDER / "qwen2", tensor_parallel_size=size)[1],
+    )
+
+
+def test_converted_checkpoint_keeps_its_type(converted):
+    config = load_model_config(converted, on_gpu=True)
+    state = load_weights(config, build_model(config), converted, load_format="orbax", mesh=make_mesh())
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(state)} == {"bfloat16"}
+
+
+def test_converting_into_a_used_directory_is_refused(converted):
+    convert = runpy.run_path(str(SCRIPTS / "convert_checkpoint.py"))["convert"]
+    with pytest.raises(JaxLLMError, match="not empty"):
+        convert(goldens.FOLDER / "qwen2", converted, "auto")
+
+
+def test_orbax_misfits_come_in_one_error(converted, tmp_path):
+    directory = shutil.copytree(converted, tmp_path / "model")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"intermediate_size": 48, "num_hidden_layers": 1}))
+    with pytest.raises(ModelLoadError) as caught:
+        goldens.load(directory)
+    message = str(caught.value)
+    assert "blocks.0.mlp.down.weight is [96, 64], must be [48, 64]" in message
+    assert "7 unused" in message or "unused: blocks.1." in message
+
+
+def test_damaged_orbax_checkpoint_is_told(converted, tmp_path):
+    directory = shutil.copytree(converted, tmp_path / "model")
+    shutil.rmtree(directory / orbax.WEIGHTS)
+    with pytest.raises(ModelLoadError, match="truncated or corrupt"):
+        goldens.load(directory)
+    (directory / orbax.TABLE).write_text("{}")
+    with pytest.raises(ModelLoadError, match="corrupt.*convert the model again"):
+        goldens.load(directory)
+    (directory / orbax.TABLE).unlink()
+    with pytest.raises(ModelLoadError, match="not an orbax checkpoint"):
+        goldens.load(directory, load_format="orbax")
+
+
+@pytest.mark.parametrize("name", ["llama_bias", "llama_rope_yarn", "llama_rope_linear", "mistral_window", "qwen2_window"])
+def test_saved_checkpoint_loads_again(name, tmp_path):
+    config, state = goldens.load(goldens.FOLDER / name)
+    save_safetensors(config, state, tmp_path)
+    again, loaded = goldens.load(tmp_path)
+    assert again == config
+    assert_equal(loaded, state)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", ["llama_rope_llama3", "qwen3"])
+def test_saved_checkpoint_is_read_by_transformers(name, tmp_path):
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM
+
+    config = load_model_config(goldens.FOLDER / name)
+    state = init_params(build_model(config), jax.random.key(0))
+    save_safetensors(config, state, tmp_path)
+    token_ids = list(range(40))
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(tmp_path)(torch.tensor([token_ids])).logits[0].numpy()
+    np.testing.assert_allclose(goldens.logits(config, state, token_ids), expected, atol=1e-4)

@@ -1,0 +1,209 @@
+import json
+import shutil
+import struct
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxllm.errors import ModelLoadError
+from jaxllm.loaders import safetensors
+from jaxllm.loaders.layout import axes_of, parameters
+from jaxllm.loaders.load import load_safetensors, load_weights
+from jaxllm.loaders.safetensors import Checkpoint
+from jaxllm.model_config import load_model_config
+from jaxllm.models.registry import build_model
+from jaxllm.parallel.axes import sharding
+from jaxllm.parallel.mesh import make_mesh
+from tests.helpers import goldens
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """A copy of a checkpoint, to be damaged."""
+    return shutil.copytree(goldens.FOLDER / "llama_gqa", tmp_path / "model")
+
+
+def load(directory, size=1, **options):
+    config = load_model_config(directory).for_tensor_parallel(size)
+    return load_safetensors(config, build_model(config), directory, mesh=make_mesh(size), **options)
+
+
+def rewrite(directory, change):
+    """Change the tensors of a checkpoint: `change` gets a dict and edits it."""
+    checkpoint = Checkpoint(directory)
+    tensors = {name: np.array(checkpoint.tensor(name)) for name in checkpoint.entries}
+    change(tensors)
+    safetensors.write(directory / "model.safetensors", tensors)
+
+
+def assert_equal(a: nnx.State, b: nnx.State):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+
+
+@pytest.mark.parametrize("size", [1, 2, 8])
+@pytest.mark.parametrize("name", ["llama_bias", "qwen2"])
+def test_transforming_on_the_devices_gives_what_the_host_gives(name, size):
+    by_host, by_device = (load(goldens.FOLDER / name, size, transform_on_device=where) for where in (False, True))
+    assert_equal(by_host, by_device)
+    mesh = make_mesh(size)
+    for state in (by_host, by_device):
+        for path, variable in parameters(state):
+            placed = variable[...].sharding
+            assert placed.is_equivalent_to(sharding(mesh, axes_of(variable)), variable.ndim), path
+
+
+def test_a_device_reads_only_the_rows_that_it_keeps(monkeypatch):
+    from jaxllm.loaders.names import Source
+
+    largest = {}
+    plain = Source.read
+
+    def read(self, tensor, index):
+        part = plain(self, tensor, index)
+        name = self.tensors[0].name
+        largest[name] = max(largest.get(name, 0), part.size / np.prod(self.shape))
+        return part
+
+    monkeypatch.setattr(Source, "read", read)
+    load(goldens.FOLDER / "llama_mha", 8, transform_on_device=True)
+    for projection in ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"):
+        assert largest[f"model.layers.0.{projection}.weight"] == 1 / 8
+    assert largest["model.embed_tokens.weight"] == 1 / 8
+
+
+def test_checkpoint_is_cast_to_the_type_of_the_config():
+    directory = goldens.FOLDER / "llama_tied"
+    config = load_model_config(directory, dtype="float16")
+    state = load_weights(config, build_model(config), directory, load_format="auto", mesh=make_mesh())
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(state)} == {"float16"}
+
+
+@pytest.mark.parametrize("load_format", ["safetensors", "dummy"])
+def test_progress_ends_at_the_size_of_the_weights(load_format):
+    seen = []
+    config = load_model_config(goldens.FOLDER / "llama_gqa")
+    load_weights(
+        config,
+        build_model(config),
+        goldens.FOLDER / "llama_gqa",
+        load_format=load_format,
+        mesh=make_mesh(),
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    assert seen == sorted(seen) and seen[-1][0] == seen[-1][1]
+
+
+def test_sharded_checkpoint_equals_the_single_file(directory, tmp_path):
+    sharded = shutil.copytree(directory, tmp_path / "sharded")
+    checkpoint = Checkpoint(directory)
+    names = sorted(checkpoint.entries)
+    files = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, part in files.items():
+        safetensors.write(sharded / file, {name: checkpoint.tensor(name) for name in part})
+    (sharded / "model.safetensors").unlink()
+    index = {"weight_map": {name: file for file, part in files.items() for name in part}}
+    (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert_equal(load(directory), load(sharded))
+    (sharded / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(ModelLoadError, match="lacks 1 of the 2 files.*model-00002-of-00002.safetensors"):
+        load(sharded)
+
+
+def test_all_misfits_come_in_one_error(directory):
+    def change(tensors):
+        tensors["model.layers.0.mlp.extra_proj.weight"] = tensors.pop("model.layers.0.mlp.up_proj.weight")
+        tensors["model.layers.2.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"]
+        tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1]
+        del tensors["lm_head.weight"]
+
+    rewrite(directory, change)
+    with pytest.raises(ModelLoadError) as caught:
+        load(directory)
+    message = str(caught.value)
+    assert "2 missing: lm_head.weight, model.layers.0.mlp.up_proj.weight" in message
+    assert "2 unused: model.layers.0.mlp.extra_proj.weight, model.layers.2.mlp.up_proj.weight" in message
+    assert "1 of the wrong shape: model.norm.weight is [63], must be [64]" in message
+
+
+def test_many_misfits_are_cut_short(directory):
+    with pytest.raises(ModelLoadError, match="and 7 more"):
+        config = load_model_config(directory, overrides={"num_hidden_layers": 5})
+        load_safetensors(config, build_model(config), directory, mesh=make_mesh())
+
+
+def test_rotary_buffers_and_a_tied_head_may_be_there(tmp_path):
+    directory = shutil.copytree(goldens.FOLDER / "llama_tied", tmp_path / "model")
+
+    def change(tensors):
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+
+    expected = load(directory)
+    rewrite(directory, change)
+    assert_equal(load(directory), expected)
+
+
+def test_integer_weights_are_refused(directory):
+    file = directory / "model.safetensors"
+    data = file.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + length])
+    header["model.norm.weight"]["dtype"] = "I16"
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+    with pytest.raises(ModelLoadError, match="1 of an unsupported type: model.norm.weight is I16"):
+        load(directory)
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda data: data[:-1], "ends at byte .*, the file at"),
+        (lambda data: data[:100], "its header should have .* bytes, 92 follow"),
+        (lambda data: data[:5], "it has 5 bytes"),
+        (lambda data: b"", "it has 0 bytes"),
+        (lambda data: b"\xff" * 8 + data[8:], "its header should have 18446744073709551615 bytes"),
+        (lambda data: data[:8] + b"\x00" + data[9:], "its header is not JSON"),
+        (lambda data: data.replace(b'"shape":[64]', b'"shape":[65]', 1), "the header entry of"),
+        (lambda data: data.replace(b'"shape":[64]', b'"shape":"64"', 1), "the header entry of"),
+        (lambda data: struct.pack("<Q", 2) + b"[]", "not a JSON object"),
+    ],
+    ids=["data cut", "header cut", "5 bytes", "empty", "length", "not json", "offsets", "shape", "list"],
+)
+def test_damaged_file_is_named(directory, damage, told):
+    file = directory / "model.safetensors"
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(ModelLoadError, match=told) as caught:
+        load(directory)
+    assert str(file) in str(caught.value)
+
+
+def test_directory_without_weights(directory):
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+    with pytest.raises(ModelLoadError, match="no weights.*pytorch_model.bin: convert to safetensors"):
+        load(directory)
+
+
+def test_broken_index(directory):
+    (directory / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ModelLoadError, match="is not an index"):
+        load(directory)
+
+
+def test_written_files_can_be_read_by_the_safetensors_library(tmp_path):
+    library = pytest.importorskip("safetensors.numpy")
+    tensors = {
+        "a": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "b": np.ones(3, np.float16),
+        "c": np.ones((2, 1), ml_dtypes.bfloat16),
+    }
+    safetensors.write(tmp_path / "model.safetensors", tensors)
+    read = library.load_file(tmp_path / "model.safetensors")
+    for name, array in tensors.items():
+        np.testing.assert_array_equal(np.asarray(read[name], np.float32), np.asarray(array, np.float32))
+        np.testing.assert_array_equal(np.asarray(Checkpoint(tmp_path).tensor(name), np.float32), np.asarray(array, np.float32))

@@ -1,0 +1,72 @@
+"""Every family and variant against what transformers computed (tests/goldens)."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxllm.errors import ModelLoadError
+from jaxllm.model_config import FAMILIES, load_model_config, num_parameters
+from jaxllm.models.registry import ARCHITECTURES, build_model
+from tests.helpers import goldens
+
+LONGEST = 104
+
+
+def logprobs(logits_TV: np.ndarray) -> np.ndarray:
+    return np.asarray(jax.nn.log_softmax(logits_TV, axis=-1))
+
+
+@pytest.mark.parametrize("name", goldens.NAMES)
+def test_logits_logprobs_and_greedy_tokens_equal_transformers(name):
+    golden = goldens.golden(name)
+    config, state = goldens.load(golden.directory)
+    for i, result in enumerate(golden.results):
+        # The tokens that were generated are fed back at once: each must be the likeliest after those before it.
+        sequence = result.prompt + result.tokens
+        logits_TV = goldens.logits(config, state, sequence, pad_to=LONGEST)
+        if i == 0:
+            np.testing.assert_allclose(logits_TV[: len(result.prompt)], golden.first_prompt_logits, atol=1e-4)
+        start = len(result.prompt) - 1
+        assert logits_TV[start:-1].argmax(-1).tolist() == result.tokens
+        logprobs_TV = logprobs(logits_TV)
+        found = [logprobs_TV[t, token] for t, token in enumerate(sequence[1:])]
+        np.testing.assert_allclose(found[:start], result.prompt_logprobs, atol=1e-4)
+        np.testing.assert_allclose(found[start:], result.logprobs, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama_mqa", "llama_bias", "qwen2", "qwen3"])
+@pytest.mark.parametrize("size", [2, 8])
+def test_tensor_parallel_gives_the_same_logits(name, size):
+    golden = goldens.golden(name)
+    config, state = goldens.load(golden.directory, tensor_parallel_size=size)
+    prompt = golden.results[0].prompt
+    logits_TV = goldens.logits(config, state, prompt, pad_to=LONGEST)
+    assert logits_TV.shape == (len(prompt), config.padded_vocab_size)
+    np.testing.assert_allclose(logits_TV[:, : config.vocab_size], golden.first_prompt_logits, atol=1e-4)
+    assert (logits_TV[:, config.vocab_size :] == -np.inf).all()
+
+
+@pytest.mark.parametrize("name", goldens.NAMES)
+def test_parameters_are_counted_right(name):
+    config = load_model_config(goldens.FOLDER / name)
+    assert num_parameters(config) == sum(leaf.size for leaf in jax.tree.leaves(nnx.state(build_model(config))))
+
+
+def test_every_architecture_has_a_class_and_a_config_reader():
+    assert ARCHITECTURES.keys() == FAMILIES.keys()
+
+
+def test_unknown_architecture_names_the_known():
+    config = load_model_config(goldens.FOLDER / "llama_gqa")
+    with pytest.raises(ModelLoadError, match="Gpt9.*LlamaForCausalLM, MistralForCausalLM"):
+        build_model(dataclasses.replace(config, architecture="Gpt9"))
+
+
+def test_building_takes_no_memory():
+    config = load_model_config(
+        goldens.FOLDER / "llama_gqa", overrides={"hidden_size": 65536, "intermediate_size": 262144, "vocab_size": 10**6}
+    )
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(nnx.state(build_model(config))))

@@ -1,0 +1,26 @@
+"""The goldens' models against transformers itself, where torch is installed."""
+
+import numpy as np
+import pytest
+
+from tests.helpers import goldens
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module")
+def torch():
+    return pytest.importorskip("torch")
+
+
+@pytest.mark.parametrize("name", goldens.NAMES)
+def test_logits_equal_transformers(name, torch):
+    import transformers
+
+    directory = goldens.FOLDER / name
+    reference = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    config, state = goldens.load(directory)
+    token_ids = np.random.default_rng(0).integers(config.vocab_size, size=56).tolist()
+    with torch.no_grad():
+        expected = reference(torch.tensor([token_ids])).logits[0].numpy()
+    np.testing.assert_allclose(goldens.logits(config, state, token_ids, pad_to=104), expected, atol=1e-4)

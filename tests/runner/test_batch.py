@@ -1,0 +1,125 @@
+import numpy as np
+import pytest
+
+from jaxllm.config import EngineConfig, resolve_platform_defaults
+from jaxllm.runner.batch import BatchBuilder
+from jaxllm.runner.buckets import Buckets
+from jaxllm.runner.layout import FROM_ROW, Column, StepLayout
+from jaxllm.runner.rows import Rows
+from jaxllm.sampling.variants import Variant
+from jaxllm.sampling_params import SamplingParams
+from jaxllm.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+
+BLOCK_SIZE, MAX_BLOCKS, MAX_ROWS = 16, 8, 4
+
+
+@pytest.fixture
+def builder():
+    config = EngineConfig.from_options(max_num_seqs=MAX_ROWS, max_num_batched_tokens=64, decode_buckets=(1, 2))
+    buckets = Buckets.choose(resolve_platform_defaults(config, on_gpu=False), on_gpu=False)
+    return BatchBuilder(Rows(MAX_ROWS), buckets, block_size=BLOCK_SIZE, max_blocks=MAX_BLOCKS)
+
+
+def new(request_id, token_ids, blocks, *, computed=0, cached=None, **params):
+    params = {"temperature": 0.0, **params}
+    return NewRequestData(
+        request_id,
+        token_ids,
+        len(token_ids),
+        SamplingParams(**params),
+        (0,),
+        blocks,
+        computed,
+        computed if cached is None else cached,
+    )
+
+
+def plan(new_requests=(), cached=(), counts=None):
+    """`cached` is (request_id, new_block_ids, num_computed_tokens)."""
+    ids, blocks, computed = [list(part) for part in zip(*cached, strict=True)] if cached else ([], [], [])
+    return SchedulerOutput(list(new_requests), CachedRequestData(ids, blocks, computed), counts, sum(counts.values()), [], [])
+
+
+def test_views_cover_the_buffer_without_overlap():
+    layout = StepLayout(num_rows=3, num_tokens=5, num_updates=2)
+    buffer = np.zeros(layout.size, np.int32)
+    views = layout.views(buffer)
+    for view in (views.columns_RC, views.token_ids_T, views.update_index_U, views.update_block_U):
+        view += 1
+    assert (buffer == 1).all()
+
+
+def test_rows_that_sample_come_before_rows_that_do_not(builder):
+    long, short = new("long", list(range(100, 140)), [1, 2, 3]), new("short", [7, 8], [4])
+    batch = builder.build(plan([long, short], counts={"long": 20, "short": 2}))
+    assert [row.data.request_id for row in batch.sampled] == ["short"]
+    views = batch.layout.views(batch.buffer)
+    assert views.token_ids_T[:22].tolist() == [7, 8, *range(100, 120)]
+    rows = builder.rows.by_request
+    assert views.columns_RC[:2, Column.ROW].tolist() == [rows["short"].index, rows["long"].index]
+    # Only the row that samples receives a token.
+    assert views.columns_RC[:2, Column.TOKEN_ROW].tolist() == [rows["short"].index, MAX_ROWS]
+    assert (views.columns_RC[2:, Column.ROW] == MAX_ROWS).all()
+    assert (views.columns_RC[2:, Column.NUM_TOKENS] == 0).all()
+
+
+def test_decode_takes_its_tokens_from_the_rows_and_pads_to_a_decode_size(builder):
+    requests = [new(name, [5, 6], [i + 1]) for i, name in enumerate("abc")]
+    builder.build(plan(requests, counts={"a": 2, "b": 2, "c": 2}))
+    batch = builder.build(plan(cached=[(name, [], 2) for name in "abc"], counts={"a": 1, "b": 1, "c": 1}))
+    assert batch.is_decode and batch.layout.num_rows == MAX_ROWS
+    views = batch.layout.views(batch.buffer)
+    assert views.token_ids_T[:3].tolist() == [FROM_ROW] * 3
+    assert views.columns_RC[:, Column.START].tolist() == [2, 2, 2, 0]
+
+
+def test_new_blocks_are_appended_to_the_request_row(builder):
+    builder.build(plan([new("a", [1] * 16, [5])], counts={"a": 16}))
+    batch = builder.build(plan(cached=[("a", [9], 16)], counts={"a": 1}))
+    row = builder.rows.by_request["a"].index
+    views = batch.layout.views(batch.buffer)
+    real = views.update_index_U < (MAX_ROWS + 1) * MAX_BLOCKS
+    assert views.update_index_U[real].tolist() == [row * MAX_BLOCKS + 1]
+    assert views.update_block_U[real].tolist() == [9]
+
+
+def test_blocks_of_a_long_cached_prefix_overflow_into_a_write_of_their_own(builder):
+    request = new("a", [1] * 100, list(range(1, 8)), computed=99, cached=99)
+    batch = builder.build(plan([request], counts={"a": 1}))
+    views = batch.layout.views(batch.buffer)
+    assert batch.is_decode and batch.layout.num_updates == 1
+    assert batch.extra_updates is not None
+    written = [*views.update_block_U.tolist(), *batch.extra_updates[1].tolist()]
+    assert written == list(range(1, 8))
+
+
+@pytest.mark.parametrize(
+    ("params", "variant", "is_decode"),
+    [
+        ({}, Variant.GREEDY, True),
+        ({"temperature": 1.0, "seed": 1}, Variant.RANDOM, True),
+        ({"presence_penalty": 1.0}, Variant.FULL, False),
+        ({"logprobs": 2}, Variant.FULL, False),
+    ],
+)
+def test_the_batch_takes_the_cheapest_program_that_serves_every_row(builder, params, variant, is_decode):
+    builder.build(plan([new("plain", [1], [1]), new("other", [1], [2], **params)], counts={"plain": 1, "other": 1}))
+    batch = builder.build(plan(cached=[("plain", [], 1), ("other", [], 1)], counts={"plain": 1, "other": 1}))
+    assert (batch.variant, batch.is_decode) == (variant, is_decode)
+
+
+def test_prompt_logprobs_cover_each_prompt_token_but_the_first_once_over_chunks(builder):
+    prompt = list(range(50, 90))
+    first = builder.build(plan([new("a", prompt, [1, 2, 3], prompt_logprobs=0)], counts={"a": 16}))
+    second = builder.build(plan(cached=[("a", [], 16)], counts={"a": 24}))
+    targets = [target for batch in (first, second) for chunk in batch.prompt_logprobs for target in chunk.targets]
+    assert targets == prompt[1:]
+
+
+def test_freed_rows_are_given_again(builder):
+    builder.build(plan([new(name, [1], [i + 1]) for i, name in enumerate("abcd")], counts=dict.fromkeys("abcd", 1)))
+    builder.rows.remove("b")
+    builder.rows.remove("unknown")
+    builder.build(plan([new("e", [1], [9])], counts={"e": 1}))
+    assert set(builder.rows.by_request) == set("acde")
+    builder.rows.check_integrity()

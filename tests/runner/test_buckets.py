@@ -1,0 +1,32 @@
+import pytest
+
+from jaxllm.config import EngineConfig, resolve_platform_defaults
+from jaxllm.runner.buckets import Buckets
+
+
+def choose(*, on_gpu=True, **options):
+    return Buckets.choose(resolve_platform_defaults(EngineConfig.from_options(**options), on_gpu=on_gpu), on_gpu=on_gpu)
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_the_largest_step_fits_and_every_size_is_the_smallest_that_holds_it(on_gpu):
+    buckets = choose(on_gpu=on_gpu, max_num_seqs=100, max_num_batched_tokens=3000)
+    for sizes, fit, limit in [
+        (buckets.decode_rows, buckets.fit_decode, 100),
+        (buckets.tokens, buckets.fit_tokens, 3000),
+        (buckets.sample_rows, buckets.fit_sample, 100),
+    ]:
+        assert sizes == tuple(sorted(set(sizes))) and sizes[-1] == limit
+        for wanted in range(1, limit + 1):
+            assert fit(wanted) == min(size for size in sizes if size >= wanted)
+
+
+def test_configured_sizes_are_kept_and_completed_to_the_limit():
+    buckets = choose(max_num_seqs=8, max_num_batched_tokens=64, decode_buckets=(3,), token_buckets=(16, 999))
+    assert buckets.decode_rows == (3, 8)
+    assert buckets.tokens == (16, 64)
+
+
+def test_a_step_never_has_more_rows_than_tokens_or_than_the_limit():
+    buckets = choose(max_num_seqs=8, max_num_batched_tokens=64)
+    assert [buckets.rows_for_tokens(n) for n in (1, 8, 64)] == [1, 8, 8]

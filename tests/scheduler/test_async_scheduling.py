@@ -1,0 +1,205 @@
+"""Planning ahead of the tokens: two steps in flight."""
+
+import pytest
+
+from jaxllm.request import FinishReason, RequestStatus
+from jaxllm.scheduler_output import ModelRunnerOutput
+from tests.helpers.fake_runner import FakeEngine, oracle_tokens
+from tests.helpers.scheduling import make_request, make_scheduler
+
+VOCAB = 1000
+
+
+def expected(request):
+    return oracle_tokens(request.spec.prompt_token_ids, request.sampling_params.max_tokens, VOCAB)
+
+
+def engine_of(*requests, depth=2, **options):
+    scheduler = make_scheduler(async_scheduling=True, **options)
+    for request in requests:
+        scheduler.add_request(request)
+    return FakeEngine(scheduler, vocab_size=VOCAB, depth=depth)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("max_tokens", [1, 2, 5, 20])
+def test_exactly_max_tokens_and_no_step_beyond(depth, max_tokens):
+    requests = [make_request(f"r{i}", 10 + i, max_tokens=max_tokens) for i in range(4)]
+    engine = engine_of(*requests, depth=depth)
+    tokens = engine.run()
+    assert tokens == {request.request_id: expected(request) for request in requests}
+    assert len(engine.plans) == max_tokens
+    assert engine.runner.num_computed_tokens == sum(request.num_prompt_tokens + max_tokens - 1 for request in requests)
+
+
+def test_no_step_beyond_max_model_len():
+    request = make_request("a", 10, max_tokens=1000)
+    engine = engine_of(request, max_model_len=16)
+    assert engine.run() == {"a": oracle_tokens(request.spec.prompt_token_ids, 6, VOCAB)} and len(engine.plans) == 6
+
+
+def test_without_it_no_step_is_planned_before_the_tokens_are_known():
+    scheduler = make_scheduler(async_scheduling=False)
+    scheduler.add_request(make_request("a", 10))
+    assert scheduler.schedule().total_num_scheduled_tokens == 10
+    assert scheduler.schedule().total_num_scheduled_tokens == 0
+
+
+def test_the_token_past_an_early_stop_is_dropped():
+    prompt = [3] * 10
+    third = oracle_tokens(prompt, 3, VOCAB)[2]
+    engine = engine_of(make_request("a", prompt, stop_token_ids=[third], max_tokens=50))
+    assert engine.run() == {"a": oracle_tokens(prompt, 3, VOCAB)}
+    assert len(engine.plans) == 4  # one step was on its way
+
+
+def test_abort_between_plan_and_token_discards_the_token_and_frees_all():
+    engine = engine_of(make_request("a", 40), make_request("b", 40))
+    engine.dispatch()
+    engine.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    engine.scheduler.check_integrity()
+    assert [output.request_id for output in engine.collect() + engine.collect()] == ["b", "b"]
+    engine.scheduler.finish_requests("b", RequestStatus.FINISHED_ABORTED)
+    assert engine.scheduler.cache_manager.pool.usage == 0.0 and not engine.scheduler.has_requests()
+
+
+def test_a_late_token_never_reaches_a_new_request_of_the_same_id():
+    engine = engine_of(make_request("a", [1] * 20))
+    engine.dispatch()
+    engine.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    again = make_request("a", [2] * 9, max_tokens=5)
+    engine.scheduler.add_request(again)
+    assert engine.run() == {"a": expected(again)}
+
+
+def test_an_equal_prompt_shares_blocks_that_are_still_being_computed():
+    prompt = list(range(100))
+    a, b = make_request("a", prompt), make_request("b", prompt + [7])
+    engine = engine_of(a)
+    engine.dispatch()
+    engine.scheduler.add_request(b)
+    engine.depth = 3
+    engine.dispatch()
+    (data,) = engine.plans[-1].scheduled_new_reqs
+    assert data.num_computed_tokens == data.num_cached_tokens == 96
+    assert engine.run() == {"a": expected(a), "b": expected(b)}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_second_turn_computes_only_what_the_history_leaves_of_a_block(depth):
+    requests = [make_request(f"r{i}", [i] * 100, max_tokens=200) for i in range(5)]
+    engine = engine_of(*requests, depth=depth)
+    engine.run()
+    assert all(request.num_tokens == 300 for request in requests)
+    for i, request in enumerate(requests):
+        engine.scheduler.add_request(make_request(f"turn2-{i}", request.token_ids, max_tokens=2))
+    plan = engine.scheduler.schedule()
+    assert plan.num_scheduled_tokens == {f"turn2-{i}": 300 % 16 for i in range(5)}
+    assert all(data.num_cached_tokens == 288 for data in plan.scheduled_new_reqs)
+
+
+def test_a_whole_block_of_history_is_found_up_to_its_last_computed_token():
+    request = make_request("a", 10, max_tokens=23)  # 33 tokens, 32 of them computed
+    engine = engine_of(request)
+    engine.run()
+    engine.scheduler.add_request(make_request("b", request.token_ids, max_tokens=2))
+    assert engine.scheduler.schedule().num_scheduled_tokens == {"b": 1}
+
+
+def preempt_with_token_in_flight():
+    """Two requests whose seventh block comes due while both have a token on the way: "b" has to go."""
+    a, b = make_request("a", 44, max_tokens=30), make_request("b", 44, max_tokens=30)
+    engine = engine_of(a, b, num_blocks=7)
+    while not b.num_preemptions:
+        engine.dispatch()
+        if not b.num_preemptions:
+            engine.collect()
+    return engine, a, b
+
+
+def test_a_token_in_flight_at_preemption_is_delivered_once():
+    engine, a, b = preempt_with_token_in_flight()
+    assert b.status == RequestStatus.PREEMPTED and b.num_output_placeholders == 1 and b.num_computed_tokens == 0
+    known = b.num_tokens
+    # Not readmitted, though it were first in line, before its token has come.
+    engine.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    assert engine.scheduler.schedule().total_num_scheduled_tokens == 0
+    assert engine.scheduler.waiting.peek() is b
+    while b.num_output_placeholders:
+        engine.collect()
+    assert b.num_tokens == known + 1 and b.num_computed_tokens == 0
+    engine.run()
+    assert b.output_token_ids == expected(b)
+
+
+def test_a_token_in_flight_at_preemption_may_be_the_last():
+    engine, a, b = preempt_with_token_in_flight()
+    b.max_num_tokens = b.num_tokens + 1
+    outputs = []
+    while b.num_output_placeholders:
+        outputs += engine.collect()
+    assert [output.finish_reason for output in outputs if output.request_id == "b"][-1] == FinishReason.LENGTH
+    assert len(engine.scheduler.waiting) == 0 and list(engine.scheduler.requests) == ["a"]
+    engine.run()
+
+
+def test_who_waits_for_a_token_does_not_hold_up_the_next_and_keeps_its_place():
+    engine, a, b = preempt_with_token_in_flight()
+    scheduler = engine.scheduler
+    scheduler.add_request(make_request("c", 5, max_tokens=1))
+    scheduler.add_request(make_request("d", 90, max_tokens=1))
+    scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    plan = scheduler.schedule()
+    assert list(plan.num_scheduled_tokens) == ["c"]
+    assert [request.request_id for request in scheduler.waiting] == ["b", "d"]
+
+
+def test_several_that_wait_for_a_token_keep_their_order():
+    engine = engine_of(*(make_request(name, 40) for name in "abcd"))
+    scheduler = engine.scheduler
+    engine.dispatch()
+    for _ in range(3):
+        scheduler._preempt(scheduler.running.pop())
+    plan = scheduler.schedule()
+    assert list(plan.num_scheduled_tokens) == ["a"]
+    assert [request.request_id for request in scheduler.waiting] == ["b", "c", "d"]
+    scheduler.check_integrity()
+
+
+def test_reset_of_running_requests_drops_tokens_in_flight_and_samples_them_again():
+    requests = [make_request(name, 40, max_tokens=12) for name in "abc"]
+    engine = engine_of(*requests)
+    for _ in range(3):
+        engine.step()
+    engine.dispatch()
+    known = [request.num_tokens for request in requests]
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.scheduler.check_integrity()
+    assert engine.collect() == [] and engine.collect() == []
+    assert [request.num_tokens for request in requests] == known
+    engine.run()
+    assert [request.output_token_ids for request in requests] == [expected(request) for request in requests]
+
+
+def test_an_error_of_a_request_that_was_preempted_meanwhile_ends_it():
+    engine, a, b = preempt_with_token_in_flight()
+    while b.num_output_placeholders:
+        plan, result = engine.in_flight.popleft()
+        sampled = {request_id: tokens for request_id, tokens in result.sampled_token_ids.items() if request_id != "b"}
+        outputs = engine.scheduler.update_from_output(plan, ModelRunnerOutput(sampled, errors={"b": "it broke"}))
+        engine.scheduler.check_integrity()
+    assert ("b", FinishReason.ERROR, "it broke") in [(o.request_id, o.finish_reason, o.stop_reason) for o in outputs]
+    assert list(engine.run()) == ["a"]
+
+
+def test_a_small_cache_gives_the_same_tokens_as_a_large_one():
+    def run(num_blocks, depth):
+        requests = [make_request(f"r{i}", [i % 3] * (20 + 9 * i), max_tokens=25) for i in range(8)]
+        engine = engine_of(*requests, num_blocks=num_blocks, max_num_batched_tokens=40, depth=depth)
+        return engine.run(), engine.scheduler.stats().num_preemptions
+
+    large, none = run(1000, 2)
+    assert none == 0
+    for depth in (1, 2):
+        small, num_preemptions = run(9, depth)
+        assert small == large and num_preemptions > 0

@@ -1,0 +1,136 @@
+"""Names of block contents."""
+
+import subprocess
+import sys
+
+import pytest
+
+from jaxllm.request import EngineCoreRequest, MediaSpan, Request
+from jaxllm.sampling_params import SamplingParams
+from jaxllm.scheduler.block_hash import NO_PARENT, block_hasher, cbor, extra_keys_of_block, hash_block
+
+ALGORITHMS = ["sha256", "sha256_cbor"]
+
+
+def hashes(tokens, algorithm="sha256", **fields):
+    spec = EngineCoreRequest(
+        request_id=fields.pop("request_id", "r"), prompt_token_ids=tokens, sampling_params=SamplingParams(), **fields
+    )
+    return Request(spec, extend_hashes=block_hasher(4, algorithm)).block_hashes
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_only_full_blocks_are_named_and_names_form_a_chain(algorithm):
+    names = hashes([1, 2, 3, 4, 5, 6, 7, 8, 9], algorithm)
+    first = hash_block(NO_PARENT, [1, 2, 3, 4], algorithm=algorithm)
+    assert names == [first, hash_block(first, [5, 6, 7, 8], algorithm=algorithm)]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_change_in_a_block_changes_all_later_names(algorithm):
+    a = hashes(list(range(16)), algorithm)
+    b = hashes([*range(5), 99, *range(6, 16)], algorithm)
+    assert a[0] == b[0] and all(x != y for x, y in zip(a[1:], b[1:], strict=True))
+
+
+def test_output_tokens_extend_the_names():
+    request = Request(
+        EngineCoreRequest(request_id="r", prompt_token_ids=[1, 2, 3], sampling_params=SamplingParams()),
+        extend_hashes=block_hasher(4, "sha256"),
+    )
+    assert request.block_hashes == []
+    request.append_output(4)
+    assert request.block_hashes == hashes([1, 2, 3, 4])
+    for token in (5, 6, 7, 8):
+        request.append_output(token)
+    assert request.block_hashes == hashes([1, 2, 3, 4, 5, 6, 7, 8])
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_salt_enters_through_the_first_block_only(algorithm):
+    spec = EngineCoreRequest(request_id="r", prompt_token_ids=[], sampling_params=SamplingParams(), cache_salt="s")
+    assert extra_keys_of_block(spec, 0, 4) == (("cache_salt", "s"),)
+    assert extra_keys_of_block(spec, 4, 8) == ()
+    plain, salted = hashes(list(range(12)), algorithm), hashes(list(range(12)), algorithm, cache_salt="s")
+    assert not set(plain) & set(salted)
+    assert salted == hashes(list(range(12)), algorithm, cache_salt="s", request_id="other")
+    assert not set(salted) & set(hashes(list(range(12)), algorithm, cache_salt="t"))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_adapter_name_and_path_both_count_and_differ_from_a_salt(algorithm):
+    variants = [
+        hashes([1, 2, 3, 4], algorithm, **fields)[0]
+        for fields in (
+            {},
+            {"adapter": ("a", "/p")},
+            {"adapter": ("a", "/q")},
+            {"adapter": ("b", "/p")},
+            {"cache_salt": "a"},
+            {"adapter": ("a", "/p"), "cache_salt": "a"},
+        )
+    ]
+    assert len(set(variants)) == len(variants)
+
+
+def test_adapter_is_a_key_of_every_block():
+    spec = EngineCoreRequest(request_id="r", prompt_token_ids=[], sampling_params=SamplingParams(), adapter=("a", "/p"))
+    assert extra_keys_of_block(spec, 0, 4) == extra_keys_of_block(spec, 4, 8) == (("adapter", "a", "/p"),)
+
+
+def test_media_is_a_key_of_each_block_that_it_touches_with_its_offset_there():
+    media = (MediaSpan("cat", offset=6, num_tokens=4), MediaSpan("dog", offset=10, num_tokens=1))
+    spec = EngineCoreRequest(request_id="r", prompt_token_ids=[], sampling_params=SamplingParams(), media=media)
+    assert extra_keys_of_block(spec, 0, 4) == ()
+    assert extra_keys_of_block(spec, 4, 8) == (("media", "cat", 2),)
+    assert extra_keys_of_block(spec, 8, 12) == (("media", "cat", -2), ("media", "dog", 2))
+    assert extra_keys_of_block(spec, 12, 16) == ()
+
+
+def test_another_image_or_another_place_of_it_misses_from_the_first_block_that_it_touches():
+    def with_image(content_hash, offset):
+        return hashes([7] * 16, media=(MediaSpan(content_hash, offset, 3),))
+
+    base = with_image("cat", 5)
+    for other in (with_image("dog", 5), with_image("cat", 4)):
+        assert base[0] == other[0] and all(x != y for x, y in zip(base[1:], other[1:], strict=True))
+    assert base == with_image("cat", 5)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_names_are_the_same_in_another_process_and_need_no_jax(algorithm):
+    code = f"""
+import sys
+import jaxllm.scheduler.scheduler
+from jaxllm.scheduler.block_hash import NO_PARENT, hash_block
+assert not {{"jax", "flax", "torch"}} & set(sys.modules)
+print(hash_block(NO_PARENT, [1, 2, 3], (("cache_salt", "s"),), {algorithm!r}).hex())
+"""
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    assert printed == hash_block(NO_PARENT, [1, 2, 3], (("cache_salt", "s"),), algorithm).hex()
+
+
+def test_cbor_form_is_the_published_one():
+    examples = {  # RFC 8949, appendix A
+        0: "00",
+        23: "17",
+        24: "1818",
+        255: "18ff",
+        1000: "1903e8",
+        1000000: "1a000f4240",
+        1000000000000: "1b000000e8d4a51000",
+        -1: "20",
+        -100: "3863",
+        None: "f6",
+        b"\x01\x02\x03\x04": "4401020304",
+        "IETF": "6449455446",
+        "\u00fc": "62c3bc",
+        (): "80",
+        (1, (2, 3), (4, 5)): "8301820203820405",
+    }
+    for value, form in examples.items():
+        assert cbor(value).hex() == form
+    with pytest.raises(TypeError, match="float"):
+        cbor(1.5)
+    with pytest.raises(ValueError, match="64 bits"):
+        cbor(1 << 64)

@@ -1,0 +1,154 @@
+"""Random loads against the fake runner: every request ends with exactly its tokens, and everything stays consistent.
+
+The fake runner checks in each step that every position read holds the keys of the right tokens.
+"""
+
+import random
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxllm.request import FinishReason, Request, RequestStatus
+from jaxllm.scheduler_output import ModelRunnerOutput
+from tests.helpers.fake_runner import FakeEngine, oracle_tokens
+from tests.helpers.scheduling import make_request, make_scheduler
+
+VOCAB, END, STOP = 12, 3, 5
+
+
+@dataclass
+class _Load:
+    """A random series of events, with what each request has received."""
+
+    engine: FakeEngine
+    rng: random.Random
+    max_model_len: int
+    reuse_ids: bool
+    live: dict[str, Request] = field(default_factory=dict)
+    received: dict[str, list[int]] = field(default_factory=dict)
+    num_ended: int = 0
+    num_made: int = 0
+
+    def event(self) -> None:
+        kind = self.rng.random()
+        if kind < 0.25:
+            self.add()
+        elif kind < 0.29 and self.live:
+            chosen = self.rng.sample(sorted(self.live), min(len(self.live), self.rng.randint(1, 3)))
+            assert sorted(self.engine.scheduler.finish_requests(chosen, RequestStatus.FINISHED_ABORTED)) == sorted(chosen)
+            for request_id in chosen:
+                self.end(request_id)
+        elif kind < 0.30:
+            self.engine.scheduler.reset_prefix_cache(reset_running_requests=self.rng.random() < 0.5)
+        elif kind < 0.32 and self.engine.in_flight:
+            self.fail_one()
+        elif kind < 0.7:
+            self.engine.dispatch()
+        else:
+            self.engine.dispatch()
+            self.collect()
+        self.engine.scheduler.check_integrity()
+
+    def add(self) -> None:
+        rng = self.rng
+        base = [rng.randrange(2)] * rng.choice([0, 4, 8, 9, 16, 24])
+        prompt = base + [rng.randrange(VOCAB) for _ in range(rng.choice([0, 0, 1, 3, 12]))] or [1]
+        self.num_made += 1
+        request_id = f"r{rng.randrange(6)}" if self.reuse_ids else f"r{self.num_made}"
+        if request_id in self.live:
+            return
+        request = make_request(
+            request_id,
+            prompt,
+            eos=(END, STOP) if rng.random() < 0.7 else (),
+            max_tokens=rng.choice([1, 2, 7, 20]),
+            priority=rng.randrange(3),
+            arrival=rng.randrange(3),
+            cache_salt=rng.choice([None, None, None, "x"]),
+            prompt_logprobs=rng.choice([None, None, None, 0]),
+        )
+        self.engine.scheduler.add_request(request)
+        self.live[request_id], self.received[request_id] = request, []
+
+    def fail_one(self) -> None:
+        plan, result = self.engine.in_flight[0]
+        request_id = self.rng.choice(list(plan.num_scheduled_tokens))
+        sampled = {key: tokens for key, tokens in result.sampled_token_ids.items() if key != request_id}
+        self.engine.in_flight[0] = (plan, ModelRunnerOutput(sampled, errors={**result.errors, request_id: "it broke"}))
+
+    def collect(self) -> None:
+        for output in self.engine.collect():
+            request_id = output.request_id
+            self.received[request_id] += output.new_token_ids
+            assert len(output.new_token_ids) == (output.finish_reason != FinishReason.ERROR)
+            if output.finish_reason not in (None, FinishReason.ERROR):
+                self.check_whole(request_id, output.finish_reason)
+            if output.finish_reason is not None:
+                self.end(request_id)
+
+    def check_whole(self, request_id: str, reason: FinishReason) -> None:
+        request = self.live[request_id]
+        ends = frozenset((END, STOP)) if request.eos_token_id is not None else frozenset()
+        room = self.max_model_len - request.num_prompt_tokens
+        limit = min(request.sampling_params.max_tokens, room)
+        expected = oracle_tokens(request.spec.prompt_token_ids, limit, VOCAB, ends)
+        assert self.received[request_id] == expected == request.output_token_ids
+        assert reason == (FinishReason.STOP if expected[-1] in ends else FinishReason.LENGTH)
+
+    def end(self, request_id: str) -> None:
+        del self.live[request_id]
+        self.num_ended += 1
+
+    def finish(self) -> None:
+        for _ in range(3000):
+            if not self.live:
+                break
+            self.engine.dispatch()
+            assert self.engine.in_flight, "requests wait and nothing runs"
+            self.collect()
+        assert not self.live, "a request never ends"
+        while self.engine.in_flight:
+            assert self.engine.collect() == []
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    policy=st.sampled_from(["fcfs", "priority"]),
+    depth=st.sampled_from([1, 2, 3]),
+    caching=st.booleans(),
+    num_blocks=st.sampled_from([13, 16, 30, 100]),
+    max_num_seqs=st.sampled_from([1, 3, 8]),
+    budget=st.sampled_from([1, 5, 16, 64]),
+    threshold=st.sampled_from([0, 0, 4]),
+    watermark=st.sampled_from([0.0, 0.1]),
+    whole=st.booleans(),
+    reuse_ids=st.booleans(),
+)
+def test_random_schedules(
+    seed, policy, depth, caching, num_blocks, max_num_seqs, budget, threshold, watermark, whole, reuse_ids
+):
+    max_model_len = 46
+    scheduler = make_scheduler(
+        num_blocks=num_blocks,
+        block_size=4,
+        max_model_len=max_model_len,
+        caching=caching,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        scheduling_policy=policy,
+        async_scheduling=depth > 1,
+        long_prefill_token_threshold=threshold,
+        long_prefill_token_threshold_adaptive=seed % 2 == 0,
+        watermark=watermark,
+        scheduler_reserve_full_isl=whole,
+    )
+    engine = FakeEngine(scheduler, vocab_size=VOCAB, depth=depth)
+    load = _Load(engine, random.Random(seed), max_model_len, reuse_ids)
+    for _ in range(80):
+        load.event()
+    load.finish()
+    assert not scheduler.has_requests() and not scheduler.running and not len(scheduler.waiting)
+    assert scheduler.cache_manager.pool.num_free_blocks == num_blocks - 1
+    assert scheduler.reset_prefix_cache()

@@ -1,0 +1,411 @@
+"""Who computes how many tokens, one step at a time."""
+
+import pytest
+
+from jaxllm.errors import ConfigError, InvalidRequestError
+from jaxllm.request import FinishReason, RequestStatus
+from jaxllm.scheduler_output import ModelRunnerOutput
+from tests.helpers.scheduling import make_request, make_scheduler, result_of, run_to_end, step
+
+
+def add(scheduler, *requests):
+    for request in requests:
+        scheduler.add_request(request)
+    return requests
+
+
+def counts(plan):
+    return list(plan.num_scheduled_tokens.values())
+
+
+# The budget of a step
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_decodes_come_first_and_prefills_share_the_rest(caching):
+    scheduler = make_scheduler(max_num_batched_tokens=1024, long_prefill_token_threshold=400, caching=caching)
+    add(scheduler, *(make_request(name, 800) for name in "abc"))
+    plan, outputs = step(scheduler)
+    assert counts(plan) == [400, 400, 224] and outputs == []
+    plan, outputs = step(scheduler)
+    assert counts(plan) == [400, 400, 224] and [output.request_id for output in outputs] == ["a", "b"]
+    assert len(plan.scheduled_new_reqs) == 0 and plan.scheduled_cached_reqs.num_computed_tokens == [400, 400, 224]
+    plan, outputs = step(scheduler)
+    assert counts(plan) == [1, 1, 352] and [output.request_id for output in outputs] == ["a", "b", "c"]
+
+
+def test_the_threshold_spares_a_lone_request():
+    scheduler = make_scheduler(max_num_batched_tokens=1024, long_prefill_token_threshold=400)
+    add(scheduler, make_request("a", 2000))
+    assert counts(scheduler.schedule()) == [1024]
+
+
+def test_the_threshold_holds_among_several():
+    scheduler = make_scheduler(max_num_batched_tokens=1024, long_prefill_token_threshold=400)
+    add(scheduler, make_request("a", 2000), make_request("b", 10))
+    assert counts(scheduler.schedule()) == [400, 10]
+
+
+def test_the_adaptive_threshold_is_at_least_an_equal_share():
+    scheduler = make_scheduler(
+        max_num_batched_tokens=1024, long_prefill_token_threshold=100, long_prefill_token_threshold_adaptive=True
+    )
+    add(scheduler, make_request("a", 2000), make_request("b", 10))
+    assert counts(scheduler.schedule()) == [512, 10]
+
+
+@pytest.mark.parametrize(("chunked", "expected"), [(False, [800]), (True, [800, 224])])
+def test_short_prompts_do_not_overtake_a_long_one(chunked, expected):
+    scheduler = make_scheduler(max_num_batched_tokens=1024, max_model_len=1024, max_num_seqs=3, enable_chunked_prefill=chunked)
+    add(scheduler, *(make_request(name, length) for name, length in zip("abcd", (800, 800, 10, 10), strict=True)))
+    assert counts(scheduler.schedule()) == expected
+
+
+def test_admission_stops_at_max_num_seqs():
+    scheduler = make_scheduler(max_num_seqs=2)
+    add(scheduler, *(make_request(name, 10, max_tokens=2) for name in "abc"))
+    assert list(step(scheduler)[0].num_scheduled_tokens) == ["a", "b"]
+    assert list(step(scheduler)[0].num_scheduled_tokens) == ["a", "b"]
+    assert list(step(scheduler)[0].num_scheduled_tokens) == ["c"]
+
+
+def test_several_prompts_are_computed_in_chunks_at_once():
+    scheduler = make_scheduler(max_num_batched_tokens=64, long_prefill_token_threshold=16, max_num_seqs=4)
+    add(scheduler, *(make_request(name, 100, max_tokens=4) for name in "abcd"))
+    assert counts(step(scheduler)[0]) == [16, 16, 16, 16]
+    ended = [output for output in run_to_end(scheduler) if output.finish_reason]
+    assert sorted(output.request_id for output in ended) == ["a", "b", "c", "d"]
+
+
+# Plans
+
+
+def test_a_new_request_is_sent_whole_and_then_as_differences():
+    scheduler = make_scheduler(max_num_batched_tokens=32)
+    add(scheduler, make_request("a", 40))
+    new = scheduler.schedule()
+    (data,) = new.scheduled_new_reqs
+    assert data.token_ids == scheduler.requests["a"].token_ids and data.token_ids is not scheduler.requests["a"].token_ids
+    assert (data.num_prompt_tokens, data.num_computed_tokens, data.num_cached_tokens) == (40, 0, 0)
+    assert data.block_ids == [1, 2]
+    scheduler.update_from_output(new, result_of(scheduler, new))
+    plan, _ = step(scheduler)
+    cached = plan.scheduled_cached_reqs
+    assert plan.scheduled_new_reqs == [] and plan.step_id == new.step_id + 1
+    assert (cached.request_ids, cached.new_block_ids, cached.num_computed_tokens) == (["a"], [[3]], [32])
+    plan, _ = step(scheduler)
+    assert plan.scheduled_cached_reqs.new_block_ids == [[]] and counts(plan) == [1]
+
+
+def test_ended_ids_come_with_every_plan_until_one_has_tokens():
+    scheduler = make_scheduler()
+    add(scheduler, make_request("a", 10))
+    step(scheduler)
+    scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    for _ in range(2):
+        plan = scheduler.schedule()
+        assert plan.total_num_scheduled_tokens == 0 and plan.finished_request_ids == ["a"]
+    add(scheduler, make_request("b", 10))
+    assert scheduler.schedule().finished_request_ids == ["a"]
+    assert scheduler.schedule().finished_request_ids == []
+
+
+def test_an_empty_plan_needs_no_update():
+    scheduler = make_scheduler()
+    assert scheduler.update_from_output(scheduler.schedule(), ModelRunnerOutput({})) == []
+
+
+# Preemption
+
+
+def test_the_latest_request_is_preempted_and_its_token_in_flight_kept():
+    scheduler = make_scheduler(max_num_batched_tokens=100, num_blocks=11, caching=False)
+    a, b = make_request("a", 80), make_request("b", 80)
+    add(scheduler, a)
+    first = scheduler.schedule()
+    assert len(first.scheduled_new_reqs[0].block_ids) == 5
+    add(scheduler, b)
+    second = scheduler.schedule()
+    assert list(second.num_scheduled_tokens) == ["b"] and len(second.scheduled_new_reqs[0].block_ids) == 5
+    scheduler.update_from_output(first, ModelRunnerOutput({"a": [0]}))
+    third = scheduler.schedule()
+    assert third.preempted_request_ids == ["b"] and third.scheduled_cached_reqs.new_block_ids == [[10]]
+    assert scheduler.running == [a] and b.status == RequestStatus.PREEMPTED
+    scheduler.check_integrity()
+    (output,) = scheduler.update_from_output(second, ModelRunnerOutput({"b": [42]}))
+    assert output.new_token_ids == [42] and b.output_token_ids == [42]
+    scheduler.check_integrity()
+
+
+def test_a_preempted_request_waits_in_front_and_returns_as_new_with_its_outputs():
+    scheduler = make_scheduler(num_blocks=11, caching=False)
+    a, b = add(scheduler, make_request("a", 80, max_tokens=3), make_request("b", 80, max_tokens=9))
+    add(scheduler, make_request("c", 10))
+    plan, _ = step(scheduler)
+    assert list(plan.num_scheduled_tokens) == ["a", "b"]  # no block for c
+    plan, _ = step(scheduler)
+    assert plan.preempted_request_ids == ["b"] and list(plan.num_scheduled_tokens) == ["a"]
+    assert [request.request_id for request in scheduler.waiting] == ["b", "c"] and b.num_preemptions == 1
+    plan, outputs = step(scheduler)
+    assert counts(plan) == [1] and outputs[0].finish_reason == FinishReason.LENGTH
+    plan, outputs = step(scheduler)
+    assert plan.finished_request_ids == ["a"] and list(plan.num_scheduled_tokens) == ["b", "c"]
+    data = plan.scheduled_new_reqs[0]
+    assert data.token_ids == [*b.spec.prompt_token_ids, 7] and data.num_prompt_tokens == 80
+    assert data.num_computed_tokens == 0 and plan.num_scheduled_tokens["b"] == 81
+    assert outputs[0].num_preemptions == 1 and outputs[0].new_token_ids == [7]
+
+
+def test_a_resumed_request_finds_its_own_blocks():
+    scheduler = make_scheduler(num_blocks=13)
+    add(scheduler, make_request("a", 80, max_tokens=4), make_request("b", 80))
+    step(scheduler)
+    scheduler._preempt(scheduler.running.pop())
+    plan, _ = step(scheduler)
+    (data,) = plan.scheduled_new_reqs
+    assert data.request_id == "b" and data.num_computed_tokens == data.num_cached_tokens == 80 and len(data.token_ids) == 81
+    assert plan.num_scheduled_tokens == {"a": 1, "b": 1}
+    stats = scheduler.stats()
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (160, 0)
+    assert (stats.resumed_prefix_cache_queries, stats.resumed_prefix_cache_hits, stats.num_preemptions) == (81, 80, 1)
+
+
+def test_prompt_logprobs_are_reported_once_though_a_resumed_request_computes_them_again():
+    scheduler = make_scheduler()
+    add(scheduler, make_request("a", 20, prompt_logprobs=0))
+    marker = object()
+    plan = scheduler.schedule()
+    (output,) = scheduler.update_from_output(plan, ModelRunnerOutput({"a": [1]}, prompt_logprobs={"a": marker}))
+    assert output.new_prompt_logprobs is marker
+    scheduler._preempt(scheduler.running.pop())
+    plan = scheduler.schedule()
+    assert plan.num_scheduled_tokens == {"a": 21}  # reads no cache
+    (output,) = scheduler.update_from_output(plan, ModelRunnerOutput({"a": [1]}, prompt_logprobs={"a": marker}))
+    assert output.new_prompt_logprobs is None
+
+
+# Admission
+
+
+def test_a_prompt_is_admitted_only_if_it_fits_whole():
+    for whole, expected in ((True, [20]), (False, [20, 12])):
+        scheduler = make_scheduler(num_blocks=6, max_num_batched_tokens=32, scheduler_reserve_full_isl=whole)
+        add(scheduler, make_request("a", 20, max_tokens=2), make_request("b", 60, max_tokens=2))
+        assert counts(scheduler.schedule()) == expected
+
+
+def test_blocks_promised_to_a_prompt_in_chunks_are_not_given_to_another():
+    scheduler = make_scheduler(num_blocks=13, max_num_batched_tokens=48, long_prefill_token_threshold=16, block_size=16)
+    requests = add(scheduler, *(make_request(name, 80, max_tokens=2) for name in "abc"))
+    plan, _ = step(scheduler)
+    assert list(plan.num_scheduled_tokens) == ["a", "b"]  # 2 blocks used, 8 promised, 2 left
+    run_to_end(scheduler)
+    assert all(request.num_preemptions == 0 for request in requests)
+
+
+def test_the_watermark_keeps_blocks_free_only_while_something_runs():
+    scheduler = make_scheduler(num_blocks=11, watermark=0.2)  # 2 blocks
+    add(scheduler, make_request("a", 150, max_tokens=2))
+    assert counts(step(scheduler)[0]) == [150]  # alone, it may take all 10
+    run_to_end(scheduler)
+    add(scheduler, make_request("b", 80, max_tokens=8), make_request("c", 64), make_request("d", 10))
+    assert list(step(scheduler)[0].num_scheduled_tokens) == ["b"]  # c would leave 1
+    scheduler = make_scheduler(num_blocks=11, watermark=0.2)
+    add(scheduler, make_request("b", 80, max_tokens=8), make_request("c", 48))
+    assert list(step(scheduler)[0].num_scheduled_tokens) == ["b", "c"]
+
+
+def test_a_refused_request_is_not_looked_up_again_until_something_changes(monkeypatch):
+    scheduler = make_scheduler(num_blocks=15)
+    add(scheduler, make_request("a", 48, max_tokens=40), make_request("b", 48, max_tokens=60))
+    step(scheduler)
+    add(scheduler, make_request("c", 160, max_tokens=2))
+    lookups = []
+    look_up = scheduler.cache_manager.get_computed_blocks
+    monkeypatch.setattr(
+        scheduler.cache_manager, "get_computed_blocks", lambda request: lookups.append(request) or look_up(request)
+    )
+    while scheduler.requests.get("a"):
+        step(scheduler)
+    assert len(lookups) == 1
+    step(scheduler)  # a's blocks are free now
+    assert len(lookups) == 2
+
+
+def test_a_refused_request_enters_as_soon_as_another_has_computed_its_beginning():
+    # 13 usable blocks, of which a fills 2 a step up to 10. b needs 11 less those that a has filled, and always sees 3.
+    scheduler = make_scheduler(num_blocks=14, max_num_batched_tokens=64, long_prefill_token_threshold=32)
+    prompt = list(range(160))
+    add(scheduler, make_request("a", prompt, max_tokens=20), make_request("b", prompt + [5], max_tokens=2))
+    assert [list(step(scheduler)[0].num_scheduled_tokens) for _ in range(4)] == [["a"], ["a"], ["a"], ["a", "b"]]
+    assert scheduler.requests["b"].num_cached_tokens == 128
+
+
+# Prefix caching
+
+
+def test_an_equal_prompt_shares_blocks_planned_in_the_same_step_and_computes_one_token():
+    scheduler = make_scheduler()
+    prompt = list(range(64))
+    add(scheduler, make_request("a", prompt), make_request("b", prompt))
+    plan, outputs = step(scheduler)
+    a, b = plan.scheduled_new_reqs
+    assert counts(plan) == [64, 1] and a.block_ids == b.block_ids
+    assert (b.num_computed_tokens, b.num_cached_tokens) == (63, 64)
+    assert [output.num_cached_tokens for output in outputs] == [0, 64]
+    plan, _ = step(scheduler)
+    assert counts(plan) == [1, 1]
+    x, y = plan.scheduled_cached_reqs.new_block_ids
+    assert len(x) == len(y) == 1 and x != y
+
+
+def test_prefix_statistics_are_counted_once_per_admission():
+    scheduler = make_scheduler(num_blocks=11)
+    add(scheduler, make_request("a", list(range(80)), max_tokens=4))
+    step(scheduler)
+    add(scheduler, make_request("b", list(range(160))[::-1], max_tokens=1))
+    for _ in range(3):  # b is refused each time
+        step(scheduler)
+    stats = scheduler.stats()
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (80, 0)
+    run_to_end(scheduler)
+    add(scheduler, make_request("c", list(range(160))[::-1], max_tokens=1))
+    run_to_end(scheduler)
+    stats = scheduler.stats()
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (400, 160)
+
+
+@pytest.mark.parametrize("options", [{"caching": False}, {"params": {"prompt_logprobs": 0}}])
+def test_prefix_statistics_leave_out_who_does_not_read(options):
+    scheduler = make_scheduler(caching=options.get("caching", True))
+    add(scheduler, make_request("a", 40, **options.get("params", {})))
+    step(scheduler)
+    assert scheduler.stats().prefix_cache_queries == 0
+
+
+def test_reset_prefix_cache():
+    scheduler = make_scheduler()
+    prompt = list(range(64))
+    add(scheduler, make_request("a", prompt, max_tokens=3))
+    step(scheduler)
+    assert not scheduler.reset_prefix_cache()
+    run_to_end(scheduler)
+    assert scheduler.reset_prefix_cache()
+    add(scheduler, make_request("b", prompt))
+    assert counts(step(scheduler)[0]) == [64]
+
+
+def test_reset_with_running_requests_preempts_all_and_keeps_their_order():
+    scheduler = make_scheduler()
+    requests = add(scheduler, *(make_request(name, 40) for name in "abc"))
+    step(scheduler)
+    assert scheduler.reset_prefix_cache(reset_running_requests=True)
+    scheduler.check_integrity()
+    plan, _ = step(scheduler)
+    assert sorted(plan.preempted_request_ids) == ["a", "b", "c"]
+    assert [data.request_id for data in plan.scheduled_new_reqs] == ["a", "b", "c"] and counts(plan) == [41, 41, 41]
+    assert all(request.num_preemptions == 1 for request in requests)
+
+
+# Ends
+
+
+def test_nothing_is_left_when_all_requests_have_ended():
+    scheduler = make_scheduler(num_blocks=40, max_num_batched_tokens=50)
+    add(scheduler, *(make_request(f"r{i}", 30 + i, max_tokens=10) for i in range(10)))
+    run_to_end(scheduler)
+    assert not scheduler.running and not len(scheduler.waiting) and not scheduler.requests and not scheduler._in_flight
+    assert not scheduler.cache_manager._tables
+    assert scheduler.cache_manager.pool.num_free_blocks == 39
+    assert all(block.ref_count == 0 for block in scheduler.cache_manager.pool.blocks)
+    stats = scheduler.stats()
+    assert (stats.num_running, stats.num_waiting, stats.cache_usage) == (0, 0, 0.0)
+
+
+def test_abort_ends_running_and_waiting_requests_and_ignores_unknown_ids():
+    scheduler = make_scheduler(max_num_seqs=1)
+    a, b = add(scheduler, make_request("a", 20), make_request("b", 20))
+    step(scheduler)
+    assert scheduler.finish_requests(["a", "x", "b", "a"], RequestStatus.FINISHED_ABORTED) == ["a", "b"]
+    assert a.status == b.status == RequestStatus.FINISHED_ABORTED and not scheduler.has_requests()
+    assert scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED) == []
+    scheduler.check_integrity()
+    assert scheduler.schedule().finished_request_ids == ["a", "b"]
+
+
+def test_an_error_ends_one_request_and_what_it_computed_is_never_found_again():
+    scheduler = make_scheduler()
+    prompt = list(range(64))
+    add(scheduler, make_request("bad", prompt), make_request("good", 30))
+    plan = scheduler.schedule()
+    bad, good = scheduler.update_from_output(plan, ModelRunnerOutput({"good": [1]}, errors={"bad": "it broke"}))
+    assert (bad.finish_reason, bad.stop_reason, bad.new_token_ids) == (FinishReason.ERROR, "it broke", [])
+    assert good.finish_reason is None and scheduler.num_unfinished == 1
+    scheduler.check_integrity()
+    add(scheduler, make_request("again", prompt))
+    plan, _ = step(scheduler)
+    assert plan.num_scheduled_tokens == {"good": 1, "again": 64} and plan.finished_request_ids == ["bad"]
+
+
+def test_a_failed_step_ends_all_its_requests():
+    scheduler = make_scheduler()
+    add(scheduler, make_request("a", 30), make_request("b", 30))
+    plan = scheduler.schedule()
+    outputs = scheduler.update_from_output(plan, ModelRunnerOutput({}, errors=dict.fromkeys(plan.num_scheduled_tokens, "x")))
+    assert [output.finish_reason for output in outputs] == [FinishReason.ERROR] * 2
+    assert not scheduler.has_requests() and scheduler.cache_manager.pool.usage == 0.0
+    assert scheduler.reset_prefix_cache()
+
+
+# What is refused at the door
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "param", "numbers"),
+    [
+        (0, {}, "prompt", ["empty"]),
+        (100, {}, "prompt", ["100 tokens", "takes 100"]),
+        (101, {}, "prompt", ["101 tokens", "takes 100"]),
+        (81, {"max_tokens": 1}, "prompt", ["needs up to 6 blocks", "has 5"]),
+        (70, {"max_tokens": 12}, "max_tokens", ["needs up to 6 blocks", "has 5"]),
+    ],
+)
+def test_a_request_that_can_never_run_is_refused_with_both_numbers(prompt, fields, param, numbers):
+    scheduler = make_scheduler(num_blocks=6, max_model_len=100)
+    with pytest.raises(InvalidRequestError) as caught:
+        scheduler.add_request(make_request("a", prompt, **fields))
+    assert caught.value.param == param and all(number in str(caught.value) for number in numbers)
+    assert not scheduler.has_requests()
+
+
+def test_the_largest_requests_that_fit_run():
+    scheduler = make_scheduler(num_blocks=6, max_model_len=100)
+    add(scheduler, make_request("a", 70, max_tokens=11), make_request("b", 80, max_tokens=1))
+    assert sum(len(output.new_token_ids) for output in run_to_end(scheduler)) == 12
+    scheduler = make_scheduler(max_model_len=100)
+    add(scheduler, make_request("a", 99, max_tokens=50), make_request("b", 90, max_tokens=None))
+    assert sum(len(output.new_token_ids) for output in run_to_end(scheduler)) == 1 + 10
+
+
+def test_an_id_in_use_is_refused_and_may_come_again_afterwards():
+    scheduler = make_scheduler()
+    add(scheduler, make_request("a", 5, max_tokens=1))
+    with pytest.raises(InvalidRequestError, match="'a' is in use"):
+        scheduler.add_request(make_request("a", 5))
+    run_to_end(scheduler)
+    add(scheduler, make_request("a", 6, max_tokens=1))
+    plan, outputs = step(scheduler)
+    assert plan.finished_request_ids == ["a"] and plan.num_scheduled_tokens == {"a": 6} and len(outputs) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_seqs": None},
+        {"enable_chunked_prefill": False, "max_num_batched_tokens": 512},
+        {"enable_chunked_prefill": False, "long_prefill_token_threshold": 10},
+    ],
+)
+def test_contradicting_options_are_refused(options):
+    with pytest.raises(ConfigError):
+        make_scheduler(**{"max_model_len": 1024, **options})

@@ -1,0 +1,127 @@
+"""The house stands: imports go downward only, and the host wing never meets JAX. Reads the source, imports nothing of it."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+FLOORS = {
+    "jaxllm": 0,  # plain types: every module directly in jaxllm/ that is not named below
+    "jaxllm.scheduler": 1,
+    "jaxllm.text": 1,
+    "jaxllm.structured": 1,
+    "jaxllm.multimodal": 1,
+    "jaxllm.metrics": 1,
+    "jaxllm.parallel": 1,
+    "pallas_kernels": 1,
+    "jaxllm.layers": 2,
+    "jaxllm.quantization": 2,
+    "jaxllm.models": 3,
+    "jaxllm.sampling": 3,
+    "jaxllm.loaders": 3,
+    "jaxllm.speculative": 4,
+    "jaxllm.lora": 4,
+    "jaxllm.runner": 5,
+    "jaxllm.kv_transfer": 5,
+    "jaxllm.engine": 6,
+    "jaxllm.llm": 7,
+    "jaxllm.llm_engine": 7,
+    "jaxllm.async_llm": 7,
+    "jaxllm.beam_search": 7,
+    "server": 8,
+    "jaxllm.cli": 9,
+}
+"""A module lives where its longest prefix here says."""
+
+SIBLINGS = {
+    ("jaxllm.loaders", "jaxllm.models"),
+    ("jaxllm.llm", "jaxllm.llm_engine"),
+    ("jaxllm.llm", "jaxllm.beam_search"),
+    ("jaxllm.async_llm", "jaxllm.llm_engine"),
+}
+"""(importer, imported) on the same floor that may; within one of these packages everything may."""
+
+WITHOUT_JAX = {"jaxllm", "jaxllm.scheduler", "jaxllm.text", "jaxllm.structured", "jaxllm.multimodal", "jaxllm.metrics"}
+JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "pallas_kernels"}
+PROJECT = ("jaxllm", "pallas_kernels", "server")
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the project by its dotted name."""
+    found = {}
+    for package in PROJECT:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            if "data" not in parts:
+                found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def room_of(module: str) -> str:
+    """The longest prefix of a module that has a floor."""
+    parts = module.split(".")
+    return next(room for end in range(len(parts), 0, -1) if (room := ".".join(parts[:end])) in FLOORS)
+
+
+def imports_of(module: str, path: Path, known: dict[str, Path]) -> Iterator[str]:
+    """The modules that a file imports, wherever in it, those for the type checker too."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} imports relatively in line {node.lineno}; say the whole name"
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield whole if whole in known else str(node.module)
+
+
+MODULES = modules()
+IMPORTS = {module: sorted(set(imports_of(module, path, MODULES))) for module, path in MODULES.items()}
+
+
+def project_imports(module: str) -> list[str]:
+    return [name for name in IMPORTS[module] if name.split(".")[0] in PROJECT]
+
+
+def test_every_folder_has_a_floor() -> None:
+    folders = {name for name, path in MODULES.items() if path.name == "__init__.py" and name.count(".") == 1}
+    homeless = {name for name in folders if name.startswith("jaxllm.")} - set(FLOORS)
+    assert not homeless, f"give {homeless} a floor in FLOORS and in docs/ARCHITECTURE.md"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_go_downward(module: str) -> None:
+    room = room_of(module)
+    faults = []
+    for imported in project_imports(module):
+        other = room_of(imported)
+        sideways = FLOORS[other] == FLOORS[room] and other != room and (room, other) not in SIBLINGS
+        if FLOORS[other] > FLOORS[room] or sideways:
+            faults.append(f"{room} (floor {FLOORS[room]}) imports {imported} (floor {FLOORS[other]})")
+    assert not faults
+
+
+def test_kernels_are_usable_without_the_engine() -> None:
+    for module in MODULES:
+        if room_of(module) == "pallas_kernels":
+            assert not [name for name in IMPORTS[module] if name.split(".")[0] in ("jaxllm", "server")], module
+
+
+def test_only_the_command_line_imports_the_server() -> None:
+    importers = {module for module in MODULES for name in IMPORTS[module] if name.split(".")[0] == "server"}
+    assert {room_of(module) for module in importers} <= {"jaxllm.cli", "server"}
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if room_of(module) in WITHOUT_JAX])
+def test_the_host_wing_never_meets_jax(module: str) -> None:
+    reached, todo = set(), [(module, module)]
+    while todo:
+        current, way = todo.pop()
+        for name in IMPORTS.get(current, []):
+            assert name.split(".")[0] not in JAX, f"{way} → {name}"
+            if name in MODULES and name not in reached:
+                reached.add(name)
+                todo.append((name, f"{way} → {name}"))

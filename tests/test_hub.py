@@ -1,0 +1,57 @@
+import pytest
+
+from jaxllm.errors import ModelLoadError
+from jaxllm.hub import resolve_model
+from tests.helpers import goldens
+
+
+def test_local_directory_is_taken_as_it_is():
+    assert resolve_model(str(goldens.FOLDER / "qwen2")) == goldens.FOLDER / "qwen2"
+
+
+def test_demo_is_shipped_with_the_package():
+    assert resolve_model("demo").parts[-3:] == ("jaxllm", "data", "demo")
+
+
+@pytest.mark.parametrize("name", ["./no/such/model", "/no/such/model", "a/b/c", "", "two words"])
+def test_what_cannot_be_a_hub_id_is_not_looked_up(name):
+    with pytest.raises(ModelLoadError, match="neither a local directory nor a hub id"):
+        resolve_model(name)
+
+
+def test_names_that_the_hub_forbids():
+    with pytest.raises(ModelLoadError, match="neither a local directory nor a hub id: "):
+        resolve_model("owner/a..b")
+
+
+def test_file_is_not_a_model():
+    with pytest.raises(ModelLoadError, match="is a file"):
+        resolve_model(str(goldens.FOLDER / "qwen2" / "config.json"))
+
+
+@pytest.mark.parametrize(("name", "hint"), [("meta-llama/Llama-3.2-1B", "use 'demo'"), ("dmeo", "did you mean 'demo'")])
+def test_hub_id_while_offline(monkeypatch, tmp_path, name, hint):
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        ModelLoadError, match="is not a local directory nor in the hub's cache, and HF_HUB_OFFLINE forbids"
+    ) as caught:
+        resolve_model(name, download_dir=str(tmp_path))
+    assert hint in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["RepositoryNotFoundError", "RevisionNotFoundError", "GatedRepoError"])
+def test_refusals_of_the_hub_are_told_apart(monkeypatch, kind):
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    error = getattr(errors, kind).__new__(getattr(errors, kind))
+
+    def download(*_, **__):
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    told = {"RepositoryNotFoundError": "knows no such", "RevisionNotFoundError": "no revision", "GatedRepoError": "gated"}
+    with pytest.raises(ModelLoadError, match=told[kind]):
+        resolve_model("owner/name", revision="abc")

@@ -1,0 +1,196 @@
+import json
+
+import pytest
+
+from jaxllm.errors import ConfigError, ModelLoadError
+from jaxllm.model_config import RopeConfig, kv_bytes_per_token, load_model_config
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def read(tmp_path):
+    """Write a config.json (and generation_config.json) and read it."""
+
+    def read(changes=None, generation=None, without=(), **options):
+        raw = {key: value for key, value in {**LLAMA, **(changes or {})}.items() if key not in without}
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        if generation is not None:
+            (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+        return load_model_config(tmp_path, **options)
+
+    return read
+
+
+def test_dtype_auto_is_the_checkpoints_on_a_gpu_and_float32_on_a_cpu(read):
+    assert read(on_gpu=True).dtype == "bfloat16"
+    assert read({"dtype": "float16"}, on_gpu=True).dtype == "float16"
+    assert read().dtype == "float32"
+    assert read(dtype="float16").dtype == "float16"
+    with pytest.raises(ConfigError, match="dtype is 'int8', must be one of auto, bfloat16"):
+        read(dtype="int8")
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [
+        (7, None, (7,)),
+        ([7, 8], None, (7, 8)),
+        (7, {"eos_token_id": [9, 7]}, (7, 9)),
+        (None, {"eos_token_id": 9}, (9,)),
+        (None, {}, ()),
+    ],
+)
+def test_eos_ids_of_both_files(read, config, generation, expected):
+    assert read({"eos_token_id": config}, generation).eos_token_ids == expected
+
+
+def test_head_dim_and_kv_heads_are_derived_when_absent(read):
+    config = read(without=("num_key_value_heads",))
+    assert (config.num_kv_heads, config.head_dim) == (8, 8)
+    assert read({"head_dim": 16, "num_key_value_heads": None}).head_dim == 16
+
+
+def test_older_and_newer_rope_keys_mean_the_same(read):
+    llama3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 1024}
+    old = read({"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **llama3}})
+    new = read({"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **llama3}})
+    assert old == new
+    assert old.rope == RopeConfig(5e5, "llama3", 8.0, 1024, low_freq_factor=1.0, high_freq_factor=4.0)
+    assert old.max_position == 4096
+    assert read({"rope_scaling": {"type": "linear", "factor": 2.0}}).rope.kind == "linear"
+
+
+@pytest.mark.parametrize(
+    ("scaling", "longest"),
+    [
+        ({"type": "linear", "factor": 2.0}, 8192),
+        ({"type": "dynamic", "factor": 4.0}, 16384),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}, 16384),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}, 4096),
+        ({"type": "yarn", "original_max_position_embeddings": 1024}, 4096),
+        ({"type": "default"}, 4096),
+    ],
+)
+def test_scaled_rope_reaches_further(read, scaling, longest):
+    assert read({"rope_scaling": scaling}).max_position == longest
+
+
+def test_yarn_attention_factor(read):
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    assert read({"rope_scaling": yarn}).rope.attention_factor == pytest.approx(1.138629, abs=1e-6)
+    assert read({"rope_scaling": {**yarn, "attention_factor": 0.5}}).rope.attention_factor == 0.5
+    equal = {**yarn, "mscale": 0.7, "mscale_all_dim": 0.7}
+    assert read({"rope_scaling": equal}).rope.attention_factor == 1.0
+
+
+def test_sliding_windows(read):
+    mistral = {"architectures": ["MistralForCausalLM"]}
+    assert read(mistral).sliding_window == 4096
+    assert read({**mistral, "sliding_window": None}).sliding_window is None
+    assert read({**mistral, "sliding_window": 16}).window(3) == 16
+    qwen = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 16, "max_window_layers": 3}
+    assert read(qwen).window(3) is None
+    config = read({**qwen, "use_sliding_window": True})
+    assert [config.window(layer) for layer in range(4)] == [None, None, None, 16]
+    kinds = ["sliding_attention", "full_attention"] * 2
+    config = read({**qwen, "use_sliding_window": True, "layer_types": kinds})
+    assert [config.window(layer) for layer in range(4)] == [16, None, 16, None]
+    with pytest.raises(ModelLoadError, match="layer_types is .*must be 4 of"):
+        read({**qwen, "use_sliding_window": True, "layer_types": kinds[:3]})
+
+
+def test_biases_and_norms_of_the_families(read):
+    llama = read({"attention_bias": True})
+    assert llama.attention_bias and llama.attention_out_bias and not llama.mlp_bias
+    qwen2 = read({"architectures": ["Qwen2ForCausalLM"]})
+    assert qwen2.attention_bias and not qwen2.attention_out_bias and not qwen2.qk_norm
+    qwen3 = read({"architectures": ["Qwen3ForCausalLM"]})
+    assert qwen3.qk_norm and not qwen3.attention_bias and qwen3.head_dim == 128
+
+
+def test_overrides_are_laid_over_the_file(read):
+    config = read(overrides={"max_position_embeddings": 64, "rope_scaling": {"type": "linear", "factor": 2.0}})
+    assert config.max_position == 128
+
+
+def test_model_type_stands_in_for_a_missing_architecture(read):
+    assert read({"model_type": "qwen3"}, without=("architectures",)).architecture == "Qwen3ForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"architectures": ["LamaForCausalLM"]}, "LamaForCausalLM; did you mean LlamaForCausalLM.*; known: Llama"),
+        ({"architectures": []}, "names no architecture; known: Llama"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', supported: silu"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type is 'longrope', supported: default, linear"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing, must be a positive number"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": -1}}, "factor is -1"),
+        ({"rope_scaling": 3}, "rope_scaling is 3, must be an object"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters differ by layer"),
+        ({"rope_theta": "many"}, "rope_theta is 'many'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads is 3, must divide num_attention_heads, which is 8"),
+        ({"head_dim": 7}, "head_dim is 7, must be even"),
+        ({"hidden_size": "64", "vocab_size": 0}, "hidden_size is '64', must be a positive integer; .*vocab_size is 0"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes', must be true or false"),
+        ({"quantization_config": {"quant_method": "gptq"}}, r"quantised \(gptq\)"),
+    ],
+)
+def test_what_cannot_be_served_is_told(read, changes, told):
+    with pytest.raises(ModelLoadError, match=told):
+        read(changes)
+
+
+def test_required_numbers(read):
+    with pytest.raises(ModelLoadError, match="hidden_size is missing.*num_hidden_layers is missing"):
+        read(without=("hidden_size", "num_hidden_layers"))
+
+
+def test_directories_that_are_no_models(tmp_path):
+    with pytest.raises(ModelLoadError, match="is not a directory"):
+        load_model_config(tmp_path / "none")
+    with pytest.raises(ModelLoadError, match="has no config.json"):
+        load_model_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelLoadError, match="cannot be read as JSON"):
+        load_model_config(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ModelLoadError, match="holds a JSON list"):
+        load_model_config(tmp_path)
+
+
+@pytest.mark.parametrize(("size", "kv_heads", "replicas"), [(1, 2, 1), (2, 2, 1), (4, 4, 2), (8, 8, 4)])
+def test_kv_heads_are_copied_for_tensor_parallelism(read, size, kv_heads, replicas):
+    config = read().for_tensor_parallel(size)
+    assert (config.num_kv_heads, config.kv_head_replicas, config.group_size) == (kv_heads, replicas, 8 // kv_heads)
+    assert config.padded_vocab_size % size == 0 and config.padded_vocab_size >= 1000
+    assert config.as_stored() == read()
+    assert config.for_tensor_parallel(1) == read()
+
+
+def test_tensor_parallel_size_that_does_not_divide(read):
+    with pytest.raises(ConfigError, match="size is 3, .*8 query heads and 2 KV heads.*takes 1, 2, 4, 8"):
+        read().for_tensor_parallel(3)
+    with pytest.raises(ConfigError, match="size is 8, .*intermediate size of 132"):
+        read({"intermediate_size": 132}).for_tensor_parallel(8)
+
+
+def test_bytes_per_token_count_copies(read):
+    assert kv_bytes_per_token(read()) == 2 * 4 * 2 * 8 * 4
+    assert kv_bytes_per_token(read().for_tensor_parallel(8)) == 4 * kv_bytes_per_token(read())
+
+
+def test_configs_can_be_keys(read):
+    assert len({read(), read(), read().for_tensor_parallel(8)}) == 2

@@ -1,0 +1,167 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxllm.config import EngineConfig
+from jaxllm.errors import ConfigError, InvalidRequestError
+from jaxllm.sampling_params import SamplingParams
+from jaxllm.text.generation_config import GenerationConfig, load_generation_config
+from jaxllm.text.input_processor import InputProcessor
+from jaxllm.text.tokenizer import Tokenizer, load_tokenizer
+from tests.helpers.fake_engine_core import tiny_model_config
+from tests.helpers.tiny_tokenizers import BOS, write_tokenizer
+
+MAX_LEN = 32
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return load_tokenizer(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+def processor_of(
+    tokenizer: Tokenizer | None, generation_config: GenerationConfig | None = None, **model_eos: Any
+) -> InputProcessor:
+    vocab_size = tokenizer.vocab_size if tokenizer is not None else 100
+    model_config = tiny_model_config(vocab_size, **model_eos)
+    return InputProcessor(EngineConfig(), model_config, MAX_LEN, tokenizer, generation_config)
+
+
+def test_every_form_of_prompt_means_the_same(tokenizer: Tokenizer) -> None:
+    processor = processor_of(tokenizer)
+    ids = tokenizer.encode("hi fox")
+    for prompt in (
+        "hi fox",
+        {"prompt": "hi fox"},
+        ids,
+        tuple(ids),
+        {"prompt_token_ids": ids},
+        {"prompt": "x", "prompt_token_ids": ids},
+    ):
+        request = processor.process("r", prompt, SamplingParams())  # type: ignore[arg-type]
+        assert request.prompt_token_ids == ids and request.children[0].prompt_token_ids == ids
+    assert processor.process("r", "hi fox", SamplingParams()).prompt == "hi fox"
+    assert processor.process("r", ids, SamplingParams()).prompt is None
+    assert processor.process("r", {"prompt": "hi", "cache_salt": "s"}, SamplingParams()).children[0].cache_salt == "s"
+    assert processor.tokenize_texts(["hi fox", ids]) == [{"prompt": "hi fox", "prompt_token_ids": ids}, ids]
+
+
+def test_a_bos_in_the_text_is_not_doubled(tokenizer: Tokenizer) -> None:
+    processor = processor_of(tokenizer)
+    for prompt in ("hi", f"{BOS}hi", {"prompt": f"{BOS}hi"}, *processor.tokenize_texts([f"{BOS}hi"])):
+        assert processor.process("r", prompt, SamplingParams()).prompt_token_ids == tokenizer.encode("hi")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message", "param"),
+    [
+        ("", "prompt is empty", "prompt"),
+        ([], "prompt is empty", "prompt"),
+        ({"prompt_token_ids": []}, "prompt is empty", "prompt"),
+        ({}, "neither 'prompt' nor", "prompt"),
+        (None, "prompt is a NoneType", "prompt"),
+        (7, "prompt is a int", "prompt"),
+        ([1, "x"], "'x' in place 1, must have integers", "prompt_token_ids"),
+        ([1, True], "True in place 1", "prompt_token_ids"),
+        ([1, 2.0], "2.0 in place 1", "prompt_token_ids"),
+        ({"prompt_token_ids": "ab"}, "prompt_token_ids is a str", "prompt_token_ids"),
+        ({"prompt": 3}, "prompt is a int, must be a text", "prompt"),
+        ({"promt": "x"}, "unknown key of a prompt 'promt'; did you mean 'prompt'", "prompt"),
+        ({"prompt": "x", "cache_salt": ""}, "cache_salt is ''", "cache_salt"),
+        ([1, -1], "token id -1 in place 1; the vocabulary has 0 to", "prompt_token_ids"),
+        ([10**6], "token id 1000000 in place 0; the vocabulary has 0 to", "prompt_token_ids"),
+        ([1] * MAX_LEN, "prompt has 32 tokens, the model takes 32.*--max-model-len", "prompt"),
+    ],
+)
+def test_a_bad_prompt_is_a_clear_error(tokenizer: Tokenizer, prompt: Any, message: str, param: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        processor_of(tokenizer).process("r", prompt, SamplingParams())
+    assert caught.value.param == param
+
+
+def test_wrong_arguments_are_clear_errors(tokenizer: Tokenizer) -> None:
+    processor = processor_of(tokenizer)
+    with pytest.raises(TypeError, match="request_id is a int"):
+        processor.process(3, "x", SamplingParams())  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="sampling_params is a dict"):
+        processor.process("r", "x", {"n": 1})  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="priority is 'high'"):
+        processor.process("r", "x", SamplingParams(), priority="high")  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="logprobs"):
+        processor.process("r", "x", SamplingParams(logprobs=21))
+
+
+def test_without_a_tokenizer_text_is_refused_wherever_it_comes() -> None:
+    processor = processor_of(None)
+    assert processor.process("r", [1, 2], SamplingParams()).prompt_token_ids == [1, 2]
+    for prompt, params in (("x", {}), ([1], {"stop": "x"}), ([1], {"bad_words": ["x"]})):
+        with pytest.raises(InvalidRequestError, match="tokenizer"):
+            processor.process("r", prompt, SamplingParams(**params))  # type: ignore[arg-type]
+
+
+def test_max_tokens_fits_the_model(tokenizer: Tokenizer) -> None:
+    processor = processor_of(tokenizer)
+    for asked, given in ((None, 22), (5, 5), (100, 22)):
+        assert processor.process("r", [1] * 10, SamplingParams(max_tokens=asked)).params.max_tokens == given
+
+
+def test_the_caller_s_params_are_left_alone(tokenizer: Tokenizer) -> None:
+    params = SamplingParams(max_tokens=None, bad_words=["fox"])
+    processor_of(tokenizer).process("r", "x", params)
+    assert params == SamplingParams(max_tokens=None, bad_words=["fox"])
+
+
+def test_a_seed_is_drawn_where_none_is_given(tokenizer: Tokenizer) -> None:
+    processor = processor_of(tokenizer)
+    seeds = {processor.process("r", "x", SamplingParams()).children[0].sampling_params.seed for _ in range(20)}
+    assert len(seeds) == 20 and all(seed is not None and 0 <= seed < 2**63 for seed in seeds)
+    assert processor.process("r", "x", SamplingParams(seed=5)).children[0].sampling_params.seed == 5
+
+
+def test_n_answers_are_n_requests(tokenizer: Tokenizer) -> None:
+    processor = processor_of(tokenizer)
+    request = processor.process("r", "x", SamplingParams(n=3, seed=2**63 - 2), priority=4)
+    assert [child.request_id for child in request.children] == [f"{i}_{request.internal_id}" for i in range(3)]
+    assert [child.sampling_params.n for child in request.children] == [1, 1, 1]
+    assert [child.sampling_params.seed for child in request.children] == [2**63 - 2, 2**63 - 1, -(2**63)]
+    assert {child.priority for child in request.children} == {4}
+    unseeded = processor.process("r", "x", SamplingParams(n=3)).children
+    assert len({child.sampling_params.seed for child in unseeded}) == 3
+
+
+def test_requests_may_share_an_id(tokenizer: Tokenizer) -> None:
+    processor = processor_of(tokenizer)
+    first, second = (processor.process("r", "x", SamplingParams()) for _ in range(2))
+    assert first.request_id == second.request_id == "r"
+    assert first.children[0].request_id != second.children[0].request_id
+
+
+def test_bad_words_are_spelled_with_and_without_a_space(tokenizer: Tokenizer) -> None:
+    request = processor_of(tokenizer).process("r", "x", SamplingParams(bad_words=["fox"]))
+    spellings = [tokenizer.encode(text, add_special_tokens=False) for text in ("fox", " fox")]
+    assert request.children[0].sampling_params.bad_words_token_ids == spellings
+
+
+def test_eos_ids_are_the_tokenizer_s_then_the_generation_config_s_or_the_model_s(tokenizer: Tokenizer) -> None:
+    eos = tokenizer.eos_token_id
+    assert processor_of(tokenizer).eos_token_ids == (eos,)
+    assert processor_of(tokenizer, GenerationConfig({}, (7, eos, 9)), eos_token_ids=(3,)).eos_token_ids == (eos, 7, 9)  # type: ignore[arg-type]
+    assert processor_of(tokenizer, eos_token_ids=(3,)).process("r", "x", SamplingParams()).children[0].eos_token_ids == (eos, 3)
+    assert processor_of(None, GenerationConfig({}, (7,))).eos_token_ids == (7,)
+
+
+def test_defaults_come_from_the_generation_config(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    write_tokenizer(
+        tmp_path, generation_config={"temperature": 0.6, "top_k": None, "max_new_tokens": 9, "eos_token_id": [4, 5]}
+    )
+    found = load_generation_config("auto", tmp_path)
+    assert found.eos_token_ids == (4, 5)
+    assert processor_of(tokenizer, found).default_sampling_params() == SamplingParams(temperature=0.6, max_tokens=9)
+    assert load_generation_config(str(tmp_path), None) == found
+    assert load_generation_config("none", tmp_path) == GenerationConfig({}, (4, 5))
+    assert load_generation_config("auto", tmp_path / "nowhere") == GenerationConfig()
+    with pytest.raises(ConfigError, match="must be auto, none or a directory"):
+        load_generation_config("nowhere", tmp_path)
+    with pytest.raises(ConfigError, match="generation_config.json.*temperature"):
+        processor_of(tokenizer, GenerationConfig({"temperature": 9.0})).default_sampling_params()

@@ -1,0 +1,225 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxllm.config import EngineConfig
+from jaxllm.outputs import EngineCoreOutput, RequestOutput
+from jaxllm.request import FinishReason
+from jaxllm.sampling_params import RequestOutputKind, SamplingParams
+from jaxllm.text.input_processor import FrontRequest, InputProcessor
+from jaxllm.text.output_processor import OutputProcessor
+from jaxllm.text.tokenizer import Tokenizer, load_tokenizer
+from tests.helpers.fake_engine_core import fake_logprobs, tiny_model_config
+from tests.helpers.tiny_tokenizers import write_tokenizer
+
+TEXT = "The quick brown fox jumps over 中文 😀 and sells sea shells"
+CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return load_tokenizer(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+class Front:
+    """An output processor fed by hand."""
+
+    def __init__(self, tokenizer: Tokenizer | None, **options: Any):
+        self.processor = OutputProcessor(tokenizer, **options)
+        model_config = tiny_model_config(tokenizer.vocab_size if tokenizer else 1000)
+        self.inputs = InputProcessor(EngineConfig(), model_config, 512, tokenizer)
+
+    def add(self, prompt: Any = (1, 2, 3), request_id: str = "r", **params: Any) -> FrontRequest:
+        request = self.inputs.process(request_id, prompt, SamplingParams(**{"max_tokens": None, **params}))
+        self.processor.add(request)
+        return request
+
+    def say(
+        self, request: FrontRequest, ids: list[int], reason: FinishReason | None = None, child: int = 0, **news: Any
+    ) -> list[RequestOutput]:
+        item = EngineCoreOutput(request.children[child].request_id, ids, reason, **news)
+        return [output for _, output in self.processor.process([item]).outputs]
+
+
+def test_deltas_put_together_are_the_cumulative_output_and_the_final_one(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(TEXT, add_special_tokens=False)
+    seen: dict[RequestOutputKind, list[Any]] = {}
+    for kind in RequestOutputKind:
+        front = Front(tokenizer)
+        request = front.add(output_kind=kind, logprobs=1, stop=["never", "seashore"])
+        outputs = []
+        for place, id in enumerate(ids):
+            reason = FinishReason.LENGTH if place == len(ids) - 1 else None
+            outputs += front.say(request, [id], reason, new_logprobs=fake_logprobs([id], 1, 1000))
+        assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+        seen[kind] = [output.outputs[0] for output in outputs]
+    final = seen[FINAL_ONLY][-1]
+    assert len(seen[FINAL_ONLY]) == 1 and len(seen[DELTA]) == len(seen[CUMULATIVE]) == len(ids)
+    assert (final.text, final.token_ids, final.finish_reason) == (TEXT, ids, "length")
+    assert final.cumulative_logprob == pytest.approx(-0.5 * len(ids)) and len(final.logprobs) == len(ids)
+    assert seen[CUMULATIVE][-1] == final
+    assert all(final.text.startswith(answer.text) for answer in seen[CUMULATIVE])
+    assert [len(answer.token_ids) for answer in seen[CUMULATIVE]] == list(range(1, len(ids) + 1)), (
+        "later tokens changed a result"
+    )
+    deltas = seen[DELTA]
+    assert "".join(answer.text for answer in deltas) == TEXT
+    assert [id for answer in deltas for id in answer.token_ids] == ids
+    assert [row for answer in deltas for row in answer.logprobs] == final.logprobs
+
+
+def test_answers_come_in_order_of_their_index(tokenizer: Tokenizer) -> None:
+    front = Front(tokenizer)
+    request = front.add(n=3, output_kind=FINAL_ONLY)
+    assert front.say(request, [70], FinishReason.LENGTH, child=2) == []
+    assert front.say(request, [71], FinishReason.LENGTH, child=0) == []
+    (output,) = front.say(request, [72], FinishReason.LENGTH, child=1)
+    assert output.finished and output.request_id == "r" and len(front.processor) == 0
+    assert [(answer.index, answer.token_ids) for answer in output.outputs] == [(0, [71]), (1, [72]), (2, [70])]
+
+
+def test_a_delta_of_several_answers_has_those_that_changed(tokenizer: Tokenizer) -> None:
+    front = Front(tokenizer)
+    request = front.add(n=2, output_kind=DELTA)
+    ids = [child.request_id for child in request.children]
+    step = front.processor.process([EngineCoreOutput(ids[1], [70]), EngineCoreOutput(ids[0], [71])])
+    ((internal_id, output),) = step.outputs
+    assert internal_id == request.internal_id
+    assert [(answer.index, answer.token_ids) for answer in output.outputs] == [(0, [71]), (1, [70])]
+    (output,) = front.say(request, [72], FinishReason.LENGTH, child=1)
+    assert not output.finished and [(a.index, a.token_ids, a.finish_reason) for a in output.outputs] == [(1, [72], "length")]
+
+
+def test_a_cumulative_output_has_all_answers(tokenizer: Tokenizer) -> None:
+    front = Front(tokenizer)
+    request = front.add(n=2)
+    (output,) = front.say(request, [70], child=1)
+    assert [(answer.index, answer.token_ids) for answer in output.outputs] == [(0, []), (1, [70])]
+
+
+def test_a_stop_string_ends_the_request_here_and_tells_the_engine(tokenizer: Tokenizer) -> None:
+    front = Front(tokenizer)
+    request = front.add(stop="fox", logprobs=0)
+    ids = tokenizer.encode("a fox and more", add_special_tokens=False)
+    end = next(n for n in range(len(ids) + 1) if "fox" in tokenizer.decode(ids[:n]))
+    step = front.processor.process(
+        [EngineCoreOutput(request.children[0].request_id, ids, new_logprobs=fake_logprobs(ids, 0, 1000))]
+    )
+    ((_, output),) = step.outputs
+    answer = output.outputs[0]
+    assert step.engine_ids_to_abort == [request.children[0].request_id] and output.finished
+    assert (answer.text, answer.finish_reason, answer.stop_reason) == ("a ", "stop", "fox")
+    assert answer.token_ids == ids[:end] and len(answer.logprobs or []) == end, "tokens after the stop string were kept"
+    assert answer.cumulative_logprob == pytest.approx(-0.5 * end)
+    assert front.say(request, [70]) == [], "late news came through"
+
+
+def test_a_stop_string_at_the_last_token_is_the_reason_and_needs_no_abort(tokenizer: Tokenizer) -> None:
+    front = Front(tokenizer)
+    request = front.add(stop="fox")
+    ids = tokenizer.encode("fox", add_special_tokens=False)
+    step = front.processor.process([EngineCoreOutput(request.children[0].request_id, ids, FinishReason.LENGTH)])
+    assert step.engine_ids_to_abort == []
+    assert (step.outputs[0][1].outputs[0].finish_reason, step.outputs[0][1].outputs[0].stop_reason) == ("stop", "fox")
+
+
+def test_a_stop_token_has_its_id_but_no_text(tokenizer: Tokenizer) -> None:
+    fox = tokenizer.encode("fox", add_special_tokens=False)
+    for include, text in ((False, ""), (True, "fox")):
+        front = Front(tokenizer)
+        request = front.add(include_stop_str_in_output=include)
+        (output,) = front.say(request, fox, FinishReason.STOP, stop_reason=fox[-1])
+        answer = output.outputs[0]
+        assert (answer.token_ids, answer.finish_reason, answer.stop_reason) == (fox, "stop", fox[-1])
+        assert answer.text == (text if len(fox) == 1 or include else tokenizer.decode(fox[:-1]))
+
+
+def test_prompt_logprobs_begin_with_none(tokenizer: Tokenizer) -> None:
+    for kind in (CUMULATIVE, DELTA):
+        front = Front(tokenizer)
+        request = front.add(prompt=[5, 6, 7], prompt_logprobs=1, output_kind=kind)
+        (first,) = front.say(request, [70], new_prompt_logprobs=fake_logprobs([6, 7], 1, 1000))
+        (second,) = front.say(request, [71], FinishReason.LENGTH)
+        assert first.prompt_logprobs is not None and first.prompt_logprobs[0] is None
+        assert [list(row or {}) for row in first.prompt_logprobs] == [[], [6, 7], [7, 8]]
+        assert second.prompt_logprobs == (None if kind is DELTA else first.prompt_logprobs)
+
+
+def test_prompt_logprobs_of_several_answers_are_handed_on_once(tokenizer: Tokenizer) -> None:
+    front = Front(tokenizer)
+    request = front.add(prompt=[5, 6, 7], prompt_logprobs=1, output_kind=DELTA, n=2)
+    found = [front.say(request, [70], child=n, new_prompt_logprobs=fake_logprobs([6, 7], 1, 1000))[0] for n in (1, 0)]
+    assert found[0].prompt_logprobs is not None and found[1].prompt_logprobs is None
+
+
+@pytest.mark.parametrize(("engine", "own", "interval"), [(1, None, 1), (1, 4, 4), (3, 2, 3), (2, 5, 5)])
+def test_a_stream_interval_can_only_be_raised(tokenizer: Tokenizer, engine: int, own: int | None, interval: int) -> None:
+    front = Front(tokenizer, stream_interval=engine)
+    request = front.add(output_kind=DELTA, stream_interval=own)
+    sizes = []
+    for place in range(12):
+        for output in front.say(request, [70 + place], FinishReason.LENGTH if place == 11 else None):
+            sizes.append(len(output.outputs[0].token_ids))
+    assert sizes[0] == 1 and sum(sizes) == 12 and all(size == interval for size in sizes[1:-1])
+
+
+def test_aborting_gives_what_there_is(tokenizer: Tokenizer) -> None:
+    for kind, ids in ((CUMULATIVE, [70, 71]), (DELTA, []), (FINAL_ONLY, [70, 71])):
+        front = Front(tokenizer)
+        request = front.add(output_kind=kind)
+        front.say(request, [70])
+        front.say(request, [71])
+        step = front.processor.abort(["r"])
+        ((_, output),) = step.outputs
+        assert output.finished and output.outputs[0].finish_reason == "abort" and output.outputs[0].token_ids == ids
+        assert step.engine_ids_to_abort == [request.children[0].request_id]
+        assert front.processor.abort(["r"]).outputs == [] and front.say(request, [72]) == [] and len(front.processor) == 0
+
+
+def test_aborting_a_prompt_aborts_its_unfinished_answers(tokenizer: Tokenizer) -> None:
+    front = Front(tokenizer)
+    request = front.add(n=3, output_kind=FINAL_ONLY)
+    front.say(request, [70], FinishReason.LENGTH, child=1)
+    step = front.processor.abort(["r"])
+    assert step.engine_ids_to_abort == [request.children[0].request_id, request.children[2].request_id]
+    assert [answer.finish_reason for answer in step.outputs[0][1].outputs] == ["abort", "length", "abort"]
+
+
+def test_one_id_may_stand_for_several_requests(tokenizer: Tokenizer) -> None:
+    front = Front(tokenizer)
+    first, second = front.add(), front.add()
+    front.add(request_id="other")
+    assert front.say(second, [70])[0].outputs[0].token_ids == [70]
+    assert len(front.processor.abort([first.internal_id], internal=True).outputs) == 1
+    assert len(front.processor.abort(["r"]).outputs) == 1 and len(front.processor) == 1
+
+
+def test_times_and_counts_are_noted(tokenizer: Tokenizer) -> None:
+    front = Front(tokenizer)
+    request = front.add()
+    (output,) = front.say(request, [70], num_cached_tokens=2)
+    assert output.num_cached_tokens == 2 and output.metrics is not None and output.metrics.finished_time is None
+    (output,) = front.say(request, [71], FinishReason.LENGTH, num_preemptions=3)
+    metrics = output.metrics
+    assert metrics is not None and metrics.first_token_time is not None and metrics.finished_time is not None
+    assert metrics.arrival_time <= metrics.first_token_time <= metrics.finished_time
+    assert (metrics.num_generation_tokens, metrics.num_preemptions) == (2, 3)
+
+
+def test_without_a_tokenizer_outputs_have_ids_only() -> None:
+    front = Front(None)
+    (output,) = front.say(front.add(logprobs=1), [70], FinishReason.LENGTH, new_logprobs=fake_logprobs([70], 1, 1000))
+    answer = output.outputs[0]
+    assert answer.text == "" and answer.token_ids == [70] and answer.logprobs is not None
+    assert answer.logprobs[0][70].decoded_token is None
+
+
+def test_flat_logprobs_equal_the_others(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    found = []
+    for flat in (False, True):
+        front = Front(tokenizer)
+        request = front.add(logprobs=2, flat_logprobs=flat)
+        (output,) = front.say(request, [70, 71], FinishReason.LENGTH, new_logprobs=fake_logprobs([70, 71], 2, 1000))
+        found.append(output.outputs[0].logprobs)
+    assert found[1] == found[0] and type(found[1]).__name__ == "FlatLogprobs"

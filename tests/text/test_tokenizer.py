@@ -1,0 +1,161 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxllm.errors import ModelLoadError
+from jaxllm.text.model_files import text_files
+from jaxllm.text.tokenizer import SlowTokenizer, load_tokenizer
+from tests.helpers.tiny_tokenizers import BOS, EOS, KINDS, PLAIN, ROLE, write_tokenizer
+
+TEXT = "The quick fox 😀 says 中文, doesn't it?"
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+def test_text_survives_encoding_and_decoding(tmp_path: Path, kind: str) -> None:
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, kind))
+    ids = tokenizer.encode(TEXT)
+    assert ids[0] == tokenizer.bos_token_id
+    assert tokenizer.decode(ids, skip_special_tokens=True) == TEXT
+    assert tokenizer.encode(TEXT, add_special_tokens=False) == ids[1:]
+    assert tokenizer.encode_batch([TEXT, "a"]) == [ids, tokenizer.encode("a")]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_agrees_with_transformers(tmp_path: Path, kind: str) -> None:
+    from transformers import AutoTokenizer
+
+    ours = load_tokenizer(write_tokenizer(tmp_path, kind))
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    ids = theirs(TEXT)["input_ids"]
+    assert ours.encode(TEXT) == ids
+    assert ours.decode(ids) == theirs.decode(ids, clean_up_tokenization_spaces=False)
+    assert ours.bos_token_id == theirs.bos_token_id and ours.eos_token_id == theirs.eos_token_id
+    assert set(theirs.all_special_ids) <= ours.all_special_ids
+    assert len(ours) == len(theirs)
+    assert ours.convert_ids_to_tokens(ids) == theirs.convert_ids_to_tokens(ids)
+    messages = [{"role": "user", "content": "hi"}]
+    assert ours.apply_chat_template(messages, add_generation_prompt=True) == list(
+        theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    )
+
+
+def test_special_tokens_are_known(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path))
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == (BOS, EOS, None)
+    assert tokenizer.pad_token_id is None
+    role, plain = tokenizer.convert_token_to_id(ROLE), tokenizer.convert_token_to_id(PLAIN)
+    assert role in tokenizer.all_special_ids and plain not in tokenizer.all_special_ids
+    assert tokenizer.added_tokens[plain] == PLAIN
+    assert tokenizer.vocab_size == len(tokenizer.get_vocab()) == max(tokenizer.get_vocab().values()) + 1
+
+
+def test_special_tokens_may_be_objects_in_a_file_of_their_own(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": EOS, "lstrip": False}}))
+    assert load_tokenizer(tmp_path).eos_token == EOS
+
+
+def test_tokens_only_in_the_config_are_added(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    size = load_tokenizer(tmp_path).vocab_size
+    file = tmp_path / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    config["added_tokens_decoder"] = {str(size): {"content": "<new>", "special": True}}
+    file.write_text(json.dumps(config))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("a<new>b")[-2] == size and size in tokenizer.all_special_ids
+
+
+def test_ids_outside_the_vocabulary_have_no_text(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path))
+    assert tokenizer.decode([10**6]) == "" and tokenizer.token_text(10**6) == "" and tokenizer.token_bytes(10**6) == b""
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+def test_token_texts_put_together_are_the_text(tmp_path: Path, kind: str) -> None:
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, kind))
+    ids = tokenizer.encode("The quick brown fox", add_special_tokens=False)
+    assert "".join(map(tokenizer.token_text, ids)).strip() == "The quick brown fox"
+    assert tokenizer.token_text(ids[1]).startswith(" ") or tokenizer.token_text(ids[1]).isalpha()
+
+
+def test_truncation_in_the_file_is_not_obeyed(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    state = json.loads(file.read_text())
+    state["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    file.write_text(json.dumps(state))
+    assert len(load_tokenizer(tmp_path).encode(TEXT)) > 4
+
+
+def test_templates_are_found_wherever_they_are(tmp_path: Path) -> None:
+    named = [{"name": "default", "template": "one"}, {"name": "tool_use", "template": "two"}]
+    assert load_tokenizer(write_tokenizer(tmp_path, chat_template=named)).chat_templates == {
+        "default": "one",
+        "tool_use": "two",
+    }
+    (tmp_path / "chat_template.jinja").write_text("three")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("four")
+    assert load_tokenizer(tmp_path).chat_templates == {"default": "three", "tool_use": "two", "rag": "four"}
+
+
+def test_a_missing_tokenizer_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="tokenizer missing.*--tokenizer or --skip-tokenizer-init"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_corrupt_file_is_a_clear_error(tmp_path: Path, file: str) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / file).write_text("{")
+    with pytest.raises(ModelLoadError, match=file):
+        load_tokenizer(tmp_path)
+
+
+def test_an_unknown_name_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelLoadError, match="nobody/nothing.*go online"):
+        text_files("nobody/nothing", download_dir=str(tmp_path))
+    assert text_files(str(tmp_path)) == tmp_path
+
+
+def test_a_tokenizer_without_tokenizer_json_comes_through_transformers(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path / "fast"))
+    old = tmp_path / "old"
+    old.mkdir()
+    state = json.loads((tmp_path / "fast" / "tokenizer.json").read_text())["model"]
+    (old / "vocab.json").write_text(json.dumps(state["vocab"]))
+    (old / "merges.txt").write_text("\n".join(" ".join(pair) for pair in state["merges"]))
+    (old / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer", "eos_token": EOS}))
+    loaded = load_tokenizer(old)
+    assert loaded.eos_token == EOS and loaded.decode(loaded.encode(TEXT)) == TEXT
+    assert loaded.encode(TEXT, add_special_tokens=False) == tokenizer.encode(TEXT, add_special_tokens=False)
+
+
+def test_a_python_tokenizer_has_the_same_methods() -> None:
+    from transformers import ByT5Tokenizer
+
+    tokenizer = SlowTokenizer(ByT5Tokenizer())
+    ids = tokenizer.encode("Köln", add_special_tokens=False)
+    assert (
+        tokenizer.decode(ids) == "Köln" and not tokenizer.is_byte_level and tokenizer.eos_token_id in tokenizer.all_special_ids
+    )
+    assert tokenizer.convert_ids_to_tokens(ids)[0] == "K" and tokenizer.convert_id_to_token(10**6) is None
+
+
+def test_the_fast_path_does_not_import_transformers(tmp_path: Path) -> None:
+    code = f"""
+import sys
+from pathlib import Path
+from jaxllm.text.tokenizer import load_tokenizer
+assert load_tokenizer(Path({str(write_tokenizer(tmp_path))!r})).encode("hi")
+assert not {{"transformers", "jax", "torch"}} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
