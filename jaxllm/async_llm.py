@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from jaxllm.at_exit import shut_down_at_exit
 from jaxllm.config import EngineConfig
 from jaxllm.errors import EngineDeadError, EngineError
 from jaxllm.llm_engine import Core, LLMEngine
@@ -54,6 +55,7 @@ class AsyncLLM:
         """Held while a command is queued or the engine is declared dead, so that no command is left unanswered."""
         self._thread = threading.Thread(target=self._loop, name="jaxllm-engine", daemon=True)
         self._thread.start()
+        shut_down_at_exit(self)
 
     @classmethod
     def from_options(cls, **options: Any) -> "AsyncLLM":

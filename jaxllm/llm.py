@@ -6,10 +6,12 @@ import numbers
 import signal
 import threading
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from jaxllm.at_exit import shut_down_at_exit
 from jaxllm.beam_search import BeamSearchOutput, search_beams
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError, EngineError, InvalidRequestError
@@ -83,6 +85,8 @@ class LLM:
         self._request_numbers = itertools.count()
         self._strays: dict[str, list[RequestOutput]] = defaultdict(list)
         self._interrupt = _Interrupt()
+        self._iterators: weakref.WeakSet[Generator[Any, None, None]] = weakref.WeakSet()
+        shut_down_at_exit(self)
 
     # Generating
 
@@ -115,7 +119,9 @@ class LLM:
         A request that failed alone comes with the finish reason "error" and the message as stop reason. Closing the
         iterator ends the requests that are not finished.
         """
-        return self._run(self._checked(prompts, sampling_params, priority, None))
+        iterator = self._run(self._checked(prompts, sampling_params, priority, None))
+        self._iterators.add(iterator)
+        return iterator
 
     def chat(
         self,
@@ -208,7 +214,9 @@ class LLM:
         return self.llm_engine.reset_prefix_cache()
 
     def shutdown(self) -> None:
-        """Free the device. The object cannot be used afterwards."""
+        """End every request and free the device. The object cannot be used afterwards."""
+        for iterator in list(self._iterators):
+            iterator.close()
         self.llm_engine.shutdown()
 
     def __enter__(self) -> "LLM":

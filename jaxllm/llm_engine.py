@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxllm import log
+from jaxllm.at_exit import shut_down_at_exit
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError, EngineDeadError, EngineError, JaxLLMError
 from jaxllm.metrics.engine_metrics import EngineMetrics, LoadStats
@@ -100,6 +101,7 @@ class LLMEngine:
             processor_arguments=self.core.processor_arguments,
         )
         self._outputs = OutputProcessor(self.tokenizer, observer=self.metrics)
+        shut_down_at_exit(self)
 
     @classmethod
     def from_options(cls, **options: Any) -> "LLMEngine":

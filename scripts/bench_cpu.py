@@ -6,6 +6,7 @@ fastest of each side counts. The tokens of both sides are compared, so that the 
 batch 1       one prompt
 mixed         requests whose lengths are log-normal like those of chat traffic. `LLM` gets them all at once; transformers gets them as
               one left-padded batch that runs to the longest output, and (sequential) one after the other
+mix           with --mix FILE: the first requests of a file of lengths, run as the mixed ones are
 equal         the same number of requests, prompts of one length and outputs of one length: padding costs transformers nothing here
 """
 
@@ -21,6 +22,7 @@ from functools import partial
 import numpy as np
 
 from jaxllm import LLM, SamplingParams
+from jaxllm.cli.bench import Lengths, read_mix
 
 try:
     import torch
@@ -28,6 +30,7 @@ try:
 except ImportError as error:
     raise SystemExit(f"this benchmark needs torch and transformers: {error}") from error
 
+WORKS = ["batch 1", "mixed", "mix", "equal"]
 TOLERANCE = 1e-3
 """Logits nearer than this are a tie in float32, which two engines may break in two ways."""
 
@@ -113,8 +116,8 @@ def check_equal(work: Work, theirs: Theirs, ours: list[list[int]], reference: li
     return ties
 
 
-def works(llm: LLM, num_requests: int) -> list[Work]:
-    """The measurements; prompts are Python source, as the demo model knows it."""
+def works(llm: LLM, num_requests: int, mix: Sequence[Lengths] = ()) -> list[Work]:
+    """The measurements; prompts are Python source, as the demo model knows it. `mix`: lengths of prompt and output."""
     source = llm.get_tokenizer().encode(inspect.getsource(argparse) + inspect.getsource(textwrap))
     rng = np.random.default_rng(0)
 
@@ -132,6 +135,7 @@ def works(llm: LLM, num_requests: int) -> list[Work]:
         Work("batch 1", [prompt(64)], [256]),
         Work("mixed", [prompt(n) for n in inputs], outputs),
         Work("equal", [prompt(96) for _ in range(num_requests)], [128] * num_requests),
+        *([Work("mix", [prompt(one.prompt) for one in mix], [one.output for one in mix])] if mix else []),
     ]
 
 
@@ -140,7 +144,8 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--only", nargs="+", choices=["batch 1", "mixed", "equal"], default=["batch 1", "mixed", "equal"])
+    parser.add_argument("--only", nargs="+", choices=WORKS, default=WORKS)
+    parser.add_argument("--mix", metavar="FILE", help='lengths from a JSON file: {"requests": [[prompt, output], …]}')
     parser.add_argument(
         "--no-sequential", action="store_true", help="skip transformers one request after the other, which is slow"
     )
@@ -150,7 +155,7 @@ def main() -> None:
     theirs = Theirs(str(ours.llm.llm_engine.core.model_dir))  # type: ignore[attr-defined]
     print(f"torch threads: {torch.get_num_threads()}; tokens/s are useful output tokens over the time of the whole call")
     print(f"{'work':8} {'requests':>8} {'in':>6} {'out':>6}  {'side':24} {'s':>8} {'tok/s':>9} {'jaxllm is':>9}")
-    for work in works(ours.llm, args.requests):
+    for work in works(ours.llm, args.requests, read_mix(args.mix)[: args.requests] if args.mix else ()):
         if work.name not in args.only:
             continue
         ties = check_equal(work, theirs, ours.run(work), theirs.run_batch(work))  # also compiles
@@ -158,7 +163,7 @@ def main() -> None:
             "jaxllm": partial(ours.run, work),
             "transformers": partial(theirs.run_batch, work),
         }
-        if work.name == "mixed" and not args.no_sequential:
+        if work.name in ("mixed", "mix") and not args.no_sequential:
             runs["transformers sequential"] = partial(theirs.run_sequential, work)
         seconds = fastest(runs, args.repeats)
         num_inputs = sum(map(len, work.prompts))

@@ -129,7 +129,7 @@ class EngineCore:
         return self.runner.programs.num_compiled_after_warmup
 
     def shutdown(self) -> None:
-        """Drop all requests and give the device's memory back. The engine cannot be used afterwards."""
+        """Drop all requests, wait for the device and give its memory back. The engine cannot be used afterwards."""
         if self._dead is None:
             self._die(EngineDeadError("the engine was shut down"))
         self.runner.delete_arrays()

@@ -1,5 +1,6 @@
 """The loop in which scheduler and runner meet: plans the next step while one is on its way. Knows no JAX."""
 
+import contextlib
 import time
 from collections import deque
 from typing import Protocol
@@ -49,12 +50,16 @@ class StepLoop:
             self._in_flight.append((plan, self.runner.dispatch(plan)))
         if not self._in_flight:
             return []
-        plan, pending = self._in_flight.popleft()
+        plan, pending = self._in_flight[0]
         start = time.perf_counter()
         result = pending.result()
         self.wait_seconds += time.perf_counter() - start
+        self._in_flight.popleft()  # only now: a wait that was interrupted is still to come
         return self.scheduler.update_from_output(plan, result)
 
     def forget(self) -> None:
-        """Drop the steps in flight after a failure."""
-        self._in_flight.clear()
+        """Drop the steps in flight, after the device is through with them. What they bring, errors too, is nobody's any more."""
+        while self._in_flight:
+            _, pending = self._in_flight.popleft()
+            with contextlib.suppress(Exception):
+                pending.result()

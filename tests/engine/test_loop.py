@@ -16,6 +16,7 @@ class FakeRunner:
     def __init__(self):
         self.events = []
         self.known = {}
+        self.fails = False
 
     def dispatch(self, plan):
         step = sum(event[0] == "dispatch" for event in self.events)
@@ -38,6 +39,8 @@ class FakePending:
 
     def result(self):
         self.runner.events.append(("read", self.step))
+        if self.runner.fails:
+            raise RuntimeError("the device failed")
         return ModelRunnerOutput(self.sampled)
 
 
@@ -81,3 +84,30 @@ def test_without_async_scheduling_each_step_is_read_before_the_next():
     loop = make_loop(1)
     run(loop, 3)
     assert loop.runner.events == [(what, step) for step in range(3) for what in ("dispatch", "read")]
+
+
+@pytest.mark.parametrize("max_in_flight", [2, 3])
+def test_forgetting_waits_for_every_step_in_flight_even_one_that_fails(max_in_flight):
+    loop = make_loop(max_in_flight)
+    params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
+    loop.scheduler.add_request(Request(EngineCoreRequest(request_id="a", prompt_token_ids=[1], sampling_params=params)))
+    loop.step()
+    loop.runner.fails = True
+    loop.forget()
+    assert loop.runner.events == [
+        *(("dispatch", step) for step in range(max_in_flight)),
+        *(("read", step) for step in range(max_in_flight)),
+    ]
+    loop.forget()
+
+
+def test_a_step_whose_reading_was_interrupted_is_read_again():
+    loop = make_loop(1)
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    loop.scheduler.add_request(Request(EngineCoreRequest(request_id="a", prompt_token_ids=[1], sampling_params=params)))
+    loop.runner.fails = True
+    with pytest.raises(RuntimeError):
+        loop.step()
+    loop.runner.fails = False
+    assert [output.new_token_ids for _ in range(2) for output in loop.step()] == [[7], [7]]
+    assert not loop.has_work

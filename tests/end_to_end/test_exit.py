@@ -1,0 +1,37 @@
+"""A program that ends in the middle of its requests ends with its own exit code, and quietly."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LEAVES_AN_LLM = """
+import sys
+from jaxllm import LLM, SamplingParams
+llm = LLM("demo", max_num_seqs=2, max_num_batched_tokens=32, warmup="lazy", use_progress_bar=False)
+running = llm.generate_iter("def f(x):", SamplingParams(max_tokens=1000, ignore_eos=True))
+for _ in range(3):
+    next(running)
+sys.exit(3)
+"""
+LEAVES_AN_ASYNC_LLM = """
+import asyncio, sys
+from jaxllm import AsyncLLM, SamplingParams
+engine = AsyncLLM.from_options(model="demo", max_num_seqs=2, max_num_batched_tokens=32, warmup="lazy")
+async def main():
+    async for _ in engine.generate("def f(x):", SamplingParams(max_tokens=1000, ignore_eos=True), request_id="1"):
+        sys.exit(3)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("program", [LEAVES_AN_LLM, LEAVES_AN_ASYNC_LLM], ids=["LLM", "AsyncLLM"])
+def test_exit_with_steps_in_flight(program: str, tmp_path: Path) -> None:
+    environment = os.environ | {"JAXLLM_CACHE_DIR": str(tmp_path), "JAX_NUM_CPU_DEVICES": "1", "HF_HUB_OFFLINE": "1"}
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, timeout=120)
+        assert done.returncode == 3, done.stderr.decode()
+        assert b"terminate" not in done.stderr and b"Error" not in done.stderr
