@@ -6,10 +6,9 @@ import pytest
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.engine.core import EngineCore
-from jaxllm.request import EngineCoreRequest
 from tests.helpers import engines, goldens
+from tests.helpers.parity import NUM_TOKENS, check
 
-NUM_TOKENS = 64
 SMALL_POOL = 12
 """Blocks: 11 usable ones, where four requests of up to 104 tokens want 7 each."""
 
@@ -20,29 +19,6 @@ def variant(request):
     core = engines.make_core(request.param)
     yield request.param, core
     core.shutdown()
-
-
-def requests_of(name: str, **params) -> list[EngineCoreRequest]:
-    """All prompts of a golden at once: more than there are rows, of lengths 1 to 40."""
-    return [
-        engines.request(str(i), result.prompt, max_tokens=NUM_TOKENS, **params)
-        for i, result in enumerate(goldens.golden(name).results)
-    ]
-
-
-def check(name: str, core: EngineCore, *, prompt_logprobs: bool = True) -> dict[str, engines.Answer]:
-    """Run a golden's prompts and compare."""
-    requests = requests_of(name, prompt_logprobs=0) if prompt_logprobs else requests_of(name)
-    answers = engines.run(core, requests)
-    for i, result in enumerate(goldens.golden(name).results):
-        answer = answers[str(i)]
-        assert len(result.tokens) == NUM_TOKENS
-        assert answer.tokens == result.tokens, f"prompt {i} of {len(result.prompt)} tokens"
-        if prompt_logprobs and len(result.prompt) > 1:
-            found = answer.prompt_logprobs
-            assert found is not None and found.token_ids[:, 0].tolist() == result.prompt[1:]
-            np.testing.assert_allclose(found.logprobs[:, 0], result.prompt_logprobs, rtol=0, atol=1e-4)
-    return answers
 
 
 def poison(core: EngineCore) -> None:
@@ -95,8 +71,6 @@ def test_chunks_and_preemption(variant, max_in_flight, enable_prefix_caching):
         ("mistral_window", {"block_size": 8}),
         ("llama_gqa", {"attention_implementation": "reference"}),
         ("llama_head_dim", {"attention_implementation": "triton"}),
-        ("llama_gqa", {"tensor_parallel_size": 2}),
-        ("qwen3", {"tensor_parallel_size": 8}),
         ("qwen3", {"tensor_parallel_size": 2, "attention_implementation": "triton"}),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(f"{k}={v}" for k, v in value.items()),
