@@ -37,7 +37,10 @@ class ModelOptions:
     max_model_len: Annotated[
         int | None, "most tokens of one request, prompt and output; default: the model's own; -1: the largest that fits"
     ] = None
-    seed: Annotated[int, "seed of dummy weights; on the command line also of sampling, so that a run can be repeated"] = 0
+    seed: Annotated[
+        int | None,
+        "seed of requests without one of their own, so that a run can be repeated, and of dummy weights; default: random, 0",
+    ] = None
     hf_overrides: Annotated[dict[str, Any] | None, "JSON object laid over the model's config.json"] = None
     generation_config: Annotated[
         str, "where default sampling values come from: auto (the model's generation_config.json), none, or a directory"

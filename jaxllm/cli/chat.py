@@ -60,8 +60,6 @@ def run(arguments: argparse.Namespace) -> int:
     progress = options.progress_for(arguments, engine_options)
     llm = running.open_llm(engine_options, progress)
     try:
-        if "seed" in engine_options:
-            sampling["seed"] = engine_options["seed"]
         conversation = Conversation(llm, sampling, quiet=arguments.quiet)
         conversation.messages = messages
         if arguments.system is not None:

@@ -12,7 +12,7 @@ from jaxllm.config import Flag, flags, type_matches, unknown_name
 from jaxllm.errors import ConfigError
 from jaxllm.sampling_params import SamplingParams
 
-NO_FLAGS: Mapping[str, str] = {"seed": "the engine's --seed seeds every request of a run"}
+NO_FLAGS: Mapping[str, str] = {"seed": "the engine's --seed seeds every request that has none"}
 """Annotated fields of SamplingParams that are no flags, with the reason."""
 NOT_IN_FILES: Mapping[str, str] = {
     "output_kind": "follows from whether the command streams",

@@ -69,9 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     llm = running.open_llm(options, progress)
     try:
         base = running.default_sampling(llm)
-        params = [
-            dataclasses.replace(base, **{**sampling, **_seed(options, place), **job.sampling}) for place, job in enumerate(jobs)
-        ]
+        params = [dataclasses.replace(base, **{**sampling, **job.sampling}) for job in jobs]
         if len(jobs) == 1 and params[0].n == 1 and not arguments.json:
             params[0].output_kind = RequestOutputKind.DELTA
             after = "" if arguments.quiet else _beginning_on_terminal(jobs[0])
@@ -142,11 +140,6 @@ def _check_sampling(job: prompts.Prompt, sampling: Mapping[str, Any], max_logpro
         SamplingParams(**{**sampling, **job.sampling}).verify_logprobs(max_logprobs)
     except InvalidRequestError as error:
         raise InvalidRequestError(f"{job.origin}: {error}", error.param) from error
-
-
-def _seed(options: Mapping[str, Any], place: int) -> dict[str, int]:
-    """The engine's seed, if the user gave one, makes a run repeatable; equal prompts still have different answers."""
-    return {"seed": options["seed"] + place} if options.get("seed", -1) != -1 else {}
 
 
 def _beginning_on_terminal(job: prompts.Prompt) -> str:

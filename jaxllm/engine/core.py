@@ -64,7 +64,7 @@ class EngineCore:
                 self.model_dir,
                 load_format=config.model.load_format,
                 mesh=mesh,
-                seed=config.model.seed,
+                seed=config.model.seed or 0,
                 progress=_bytes_to(progress),
             )
         progress.finish()

@@ -3,7 +3,7 @@
 import copy
 import itertools
 import numbers
-import os
+import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -77,6 +77,8 @@ class InputProcessor:
         self.eos_token_ids = tuple(dict.fromkeys((*first, *others)))
         """The tokenizer's own first, then those of the generation config (or, without it, of the model)."""
         self._numbers = itertools.count()
+        seed = config.model.seed
+        self._random = random.SystemRandom() if seed is None else random.Random(seed)
 
     def default_sampling_params(self) -> SamplingParams:
         """SamplingParams with the values of the model's generation config."""
@@ -112,7 +114,7 @@ class InputProcessor:
             EngineCoreRequest(
                 request_id=internal_id if params.n == 1 else f"{index}_{internal_id}",
                 prompt_token_ids=token_ids,
-                sampling_params=_child_params(params, index),
+                sampling_params=self._child_params(params, index),
                 eos_token_ids=self.eos_token_ids,
                 arrival_time=arrival_time,
                 priority=priority,
@@ -194,6 +196,13 @@ class InputProcessor:
         params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         return params
 
+    def _child_params(self, params: SamplingParams, index: int) -> SamplingParams:
+        """The parameters of one of the n answers: each has a seed of its own."""
+        child = copy.copy(params)
+        child.n = 1
+        child.seed = self._random.getrandbits(63) if params.seed is None else _as_int64(params.seed + index)
+        return child
+
     def _spellings(self, words: Sequence[str]) -> list[list[int]]:
         """The token ids of words, at the start of a text and after a space."""
         if self.tokenizer is None:
@@ -224,19 +233,6 @@ def _read_token_ids(token_ids: Any) -> list[int]:
                 f"prompt_token_ids has {id!r} in place {place}, must have integers only", "prompt_token_ids"
             )
     return [int(id) for id in ids]
-
-
-def _child_params(params: SamplingParams, index: int) -> SamplingParams:
-    """The parameters of one of the n answers: each has a seed of its own."""
-    child = copy.copy(params)
-    child.n = 1
-    child.seed = random_seed() if params.seed is None else _as_int64(params.seed + index)
-    return child
-
-
-def random_seed() -> int:
-    """63 random bits."""
-    return int.from_bytes(os.urandom(8)) >> 1
 
 
 def _as_int64(number: int) -> int:

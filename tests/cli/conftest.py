@@ -48,12 +48,12 @@ class Opened:
 
     def open_llm(self, options: Any, progress: Any) -> LLM:
         self.options = dict(options)
-        core = self.core = fake_core(self._directory, backwards, max_model_len=64)
+        core = self.core = fake_core(self._directory, backwards, max_model_len=64, seed=options.get("seed"))
         core.before_step = lambda: self.before_step(core.num_steps)
         return LLM.from_config(core.config, progress=progress, core=core)
 
     def press_ctrl_c(self, at_step: int) -> None:
-        self.before_step = lambda number: os.kill(os.getpid(), signal.SIGINT) if number == at_step else None
+        self.before_step = lambda number: signal.raise_signal(signal.SIGINT) if number == at_step else None
 
     def fail(self, at_step: int, error: Exception) -> None:
         def raise_error(number: int) -> None:

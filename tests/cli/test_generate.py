@@ -177,10 +177,15 @@ def test_a_request_that_fails_alone_is_told_and_the_others_are_printed(
 def test_the_seed_of_a_run_seeds_every_request(opened: Any, tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "one"}\n{"prompt": "one"}\n{"prompt": "one", "seed": 99}\n')
-    assert main(["generate", "--file", str(path), "--seed", "5"]) == 0
-    assert [request.sampling_params.seed for request in opened.core.requests] == [5, 6, 99]
-    assert main(["generate", "one", "--seed", "5"]) == 0
-    assert opened.core.requests[0].sampling_params.seed == 5
+
+    def seeds(seed: str) -> list[int | None]:
+        assert main(["generate", "--file", str(path), "--seed", seed]) == 0
+        return [request.sampling_params.seed for request in opened.core.requests]
+
+    first, second, own = seeds("5")
+    assert first != second and own == 99
+    assert seeds("5") == [first, second, 99]
+    assert first not in seeds("6")
 
 
 def test_too_many_logprobs_are_refused_before_anything_is_loaded(opened: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -114,7 +114,7 @@ def test_config_show_tells_values_and_origins(
     assert shown["block_size"] == {"value": 32, "origin": f"{path}:1"}
     assert shown["temperature"] == {"value": 0.25, "origin": "$JAXLLM_OPT_TEMPERATURE"}
     assert shown["max_num_seqs"] == {"value": 4, "origin": "command line"}
-    assert shown["seed"] == {"value": 0, "origin": "default"}
+    assert shown["seed"] == {"value": None, "origin": "default"}
     assert main(arguments) == 0
     text = capsys.readouterr().out
     (tmp_path / "shown.yaml").write_text(text)

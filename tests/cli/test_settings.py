@@ -23,7 +23,7 @@ def test_command_line_before_environment_before_file_before_default(tmp_path: Pa
         "max_num_seqs": (3, "command line"),
         "block_size": (64, "$JAXLLM_OPT_BLOCK_SIZE"),
         "dtype": ("float16", f"{path}:3"),
-        "seed": (0, "default"),
+        "seed": (None, "default"),
     }
     assert set(chosen(settings)) == {"max_num_seqs", "block_size", "dtype"}
 

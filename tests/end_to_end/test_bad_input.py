@@ -244,7 +244,7 @@ def test_ctrl_c_ends_a_run_cleanly_and_keeps_the_engine(llm: LLM) -> None:
         for place, output in llm.generate_iter([[1], [2], [3]], [GREEDY, long, long]):
             if output.finished:
                 finished.append(place)
-                os.kill(os.getpid(), signal.SIGINT)
+                signal.raise_signal(signal.SIGINT)
     assert finished == [0]
     nothing_is_lost(llm)
 
@@ -255,7 +255,7 @@ def test_ctrl_c_during_a_step_is_raised_after_it(llm: LLM, monkeypatch: pytest.M
 
     def interrupted() -> Any:
         monkeypatch.setattr(core.loop, "step", step)
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         return step()
 
     monkeypatch.setattr(core.loop, "step", interrupted)

@@ -1,7 +1,8 @@
 """What goes wrong in a step ends it cleanly: an error of the project, no block lost, no hanging."""
 
-import os
+import itertools
 import signal
+from collections import defaultdict
 
 import pytest
 
@@ -59,6 +60,30 @@ class Failing:
 
     def result(self):
         raise self.error
+
+
+class Interrupted:
+    """A step on its way; somebody presses Ctrl-C while it is waited for the first time."""
+
+    def __init__(self, pending):
+        self.pending = pending
+        self.waits = 0
+
+    def result(self):
+        self.waits += 1
+        if self.waits == 1:
+            raise KeyboardInterrupt
+        return self.pending.result()
+
+
+def interrupt_the_wait(core, monkeypatch, step: int) -> None:
+    dispatch, count = core.runner.dispatch, itertools.count(1)
+
+    def dispatching(plan):
+        pending = dispatch(plan)
+        return Interrupted(pending) if next(count) == step else pending
+
+    monkeypatch.setattr(core.runner, "dispatch", dispatching)
 
 
 def check_dead(core) -> None:
@@ -169,7 +194,7 @@ def interrupted(core, monkeypatch, step: int):
     """A step of the core during which somebody presses Ctrl-C."""
 
     def press(*args):
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
 
     count = 0
     real = core.step
@@ -198,17 +223,28 @@ def test_ctrl_c_leaves_a_usable_engine(core, monkeypatch):
 def test_an_interrupt_inside_a_step_leaves_a_usable_engine(core, monkeypatch):
     """As a second Ctrl-C does while the first still waits for the step."""
     llm = LLM.from_config(core.config, core=core)
-    dispatch, steps = core.runner.dispatch, []
-    monkeypatch.setattr(
-        core.runner,
-        "dispatch",
-        lambda plan: (steps.append(dispatch(plan)), Failing(KeyboardInterrupt()) if len(steps) == 5 else steps[-1])[1],
-    )
+    interrupt_the_wait(core, monkeypatch, step=5)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     engines.check_idle(core)
     outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in outputs] == [result.tokens[:20] for result in RESULTS]
+
+
+def test_an_interrupted_step_loses_nothing(core, monkeypatch):
+    interrupt_the_wait(core, monkeypatch, step=5)
+    for request in requests():
+        core.add_request(request)
+    tokens, num_interrupts = defaultdict(list), 0
+    while core.has_unfinished_requests():
+        try:
+            for output in core.step():
+                tokens[output.request_id] += output.new_token_ids
+        except KeyboardInterrupt:
+            num_interrupts += 1
+    assert num_interrupts == 1
+    assert [tokens[str(i)] for i in range(6)] == [result.tokens[:20] for result in RESULTS]
+    engines.check_idle(core)
 
 
 def test_generate_iter_closed_early_frees_its_requests(core):

@@ -105,3 +105,16 @@ def test_without_a_seed_answers_differ(core):
     params = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
     outputs = llm.generate([PROMPT] * 4, params, use_tqdm=False)
     assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 4
+
+
+def test_an_engine_with_a_seed_repeats_itself(core, monkeypatch):
+    def run(seed):
+        engines.reschedule(core)
+        monkeypatch.setattr(core, "config", core.config.replace(seed=seed))
+        llm = LLM.from_config(core.config, core=core)
+        params = SamplingParams(n=2, temperature=1.0, max_tokens=12, ignore_eos=True)
+        return [answer.token_ids for output in llm.generate([PROMPT] * 2, params, use_tqdm=False) for answer in output.outputs]
+
+    first = run(1)
+    assert len(set(map(tuple, first))) == 4
+    assert run(1) == first != run(2)

@@ -1,4 +1,3 @@
-import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -183,7 +182,7 @@ def test_ctrl_c_ends_the_run_after_the_step_and_leaves_the_engine_clean(model_di
 
     def interrupt() -> None:
         if core.num_steps == 3:
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
             steps_ended.append(True)  # the step goes on
 
     core.before_step = interrupt
@@ -202,8 +201,8 @@ def test_a_second_ctrl_c_does_not_wait(model_directory: Path) -> None:
     llm = llm_of(model_directory)
 
     def interrupt_twice() -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         raise AssertionError("the step went on")
 
     core_of(llm).before_step = interrupt_twice

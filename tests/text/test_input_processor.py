@@ -21,11 +21,11 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def processor_of(
-    tokenizer: Tokenizer | None, generation_config: GenerationConfig | None = None, **model_eos: Any
+    tokenizer: Tokenizer | None, generation_config: GenerationConfig | None = None, *, seed: int | None = None, **model_eos: Any
 ) -> InputProcessor:
     vocab_size = tokenizer.vocab_size if tokenizer is not None else 100
     model_config = tiny_model_config(vocab_size, **model_eos)
-    return InputProcessor(EngineConfig(), model_config, MAX_LEN, tokenizer, generation_config)
+    return InputProcessor(EngineConfig.from_options(seed=seed), model_config, MAX_LEN, tokenizer, generation_config)
 
 
 def test_every_form_of_prompt_means_the_same(tokenizer: Tokenizer) -> None:
@@ -117,6 +117,15 @@ def test_a_seed_is_drawn_where_none_is_given(tokenizer: Tokenizer) -> None:
     seeds = {processor.process("r", "x", SamplingParams()).children[0].sampling_params.seed for _ in range(20)}
     assert len(seeds) == 20 and all(seed is not None and 0 <= seed < 2**63 for seed in seeds)
     assert processor.process("r", "x", SamplingParams(seed=5)).children[0].sampling_params.seed == 5
+
+
+def test_an_engine_s_seed_makes_the_drawn_seeds_repeat(tokenizer: Tokenizer) -> None:
+    def seeds(seed: int) -> list[int | None]:
+        processor = processor_of(tokenizer, seed=seed)
+        return [processor.process("r", "x", SamplingParams()).children[0].sampling_params.seed for _ in range(5)]
+
+    assert seeds(1) == seeds(1) and len(set(seeds(1))) == 5
+    assert not set(seeds(1)) & set(seeds(2))
 
 
 def test_n_answers_are_n_requests(tokenizer: Tokenizer) -> None:
