@@ -40,30 +40,15 @@ class PagedContext:
         soft_cap: float | None,
     ) -> jax.Array:
         """Attention output, shaped and sharded as the queries."""
-
-        def per_shard(q, k, v, k_pages, v_pages, table, start, length, slot):  # type: ignore[no-untyped-def]
-            k_pages, v_pages = write_cache(
-                k_pages,
-                v_pages,
-                k,
-                v,
-                slot,
-                implementation="triton" if self.implementation == "triton" else "xla",
-                interpret=self.interpret,
-            )
-            if self.is_decode:
-                attention = partial(paged_decode, q, k_pages, v_pages, table, length)
-            else:
-                attention = partial(paged_attention, q, k_pages, v_pages, table, start, length)
-            out = attention(
-                scale=scale,
-                window=window,
-                soft_cap=soft_cap,
-                implementation=self.implementation,
-                interpret=self.interpret,
-            )
-            return out, k_pages, v_pages
-
+        per_shard = partial(
+            _write_and_attend,
+            is_decode=self.is_decode,
+            implementation=self.implementation,
+            interpret=self.interpret,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+        )
         if self.mesh.size > 1:
             # Kernels are opaque to the partitioner: each device runs them on its own heads.
             per_shard = jax.shard_map(
@@ -87,3 +72,43 @@ class PagedContext:
         )
         self.caches[2 * layer : 2 * layer + 2] = [k_pages, v_pages]
         return out
+
+
+@partial(jax.jit, static_argnames=("is_decode", "implementation", "interpret", "scale", "window", "soft_cap"))
+def _write_and_attend(
+    q_TKGH: jax.Array,
+    k_TKH: jax.Array,
+    v_TKH: jax.Array,
+    k_pages_PKSH: jax.Array,
+    v_pages_PKSH: jax.Array,
+    page_table_RB: jax.Array,
+    query_start_R1: jax.Array,
+    kv_length_R: jax.Array,
+    slot_T: jax.Array,
+    *,
+    is_decode: bool,
+    implementation: str,
+    interpret: bool,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """One layer's share of one device. Returns outputs and caches.
+
+    A jit of its own, though always inside a step's program: layers that are alike share one trace and one lowering of the kernels.
+    """
+    k_pages, v_pages = write_cache(
+        k_pages_PKSH,
+        v_pages_PKSH,
+        k_TKH,
+        v_TKH,
+        slot_T,
+        implementation="triton" if implementation == "triton" else "xla",
+        interpret=interpret,
+    )
+    if is_decode:
+        attention = partial(paged_decode, q_TKGH, k_pages, v_pages, page_table_RB, kv_length_R)
+    else:
+        attention = partial(paged_attention, q_TKGH, k_pages, v_pages, page_table_RB, query_start_R1, kv_length_R)
+    out = attention(scale=scale, window=window, soft_cap=soft_cap, implementation=implementation, interpret=interpret)
+    return out, k_pages, v_pages
