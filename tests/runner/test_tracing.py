@@ -1,0 +1,18 @@
+"""What a step's program is traced to."""
+
+import pytest
+
+from tests.helpers import engines
+
+
+@pytest.mark.parametrize(("name", "num_kinds"), [("llama_gqa", 1), ("qwen2_window", 2)])
+def test_layers_that_are_alike_share_one_lowering_of_their_attention(name: str, num_kinds: int) -> None:
+    """Lowering the kernels of each of 32 layers anew made up most of an engine's start."""
+    core = engines.make_core(name)
+    programs = core.runner.shapes
+    for key in programs.all_keys():
+        if key.kind in ("decode", "forward"):
+            text = programs.lower(key).as_text()
+            assert text.count("call @_write_and_attend") == 2, "one call for each layer"
+            assert text.count("func.func private @_write_and_attend") == num_kinds
+    core.shutdown()
