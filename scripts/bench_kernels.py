@@ -232,6 +232,115 @@ def candidates(case: Case, tune: bool) -> list[Any]:
     return list(dict.fromkeys(found))
 
 
+class Bench:
+    """One run: what it found so far, the threads that compile, and the time it may take."""
+
+    def __init__(self, implementations: list[str], *, tune: bool, interpret: bool, budget: float):
+        self.implementations = implementations
+        self.tune = tune
+        self.interpret = interpret
+        self.deadline = time.perf_counter() + budget
+        self.pool = concurrent.futures.ThreadPoolExecutor(max_workers=max(1, (os.cpu_count() or 2) - 2))
+        self.copy = math.nan
+        """GB/s, read and written."""
+        self.results: list[dict[str, Any]] = []
+
+    def compile_all(self, jobs: list[tuple[Callable[..., Any], dict[str, jax.Array]]]) -> list[concurrent.futures.Future]:
+        """Lowered one after the other, compiled side by side."""
+
+        def submit(function: Callable[..., Any], arrays: dict[str, jax.Array]) -> concurrent.futures.Future:
+            try:
+                return self.pool.submit(jax.jit(function).lower(*arrays.values()).compile)
+            except Exception as error:
+                failed: concurrent.futures.Future = concurrent.futures.Future()
+                failed.set_exception(error)
+                return failed
+
+        return [submit(*job) for job in jobs]
+
+    def check(self, cases: list[Case]) -> None:
+        """Each case as attention, and its single tokens as a decode."""
+        print("\ncorrectness, relative error (wrong above 1e-2, float32 1e-5)", flush=True)
+        jobs, labels = [], []
+        for case in cases:
+            for one in (case, replace(case, prompts=(), padding=0)):
+                arrays = make_arrays(one)
+                jobs.append((caller(one, "triton", None, self.interpret), arrays))
+                labels.append((one, arrays))
+        for (case, arrays), future in zip(labels, self.compile_all(jobs), strict=True):
+            kind = "attention" if case.prompts else "decode"
+            try:
+                error = relative_error(case, arrays, future.result()(*arrays.values()), num_checked=300)
+                limit = 1e-5 if case.dtype == "float32" else 1e-2
+                print(f"  {'ok   ' if error < limit else 'WRONG'} {kind:10} {case.name:20} {error:.1e}", flush=True)
+                self.results.append({"check": case.name, "kind": kind, "error": error})
+            except Exception as problem:
+                print(f"  FAIL  {kind:10} {case.name:20} {type(problem).__name__}: {str(problem)[:300]}", flush=True)
+
+    def measure_copy(self) -> None:
+        num_bytes = 1 << (20 if self.interpret else 31)
+        num_copies = 8  # enough that the host's part of a program's start does not show
+        x = jnp.zeros((num_bytes // 4,), jnp.float32)
+        copies = jax.jit(lambda x: lax.fori_loop(0, num_copies, lambda _, x: x + 1, x))
+        self.copy = 2 * num_bytes * num_copies / median_seconds(copies, x, repeats=10) / 1e9
+        print(f"\ncopy {self.copy:.0f} GB/s", flush=True)
+
+    def measure_all(self, cases: list[Case]) -> None:
+        """Each case gets an equal share of the time that is left."""
+        for index, case in enumerate(cases):
+            now = time.perf_counter()
+            if now > self.deadline:
+                print("out of time; the remaining shapes are not measured", flush=True)
+                break
+            self.measure(case, deadline=now + (self.deadline - now) / (len(cases) - index))
+
+    def measure(self, case: Case, deadline: float) -> None:
+        """Time a case with its default tiles, and the candidates for which there is time."""
+        arrays = make_arrays(case)
+        # Enough calls that the host's part of a program's start does not show.
+        unroll, trips = (1, 1) if self.interpret else (8, 8 if case.bytes() < 1e9 and case.flops() < 1e11 else 2)
+        plans = [("triton", tiles) for tiles in candidates(case, self.tune)] if "triton" in self.implementations else []
+        if "xla" in self.implementations:
+            plans.append(("xla", None))
+        num_caches = 1 if self.interpret else min(unroll, max(1, math.ceil(L2_BYTES * 4 / case.bytes())))
+        caches = [(arrays["k"], arrays["v"])]
+        caches += [(arrays["k"] + 0, arrays["v"] + 0) for _ in range(num_caches - 1)]
+        loop_arrays = {"q": arrays["q"], "caches": caches} | {
+            name: arrays[name] for name in ("table", "query_start", "kv_length")
+        }
+        jobs = [(chained(caller(case, name, tiles, self.interpret), unroll, trips), loop_arrays) for name, tiles in plans]
+        rows = []
+        for (name, tiles), run in zip(plans, self.compile_all(jobs), strict=True):
+            if time.perf_counter() > deadline and rows:
+                run.cancel()
+                continue
+            label = f"{name} " + " ".join(f"{key}={value}" for key, value in asdict(tiles).items()) if tiles else name
+            try:
+                program = run.result(timeout=max(20.0, deadline - time.perf_counter()))
+                repeats = 1 if self.interpret else 5
+                seconds = median_seconds(program, *loop_arrays.values(), repeats=repeats) / (unroll * trips)
+                rows.append((seconds, label, name, tiles))
+            except Exception as problem:
+                print(f"  skipped {case.name}, {label}: {type(problem).__name__}: {str(problem)[:200]}", flush=True)
+        shown = rows[:1] + [row for row in sorted(rows, key=lambda row: row[0])[:4] if row is not rows[0]]
+        for seconds, label, name, tiles in shown:
+            try:
+                error = relative_error(case, arrays, jax.jit(caller(case, name, tiles, self.interpret))(*arrays.values()))
+            except Exception as problem:
+                print(f"  no check of {label}: {str(problem)[:200]}", flush=True)
+                error = math.nan
+            mark = "default" if label == rows[0][1] else "       "
+            self.report(case, label, seconds, error, mark)
+
+    def report(self, case: Case, label: str, seconds: float, error: float, mark: str) -> None:
+        gigabytes, teraflops = case.bytes() / seconds / 1e9, case.flops() / seconds / 1e12
+        speed = f"{teraflops:6.1f} TFLOP/s" if case.prompts else f"{gigabytes:6.0f} GB/s = {gigabytes / self.copy:.2f} of copy"
+        print(f"{case.name:36} {seconds * 1e6:9.1f} us {speed}  error {error:.1e}  {mark} {label}", flush=True)
+        self.results.append(
+            {"case": case.name, "label": label, "seconds": seconds, "GB/s": gigabytes, "TFLOP/s": teraflops, "error": error}
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tune", action="store_true", help="try candidate tile sizes")
@@ -241,116 +350,20 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=170.0, help="start nothing new after this many seconds")
     parser.add_argument("--output", default=os.environ.get("OUT", ""), help="folder for bench_kernels.json")
     args = parser.parse_args()
-    begin = time.perf_counter()
-    interpret = args.tiny or jax.default_backend() != "gpu"
-    speed = TINY if args.tiny else SPEED_DECODE + SPEED_PREFILL
-    checks = [] if args.tiny else CHECKS
-    results: list[dict[str, Any]] = []
     print(f"jax {jax.__version__} {jax.devices()[0].device_kind}", flush=True)
-    pool = concurrent.futures.ThreadPoolExecutor(max_workers=max(1, (os.cpu_count() or 2) - 2))
-
-    def compile_all(jobs: list[tuple[Callable[..., Any], dict[str, jax.Array]]]) -> list[concurrent.futures.Future]:
-        """Lowered one after the other, compiled side by side."""
-
-        def submit(function: Callable[..., Any], arrays: dict[str, jax.Array]) -> concurrent.futures.Future:
-            try:
-                return pool.submit(jax.jit(function).lower(*arrays.values()).compile)
-            except Exception as error:
-                failed: concurrent.futures.Future = concurrent.futures.Future()
-                failed.set_exception(error)
-                return failed
-
-        return [submit(*job) for job in jobs]
-
-    def out_of_time() -> bool:
-        return time.perf_counter() - begin > args.budget
-
-    checks = [case for case in checks if args.only in ("", "check") or args.only in case.name]
+    interpret = args.tiny or jax.default_backend() != "gpu"
+    bench = Bench(args.implementations.split(","), tune=args.tune, interpret=interpret, budget=args.budget)
+    checks = [case for case in CHECKS if not args.tiny and (args.only in ("", "check") or args.only in case.name)]
     if checks:
-        print("\ncorrectness, relative error (wrong above 1e-2, float32 1e-5)", flush=True)
-        jobs, labels = [], []
-        for case in checks:
-            arrays = make_arrays(case)
-            decode = replace(case, prompts=(), padding=0)
-            decode_arrays = make_arrays(decode)
-            for one, its_arrays in ((case, arrays), (decode, decode_arrays)):
-                jobs.append((caller(one, "triton", None, interpret), its_arrays))
-                labels.append((one, its_arrays))
-        for (case, arrays), future in zip(labels, compile_all(jobs), strict=True):
-            kind = "attention" if case.prompts else "decode"
-            try:
-                error = relative_error(case, arrays, future.result()(*arrays.values()), num_checked=300)
-                limit = 1e-5 if case.dtype == "float32" else 1e-2
-                print(f"  {'ok   ' if error < limit else 'WRONG'} {kind:10} {case.name:20} {error:.1e}", flush=True)
-                results.append({"check": case.name, "kind": kind, "error": error})
-            except Exception as problem:
-                print(f"  FAIL  {kind:10} {case.name:20} {type(problem).__name__}: {str(problem)[:300]}", flush=True)
-
-    copy_bytes = 1 << (20 if interpret else 31)
-    x = jnp.zeros((copy_bytes // 4,), jnp.float32)
-    num_copies = 8  # enough that the host's part of a program's start does not show
-    copies = jax.jit(lambda x: lax.fori_loop(0, num_copies, lambda _, x: x + 1, x))
-    copy = 2 * copy_bytes * num_copies / median_seconds(copies, x, repeats=10) / 1e9
-    del x
-    print(f"\ncopy {copy:.0f} GB/s", flush=True)
-
-    speed = [case for case in speed if args.only in case.name]
-    for index, case in enumerate(speed):
-        share = (args.budget - (time.perf_counter() - begin)) / (len(speed) - index)
-        deadline = time.perf_counter() + share
-        arrays = make_arrays(case)
-        # Enough calls that the host's part of a program's start does not show.
-        unroll, trips = (1, 1) if interpret else (8, 8 if case.bytes() < 1e9 and case.flops() < 1e11 else 2)
-        plans = [("triton", tiles) for tiles in candidates(case, args.tune)] if "triton" in args.implementations else []
-        if "xla" in args.implementations:
-            plans.append(("xla", None))
-        num_caches = 1 if interpret else min(unroll, max(1, math.ceil(L2_BYTES * 4 / case.bytes())))
-        caches = [(arrays["k"], arrays["v"])]
-        caches += [(arrays["k"] + 0, arrays["v"] + 0) for _ in range(num_caches - 1)]
-        loop_arrays = {"q": arrays["q"], "caches": caches} | {
-            name: arrays[name] for name in ("table", "query_start", "kv_length")
-        }
-        jobs = [(chained(caller(case, name, tiles, interpret), unroll, trips), loop_arrays) for name, tiles in plans]
-        rows = []
-        for (name, tiles), run in zip(plans, compile_all(jobs), strict=True):
-            if time.perf_counter() > deadline and rows:
-                run.cancel()
-                continue
-            label = f"{name} " + " ".join(f"{key}={value}" for key, value in asdict(tiles).items()) if tiles else name
-            try:
-                program = run.result(timeout=max(20.0, deadline - time.perf_counter()))
-                seconds = median_seconds(program, *loop_arrays.values(), repeats=1 if interpret else 5) / (unroll * trips)
-                rows.append((seconds, label, name, tiles))
-            except Exception as problem:
-                print(f"  skipped {case.name}, {label}: {type(problem).__name__}: {str(problem)[:200]}", flush=True)
-        rows_by_time = sorted(rows, key=lambda row: row[0])
-        shown = [rows[0]] if rows else []
-        shown += [row for row in rows_by_time[:4] if row is not rows[0]]
-        for seconds, label, name, tiles in shown:
-            try:
-                error = relative_error(case, arrays, jax.jit(caller(case, name, tiles, interpret))(*arrays.values()))
-            except Exception as problem:
-                print(f"  no check of {label}: {str(problem)[:200]}", flush=True)
-                error = math.nan
-            gigabytes, teraflops = case.bytes() / seconds / 1e9, case.flops() / seconds / 1e12
-            speed_text = (
-                f"{teraflops:6.1f} TFLOP/s" if case.prompts else f"{gigabytes:6.0f} GB/s = {gigabytes / copy:.2f} of copy"
-            )
-            mark = "default" if (seconds, label) == rows[0][:2] else "       "
-            print(f"{case.name:36} {seconds * 1e6:9.1f} us {speed_text}  error {error:.1e}  {mark} {label}", flush=True)
-            results.append(
-                {"case": case.name, "label": label, "seconds": seconds, "GB/s": gigabytes, "TFLOP/s": teraflops, "error": error}
-            )
-        del arrays, loop_arrays, caches, jobs
-        if out_of_time():
-            print("out of time; the remaining shapes are not measured", flush=True)
-            break
-
-    if not args.only or args.only in "write":
-        results += bench_write(interpret)
+        bench.check(checks)
+    bench.measure_copy()
+    bench.measure_all([case for case in (TINY if args.tiny else SPEED_DECODE + SPEED_PREFILL) if args.only in case.name])
+    if args.only in "write":
+        bench.results += bench_write(interpret)
     if args.output:
-        Path(args.output, "bench_kernels.json").write_text(json.dumps({"copy_GB/s": copy, "results": results}, indent=1))
-    pool.shutdown(wait=False, cancel_futures=True)
+        found = {"copy_GB/s": bench.copy, "results": bench.results}
+        Path(args.output, "bench_kernels.json").write_text(json.dumps(found, indent=1))
+    bench.pool.shutdown(wait=False, cancel_futures=True)
 
 
 def bench_write(interpret: bool) -> list[dict[str, Any]]:
