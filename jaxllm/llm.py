@@ -3,8 +3,6 @@
 import copy
 import itertools
 import numbers
-import signal
-import threading
 import time
 import weakref
 from collections import defaultdict
@@ -15,6 +13,7 @@ from jaxllm.at_exit import shut_down_at_exit
 from jaxllm.beam_search import BeamSearchOutput, search_beams
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError, EngineError, InvalidRequestError
+from jaxllm.interrupt import DeferredInterrupt
 from jaxllm.llm_engine import Core, LLMEngine
 from jaxllm.metrics.metric import Metric
 from jaxllm.outputs import RequestOutput
@@ -84,7 +83,8 @@ class LLM:
         self.llm_engine = LLMEngine(config, progress=progress, core=core, log_stats=False, logits_processors=logits_processors)
         self._request_numbers = itertools.count()
         self._strays: dict[str, list[RequestOutput]] = defaultdict(list)
-        self._interrupt = _Interrupt()
+        self.interrupt = DeferredInterrupt()
+        """Whoever handles an output inside it lets a Ctrl-C wait until the outputs of the same step are delivered."""
         self._iterators: weakref.WeakSet[Generator[Any, None, None]] = weakref.WeakSet()
         shut_down_at_exit(self)
 
@@ -307,7 +307,7 @@ class LLM:
                     if output.finished:
                         del places[internal_id]
                     yield place, output
-                self._interrupt.raise_if_noticed()
+                self.interrupt.raise_if_noticed()
         finally:
             if places:
                 engine.abort_internal(places)
@@ -319,7 +319,8 @@ class LLM:
         mine = [(id, output) for id in list(self._strays) if id in places for output in self._strays.pop(id)]
         if mine:
             return mine
-        with self._interrupt:
+        self.interrupt.raise_if_noticed()
+        with self.interrupt:
             outputs = self.llm_engine.step_with_ids()
         for internal_id, output in outputs:
             if internal_id in places:
@@ -327,38 +328,6 @@ class LLM:
             else:
                 self._strays[internal_id].append(output)
         return mine
-
-
-class _Interrupt:
-    """Keeps a Ctrl-C from tearing a step apart: it is noticed, and raised after the step. A second one is raised at once."""
-
-    def __init__(self) -> None:
-        self._noticed = False
-        self._previous: Any = None
-
-    def __enter__(self) -> None:
-        self.raise_if_noticed()
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            self._previous = signal.signal(signal.SIGINT, self._notice)
-
-    def __exit__(self, *error: object) -> None:
-        if self._previous is not None:
-            signal.signal(signal.SIGINT, self._previous)
-            self._previous = None
-        if error[0] is not None:
-            self._noticed = False  # the run ends anyway
-
-    def _notice(self, signum: int, frame: Any) -> None:
-        if self._noticed:
-            self._noticed = False
-            raise KeyboardInterrupt
-        self._noticed = True
-
-    def raise_if_noticed(self) -> None:
-        if self._noticed:
-            self._noticed = False
-            raise KeyboardInterrupt
 
 
 class _LoadingBar(Progress):

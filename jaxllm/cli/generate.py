@@ -175,11 +175,12 @@ def _run_batch(
     try:
         with contextlib.suppress(KeyboardInterrupt), contextlib.closing(outputs):
             for index, output in outputs:
-                finished[index] = output
-                progress.advance()
-                while next_index in finished:
-                    _print_answer(next_index, jobs, finished[next_index], as_json=as_json)
-                    next_index += 1
+                with llm.interrupt:  # no answer is torn, lost or printed twice
+                    finished[index] = output
+                    progress.advance()
+                    while next_index in finished:
+                        next_index += 1
+                        _print_answer(next_index - 1, jobs, finished[next_index - 1], as_json=as_json)
     finally:
         progress.finish()
         seconds = time.perf_counter() - began

@@ -35,20 +35,21 @@ def stream(llm: "LLM", entry: Any, params: SamplingParams, *, after: str = "") -
     began = time.perf_counter()
     with contextlib.suppress(KeyboardInterrupt), contextlib.closing(llm.generate_iter(entry, params)) as running:
         for _, output in running:
-            part = output.outputs[0]
-            if part.token_ids and not stats.first_token_seconds:
-                stats.first_token_seconds = [time.perf_counter() - began]
-            stats.num_prompt_tokens = len(output.prompt_token_ids)
-            stats.num_output_tokens += len(part.token_ids)
-            streamed.text += part.text
-            streamed.finished = output.finished
-            if part.finish_reason == "error":
-                streamed.fault = str(part.stop_reason)
-            if after:
-                print(terminal.styled(after, "dim", sys.stderr), end="", file=sys.stderr, flush=True)
-                after = ""
-            sys.stdout.write(part.text)
-            sys.stdout.flush()
+            with llm.interrupt:  # what was counted is also written
+                part = output.outputs[0]
+                if part.token_ids and not stats.first_token_seconds:
+                    stats.first_token_seconds = [time.perf_counter() - began]
+                stats.num_prompt_tokens = len(output.prompt_token_ids)
+                stats.num_output_tokens += len(part.token_ids)
+                streamed.text += part.text
+                streamed.finished = output.finished
+                if part.finish_reason == "error":
+                    streamed.fault = str(part.stop_reason)
+                if after:
+                    print(terminal.styled(after, "dim", sys.stderr), end="", file=sys.stderr, flush=True)
+                    after = ""
+                sys.stdout.write(part.text)
+                sys.stdout.flush()
     stats.total_seconds = time.perf_counter() - began
     if streamed.text and not streamed.text.endswith("\n"):
         print(flush=True)

@@ -1,9 +1,11 @@
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from jaxllm.cli import generate
 from jaxllm.cli.main import main
 from jaxllm.errors import EngineDeadError
 from jaxllm.outputs import EngineCoreOutput
@@ -126,6 +128,24 @@ def test_ctrl_c_ends_one_answer_with_what_was_written(opened: Any, capsys: pytes
     shown = capsys.readouterr()
     assert shown.out == " five four three\n"
     assert "interrupted: 0 of 1 prompts were finished" in shown.err
+    assert len(opened.core.aborted) == 1
+
+
+def test_ctrl_c_while_an_answer_is_printed_neither_repeats_nor_loses_one(
+    opened: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    print_answer = generate._print_answer
+
+    def print_and_interrupt(index: int, *arguments: Any, **options: Any) -> None:
+        print_answer(index, *arguments, **options)
+        if index == 0:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(generate, "_print_answer", print_and_interrupt)
+    assert main(["generate", "one two", "two three four five", "six seven"]) == 130
+    shown = capsys.readouterr()
+    assert shown.out == " two one\n seven six\n", "one step finished both of these"
+    assert "interrupted: 2 of 3 prompts were finished" in shown.err
     assert len(opened.core.aborted) == 1
 
 
