@@ -1,7 +1,7 @@
 """Times `jaxllm generate` from the start of the process to its first text, with cold and warm caches: python scripts/bench_first_minute.py
 
 Cold: an empty cache of compiled programs. Warm: the one that the run before left. Python's own bytecode is compiled in both.
-Parts are read off the engine's log: loading ("weights"), and the time of tracing and compiling programs.
+Parts are read off the engine's log: loading ("weights"), and the time of tracing and compiling programs. `--help` is timed too.
 """
 
 import argparse
@@ -40,12 +40,20 @@ def time_run(cache: str, arguments: list[str]) -> dict[str, float]:
     return times
 
 
+def time_help() -> float:
+    """Seconds of `jaxllm generate --help`."""
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-c", COMMAND, "generate", "--help"], check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - start
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("arguments", nargs="*", help="further arguments of generate")
     args = parser.parse_intermixed_args()
     for _ in range(args.repeats):
+        print(f"--help: {time_help():.2f} s", flush=True)
         with tempfile.TemporaryDirectory() as cache:
             for state in ("cold", "warm"):
                 times = time_run(cache, args.arguments)

@@ -1,5 +1,6 @@
 import asyncio
 import gc
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -53,13 +54,13 @@ def test_many_requests_stream_at_once(llm: AsyncLLM, core: FakeEngineCore) -> No
     run(main())
 
 
-def test_a_slow_caller_loses_nothing(llm: AsyncLLM) -> None:
+def test_a_slow_caller_loses_nothing(llm: AsyncLLM, core: FakeEngineCore) -> None:
     async def main() -> None:
         params = SamplingParams(max_tokens=50, output_kind=RequestOutputKind.DELTA, logprobs=1, n=2)
         outputs = []
         async for output in llm.generate("hi", params, "r"):
             outputs.append(output)
-            await asyncio.sleep(0.01)
+            await until(lambda: not core.running)
         assert len(outputs) < 5, "nothing was merged"
         for index in range(2):
             answers = [answer for output in outputs for answer in output.outputs if answer.index == index]
@@ -203,13 +204,14 @@ def test_metrics_and_cache_are_served_between_steps(llm: AsyncLLM, core: FakeEng
 
 def test_a_caller_that_goes_away_while_the_thread_is_busy_harms_nobody(llm: AsyncLLM, core: FakeEngineCore) -> None:
     async def main() -> None:
-        core.before_step = lambda: time.sleep(0.05)
+        may_go_on = threading.Event()
+        core.before_step = may_go_on.wait
         task = asyncio.create_task(text_of(llm, "hi"))
-        await until(lambda: bool(core.running))
+        await until(lambda: core.num_steps == 1)
         for call in (llm.get_metrics(), llm.abort("other")):
             with pytest.raises(asyncio.TimeoutError):
                 await asyncio.wait_for(call, 0.001)
-        core.before_step = lambda: None
+        may_go_on.set()
         assert await task == "one two three" and llm.is_running
 
     run(main())
