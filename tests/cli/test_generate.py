@@ -1,5 +1,7 @@
+import io
 import json
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +131,24 @@ def test_ctrl_c_ends_one_answer_with_what_was_written(opened: Any, capsys: pytes
     assert shown.out == " five four three\n"
     assert "interrupted: 0 of 1 prompts were finished" in shown.err
     assert len(opened.core.aborted) == 1
+
+
+def test_ctrl_c_while_a_part_of_an_answer_is_written_waits_for_it(
+    opened: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stdout(io.StringIO):
+        def write(self, text: str) -> int:
+            if "three" in text:
+                signal.raise_signal(signal.SIGINT)
+            return super().write(text)
+
+    out = Stdout()
+    monkeypatch.setattr(sys, "stdout", out)
+    assert main(["generate", "one two three four five"]) == 130
+    assert out.getvalue() == " five four three\n"
+    shown = capsys.readouterr().err
+    assert "6 prompt tokens, 3 output tokens" in shown
+    assert "interrupted: 0 of 1 prompts were finished" in shown
 
 
 def test_ctrl_c_while_an_answer_is_printed_neither_repeats_nor_loses_one(

@@ -22,7 +22,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["generate", "--help=all"], ["bench", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help=all"], *([command, "--help"] for command in COMMANDS)])
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     """So it is there at once; `scripts/bench_first_minute.py` has the time."""
     code = (

@@ -224,6 +224,7 @@ def test_a_generator_dropped_without_closing_is_aborted(llm: AsyncLLM, core: Fak
         del generator
         gc.collect()
         await until(lambda: not core.running)
+        assert len(core.aborted) == 1, "it ran to its end"
 
     run(main())
 
