@@ -11,6 +11,7 @@ import time
 from typing import NamedTuple
 
 from jaxllm.config import CacheOptions, EngineConfig, SchedulerOptions
+from jaxllm.hub import DEMO, resolve_model
 from jaxllm.request import EngineCoreRequest, Request
 from jaxllm.runner.batch import BatchBuilder
 from jaxllm.runner.buckets import Buckets
@@ -19,7 +20,6 @@ from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.scheduler_output import ModelRunnerOutput
 from jaxllm.text.input_processor import FrontRequest
-from jaxllm.text.model_files import DEMO_DIRECTORY
 from jaxllm.text.output_processor import OutputProcessor
 from jaxllm.text.tokenizer import load_tokenizer
 
@@ -43,7 +43,7 @@ def step_times(num_running: int, num_waiting: int, prompt_len: int, num_steps: i
     blocks_per_request = (prompt_len + num_steps) // 16 + 2
     scheduler = Scheduler(options, CacheOptions(), num_blocks=num_running * blocks_per_request * 2, max_model_len=1 << 20)
     params = SamplingParams(max_tokens=num_steps + 16, temperature=0.7, top_p=0.9, seed=1)
-    front = OutputProcessor(load_tokenizer(DEMO_DIRECTORY, name="demo"))
+    front = OutputProcessor(load_tokenizer(resolve_model(DEMO), name=DEMO))
     for i in range(num_running + num_waiting):
         spec = EngineCoreRequest(
             request_id=f"request-{i}", prompt_token_ids=[i % 4096] * prompt_len, sampling_params=params, eos_token_ids=(0, 1)
