@@ -23,7 +23,7 @@ from jaxllm.outputs import EngineCoreOutput
 from jaxllm.parallel.mesh import make_mesh
 from jaxllm.progress import Progress
 from jaxllm.request import EngineCoreRequest, Request, RequestStatus
-from jaxllm.runner.memory import MemoryPlan, memory_plan, reserve_device_memory
+from jaxllm.runner.memory import MemoryPlan, device_limit, memory_plan, reserve_device_memory
 from jaxllm.runner.programs import use_persistent_cache
 from jaxllm.runner.runner import ModelRunner
 from jaxllm.sampling.processors import Processor, check_processors
@@ -148,7 +148,7 @@ def resolve(config: EngineConfig, model_dir: Path) -> tuple[EngineConfig, ModelC
     """Make a config concrete for a model and this machine's devices."""
     on_gpu = _backend() != "cpu"
     attention = config.compile.attention_implementation
-    config = resolve_platform_defaults(config, on_gpu=on_gpu)
+    config = resolve_platform_defaults(config, on_gpu=on_gpu, device_bytes=device_limit()[1])
     model_config = load_model_config(model_dir, overrides=config.model.hf_overrides, dtype=config.model.dtype, on_gpu=on_gpu)
     model_config = model_config.for_tensor_parallel(config.parallel.tensor_parallel_size)
     mesh = make_mesh(config.parallel.tensor_parallel_size)
