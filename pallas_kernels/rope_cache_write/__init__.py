@@ -11,6 +11,7 @@ their scale, limited to ±448; a cache of another type holds them as they are.
 """
 
 import importlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ IMPLEMENTATIONS = {
     "xla": "pallas_kernels.rope_cache_write.xla",
     "triton": "pallas_kernels.rope_cache_write.triton",
 }
-"""Each module has rope_and_write and supports(platform, dtype, cache_dtype, head_dim, interpret)."""
+"""Each module has rope_and_write and supports(platform, dtype, cache_dtype, cache_size, head_dim, interpret)."""
 
 PREFERENCE = ("triton", "xla")
 
@@ -48,25 +49,23 @@ def rope_and_write(
     implementation: a key of IMPLEMENTATIONS, or None for the first of PREFERENCE that takes the case on the default backend.
     interpret: run a Pallas kernel as plain JAX, on any platform.
     """
-    head_dim, cache_dtype = qkv_TKGH.shape[-1], k_pages_PKSH.dtype
+    cache_dtype = k_pages_PKSH.dtype
     if (q_norm_H is None) != (k_norm_H is None):
         raise ValueError("only one of q_norm_H and k_norm_H is given; give both or neither")
     if cache_dtype != jnp.float8_e4m3fn and not (k_scale is None and v_scale is None):
         raise ValueError(f"k_scale and v_scale are for a cache of float8_e4m3fn, this one is {cache_dtype}; leave them out")
+    case: dict[str, Any] = {"dtype": qkv_TKGH.dtype, "cache_dtype": cache_dtype, "cache_size": k_pages_PKSH.size}
+    case["head_dim"] = qkv_TKGH.shape[-1]
     if implementation is None:
-        implementation = choose(
-            platform=jax.default_backend(), dtype=qkv_TKGH.dtype, cache_dtype=cache_dtype, head_dim=head_dim
-        )
+        implementation = choose(platform=jax.default_backend(), **case)
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"no implementation {implementation!r} of rope_and_write; there are {', '.join(IMPLEMENTATIONS)}")
     module = importlib.import_module(IMPLEMENTATIONS[implementation])
     # An explicit choice is not held to the platform: a program may be compiled here for a GPU elsewhere.
-    if not module.supports(
-        platform="gpu", dtype=qkv_TKGH.dtype, cache_dtype=cache_dtype, head_dim=head_dim, interpret=interpret
-    ):
+    if not module.supports(platform="gpu", interpret=interpret, **case):
         raise ValueError(
-            f"implementation {implementation!r} of rope_and_write does not take heads of width {head_dim} in {qkv_TKGH.dtype} "
-            f"with a cache of {cache_dtype}; use 'xla'"
+            f"implementation {implementation!r} of rope_and_write does not take heads of width {case['head_dim']} in "
+            f"{qkv_TKGH.dtype} with a cache of {k_pages_PKSH.size} values of {cache_dtype}; use 'xla'"
         )
     return module.rope_and_write(
         qkv_TKGH,
@@ -84,10 +83,12 @@ def rope_and_write(
     )
 
 
-def choose(*, platform: str, dtype: DTypeLike, cache_dtype: DTypeLike, head_dim: int) -> str:
-    """The name of the fastest implementation for a case: the first of PREFERENCE that supports it."""
+def choose(*, platform: str, dtype: DTypeLike, cache_dtype: DTypeLike, cache_size: int, head_dim: int) -> str:
+    """The name of the fastest implementation for a case: the first of PREFERENCE that supports it. cache_size: values of a pool."""
     for name in PREFERENCE:
         module = importlib.import_module(IMPLEMENTATIONS[name])
-        if module.supports(platform=platform, dtype=dtype, cache_dtype=cache_dtype, head_dim=head_dim):
+        if module.supports(
+            platform=platform, dtype=dtype, cache_dtype=cache_dtype, cache_size=cache_size, head_dim=head_dim, interpret=False
+        ):
             return name
     raise AssertionError("xla takes every case")

@@ -33,13 +33,16 @@ class Tiles:
 
 
 def supports(
-    *, platform: str, dtype: DTypeLike, cache_dtype: DTypeLike, head_dim: int, interpret: bool = False, **_: object
+    *, platform: str, dtype: DTypeLike, cache_dtype: DTypeLike, cache_size: int, head_dim: int, interpret: bool = False
 ) -> bool:
+    # Pallas-Triton counts values in 32 bits, with a sign, in arrays of up to 2**32 bytes, and in 64 bits beyond.
+    countable = cache_size <= 2**31 or cache_size * jnp.dtype(cache_dtype).itemsize > 2**32
     return (
         (platform == "gpu" or interpret)
         and head_dim % 2 == 0
         and jnp.dtype(dtype) in _COMPUTED
         and jnp.dtype(cache_dtype) in (*_COMPUTED, jnp.float8_e4m3fn)
+        and countable
     )
 
 
@@ -69,11 +72,11 @@ def rope_and_write(
     num_tokens, num_kv_heads, num_slices, head_dim = qkv_TKGH.shape
     tiles = tiles or pick_tiles(num_tokens, num_kv_heads, num_slices - 2, head_dim)
     norms = [] if q_norm_H is None or k_norm_H is None else [q_norm_H, k_norm_H]
-    scales = [
-        jnp.reshape(jnp.asarray(1.0 if scale is None else scale, jnp.float32), (1,))
-        for scale in (k_scale, v_scale)
-        if not (k_scale is None and v_scale is None)
-    ]
+    scales = []
+    if k_scale is not None or v_scale is not None:
+        both = (jnp.asarray(1.0 if scale is None else scale, jnp.float32) for scale in (k_scale, v_scale))
+        # One operand: where both are slices of one array, XLA passes that array.
+        scales = [jnp.stack([scale.reshape(()) for scale in both])]
     return triton_call(
         functools.partial(_kernel, tiles=tiles, eps=eps, has_norms=bool(norms), has_scales=bool(scales)),
         name="rope_and_write",
@@ -104,8 +107,7 @@ def _kernel(
     has_scales: bool,
 ) -> None:
     *optional, q_out_ref, k_pages_ref, v_pages_ref = refs
-    norm_refs = optional[:2] if has_norms else (None, None)
-    scale_refs = optional[-2:] if has_scales else (None, None)
+    k_scale, v_scale = (optional[-1][0], optional[-1][1]) if has_scales else (None, None)
     _, num_kv_heads, num_slices, head_dim = qkv_ref.shape
     num_groups, half, page_size = num_slices - 2, head_dim // 2, k_pages_ref.shape[2]
 
@@ -131,15 +133,18 @@ def _kernel(
     k_KH = halves(qkv_ref, token, head_K1, num_groups, dim_1H, mask=in_head_KH)
     v_KH = halves(qkv_ref, token, head_K1, num_groups + 1, dim_1H, mask=in_head_KH)
     if has_norms:
-        q_norm, k_norm = (halves(ref, dim_H, mask=in_half_H) for ref in norm_refs)
+        q_norm, k_norm = (halves(ref, dim_H, mask=in_half_H) for ref in optional[:2])
         q_KGH, k_KH = _norm(q_KGH, q_norm, head_dim, eps), _norm(k_KH, k_norm, head_dim, eps)
     q_KGH, k_KH = _rotate(q_KGH, *angles), _rotate(k_KH, *angles)
 
     for start, q, k, v in zip((0, half), q_KGH, k_KH, v_KH, strict=True):
         store(q_out_ref.at[token, head_K11, group_1G1, dim_11H + start], q, mask=in_head_KGH)
-        for x, pages_ref, scale_ref in ((k, k_pages_ref, scale_refs[0]), (v, v_pages_ref, scale_refs[1])):
-            x = _to_cache(x, None if scale_ref is None else scale_ref[0], pages_ref.dtype)
-            store(pages_ref.at[page, head_K1, offset, dim_1H + start], x, mask=in_head_KH & (slot >= 0))
+        for x, pages_ref, scale in ((k, k_pages_ref, k_scale), (v, v_pages_ref, v_scale)):
+            store(
+                pages_ref.at[page, head_K1, offset, dim_1H + start],
+                _to_cache(x, scale, pages_ref.dtype),
+                mask=in_head_KH & (slot >= 0),
+            )
 
 
 def _norm(halves: list[jax.Array], weights: list[jax.Array], head_dim: int, eps: float) -> list[jax.Array]:

@@ -172,10 +172,20 @@ def test_donated_caches_are_written_in_place() -> None:
 
 
 def test_a_machine_without_a_gpu_takes_the_plain_steps() -> None:
-    options = {"dtype": "bfloat16", "cache_dtype": "bfloat16", "head_dim": 128}
+    options = {"dtype": "bfloat16", "cache_dtype": "bfloat16", "cache_size": 1 << 20, "head_dim": 128}
     assert choose(platform="cpu", **options) == "xla"
     assert choose(platform="gpu", **options) == "triton"
     assert choose(platform="gpu", **options | {"cache_dtype": "int8"}) == "xla"
+
+
+@pytest.mark.parametrize(
+    ("cache_dtype", "cache_bytes", "taken"),
+    [("bfloat16", 2**32, True), ("bfloat16", 2**34, True), ("float8_e4m3fn", 2**31, True), ("float8_e4m3fn", 3 * 2**30, False)],
+)
+def test_pools_that_32_bits_cannot_count_are_left_to_xla(cache_dtype: str, cache_bytes: int, taken: bool) -> None:
+    size = cache_bytes // jnp.dtype(cache_dtype).itemsize
+    chosen = choose(platform="gpu", dtype="bfloat16", cache_dtype=cache_dtype, cache_size=size, head_dim=128)
+    assert (chosen == "triton") == taken
 
 
 def test_what_is_not_taken_is_refused_by_name() -> None:
@@ -187,7 +197,8 @@ def test_what_is_not_taken_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="only one of q_norm_H and k_norm_H"):
         rope_and_write(**case | {"k_norm_H": None})
     with pytest.raises(
-        ValueError, match="'triton' of rope_and_write does not take heads of width 16 in float32 with a cache of int8"
+        ValueError,
+        match="'triton' of rope_and_write does not take heads of width 16 in float32 with a cache of [0-9]* values of int8",
     ):
         rope_and_write(
             **case
