@@ -38,17 +38,19 @@ from pallas_kernels.paged_attention.triton_decode import cap_scores
 
 LOG2E = math.log2(math.e)
 MASKED = -1e30  # finite, so that a difference of two maxima is never NaN
-ROW, HEAD, TILE, COUNT = range(4)
+PLACE, ROW, LENGTH, HEAD, TILE, COUNT = range(6)  # columns of Plan.work_W6
+PAGE_SIZES = (8, 16, 32, 64, 128)
 LAYOUT = plgpu.Layout.WGMMA
 
 
 @dataclass(frozen=True)
 class DecodeTiles:
-    """Sizes of the decode kernel: keys per tile, tiles in the ring, CTAs per core."""
+    """Sizes of the decode kernel: keys per tile, tiles in the ring, CTAs per core, the least tiles that a worker is started for."""
 
     block_k: int = 64
     num_stages: int = 3
     ctas_per_core: int = 2
+    min_share: int = 1
 
 
 def pick_tiles(head_dim: int, itemsize: int) -> DecodeTiles:
@@ -63,20 +65,20 @@ class Plan(NamedTuple):
 
     rows_A2: jax.Array
     """int32[R + 1, 2]: row and length of the rows that have keys, one after the other; then zeros."""
-    work_W4: jax.Array
-    """int32[W, 4]: where each worker starts (index into rows_A2, head, tile of this pair) and its number of tiles."""
+    work_W6: jax.Array
+    """int32[W, 6]: where each worker starts (index into rows_A2, row, its length, head, tile in this pair), its number of tiles."""
     workers_RK2: jax.Array
     """int32[R, K, 2]: first and last worker of a row and head; 0 and -1 if it has no keys."""
 
 
-def make_plan(kv_length_R: jax.Array, num_kv_heads: int, block_k: int, window: int | None, num_workers: int) -> Plan:
+def make_plan(kv_length_R: jax.Array, num_kv_heads: int, tiles: DecodeTiles, window: int | None, num_workers: int) -> Plan:
     num_rows = kv_length_R.shape[0]
-    first_R, end_R = tile_range(kv_length_R, block_k, window)
+    first_R, end_R = tile_range(kv_length_R, tiles.block_k, window)
     tiles_R = end_R - first_R
     total_end_R = jnp.cumsum(tiles_R) * num_kv_heads
     total_start_R = total_end_R - tiles_R * num_kv_heads
     total = total_end_R[-1]
-    used = jnp.clip(total, 1, num_workers)
+    used = jnp.clip(total // tiles.min_share, 1, num_workers)
     per_worker, extra = total // used, total % used  # the first `extra` workers have one more
 
     worker_W = jnp.arange(num_workers, dtype=jnp.int32)
@@ -87,7 +89,8 @@ def make_plan(kv_length_R: jax.Array, num_kv_heads: int, block_k: int, window: i
     of_head_W = jnp.maximum(tiles_R[row_W], 1)
     active_R = (tiles_R > 0).astype(jnp.int32)
     place_R = jnp.cumsum(active_R) - active_R
-    work_W4 = jnp.stack([place_R[row_W], offset_W // of_head_W, offset_W % of_head_W, count_W], axis=1)
+    starts = (place_R[row_W], row_W, kv_length_R[row_W], offset_W // of_head_W, offset_W % of_head_W, count_W)
+    work_W6 = jnp.stack(starts, axis=1)
 
     place_A = jnp.arange(num_rows + 1, dtype=jnp.int32)
     here_AR = (place_R[None] == place_A[:, None]) & (active_R[None] > 0)
@@ -103,7 +106,7 @@ def make_plan(kv_length_R: jax.Array, num_kv_heads: int, block_k: int, window: i
     last_RK = start_RK + tiles_R[:, None] - 1
     workers_RK2 = jnp.stack([worker_of(start_RK), worker_of(last_RK)], axis=2)
     workers_RK2 = jnp.where((tiles_R > 0)[:, None, None], workers_RK2, jnp.array([0, -1], jnp.int32))
-    return Plan(rows_A2.astype(jnp.int32), work_W4.astype(jnp.int32), workers_RK2.astype(jnp.int32))
+    return Plan(rows_A2.astype(jnp.int32), work_W6.astype(jnp.int32), workers_RK2.astype(jnp.int32))
 
 
 def tile_range(length: jax.Array, block_k: int, window: int | None) -> tuple[jax.Array, jax.Array]:
@@ -127,12 +130,51 @@ def paged_decode(
     num_workers: int | None = None,
 ) -> jax.Array:
     """num_workers: CTAs, for tests; by default as many as the device holds at once."""
-    num_rows, num_kv_heads, num_groups, head_dim = q_RKGH.shape
+    num_kv_heads, head_dim = q_RKGH.shape[1], q_RKGH.shape[3]
+    page_size = k_pages_PKSH.shape[2]
+    if k_pages_PKSH.dtype != q_RKGH.dtype or v_pages_PKSH.dtype != q_RKGH.dtype:
+        raise ValueError(
+            f"the Mosaic decode kernel wants queries and cache of one type, got {q_RKGH.dtype}, {k_pages_PKSH.dtype} and "
+            f"{v_pages_PKSH.dtype}; convert the queries or use 'xla'"
+        )
+    if page_size not in PAGE_SIZES:
+        raise ValueError(f"the Mosaic decode kernel takes pages of {PAGE_SIZES} tokens, got {page_size}; use 'xla'")
     if tiles is None:
         tiles = pick_tiles(head_dim, k_pages_PKSH.dtype.itemsize)
     if num_workers is None:
         num_workers = num_cores() * tiles.ctas_per_core
-    plan = make_plan(kv_length_R, num_kv_heads, tiles.block_k, window, num_workers)
+    plan = make_plan(kv_length_R, num_kv_heads, tiles, window, num_workers)
+    whole_RKGH, partial_CGH, lse_CN = decode_items(
+        q_RKGH,
+        k_pages_PKSH,
+        v_pages_PKSH,
+        page_table_RB,
+        plan,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        interpret=interpret,
+        tiles=tiles,
+    )
+    return combine_items(whole_RKGH, partial_CGH, lse_CN, plan, interpret=interpret)
+
+
+def decode_items(
+    q_RKGH: jax.Array,
+    k_pages_PKSH: jax.Array,
+    v_pages_PKSH: jax.Array,
+    page_table_RB: jax.Array,
+    plan: Plan,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    interpret: bool,
+    tiles: DecodeTiles,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The main kernel -> the result where a worker saw a whole row and head, the parts of the others, and their softmax sums."""
+    _, num_kv_heads, num_groups, head_dim = q_RKGH.shape
+    num_workers = plan.work_W6.shape[0]
     padded_groups = -(-num_groups // 8) * 8
     q_QH = q_RKGH.reshape(-1, head_dim)
     if q_QH.shape[0] < padded_groups:  # a copy may end past the array, but not be larger than it
@@ -151,7 +193,7 @@ def paged_decode(
     dtype, page_size = q_RKGH.dtype, k_pages_PKSH.shape[2]
     copies = tiles.block_k // min(page_size, tiles.block_k)
     ring = (tiles.num_stages, tiles.block_k, head_dim)
-    out_RKGH, partial_CGH, lse_CN = plgpu.kernel(
+    return plgpu.kernel(
         kernel,
         out_type=(
             jax.ShapeDtypeStruct(q_RKGH.shape, dtype),
@@ -162,36 +204,45 @@ def paged_decode(
         grid_names=("worker",),
         num_threads=2,
         thread_name="warpgroup",
-        scratch_types=({
-            "q": _swizzled((2, padded_groups, head_dim), dtype),
-            "k": _swizzled(ring, dtype),
-            "v": _swizzled(ring, dtype),
-            "p": _swizzled((padded_groups, tiles.block_k), dtype),
-            "out": plgpu.SMEM((padded_groups, head_dim), dtype),
-            "partial": plgpu.SMEM((padded_groups, head_dim), jnp.float32),
-            "q_full": plgpu.Barrier(num_barriers=2),
-            "q_free": plgpu.Barrier(num_barriers=2),
-            "k_full": plgpu.Barrier(num_arrivals=copies, num_barriers=tiles.num_stages),
-            "k_free": plgpu.Barrier(num_barriers=tiles.num_stages),
-            "v_full": plgpu.Barrier(num_arrivals=copies, num_barriers=tiles.num_stages),
-            "v_free": plgpu.Barrier(num_barriers=tiles.num_stages),
-        },),
+        scratch_types=(
+            {
+                "q": _swizzled((2, padded_groups, head_dim), dtype),
+                "k": _swizzled(ring, dtype),
+                "v": _swizzled(ring, dtype),
+                "p": _swizzled((padded_groups, tiles.block_k), dtype),
+                "out": plgpu.SMEM((padded_groups, head_dim), dtype),
+                "partial": plgpu.SMEM((padded_groups, head_dim), jnp.float32),
+                "q_full": plgpu.Barrier(num_barriers=2),
+                "q_free": plgpu.Barrier(num_barriers=2),
+                "k_full": plgpu.Barrier(num_arrivals=copies, num_barriers=tiles.num_stages),
+                "k_free": plgpu.Barrier(num_barriers=tiles.num_stages),
+                "v_full": plgpu.Barrier(num_arrivals=copies, num_barriers=tiles.num_stages),
+                "v_free": plgpu.Barrier(num_barriers=tiles.num_stages),
+            },
+        ),
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=mosaic_interpret(interpret),
-    )(q_QH, k_pages_PKSH, v_pages_PKSH, page_table_RB, plan.rows_A2, plan.work_W4)
+    )(q_QH, k_pages_PKSH, v_pages_PKSH, page_table_RB, plan.rows_A2, plan.work_W6)
+
+
+def combine_items(
+    whole_RKGH: jax.Array, partial_CGH: jax.Array, lse_CN: jax.Array, plan: Plan, *, interpret: bool
+) -> jax.Array:
+    """The result, in the place of whole_RKGH: parts are merged, rows without keys become zeros."""
+    num_rows, num_kv_heads, num_groups, _ = whole_RKGH.shape
     return triton_call(
         _combine_kernel,
         name="paged_decode_combine",
         grid=(num_kv_heads * num_groups, num_rows),
-        out_shape=jax.ShapeDtypeStruct(q_RKGH.shape, dtype),
-        num_warps=4,
+        out_shape=jax.ShapeDtypeStruct(whole_RKGH.shape, whole_RKGH.dtype),
+        num_warps=2,
         num_stages=1,
         interpret=interpret,
         input_output_aliases={0: 0},
-    )(out_RKGH, partial_CGH, lse_CN, plan.workers_RK2)
+    )(whole_RKGH, partial_CGH, lse_CN, plan.workers_RK2)
 
 
-def _swizzled(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, swizzle: int = 128) -> plgpu.SMEM:
+def _swizzled(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, swizzle: int = 128) -> Any:
     """Shared memory in the form that the tensor cores read: tiles of 8 rows of `swizzle` bytes."""
     tiling = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
@@ -205,7 +256,7 @@ class Item(NamedTuple):
     length: jax.Array
     tile: jax.Array
     """The first one, in the row."""
-    count: jax.Array
+    num_tiles: jax.Array
     is_first: jax.Array
     """Whether it begins with the first visible tile, and below whether it ends with the last."""
     is_last: jax.Array
@@ -214,7 +265,7 @@ class Item(NamedTuple):
 def _walk(visit: Callable[[Item, Any], Any], carry: Any, rows_ref, work_ref, *, num_kv_heads, block_k, window) -> Any:
     """The items of this worker, in order."""
     worker = lax.axis_index("worker")
-    place, head, tile, left = (work_ref[worker, column] for column in (ROW, HEAD, TILE, COUNT))
+    place, row, length, head, tile, left = (work_ref[worker, column] for column in (PLACE, ROW, LENGTH, HEAD, TILE, COUNT))
 
     def body(state):
         place, row, length, head, tile, left, carry = state
@@ -235,7 +286,7 @@ def _walk(visit: Callable[[Item, Any], Any], carry: Any, rows_ref, work_ref, *, 
             carry,
         )
 
-    state = (place, rows_ref[place, 0], rows_ref[place, 1], head, tile, left, carry)
+    state = (place, row, length, head, tile, left, carry)
     return lax.while_loop(lambda state: state[5] > 0, body, state)[-1]
 
 
@@ -245,7 +296,7 @@ def _decode_kernel(
     v_ref,  # [P, K, S, H]
     table_ref,  # [R, B]
     rows_ref,  # [R + 1, 2]
-    work_ref,  # [W, 4]
+    work_ref,  # [W, 6]
     out_ref,  # [R, K, G, H]; only whole pairs are written
     partial_ref,  # [2 W, G, H] float32: of the item that begins a pair in place 2 w + 1, of the one that goes on in place 2 w
     lse_ref,  # [2 W, N] float32, base 2
@@ -318,7 +369,7 @@ def _fetch(item: Item, carry, *, q_ref, k_ref, v_ref, table_ref, smem, num_kv_he
     copies = block_k // copy_rows
 
     slot = lax.rem(num_items, jnp.int32(2))
-    pl.when(num_items >= 2)(lambda: plgpu.barrier_wait(smem["q_free"].at[slot]))
+    pl.when(num_items >= 2)(functools.partial(plgpu.barrier_wait, smem["q_free"].at[slot]))
     first_query = (item.row * num_kv_heads + item.head) * num_groups
     # Rows past the group are queries of another, or zeros past the array: columns of the products that are not kept.
     plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(first_query, padded_groups)], smem["q"].at[slot], smem["q_full"].at[slot])
@@ -337,7 +388,7 @@ def _fetch(item: Item, carry, *, q_ref, k_ref, v_ref, table_ref, smem, num_kv_he
         stage = lax.rem(number, jnp.int32(num_stages))
         offset = lax.rem((item.tile + index) * block_k, jnp.int32(page_size))
         for name, ref in (("k", k_ref), ("v", v_ref)):
-            pl.when(number >= num_stages)(lambda name=name: plgpu.barrier_wait(smem[name + "_free"].at[stage]))
+            pl.when(number >= num_stages)(functools.partial(plgpu.barrier_wait, smem[name + "_free"].at[stage]))
             for copy, page in enumerate(pages):
                 source = ref.at[page, item.head]
                 if page_size > block_k:
@@ -346,8 +397,8 @@ def _fetch(item: Item, carry, *, q_ref, k_ref, v_ref, table_ref, smem, num_kv_he
                 plgpu.copy_gmem_to_smem(source, target, smem[name + "_full"].at[stage])
         return next_pages
 
-    lax.fori_loop(0, item.count, body, page_ids(0))
-    return num_items + 1, num_tiles + item.count
+    lax.fori_loop(0, item.num_tiles, body, page_ids(0))
+    return num_items + 1, num_tiles + item.num_tiles
 
 
 def _attend(
@@ -398,9 +449,7 @@ def _attend(
             v_ref[...] = jnp.where(is_visible(position_kH), v_kH, jnp.zeros_like(v_kH))
 
         plgpu.commit_smem()
-        acc_HN = add_wgmma(
-            acc_HN, smem["v"].at[stage].transpose((1, 0)), smem["p"].transpose((1, 0)), interpret=interpret
-        )
+        acc_HN = add_wgmma(acc_HN, smem["v"].at[stage].transpose((1, 0)), smem["p"].transpose((1, 0)), interpret=interpret)
         plgpu.barrier_arrive(smem["v_free"].at[stage])
         return acc_HN, new_max_N, sum_kN
 
@@ -411,7 +460,7 @@ def _attend(
         plgpu.layout_cast(jnp.full((padded_groups,), MASKED, jnp.float32), LAYOUT.reduce(0)),
         plgpu.layout_cast(jnp.zeros((block_k, padded_groups), jnp.float32), LAYOUT),
     )
-    acc_HN, max_N, sum_kN = lax.fori_loop(0, item.count, body, state)
+    acc_HN, max_N, sum_kN = lax.fori_loop(0, item.num_tiles, body, state)
     plgpu.barrier_arrive(smem["q_free"].at[slot])
     sum_N = sum_kN.sum(axis=0)
     acc_HN = acc_HN / lax.broadcast_in_dim(sum_N, acc_HN.shape, [1])
@@ -433,7 +482,7 @@ def _attend(
         plgpu.copy_smem_to_gmem(smem["partial"].at[pl.ds(0, num_groups)], partial_ref.at[part])
         lse_ref.at[part][...] = max_N + jnp.log2(sum_N)
 
-    return num_items + 1, num_tiles + item.count
+    return num_items + 1, num_tiles + item.num_tiles
 
 
 def _store_transposed(ref, x: jax.Array) -> None:
