@@ -66,12 +66,19 @@ def dot_f32(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def has_mosaic(*, interpret: bool = False) -> bool:
-    """Whether Pallas Mosaic GPU can be imported (JAX 0.10 needs absl-py for it), and interpreted well enough to run our kernels."""
+    """Whether Mosaic kernels for Hopper can run: imported (JAX 0.10 needs absl-py for it), and on this GPU or interpreted.
+
+    Where there is no GPU, programs may be compiled for one elsewhere. The interpreter of JAX 0.10 lacks too much.
+    """
     try:
         plgpu = _mosaic()
     except ImportError:
         return False
-    return not interpret or hasattr(plgpu, "InterpretGPUParams")
+    if interpret:
+        return hasattr(plgpu, "InterpretGPUParams")
+    if jax.default_backend() != "gpu":
+        return True
+    return getattr(jax.local_devices()[0], "compute_capability", "") == "9.0"
 
 
 def mosaic_interpret(interpret: bool) -> Any:

@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from pallas_kernels._compat import has_mosaic
 from pallas_kernels.paged_attention import triton_prefill as prefill
@@ -64,9 +64,11 @@ def paged_decode(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    # Imported late: it needs Mosaic, which this module only asks for.
+    # Imported late: it needs Mosaic, and `supports` has to answer where there is none.
     from pallas_kernels.paged_attention import mosaic_decode
 
     return mosaic_decode.paged_decode(
@@ -78,12 +80,15 @@ def paged_decode(
         scale=scale,
         window=window,
         soft_cap=soft_cap,
+        k_scale=k_scale,
+        v_scale=v_scale,
         interpret=interpret,
     )
 
 
 def supports(*, platform: str, dtype: DTypeLike, num_groups: int, head_dim: int, interpret: bool = False) -> bool:
-    """Head widths are the ones whose rows fill whole 128-byte swizzles and, transposed, whole products of 64 rows."""
+    """Head widths: their rows fill 64-wide tiles, and transposed they are the 64 rows of a product. Groups: what registers hold."""
     if not has_mosaic(interpret=interpret) or (platform != "gpu" and not interpret):
         return False
-    return jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16) and num_groups <= 32 and head_dim in (64, 128, 256)
+    is_16_bit = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
+    return is_16_bit and head_dim in (64, 128, 256) and num_groups <= 32 and num_groups * head_dim <= 4096

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import ArrayLike, DTypeLike
 
 from pallas_kernels._compat import (
     add_wgmma,
@@ -39,8 +40,11 @@ from pallas_kernels.paged_attention.triton_decode import cap_scores
 LOG2E = math.log2(math.e)
 MASKED = -1e30  # finite, so that a difference of two maxima is never NaN
 PLACE, ROW, LENGTH, HEAD, TILE, COUNT = range(6)  # columns of Plan.work_W6
+SMEM_BYTES = 228 * 1024  # of a core; a CTA takes 1 KB beside its own
 PAGE_SIZES = (8, 16, 32, 64, 128)
 LAYOUT = plgpu.Layout.WGMMA
+CHUNK = 64  # numbers of a row that pass through registers at once
+WIDE = jnp.float16  # what 8-bit numbers become for the products
 
 
 @dataclass(frozen=True)
@@ -53,11 +57,16 @@ class DecodeTiles:
     min_share: int = 1
 
 
-def pick_tiles(head_dim: int, itemsize: int) -> DecodeTiles:
-    """About 96 KB in flight per CTA of two, 192 KB of one."""
-    tile_bytes = 2 * 64 * head_dim * itemsize
-    ctas = 2 if tile_bytes <= 32 * 1024 else 1
-    return DecodeTiles(block_k=64, num_stages=max(2, min(6, 192 * 1024 // (ctas * tile_bytes))), ctas_per_core=ctas)
+def pick_tiles(num_groups: int, head_dim: int, cache_itemsize: int) -> DecodeTiles:
+    """Two CTAs per core if each has room for three tiles and 128 registers suffice, else one; as many tiles as there is room for."""
+    block_k, padded_groups = 64, -(-num_groups // 8) * 8
+    fixed = padded_groups * (10 * head_dim + 2 * block_k) + 4096  # queries, weights, results; barriers and reductions
+    if cache_itemsize == 1:
+        fixed += 2 * head_dim * (block_k + padded_groups)  # one tile and the queries, widened
+    tile = 2 * block_k * head_dim * cache_itemsize
+    stages = {ctas: (SMEM_BYTES // ctas - fixed - 1024) // tile for ctas in (1, 2)}
+    ctas = 2 if stages[2] >= 3 and padded_groups * head_dim < 2048 else 1
+    return DecodeTiles(block_k=block_k, num_stages=min(stages[ctas], 8), ctas_per_core=ctas)
 
 
 class Plan(NamedTuple):
@@ -125,22 +134,28 @@ def paged_decode(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
     interpret: bool = False,
     tiles: DecodeTiles | None = None,
     num_workers: int | None = None,
 ) -> jax.Array:
-    """num_workers: CTAs, for tests; by default as many as the device holds at once."""
-    num_kv_heads, head_dim = q_RKGH.shape[1], q_RKGH.shape[3]
+    """num_workers: CTAs, for tests; by default as many as the device holds at once.
+
+    With a float8_e4m3fn cache the products are of float16, which holds every such number (and queries up to 65504).
+    """
+    _, num_kv_heads, num_groups, head_dim = q_RKGH.shape
     page_size = k_pages_PKSH.shape[2]
-    if k_pages_PKSH.dtype != q_RKGH.dtype or v_pages_PKSH.dtype != q_RKGH.dtype:
+    cache_types = {k_pages_PKSH.dtype, v_pages_PKSH.dtype}
+    if cache_types not in ({q_RKGH.dtype}, {jnp.dtype(jnp.float8_e4m3fn)}):
         raise ValueError(
-            f"the Mosaic decode kernel wants queries and cache of one type, got {q_RKGH.dtype}, {k_pages_PKSH.dtype} and "
-            f"{v_pages_PKSH.dtype}; convert the queries or use 'xla'"
+            f"the Mosaic decode kernel takes a cache of the queries' type or of float8_e4m3fn, got {q_RKGH.dtype} queries and "
+            f"{k_pages_PKSH.dtype}, {v_pages_PKSH.dtype} caches; convert the queries or use 'xla'"
         )
     if page_size not in PAGE_SIZES:
         raise ValueError(f"the Mosaic decode kernel takes pages of {PAGE_SIZES} tokens, got {page_size}; use 'xla'")
     if tiles is None:
-        tiles = pick_tiles(head_dim, k_pages_PKSH.dtype.itemsize)
+        tiles = pick_tiles(num_groups, head_dim, k_pages_PKSH.dtype.itemsize)
     if num_workers is None:
         num_workers = num_cores() * tiles.ctas_per_core
     plan = make_plan(kv_length_R, num_kv_heads, tiles, window, num_workers)
@@ -153,6 +168,8 @@ def paged_decode(
         scale=scale,
         window=window,
         soft_cap=soft_cap,
+        k_scale=k_scale,
+        v_scale=v_scale,
         interpret=interpret,
         tiles=tiles,
     )
@@ -169,6 +186,8 @@ def decode_items(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
     interpret: bool,
     tiles: DecodeTiles,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -190,7 +209,14 @@ def decode_items(
         window=window,
         interpret=interpret,
     )
-    dtype, page_size = q_RKGH.dtype, k_pages_PKSH.shape[2]
+    scales = [jnp.asarray(1.0 if x is None else x, jnp.float32).reshape(1) for x in (k_scale, v_scale)]
+    dtype, cache_dtype, page_size = q_RKGH.dtype, k_pages_PKSH.dtype, k_pages_PKSH.shape[2]
+    widened = {}
+    if cache_dtype != dtype:
+        widened = {
+            "wide": _swizzled((tiles.block_k, head_dim), WIDE),
+            "wide_q": _swizzled((padded_groups, head_dim), WIDE),
+        }
     copies = tiles.block_k // min(page_size, tiles.block_k)
     ring = (tiles.num_stages, tiles.block_k, head_dim)
     return plgpu.kernel(
@@ -207,11 +233,12 @@ def decode_items(
         scratch_types=(
             {
                 "q": _swizzled((2, padded_groups, head_dim), dtype),
-                "k": _swizzled(ring, dtype),
-                "v": _swizzled(ring, dtype),
-                "p": _swizzled((padded_groups, tiles.block_k), dtype),
+                "k": _swizzled(ring, cache_dtype),
+                "v": _swizzled(ring, cache_dtype),
+                "p": _swizzled((padded_groups, tiles.block_k), WIDE if widened else dtype),
                 "out": plgpu.SMEM((padded_groups, head_dim), dtype),
                 "partial": plgpu.SMEM((padded_groups, head_dim), jnp.float32),
+                **widened,
                 "q_full": plgpu.Barrier(num_barriers=2),
                 "q_free": plgpu.Barrier(num_barriers=2),
                 "k_full": plgpu.Barrier(num_arrivals=copies, num_barriers=tiles.num_stages),
@@ -222,7 +249,7 @@ def decode_items(
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=mosaic_interpret(interpret),
-    )(q_QH, k_pages_PKSH, v_pages_PKSH, page_table_RB, plan.rows_A2, plan.work_W6)
+    )(q_QH, k_pages_PKSH, v_pages_PKSH, page_table_RB, plan.rows_A2, plan.work_W6, *scales)
 
 
 def combine_items(
@@ -242,10 +269,10 @@ def combine_items(
     )(whole_RKGH, partial_CGH, lse_CN, plan.workers_RK2)
 
 
-def _swizzled(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, swizzle: int = 128) -> Any:
-    """Shared memory in the form that the tensor cores read: tiles of 8 rows of `swizzle` bytes."""
-    tiling = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))
-    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
+def _swizzled(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+    """Shared memory in the form that the tensor cores read: tiles of 8 rows of 64 numbers."""
+    transforms = (plgpu.TilingTransform((8, CHUNK)), plgpu.SwizzleTransform(CHUNK * jnp.dtype(dtype).itemsize))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 class Item(NamedTuple):
@@ -297,6 +324,8 @@ def _decode_kernel(
     table_ref,  # [R, B]
     rows_ref,  # [R + 1, 2]
     work_ref,  # [W, 6]
+    k_scale_ref,  # [1] float32
+    v_scale_ref,  # [1] float32
     out_ref,  # [R, K, G, H]; only whole pairs are written
     partial_ref,  # [2 W, G, H] float32: of the item that begins a pair in place 2 w + 1, of the one that goes on in place 2 w
     lse_ref,  # [2 W, N] float32, base 2
@@ -325,7 +354,8 @@ def _decode_kernel(
             lse_ref=lse_ref,
             smem=smem,
             num_groups=num_groups,
-            score_scale=score_scale,
+            score_scale=score_scale * k_scale_ref[0],
+            value_scale=v_scale_ref[0],
             soft_cap=soft_cap,
             window=window,
             interpret=interpret,
@@ -402,17 +432,42 @@ def _fetch(item: Item, carry, *, q_ref, k_ref, v_ref, table_ref, smem, num_kv_he
 
 
 def _attend(
-    item: Item, carry, *, out_ref, partial_ref, lse_ref, smem, num_groups: int, score_scale, soft_cap, window, interpret
+    item: Item,
+    carry,
+    *,
+    out_ref,
+    partial_ref,
+    lse_ref,
+    smem,
+    num_groups: int,
+    score_scale,
+    value_scale,
+    soft_cap,
+    window,
+    interpret,
 ):
     """The consumer's part of an item: attention of its queries over its tiles."""
     num_items, num_tiles = carry
     padded_groups = smem["q"].shape[1]
     num_stages, block_k, head_dim = smem["k"].shape
-    dtype = smem["p"].dtype
+    is_widened = "wide" in smem
     first_position = jnp.int32(0) if window is None else jnp.maximum(item.length - window, 0)
 
     def is_visible(position):
         return (position >= first_position) & (position < item.length)
+
+    def widen(name, stage):
+        """The tile as the products take it. An 8-bit one is copied, and its place given back."""
+        ref = smem[name].at[stage]
+        if not is_widened:
+            return ref
+        for start in range(0, head_dim, CHUNK):
+            chunk = (slice(None), pl.ds(start, CHUNK))
+            smem["wide"][chunk] = load_smem(ref.at[chunk], plgpu.Layout.WGMMA_UPCAST_2X).astype(WIDE)
+        plgpu.barrier_arrive(smem[name + "_free"].at[stage])
+        if name == "k":  # the values wait for the weights
+            plgpu.commit_smem()
+        return smem["wide"]
 
     def body(index, state):
         acc_HN, max_N, sum_kN = state
@@ -420,13 +475,15 @@ def _attend(
         start = (item.tile + index) * block_k
 
         plgpu.barrier_wait(smem["k_full"].at[stage])
+        k_ref = widen("k", stage)
 
         def score(acc_ref):
-            plgpu.wgmma(acc_ref, smem["k"].at[stage], smem["q"].at[slot].transpose((1, 0)))
+            plgpu.wgmma(acc_ref, k_ref, q_ref.transpose((1, 0)))
             return acc_ref[...]
 
         scores_kN = pl.run_scoped(score, plgpu.ACC((block_k, padded_groups), jnp.float32)) * score_scale
-        plgpu.barrier_arrive(smem["k_free"].at[stage])
+        if not is_widened:
+            plgpu.barrier_arrive(smem["k_free"].at[stage])
         if soft_cap is not None:
             scores_kN = cap_scores(scores_kN, soft_cap)
         position_kN = start + plgpu.broadcasted_iota(jnp.int32, scores_kN.shape, 0, layout=LAYOUT)
@@ -436,25 +493,34 @@ def _attend(
         shrink_N = jnp.exp2(max_N - new_max_N)
         sum_kN = sum_kN * lax.broadcast_in_dim(shrink_N, sum_kN.shape, [1]) + weights_kN
         acc_HN = acc_HN * lax.broadcast_in_dim(shrink_N, acc_HN.shape, [1])
-        _store_transposed(smem["p"], weights_kN.astype(dtype))
+        _store_transposed(smem["p"], weights_kN.astype(smem["p"].dtype))
 
         plgpu.barrier_wait(smem["v_full"].at[stage])
+        v_ref = widen("v", stage)
 
         @pl.when((start < first_position) | (start + block_k > item.length))
         def _clear_hidden_values():
             # What lies there may be NaN, which a weight of zero would not remove.
-            v_ref = smem["v"].at[stage]
-            position_kH = start + plgpu.broadcasted_iota(jnp.int32, (block_k, head_dim), 0, layout=LAYOUT)
-            v_kH = load_smem(v_ref, LAYOUT)
-            v_ref[...] = jnp.where(is_visible(position_kH), v_kH, jnp.zeros_like(v_kH))
+            position_kc = start + plgpu.broadcasted_iota(jnp.int32, (block_k, CHUNK), 0, layout=LAYOUT)
+            for column in range(0, head_dim, CHUNK):
+                chunk_ref = v_ref.at[:, pl.ds(column, CHUNK)]
+                v_kc = load_smem(chunk_ref, LAYOUT)
+                chunk_ref[...] = jnp.where(is_visible(position_kc), v_kc, jnp.zeros_like(v_kc))
 
         plgpu.commit_smem()
-        acc_HN = add_wgmma(acc_HN, smem["v"].at[stage].transpose((1, 0)), smem["p"].transpose((1, 0)), interpret=interpret)
-        plgpu.barrier_arrive(smem["v_free"].at[stage])
+        acc_HN = add_wgmma(acc_HN, v_ref.transpose((1, 0)), smem["p"].transpose((1, 0)), interpret=interpret)
+        if not is_widened:
+            plgpu.barrier_arrive(smem["v_free"].at[stage])
         return acc_HN, new_max_N, sum_kN
 
     slot = lax.rem(num_items, jnp.int32(2))
     plgpu.barrier_wait(smem["q_full"].at[slot])
+    q_ref = smem["q"].at[slot]
+    if is_widened:
+        q_HN = load_smem(q_ref.transpose((1, 0)), plgpu.Layout.WGMMA_TRANSPOSED)
+        q_ref = smem["wide_q"]
+        q_ref.transpose((1, 0))[...] = q_HN.astype(jnp.float32).astype(WIDE)
+        plgpu.commit_smem()
     state = (
         plgpu.layout_cast(jnp.zeros((head_dim, padded_groups), jnp.float32), LAYOUT),
         plgpu.layout_cast(jnp.full((padded_groups,), MASKED, jnp.float32), LAYOUT.reduce(0)),
@@ -463,14 +529,14 @@ def _attend(
     acc_HN, max_N, sum_kN = lax.fori_loop(0, item.num_tiles, body, state)
     plgpu.barrier_arrive(smem["q_free"].at[slot])
     sum_N = sum_kN.sum(axis=0)
-    acc_HN = acc_HN / lax.broadcast_in_dim(sum_N, acc_HN.shape, [1])
+    acc_HN = acc_HN * lax.broadcast_in_dim(value_scale / sum_N, acc_HN.shape, [1])
 
     is_whole = item.is_first & item.is_last
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the buffers still hold what the item before stores
 
     @pl.when(is_whole)
     def _store_whole():
-        _store_transposed(smem["out"], acc_HN.astype(dtype))
+        _store_transposed(smem["out"], acc_HN.astype(out_ref.dtype))
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(smem["out"].at[pl.ds(0, num_groups)], out_ref.at[item.row, item.head])
 
