@@ -457,16 +457,13 @@ def _attend(
         return (position >= first_position) & (position < item.length)
 
     def widen(name, stage):
-        """The tile as the products take it. An 8-bit one is copied, and its place given back."""
+        """The tile as the products take it: an 8-bit one is copied."""
         ref = smem[name].at[stage]
         if not is_widened:
             return ref
         for start in range(0, head_dim, CHUNK):
             chunk = (slice(None), pl.ds(start, CHUNK))
             smem["wide"][chunk] = load_smem(ref.at[chunk], plgpu.Layout.WGMMA_UPCAST_2X).astype(WIDE)
-        plgpu.barrier_arrive(smem[name + "_free"].at[stage])
-        if name == "k":  # the values wait for the weights
-            plgpu.commit_smem()
         return smem["wide"]
 
     def body(index, state):
@@ -476,6 +473,9 @@ def _attend(
 
         plgpu.barrier_wait(smem["k_full"].at[stage])
         k_ref = widen("k", stage)
+        if is_widened:
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(smem["k_free"].at[stage])
 
         def score(acc_ref):
             plgpu.wgmma(acc_ref, k_ref, q_ref.transpose((1, 0)))
@@ -508,6 +508,8 @@ def _attend(
                 chunk_ref[...] = jnp.where(is_visible(position_kc), v_kc, jnp.zeros_like(v_kc))
 
         plgpu.commit_smem()
+        if is_widened:
+            plgpu.barrier_arrive(smem["v_free"].at[stage])
         acc_HN = add_wgmma(acc_HN, v_ref.transpose((1, 0)), smem["p"].transpose((1, 0)), interpret=interpret)
         if not is_widened:
             plgpu.barrier_arrive(smem["v_free"].at[stage])

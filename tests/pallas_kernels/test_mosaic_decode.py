@@ -39,18 +39,14 @@ class Case:
 
 
 CASES = {
-    "lengths around a tile, padding between, an odd group": Case((1, 64, 0, 65), num_workers=4, num_groups=3),
-    "one row split over many workers": Case((257,), num_workers=4, num_kv_heads=1, num_groups=1, tiles=DecodeTiles(64, 2, 1)),
-    "more workers than tiles": Case((63, 5), num_workers=7, num_kv_heads=1),
-    "shares of two tiles at least": Case((130, 70), num_workers=7, num_kv_heads=1, tiles=DecodeTiles(64, 2, 1, min_share=2)),
+    "lengths around a tile, padding between, an odd group": Case((1, 64, 0, 65), num_workers=4, num_kv_heads=1, num_groups=3),
+    "more workers than tiles, two heads": Case((70, 5), num_workers=7, tiles=DecodeTiles(64, 2, 1)),
     "window and soft cap, small pages": Case((100, 3), num_kv_heads=1, page_size=8, window=40, soft_cap=2.0),
     "pages larger than a tile, sixteen heads, width 128": Case(
         (150,), num_workers=2, num_kv_heads=1, num_groups=16, head_dim=128, page_size=128, dtype="float16"
     ),
     "tiles of 128 keys, width 256": Case((140,), num_kv_heads=1, head_dim=256, page_size=64, tiles=DecodeTiles(128, 2, 1)),
-    "8-bit cache": Case((70, 5), num_kv_heads=1, num_groups=4, cache_dtype="float8_e4m3fn"),
     "8-bit cache of width 128, window": Case((100,), num_kv_heads=1, head_dim=128, window=50, cache_dtype="float8_e4m3fn"),
-    "only padding": Case((0, 0)),
 }
 
 
@@ -117,7 +113,7 @@ def test_producer_and_consumer_do_not_race(cache_dtype: str | None, monkeypatch:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     monkeypatch.setattr(mosaic_decode, "mosaic_interpret", lambda _: plgpu.InterpretGPUParams(detect_races=True))
-    case = Case((150, 0, 70, 20), num_workers=2, num_kv_heads=1, cache_dtype=cache_dtype, tiles=DecodeTiles(64, 2, 1))
+    case = Case((150, 0, 20), num_workers=2, num_kv_heads=1, cache_dtype=cache_dtype, tiles=DecodeTiles(64, 2, 1))
     arrays = make_arrays(case)
     call = functools.partial(mosaic_decode.paged_decode, scale=0.1, tiles=case.tiles, num_workers=2, interpret=True)
     got = jax.jit(call)(*arrays)
