@@ -1,5 +1,6 @@
 """The one place that knows what differs between the JAX versions (0.10.2 to 0.12) and backends that the kernels run on."""
 
+import importlib
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -62,3 +63,47 @@ def dot_f32(a: jax.Array, b: jax.Array) -> jax.Array:
         precision=jax.lax.Precision.HIGHEST if a.dtype == jax.numpy.float32 else None,
         preferred_element_type=jax.numpy.float32,
     )
+
+
+def has_mosaic(*, interpret: bool = False) -> bool:
+    """Whether Mosaic kernels for Hopper can run: imported (JAX 0.10 needs absl-py for it), and on this GPU or interpreted.
+
+    Where there is no GPU, programs may be compiled for one elsewhere. The interpreter of JAX 0.10 lacks too much.
+    """
+    try:
+        plgpu = _mosaic()
+    except ImportError:
+        return False
+    if interpret:
+        return hasattr(plgpu, "InterpretGPUParams")
+    if jax.default_backend() != "gpu":
+        return True
+    return getattr(jax.local_devices()[0], "compute_capability", "") == "9.0"
+
+
+def mosaic_interpret(interpret: bool) -> Any:
+    """The `interpret` argument of `plgpu.kernel`."""
+    return _mosaic().InterpretGPUParams() if interpret else None
+
+
+def load_smem(ref: Any, layout: Any) -> jax.Array:
+    """A whole reference, in the given register layout. JAX 0.10 insists on an index."""
+    plgpu = _mosaic()
+    return plgpu.load(ref, layout=layout) if hasattr(plgpu, "InterpretGPUParams") else plgpu.load(ref, (), layout=layout)
+
+
+def add_wgmma(acc: jax.Array, a: Any, b: Any, *, interpret: bool) -> jax.Array:
+    """acc + a @ b by the tensor cores, a and b in shared memory. The interpreter cannot start from an accumulator."""
+    plgpu = _mosaic()
+    if interpret:
+
+        def product(acc_ref: Any) -> jax.Array:
+            plgpu.wgmma(acc_ref, a, b)
+            return acc_ref[...]
+
+        return acc + pl.run_scoped(product, plgpu.ACC(acc.shape, acc.dtype))
+    return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, a, b))(plgpu.ACC.init(acc))
+
+
+def _mosaic() -> Any:
+    return importlib.import_module("jax.experimental.pallas.mosaic_gpu")

@@ -20,6 +20,7 @@ IMPLEMENTATIONS = {
     "reference": "pallas_kernels.paged_attention.reference",
     "xla": "pallas_kernels.paged_attention.xla",
     "triton": "pallas_kernels.paged_attention.triton",
+    "mosaic": "pallas_kernels.paged_attention.mosaic",
 }
 """Each module has paged_attention, paged_decode, and supports(platform, dtype, num_groups, head_dim, interpret)."""
 

@@ -1,0 +1,94 @@
+"""Paged attention by Pallas Mosaic GPU (Hopper): the decode kernel, and for a ragged batch the prefill kernel beside it."""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+
+from pallas_kernels._compat import has_mosaic
+from pallas_kernels.paged_attention import triton_prefill as prefill
+
+__all__ = ["paged_attention", "paged_decode", "supports"]
+
+
+def paged_attention(
+    q_TKGH: jax.Array,
+    k_pages_PKSH: jax.Array,
+    v_pages_PKSH: jax.Array,
+    page_table_RB: jax.Array,
+    query_start_R1: jax.Array,
+    kv_length_R: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Rows of one token go through the decode kernel, all others through the prefill kernel."""
+    num_tokens = q_TKGH.shape[0]
+    start_R = query_start_R1[:-1]
+    is_single_R = query_start_R1[1:] - start_R == 1
+    single_RKGH = paged_decode(
+        q_TKGH.at[start_R].get(mode="clip"),
+        k_pages_PKSH,
+        v_pages_PKSH,
+        page_table_RB,
+        jnp.where(is_single_R, kv_length_R, 0),
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        interpret=interpret,
+    )
+    out_TKGH = prefill.paged_attention(
+        q_TKGH,
+        k_pages_PKSH,
+        v_pages_PKSH,
+        page_table_RB,
+        query_start_R1,
+        kv_length_R,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        min_tokens=2,
+        interpret=interpret,
+    )
+    return out_TKGH.at[jnp.where(is_single_R, start_R, num_tokens)].set(single_RKGH, mode="drop")
+
+
+def paged_decode(
+    q_RKGH: jax.Array,
+    k_pages_PKSH: jax.Array,
+    v_pages_PKSH: jax.Array,
+    page_table_RB: jax.Array,
+    kv_length_R: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    # Imported late: it needs Mosaic, and `supports` has to answer where there is none.
+    from pallas_kernels.paged_attention import mosaic_decode
+
+    return mosaic_decode.paged_decode(
+        q_RKGH,
+        k_pages_PKSH,
+        v_pages_PKSH,
+        page_table_RB,
+        kv_length_R,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        interpret=interpret,
+    )
+
+
+def supports(*, platform: str, dtype: DTypeLike, num_groups: int, head_dim: int, interpret: bool = False) -> bool:
+    """Head widths: their rows fill 64-wide tiles, and transposed they are the 64 rows of a product. Groups: what registers hold."""
+    if not has_mosaic(interpret=interpret) or (platform != "gpu" and not interpret):
+        return False
+    is_16_bit = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
+    return is_16_bit and head_dim in (64, 128, 256) and num_groups <= 32 and num_groups * head_dim <= 4096

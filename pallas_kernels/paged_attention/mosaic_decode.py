@@ -1,0 +1,589 @@
+"""Paged decode attention for Pallas Mosaic GPU (Hopper): one query token per row, one even share of all keys per worker.
+
+    rows x heads   |-- row 0, head 0 --|-- row 0, head 1 --|- row 1, head 0 -|- row 1, head 1 -|   in tiles of block_k keys
+    workers        [---- 0 ----][---- 1 ----][---- 2 ----][---- 3 ----][---- 4 ----][--- 5 ---]   (stream-K, Osama et al. 2023)
+
+A worker is a CTA. Its range cuts into items, each (part of) one row and head. A whole one is written to the result; a part goes
+to a buffer, and a second kernel merges the parts by their softmax sums (split-KV as in Flash-Decoding, Dao et al. 2023).
+
+    producer warpgroup   page table -> TMA copies of whole pages -> ring of num_stages tiles in shared memory, across items
+    compute warpgroup    S^T[k, n] = K[k, H] q^T[H, n];   online softmax in base 2;   O^T[H, n] += V^T[H, k] P^T[k, n]
+
+Keys are the M of the products and the G query heads of a KV head, filled up to a multiple of 8, their N: no work is spent on 64
+rows of queries that are not there. Two CTAs share a core, so that one computes while the other waits.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import ArrayLike, DTypeLike
+
+from pallas_kernels._compat import (
+    add_wgmma,
+    load,
+    load_smem,
+    mosaic_interpret,
+    num_cores,
+    store,
+    triton_call,
+)
+from pallas_kernels.paged_attention.triton_decode import cap_scores
+
+LOG2E = math.log2(math.e)
+MASKED = -1e30  # finite, so that a difference of two maxima is never NaN
+PLACE, ROW, LENGTH, HEAD, TILE, COUNT = range(6)  # columns of Plan.work_W6
+SMEM_BYTES = 228 * 1024  # of a core; a CTA takes 1 KB beside its own
+PAGE_SIZES = (8, 16, 32, 64, 128)
+LAYOUT = plgpu.Layout.WGMMA
+CHUNK = 64  # numbers of a row that pass through registers at once
+WIDE = jnp.float16  # what 8-bit numbers become for the products
+
+
+@dataclass(frozen=True)
+class DecodeTiles:
+    """Sizes of the decode kernel: keys per tile, tiles in the ring, CTAs per core, the least tiles that a worker is started for."""
+
+    block_k: int = 64
+    num_stages: int = 3
+    ctas_per_core: int = 2
+    min_share: int = 1
+
+
+def pick_tiles(num_groups: int, head_dim: int, cache_itemsize: int) -> DecodeTiles:
+    """Two CTAs per core if each has room for three tiles and 128 registers suffice, else one; as many tiles as there is room for."""
+    block_k, padded_groups = 64, -(-num_groups // 8) * 8
+    fixed = padded_groups * (10 * head_dim + 2 * block_k) + 4096  # queries, weights, results; barriers and reductions
+    if cache_itemsize == 1:
+        fixed += 2 * head_dim * (block_k + padded_groups)  # one tile and the queries, widened
+    tile = 2 * block_k * head_dim * cache_itemsize
+    stages = {ctas: (SMEM_BYTES // ctas - fixed - 1024) // tile for ctas in (1, 2)}
+    ctas = 2 if stages[2] >= 3 and padded_groups * head_dim < 2048 else 1
+    return DecodeTiles(block_k=block_k, num_stages=min(stages[ctas], 8), ctas_per_core=ctas)
+
+
+class Plan(NamedTuple):
+    """Who computes what. Equal for all layers, so that XLA computes it once per step."""
+
+    rows_A2: jax.Array
+    """int32[R + 1, 2]: row and length of the rows that have keys, one after the other; then zeros."""
+    work_W6: jax.Array
+    """int32[W, 6]: where each worker starts (index into rows_A2, row, its length, head, tile in this pair), its number of tiles."""
+    workers_RK2: jax.Array
+    """int32[R, K, 2]: first and last worker of a row and head; 0 and -1 if it has no keys."""
+
+
+def make_plan(kv_length_R: jax.Array, num_kv_heads: int, tiles: DecodeTiles, window: int | None, num_workers: int) -> Plan:
+    num_rows = kv_length_R.shape[0]
+    first_R, end_R = tile_range(kv_length_R, tiles.block_k, window)
+    tiles_R = end_R - first_R
+    total_end_R = jnp.cumsum(tiles_R) * num_kv_heads
+    total_start_R = total_end_R - tiles_R * num_kv_heads
+    total = total_end_R[-1]
+    used = jnp.clip(total // tiles.min_share, 1, num_workers)
+    per_worker, extra = total // used, total % used  # the first `extra` workers have one more
+
+    worker_W = jnp.arange(num_workers, dtype=jnp.int32)
+    start_W = worker_W * per_worker + jnp.minimum(worker_W, extra)
+    count_W = jnp.where(worker_W < used, per_worker + (worker_W < extra), 0)
+    row_W = jnp.minimum(jnp.sum(total_end_R[None] <= start_W[:, None], axis=1, dtype=jnp.int32), num_rows - 1)
+    offset_W = start_W - total_start_R[row_W]
+    of_head_W = jnp.maximum(tiles_R[row_W], 1)
+    active_R = (tiles_R > 0).astype(jnp.int32)
+    place_R = jnp.cumsum(active_R) - active_R
+    starts = (place_R[row_W], row_W, kv_length_R[row_W], offset_W // of_head_W, offset_W % of_head_W, count_W)
+    work_W6 = jnp.stack(starts, axis=1)
+
+    place_A = jnp.arange(num_rows + 1, dtype=jnp.int32)
+    here_AR = (place_R[None] == place_A[:, None]) & (active_R[None] > 0)
+    row_R = jnp.arange(num_rows, dtype=jnp.int32)
+    rows_A2 = jnp.stack([jnp.where(here_AR, x_R[None], 0).sum(axis=1) for x_R in (row_R, kv_length_R)], axis=1)
+
+    def worker_of(tile: jax.Array) -> jax.Array:
+        in_longer = extra * (per_worker + 1)
+        later = extra + (tile - in_longer) // jnp.maximum(per_worker, 1)
+        return jnp.where(tile < in_longer, tile // (per_worker + 1), later)
+
+    start_RK = total_start_R[:, None] + tiles_R[:, None] * jnp.arange(num_kv_heads, dtype=jnp.int32)[None]
+    last_RK = start_RK + tiles_R[:, None] - 1
+    workers_RK2 = jnp.stack([worker_of(start_RK), worker_of(last_RK)], axis=2)
+    workers_RK2 = jnp.where((tiles_R > 0)[:, None, None], workers_RK2, jnp.array([0, -1], jnp.int32))
+    return Plan(rows_A2.astype(jnp.int32), work_W6.astype(jnp.int32), workers_RK2.astype(jnp.int32))
+
+
+def tile_range(length: jax.Array, block_k: int, window: int | None) -> tuple[jax.Array, jax.Array]:
+    """The tiles that a query at the last position sees: first, and one past the last."""
+    first = jnp.zeros_like(length) if window is None else lax.div(jnp.maximum(length - window, 0), jnp.int32(block_k))
+    return first, lax.div(length + (block_k - 1), jnp.int32(block_k))
+
+
+def paged_decode(
+    q_RKGH: jax.Array,
+    k_pages_PKSH: jax.Array,
+    v_pages_PKSH: jax.Array,
+    page_table_RB: jax.Array,
+    kv_length_R: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
+    interpret: bool = False,
+    tiles: DecodeTiles | None = None,
+    num_workers: int | None = None,
+) -> jax.Array:
+    """num_workers: CTAs, for tests; by default as many as the device holds at once.
+
+    With a float8_e4m3fn cache the products are of float16, which holds every such number (and queries up to 65504).
+    """
+    _, num_kv_heads, num_groups, head_dim = q_RKGH.shape
+    page_size = k_pages_PKSH.shape[2]
+    cache_types = {k_pages_PKSH.dtype, v_pages_PKSH.dtype}
+    if cache_types not in ({q_RKGH.dtype}, {jnp.dtype(jnp.float8_e4m3fn)}):
+        raise ValueError(
+            f"the Mosaic decode kernel takes a cache of the queries' type or of float8_e4m3fn, got {q_RKGH.dtype} queries and "
+            f"{k_pages_PKSH.dtype}, {v_pages_PKSH.dtype} caches; convert the queries or use 'xla'"
+        )
+    if page_size not in PAGE_SIZES:
+        raise ValueError(f"the Mosaic decode kernel takes pages of {PAGE_SIZES} tokens, got {page_size}; use 'xla'")
+    if tiles is None:
+        tiles = pick_tiles(num_groups, head_dim, k_pages_PKSH.dtype.itemsize)
+    if num_workers is None:
+        num_workers = num_cores() * tiles.ctas_per_core
+    plan = make_plan(kv_length_R, num_kv_heads, tiles, window, num_workers)
+    whole_RKGH, partial_CGH, lse_CN = decode_items(
+        q_RKGH,
+        k_pages_PKSH,
+        v_pages_PKSH,
+        page_table_RB,
+        plan,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        interpret=interpret,
+        tiles=tiles,
+    )
+    return combine_items(whole_RKGH, partial_CGH, lse_CN, plan, interpret=interpret)
+
+
+def decode_items(
+    q_RKGH: jax.Array,
+    k_pages_PKSH: jax.Array,
+    v_pages_PKSH: jax.Array,
+    page_table_RB: jax.Array,
+    plan: Plan,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
+    interpret: bool,
+    tiles: DecodeTiles,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The main kernel -> the result where a worker saw a whole row and head, the parts of the others, and their softmax sums."""
+    _, num_kv_heads, num_groups, head_dim = q_RKGH.shape
+    num_workers = plan.work_W6.shape[0]
+    padded_groups = -(-num_groups // 8) * 8
+    q_QH = q_RKGH.reshape(-1, head_dim)
+    if q_QH.shape[0] < padded_groups:  # a copy may end past the array, but not be larger than it
+        q_QH = jnp.pad(q_QH, ((0, padded_groups - q_QH.shape[0]), (0, 0)))
+    kernel = functools.partial(
+        _decode_kernel,
+        num_kv_heads=num_kv_heads,
+        num_groups=num_groups,
+        block_k=tiles.block_k,
+        num_stages=tiles.num_stages,
+        score_scale=scale * LOG2E,
+        soft_cap=None if soft_cap is None else soft_cap * LOG2E,
+        window=window,
+        interpret=interpret,
+    )
+    scales = [jnp.asarray(1.0 if x is None else x, jnp.float32).reshape(1) for x in (k_scale, v_scale)]
+    dtype, cache_dtype, page_size = q_RKGH.dtype, k_pages_PKSH.dtype, k_pages_PKSH.shape[2]
+    widened = {}
+    if cache_dtype != dtype:
+        widened = {
+            "wide": _swizzled((tiles.block_k, head_dim), WIDE),
+            "wide_q": _swizzled((padded_groups, head_dim), WIDE),
+        }
+    copies = tiles.block_k // min(page_size, tiles.block_k)
+    ring = (tiles.num_stages, tiles.block_k, head_dim)
+    return plgpu.kernel(
+        kernel,
+        out_type=(
+            jax.ShapeDtypeStruct(q_RKGH.shape, dtype),
+            jax.ShapeDtypeStruct((2 * num_workers, num_groups, head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((2 * num_workers, padded_groups), jnp.float32),
+        ),
+        grid=(num_workers,),
+        grid_names=("worker",),
+        num_threads=2,
+        thread_name="warpgroup",
+        scratch_types=(
+            {
+                "q": _swizzled((2, padded_groups, head_dim), dtype),
+                "k": _swizzled(ring, cache_dtype),
+                "v": _swizzled(ring, cache_dtype),
+                "p": _swizzled((padded_groups, tiles.block_k), WIDE if widened else dtype),
+                "out": plgpu.SMEM((padded_groups, head_dim), dtype),
+                "partial": plgpu.SMEM((padded_groups, head_dim), jnp.float32),
+                **widened,
+                "q_full": plgpu.Barrier(num_barriers=2),
+                "q_free": plgpu.Barrier(num_barriers=2),
+                "k_full": plgpu.Barrier(num_arrivals=copies, num_barriers=tiles.num_stages),
+                "k_free": plgpu.Barrier(num_barriers=tiles.num_stages),
+                "v_full": plgpu.Barrier(num_arrivals=copies, num_barriers=tiles.num_stages),
+                "v_free": plgpu.Barrier(num_barriers=tiles.num_stages),
+            },
+        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        interpret=mosaic_interpret(interpret),
+    )(q_QH, k_pages_PKSH, v_pages_PKSH, page_table_RB, plan.rows_A2, plan.work_W6, *scales)
+
+
+def combine_items(
+    whole_RKGH: jax.Array, partial_CGH: jax.Array, lse_CN: jax.Array, plan: Plan, *, interpret: bool
+) -> jax.Array:
+    """The result, in the place of whole_RKGH: parts are merged, rows without keys become zeros."""
+    num_rows, num_kv_heads, num_groups, _ = whole_RKGH.shape
+    return triton_call(
+        _combine_kernel,
+        name="paged_decode_combine",
+        grid=(num_kv_heads * num_groups, num_rows),
+        out_shape=jax.ShapeDtypeStruct(whole_RKGH.shape, whole_RKGH.dtype),
+        num_warps=2,
+        num_stages=1,
+        interpret=interpret,
+        input_output_aliases={0: 0},
+    )(whole_RKGH, partial_CGH, lse_CN, plan.workers_RK2)
+
+
+def _swizzled(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+    """Shared memory in the form that the tensor cores read: tiles of 8 rows of 64 numbers."""
+    transforms = (plgpu.TilingTransform((8, CHUNK)), plgpu.SwizzleTransform(CHUNK * jnp.dtype(dtype).itemsize))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+class Item(NamedTuple):
+    """A run of tiles of one row and head."""
+
+    row: jax.Array
+    head: jax.Array
+    length: jax.Array
+    tile: jax.Array
+    """The first one, in the row."""
+    num_tiles: jax.Array
+    is_first: jax.Array
+    """Whether it begins with the first visible tile, and below whether it ends with the last."""
+    is_last: jax.Array
+
+
+def _walk(visit: Callable[[Item, Any], Any], carry: Any, rows_ref, work_ref, *, num_kv_heads, block_k, window) -> Any:
+    """The items of this worker, in order."""
+    worker = lax.axis_index("worker")
+    place, row, length, head, tile, left = (work_ref[worker, column] for column in (PLACE, ROW, LENGTH, HEAD, TILE, COUNT))
+
+    def body(state):
+        place, row, length, head, tile, left, carry = state
+        # Loaded long before it is needed.
+        next_row, next_length = rows_ref[place + 1, 0], rows_ref[place + 1, 1]
+        first, end = tile_range(length, block_k, window)
+        count = jnp.minimum(left, end - first - tile)
+        item = Item(row, head, length, first + tile, count, tile == 0, first + tile + count == end)
+        carry = visit(item, carry)
+        is_row_done = head == num_kv_heads - 1
+        return (
+            jnp.where(is_row_done, place + 1, place),
+            jnp.where(is_row_done, next_row, row),
+            jnp.where(is_row_done, next_length, length),
+            jnp.where(is_row_done, 0, head + 1),
+            jnp.int32(0),
+            left - count,
+            carry,
+        )
+
+    state = (place, row, length, head, tile, left, carry)
+    return lax.while_loop(lambda state: state[5] > 0, body, state)[-1]
+
+
+def _decode_kernel(
+    q_ref,  # [R * K * G, H]
+    k_ref,  # [P, K, S, H]
+    v_ref,  # [P, K, S, H]
+    table_ref,  # [R, B]
+    rows_ref,  # [R + 1, 2]
+    work_ref,  # [W, 6]
+    k_scale_ref,  # [1] float32
+    v_scale_ref,  # [1] float32
+    out_ref,  # [R, K, G, H]; only whole pairs are written
+    partial_ref,  # [2 W, G, H] float32: of the item that begins a pair in place 2 w + 1, of the one that goes on in place 2 w
+    lse_ref,  # [2 W, N] float32, base 2
+    smem,
+    *,
+    num_kv_heads: int,
+    num_groups: int,
+    block_k: int,
+    num_stages: int,
+    score_scale: float,
+    soft_cap: float | None,
+    window: int | None,
+    interpret: bool,
+) -> None:
+    walk = functools.partial(
+        _walk, rows_ref=rows_ref, work_ref=work_ref, num_kv_heads=num_kv_heads, block_k=block_k, window=window
+    )
+    warpgroup = lax.axis_index("warpgroup")
+
+    @pl.when(warpgroup == 0)
+    def _compute():
+        visit = functools.partial(
+            _attend,
+            out_ref=out_ref,
+            partial_ref=partial_ref,
+            lse_ref=lse_ref,
+            smem=smem,
+            num_groups=num_groups,
+            score_scale=score_scale * k_scale_ref[0],
+            value_scale=v_scale_ref[0],
+            soft_cap=soft_cap,
+            window=window,
+            interpret=interpret,
+        )
+        walk(visit, (jnp.int32(0), jnp.int32(0)))
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(warpgroup == 1)
+    def _produce():
+        visit = functools.partial(
+            _fetch,
+            q_ref=q_ref,
+            k_ref=k_ref,
+            v_ref=v_ref,
+            table_ref=table_ref,
+            smem=smem,
+            num_kv_heads=num_kv_heads,
+            num_groups=num_groups,
+        )
+        num_items, num_tiles = walk(visit, (jnp.int32(0), jnp.int32(0)))
+        # A completion that nobody waited for would be taken for a later one.
+        _drain(num_items, 2, smem["q_free"])
+        _drain(num_tiles, num_stages, smem["k_free"])
+        _drain(num_tiles, num_stages, smem["v_free"])
+
+
+def _drain(num_used: jax.Array, num_slots: int, free_barrier) -> None:
+    def body(index, _):
+        plgpu.barrier_wait(free_barrier.at[lax.rem(index, jnp.int32(num_slots))])
+
+    lax.fori_loop(jnp.maximum(num_used - num_slots, 0), num_used, body, None)
+
+
+def _fetch(item: Item, carry, *, q_ref, k_ref, v_ref, table_ref, smem, num_kv_heads: int, num_groups: int):
+    """The producer's part of an item: its queries and its tiles into the rings, as soon as there is room."""
+    num_items, num_tiles = carry
+    padded_groups = smem["q"].shape[1]
+    num_stages, block_k, _ = smem["k"].shape
+    page_size = k_ref.shape[2]
+    copy_rows = min(page_size, block_k)
+    copies = block_k // copy_rows
+
+    slot = lax.rem(num_items, jnp.int32(2))
+    pl.when(num_items >= 2)(functools.partial(plgpu.barrier_wait, smem["q_free"].at[slot]))
+    first_query = (item.row * num_kv_heads + item.head) * num_groups
+    # Rows past the group are queries of another, or zeros past the array: columns of the products that are not kept.
+    plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(first_query, padded_groups)], smem["q"].at[slot], smem["q_full"].at[slot])
+
+    last_page = lax.div(item.length - 1, jnp.int32(page_size))
+
+    def page_ids(index):
+        position = (item.tile + index) * block_k
+        first = lax.div(position, jnp.int32(page_size))
+        # Past the row's pages the last one is read again, from L2.
+        return tuple(table_ref[item.row, jnp.minimum(first + copy, last_page)] for copy in range(copies))
+
+    def body(index, pages):
+        next_pages = page_ids(index + 1)  # one tile ahead: the copies below must not wait for the table
+        number = num_tiles + index
+        stage = lax.rem(number, jnp.int32(num_stages))
+        offset = lax.rem((item.tile + index) * block_k, jnp.int32(page_size))
+        for name, ref in (("k", k_ref), ("v", v_ref)):
+            pl.when(number >= num_stages)(functools.partial(plgpu.barrier_wait, smem[name + "_free"].at[stage]))
+            for copy, page in enumerate(pages):
+                source = ref.at[page, item.head]
+                if page_size > block_k:
+                    source = source.at[pl.ds(pl.multiple_of(offset, block_k), block_k)]
+                target = smem[name].at[stage, pl.ds(copy * copy_rows, copy_rows)]
+                plgpu.copy_gmem_to_smem(source, target, smem[name + "_full"].at[stage])
+        return next_pages
+
+    lax.fori_loop(0, item.num_tiles, body, page_ids(0))
+    return num_items + 1, num_tiles + item.num_tiles
+
+
+def _attend(
+    item: Item,
+    carry,
+    *,
+    out_ref,
+    partial_ref,
+    lse_ref,
+    smem,
+    num_groups: int,
+    score_scale,
+    value_scale,
+    soft_cap,
+    window,
+    interpret,
+):
+    """The consumer's part of an item: attention of its queries over its tiles."""
+    num_items, num_tiles = carry
+    padded_groups = smem["q"].shape[1]
+    num_stages, block_k, head_dim = smem["k"].shape
+    is_widened = "wide" in smem
+    first_position = jnp.int32(0) if window is None else jnp.maximum(item.length - window, 0)
+
+    def is_visible(position):
+        return (position >= first_position) & (position < item.length)
+
+    def widen(name, stage):
+        """The tile as the products take it: an 8-bit one is copied."""
+        ref = smem[name].at[stage]
+        if not is_widened:
+            return ref
+        for start in range(0, head_dim, CHUNK):
+            chunk = (slice(None), pl.ds(start, CHUNK))
+            smem["wide"][chunk] = load_smem(ref.at[chunk], plgpu.Layout.WGMMA_UPCAST_2X).astype(WIDE)
+        return smem["wide"]
+
+    def body(index, state):
+        acc_HN, max_N, sum_kN = state
+        stage = lax.rem(num_tiles + index, jnp.int32(num_stages))
+        start = (item.tile + index) * block_k
+
+        plgpu.barrier_wait(smem["k_full"].at[stage])
+        k_ref = widen("k", stage)
+        if is_widened:
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(smem["k_free"].at[stage])
+
+        def score(acc_ref):
+            plgpu.wgmma(acc_ref, k_ref, q_ref.transpose((1, 0)))
+            return acc_ref[...]
+
+        scores_kN = pl.run_scoped(score, plgpu.ACC((block_k, padded_groups), jnp.float32)) * score_scale
+        if not is_widened:
+            plgpu.barrier_arrive(smem["k_free"].at[stage])
+        if soft_cap is not None:
+            scores_kN = cap_scores(scores_kN, soft_cap)
+        position_kN = start + plgpu.broadcasted_iota(jnp.int32, scores_kN.shape, 0, layout=LAYOUT)
+        scores_kN = jnp.where(is_visible(position_kN), scores_kN, MASKED)
+        new_max_N = jnp.maximum(max_N, scores_kN.max(axis=0))
+        weights_kN = jnp.exp2(scores_kN - lax.broadcast_in_dim(new_max_N, scores_kN.shape, [1]))
+        shrink_N = jnp.exp2(max_N - new_max_N)
+        sum_kN = sum_kN * lax.broadcast_in_dim(shrink_N, sum_kN.shape, [1]) + weights_kN
+        acc_HN = acc_HN * lax.broadcast_in_dim(shrink_N, acc_HN.shape, [1])
+        _store_transposed(smem["p"], weights_kN.astype(smem["p"].dtype))
+
+        plgpu.barrier_wait(smem["v_full"].at[stage])
+        v_ref = widen("v", stage)
+
+        @pl.when((start < first_position) | (start + block_k > item.length))
+        def _clear_hidden_values():
+            # What lies there may be NaN, which a weight of zero would not remove.
+            position_kc = start + plgpu.broadcasted_iota(jnp.int32, (block_k, CHUNK), 0, layout=LAYOUT)
+            for column in range(0, head_dim, CHUNK):
+                chunk_ref = v_ref.at[:, pl.ds(column, CHUNK)]
+                v_kc = load_smem(chunk_ref, LAYOUT)
+                chunk_ref[...] = jnp.where(is_visible(position_kc), v_kc, jnp.zeros_like(v_kc))
+
+        plgpu.commit_smem()
+        if is_widened:
+            plgpu.barrier_arrive(smem["v_free"].at[stage])
+        acc_HN = add_wgmma(acc_HN, v_ref.transpose((1, 0)), smem["p"].transpose((1, 0)), interpret=interpret)
+        if not is_widened:
+            plgpu.barrier_arrive(smem["v_free"].at[stage])
+        return acc_HN, new_max_N, sum_kN
+
+    slot = lax.rem(num_items, jnp.int32(2))
+    plgpu.barrier_wait(smem["q_full"].at[slot])
+    q_ref = smem["q"].at[slot]
+    if is_widened:
+        q_HN = load_smem(q_ref.transpose((1, 0)), plgpu.Layout.WGMMA_TRANSPOSED)
+        q_ref = smem["wide_q"]
+        q_ref.transpose((1, 0))[...] = q_HN.astype(jnp.float32).astype(WIDE)
+        plgpu.commit_smem()
+    state = (
+        plgpu.layout_cast(jnp.zeros((head_dim, padded_groups), jnp.float32), LAYOUT),
+        plgpu.layout_cast(jnp.full((padded_groups,), MASKED, jnp.float32), LAYOUT.reduce(0)),
+        plgpu.layout_cast(jnp.zeros((block_k, padded_groups), jnp.float32), LAYOUT),
+    )
+    acc_HN, max_N, sum_kN = lax.fori_loop(0, item.num_tiles, body, state)
+    plgpu.barrier_arrive(smem["q_free"].at[slot])
+    sum_N = sum_kN.sum(axis=0)
+    acc_HN = acc_HN * lax.broadcast_in_dim(value_scale / sum_N, acc_HN.shape, [1])
+
+    is_whole = item.is_first & item.is_last
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the buffers still hold what the item before stores
+
+    @pl.when(is_whole)
+    def _store_whole():
+        _store_transposed(smem["out"], acc_HN.astype(out_ref.dtype))
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(smem["out"].at[pl.ds(0, num_groups)], out_ref.at[item.row, item.head])
+
+    @pl.when(jnp.logical_not(is_whole))
+    def _store_part():
+        part = 2 * lax.axis_index("worker") + item.is_first.astype(jnp.int32)
+        _store_transposed(smem["partial"], acc_HN)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(smem["partial"].at[pl.ds(0, num_groups)], partial_ref.at[part])
+        lse_ref.at[part][...] = max_N + jnp.log2(sum_N)
+
+    return num_items + 1, num_tiles + item.num_tiles
+
+
+def _store_transposed(ref, x: jax.Array) -> None:
+    """ref = x.T; pairs of neighbours change lanes first, so that they are neighbours in memory."""
+    ref.transpose((1, 0))[...] = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
+
+
+def _combine_kernel(whole_ref, partial_ref, lse_ref, workers_ref, out_ref) -> None:
+    """The parts of one query head, weighted by their share of the softmax sum. out_ref holds whole_ref already."""
+    del whole_ref
+    num_groups, head_dim = partial_ref.shape[1:]
+    row = pl.program_id(1)
+    head, group = lax.div(pl.program_id(0), num_groups), lax.rem(pl.program_id(0), num_groups)
+    first, last = workers_ref[row, head, 0], workers_ref[row, head, 1]
+    dim_H = jnp.arange(head_dim)
+    num_parts = 16  # read at once
+
+    def body(chunk, state):
+        acc_H, max_, sum_ = state
+        index_c = chunk * num_parts + jnp.arange(num_parts)
+        exists_c = first + index_c <= last
+        part_c = 2 * (first + index_c) + (index_c == 0).astype(jnp.int32)
+        lse_c = load(lse_ref.at[part_c, group], mask=exists_c, other=MASKED)
+        part_cH = load(partial_ref.at[part_c[:, None], group, dim_H[None, :]], mask=exists_c[:, None], other=0.0)
+        new_max = jnp.maximum(max_, lse_c.max(axis=0))
+        weight_c = jnp.exp2(lse_c - new_max)
+        shrink = jnp.exp2(max_ - new_max)
+        return acc_H * shrink + (part_cH * weight_c[:, None]).sum(axis=0), new_max, sum_ * shrink + weight_c.sum(axis=0)
+
+    @pl.when(first != last)
+    def _():
+        state = (jnp.zeros((head_dim,), jnp.float32), jnp.float32(MASKED), jnp.float32(0))
+        num_chunks = lax.div(last - first + num_parts, num_parts)
+        acc_H, _, sum_ = lax.fori_loop(0, num_chunks, body, state)
+        out_H = acc_H / jnp.where(sum_ == 0, 1.0, sum_)  # a row without keys: zeros
+        store(out_ref.at[row, head, group, dim_H], out_H.astype(out_ref.dtype))

@@ -1,0 +1,214 @@
+"""The Mosaic decode kernel, interpreted, against the reference; who computes what; what is refused."""
+
+import functools
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels._compat import has_mosaic
+from pallas_kernels.paged_attention import mosaic, paged_decode, reference
+
+if not has_mosaic():
+    pytest.skip("Pallas Mosaic GPU cannot be imported: JAX 0.10 needs absl-py for it", allow_module_level=True)
+
+from pallas_kernels.paged_attention import mosaic_decode
+from pallas_kernels.paged_attention.mosaic_decode import COUNT, HEAD, PLACE, TILE, DecodeTiles, Plan, make_plan
+
+interpreted = pytest.mark.skipif(not has_mosaic(interpret=True), reason="JAX 0.10 cannot interpret the kernel")
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+
+
+@dataclass(frozen=True)
+class Case:
+    lengths: tuple[int, ...]
+    num_workers: int = 3
+    num_kv_heads: int = 2
+    num_groups: int = 2
+    head_dim: int = 64
+    page_size: int = 16
+    dtype: str = "bfloat16"
+    cache_dtype: str | None = None
+    window: int | None = None
+    soft_cap: float | None = None
+    tiles: DecodeTiles | None = None
+
+
+CASES = {
+    "lengths around a tile, padding between, an odd group": Case((1, 64, 0, 65), num_workers=4, num_kv_heads=1, num_groups=3),
+    "more workers than tiles, two heads": Case((70, 5), num_workers=7, tiles=DecodeTiles(64, 2, 1)),
+    "window and soft cap, small pages": Case((100, 3), num_kv_heads=1, page_size=8, window=40, soft_cap=2.0),
+    "pages larger than a tile, sixteen heads, width 128": Case(
+        (150,), num_workers=2, num_kv_heads=1, num_groups=16, head_dim=128, page_size=128, dtype="float16"
+    ),
+    "tiles of 128 keys, width 256": Case((140,), num_kv_heads=1, head_dim=256, page_size=64, tiles=DecodeTiles(128, 2, 1)),
+    "8-bit cache of width 128, window": Case((100,), num_kv_heads=1, head_dim=128, window=50, cache_dtype="float8_e4m3fn"),
+}
+
+
+def make_arrays(case: Case) -> list[jax.Array]:
+    """The arguments of paged_decode. Slots that no query sees are NaN, page ids past a row's pages out of range."""
+    rng = np.random.default_rng(len(case.lengths))
+    num_rows, size = len(case.lengths), case.page_size
+    width = max(1, -(-max(case.lengths) // size))
+    num_pages = num_rows * width + 1
+    pages = rng.permutation(num_rows * width).reshape(num_rows, width) + 1
+    owned = np.arange(width)[None] < -(-np.array(case.lengths) // size)[:, None]
+    seen = np.zeros((num_pages, size), bool)
+    for row, length in enumerate(case.lengths):
+        position = np.arange(max(0, length - (case.window or length)), length)
+        seen[pages[row, position // size], position % size] = True
+    shape = (num_pages, case.num_kv_heads, size, case.head_dim)
+    k, v = (np.where(seen[:, None, :, None], rng.normal(size=shape), np.nan) for _ in range(2))
+    q = rng.normal(size=(num_rows, case.num_kv_heads, case.num_groups, case.head_dim))
+    cache_dtype = case.cache_dtype or case.dtype
+    return [
+        jnp.asarray(q, case.dtype),
+        jnp.asarray(k, jnp.float32).astype(cache_dtype),
+        jnp.asarray(v, jnp.float32).astype(cache_dtype),
+        jnp.asarray(np.where(owned, pages, 1 << 20), jnp.int32),
+        jnp.asarray(case.lengths, jnp.int32),
+    ]
+
+
+def expected_of(case: Case, arrays: list[jax.Array], scale: float, k_scale: float, v_scale: float) -> np.ndarray:
+    q, k, v, table, length = arrays
+    q, k, v = q.astype(jnp.float32), k.astype(jnp.float32) * k_scale, v.astype(jnp.float32) * v_scale
+    options = {"scale": scale, "window": case.window, "soft_cap": case.soft_cap}
+    return np.asarray(reference.paged_decode(q, k, v, jnp.minimum(table, k.shape[0] - 1), length, **options))
+
+
+@interpreted
+@pytest.mark.parametrize("name", CASES)
+def test_decode_matches_the_reference(name: str) -> None:
+    case = CASES[name]
+    arrays = make_arrays(case)
+    scale = 1.3 * case.head_dim**-0.5
+    scales = {"k_scale": 0.5, "v_scale": jnp.float32(2.0)} if case.cache_dtype else {}
+    call = functools.partial(
+        mosaic_decode.paged_decode,
+        scale=scale,
+        window=case.window,
+        soft_cap=case.soft_cap,
+        tiles=case.tiles,
+        num_workers=case.num_workers,
+        interpret=True,
+        **scales,
+    )
+    got = jax.jit(call)(*arrays)
+    assert got.dtype == jnp.dtype(case.dtype)
+    expected = expected_of(case, arrays, scale, *((0.5, 2.0) if case.cache_dtype else (1.0, 1.0)))
+    np.testing.assert_allclose(np.asarray(got, np.float32), expected, atol=2e-2, rtol=2e-2)
+
+
+@interpreted
+@pytest.mark.parametrize("cache_dtype", [None, "float8_e4m3fn"])
+def test_producer_and_consumer_do_not_race(cache_dtype: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ring that is gone round several times, queries too."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    monkeypatch.setattr(mosaic_decode, "mosaic_interpret", lambda _: plgpu.InterpretGPUParams(detect_races=True))
+    case = Case((150, 0, 20), num_workers=2, num_kv_heads=1, cache_dtype=cache_dtype, tiles=DecodeTiles(64, 2, 1))
+    arrays = make_arrays(case)
+    call = functools.partial(mosaic_decode.paged_decode, scale=0.1, tiles=case.tiles, num_workers=2, interpret=True)
+    got = jax.jit(call)(*arrays)
+    np.testing.assert_allclose(np.asarray(got, np.float32), expected_of(case, arrays, 0.1, 1.0, 1.0), atol=2e-2)
+    assert not gpu_callbacks.get_races().races_found
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_plan_gives_every_tile_to_one_worker_in_even_shares(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    num_rows, num_heads, num_workers = rng.integers(1, 9), rng.integers(1, 4), int(rng.integers(1, 40))
+    lengths = rng.integers(0, 1200, num_rows) * (rng.random(num_rows) < 0.6)
+    window = None if seed % 2 else 300
+    tiles = DecodeTiles(min_share=1 + seed % 3)
+    plan = make_plan(jnp.asarray(lengths, jnp.int32), int(num_heads), tiles, window, num_workers)
+    rows, work, workers = (np.asarray(x) for x in plan)
+    first = np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0) // 64
+    num_tiles = -(-lengths // 64) - first
+    owner: dict[tuple[int, int, int], int] = {}
+    for worker, (place, row, length, head, tile, count) in enumerate(work):
+        if count:
+            assert (row, length) == tuple(rows[place])
+        for _ in range(count):
+            owner[rows[place, 0], head, tile] = worker
+            tile += 1
+            if tile == num_tiles[rows[place, 0]]:
+                head, tile = head + 1, 0
+            if head == num_heads:
+                place, head = place + 1, 0
+    wanted = [(r, h, t) for r in range(num_rows) for h in range(num_heads) for t in range(num_tiles[r])]
+    assert sorted(owner) == wanted
+    assert len(wanted) == work[:, COUNT].sum()
+    shares = work[work[:, COUNT] > 0, COUNT]
+    if len(wanted) >= tiles.min_share and len(shares):
+        assert shares.max() - shares.min() <= 1 and shares.min() >= tiles.min_share
+    for r in range(num_rows):
+        for h in range(num_heads):
+            of_pair = [owner[r, h, t] for t in range(num_tiles[r])]
+            assert tuple(workers[r, h]) == ((of_pair[0], of_pair[-1]) if of_pair else (0, -1))
+    assert (PLACE, HEAD, TILE) == (0, 3, 4)
+
+
+def test_parts_are_merged_by_their_softmax_sums() -> None:
+    """Row 0: head 0 whole, head 1 in 20 parts, more than are read at once. Row 1 has no keys."""
+    rng = np.random.default_rng(0)
+    num_workers, num_groups, head_dim = 24, 3, 64
+    whole = rng.normal(size=(2, 2, num_groups, head_dim)).astype(np.float32)
+    partial = np.full((2 * num_workers, num_groups, head_dim), np.nan, np.float32)
+    lse = np.full((2 * num_workers, 8), np.nan, np.float32)
+    parts = [2 * 2 + 1] + [2 * worker for worker in range(3, 22)]
+    partial[parts] = rng.normal(size=(len(parts), num_groups, head_dim))
+    lse[parts] = rng.normal(size=(len(parts), 8)) * 4
+    workers = jnp.asarray([[[0, 0], [2, 21]], [[0, -1], [0, -1]]], jnp.int32)
+    plan = Plan(jnp.zeros((3, 2), jnp.int32), jnp.zeros((num_workers, 6), jnp.int32), workers)
+    combine = functools.partial(mosaic_decode.combine_items, plan=plan, interpret=True)
+    got = jax.jit(combine)(jnp.asarray(whole), jnp.asarray(partial), jnp.asarray(lse))
+    weights = 2.0 ** lse[parts, :num_groups, None].astype(np.float64)
+    np.testing.assert_array_equal(got[0, 0], whole[0, 0])
+    np.testing.assert_allclose(got[0, 1], (partial[parts] * weights).sum(0) / weights.sum(0), rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(got[1], 0)
+
+
+@pytest.mark.parametrize("cache_dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
+def test_kernel_lowers_for_cuda_without_a_gpu(cache_dtype) -> None:
+    from tests.pallas_kernels.test_paged_attention import a_gpu_to_lower_for
+
+    def shape(*dims: int, dtype=jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, dtype)
+
+    cache = shape(9, 2, 16, 128, dtype=cache_dtype)
+    args = (shape(3, 2, 4, 128, dtype=jnp.bfloat16), cache, cache, shape(3, 4), shape(3))
+    with a_gpu_to_lower_for():
+        traced = jax.jit(functools.partial(mosaic.paged_decode, scale=1.0, window=9, soft_cap=3.0)).trace(*args)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2") == 1
+
+
+def test_shapes_that_the_kernel_cannot_take_are_refused() -> None:
+    case = {"platform": "gpu", "dtype": jnp.bfloat16, "num_groups": 4, "head_dim": 128}
+    assert mosaic.supports(**case)
+    assert mosaic.supports(**case | {"num_groups": 32})
+    for change in ({"dtype": jnp.float32}, {"head_dim": 80}, {"head_dim": 256, "num_groups": 32}, {"platform": "cpu"}):
+        assert not mosaic.supports(**case | change)
+
+
+def test_caches_that_the_kernel_cannot_take_are_refused() -> None:
+    q, k, v, table, length = make_arrays(Case((20,)))
+    call = functools.partial(paged_decode, scale=1.0, implementation="mosaic")
+    with pytest.raises(ValueError, match="got bfloat16 queries and float16, float16 caches"):
+        call(q, k.astype(jnp.float16), v.astype(jnp.float16), table, length)
+    with pytest.raises(ValueError, match=r"pages of \(8, 16, 32, 64, 128\) tokens, got 4"):
+        call(q, k[:, :, :4], v[:, :, :4], table, length)
+
+
+def test_mosaic_is_imported_by_those_alone_who_ask_for_it() -> None:
+    code = "import sys, pallas_kernels.paged_attention as p; p.choose(platform='gpu', dtype='bfloat16', num_groups=4, head_dim=128)"
+    code += "; assert 'jax.experimental.pallas.mosaic_gpu' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
