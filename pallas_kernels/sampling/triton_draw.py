@@ -36,7 +36,7 @@ class DrawTiles:
     max_groups: int = 512
     """Groups that `finish` takes into registers; rows in which more may matter are walked."""
     select_warps: int = 8
-    finish_warps: int = 8
+    finish_warps: int = 16
     walk_block: int = 2048
 
 
@@ -57,6 +57,7 @@ def pick_tiles(num_rows: int, vocab_size: int) -> DrawTiles:
     return DrawTiles(
         scan=scan.pick_tiles(num_rows, vocab_size),
         max_groups=max_groups,
+        select_warps=scan.group_warps(vocab_size),
         walk_block=min(2048, max(128, scan.next_power_of_two(vocab_size))),
     )
 

@@ -45,6 +45,11 @@ def num_groups(vocab_size: int) -> int:
     return ceil_div(vocab_size, group_size(vocab_size))
 
 
+def group_warps(vocab_size: int) -> int:
+    """Warps of a program that holds the maxima of all groups: at most 32 of them in a lane's registers."""
+    return 8 if num_groups(vocab_size) <= 8192 else 16
+
+
 def next_power_of_two(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 

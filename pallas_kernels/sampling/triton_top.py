@@ -32,7 +32,7 @@ def top_values(
 ) -> "sampling.TopValues":
     num_rows, vocab_size = logits_RV.shape
     if tiles is None:
-        tiles = TopTiles(scan.pick_tiles(num_rows, vocab_size))
+        tiles = TopTiles(scan.pick_tiles(num_rows, vocab_size), scan.group_warps(vocab_size))
     per_split = jax.ShapeDtypeStruct((num_rows, tiles.scan.num_splits), jnp.float32)
     highest_RS, total_RS, count_RS, group_max_RG = triton_call(
         functools.partial(_scan_kernel, tiles=tiles.scan),
