@@ -16,6 +16,7 @@ from jaxllm.sampling.logprobs import named_logprobs, top_logprobs
 from jaxllm.sampling.sampler import sample_full, sample_greedy, sample_random
 from jaxllm.sampling.state import SamplingState
 from jaxllm.sampling.variants import Variant
+from pallas_kernels import sampling as sampling_kernels
 
 Params = tuple[jax.Array, ...]
 Caches = tuple[jax.Array, ...]
@@ -124,7 +125,13 @@ class StepFunctions:
             assert state is not None, "full sampling needs its state"
             sampling = unpack_columns(columns_RC[:, Column.SAMPLING :])
             token_R, state, processed_RV = sample_full(
-                logits_RV, sampling, _next_position(columns_RC), state, columns_RC[:, Column.TOKEN_ROW], self.processors
+                logits_RV,
+                sampling,
+                _next_position(columns_RC),
+                state,
+                columns_RC[:, Column.TOKEN_ROW],
+                self.processors,
+                **self._kernels(logits_RV),
             )
             if self.logprobs_mode.startswith("processed"):
                 scored_RV = processed_RV
@@ -145,7 +152,8 @@ class StepFunctions:
         return self._top(logits_CV, target_C)
 
     def _top(self, logits_RV: jax.Array, token_R: jax.Array) -> Logprobs:
-        return Logprobs(*top_logprobs(logits_RV, token_R, self.num_logprobs, normalize=self._normalize))
+        kernels = self._kernels(logits_RV)
+        return Logprobs(*top_logprobs(logits_RV, token_R, self.num_logprobs, normalize=self._normalize, **kernels))
 
     @property
     def _normalize(self) -> bool:
@@ -173,9 +181,19 @@ class StepFunctions:
 
     def _draw(self, variant: Variant, logits_RV: jax.Array, columns_RC: jax.Array) -> jax.Array:
         if variant == Variant.GREEDY:
-            return sample_greedy(logits_RV)
+            return sample_greedy(logits_RV, **self._kernels(logits_RV))
         sampling = unpack_columns(columns_RC[:, Column.SAMPLING :])
-        return sample_random(logits_RV, sampling, _next_position(columns_RC))
+        return sample_random(logits_RV, sampling, _next_position(columns_RC), **self._kernels(logits_RV))
+
+    def _kernels(self, logits_RV: jax.Array) -> dict[str, Any]:
+        """How to sample: where attention runs as a kernel, by kernels too, if one device has all logits.
+
+        Over several devices plain JAX reduces each its part of the vocabulary; a kernel would first gather all of it.
+        """
+        by_kernel = self.implementation not in ("xla", "reference") and self.mesh.size == 1
+        if by_kernel and sampling_kernels.supports("triton", vocab_size=logits_RV.shape[1], interpret=self.interpret):
+            return {"implementation": "triton", "interpret": self.interpret}
+        return {"implementation": "xla"}
 
 
 def _next_position(columns_RC: jax.Array) -> jax.Array:

@@ -1,6 +1,7 @@
 """Draws the next token of each row from its logits: three programs, from the plainest to the fullest (`variants.Variant`).
 
 All are pure. Logits are float32 [R, V]; columns of -inf (padding of the vocabulary) are never drawn.
+`implementation` and `interpret` are as in `pallas_kernels.sampling`, with "xla" for plain JAX, which is the truth for the others.
 """
 
 from collections.abc import Sequence
@@ -9,23 +10,35 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.sampling.columns import SamplingColumns
-from jaxllm.sampling.noise import gumbel_RV
+from jaxllm.sampling.noise import gumbel_RV, key_words
 from jaxllm.sampling.processors import Processor, apply_processors
-from jaxllm.sampling.stages import STAGES, scale, threshold
+from jaxllm.sampling.stages import STAGES, factor, scale, threshold
 from jaxllm.sampling.state import SamplingState, gather, record
+from pallas_kernels import sampling as kernels
 
 
-def sample_greedy(logits_RV: jax.Array) -> jax.Array:
+def sample_greedy(logits_RV: jax.Array, *, implementation: str = "xla", interpret: bool = False) -> jax.Array:
     """int32[R]: the likeliest token of each row, the lowest id among equals."""
+    if implementation != "xla":
+        return kernels.argmax(logits_RV, implementation=implementation, interpret=interpret)
     # One fused pass on a GPU. On a CPU that reduction is not vectorised, the two plain ones are.
     return jax.lax.platform_dependent(logits_RV, cpu=_argmax_in_two_passes, default=_argmax)
 
 
-def sample_random(logits_RV: jax.Array, columns: SamplingColumns, position_R: jax.Array) -> jax.Array:
+def sample_random(
+    logits_RV: jax.Array,
+    columns: SamplingColumns,
+    position_R: jax.Array,
+    *,
+    implementation: str = "xla",
+    interpret: bool = False,
+) -> jax.Array:
     """int32[R]: a token of each row, drawn after temperature, min_p, top_k and top_p; the likeliest where temperature is 0.
 
     `position_R` is the index in its sequence of the token being drawn: draws depend on it and the seed only.
     """
+    if implementation != "xla":
+        return _draw_by_kernel(logits_RV, columns, position_R, implementation, interpret)
     return _draw(scale(logits_RV, columns), threshold(logits_RV, columns), columns, position_R)
 
 
@@ -36,6 +49,9 @@ def sample_full(
     state: SamplingState,
     row_R: jax.Array,
     processors: Sequence[Processor] = (),
+    *,
+    implementation: str = "xla",
+    interpret: bool = False,
 ) -> tuple[jax.Array, SamplingState, jax.Array]:
     """As `sample_random`, after all that the requests' rows of the state ask for.
 
@@ -47,7 +63,13 @@ def sample_full(
         logits_RV = stage(logits_RV, columns, rows, position_R)
     logits_RV = apply_processors(logits_RV, rows, position_R, processors)
     scaled_RV, threshold_R = scale(logits_RV, columns), threshold(logits_RV, columns)
-    token_R = _draw(scaled_RV, threshold_R, columns, position_R)
+    if implementation == "xla":
+        token_R = _draw(scaled_RV, threshold_R, columns, position_R)
+    else:
+        token_R = _draw_by_kernel(logits_RV, columns, position_R, implementation, interpret)
+        # The two may differ by a rounding in what top_p keeps; a drawn token was kept.
+        own_R = jnp.take_along_axis(scaled_RV, token_R[:, None], axis=1)[:, 0]
+        threshold_R = jnp.minimum(threshold_R, own_R)
     processed_RV = jnp.where(scaled_RV >= threshold_R[:, None], scaled_RV, -jnp.inf)
     return token_R, record(state, row_R, columns.uses_state, token_R), processed_RV
 
@@ -57,6 +79,22 @@ def _draw(logits_RV: jax.Array, threshold_R: jax.Array, columns: SamplingColumns
     noise_RV = gumbel_RV(columns.seed_low, columns.seed_high, position_R, logits_RV.shape[1])
     noisy_RV = jnp.where(columns.temperature[:, None] > 0, logits_RV + noise_RV, logits_RV)
     return sample_greedy(jnp.where(logits_RV >= threshold_R[:, None], noisy_RV, -jnp.inf))
+
+
+def _draw_by_kernel(
+    logits_RV: jax.Array, columns: SamplingColumns, position_R: jax.Array, implementation: str, interpret: bool
+) -> jax.Array:
+    words_R2 = key_words(columns.seed_low, columns.seed_high, position_R)
+    params = kernels.DrawParams(
+        is_greedy=columns.temperature == 0,
+        scale=factor(columns),
+        log_min_p=jnp.log(columns.min_p),
+        top_k=columns.top_k,
+        top_p=columns.top_p,
+        word_0=words_R2[:, 0],
+        word_1=words_R2[:, 1],
+    )
+    return kernels.draw(logits_RV, params, implementation=implementation, interpret=interpret)
 
 
 def _argmax(logits_RV: jax.Array) -> jax.Array:

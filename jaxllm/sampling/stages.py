@@ -71,8 +71,12 @@ STAGES: tuple[Stage, ...] = (add_bias, mask_early_stops, penalize_repetition, pe
 
 def scale(logits_RV: jax.Array, columns: SamplingColumns) -> jax.Array:
     """Divide by the temperature; greedy rows stay."""
-    divisor_R = jnp.where(columns.temperature > 0, columns.temperature, 1.0)
-    return logits_RV * (1 / divisor_R)[:, None]
+    return logits_RV * factor(columns)[:, None]
+
+
+def factor(columns: SamplingColumns) -> jax.Array:
+    """float32[R]: what `scale` multiplies by."""
+    return 1 / jnp.where(columns.temperature > 0, columns.temperature, 1.0)
 
 
 def filter_min_p(logits_RV: jax.Array, columns: SamplingColumns, threshold_R: jax.Array) -> jax.Array:

@@ -9,7 +9,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-_MINUS_INF_KEY = 0x007FFFFF
+from pallas_kernels.sampling.order import value_of_key
 
 
 def top_k_threshold(logits_RV: jax.Array, k_R: jax.Array) -> jax.Array:
@@ -41,7 +41,7 @@ def _search(values_RV: jax.Array, weight_RV: jax.Array, target_R: jax.Array, *, 
 
     def settle_digit(i: jax.Array, key_R: jax.Array) -> jax.Array:
         candidate_digits = digits << (32 - bits_per_pass * (jnp.asarray(i, jnp.uint32) + 1))
-        candidate_RN = _value_of(key_R[:, None] | candidate_digits)
+        candidate_RN = value_of_key(key_R[:, None] | candidate_digits)
         # One reduction of many operands reads the logits once.
         kept = tuple(jnp.where(values_RV >= candidate_RN[:, n, None], weight_RV, 0) for n in range(num_candidates))
         zeros = (jnp.zeros((), weight_RV.dtype),) * num_candidates
@@ -50,13 +50,4 @@ def _search(values_RV: jax.Array, weight_RV: jax.Array, target_R: jax.Array, *, 
         return key_R | jnp.max(jnp.where(enough_RN, candidate_digits, 0), axis=1)
 
     num_passes = 32 // bits_per_pass
-    return _value_of(jax.lax.fori_loop(0, num_passes, settle_digit, jnp.zeros(values_RV.shape[0], jnp.uint32)))
-
-
-def _value_of(key: jax.Array) -> jax.Array:
-    """The float32 of a uint32 key, where larger keys are larger floats; keys below that of -inf are -inf."""
-    key = jnp.maximum(key, jnp.uint32(_MINUS_INF_KEY))
-    bits = jnp.where(key >> 31 == 1, key ^ jnp.uint32(0x80000000), ~key)
-    # Devices differ in whether a subnormal equals 0 in comparisons, so none is ever a candidate.
-    bits = jnp.where(bits & jnp.uint32(0x7F800000) == 0, 0, bits)
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+    return value_of_key(jax.lax.fori_loop(0, num_passes, settle_digit, jnp.zeros(values_RV.shape[0], jnp.uint32)))

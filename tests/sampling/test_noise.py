@@ -3,8 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.sampling import noise
-from jaxllm.sampling.noise import gumbel_of_bits, gumbel_RV
+from jaxllm.sampling.noise import gumbel_RV
+from pallas_kernels.sampling.noise import gumbel_of_bits, scramble
 
 _jitted = jax.jit(gumbel_RV, static_argnums=3)
 
@@ -66,7 +66,7 @@ def test_all_bits_give_finite_noise_and_the_upper_tail_is_fine():
 
 def test_the_hash_is_a_bijection_that_spreads_single_bits():
     x = np.random.default_rng(0).integers(0, 2**32, 4096, dtype=np.uint32)
-    assert len(np.unique(noise._scramble(jnp.arange(1 << 16, dtype=jnp.uint32)))) == 1 << 16
+    assert len(np.unique(scramble(jnp.arange(1 << 16, dtype=jnp.uint32)))) == 1 << 16
     for bit in range(32):
-        changed = np.asarray(noise._scramble(jnp.asarray(x)) ^ noise._scramble(jnp.asarray(x ^ np.uint32(1 << bit))))
+        changed = np.asarray(scramble(jnp.asarray(x)) ^ scramble(jnp.asarray(x ^ np.uint32(1 << bit))))
         assert 15 < np.bitwise_count(changed).mean() < 17
