@@ -1,0 +1,44 @@
+"""Compiles an engine's programs ahead of time, without weights, into a directory that engines of the same options start from."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxllm.config import EngineConfig
+from jaxllm.engine.prepare import Prepared
+from jaxllm.progress import Progress
+from jaxllm.runner.program_store import new_artifact, write_manifest
+from jaxllm.runner.step_programs import ProgramKey
+from jaxllm.start_times import StartTimes
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What was written."""
+
+    num_programs: int
+    num_bytes: int
+    times: StartTimes
+
+
+def compile_artifact(config: EngineConfig, model_dir: Path, output: Path, progress: Progress) -> Compiled:
+    """Write the programs of an engine to `output`, a new directory. Of the model, config.json is all that is read.
+
+    Raises ConfigError, ModelLoadError or OutOfMemoryError.
+    """
+    times = StartTimes()
+    config = config.replace(compiled_artifact=None)
+    # Not stored on the way: if the largest program needs more memory than estimated, all of them change.
+    prepared = Prepared.of(config, model_dir, (), times, stored=False)
+    store = new_artifact(output, list(prepared.mesh.devices.flat))
+    try:
+        prepared.runner.start_programs()
+        prepared = prepared.settled(stored=False)
+        prepared.runner.wait_for_programs(progress, rare=True)
+        keys = [*prepared.runner.shapes.all_keys(), ProgramKey("new_caches")]
+        with times.part("storing programs"):
+            for key in keys:
+                store.save(key, prepared.runner.programs.get(key))
+        write_manifest(output, prepared.fingerprint())
+    finally:
+        prepared.runner.delete_arrays()
+    return Compiled(len(keys), sum(path.stat().st_size for path in output.iterdir()), times)
