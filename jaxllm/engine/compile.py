@@ -26,18 +26,19 @@ def compile_artifact(config: EngineConfig, model_dir: Path, output: Path, progre
     Raises ConfigError, ModelLoadError or OutOfMemoryError.
     """
     times = StartTimes()
-    config = config.replace(compiled_artifact=None)
-    # Not stored on the way: if the largest program needs more memory than estimated, all of them change.
-    prepared = Prepared.of(config, model_dir, (), times, stored=False)
-    store = new_artifact(output, list(prepared.mesh.devices.flat))
+    prepared = Prepared.of(config.replace(compiled_artifact=None), model_dir, (), times)
+    artifact = new_artifact(output, list(prepared.mesh.devices.flat))
     try:
         prepared.runner.start_programs()
-        prepared = prepared.settled(stored=False)
+        prepared = prepared.settled()
         prepared.runner.wait_for_programs(progress, rare=True)
+        programs, cached = prepared.runner.programs, prepared.runner.store
         keys = [*prepared.runner.shapes.all_keys(), ProgramKey("new_caches")]
-        with times.part("storing programs"):
-            for key in keys:
-                store.save(key, prepared.runner.programs.get(key))
+        for key in keys:
+            # What was itself read from a cache cannot be serialized again on every backend.
+            if cached is None or not artifact.copy(cached, key):
+                artifact.save(key, programs.get(key))
+            artifact.load(key)  # what cannot be read must not be shipped
         write_manifest(output, prepared.fingerprint())
     finally:
         prepared.runner.delete_arrays()

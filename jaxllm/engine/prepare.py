@@ -41,26 +41,25 @@ class Prepared:
     times: StartTimes
 
     @classmethod
-    def of(
-        cls, config: EngineConfig, model_dir: Path, processors: tuple[Processor, ...], times: StartTimes, *, stored: bool = True
-    ) -> "Prepared":
-        """Everything for a model. `stored`: programs come from the artifact or this machine's cache, and go there.
+    def of(cls, config: EngineConfig, model_dir: Path, processors: tuple[Processor, ...], times: StartTimes) -> "Prepared":
+        """Everything for a model. Programs come from the artifact, or from this machine's cache, where new ones go.
 
         Raises ConfigError, ModelLoadError or OutOfMemoryError.
         """
         reserve_device_memory(config.cache.gpu_memory_utilization)
-        if config.compile.compilation_cache:
-            use_persistent_cache(env.cache_dir() / "programs")
         with times.part("device"):
-            _backend()
+            on_cpu = _backend() == "cpu"
+        if config.compile.compilation_cache and not on_cpu:
+            # For all that is not a program of the step. On a CPU, what XLA read from its own cache could not be stored again.
+            use_persistent_cache(env.cache_dir() / "programs")
         with times.part("config and model"):
             config, model_config, mesh = resolve(config, model_dir)
             model = build_model(model_config)
             plan = _plan(config, model_config, _weight_bytes(model, mesh))
-            runner = _runner(config, model_config, mesh, model, plan, processors, times, stored=stored)
+            runner = _runner(config, model_config, mesh, model, plan, processors, times)
         return cls(config, model_config, mesh, model, plan, runner, processors, times)
 
-    def settled(self, *, stored: bool = True) -> "Prepared":
+    def settled(self) -> "Prepared":
         """This, or with a smaller cache if the largest program turns out to need more memory than was estimated.
 
         Then every program is compiled again, as all depend on the number of blocks: the estimate is rather too high.
@@ -74,9 +73,7 @@ class Prepared:
         plan = _plan(self.config, self.model_config, self.plan.weight_bytes, work_bytes)
         logger.info("the largest step needs more memory than estimated: %s", plan.describe())
         self.runner.programs.shutdown()
-        runner = _runner(
-            self.config, self.model_config, self.mesh, self.model, plan, self.processors, self.times, stored=stored
-        )
+        runner = _runner(self.config, self.model_config, self.mesh, self.model, plan, self.processors, self.times)
         runner.start_programs()
         return replace(self, plan=plan, runner=runner)
 
@@ -112,14 +109,12 @@ def _runner(
     plan: MemoryPlan,
     processors: tuple[Processor, ...],
     times: StartTimes,
-    *,
-    stored: bool,
 ) -> ModelRunner:
     store: ProgramStore | None = None
     options, devices = config.compile, list(mesh.devices.flat)
-    if stored and options.compiled_artifact is not None:
+    if options.compiled_artifact is not None:
         store = open_artifact(Path(options.compiled_artifact), fingerprint(config, model_config, mesh, plan), devices)
-    elif stored and options.compilation_cache:
+    elif options.compilation_cache:
         store = local_store(env.cache_dir() / "engines", fingerprint(config, model_config, mesh, plan), devices)
     return ModelRunner(config, model_config, model, mesh, plan, processors, store=store, times=times)
 

@@ -74,6 +74,14 @@ class ProgramStore:
                 raise ConfigError(f"{key} cannot be written to {self.directory}: {error}") from error
             logger.warning("%s is not kept for the next start: %s", key, error)
 
+    def copy(self, other: "ProgramStore", key: ProgramKey) -> bool:
+        """Take a program over from another store. Whether it has it."""
+        path = other._path(key)
+        if not path.exists():
+            return False
+        _write(self._path(key), path.read_bytes())
+        return True
+
     def _path(self, key: ProgramKey) -> Path:
         variant, logprobs = key.variant.name.lower(), key.logprobs.name.lower()
         return self.directory / f"{key.kind}-{key.size}-{variant}-{logprobs}.program"

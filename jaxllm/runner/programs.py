@@ -140,6 +140,8 @@ class Programs(Generic[Key]):
         start = time.perf_counter()
         with self._told_if_slow():
             with self._lock:
+                if key in self._compiled:  # just now
+                    return self._compiled[key]
                 job = self._jobs.get(key)
                 mine = job is None or key in self._queue or key in self._rare
                 if job is None:

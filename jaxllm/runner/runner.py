@@ -28,7 +28,6 @@ from jaxllm.sampling_params import MAX_LOGPROB_TOKEN_IDS
 from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 from jaxllm.start_times import StartTimes
 
-
 WARM_UP_RUNS = 2
 """The first run of a program loads it on the device; the second records its CUDA graphs, which all later ones launch."""
 
@@ -123,6 +122,7 @@ class ModelRunner:
             make_state=self._new_state,
         )
         self.times = times or StartTimes()
+        self.store = store
         self.programs = Programs(
             self.shapes.lower, threads=threads, store=store, is_storable=self.shapes.is_storable, times=self.times
         )
