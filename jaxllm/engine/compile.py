@@ -29,8 +29,8 @@ def compile_artifact(config: EngineConfig, model_dir: Path, output: Path, progre
     prepared = Prepared.of(config.replace(compiled_artifact=None), model_dir, (), times)
     artifact = new_artifact(output, list(prepared.mesh.devices.flat))
     try:
-        prepared.runner.start_programs()
-        prepared = prepared.settled()
+        prepared.runner.start_programs(rare_later=False)
+        prepared = prepared.settled(rare_later=False)
         prepared.runner.wait_for_programs(progress, rare=True)
         programs, cached = prepared.runner.programs, prepared.runner.store
         keys = [*prepared.runner.shapes.all_keys(), ProgramKey("new_caches")]

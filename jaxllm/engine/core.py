@@ -53,12 +53,12 @@ class EngineCore:
         logger.info("%s", prepared.plan.describe())
         try:
             if warmup != "lazy":
-                prepared.runner.start_programs()
+                prepared.runner.start_programs(rare_later=warmup == "background")
             with _explained_out_of_memory():
                 weights = self._load_weights(prepared, progress)
                 if warmup != "lazy":
                     with self.start_times.part("waiting for programs"):
-                        prepared = prepared.settled()
+                        prepared = prepared.settled(rare_later=warmup == "background")
                         prepared.runner.wait_for_programs(progress, rare=warmup == "all")
                 self.runner = prepared.runner
                 self.runner.set_weights(weights)

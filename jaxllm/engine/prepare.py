@@ -59,7 +59,7 @@ class Prepared:
             runner = _runner(config, model_config, mesh, model, plan, processors, times)
         return cls(config, model_config, mesh, model, plan, runner, processors, times)
 
-    def settled(self) -> "Prepared":
+    def settled(self, *, rare_later: bool) -> "Prepared":
         """This, or with a smaller cache if the largest program turns out to need more memory than was estimated.
 
         Then every program is compiled again, as all depend on the number of blocks: the estimate is rather too high.
@@ -74,7 +74,7 @@ class Prepared:
         logger.info("the largest step needs more memory than estimated: %s", plan.describe())
         self.runner.programs.shutdown()
         runner = _runner(self.config, self.model_config, self.mesh, self.model, plan, self.processors, self.times)
-        runner.start_programs()
+        runner.start_programs(rare_later=rare_later)
         return replace(self, plan=plan, runner=runner)
 
     def fingerprint(self) -> dict[str, object]:

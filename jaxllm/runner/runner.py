@@ -135,9 +135,10 @@ class ModelRunner:
         self.dispatch_seconds = 0.0
         """Host time of all `dispatch` calls together."""
 
-    def start_programs(self) -> None:
-        """Have threads load or compile the common programs, then the rare ones."""
-        self.programs.start([*self.shapes.common_keys(), ProgramKey("new_caches")], self.shapes.rare_keys())
+    def start_programs(self, *, rare_later: bool) -> None:
+        """Have threads load or compile all programs; the rare ones behind the engine's back, if they may come later."""
+        common, rare = [*self.shapes.common_keys(), ProgramKey("new_caches")], self.shapes.rare_keys()
+        self.programs.start(common if rare_later else [*common, *rare], rare if rare_later else ())
 
     def wait_for_programs(self, progress: Progress, *, rare: bool) -> None:
         """Until the common programs are there, with the rare ones if asked."""
