@@ -110,16 +110,14 @@ class Programs(Generic[Key]):
 
     def compile_all(self, keys: Sequence[Key], progress: Progress) -> None:
         """Make what is missing of `keys`, several at once, and wait for it."""
-        start = time.perf_counter()
         missing = [key for key in keys if key not in self._compiled]
         self.start(missing)
         self.wait(missing, progress)
-        logger.debug("made %s together in %.1f s", ", ".join(map(str, missing)), time.perf_counter() - start)
 
     def expect(self, keys: Sequence[Key]) -> None:
         """Before warm-up is over: make these now, together, if the first of them has to be made anyway."""
         if keys[0] not in self._compiled and not self.is_warm:
-            with self._told_if_slow():
+            with self._told_if_slow(keys):
                 self.compile_all(keys, SILENT)
 
     def shutdown(self) -> None:
@@ -138,7 +136,7 @@ class Programs(Generic[Key]):
 
     def _wait_for(self, key: Key) -> jax.stages.Compiled:
         start = time.perf_counter()
-        with self._told_if_slow():
+        with self._told_if_slow([key]):
             with self._lock:
                 if key in self._compiled:  # just now
                     return self._compiled[key]
@@ -219,8 +217,9 @@ class Programs(Generic[Key]):
     # Telling
 
     @contextlib.contextmanager
-    def _told_if_slow(self) -> Iterator[None]:
+    def _told_if_slow(self, keys: Sequence[Key]) -> Iterator[None]:
         """Say once why nothing happens, if a compilation takes its time. With a program from the cache it does not."""
+        start = time.perf_counter()
         timer = threading.Timer(_SLOW_SECONDS, self._tell)
         timer.daemon = True
         timer.start()
@@ -228,6 +227,7 @@ class Programs(Generic[Key]):
             yield
         finally:
             timer.cancel()
+            logger.debug("waited %.2f s for %s", time.perf_counter() - start, ", ".join(map(str, keys)))
 
     def _tell(self) -> None:
         if not self._told:
