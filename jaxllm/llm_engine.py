@@ -41,6 +41,7 @@ class Core(Protocol):
 
     @property
     def num_compiled_after_warmup(self) -> int: ...
+    def finish_compiling(self) -> None: ...
     def add_request(self, request: EngineCoreRequest) -> None: ...
     def abort_requests(self, request_ids: list[str]) -> None: ...
     def step(self) -> list[EngineCoreOutput]: ...
@@ -232,6 +233,10 @@ class LLMEngine:
         if self.metrics is not None:
             self.metrics.load = self.core.stats()
             self.metrics.programs_compiled_after_warmup = self.core.num_compiled_after_warmup
+
+    def finish_compiling(self) -> None:
+        """Wait until no program is compiled behind the engine's back any more, e.g. before measuring something."""
+        self.core.finish_compiling()
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget all cached prompt beginnings. False if blocks are in use."""

@@ -60,10 +60,9 @@ def measure(options: dict[str, Any], warm_up_runs: int | None) -> None:
     }
     print(json.dumps(found), flush=True)
     start = time.perf_counter()
-    if core.config.compile.warmup == "background":  # so that the next case finds them stored
-        programs.wait(core.runner.shapes.rare_keys())
+    engine.finish_compiling()  # so that the next case finds all stored
     print(json.dumps({"rare programs behind": time.perf_counter() - start}), flush=True)
-    llm.llm_engine.shutdown()
+    engine.shutdown()
 
 
 def run_case(case: str, options: dict[str, Any], directory: Path, seconds: float, warm_up_runs: int | None) -> dict[str, Any]:

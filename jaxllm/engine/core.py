@@ -15,7 +15,7 @@ from jaxllm.hub import resolve_model
 from jaxllm.loaders.load import load_weights
 from jaxllm.log import logger
 from jaxllm.outputs import EngineCoreOutput
-from jaxllm.progress import Progress
+from jaxllm.progress import SILENT, Progress
 from jaxllm.request import EngineCoreRequest, Request, RequestStatus
 from jaxllm.sampling.processors import Processor, check_processors
 from jaxllm.scheduler.scheduler import Scheduler
@@ -136,6 +136,11 @@ class EngineCore:
     @property
     def num_compiled_after_warmup(self) -> int:
         return self.runner.programs.num_compiled_after_warmup
+
+    def finish_compiling(self) -> None:
+        """Wait for the rare programs, if they are compiled in the background."""
+        if self.config.compile.warmup == "background":
+            self.runner.wait_for_programs(SILENT, rare=True)
 
     def shutdown(self) -> None:
         """Drop all requests, wait for the device and give its memory back. The engine cannot be used afterwards."""

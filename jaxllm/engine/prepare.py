@@ -71,6 +71,8 @@ class Prepared:
         if work_bytes <= self.plan.work_bytes:
             return self
         plan = _plan(self.config, self.model_config, self.plan.weight_bytes, work_bytes)
+        if plan.num_blocks == self.plan.num_blocks:
+            return replace(self, plan=plan)
         logger.info("the largest step needs more memory than estimated: %s", plan.describe())
         self.runner.programs.shutdown()
         runner = _runner(self.config, self.model_config, self.mesh, self.model, plan, self.processors, self.times)
