@@ -56,6 +56,8 @@ def measure(options: dict[str, Any], warm_up_runs: int | None) -> None:
         "compiled": programs.num_compiled,
         "loaded": programs.num_loaded,
         "late": core.num_compiled_after_warmup,
+        "work bytes": core.runner.work_bytes(),
+        "blocks": core.memory_plan.num_blocks,
         "token": tokens[0],
     }
     print(json.dumps(found), flush=True)
@@ -84,7 +86,7 @@ def run_case(case: str, options: dict[str, Any], directory: Path, seconds: float
         if case == "artifact":
             options = {**options, "compiled_artifact": str(artifact)}
         command = [sys.executable, __file__, "--measure", json.dumps(options)]
-        command += [] if warm_up_runs is None else ["--warm-up-runs", str(warm_up_runs)]
+        command += [] if warm_up_runs is None or case != "cold" else ["--warm-up-runs", str(warm_up_runs)]
     start = time.perf_counter()
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
@@ -135,7 +137,9 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="demo")
     parser.add_argument("--cases", default="cold,warm,compile,artifact", help=f"of {', '.join(CASES)}, in this order")
     parser.add_argument("--limit", type=float, default=3600, metavar="SECONDS", help="what is not done by then is left out")
-    parser.add_argument("--warm-up-runs", type=int, help="runs of each program, instead of the engine's own number")
+    parser.add_argument(
+        "--warm-up-runs", type=int, help="runs of each program in the case cold, instead of the engine's own number"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     parser.add_argument("options", nargs="*", help="engine options, name=value with JSON values")

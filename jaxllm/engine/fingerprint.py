@@ -42,7 +42,7 @@ def fingerprint(config: EngineConfig, model: ModelConfig, mesh: Mesh, plan: Memo
     return {
         "jaxllm version": f"{jaxllm.__version__} ({_source_digest()})",
         **{f"{name} version": importlib.metadata.version(name) for name in _PACKAGES},
-        **{f"{name} version": version for name, version in _plugins()},
+        **({f"{name} version": version for name, version in _plugins()} if device.platform != "cpu" else {}),
         "platform": device.platform,
         "platform version": device.client.platform_version,
         "device": device.device_kind,

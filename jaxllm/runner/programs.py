@@ -157,6 +157,10 @@ class Programs(Generic[Key]):
         while (taken := self._take()) is not None:
             key, job = taken
             self._make(key, job)
+            if self.is_warm and (error := job.exception()) is not None:
+                logger.warning(
+                    "%s could not be compiled ahead of its use (%s): it is tried again when a request needs it", key, error
+                )
 
     def _take(self) -> "tuple[Key, Future[jax.stages.Compiled]] | None":
         """The next program for this thread to make; None if it is no longer needed."""

@@ -12,6 +12,8 @@ from jaxllm.engine.prepare import Prepared
 from jaxllm.errors import ConfigError
 from jaxllm.loaders.load import load_weights
 from jaxllm.runner.runner import ModelRunner
+from jaxllm.sampling.processors import Processor
+from jaxllm.sampling.variants import Variant
 from jaxllm.start_times import StartTimes
 from tests.helpers import engines, goldens
 
@@ -56,6 +58,19 @@ def test_the_source_is_part_of_it(monkeypatch):
     monkeypatch.setattr("jaxllm.engine.fingerprint._source_digest", lambda: "other")
     after = fingerprint(one.config, one.model_config, one.mesh, one.plan)
     assert {name for name in after if after[name] != before[name]} == {"jaxllm version"}
+
+
+def test_programs_that_contain_a_custom_processor_are_not_stored():
+    processor = Processor("same", lambda logits_RV, context: logits_RV)
+    config = EngineConfig.from_options(model=str(DIRECTORY), **engines.SMALL)
+    plain, custom = prepared().runner.shapes, Prepared.of(config, DIRECTORY, (processor,), StartTimes()).runner.shapes
+    assert all(map(plain.is_storable, plain.all_keys()))
+    kept_out = [key for key in custom.all_keys() if not custom.is_storable(key)]
+    assert {(key.kind, key.variant) for key in kept_out} == {
+        ("sample", Variant.FULL),
+        ("new_state", Variant.GREEDY),
+        ("admit", Variant.GREEDY),
+    }
 
 
 def test_weights_are_counted_exactly_before_they_are_loaded():
