@@ -236,7 +236,7 @@ class Programs(Generic[Key]):
     def _tell(self) -> None:
         if not self._told:
             self._told = True
-            logger.info("compiling programs as they are needed for the first time; the next run starts sooner")
+            logger.info("compiling or loading programs as they are needed for the first time; the next run starts sooner")
 
 
 def use_persistent_cache(directory: Path) -> None:

@@ -168,7 +168,7 @@ class ModelRunner:
         """Take the memory of the KV cache, zeroed: a masked NaN would still poison a sum."""
         program = self.programs.get(ProgramKey("new_caches"))
         with self.times.part("cache"):
-            self.caches = jax.block_until_ready(program())
+            self.caches = program()
 
     def warm_up(self) -> None:
         """Run the programs of a step on nothing. From now on a compilation that a request waits for is one too many."""
