@@ -69,7 +69,10 @@ class CacheOptions:
 class SchedulerOptions:
     """Scheduler"""
 
-    max_num_seqs: Annotated[int | None, "most requests running at once; default: 256 on a GPU, 32 on a CPU"] = None
+    max_num_seqs: Annotated[
+        int | None,
+        "most requests running at once; default: 1024 on a GPU with 64 GiB to use, 256 on a smaller one, 32 on a CPU",
+    ] = None
     max_num_batched_tokens: Annotated[int | None, "most tokens computed in one step; default: 8192 on a GPU, 512 on a CPU"] = (
         None
     )
@@ -275,11 +278,15 @@ def _range_faults(config: EngineConfig) -> list[str]:
     return faults
 
 
-def resolve_platform_defaults(config: EngineConfig, *, on_gpu: bool) -> EngineConfig:
-    """Make every option that depends only on the kind of device concrete."""
+_BIG_DEVICE_BYTES = 64 << 30
+
+
+def resolve_platform_defaults(config: EngineConfig, *, on_gpu: bool, device_bytes: int = 0) -> EngineConfig:
+    """Make every option that depends only on the kind of device, and the memory the engine may take of it, concrete."""
     scheduler, compile_ = config.scheduler, config.compile
     options: dict[str, Any] = {}
-    max_num_seqs = scheduler.max_num_seqs or (256 if on_gpu else 32)
+    usual = (1024 if device_bytes >= _BIG_DEVICE_BYTES else 256) if on_gpu else 32
+    max_num_seqs = scheduler.max_num_seqs or usual
     options["max_num_seqs"] = max_num_seqs
     if scheduler.max_num_batched_tokens is None:
         options["max_num_batched_tokens"] = max(8192 if on_gpu else 512, max_num_seqs)

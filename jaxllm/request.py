@@ -89,6 +89,7 @@ class Request:
     """The tokenizer's EOS; None if there is none or it is to be ignored."""
     stop_token_ids: frozenset[int] = field(init=False)
     """Every other token that ends the request."""
+    detects_repetition: bool = field(init=False)
     skip_reading_prefix_cache: bool = field(init=False)
     status: RequestStatus = RequestStatus.WAITING
     token_ids: list[int] = field(init=False)
@@ -115,6 +116,7 @@ class Request:
         eos = () if params.ignore_eos else spec.eos_token_ids
         self.eos_token_id = eos[0] if eos else None
         self.stop_token_ids = frozenset((*eos[1:], *(params.stop_token_ids or ())))
+        self.detects_repetition = bool(params.repetition_detection)
         # Prompt logprobs need the hidden state of every prompt token, so nothing of it may come from the cache.
         self.skip_reading_prefix_cache = bool(params.skip_reading_prefix_cache) or params.prompt_logprobs is not None
         self.token_ids = list(spec.prompt_token_ids)
@@ -136,11 +138,18 @@ class Request:
         """A copy; not for the step loop."""
         return self.token_ids[self.num_prompt_tokens :]
 
-    def append_output(self, token_id: int) -> None:
-        """Add one sampled token."""
-        self.token_ids.append(token_id)
+    def append_output(self, token_id: int) -> bool:
+        """Add one sampled token. Returns whether it can end the request: if not, `check_stop` need not be asked."""
+        token_ids = self.token_ids
+        token_ids.append(token_id)
         if self.extend_hashes is not None:
             self.extend_hashes(self)
+        return (
+            token_id == self.eos_token_id
+            or token_id in self.stop_token_ids
+            or len(token_ids) >= self.max_num_tokens
+            or self.detects_repetition
+        )
 
     def sort_key(self) -> tuple[int, float, str]:
         """Order under the priority policy: lower is sooner."""

@@ -18,7 +18,7 @@ from jaxllm.model_config import ModelConfig, load_model_config
 from jaxllm.models.decoder import CausalLM
 from jaxllm.models.registry import build_model
 from jaxllm.parallel.mesh import make_mesh
-from jaxllm.runner.memory import MemoryPlan, memory_plan, reserve_device_memory
+from jaxllm.runner.memory import MemoryPlan, device_limit, memory_plan, reserve_device_memory
 from jaxllm.runner.program_store import ProgramStore, local_store, open_artifact, read_manifest
 from jaxllm.runner.programs import use_persistent_cache
 from jaxllm.runner.runner import ModelRunner
@@ -85,17 +85,12 @@ class Prepared:
 
 
 def _plan(config: EngineConfig, model: ModelConfig, weight_bytes: int, work_bytes: int | None = None) -> MemoryPlan:
-    """The memory plan, checked; with a compiled artifact the cache has the size that its programs take."""
+    """The memory plan, checked; with a compiled artifact the cache has the size that its programs take, if that fits."""
     plan = memory_plan(config, model, weight_bytes=weight_bytes, work_bytes=work_bytes)
     artifact, options = config.compile.compiled_artifact, config.cache
     if artifact is not None and options.num_gpu_blocks_override is None and options.kv_cache_memory_bytes is None:
         num_blocks = read_manifest(Path(artifact)).get("num_gpu_blocks")
-        if isinstance(num_blocks, int):
-            if num_blocks > plan.num_blocks:
-                raise ConfigError(
-                    f"the compiled artifact {artifact} is for a KV cache of {num_blocks} blocks, {plan.num_blocks} fit here; raise "
-                    "--gpu-memory-utilization, or compile it again with a smaller --kv-cache-memory-bytes"
-                )
+        if isinstance(num_blocks, int) and num_blocks <= plan.num_blocks:
             plan = memory_plan(
                 config.replace(num_gpu_blocks_override=num_blocks), model, weight_bytes=weight_bytes, work_bytes=work_bytes
             )
@@ -131,7 +126,7 @@ def resolve(config: EngineConfig, model_dir: Path) -> tuple[EngineConfig, ModelC
     """Make a config concrete for a model and this machine's devices."""
     on_gpu = _backend() != "cpu"
     attention = config.compile.attention_implementation
-    config = resolve_platform_defaults(config, on_gpu=on_gpu)
+    config = resolve_platform_defaults(config, on_gpu=on_gpu, device_bytes=device_limit()[1])
     model_config = load_model_config(model_dir, overrides=config.model.hf_overrides, dtype=config.model.dtype, on_gpu=on_gpu)
     model_config = model_config.for_tensor_parallel(config.parallel.tensor_parallel_size)
     mesh = make_mesh(config.parallel.tensor_parallel_size)

@@ -1,33 +1,12 @@
 """The attention layer around whatever computes attention itself."""
 
-from typing import Protocol
-
 from flax import nnx
 from jax import Array
 
+from jaxllm.layers.attend import Attend, Projection
 from jaxllm.layers.linear import Linear
 from jaxllm.layers.norm import RMSNorm
-from jaxllm.layers.rope import apply_rope
 from jaxllm.model_config import ModelConfig
-
-
-class Attend(Protocol):
-    """Computes attention of a layer: over a paged cache when serving, over the sequence itself in training and tests."""
-
-    def __call__(
-        self,
-        layer: int,
-        q_TKGH: Array,
-        k_TKH: Array,
-        v_TKH: Array,
-        /,
-        *,
-        scale: float,
-        window: int | None,
-        soft_cap: float | None,
-    ) -> Array:
-        """Outputs [T, K, G, H]; query head n is (n // G, n % G)."""
-        ...
 
 
 class Attention(nnx.Module):
@@ -42,6 +21,7 @@ class Attention(nnx.Module):
         self.layer = layer
         self.scale = config.scale
         self.window = config.window(layer)
+        self.eps = config.rms_norm_eps
         self.qkv = Linear(
             "td,dkgh->tkgh", (D, K, G + 2, H), ("embed", "heads", "qkv", "head"), config.dtype, bias=config.attention_bias
         )
@@ -52,9 +32,12 @@ class Attention(nnx.Module):
         )
 
     def __call__(self, x_TD: Array, angles: tuple[Array, Array], attend: Attend) -> Array:
-        qkv_TKGH = self.qkv(x_TD)
-        q_TKGH, k_TKH, v_TKH = qkv_TKGH[:, :, :-2], qkv_TKGH[:, :, -2], qkv_TKGH[:, :, -1]
-        if self.q_norm is not None and self.k_norm is not None:
-            q_TKGH, k_TKH = self.q_norm(q_TKGH), self.k_norm(k_TKH)
-        q_TKGH, k_TKH = apply_rope(q_TKGH, angles), apply_rope(k_TKH, angles)
-        return self.out(attend(self.layer, q_TKGH, k_TKH, v_TKH, scale=self.scale, window=self.window, soft_cap=None))
+        projection = Projection(
+            qkv_TKGH=self.qkv(x_TD),
+            cos_TH=angles[0],
+            sin_TH=angles[1],
+            q_norm_H=None if self.q_norm is None else self.q_norm.weight[...],
+            k_norm_H=None if self.k_norm is None else self.k_norm.weight[...],
+            eps=self.eps,
+        )
+        return self.out(attend(self.layer, projection, scale=self.scale, window=self.window, soft_cap=None))

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxllm.layers.attention import Attend
+from jaxllm.layers.attend import Attend, Projection
 from jaxllm.layers.linear import precision_of
 
 
@@ -14,9 +14,8 @@ def dense_attend(positions_T: Array, segment_ids_T: Array | None = None) -> Atte
     Without segment ids all tokens are one sequence. Scores are [K, G, T, T] float32: for short sequences.
     """
 
-    def attend(
-        layer: int, q_TKGH: Array, k_TKH: Array, v_TKH: Array, *, scale: float, window: int | None, soft_cap: float | None
-    ) -> Array:
+    def attend(layer: int, projection: Projection, *, scale: float, window: int | None, soft_cap: float | None) -> Array:
+        q_TKGH, k_TKH, v_TKH = projection.finished()
         distance_TS = positions_T[:, None] - positions_T[None, :]
         visible_TS = distance_TS >= 0
         if window is not None:

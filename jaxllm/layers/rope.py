@@ -24,13 +24,6 @@ def rope_angles(config: ModelConfig, positions_T: Array) -> tuple[Array, Array]:
     return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
 
 
-def apply_rope(x: Array, angles: tuple[Array, Array]) -> Array:
-    """Rotate [T, ..., H] by the angles of its tokens; value i turns with value i + H/2. Computed in float32."""
-    cos, sin = (a.reshape(a.shape[0], *(1,) * (x.ndim - 2), a.shape[1]) for a in angles)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-
-
 def frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     """Radians per position, float32 [H/2], of every kind but dynamic."""
     plain = np.float32(1) / _powers(rope.theta, head_dim)

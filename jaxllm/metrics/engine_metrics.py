@@ -63,9 +63,9 @@ class _Observations:
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 
-    def add(self, value: float) -> None:
-        self.counts[bisect.bisect_left(self.bounds, value)] += 1
-        self.sum += value
+    def add(self, value: float, count: int = 1) -> None:
+        self.counts[bisect.bisect_left(self.bounds, value)] += count
+        self.sum += value * count
 
     def snapshot(self, name: str, labels: dict[str, str], help: str) -> Histogram:
         buckets, total = {}, 0
@@ -110,9 +110,9 @@ class EngineMetrics:
         self.prompt_tokens_cached += num_cached_tokens
         self._first_token_seconds.add(seconds)
 
-    def tokens_done(self, seconds: float) -> None:
-        """A later token came, so long after the one before it."""
-        self._inter_token_seconds.add(seconds)
+    def tokens_done(self, seconds: float, count: int) -> None:
+        """A later token came for so many sequences, so long after the one before it."""
+        self._inter_token_seconds.add(seconds, count)
 
     def add_generation_tokens(self, count: int) -> None:
         """Tokens came."""

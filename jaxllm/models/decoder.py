@@ -3,7 +3,8 @@
 from flax import nnx
 from jax import Array
 
-from jaxllm.layers.attention import Attend, Attention
+from jaxllm.layers.attend import Attend
+from jaxllm.layers.attention import Attention
 from jaxllm.layers.embedding import Embedding
 from jaxllm.layers.mlp import GatedMLP
 from jaxllm.layers.norm import RMSNorm

@@ -8,7 +8,7 @@ from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.layout import FROM_ROW, Column, StepLayout, decode_layout, mixed_layout
 from jaxllm.runner.rows import LogprobsKind, Row, Rows
 from jaxllm.sampling.variants import Variant
-from jaxllm.scheduler_output import SchedulerOutput
+from jaxllm.scheduler_output import CachedRequestData, SchedulerOutput
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,49 @@ class BatchBuilder:
 
     def build(self, plan: SchedulerOutput) -> Batch:
         """Give rows to new requests, then lay out the step: rows that sample first, the others behind them."""
+        cached = plan.scheduled_cached_reqs
+        if not plan.scheduled_new_reqs and plan.total_num_scheduled_tokens == len(cached.request_ids):
+            batch = self._build_decode(cached)
+            if batch is not None:
+                return batch
+        return self._build_mixed(plan)
+
+    def _build_decode(self, cached: CachedRequestData) -> Batch | None:
+        """A step in which each of these requests computes one token and draws the next; None if the decode program cannot run it.
+
+        Whole columns at once: this is nearly every step, and its cost grows with the number of requests.
+        """
+        rows = self.rows
+        scheduled = [rows.by_request[request_id] for request_id in cached.request_ids]
+        num_rows = len(scheduled)
+        index_R = np.fromiter([row.index for row in scheduled], np.int32, num_rows)
+        start_R = np.fromiter(cached.num_computed_tokens, np.int32, num_rows)
+        num_known_R, variant = rows.num_known_N[index_R], Variant(rows.variant_N[index_R].max(initial=Variant.GREEDY))
+        if variant == Variant.FULL or (start_R + 1 < num_known_R).any():
+            return None
+        update_index: list[int] = []
+        update_block: list[int] = []
+        for row, blocks in zip(scheduled, cached.new_block_ids, strict=True):
+            if blocks:
+                self._extend_table(row, blocks, update_index, update_block)
+        layout = decode_layout(self.buckets.fit_decode(num_rows))
+        # A fresh buffer each step: the device may still be reading the last one.
+        buffer = np.zeros(layout.size, np.int32)
+        views = layout.views(buffer)
+        columns = views.columns_RC
+        columns[:num_rows] = rows.columns[index_R]
+        columns[:num_rows, Column.START] = start_R
+        columns[:num_rows, Column.NUM_TOKENS] = 1
+        columns[:num_rows, Column.TOKEN_ROW] = index_R
+        columns[num_rows:] = rows.columns[rows.trash]
+        views.token_ids_T[:num_rows] = FROM_ROW
+        for i in np.flatnonzero(start_R < num_known_R):  # the last token of a prompt, computed alone
+            views.token_ids_T[i] = scheduled[i].data.token_ids[start_R[i]]
+        extra = self._fill_updates(layout, buffer, update_index, update_block)
+        return Batch(buffer, layout, True, scheduled, variant, LogprobsKind.NONE, [], [], extra)
+
+    def _build_mixed(self, plan: SchedulerOutput) -> Batch:
+        """A step of any other kind."""
         rows = self.rows
         update_index: list[int] = []
         update_block: list[int] = []

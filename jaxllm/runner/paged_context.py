@@ -1,13 +1,14 @@
 """The `attend` of a model while it runs over the paged cache: writes the new keys and values, then attends to the request's pages."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from pallas_kernels.cache_write import write_cache
+from jaxllm.layers.attend import Projection
 from pallas_kernels.paged_attention import paged_attention, paged_decode
+from pallas_kernels.rope_cache_write import rope_and_write
 
 _HEADS_SECOND = PartitionSpec(None, "tensor")
 _REPLICATED = PartitionSpec()
@@ -31,15 +32,13 @@ class PagedContext:
     def __call__(
         self,
         layer: int,
-        q_TKGH: jax.Array,
-        k_TKH: jax.Array,
-        v_TKH: jax.Array,
+        projection: Projection,
         *,
         scale: float,
         window: int | None,
         soft_cap: float | None,
     ) -> jax.Array:
-        """Attention output, shaped and sharded as the queries."""
+        """Attention output [T, K, G, H], sharded as the queries."""
         per_shard = partial(
             _write_and_attend,
             is_decode=self.is_decode,
@@ -54,15 +53,17 @@ class PagedContext:
             per_shard = jax.shard_map(
                 per_shard,
                 mesh=self.mesh,
-                in_specs=(_HEADS_SECOND,) * 5 + (_REPLICATED,) * 4,
+                in_specs=(
+                    replace(jax.tree.map(lambda _: _REPLICATED, projection), qkv_TKGH=_HEADS_SECOND),
+                    *(_HEADS_SECOND,) * 2,
+                    *(_REPLICATED,) * 4,
+                ),
                 out_specs=(_HEADS_SECOND,) * 3,
                 check_vma=False,
             )
         k_pages, v_pages = self.caches[2 * layer : 2 * layer + 2]
         out, k_pages, v_pages = per_shard(
-            q_TKGH,
-            k_TKH,
-            v_TKH,
+            projection,
             k_pages,
             v_pages,
             self.page_table_RB,
@@ -76,9 +77,7 @@ class PagedContext:
 
 @partial(jax.jit, static_argnames=("is_decode", "implementation", "interpret", "scale", "window", "soft_cap"))
 def _write_and_attend(
-    q_TKGH: jax.Array,
-    k_TKH: jax.Array,
-    v_TKH: jax.Array,
+    projection: Projection,
     k_pages_PKSH: jax.Array,
     v_pages_PKSH: jax.Array,
     page_table_RB: jax.Array,
@@ -97,13 +96,18 @@ def _write_and_attend(
 
     A jit of its own, though always inside a step's program: layers that are alike share one trace and one lowering of the kernels.
     """
-    k_pages, v_pages = write_cache(
+    q_TKGH, k_pages, v_pages = rope_and_write(
+        projection.qkv_TKGH,
+        projection.cos_TH,
+        projection.sin_TH,
         k_pages_PKSH,
         v_pages_PKSH,
-        k_TKH,
-        v_TKH,
         slot_T,
-        implementation="triton" if implementation == "triton" else "xla",
+        q_norm_H=projection.q_norm_H,
+        k_norm_H=projection.k_norm_H,
+        eps=projection.eps,
+        # Where attention is a kernel, so is what comes before it.
+        implementation="xla" if implementation in ("reference", "xla") else "triton",
         interpret=interpret,
     )
     if is_decode:

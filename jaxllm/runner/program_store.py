@@ -124,6 +124,11 @@ def open_artifact(directory: Path, fingerprint: Fingerprint, devices: Sequence[j
         for name in names
         if here.get(name) != compiled_for.get(name)
     ]
+    blocks, wanted_blocks = here.get("num_gpu_blocks"), compiled_for.get("num_gpu_blocks")
+    if isinstance(blocks, int) and isinstance(wanted_blocks, int) and blocks < wanted_blocks:
+        faults.append(
+            "no more blocks fit here (raise --gpu-memory-utilization, or compile with a smaller --kv-cache-memory-bytes)"
+        )
     if faults:
         raise ConfigError(
             f"the compiled artifact {directory} is for another engine: {'; '.join(faults)}; start with the same options on the same "

@@ -64,6 +64,9 @@ class Rows:
         """What a row sends to the device in every step; START, NUM_TOKENS and TOKEN_ROW are set step by step."""
         self.columns[:, Column.ROW] = np.arange(max_rows + 1)
         self.columns[:, Column.TOKEN_ROW] = max_rows
+        self.num_known_N = np.zeros(max_rows + 1, np.int32)
+        self.variant_N = np.zeros(max_rows + 1, np.int32)
+        """`Row.num_known` and `Row.variant` by row, for the whole batch at once."""
         self._free = list(range(max_rows - 1, -1, -1))
 
     def add(self, data: NewRequestData) -> Row:
@@ -83,6 +86,8 @@ class Rows:
             num_prompt_logprobs=params.prompt_logprobs,
         )
         self.by_request[data.request_id] = row
+        self.num_known_N[row.index] = row.num_known
+        self.variant_N[row.index] = row.variant
         self.columns[row.index, Column.WRITE_FROM] = data.num_cached_tokens
         self.columns[row.index, Column.SAMPLING :] = pack_columns(params)
         return row

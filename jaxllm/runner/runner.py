@@ -181,7 +181,7 @@ class ModelRunner:
         state: Any = (self.caches, self.row_arrays)
         for key in self.shapes.common_keys():
             if key.kind in ("forward", "decode"):
-                buffer = self._put(self.batches.empty(self.shapes.layout(key)))
+                buffer = self._send(self.batches.empty(self.shapes.layout(key)))
                 state = self.programs.get(key)(self.params, self.caches, self.row_arrays, buffer)
                 self.caches, self.row_arrays, *_ = state
             if key.kind == "forward":
@@ -217,7 +217,7 @@ class ModelRunner:
 
     def _decode(self, batch: Batch) -> PendingStep:
         program = self.programs.get(ProgramKey("decode", batch.layout.num_rows, batch.variant))
-        self.caches, self.row_arrays, token_R = program(self.params, self.caches, self.row_arrays, self._put(batch.buffer))
+        self.caches, self.row_arrays, token_R = program(self.params, self.caches, self.row_arrays, self._send(batch.buffer))
         return PendingStep(batch.sampled, token_R, Scores(None, None), [])
 
     def _forward_and_sample(self, batch: Batch) -> PendingStep:
@@ -231,7 +231,7 @@ class ModelRunner:
         self.programs.expect(expected)
         forward = self.programs.get(forward_key)
         self.caches, self.row_arrays, hidden_TD, hidden_ND, columns_NC = forward(
-            self.params, self.caches, self.row_arrays, self._put(batch.buffer)
+            self.params, self.caches, self.row_arrays, self._send(batch.buffer)
         )
         sample = self.programs.get(sample_key)
         state = self._state() if batch.variant == Variant.FULL else None
@@ -286,6 +286,11 @@ class ModelRunner:
 
     def _new_state(self) -> SamplingState:
         return SamplingState.zeros(self.rows.trash + 1, self.vocab_size, self.processors)
+
+    def _send(self, buffer: np.ndarray) -> Any:
+        """A step's buffer as its program takes it."""
+        # Called with the host's array, a program for one device sends it in half the time of a device_put.
+        return buffer if self.shapes.mesh.size == 1 else self._put(buffer)
 
     def _put(self, arrays: Any) -> Any:
         return jax.device_put(arrays, self.shapes.replicated)

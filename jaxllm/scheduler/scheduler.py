@@ -154,7 +154,7 @@ class Scheduler:
                 if not run_ahead or num_known >= request.max_num_tokens:
                     continue  # it waits for its token, or is certain to end with it
             num_wanted = num_known - request.num_computed_tokens
-            num_tokens = min(num_wanted, cap, budget)
+            num_tokens = num_wanted if num_wanted == 1 else min(num_wanted, cap, budget)
             while (new_block_ids := allocate_slots(request, num_tokens)) is None:
                 victim_index = self._choose_victim()
                 victim = running.pop(victim_index)
@@ -277,12 +277,12 @@ class Scheduler:
 
     def _commit(self, shares: list[_Share], new_requests: list[NewRequestData]) -> SchedulerOutput:
         """Write the plan down and count its tokens as computed. The shares of the new requests are the last."""
-        cached = CachedRequestData()
-        num_cached = len(shares) - len(new_requests)
-        for request, _, _, new_block_ids in shares[:num_cached]:
-            cached.request_ids.append(request.request_id)
-            cached.new_block_ids.append(new_block_ids)
-            cached.num_computed_tokens.append(request.num_computed_tokens)
+        known = shares[: len(shares) - len(new_requests)]
+        cached = CachedRequestData(
+            [request.request_id for request, _, _, _ in known],
+            [new_block_ids for _, _, _, new_block_ids in known],
+            [request.num_computed_tokens for request, _, _, _ in known],
+        )
         num_scheduled_tokens: dict[str, int] = {}
         for request, num_tokens, num_samples, _ in shares:
             num_scheduled_tokens[request.request_id] = num_tokens
@@ -420,8 +420,7 @@ def _withdraw(shares: list[_Share], request: Request) -> int:
 def _append_until_stop(request: Request, sampled: list[int]) -> tuple[list[int], RequestStatus | None]:
     """Append sampled tokens up to one that ends the request. Returns those appended and the status it ends with."""
     for count, token_id in enumerate(sampled, 1):
-        request.append_output(token_id)
-        if (end := check_stop(request)) is not None:
+        if request.append_output(token_id) and (end := check_stop(request)) is not None:
             return sampled[:count], end
     return sampled, None
 

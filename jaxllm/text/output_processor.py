@@ -19,7 +19,7 @@ class Observer(Protocol):
 
     def request_arrived(self, params: SamplingParams) -> None: ...
     def prefill_done(self, num_prompt_tokens: int, num_cached_tokens: int, seconds: float) -> None: ...
-    def tokens_done(self, seconds: float) -> None: ...
+    def tokens_done(self, seconds: float, count: int) -> None: ...
     def add_generation_tokens(self, count: int) -> None: ...
     def request_finished(
         self, reason: str, *, num_prompt_tokens: int, num_generation_tokens: int, seconds: float, decode_seconds: float | None
@@ -53,6 +53,8 @@ class _Answer:
         if self.params.logprobs is not None or self.params.logprob_token_ids is not None:
             self.logprobs = FlatLogprobs() if self.params.flat_logprobs else []
             self.cumulative_logprob = 0.0
+        self.is_plain = self.tokenizer is None and self.logprobs is None
+        """Whether the caller gets nothing but token ids."""
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.num_preemptions = 0
@@ -63,6 +65,9 @@ class _Answer:
 
     def update(self, news: EngineCoreOutput) -> bool:
         """Take over the news. Returns whether a stop string ended the answer, of which the engine core has to be told."""
+        if self.is_plain and news.finish_reason is None:
+            self.token_ids += news.new_token_ids
+            return False
         stop, num_kept = None, 0
         stopped_by_token = news.finish_reason is FinishReason.STOP
         for place, token_id in enumerate(news.new_token_ids):
@@ -204,6 +209,9 @@ class OutputProcessor:
         now = time.time()
         step = ProcessedStep()
         changed: dict[str, list[_Answer]] = {}
+        num_new_tokens = 0
+        latest: dict[float, int] = {}
+        """How many answers got a token after one at this time: few times, because a step serves many answers."""
         for item in news:
             live, answer = self._answers.get(item.request_id, (None, None))
             if live is None or answer is None:
@@ -213,10 +221,26 @@ class OutputProcessor:
             num_before = len(answer.token_ids)
             if answer.update(item):
                 step.engine_ids_to_abort.append(answer.engine_id)
-            self._note_progress(live, answer, item, len(answer.token_ids) - num_before, now)
-            changed.setdefault(live.request.internal_id, []).append(answer)
+            if num_new := len(answer.token_ids) - num_before:
+                num_new_tokens += num_new
+                if answer.first_token_time is None:
+                    self._note_first_token(live, answer, item, now)
+                else:
+                    latest[answer.last_token_time] = latest.get(answer.last_token_time, 0) + 1
+                answer.last_token_time = now
+                live.metrics.num_generation_tokens += num_new
+            if item.num_preemptions != answer.num_preemptions:
+                live.metrics.num_preemptions += item.num_preemptions - answer.num_preemptions
+                answer.num_preemptions = item.num_preemptions
             if answer.finish_reason is not None:
                 self._note_end(live, answer, now)
+            elif live.kind is RequestOutputKind.FINAL_ONLY:
+                continue
+            changed.setdefault(live.request.internal_id, []).append(answer)
+        if self._observer is not None:
+            for before, count in latest.items():
+                self._observer.tokens_done(now - before, count)
+            self._observer.add_generation_tokens(num_new_tokens)
         for internal_id, answers in changed.items():
             self._emit(self._live[internal_id], answers, step)
         return step
@@ -250,28 +274,13 @@ class OutputProcessor:
         if live.is_finished:
             del self._live[live.request.internal_id]
 
-    def _note_progress(self, live: _Live, answer: _Answer, item: EngineCoreOutput, num_new: int, now: float) -> None:
-        """Times and counts after an answer got `num_new` tokens."""
-        if item.num_preemptions != answer.num_preemptions:
-            live.metrics.num_preemptions += item.num_preemptions - answer.num_preemptions
-            answer.num_preemptions = item.num_preemptions
-        if not num_new:
-            return
+    def _note_first_token(self, live: _Live, answer: _Answer, item: EngineCoreOutput, now: float) -> None:
+        answer.first_token_time = now
         if live.metrics.first_token_time is None:
             live.metrics.first_token_time = now
             live.num_cached_tokens = item.num_cached_tokens
-        live.metrics.num_generation_tokens += num_new
         if self._observer is not None:
-            if answer.first_token_time is None:
-                self._observer.prefill_done(
-                    len(answer.prompt_token_ids), item.num_cached_tokens, now - live.request.arrival_time
-                )
-            else:
-                self._observer.tokens_done(now - answer.last_token_time)
-            self._observer.add_generation_tokens(num_new)
-        if answer.first_token_time is None:
-            answer.first_token_time = now
-        answer.last_token_time = now
+            self._observer.prefill_done(len(answer.prompt_token_ids), item.num_cached_tokens, now - live.request.arrival_time)
 
     def _note_end(self, live: _Live, answer: _Answer, now: float) -> None:
         del self._answers[answer.engine_id]

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
+from jaxllm.layers.attend import Projection
 from jaxllm.layers.dense_attention import dense_attend
 from jaxllm.layers.linear import precision_of
 from jaxllm.model_config import ModelConfig
@@ -95,11 +97,12 @@ def _generate(
         values: list[Array] = []
         causal = dense_attend(positions_T)
 
-        def attend(layer: int, q_TKGH: Array, k_TKH: Array, v_TKH: Array, **options: object) -> Array:
+        def attend(layer: int, projection: Projection, **options: Any) -> Array:
+            _, k_TKH, v_TKH = projection.finished()
             room = ((0, max_new), (0, 0), (0, 0))
             keys.append(jnp.pad(k_TKH, room))
             values.append(jnp.pad(v_TKH, room))
-            return causal(layer, q_TKGH, k_TKH, v_TKH, **options)
+            return causal(layer, projection, **options)
 
         hidden_TD = model(token_ids_T, positions_T, attend)
         return jnp.argmax(model.logits(hidden_TD[length - 1][None])[0]), keys, values
@@ -107,10 +110,9 @@ def _generate(
     def decode(token: Array, position: Array, keys: list[Array], values: list[Array]) -> tuple[Array, list[Array], list[Array]]:
         keys, values = list(keys), list(values)
 
-        def attend(
-            layer: int, q_TKGH: Array, k_TKH: Array, v_TKH: Array, *, scale: float, window: int | None, soft_cap: float | None
-        ) -> Array:
+        def attend(layer: int, projection: Projection, *, scale: float, window: int | None, soft_cap: float | None) -> Array:
             assert window is None and soft_cap is None
+            q_TKGH, k_TKH, v_TKH = projection.finished()
             keys[layer] = jax.lax.dynamic_update_slice_in_dim(keys[layer], k_TKH, position, 0)
             values[layer] = jax.lax.dynamic_update_slice_in_dim(values[layer], v_TKH, position, 0)
             scores = scale * jnp.einsum(

@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxllm.layers.attend import Projection
 from jaxllm.layers.dense_attention import dense_attend
 
 T, K, G, H = 9, 2, 3, 4
@@ -12,6 +13,12 @@ def arrays():
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = ((T, K, G, H), (T, K, H), (T, K, H))
     return [np.asarray(jax.random.normal(key, shape)) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def project(q, k, v):
+    """Already finished: no norms, and angles of zero."""
+    qkv = jnp.concatenate([q, k[:, :, None], v[:, :, None]], axis=2)
+    return Projection(qkv, jnp.ones((T, H // 2)), jnp.zeros((T, H // 2)), None, None, eps=0.0)
 
 
 def naive(q, k, v, visible, soft_cap=None):
@@ -34,7 +41,7 @@ def test_matches_loops_over_one_sequence(window, soft_cap):
     q, k, v = arrays()
     attend = dense_attend(jnp.arange(T))
     expected = naive(q, k, v, lambda t, s: s <= t and (window is None or t - s < window), soft_cap)
-    np.testing.assert_allclose(attend(0, q, k, v, scale=0.5, window=window, soft_cap=soft_cap), expected, atol=1e-5)
+    np.testing.assert_allclose(attend(0, project(q, k, v), scale=0.5, window=window, soft_cap=soft_cap), expected, atol=1e-5)
 
 
 def test_packed_sequences_do_not_see_each_other():
@@ -43,4 +50,4 @@ def test_packed_sequences_do_not_see_each_other():
     positions = np.array([0, 1, 2, 3, 0, 1, 2, 0, 1])
     attend = dense_attend(jnp.asarray(positions), jnp.asarray(segments))
     expected = naive(q, k, v, lambda t, s: s <= t and segments[s] == segments[t])
-    np.testing.assert_allclose(attend(0, q, k, v, scale=0.5, window=None, soft_cap=None), expected, atol=1e-5)
+    np.testing.assert_allclose(attend(0, project(q, k, v), scale=0.5, window=None, soft_cap=None), expected, atol=1e-5)

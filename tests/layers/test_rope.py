@@ -3,8 +3,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.layers.rope import apply_rope, frequencies, rope_angles
+from jaxllm.layers.rope import frequencies, rope_angles
 from jaxllm.model_config import ModelConfig, RopeConfig, load_model_config
+from pallas_kernels.rope_cache_write.xla import apply_rope
 from tests.helpers import goldens
 
 

@@ -16,7 +16,7 @@ def busy_metrics() -> EngineMetrics:
     metrics.load = FakeStats(num_running=3, num_waiting=4, cache_usage=0.5, prefix_cache_queries=10, prefix_cache_hits=5)
     metrics.request_arrived(SamplingParams(n=2))
     metrics.prefill_done(20, 5, 0.03)
-    metrics.tokens_done(0.02)
+    metrics.tokens_done(0.02, 1)
     metrics.add_generation_tokens(2)
     metrics.request_finished("stop", num_prompt_tokens=20, num_generation_tokens=2, seconds=0.05, decode_seconds=0.02)
     return metrics

@@ -30,3 +30,9 @@ def test_configured_sizes_are_kept_and_completed_to_the_limit():
 def test_a_step_never_has_more_rows_than_tokens_or_than_the_limit():
     buckets = choose(max_num_seqs=8, max_num_batched_tokens=64)
     assert [buckets.rows_for_tokens(n) for n in (1, 8, 64)] == [1, 8, 8]
+
+
+@pytest.mark.parametrize(("gibibytes", "limit"), [(24, 256), (63, 256), (64, 1024), (130, 1024)])
+def test_a_big_gpu_runs_more_requests_at_once(gibibytes, limit):
+    config = resolve_platform_defaults(EngineConfig.from_options(), on_gpu=True, device_bytes=gibibytes << 30)
+    assert Buckets.choose(config, on_gpu=True).max_rows == limit

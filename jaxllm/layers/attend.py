@@ -1,0 +1,44 @@
+"""What passes between an attention layer and whatever computes attention for it."""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import jax
+from jax import Array
+
+from pallas_kernels.rope_cache_write.xla import rotated_heads
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Projection:
+    """Queries, keys and values as the projection gave them, and what is still to be done to them.
+
+    They are handed over unfinished because over a paged cache one kernel norms and rotates them on the way into the cache.
+    """
+
+    qkv_TKGH: Array
+    """[T, K, G + 2, H]: per KV head its G query heads, its key, its value."""
+    cos_TH: Array
+    """Float32 [T, H / 2], as is sin_TH: the angles of the tokens' positions."""
+    sin_TH: Array
+    q_norm_H: Array | None
+    """Weight of the RMS norm over each query head, in models that have it; k_norm_H alike."""
+    k_norm_H: Array | None
+    eps: float = field(metadata={"static": True})
+
+    def finished(self) -> tuple[Array, Array, Array]:
+        """Queries [T, K, G, H], keys and values [T, K, H] as attention takes them."""
+        return rotated_heads(
+            self.qkv_TKGH, self.cos_TH, self.sin_TH, q_norm_H=self.q_norm_H, k_norm_H=self.k_norm_H, eps=self.eps
+        )
+
+
+class Attend(Protocol):
+    """Computes attention of a layer: over a paged cache when serving, over the sequence itself in training and tests."""
+
+    def __call__(
+        self, layer: int, projection: Projection, /, *, scale: float, window: int | None, soft_cap: float | None
+    ) -> Array:
+        """Outputs [T, K, G, H]; query head n is (n // G, n % G)."""
+        ...
