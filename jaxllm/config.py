@@ -101,13 +101,17 @@ class CompileOptions:
     """Compilation"""
 
     warmup: Annotated[
-        Literal["auto", "all", "lazy"],
-        "compile every program at start (all) or each when first needed (lazy); auto: all on a GPU, lazy on a CPU",
+        Literal["auto", "all", "background", "lazy"],
+        "programs compiled at start: all, all but those of rare sampling options, which follow behind the engine's back "
+        "(background), or each when first needed (lazy); auto: background on a GPU, lazy on a CPU",
     ] = "auto"
     decode_buckets: Annotated[tuple[int, ...] | None, "batch sizes that decode is compiled for; default: chosen"] = None
     token_buckets: Annotated[tuple[int, ...] | None, "token counts that mixed steps are compiled for"] = None
     compile_threads: Annotated[int | None, "programs compiled at the same time; default: by the number of cores"] = None
     compilation_cache: Annotated[bool, "keep compiled programs on disk for the next start"] = True
+    compiled_artifact: Annotated[
+        str | None, "directory that `jaxllm compile` wrote: its programs are loaded instead of compiled; trusted like code"
+    ] = None
     attention_implementation: Annotated[
         Literal["auto", "reference", "xla", "triton"], "paged attention kernel; auto: triton on a GPU, xla on a CPU"
     ] = "auto"
@@ -287,7 +291,7 @@ def resolve_platform_defaults(config: EngineConfig, *, on_gpu: bool, device_byte
     if scheduler.max_num_batched_tokens is None:
         options["max_num_batched_tokens"] = max(8192 if on_gpu else 512, max_num_seqs)
     if compile_.warmup == "auto":
-        options["warmup"] = "all" if on_gpu else "lazy"
+        options["warmup"] = "background" if on_gpu else "lazy"
     if compile_.attention_implementation == "auto":
         options["attention_implementation"] = "triton" if on_gpu else "xla"
     if compile_.compile_threads is None:

@@ -17,6 +17,7 @@ from jaxllm.outputs import EngineCoreOutput, RequestOutput
 from jaxllm.progress import Progress
 from jaxllm.request import EngineCoreRequest
 from jaxllm.sampling_params import SamplingParams
+from jaxllm.start_times import StartTimes, process_age_seconds
 from jaxllm.text.generation_config import load_generation_config
 from jaxllm.text.input_processor import FrontRequest, InputProcessor, Prompt
 from jaxllm.text.model_files import text_files
@@ -40,6 +41,7 @@ class Core(Protocol):
 
     @property
     def num_compiled_after_warmup(self) -> int: ...
+    def finish_compiling(self) -> None: ...
     def add_request(self, request: EngineCoreRequest) -> None: ...
     def abort_requests(self, request_ids: list[str]) -> None: ...
     def step(self) -> list[EngineCoreOutput]: ...
@@ -67,6 +69,9 @@ class LLMEngine:
         logits_processors: "Sequence[Processor]" = (),
     ):
         log.set_up_if_asked()
+        times = StartTimes()
+        if (age := process_age_seconds()) is not None:
+            times.add("process before the engine", age)
         if core is not None and logits_processors:
             raise ConfigError("logits_processors are compiled into an engine core; give them to the one that is passed")
         config = config or (EngineConfig() if core is None else core.config)
@@ -81,9 +86,10 @@ class LLMEngine:
             name = options.tokenizer or options.model
             if options.tokenizer is not None:
                 directory = text_files(options.tokenizer, download_dir=options.download_dir)
-            self.tokenizer = load_tokenizer(directory, name=name)
+            with times.part("tokenizer"):
+                self.tokenizer = load_tokenizer(directory, name=name)
         self.chat_template = None if options.chat_template is None else _load_chat_template(options.chat_template)
-        self.core: Core = _build_core(config, progress, logits_processors) if core is None else core
+        self.core: Core = _build_core(config, progress, logits_processors, times) if core is None else core
         self.config = self.core.config
         self.model_config = self.core.model_config
         self.max_model_len = self.core.max_model_len
@@ -228,6 +234,10 @@ class LLMEngine:
             self.metrics.load = self.core.stats()
             self.metrics.programs_compiled_after_warmup = self.core.num_compiled_after_warmup
 
+    def finish_compiling(self) -> None:
+        """Wait until no program is compiled behind the engine's back any more, e.g. before measuring something."""
+        self.core.finish_compiling()
+
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget all cached prompt beginnings. False if blocks are in use."""
         return self.core.reset_prefix_cache(reset_running_requests)
@@ -250,7 +260,8 @@ def _load_chat_template(text_or_file: str) -> str:
     return load_chat_template(text_or_file)
 
 
-def _build_core(config: EngineConfig, progress: Progress | None, processors: "Sequence[Processor]") -> Core:
-    from jaxllm.engine.core import EngineCore  # imports JAX
+def _build_core(config: EngineConfig, progress: Progress | None, processors: "Sequence[Processor]", times: StartTimes) -> Core:
+    with times.part("imports"):
+        from jaxllm.engine.core import EngineCore  # imports JAX
 
-    return EngineCore(config, progress, processors)
+    return EngineCore(config, progress, processors, times)

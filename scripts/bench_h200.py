@@ -36,6 +36,7 @@ def main() -> None:
     core = llm.llm_engine.core
     results = {"engine_start_s": time.perf_counter() - started, "programs": len(core.runner.programs)}
     print(f"engine start {results['engine_start_s']:.1f} s, {results['programs']} programs", flush=True)
+    llm.llm_engine.finish_compiling()
     vocab_size = core.model_config.vocab_size
     recorded = _recorded(args.recorded, args.model.name)
     for row in args.rows.split(","):

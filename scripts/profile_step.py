@@ -47,6 +47,7 @@ def main() -> None:
     }
     options |= {name: json.loads(value) for name, value in (option.split("=", 1) for option in args.options)}
     core = EngineCore(EngineConfig.from_options(model=str(args.model), **options))
+    core.finish_compiling()
     print(jax.devices()[0].device_kind, os.environ["XLA_FLAGS"], options)
     for batch in batches:
         profile(core, batch, args.context, args.top)

@@ -75,6 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     llm = running.open_llm(engine_options, progress)
     iterations = arguments.iterations or (1 if arguments.what == "throughput" else 10)
     try:
+        llm.llm_engine.finish_compiling()
         prompts = random_prompts(lengths, llm.llm_engine.model_config.vocab_size)
         params = [
             SamplingParams(

@@ -10,7 +10,7 @@ EXAMPLES = """examples:
   jaxllm completion zsh > "${fpath[1]}/_jaxllm" """
 
 FILES = ("file", "config", "mix", "load", "chat_template")
-DIRECTORIES = ("download_dir",)
+DIRECTORIES = ("download_dir", "compiled_artifact", "output")
 
 
 def add_arguments(parser: Parser) -> None:

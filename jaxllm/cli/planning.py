@@ -1,7 +1,8 @@
 """What an engine would be: everything resolved and the memory planned, without loading weights (`--dry-run`, `inspect`)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.config import EngineConfig, unknown_name
@@ -24,18 +25,25 @@ class Plan:
 
 def plan(options: Mapping[str, Any]) -> Plan:
     """Resolve the model and all options, and compute the memory plan."""
-    from jaxllm.engine.core import resolve as resolve_for_model
-    from jaxllm.hub import resolve_model
+    from jaxllm.engine.prepare import resolve as resolve_for_model
     from jaxllm.runner.memory import memory_plan, reserve_device_memory
 
     asked = EngineConfig.from_options(**options)
     reserve_device_memory(asked.cache.gpu_memory_utilization)
-    try:
-        directory = resolve_model(asked.model.model, asked.model.revision, asked.model.download_dir)
-    except ModelLoadError as error:
-        raise ModelLoadError(f"{error}{meant_model(asked.model.model, error)}") from error
+    directory = model_directory(asked)
     config, model_config, _ = resolve_for_model(asked, directory)
     return Plan(config, model_config, memory_plan(config, model_config))
+
+
+def model_directory(config: EngineConfig, *, files: Sequence[str] | None = None) -> Path:
+    """Where the model is, downloaded if need be (`files`: patterns of what is needed; default: all of it)."""
+    from jaxllm import hub
+
+    options = config.model
+    try:
+        return hub.resolve_model(options.model, options.revision, options.download_dir, files=files or hub.FILES)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{error}{meant_model(options.model, error)}") from error
 
 
 def dry_run(options: Mapping[str, Any]) -> int:

@@ -36,6 +36,17 @@ def state_of(model: nnx.Module, arrays: dict[ParamPath, Any]) -> nnx.State:
     return nnx.from_flat_state([(path, variable.replace(arrays[path])) for path, variable in parameters(model)])
 
 
+def abstract_state(model: nnx.Module, mesh: Mesh) -> nnx.State:
+    """The model's state as it will be loaded: shapes, types and shardings in place of arrays."""
+    return state_of(
+        model,
+        {
+            path: jax.ShapeDtypeStruct(variable.shape, jnp.dtype(variable.dtype), sharding=sharding(mesh, axes_of(variable)))
+            for path, variable in parameters(model)
+        },
+    )
+
+
 def axes_of(variable: nnx.Variable) -> Axes:
     """The logical axes that the layer declared."""
     return variable.get_metadata("axes")

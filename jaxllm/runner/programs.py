@@ -1,58 +1,229 @@
-"""Compiles the step's programs: traces one after another, compiles several at once, and counts what is compiled too late."""
+"""Gets the step's programs, from a store or by compiling: those needed at once by several threads, the others behind the engine's back."""
 
 import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, as_completed
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import jax
 
+from jaxllm.at_exit import shut_down_at_exit
 from jaxllm.log import logger
 from jaxllm.progress import SILENT, Progress
+from jaxllm.start_times import StartTimes
 
 Key = TypeVar("Key")
+StoreKey = TypeVar("StoreKey", contravariant=True)
 
 _SLOW_SECONDS = 1.0
+_QUIET_SECONDS = 1.0
+"""Nothing is traced behind the engine's back until no program was called for so long: tracing holds the interpreter."""
+
+
+class Store(Protocol[StoreKey]):
+    """Where compiled programs outlive the process."""
+
+    def load(self, key: StoreKey) -> jax.stages.Compiled | None: ...
+    def save(self, key: StoreKey, program: jax.stages.Compiled) -> None: ...
 
 
 class Programs(Generic[Key]):
-    """Compiled programs by key. `lower(key)` traces one; calling a compiled program can never compile another."""
+    """Compiled programs by key. `lower(key)` traces one; calling a compiled program can never compile another.
 
-    def __init__(self, lower: Callable[[Key], jax.stages.Lowered], *, threads: int):
+    Threads work through the programs that `start` was given: each is loaded, or traced (one at a time, as tracing holds the
+    interpreter) and compiled (at the same time, as XLA releases it). Rare programs follow when the others have been begun, in one
+    thread. Whoever asks for a program that nobody has begun makes it, so that it never waits for another one's turn.
+    """
+
+    def __init__(
+        self,
+        lower: Callable[[Key], jax.stages.Lowered],
+        *,
+        threads: int,
+        store: Store[Key] | None = None,
+        is_storable: Callable[[Key], bool] = lambda key: True,
+        times: StartTimes | None = None,
+    ):
         self._lower = lower
         self._threads = threads
+        self._store = store
+        self._is_storable = is_storable
+        self._times = times or StartTimes()
         self._compiled: dict[Key, jax.stages.Compiled] = {}
+        self._lock = threading.Lock()
+        self._queue: dict[Key, None] = {}
+        """What no thread has begun yet, in order."""
+        self._rare: dict[Key, None] = {}
+        self._jobs: dict[Key, Future[jax.stages.Compiled]] = {}
+        """What is queued, or being made."""
+        self._workers: list[threading.Thread] = []
+        self._rare_worker: threading.Thread | None = None
+        self._tracing = threading.Lock()
+        self._stop = threading.Event()
+        self._last_use = 0.0
         self.is_warm = False
-        """Whether warm-up is over: from then on each compilation holds up requests, and is counted."""
+        """Whether warm-up is over: from then on each compilation that a request waits for is counted."""
         self.num_compiled_after_warmup = 0
-        self.compile_seconds = 0.0
+        self.num_compiled = 0
+        self.num_loaded = 0
         self._told = False
+        shut_down_at_exit(self)
 
     def __len__(self) -> int:
         return len(self._compiled)
 
     def get(self, key: Key) -> jax.stages.Compiled:
-        """The program, compiled now if it is not yet."""
+        """The program, made now if it is not there yet."""
+        self._last_use = time.monotonic()
         program = self._compiled.get(key)
-        if program is None:
-            start = time.perf_counter()
-            with self._told_if_slow():
-                program = self._compiled[key] = self._lower(key).compile()
-            seconds = time.perf_counter() - start
-            self.compile_seconds += seconds
-            if self.is_warm:
-                self.num_compiled_after_warmup += 1
-                logger.warning("compiled %s after warm-up (%.1f s): requests had to wait", key, seconds)
-            else:
-                logger.debug("compiled %s in %.1f s", key, seconds)
+        return self._wait_for(key) if program is None else program
+
+    def start(self, keys: Sequence[Key], rare: Sequence[Key] = ()) -> None:
+        """Have threads make `keys`, which are needed at once, and `rare` later, each in this order. Returns at once."""
+        with self._lock:
+            for queue, wanted in ((self._queue, keys), (self._rare, rare)):
+                for key in wanted:
+                    if key not in self._compiled and key not in self._jobs:
+                        queue[key] = None
+                        self._jobs[key] = Future()
+            # One more than compile: it traces meanwhile.
+            wanted_workers = min(self._threads + 1, len(self._queue) + bool(self._rare))
+            for _ in range(wanted_workers - len(self._workers)):
+                worker = threading.Thread(target=self._work, name="programs", daemon=True)
+                self._workers.append(worker)
+                worker.start()
+
+    def wait(self, keys: Sequence[Key], progress: Progress = SILENT) -> None:
+        """Until these, which `start` was given, are there. Raises what went wrong."""
+        with self._lock:
+            jobs = [self._jobs[key] for key in keys if key in self._jobs]
+        progress.start("preparing programs", len(jobs), "program")
+        for _ in as_completed(jobs):
+            progress.advance(1)
+        progress.finish()
+        for key in keys:
+            if key not in self._compiled:
+                self._wait_for(key)  # tries again what failed, and raises
+
+    def compile_all(self, keys: Sequence[Key], progress: Progress) -> None:
+        """Make what is missing of `keys`, several at once, and wait for it."""
+        missing = [key for key in keys if key not in self._compiled]
+        self.start(missing)
+        self.wait(missing, progress)
+
+    def expect(self, keys: Sequence[Key]) -> None:
+        """Before warm-up is over: make these now, together, if the first of them has to be made anyway."""
+        if keys[0] not in self._compiled and not self.is_warm:
+            with self._told_if_slow(keys):
+                self.compile_all(keys, SILENT)
+
+    def shutdown(self) -> None:
+        """Begin nothing more and wait for what has begun. May be called again."""
+        self._stop.set()
+        with self._lock:
+            for key in (*self._queue, *self._rare):
+                self._jobs.pop(key).cancel()
+            self._queue.clear()
+            self._rare.clear()
+            workers = list(self._workers)
+        for worker in workers:
+            worker.join()
+
+    # How a program is made
+
+    def _wait_for(self, key: Key) -> jax.stages.Compiled:
+        start = time.perf_counter()
+        with self._told_if_slow([key]):
+            with self._lock:
+                if key in self._compiled:  # just now
+                    return self._compiled[key]
+                job = self._jobs.get(key)
+                mine = job is None or key in self._queue or key in self._rare
+                if job is None:
+                    job = self._jobs[key] = Future()
+                self._queue.pop(key, None)
+                self._rare.pop(key, None)
+            waited_for_compiler = self._make(key, job) if mine else True
+            program = job.result()
+        if self.is_warm and waited_for_compiler:
+            self.num_compiled_after_warmup += 1
+            logger.warning("compiled %s after warm-up: requests had to wait for %.1f s", key, time.perf_counter() - start)
         return program
 
+    def _work(self) -> None:
+        while (taken := self._take()) is not None:
+            key, job = taken
+            self._make(key, job)
+            if self.is_warm and (error := job.exception()) is not None:
+                logger.warning(
+                    "%s could not be compiled ahead of its use (%s): it is tried again when a request needs it", key, error
+                )
+
+    def _take(self) -> "tuple[Key, Future[jax.stages.Compiled]] | None":
+        """The next program for this thread to make; None if it is no longer needed."""
+        me = threading.current_thread()
+        while True:
+            with self._lock:
+                is_rare_worker = self._rare_worker in (None, me)
+                queue = self._queue or (self._rare if is_rare_worker else {})
+                if not queue or self._stop.is_set():
+                    self._workers.remove(me)
+                    if self._rare_worker is me:
+                        self._rare_worker = None
+                    return None
+                if queue is self._rare:
+                    self._rare_worker = me
+                pause = self._last_use + _QUIET_SECONDS - time.monotonic() if queue is self._rare and self.is_warm else 0.0
+                if pause <= 0:
+                    key = next(iter(queue))
+                    del queue[key]
+                    return key, self._jobs[key]
+            self._stop.wait(pause)
+
+    def _make(self, key: Key, job: "Future[jax.stages.Compiled]") -> bool:
+        """Fill a job that was taken from the queue. Whether it had to be compiled."""
+        start = time.perf_counter()
+        try:
+            program = None
+            if self._store is not None and self._is_storable(key):
+                with self._times.part("loading programs"):
+                    program = self._store.load(key)
+            is_compiled = program is None
+            if program is None:
+                program = self._compile(key)
+        except BaseException as error:
+            with self._lock:
+                self._jobs.pop(key, None)  # whoever asks again tries again
+            job.set_exception(error)
+            return True
+        with self._lock:
+            self._compiled[key] = program
+            self._jobs.pop(key, None)
+            self.num_compiled += is_compiled
+            self.num_loaded += not is_compiled
+        job.set_result(program)
+        logger.debug("%s %s in %.1f s", "compiled" if is_compiled else "loaded", key, time.perf_counter() - start)
+        return is_compiled
+
+    def _compile(self, key: Key) -> jax.stages.Compiled:
+        with self._tracing, self._times.part("tracing"):
+            lowered = self._lower(key)
+        with self._times.part("compiling"):
+            program = lowered.compile()
+        if self._store is not None and self._is_storable(key):
+            with self._times.part("storing programs"):
+                self._store.save(key, program)
+        return program
+
+    # Telling
+
     @contextlib.contextmanager
-    def _told_if_slow(self) -> Iterator[None]:
+    def _told_if_slow(self, keys: Sequence[Key]) -> Iterator[None]:
         """Say once why nothing happens, if a compilation takes its time. With a program from the cache it does not."""
+        start = time.perf_counter()
         timer = threading.Timer(_SLOW_SECONDS, self._tell)
         timer.daemon = True
         timer.start()
@@ -60,35 +231,16 @@ class Programs(Generic[Key]):
             yield
         finally:
             timer.cancel()
+            logger.debug("waited %.2f s for %s", time.perf_counter() - start, ", ".join(map(str, keys)))
 
     def _tell(self) -> None:
         if not self._told:
             self._told = True
-            logger.info("compiling programs as they are needed for the first time; the next run starts sooner")
-
-    def compile_all(self, keys: Sequence[Key], progress: Progress) -> None:
-        """Compile what is missing of `keys`: tracing here, compiling in threads (XLA releases the interpreter)."""
-        missing = [key for key in keys if key not in self._compiled]
-        start = time.perf_counter()
-        progress.start("compiling programs", total=len(missing), unit="program")
-        with ThreadPoolExecutor(self._threads, thread_name_prefix="compile") as pool:
-            futures = {pool.submit(self._lower(key).compile): key for key in missing}
-            for future in as_completed(futures):
-                self._compiled[futures[future]] = future.result()
-                progress.advance(1)
-        progress.finish()
-        seconds = time.perf_counter() - start
-        self.compile_seconds += seconds
-        logger.debug("compiled %s together in %.1f s", ", ".join(map(str, missing)), seconds)
-
-    def expect(self, keys: Sequence[Key]) -> None:
-        """Before warm-up is over: compile these now, together, if the first of them has to be compiled anyway."""
-        if keys[0] not in self._compiled and not self.is_warm:
-            self.compile_all(keys, SILENT)
+            logger.info("compiling or loading programs as they are needed for the first time; the next run starts sooner")
 
 
 def use_persistent_cache(directory: Path) -> None:
-    """Keep every compiled program in `directory`, however small and quick to compile."""
+    """Keep what XLA compiles in `directory`, however small and quick to compile, and what its autotuner found beside it."""
     directory.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

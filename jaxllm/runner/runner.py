@@ -5,17 +5,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
 from jaxllm.config import EngineConfig
+from jaxllm.loaders.layout import abstract_state
 from jaxllm.model_config import ModelConfig
-from jaxllm.progress import Progress
+from jaxllm.progress import SILENT, Progress
 from jaxllm.runner.batch import Batch, BatchBuilder, PromptLogprobsChunk
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.memory import MemoryPlan
+from jaxllm.runner.program_store import ProgramStore
 from jaxllm.runner.programs import Programs
 from jaxllm.runner.prompt_logprobs import PendingPromptLogprobs, trim
 from jaxllm.runner.rows import LogprobsKind, Row, Rows
@@ -25,6 +26,10 @@ from jaxllm.sampling.state import SamplingState, pack_admission
 from jaxllm.sampling.variants import Variant
 from jaxllm.sampling_params import MAX_LOGPROB_TOKEN_IDS
 from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
+from jaxllm.start_times import StartTimes
+
+WARM_UP_RUNS = 2
+"""The first run of a program loads it on the device; the second records its CUDA graphs, which all later ones launch."""
 
 
 @dataclass(frozen=True)
@@ -71,21 +76,25 @@ class ModelRunner:
         config: EngineConfig,
         model_config: ModelConfig,
         model: nnx.Module,
-        weights: nnx.State,
         mesh: Mesh,
         plan: MemoryPlan,
         processors: tuple[Any, ...] = (),
+        *,
+        store: ProgramStore | None = None,
+        times: StartTimes | None = None,
     ):
         on_gpu = jax.default_backend() != "cpu"
         implementation = config.compile.attention_implementation
         max_rows, threads = config.scheduler.max_num_seqs, config.compile.compile_threads
         assert max_rows is not None and threads is not None, "platform defaults are resolved before the runner is made"
         graphdef = nnx.graphdef(model)
-        leaves, structure = jax.tree.flatten(weights)
-        self.params: tuple[jax.Array, ...] = tuple(leaves)
+        # Programs are made from shapes alone, while the weights are still on their way.
+        shapes, structure = jax.tree.flatten(abstract_state(model, mesh))
+        self._weights_structure = structure
+        self.params: tuple[jax.Array, ...] = ()
         vocab_size, max_logprobs = model_config.vocab_size, config.model.max_logprobs
         functions = StepFunctions(
-            # Flattened once here: walking the module tree in each step would cost milliseconds.
+            # Flattened once: walking the module tree in each step would cost milliseconds.
             merge=lambda params: nnx.merge(graphdef, jax.tree.unflatten(structure, params)),
             mesh=mesh,
             block_size=config.cache.block_size,
@@ -107,12 +116,16 @@ class ModelRunner:
             buckets=self.buckets,
             model=model_config,
             mesh=mesh,
-            params=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in self.params),
+            params=tuple(shapes),
             num_blocks=plan.num_blocks,
             max_blocks=max_blocks,
             make_state=self._new_state,
         )
-        self.programs = Programs(self.shapes.lower, threads=threads)
+        self.times = times or StartTimes()
+        self.store = store
+        self.programs = Programs(
+            self.shapes.lower, threads=threads, store=store, is_storable=self.shapes.is_storable, times=self.times
+        )
         self.caches: Caches = ()
         self.row_arrays = self._put(
             RowArrays(np.zeros(max_rows + 1, np.int32), np.zeros((max_rows + 1, max_blocks), np.int32))  # type: ignore[arg-type]
@@ -122,32 +135,64 @@ class ModelRunner:
         self.dispatch_seconds = 0.0
         """Host time of all `dispatch` calls together."""
 
+    def start_programs(self, *, rare_later: bool) -> None:
+        """Have threads load or compile all programs; the rare ones behind the engine's back, if they may come later."""
+        common, rare = [*self.shapes.common_keys(), ProgramKey("new_caches")], self.shapes.rare_keys()
+        self.programs.start(common if rare_later else [*common, *rare], rare if rare_later else ())
+
+    def wait_for_programs(self, progress: Progress, *, rare: bool) -> None:
+        """Until the common programs are there, with the rare ones if asked."""
+        self.programs.wait(
+            [*(self.shapes.all_keys() if rare else self.shapes.common_keys()), ProgramKey("new_caches")], progress
+        )
+
     def work_bytes(self) -> int:
         """Temporary and output bytes per device of the largest step, read off its compiled program."""
-        sizes = self.programs.get(ProgramKey("forward", self.buckets.tokens[-1])).memory_analysis()
+        largest = ProgramKey("forward", self.buckets.tokens[-1])
+        self.programs.compile_all([largest], SILENT)
+        sizes = self.programs.get(largest).memory_analysis()
         if sizes is None:
             return 0  # this backend does not tell
         return int(sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes)
 
+    def set_weights(self, weights: nnx.State) -> None:
+        """The weights to compute with, shaped and placed as the model was declared."""
+        leaves, structure = jax.tree.flatten(weights)
+        assert structure == self._weights_structure, "weights of another model"  # type: ignore[operator]
+        for found, wanted in zip(leaves, self.shapes.params, strict=True):
+            same = found.shape == wanted.shape and found.dtype == wanted.dtype
+            assert same and found.sharding.is_equivalent_to(wanted.sharding, found.ndim), "a weight of another shape or place"
+        self.params = tuple(leaves)
+
     def allocate_caches(self) -> None:
         """Take the memory of the KV cache, zeroed: a masked NaN would still poison a sum."""
-        shape, dtype = self.shapes.cache_shape, self.shapes.model.dtype
-        make = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=self.shapes.by_heads)
-        self.caches = tuple(make() for _ in range(2 * self.shapes.model.num_layers))
+        program = self.programs.get(ProgramKey("new_caches"))
+        with self.times.part("cache"):
+            self.caches = program()
 
-    def warm_up(self, progress: Progress) -> None:
-        """Compile every program and run the steps' programs once on nothing, so that the device has them loaded."""
-        self.programs.compile_all(self.shapes.all_keys(), progress)
-        for key in self.shapes.all_keys():
-            if key.kind in ("forward", "decode"):
-                buffer = self._put(self.batches.empty(self.shapes.layout(key)))
-                program = self.programs.get(key)
-                self.caches, self.row_arrays, *_ = program(self.params, self.caches, self.row_arrays, buffer)
-        jax.block_until_ready(self.row_arrays)
+    def warm_up(self) -> None:
+        """Run the programs of a step on nothing. From now on a compilation that a request waits for is one too many."""
+        for number in range(1, WARM_UP_RUNS + 1):
+            with self.times.part(f"warm-up run {number}"):
+                self._run_step_programs()
         self.programs.is_warm = True
 
+    def _run_step_programs(self) -> None:
+        state: Any = (self.caches, self.row_arrays)
+        for key in self.shapes.common_keys():
+            if key.kind in ("forward", "decode"):
+                buffer = self._send(self.batches.empty(self.shapes.layout(key)))
+                state = self.programs.get(key)(self.params, self.caches, self.row_arrays, buffer)
+                self.caches, self.row_arrays, *_ = state
+            if key.kind == "forward":
+                hidden_ND, columns_NC = state[3:]
+            if key.kind == "sample":
+                self.row_arrays, *_ = self.programs.get(key)(self.params, self.row_arrays, hidden_ND, columns_NC, None, None)
+        jax.block_until_ready(self.row_arrays)
+
     def delete_arrays(self) -> None:
-        """Give the device's memory back."""
+        """Give the device's memory back, after the last program has been compiled."""
+        self.programs.shutdown()
         for array in jax.tree.leaves((self.params, self.caches, self.row_arrays, self._sampling_state)):
             if not array.is_deleted():
                 array.delete()

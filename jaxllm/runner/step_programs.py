@@ -14,7 +14,7 @@ from jaxllm.model_config import ModelConfig
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.layout import NUM_ROW_COLUMNS, StepLayout, decode_layout, mixed_layout
 from jaxllm.runner.rows import LogprobsKind
-from jaxllm.runner.step import RowArrays, StepFunctions
+from jaxllm.runner.step import Caches, RowArrays, StepFunctions
 from jaxllm.sampling.state import SamplingState, admit
 from jaxllm.sampling.variants import Variant
 from jaxllm.sampling_params import MAX_LOGPROB_TOKEN_IDS
@@ -61,22 +61,33 @@ class StepPrograms:
         return (self.num_blocks, self.model.num_kv_heads, self.functions.block_size, self.model.head_dim)
 
     def all_keys(self) -> list[ProgramKey]:
-        """Every program that traffic can reach, the slowest to compile first."""
+        """Every program that traffic can reach."""
+        return [*self.common_keys(), *self.rare_keys()]
+
+    def common_keys(self) -> list[ProgramKey]:
+        """What almost every request needs, the slowest to compile first."""
         buckets, simple = self.buckets, (Variant.GREEDY, Variant.RANDOM)
         return [
             *(ProgramKey("forward", size) for size in reversed(buckets.tokens)),
             *(ProgramKey("decode", size, variant) for size in reversed(buckets.decode_rows) for variant in simple),
-            *(
-                ProgramKey("sample", size, variant, kind)
-                for size in reversed(buckets.sample_rows)
-                for variant in Variant
-                for kind in (LogprobsKind if variant == Variant.FULL else (LogprobsKind.NONE,))
-            ),
-            *(ProgramKey("prompt_logprobs", size) for size in buckets.tokens),
+            *(ProgramKey("sample", size, variant) for size in reversed(buckets.sample_rows) for variant in simple),
             ProgramKey("write_blocks"),
+        ]
+
+    def rare_keys(self) -> list[ProgramKey]:
+        """What only some requests ask for: the full sampler, logprobs."""
+        buckets = self.buckets
+        return [
             ProgramKey("new_state"),
             ProgramKey("admit"),
+            *(ProgramKey("sample", size, Variant.FULL, kind) for size in buckets.sample_rows for kind in LogprobsKind),
+            *(ProgramKey("prompt_logprobs", size) for size in buckets.tokens),
         ]
+
+    def is_storable(self, key: ProgramKey) -> bool:
+        """Whether another process may use the program: not if a custom logits processor is compiled into it or shapes its state."""
+        has_processors = key.variant == Variant.FULL or key.kind in ("new_state", "admit")
+        return not (self.functions.processors and has_processors)
 
     def layout(self, key: ProgramKey) -> StepLayout:
         """The step buffer of a forward or decode program."""
@@ -121,6 +132,12 @@ class StepPrograms:
 
     def _lower_new_state(self, key: ProgramKey) -> jax.stages.Lowered:
         return jax.jit(self.make_state, out_shardings=self.replicated).lower()
+
+    def _lower_new_caches(self, key: ProgramKey) -> jax.stages.Lowered:
+        def make_caches() -> Caches:
+            return tuple(jnp.zeros(cache.shape, cache.dtype) for cache in self._caches)
+
+        return jax.jit(make_caches, out_shardings=self._cache_shardings).lower()
 
     def _lower_admit(self, key: ProgramKey) -> jax.stages.Lowered:
         num_words = sum(math.prod(array.shape[1:]) for array in jax.tree.leaves(self._state))

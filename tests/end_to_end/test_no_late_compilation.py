@@ -34,13 +34,14 @@ def core():
         core = engines.make_core(
             NAME,
             processors=(Processor("only_low", only_low, num_arguments=1),),
-            warmup="all",
+            warmup="background",
             block_size=8,
             num_gpu_blocks_override=25,
             max_num_batched_tokens=48,
             decode_buckets=(2, 4),
             token_buckets=(16, 48),
         )
+    core.finish_compiling()
     yield core
     core.shutdown()
 

@@ -248,7 +248,7 @@ def test_a_request_that_fails_alone_is_named(model_directory: Path, monkeypatch:
 def test_options_are_the_engine_s(monkeypatch: pytest.MonkeyPatch, model_directory: Path) -> None:
     seen = []
 
-    def build(config: EngineConfig, progress: Any, processors: Any) -> FakeEngineCore:
+    def build(config: EngineConfig, progress: Any, processors: Any, times: Any) -> FakeEngineCore:
         seen.append((config, progress, processors))
         return fake_core(model_directory)
 

@@ -96,6 +96,9 @@ class FakeEngineCore:
             if self.running.pop(request_id, None) is not None:
                 self.aborted.append(request_id)
 
+    def finish_compiling(self) -> None:
+        """There is nothing to compile."""
+
     def has_unfinished_requests(self) -> bool:
         return bool(self.running)
 

@@ -1,0 +1,170 @@
+"""From a config to an engine without weights: options made concrete, the cache sized, the programs' shapes known."""
+
+import math
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh
+
+from jaxllm import env
+from jaxllm.config import EngineConfig, resolve_platform_defaults
+from jaxllm.engine.fingerprint import fingerprint
+from jaxllm.errors import ConfigError
+from jaxllm.loaders.layout import abstract_state
+from jaxllm.log import logger
+from jaxllm.model_config import ModelConfig, load_model_config
+from jaxllm.models.decoder import CausalLM
+from jaxllm.models.registry import build_model
+from jaxllm.parallel.mesh import make_mesh
+from jaxllm.runner.memory import MemoryPlan, device_limit, memory_plan, reserve_device_memory
+from jaxllm.runner.program_store import ProgramStore, local_store, open_artifact, read_manifest
+from jaxllm.runner.programs import use_persistent_cache
+from jaxllm.runner.runner import ModelRunner
+from jaxllm.sampling.processors import Processor
+from jaxllm.start_times import StartTimes
+from pallas_kernels import paged_attention
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What programs can be compiled for: everything but the weights."""
+
+    config: EngineConfig
+    model_config: ModelConfig
+    mesh: Mesh
+    model: CausalLM
+    plan: MemoryPlan
+    runner: ModelRunner
+    processors: tuple[Processor, ...]
+    times: StartTimes
+
+    @classmethod
+    def of(cls, config: EngineConfig, model_dir: Path, processors: tuple[Processor, ...], times: StartTimes) -> "Prepared":
+        """Everything for a model. Programs come from the artifact, or from this machine's cache, where new ones go.
+
+        Raises ConfigError, ModelLoadError or OutOfMemoryError.
+        """
+        reserve_device_memory(config.cache.gpu_memory_utilization)
+        with times.part("device"):
+            on_cpu = _backend() == "cpu"
+        if config.compile.compilation_cache and not on_cpu:
+            # For all that is not a program of the step. On a CPU, what XLA read from its own cache could not be stored again.
+            use_persistent_cache(env.cache_dir() / "programs")
+        with times.part("config and model"):
+            config, model_config, mesh = resolve(config, model_dir)
+            model = build_model(model_config)
+            plan = _plan(config, model_config, _weight_bytes(model, mesh))
+            runner = _runner(config, model_config, mesh, model, plan, processors, times)
+        return cls(config, model_config, mesh, model, plan, runner, processors, times)
+
+    def settled(self, *, rare_later: bool) -> "Prepared":
+        """This, or with a smaller cache if the largest program turns out to need more memory than was estimated.
+
+        Then every program is compiled again, as all depend on the number of blocks: the estimate is rather too high.
+        """
+        options = self.config.cache
+        if options.num_gpu_blocks_override is not None or options.kv_cache_memory_bytes is not None:
+            return self
+        work_bytes = self.runner.work_bytes()
+        if work_bytes <= self.plan.work_bytes:
+            return self
+        plan = _plan(self.config, self.model_config, self.plan.weight_bytes, work_bytes)
+        if plan.num_blocks == self.plan.num_blocks:
+            return replace(self, plan=plan)
+        logger.info("the largest step needs more memory than estimated: %s", plan.describe())
+        self.runner.programs.shutdown()
+        runner = _runner(self.config, self.model_config, self.mesh, self.model, plan, self.processors, self.times)
+        runner.start_programs(rare_later=rare_later)
+        return replace(self, plan=plan, runner=runner)
+
+    def fingerprint(self) -> dict[str, object]:
+        """What the programs depend on."""
+        return fingerprint(self.config, self.model_config, self.mesh, self.plan)
+
+
+def _plan(config: EngineConfig, model: ModelConfig, weight_bytes: int, work_bytes: int | None = None) -> MemoryPlan:
+    """The memory plan, checked; with a compiled artifact the cache has the size that its programs take, if that fits."""
+    plan = memory_plan(config, model, weight_bytes=weight_bytes, work_bytes=work_bytes)
+    artifact, options = config.compile.compiled_artifact, config.cache
+    if artifact is not None and options.num_gpu_blocks_override is None and options.kv_cache_memory_bytes is None:
+        num_blocks = read_manifest(Path(artifact)).get("num_gpu_blocks")
+        if isinstance(num_blocks, int) and num_blocks <= plan.num_blocks:
+            plan = memory_plan(
+                config.replace(num_gpu_blocks_override=num_blocks), model, weight_bytes=weight_bytes, work_bytes=work_bytes
+            )
+    plan.check()
+    return plan
+
+
+def _runner(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    mesh: Mesh,
+    model: CausalLM,
+    plan: MemoryPlan,
+    processors: tuple[Processor, ...],
+    times: StartTimes,
+) -> ModelRunner:
+    store: ProgramStore | None = None
+    options, devices = config.compile, list(mesh.devices.flat)
+    if options.compiled_artifact is not None:
+        store = open_artifact(Path(options.compiled_artifact), fingerprint(config, model_config, mesh, plan), devices)
+    elif options.compilation_cache:
+        store = local_store(env.cache_dir() / "engines", fingerprint(config, model_config, mesh, plan), devices)
+    return ModelRunner(config, model_config, model, mesh, plan, processors, store=store, times=times)
+
+
+def _weight_bytes(model: CausalLM, mesh: Mesh) -> int:
+    """What the weights take on each device."""
+    leaves = jax.tree.leaves(abstract_state(model, mesh))
+    return sum(x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in leaves)
+
+
+def resolve(config: EngineConfig, model_dir: Path) -> tuple[EngineConfig, ModelConfig, Mesh]:
+    """Make a config concrete for a model and this machine's devices."""
+    on_gpu = _backend() != "cpu"
+    attention = config.compile.attention_implementation
+    config = resolve_platform_defaults(config, on_gpu=on_gpu, device_bytes=device_limit()[1])
+    model_config = load_model_config(model_dir, overrides=config.model.hf_overrides, dtype=config.model.dtype, on_gpu=on_gpu)
+    model_config = model_config.for_tensor_parallel(config.parallel.tensor_parallel_size)
+    mesh = make_mesh(config.parallel.tensor_parallel_size)
+    config = config.replace(attention_implementation=_attention_implementation(attention, model_config, on_gpu=on_gpu))
+    scheduler = config.scheduler
+    assert scheduler.max_num_seqs is not None and scheduler.max_num_batched_tokens is not None
+    if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens is {scheduler.max_num_batched_tokens}, less than max_num_seqs {scheduler.max_num_seqs}; "
+            "each running request needs a token a step: raise --max-num-batched-tokens or lower --max-num-seqs"
+        )
+    return config, model_config, mesh
+
+
+def _attention_implementation(wanted: str, model: ModelConfig, *, on_gpu: bool) -> str:
+    """The wanted implementation if it takes the model's shapes, or for "auto" the fastest that does."""
+    num_groups = model.num_heads // model.num_kv_heads
+    if wanted == "auto":
+        platform = "gpu" if on_gpu else "cpu"
+        return paged_attention.choose(platform=platform, dtype=model.dtype, num_groups=num_groups, head_dim=model.head_dim)
+    if not paged_attention.supports(
+        wanted, dtype=model.dtype, num_groups=num_groups, head_dim=model.head_dim, interpret=not on_gpu
+    ):
+        raise ConfigError(
+            f"attention_implementation is {wanted!r}, which does not take {num_groups} query heads per key-value head of "
+            f"width {model.head_dim} in {model.dtype}; use auto"
+        )
+    return wanted
+
+
+def _backend() -> str:
+    """The kind of device that JAX found. Raises ConfigError if it cannot use what it was told to use."""
+    try:
+        return jax.default_backend()
+    except Exception as error:  # a plugin that is missing, or a driver that is broken, shows in many types
+        asked = os.environ.get("JAX_PLATFORMS")
+        raise ConfigError(
+            f"JAX finds no device{f' for JAX_PLATFORMS={asked}' if asked else ''} "
+            f"({(str(error) or type(error).__name__).splitlines()[0]}); unset JAX_PLATFORMS, or install jaxllm[cuda12] or "
+            "jaxllm[cuda13] for a GPU; `jaxllm env` tells what is there"
+        ) from error

@@ -1,0 +1,199 @@
+"""Compiled programs in a directory, for the next process or another machine of the same kind: no tracing, no compiling.
+
+Each program is a file of its own beside `manifest.json`, which says what they were compiled for. The files hold pickles and machine
+code: whoever can write there can run code here, so that a directory must belong to this user or to root and be writable by no other.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import stat
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+
+from jaxllm.errors import ConfigError
+from jaxllm.log import logger
+from jaxllm.runner.step_programs import ProgramKey
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+MAX_LOCAL_STORES = 8
+"""Engines whose programs are kept in this machine's cache; those not used for longest go first."""
+
+Fingerprint = Mapping[str, Any]
+"""All that programs depend on, by a name that an error message can use; JSON values."""
+
+
+class ProgramStore:
+    """Programs for arrays on `devices`, in a directory.
+
+    A `strict` store raises ConfigError for a program that cannot be read, another one has it compiled anew. Nothing is saved in a
+    store that is not `writable`.
+    """
+
+    def __init__(self, directory: Path, devices: Sequence[jax.Device], *, writable: bool, strict: bool):
+        self.directory = directory
+        self._devices = devices
+        self._writable = writable
+        self._strict = strict
+
+    def load(self, key: ProgramKey) -> jax.stages.Compiled | None:
+        """The program, or None if it is not stored."""
+        path = self._path(key)
+        if not path.exists():
+            return None
+        check_trusted(path)
+        try:
+            payload, in_tree, out_tree = pickle.loads(path.read_bytes())
+            return serialize_executable.deserialize_and_load(
+                payload, in_tree, out_tree, backend=self._devices[0].client, execution_devices=self._devices
+            )
+        except Exception as error:  # what a damaged file brings up has many types
+            reason = f"{path} cannot be loaded ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+            if self._strict:
+                raise ConfigError(f"{reason}; write it again with `jaxllm compile`") from error
+            logger.warning("%s: it is compiled anew", reason)
+            return None
+
+    def save(self, key: ProgramKey, program: jax.stages.Compiled) -> None:
+        """Store a program. That a disk is full does not stop an engine, unless the store is strict."""
+        if not self._writable:
+            return
+        try:
+            _write(self._path(key), pickle.dumps(serialize_executable.serialize(program)))
+        except Exception as error:  # backends differ in what they cannot serialize, and how they say so
+            if self._strict:
+                raise ConfigError(f"{key} cannot be written to {self.directory}: {error}") from error
+            logger.warning("%s is not kept for the next start: %s", key, error)
+
+    def copy(self, other: "ProgramStore", key: ProgramKey) -> bool:
+        """Take a program over from another store. Whether it has it."""
+        path = other._path(key)
+        if not path.exists():
+            return False
+        _write(self._path(key), path.read_bytes())
+        return True
+
+    def _path(self, key: ProgramKey) -> Path:
+        variant, logprobs = key.variant.name.lower(), key.logprobs.name.lower()
+        return self.directory / f"{key.kind}-{key.size}-{variant}-{logprobs}.program"
+
+
+def local_store(parent: Path, fingerprint: Fingerprint, devices: Sequence[jax.Device]) -> ProgramStore | None:
+    """The store of such an engine in this machine's cache; None if the cache cannot be used."""
+    digest = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()[:24]
+    directory = parent / digest
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_trusted(directory)
+        write_manifest(directory, fingerprint)
+        _remove_oldest(parent, MAX_LOCAL_STORES)
+    except (OSError, ConfigError) as error:
+        logger.warning("compiled programs are not kept: %s", error)
+        return None
+    return ProgramStore(directory, devices, writable=True, strict=False)
+
+
+def new_artifact(directory: Path, devices: Sequence[jax.Device]) -> ProgramStore:
+    """An empty store to ship. Its manifest comes last, by `write_manifest`: without one it is no artifact."""
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ConfigError(f"{directory} is not empty; give a new directory, or remove it first")
+    try:
+        directory.mkdir(mode=0o755, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{directory} cannot be made: {error}") from error
+    check_trusted(directory)
+    return ProgramStore(directory, devices, writable=True, strict=True)
+
+
+def open_artifact(directory: Path, fingerprint: Fingerprint, devices: Sequence[jax.Device]) -> ProgramStore:
+    """The store that `jaxllm compile` wrote. Raises ConfigError with everything in which it differs from this engine."""
+    compiled_for = read_manifest(directory)
+    here = json.loads(json.dumps(fingerprint))
+    names = dict.fromkeys([*compiled_for, *here])
+    faults = [
+        f"{name} is {_short(here.get(name))}, the artifact has {_short(compiled_for.get(name))}"
+        for name in names
+        if here.get(name) != compiled_for.get(name)
+    ]
+    blocks, wanted_blocks = here.get("num_gpu_blocks"), compiled_for.get("num_gpu_blocks")
+    if isinstance(blocks, int) and isinstance(wanted_blocks, int) and blocks < wanted_blocks:
+        faults.append(
+            "no more blocks fit here (raise --gpu-memory-utilization, or compile with a smaller --kv-cache-memory-bytes)"
+        )
+    if faults:
+        raise ConfigError(
+            f"the compiled artifact {directory} is for another engine: {'; '.join(faults)}; start with the same options on the same "
+            "kind of machine and the same versions, or compile it again with `jaxllm compile`"
+        )
+    return ProgramStore(directory, devices, writable=False, strict=True)
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """What an artifact was compiled for. Raises ConfigError if it is none, or not to be trusted."""
+    path = directory / MANIFEST
+    if not path.is_file():
+        raise ConfigError(f"{directory} is no compiled artifact: it has no {MANIFEST}; write one with `jaxllm compile`")
+    check_trusted(directory)
+    check_trusted(path)
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        found, fingerprint = manifest["format"], manifest["compiled_for"]
+        assert isinstance(fingerprint, dict)
+    except (ValueError, KeyError, TypeError, AssertionError) as error:
+        raise ConfigError(f"{path} is corrupt ({error!r}); write it again with `jaxllm compile`") from error
+    if found != FORMAT:
+        raise ConfigError(f"{path} has format {found}, this version reads {FORMAT}; write it again with `jaxllm compile`")
+    return fingerprint
+
+
+def write_manifest(directory: Path, fingerprint: Fingerprint) -> None:
+    """Say what the programs are for."""
+    text = json.dumps({"format": FORMAT, "compiled_for": fingerprint}, indent=1)
+    _write(directory / MANIFEST, text.encode() + b"\n")
+
+
+def check_trusted(path: Path) -> None:
+    """Raise ConfigError if somebody else could have written this file or directory."""
+    status = path.stat()
+    mode = stat.S_IMODE(status.st_mode)
+    if status.st_uid not in (0, os.geteuid()):
+        raise ConfigError(
+            f"{path} belongs to user {status.st_uid}, this process runs as {os.geteuid()}: programs are code, and only one's own "
+            "or root's are run; copy the directory, or change its owner"
+        )
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigError(f"{path} can be written by others (mode {mode:o}), and programs are code: chmod -R go-w it")
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Whole or not at all, whoever else writes the same."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def _remove_oldest(parent: Path, keep: int) -> None:
+    stores = sorted(parent.glob(f"*/{MANIFEST}"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for manifest in stores[keep:]:
+        shutil.rmtree(manifest.parent, ignore_errors=True)
+
+
+def _short(value: Any, limit: int = 60) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -1,0 +1,169 @@
+"""Times an engine from the start of its process to its first token, with the parts that the time goes into.
+
+    python scripts/bench_start.py [MODEL] [--cases cold,warm,…] [--json FILE] [engine options as name=value …]
+
+Each case is a fresh process that makes an `LLM`, and asks it for one token, twice:
+
+cold      an empty cache directory
+warm      the cache that `cold` left: stored programs
+compile   `jaxllm compile` with that cache
+artifact  from what `compile` wrote, with an empty cache, as on another machine
+xla       stored programs removed, XLA's own cache and autotuning results kept: what a changed option or a new version costs (GPU)
+restored  the stored programs that `xla` left, which XLA had read from its cache before they were stored
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+CASES = ("cold", "warm", "compile", "artifact", "xla", "restored")
+COMMAND = "import sys; from jaxllm.cli.main import main; sys.exit(main(sys.argv[1:]))"
+
+
+def measure(options: dict[str, Any], warm_up_runs: int | None) -> None:
+    """In the process that is measured: print what one start took, as JSON."""
+    from jaxllm import LLM, SamplingParams
+    from jaxllm.start_times import process_age_seconds
+
+    if warm_up_runs is not None:
+        from jaxllm.runner import runner
+
+        runner.WARM_UP_RUNS = warm_up_runs
+    llm = LLM(**options)
+    ready = process_age_seconds()
+    engine, params = llm.llm_engine, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
+    seconds, tokens = [], []
+    for _ in range(2):
+        start = time.perf_counter()
+        outputs = llm.generate([{"prompt_token_ids": list(range(1, 33))}], params, use_tqdm=False)
+        seconds.append(time.perf_counter() - start)
+        tokens.append(outputs[0].outputs[0].token_ids[0])
+    core = engine.core
+    programs = core.runner.programs
+    found = {
+        "ready": ready,
+        "first token": None if ready is None else ready + seconds[0],
+        "first request": seconds[0],
+        "second request": seconds[1],
+        "parts": dict(core.start_times.seconds),
+        "compiled": programs.num_compiled,
+        "loaded": programs.num_loaded,
+        "late": core.num_compiled_after_warmup,
+        "work bytes": core.runner.work_bytes(),
+        "blocks": core.memory_plan.num_blocks,
+        "token": tokens[0],
+    }
+    print(json.dumps(found), flush=True)
+    start = time.perf_counter()
+    engine.finish_compiling()  # so that the next case finds all stored
+    print(json.dumps({"rare programs behind": time.perf_counter() - start}), flush=True)
+    engine.shutdown()
+
+
+def run_case(case: str, options: dict[str, Any], directory: Path, seconds: float, warm_up_runs: int | None) -> dict[str, Any]:
+    """Run one case in a process of its own."""
+    caches = {"artifact": directory / "other machine"}
+    cache, artifact = caches.get(case, directory / "cache"), directory / "artifact"
+    environment = {**os.environ, "JAXLLM_CACHE_DIR": str(cache)}
+    if case == "xla":
+        shutil.rmtree(cache / "engines", ignore_errors=True)
+    if case == "compile":
+        flags = [
+            f"--{name.replace('_', '-')}={_as_flag(value)}" for name, value in options.items() if not isinstance(value, bool)
+        ]
+        flags += [
+            f"--{'' if value else 'no-'}{name.replace('_', '-')}" for name, value in options.items() if isinstance(value, bool)
+        ]
+        command = [sys.executable, "-c", COMMAND, "compile", "-q", "--output", str(artifact), *flags]
+    else:
+        if case == "artifact":
+            options = {**options, "compiled_artifact": str(artifact)}
+        command = [sys.executable, __file__, "--measure", json.dumps(options)]
+        command += [] if warm_up_runs is None or case != "cold" else ["--warm-up-runs", str(warm_up_runs)]
+    start = time.perf_counter()
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired as error:
+        return {"error": f"not done after {seconds:.0f} s: {_end(error.stderr)}", **_numbers(error.stdout)}
+    whole = {"whole process": time.perf_counter() - start}
+    if done.returncode != 0:
+        return {"error": _end(done.stderr), **whole, **_numbers(done.stdout)}
+    if case == "compile":
+        return {**whole, "said": done.stdout.strip()}
+    return {**whole, **_numbers(done.stdout)}
+
+
+def _as_flag(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def _numbers(text: str | bytes | None) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for line in _text(text).splitlines():
+        if line.startswith("{"):
+            found |= json.loads(line)
+    return found
+
+
+def _end(text: str | bytes | None) -> str:
+    return _text(text)[-2000:]
+
+
+def _text(text: str | bytes | None) -> str:
+    return text.decode(errors="replace") if isinstance(text, bytes) else text or ""
+
+
+def describe(case: str, found: dict[str, Any]) -> str:
+    """A line with the sums, and one with the parts."""
+    sums = [f"{name} {value:.2f} s" for name, value in found.items() if isinstance(value, float)]
+    sums += [f"{name} {value}" for name, value in found.items() if isinstance(value, int)]
+    lines = [f"{case:<9} {', '.join(sums)}"]
+    if "parts" in found:
+        lines.append("          " + ", ".join(f"{name} {seconds:.2f}" for name, seconds in found["parts"].items()))
+    lines += [f"          {name}: {found[name]}" for name in ("said", "error") if name in found]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run the asked cases and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default="demo")
+    parser.add_argument("--cases", default="cold,warm,compile,artifact", help=f"of {', '.join(CASES)}, in this order")
+    parser.add_argument("--limit", type=float, default=3600, metavar="SECONDS", help="what is not done by then is left out")
+    parser.add_argument(
+        "--warm-up-runs", type=int, help="runs of each program in the case cold, instead of the engine's own number"
+    )
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--measure", help=argparse.SUPPRESS)
+    parser.add_argument("options", nargs="*", help="engine options, name=value with JSON values")
+    args = parser.parse_intermixed_args()
+    if args.measure:
+        measure(json.loads(args.measure), args.warm_up_runs)
+        return
+    options = {"model": args.model, "use_progress_bar": False}
+    options |= {name: json.loads(value) for name, value in (option.split("=", 1) for option in args.options)}
+    end, results = time.monotonic() + args.limit, {}
+    print("times since the process began; parts overlap, and those of threads add up", flush=True)
+    with tempfile.TemporaryDirectory() as directory:
+        for case in args.cases.split(","):
+            left = end - time.monotonic()
+            if left < 5:
+                print(f"{case:<9} left out: the time is over", flush=True)
+                continue
+            results[case] = run_case(case, options, Path(directory), left, args.warm_up_runs)
+            print(describe(case, results[case]), flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1))
+    if len({found["token"] for found in results.values() if "token" in found}) > 1:
+        sys.exit("the cases gave different tokens")
+
+
+if __name__ == "__main__":
+    main()

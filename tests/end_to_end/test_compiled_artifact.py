@@ -1,0 +1,129 @@
+"""`jaxllm compile` writes what a new process starts from: nothing is traced or compiled, and the tokens are the same."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxllm.config import EngineConfig
+from jaxllm.engine.core import EngineCore
+from jaxllm.errors import ConfigError
+from tests.helpers import engines, goldens
+
+NAME = "llama_gqa"
+START = """
+import json, sys
+import jax
+from jaxllm.config import EngineConfig
+from jaxllm.engine.core import EngineCore
+from jaxllm.runner.step_programs import StepPrograms
+from tests.helpers import engines, goldens
+
+def forbidden(self, key):
+    raise AssertionError(f"{key} was traced")
+
+options = json.loads(sys.argv[1])
+compiled = []
+if "compiled_artifact" in options:
+    StepPrograms.lower = forbidden
+    listen = lambda event, seconds, **_: compiled.append(event) if "backend_compile" in event else None
+    jax.monitoring.register_event_duration_secs_listener(listen)
+core = EngineCore(EngineConfig.from_options(model=str(goldens.golden("llama_gqa").directory), **options))
+prompt = goldens.golden("llama_gqa").results[4].prompt
+kinds = [{}, {"temperature": 0.7, "seed": 5}, {"logprobs": 2, "repetition_penalty": 1.2}, {"prompt_logprobs": 2}]
+requests = [engines.request(str(i), prompt, max_tokens=12, **kind) for i, kind in enumerate(kinds)]
+answers = engines.run(core, requests)
+programs = core.runner.programs
+print(json.dumps({
+    "tokens": [answers[str(i)].tokens for i in range(len(kinds))],
+    "num_compiled": programs.num_compiled + len(compiled), "num_loaded": programs.num_loaded,
+    "late": core.num_compiled_after_warmup,
+}))
+core.shutdown()
+"""
+
+
+def options_for(size: int) -> dict:
+    return {**engines.SMALL, "tensor_parallel_size": size, "num_gpu_blocks_override": 29}
+
+
+def environment(size: int) -> dict[str, str]:
+    # Quick to compile, not quick to run.
+    flags = f"--xla_force_host_platform_device_count={size} --xla_backend_optimization_level=0"
+    return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(Path(__file__).parents[2])}
+
+
+def python(size: int, *arguments: str) -> str:
+    done = subprocess.run([sys.executable, *arguments], env=environment(size), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def start(size: int, **options) -> dict:
+    return json.loads(python(size, "-c", START, json.dumps({**options_for(size), **options})).splitlines()[-1])
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def artifact(request, tmp_path_factory) -> tuple[int, Path]:
+    size, directory = request.param, tmp_path_factory.mktemp("compiled") / "artifact"
+    flags = []
+    for name, value in options_for(size).items():
+        name = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            flags += [f"--{name}", ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
+    command = "import sys; from jaxllm.cli.main import main; sys.exit(main())"
+    out = python(size, "-c", command, "compile", str(goldens.golden(NAME).directory), "--output", str(directory), *flags)
+    assert out.startswith("13 programs")
+    return size, directory
+
+
+def test_a_new_process_starts_from_it_without_tracing_or_compiling(artifact):
+    size, directory = artifact
+    started = start(size, compiled_artifact=str(directory), warmup="all")
+    assert (started["num_compiled"], started["num_loaded"], started["late"]) == (0, 13, 0)
+    assert started["tokens"][0] == goldens.golden(NAME).results[4].tokens[:12]
+    assert all(len(tokens) == 12 for tokens in started["tokens"])
+
+
+def test_only_what_is_needed_is_loaded_with_lazy_warm_up(artifact):
+    size, directory = artifact
+    started = start(size, compiled_artifact=str(directory), warmup="lazy")
+    assert started["num_compiled"] == 0 and started["num_loaded"] < 13
+
+
+def engine(directory: Path, **options) -> EngineCore:
+    model = str(goldens.golden(NAME).directory)
+    return EngineCore(
+        EngineConfig.from_options(model=model, **{**options_for(1), "compiled_artifact": str(directory), **options})
+    )
+
+
+def test_an_engine_that_differs_is_told_everything_in_which_it_does(artifact):
+    size, directory = artifact
+    with pytest.raises(ConfigError) as caught:
+        engine(directory, max_num_seqs=3, max_logprobs=5)
+    text = str(caught.value)
+    assert "max_num_seqs is 3, the artifact has 4" in text and "max_logprobs is 5, the artifact has 20" in text
+    assert "XLA_FLAGS is" in text and "jaxllm compile" in text
+
+
+def test_a_cache_that_does_not_fit_here_is_refused(artifact, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(artifact[1], copy)
+    manifest = json.loads((copy / "manifest.json").read_text())
+    manifest["compiled_for"]["num_gpu_blocks"] = 10**9
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ConfigError, match="num_gpu_blocks is 29, the artifact has 1000000000.*no more blocks fit here"):
+        engine(copy, num_gpu_blocks_override=None)
+
+
+def test_compile_writes_into_no_directory_that_holds_something(artifact):
+    from jaxllm.cli.main import main
+
+    assert main(["compile", str(goldens.golden(NAME).directory), "--output", str(artifact[1]), "-q"]) == 1

@@ -1,0 +1,112 @@
+"""What is known before the weights: fingerprints, and a cache that fits the largest step."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from jaxllm.config import EngineConfig
+from jaxllm.engine import prepare
+from jaxllm.engine.fingerprint import fingerprint
+from jaxllm.engine.prepare import Prepared
+from jaxllm.errors import ConfigError
+from jaxllm.loaders.load import load_weights
+from jaxllm.runner.runner import ModelRunner
+from jaxllm.sampling.processors import Processor
+from jaxllm.sampling.variants import Variant
+from jaxllm.start_times import StartTimes
+from tests.helpers import engines, goldens
+
+DIRECTORY = goldens.golden("llama_gqa").directory
+
+
+def prepared(**options) -> Prepared:
+    config = EngineConfig.from_options(model=str(DIRECTORY), **{**engines.SMALL, **options})
+    return Prepared.of(config, DIRECTORY, (), StartTimes())
+
+
+def difference(one: Prepared, other: Prepared) -> set[str]:
+    a, b = one.fingerprint(), other.fingerprint()
+    return {name for name in {*a, *b} if a.get(name) != b.get(name)}
+
+
+def test_equal_engines_have_equal_fingerprints_of_plain_values():
+    one = prepared()
+    assert difference(one, prepared()) == set()
+    assert json.loads(json.dumps(one.fingerprint())).keys() == one.fingerprint().keys()
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"max_num_seqs": 3}, {"max_num_seqs", "num_gpu_blocks"}),
+        ({"max_model_len": 64}, {"max_model_len", "num_gpu_blocks"}),
+        ({"tensor_parallel_size": 2}, {"tensor_parallel_size"}),
+        ({"decode_buckets": (2, 4)}, {"decode_buckets"}),
+        ({"dtype": "bfloat16"}, {"model's dtype"}),
+        ({"attention_implementation": "reference"}, {"attention_implementation"}),
+        ({"enable_prefix_caching": False, "seed": 3}, set()),  # no program depends on these
+    ],
+)
+def test_what_programs_depend_on_shows(options, names):
+    assert difference(prepared(), prepared(**options)) == names
+
+
+def test_the_source_is_part_of_it(monkeypatch):
+    one = prepared()
+    before = one.fingerprint()
+    monkeypatch.setattr("jaxllm.engine.fingerprint._source_digest", lambda: "other")
+    after = fingerprint(one.config, one.model_config, one.mesh, one.plan)
+    assert {name for name in after if after[name] != before[name]} == {"jaxllm version"}
+
+
+def test_programs_that_contain_a_custom_processor_are_not_stored():
+    processor = Processor("same", lambda logits_RV, context: logits_RV)
+    config = EngineConfig.from_options(model=str(DIRECTORY), **engines.SMALL)
+    plain, custom = prepared().runner.shapes, Prepared.of(config, DIRECTORY, (processor,), StartTimes()).runner.shapes
+    assert all(map(plain.is_storable, plain.all_keys()))
+    kept_out = [key for key in custom.all_keys() if not custom.is_storable(key)]
+    assert {(key.kind, key.variant) for key in kept_out} == {
+        ("sample", Variant.FULL),
+        ("new_state", Variant.GREEDY),
+        ("admit", Variant.GREEDY),
+    }
+
+
+def test_weights_are_counted_exactly_before_they_are_loaded():
+    one = prepared()
+    weights = load_weights(one.model_config, one.model, DIRECTORY, load_format="auto", mesh=one.mesh)
+    one.runner.set_weights(weights)
+    assert one.plan.weight_bytes == sum(x.nbytes for x in one.runner.params)
+
+
+def test_weights_of_another_shape_are_a_bug():
+    one, other = prepared(), prepared(dtype="bfloat16")
+    weights = load_weights(other.model_config, other.model, DIRECTORY, load_format="auto", mesh=one.mesh)
+    with pytest.raises(AssertionError, match="another shape or place"):
+        one.runner.set_weights(weights)
+
+
+def test_a_step_that_needs_more_than_estimated_makes_the_cache_smaller(monkeypatch):
+    """And every program is made anew; one that does not change the cache costs nothing."""
+    started = []
+    monkeypatch.setattr(ModelRunner, "start_programs", lambda self, rare_later: started.append(self))
+    first = prepared()
+    needed = first.plan.work_bytes + 1
+    monkeypatch.setattr(ModelRunner, "work_bytes", lambda self: needed)
+    assert first.settled(rare_later=True).runner is first.runner and not started
+    real = prepare.memory_plan
+
+    def on_a_small_device(*args, work_bytes=None, **options):
+        plan = real(*args, work_bytes=work_bytes, **options)
+        return plan if work_bytes is None else replace(plan, num_blocks=plan.num_blocks - 5)
+
+    monkeypatch.setattr(prepare, "memory_plan", on_a_small_device)
+    second = first.settled(rare_later=True)
+    assert second.plan.num_blocks == first.plan.num_blocks - 5 and second.plan.work_bytes == needed
+    assert started == [second.runner] and second.runner.shapes.num_blocks == second.plan.num_blocks
+
+
+def test_a_directory_that_is_no_artifact_is_an_error_before_anything_is_loaded():
+    with pytest.raises(ConfigError, match="no compiled artifact"):
+        prepared(compiled_artifact=str(DIRECTORY))

@@ -1,0 +1,126 @@
+"""Programs survive the process in a directory that nobody else may write to."""
+
+import json
+import os
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxllm.errors import ConfigError
+from jaxllm.runner import program_store
+from jaxllm.runner.program_store import ProgramStore, local_store, new_artifact, open_artifact, write_manifest
+from jaxllm.runner.step import RowArrays
+from jaxllm.runner.step_programs import ProgramKey
+
+KEY = ProgramKey("decode", 4)
+DEVICES = jax.devices()[:1]
+
+
+def compiled() -> jax.stages.Compiled:
+    rows = RowArrays(jnp.arange(4), jnp.ones((4, 2)))
+    return (
+        jax.jit(lambda rows, x: (rows._replace(last_token_N=rows.last_token_N + x), None), donate_argnums=0)
+        .lower(rows, 1)
+        .compile()
+    )
+
+
+def artifact(directory, fingerprint=None) -> ProgramStore:
+    store = new_artifact(directory, DEVICES)
+    store.save(KEY, compiled())
+    write_manifest(directory, fingerprint or {"max_num_seqs": 4})
+    return open_artifact(directory, fingerprint or {"max_num_seqs": 4}, DEVICES)
+
+
+def test_a_program_comes_back_with_its_trees_and_donations(tmp_path):
+    program = artifact(tmp_path / "a").load(KEY)
+    rows = jax.device_put(RowArrays(jnp.arange(4), jnp.ones((4, 2))), DEVICES[0])
+    (new, nothing) = program(rows, jnp.asarray(3))
+    assert isinstance(new, RowArrays) and nothing is None
+    assert new.last_token_N.tolist() == [3, 4, 5, 6]
+    assert rows.last_token_N.is_deleted()
+
+
+def test_what_is_not_stored_is_none(tmp_path):
+    assert artifact(tmp_path / "a").load(ProgramKey("decode", 8)) is None
+
+
+def test_differences_are_named_also_those_that_one_side_lacks(tmp_path):
+    artifact(tmp_path / "a", {"jax version": "1", "old": 1, "same": [1, 2]})
+    with pytest.raises(
+        ConfigError, match='jax version is "2", the artifact has "1"; old is null, the artifact has 1; new is 5'
+    ):
+        open_artifact(tmp_path / "a", {"jax version": "2", "new": 5, "same": (1, 2)}, DEVICES)
+
+
+@pytest.mark.parametrize("what", ["directory", "manifest", "program"])
+def test_what_others_can_write_is_not_loaded(tmp_path, what):
+    directory = tmp_path / "a"
+    store = artifact(directory)
+    path = {"directory": directory, "manifest": directory / "manifest.json"}.get(what) or next(directory.glob("*.program"))
+    os.chmod(path, path.stat().st_mode | 0o020)
+    with pytest.raises(ConfigError, match="can be written by others .*chmod"):
+        open_artifact(directory, {"max_num_seqs": 4}, DEVICES)
+        store.load(KEY)
+
+
+def test_what_belongs_to_another_user_is_not_loaded(tmp_path, monkeypatch):
+    store = artifact(tmp_path / "a")
+    owner = tmp_path.stat().st_uid
+    if owner == 0:
+        os.chown(next((tmp_path / "a").glob("*.program")), 12345, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    with pytest.raises(ConfigError, match="belongs to user"):
+        store.load(KEY)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1, "compiled_for": 3}', '{"format": 99, "compiled_for": {}}'])
+def test_a_manifest_that_cannot_be_read_is_an_error(tmp_path, text):
+    artifact(tmp_path / "a")
+    (tmp_path / "a" / "manifest.json").write_text(text)
+    with pytest.raises(ConfigError, match="is corrupt|has format 99"):
+        open_artifact(tmp_path / "a", {}, DEVICES)
+
+
+def test_a_directory_without_manifest_is_no_artifact(tmp_path):
+    with pytest.raises(ConfigError, match="no compiled artifact"):
+        open_artifact(tmp_path, {}, DEVICES)
+
+
+def test_a_damaged_program_is_an_error_in_an_artifact_and_compiled_anew_in_the_cache(tmp_path):
+    strict = artifact(tmp_path / "a")
+    path = next((tmp_path / "a").glob("*.program"))
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ConfigError, match="jaxllm compile"):
+        strict.load(KEY)
+    cache = local_store(tmp_path / "cache", {"a": 1}, DEVICES)
+    cache.save(KEY, compiled())
+    path = next(cache.directory.glob("*.program"))
+    path.write_bytes(b"nonsense")
+    assert cache.load(KEY) is None
+    cache.save(KEY, compiled())
+    assert cache.load(KEY) is not None
+
+
+def test_nothing_is_saved_in_an_artifact_that_was_opened(tmp_path):
+    artifact(tmp_path / "a").save(ProgramKey("decode", 8), compiled())
+    assert len(list((tmp_path / "a").iterdir())) == 2
+
+
+def test_engines_that_differ_have_different_stores_and_the_oldest_go(tmp_path, monkeypatch):
+    monkeypatch.setattr(program_store, "MAX_LOCAL_STORES", 2)
+    made = [local_store(tmp_path, {"max_num_seqs": n}, DEVICES) for n in range(2)]
+    assert made[0].directory != made[1].directory
+    assert made[0].directory.stat().st_mode & 0o077 == 0
+    assert local_store(tmp_path, {"max_num_seqs": 0}, DEVICES).directory == made[0].directory
+    os.utime(made[1].directory / "manifest.json", (1, 1))
+    newest = local_store(tmp_path, {"max_num_seqs": 9}, DEVICES)
+    assert made[0].directory.exists() and newest.directory.exists() and not made[1].directory.exists()
+    assert json.loads((newest.directory / "manifest.json").read_text())["compiled_for"] == {"max_num_seqs": 9}
+
+
+def test_a_cache_that_cannot_be_used_is_done_without(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert local_store(tmp_path / "file", {}, DEVICES) is None

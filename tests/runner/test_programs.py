@@ -1,0 +1,173 @@
+"""Programs are made in the background, in order, once each; who needs one that is not ready waits for that one only."""
+
+import threading
+import time
+
+import pytest
+
+from jaxllm.progress import SILENT
+from jaxllm.runner import programs as module
+from jaxllm.runner.programs import Programs
+
+
+class Lowered:
+    """A program that compiles when it is told to."""
+
+    def __init__(self, key: str, compiled: list[str], gate: threading.Event | None = None):
+        self.key, self._compiled, self._gate = key, compiled, gate
+
+    def compile(self) -> str:
+        if self._gate is not None:
+            assert self._gate.wait(5)
+        self._compiled.append(self.key)
+        return f"program {self.key}"
+
+
+class Workshop:
+    """Programs that note what is traced and compiled; those in `gates` compile only when their event is set."""
+
+    def __init__(self, *, threads: int = 2, store=None):
+        self.traced: list[str] = []
+        self.compiled: list[str] = []
+        self.gates: dict[str, threading.Event] = {}
+        self.programs: Programs[str] = Programs(self.lower, threads=threads, store=store)
+
+    def lower(self, key: str) -> Lowered:
+        self.traced.append(key)
+        if key == "broken":
+            raise ValueError("cannot be traced")
+        return Lowered(key, self.compiled, self.gates.get(key))
+
+
+class Store:
+    """A store in memory."""
+
+    def __init__(self, *keys: str):
+        self.content = {key: f"stored {key}" for key in keys}
+
+    def load(self, key):
+        return self.content.get(key)
+
+    def save(self, key, program):
+        self.content[key] = program
+
+
+@pytest.fixture
+def shop():
+    made: list[Workshop] = []
+
+    def make(**options) -> Workshop:
+        made.append(Workshop(**options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        for gate in each.gates.values():
+            gate.set()
+        each.programs.shutdown()
+
+
+def until(condition) -> None:
+    end = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.001)
+
+
+def test_all_are_made_once(shop):
+    at = shop(threads=3)
+    at.programs.compile_all([str(i) for i in range(20)], SILENT)
+    at.programs.compile_all([str(i) for i in range(20)], SILENT)
+    assert sorted(at.compiled) == sorted(map(str, range(20))) and len(at.programs) == at.programs.num_compiled == 20
+
+
+def test_a_request_that_needs_a_queued_program_makes_it_itself(shop):
+    at = shop(threads=1)
+    at.gates = {"slow": threading.Event(), "slow too": threading.Event()}
+    at.programs.start(["slow", "slow too", "later"])
+    until(lambda: at.traced == ["slow", "slow too"])  # two threads are held up
+    assert at.programs.get("later") == "program later"
+    assert at.compiled == ["later"]
+
+
+def test_two_that_need_the_same_program_share_one_compilation(shop):
+    at = shop()
+    at.gates = {"a": threading.Event()}
+    found: list[str] = []
+    threads = [threading.Thread(target=lambda: found.append(at.programs.get("a"))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    until(lambda: at.traced)
+    at.gates["a"].set()
+    for thread in threads:
+        thread.join()
+    assert found == ["program a"] * 3 and at.traced == ["a"]
+
+
+def test_rare_programs_come_last_and_one_at_a_time(shop):
+    at = shop(threads=3)
+    at.gates = {"rare 1": threading.Event()}
+    at.programs.start(["a", "b"], rare=["rare 1", "rare 2"])
+    at.programs.wait(["a", "b"])
+    until(lambda: "rare 1" in at.traced)
+    assert set(at.compiled) == {"a", "b"} and "rare 2" not in at.traced
+    at.gates["rare 1"].set()
+    at.programs.wait(["rare 1", "rare 2"])
+    assert at.compiled[2:] == ["rare 1", "rare 2"]
+
+
+def test_nothing_is_traced_behind_a_busy_engine(shop, monkeypatch):
+    monkeypatch.setattr(module, "_QUIET_SECONDS", 0.05)
+    at = shop()
+    at.programs.compile_all(["step"], SILENT)
+    at.programs.is_warm = True
+    at.programs.get("step")
+    at.programs.start([], rare=["rare"])
+    for _ in range(40):
+        at.programs.get("step")
+        time.sleep(0.002)
+    assert "rare" not in at.traced
+    until(lambda: at.compiled == ["step", "rare"])
+    at.programs.get("rare")
+    assert at.programs.num_compiled_after_warmup == 0, "nobody waited"
+
+
+def test_only_compilations_that_somebody_waits_for_are_late(shop):
+    at = shop(store=Store("stored"))
+    at.programs.is_warm = True
+    assert at.programs.get("stored") == "stored stored"
+    assert at.programs.num_compiled_after_warmup == 0 and not at.traced
+    at.gates = {"begun": threading.Event()}
+    at.programs.start(["begun"])
+    until(lambda: "begun" in at.traced)
+    threading.Timer(0.05, at.gates["begun"].set).start()
+    at.programs.get("begun")
+    at.programs.get("unforeseen")
+    assert at.programs.num_compiled_after_warmup == 2
+
+
+def test_what_fails_is_raised_where_it_is_needed_and_stops_nothing_else(shop):
+    at = shop()
+    at.programs.start(["broken", "a"], rare=["b"])
+    with pytest.raises(ValueError, match="cannot be traced"):
+        at.programs.wait(["broken", "a"])
+    assert at.programs.get("a") == "program a" and at.programs.get("b") == "program b"
+
+
+def test_a_store_is_asked_first_and_filled(shop):
+    store = Store("a")
+    at = shop(store=store)
+    at.programs.compile_all(["a", "b"], SILENT)
+    assert at.traced == ["b"] and store.content["b"] == "program b"
+    assert (at.programs.num_loaded, at.programs.num_compiled) == (1, 1)
+
+
+def test_shutdown_begins_nothing_more(shop):
+    at = shop(threads=1)
+    at.gates = {"a": threading.Event(), "b": threading.Event()}
+    at.programs.start(["a", "b", "c"], rare=["d"])
+    until(lambda: len(at.traced) == 2)
+    threading.Timer(0.05, lambda: [gate.set() for gate in at.gates.values()]).start()
+    at.programs.shutdown()
+    at.programs.shutdown()
+    assert at.compiled and "c" not in at.traced and "d" not in at.traced
