@@ -1,5 +1,6 @@
 """The one place that knows what differs between the JAX versions (0.10.2 to 0.12) and backends that the kernels run on."""
 
+import importlib
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -62,3 +63,20 @@ def dot_f32(a: jax.Array, b: jax.Array) -> jax.Array:
         precision=jax.lax.Precision.HIGHEST if a.dtype == jax.numpy.float32 else None,
         preferred_element_type=jax.numpy.float32,
     )
+
+
+def has_mosaic() -> bool:
+    """Whether Mosaic GPU kernels can be built here: JAX 0.10 lacks parts of what they use."""
+    return jax.__version_info__ >= (0, 11)
+
+
+def mosaic() -> Any:
+    """`jax.experimental.pallas.mosaic_gpu`, imported on first use: in JAX 0.10 it needs a package that JAX does not require."""
+    return importlib.import_module("jax.experimental.pallas.mosaic_gpu")
+
+
+def mosaic_interpret(interpret: Any) -> dict[str, Any]:
+    """The keyword arguments of `mosaic().kernel` for a flag or for `InterpretGPUParams`; reads out of bounds give NaN there."""
+    if interpret is True:
+        interpret = mosaic().InterpretGPUParams(out_of_bounds_reads="uninitialized")
+    return {"interpret": interpret} if interpret else {}
