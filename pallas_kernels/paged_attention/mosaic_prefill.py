@@ -209,13 +209,13 @@ def make_items(
 class _Item:
     """A work item of a CTA: tokens of one row, `group` the first of its query heads; keys first_tile up to end_tile."""
 
-    row: jax.Array
+    head: jax.Array
+    group: jax.Array
     token: jax.Array
     count: jax.Array
     position: jax.Array
-    has_tail: jax.Array
-    head: jax.Array
-    group: jax.Array
+    row: Any = None  # what follows only the producer needs
+    has_tail: Any = None
 
     def end(self) -> jax.Array:
         return jnp.where(self.count > 0, jnp.maximum(self.position + self.count, 0), 0)
@@ -280,15 +280,20 @@ class _Prefill:
         full = lax.div(num_items, self.num_ctas)
         return full + jnp.where(self.item_index(full) < num_items, 1, 0)
 
-    def load_item(self, turn: jax.Array) -> tuple[jax.Array, ...]:
-        """The scalars of an item; past the last one, those of some other."""
+    def heads_of_tile(self) -> tuple[int, int]:
+        """Items per KV head of a tile of tokens, and per tile."""
         groups = self.q_ref.shape[2] // self.heads_per_item
-        heads = self.q_ref.shape[1] * groups
-        index = self.item_index(turn)
-        tile = jnp.minimum(lax.div(index, heads), self.table_ref.shape[0] - 1)
-        pair = lax.rem(index, heads)
-        columns = tuple(self.table_ref[tile, column] for column in (ROW, TOKEN, COUNT, POSITION, HAS_TAIL))
-        return *columns, lax.div(pair, groups), lax.rem(pair, groups) * self.heads_per_item
+        return groups, self.q_ref.shape[1] * groups
+
+    def load(self, turn: jax.Array, columns: tuple[int, ...]) -> tuple[jax.Array, ...]:
+        """The columns of the table for the item of a round; past the last round, those of some other item."""
+        tile = jnp.minimum(lax.div(self.item_index(turn), self.heads_of_tile()[1]), self.table_ref.shape[0] - 1)
+        return tuple(self.table_ref[tile, column] for column in columns)
+
+    def item(self, turn: jax.Array, columns: tuple[jax.Array, ...]) -> _Item:
+        groups, heads = self.heads_of_tile()
+        pair = lax.rem(self.item_index(turn), heads)
+        return _Item(lax.div(pair, groups), lax.rem(pair, groups) * self.heads_per_item, *columns)
 
     def first_tile(self, item: _Item) -> jax.Array:
         return lax.div(self.first_key(item), self.tiles.block_kv)
@@ -311,7 +316,7 @@ class _Prefill:
         num_items = self.num_my_items()
 
         def do_item(index, base):
-            item = _Item(*self.load_item(index))
+            item = self.item(index, self.load(index, (TOKEN, COUNT, POSITION, ROW, HAS_TAIL)))
             q_slot = lax.rem(index, self.tiles.q_slots)
             pl.when(index >= self.tiles.q_slots)(lambda: plgpu.barrier_wait(self.q_free.at[q_slot]))
             for wg in range(NUM_CONSUMERS):
@@ -406,17 +411,17 @@ class _Prefill:
 
     def consume(self, wg: jax.Array) -> None:
         plgpu = self.plgpu
-        num_items = self.num_my_items()
+        num_items, needed = self.num_my_items(), (TOKEN, COUNT, POSITION)
         pl.when(wg == 1)(self.take_turns)
 
         def do_item(index, carry):
-            base, scalars = carry
-            next_scalars = self.load_item(index + 1)  # in flight during this item
-            item = _Item(*scalars)
+            base, columns = carry
+            next_columns = self.load(index + 1, needed)  # in flight during this item
+            item = self.item(index, columns)
             self.attend(wg, index, base, item)
-            return base + self.end_tile(item) - self.first_tile(item), next_scalars
+            return base + self.end_tile(item) - self.first_tile(item), next_columns
 
-        lax.fori_loop(0, num_items, do_item, (jnp.int32(0), self.load_item(jnp.int32(0))))
+        lax.fori_loop(0, num_items, do_item, (jnp.int32(0), self.load(jnp.int32(0), needed)))
         pl.when(wg == 0)(self.take_turns)
         plgpu.wait_smem_to_gmem(0)
         if self.tiles.q_slots > 1:
