@@ -43,6 +43,7 @@ class MosaicPrefillTiles:
     block_kv: int = 128
     num_stages: int = 2
     q_slots: int = 2
+    epilogue_turn: bool = True  # the other consumer has the tensor cores while this one normalises and stores
 
     def smem_bytes(self, head_dim: int) -> int:
         q = self.q_slots * NUM_CONSUMERS * self.block_q * head_dim
@@ -255,7 +256,7 @@ class _Prefill:
     p_smem: Any = None  # only where interpreted
 
     def run(self) -> None:
-        consumer_registers, producer_registers = 232, 40
+        consumer_registers, producer_registers = 232, 48
         wg = lax.axis_index("wg")
 
         @pl.when(wg < NUM_CONSUMERS)
@@ -462,12 +463,16 @@ class _Prefill:
             pl.when(index > 0)(lambda: self.release_q(index - 1))
         acc_MH, _, sum_M = lax.fori_loop(whole_end, end, functools.partial(step, masked=True), carry)
 
+        if self.tiles.epilogue_turn:
+            self.take_turns()
         inverse_M = 1.0 / jnp.where(sum_M == 0.0, 1.0, sum_M)
-        out_MH = (acc_MH * lax.broadcast_in_dim(inverse_M, acc_MH.shape, [0])).astype(self.out_ref.dtype)
+        out_MH = acc_MH * lax.broadcast_in_dim(inverse_M, acc_MH.shape, [0])
         count = jnp.clip(item.token + item.count - token, 0, block_q)
         self.store(wg, q_smem, out_MH, item.head, group, token, count)
         if self.tiles.q_slots == 1:
             self.release_q(index)
+        if self.tiles.epilogue_turn:
+            self.take_turns()
 
     def release_q(self, index: jax.Array) -> None:
         self.plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -559,20 +564,21 @@ class _Prefill:
     ) -> None:
         """Writes the first `count` rows: a full tile at once, by way of the queries' place, another in runs of powers of two."""
         plgpu, block_q = self.plgpu, self.tiles.block_q
+        dtype, width = self.out_ref.dtype, self.out_smem.shape[2]
 
         @pl.when(count == block_q)
         def _():
-            q_smem[...] = out_MH
+            for left in range(0, out_MH.shape[1], width):
+                q_smem[:, left : left + width] = out_MH[:, left : left + width].astype(dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(q_smem, self.out_ref.at[pl.ds(token, block_q), head, group])
 
         @pl.when((count > 0) & (count < block_q))
         def _():
             staging = self.out_smem.at[wg]
-            width = staging.shape[1]
             for left in range(0, out_MH.shape[1], width):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                staging[...] = out_MH[:, left : left + width]
+                staging[...] = out_MH[:, left : left + width].astype(dtype)
                 plgpu.commit_smem()
                 for bit in range(block_q.bit_length() - 1):
                     size = 1 << bit
