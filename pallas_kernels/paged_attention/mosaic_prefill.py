@@ -100,12 +100,15 @@ def paged_attention(
             "use a page size of 8, 16, 32, 64 or a multiple of 128"
         )
     if not q_TKGH.dtype == k_pages_PKSH.dtype == v_pages_PKSH.dtype:
-        raise ValueError(f"queries in {q_TKGH.dtype}, keys in {k_pages_PKSH.dtype}, values in {v_pages_PKSH.dtype}; give one type")
+        raise ValueError(
+            f"queries in {q_TKGH.dtype}, keys in {k_pages_PKSH.dtype}, values in {v_pages_PKSH.dtype}; give one type"
+        )
     if tiles.smem_bytes(head_dim) > SMEM_BYTES:
         raise ValueError(f"{tiles} takes {tiles.smem_bytes(head_dim)} bytes of shared memory, a core has {SMEM_BYTES}")
     plgpu = _compat.mosaic()
-    # A copy into a tile of queries reads block_q tokens; past the end of the array it is cut, but the array holds one tile at least.
-    padded_TKGH = jnp.pad(q_TKGH, ((0, max(0, tiles.block_q - num_tokens)), (0, 0), (0, 0), (0, 0)))
+    # A copy into a tile of queries is cut where the array ends, but the array has whole swizzle groups and a tile at least.
+    padding = max(-(-num_tokens // 8) * 8, tiles.block_q) - num_tokens
+    padded_TKGH = jnp.pad(q_TKGH, ((0, padding), (0, 0), (0, 0), (0, 0))) if padding else q_TKGH
     heads_per_item = 2 if num_groups % 2 == 0 else 1
     item_tokens = tiles.block_q * NUM_CONSUMERS // heads_per_item
     table_N5, num_items_1 = make_items(
@@ -174,7 +177,7 @@ def paged_attention(
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         **_compat.mosaic_interpret(interpret),
     )(padded_TKGH, k_pages_PKSH, v_pages_PKSH, page_table_RB, table_N5, num_items_1)
-    return out_TKGH[:num_tokens]
+    return out_TKGH[:num_tokens] if padding else out_TKGH
 
 
 def make_items(
@@ -199,7 +202,9 @@ def make_items(
     seen_N = end_N if window is None else jnp.minimum(end_N, tiles_N4[:, COUNT] + window)
     cost_N = jnp.where(tiles_N4[:, COUNT] > 0, seen_N + 1, 0)
     index_N = jnp.arange(cost_N.shape[0])
-    before_NN = (cost_N[None, :] > cost_N[:, None]) | ((cost_N[None, :] == cost_N[:, None]) & (index_N[None, :] < index_N[:, None]))
+    before_NN = (cost_N[None, :] > cost_N[:, None]) | (
+        (cost_N[None, :] == cost_N[:, None]) & (index_N[None, :] < index_N[:, None])
+    )
     rank_N = jnp.sum(before_NN, axis=1, dtype=jnp.int32)
     table_N5 = jnp.concatenate([tiles_N4.at[:, ROW].set(row_N), tail_N[:, None].astype(jnp.int32)], axis=1)
     num_items = jnp.sum(tiles_N4[:, COUNT] > 0, dtype=jnp.int32) * heads
@@ -323,11 +328,16 @@ class _Prefill:
             for wg in range(NUM_CONSUMERS):
                 group, token = self.q_place(item, wg)
                 plgpu.copy_gmem_to_smem(
-                    self.q_ref.at[pl.ds(token, self.tiles.block_q), item.head, group], self.q_smem.at[q_slot, wg], self.q_full.at[q_slot]
+                    self.q_ref.at[pl.ds(token, self.tiles.block_q), item.head, group],
+                    self.q_smem.at[q_slot, wg],
+                    self.q_full.at[q_slot],
                 )
             first, end = self.first_tile(item), self.end_tile(item)
             lax.fori_loop(
-                first, end, lambda tile, pages: self.load_tile(item, tile, end, base + tile - first, pages), self.pages(item, first)
+                first,
+                end,
+                lambda tile, pages: self.load_tile(item, tile, end, base + tile - first, pages),
+                self.pages(item, first),
             )
             return base + end - first
 
@@ -538,7 +548,9 @@ class _Prefill:
         plgpu.barrier_arrive(self.v_free.at[slot])
         return acc_MH, new_max_M, sum_M
 
-    def multiply_values(self, wg: jax.Array, acc_MH: jax.Array, weights_Mk: jax.Array, v_smem: Any, meanwhile: Any) -> jax.Array:
+    def multiply_values(
+        self, wg: jax.Array, acc_MH: jax.Array, weights_Mk: jax.Array, v_smem: Any, meanwhile: Any
+    ) -> jax.Array:
         """acc + weights @ values, with `meanwhile` called while it runs; the interpreter knows neither operand in registers."""
         plgpu = self.plgpu
         if self.p_smem is None:
@@ -560,7 +572,14 @@ class _Prefill:
         return acc_MH + pl.run_scoped(multiply_from_smem, plgpu.ACC(acc_MH.shape, jnp.float32))
 
     def store(
-        self, wg: jax.Array, q_smem: Any, out_MH: jax.Array, head: jax.Array, group: jax.Array, token: jax.Array, count: jax.Array
+        self,
+        wg: jax.Array,
+        q_smem: Any,
+        out_MH: jax.Array,
+        head: jax.Array,
+        group: jax.Array,
+        token: jax.Array,
+        count: jax.Array,
     ) -> None:
         """Writes the first `count` rows: a full tile at once, by way of the queries' place, another in runs of powers of two."""
         plgpu, block_q = self.plgpu, self.tiles.block_q
