@@ -71,7 +71,7 @@ def has_mosaic(*, interpret: bool = False) -> bool:
     Where there is no GPU, programs may be compiled for one elsewhere. The interpreter of JAX 0.10 lacks too much.
     """
     try:
-        plgpu = _mosaic()
+        plgpu = mosaic()
     except ImportError:
         return False
     if interpret:
@@ -81,20 +81,25 @@ def has_mosaic(*, interpret: bool = False) -> bool:
     return getattr(jax.local_devices()[0], "compute_capability", "") == "9.0"
 
 
-def mosaic_interpret(interpret: bool) -> Any:
-    """The `interpret` argument of `plgpu.kernel`."""
-    return _mosaic().InterpretGPUParams() if interpret else None
+def mosaic() -> Any:
+    """`jax.experimental.pallas.mosaic_gpu`, imported on first use: in JAX 0.10 it needs a package that JAX does not require."""
+    return importlib.import_module("jax.experimental.pallas.mosaic_gpu")
+
+
+def mosaic_interpret(interpret: Any, **options: Any) -> Any:
+    """The `interpret` argument of `plgpu.kernel` for a flag, or for `InterpretGPUParams` that a test made itself."""
+    return mosaic().InterpretGPUParams(**options) if interpret is True else interpret or None
 
 
 def load_smem(ref: Any, layout: Any) -> jax.Array:
     """A whole reference, in the given register layout. JAX 0.10 insists on an index."""
-    plgpu = _mosaic()
+    plgpu = mosaic()
     return plgpu.load(ref, layout=layout) if hasattr(plgpu, "InterpretGPUParams") else plgpu.load(ref, (), layout=layout)
 
 
 def add_wgmma(acc: jax.Array, a: Any, b: Any, *, interpret: bool) -> jax.Array:
     """acc + a @ b by the tensor cores, a and b in shared memory. The interpreter cannot start from an accumulator."""
-    plgpu = _mosaic()
+    plgpu = mosaic()
     if interpret:
 
         def product(acc_ref: Any) -> jax.Array:
@@ -103,7 +108,3 @@ def add_wgmma(acc: jax.Array, a: Any, b: Any, *, interpret: bool) -> jax.Array:
 
         return acc + pl.run_scoped(product, plgpu.ACC(acc.shape, acc.dtype))
     return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, a, b))(plgpu.ACC.init(acc))
-
-
-def _mosaic() -> Any:
-    return importlib.import_module("jax.experimental.pallas.mosaic_gpu")

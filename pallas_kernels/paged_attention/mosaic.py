@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from pallas_kernels._compat import has_mosaic
-from pallas_kernels.paged_attention import triton_prefill as prefill
+from pallas_kernels.paged_attention import mosaic_prefill as prefill
 
 __all__ = ["paged_attention", "paged_decode", "supports"]
 
