@@ -62,3 +62,16 @@ def dot_f32(a: jax.Array, b: jax.Array) -> jax.Array:
         precision=jax.lax.Precision.HIGHEST if a.dtype == jax.numpy.float32 else None,
         preferred_element_type=jax.numpy.float32,
     )
+
+
+def arrive(counters_ref: Any, index: jax.Array, *, interpret: bool) -> jax.Array:
+    """Counts a program of a Triton kernel in and tells how many came before it; it then sees all that those had stored.
+
+    The counter is an int32 that somebody must have set to zero.
+    """
+    if interpret:  # programs run one after the other, and the interpreter has no atomics on scalars
+        before = counters_ref[index]
+        counters_ref[index] = before + 1
+        return before
+    plt.debug_barrier()  # the stores of all threads come before the atomic, which releases them and acquires the others'
+    return plt.atomic_add(counters_ref, index, 1)
