@@ -24,11 +24,12 @@ from jax.typing import DTypeLike
 
 from pallas_kernels._compat import arrive, dot_f32, load, num_cores, store, triton_call
 
-MAX_ROWS = 128
+MAX_ROWS = 64
+"""With more, a product of XLA's is no longer bound by the weight alone."""
 STEP_BYTES = 16 << 10
 """Of a weight that a program takes in per step."""
-PIPELINE_BYTES = 104 << 10
-"""Shared memory for the copies in flight of a program: two programs fit a core of 227 KB."""
+PIPELINE_BYTES = 192 << 10
+"""Shared memory of a core, of its 227 KB, for copies in flight; of two programs where there are more programs than cores."""
 COMBINE_ROWS, COMBINE_COLUMNS = 8, 128
 
 
@@ -56,7 +57,7 @@ def pick_tiles(
     """Sizes for [num_rows, d] times a weight of d by n; with two parts, by n columns each; itemsize is that of x.
 
     Columns: as wide as leaves most of the chip a program. Not so narrow that x, which every program reads, is more than half of
-    the weight's tile; what is then missing in programs, splits make up for. Depth: as many copies in flight as fit twice.
+    the weight's tile; what is then missing in programs, splits make up for. Depth: as many copies in flight as fit a core, up to five.
     """
     block_m = _padded_rows(num_rows, weight_dtype)
     enough = num_cores() * 7 // 10
@@ -69,12 +70,13 @@ def pick_tiles(
         num_splits *= 2
     block_k = max(128 // itemsize, min(256, STEP_BYTES // (block_n * num_parts * itemsize), 8192 // block_m))
     step_bytes = block_k * (block_n * num_parts + block_m) * itemsize
+    pipeline_bytes = PIPELINE_BYTES if pl.cdiv(n, block_n) * num_splits <= num_cores() else PIPELINE_BYTES // 2
     return Tiles(
         block_n=block_n,
         block_k=block_k,
         num_splits=num_splits,
         num_warps=8 if block_m * block_n * num_parts > 64 * 256 else 4,
-        num_stages=max(2, min(6, PIPELINE_BYTES // step_bytes + 1)),
+        num_stages=max(2, min(6, pipeline_bytes // step_bytes + 1)),
     )
 
 

@@ -76,7 +76,7 @@ def test_sizes_for_real_shapes_fill_the_chip_in_one_wave_and_fit_it() -> None:
             programs = -(-n // tiles.block_n) * tiles.num_splits
             assert 90 <= programs <= 264
             step = tiles.block_k * (tiles.block_n * parts + max(16, num_rows)) * 2
-            assert step * (tiles.num_stages - 1) <= 113 << 10
+            assert step * (tiles.num_stages - 1) * -(-programs // 132) <= 227 << 10
             assert tiles.num_stages >= 4
 
 
@@ -84,8 +84,8 @@ def test_what_is_not_taken_is_refused_with_a_way_out() -> None:
     x, w = normal(0, 4, 64), normal(1, 64, 32)
     with pytest.raises(ValueError, match="no skinny matmul 'cuda'; there are reference, triton"):
         skinny_matmul.norm_matmul(x, w, implementation="cuda")
-    with pytest.raises(ValueError, match="does not take 129 rows of float32 with a weight of float32; use 'reference'"):
-        skinny_matmul.norm_matmul(normal(0, 129, 64), w, implementation="triton", interpret=True)
+    with pytest.raises(ValueError, match="does not take 65 rows of float32 with a weight of float32; use 'reference'"):
+        skinny_matmul.norm_matmul(normal(0, 65, 64), w, implementation="triton", interpret=True)
     with pytest.raises(ValueError, match="needs weight_scale"):
         skinny_matmul.norm_matmul(x, w.astype(jnp.float8_e4m3fn), implementation="triton", interpret=True)
     assert not skinny_matmul.supports("triton", dtype="float16", weight_dtype="float16", num_rows=8, interpret=True)
