@@ -25,7 +25,7 @@ from jax.typing import DTypeLike
 from pallas_kernels._compat import arrive, dot_f32, load, num_cores, store, triton_call
 
 MAX_ROWS = 64
-"""With more, a product of XLA's is no longer bound by the weight alone."""
+"""The kernels take 128 as well; from 65 on the product is left to XLA until it is measured to be slower."""
 STEP_BYTES = 16 << 10
 """Of a weight that a program takes in per step."""
 PIPELINE_BYTES = 192 << 10
@@ -70,13 +70,17 @@ def pick_tiles(
         num_splits *= 2
     block_k = max(128 // itemsize, min(256, STEP_BYTES // (block_n * num_parts * itemsize), 8192 // block_m))
     step_bytes = block_k * (block_n * num_parts + block_m) * itemsize
-    pipeline_bytes = PIPELINE_BYTES if pl.cdiv(n, block_n) * num_splits <= num_cores() else PIPELINE_BYTES // 2
+    num_buffers = PIPELINE_BYTES // step_bytes
+    if pl.cdiv(n, block_n) * num_splits > num_cores():
+        num_buffers //= 2
+    # The tensor cores' instruction for 64 rows reads the weight where it lies: as many buffers as stages, else one less.
+    num_stages = num_buffers if block_m >= 64 else num_buffers + 1
     return Tiles(
         block_n=block_n,
         block_k=block_k,
         num_splits=num_splits,
         num_warps=8 if block_m * block_n * num_parts > 64 * 256 else 4,
-        num_stages=max(2, min(6, pipeline_bytes // step_bytes + 1)),
+        num_stages=max(2, min(6, num_stages)),
     )
 
 
@@ -127,7 +131,11 @@ def matmul_residual(
     interpret: bool = False,
     tiles: Tiles | None = None,
     counters: jax.Array | None = None,
-) -> jax.Array:
+) -> Any:
+    """counters: int32 zeros, at least one per tile of columns, given back as zeros beside the result.
+
+    With them the last program of a tile adds the splits, in their order, instead of a second kernel. Donate them, or reuse in order.
+    """
     operands = _Operands(x=x_TF, weight=weight_FD, scale=weight_scale_D, bias=bias_D, residual=residual_TD)
     return _product(
         operands, num_columns=weight_FD.shape[1], dtype=residual_TD.dtype, interpret=interpret, tiles=tiles, counters=counters
@@ -205,7 +213,7 @@ def _product(
     interpret: bool,
     tiles: Tiles | None,
     counters: jax.Array | None = None,
-) -> jax.Array:
+) -> Any:
     """A jit of its own, though called inside a step's program: layers that are alike share one trace and one lowering."""
     num_rows, num_contracted = operands.x.shape
     if tiles is None:
@@ -235,8 +243,11 @@ def _product(
         interpret=interpret,
     )
     if tiles.num_splits == 1:
-        return stream(out_shape=out_shape)(*leaves)
+        result = stream(out_shape=out_shape)(*leaves)
+        return result if counters is None else (result, counters)
     if counters is not None:
+        num_tiles = pl.cdiv(num_columns, tiles.block_n)
+        assert counters.shape[0] >= num_tiles, f"{counters.shape[0]} counters for {num_tiles} tiles"
         out_shapes = (out_shape, jax.ShapeDtypeStruct(counters.shape, counters.dtype), *partial_shapes)
         return stream(out_shape=out_shapes, input_output_aliases={len(leaves): 1})(*leaves, counters)[:2]
     result = stream(out_shape=partial_shapes)(*leaves)
