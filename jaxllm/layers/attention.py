@@ -6,6 +6,7 @@ from jax import Array
 from jaxllm.layers.attend import Attend, Projection
 from jaxllm.layers.linear import Linear
 from jaxllm.layers.norm import RMSNorm
+from jaxllm.layers.products import PLAIN, Products
 from jaxllm.model_config import ModelConfig
 
 
@@ -31,13 +32,17 @@ class Attention(nnx.Module):
             "tkgh,kghd->td", (K, G, H, D), ("heads", "group", "head", "embed"), config.dtype, bias=config.attention_out_bias
         )
 
-    def __call__(self, x_TD: Array, angles: tuple[Array, Array], attend: Attend) -> Array:
+    def __call__(
+        self, x_TD: Array, norm: RMSNorm, angles: tuple[Array, Array], attend: Attend, products: Products = PLAIN
+    ) -> Array:
+        """x + attention(norm(x))"""
         projection = Projection(
-            qkv_TKGH=self.qkv(x_TD),
+            qkv_TKGH=products.norm_linear(norm, self.qkv, x_TD),
             cos_TH=angles[0],
             sin_TH=angles[1],
             q_norm_H=None if self.q_norm is None else self.q_norm.weight[...],
             k_norm_H=None if self.k_norm is None else self.k_norm.weight[...],
             eps=self.eps,
         )
-        return self.out(attend(self.layer, projection, scale=self.scale, window=self.window, soft_cap=None))
+        out_TKGH = attend(self.layer, projection, scale=self.scale, window=self.window, soft_cap=None)
+        return products.add_linear(x_TD, self.out, out_TKGH)
