@@ -23,7 +23,7 @@ REFERENCE_BYTES = 1 << 29
 class Batch:
     """Rows of one query by the number of their keys, and prompts as (new tokens, keys before them). Without prompts it is a decode.
 
-    A decode row of 0 keys is padding. poison: every slot that no row owns is NaN.
+    A decode row of 0 keys is padding; `padding` counts tokens after the last prompt. poison: every slot that no row owns is NaN.
     """
 
     name: str
@@ -258,7 +258,7 @@ def worst_error(batch: Batch, q: jax.Array, constants: tuple[jax.Array, ...], go
     chunk = max(1, min(len(tokens), REFERENCE_BYTES // token_bytes))
     tokens = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), max_tokens, 32 * chunk)).astype(int))
     worst = 0.0
-    expect = jax.jit(functools.partial(reference.paged_decode, **batch.options))
+    expect = _reference(**batch.options)
     for first in range(0, len(tokens), chunk):
         # The last chunk begins earlier, so that all have one shape.
         some = tokens[max(0, min(first, len(tokens) - chunk)) :][:chunk]
@@ -267,3 +267,9 @@ def worst_error(batch: Batch, q: jax.Array, constants: tuple[jax.Array, ...], go
         size = jnp.linalg.norm(expected, axis=-1)
         worst = max(worst, float(jnp.where(off == 0, 0.0, off / jnp.maximum(size, 1e-6)).max()))
     return worst
+
+
+@functools.cache
+def _reference(**options: Any) -> Callable[..., jax.Array]:
+    """Compiled once for all variants of a case."""
+    return jax.jit(functools.partial(reference.paged_decode, **options))
