@@ -109,7 +109,8 @@ class CompileOptions:
     compile_threads: Annotated[int | None, "programs compiled at the same time; default: by the number of cores"] = None
     compilation_cache: Annotated[bool, "keep compiled programs on disk for the next start"] = True
     attention_implementation: Annotated[
-        Literal["auto", "reference", "xla", "triton"], "paged attention kernel; auto: triton on a GPU, xla on a CPU"
+        Literal["auto", "reference", "xla", "triton", "jax_triton"],
+        "paged attention kernel; auto: triton on a GPU, xla on a CPU; jax_triton needs the extra jax-triton",
     ] = "auto"
 
 

@@ -16,6 +16,7 @@ from pallas_kernels.paged_attention.triton_decode import paged_decode as triton_
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 
+INTERPRETED = [name for name in IMPLEMENTATIONS if name != "jax_triton"]  # that one has tests of its own
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2, "float16": 2e-3}
 
 
@@ -167,7 +168,7 @@ def assert_close(batch: Batch, got: jax.Array, expected: np.ndarray) -> None:
     )
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", INTERPRETED)
 @pytest.mark.parametrize("name", RAGGED)
 def test_ragged_attention_matches_the_oracle(name: str, implementation: str) -> None:
     batch = RAGGED[name]
@@ -177,7 +178,7 @@ def test_ragged_attention_matches_the_oracle(name: str, implementation: str) -> 
     assert_close(batch, got, oracle(batch))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", INTERPRETED)
 @pytest.mark.parametrize("name", DECODE)
 def test_decode_matches_the_oracle(name: str, implementation: str) -> None:
     batch = DECODE[name]
@@ -214,7 +215,7 @@ def test_queries_and_cache_may_differ_in_type(implementation: str) -> None:
     np.testing.assert_allclose(got, expected, atol=2e-6)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", INTERPRETED)
 def test_garbage_in_the_table_past_a_rows_pages_is_harmless(implementation: str) -> None:
     batch = RAGGED["mixed"]
     arrays = dict(make_arrays(batch))
