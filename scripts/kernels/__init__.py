@@ -12,6 +12,7 @@ from typing import Any
 OPS = {
     "attention": "scripts.kernels.attention",
     "write": "scripts.kernels.cache_write",
+    "rope": "scripts.kernels.rope_cache_write",
 }
 """Each module has speed_cases(tiny, tune) and check_cases(tiny)."""
 
