@@ -113,7 +113,8 @@ class CompileOptions:
         str | None, "directory that `jaxllm compile` wrote: its programs are loaded instead of compiled; trusted like code"
     ] = None
     attention_implementation: Annotated[
-        Literal["auto", "reference", "xla", "triton"], "paged attention kernel; auto: triton on a GPU, xla on a CPU"
+        Literal["auto", "reference", "xla", "triton", "mosaic", "jax_triton"],
+        "paged attention kernel; auto: the fastest for the GPU and the model, xla on a CPU; jax_triton needs the extra jax-triton",
     ] = "auto"
 
 

@@ -1,100 +1,402 @@
-"""Runs the work of a recorded vLLM measurement through `LLM` with dummy weights and prints both side by side.
+"""Runs the work of a recorded vLLM measurement through `LLM` with dummy weights; prints both beside the device's limit and a goal.
 
-usage: bench_h200.py MODEL_DIR [--recorded FILE] [--mix FILE] [--rows tpot1,tpot64,…] [--json FILE] [engine options as name=value …]
+usage: bench_h200.py MODEL_DIR … [--recorded FILE] [--mix FILE] [--goals FILE] [--rows 1,64,mixed,…] [--json FILE] [--markdown FILE]
+                     [engine options as name=value …]
 
-Method, the same as the record's: token-id prompts from numpy default_rng(0).integers(0, vocab_size - 256), greedy, ignore_eos, no
-detokenizing, prefix caching off, every row run twice and the faster kept; time per output token = (time of +257 tokens minus time
-of +1 token) / 256; the whole `LLM.generate` call is timed, nothing is left out.
+Method, the same as the record's: token-id prompts from numpy default_rng(attempt).integers(0, vocab_size - 256), greedy, ignore_eos,
+no detokenizing, prefix caching off, every row run as often as the record's (else twice) and the fastest kept; time per output
+token (tpot) = (time of +257 tokens minus time of +1 token) / 256; the whole `LLM.generate` call is timed, nothing is left out.
+
+limit: the least time that the row's bytes and operations take (scripts/measuring/limits.py) at the speed of a copy and of a large
+bf16 product in the same run. idle: share of a stretch of such work, traced after all rows are timed, in which no kernel ran;
+the profiler's own cost counts as idle. Each of several models runs in a process of its own, so that nothing of the one is left.
 """
 
 import argparse
 import json
+import os
+import subprocess
+import sys
+import tempfile
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from scripts.measuring import trace
+
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + trace.COMMAND_BUFFERS_WHILE_PROFILING
+
+import jax
 import numpy as np
 
 from jaxllm import LLM, SamplingParams
+from jaxllm.runner.memory import reserve_device_memory
+from jaxllm.sampling_params import RequestOutputKind
+from scripts.measuring.limits import Ceilings, ModelCost, measure_ceilings
 
-BATCHES = (1, 16, 64, 256)
+SECONDS_FOR_TRACES = 25.0
+Lengths = list[tuple[int, int]]
+
+
+@dataclass
+class Row:
+    """One line of the table. `value`, `vllm`, `limit` and `goal` are in the row's unit."""
+
+    name: str
+    unit: str
+    value: float
+    limit: float
+    vllm: float | None = None
+    goal: float | None = None
+    idle: float | None = None
+    seconds: list[float] = field(default_factory=list)
+    details: dict[str, float] = field(default_factory=dict)
+
+    def better(self, than: float | None) -> float | None:
+        """How many times as good as another figure: above 1 is ahead."""
+        if than is None:
+            return None
+        return than / self.value if self.unit == "ms" else self.value / than
+
+    def cells(self) -> list[str]:
+        ratio, share = self.better(self.vllm), self.better(self.limit)
+        return [
+            f"{self.name}, {self.unit}",
+            _figure(self.value),
+            _figure(self.vllm),
+            "–" if ratio is None else f"{ratio:.2f}×",
+            _figure(self.limit),
+            f"{share:.0%}",
+            "–" if self.goal is None else f"{_figure(self.goal)} {'met' if self.better(self.goal) >= 1 else 'missed'}",
+            "–" if self.idle is None else f"{self.idle:.1%}",
+        ]
+
+
+HEADER = ("work", "jaxllm", "vLLM", "ratio", "limit", "of the limit", "goal", "idle")
 
 
 def main() -> None:
-    """Measure the asked rows and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", type=Path)
+    """Measure each model."""
+    lines = __doc__.splitlines()
+    parser = argparse.ArgumentParser(
+        description=lines[0], epilog="\n".join(lines[5:]), formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("models", type=Path, nargs="+", metavar="MODEL_DIR_or_name=value", help="models, and engine options")
     parser.add_argument("--recorded", type=Path, help="JSON with vLLM's rows")
-    parser.add_argument("--mix", type=Path, help="JSON with [prompt, output] lengths")
-    parser.add_argument("--rows", default="1,16,64,256,mixed,128")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("options", nargs="*", help="engine options, name=value")
+    parser.add_argument("--mix", type=Path, help="JSON with [prompt, output] lengths; without it there is no row 'mixed'")
+    parser.add_argument("--goals", type=Path, help="JSON {model: {row: figure in the row's unit}}")
+    parser.add_argument("--rows", default="1,64,mixed,16,256,128", help="batch sizes, mixed, 128; the most important first")
+    parser.add_argument("--seconds", type=float, default=150.0, help="for all rows of a model, once its engine stands")
+    parser.add_argument("--no-traces", action="store_true", help="leave the idle share out")
+    parser.add_argument("--prompt", type=int, default=1024, help="prompt tokens of the batch rows")
+    parser.add_argument("--output", type=int, default=257, help="output tokens of the batch rows")
+    parser.add_argument("--requests", type=int, default=1000, help="requests of the rows mixed and 128")
+    parser.add_argument("--tiny", action="store_true", help="small ceilings, for a machine without a GPU")
+    parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument("--markdown", type=Path, help="write the tables here")
     args = parser.parse_intermixed_args()
-    options = {"load_format": "dummy", "enable_prefix_caching": False, "skip_tokenizer_init": True, "max_model_len": 4096}
-    options |= {name: json.loads(value) for name, value in (option.split("=", 1) for option in args.options)}
-    started = time.perf_counter()
-    llm = LLM(model=str(args.model), **options)
-    core = llm.llm_engine.core
-    results = {"engine_start_s": time.perf_counter() - started, "programs": len(core.runner.programs)}
-    print(f"engine start {results['engine_start_s']:.1f} s, {results['programs']} programs", flush=True)
-    llm.llm_engine.finish_compiling()
-    vocab_size = core.model_config.vocab_size
-    recorded = _recorded(args.recorded, args.model.name)
-    for row in args.rows.split(","):
-        if row == "mixed":
-            lengths = json.loads(args.mix.read_text())["requests"]
-            results["mixed_1000"] = _measure(llm, lengths, vocab_size)
-        elif row == "128":
-            results["1000x128+128"] = _measure(llm, [(128, 128)] * 1000, vocab_size)
+    options = [str(word) for word in args.models if "=" in str(word)]
+    models = [path for path in args.models if "=" not in str(path)]
+    if not models:
+        parser.error("no model is given")
+    found, tables = {}, []
+    for model in models:
+        if len(models) == 1:
+            result, table = Bench(model, options, args).run()
         else:
-            batch = int(row)
-            short = _measure(llm, [(1024, 1)] * batch, vocab_size)
-            long = _measure(llm, [(1024, 257)] * batch, vocab_size)
-            results[f"tpot {batch}"] = {
-                "ms": (long["seconds"] - short["seconds"]) / 256 * 1e3,
-                "prefill_tok_s": batch * 1024 / short["seconds"],
-            }
-        name, values = list(results.items())[-1]
-        print(name, _describe(values), "| vLLM", _describe(recorded.get(name, {})), flush=True)
-    results["compiled_after_warmup"] = core.num_compiled_after_warmup
-    print("compiled after warm-up:", results["compiled_after_warmup"])
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=1))
+            result, table = _in_a_process(model, options, args)
+        found[model.name] = result
+        tables.append(table)
+        if args.json:
+            args.json.write_text(json.dumps(found, indent=1))
+        if args.markdown:
+            args.markdown.write_text("\n\n".join(tables) + "\n")
+    if any("error" in result for result in found.values()):
+        sys.exit("not every model could be measured")
 
 
-def _measure(llm: LLM, lengths: list[tuple[int, int]], vocab_size: int) -> dict[str, float]:
-    core = llm.llm_engine.core
-    best: dict[str, float] = {}
-    for attempt in range(2):
-        rng = np.random.default_rng(attempt)
-        prompts = [{"prompt_token_ids": rng.integers(0, vocab_size - 256, n).tolist()} for n, _ in lengths]
-        params = [SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=n, detokenize=False) for _, n in lengths]
-        steps, dispatch, wait = core.runner.num_steps, core.runner.dispatch_seconds, core.loop.wait_seconds
-        start = time.perf_counter()
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        seconds = time.perf_counter() - start
-        num_out = sum(len(output.outputs[0].token_ids) for output in outputs)
-        assert num_out == sum(n for _, n in lengths), "not every request got all its tokens"
-        steps = core.runner.num_steps - steps
-        values = {
-            "seconds": seconds,
-            "out_tok_s": num_out / seconds,
-            "steps": steps,
-            "dispatch_ms_per_step": (core.runner.dispatch_seconds - dispatch) / steps * 1e3,
-            "wait_ms_per_step": (core.loop.wait_seconds - wait) / steps * 1e3,
+def _in_a_process(model: Path, options: list[str], args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """This script for one of several models."""
+    values = {
+        name: getattr(args, name) for name in ("recorded", "mix", "goals", "rows", "seconds", "prompt", "output", "requests")
+    }
+    flags = [part for name, value in values.items() if value is not None for part in (f"--{name}", str(value))]
+    flags += ["--tiny"] * args.tiny + ["--no-traces"] * args.no_traces
+    with tempfile.TemporaryDirectory() as directory:
+        results, table = Path(directory, "results.json"), Path(directory, "table.md")
+        command = [sys.executable, __file__, str(model), *options, *flags, "--json", str(results), "--markdown", str(table)]
+        if subprocess.run(command).returncode != 0:
+            return {"error": "failed"}, f"**{model.name}** failed"
+        return json.loads(results.read_text())[model.name], table.read_text().rstrip()
+
+
+class Bench:
+    """One model's engine and the rows found so far."""
+
+    def __init__(self, model: Path, options: list[str], args: argparse.Namespace):
+        self.args = args
+        self.name = model.name
+        self.recorded = _recorded(args.recorded, model.name)
+        self.goals = json.loads(args.goals.read_text()).get(model.name, {}) if args.goals else {}
+        config = {"load_format": "dummy", "enable_prefix_caching": False, "skip_tokenizer_init": True, "max_model_len": 4096}
+        config |= {name: json.loads(value) for name, value in (option.split("=", 1) for option in options)}
+        reserve_device_memory(
+            config.get("gpu_memory_utilization", 0.92)
+        )  # the ceilings start the device, the engine comes after
+        self.ceilings: Ceilings = measure_ceilings(tiny=args.tiny)
+        print(f"\n{self.name} on {jax.devices()[0].device_kind}: {self.ceilings.describe()}", flush=True)
+        started = time.perf_counter()
+        self.llm = LLM(model=str(model), **config)
+        self.start_seconds = time.perf_counter() - started
+        self.llm.llm_engine.finish_compiling()
+        self.core: Any = self.llm.llm_engine.core
+        runner = self.core.runner
+        cache_tokens = self.core.memory_plan.num_blocks * self.core.config.cache.block_size
+        self.cost = ModelCost.of_arrays(
+            self.core.model_config, runner.params, sum(x.nbytes for x in runner.caches) / cache_tokens, runner.shapes.mesh.size
+        )
+        print(
+            f"engine start {self.start_seconds:.1f} s, {len(runner.programs)} programs; a step reads {self.cost.weight_bytes / 1e9:.2f} GB "
+            f"of weights and {self.cost.cache_bytes_per_token / 1e3:.1f} kB a token of context",
+            flush=True,
+        )
+        self.rows: dict[str, Row] = {}
+        self.started = time.perf_counter()
+
+    @property
+    def left(self) -> float:
+        return self.args.seconds - (time.perf_counter() - self.started)
+
+    def run(self) -> tuple[dict[str, Any], str]:
+        """All rows, then all traces."""
+        names = [name for name in self.args.rows.split(",") if name != "mixed" or self.args.mix]
+        for name in names:
+            if name.isdecimal() and name != "128":
+                self.measure_batch(int(name))
+            else:
+                self.measure_requests(name)
+        compiled = self.core.num_compiled_after_warmup
+        for name in () if self.args.no_traces else names:
+            if name.isdecimal() and name != "128":
+                self.trace_batch(int(name))
+            else:
+                self.trace_requests(name)
+        table = self.table(compiled)
+        print(f"\n{table}\n\n{time.perf_counter() - self.started:.0f} s after the engine's start", flush=True)
+        result = {
+            "device": jax.devices()[0].device_kind,
+            "copy_TB/s": self.ceilings.copy_bytes_per_second / 1e12,
+            "gemm_TFLOP/s": self.ceilings.gemm_flops_per_second / 1e12,
+            "engine_start_s": self.start_seconds,
+            "programs": len(self.core.runner.programs),
+            "compiled_after_warmup": compiled,
+            "rows": {row.name: vars(row) | {"of_limit": row.better(row.limit)} for row in self.rows.values()},
         }
-        if not best or seconds < best["seconds"]:
-            best = values
-    return best
+        self.llm.shutdown()
+        return result, table
+
+    def table(self, compiled: int) -> str:
+        """Markdown for docs/PERFORMANCE.md."""
+        lines = [
+            f"**{self.name}**, {jax.devices()[0].device_kind}, {self.ceilings.describe()}; engine start {self.start_seconds:.0f} s, "
+            f"{len(self.core.runner.programs)} programs, {compiled} compiled after warm-up",
+            "",
+            "| " + " | ".join(HEADER) + " |",
+            "|---" * len(HEADER) + "|",
+            *("| " + " | ".join(row.cells()) + " |" for row in self.rows.values()),
+        ]
+        return "\n".join(lines)
+
+    def measure_batch(self, batch: int) -> None:
+        """tpot and prefill of a batch."""
+        args = self.args
+        as_recorded = (args.prompt, args.output) == (1024, 257)
+        recorded = self.recorded if as_recorded else {}
+        record = recorded.get(f"tpot {batch}", {})
+        short = self.timed([(args.prompt, 1)] * batch, recorded.get(f"prefill {batch}x1024", {}))
+        long = self.timed([(args.prompt, args.output)] * batch, recorded.get(f"{batch}x1024+257", {}))
+        if short is None or long is None:
+            print(f"batch {batch} is left out: there is no time for it", flush=True)
+            return
+        steps = args.output - 1
+        work = self.cost.work([(args.prompt, args.output)] * batch, num_steps=steps, skip_prompts=True)
+        self.add(
+            Row(
+                f"tpot {batch}",
+                "ms",
+                value=(min(long["seconds"]) - min(short["seconds"])) / steps * 1e3,
+                limit=self.ceilings.seconds(work) / steps * 1e3,
+                vllm=record.get("ms"),
+                seconds=long["seconds"],
+                details=long["details"],
+            )
+        )
+        tokens = batch * args.prompt
+        work = self.cost.work([(args.prompt, 1)] * batch, num_steps=1)
+        self.add(
+            Row(
+                f"prefill {batch}x{args.prompt}",
+                "tok/s",
+                value=tokens / min(short["seconds"]),
+                limit=tokens / self.ceilings.seconds(work),
+                vllm=record.get("prefill_tok_s"),
+                seconds=short["seconds"],
+                details=short["details"],
+            )
+        )
+
+    def requests(self, name: str) -> tuple[str, Lengths]:
+        """Name and lengths of a row of many requests."""
+        count = self.args.requests
+        if name == "mixed":
+            lengths = [tuple(pair) for pair in json.loads(self.args.mix.read_text())["requests"][:count]]
+            return f"mixed_{len(lengths)}", lengths
+        size = int(name)
+        return f"{count}x{size}+{size}", [(size, size)] * count
+
+    def measure_requests(self, name: str) -> None:
+        """Output tokens per second of many requests at once."""
+        row_name, lengths = self.requests(name)
+        record = self.recorded.get(row_name, {})
+        found = self.timed(lengths, record)
+        if found is None:
+            print(f"{row_name} is left out: there is no time for it", flush=True)
+            return
+        num_out = sum(n for _, n in lengths)
+        max_rows = self.core.config.scheduler.max_num_seqs
+        num_steps = max(max(n for _, n in lengths), -(-num_out // max_rows))
+        limit = num_out / self.ceilings.seconds(self.cost.work(lengths, num_steps=num_steps))
+        self.add(
+            Row(
+                row_name,
+                "output tok/s",
+                value=num_out / min(found["seconds"]),
+                limit=limit,
+                vllm=record.get("out_tok_s"),
+                seconds=found["seconds"],
+                details=found["details"],
+            )
+        )
+
+    def add(self, row: Row) -> None:
+        row.goal = self.goals.get(row.name)
+        self.rows[row.name] = row
+        details = ", ".join(f"{name} {value:.3g}" for name, value in row.details.items())
+        cells = row.cells()
+        print(
+            f"{cells[0]}: {cells[1]} | vLLM {cells[2]}, {cells[3]} | limit {cells[4]}, {cells[5]} of it | {details}", flush=True
+        )
+
+    def timed(self, lengths: Lengths, record: dict[str, Any]) -> dict[str, Any] | None:
+        """Seconds of each attempt, and how the host spent the fastest; None if there is no time."""
+        seconds: list[float] = []
+        details: dict[str, float] = {}
+        expected = 2 * min(record.get("times_s", [0.0]))
+        for attempt in range(len(record.get("times_s", [0, 0]))):
+            if self.left - (0 if self.args.no_traces else SECONDS_FOR_TRACES) < expected:
+                break
+            prompts = self.prompts(lengths, seed=attempt)
+            params = [_params(n) for _, n in lengths]
+            runner, loop = self.core.runner, self.core.loop
+            steps, dispatch, wait = runner.num_steps, runner.dispatch_seconds, loop.wait_seconds
+            start = time.perf_counter()
+            outputs = self.llm.generate(prompts, params, use_tqdm=False)
+            expected = time.perf_counter() - start
+            num_out = sum(len(output.outputs[0].token_ids) for output in outputs)
+            assert num_out == sum(n for _, n in lengths), "not every request got all its tokens"
+            if not seconds or expected < min(seconds):
+                steps = runner.num_steps - steps
+                details = {
+                    "steps": steps,
+                    "dispatch_ms_per_step": (runner.dispatch_seconds - dispatch) / steps * 1e3,
+                    "wait_ms_per_step": (loop.wait_seconds - wait) / steps * 1e3,
+                }
+            seconds.append(expected)
+        return {"seconds": seconds, "details": details} if seconds else None
+
+    def prompts(self, lengths: Lengths, seed: int) -> list[dict[str, list[int]]]:
+        rng = np.random.default_rng(seed)
+        num_ids = max(1, self.core.model_config.vocab_size - 256)  # the last ones may be special
+        return [{"prompt_token_ids": rng.integers(0, num_ids, n).tolist()} for n, _ in lengths]
+
+    def trace_batch(self, batch: int) -> None:
+        """Idle shares of a prefill and of a decode that has come to speed."""
+        lengths = [(self.args.prompt, self.args.output)] * batch
+        prompt_steps = -(-batch * self.args.prompt // self.core.config.scheduler.max_num_batched_tokens)
+        self.trace_row(f"prefill {batch}x{self.args.prompt}", [(n, 1) for n, _ in lengths], None, None)
+        steps = min(32, max(1, self.args.output - 12))
+        self.trace_row(f"tpot {batch}", lengths, prompt_steps + 3, steps)
+
+    def trace_requests(self, name: str) -> None:
+        """Idle share of some steps in the middle."""
+        row_name, lengths = self.requests(name)
+        if row_name in self.rows:
+            steps = int(self.rows[row_name].details["steps"])
+            self.trace_row(row_name, lengths, min(200, steps // 4), min(60, max(1, steps // 4)))
+
+    def trace_row(self, name: str, lengths: Lengths, skip: int | None, num_steps: int | None) -> None:
+        """Record `num_steps` steps after `skip` others, or the whole from the first request's arrival."""
+        row = self.rows.get(name)
+        if row is None or self.left < min(row.seconds) * (1 if skip is None else 0.5) + 4:
+            return
+        engine = self.llm.llm_engine
+        prompts = self.prompts(lengths, seed=2)
+
+        def add() -> None:
+            for i, (prompt, (_, n)) in enumerate(zip(prompts, lengths, strict=True)):
+                engine.add_request(f"{name} {i}", prompt, _params(n))
+
+        def run(count: int | None) -> None:
+            while engine.has_unfinished_requests() and count != 0:
+                engine.step()
+                count = None if count is None else count - 1
+
+        try:
+            if skip is not None:
+                add()
+                run(skip)
+            with trace.record() as (recording, stretch):
+                if skip is not None:
+                    run(5)
+                with stretch:
+                    if skip is None:
+                        add()
+                    run(num_steps)
+            found = recording.trace
+            if found is not None and found.kernels:
+                row.idle = found.idle_share()
+                print(
+                    f"{name}: idle {row.idle:.1%} of {found.wall / 1e3:.1f} ms traced, {len(found.kernels)} launches"
+                    + ("" if skip is not None else f" (untraced {min(row.seconds) * 1e3:.1f} ms)"),
+                    flush=True,
+                )
+            else:
+                print(f"{name}: the trace holds no GPU kernels", flush=True)
+        except Exception as problem:  # the figures stand without it
+            print(f"{name}: no idle share: {type(problem).__name__}: {str(problem)[:300]}", flush=True)
+        engine.abort_all()
+        while engine.core.has_unfinished_requests():
+            engine.core.step()
 
 
-def _recorded(path: Path | None, model: str) -> dict[str, dict[str, float]]:
+def _params(num_tokens: int) -> SamplingParams:
+    return SamplingParams(
+        temperature=0.0, ignore_eos=True, max_tokens=num_tokens, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+    )
+
+
+def _recorded(path: Path | None, model: str) -> dict[str, dict[str, Any]]:
     rows = json.loads(path.read_text()).get(model, []) if path else []
     return {row["name"]: row for row in rows if "name" in row}
 
 
-def _describe(values: dict[str, float]) -> str:
-    shown = {k: v for k, v in values.items() if isinstance(v, (int, float))}
-    return ", ".join(f"{name} {value:.3f}" if value < 100 else f"{name} {value:.0f}" for name, value in shown.items())
+def _figure(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.2f}" if value < 100 else f"{value:,.0f}".replace(",", " ")
 
 
 if __name__ == "__main__":

@@ -1,19 +1,28 @@
-"""Prints where a decode step's time goes: by kernel, the gaps between kernels, and the host's share.
+"""Prints where a step's time goes: by kernel and kind of kernel, the gaps between kernels, and the host's share.
 
-usage: profile_step.py MODEL_DIR [--batch 1,64] [--context 1024] [--top 20] [engine options as name=value …]
+usage: profile_step.py MODEL_DIR [--decode 1,64] [--prefill 1024x16] [--mixed 256+512] [--context 1024] [engine options as name=value …]
+
+    --decode 1,64        one token for each of so many requests of --context tokens
+    --prefill 1024x16    16 prompts of 1024 tokens, computed at once as far as max_num_batched_tokens allows
+    --mixed 256+512      one token for each of 256 requests, beside 512 tokens of prompts, in every step
+
+Steps are timed without a trace first; the trace that follows has the gaps and what the profiler itself costs.
 """
 
 import argparse
-import collections
-import gzip
+import itertools
 import json
 import os
-import tempfile
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
-# Without this a profile runs kernel by kernel and shows gaps that are not there in service.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_enable_command_buffers_during_profiling=true"
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from scripts.measuring import trace
+
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + trace.COMMAND_BUFFERS_WHILE_PROFILING
 
 import jax
 import numpy as np
@@ -23,98 +32,143 @@ from jaxllm.engine.core import EngineCore
 from jaxllm.request import EngineCoreRequest
 from jaxllm.sampling_params import SamplingParams
 
-NUM_TIMED, NUM_TRACED = 100, 10
-
 
 def main() -> None:
-    """Profile each batch size in one engine."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Profile each kind of step; a mixed one in an engine of its own, whose steps are that large."""
+    lines = __doc__.splitlines()
+    parser = argparse.ArgumentParser(
+        description=lines[0], epilog="\n".join(lines[3:]), formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("model", type=Path)
-    parser.add_argument("--batch", default="1,64")
+    parser.add_argument("--decode", default="", help="numbers of rows; default: 1,64 if no other kind is asked for")
+    parser.add_argument("--prefill", default="", help="prompts as TOKENSxCOUNT, with commas between several")
+    parser.add_argument("--mixed", default="", help="ROWS+TOKENS, with commas between several")
     parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=100, help="steps timed without a trace")
+    parser.add_argument("--traced", type=int, default=10, help="steps traced")
     parser.add_argument("--top", type=int, default=20)
     parser.add_argument("options", nargs="*", help="engine options, name=value")
     args = parser.parse_intermixed_args()
-    batches = [int(batch) for batch in args.batch.split(",")]
-    options = {
-        "load_format": "dummy",
-        "enable_prefix_caching": False,
-        "max_model_len": 4096,
-        "max_num_seqs": max(batches),
-        "decode_buckets": batches,
-        "token_buckets": [1024],
-        "warmup": "lazy",
-    }
-    options |= {name: json.loads(value) for name, value in (option.split("=", 1) for option in args.options)}
-    core = EngineCore(EngineConfig.from_options(model=str(args.model), **options))
-    core.finish_compiling()
-    print(jax.devices()[0].device_kind, os.environ["XLA_FLAGS"], options)
-    for batch in batches:
-        profile(core, batch, args.context, args.top)
+    if not (args.decode or args.prefill or args.mixed):
+        args.decode = "1,64"
+    decodes = [int(rows) for rows in args.decode.split(",") if rows]
+    prefills = [tuple(map(int, text.split("x"))) for text in args.prefill.split(",") if text]
+    print(jax.devices()[0].device_kind, os.environ["XLA_FLAGS"])
+    if decodes or prefills:
+        rows = sorted({*decodes, *(count for _, count in prefills)})
+        step_tokens = max([args.context, *(tokens * count for tokens, count in prefills)])
+        profiler = Profiler(
+            args, {"max_num_seqs": rows[-1], "decode_buckets": rows, "max_num_batched_tokens": min(step_tokens, 8192)}
+        )
+        for batch in decodes:
+            profiler.decode(batch, args.context)
+        for tokens, count in prefills:
+            profiler.prefill(tokens, count)
+        profiler.core.shutdown()
+    for text in filter(None, args.mixed.split(",")):
+        batch, tokens = map(int, text.split("+"))
+        size = batch + tokens
+        sizes = {
+            "max_num_seqs": batch + 8,
+            "decode_buckets": [batch + 8],
+            "max_num_batched_tokens": size,
+            "token_buckets": [size],
+        }
+        profiler = Profiler(args, sizes)
+        profiler.mixed(batch, args.context, tokens)
+        profiler.core.shutdown()
 
 
-def profile(core: EngineCore, batch: int, context: int, top: int) -> None:
-    """Fill the batch, time steps without a trace, then trace some."""
-    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1000)
-    rng = np.random.default_rng(0)
-    ids = [f"{batch}-{i}" for i in range(batch)]
-    for request_id in ids:
-        prompt = rng.integers(0, core.model_config.vocab_size - 256, context).tolist()
-        core.add_request(EngineCoreRequest(request_id=request_id, prompt_token_ids=prompt, sampling_params=params))
-    waiting = set(ids)
-    while waiting:
-        waiting -= {output.request_id for output in core.step()}
-    run(core, 20)
-    dispatch, wait = core.runner.dispatch_seconds, core.loop.wait_seconds
-    seconds = run(core, NUM_TIMED)
-    print(
-        f"\nbatch {batch}, context {context}: {seconds / NUM_TIMED * 1e3:.3f} ms a step; host: dispatch "
-        f"{(core.runner.dispatch_seconds - dispatch) / NUM_TIMED * 1e3:.3f} ms, waiting for the device "
-        f"{(core.loop.wait_seconds - wait) / NUM_TIMED * 1e3:.3f} ms"
-    )
-    with tempfile.TemporaryDirectory() as directory:
-        with jax.profiler.trace(directory):
-            run(core, NUM_TRACED)
-        show_kernels(Path(directory), top)
-    core.abort_requests(ids)
-    while core.has_unfinished_requests():
-        core.step()
+class Profiler:
+    """An engine, and the requests that keep it at one kind of step."""
 
+    def __init__(self, args: argparse.Namespace, sizes: dict[str, Any]):
+        options = {"load_format": "dummy", "enable_prefix_caching": False, "max_model_len": 4096, "warmup": "lazy", **sizes}
+        options |= {name: json.loads(value) for name, value in (option.split("=", 1) for option in args.options)}
+        self.args = args
+        self.core = EngineCore(EngineConfig.from_options(model=str(args.model), **options))
+        self.core.finish_compiling()
+        self.rng = np.random.default_rng(0)
+        self.names = (f"request {i}" for i in itertools.count())
+        self.current: set[str] = set()
+        print(f"\n{options}")
 
-def run(core: EngineCore, num_steps: int) -> float:
-    """Seconds for some steps."""
-    start = time.perf_counter()
-    for _ in range(num_steps):
-        core.step()
-    return time.perf_counter() - start
+    def decode(self, batch: int, context: int) -> None:
+        self.fill(batch, context)
+        self.run(20)
+        self.measure(f"decode of {batch} rows, context {context}", self.run)
+        self.clear()
 
+    def prefill(self, tokens: int, count: int) -> None:
+        """Whole prompts again and again; times are of all steps that it takes."""
 
-def show_kernels(directory: Path, top: int) -> None:
-    """Time by kernel name of a trace."""
-    [path] = directory.rglob("*.trace.json.gz")
-    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-    processes = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
-    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e.get("name") == "thread_name"}
-    kernels = [
-        e
-        for e in events
-        if e.get("ph") == "X" and "GPU" in processes.get(e["pid"], "") and "Stream" in threads.get((e["pid"], e["tid"]), "")
-    ]
-    if not kernels:
-        print("  the trace holds no GPU kernels")
-        return
-    total: collections.Counter[str] = collections.Counter()
-    count: collections.Counter[str] = collections.Counter()
-    for event in kernels:
-        total[event["name"]] += event["dur"]
-        count[event["name"]] += 1
-    span = max(e["ts"] + e["dur"] for e in kernels) - min(e["ts"] for e in kernels)
-    busy = sum(total.values())
-    print(
-        f"  traced: span {span / NUM_TRACED:.0f} us, kernels {busy / NUM_TRACED:.0f} us in {len(kernels) / NUM_TRACED:.0f} launches a step"
-    )
-    for name, microseconds in total.most_common(top):
-        print(f"  {microseconds / NUM_TRACED:9.1f} us x{count[name] / NUM_TRACED:6.1f}  {name[:100]}")
+        def once(times: int) -> None:
+            for _ in range(times):
+                self.add(tokens, count, max_tokens=1)
+                while self.core.has_unfinished_requests():
+                    self.core.step()
+
+        once(2)
+        self.measure(f"prefill {tokens}x{count} (a step here is the whole)", once, num_steps=max(1, self.args.steps // 10))
+        self.clear()
+
+    def mixed(self, batch: int, context: int, tokens: int) -> None:
+        """Prompts of 2048 tokens wait beside the decodes, so that every step takes as many of their tokens as it can."""
+        self.fill(batch, context)
+        length = min(2048, self.core.max_model_len - 1)
+        steps = self.args.steps + self.args.traced + 45
+        self.add(length, -(-steps * tokens // length) + 2, max_tokens=1)
+        self.run(20)
+        before = self.core.stats().num_waiting
+        self.measure(f"mixed step of {batch} decodes at context {context} and {tokens} prompt tokens", self.run)
+        if self.core.stats().num_waiting == 0 or before == 0:
+            print("  WRONG: the prompts ran out, not every step was mixed")
+        self.clear()
+
+    def measure(self, title: str, run: Any, num_steps: int | None = None) -> None:
+        """Time steps without a trace, then trace some."""
+        core, num_steps = self.core, num_steps or self.args.steps
+        dispatch, wait = core.runner.dispatch_seconds, core.loop.wait_seconds
+        start = time.perf_counter()
+        run(num_steps)
+        seconds = time.perf_counter() - start
+        print(
+            f"\n{title}: {seconds / num_steps * 1e3:.3f} ms; host: dispatch "
+            f"{(core.runner.dispatch_seconds - dispatch) / num_steps * 1e3:.3f} ms, waiting for the device "
+            f"{(core.loop.wait_seconds - wait) / num_steps * 1e3:.3f} ms"
+        )
+        with trace.record() as (recording, stretch):
+            run(5 if run == self.run else 1)
+            with stretch:
+                run(self.args.traced)
+        num_layers = core.model_config.num_layers
+        assert recording.trace is not None
+        print(trace.describe(recording.trace, num_steps=self.args.traced, num_layers=num_layers, top=self.args.top), flush=True)
+
+    def add(self, tokens: int, count: int, max_tokens: int) -> None:
+        for request_id in itertools.islice(self.names, count):
+            prompt = self.rng.integers(0, self.core.model_config.vocab_size - 256, tokens).tolist()
+            params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens)
+            self.core.add_request(EngineCoreRequest(request_id=request_id, prompt_token_ids=prompt, sampling_params=params))
+            self.current.add(request_id)
+
+    def fill(self, batch: int, context: int) -> None:
+        """Have this many requests in decode."""
+        self.add(context, batch, max_tokens=1000)
+        waiting = set(self.current)
+        while waiting:
+            waiting -= {output.request_id for output in self.core.step()}
+
+    def run(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.core.step()
+
+    def clear(self) -> None:
+        """End every request."""
+        self.core.abort_requests(sorted(self.current))
+        self.current.clear()
+        while self.core.has_unfinished_requests():
+            self.core.step()
 
 
 if __name__ == "__main__":

@@ -147,6 +147,9 @@ def _attention_implementation(wanted: str, model: ModelConfig, *, on_gpu: bool) 
     if wanted == "auto":
         platform = "gpu" if on_gpu else "cpu"
         return paged_attention.choose(platform=platform, dtype=model.dtype, num_groups=num_groups, head_dim=model.head_dim)
+    missing = paged_attention.missing(wanted)
+    if missing is not None:
+        raise ConfigError(f"attention_implementation is {wanted!r}, which {missing}")
     if not paged_attention.supports(
         wanted, dtype=model.dtype, num_groups=num_groups, head_dim=model.head_dim, interpret=not on_gpu
     ):

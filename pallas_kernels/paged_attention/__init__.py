@@ -21,8 +21,12 @@ IMPLEMENTATIONS = {
     "xla": "pallas_kernels.paged_attention.xla",
     "triton": "pallas_kernels.paged_attention.triton",
     "mosaic": "pallas_kernels.paged_attention.mosaic",
+    "jax_triton": "pallas_kernels.paged_attention.jax_triton",
 }
-"""Each module has paged_attention, paged_decode, and supports(platform, dtype, num_groups, head_dim, interpret)."""
+"""Each module has paged_attention, paged_decode, and supports(platform, dtype, num_groups, head_dim, interpret).
+
+One that needs packages which may not be there also has missing(), and supports nothing without them.
+"""
 
 PREFERENCE = ("triton", "xla")
 
@@ -99,6 +103,12 @@ def supports(
     return module.supports(platform="gpu", dtype=dtype, num_groups=num_groups, head_dim=head_dim, interpret=interpret)
 
 
+def missing(implementation: str) -> str | None:
+    """What must be installed before an implementation can be used, in words; None if nothing."""
+    module = importlib.import_module(IMPLEMENTATIONS[implementation])
+    return module.missing() if hasattr(module, "missing") else None
+
+
 def choose(*, platform: str, dtype: jax.typing.DTypeLike, num_groups: int, head_dim: int) -> str:
     """The name of the fastest implementation for a case: the first of PREFERENCE that supports it."""
     for name in PREFERENCE:
@@ -115,6 +125,9 @@ def _resolve(implementation: str | None, q: jax.Array, interpret: bool) -> Modul
         implementation = choose(platform=platform, dtype=q.dtype, num_groups=num_groups, head_dim=head_dim)
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"no attention implementation {implementation!r}; there are {', '.join(IMPLEMENTATIONS)}")
+    reason = missing(implementation)
+    if reason is not None:
+        raise ValueError(f"attention implementation {implementation!r} {reason}")
     # An explicit choice is not held to the platform: a program may be compiled here for a GPU elsewhere.
     if not supports(implementation, dtype=q.dtype, num_groups=num_groups, head_dim=head_dim, interpret=interpret):
         raise ValueError(

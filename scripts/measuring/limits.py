@@ -1,0 +1,118 @@
+"""What a device allows at best: its measured ceilings, and the bytes and operations that a piece of work cannot do without."""
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxllm.model_config import ModelConfig, num_parameters
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Of one device, measured."""
+
+    copy_bytes_per_second: float
+    """Read and written together."""
+    gemm_flops_per_second: float
+
+    def seconds(self, work: "Work") -> float:
+        """The least time for the work: neither its bytes nor its operations can be had faster."""
+        return max(work.bytes / self.copy_bytes_per_second, work.flops / self.gemm_flops_per_second)
+
+    def describe(self) -> str:
+        return f"copy {self.copy_bytes_per_second / 1e12:.2f} TB/s, bf16 GEMM {self.gemm_flops_per_second / 1e12:.0f} TFLOP/s"
+
+
+@dataclass(frozen=True)
+class Work:
+    """What must be read from memory and multiplied, by each device."""
+
+    bytes: float
+    flops: float
+
+
+def measure_ceilings(*, tiny: bool = False) -> Ceilings:
+    """A copy of 1 GiB and a bf16 product of 8192 cubed, about a second with compilation."""
+    num_bytes, size, times = (1 << 20, 128, 2) if tiny else (1 << 30, 8192, 16)
+    x = jnp.zeros((num_bytes // 4,), jnp.float32)
+    copies = jax.jit(lambda x: lax.fori_loop(0, times, lambda _, x: x + 1, x))
+    copy = 2 * num_bytes * times / median_seconds(copies, x, repeats=5)
+    del x
+    # Values of one deviation stay so through the products: constant or vanishing operands draw less power and run faster.
+    a, w = (jax.random.normal(key, (size, size), jnp.bfloat16) for key in jax.random.split(jax.random.key(0)))
+    w = w / math.sqrt(size)
+    products = jax.jit(lambda a, w: lax.fori_loop(0, times, lambda _, a: a @ w, a))
+    gemm = 2 * size**3 * times / median_seconds(products, a, w, repeats=5)
+    return Ceilings(copy, gemm)
+
+
+def median_seconds(run: Callable[..., Any], *args: Any, repeats: int) -> float:
+    """Median time of calls, after two that do not count."""
+    for _ in range(2):
+        jax.block_until_ready(run(*args))
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(run(*args))
+        times.append(time.perf_counter() - start)
+    return float(np.median(times))
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """What a model's steps cost on each of `num_devices`."""
+
+    config: ModelConfig
+    weight_bytes: float
+    """All weights that a step reads: a table that only looks embeddings up does not count."""
+    cache_bytes_per_token: float
+    num_devices: int = 1
+
+    @classmethod
+    def of_arrays(
+        cls, config: ModelConfig, params: Iterable[jax.Array], cache_bytes_per_token: float, num_devices: int
+    ) -> "ModelCost":
+        """By the weights as they lie on the devices."""
+        total = sum(x.nbytes for x in params)
+        if not config.tie_word_embeddings:
+            total -= config.padded_vocab_size * config.hidden_size * jnp.dtype(config.dtype).itemsize
+        return cls(config, total, cache_bytes_per_token, num_devices)
+
+    def work(self, requests: Iterable[tuple[int, int]], *, num_steps: int, skip_prompts: bool = False) -> Work:
+        """Of requests of (prompt, output) tokens in at least `num_steps` steps, each of which reads the weights once.
+
+        The last output token is never computed on, and only outputs need logits. Prompts: operations of their tokens and the reading of
+        the keys by nobody (a prompt may be computed in one piece). Outputs after the first: each reads its request's keys.
+        skip_prompts: only what comes after the first output token.
+        """
+        c = self.config
+        head = c.hidden_size * c.vocab_size
+        embedding = head * (1 if c.tie_word_embeddings else 2)
+        per_token = 2.0 * (num_parameters(c) - embedding)
+        per_pair = 4.0 * c.num_heads * c.head_dim
+        windows = [c.window(layer) for layer in range(c.num_layers)]
+        flops, keys = 0.0, 0.0
+        for prompt, output in requests:
+            first, last = (prompt, prompt + output - 1) if skip_prompts else (0, prompt + output - 1)
+            num_logits = output - 1 if skip_prompts else output
+            flops += (last - first) * per_token + num_logits * 2.0 * head
+            for window in set(windows):
+                share = windows.count(window)
+                flops += share * per_pair * (_pairs(last, window) - _pairs(first, window))
+                keys += share / c.num_layers * (_pairs(last, window) - _pairs(prompt, window))
+        num_bytes = num_steps * self.weight_bytes + keys * self.cache_bytes_per_token
+        return Work(num_bytes / self.num_devices, flops / self.num_devices)
+
+
+def _pairs(num_tokens: int, window: int | None) -> float:
+    """(Query, key) pairs of causal attention over the first tokens of a sequence."""
+    if window is None or num_tokens <= window:
+        return num_tokens * (num_tokens + 1) / 2
+    return window * (window + 1) / 2 + (num_tokens - window) * window

@@ -1,0 +1,199 @@
+"""Reads a profiler's trace: which kernels ran in a stretch of time, and when the device ran none.
+
+A GPU is a process "/device:GPU:0" of the trace whose threads "Stream #…" hold what the device ran; its other threads ("XLA Ops",
+"XLA Modules") tell the same time again by other names. Copies between host and device run beside the kernels and count as no
+kernel. Times are microseconds.
+"""
+
+import collections
+import contextlib
+import gzip
+import json
+import re
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+STRETCH = "measured stretch"
+"""Name of the host's annotation that marks the stretch."""
+
+CLASSES = (
+    ("attention", r"attention|paged|decode_combine|prefill|flash|fmha"),
+    ("cache write, rope", r"write_cache|cache_write|rope"),
+    ("sampling", r"argmax|sample|gumbel|top_?k|logprob|threshold|sort"),
+    ("GEMM", r"gemm|cublas|nvjet|cutlass|matmul|norm_gate_up|xmma|sm\d+_|split_?k|_dot|wgmma|gemv"),
+)
+"""Kernels by what their name holds, the first that fits; all others are `other` (what XLA fuses around them)."""
+
+COMMAND_BUFFERS_WHILE_PROFILING = " --xla_enable_command_buffers_during_profiling=true"
+"""For XLA_FLAGS, before JAX starts. Without it a profile runs kernel by kernel, with gaps that are not there in service."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One launch."""
+
+    name: str
+    start: float
+    end: float
+    device: str
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The kernels of one stretch, cut to it, by start; transfers between host and device apart."""
+
+    start: float
+    end: float
+    kernels: list[Kernel]
+    transfers: list[Kernel]
+
+    @property
+    def devices(self) -> list[str]:
+        return sorted({kernel.device for kernel in self.kernels})
+
+    @property
+    def wall(self) -> float:
+        return self.end - self.start
+
+    def busy(self) -> float:
+        """Time in which a kernel ran, mean over the devices."""
+        if not self.kernels:
+            return 0.0
+        spans = [[(k.start, k.end) for k in self.kernels if k.device == device] for device in self.devices]
+        return sum(end - start for span in spans for start, end in merged(span)) / len(spans)
+
+    def idle_share(self) -> float:
+        """Share of the stretch in which the device ran no kernel."""
+        return 1 - self.busy() / self.wall
+
+
+@dataclass
+class Recording:
+    """Filled when the `record` it comes from ends."""
+
+    trace: Trace | None = field(default=None)
+
+
+@contextlib.contextmanager
+def record() -> Iterator[tuple[Recording, Any]]:
+    """Trace what runs inside. Gives the recording, and a context that marks the stretch in it:
+
+    with record() as (recording, stretch):
+        come_to_speed()  # starting the profiler lets the device run dry
+        with stretch:
+            work()
+    """
+    import jax
+
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # it would slow the host, and the device would wait
+    options.host_tracer_level = 1
+    recording = Recording()
+    with tempfile.TemporaryDirectory() as directory:
+        jax.profiler.start_trace(directory, profiler_options=options)
+        try:
+            yield recording, jax.profiler.TraceAnnotation(STRETCH)
+        finally:
+            jax.profiler.stop_trace()
+        recording.trace = read_trace(Path(directory))
+
+
+def read_trace(directory: Path) -> Trace:
+    """The one trace under a directory. Raises ValueError if the stretch is not marked in it."""
+    paths = sorted(directory.rglob("*.trace.json.gz"))
+    if len(paths) != 1:
+        raise ValueError(f"{len(paths)} traces under {directory}, there should be one")
+    return parse(json.loads(gzip.decompress(paths[0].read_bytes()))["traceEvents"])
+
+
+def parse(events: Iterable[dict[str, Any]]) -> Trace:
+    """The trace in the form of Chrome's trace events."""
+    events = list(events)
+    processes = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
+    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e.get("name") == "thread_name"}
+    marks = [e for e in events if e.get("ph") == "X" and e.get("name") == STRETCH]
+    if not marks:
+        raise ValueError("the trace does not hold the measured stretch; it may have been cut off for its size")
+    start = min(e["ts"] for e in marks)
+    end = max(e["ts"] + e["dur"] for e in marks)
+    kernels, transfers = [], []
+    for event in events:
+        if event.get("ph") != "X" or "GPU" not in processes.get(event["pid"], ""):
+            continue
+        if "Stream" not in threads.get((event["pid"], event["tid"]), ""):
+            continue
+        first, last = max(start, event["ts"]), min(end, event["ts"] + event.get("dur", 0.0))
+        if first < last:
+            is_transfer = re.match(r"Memcpy(H2D|D2H)", event["name"]) is not None
+            kernel = Kernel(event["name"], first, last, processes[event["pid"]])
+            (transfers if is_transfer else kernels).append(kernel)
+    kernels.sort(key=lambda kernel: (kernel.start, kernel.end))
+    return Trace(start, end, kernels, transfers)
+
+
+def merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The union of spans as spans that do not touch, in order."""
+    found: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((start, end))
+    return found
+
+
+def gaps(kernels: Iterable[Kernel]) -> list[tuple[str, str, float]]:
+    """The pauses of one device: (kernel that ended last before it, kernel that ends it, length)."""
+    found = []
+    last: Kernel | None = None
+    for kernel in sorted(kernels, key=lambda kernel: (kernel.start, kernel.end)):
+        if last is not None and kernel.start > last.end:
+            found.append((last.name, kernel.name, kernel.start - last.end))
+        if last is None or kernel.end > last.end:
+            last = kernel
+    return found
+
+
+def class_of(name: str) -> str:
+    """Which of CLASSES a kernel belongs to."""
+    return next((kind for kind, pattern in CLASSES if re.search(pattern, name, re.IGNORECASE)), "other")
+
+
+def describe(trace: Trace, *, num_steps: int, num_layers: int, top: int = 20) -> str:
+    """Where the time of each of some steps went: busy and idle, classes, kernels, gaps by neighbours (first device)."""
+    if not trace.kernels:
+        return "  the trace holds no GPU kernels"
+    kernels = [kernel for kernel in trace.kernels if kernel.device == trace.devices[0]]
+    total: collections.Counter[str] = collections.Counter()
+    count: collections.Counter[str] = collections.Counter()
+    by_class: collections.Counter[str] = collections.Counter()
+    for kernel in kernels:
+        total[kernel.name] += kernel.end - kernel.start
+        count[kernel.name] += 1
+        by_class[class_of(kernel.name)] += kernel.end - kernel.start
+    pauses: collections.Counter[tuple[str, str]] = collections.Counter()
+    num_pauses: collections.Counter[tuple[str, str]] = collections.Counter()
+    for before, after, length in gaps(kernels):
+        pauses[before, after] += length
+        num_pauses[before, after] += 1
+    in_kernels = sum(total.values())
+    launches = len(kernels) / num_steps
+    moved = sum(transfer.end - transfer.start for transfer in trace.transfers)
+    lines = [
+        f"  per step: wall {trace.wall / num_steps:.0f} us, a kernel running {trace.busy() / num_steps:.0f}, "
+        f"none {(trace.wall - trace.busy()) / num_steps:.0f} ({trace.idle_share():.1%}); sum of kernels {in_kernels / num_steps:.0f} in "
+        f"{launches:.1f} launches, {launches / num_layers:.1f} a layer; transfers {moved / num_steps:.0f}",
+        "  " + ", ".join(f"{kind} {time / in_kernels:.1%}" for kind, time in by_class.most_common()),
+    ]
+    for name, time in total.most_common(top):
+        lines.append(f"  {time / num_steps:9.1f} us x{count[name] / num_steps:6.1f}  {class_of(name):18} {name[:100]}")
+    lines.append(
+        f"  gaps between kernels: {sum(pauses.values()) / num_steps:.1f} us in {sum(num_pauses.values()) / num_steps:.1f}"
+    )
+    for (before, after), length in pauses.most_common(max(1, top // 2)):
+        times = num_pauses[before, after]
+        lines.append(f"  {length / num_steps:9.1f} us x{times / num_steps:6.1f}  {before[:50]} -> {after[:50]}")
+    return "\n".join(lines)

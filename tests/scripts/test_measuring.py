@@ -1,0 +1,155 @@
+"""The benchmarks' arithmetic: traces against hand-made ones, limits against counting one by one."""
+
+import gzip
+import json
+
+import pytest
+
+from jaxllm.model_config import ModelConfig
+from scripts.measuring.limits import Ceilings, ModelCost, Work
+from scripts.measuring.trace import STRETCH, Kernel, class_of, describe, gaps, merged, parse, read_trace
+
+GPU, OTHER_GPU, HOST = 1, 2, 700
+COMPUTE, SECOND, OPS = 13, 14, 15
+
+
+def meta(pid: int, name: str, tid: int | None = None) -> dict:
+    kind = "process_name" if tid is None else "thread_name"
+    return {"ph": "M", "pid": pid, "name": kind, "args": {"name": name}} | ({} if tid is None else {"tid": tid})
+
+
+def span(pid: int, tid: int, name: str, start: float, end: float) -> dict:
+    return {"ph": "X", "pid": pid, "tid": tid, "name": name, "ts": start, "dur": end - start}
+
+
+NAMES = [
+    meta(GPU, "/device:GPU:0"),
+    meta(OTHER_GPU, "/device:GPU:1"),
+    meta(HOST, "/host:CPU"),
+    meta(GPU, "Stream #13(Compute)", COMPUTE),
+    meta(GPU, "Stream #14(Compute,MemcpyD2H)", SECOND),
+    meta(GPU, "XLA Ops", OPS),
+    meta(OTHER_GPU, "Stream #13(Compute)", COMPUTE),
+    meta(HOST, "python", 9),
+]
+EVENTS = [
+    *NAMES,
+    span(HOST, 9, STRETCH, 100.0, 200.0),
+    span(HOST, 9, "something else on the host", 0.0, 900.0),
+    span(GPU, COMPUTE, "early", 50.0, 90.0),
+    span(GPU, COMPUTE, "gemm_fusion_dot_7", 95.0, 110.0),  # cut at 100
+    span(GPU, COMPUTE, "paged_decode", 120.0, 140.0),
+    span(GPU, SECOND, "loop_add_fusion", 130.0, 150.0),  # overlaps on another stream
+    span(GPU, SECOND, "MemcpyD2H", 150.0, 175.0),  # no kernel
+    span(GPU, OPS, "paged_decode", 120.0, 180.0),  # the same time told again
+    span(GPU, COMPUTE, "paged_decode", 180.0, 230.0),  # cut at 200
+]
+
+
+def test_idle_is_what_no_stream_fills() -> None:
+    trace = parse(EVENTS)
+    assert (trace.start, trace.end, trace.wall) == (100.0, 200.0, 100.0)
+    assert [kernel.name for kernel in trace.kernels] == ["gemm_fusion_dot_7", "paged_decode", "loop_add_fusion", "paged_decode"]
+    assert trace.busy() == pytest.approx(10 + 30 + 20)
+    assert trace.idle_share() == pytest.approx(0.4)
+    assert [(t.name, t.end - t.start) for t in trace.transfers] == [("MemcpyD2H", 25.0)]
+
+
+def test_several_devices_are_averaged() -> None:
+    trace = parse([*EVENTS, span(OTHER_GPU, COMPUTE, "paged_decode", 100.0, 180.0)])
+    assert trace.busy() == pytest.approx((60 + 80) / 2)
+
+
+def test_gaps_name_their_neighbours() -> None:
+    found = gaps(parse(EVENTS).kernels)
+    assert found == [("gemm_fusion_dot_7", "paged_decode", 10.0), ("loop_add_fusion", "paged_decode", 30.0)]
+    inside = [Kernel("long", 0, 10, "d"), Kernel("short", 2, 3, "d"), Kernel("next", 12, 13, "d")]
+    assert gaps(inside) == [("long", "next", 2)]
+
+
+def test_merged_spans() -> None:
+    assert merged([(5, 6), (0, 2), (1, 4), (4, 5), (8, 9), (8, 8.5)]) == [(0, 6), (8, 9)]
+    assert merged([]) == []
+
+
+def test_a_description_adds_up() -> None:
+    text = describe(parse(EVENTS), num_steps=2, num_layers=2, top=5)
+    assert (
+        "wall 50 us, a kernel running 30, none 20 (40.0%); sum of kernels 35 in 2.0 launches, 1.0 a layer; transfers 12" in text
+    )
+    assert "attention 57.1%, other 28.6%, GEMM 14.3%" in text
+    assert "gaps between kernels: 20.0 us in 1.0" in text
+    assert (
+        describe(parse([*NAMES, span(HOST, 9, STRETCH, 0.0, 1.0)]), num_steps=1, num_layers=1)
+        == "  the trace holds no GPU kernels"
+    )
+
+
+def test_a_trace_is_read_from_its_file(tmp_path) -> None:
+    with pytest.raises(ValueError, match="0 traces"):
+        read_trace(tmp_path)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "x.trace.json.gz").write_bytes(gzip.compress(json.dumps({"traceEvents": EVENTS}).encode()))
+    assert read_trace(tmp_path).busy() == pytest.approx(60)
+    with pytest.raises(ValueError, match="does not hold the measured stretch"):
+        parse(NAMES)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("paged_decode_combine", "attention"),
+        ("mosaic_gpu_paged_attention_kernel", "attention"),
+        ("write_cache", "cache write, rope"),
+        ("nvjet_tst_128x64_h_bz_NNT", "GEMM"),
+        ("gemm_fusion_dot_12", "GEMM"),
+        ("norm_gate_up", "GEMM"),
+        ("sm90_xmma_gemm_bf16", "GEMM"),
+        ("input_reduce_fusion_3", "other"),
+        ("loop_convert_fusion", "other"),
+    ],
+)
+def test_kernels_have_classes(name: str, kind: str) -> None:
+    assert class_of(name) == kind
+
+
+def config(**changes) -> ModelConfig:
+    shapes = {"vocab_size": 50, "hidden_size": 8, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 2}
+    return ModelConfig(architecture="LlamaForCausalLM", intermediate_size=16, max_position=100, **(shapes | changes))
+
+
+def counted(c: ModelConfig, requests, weight_bytes, num_steps, skip_prompts):
+    """Token by token."""
+    flops, num_bytes = 0.0, weight_bytes * num_steps
+    layer = c.hidden_size * (c.num_heads + 2 * c.num_kv_heads) * c.head_dim + c.num_heads * c.head_dim * c.hidden_size
+    layer += 3 * c.hidden_size * c.intermediate_size + 2 * c.hidden_size
+    for prompt, output in requests:
+        for position in range(prompt + output - 1):
+            if skip_prompts and position < prompt:
+                continue
+            flops += 2 * (c.num_layers * layer + c.hidden_size)
+            if position >= prompt - 1:
+                flops += 2 * c.hidden_size * c.vocab_size
+            for index in range(c.num_layers):
+                seen = min(position + 1, c.window(index) or 10**9)
+                flops += 4 * seen * c.num_heads * c.head_dim
+                if position >= prompt:
+                    num_bytes += seen * 12.0 / c.num_layers
+    return num_bytes, flops
+
+
+@pytest.mark.parametrize("skip_prompts", [False, True])
+@pytest.mark.parametrize(
+    "changes", [{}, {"tie_word_embeddings": True}, {"sliding_window": 4, "sliding_window_layers": (True, False, True)}]
+)
+def test_work_is_what_counting_gives(changes: dict, skip_prompts: bool) -> None:
+    c, requests = config(**changes), [(5, 1), (3, 7), (9, 2)]
+    work = ModelCost(c, weight_bytes=1000, cache_bytes_per_token=12).work(requests, num_steps=7, skip_prompts=skip_prompts)
+    assert (work.bytes, work.flops) == pytest.approx(counted(c, requests, 1000, 7, skip_prompts))
+
+
+def test_the_limit_is_the_slower_of_both_and_devices_share() -> None:
+    ceilings = Ceilings(copy_bytes_per_second=100.0, gemm_flops_per_second=10.0)
+    assert ceilings.seconds(Work(200, 5)) == 2.0 and ceilings.seconds(Work(200, 50)) == 5.0
+    one, two = (ModelCost(config(), 1000, 12, num_devices=n).work([(5, 3)], num_steps=3) for n in (1, 2))
+    assert (two.bytes, two.flops) == (one.bytes / 2, one.flops / 2)
