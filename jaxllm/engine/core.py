@@ -149,7 +149,14 @@ def resolve(config: EngineConfig, model_dir: Path) -> tuple[EngineConfig, ModelC
     on_gpu = _backend() != "cpu"
     attention = config.compile.attention_implementation
     config = resolve_platform_defaults(config, on_gpu=on_gpu)
-    model_config = load_model_config(model_dir, overrides=config.model.hf_overrides, dtype=config.model.dtype, on_gpu=on_gpu)
+    model_config = load_model_config(
+        model_dir,
+        overrides=config.model.hf_overrides,
+        dtype=config.model.dtype,
+        on_gpu=on_gpu,
+        quantization=config.model.quantization,
+        kv_cache_dtype=config.cache.kv_cache_dtype,
+    )
     model_config = model_config.for_tensor_parallel(config.parallel.tensor_parallel_size)
     mesh = make_mesh(config.parallel.tensor_parallel_size)
     config = config.replace(attention_implementation=_attention_implementation(attention, model_config, on_gpu=on_gpu))

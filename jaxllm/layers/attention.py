@@ -5,7 +5,7 @@ from typing import Protocol
 from flax import nnx
 from jax import Array
 
-from jaxllm.layers.linear import Linear
+from jaxllm.layers.linear import Linear, abstract_param
 from jaxllm.layers.norm import RMSNorm
 from jaxllm.layers.rope import apply_rope
 from jaxllm.model_config import ModelConfig
@@ -25,8 +25,12 @@ class Attend(Protocol):
         scale: float,
         window: int | None,
         soft_cap: float | None,
+        kv_scale: Array | None,
     ) -> Array:
-        """Outputs [T, K, G, H]; query head n is (n // G, n % G)."""
+        """Outputs [T, K, G, H]; query head n is (n // G, n % G).
+
+        kv_scale: float32 [2], what a cache of a narrow type divides keys and values by; None: by nothing.
+        """
         ...
 
 
@@ -51,10 +55,16 @@ class Attention(nnx.Module):
             "tkgh,kghd->td", (K, G, H, D), ("heads", "group", "head", "embed"), config.dtype, bias=config.attention_out_bias
         )
 
+        self.kv_scale = abstract_param((2,), ("kv",), "float32") if config.has_kv_scales else None
+
     def __call__(self, x_TD: Array, angles: tuple[Array, Array], attend: Attend) -> Array:
         qkv_TKGH = self.qkv(x_TD)
         q_TKGH, k_TKH, v_TKH = qkv_TKGH[:, :, :-2], qkv_TKGH[:, :, -2], qkv_TKGH[:, :, -1]
         if self.q_norm is not None and self.k_norm is not None:
             q_TKGH, k_TKH = self.q_norm(q_TKGH), self.k_norm(k_TKH)
         q_TKGH, k_TKH = apply_rope(q_TKGH, angles), apply_rope(k_TKH, angles)
-        return self.out(attend(self.layer, q_TKGH, k_TKH, v_TKH, scale=self.scale, window=self.window, soft_cap=None))
+        kv_scale = None if self.kv_scale is None else self.kv_scale[...]
+        out_TKGH = attend(
+            self.layer, q_TKGH, k_TKH, v_TKH, scale=self.scale, window=self.window, soft_cap=None, kv_scale=kv_scale
+        )
+        return self.out(out_TKGH)

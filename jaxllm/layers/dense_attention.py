@@ -15,7 +15,15 @@ def dense_attend(positions_T: Array, segment_ids_T: Array | None = None) -> Atte
     """
 
     def attend(
-        layer: int, q_TKGH: Array, k_TKH: Array, v_TKH: Array, *, scale: float, window: int | None, soft_cap: float | None
+        layer: int,
+        q_TKGH: Array,
+        k_TKH: Array,
+        v_TKH: Array,
+        *,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None,
+        kv_scale: Array | None,
     ) -> Array:
         distance_TS = positions_T[:, None] - positions_T[None, :]
         visible_TS = distance_TS >= 0
