@@ -112,7 +112,9 @@ def _read_compressed_tensors(given: Mapping[str, Any], faults: list[str]) -> Sto
     elif form != "float-quantized" or any((x.get("num_bits"), x.get("type")) != (8, "float") for x in (weights, inputs)):
         faults.append(f"the weights are quantised with compressed-tensors ({told}); {SUPPORTED}")
     if group.get("targets") != ["Linear"]:
-        faults.append(f"targets of the quantised weights are {group.get('targets')!r}, supported: ['Linear'], with an ignore list")
+        faults.append(
+            f"targets of the quantised weights are {group.get('targets')!r}, supported: ['Linear'], with an ignore list"
+        )
     if weights.get("strategy") not in ("channel", "tensor", "block") or weights.get("symmetric") is False:
         symmetry = "asymmetric " if weights.get("symmetric") is False else ""
         faults.append(f"the weights have {symmetry}scales per {weights.get('strategy')}; {SUPPORTED}")

@@ -174,14 +174,24 @@ def _attention_implementation(wanted: str, model: ModelConfig, *, on_gpu: bool) 
     """The wanted implementation if it takes the model's shapes, or for "auto" the fastest that does."""
     num_groups = model.num_heads // model.num_kv_heads
     if wanted == "auto":
-        platform = "gpu" if on_gpu else "cpu"
-        return paged_attention.choose(platform=platform, dtype=model.dtype, num_groups=num_groups, head_dim=model.head_dim)
+        return paged_attention.choose(
+            platform="gpu" if on_gpu else "cpu",
+            dtype=model.dtype,
+            num_groups=num_groups,
+            head_dim=model.head_dim,
+            cache_dtype=model.kv_cache_dtype,
+        )
     if not paged_attention.supports(
-        wanted, dtype=model.dtype, num_groups=num_groups, head_dim=model.head_dim, interpret=not on_gpu
+        wanted,
+        dtype=model.dtype,
+        num_groups=num_groups,
+        head_dim=model.head_dim,
+        cache_dtype=model.kv_cache_dtype,
+        interpret=not on_gpu,
     ):
         raise ConfigError(
             f"attention_implementation is {wanted!r}, which does not take {num_groups} query heads per key-value head of "
-            f"width {model.head_dim} in {model.dtype}; use auto"
+            f"width {model.head_dim} in {model.dtype} over a cache of {model.kv_cache_dtype}; use auto"
         )
     return wanted
 

@@ -25,7 +25,7 @@ class Attend(Protocol):
         scale: float,
         window: int | None,
         soft_cap: float | None,
-        kv_scale: Array | None,
+        kv_scale: Array | None = None,
     ) -> Array:
         """Outputs [T, K, G, H]; query head n is (n // G, n % G).
 

@@ -23,7 +23,7 @@ def dense_attend(positions_T: Array, segment_ids_T: Array | None = None) -> Atte
         scale: float,
         window: int | None,
         soft_cap: float | None,
-        kv_scale: Array | None,
+        kv_scale: Array | None = None,
     ) -> Array:
         distance_TS = positions_T[:, None] - positions_T[None, :]
         visible_TS = distance_TS >= 0

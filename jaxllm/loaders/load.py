@@ -118,9 +118,7 @@ def _num_bytes(checkpoint: Checkpoint, name: str) -> int:
     return checkpoint.entries[name].num_bytes if name in checkpoint.entries else 0
 
 
-def _tensor_reader(
-    checkpoint: Checkpoint, path: ParamPath, source: Source, config: ModelConfig
-) -> Callable[[str], np.ndarray]:
+def _tensor_reader(checkpoint: Checkpoint, path: ParamPath, source: Source, config: ModelConfig) -> Callable[[str], np.ndarray]:
     """How a parameter's tensors are read by name: as they are, or without the checkpoint's quantisation."""
     if path[-1] == "scale":
         shapes = {tensor.name: tensor.shape for tensor in source.tensors}

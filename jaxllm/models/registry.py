@@ -3,6 +3,9 @@
 import importlib
 import operator
 
+import jax
+from flax import nnx
+
 from jaxllm.errors import ModelLoadError
 from jaxllm.model_config import ModelConfig
 from jaxllm.models.decoder import CausalLM
@@ -28,3 +31,9 @@ def build_model(config: ModelConfig) -> CausalLM:
             if config.is_quantized(layer, part):
                 operator.attrgetter(part)(block).quantize()
     return model
+
+
+def weight_bytes(config: ModelConfig) -> int:
+    """Bytes of all weights as stored, on all devices together: copies of KV heads and padding not counted."""
+    leaves = jax.tree.leaves(nnx.state(build_model(config.as_stored())))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)

@@ -38,8 +38,12 @@ class PagedContext:
         scale: float,
         window: int | None,
         soft_cap: float | None,
+        kv_scale: jax.Array | None = None,
     ) -> jax.Array:
-        """Attention output, shaped and sharded as the queries."""
+        """Attention output, shaped and sharded as the queries. A cache of a wide type takes keys and values as they are."""
+        k_pages, v_pages = self.caches[2 * layer : 2 * layer + 2]
+        if k_pages.dtype.itemsize > 1:
+            kv_scale = None
         per_shard = partial(
             _write_and_attend,
             is_decode=self.is_decode,
@@ -54,11 +58,10 @@ class PagedContext:
             per_shard = jax.shard_map(
                 per_shard,
                 mesh=self.mesh,
-                in_specs=(_HEADS_SECOND,) * 5 + (_REPLICATED,) * 4,
+                in_specs=(_HEADS_SECOND,) * 5 + (_REPLICATED,) * 5,
                 out_specs=(_HEADS_SECOND,) * 3,
                 check_vma=False,
             )
-        k_pages, v_pages = self.caches[2 * layer : 2 * layer + 2]
         out, k_pages, v_pages = per_shard(
             q_TKGH,
             k_TKH,
@@ -69,6 +72,7 @@ class PagedContext:
             self.query_start_R1,
             self.kv_length_R,
             self.slot_T,
+            kv_scale,
         )
         self.caches[2 * layer : 2 * layer + 2] = [k_pages, v_pages]
         return out
@@ -85,6 +89,7 @@ def _write_and_attend(
     query_start_R1: jax.Array,
     kv_length_R: jax.Array,
     slot_T: jax.Array,
+    kv_scale: jax.Array | None,
     *,
     is_decode: bool,
     implementation: str,
@@ -97,12 +102,15 @@ def _write_and_attend(
 
     A jit of its own, though always inside a step's program: layers that are alike share one trace and one lowering of the kernels.
     """
+    k_scale, v_scale = (None, None) if kv_scale is None else (kv_scale[0], kv_scale[1])
     k_pages, v_pages = write_cache(
         k_pages_PKSH,
         v_pages_PKSH,
         k_TKH,
         v_TKH,
         slot_T,
+        k_scale=k_scale,
+        v_scale=v_scale,
         implementation="triton" if implementation == "triton" else "xla",
         interpret=interpret,
     )
@@ -110,5 +118,13 @@ def _write_and_attend(
         attention = partial(paged_decode, q_TKGH, k_pages, v_pages, page_table_RB, kv_length_R)
     else:
         attention = partial(paged_attention, q_TKGH, k_pages, v_pages, page_table_RB, query_start_R1, kv_length_R)
-    out = attention(scale=scale, window=window, soft_cap=soft_cap, implementation=implementation, interpret=interpret)
+    out = attention(
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        implementation=implementation,
+        interpret=interpret,
+    )
     return out, k_pages, v_pages

@@ -131,7 +131,7 @@ class ModelRunner:
 
     def allocate_caches(self) -> None:
         """Take the memory of the KV cache, zeroed: a masked NaN would still poison a sum."""
-        shape, dtype = self.shapes.cache_shape, self.shapes.model.dtype
+        shape, dtype = self.shapes.cache_shape, self.shapes.model.kv_cache_dtype
         make = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=self.shapes.by_heads)
         self.caches = tuple(make() for _ in range(2 * self.shapes.model.num_layers))
 

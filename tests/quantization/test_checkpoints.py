@@ -256,7 +256,9 @@ def test_plain_orbax_weights_are_not_quantised_while_loading(tmp_path):
     config, state = load(goldens.FOLDER / "qwen3")
     orbax.save(config, state, tmp_path)
     shutil.copy(goldens.FOLDER / "qwen3" / "config.json", tmp_path)
-    with pytest.raises(ModelLoadError, match=r"convert the original again with scripts/convert_checkpoint\.py --quantization fp8"):
+    with pytest.raises(
+        ModelLoadError, match=r"convert the original again with scripts/convert_checkpoint\.py --quantization fp8"
+    ):
         load(tmp_path, quantization="fp8")
 
 
