@@ -122,9 +122,7 @@ def supports(
     )
 
 
-def choose(
-    *, platform: str, dtype: DTypeLike, num_groups: int, head_dim: int, cache_dtype: DTypeLike | None = None
-) -> str:
+def choose(*, platform: str, dtype: DTypeLike, num_groups: int, head_dim: int, cache_dtype: DTypeLike | None = None) -> str:
     """The name of the fastest implementation for a case: the first of PREFERENCE that supports it."""
     for name in PREFERENCE:
         module = importlib.import_module(IMPLEMENTATIONS[name])
