@@ -34,6 +34,11 @@ class ModelOptions:
         Literal["auto", "bfloat16", "float16", "float32"],
         "type of weights and activations; auto: the checkpoint's on a GPU, float32 on a CPU",
     ] = "auto"
+    quantization: Annotated[
+        Literal["fp8"] | None,
+        "fp8: the weights of the decoder's layers become 8-bit floats (e4m3, a scale per output channel) while they are loaded, "
+        "activations likewise in each step (a scale per token); default: as the checkpoint says",
+    ] = None
     max_model_len: Annotated[
         int | None, "most tokens of one request, prompt and output; default: the model's own; -1: the largest that fits"
     ] = None
@@ -58,6 +63,11 @@ class CacheOptions:
     """KV cache"""
 
     block_size: Annotated[int, "tokens in a block of the KV cache"] = 16
+    kv_cache_dtype: Annotated[
+        Literal["auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3"],
+        "type of keys and values in the cache; fp8 (= fp8_e4m3) holds twice the tokens of a 16-bit type; auto: fp8 if the "
+        "checkpoint says so, else the model's type",
+    ] = "auto"
     gpu_memory_utilization: Annotated[float, "fraction of the device's memory that the engine may take"] = 0.92
     num_gpu_blocks_override: Annotated[int | None, "number of KV-cache blocks, instead of measuring memory"] = None
     kv_cache_memory_bytes: Annotated[int | None, "size of the KV cache per device, instead of measuring memory"] = None

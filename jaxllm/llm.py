@@ -32,8 +32,6 @@ _OTHER_ENGINES_OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
     "tokenizer_mode": (("auto",), "the tokenizer's files decide"),
     "task": (("auto", "generate"), "models generate text"),
     "runner": (("auto", "generate"), "models generate text"),
-    "quantization": ((None,), "quantised weights are not supported yet"),
-    "kv_cache_dtype": (("auto",), "the KV cache has the type of the model"),
     "pipeline_parallel_size": ((1,), "only tensor_parallel_size splits a model"),
     "data_parallel_size": ((1,), "one engine runs one copy of the model"),
     "distributed_executor_backend": ((None, "mp", "uni"), "one process drives all devices"),

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from jaxllm.errors import ConfigError, ModelLoadError
+from jaxllm.quantization_config import StoredFp8, read_quantization
 
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3"]
-BYTES_PER_VALUE = {"bfloat16": 2, "float16": 2, "float32": 4}
-DTYPES = tuple(BYTES_PER_VALUE)
+DTYPES = ("bfloat16", "float16", "float32")
+FP8 = "float8_e4m3fn"
+BYTES_PER_VALUE = {"bfloat16": 2, "float16": 2, "float32": 4, FP8: 1}
 
 
 @dataclass(frozen=True)
@@ -69,10 +71,29 @@ class ModelConfig:
     """How many devices hold a copy of the same KV head; the copies count as heads."""
     padded_vocab_size: int = 0
     """Rows of the embedding and columns of the logits; 0 at construction means vocab_size."""
+    quantization: str | None = None
+    """fp8: the products with the weights of the decoder blocks are computed in fp8."""
+    stored_fp8: StoredFp8 | None = None
+    """How the checkpoint holds fp8 weights, if it does."""
+    kv_cache_dtype: str = ""
+    """Concrete: one of DTYPES or float8_e4m3fn; empty at construction means dtype."""
 
     def __post_init__(self) -> None:
         if not self.padded_vocab_size:
             object.__setattr__(self, "padded_vocab_size", self.vocab_size)
+        if not self.kv_cache_dtype:
+            object.__setattr__(self, "kv_cache_dtype", self.dtype)
+
+    def is_quantized(self, layer: int, part: str) -> bool:
+        """Whether a linear layer of a decoder block (a key of LINEAR_MODULES) is computed in fp8."""
+        if self.quantization is None:
+            return False
+        return self.stored_fp8 is None or all(self.stored_fp8.modules(layer, part).values())
+
+    @property
+    def has_kv_scales(self) -> bool:
+        """Whether the checkpoint has scales for an fp8 cache, which keys and values are divided by."""
+        return self.stored_fp8 is not None and self.stored_fp8.kv_cache
 
     @property
     def group_size(self) -> int:
@@ -148,19 +169,27 @@ def num_parameters(config: ModelConfig) -> int:
 
 def kv_bytes_per_token(config: ModelConfig) -> int:
     """Bytes that a token takes in the KV cache, over all layers and devices (copies of KV heads counted)."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * BYTES_PER_VALUE[config.dtype]
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * BYTES_PER_VALUE[config.kv_cache_dtype]
 
 
 # --- reading config.json ---
 
 
 def load_model_config(
-    directory: Path | str, *, overrides: Mapping[str, Any] | None = None, dtype: str = "auto", on_gpu: bool = False
+    directory: Path | str,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    dtype: str = "auto",
+    on_gpu: bool = False,
+    quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> ModelConfig:
     """Read config.json (and the EOS ids of generation_config.json) of a model directory.
 
     `overrides` is laid over the top level of config.json. dtype "auto" is the checkpoint's on a GPU and float32 on a CPU, where
-    narrower types are emulated. Raises ModelLoadError naming the file and everything in it that cannot be served.
+    narrower types are emulated. quantization "fp8" computes in fp8 whatever the checkpoint holds; None: as the checkpoint says.
+    kv_cache_dtype "auto" is fp8 if the checkpoint says so, else dtype.
+    Raises ModelLoadError naming the file and everything in it that cannot be served.
     """
     directory = Path(directory)
     raw = read_config_json(directory)
@@ -170,7 +199,14 @@ def load_model_config(
     config = _read(reader, architecture, _dtype(reader, dtype, on_gpu), _eos_token_ids(raw, directory))
     if reader.faults or config is None:
         raise ModelLoadError(f"{directory / 'config.json'}: {'; '.join(reader.faults)}")
-    return config
+    stored = config.stored_fp8
+    if quantization is None and stored is not None and stored.block_shape is None:
+        quantization = "fp8"
+    if kv_cache_dtype == "auto":
+        kv_cache_dtype = FP8 if stored is not None and stored.kv_cache else config.dtype
+    elif kv_cache_dtype in ("fp8", "fp8_e4m3"):
+        kv_cache_dtype = FP8
+    return dataclasses.replace(config, quantization=quantization, kv_cache_dtype=kv_cache_dtype)
 
 
 def read_config_json(directory: Path) -> dict[str, Any]:
@@ -264,9 +300,9 @@ def _read(reader: _Reader, architecture: str, dtype: str, eos_token_ids: tuple[i
         reader.faults.append(f"head_dim is {head_dim}, must be even")
     if raw.get("hidden_act", "silu") not in ("silu", "swish"):
         reader.faults.append(f"hidden_act is {raw['hidden_act']!r}, supported: silu")
-    if quantization := raw.get("quantization_config"):
-        method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else "unnamed"
-        reader.faults.append(f"the weights are quantised ({method}), supported: bfloat16, float16 and float32")
+    stored_fp8 = read_quantization(raw.get("quantization_config"), reader.faults)
+    if stored_fp8 is not None:
+        reader.faults.extend(stored_fp8.faults(num_layers))
     particulars = family.read(reader, num_layers)
     values = dict(
         architecture=architecture,
@@ -284,6 +320,7 @@ def _read(reader: _Reader, architecture: str, dtype: str, eos_token_ids: tuple[i
         dtype=dtype,
         eos_token_ids=eos_token_ids,
         bos_token_id=bos if isinstance(bos, int) else None,
+        stored_fp8=stored_fp8,
         **particulars,
     )
     return None if reader.faults else ModelConfig(**values)

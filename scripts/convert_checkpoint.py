@@ -1,11 +1,12 @@
 """Convert a Hugging Face safetensors model into an orbax one, which loads faster and straight into sharded arrays.
 
-    python scripts/convert_checkpoint.py MODEL OUTPUT [--dtype bfloat16]
+    python scripts/convert_checkpoint.py MODEL OUTPUT [--dtype bfloat16] [--quantization fp8]
 
 MODEL is a local directory, a hub id or 'demo'. OUTPUT gets the weights and copies of the config and tokenizer files.
 """
 
 import argparse
+import json
 import os
 import shutil
 import sys
@@ -17,23 +18,31 @@ from jaxllm.errors import JaxLLMError
 from jaxllm.hub import resolve_model
 from jaxllm.loaders import orbax
 from jaxllm.loaders.load import load_weights
-from jaxllm.model_config import DTYPES, load_model_config
+from jaxllm.loaders.save import quantization_json
+from jaxllm.model_config import DTYPES, load_model_config, read_config_json
 from jaxllm.models.registry import build_model
 from jaxllm.parallel.mesh import make_mesh
 
 COPIED = ("*.json", "*.txt", "*.model", "*.jinja")
 
 
-def convert(source: Path, output: Path, dtype: str) -> None:
+def convert(source: Path, output: Path, dtype: str, quantization: str | None = None) -> None:
     """Raises JaxLLMError if the source cannot be read or the output exists already."""
     if output.exists() and any(output.iterdir()):
         raise JaxLLMError(f"{output} is not empty; give a new directory")
-    config = load_model_config(source, dtype=dtype, on_gpu=True)  # auto is the checkpoint's type, wherever this runs
+    # auto is the checkpoint's type, wherever this runs
+    config = load_model_config(source, dtype=dtype, on_gpu=True, quantization=quantization)
     state = load_weights(config, build_model(config), source, load_format="safetensors", mesh=make_mesh(1), progress=show)
     orbax.save(config, state, output)
     for file in sorted({file for pattern in COPIED for file in source.glob(pattern)}):
         if not file.name.endswith(".index.json"):
             shutil.copy(file, output / file.name)
+    raw = read_config_json(output)
+    if config.quantization is not None:
+        raw["quantization_config"] = quantization_json(config)
+    else:
+        raw.pop("quantization_config", None)  # a scale per block is gone
+    (output / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
 
 
 def show(done: int, total: int) -> None:
@@ -47,9 +56,10 @@ def main() -> None:
     parser.add_argument("model", help="local directory, hub id or 'demo'")
     parser.add_argument("output", type=Path, help="directory to write, new or empty")
     parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="type of the weights (default: the model's)")
+    parser.add_argument("--quantization", choices=("fp8",), help="quantise the weights of the decoder's layers")
     args = parser.parse_args()
     try:
-        convert(resolve_model(args.model), args.output, args.dtype)
+        convert(resolve_model(args.model), args.output, args.dtype, args.quantization)
     except JaxLLMError as error:
         sys.exit(f"error: {error}")
 

@@ -3,6 +3,7 @@
     python scripts/evaluate_demo_model.py                      # through the engine, as users meet it
     python scripts/evaluate_demo_model.py --direct             # the plain model in JAX, without the engine
     python scripts/evaluate_demo_model.py --minimum 0.95       # fails if fewer answers are right
+    python scripts/evaluate_demo_model.py --quantization fp8 --kv-cache-dtype fp8
 
 The questions are generated and held out by hash, so they are the same on every machine and never trained on. The Python text is
 the held-out part of the running interpreter's standard library: its score differs a little from one Python version to the next.
@@ -14,6 +15,7 @@ import math
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -31,12 +33,17 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="demo", help="a model directory; default: the model that comes with jaxllm")
     parser.add_argument("--direct", action="store_true", help="without the engine")
+    parser.add_argument("--quantization", choices=("fp8",), help="the engine's option")
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="the engine's option")
     parser.add_argument("--questions", type=int, default=500)
     parser.add_argument("--windows", type=int, default=64, help="how many windows of Python text at most; 0: none")
     parser.add_argument("--show-wrong", type=int, default=10, help="how many wrong answers to print")
     parser.add_argument("--minimum", type=float, default=0.0, help="exit with 1 if a smaller share of the answers is right")
     parser.add_argument("--json", type=Path, help="write the scores to this file as well")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.direct and (arguments.quantization or arguments.kv_cache_dtype != "auto"):
+        parser.error("--direct computes without the engine: leave out --quantization and --kv-cache-dtype")
+    return arguments
 
 
 class Direct:
@@ -72,11 +79,11 @@ class Direct:
 class ThroughEngine:
     """Answers from `jaxllm.LLM`."""
 
-    def __init__(self, model: str, directory: Path):
+    def __init__(self, model: str, directory: Path, **options: Any):
         from jaxllm import LLM
 
         self.tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-        self.llm = LLM(model=model)
+        self.llm = LLM(model=model, **options)
 
     def answers(self, questions: list[Dialogue]) -> list[str]:
         """The answer to each question. Questions with tools have each their own, so they are asked one by one."""
@@ -114,13 +121,18 @@ def main() -> None:
     from jaxllm.hub import resolve_model
 
     directory = resolve_model(arguments.model)
-    subject = Direct(directory) if arguments.direct else ThroughEngine(arguments.model, directory)
+    subject: Direct | ThroughEngine
+    if arguments.direct:
+        subject = Direct(directory)
+    else:
+        options = {"quantization": arguments.quantization, "kv_cache_dtype": arguments.kv_cache_dtype}
+        subject = ThroughEngine(arguments.model, directory, **options)
     begin = time.monotonic()
     questions = tasks.held_out_questions(arguments.questions)
     share, text = scoring.score(questions, subject.answers(questions), arguments.show_wrong)
     print(text)
     print(f"answered in {time.monotonic() - begin:.1f} s")
-    scores = {"questions": len(questions), "exact": share}
+    scores: dict[str, Any] = {"questions": len(questions), "exact": share}
     if arguments.windows:
         held_out_texts = python_text.library_texts()[1]
         windows, num_bytes = scoring.text_windows(subject.tokenizer, held_out_texts, END_OF_TEXT_ID, arguments.windows)

@@ -37,6 +37,7 @@ FLOORS = {
 """A module lives where its longest prefix here says."""
 
 SIBLINGS = {
+    ("jaxllm.layers", "jaxllm.quantization"),
     ("jaxllm.loaders", "jaxllm.models"),
     ("jaxllm.llm", "jaxllm.llm_engine"),
     ("jaxllm.llm", "jaxllm.beam_search"),

@@ -45,14 +45,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def describe(plan: planning.Plan) -> dict[str, Any]:
     """The model's own numbers, then what they cost in memory over all devices."""
-    from jaxllm.model_config import BYTES_PER_VALUE, kv_bytes_per_token, num_parameters
+    from jaxllm.model_config import kv_bytes_per_token, num_parameters
+    from jaxllm.models.registry import weight_bytes
 
-    parameters = num_parameters(plan.model_config)
     return {
         "model": plan.config.model.model,
         **dataclasses.asdict(plan.model_config),
-        "num_parameters": parameters,
-        "weight_bytes": parameters * BYTES_PER_VALUE[plan.model_config.dtype],
+        "num_parameters": num_parameters(plan.model_config),
+        "weight_bytes": weight_bytes(plan.model_config),
         "kv_cache_bytes_per_token": kv_bytes_per_token(plan.model_config),
     }
 

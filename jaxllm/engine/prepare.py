@@ -127,7 +127,14 @@ def resolve(config: EngineConfig, model_dir: Path) -> tuple[EngineConfig, ModelC
     on_gpu = _backend() != "cpu"
     attention = config.compile.attention_implementation
     config = resolve_platform_defaults(config, on_gpu=on_gpu, device_bytes=device_limit()[1])
-    model_config = load_model_config(model_dir, overrides=config.model.hf_overrides, dtype=config.model.dtype, on_gpu=on_gpu)
+    model_config = load_model_config(
+        model_dir,
+        overrides=config.model.hf_overrides,
+        dtype=config.model.dtype,
+        on_gpu=on_gpu,
+        quantization=config.model.quantization,
+        kv_cache_dtype=config.cache.kv_cache_dtype,
+    )
     model_config = model_config.for_tensor_parallel(config.parallel.tensor_parallel_size)
     mesh = make_mesh(config.parallel.tensor_parallel_size)
     config = config.replace(attention_implementation=_attention_implementation(attention, model_config, on_gpu=on_gpu))
@@ -145,17 +152,27 @@ def _attention_implementation(wanted: str, model: ModelConfig, *, on_gpu: bool) 
     """The wanted implementation if it takes the model's shapes, or for "auto" the fastest that does."""
     num_groups = model.num_heads // model.num_kv_heads
     if wanted == "auto":
-        platform = "gpu" if on_gpu else "cpu"
-        return paged_attention.choose(platform=platform, dtype=model.dtype, num_groups=num_groups, head_dim=model.head_dim)
+        return paged_attention.choose(
+            platform="gpu" if on_gpu else "cpu",
+            dtype=model.dtype,
+            num_groups=num_groups,
+            head_dim=model.head_dim,
+            cache_dtype=model.kv_cache_dtype,
+        )
     missing = paged_attention.missing(wanted)
     if missing is not None:
         raise ConfigError(f"attention_implementation is {wanted!r}, which {missing}")
     if not paged_attention.supports(
-        wanted, dtype=model.dtype, num_groups=num_groups, head_dim=model.head_dim, interpret=not on_gpu
+        wanted,
+        dtype=model.dtype,
+        num_groups=num_groups,
+        head_dim=model.head_dim,
+        cache_dtype=model.kv_cache_dtype,
+        interpret=not on_gpu,
     ):
         raise ConfigError(
             f"attention_implementation is {wanted!r}, which does not take {num_groups} query heads per key-value head of "
-            f"width {model.head_dim} in {model.dtype}; use auto"
+            f"width {model.head_dim} in {model.dtype} over a cache of {model.kv_cache_dtype}; use auto"
         )
     return wanted
 

@@ -25,6 +25,8 @@ class Projection:
     q_norm_H: Array | None
     """Weight of the RMS norm over each query head, in models that have it; k_norm_H alike."""
     k_norm_H: Array | None
+    kv_scale_2: Array | None
+    """Float32: what a cache of a narrow type divides keys and values by; None: by nothing."""
     eps: float = field(metadata={"static": True})
 
     def finished(self) -> tuple[Array, Array, Array]:

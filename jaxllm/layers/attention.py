@@ -4,7 +4,7 @@ from flax import nnx
 from jax import Array
 
 from jaxllm.layers.attend import Attend, Projection
-from jaxllm.layers.linear import Linear
+from jaxllm.layers.linear import Linear, abstract_param
 from jaxllm.layers.norm import RMSNorm
 from jaxllm.layers.products import PLAIN, Products
 from jaxllm.model_config import ModelConfig
@@ -31,6 +31,7 @@ class Attention(nnx.Module):
         self.out = Linear(
             "tkgh,kghd->td", (K, G, H, D), ("heads", "group", "head", "embed"), config.dtype, bias=config.attention_out_bias
         )
+        self.kv_scale = abstract_param((2,), ("kv",), "float32") if config.has_kv_scales else None
 
     def __call__(
         self, x_TD: Array, norm: RMSNorm, angles: tuple[Array, Array], attend: Attend, products: Products = PLAIN
@@ -43,6 +44,7 @@ class Attention(nnx.Module):
             q_norm_H=None if self.q_norm is None else self.q_norm.weight[...],
             k_norm_H=None if self.k_norm is None else self.k_norm.weight[...],
             eps=self.eps,
+            kv_scale_2=None if self.kv_scale is None else self.kv_scale[...],
         )
         out_TKGH = attend(self.layer, projection, scale=self.scale, window=self.window, soft_cap=None)
         return products.add_linear(x_TD, self.out, out_TKGH)

@@ -8,6 +8,9 @@ from flax import nnx
 from jax import Array
 from jax.lax import Precision
 
+from jaxllm.quantization.fp8 import DTYPE as FP8
+from jaxllm.quantization.fp8 import Fp8Weight
+
 
 def abstract_param(shape: Sequence[int], axes: Sequence[str], dtype: str) -> nnx.Param:
     """A parameter that holds its shape, type and logical axes but no values yet."""
@@ -35,13 +38,24 @@ class Linear(nnx.Module):
         assert operand.endswith(contracted) and not set(contracted) & set(output), (
             f"{subscripts} is not of the form that is taken"
         )
-        self.weight = abstract_param(shape, axes, dtype)
+        self.weight: nnx.Param | Fp8Weight = abstract_param(shape, axes, dtype)
         kept = [i for i, letter in enumerate(letters) if letter in output]
         self.bias = abstract_param([shape[i] for i in kept], [axes[i] for i in kept], dtype) if bias else None
 
+    def quantize(self) -> None:
+        """Make the weight of an abstract model an fp8 one, output-major."""
+        assert isinstance(self.weight, nnx.Param), "quantised already"
+        n, shape, axes = self.num_contracted, self.weight.shape, self.weight.get_metadata("axes")
+        values = abstract_param(shape[n:] + shape[:n], axes[n:] + axes[:n], str(jnp.dtype(FP8)))
+        self.weight = Fp8Weight(values, abstract_param(shape[n:], axes[n:], "float32"))
+
     def __call__(self, x: Array) -> Array:
-        weight = self.weight[...].astype(x.dtype)
         # One contracted dimension: XLA would transpose a weight in every step to contract several.
-        leading, trailing = x.shape[: x.ndim - self.num_contracted], weight.shape[self.num_contracted :]
-        y = jnp.tensordot(x.reshape(*leading, -1), weight.reshape(-1, *trailing), 1, precision=precision_of(x.dtype))
+        x = x.reshape(*x.shape[: x.ndim - self.num_contracted], -1)
+        if isinstance(self.weight, Fp8Weight):
+            y = self.weight.product(x)
+        else:
+            weight = self.weight[...].astype(x.dtype)
+            trailing = weight.shape[self.num_contracted :]
+            y = jnp.tensordot(x, weight.reshape(-1, *trailing), 1, precision=precision_of(x.dtype))
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)

@@ -11,6 +11,7 @@ from jax import Array
 
 from jaxllm.layers.linear import Linear, precision_of
 from jaxllm.layers.norm import RMSNorm
+from jaxllm.quantization.fp8 import Fp8Weight
 from pallas_kernels import skinny_matmul
 
 
@@ -46,8 +47,8 @@ class SkinnyProducts(Products):
     interpret: bool
 
     def norm_linear(self, norm: RMSNorm, linear: Linear, x_TD: Array) -> Array:
-        weight = linear.weight[...]
-        if not self._takes(x_TD, weight):
+        weight = self._weight(linear, x_TD)
+        if weight is None:
             return super().norm_linear(norm, linear, x_TD)
         y_TF = skinny_matmul.norm_matmul(
             x_TD,
@@ -61,8 +62,8 @@ class SkinnyProducts(Products):
         return y_TF.reshape(x_TD.shape[0], *weight.shape[1:])
 
     def norm_gate_up(self, norm: RMSNorm, linear: Linear, x_TD: Array) -> Array:
-        weight_D2F = linear.weight[...]
-        if not self._takes(x_TD, weight_D2F):
+        weight_D2F = self._weight(linear, x_TD)
+        if weight_D2F is None:
             return super().norm_gate_up(norm, linear, x_TD)
         return skinny_matmul.norm_gate_up(
             x_TD,
@@ -75,9 +76,9 @@ class SkinnyProducts(Products):
         )
 
     def add_linear(self, residual_TD: Array, linear: Linear, x: Array) -> Array:
-        weight = linear.weight[...]
         x_TF = x.reshape(x.shape[0], -1)
-        if not self._takes(x_TF, weight):
+        weight = self._weight(linear, x_TF)
+        if weight is None:
             return super().add_linear(residual_TD, linear, x)
         return skinny_matmul.matmul_residual(
             x_TF,
@@ -92,6 +93,13 @@ class SkinnyProducts(Products):
         if not self._takes(x_TD, weight_VD):
             return super().scores(x_TD, weight_VD)
         return skinny_matmul.norm_logits(x_TD, weight_VD, implementation=self.implementation, interpret=self.interpret)
+
+    def _weight(self, linear: Linear, x: Array) -> Array | None:
+        """The weight, if the kernels multiply it by x. Fp8 weights they do not: those products round x to fp8 too."""
+        if isinstance(linear.weight, Fp8Weight):
+            return None
+        weight = linear.weight[...]
+        return weight if self._takes(x, weight) else None
 
     def _takes(self, x: Array, weight: Array) -> bool:
         return skinny_matmul.supports(

@@ -16,14 +16,18 @@ from jaxllm.model_config import ModelConfig
 from jaxllm.models.decoder import CausalLM
 from jaxllm.models.registry import build_model
 from jaxllm.parallel.axes import MESH_AXES, sharding
+from jaxllm.quantization.fp8 import narrow
 
 STANDARD_DEVIATION = 0.02
+_FP8_DEVIATION = 100.0
 
 
 def dummy_weights(
     config: ModelConfig, model: CausalLM, mesh: Mesh, *, seed: int, progress: Progress | None = None
 ) -> nnx.State:
     """Norm weights 1, biases 0, all others normal with deviation 0.02, made on the devices; the same for every mesh size.
+
+    Fp8 weights too: a scale for all outputs, and values with a deviation of 100.
 
     One program per distinct shape, so a model of 32 equal layers costs about ten compilations.
     """
@@ -53,9 +57,13 @@ def init_params(model: CausalLM, key: Array, dtype: str = "float32") -> nnx.Stat
 
 
 def _kind(path: ParamPath) -> str:
-    """ones, zeros or normal."""
+    """ones, zeros, normal, or for an fp8 weight values and scale."""
+    if path[-1] in ("values", "scale"):
+        return str(path[-1])
     if path[-1] == "bias":
         return "zeros"
+    if path[-1] == "kv_scale":
+        return "ones"
     return "ones" if str(path[-2]).endswith("norm") else "normal"
 
 
@@ -74,8 +82,11 @@ def _maker(
     flat_shape = (math.prod(stored_shape[:split]), math.prod(stored_shape[split:]))
 
     def make(key: Array, deviation: float) -> Array:
-        if kind == "normal":
-            values = deviation * jax.random.normal(key, flat_shape, jnp.float32).reshape(stored_shape)
+        if kind in ("normal", "values"):
+            values = jax.random.normal(key, flat_shape, jnp.float32).reshape(stored_shape)
+            values = deviation * values if kind == "normal" else narrow(_FP8_DEVIATION * values)
+        elif kind == "scale":
+            values = jnp.full(stored_shape, deviation / _FP8_DEVIATION, jnp.float32)
         else:
             values = jnp.full(stored_shape, kind == "ones", jnp.float32)
         return expand(jnp, values.astype(dtype), axes, shape)

@@ -6,12 +6,13 @@ parameter lie one after the other along one axis; that concatenation, with its d
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from jaxllm.loaders.layout import ParamPath
 from jaxllm.model_config import ModelConfig
+from jaxllm.quantization_config import LINEAR_MODULES
 
 HARMLESS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|masked_bias)$")
 """Buffers that old versions of transformers saved beside the weights."""
@@ -19,13 +20,10 @@ HARMLESS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|masked_bias)$")
 _TOP_LEVEL = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 _PER_LAYER = {
     "attention_norm": ("input_layernorm",),
-    "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "attention.q_norm": ("self_attn.q_norm",),
     "attention.k_norm": ("self_attn.k_norm",),
-    "attention.out": ("self_attn.o_proj",),
     "mlp_norm": ("post_attention_layernorm",),
-    "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "mlp.down": ("mlp.down_proj",),
+    **LINEAR_MODULES,
 }
 
 
@@ -60,6 +58,10 @@ class Source:
         along = tuple(part if i == self.axis else slice(None) for i, part in enumerate(index))
         return np.concatenate([tensor(t.name).reshape(t.view)[across] for t in self.tensors], axis=self.axis)[along]
 
+    def output_major(self) -> "Source":
+        """The same without permutation: the parameter as fp8 weights hold it."""
+        return replace(self, permutation=tuple(range(len(self.permutation))))
+
     def split(self, parameter: np.ndarray) -> dict[str, np.ndarray]:
         """The tensors that a parameter is written as."""
         ends = np.cumsum([t.view[self.axis] for t in self.tensors])[:-1]
@@ -71,6 +73,14 @@ def source_of(path: ParamPath, config: ModelConfig) -> Source:
     """Where the parameter at this path of the model comes from."""
     c = config.as_stored()
     *module, kind = map(str, path)
+    if kind == "kv_scale":
+        names = [f"model.layers.{module[1]}.self_attn.{name}_scale" for name in "kv"]
+        return Source(tuple(Tensor(name, (1,), (1,)) for name in names), axis=0, permutation=(0,))
+    if kind == "values":
+        return source_of(path[:-1], config).output_major()
+    is_scale = kind == "scale"
+    if is_scale:
+        module, kind = module[:-1], "weight_scale"
     if len(module) == 1:
         name = f"{_TOP_LEVEL[module[0]]}.{kind}"
         shape = (c.hidden_size,) if module[0] == "norm" else (c.vocab_size, c.hidden_size)
@@ -81,19 +91,22 @@ def source_of(path: ParamPath, config: ModelConfig) -> Source:
     D, K, G, H, F = c.hidden_size, c.num_kv_heads, c.group_size, c.head_dim, c.intermediate_size
     # The input dimension comes last in the checkpoint and first in the parameter; a bias has none.
     into = (D,) if kind == "weight" else ()
+    ones = (1,) if is_scale else ()
     match part:
         case "attention.qkv":
             tensors = tuple(
-                Tensor(name, (K * n * H, *into), (K, n, H, *into)) for name, n in zip(names, (G, 1, 1), strict=True)
+                Tensor(name, (K * n * H, *into, *ones), (K, n, H, *into)) for name, n in zip(names, (G, 1, 1), strict=True)
             )
             return Source(tensors, axis=1, permutation=(3, 0, 1, 2) if into else (0, 1, 2))
         case "mlp.gate_up":
-            tensors = tuple(Tensor(name, (F, *into), (1, F, *into)) for name in names)
+            tensors = tuple(Tensor(name, (F, *into, *ones), (1, F, *into)) for name in names)
             return Source(tensors, axis=0, permutation=(2, 0, 1) if into else (0, 1))
         case "attention.out" if into:
             return Source((Tensor(names[0], (D, K * G * H), (D, K, G, H)),), axis=0, permutation=(1, 2, 3, 0))
         case "mlp.down" if into:
             return Source((Tensor(names[0], (D, F), (D, F)),), axis=0, permutation=(1, 0))
+        case "attention.out" | "mlp.down" if is_scale:
+            return Source((Tensor(names[0], (D, 1), (D,)),), axis=0, permutation=(0,))
     return _plain(names[0], (H,) if part in ("attention.q_norm", "attention.k_norm") else (D,))
 
 

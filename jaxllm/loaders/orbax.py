@@ -44,7 +44,10 @@ def save(config: ModelConfig, state: nnx.State, directory: Path) -> None:
 def restore(
     config: ModelConfig, model: CausalLM, directory: Path, mesh: Mesh, *, progress: Progress | None = None
 ) -> nnx.State:
-    """The state of the model in `config.dtype`, each device reading its shard. Raises ModelLoadError with every misfit."""
+    """The state of the model in `config.dtype`, or fp8 weights as they were converted, each device reading its shard.
+
+    Raises ModelLoadError with every misfit.
+    """
     import orbax.checkpoint as ocp
 
     stored = {_name(path): variable for path, variable in parameters(build_model(config.as_stored()))}
@@ -80,6 +83,11 @@ def _check(directory: Path, config: ModelConfig, wanted: dict[str, tuple[int, ..
         raise ModelLoadError(f"{path} is corrupt ({error!r}); convert the model again") from error
     if not known:
         raise ModelLoadError(f"{path} has format {table['format']}, this version reads {_FORMAT}; convert the model again")
+    if config.quantization is not None and not any(name.endswith(".values") for name in found):
+        raise ModelLoadError(
+            f"{directory} holds an orbax checkpoint without fp8 weights; leave --quantization out, or convert the original again with "
+            "scripts/convert_checkpoint.py --quantization fp8"
+        )
     raise_on_misfit(directory, config, wanted, found)
 
 

@@ -21,6 +21,7 @@ DTYPES: dict[str, np.dtype] = {
     "F16": np.dtype(np.float16),
     "F32": np.dtype(np.float32),
     "F64": np.dtype(np.float64),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
 }
 _LONGEST_HEADER = 100 * 2**20
 _LFS_POINTER = b"version "

@@ -13,10 +13,11 @@ from jaxllm.loaders import safetensors
 from jaxllm.loaders.layout import parameters
 from jaxllm.loaders.names import source_of
 from jaxllm.model_config import FAMILIES, ModelConfig
+from jaxllm.quantization_config import LINEAR_MODULES
 
 
 def save_safetensors(config: ModelConfig, state: nnx.State, directory: Path, *, dtype: str | None = None) -> None:
-    """Write config.json and model.safetensors. `dtype` is that of the file; default: `config.dtype`.
+    """Write config.json and model.safetensors. `dtype` is that of the file, but for fp8 weights; default: `config.dtype`.
 
     `config` must be for one device (`ModelConfig.as_stored`), as the state's arrays must be.
     """
@@ -24,7 +25,10 @@ def save_safetensors(config: ModelConfig, state: nnx.State, directory: Path, *, 
     stored_dtype = jnp.dtype(dtype or config.dtype)
     tensors: dict[str, np.ndarray] = {}
     for path, variable in parameters(state):
-        tensors.update(source_of(path, config).split(np.asarray(jax.device_get(variable[...])).astype(stored_dtype)))
+        array = np.asarray(jax.device_get(variable[...]))
+        if path[-1] not in ("values", "scale", "kv_scale"):
+            array = array.astype(stored_dtype)
+        tensors.update(source_of(path, config).split(array))
     directory.mkdir(parents=True, exist_ok=True)
     text = json.dumps(config_json(config, str(stored_dtype)), indent=2)
     (directory / "config.json").write_text(text + "\n", encoding="utf-8")
@@ -66,7 +70,34 @@ def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
     if config.sliding_window_layers is not None:
         written["use_sliding_window"] = True
         written["layer_types"] = ["sliding_attention" if on else "full_attention" for on in config.sliding_window_layers]
+    if config.quantization is not None:
+        written["quantization_config"] = quantization_json(config)
     return written
+
+
+def quantization_json(config: ModelConfig) -> dict[str, Any]:
+    """The quantization_config of fp8 weights as they are saved: compressed-tensors with a scale per output channel."""
+    number = {"num_bits": 8, "type": "float", "symmetric": True}
+    linear = {
+        "targets": ["Linear"],
+        "weights": {**number, "strategy": "channel", "dynamic": False},
+        "input_activations": {**number, "strategy": "token", "dynamic": True},
+    }
+    plain = [
+        name
+        for layer in range(config.num_layers)
+        for part, names in LINEAR_MODULES.items()
+        if not config.is_quantized(layer, part)
+        for name in (f"model.layers.{layer}.{module}" for module in names)
+    ]
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": linear},
+        "ignore": ["lm_head", *plain],
+        "kv_cache_scheme": {**number, "strategy": "tensor", "dynamic": False} if config.has_kv_scales else None,
+    }
 
 
 def _rope_scaling(config: ModelConfig) -> dict[str, Any] | None:

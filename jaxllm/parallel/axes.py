@@ -15,6 +15,7 @@ MESH_AXES: dict[str, str | None] = {
     "qkv": None,
     "head": None,
     "gate_up": None,
+    "kv": None,
 }
 
 

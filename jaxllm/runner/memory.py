@@ -8,7 +8,8 @@ import jax.numpy as jnp
 
 from jaxllm.config import AUTO_MODEL_LEN, EngineConfig
 from jaxllm.errors import ConfigError, OutOfMemoryError
-from jaxllm.model_config import ModelConfig, kv_bytes_per_token, num_parameters
+from jaxllm.model_config import ModelConfig, kv_bytes_per_token
+from jaxllm.models import registry
 
 _CPU_CACHE_FRACTION = 0.25
 """Of the machine's memory: other programs live there too."""
@@ -84,10 +85,9 @@ def memory_plan(
 ) -> MemoryPlan:
     """The plan for a config with platform defaults resolved. Known byte counts replace the estimates."""
     tensor_parallel = config.parallel.tensor_parallel_size
-    itemsize = jnp.dtype(model.dtype).itemsize
     device, limit = device_limit()
     if weight_bytes is None:
-        weight_bytes = num_parameters(model) * itemsize // tensor_parallel
+        weight_bytes = registry.weight_bytes(model) // tensor_parallel
     if work_bytes is None:
         work_bytes = estimate_work_bytes(config, model)
     block_size = config.cache.block_size

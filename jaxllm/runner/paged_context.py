@@ -38,7 +38,10 @@ class PagedContext:
         window: int | None,
         soft_cap: float | None,
     ) -> jax.Array:
-        """Attention output [T, K, G, H], sharded as the queries."""
+        """Attention output [T, K, G, H], sharded as the queries. A cache of a wide type takes keys and values as they are."""
+        k_pages, v_pages = self.caches[2 * layer : 2 * layer + 2]
+        if k_pages.dtype.itemsize > 1:
+            projection = replace(projection, kv_scale_2=None)
         per_shard = partial(
             _write_and_attend,
             is_decode=self.is_decode,
@@ -61,7 +64,6 @@ class PagedContext:
                 out_specs=(_HEADS_SECOND,) * 3,
                 check_vma=False,
             )
-        k_pages, v_pages = self.caches[2 * layer : 2 * layer + 2]
         out, k_pages, v_pages = per_shard(
             projection,
             k_pages,
@@ -96,6 +98,8 @@ def _write_and_attend(
 
     A jit of its own, though always inside a step's program: layers that are alike share one trace and one lowering of the kernels.
     """
+    scale_2 = projection.kv_scale_2
+    k_scale, v_scale = (None, None) if scale_2 is None else (scale_2[0], scale_2[1])
     q_TKGH, k_pages, v_pages = rope_and_write(
         projection.qkv_TKGH,
         projection.cos_TH,
@@ -106,6 +110,8 @@ def _write_and_attend(
         q_norm_H=projection.q_norm_H,
         k_norm_H=projection.k_norm_H,
         eps=projection.eps,
+        k_scale=k_scale,
+        v_scale=v_scale,
         # Where attention is a kernel, so is what comes before it.
         implementation="xla" if implementation in ("reference", "xla") else "triton",
         interpret=interpret,
@@ -114,5 +120,13 @@ def _write_and_attend(
         attention = partial(paged_decode, q_TKGH, k_pages, v_pages, page_table_RB, kv_length_R)
     else:
         attention = partial(paged_attention, q_TKGH, k_pages, v_pages, page_table_RB, query_start_R1, kv_length_R)
-    out = attention(scale=scale, window=window, soft_cap=soft_cap, implementation=implementation, interpret=interpret)
+    out = attention(
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        implementation=implementation,
+        interpret=interpret,
+    )
     return out, k_pages, v_pages

@@ -150,7 +150,7 @@ class StepPrograms:
 
     @property
     def _caches(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        cache = jax.ShapeDtypeStruct(self.cache_shape, self.model.dtype, sharding=self.by_heads)
+        cache = jax.ShapeDtypeStruct(self.cache_shape, self.model.kv_cache_dtype, sharding=self.by_heads)
         return (cache,) * (2 * self.model.num_layers)
 
     @property

@@ -2,6 +2,9 @@
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+LARGEST_FP8 = 448.0
 
 
 def supports(**_: object) -> bool:
@@ -15,13 +18,24 @@ def write_cache(
     v_TKH: jax.Array,
     slot_T: jax.Array,
     *,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     num_pages, _, page_size, _ = k_pages_PKSH.shape
     page_T = jnp.where(slot_T < 0, num_pages, slot_T // page_size)  # past the end: dropped
     offset_T = jnp.maximum(slot_T, 0) % page_size
 
-    def write(pages_PKSH: jax.Array, x_TKH: jax.Array) -> jax.Array:
-        return pages_PKSH.at[page_T, :, offset_T].set(x_TKH.astype(pages_PKSH.dtype), mode="drop")
+    def write(pages_PKSH: jax.Array, x_TKH: jax.Array, scale: ArrayLike | None) -> jax.Array:
+        return pages_PKSH.at[page_T, :, offset_T].set(to_cache_type(x_TKH, pages_PKSH.dtype, scale), mode="drop")
 
-    return write(k_pages_PKSH, k_TKH), write(v_pages_PKSH, v_TKH)
+    return write(k_pages_PKSH, k_TKH, k_scale), write(v_pages_PKSH, v_TKH, v_scale)
+
+
+def to_cache_type(x: jax.Array, dtype: jax.typing.DTypeLike, scale: ArrayLike | None) -> jax.Array:
+    """Divided by the scale, and rounded to a value of the cache's type; float8_e4m3fn has no infinity but NaN beyond its largest."""
+    if scale is not None:
+        x = x.astype(jnp.float32) / scale
+    if jnp.dtype(dtype) == jnp.float8_e4m3fn:
+        x = jnp.clip(x.astype(jnp.float32), -LARGEST_FP8, LARGEST_FP8)
+    return x.astype(dtype)

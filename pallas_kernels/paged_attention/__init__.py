@@ -8,6 +8,7 @@ Shapes, common to all of them:
 
 A padding row has kv_length 0 and no tokens. Tokens from query_start[R] on are padding, their results finite.
 Only slots below kv_length of the pages in a row's table are read, or what else is read cannot reach a result (it may be NaN).
+The caches have the type of the queries, another of 16 or 32 bits, or float8_e4m3fn.
 Products accumulate in float32, float32 operands are multiplied in full precision, the softmax is float32.
 """
 
@@ -15,6 +16,7 @@ import importlib
 from types import ModuleType
 
 import jax
+from jax.typing import ArrayLike, DTypeLike
 
 IMPLEMENTATIONS = {
     "reference": "pallas_kernels.paged_attention.reference",
@@ -23,7 +25,7 @@ IMPLEMENTATIONS = {
     "mosaic": "pallas_kernels.paged_attention.mosaic",
     "jax_triton": "pallas_kernels.paged_attention.jax_triton",
 }
-"""Each module has paged_attention, paged_decode, and supports(platform, dtype, num_groups, head_dim, interpret).
+"""Each module has paged_attention, paged_decode, and supports(platform, dtype, num_groups, head_dim, cache_dtype, page_size, interpret).
 
 One that needs packages which may not be there also has missing(), and supports nothing without them.
 """
@@ -42,6 +44,8 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
     implementation: str | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -49,10 +53,11 @@ def paged_attention(
 
     window: a query sees only the last `window` positions, itself included.
     soft_cap: scores s become soft_cap * tanh(s / soft_cap).
+    k_scale, v_scale: float32 scalars, what the stored keys and values are multiplied with; None: nothing. For float8_e4m3fn caches.
     implementation: a key of IMPLEMENTATIONS, or None for the first of PREFERENCE that takes the case on the default backend.
     interpret: run a Pallas kernel as plain JAX, on any platform.
     """
-    module = _resolve(implementation, q_TKGH, interpret)
+    module = _resolve(implementation, q_TKGH, k_pages_PKSH, interpret)
     return module.paged_attention(
         q_TKGH,
         k_pages_PKSH,
@@ -63,6 +68,8 @@ def paged_attention(
         scale=scale,
         window=window,
         soft_cap=soft_cap,
+        k_scale=k_scale,
+        v_scale=v_scale,
         interpret=interpret,
     )
 
@@ -77,11 +84,13 @@ def paged_decode(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
     implementation: str | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """`paged_attention` where every row has one query, its last position -> out_RKGH; a padding row gives zeros."""
-    module = _resolve(implementation, q_RKGH, interpret)
+    module = _resolve(implementation, q_RKGH, k_pages_PKSH, interpret)
     return module.paged_decode(
         q_RKGH,
         k_pages_PKSH,
@@ -91,16 +100,33 @@ def paged_decode(
         scale=scale,
         window=window,
         soft_cap=soft_cap,
+        k_scale=k_scale,
+        v_scale=v_scale,
         interpret=interpret,
     )
 
 
 def supports(
-    implementation: str, *, dtype: jax.typing.DTypeLike, num_groups: int, head_dim: int, interpret: bool = False
+    implementation: str,
+    *,
+    dtype: DTypeLike,
+    num_groups: int,
+    head_dim: int,
+    cache_dtype: DTypeLike | None = None,
+    page_size: int = 16,
+    interpret: bool = False,
 ) -> bool:
-    """Whether an implementation takes a case, on the platform it is made for."""
+    """Whether an implementation takes a case, on the platform it is made for. cache_dtype: None for that of the queries."""
     module = importlib.import_module(IMPLEMENTATIONS[implementation])
-    return module.supports(platform="gpu", dtype=dtype, num_groups=num_groups, head_dim=head_dim, interpret=interpret)
+    return module.supports(
+        platform="gpu",
+        dtype=dtype,
+        num_groups=num_groups,
+        head_dim=head_dim,
+        cache_dtype=cache_dtype or dtype,
+        page_size=page_size,
+        interpret=interpret,
+    )
 
 
 def missing(implementation: str) -> str | None:
@@ -109,29 +135,50 @@ def missing(implementation: str) -> str | None:
     return module.missing() if hasattr(module, "missing") else None
 
 
-def choose(*, platform: str, dtype: jax.typing.DTypeLike, num_groups: int, head_dim: int) -> str:
+def choose(
+    *,
+    platform: str,
+    dtype: DTypeLike,
+    num_groups: int,
+    head_dim: int,
+    cache_dtype: DTypeLike | None = None,
+    page_size: int = 16,
+) -> str:
     """The name of the fastest implementation for a case: the first of PREFERENCE that supports it."""
     for name in PREFERENCE:
         module = importlib.import_module(IMPLEMENTATIONS[name])
-        if module.supports(platform=platform, dtype=dtype, num_groups=num_groups, head_dim=head_dim):
+        if module.supports(
+            platform=platform,
+            dtype=dtype,
+            num_groups=num_groups,
+            head_dim=head_dim,
+            cache_dtype=cache_dtype or dtype,
+            page_size=page_size,
+        ):
             return name
     return "reference"
 
 
-def _resolve(implementation: str | None, q: jax.Array, interpret: bool) -> ModuleType:
+def _resolve(implementation: str | None, q: jax.Array, pages: jax.Array, interpret: bool) -> ModuleType:
     num_groups, head_dim = q.shape[-2:]
-    platform = jax.default_backend()
+    case = {
+        "dtype": q.dtype,
+        "num_groups": num_groups,
+        "head_dim": head_dim,
+        "cache_dtype": pages.dtype,
+        "page_size": pages.shape[2],
+    }
     if implementation is None:
-        implementation = choose(platform=platform, dtype=q.dtype, num_groups=num_groups, head_dim=head_dim)
+        implementation = choose(platform=jax.default_backend(), **case)  # type: ignore[arg-type]
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"no attention implementation {implementation!r}; there are {', '.join(IMPLEMENTATIONS)}")
     reason = missing(implementation)
     if reason is not None:
         raise ValueError(f"attention implementation {implementation!r} {reason}")
     # An explicit choice is not held to the platform: a program may be compiled here for a GPU elsewhere.
-    if not supports(implementation, dtype=q.dtype, num_groups=num_groups, head_dim=head_dim, interpret=interpret):
+    if not supports(implementation, **case, interpret=interpret):  # type: ignore[arg-type]
         raise ValueError(
             f"attention implementation {implementation!r} does not take {num_groups} query heads per key-value head "
-            f"of width {head_dim} in {q.dtype}; use 'xla'"
+            f"of width {head_dim} in {q.dtype} over a cache of {pages.dtype} with pages of {pages.shape[2]}; use 'xla'"
         )
     return importlib.import_module(IMPLEMENTATIONS[implementation])

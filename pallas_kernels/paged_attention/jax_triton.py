@@ -29,8 +29,17 @@ def _is_installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
-def supports(*, platform: str, dtype: DTypeLike, num_groups: int, head_dim: int, interpret: bool = False) -> bool:
-    if platform != "gpu" or interpret or missing() is not None:
+def supports(
+    *,
+    platform: str,
+    dtype: DTypeLike,
+    num_groups: int,
+    head_dim: int,
+    cache_dtype: DTypeLike,
+    interpret: bool = False,
+    **_: object,
+) -> bool:
+    if platform != "gpu" or interpret or missing() is not None or jnp.dtype(cache_dtype) != jnp.dtype(dtype):
         return False
     return jnp.dtype(dtype) in (jnp.float32, jnp.bfloat16, jnp.float16) and num_groups <= 64 and 16 <= head_dim <= 256
 

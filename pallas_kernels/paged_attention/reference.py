@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 MASKED = -1e30  # a finite score: a row without any valid position must give zeros, not NaN
 
@@ -21,6 +22,8 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     num_tokens, num_rows = q_TKGH.shape[0], page_table_RB.shape[0]
@@ -30,7 +33,8 @@ def paged_attention(
     row_T = jnp.minimum(row_T, num_rows - 1)
     position_T = kv_length_R[row_T] - query_start_R1[row_T + 1] + token_T
     position_T = jnp.where(owned_T, position_T, -1)
-    return _attend(q_TKGH, k_pages_PKSH, v_pages_PKSH, page_table_RB[row_T], position_T, scale, window, soft_cap)
+    table_TB = page_table_RB[row_T]
+    return _attend(q_TKGH, k_pages_PKSH, v_pages_PKSH, table_TB, position_T, scale, window, soft_cap, k_scale, v_scale)
 
 
 def paged_decode(
@@ -43,9 +47,12 @@ def paged_decode(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    return _attend(q_RKGH, k_pages_PKSH, v_pages_PKSH, page_table_RB, kv_length_R - 1, scale, window, soft_cap)
+    position_R = kv_length_R - 1
+    return _attend(q_RKGH, k_pages_PKSH, v_pages_PKSH, page_table_RB, position_R, scale, window, soft_cap, k_scale, v_scale)
 
 
 def _attend(
@@ -57,6 +64,8 @@ def _attend(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    k_scale: ArrayLike | None,
+    v_scale: ArrayLike | None,
 ) -> jax.Array:
     """One query per table row, at the given position; position -1 sees nothing and gives zeros."""
     num_kv_heads, page_size, head_dim = k_pages_PKSH.shape[1:]
@@ -68,13 +77,14 @@ def _attend(
 
     read_TB = valid_TL.reshape(num_tokens, -1, page_size).any(axis=-1)
 
-    def gather(pages_PKSH: jax.Array) -> jax.Array:
+    def gather(pages_PKSH: jax.Array, stored_scale: ArrayLike | None) -> jax.Array:
         x_TBKSH = pages_PKSH[jnp.where(read_TB, page_table_TB, 0)]
         x_TKLH = x_TBKSH.swapaxes(1, 2).reshape(num_tokens, num_kv_heads, num_slots, head_dim)
         # Not a multiplication by zero: slots of others may hold NaN.
-        return jnp.where(valid_TL[:, None, :, None], x_TKLH.astype(jnp.float32), 0.0)
+        x_TKLH = jnp.where(valid_TL[:, None, :, None], x_TKLH.astype(jnp.float32), 0.0)
+        return x_TKLH if stored_scale is None else x_TKLH * stored_scale
 
-    k_TKLH, v_TKLH = gather(k_pages_PKSH), gather(v_pages_PKSH)
+    k_TKLH, v_TKLH = gather(k_pages_PKSH, k_scale), gather(v_pages_PKSH, v_scale)
     precision = jax.lax.Precision.HIGHEST
     scores = jnp.einsum("tkgh,tklh->tkgl", q_TKGH.astype(jnp.float32), k_TKLH, precision=precision) * scale
     if soft_cap is not None:

@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from pallas_kernels.paged_attention import triton_prefill
 from pallas_kernels.paged_attention.triton_decode import paged_decode
@@ -21,10 +21,12 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Rows of one token go through the decode kernel, which splits their keys; in the other they would each fill a whole tile."""
-    options = {"window": window, "soft_cap": soft_cap, "interpret": interpret}
+    options = {"window": window, "soft_cap": soft_cap, "k_scale": k_scale, "v_scale": v_scale, "interpret": interpret}
     num_tokens = q_TKGH.shape[0]
     start_R = query_start_R1[:-1]
     is_single_R = query_start_R1[1:] - start_R == 1
@@ -51,7 +53,18 @@ def paged_attention(
     return out_TKGH.at[jnp.where(is_single_R, start_R, num_tokens)].set(single_RKGH, mode="drop")
 
 
-def supports(*, platform: str, dtype: DTypeLike, num_groups: int, head_dim: int, interpret: bool = False) -> bool:
+def supports(
+    *,
+    platform: str,
+    dtype: DTypeLike,
+    num_groups: int,
+    head_dim: int,
+    cache_dtype: DTypeLike,
+    interpret: bool = False,
+    **_: object,
+) -> bool:
     if platform != "gpu" and not interpret:
         return False
-    return jnp.dtype(dtype) in (jnp.float32, jnp.bfloat16, jnp.float16) and num_groups <= 64 and 16 <= head_dim <= 256
+    wide = (jnp.float32, jnp.bfloat16, jnp.float16)
+    types_fit = jnp.dtype(dtype) in wide and jnp.dtype(cache_dtype) in (*wide, jnp.float8_e4m3fn)
+    return types_fit and num_groups <= 64 and 16 <= head_dim <= 256

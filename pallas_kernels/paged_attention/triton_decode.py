@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.typing import ArrayLike
 
 from pallas_kernels._compat import dot_f32, load, num_cores, store, triton_call
 
@@ -63,6 +64,8 @@ def paged_decode(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
     interpret: bool = False,
     tiles: DecodeTiles | None = None,
 ) -> jax.Array:
@@ -79,6 +82,7 @@ def paged_decode(
         score_scale=scale * LOG2E,
         soft_cap=None if soft_cap is None else soft_cap * LOG2E,
         window=window,
+        has_kv_scale=k_scale is not None or v_scale is not None,
     )
     out_shape = jax.ShapeDtypeStruct(q_RKGH.shape, q_RKGH.dtype)
     partial_shape = (
@@ -93,7 +97,7 @@ def paged_decode(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         interpret=interpret,
-    )(q_RKGH, k_pages_PKSH, v_pages_PKSH, page_table_RB, kv_length_R)
+    )(q_RKGH, k_pages_PKSH, v_pages_PKSH, page_table_RB, kv_length_R, *kv_scale_operand(k_scale, v_scale))
     if splits == 1:
         return result
     return triton_call(
@@ -105,6 +109,19 @@ def paged_decode(
         num_stages=1,
         interpret=interpret,
     )(*result)
+
+
+def kv_scale_operand(k_scale: ArrayLike | None, v_scale: ArrayLike | None) -> tuple[jax.Array, ...]:
+    """The scales as one operand of a kernel, float32 [2], if there is any."""
+    if k_scale is None and v_scale is None:
+        return ()
+    scales = [jnp.asarray(1.0 if scale is None else scale, jnp.float32).reshape(()) for scale in (k_scale, v_scale)]
+    return (jnp.stack(scales),)
+
+
+def compute_type(q_dtype: jax.typing.DTypeLike, cache_dtype: jax.typing.DTypeLike) -> jnp.dtype:
+    """What products are computed in: the wider of both types; every float8_e4m3fn is exact in each of the others."""
+    return jnp.dtype(q_dtype) if jnp.dtype(cache_dtype).itemsize == 1 else jnp.promote_types(q_dtype, cache_dtype)
 
 
 def next_power_of_two(n: int) -> int:
@@ -122,18 +139,20 @@ def _decode_kernel(
     v_ref,  # [P, K, S, H]
     table_ref,  # [R, B]
     length_ref,  # [R]
-    out_ref,  # [R, K, G, H], or [splits, R, K, G, H] float32
-    lse_ref=None,  # [splits, R, K, G] float32, base 2
-    *,
+    *refs,  # kv_scale [2] if has_kv_scale; out [R, K, G, H]; or out [splits, R, K, G, H] float32 and lse [splits, R, K, G] base 2
+    has_kv_scale: bool,
     block_k: int,
     num_splits: int,
     score_scale: float,
     soft_cap: float | None,
     window: int | None,
 ) -> None:
+    kv_scale_ref, out_ref, *lse_refs = refs if has_kv_scale else (None, *refs)
     _, _, num_groups, head_dim = q_ref.shape
     page_size, table_width = k_ref.shape[2], table_ref.shape[1]
-    dtype = jnp.promote_types(q_ref.dtype, k_ref.dtype)
+    dtype = compute_type(q_ref.dtype, k_ref.dtype)
+    if kv_scale_ref is not None:
+        score_scale *= kv_scale_ref[0]
     head, row, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     group_M = jnp.arange(max(16, next_power_of_two(num_groups)))
     dim_H = jnp.arange(next_power_of_two(head_dim))
@@ -180,11 +199,14 @@ def _decode_kernel(
     acc_MH, max_M, sum_M = lax.fori_loop(begin, end, body, init)
     safe_sum_M = jnp.where(sum_M == 0, 1.0, sum_M)
     out_MH = acc_MH / safe_sum_M[:, None]
+    if kv_scale_ref is not None:
+        out_MH *= kv_scale_ref[1]
     if num_splits == 1:
         store(out_ref.at[row, head, group_M[:, None], dim_H[None, :]], out_MH.astype(out_ref.dtype), mask=q_mask_MH)
         return
     lse_M = jnp.where(sum_M == 0, MASKED, max_M + jnp.log2(safe_sum_M))
     store(out_ref.at[split, row, head, group_M[:, None], dim_H[None, :]], out_MH, mask=q_mask_MH)
+    (lse_ref,) = lse_refs
     store(lse_ref.at[split, row, head, group_M], lse_M, mask=group_M < num_groups)
 
 

@@ -17,10 +17,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.typing import ArrayLike
 
 from pallas_kernels._compat import dot_f32, load, store, triton_call
 from pallas_kernels.paged_attention.tiles import COUNT, POSITION, ROW, TOKEN, make_tiles
-from pallas_kernels.paged_attention.triton_decode import LOG2E, MASKED, cap_scores, next_power_of_two
+from pallas_kernels.paged_attention.triton_decode import (
+    LOG2E,
+    MASKED,
+    cap_scores,
+    compute_type,
+    kv_scale_operand,
+    next_power_of_two,
+)
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,8 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
     interpret: bool = False,
     tiles: PrefillTiles | None = None,
     min_tokens: int = 1,
@@ -65,7 +75,7 @@ def paged_attention(
     """Rows of fewer than min_tokens tokens are left out: what the result holds in their place is undefined."""
     num_tokens, num_kv_heads, num_groups, head_dim = q_TKGH.shape
     if tiles is None:
-        itemsize = jnp.promote_types(q_TKGH.dtype, k_pages_PKSH.dtype).itemsize
+        itemsize = compute_type(q_TKGH.dtype, k_pages_PKSH.dtype).itemsize
         tiles = pick_tiles(num_tokens, num_groups, head_dim, itemsize)
     table_N4 = make_tiles(query_start_R1, kv_length_R, num_tokens, tiles.block_m // num_groups, min_tokens=min_tokens)
     kernel = functools.partial(
@@ -75,6 +85,7 @@ def paged_attention(
         score_scale=scale * LOG2E,
         soft_cap=None if soft_cap is None else soft_cap * LOG2E,
         window=window,
+        has_kv_scale=k_scale is not None or v_scale is not None,
     )
     return triton_call(
         kernel,
@@ -84,7 +95,7 @@ def paged_attention(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         interpret=interpret,
-    )(q_TKGH, k_pages_PKSH, v_pages_PKSH, page_table_RB, table_N4)
+    )(q_TKGH, k_pages_PKSH, v_pages_PKSH, page_table_RB, table_N4, *kv_scale_operand(k_scale, v_scale))
 
 
 def _prefill_kernel(
@@ -93,18 +104,21 @@ def _prefill_kernel(
     v_ref,  # [P, K, S, H]
     page_table_ref,  # [R, B]
     tiles_ref,  # [N, 4]
-    out_ref,  # [T, K, G, H]
-    *,
+    *refs,  # kv_scale [2] if has_kv_scale; out [T, K, G, H]
+    has_kv_scale: bool,
     block_m: int,
     block_k: int,
     score_scale: float,
     soft_cap: float | None,
     window: int | None,
 ) -> None:
+    kv_scale_ref, out_ref = refs if has_kv_scale else (None, *refs)
     _, _, num_groups, head_dim = q_ref.shape
     page_size, table_width = k_ref.shape[2], page_table_ref.shape[1]
     num_rows = page_table_ref.shape[0]
-    dtype = jnp.promote_types(q_ref.dtype, k_ref.dtype)
+    dtype = compute_type(q_ref.dtype, k_ref.dtype)
+    if kv_scale_ref is not None:
+        score_scale *= kv_scale_ref[0]
     head = pl.program_id(1)
     # From the last tile down: the tiles of a row that see the most keys start first, the small ones fill the end.
     tile = tiles_ref.shape[0] - 1 - pl.program_id(0)
@@ -168,4 +182,6 @@ def _prefill_kernel(
         whole = jnp.minimum(lax.div(jnp.maximum(position - (window - 1), 0), block_k), end)
     acc_MH, _, sum_M = lax.fori_loop(whole, end, functools.partial(body, masked=True), carry)
     out_MH = acc_MH / jnp.where(sum_M == 0, 1.0, sum_M)[:, None]
+    if kv_scale_ref is not None:
+        out_MH *= kv_scale_ref[1]
     store(out_ref.at[q_index], out_MH.astype(out_ref.dtype), mask=q_mask_MH)

@@ -8,6 +8,7 @@ rows times the longest. Longer queries go one tile of tokens after the other (se
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike
 
 from pallas_kernels.paged_attention.tiles import COUNT, POSITION, ROW, TOKEN, make_tiles
 
@@ -32,6 +33,8 @@ def paged_decode(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     num_rows = q_RKGH.shape[0]
@@ -43,7 +46,7 @@ def paged_decode(
     padding = -num_rows % group
     length_R = jnp.pad(kv_length_R[order_R], (padding, 0))
     table_RB = jnp.pad(_pad_table(page_table_RB, chunk_pages)[order_R], ((padding, 0), (0, 0)))
-    q = jnp.pad(q_RKGH[order_R].astype(jnp.float32) * scale, ((padding, 0), (0, 0), (0, 0), (0, 0)))
+    q = jnp.pad(q_RKGH[order_R].astype(jnp.float32) * _times(scale, k_scale), ((padding, 0), (0, 0), (0, 0), (0, 0)))
 
     def group_body(index, out):
         row = index * group
@@ -84,7 +87,7 @@ def paged_decode(
         acc_rKGH, _, sum_rKG = lax.fori_loop(begin, end, body, carry)
         out_rKGH = acc_rKGH / jnp.where(sum_rKG == 0, 1.0, sum_rKG)[..., None]
         # A row without keys saw masked scores only, and summed them.
-        out_rKGH = jnp.where((length_r > 0)[:, None, None, None], out_rKGH, 0.0)
+        out_rKGH = jnp.where((length_r > 0)[:, None, None, None], out_rKGH * _times(1.0, v_scale), 0.0)
         return lax.dynamic_update_slice_in_dim(out, out_rKGH.astype(out.dtype), row, axis=0)
 
     out_RKGH = lax.fori_loop(0, q.shape[0] // group, group_body, jnp.zeros(q.shape, q_RKGH.dtype))
@@ -102,6 +105,8 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     num_tokens, num_kv_heads, num_groups, head_dim = q_TKGH.shape
@@ -119,7 +124,8 @@ def paged_attention(
     def tile_body(tile, out):
         row, token, count, position = (tiles_N4[tile, column] for column in (ROW, TOKEN, COUNT, POSITION))
         q_tKGH = lax.dynamic_slice_in_dim(q, token, tile_tokens, axis=0)
-        q_KMH = q_tKGH.astype(jnp.float32).swapaxes(0, 1).reshape(num_kv_heads, tile_tokens * num_groups, head_dim) * scale
+        q_KMH = q_tKGH.astype(jnp.float32).swapaxes(0, 1).reshape(num_kv_heads, tile_tokens * num_groups, head_dim)
+        q_KMH = q_KMH * _times(scale, k_scale)
         line_M = jnp.arange(tile_tokens * num_groups, dtype=jnp.int32)
         position_M = position + line_M // num_groups
 
@@ -153,7 +159,8 @@ def paged_attention(
         acc_KMH, _, sum_KM = lax.fori_loop(begin, end, body, carry)
         out_KMH = acc_KMH / jnp.where(sum_KM == 0, 1.0, sum_KM)[..., None]
         # Lines past the tile's tokens are zeros; where they are tokens of the next tile, that tile writes over them.
-        out_KMH = jnp.where((line_M < count * num_groups)[None, :, None], out_KMH, 0.0).astype(q_TKGH.dtype)
+        out_KMH = jnp.where((line_M < count * num_groups)[None, :, None], out_KMH * _times(1.0, v_scale), 0.0)
+        out_KMH = out_KMH.astype(q_TKGH.dtype)
         out_tKGH = out_KMH.reshape(num_kv_heads, tile_tokens, num_groups, head_dim).swapaxes(0, 1)
         return lax.dynamic_update_slice_in_dim(out, out_tKGH, token, axis=0)
 
@@ -170,8 +177,14 @@ def paged_attention(
         scale=scale,
         window=window,
         soft_cap=soft_cap,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
     return out.at[jnp.where(single_R, token_R, num_tokens)].set(single_RKGH, mode="drop")
+
+
+def _times(factor: float, stored_scale: ArrayLike | None) -> ArrayLike:
+    return factor if stored_scale is None else factor * jnp.asarray(stored_scale, jnp.float32)
 
 
 def _chunk_pages(row_bytes: int, pages_PKSH: jax.Array, table_width: int) -> int:

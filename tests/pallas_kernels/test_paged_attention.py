@@ -305,5 +305,7 @@ def test_unknown_implementation_is_refused_by_name() -> None:
 
 def test_a_shape_that_a_kernel_cannot_take_is_refused() -> None:
     args, _ = as_decode(Batch(rows=((1, 3),), head_dim=512))
-    with pytest.raises(ValueError, match="'triton' does not take 2 query heads .* of width 512 in float32; use 'xla'"):
+    with pytest.raises(
+        ValueError, match="'triton' does not take 2 query heads .* of width 512 in float32 over a cache of float32; use 'xla'"
+    ):
         paged_decode(*args, scale=1.0, implementation="triton", interpret=True)

@@ -1,0 +1,67 @@
+"""Weights and activations as 8-bit floats (float8_e4m3fn, arXiv:2209.05433), and the product of both."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+
+DTYPE = jnp.float8_e4m3fn
+LARGEST = 448.0
+"""The largest value of the type. A conversion beyond it gives NaN, so values are clipped first."""
+_TINY = 1e-20
+"""Stands for the largest value of an all-zero vector, which would have no scale."""
+
+
+class Fp8Weight(nnx.Module):
+    """A weight as values times one float32 scale per output: stands where the array stood.
+
+    values [*outputs, *contracted], scale [*outputs]: output-major, as checkpoints hold weights, because the fp8 GEMM of a GPU
+    contracts the innermost dimension of both operands; XLA would transpose any other weight in every step.
+    """
+
+    def __init__(self, values: nnx.Param, scale: nnx.Param):
+        self.values = values
+        self.scale = scale
+
+    def product(self, x: Array) -> Array:
+        """[..., contracted as one] to [..., *outputs], in x's type; x is quantised with a scale per vector."""
+        values, scale = quantize(x)
+        outputs = self.scale.shape
+        weight = self.values[...].reshape(*outputs, -1)
+        y = lax.platform_dependent(values, weight, cpu=_dot_of_wide, default=_dot_for(x.dtype))
+        scale = scale.reshape(*x.shape[:-1], *(1,) * len(outputs))
+        return (y.astype(jnp.float32) * scale * self.scale[...]).astype(x.dtype)
+
+
+def quantize(x: Array, num_contracted: int = 1) -> tuple[Array, Array]:
+    """(values, scale) with x ≈ values * scale: one float32 scale for the last `num_contracted` dimensions together."""
+    axes = tuple(range(-num_contracted, 0))
+    wide = x.astype(jnp.float32)
+    scale = jnp.maximum(jnp.max(jnp.abs(wide), axis=axes, keepdims=True), _TINY) / LARGEST
+    return narrow(wide / scale), scale.reshape(x.shape[:-num_contracted])
+
+
+def narrow(x: Array) -> Array:
+    """The nearest fp8 values; what lies beyond the largest becomes the largest."""
+    return jnp.clip(x, -LARGEST, LARGEST).astype(DTYPE)
+
+
+def _dot_for(dtype: jnp.dtype):  # type: ignore[no-untyped-def]
+    """The product for accelerators. XLA makes it cuBLASLt's fp8 GEMM, or a Triton one; where there is neither it widens."""
+    # float16 would overflow: the sums are not scaled yet.
+    out_dtype = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
+
+    def dot(values: Array, weight: Array) -> Array:
+        return _dot(values, weight, out_dtype).astype(jnp.float32)
+
+    return dot
+
+
+def _dot_of_wide(values: Array, weight: Array) -> Array:
+    """The same numbers on a CPU, whose fp8 products are slow."""
+    return _dot(values.astype(jnp.float32), weight.astype(jnp.float32), jnp.float32)
+
+
+def _dot(values: Array, weight: Array, out_dtype: jax.typing.DTypeLike) -> Array:
+    contracted = ((values.ndim - 1,), (weight.ndim - 1,))
+    return lax.dot_general(values, weight, (contracted, ((), ())), preferred_element_type=out_dtype)

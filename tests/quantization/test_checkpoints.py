@@ -1,0 +1,288 @@
+"""Checkpoints with fp8 weights, written here from the goldens, against the same numbers without quantisation."""
+
+import dataclasses
+import json
+import runpy
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxllm.errors import ModelLoadError
+from jaxllm.loaders import orbax, safetensors
+from jaxllm.loaders.layout import axes_of, parameters
+from jaxllm.loaders.load import load_safetensors, load_weights
+from jaxllm.loaders.save import save_safetensors
+from jaxllm.model_config import load_model_config
+from jaxllm.models.registry import build_model
+from jaxllm.parallel.axes import sharding
+from jaxllm.parallel.mesh import make_mesh
+from tests.helpers import goldens
+
+FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
+NUMBER = {"num_bits": 8, "type": "float", "symmetric": True}
+DYNAMIC = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {**NUMBER, "strategy": "channel", "dynamic": False},
+            "input_activations": {**NUMBER, "strategy": "token", "dynamic": True},
+        }
+    },
+    "ignore": ["lm_head"],
+}
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+PROMPT = list(range(3, 19))
+
+
+def write(directory, quantization_config, quantize, *, golden="llama_gqa", more=None):
+    """A copy of a golden in which `quantize(name, weight)` gives the tensors of each linear layer's weight."""
+    directory.mkdir(parents=True, exist_ok=True)
+    source = safetensors.Checkpoint(goldens.FOLDER / golden)
+    tensors = {}
+    for name in source.entries:
+        is_linear = name.endswith(".weight") and name.split(".")[-2] in LINEAR
+        tensors |= quantize(name, np.asarray(source.tensor(name), np.float32)) if is_linear else {name: source.tensor(name)}
+    safetensors.write(directory / "model.safetensors", tensors | (more or {}))
+    config = json.loads((goldens.FOLDER / golden / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": quantization_config}))
+    return directory
+
+
+def per_channel(name, weight):
+    scale = np.abs(weight).max(axis=1, keepdims=True) / 448
+    return {name: (weight / scale).astype(FP8), name + "_scale": scale.astype(np.float32)}
+
+
+def per_tensor(name, weight):
+    scale = np.abs(weight).max() / 448
+    return {
+        name: (weight / scale).astype(FP8),
+        name + "_scale": scale.reshape(1).astype(np.float32),
+        name.replace("weight", "input_scale"): np.ones(1, np.float32),
+    }
+
+
+def per_block(name, weight, size=32):
+    rows, columns = (-(-n // size) for n in weight.shape)
+    scale = np.empty((rows, columns), np.float32)
+    values = np.empty(weight.shape, FP8)
+    for i in range(rows):
+        for j in range(columns):
+            at = np.s_[i * size : (i + 1) * size, j * size : (j + 1) * size]
+            scale[i, j] = np.abs(weight[at]).max() / 448
+            values[at] = (weight[at] / scale[i, j]).astype(FP8)
+    return {name: values, name + "_scale_inv": scale}
+
+
+def load(directory, *, tensor_parallel_size=1, quantization=None, load_format="auto"):
+    config = load_model_config(directory, quantization=quantization).for_tensor_parallel(tensor_parallel_size)
+    mesh = make_mesh(tensor_parallel_size)
+    return config, load_weights(config, build_model(config), directory, load_format=load_format, mesh=mesh)
+
+
+def by_path(state):
+    return {".".join(map(str, path)): np.asarray(variable[...], np.float32) for path, variable in parameters(state)}
+
+
+def assert_equal(a, b):
+    a, b = by_path(a), by_path(b)
+    assert a.keys() == b.keys()
+    for name, array in a.items():
+        np.testing.assert_allclose(array, b[name], rtol=1e-6, err_msg=name)
+
+
+def test_stored_scales_give_what_quantising_while_loading_gives(tmp_path):
+    config, stored = load(write(tmp_path, DYNAMIC, per_channel))
+    assert config.quantization == "fp8"
+    stored, computed = by_path(stored), by_path(load(goldens.FOLDER / "llama_gqa", quantization="fp8")[1])
+    assert stored.keys() == computed.keys()
+    for name, array in stored.items():
+        differs = ~np.isclose(array, computed[name], rtol=1e-6)
+        assert differs.mean() < 0.01, name  # ties, that the last bit of the scale decides
+
+
+def assert_near(logits, golden):
+    """The goldens are random models with large weights, in which errors grow; trained ones are far more patient."""
+    exact = goldens.logits(*load(goldens.FOLDER / golden), PROMPT)
+    assert 0 < np.square(logits - exact).mean() < 0.35**2 * np.square(exact).mean()
+
+
+def test_logits_are_near_those_of_the_weights_as_they_were():
+    assert_near(goldens.logits(*load(goldens.FOLDER / "qwen2", quantization="fp8"), PROMPT), "qwen2")
+
+
+@pytest.mark.parametrize("scale_shape", [(1,), ()])
+def test_a_scale_of_a_whole_tensor_counts_for_each_of_its_outputs(tmp_path, scale_shape):
+    def quantize(name, weight):
+        return {key: value.reshape(scale_shape) if "scale" in key else value for key, value in per_tensor(name, weight).items()}
+
+    directory = write(tmp_path, {"quant_method": "fp8", "activation_scheme": "static"}, quantize)
+    config, state = load(directory)
+    weights = safetensors.Checkpoint(directory)
+    qkv = state["blocks"][0]["attention"]["qkv"]["weight"]
+    for place, letter in ((0, "q"), (-2, "k"), (-1, "v")):
+        scale = np.asarray(qkv["scale"][...])[:, place]
+        assert (scale == weights.tensor(f"model.layers.0.self_attn.{letter}_proj.weight_scale").reshape(())).all()
+    if scale_shape:
+        assert_near(goldens.logits(config, state, PROMPT), "llama_gqa")
+
+
+@pytest.mark.parametrize(("stored", "size"), [(False, 2), (True, 8)])
+def test_many_devices_compute_the_same(tmp_path, stored, size):
+    directory, quantization = goldens.FOLDER / "llama_gqa", "fp8"
+    if stored:
+        directory, quantization = write(tmp_path, DYNAMIC, per_channel), None
+    one = load(directory, quantization=quantization)
+    many = load(directory, quantization=quantization, tensor_parallel_size=size)
+    for _, variable in parameters(many[1]):
+        values = variable[...]
+        assert values.sharding.is_equivalent_to(sharding(make_mesh(size), axes_of(variable)), values.ndim)
+    vocabulary = one[0].vocab_size
+    logits = goldens.logits(*one, PROMPT)
+    difference = goldens.logits(*many, PROMPT)[:, :vocabulary] - logits
+    # Another order of summation may round a value the other way.
+    assert np.square(difference).mean() < 0.05**2 * np.square(logits).mean()
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_reading_on_the_device_gives_the_same_arrays(tmp_path, quantization):
+    directory = write(tmp_path, {"quant_method": "fp8", "weight_block_size": [32, 32]}, per_block)
+    config = load_model_config(directory, quantization=quantization)
+    model, mesh = build_model(config), make_mesh(1)
+    host, device = (
+        load_safetensors(config, model, directory, mesh=mesh, transform_on_device=on_device) for on_device in (False, True)
+    )
+    assert_equal(host, device)
+
+
+def test_block_scales_are_applied_and_the_weights_are_plain(tmp_path, caplog):
+    directory = write(tmp_path, {"quant_method": "fp8", "weight_block_size": [32, 32]}, per_block)
+    with caplog.at_level("INFO", logger="jaxllm"):
+        config, state = load(directory)
+    assert config.quantization is None
+    tensors = safetensors.Checkpoint(directory)
+    name = "model.layers.1.mlp.down_proj.weight"
+    values, scale = tensors.tensor(name).astype(np.float32), tensors.tensor(name + "_scale_inv")
+    wanted = values * np.kron(scale, np.ones((32, 32), np.float32))[: values.shape[0], : values.shape[1]]
+    np.testing.assert_array_equal(np.asarray(state["blocks"][1]["mlp"]["down"]["weight"][...]).T, wanted)
+    requantized = load(directory, quantization="fp8")[1]
+    down = requantized["blocks"][1]["mlp"]["down"]["weight"]
+    again = np.asarray(down["values"][...], np.float32) * np.asarray(down["scale"][...])[:, None]
+    assert np.abs(again - wanted).max() <= np.abs(wanted).max() / 16
+
+
+def test_ignored_modules_stay_as_they_are(tmp_path):
+    ignored = ["lm_head", "re:.*layers\\.1\\.mlp.*", "model.layers.0.self_attn.o_proj"]
+
+    def quantize(name, weight):
+        plain = "layers.1.mlp" in name or "layers.0.self_attn.o_proj" in name
+        return {name: weight} if plain else per_channel(name, weight)
+
+    config, state = load(write(tmp_path, DYNAMIC | {"ignore": ignored}, quantize))
+    names = by_path(state)
+    assert "blocks.1.mlp.down.weight" in names and "blocks.0.attention.out.weight" in names
+    assert "blocks.0.mlp.down.weight.values" in names and "blocks.1.attention.out.weight.scale" in names
+    assert np.isfinite(goldens.logits(config, state, PROMPT)).all()
+
+
+def test_half_of_a_product_cannot_be_quantised(tmp_path):
+    directory = write(tmp_path, DYNAMIC | {"ignore": ["model.layers.0.mlp.up_proj"]}, per_channel)
+    with pytest.raises(ModelLoadError, match="gate_proj is, model.layers.0.mlp.up_proj is not"):
+        load_model_config(directory)
+
+
+def test_missing_scales_are_named(tmp_path):
+    def quantize(name, weight):
+        tensors = per_channel(name, weight)
+        return {key: value for key, value in tensors.items() if key != "model.layers.1.mlp.down_proj.weight_scale"}
+
+    with pytest.raises(ModelLoadError, match=r"1 missing: model\.layers\.1\.mlp\.down_proj\.weight_scale"):
+        load(write(tmp_path, DYNAMIC, quantize))
+
+
+def test_a_quantised_head_is_told(tmp_path):
+    more = {"lm_head.weight_scale": np.ones((128, 1), np.float32)}
+    with pytest.raises(ModelLoadError, match="unused: lm_head.weight_scale"):
+        load(write(tmp_path, DYNAMIC, per_channel, more=more))
+
+
+@pytest.mark.parametrize(
+    ("quantization_config", "message"),
+    [
+        ({"quant_method": "awq", "bits": 4}, "quant_method 'awq'; supported: fp8"),
+        ({"quant_method": "gptq"}, "'gptq'; supported"),
+        (DYNAMIC | {"format": "pack-quantized"}, "format pack-quantized, 8 bits of type float"),
+        (DYNAMIC | {"config_groups": {}}, "0 config_groups"),
+        ({"quant_method": "fp8", "activation_scheme": "sometimes"}, "'sometimes', must be dynamic or static"),
+        ({"quant_method": "fp8", "weight_block_size": 128}, "is 128, must be two sizes"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "'e5m2'"),
+        ("fp8", "must be an object"),
+    ],
+)
+def test_other_formats_are_refused_with_what_is_supported(tmp_path, quantization_config, message):
+    with pytest.raises(ModelLoadError, match=message):
+        load_model_config(write(tmp_path, quantization_config, per_channel))
+
+
+def test_saved_fp8_weights_load_again(tmp_path):
+    config, state = load(goldens.FOLDER / "qwen3", quantization="fp8")
+    save_safetensors(config, state, tmp_path)
+    again, loaded = load(tmp_path)
+    assert dataclasses.replace(again, stored_fp8=None) == config
+    assert_equal(loaded, state)
+    entry = safetensors.Checkpoint(tmp_path).entries["model.layers.0.self_attn.q_proj.weight_scale"]
+    assert entry.dtype == "F32" and entry.shape[1] == 1
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_converted_checkpoints_of_blocks_load_again(tmp_path, quantization):
+    source = write(tmp_path / "source", {"quant_method": "fp8", "weight_block_size": [32, 32]}, per_block)
+    script = Path(__file__).parent.parent.parent / "scripts" / "convert_checkpoint.py"
+    runpy.run_path(str(script))["convert"](source, tmp_path / "output", "float32", quantization)
+    assert orbax.is_checkpoint(tmp_path / "output")
+    config, state = load(tmp_path / "output")
+    assert config.quantization == quantization
+    assert_equal(state, load(source, quantization=quantization)[1])
+
+
+def test_plain_orbax_weights_are_not_quantised_while_loading(tmp_path):
+    config, state = load(goldens.FOLDER / "qwen3")
+    orbax.save(config, state, tmp_path)
+    shutil.copy(goldens.FOLDER / "qwen3" / "config.json", tmp_path)
+    with pytest.raises(
+        ModelLoadError, match=r"convert the original again with scripts/convert_checkpoint\.py --quantization fp8"
+    ):
+        load(tmp_path, quantization="fp8")
+
+
+def test_scales_of_the_cache_are_read_under_their_names(tmp_path, caplog):
+    more = {
+        "model.layers.0.self_attn.k_scale": np.array([0.5], np.float32),
+        "model.layers.0.self_attn.v_proj.output_scale": np.array([0.25], np.float32),
+    }
+    scheme = {**NUMBER, "strategy": "tensor", "dynamic": False}
+    directory = write(tmp_path, DYNAMIC | {"kv_cache_scheme": scheme}, per_channel, more=more)
+    with caplog.at_level("WARNING", logger="jaxllm"):
+        config, state = load(directory)
+    assert config.kv_cache_dtype == "float8_e4m3fn"
+    blocks = state["blocks"]
+    np.testing.assert_array_equal(blocks[0]["attention"]["kv_scale"][...], [0.5, 0.25])
+    np.testing.assert_array_equal(blocks[1]["attention"]["kv_scale"][...], [1, 1])
+    save_safetensors(config, state, tmp_path / "saved")
+    assert_equal(load(tmp_path / "saved")[1], state)
+
+
+def test_dummy_weights_have_the_shapes_and_about_the_size_of_real_ones():
+    config, state = load(goldens.FOLDER / "llama_gqa", quantization="fp8", load_format="dummy")
+    weight = state["blocks"][0]["mlp"]["gate_up"]["weight"]
+    assert weight["values"][...].dtype == jnp.float8_e4m3fn
+    product = np.asarray(weight["values"][...], np.float32) * np.asarray(weight["scale"][...])[..., None]
+    assert product.std() == pytest.approx(0.02, rel=0.1)
+    assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in jax.tree.leaves(state))
