@@ -61,7 +61,8 @@ def pick_tiles(
     """
     block_m = _padded_rows(num_rows, weight_dtype)
     enough = num_cores() * 7 // 10
-    widest = 256 if itemsize == 2 else 64  # columns of all parts; without tensor cores registers run out sooner
+    # Columns of all parts; float32 goes without tensor cores, and registers run out sooner.
+    widest = 256 if itemsize == 2 else min(64, 2048 // block_m)
     narrowest = min(128, widest, 2 * block_m)
     widths = [width for width in (128, 64, 32, 16) if narrowest <= width * num_parts <= widest]
     block_n = next((width for width in widths if pl.cdiv(n, width) >= enough), widths[-1])
