@@ -137,7 +137,9 @@ def resolve(config: EngineConfig, model_dir: Path) -> tuple[EngineConfig, ModelC
     )
     model_config = model_config.for_tensor_parallel(config.parallel.tensor_parallel_size)
     mesh = make_mesh(config.parallel.tensor_parallel_size)
-    config = config.replace(attention_implementation=_attention_implementation(attention, model_config, on_gpu=on_gpu))
+    config = config.replace(
+        attention_implementation=_attention_implementation(attention, model_config, config.cache.block_size, on_gpu=on_gpu)
+    )
     scheduler = config.scheduler
     assert scheduler.max_num_seqs is not None and scheduler.max_num_batched_tokens is not None
     if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
@@ -148,7 +150,7 @@ def resolve(config: EngineConfig, model_dir: Path) -> tuple[EngineConfig, ModelC
     return config, model_config, mesh
 
 
-def _attention_implementation(wanted: str, model: ModelConfig, *, on_gpu: bool) -> str:
+def _attention_implementation(wanted: str, model: ModelConfig, page_size: int, *, on_gpu: bool) -> str:
     """The wanted implementation if it takes the model's shapes, or for "auto" the fastest that does."""
     num_groups = model.num_heads // model.num_kv_heads
     if wanted == "auto":
@@ -158,6 +160,7 @@ def _attention_implementation(wanted: str, model: ModelConfig, *, on_gpu: bool) 
             num_groups=num_groups,
             head_dim=model.head_dim,
             cache_dtype=model.kv_cache_dtype,
+            page_size=page_size,
         )
     missing = paged_attention.missing(wanted)
     if missing is not None:
@@ -168,11 +171,12 @@ def _attention_implementation(wanted: str, model: ModelConfig, *, on_gpu: bool) 
         num_groups=num_groups,
         head_dim=model.head_dim,
         cache_dtype=model.kv_cache_dtype,
+        page_size=page_size,
         interpret=not on_gpu,
     ):
         raise ConfigError(
             f"attention_implementation is {wanted!r}, which does not take {num_groups} query heads per key-value head of "
-            f"width {model.head_dim} in {model.dtype} over a cache of {model.kv_cache_dtype}; use auto"
+            f"width {model.head_dim} in {model.dtype} over a cache of {model.kv_cache_dtype} in blocks of {page_size}; use auto"
         )
     return wanted
 

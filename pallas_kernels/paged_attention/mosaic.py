@@ -1,11 +1,13 @@
 """Paged attention by Pallas Mosaic GPU (Hopper): the decode kernel, and for a ragged batch the prefill kernel beside it."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from pallas_kernels._compat import has_mosaic
-from pallas_kernels.paged_attention import mosaic_prefill as prefill
+from pallas_kernels.paged_attention import mosaic_prefill, triton_prefill
 
 __all__ = ["paged_attention", "paged_decode", "supports"]
 
@@ -21,36 +23,30 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Rows of one token go through the decode kernel, all others through the prefill kernel."""
+    """Rows of one token go through the decode kernel, all others through the prefill kernel: over 8-bit caches that of Triton."""
     num_tokens = q_TKGH.shape[0]
     start_R = query_start_R1[:-1]
     is_single_R = query_start_R1[1:] - start_R == 1
+    options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "interpret": interpret}
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
     single_RKGH = paged_decode(
         q_TKGH.at[start_R].get(mode="clip"),
         k_pages_PKSH,
         v_pages_PKSH,
         page_table_RB,
         jnp.where(is_single_R, kv_length_R, 0),
-        scale=scale,
-        window=window,
-        soft_cap=soft_cap,
-        interpret=interpret,
+        **options,
+        **scales,
     )
-    out_TKGH = prefill.paged_attention(
-        q_TKGH,
-        k_pages_PKSH,
-        v_pages_PKSH,
-        page_table_RB,
-        query_start_R1,
-        kv_length_R,
-        scale=scale,
-        window=window,
-        soft_cap=soft_cap,
-        min_tokens=2,
-        interpret=interpret,
-    )
+    arrays = (q_TKGH, k_pages_PKSH, v_pages_PKSH, page_table_RB, query_start_R1, kv_length_R)
+    if k_pages_PKSH.dtype.itemsize == 1:
+        out_TKGH = triton_prefill.paged_attention(*arrays, **options, **scales, min_tokens=2)
+    else:
+        out_TKGH = mosaic_prefill.paged_attention(*arrays, **options, min_tokens=2)
     return out_TKGH.at[jnp.where(is_single_R, start_R, num_tokens)].set(single_RKGH, mode="drop")
 
 
@@ -86,9 +82,20 @@ def paged_decode(
     )
 
 
-def supports(*, platform: str, dtype: DTypeLike, num_groups: int, head_dim: int, interpret: bool = False) -> bool:
+def supports(
+    *,
+    platform: str,
+    dtype: DTypeLike,
+    num_groups: int,
+    head_dim: int,
+    cache_dtype: DTypeLike,
+    page_size: int = 16,
+    interpret: bool = False,
+) -> bool:
     """Head widths: their rows fill 64-wide tiles, and transposed they are the 64 rows of a product. Groups: what registers hold."""
     if not has_mosaic(interpret=interpret) or (platform != "gpu" and not interpret):
         return False
     is_16_bit = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
-    return is_16_bit and head_dim in (64, 128, 256) and num_groups <= 32 and num_groups * head_dim <= 4096
+    takes_cache = jnp.dtype(cache_dtype) in (jnp.dtype(dtype), jnp.float8_e4m3fn)
+    takes_heads = head_dim in (64, 128, 256) and num_groups <= 32 and num_groups * head_dim <= 4096
+    return is_16_bit and takes_cache and takes_heads and page_size in (16, 32, 64, 128)

@@ -44,6 +44,7 @@ class MosaicPrefillTiles:
     num_stages: int = 2
     q_slots: int = 2
     epilogue_turn: bool = True  # the other consumer has the tensor cores while this one normalises and stores
+    auto_barriers: bool = True  # the compiler's own around shared memory; the kernel's suffice, to what gain is to be measured
 
     def smem_bytes(self, head_dim: int) -> int:
         q = self.q_slots * NUM_CONSUMERS * self.block_q * head_dim
@@ -174,7 +175,11 @@ def paged_attention(
         grid_names=("cta",),
         num_threads=NUM_CONSUMERS + 1,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=not tiles.auto_barriers,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
         # Reads out of bounds give NaN.
         interpret=_compat.mosaic_interpret(interpret, out_of_bounds_reads="uninitialized"),
     )(padded_TKGH, k_pages_PKSH, v_pages_PKSH, page_table_RB, table_N5, num_items_1)

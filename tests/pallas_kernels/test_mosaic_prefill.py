@@ -162,7 +162,7 @@ def test_default_tiles_fit_into_shared_memory(head_dim):
 @pytest.mark.parametrize(
     ("change", "message"), [({"page_size": 24}, "page size 24"), ({"dtype": "float32"}, "queries in bfloat16, keys in float32")]
 )
-def test_refuses_pages_it_cannot_copy(change, message):
+def test_refuses_what_it_cannot_copy(change, message):
     arrays = make_arrays(Batch(((3, 3),)))
     other = make_arrays(Batch(((3, 3),), **change))
     with pytest.raises(ValueError, match=message):
