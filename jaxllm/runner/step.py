@@ -183,7 +183,7 @@ class StepFunctions:
     @property
     def _products(self) -> Products:
         """Kernels for few rows where attention is one too: that says that there is a GPU, or an interpreter in its place."""
-        if self.implementation != "triton" or self.mesh.size > 1:
+        if self.implementation in ("xla", "reference") or self.mesh.size > 1:
             return PLAIN
         return SkinnyProducts(implementation="triton", interpret=self.interpret)
 

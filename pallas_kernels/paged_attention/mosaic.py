@@ -32,19 +32,19 @@ def paged_attention(
     start_R = query_start_R1[:-1]
     is_single_R = query_start_R1[1:] - start_R == 1
     options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "interpret": interpret}
-    scales = {"k_scale": k_scale, "v_scale": v_scale}
     single_RKGH = paged_decode(
         q_TKGH.at[start_R].get(mode="clip"),
         k_pages_PKSH,
         v_pages_PKSH,
         page_table_RB,
         jnp.where(is_single_R, kv_length_R, 0),
+        k_scale=k_scale,
+        v_scale=v_scale,
         **options,
-        **scales,
     )
     arrays = (q_TKGH, k_pages_PKSH, v_pages_PKSH, page_table_RB, query_start_R1, kv_length_R)
     if k_pages_PKSH.dtype.itemsize == 1:
-        out_TKGH = triton_prefill.paged_attention(*arrays, **options, **scales, min_tokens=2)
+        out_TKGH = triton_prefill.paged_attention(*arrays, min_tokens=2, k_scale=k_scale, v_scale=v_scale, **options)
     else:
         out_TKGH = mosaic_prefill.paged_attention(*arrays, **options, min_tokens=2)
     return out_TKGH.at[jnp.where(is_single_R, start_R, num_tokens)].set(single_RKGH, mode="drop")
