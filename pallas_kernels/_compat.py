@@ -54,6 +54,15 @@ def num_cores() -> int:
     return int(getattr(device, "core_count", 0) or DEFAULT_NUM_CORES) if device.platform == "gpu" else DEFAULT_NUM_CORES
 
 
+def triton_converts_fp8() -> bool:
+    """Whether a Triton kernel can read float8_e4m3fn on the GPU that is being compiled for: from compute capability 8.9 on."""
+    try:
+        capability = getattr(jax.local_devices()[0], "compute_capability", None)
+    except RuntimeError:
+        return True
+    return capability is None or float(capability) >= 8.9
+
+
 def dot_f32(a: jax.Array, b: jax.Array) -> jax.Array:
     """a @ b in a Triton kernel with float32 accumulation; float32 operands are multiplied in full precision, never as TF32."""
     return jax.lax.dot_general(

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
+from pallas_kernels._compat import triton_converts_fp8
 from pallas_kernels.paged_attention import triton_prefill
 from pallas_kernels.paged_attention.triton_decode import paged_decode
 
@@ -66,5 +67,5 @@ def supports(
     if platform != "gpu" and not interpret:
         return False
     wide = (jnp.float32, jnp.bfloat16, jnp.float16)
-    types_fit = jnp.dtype(dtype) in wide and jnp.dtype(cache_dtype) in (*wide, jnp.float8_e4m3fn)
-    return types_fit and num_groups <= 64 and 16 <= head_dim <= 256
+    cache_fits = jnp.dtype(cache_dtype) in wide or (jnp.dtype(cache_dtype) == jnp.float8_e4m3fn and triton_converts_fp8())
+    return jnp.dtype(dtype) in wide and cache_fits and num_groups <= 64 and 16 <= head_dim <= 256

@@ -1,6 +1,7 @@
 """Caches of float8_e4m3fn: attention over them is attention over what their values and scales stand for."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 
 from pallas_kernels import cache_write
 from pallas_kernels.cache_write import write_cache
-from pallas_kernels.paged_attention import paged_attention, paged_decode
+from pallas_kernels.paged_attention import choose, paged_attention, paged_decode
 from tests.pallas_kernels.test_paged_attention import Batch, a_gpu_to_lower_for, as_decode, assert_close, make_arrays, oracle
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
@@ -102,6 +103,15 @@ def test_written_keys_are_the_nearest_values(implementation: str, dtype: str, sc
             nearest = divided[token].clip(-448, 448).astype(ml_dtypes.float8_e4m3fn)
             expected[slot // 8, :, slot % 8] = nearest.astype(np.float32)
         np.testing.assert_array_equal(np.asarray(cache, np.float32), expected)
+
+
+@pytest.mark.parametrize(("capability", "name"), [("8.0", "xla"), ("8.9", "triton"), ("9.0", "triton"), ("10.0", "triton")])
+def test_a_gpu_whose_triton_cannot_read_fp8_takes_another_implementation(monkeypatch, capability: str, name: str) -> None:
+    device = types.SimpleNamespace(compute_capability=capability)
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    case = {"platform": "gpu", "dtype": jnp.bfloat16, "num_groups": 4, "head_dim": 128}
+    assert choose(**case, cache_dtype=FP8) == name
+    assert choose(**case) == "triton"
 
 
 def test_triton_kernels_lower_for_cuda_without_a_gpu() -> None:
