@@ -17,7 +17,7 @@ if not has_mosaic():
     pytest.skip("Pallas Mosaic GPU cannot be imported: JAX 0.10 needs absl-py for it", allow_module_level=True)
 
 from pallas_kernels.paged_attention import mosaic_decode
-from pallas_kernels.paged_attention.mosaic_decode import COUNT, HEAD, PLACE, TILE, DecodeTiles, Plan, make_plan
+from pallas_kernels.paged_attention.mosaic_decode import COUNT, DecodeTiles, Plan, make_plan
 
 interpreted = pytest.mark.skipif(not has_mosaic(interpret=True), reason="JAX 0.10 cannot interpret the kernel")
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
@@ -153,7 +153,6 @@ def test_plan_gives_every_tile_to_one_worker_in_even_shares(seed: int) -> None:
         for h in range(num_heads):
             of_pair = [owner[r, h, t] for t in range(num_tiles[r])]
             assert tuple(workers[r, h]) == ((of_pair[0], of_pair[-1]) if of_pair else (0, -1))
-    assert (PLACE, HEAD, TILE) == (0, 3, 4)
 
 
 def test_parts_are_merged_by_their_softmax_sums() -> None:
