@@ -267,7 +267,8 @@ class _Prefill:
     p_smem: Any = None  # only where interpreted
 
     def run(self) -> None:
-        consumer_registers, producer_registers = 232, 48
+        # Three warpgroups start with 168 registers a thread. Asking for more than that in all would wait forever.
+        consumer_registers, producer_registers = (224, 56) if self.q_ref.shape[3] == 64 else (232, 40)
         wg = lax.axis_index("wg")
 
         @pl.when(wg < NUM_CONSUMERS)
