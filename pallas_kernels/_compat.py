@@ -117,16 +117,3 @@ def add_wgmma(acc: jax.Array, a: Any, b: Any, *, interpret: bool) -> jax.Array:
 
         return acc + pl.run_scoped(product, plgpu.ACC(acc.shape, acc.dtype))
     return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, a, b))(plgpu.ACC.init(acc))
-
-
-def arrive(counters_ref: Any, index: jax.Array, *, interpret: bool) -> jax.Array:
-    """Counts a program of a Triton kernel in and tells how many came before it; it then sees all that those had stored.
-
-    The counter is an int32 that somebody must have set to zero.
-    """
-    if interpret:  # programs run one after the other, and the interpreter has no atomics on scalars
-        before = counters_ref[index]
-        counters_ref[index] = before + 1
-        return before
-    plt.debug_barrier()  # the stores of all threads come before the atomic, which releases them and acquires the others'
-    return plt.atomic_add(counters_ref, index, 1)

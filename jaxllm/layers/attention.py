@@ -6,7 +6,6 @@ from jax import Array
 from jaxllm.layers.attend import Attend, Projection
 from jaxllm.layers.linear import Linear, abstract_param
 from jaxllm.layers.norm import RMSNorm
-from jaxllm.layers.products import PLAIN, Products
 from jaxllm.model_config import ModelConfig
 
 
@@ -33,12 +32,9 @@ class Attention(nnx.Module):
         )
         self.kv_scale = abstract_param((2,), ("kv",), "float32") if config.has_kv_scales else None
 
-    def __call__(
-        self, x_TD: Array, norm: RMSNorm, angles: tuple[Array, Array], attend: Attend, products: Products = PLAIN
-    ) -> Array:
-        """x + attention(norm(x))"""
+    def __call__(self, x_TD: Array, angles: tuple[Array, Array], attend: Attend) -> Array:
         projection = Projection(
-            qkv_TKGH=products.norm_linear(norm, self.qkv, x_TD),
+            qkv_TKGH=self.qkv(x_TD),
             cos_TH=angles[0],
             sin_TH=angles[1],
             q_norm_H=None if self.q_norm is None else self.q_norm.weight[...],
@@ -47,4 +43,4 @@ class Attention(nnx.Module):
             kv_scale_2=None if self.kv_scale is None else self.kv_scale[...],
         )
         out_TKGH = attend(self.layer, projection, scale=self.scale, window=self.window, soft_cap=None)
-        return products.add_linear(x_TD, self.out, out_TKGH)
+        return self.out(out_TKGH)

@@ -4,8 +4,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from jaxllm.layers.linear import abstract_param
-from jaxllm.layers.products import PLAIN, Products
+from jaxllm.layers.linear import abstract_param, precision_of
 from jaxllm.model_config import ModelConfig
 
 
@@ -22,10 +21,12 @@ class Embedding(nnx.Module):
         rows_TD = self.weight[...].at[token_ids_T].get(mode="clip")
         return rows_TD.astype(self.dtype)
 
-    def logits(self, hidden_TD: Array, products: Products = PLAIN) -> Array:
+    def logits(self, hidden_TD: Array) -> Array:
         """Float32 scores; -inf in the columns that pad the vocabulary."""
         weight_VD = self.weight[...].astype(hidden_TD.dtype)
-        logits_TV = products.scores(hidden_TD, weight_VD)
+        logits_TV = jnp.einsum(
+            "td,vd->tv", hidden_TD, weight_VD, precision=precision_of(hidden_TD.dtype), preferred_element_type=jnp.float32
+        )
         if weight_VD.shape[0] == self.vocab_size:
             return logits_TV
         return jnp.where(jnp.arange(weight_VD.shape[0]) < self.vocab_size, logits_TV, -jnp.inf)

@@ -1,11 +1,10 @@
 """The gated feed-forward layer."""
 
+import jax
 from flax import nnx
 from jax import Array
 
 from jaxllm.layers.linear import Linear
-from jaxllm.layers.norm import RMSNorm
-from jaxllm.layers.products import PLAIN, Products
 from jaxllm.model_config import ModelConfig
 
 
@@ -17,6 +16,6 @@ class GatedMLP(nnx.Module):
         self.gate_up = Linear("td,dcf->tcf", (D, 2, F), ("embed", "gate_up", "mlp"), config.dtype, bias=config.mlp_bias)
         self.down = Linear("tf,fd->td", (F, D), ("mlp", "embed"), config.dtype, bias=config.mlp_bias)
 
-    def __call__(self, x_TD: Array, norm: RMSNorm, products: Products = PLAIN) -> Array:
-        """x + mlp(norm(x))"""
-        return products.add_linear(x_TD, self.down, products.norm_gate_up(norm, self.gate_up, x_TD))
+    def __call__(self, x_TD: Array) -> Array:
+        gate_up_TCF = self.gate_up(x_TD)
+        return self.down(jax.nn.silu(gate_up_TCF[:, 0]) * gate_up_TCF[:, 1])

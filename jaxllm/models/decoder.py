@@ -8,7 +8,6 @@ from jaxllm.layers.attention import Attention
 from jaxllm.layers.embedding import Embedding
 from jaxllm.layers.mlp import GatedMLP
 from jaxllm.layers.norm import RMSNorm
-from jaxllm.layers.products import PLAIN, Products
 from jaxllm.layers.rope import rope_angles
 from jaxllm.model_config import ModelConfig
 
@@ -22,9 +21,9 @@ class DecoderBlock(nnx.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, "embed", config.dtype, eps=config.rms_norm_eps)
         self.mlp = GatedMLP(config)
 
-    def __call__(self, x_TD: Array, angles: tuple[Array, Array], attend: Attend, products: Products = PLAIN) -> Array:
-        x_TD = self.attention(x_TD, self.attention_norm, angles, attend, products)
-        return self.mlp(x_TD, self.mlp_norm, products)
+    def __call__(self, x_TD: Array, angles: tuple[Array, Array], attend: Attend) -> Array:
+        x_TD = x_TD + self.attention(self.attention_norm(x_TD), angles, attend)
+        return x_TD + self.mlp(self.mlp_norm(x_TD))
 
 
 class CausalLM(nnx.Module):
@@ -40,14 +39,14 @@ class CausalLM(nnx.Module):
         self.norm = RMSNorm(config.hidden_size, "embed", config.dtype, eps=config.rms_norm_eps)
         self.head = None if config.tie_word_embeddings else Embedding(config)
 
-    def __call__(self, token_ids_T: Array, positions_T: Array, attend: Attend, products: Products = PLAIN) -> Array:
+    def __call__(self, token_ids_T: Array, positions_T: Array, attend: Attend) -> Array:
         """Hidden states [T, D] after the last norm."""
         x_TD = self.embedding(token_ids_T)
         angles = rope_angles(self.config, positions_T)
         for block in self.blocks:
-            x_TD = block(x_TD, angles, attend, products)
+            x_TD = block(x_TD, angles, attend)
         return self.norm(x_TD)
 
-    def logits(self, hidden_TD: Array, products: Products = PLAIN) -> Array:
+    def logits(self, hidden_TD: Array) -> Array:
         """Float32 [T, V]; columns that pad the vocabulary are -inf."""
-        return (self.embedding if self.head is None else self.head).logits(hidden_TD, products)
+        return (self.embedding if self.head is None else self.head).logits(hidden_TD)

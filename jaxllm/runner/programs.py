@@ -43,11 +43,13 @@ class Programs(Generic[Key]):
         lower: Callable[[Key], jax.stages.Lowered],
         *,
         threads: int,
+        compiler_options: Callable[[Key], dict[str, str | bool]] = lambda key: {},
         store: Store[Key] | None = None,
         is_storable: Callable[[Key], bool] = lambda key: True,
         times: StartTimes | None = None,
     ):
         self._lower = lower
+        self._compiler_options = compiler_options
         self._threads = threads
         self._store = store
         self._is_storable = is_storable
@@ -212,7 +214,7 @@ class Programs(Generic[Key]):
         with self._tracing, self._times.part("tracing"):
             lowered = self._lower(key)
         with self._times.part("compiling"):
-            program = lowered.compile()
+            program = lowered.compile(compiler_options=self._compiler_options(key))
         if self._store is not None and self._is_storable(key):
             with self._times.part("storing programs"):
                 self._store.save(key, program)

@@ -124,7 +124,12 @@ class ModelRunner:
         self.times = times or StartTimes()
         self.store = store
         self.programs = Programs(
-            self.shapes.lower, threads=threads, store=store, is_storable=self.shapes.is_storable, times=self.times
+            self.shapes.lower,
+            threads=threads,
+            compiler_options=self.shapes.compiler_options,
+            store=store,
+            is_storable=self.shapes.is_storable,
+            times=self.times,
         )
         self.caches: Caches = ()
         self.row_arrays = self._put(

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxllm.layers.products import PLAIN, Products, SkinnyProducts
 from jaxllm.runner.layout import FROM_ROW, Column, StepLayout, StepViews
 from jaxllm.runner.paged_context import PagedContext
 from jaxllm.runner.rows import LogprobsKind
@@ -103,7 +102,7 @@ class StepFunctions:
         rows = _update_block_table(rows, views)
         tokens = _locate_decode_tokens(rows, views, self.block_size)
         hidden_RD, caches = self._run_model(params, caches, tokens, is_decode=True)
-        logits_RV = self.merge(params).logits(hidden_RD, self._products)
+        logits_RV = self.merge(params).logits(hidden_RD)
         token_R = self._draw(variant, logits_RV, views.columns_RC)
         return caches, _store_tokens(rows, views.columns_RC, token_R), token_R
 
@@ -121,7 +120,7 @@ class StepFunctions:
     ) -> tuple[RowArrays, jax.Array, SamplingState | None, Scores]:
         """Sample the first `num_rows` rows after `forward`. Full sampling takes and returns its state, NAMED the named ids."""
         columns_RC = columns_NC[:num_rows]
-        logits_RV = scored_RV = self.merge(params).logits(hidden_ND[:num_rows], self._products)
+        logits_RV = scored_RV = self.merge(params).logits(hidden_ND[:num_rows])
         if variant == Variant.FULL:
             assert state is not None, "full sampling needs its state"
             sampling = unpack_columns(columns_RC[:, Column.SAMPLING :])
@@ -149,7 +148,7 @@ class StepFunctions:
     def prompt_logprobs(self, params: Params, hidden_TD: jax.Array, chunk_2C: jax.Array) -> Logprobs:
         """Logprobs of prompt tokens (second row of the chunk) that follow tokens of the step (first row: their index)."""
         index_C, target_C = chunk_2C
-        logits_CV = self.merge(params).logits(hidden_TD[index_C], self._products)
+        logits_CV = self.merge(params).logits(hidden_TD[index_C])
         return self._top(logits_CV, target_C)
 
     def _top(self, logits_RV: jax.Array, token_R: jax.Array) -> Logprobs:
@@ -177,15 +176,8 @@ class StepFunctions:
             interpret=self.interpret,
             mesh=self.mesh,
         )
-        hidden_TD = self.merge(params)(tokens.token_ids_T, tokens.position_T, context, self._products)
+        hidden_TD = self.merge(params)(tokens.token_ids_T, tokens.position_T, context)
         return hidden_TD, tuple(context.caches)
-
-    @property
-    def _products(self) -> Products:
-        """Kernels for few rows where attention is one too: that says that there is a GPU, or an interpreter in its place."""
-        if self.implementation in ("xla", "reference") or self.mesh.size > 1:
-            return PLAIN
-        return SkinnyProducts(implementation="triton", interpret=self.interpret)
 
     def _draw(self, variant: Variant, logits_RV: jax.Array, columns_RC: jax.Array) -> jax.Array:
         if variant == Variant.GREEDY:

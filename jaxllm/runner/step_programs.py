@@ -19,6 +19,8 @@ from jaxllm.sampling.state import SamplingState, admit
 from jaxllm.sampling.variants import Variant
 from jaxllm.sampling_params import MAX_LOGPROB_TOKEN_IDS
 
+_MAX_TRITON_ROWS = 16
+"""Up to here XLA may multiply with Triton kernels of its own, which for 8 rows are the fastest."""
 UPDATES_PER_WRITE = 1024
 """Block-table entries that one `write_blocks` sets."""
 PROMPT_LOGPROBS_CHUNK = 64
@@ -94,6 +96,15 @@ class StepPrograms:
         if key.kind == "decode":
             return decode_layout(key.size)
         return mixed_layout(key.size, self.buckets.rows_for_tokens(key.size), self.functions.block_size)
+
+    def compiler_options(self, key: ProgramKey) -> dict[str, str | bool]:
+        """What XLA is told beside the program itself.
+
+        Products of more than a few rows go to cuBLAS alone: it adds the residual in passing, and a Triton product, which is
+        chosen by timing beside other work, is now and then far slower (13 ms instead of 0.4 for the head at 256 rows, measured).
+        """
+        by_cublas = key.size > _MAX_TRITON_ROWS and self.mesh.devices.flat[0].platform in ("gpu", "cuda")
+        return {"xla_gpu_enable_triton_gemm": False} if by_cublas else {}
 
     def lower(self, key: ProgramKey) -> jax.stages.Lowered:
         """Trace one program."""

@@ -30,7 +30,7 @@ IMPLEMENTATIONS = {
 One that needs packages which may not be there also has missing(), and supports nothing without them.
 """
 
-PREFERENCE = ("triton", "xla")
+PREFERENCE = ("mosaic", "triton", "xla")
 
 
 def paged_attention(

@@ -1,4 +1,4 @@
-"""Paged attention by Pallas Mosaic GPU (Hopper): the decode kernel, and for a ragged batch the prefill kernel beside it."""
+"""Paged attention on Hopper GPUs: Mosaic kernels, and those of Triton where they were measured faster (docs/PERFORMANCE.md)."""
 
 from typing import Any
 
@@ -10,6 +10,9 @@ from pallas_kernels._compat import has_mosaic
 from pallas_kernels.paged_attention import mosaic_prefill, triton_prefill
 
 __all__ = ["paged_attention", "paged_decode", "supports"]
+
+MAX_MOSAIC_DECODE_ROWS = 8
+"""With more, both kernels read at the same speed or Triton's faster."""
 
 
 def paged_attention(
@@ -64,10 +67,15 @@ def paged_decode(
     v_scale: ArrayLike | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    # Imported late: it needs Mosaic, and `supports` has to answer where there is none.
-    from pallas_kernels.paged_attention import mosaic_decode
+    """By whichever kernel was measured faster: Mosaic's for few rows of wide heads, else that of Triton."""
+    num_rows, head_dim = q_RKGH.shape[0], q_RKGH.shape[3]
+    if num_rows <= MAX_MOSAIC_DECODE_ROWS and head_dim >= 128 and k_pages_PKSH.dtype == q_RKGH.dtype:
+        # Imported late: it needs Mosaic, and `supports` has to answer where there is none.
+        from pallas_kernels.paged_attention import mosaic_decode as kernels
+    else:
+        from pallas_kernels.paged_attention import triton_decode as kernels  # type: ignore[no-redef]
 
-    return mosaic_decode.paged_decode(
+    return kernels.paged_decode(
         q_RKGH,
         k_pages_PKSH,
         v_pages_PKSH,
