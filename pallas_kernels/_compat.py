@@ -56,11 +56,16 @@ def num_cores() -> int:
 
 def triton_converts_fp8() -> bool:
     """Whether a Triton kernel can read float8_e4m3fn on the GPU that is being compiled for: from compute capability 8.9 on."""
-    try:
-        capability = getattr(jax.local_devices()[0], "compute_capability", None)
-    except RuntimeError:
-        return True
+    capability = _capability()
     return capability is None or float(capability) >= 8.9
+
+
+def _capability() -> str | None:
+    """Compute capability of the GPU that is being compiled for, as "9.0"; None where there is none."""
+    try:
+        return getattr(jax.local_devices()[0], "compute_capability", None)
+    except RuntimeError:
+        return None
 
 
 def dot_f32(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -74,20 +79,12 @@ def dot_f32(a: jax.Array, b: jax.Array) -> jax.Array:
     )
 
 
-def has_mosaic(*, interpret: bool = False) -> bool:
-    """Whether Mosaic kernels for Hopper can run: imported (JAX 0.10 needs absl-py for it), and on this GPU or interpreted.
+def has_mosaic() -> bool:
+    """Whether Mosaic kernels for Hopper can be built: JAX 0.10 lacks parts of what they use, and another GPU the instructions.
 
-    Where there is no GPU, programs may be compiled for one elsewhere. The interpreter of JAX 0.10 lacks too much.
+    Where there is no GPU, programs may be compiled for one elsewhere.
     """
-    try:
-        plgpu = mosaic()
-    except ImportError:
-        return False
-    if interpret:
-        return hasattr(plgpu, "InterpretGPUParams")
-    if jax.default_backend() != "gpu":
-        return True
-    return getattr(jax.local_devices()[0], "compute_capability", "") == "9.0"
+    return jax.__version_info__ >= (0, 11) and _capability() in (None, "9.0")
 
 
 def mosaic() -> Any:

@@ -139,8 +139,11 @@ class Profiler:
         )
         with trace.record() as (recording, stretch):
             run(5 if run == self.run else 1)
+            # Steps that are under way must not be counted with those of the stretch, nor these be left out.
+            jax.block_until_ready(core.runner.row_arrays)
             with stretch:
                 run(self.args.traced)
+                jax.block_until_ready(core.runner.row_arrays)
         num_layers = core.model_config.num_layers
         assert recording.trace is not None
         print(trace.describe(recording.trace, num_steps=self.args.traced, num_layers=num_layers, top=self.args.top), flush=True)

@@ -68,8 +68,10 @@ def paged_decode(
     interpret: bool = False,
 ) -> jax.Array:
     """By whichever kernel was measured faster: Mosaic's for few rows of wide heads, else that of Triton."""
-    num_rows, head_dim = q_RKGH.shape[0], q_RKGH.shape[3]
-    if num_rows <= MAX_MOSAIC_DECODE_ROWS and head_dim >= 128 and k_pages_PKSH.dtype == q_RKGH.dtype:
+    num_rows, _, num_groups, head_dim = q_RKGH.shape
+    # Groups of three gave wrong results on the GPU, though not interpreted; powers of two are right there.
+    is_proven = num_groups.bit_count() == 1
+    if num_rows <= MAX_MOSAIC_DECODE_ROWS and head_dim >= 128 and is_proven:
         # Imported late: it needs Mosaic, and `supports` has to answer where there is none.
         from pallas_kernels.paged_attention import mosaic_decode as kernels
     else:
@@ -101,7 +103,7 @@ def supports(
     interpret: bool = False,
 ) -> bool:
     """Head widths: their rows fill 64-wide tiles, and transposed they are the 64 rows of a product. Groups: what registers hold."""
-    if not has_mosaic(interpret=interpret) or (platform != "gpu" and not interpret):
+    if (platform != "gpu" and not interpret) or not has_mosaic():
         return False
     is_16_bit = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
     takes_cache = jnp.dtype(cache_dtype) in (jnp.dtype(dtype), jnp.float8_e4m3fn)

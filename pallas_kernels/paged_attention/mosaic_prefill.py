@@ -64,7 +64,7 @@ def supports(
     *, platform: str, dtype: DTypeLike, num_groups: int, head_dim: int, interpret: bool = False, page_size: int | None = None
 ) -> bool:
     """Whether the kernel takes a case; page_size None leaves that question to the caller (see `check_page_size`)."""
-    if not _compat.has_mosaic(interpret=interpret) or (platform != "gpu" and not interpret):
+    if (platform != "gpu" and not interpret) or not _compat.has_mosaic():
         return False
     if page_size is not None and not _takes_page_size(page_size, pick_tiles(head_dim).block_kv):
         return False

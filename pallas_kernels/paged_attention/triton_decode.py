@@ -46,7 +46,8 @@ def pick_tiles(
     # Of few rows most may be padding, which costs nothing: split as for a single one.
     num_pairs = num_kv_heads * (1 if num_rows <= 8 else num_rows)
     if num_pairs >= num_cores():
-        wanted = 2 if num_pairs < 8 * num_cores() else 1  # two even out the last wave
+        # Two even out the last wave; of narrow heads they would be too short for that to pay (measured).
+        wanted = 2 if num_pairs < 8 * num_cores() and padded_dim * itemsize >= 256 else 1
     else:
         wanted = 2 * num_cores() // num_pairs
     # A split below four tiles costs more in the combination than it gains.

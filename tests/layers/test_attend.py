@@ -14,7 +14,7 @@ def test_finished_heads_are_normed_as_the_layer_does_and_then_rotated():
     q_norm, k_norm = (jax.random.normal(key, (8,), jnp.bfloat16) for key in keys[1:3])
     angles = jax.random.normal(keys[3], (5, 4))
     angles = (jnp.cos(angles), jnp.sin(angles))
-    projection = Projection(qkv, *angles, q_norm, k_norm, eps=1e-5)
+    projection = Projection(qkv, *angles, q_norm, k_norm, None, eps=1e-5)
 
     def layer_norm(x, weight):
         graph, state = nnx.split(RMSNorm(8, "head", "bfloat16", eps=1e-5))

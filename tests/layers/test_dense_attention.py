@@ -18,7 +18,7 @@ def arrays():
 def project(q, k, v):
     """Already finished: no norms, and angles of zero."""
     qkv = jnp.concatenate([q, k[:, :, None], v[:, :, None]], axis=2)
-    return Projection(qkv, jnp.ones((T, H // 2)), jnp.zeros((T, H // 2)), None, None, eps=0.0)
+    return Projection(qkv, jnp.ones((T, H // 2)), jnp.zeros((T, H // 2)), None, None, None, eps=0.0)
 
 
 def naive(q, k, v, visible, soft_cap=None):

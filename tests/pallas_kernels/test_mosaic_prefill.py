@@ -15,9 +15,7 @@ from pallas_kernels.paged_attention import mosaic_prefill, reference
 from pallas_kernels.paged_attention.mosaic_prefill import HAS_TAIL, MosaicPrefillTiles, make_items, pick_tiles, supports
 from pallas_kernels.paged_attention.tiles import COUNT, POSITION, ROW, TOKEN
 
-needs_mosaic = pytest.mark.skipif(
-    not _compat.has_mosaic(interpret=True), reason="JAX 0.10 lacks parts of Mosaic GPU that the kernel uses"
-)
+needs_mosaic = pytest.mark.skipif(not _compat.has_mosaic(), reason="JAX 0.10 lacks parts of Mosaic GPU that the kernel uses")
 SMALL = MosaicPrefillTiles(block_kv=64)
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels._compat import has_mosaic
 from pallas_kernels.paged_attention import IMPLEMENTATIONS, choose, paged_attention, paged_decode, triton_prefill
 from pallas_kernels.paged_attention.tiles import COUNT, POSITION, ROW, TOKEN, make_tiles, max_tiles
 from pallas_kernels.paged_attention.triton_decode import DecodeTiles
@@ -293,7 +294,8 @@ def a_gpu_to_lower_for():
 def test_the_choice_follows_the_platform() -> None:
     case = {"dtype": jnp.bfloat16, "num_groups": 4, "head_dim": 128}
     assert choose(platform="cpu", **case) == "xla"
-    assert choose(platform="gpu", **case) == "triton"
+    assert choose(platform="gpu", **case) == ("mosaic" if has_mosaic() else "triton")
+    assert choose(platform="gpu", **case | {"head_dim": 80}) == "triton"
     assert choose(platform="gpu", **case | {"head_dim": 512}) == "xla"
 
 
@@ -306,6 +308,7 @@ def test_unknown_implementation_is_refused_by_name() -> None:
 def test_a_shape_that_a_kernel_cannot_take_is_refused() -> None:
     args, _ = as_decode(Batch(rows=((1, 3),), head_dim=512))
     with pytest.raises(
-        ValueError, match="'triton' does not take 2 query heads .* of width 512 in float32 over a cache of float32; use 'xla'"
+        ValueError,
+        match="'triton' does not take 2 query heads .* of width 512 in float32 over a cache of float32 with pages of 8; use 'xla'",
     ):
         paged_decode(*args, scale=1.0, implementation="triton", interpret=True)

@@ -16,7 +16,8 @@ class Lowered:
     def __init__(self, key: str, compiled: list[str], gate: threading.Event | None = None):
         self.key, self._compiled, self._gate = key, compiled, gate
 
-    def compile(self) -> str:
+    def compile(self, *, compiler_options: dict[str, bool]) -> str:
+        assert compiler_options == {}
         if self._gate is not None:
             assert self._gate.wait(5)
         self._compiled.append(self.key)
