@@ -100,7 +100,7 @@ class ModelRunner:
             block_size=config.cache.block_size,
             max_rows=max_rows,
             implementation=implementation,
-            interpret=implementation == "triton" and not on_gpu,
+            interpret=implementation in ("triton", "mosaic") and not on_gpu,
             num_logprobs=vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size),
             logprobs_mode=config.model.logprobs_mode,
             processors=processors,
