@@ -186,7 +186,11 @@ class SamplingParams:
 
     def clone(self) -> "SamplingParams":
         """A copy that shares no list or dict with this one."""
-        return copy.deepcopy(self)
+        other = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, (list, dict, set)):  # the rest cannot change; one copy is made for every request
+                setattr(other, name, copy.deepcopy(value))
+        return other
 
     @property
     def is_greedy(self) -> bool:

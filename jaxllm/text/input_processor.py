@@ -225,7 +225,7 @@ def _read_token_ids(token_ids: Any) -> list[int]:
             f"prompt_token_ids is a {type(token_ids).__name__}, must be a list of integers", "prompt_token_ids"
         )
     ids = list(token_ids)
-    if all(type(id) is int for id in ids):
+    if set(map(type, ids)) <= {int}:
         return ids
     for place, id in enumerate(ids):
         if isinstance(id, bool) or not isinstance(id, numbers.Integral):
