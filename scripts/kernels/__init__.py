@@ -13,6 +13,7 @@ OPS = {
     "attention": "scripts.kernels.attention",
     "write": "scripts.kernels.cache_write",
     "rope": "scripts.kernels.rope_cache_write",
+    "sampling": "scripts.kernels.sampling",
 }
 """Each module has speed_cases(tiny, tune) and check_cases(tiny)."""
 

@@ -168,6 +168,8 @@ def _variants(batch: Batch, tune: bool) -> dict[str, Callable[..., jax.Array]]:
             dtype=jnp.dtype(batch.dtype),
             num_groups=batch.num_groups,
             head_dim=batch.head_dim,
+            cache_dtype=jnp.dtype(batch.dtype),
+            page_size=batch.page_size,
             interpret=not on_gpu,
         )
         if name != "reference" and takes:

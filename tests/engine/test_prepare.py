@@ -43,7 +43,7 @@ def test_equal_engines_have_equal_fingerprints_of_plain_values():
         ({"max_model_len": 64}, {"max_model_len", "num_gpu_blocks"}),
         ({"tensor_parallel_size": 2}, {"tensor_parallel_size"}),
         ({"decode_buckets": (2, 4)}, {"decode_buckets"}),
-        ({"dtype": "bfloat16"}, {"model's dtype"}),
+        ({"dtype": "bfloat16"}, {"model's dtype", "model's kv_cache_dtype"}),
         ({"attention_implementation": "reference"}, {"attention_implementation"}),
         ({"enable_prefix_caching": False, "seed": 3}, set()),  # no program depends on these
     ],

@@ -1,0 +1,83 @@
+"""Tokens from logits, by the kernels and by plain JAX: argmax, and the likeliest values with rank and logsumexp. Exact ids."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import sampling
+from scripts.kernels import Case
+
+TOP = 20
+
+
+def speed_cases(tiny: bool, tune: bool) -> list[Case]:
+    """Llama 3's vocabulary at a decode's numbers of rows."""
+    if tiny:
+        return [_case("argmax", 2, 300)]
+    return [_case(kind, rows, 128256) for kind in ("argmax", "top_values") for rows in (1, 64, 256)]
+
+
+def check_cases(tiny: bool) -> list[Case]:
+    """Odd widths, equal values, rows that are all -inf but one."""
+    if tiny:
+        return [_case(kind, 3, 300) for kind in ("argmax", "top_values")]
+    return [
+        _case(kind, rows, size) for kind in ("argmax", "top_values") for rows, size in ((1, 1000), (7, 32003), (512, 128256))
+    ]
+
+
+def _case(kind: str, rows: int, size: int) -> Case:
+    def make() -> tuple[Any, tuple[Any, ...]]:
+        logits = jax.random.normal(jax.random.key(0), (rows, size)) * 3
+        logits = jnp.round(logits * 64) / 64  # equal values
+        return (logits.at[-1, 1:].set(-jnp.inf) if rows > 1 else logits), ()
+
+    on_gpu = jax.default_backend() == "gpu"
+
+    def kernel(name: str, logits: Any) -> Any:
+        options: dict[str, Any] = {"implementation": name, "interpret": not on_gpu}
+        if kind == "argmax":
+            return sampling.argmax(logits, **options)
+        top = sampling.top_values(logits, logits[:, 0], TOP, **options)
+        return top.ids_RK, top.values_RK, top.rank_R, top.logsumexp_R
+
+    takes = [n for n in sampling.IMPLEMENTATIONS if sampling.supports(n, vocab_size=size, interpret=not on_gpu)]
+    variants: dict[str, Any] = {name: (lambda *args, name=name: kernel(name, *args)) for name in takes}
+    return Case(
+        f"{kind} {rows}x{size}",
+        make,
+        variants | {"xla": lambda logits: _plain(kind, logits)},
+        lambda logits, _, got: _error(_plain(kind, logits), got),
+        tolerance=1e-5,
+        bytes=4.0 * rows * size,
+        feed=_depend,
+    )
+
+
+def _depend(logits: Any, result: Any) -> Any:
+    """The same logits but for one, which hangs on the results: else equal calls would be made once."""
+    return logits.at[0, 0].add(sum(leaf.sum().astype(jnp.float32) for leaf in jax.tree.leaves(result)) * 1e-20)
+
+
+def _plain(kind: str, logits: Any) -> Any:
+    if kind == "argmax":
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    values, ids = lax.top_k(logits, TOP)
+    return ids, values, jnp.sum(logits >= logits[:, :1], axis=-1), jax.nn.logsumexp(logits, axis=-1)
+
+
+def _error(expected: Any, got: Any) -> float:
+    """Relative to the largest value; infinite where an integer differs. Ids of values of -inf are of no account."""
+    worst = 0.0
+    expected, got = jax.tree.leaves(expected), jax.tree.leaves(got)
+    finite = jnp.isfinite(expected[1]) if len(expected) > 1 else True
+    for i, (a, b) in enumerate(zip(expected, got, strict=True)):
+        if jnp.issubdtype(a.dtype, jnp.integer):
+            if bool(jnp.any((a != b) & (finite if i == 0 else True))):
+                return math.inf
+        else:
+            worst = max(worst, float(jnp.abs(jnp.where(jnp.isfinite(a), a - b, 0.0)).max()))
+    return worst
