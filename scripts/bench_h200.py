@@ -8,8 +8,9 @@ no detokenizing, prefix caching off, every row run as often as the record's (els
 token (tpot) = (time of +257 tokens minus time of +1 token) / 256; the whole `LLM.generate` call is timed, nothing is left out.
 
 limit: the least time that the row's bytes and operations take (scripts/measuring/limits.py) at the speed of a copy and of a large
-bf16 product in the same run. idle: share of a stretch of such work, traced after all rows are timed, in which no kernel ran;
-the profiler's own cost counts as idle. Each of several models runs in a process of its own, so that nothing of the one is left.
+bf16 product in the same run. idle: share of the time without a kernel. Stretches of such work are traced after all rows are timed;
+what the kernels took there is set against the time that the same work takes untraced (against the traced time, to which the
+profiler adds, where no row tells that: mixed and 128). Each of several models runs in a process of its own.
 """
 
 import argparse
@@ -179,6 +180,7 @@ class Bench:
             else:
                 self.measure_requests(name)
         compiled = self.core.num_compiled_after_warmup
+        print(f"compiled after warm-up: {compiled}\n\n{self.table(compiled)}\n", flush=True)  # should the traces be cut off
         for name in () if self.args.no_traces else names:
             if name.isdecimal() and name != "128":
                 self.trace_batch(int(name))
@@ -302,6 +304,7 @@ class Bench:
             params = [_params(n) for _, n in lengths]
             runner, loop = self.core.runner, self.core.loop
             steps, dispatch, wait = runner.num_steps, runner.dispatch_seconds, loop.wait_seconds
+            launch = runner.launch_seconds
             start = time.perf_counter()
             outputs = self.llm.generate(prompts, params, use_tqdm=False)
             expected = time.perf_counter() - start
@@ -312,6 +315,7 @@ class Bench:
                 details = {
                     "steps": steps,
                     "dispatch_ms_per_step": (runner.dispatch_seconds - dispatch) / steps * 1e3,
+                    "launch_ms_per_step": (runner.launch_seconds - launch) / steps * 1e3,
                     "wait_ms_per_step": (loop.wait_seconds - wait) / steps * 1e3,
                 }
             seconds.append(expected)
@@ -367,10 +371,17 @@ class Bench:
                     run(num_steps)
             found = recording.trace
             if found is not None and found.kernels:
-                row.idle = found.idle_share()
+                row.idle = traced = found.idle_share()
+                untraced = None
+                if skip is None:
+                    untraced = min(row.seconds)
+                elif row.unit == "ms" and num_steps:
+                    untraced = row.value / 1e3 * num_steps
+                if untraced is not None:
+                    # Recording slows the host, not the kernels: what they took there, of the time that the same work takes without.
+                    row.idle = max(0.0, 1 - found.wall / 1e6 * (1 - traced) / untraced)
                 print(
-                    f"{name}: idle {row.idle:.1%} of {found.wall / 1e3:.1f} ms traced, {len(found.kernels)} launches"
-                    + ("" if skip is not None else f" (untraced {min(row.seconds) * 1e3:.1f} ms)"),
+                    f"{name}: idle {row.idle:.1%}; traced {traced:.1%} of {found.wall / 1e3:.1f} ms, {len(found.kernels)} launches",
                     flush=True,
                 )
             else:

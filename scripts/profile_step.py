@@ -128,22 +128,23 @@ class Profiler:
     def measure(self, title: str, run: Any, num_steps: int | None = None) -> None:
         """Time steps without a trace, then trace some."""
         core, num_steps = self.core, num_steps or self.args.steps
-        dispatch, wait = core.runner.dispatch_seconds, core.loop.wait_seconds
+        dispatch, launch, wait = core.runner.dispatch_seconds, core.runner.launch_seconds, core.loop.wait_seconds
         start = time.perf_counter()
         run(num_steps)
         seconds = time.perf_counter() - start
         print(
             f"\n{title}: {seconds / num_steps * 1e3:.3f} ms; host: dispatch "
-            f"{(core.runner.dispatch_seconds - dispatch) / num_steps * 1e3:.3f} ms, waiting for the device "
+            f"{(core.runner.dispatch_seconds - dispatch) / num_steps * 1e3:.3f} ms, launch "
+            f"{(core.runner.launch_seconds - launch) / num_steps * 1e3:.3f} ms, waiting for the device "
             f"{(core.loop.wait_seconds - wait) / num_steps * 1e3:.3f} ms"
         )
         with trace.record() as (recording, stretch):
             run(5 if run == self.run else 1)
             # Steps that are under way must not be counted with those of the stretch, nor these be left out.
-            jax.block_until_ready(core.runner.row_arrays)
+            core.runner.wait()
             with stretch:
                 run(self.args.traced)
-                jax.block_until_ready(core.runner.row_arrays)
+                core.runner.wait()
         num_layers = core.model_config.num_layers
         assert recording.trace is not None
         print(trace.describe(recording.trace, num_steps=self.args.traced, num_layers=num_layers, top=self.args.top), flush=True)

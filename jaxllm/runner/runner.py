@@ -1,7 +1,9 @@
 """ModelRunner: owns weights, caches and rows on the device and runs one step at a time without waiting for it. Knows no scheduler."""
 
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,6 +17,7 @@ from jaxllm.model_config import ModelConfig
 from jaxllm.progress import SILENT, Progress
 from jaxllm.runner.batch import Batch, BatchBuilder, PromptLogprobsChunk
 from jaxllm.runner.buckets import Buckets
+from jaxllm.runner.launcher import Launcher
 from jaxllm.runner.memory import MemoryPlan
 from jaxllm.runner.program_store import ProgramStore
 from jaxllm.runner.programs import Programs
@@ -30,6 +33,10 @@ from jaxllm.start_times import StartTimes
 
 WARM_UP_RUNS = 2
 """The first run of a program loads it on the device; the second records its CUDA graphs, which all later ones launch."""
+
+MAX_THREAD_ROWS = 64
+"""Steps of so few requests are launched by a thread: a launch takes the host longer than planning and reading such a step, and on a
+small model longer than the device. With more, the two would wait for the interpreter in turns."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,17 @@ class PendingStep:
             if whole is not None:
                 prompt_logprobs[part.row.data.request_id] = whole
         return ModelRunnerOutput(sampled, logprobs, prompt_logprobs)
+
+
+@dataclass(frozen=True)
+class LaunchingStep:
+    """A step that a thread is launching."""
+
+    launched: "Future[PendingStep]"
+
+    def result(self) -> ModelRunnerOutput:
+        """What the step computed. Waits for the launch and the device; what went wrong in the launch is raised here."""
+        return self.launched.result().result()
 
 
 class ModelRunner:
@@ -136,9 +154,14 @@ class ModelRunner:
             RowArrays(np.zeros(max_rows + 1, np.int32), np.zeros((max_rows + 1, max_blocks), np.int32))  # type: ignore[arg-type]
         )
         self._sampling_state: SamplingState | None = None
+        self._on_gpu, self._on_one_gpu = on_gpu, on_gpu and mesh.size == 1
+        # A CPU has no launches that would be worth a thread.
+        self._launcher = Launcher() if on_gpu else None
         self.num_steps = 0
         self.dispatch_seconds = 0.0
         """Host time of all `dispatch` calls together."""
+        self.launch_seconds = 0.0
+        """Host time of the launches, in these calls or in a thread."""
 
     def start_programs(self, *, rare_later: bool) -> None:
         """Have threads load or compile all programs; the rare ones behind the engine's back, if they may come later."""
@@ -198,26 +221,47 @@ class ModelRunner:
     def delete_arrays(self) -> None:
         """Give the device's memory back, after the last program has been compiled."""
         self.programs.shutdown()
+        if self._launcher is not None:
+            self._launcher.shutdown()
         for array in jax.tree.leaves((self.params, self.caches, self.row_arrays, self._sampling_state)):
             if not array.is_deleted():
                 array.delete()
         self.caches = ()
 
-    def dispatch(self, plan: SchedulerOutput) -> PendingStep:
+    def dispatch(self, plan: SchedulerOutput) -> PendingStep | LaunchingStep:
         """Start a step and return at once. The device works through dispatched steps in order."""
         start = time.perf_counter()
         for request_id in (*plan.finished_request_ids, *plan.preempted_request_ids):
             self.rows.remove(request_id)
         batch = self.batches.build(plan)
+        pending: PendingStep | LaunchingStep
+        if self._launcher is not None and batch.layout.num_rows <= MAX_THREAD_ROWS:
+            pending = LaunchingStep(self._launcher.submit(partial(self._launch, batch)))
+        else:
+            if self._launcher is not None:
+                self._launcher.drain()
+            pending = self._launch(batch)
+        self.num_steps += 1
+        self.dispatch_seconds += time.perf_counter() - start
+        return pending
+
+    def wait(self) -> None:
+        """Until the device is through with all steps dispatched so far."""
+        if self._launcher is not None:
+            self._launcher.drain()
+        jax.block_until_ready(self.row_arrays)
+
+    def _launch(self, batch: Batch) -> PendingStep:
+        start = time.perf_counter()
         if batch.extra_updates is not None:
             self._write_blocks(*batch.extra_updates)
         for row in batch.admitted:
             if row.needs_state:
                 self._admit(row)
         pending = self._decode(batch) if batch.is_decode else self._forward_and_sample(batch)
-        pending.start_copies()
-        self.num_steps += 1
-        self.dispatch_seconds += time.perf_counter() - start
+        if self._on_gpu:  # a CPU's results are on the host already
+            pending.start_copies()
+        self.launch_seconds += time.perf_counter() - start
         return pending
 
     def _decode(self, batch: Batch) -> PendingStep:
@@ -294,8 +338,9 @@ class ModelRunner:
 
     def _send(self, buffer: np.ndarray) -> Any:
         """A step's buffer as its program takes it."""
-        # Called with the host's array, a program for one device sends it in half the time of a device_put.
-        return buffer if self.shapes.mesh.size == 1 else self._put(buffer)
+        # Called with the host's array, a program for one GPU sends it in half the time of a device_put. A CPU's would keep the
+        # array until after its results are there, and abort a process that exits meanwhile.
+        return buffer if self._on_one_gpu else self._put(buffer)
 
     def _put(self, arrays: Any) -> Any:
         return jax.device_put(arrays, self.shapes.replicated)

@@ -115,9 +115,7 @@ def test_mixed_traffic_compiles_nothing(core, monkeypatch):
         if step in aborts:
             core.abort_requests([aborts[step]])
 
-    # Arrays go to the device by device_put and never in passing, but for the step's own buffer, which does here too.
-    monkeypatch.setattr(core.runner, "_send", core.runner._put)
-    with jax.transfer_guard_host_to_device("disallow"):
+    with jax.transfer_guard_host_to_device("disallow"):  # arrays go to the device by device_put and never in passing
         answers = engines.run(core, [arrivals.pop(0)[1]], after_step=come_and_go)
 
     assert len(answers) == num_requests
@@ -150,7 +148,7 @@ def test_dispatch_does_not_wait_for_the_device(core):
     num_rounds = jnp.int32(8000)  # some seconds
     runner.row_arrays = runner.row_arrays._replace(last_token_N=busy(runner.row_arrays.last_token_N, num_rounds))
     steps = []
-    with jax.transfer_guard_device_to_host("disallow"):
+    with jax.transfer_guard("disallow"):
         for _ in range(6):
             plan = scheduler.schedule()
             if plan.total_num_scheduled_tokens:
