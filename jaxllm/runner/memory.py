@@ -115,9 +115,24 @@ def memory_plan(
             cache_bytes = limit - weight_bytes - work_bytes
         # The cache is indexed by 32-bit slots.
         num_blocks = min(max(0, cache_bytes // block_bytes), useful, (2**31 - 1) // block_size)
+        num_heads = model.num_kv_heads // tensor_parallel
+        values_per_block = num_heads * block_size * model.head_dim
+        num_blocks = countable_blocks(num_blocks, values_per_block, jnp.dtype(model.kv_cache_dtype).itemsize)
     if wanted_len == AUTO_MODEL_LEN:
         max_len = max(1, min(max_len, (num_blocks - 1) * block_size))
     return MemoryPlan(device, limit, weight_bytes, work_bytes, block_bytes, block_size, num_blocks, max_len, sized_by)
+
+
+def countable_blocks(num_blocks: int, values_per_block: int, itemsize: int) -> int:
+    """So many blocks, or fewer if kernels could not address the keys of a layer.
+
+    Pallas-Triton counts an array's values in 32 bits, with a sign, up to 2**32 bytes and in 64 bits beyond: between, single bytes are
+    too many to count.
+    """
+    num_values = num_blocks * values_per_block
+    if num_values > 2**31 and num_values * itemsize <= 2**32:
+        return 2**31 // values_per_block
+    return num_blocks
 
 
 def estimate_work_bytes(config: EngineConfig, model: ModelConfig) -> int:
