@@ -98,9 +98,8 @@ def mosaic_interpret(interpret: Any, **options: Any) -> Any:
 
 
 def load_smem(ref: Any, layout: Any) -> jax.Array:
-    """A whole reference, in the given register layout. JAX 0.10 insists on an index."""
-    plgpu = mosaic()
-    return plgpu.load(ref, layout=layout) if hasattr(plgpu, "InterpretGPUParams") else plgpu.load(ref, (), layout=layout)
+    """A whole reference, in the given register layout."""
+    return mosaic().load(ref, layout=layout)
 
 
 def add_wgmma(acc: jax.Array, a: Any, b: Any, *, interpret: bool) -> jax.Array:

@@ -13,7 +13,8 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.paged_attention import triton_decode, triton_prefill
 from pallas_kernels.paged_attention.tiles import make_tiles
-from pallas_kernels.paged_attention.triton_decode import LOG2E, next_power_of_two
+from pallas_kernels.paged_attention.triton_decode import LOG2E
+from pallas_kernels.sizes import next_power_of_two
 
 
 def missing() -> str | None:

@@ -1,13 +1,14 @@
 """Paged attention on Hopper GPUs: Mosaic kernels, and those of Triton where they were measured faster (docs/PERFORMANCE.md)."""
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from pallas_kernels._compat import has_mosaic
 from pallas_kernels.paged_attention import mosaic_prefill, triton_prefill
+from pallas_kernels.paged_attention.ragged import by_row_length
 
 __all__ = ["paged_attention", "paged_decode", "supports"]
 
@@ -30,27 +31,14 @@ def paged_attention(
     v_scale: ArrayLike | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Rows of one token go through the decode kernel, all others through the prefill kernel: over 8-bit caches that of Triton."""
-    num_tokens = q_TKGH.shape[0]
-    start_R = query_start_R1[:-1]
-    is_single_R = query_start_R1[1:] - start_R == 1
     options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "interpret": interpret}
-    single_RKGH = paged_decode(
-        q_TKGH.at[start_R].get(mode="clip"),
-        k_pages_PKSH,
-        v_pages_PKSH,
-        page_table_RB,
-        jnp.where(is_single_R, kv_length_R, 0),
-        k_scale=k_scale,
-        v_scale=v_scale,
-        **options,
-    )
-    arrays = (q_TKGH, k_pages_PKSH, v_pages_PKSH, page_table_RB, query_start_R1, kv_length_R)
+    scales: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale}
     if k_pages_PKSH.dtype.itemsize == 1:
-        out_TKGH = triton_prefill.paged_attention(*arrays, min_tokens=2, k_scale=k_scale, v_scale=v_scale, **options)
+        prefill = partial(triton_prefill.paged_attention, **options, **scales)
     else:
-        out_TKGH = mosaic_prefill.paged_attention(*arrays, **options, min_tokens=2)
-    return out_TKGH.at[jnp.where(is_single_R, start_R, num_tokens)].set(single_RKGH, mode="drop")
+        prefill = partial(mosaic_prefill.paged_attention, **options)
+    decode = partial(paged_decode, **options, **scales)
+    return by_row_length(decode, prefill, q_TKGH, k_pages_PKSH, v_pages_PKSH, page_table_RB, query_start_R1, kv_length_R)
 
 
 def paged_decode(
@@ -102,10 +90,12 @@ def supports(
     page_size: int = 16,
     interpret: bool = False,
 ) -> bool:
-    """Head widths: their rows fill 64-wide tiles, and transposed they are the 64 rows of a product. Groups: what registers hold."""
-    if (platform != "gpu" and not interpret) or not has_mosaic():
+    """What both Mosaic kernels take. Groups: what registers hold. An 8-bit cache: the prefill then is Triton's."""
+    if not mosaic_prefill.supports(
+        platform=platform, dtype=dtype, num_groups=num_groups, head_dim=head_dim, page_size=page_size, interpret=interpret
+    ):
         return False
-    is_16_bit = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
+    from pallas_kernels.paged_attention.mosaic_decode import PAGE_SIZES
+
     takes_cache = jnp.dtype(cache_dtype) in (jnp.dtype(dtype), jnp.float8_e4m3fn)
-    takes_heads = head_dim in (64, 128, 256) and num_groups <= 32 and num_groups * head_dim <= 4096
-    return is_16_bit and takes_cache and takes_heads and page_size in (16, 32, 64, 128)
+    return takes_cache and num_groups <= 32 and num_groups * head_dim <= 4096 and page_size in PAGE_SIZES

@@ -533,6 +533,12 @@ def _attend(
     sum_N = sum_kN.sum(axis=0)
     acc_HN = acc_HN * lax.broadcast_in_dim(value_scale / sum_N, acc_HN.shape, [1])
 
+    _store_item(item, acc_HN, max_N, sum_N, out_ref, partial_ref, lse_ref, smem, num_groups)
+    return num_items + 1, num_tiles + item.num_tiles
+
+
+def _store_item(item: Item, acc_HN, max_N, sum_N, out_ref, partial_ref, lse_ref, smem, num_groups: int) -> None:
+    """A whole row and head goes to the result, a part with its softmax sum to its place for the combination."""
     is_whole = item.is_first & item.is_last
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the buffers still hold what the item before stores
 
@@ -549,8 +555,6 @@ def _attend(
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(smem["partial"].at[pl.ds(0, num_groups)], partial_ref.at[part])
         lse_ref.at[part][...] = max_N + jnp.log2(sum_N)
-
-    return num_items + 1, num_tiles + item.num_tiles
 
 
 def _store_transposed(ref, x: jax.Array) -> None:

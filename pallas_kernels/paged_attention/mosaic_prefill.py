@@ -43,8 +43,6 @@ class MosaicPrefillTiles:
     block_kv: int = 128
     num_stages: int = 2
     q_slots: int = 2
-    epilogue_turn: bool = True  # the other consumer has the tensor cores while this one normalises and stores
-    auto_barriers: bool = True  # the compiler's own around shared memory; the kernel's suffice, to what gain is to be measured
 
     def smem_bytes(self, head_dim: int) -> int:
         q = self.q_slots * NUM_CONSUMERS * self.block_q * head_dim
@@ -63,7 +61,7 @@ def pick_tiles(head_dim: int) -> MosaicPrefillTiles:
 def supports(
     *, platform: str, dtype: DTypeLike, num_groups: int, head_dim: int, interpret: bool = False, page_size: int | None = None
 ) -> bool:
-    """Whether the kernel takes a case; page_size None leaves that question to the caller (see `check_page_size`)."""
+    """Whether the kernel takes a case; page_size None: whatever it is, `paged_attention` checks it."""
     if (platform != "gpu" and not interpret) or not _compat.has_mosaic():
         return False
     if page_size is not None and not _takes_page_size(page_size, pick_tiles(head_dim).block_kv):
@@ -95,17 +93,7 @@ def paged_attention(
     num_tokens, num_kv_heads, num_groups, head_dim = q_TKGH.shape
     page_size = k_pages_PKSH.shape[2]
     tiles = tiles or pick_tiles(head_dim)
-    if not _takes_page_size(page_size, tiles.block_kv):
-        raise ValueError(
-            f"page size {page_size} neither divides key tiles of {tiles.block_kv} tokens nor is a multiple of them in steps of 8; "
-            "use a page size of 8, 16, 32, 64 or a multiple of 128"
-        )
-    if not q_TKGH.dtype == k_pages_PKSH.dtype == v_pages_PKSH.dtype:
-        raise ValueError(
-            f"queries in {q_TKGH.dtype}, keys in {k_pages_PKSH.dtype}, values in {v_pages_PKSH.dtype}; give one type"
-        )
-    if tiles.smem_bytes(head_dim) > SMEM_BYTES:
-        raise ValueError(f"{tiles} takes {tiles.smem_bytes(head_dim)} bytes of shared memory, a core has {SMEM_BYTES}")
+    _check(q_TKGH, k_pages_PKSH, v_pages_PKSH, tiles)
     plgpu = _compat.mosaic()
     # A copy into a tile of queries is cut where the array ends, but the array has whole swizzle groups and a tile at least.
     padding = max(-(-num_tokens // 8) * 8, tiles.block_q) - num_tokens
@@ -123,29 +111,9 @@ def paged_attention(
         heads=num_kv_heads * num_groups // heads_per_item,
     )
     num_ctas = 2 if interpret else _compat.num_cores()
-    transforms = (
-        plgpu.TilingTransform((8, SWIZZLE_BYTES // q_TKGH.dtype.itemsize)),
-        plgpu.SwizzleTransform(SWIZZLE_BYTES),
-    )
     pieces = max(1, tiles.block_kv // page_size)
-    dtype, stages = q_TKGH.dtype, tiles.num_stages
-    scratch = {
-        "q_smem": plgpu.SMEM((tiles.q_slots, NUM_CONSUMERS, tiles.block_q, head_dim), dtype, transforms=transforms),
-        "k_smem": plgpu.SMEM((stages, tiles.block_kv, head_dim), dtype, transforms=transforms),
-        "v_smem": plgpu.SMEM((stages, tiles.block_kv, head_dim), dtype, transforms=transforms),
-        # Rows of a tile that is not full leave one by one: the swizzled tile can only be cut every 8 rows.
-        "out_smem": plgpu.SMEM((NUM_CONSUMERS, tiles.block_q, min(head_dim, 64)), dtype),
-        "q_full": plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=tiles.q_slots),
-        "q_free": plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=tiles.q_slots),
-        "k_full": plgpu.Barrier(num_arrivals=pieces, num_barriers=stages),
-        "k_free": plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=stages),
-        "v_full": plgpu.Barrier(num_arrivals=pieces, num_barriers=stages),
-        "v_free": plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=stages),
-        "v_raw": plgpu.Barrier(num_arrivals=pieces, num_barriers=1),
-        "turn": plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=1),
-    }
-    if interpret:
-        scratch["p_smem"] = plgpu.SMEM((NUM_CONSUMERS, tiles.block_q, tiles.block_kv), dtype, transforms=transforms)
+    dtype = q_TKGH.dtype
+    scratch = _scratch(tiles, pieces, head_dim, dtype, interpret=bool(interpret))
 
     def body(q_ref, k_ref, v_ref, page_table_ref, table_ref, num_items_ref, out_ref, *refs):
         _Prefill(
@@ -175,15 +143,55 @@ def paged_attention(
         grid_names=("cta",),
         num_threads=NUM_CONSUMERS + 1,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            unsafe_no_auto_barriers=not tiles.auto_barriers,
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         # Reads out of bounds give NaN.
         interpret=_compat.mosaic_interpret(interpret, out_of_bounds_reads="uninitialized"),
     )(padded_TKGH, k_pages_PKSH, v_pages_PKSH, page_table_RB, table_N5, num_items_1)
     return out_TKGH[:num_tokens] if padding else out_TKGH
+
+
+def _check(q_TKGH: jax.Array, k_pages_PKSH: jax.Array, v_pages_PKSH: jax.Array, tiles: MosaicPrefillTiles) -> None:
+    """Raise ValueError for what the kernel cannot take."""
+    head_dim, page_size = q_TKGH.shape[3], k_pages_PKSH.shape[2]
+    if not _takes_page_size(page_size, tiles.block_kv):
+        raise ValueError(
+            f"page size {page_size} neither divides key tiles of {tiles.block_kv} tokens nor is a multiple of them in steps of 8; "
+            "use a page size of 8, 16, 32, 64 or a multiple of 128"
+        )
+    if not q_TKGH.dtype == k_pages_PKSH.dtype == v_pages_PKSH.dtype:
+        raise ValueError(
+            f"queries in {q_TKGH.dtype}, keys in {k_pages_PKSH.dtype}, values in {v_pages_PKSH.dtype}; give one type"
+        )
+    if tiles.smem_bytes(head_dim) > SMEM_BYTES:
+        raise ValueError(f"{tiles} takes {tiles.smem_bytes(head_dim)} bytes of shared memory, a core has {SMEM_BYTES}")
+
+
+def _scratch(tiles: MosaicPrefillTiles, pieces: int, head_dim: int, dtype: jnp.dtype, *, interpret: bool) -> dict[str, Any]:
+    """Shared memory and barriers by name; a tile of keys or values comes in so many pieces."""
+    plgpu = _compat.mosaic()
+    transforms = (
+        plgpu.TilingTransform((8, SWIZZLE_BYTES // dtype.itemsize)),
+        plgpu.SwizzleTransform(SWIZZLE_BYTES),
+    )
+    stages = tiles.num_stages
+    scratch = {
+        "q_smem": plgpu.SMEM((tiles.q_slots, NUM_CONSUMERS, tiles.block_q, head_dim), dtype, transforms=transforms),
+        "k_smem": plgpu.SMEM((stages, tiles.block_kv, head_dim), dtype, transforms=transforms),
+        "v_smem": plgpu.SMEM((stages, tiles.block_kv, head_dim), dtype, transforms=transforms),
+        # Rows of a tile that is not full leave one by one: the swizzled tile can only be cut every 8 rows.
+        "out_smem": plgpu.SMEM((NUM_CONSUMERS, tiles.block_q, min(head_dim, 64)), dtype),
+        "q_full": plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=tiles.q_slots),
+        "q_free": plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=tiles.q_slots),
+        "k_full": plgpu.Barrier(num_arrivals=pieces, num_barriers=stages),
+        "k_free": plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=stages),
+        "v_full": plgpu.Barrier(num_arrivals=pieces, num_barriers=stages),
+        "v_free": plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=stages),
+        "v_raw": plgpu.Barrier(num_arrivals=pieces, num_barriers=1),
+        "turn": plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=1),
+    }
+    if interpret:
+        scratch["p_smem"] = plgpu.SMEM((NUM_CONSUMERS, tiles.block_q, tiles.block_kv), dtype, transforms=transforms)
+    return scratch
 
 
 def make_items(
@@ -480,16 +488,14 @@ class _Prefill:
             pl.when(index > 0)(lambda: self.release_q(index - 1))
         acc_MH, _, sum_M = lax.fori_loop(whole_end, end, functools.partial(step, masked=True), carry)
 
-        if self.tiles.epilogue_turn:
-            self.take_turns()
+        self.take_turns()  # the other consumer has the tensor cores while this one normalises and stores
         inverse_M = 1.0 / jnp.where(sum_M == 0.0, 1.0, sum_M)
         out_MH = acc_MH * lax.broadcast_in_dim(inverse_M, acc_MH.shape, [0])
         count = jnp.clip(item.token + item.count - token, 0, block_q)
         self.store(wg, q_smem, out_MH, item.head, group, token, count)
         if self.tiles.q_slots == 1:
             self.release_q(index)
-        if self.tiles.epilogue_turn:
-            self.take_turns()
+        self.take_turns()
 
     def release_q(self, index: jax.Array) -> None:
         self.plgpu.wait_smem_to_gmem(0, wait_read_only=True)

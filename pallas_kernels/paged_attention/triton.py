@@ -1,11 +1,14 @@
 """Paged attention by Pallas-Triton, for a decode and for a ragged batch. Deprecated in JAX 0.11: nothing else depends on it."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from pallas_kernels._compat import triton_converts_fp8
 from pallas_kernels.paged_attention import triton_prefill
+from pallas_kernels.paged_attention.ragged import by_row_length
 from pallas_kernels.paged_attention.triton_decode import paged_decode
 
 __all__ = ["paged_attention", "paged_decode", "supports"]
@@ -26,32 +29,16 @@ def paged_attention(
     v_scale: ArrayLike | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Rows of one token go through the decode kernel, which splits their keys; in the other they would each fill a whole tile."""
-    options = {"window": window, "soft_cap": soft_cap, "k_scale": k_scale, "v_scale": v_scale, "interpret": interpret}
-    num_tokens = q_TKGH.shape[0]
-    start_R = query_start_R1[:-1]
-    is_single_R = query_start_R1[1:] - start_R == 1
-    single_RKGH = paged_decode(
-        q_TKGH.at[start_R].get(mode="clip"),
-        k_pages_PKSH,
-        v_pages_PKSH,
-        page_table_RB,
-        jnp.where(is_single_R, kv_length_R, 0),
-        scale=scale,
-        **options,  # type: ignore[arg-type]
-    )
-    out_TKGH = triton_prefill.paged_attention(
-        q_TKGH,
-        k_pages_PKSH,
-        v_pages_PKSH,
-        page_table_RB,
-        query_start_R1,
-        kv_length_R,
-        scale=scale,
-        min_tokens=2,
-        **options,  # type: ignore[arg-type]
-    )
-    return out_TKGH.at[jnp.where(is_single_R, start_R, num_tokens)].set(single_RKGH, mode="drop")
+    options = {
+        "scale": scale,
+        "window": window,
+        "soft_cap": soft_cap,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "interpret": interpret,
+    }
+    decode, prefill = partial(paged_decode, **options), partial(triton_prefill.paged_attention, **options)  # type: ignore[arg-type]
+    return by_row_length(decode, prefill, q_TKGH, k_pages_PKSH, v_pages_PKSH, page_table_RB, query_start_R1, kv_length_R)
 
 
 def supports(

@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.typing import ArrayLike
 
 from pallas_kernels._compat import dot_f32, load, num_cores, store, triton_call
+from pallas_kernels.sizes import next_power_of_two
 
 LOG2E = math.log2(math.e)
 MASKED = -1e30  # finite, so that a wholly masked tile gives no NaN; the first valid score wipes what it added
@@ -123,10 +124,6 @@ def kv_scale_operand(k_scale: ArrayLike | None, v_scale: ArrayLike | None) -> tu
 def compute_type(q_dtype: jax.typing.DTypeLike, cache_dtype: jax.typing.DTypeLike) -> jnp.dtype:
     """What products are computed in: the wider of both types; every float8_e4m3fn is exact in each of the others."""
     return jnp.dtype(q_dtype) if jnp.dtype(cache_dtype).itemsize == 1 else jnp.promote_types(q_dtype, cache_dtype)
-
-
-def next_power_of_two(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
 
 
 def cap_scores(scores: jax.Array, cap: float) -> jax.Array:

@@ -27,8 +27,8 @@ from pallas_kernels.paged_attention.triton_decode import (
     cap_scores,
     compute_type,
     kv_scale_operand,
-    next_power_of_two,
 )
+from pallas_kernels.sizes import next_power_of_two
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from jax.experimental import pallas as pl
 from jax.typing import ArrayLike, DTypeLike
 
 from pallas_kernels._compat import load, store, triton_call
-from pallas_kernels.rope_cache_write.xla import FP8_MAX
+from pallas_kernels.cache_write.xla import to_cache_type
+from pallas_kernels.sizes import next_power_of_two
 
 _COMPUTED = (jnp.float32, jnp.bfloat16, jnp.float16)
 
@@ -49,8 +50,10 @@ def supports(
 def pick_tiles(num_tokens: int, num_kv_heads: int, num_groups: int, head_dim: int) -> Tiles:
     """Few tokens: a warp per KV head, for the shortest way through. Many tokens: programs that keep more loads in flight."""
     if num_tokens * num_kv_heads <= 4096:
-        return Tiles(1, 1 if _padded(num_groups) * _padded(head_dim) <= 1024 else 4)
-    return Tiles(min(_padded(num_kv_heads), max(1, 4096 // (_padded(num_groups) * _padded(head_dim)))), 4)
+        return Tiles(1, 1 if next_power_of_two(num_groups) * next_power_of_two(head_dim) <= 1024 else 4)
+    return Tiles(
+        min(next_power_of_two(num_kv_heads), max(1, 4096 // (next_power_of_two(num_groups) * next_power_of_two(head_dim)))), 4
+    )
 
 
 def rope_and_write(
@@ -113,7 +116,7 @@ def _kernel(
 
     token = pl.program_id(0)
     head_K = pl.program_id(1) * tiles.kv_heads + jnp.arange(tiles.kv_heads)
-    dim_H = jnp.arange(_padded(half))
+    dim_H = jnp.arange(next_power_of_two(half))
     in_half_H = dim_H < half
     angles = [load(ref.at[token, dim_H], mask=in_half_H, other=0.0) for ref in (cos_ref, sin_ref)]
     slot = slot_ref[token]
@@ -122,7 +125,11 @@ def _kernel(
     # A head's query has an axis more than its key and value.
     head_K1, dim_1H = head_K[:, None], dim_H[None, :]
     in_head_KH = (head_K1 < num_kv_heads) & in_half_H[None, :]
-    head_K11, dim_11H, group_1G1 = head_K[:, None, None], dim_H[None, None, :], jnp.arange(_padded(num_groups))[None, :, None]
+    head_K11, dim_11H, group_1G1 = (
+        head_K[:, None, None],
+        dim_H[None, None, :],
+        jnp.arange(next_power_of_two(num_groups))[None, :, None],
+    )
     in_head_KGH = (head_K11 < num_kv_heads) & (group_1G1 < num_groups) & in_half_H[None, None, :]
 
     def halves(ref, *index, mask):
@@ -142,7 +149,7 @@ def _kernel(
         for x, pages_ref, scale in ((k, k_pages_ref, k_scale), (v, v_pages_ref, v_scale)):
             store(
                 pages_ref.at[page, head_K1, offset, dim_1H + start],
-                _to_cache(x, scale, pages_ref.dtype),
+                to_cache_type(x, pages_ref.dtype, scale),
                 mask=in_head_KH & (slot >= 0),
             )
 
@@ -160,15 +167,3 @@ def _rotate(halves: list[jax.Array], cos_H: jax.Array, sin_H: jax.Array) -> list
     dtype = halves[0].dtype
     first, second = (x.astype(jnp.float32) for x in halves)
     return [(first * cos_H - second * sin_H).astype(dtype), (second * cos_H + first * sin_H).astype(dtype)]
-
-
-def _to_cache(x: jax.Array, scale: jax.Array | None, dtype: DTypeLike) -> jax.Array:
-    if dtype == jnp.float8_e4m3fn:
-        wide = x.astype(jnp.float32)
-        x = jnp.clip(wide if scale is None else wide / scale, -FP8_MAX, FP8_MAX)
-    return x.astype(dtype)
-
-
-def _padded(n: int) -> int:
-    """The next power of two: Triton's tiles have no other sizes."""
-    return 1 << (n - 1).bit_length()

@@ -6,9 +6,6 @@ from jax.typing import ArrayLike
 
 from pallas_kernels.cache_write import xla as cache_write
 
-FP8_MAX = 448.0
-"""The largest float8_e4m3fn: what is above rounds to NaN."""
-
 
 def supports(**_: object) -> bool:
     return True
@@ -30,9 +27,8 @@ def rope_and_write(
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     q_TKGH, k_TKH, v_TKH = rotated_heads(qkv_TKGH, cos_TH, sin_TH, q_norm_H=q_norm_H, k_norm_H=k_norm_H, eps=eps)
-    if k_pages_PKSH.dtype == jnp.float8_e4m3fn:
-        k_TKH, v_TKH = _quantize(k_TKH, k_scale), _quantize(v_TKH, v_scale)
-    return q_TKGH, *cache_write.write_cache(k_pages_PKSH, v_pages_PKSH, k_TKH, v_TKH, slot_T)
+    caches = cache_write.write_cache(k_pages_PKSH, v_pages_PKSH, k_TKH, v_TKH, slot_T, k_scale=k_scale, v_scale=v_scale)
+    return q_TKGH, *caches
 
 
 def rotated_heads(
@@ -63,11 +59,3 @@ def apply_rope(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
     cos, sin = (a.reshape(a.shape[0], *(1,) * (x.ndim - 2), a.shape[1]) for a in angles)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-
-
-def _quantize(x: jax.Array, scale: ArrayLike | None) -> jax.Array:
-    """x / scale, limited to what float8_e4m3fn holds, still in float32: the cache write rounds it."""
-    wide = x.astype(jnp.float32)
-    if scale is not None:
-        wide = wide / jnp.asarray(scale, jnp.float32)
-    return jnp.clip(wide, -FP8_MAX, FP8_MAX)

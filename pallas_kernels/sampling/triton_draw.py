@@ -23,6 +23,7 @@ from pallas_kernels._compat import load, store, triton_call
 from pallas_kernels.sampling import triton_scan as scan
 from pallas_kernels.sampling.noise import gumbel_bits, gumbel_of_bits, uniform_of_bits
 from pallas_kernels.sampling.order import value_of_key
+from pallas_kernels.sizes import next_power_of_two
 
 _TINY = 1.1754944e-38
 _GREEDY, _RANDOM, _FILTERED = 0, 1, 2
@@ -53,12 +54,12 @@ class _RowRefs(NamedTuple):
 
 
 def pick_tiles(num_rows: int, vocab_size: int) -> DrawTiles:
-    max_groups = min(512, scan.next_power_of_two(scan.num_groups(vocab_size)))
+    max_groups = min(512, next_power_of_two(scan.num_groups(vocab_size)))
     return DrawTiles(
         scan=scan.pick_tiles(num_rows, vocab_size),
         max_groups=max_groups,
         select_warps=scan.group_warps(vocab_size),
-        walk_block=min(2048, max(128, scan.next_power_of_two(vocab_size))),
+        walk_block=min(2048, max(128, next_power_of_two(vocab_size))),
     )
 
 
@@ -117,7 +118,7 @@ def draw(logits_RV: jax.Array, params, *, interpret: bool = False, tiles: DrawTi
         name="draw_select",
         grid=(num_rows,),
         out_shape=(
-            jax.ShapeDtypeStruct((num_rows, scan.next_power_of_two(scan.num_groups(vocab_size))), jnp.int32),
+            jax.ShapeDtypeStruct((num_rows, next_power_of_two(scan.num_groups(vocab_size))), jnp.int32),
             jax.ShapeDtypeStruct((num_rows,), jnp.int32),
         ),
         num_warps=tiles.select_warps,
@@ -182,7 +183,7 @@ def _select_kernel(value_ref, total_ref, group_max_ref, *refs) -> None:
     @pl.when(rows.kind[row] == _FILTERED)
     def _():
         highest, total = _load_totals(value_ref, total_ref, row)
-        group_G = jnp.arange(scan.next_power_of_two(num_groups))
+        group_G = jnp.arange(next_power_of_two(num_groups))
         max_G = load(group_max_ref.at[row, group_G], mask=group_G < num_groups, other=-jnp.inf)
         log_min_p, top_k, top_p = rows.log_min_p[row], rows.top_k[row], rows.top_p[row]
         # The uppermost 20 bits: a bound below the true value is enough.
@@ -360,7 +361,7 @@ def _largest_logit(logits_ref, row, split, tiles: scan.ScanTiles) -> tuple[jax.A
 def _combine_splits(value_ref, id_ref, row) -> jax.Array:
     """The token of the largest value of a row's splits, the lowest among equals."""
     num_splits = value_ref.shape[1]
-    split_s = jnp.arange(max(2, scan.next_power_of_two(num_splits)))
+    split_s = jnp.arange(max(2, next_power_of_two(num_splits)))
     value_s = load(value_ref.at[row, split_s], mask=split_s < num_splits, other=-jnp.inf)
     id_s = load(id_ref.at[row, split_s], mask=split_s < num_splits, other=jnp.iinfo(jnp.int32).max)
     return jnp.min(jnp.where(value_s == jnp.max(value_s, axis=0), id_s, jnp.iinfo(jnp.int32).max), axis=0)
@@ -368,7 +369,7 @@ def _combine_splits(value_ref, id_ref, row) -> jax.Array:
 
 def _load_totals(value_ref, total_ref, row) -> tuple[jax.Array, jax.Array]:
     num_splits = value_ref.shape[1]
-    split_s = jnp.arange(max(2, scan.next_power_of_two(num_splits)))
+    split_s = jnp.arange(max(2, next_power_of_two(num_splits)))
     highest_s = load(value_ref.at[row, split_s], mask=split_s < num_splits, other=-jnp.inf)
     total_s = load(total_ref.at[row, split_s], mask=split_s < num_splits, other=0.0)
     return scan.combine_totals(highest_s, total_s)

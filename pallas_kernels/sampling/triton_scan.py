@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels._compat import load, num_cores, store
+from pallas_kernels.sizes import next_power_of_two
 
 MAX_VOCAB_SIZE = 1 << 19
 _MAX_GROUPS = 1 << 14  # held in registers by one program
@@ -48,10 +49,6 @@ def num_groups(vocab_size: int) -> int:
 def group_warps(vocab_size: int) -> int:
     """Warps of a program that holds the maxima of all groups: at most 32 of them in a lane's registers."""
     return 8 if num_groups(vocab_size) <= 8192 else 16
-
-
-def next_power_of_two(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
 
 
 def ceil_div(a: int, b: int) -> int:

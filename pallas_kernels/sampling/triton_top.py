@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import sampling
 from pallas_kernels._compat import load, triton_call
 from pallas_kernels.sampling import triton_scan as scan
+from pallas_kernels.sizes import next_power_of_two
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def _extract_kernel(
     row = pl.program_id(0)
     vocab_size, num_groups, num_splits = logits_ref.shape[1], group_max_ref.shape[1], highest_ref.shape[1]
     size = scan.group_size(vocab_size)
-    split_s = jnp.arange(max(2, scan.next_power_of_two(num_splits)))
+    split_s = jnp.arange(max(2, next_power_of_two(num_splits)))
     in_row_s = split_s < num_splits
     highest_s = load(highest_ref.at[row, split_s], mask=in_row_s, other=-jnp.inf)
     highest, total = scan.combine_totals(highest_s, load(total_ref.at[row, split_s], mask=in_row_s, other=0.0))
@@ -83,7 +84,7 @@ def _extract_kernel(
     count_s = load(count_ref.at[row, split_s], mask=in_row_s, other=0.0)
     rank_ref[row] = jnp.sum(count_s, axis=0).astype(jnp.int32)
 
-    group_G = jnp.arange(scan.next_power_of_two(num_groups))
+    group_G = jnp.arange(next_power_of_two(num_groups))
     max_G = load(group_max_ref.at[row, group_G], mask=group_G < num_groups, other=-jnp.inf)
     # A group with nothing left is past all others: -inf is a value like any other here.
     left_G = jnp.where(group_G < num_groups, jnp.minimum(size, vocab_size - group_G * size), 0)
