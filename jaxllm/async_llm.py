@@ -64,23 +64,20 @@ class AsyncLLM:
 
     # For callers
 
-    async def generate(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None,
-        request_id: str,
-        *,
-        priority: int = 0,
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """The outputs of a prompt as they come; those that a slow caller has not fetched are put together.
-
-        Cancelling the task or closing the generator aborts the request. Raises InvalidRequestError, or EngineError and
-        EngineDeadError if the engine fails.
-        """
+    async def prepare(
+        self, prompt: Prompt, sampling_params: SamplingParams | None, request_id: str, *, priority: int = 0
+    ) -> FrontRequest:
+        """A prompt checked and tokenized, for `stream`: whatever is wrong with it is found here. Raises InvalidRequestError."""
         self._check_alive()
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        request = await asyncio.to_thread(self.input_processor.process, request_id, prompt, params, priority=priority)
-        mailbox = _Mailbox(asyncio.get_running_loop(), params.output_kind)
+        return await asyncio.to_thread(self.input_processor.process, request_id, prompt, params, priority=priority)
+
+    async def stream(self, request: FrontRequest) -> AsyncGenerator[RequestOutput, None]:
+        """The outputs of a prepared request as they come; those that a slow caller has not fetched are put together.
+
+        Cancelling the task or closing the generator aborts the request. Raises EngineError or EngineDeadError if the engine fails.
+        """
+        mailbox = _Mailbox(asyncio.get_running_loop(), request.params.output_kind)
         self._send(lambda: self._admit(request, mailbox))
         try:
             finished = False
@@ -91,6 +88,20 @@ class AsyncLLM:
         finally:
             if not mailbox.is_done:
                 self._abandon(request.internal_id)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None,
+        request_id: str,
+        *,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """`prepare` and `stream` in one. Raises InvalidRequestError, EngineError or EngineDeadError."""
+        request = await self.prepare(prompt, sampling_params, request_id, priority=priority)
+        async with contextlib.aclosing(self.stream(request)) as outputs:
+            async for output in outputs:
+                yield output
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         """End requests by the ids they were given; their generators yield a last output with finish_reason "abort"."""
