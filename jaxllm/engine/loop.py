@@ -73,57 +73,6 @@ class StepLoop:
                 pending.result()
 
     def start_over(self) -> None:
-        """Have no rows and empty caches, whatever failed before. Raises if the device cannot go on."""
-        ...
-
-
-class StepLoop:
-    """Schedules, dispatches and reads steps in order. With two in flight, step N+1 is dispatched before the tokens of step N are read."""
-
-    def __init__(self, scheduler: Scheduler, runner: Runner, *, max_in_flight: int):
-        self.scheduler = scheduler
-        self.runner = runner
-        self.max_in_flight = max_in_flight
-        self._in_flight: deque[tuple[SchedulerOutput, PendingOutput]] = deque()
-        self.working_on: SchedulerOutput | None = None
-        """The step that is dispatched or read; after an error the one that failed. None while planning."""
-        self.wait_seconds = 0.0
-        """Time spent waiting for the device in all."""
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self._in_flight) or self.scheduler.has_requests()
-
-    def step(self) -> list[EngineCoreOutput]:
-        """Keep the device busy, then return the news of the oldest step in flight (nothing if there was none)."""
-        while len(self._in_flight) < self.max_in_flight and self.scheduler.has_requests():
-            self.working_on = None
-            self.working_on = plan = self.scheduler.schedule()
-            if plan.total_num_scheduled_tokens == 0:
-                break
-            self._in_flight.append((plan, self.runner.dispatch(plan)))
-        if not self._in_flight:
-            return []
-        plan, pending = self._in_flight[0]
-        self.working_on = plan
-        start = time.perf_counter()
-        result = pending.result()
-        self.wait_seconds += time.perf_counter() - start
-        self._in_flight.popleft()  # only now: a wait that was interrupted is still to come
-        return self.scheduler.update_from_output(plan, result)
-
-    def forget(self) -> None:
-        """Drop the steps in flight, after the device is through with them. What they bring, errors too, is nobody's any more."""
-        while self._in_flight:
-            _, pending = self._in_flight.popleft()
-            with contextlib.suppress(Exception):
-                pending.result()
-
-    def check_idle(self) -> None:
-        """Raise AssertionError if a step in flight has a request still to be told of."""
-        assert not self.has_work or not self.scheduler.has_requests(), "steps are in flight"
-
-    def start_over(self) -> None:
         """Compute every request again, up to where it is, after a failure that may have left anything half done.
 
         Raises what keeps the device from going on.

@@ -97,7 +97,7 @@ def test_after_out_of_memory_steps_are_smaller_and_grow_again(core, monkeypatch)
     sizes = []
     dispatch = core.runner.dispatch
     monkeypatch.setattr(core.runner, "dispatch", lambda plan: (sizes.append(len(plan.num_scheduled_tokens)), dispatch(plan))[1])
-    run(core, "result:5:oom,result:8:oom")  # the two in flight besides the first are 6 and 7
+    run(core, "result:5:oom,result:9:oom")  # what is in flight then, 6 to 8, is waited for
     smallest = sizes.index(1)
     assert sizes[3] == 4 and smallest < 14 and max(sizes[smallest : smallest + 4]) == 1 and max(sizes[smallest + 4 :]) == 4
     assert not core._failures.limits_steps and core.scheduler.max_num_seqs == 4
@@ -204,7 +204,7 @@ def test_a_refused_request_leaves_nothing_behind(core, undisturbed):
         core.add_request(requests()[0])
         with pytest.raises(RuntimeError):
             core.add_request(requests()[1])
-    check_survivors(engines.run(core, [each for each in requests()[2:]] + [requests()[1]]), undisturbed, set())
+    check_survivors(engines.run(core, [*requests()[2:], requests()[1]]), undisturbed, set())
     core.check_integrity()
 
 
