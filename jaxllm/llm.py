@@ -211,6 +211,25 @@ class LLM:
         """Forget all cached prompt beginnings. False if blocks are in use."""
         return self.llm_engine.reset_prefix_cache()
 
+    def sleep(self, level: int = 1) -> None:
+        """Give the device's memory back until `wake_up`: the KV cache, and the weights to the host (level 1) or altogether (level 2).
+
+        Requests of open iterators are aborted. Raises InvalidRequestError for another level.
+        """
+        self.llm_engine.sleep(level)
+
+    def wake_up(self) -> None:
+        """Serve again. Raises OutOfMemoryError or ModelLoadError, and sleeps on, if that cannot be."""
+        self.llm_engine.wake_up()
+
+    def start_profile(self) -> None:
+        """Begin a trace by JAX's profiler. Raises ConfigError without `profiler_dir`, EngineError during a trace."""
+        self.llm_engine.start_profile()
+
+    def stop_profile(self) -> None:
+        """End the trace and write it. Raises EngineError if there is none."""
+        self.llm_engine.stop_profile()
+
     def shutdown(self) -> None:
         """End every request and free the device. The object cannot be used afterwards."""
         for iterator in list(self._iterators):

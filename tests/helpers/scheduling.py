@@ -40,6 +40,8 @@ def make_request(
     arrival: float = 0.0,
     priority: int = 0,
     cache_salt: str | None = None,
+    queue_timeout_seconds: float | None = None,
+    timeout_seconds: float | None = None,
     **params: Any,
 ) -> Request:
     """A request with the given prompt, or with one of that length that shares no beginning with another id's."""
@@ -53,6 +55,8 @@ def make_request(
         arrival_time=arrival,
         priority=priority,
         cache_salt=cache_salt,
+        queue_timeout_seconds=queue_timeout_seconds,
+        timeout_seconds=timeout_seconds,
     )
     return Request(spec)
 
