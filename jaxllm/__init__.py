@@ -12,6 +12,7 @@ _EXPORTS = {
     "SamplingParams": "jaxllm.sampling_params",
     "BeamSearchParams": "jaxllm.sampling_params",
     "RequestOutputKind": "jaxllm.sampling_params",
+    "StructuredOutputsParams": "jaxllm.structured_outputs",
     "EngineConfig": "jaxllm.config",
     "RequestOutput": "jaxllm.outputs",
     "CompletionOutput": "jaxllm.outputs",

@@ -23,14 +23,15 @@ class RequestStatus(enum.IntEnum):
     """Where a request is. Everything after PREEMPTED is finished."""
 
     WAITING = 0
-    RUNNING = 1
-    PREEMPTED = 2
-    FINISHED_STOPPED = 3
-    FINISHED_LENGTH_CAPPED = 4
-    FINISHED_ABORTED = 5
-    FINISHED_IGNORED = 6
-    FINISHED_ERROR = 7
-    FINISHED_REPETITION = 8
+    WAITING_FOR_GRAMMAR = 1
+    RUNNING = 2
+    PREEMPTED = 3
+    FINISHED_STOPPED = 4
+    FINISHED_LENGTH_CAPPED = 5
+    FINISHED_ABORTED = 6
+    FINISHED_IGNORED = 7
+    FINISHED_ERROR = 8
+    FINISHED_REPETITION = 9
 
     @property
     def is_finished(self) -> bool:
@@ -60,6 +61,18 @@ class MediaSpan:
     num_tokens: int
 
 
+@dataclass(frozen=True)
+class Grammar:
+    """A grammar that the front has had compiled, and that is known to be harmless."""
+
+    text: str
+    """As llguidance compiles it."""
+    num_bytes: int = 0
+    """Memory that it takes compiled."""
+    start_after_token_ids: tuple[int, ...] | None = None
+    """It holds for what follows this run of output tokens."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineCoreRequest:
     """One sequence to generate, validated, in token ids. What crosses from the front to the engine core."""
@@ -76,6 +89,8 @@ class EngineCoreRequest:
     adapter: tuple[str, str] | None = None
     """(name, path) of the adapter, for the keys of the prefix cache."""
     media: tuple[MediaSpan, ...] = ()
+    grammar: Grammar | None = None
+    """What sampling_params.structured_outputs, which is not set here, has become."""
 
 
 @dataclass(eq=False)
