@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import SamplingParams
 
 
@@ -75,12 +76,14 @@ class Grammar:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineCoreRequest:
-    """One sequence to generate, validated, in token ids. What crosses from the front to the engine core."""
+    """One sequence to generate or to pool, validated, in token ids. What crosses from the front to the engine core."""
 
     request_id: str
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
-    """n is 1 here (the front fans out), max_tokens is concrete, the seed is set."""
+    """n is 1 here (the front fans out), max_tokens is concrete, the seed is set. Of no meaning with pooling_params."""
+    pooling_params: PoolingParams | None = None
+    """Set: nothing is generated; the request ends when its prompt is computed. Everything in it is concrete."""
     eos_token_ids: tuple[int, ...] = ()
     """Ids that end the request unless sampling_params.ignore_eos; the first is the tokenizer's EOS."""
     arrival_time: float = field(default_factory=time.time)
@@ -100,6 +103,7 @@ class Request:
     spec: EngineCoreRequest
     request_id: str = field(init=False)
     sampling_params: SamplingParams = field(init=False)
+    pooling_params: PoolingParams | None = field(init=False)
     eos_token_id: int | None = field(init=False)
     """The tokenizer's EOS; None if there is none or it is to be ignored."""
     stop_token_ids: frozenset[int] = field(init=False)
@@ -128,6 +132,7 @@ class Request:
         spec, params = self.spec, self.spec.sampling_params
         self.request_id = spec.request_id
         self.sampling_params = params
+        self.pooling_params = pooling = spec.pooling_params
         eos = () if params.ignore_eos else spec.eos_token_ids
         self.eos_token_id = eos[0] if eos else None
         self.stop_token_ids = frozenset((*eos[1:], *(params.stop_token_ids or ())))
@@ -137,6 +142,9 @@ class Request:
         self.token_ids = list(spec.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.max_num_tokens = sys.maxsize if params.max_tokens is None else self.num_prompt_tokens + params.max_tokens
+        if pooling is not None:
+            self.skip_reading_prefix_cache = bool(pooling.skip_reading_prefix_cache)
+            self.max_num_tokens = self.num_prompt_tokens + 1  # as if its vector were one token, which is never computed
         if self.extend_hashes is not None:
             self.extend_hashes(self)
 
