@@ -22,7 +22,8 @@ class Collected:
 
     def histogram(self, name: str, observations: Observations, help: str, **labels: str) -> None:
         buckets, total = {}, 0
-        for bound, count in zip([*map(str, observations.bounds), "+Inf"], observations.counts, strict=True):
+        names = [str(float(bound)) for bound in observations.bounds]
+        for bound, count in zip([*names, "+Inf"], observations.counts, strict=True):
             total += count
             buckets[bound] = total
         labels = {**self._labels, **labels}

@@ -55,6 +55,11 @@ class EngineMetrics:
         if params.max_tokens is not None:
             self._request_max_tokens.add(params.max_tokens)
 
+    @property
+    def num_rejected(self) -> int:
+        """Prompts that were turned away."""
+        return sum(self._rejected.values())
+
     def request_rejected(self, reason: str) -> None:
         """A prompt was turned away because too much waits; `reason` is one of REJECTIONS."""
         self._rejected[reason] += 1
