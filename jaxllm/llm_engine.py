@@ -1,6 +1,7 @@
 """LLMEngine: prompts in, RequestOutputs out, one step at a time. Everything here runs in the caller's thread."""
 
 import contextlib
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -9,7 +10,8 @@ from jaxllm import log
 from jaxllm.at_exit import shut_down_at_exit
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError, EngineDeadError, EngineError, JaxLLMError
-from jaxllm.metrics.engine_metrics import EngineMetrics, LoadStats
+from jaxllm.metrics.engine_load import LoadStats
+from jaxllm.metrics.engine_metrics import EngineMetrics
 from jaxllm.metrics.metric import Metric
 from jaxllm.metrics.stat_logger import StatLogger
 from jaxllm.model_config import ModelConfig, load_model_config
@@ -97,7 +99,8 @@ class LLMEngine:
         self.metrics: EngineMetrics | None = None
         self._stat_logger: StatLogger | None = None
         if not config.observe.disable_log_stats:
-            self.metrics = EngineMetrics(options.model, self.max_model_len)
+            cache_config = {name: str(value) for name, value in dataclasses.asdict(self.config.cache).items()}
+            self.metrics = EngineMetrics(options.model, self.max_model_len, cache_config=cache_config)
             self._stat_logger = StatLogger(self.metrics) if log_stats else None
         self.input_processor = InputProcessor(
             self.config,

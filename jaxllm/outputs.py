@@ -21,6 +21,10 @@ class EngineCoreOutput:
     new_prompt_logprobs: TokenLogprobs | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    queue_seconds: float | None = None
+    """With the first token: how long the request waited in the engine core for its first step."""
+    prefill_seconds: float | None = None
+    """With the first token: the time since that step was planned."""
     pooled: np.ndarray | None = None
     """Of a pooling request, with its end: float32, [width] for embed, [prompt tokens, width] for token_embed."""
 
@@ -44,6 +48,10 @@ class RequestMetrics:
     finished_time: float | None = None
     num_generation_tokens: int = 0
     num_preemptions: int = 0
+    queue_seconds: float | None = None
+    """How long the first answer waited in the engine core for its first step."""
+    prefill_seconds: float | None = None
+    """From that step to its first token."""
 
 
 @dataclass

@@ -123,6 +123,10 @@ class Request:
     num_cached_tokens: int = -1
     """Prompt tokens found in the prefix cache at the first admission; -1 before it."""
     num_preemptions: int = 0
+    queued_at: float = 0.0
+    """When it came to the scheduler, on the monotonic clock."""
+    scheduled_at: float = 0.0
+    """When its first step was planned."""
     stop_reason: int | str | None = None
     block_hashes: list[bytes] = field(default_factory=list)
     """One per full block of token_ids; kept up to date by `extend_hashes`."""

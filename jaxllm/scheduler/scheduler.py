@@ -9,11 +9,13 @@ placeholders by tokens. Steps reach the device in the order in which they were p
 given back here free for the very next step, whatever is still in flight.
 """
 
+import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from jaxllm.config import CacheOptions, SchedulerOptions
 from jaxllm.errors import InvalidRequestError
+from jaxllm.observations import STEP_TOKENS, Observations
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import Request, RequestStatus
 from jaxllm.scheduler.block_hash import block_hasher
@@ -65,6 +67,7 @@ class Scheduler:
         self._preempted_ids: list[str] = []
         self._refusal: _Refusal | None = None
         self._num_preemptions = 0
+        self._step_tokens = Observations(STEP_TOKENS)
         # [queried, found] tokens of first admissions, and of admissions after preemption.
         self._prefix_totals, self._resumed_prefix_totals = [0, 0], [0, 0]
 
@@ -80,6 +83,7 @@ class Scheduler:
         if self._extend_hashes is not None:
             request.extend_hashes = self._extend_hashes
             self._extend_hashes(request)
+        request.queued_at = time.monotonic()
         self.requests[request.request_id] = request
         self.waiting.add(request)
 
@@ -263,6 +267,7 @@ class Scheduler:
             totals[1] += prefix.num_cached_tokens
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = prefix.num_cached_tokens
+            request.scheduled_at = time.monotonic()
         request.num_computed_tokens = prefix.num_computed_tokens
         request.status = RequestStatus.RUNNING
         self.running.append(request)
@@ -302,6 +307,7 @@ class Scheduler:
             step_id=self._step_id,
         )
         if shares:
+            self._step_tokens.add(plan.total_num_scheduled_tokens)
             self._in_flight[self._step_id] = shares
             self._finished_ids.clear()
             self._preempted_ids.clear()
@@ -341,19 +347,21 @@ class Scheduler:
             if end is not None:
                 self._finish(request, end)
                 any_ended = True
-            outputs.append(
-                EngineCoreOutput(
-                    request_id,
-                    new_token_ids,
-                    None if end is None else end.finish_reason,
-                    request.stop_reason,
-                    _first_rows(logprobs.get(request_id), len(new_token_ids)) if logprobs else None,
-                    prompt_logprobs.get(request_id) if is_first else None,
-                    request.num_cached_tokens,
-                    request.num_preemptions,
-                    result.pooled.get(request_id) if end is RequestStatus.FINISHED_STOPPED else None,
-                )
+            news = EngineCoreOutput(
+                request_id,
+                new_token_ids,
+                None if end is None else end.finish_reason,
+                request.stop_reason,
+                _first_rows(logprobs.get(request_id), len(new_token_ids)) if logprobs else None,
+                prompt_logprobs.get(request_id) if is_first else None,
+                request.num_cached_tokens,
+                request.num_preemptions,
+                pooled=result.pooled.get(request_id) if end is RequestStatus.FINISHED_STOPPED else None,
             )
+            if is_first:
+                news.queue_seconds = request.scheduled_at - request.queued_at
+                news.prefill_seconds = time.monotonic() - request.scheduled_at
+            outputs.append(news)
         if any_ended:
             self._drop_finished_from_running()
         return outputs
@@ -385,6 +393,9 @@ class Scheduler:
             prefix_cache_hits=self._prefix_totals[1],
             resumed_prefix_cache_queries=self._resumed_prefix_totals[0],
             resumed_prefix_cache_hits=self._resumed_prefix_totals[1],
+            num_cache_blocks=self.cache_manager.pool.num_usable_blocks,
+            step_token_counts=tuple(self._step_tokens.counts),
+            num_step_tokens=int(self._step_tokens.sum),
         )
 
     def check_integrity(self) -> None:

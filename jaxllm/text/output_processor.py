@@ -27,13 +27,30 @@ class Observer(Protocol):
     """Who counts what happens to requests."""
 
     def request_arrived(self, params: SamplingParams) -> None: ...
-    def prefill_done(self, num_prompt_tokens: int, num_cached_tokens: int, seconds: float) -> None: ...
+    def prefill_done(
+        self,
+        num_prompt_tokens: int,
+        num_cached_tokens: int,
+        seconds: float,
+        *,
+        queue_seconds: float | None,
+        prefill_seconds: float | None,
+    ) -> None: ...
     def prompt_pooled(self, num_prompt_tokens: int, num_cached_tokens: int) -> None: ...
     def tokens_done(self, seconds: float, count: int) -> None: ...
     def add_generation_tokens(self, count: int) -> None: ...
     def request_finished(
-        self, reason: str, *, num_prompt_tokens: int, num_generation_tokens: int, seconds: float, decode_seconds: float | None
+        self,
+        reason: str,
+        *,
+        num_prompt_tokens: int,
+        num_generation_tokens: int,
+        seconds: float,
+        decode_seconds: float | None,
+        prefill_seconds: float | None,
+        num_preemptions: int,
     ) -> None: ...
+    def all_answers_finished(self, num_longest_tokens: int) -> None: ...
 
 
 _NO_VECTORS = np.zeros(0, np.float32)
@@ -73,6 +90,7 @@ class _Answer:
         self.stop_reason: int | str | None = None
         self.num_preemptions = 0
         self.first_token_time: float | None = None
+        self.prefill_seconds: float | None = None
         self.last_token_time = 0.0
         self.num_sent_tokens = 0
         self.num_sent_characters = 0
@@ -312,11 +330,19 @@ class OutputProcessor:
 
     def _note_first_token(self, live: _Live, answer: _Answer, item: EngineCoreOutput, now: float) -> None:
         answer.first_token_time = now
+        answer.prefill_seconds = item.prefill_seconds
         if live.metrics.first_token_time is None:
             live.metrics.first_token_time = now
+            live.metrics.queue_seconds, live.metrics.prefill_seconds = item.queue_seconds, item.prefill_seconds
             live.num_cached_tokens = item.num_cached_tokens
         if self._observer is not None:
-            self._observer.prefill_done(len(answer.prompt_token_ids), item.num_cached_tokens, now - live.request.arrival_time)
+            self._observer.prefill_done(
+                len(answer.prompt_token_ids),
+                item.num_cached_tokens,
+                now - live.request.arrival_time,
+                queue_seconds=item.queue_seconds,
+                prefill_seconds=item.prefill_seconds,
+            )
 
     def _note_end(self, live: _Live, answer: _Answer, now: float) -> None:
         del self._answers[answer.engine_id]
@@ -329,4 +355,8 @@ class OutputProcessor:
                 num_generation_tokens=len(answer.token_ids),
                 seconds=now - live.request.arrival_time,
                 decode_seconds=None if answer.first_token_time is None else answer.last_token_time - answer.first_token_time,
+                prefill_seconds=answer.prefill_seconds,
+                num_preemptions=answer.num_preemptions,
             )
+            if live.is_finished:
+                self._observer.all_answers_finished(max(len(each.token_ids) for each in live.answers))
