@@ -5,6 +5,7 @@ import time
 from collections import deque
 from typing import Protocol
 
+from jaxllm.engine.work_clock import WorkClock
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput
@@ -42,6 +43,7 @@ class StepLoop:
         """The step that is dispatched or read; after an error the one that failed. None while planning."""
         self.wait_seconds = 0.0
         """Time spent waiting for the device in all."""
+        self.work_clock = WorkClock()
 
     @property
     def has_work(self) -> bool:
@@ -49,12 +51,16 @@ class StepLoop:
 
     def step(self) -> list[EngineCoreOutput]:
         """Keep the device busy, then return the news of the oldest step in flight (nothing if there was none)."""
+        if not self._in_flight:
+            self.note_work()
         while len(self._in_flight) < self.max_in_flight and self.scheduler.has_requests():
             self.working_on = None
             self.working_on = plan = self.scheduler.schedule()
             if plan.total_num_scheduled_tokens == 0:
                 break
             self._in_flight.append((plan, self.runner.dispatch(plan)))
+            if len(self._in_flight) == 1:
+                self.note_work()
         if not self._in_flight:
             return []
         plan, pending = self._in_flight[0]
@@ -63,7 +69,14 @@ class StepLoop:
         result = pending.result()
         self.wait_seconds += time.perf_counter() - start
         self._in_flight.popleft()  # only now: a wait that was interrupted is still to come
-        return self.scheduler.update_from_output(plan, result)
+        news = self.scheduler.update_from_output(plan, result)
+        if not self._in_flight:
+            self.note_work()
+        return news
+
+    def note_work(self) -> None:
+        """Tell the clock whether there is work and whether the device has any of it. Call when requests end outside a step."""
+        self.work_clock.note(has_work=self.has_work, in_flight=bool(self._in_flight))
 
     def forget(self) -> None:
         """Drop the steps in flight, after the device is through with them. What they bring, errors too, is nobody's any more."""
