@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from jaxllm import log
 from jaxllm.at_exit import shut_down_at_exit
 from jaxllm.config import EngineConfig
+from jaxllm.engine import fault_points
 from jaxllm.errors import ConfigError, EngineDeadError, EngineError, JaxLLMError
 from jaxllm.metrics.engine_load import LoadStats
 from jaxllm.metrics.engine_metrics import EngineMetrics
@@ -72,6 +73,7 @@ class LLMEngine:
         logits_processors: "Sequence[Processor]" = (),
     ):
         log.set_up_if_asked()
+        fault_points.install_from_environment("front")
         times = StartTimes()
         if (age := process_age_seconds()) is not None:
             times.add("process before the engine", age)
@@ -143,10 +145,10 @@ class LLMEngine:
             for child in request.children:
                 self.core.add_request(child)
                 added.append(child.request_id)
+            self._outputs.add(request)
         except BaseException:
             self._abort_in_core(added)
             raise
-        self._outputs.add(request)
 
     def abort_request(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
         """End requests by the ids they were added with. Returns their last outputs, with finish_reason "abort"."""
