@@ -21,8 +21,8 @@ class MessageWriter:
         self._pieces: list[str] = []
 
     def start(self) -> list[Event]:
-        """The event before the first token."""
-        return [{"type": "message_start", "message": {**self.message, "content": []}}]
+        """The events before the first token."""
+        return [{"type": "message_start", "message": {**self.message, "content": []}}, {"type": "ping"}]
 
     def reasoning(self, text: str) -> list[Event]:
         """More of what the model thinks; an omitted thought keeps its block and its signature."""
