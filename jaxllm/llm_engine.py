@@ -14,6 +14,7 @@ from jaxllm.metrics.metric import Metric
 from jaxllm.metrics.stat_logger import StatLogger
 from jaxllm.model_config import ModelConfig, load_model_config
 from jaxllm.outputs import EngineCoreOutput, RequestOutput
+from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
 from jaxllm.request import EngineCoreRequest
 from jaxllm.sampling_params import SamplingParams
@@ -120,12 +121,15 @@ class LLMEngine:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: SamplingParams | PoolingParams | None = None,
         *,
         arrival_time: float | None = None,
         priority: int = 0,
     ) -> None:
-        """Queue a prompt. The id need not be unique: outputs carry it back. Raises InvalidRequestError."""
+        """Queue a prompt, to generate or (with PoolingParams) to pool. The id need not be unique: outputs carry it back.
+
+        Raises InvalidRequestError.
+        """
         params = self.get_default_sampling_params() if params is None else params
         self.add(self.input_processor.process(request_id, prompt, params, arrival_time=arrival_time, priority=priority))
 
@@ -250,7 +254,14 @@ class LLMEngine:
 
 def _check_model(config: EngineConfig, directory: Path) -> None:
     """Raise what is wrong with a model's config.json before JAX is imported."""
-    model_config = load_model_config(directory, overrides=config.model.hf_overrides, dtype=config.model.dtype)
+    options = config.model
+    model_config = load_model_config(
+        directory,
+        overrides=options.hf_overrides,
+        dtype=options.dtype,
+        runner=options.runner,
+        pooler_config=options.pooler_config,
+    )
     model_config.for_tensor_parallel(config.parallel.tensor_parallel_size)
 
 

@@ -110,6 +110,11 @@ class EngineMetrics:
         self.prompt_tokens_cached += num_cached_tokens
         self._first_token_seconds.add(seconds)
 
+    def prompt_pooled(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
+        """The vectors of a prompt came."""
+        self.prompt_tokens += num_prompt_tokens
+        self.prompt_tokens_cached += num_cached_tokens
+
     def tokens_done(self, seconds: float, count: int) -> None:
         """A later token came for so many sequences, so long after the one before it."""
         self._inter_token_seconds.add(seconds, count)
@@ -152,7 +157,7 @@ class EngineMetrics:
             counter("prefix_cache_hits", load.prefix_cache_hits, "tokens found in the prefix cache")
             counter("num_preemptions", load.num_preemptions, "times that a running request lost its place")
         counter("programs_compiled_after_warmup", self.programs_compiled_after_warmup, "programs compiled while serving")
-        counter("prompt_tokens", self.prompt_tokens, "prompt tokens of requests that got their first token")
+        counter("prompt_tokens", self.prompt_tokens, "prompt tokens of requests that got their first token or their vector")
         counter("prompt_tokens_cached", self.prompt_tokens_cached, "those of them that came from the prefix cache")
         counter("generation_tokens", self.generation_tokens, "output tokens")
         for reason, count in self._finished.items():

@@ -19,6 +19,7 @@ from jaxllm.runner.batch import Batch, BatchBuilder, PromptLogprobsChunk
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.launcher import Launcher
 from jaxllm.runner.memory import MemoryPlan
+from jaxllm.runner.pooler import NOT_FINITE, PendingVectors, Pooler
 from jaxllm.runner.program_store import ProgramStore
 from jaxllm.runner.programs import Programs
 from jaxllm.runner.prompt_logprobs import PendingPromptLogprobs, trim
@@ -45,12 +46,15 @@ class PendingStep:
 
     sampled: list[Row]
     token_R: jax.Array
+    """Of a step that only pools, another small result of it, to wait for."""
     scores: Scores
     prompt_logprobs: list[PendingPromptLogprobs]
+    vectors: PendingVectors | None = None
 
     def start_copies(self) -> None:
         """Have the results sent to the host as soon as they are there."""
-        arrays = (self.token_R, self.scores, [part.scores for part in self.prompt_logprobs])
+        vectors = None if self.vectors is None else (self.vectors.vectors_RD, self.vectors.hidden_TD)
+        arrays = (self.token_R, self.scores, [part.scores for part in self.prompt_logprobs], vectors)
         for array in jax.tree.leaves(arrays):
             array.copy_to_host_async()
 
@@ -72,7 +76,11 @@ class PendingStep:
             whole = part.collect()
             if whole is not None:
                 prompt_logprobs[part.row.data.request_id] = whole
-        return ModelRunnerOutput(sampled, logprobs, prompt_logprobs)
+        if self.vectors is None:
+            return ModelRunnerOutput(sampled, logprobs, prompt_logprobs)
+        pooled = self.vectors.collect()
+        errors = {request_id: NOT_FINITE for request_id, vector in pooled.items() if not np.isfinite(vector).all()}
+        return ModelRunnerOutput(sampled, logprobs, prompt_logprobs, pooled, errors)
 
 
 @dataclass(frozen=True)
@@ -149,6 +157,7 @@ class ModelRunner:
             is_storable=self.shapes.is_storable,
             times=self.times,
         )
+        self._pooler = Pooler(model_config, self.buckets, self.programs, self._put)
         self.caches: Caches = ()
         self.row_arrays = self._put(
             RowArrays(np.zeros(max_rows + 1, np.int32), np.zeros((max_rows + 1, max_blocks), np.int32))  # type: ignore[arg-type]
@@ -226,6 +235,7 @@ class ModelRunner:
         for array in jax.tree.leaves((self.params, self.caches, self.row_arrays, self._sampling_state)):
             if not array.is_deleted():
                 array.delete()
+        self._pooler.delete_arrays()
         self.caches = ()
 
     def dispatch(self, plan: SchedulerOutput) -> PendingStep | LaunchingStep:
@@ -271,9 +281,11 @@ class ModelRunner:
 
     def _forward_and_sample(self, batch: Batch) -> PendingStep:
         num_rows = self.buckets.fit_sample(max(1, len(batch.sampled)))
+        only_pools = bool(batch.pooling) and not batch.sampled
         forward_key = ProgramKey("forward", batch.layout.num_tokens)
         sample_key = ProgramKey("sample", num_rows, batch.variant, batch.logprobs)
-        expected = [forward_key, sample_key]
+        expected = [forward_key, *([] if only_pools else [sample_key])]
+        expected += self._pooler.keys(batch.pooling, batch.layout.num_tokens)
         if batch.sampled and batch.variant != Variant.FULL:
             # What follows, unless other requests come.
             expected.append(ProgramKey("decode", self.buckets.fit_decode(len(batch.sampled)), batch.variant))
@@ -282,14 +294,19 @@ class ModelRunner:
         self.caches, self.row_arrays, hidden_TD, hidden_ND, columns_NC = forward(
             self.params, self.caches, self.row_arrays, self._send(batch.buffer)
         )
-        sample = self.programs.get(sample_key)
-        state = self._state() if batch.variant == Variant.FULL else None
-        named_ids = self._named_ids(batch.sampled, num_rows) if batch.logprobs == LogprobsKind.NAMED else None
-        self.row_arrays, token_R, state, scores = sample(self.params, self.row_arrays, hidden_ND, columns_NC, state, named_ids)
-        if state is not None:
-            self._sampling_state = state
+        vectors = self._pooler.run(batch.pooling, hidden_TD, hidden_ND) if batch.pooling else None
+        token_R, scores = columns_NC, Scores(None, None)
+        if not only_pools:
+            sample = self.programs.get(sample_key)
+            state = self._state() if batch.variant == Variant.FULL else None
+            named_ids = self._named_ids(batch.sampled, num_rows) if batch.logprobs == LogprobsKind.NAMED else None
+            self.row_arrays, token_R, state, scores = sample(
+                self.params, self.row_arrays, hidden_ND, columns_NC, state, named_ids
+            )
+            if state is not None:
+                self._sampling_state = state
         parts = [part for chunk in batch.prompt_logprobs for part in self._score_prompt(chunk, hidden_TD)]
-        return PendingStep(batch.sampled, token_R, scores, parts)
+        return PendingStep(batch.sampled, token_R, scores, parts, vectors)
 
     def _named_ids(self, sampled: list[Row], num_rows: int) -> jax.Array:
         ids = np.full((num_rows, MAX_LOGPROB_TOKEN_IDS), -1, np.int32)

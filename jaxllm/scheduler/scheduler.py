@@ -26,7 +26,8 @@ from jaxllm.scheduler_output import CachedRequestData, ModelRunnerOutput, NewReq
 
 _Share = tuple[Request, int, int, list[int]]
 """One request's part of a step: the request, its tokens, how many of them are sampled from (1 if the step reaches the
-end of the known tokens, else 0), its new blocks. Plain, because one is made for every request in every step."""
+end of the known tokens, else 0; a pooled vector counts like a token), its new blocks. Plain, because one is made for every
+request in every step."""
 
 
 class _Refusal(NamedTuple):
@@ -74,7 +75,8 @@ class Scheduler:
         if request.request_id in self.requests:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use; choose another", "request_id")
         check_servable(request, self.cache_manager, self.max_model_len)
-        request.max_num_tokens = min(request.max_num_tokens, self.max_model_len)
+        if request.pooling_params is None:
+            request.max_num_tokens = min(request.max_num_tokens, self.max_model_len)
         if self._extend_hashes is not None:
             request.extend_hashes = self._extend_hashes
             self._extend_hashes(request)
@@ -273,6 +275,7 @@ class Scheduler:
             block_ids=self.cache_manager.block_ids(request.request_id),
             num_computed_tokens=prefix.num_computed_tokens,
             num_cached_tokens=prefix.num_cached_tokens,
+            pooling_params=request.pooling_params,
         )
 
     def _commit(self, shares: list[_Share], new_requests: list[NewRequestData]) -> SchedulerOutput:
@@ -330,6 +333,8 @@ class Scheduler:
                 end, request.stop_reason = RequestStatus.FINISHED_ERROR, errors[request_id]
             elif sampled := sampled_token_ids.get(request_id):
                 new_token_ids, end = _append_until_stop(request, sampled)
+            elif request_id in result.pooled:
+                new_token_ids, end = [], RequestStatus.FINISHED_STOPPED
             else:
                 assert not num_samples, f"step {plan.step_id} sampled nothing for {request_id!r}"
                 continue
@@ -346,6 +351,7 @@ class Scheduler:
                     prompt_logprobs.get(request_id) if is_first else None,
                     request.num_cached_tokens,
                     request.num_preemptions,
+                    result.pooled.get(request_id) if end is RequestStatus.FINISHED_STOPPED else None,
                 )
             )
         if any_ended:

@@ -5,7 +5,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from jaxllm.outputs import CompletionOutput, EngineCoreOutput, RequestMetrics, RequestOutput
+import numpy as np
+
+from jaxllm.outputs import (
+    CompletionOutput,
+    EngineCoreOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestMetrics,
+    RequestOutput,
+)
 from jaxllm.request import EngineCoreRequest, FinishReason
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.text.detokenizer import Detokenizer
@@ -19,6 +28,7 @@ class Observer(Protocol):
 
     def request_arrived(self, params: SamplingParams) -> None: ...
     def prefill_done(self, num_prompt_tokens: int, num_cached_tokens: int, seconds: float) -> None: ...
+    def prompt_pooled(self, num_prompt_tokens: int, num_cached_tokens: int) -> None: ...
     def tokens_done(self, seconds: float, count: int) -> None: ...
     def add_generation_tokens(self, count: int) -> None: ...
     def request_finished(
@@ -26,12 +36,16 @@ class Observer(Protocol):
     ) -> None: ...
 
 
+_NO_VECTORS = np.zeros(0, np.float32)
+
+
 @dataclass(frozen=True)
 class ProcessedStep:
     """What a step means for the callers."""
 
-    outputs: list[tuple[str, RequestOutput]] = field(default_factory=list)
-    """With the internal id of the request, because callers' ids may repeat."""
+    outputs: list[tuple[str, Any]] = field(default_factory=list)
+    """RequestOutputs (of pooling requests PoolingRequestOutputs), each with the internal id of its request, because callers' ids
+    may repeat."""
     engine_ids_to_abort: list[str] = field(default_factory=list)
     """Requests that a stop string ended, which the engine core does not know."""
 
@@ -141,6 +155,8 @@ class _Live:
         self.has_prompt_logprobs = False
         """Whether they came, even if they are handed on already."""
         self.num_cached_tokens: int | None = None
+        self.vectors = _NO_VECTORS
+        """Of a pooling request, when it is finished."""
         self.metrics = RequestMetrics(arrival_time=request.arrival_time)
 
     @property
@@ -157,8 +173,10 @@ class _Live:
         first = self.request.prompt_token_ids[:1]
         self.prompt_logprobs.extend(positions(news.new_prompt_logprobs, params.prompt_logprobs, first, tokenizer))
 
-    def output(self, changed: Sequence[_Answer]) -> RequestOutput | None:
+    def output(self, changed: Sequence[_Answer]) -> RequestOutput | PoolingRequestOutput | None:
         """News for the caller after some answers changed, if it is time."""
+        if self.request.pooling_params is not None:
+            return self._pooling_output()
         finished = self.is_finished
         if self.kind is RequestOutputKind.FINAL_ONLY and not finished:
             return None
@@ -177,6 +195,20 @@ class _Live:
             outputs=[answer.completion(delta=delta) for answer in shown],
             finished=finished,
             prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=self.num_cached_tokens or 0,
+            metrics=self.metrics,
+        )
+
+    def _pooling_output(self) -> PoolingRequestOutput:
+        end = self.answers[0]
+        is_error = end.finish_reason is FinishReason.ERROR
+        return PoolingRequestOutput(
+            request_id=self.request.request_id,
+            prompt=self.request.prompt,
+            prompt_token_ids=self.request.prompt_token_ids,
+            outputs=PoolingOutput(self.vectors),
+            finish_reason=str(end.finish_reason),
+            error=str(end.stop_reason) if is_error else None,
             num_cached_tokens=self.num_cached_tokens or 0,
             metrics=self.metrics,
         )
@@ -229,6 +261,10 @@ class OutputProcessor:
                     latest[answer.last_token_time] = latest.get(answer.last_token_time, 0) + 1
                 answer.last_token_time = now
                 live.metrics.num_generation_tokens += num_new
+            if item.pooled is not None:
+                live.vectors, live.num_cached_tokens = item.pooled, item.num_cached_tokens
+                if self._observer is not None:
+                    self._observer.prompt_pooled(len(answer.prompt_token_ids), item.num_cached_tokens)
             if item.num_preemptions != answer.num_preemptions:
                 live.metrics.num_preemptions += item.num_preemptions - answer.num_preemptions
                 answer.num_preemptions = item.num_preemptions
