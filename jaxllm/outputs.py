@@ -21,14 +21,14 @@ class EngineCoreOutput:
     new_prompt_logprobs: TokenLogprobs | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    error_kind: ErrorKind | None = None
+    """Set exactly if the finish reason is "error"."""
     queue_seconds: float | None = None
     """With the first token: how long the request waited in the engine core for its first step."""
     prefill_seconds: float | None = None
     """With the first token: the time since that step was planned."""
     pooled: np.ndarray | None = None
     """Of a pooling request, with its end: float32, [width] for embed, [prompt tokens, width] for token_embed."""
-    error_kind: ErrorKind | None = None
-    """Set exactly if the finish reason is "error"."""
 
 
 @dataclass

@@ -81,7 +81,7 @@ class FailurePolicy:
         Raises EngineDeadError if it cannot go on.
         """
         step_ids = [] if loop.working_on is None else list(loop.working_on.num_scheduled_tokens)
-        told: list[EngineCoreOutput] = []
+        told = loop.take_news()
         kind = kind_of(error)
         if kind is Failure.ENGINE:
             raise EngineDeadError(explain(error)) from error
@@ -104,7 +104,7 @@ class FailurePolicy:
         else:
             self._count_failure(error)
             if isinstance(error, UpdateError):
-                told = error.news
+                told += error.news
             ended, why, message = step_ids, ErrorKind.INTERNAL, _message(error.__cause__ or error)
             logger.error("a step failed: %d requests end, the engine goes on", len(ended), exc_info=error)
         try:

@@ -50,9 +50,9 @@ class PendingStep:
     """Of a step that only pools, another small result of it, to wait for."""
     scores: Scores
     prompt_logprobs: list[PendingPromptLogprobs]
-    vectors: PendingVectors | None = None
     errors: dict[str, str] = field(default_factory=dict)
     """Requests that failed alone, with the reason."""
+    vectors: PendingVectors | None = None
 
     def start_copies(self) -> None:
         """Have the results sent to the host as soon as they are there."""
@@ -86,10 +86,12 @@ class PendingStep:
                 continue
             if whole is not None:
                 prompt_logprobs[request_id] = whole
-        pooled = {} if self.vectors is None else self.vectors.collect()
-        for request_id, vector in pooled.items():
-            if not np.isfinite(vector).all():
-                self.errors[request_id] = NOT_FINITE
+        pooled: dict[str, np.ndarray] = {}
+        if self.vectors is not None:
+            pooled = self.vectors.collect()
+            for request_id, vector in pooled.items():
+                if not np.isfinite(vector).all():
+                    self.errors[request_id] = NOT_FINITE
         return ModelRunnerOutput(sampled, logprobs, prompt_logprobs, pooled, self.errors)
 
     def _scores_of(self, row: Row, index: int) -> TokenLogprobs | None:
@@ -366,7 +368,7 @@ class ModelRunner:
             if state is not None:
                 self._sampling_state = state
         parts = [part for chunk in batch.prompt_logprobs for part in self._score_prompt(chunk, hidden_TD)]
-        return PendingStep(batch.sampled, token_R, scores, parts, vectors)
+        return PendingStep(batch.sampled, token_R, scores, parts, vectors=vectors)
 
     def _named_ids(self, sampled: list[Row], num_rows: int) -> jax.Array:
         ids = np.full((num_rows, MAX_LOGPROB_TOKEN_IDS), -1, np.int32)

@@ -440,8 +440,8 @@ class Scheduler:
                 new_prompt_logprobs,
                 request.num_cached_tokens,
                 request.num_preemptions,
-                pooled=result.pooled.get(request_id) if end is RequestStatus.FINISHED_STOPPED else None,
                 error_kind=request.error_kind,
+                pooled=result.pooled.get(request_id) if end is RequestStatus.FINISHED_STOPPED else None,
             )
             if is_first:
                 news.queue_seconds = request.scheduled_at - request.queued_at
