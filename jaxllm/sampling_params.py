@@ -80,10 +80,10 @@ class SamplingParams:
     skip_reading_prefix_cache: bool | None = None
     repetition_detection: dict[str, int] | None = None
     """End the output when it closes with min_count equal runs of min_pattern_size to max_pattern_size tokens (these keys)."""
-    structured_outputs: InitVar[Any] = None
+    structured_outputs: Any = None
 
-    def __post_init__(self, structured_outputs: Any) -> None:
-        if structured_outputs is not None:
+    def __post_init__(self) -> None:
+        if self.structured_outputs is not None:
             raise InvalidRequestError("structured_outputs is not supported yet", "structured_outputs")
         self._check_numbers()
         self._check_switches()

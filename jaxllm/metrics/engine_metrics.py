@@ -131,8 +131,8 @@ class EngineMetrics:
             if num_generation_tokens > 1:
                 self._seconds_per_token.add(decode_seconds / (num_generation_tokens - 1))
 
-    def snapshot(self) -> list[Metric]:
-        """Every metric as it is now."""
+    def snapshot(self, *, of_engine: bool = True) -> list[Metric]:
+        """Every metric as it is now, with or without those that the engine core counts for all fronts together."""
         found: list[Metric] = []
 
         def gauge(name: str, value: float, help: str) -> None:
@@ -144,14 +144,15 @@ class EngineMetrics:
         def histogram(name: str, observations: _Observations, help: str) -> None:
             found.append(observations.snapshot(PREFIX + name, self._labels, help))
 
-        if (load := self.load) is not None:
+        if of_engine and (load := self.load) is not None:
             gauge("num_requests_running", load.num_running, "requests in the running batch")
             gauge("num_requests_waiting", load.num_waiting, "requests waiting for a place in the batch")
             gauge("kv_cache_usage_perc", load.cache_usage, "fraction of the KV cache in use, 0 to 1")
             counter("prefix_cache_queries", load.prefix_cache_queries, "tokens looked up in the prefix cache")
             counter("prefix_cache_hits", load.prefix_cache_hits, "tokens found in the prefix cache")
             counter("num_preemptions", load.num_preemptions, "times that a running request lost its place")
-        counter("programs_compiled_after_warmup", self.programs_compiled_after_warmup, "programs compiled while serving")
+        if of_engine:
+            counter("programs_compiled_after_warmup", self.programs_compiled_after_warmup, "programs compiled while serving")
         counter("prompt_tokens", self.prompt_tokens, "prompt tokens of requests that got their first token")
         counter("prompt_tokens_cached", self.prompt_tokens_cached, "those of them that came from the prefix cache")
         counter("generation_tokens", self.generation_tokens, "output tokens")

@@ -264,6 +264,21 @@ class OutputProcessor:
             self._emit(live, unfinished, step)
         return step
 
+    def internal_id_of(self, engine_id: str) -> str | None:
+        """The request that an answer belongs to, by the engine's id of the answer; None if it has ended."""
+        live, _ = self._answers.get(engine_id, (None, None))
+        return None if live is None else live.request.internal_id
+
+    @property
+    def num_answers(self) -> int:
+        """Answers that are not finished."""
+        return len(self._answers)
+
+    def queued(self) -> tuple[int, int]:
+        """Answers that have no token yet, and their prompt tokens."""
+        waiting = [answer for _, answer in list(self._answers.values()) if answer.first_token_time is None]
+        return len(waiting), sum(len(answer.prompt_token_ids) for answer in waiting)
+
     def internal_ids(self) -> list[str]:
         """All requests in flight."""
         return list(self._live)

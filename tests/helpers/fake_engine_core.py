@@ -11,6 +11,7 @@ from jaxllm.model_config import ModelConfig
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import EngineCoreRequest, FinishReason
 from jaxllm.scheduler_output import TokenLogprobs
+from jaxllm.start_times import StartTimes
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class FakeStats:
     num_preemptions: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    resumed_prefix_cache_queries: int = 0
+    resumed_prefix_cache_hits: int = 0
 
 
 def tiny_model_config(vocab_size: int, eos_token_ids: tuple[int, ...] = ()) -> ModelConfig:
@@ -72,6 +75,9 @@ class FakeEngineCore:
         self.model_config = tiny_model_config(vocab_size, eos_token_ids)
         self.max_model_len = max_model_len
         self.num_compiled_after_warmup = 0
+        self.is_compiling = False
+        self.device_wait_seconds = 0.0
+        self.start_times = StartTimes()
         self.processor_arguments: dict[str, int] = {}
         self.requests: list[EngineCoreRequest] = []
         """Every request that was ever added."""
