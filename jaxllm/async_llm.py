@@ -6,7 +6,6 @@ import queue
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxllm.at_exit import shut_down_at_exit
@@ -16,7 +15,8 @@ from jaxllm.llm_engine import Core, LLMEngine, Texts
 from jaxllm.log import logger
 from jaxllm.mailbox import Letter, Mailbox, post
 from jaxllm.metrics.metric import Metric
-from jaxllm.outputs import RequestOutput
+from jaxllm.outputs import PoolingRequestOutput, RequestOutput
+from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.text.input_processor import FrontRequest, Prompt
@@ -27,18 +27,6 @@ if TYPE_CHECKING:
     from jaxllm.sampling.processors import Processor
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class QueueLoad:
-    """How much the engine has to do; n answers to a prompt count n times."""
-
-    num_requests: int
-    """Unfinished ones."""
-    num_queued_requests: int
-    """Those of them that have no token yet."""
-    num_queued_tokens: int
-    """Prompt tokens of these."""
 
 
 class AsyncLLM:
@@ -93,7 +81,12 @@ class AsyncLLM:
     # For callers
 
     async def prepare(
-        self, prompt: Prompt, sampling_params: SamplingParams | None, request_id: str, *, priority: int = 0
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | PoolingParams | None,
+        request_id: str,
+        *,
+        priority: int = 0,
     ) -> FrontRequest:
         """A prompt checked and tokenized, for `stream`: whatever is wrong with it is found here. Raises InvalidRequestError."""
         self._check_alive()
@@ -131,6 +124,20 @@ class AsyncLLM:
             async for output in outputs:
                 yield output
 
+    async def pool(
+        self, prompt: Prompt, pooling_params: PoolingParams, request_id: str, *, priority: int = 0
+    ) -> PoolingRequestOutput:
+        """The vector of a prompt, or those of its tokens. Cancelling the task aborts the request.
+
+        Raises InvalidRequestError, EngineError or EngineDeadError; a request that was aborted comes back without vectors.
+        """
+        request = await self.prepare(prompt, pooling_params, request_id, priority=priority)
+        async with contextlib.aclosing(self.stream(request)) as outputs:
+            output: Any = await anext(outputs)
+        if output.error is not None:
+            raise EngineError(f"the request failed: {output.error}")
+        return output
+
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         """End requests by the ids they were given; their generators yield a last output with finish_reason "abort"."""
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
@@ -165,10 +172,6 @@ class AsyncLLM:
     def add_metrics(self, source: Callable[[], Iterable[Metric]]) -> None:
         """Have `get_metrics` and the exporter tell these counters and histograms too, added up over all fronts."""
         self._sources.append(source)
-
-    def queue_load(self) -> QueueLoad:
-        """How much there is to do, for whoever limits it."""
-        return QueueLoad(self._engine.num_answers, *self._engine.queued())
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget all cached prompt beginnings. False if blocks are in use."""

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from jaxllm.async_llm import AsyncLLM, QueueLoad
+from jaxllm.async_llm import AsyncLLM
 from jaxllm.at_exit import shut_down_at_exit
 from jaxllm.engine import messages
 from jaxllm.engine.client import EngineClient, RemoteCore
@@ -92,16 +92,6 @@ class ConnectedLLM(AsyncLLM):
             except (EngineError, ConfigError) as error:
                 logger.debug("metrics were not shared: %s", error)
 
-    def queue_load(self) -> QueueLoad:
-        """How much all fronts together have in the engine, and on its way there."""
-        load = self._client.load
-        num_unseen, unseen_tokens = self._client.unseen_adds()
-        if load is None:
-            return QueueLoad(num_unseen, num_unseen, unseen_tokens)
-        return QueueLoad(
-            load.num_requests + num_unseen, load.num_queued_requests + num_unseen, load.num_queued_tokens + unseen_tokens
-        )
-
     # Where AsyncLLM would ask its thread
 
     def _send(self, command: Callable[[], None]) -> None:
@@ -125,7 +115,7 @@ class ConnectedLLM(AsyncLLM):
         internal_id = self._engine.abort_refused(message.request_id)
         mailbox = None if internal_id is None else self._mailboxes.pop(internal_id, None)
         if mailbox is not None:
-            put_all([(mailbox, messages.as_error(message.kind, message.message, message.param))])
+            put_all([(mailbox, messages.error_of(message.fault))])
 
     def _take_failure(self, message: Failed) -> None:
         error = EngineError(message.message)

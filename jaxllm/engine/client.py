@@ -8,7 +8,6 @@ import contextlib
 import os
 import secrets
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -69,9 +68,7 @@ class EngineClient:
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[Ready] = self._loop.create_future()
         self._replies: dict[int, asyncio.Future[Any]] = {}
-        self._num_calls = self._num_adds = 0
-        self._unseen: deque[tuple[int, int]] = deque()
-        """Number and prompt tokens of the Adds that the engine has not seen yet."""
+        self._num_calls = 0
         self._heard = time.monotonic()
         self._process: int | None = None
         self._closed = False
@@ -95,9 +92,7 @@ class EngineClient:
 
     def add(self, request: EngineCoreRequest) -> None:
         """Queue a request. Raises EngineDeadError or EngineError."""
-        self._num_adds += 1
-        self._send(Add(self.name, self._num_adds, request))
-        self._unseen.append((self._num_adds, len(request.prompt_token_ids)))
+        self._send(Add(self.name, request))
 
     def abort(self, request_ids: list[str]) -> None:
         self._send(Abort(self.name, request_ids))
@@ -108,10 +103,6 @@ class EngineClient:
         self._send(Call(self.name, self._num_calls, call))
         future = self._replies[self._num_calls] = self._loop.create_future()
         return future
-
-    def unseen_adds(self) -> tuple[int, int]:
-        """Requests on their way, and their prompt tokens: `load` does not have them yet."""
-        return len(self._unseen), sum(tokens for _, tokens in self._unseen)
 
     def close(self) -> None:
         """May be called again, and where the loop is closed already."""
@@ -170,22 +161,20 @@ class EngineClient:
 
     def _take(self, message: EngineMessage) -> None:
         if isinstance(message, Outputs):
-            self._note(message.load, message.num_adds)
+            self.load = message.load
             self.on_outputs(message)
         elif isinstance(message, Status):
             self.status = message
-            if message.load is not None:
-                self._note(message.load, message.num_adds)
+            self.load = message.load or self.load
         elif isinstance(message, Reply):
-            if message.load is not None:
-                self._note(message.load, 0)
+            self.load = message.load or self.load
             future = self._replies.pop(message.number, None)
             if future is None or future.done():
                 return
-            if message.kind is None:
+            if message.fault is None:
                 future.set_result(message.result)
             else:
-                future.set_exception(messages.as_error(message.kind, message.message, message.param))
+                future.set_exception(messages.error_of(message.fault))
         elif isinstance(message, Ready):
             if not self._ready.done():
                 self._ready.set_result(message)
@@ -195,11 +184,6 @@ class EngineClient:
             self.on_failed(message)
         elif isinstance(message, Dead):
             self._die(EngineDeadError(message.message))
-
-    def _note(self, load: Load, num_adds: int) -> None:
-        self.load = load
-        while self._unseen and self._unseen[0][0] <= num_adds:
-            self._unseen.popleft()
 
     def _watch_process(self, pid: int) -> None:
         """Hear of the end of the engine's process from the kernel."""
@@ -262,7 +246,7 @@ class RemoteCore:
         raise NotImplementedError("the engine process steps by itself")
 
     def has_unfinished_requests(self) -> bool:
-        return self.client.load is not None and self.client.load.num_requests > 0
+        raise NotImplementedError("the engine process knows")
 
     def finish_compiling(self) -> Any:
         return self.client.call(messages.FinishCompiling())

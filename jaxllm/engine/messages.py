@@ -10,7 +10,15 @@ import msgspec
 import numpy as np
 
 from jaxllm.config import EngineConfig
-from jaxllm.errors import ConfigError, EngineDeadError, EngineError, InvalidRequestError, JaxLLMError
+from jaxllm.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineError,
+    EngineSleepingError,
+    InvalidRequestError,
+    JaxLLMError,
+    OverloadedError,
+)
 from jaxllm.metrics.metric import Counter, Gauge, Histogram, Metric
 from jaxllm.model_config import ModelConfig
 from jaxllm.outputs import EngineCoreOutput
@@ -20,6 +28,13 @@ from jaxllm.scheduler.stats import SchedulerStats
 MAX_MESSAGE_BYTES = 1 << 30
 """Longer messages end the connection that they come by. Prompt logprobs of a long prompt are the longest there are."""
 State = Literal["loading", "compiling", "running", "idle"]
+_ERROR_TYPES: dict[str, type[JaxLLMError]] = {
+    "invalid": InvalidRequestError,
+    "config": ConfigError,
+    "dead": EngineDeadError,
+    "overloaded": OverloadedError,
+    "sleeping": EngineSleepingError,
+}
 _ARRAY_DTYPES = ("|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8")
 _MAX_ARRAY_DIMENSIONS = 8
 
@@ -58,10 +73,9 @@ class Hello(_Message, tag="hello"):
 
 
 class Add(_Message, tag="add"):
-    """Queue a request. `number` counts the Adds of a front from 1."""
+    """Queue a request."""
 
     client: str
-    number: int
     request: EngineCoreRequest
 
 
@@ -138,20 +152,10 @@ class Call(_Message, tag="call"):
 
 
 class Load(_Message):
-    """What the engine has to do now. Seconds count from the start."""
+    """What the engine has to do now, and totals since its start."""
 
     stats: SchedulerStats
     num_compiled_after_warmup: int = 0
-    work_seconds: float = 0.0
-    """Time in which there were unfinished requests."""
-    device_wait_seconds: float = 0.0
-    """Time in which the loop waited for the device, which was busy then."""
-    num_queued_requests: int = 0
-    """Requests of all fronts that have no token yet."""
-    num_queued_tokens: int = 0
-    """Their prompt tokens."""
-    num_requests: int = 0
-    """Unfinished requests of all fronts."""
 
 
 class Status(_Message, tag="status"):
@@ -165,8 +169,6 @@ class Status(_Message, tag="status"):
     total: int | None = None
     unit: str = ""
     load: Load | None = None
-    num_adds: int = 0
-    """The number of this front's last Add that was seen."""
 
 
 class Ready(_Message, tag="ready"):
@@ -185,19 +187,22 @@ class Outputs(_Message, tag="outputs"):
 
     outputs: list[EngineCoreOutput]
     load: Load
-    num_adds: int = 0
 
 
-ErrorKind = Literal["invalid", "config", "dead", "engine"]
+class Fault(_Message):
+    """A JaxLLMError on its way."""
+
+    kind: Literal["invalid", "config", "dead", "overloaded", "sleeping", "engine"]
+    message: str
+    param: str | None = None
+    retry_after_seconds: int = 1
 
 
 class Refused(_Message, tag="refused"):
     """A request that the core did not take."""
 
     request_id: str
-    kind: ErrorKind
-    message: str
-    param: str | None = None
+    fault: Fault
 
 
 class Failed(_Message, tag="failed"):
@@ -211,9 +216,7 @@ class Reply(_Message, tag="reply"):
 
     number: int
     result: bool | int | float | str | list[MetricRecord] | None = None
-    kind: ErrorKind | None = None
-    message: str = ""
-    param: str | None = None
+    fault: Fault | None = None
     load: Load | None = None
     """With metrics."""
 
@@ -255,31 +258,31 @@ def sender_of_add(frame: bytes) -> tuple[str, str] | None:
     """Front and id of a request in an Add that could not be decoded, if they can be read: somebody waits for that request."""
     try:
         fields = msgspec.msgpack.decode(frame)
-        tag, client, _, request = fields
+        tag, client, request = fields
         request_id = request["request_id"]
     except (msgspec.MsgspecError, RecursionError, TypeError, ValueError, KeyError, OverflowError):
         return None
     return (client, request_id) if tag == "add" and isinstance(client, str) and isinstance(request_id, str) else None
 
 
-def error_fields(error: BaseException) -> tuple[ErrorKind, str, str | None]:
-    """An exception as kind, message and parameter. Of foreign ones only the type is told: their texts may hold anything."""
-    if isinstance(error, InvalidRequestError):
-        return "invalid", str(error), error.param
-    if isinstance(error, ConfigError):
-        return "config", str(error), None
-    if isinstance(error, EngineDeadError):
-        return "dead", str(error), None
+def fault_of(error: BaseException) -> Fault:
+    """An exception as it is sent. Of foreign ones only the type is told: their texts may hold anything."""
+    for kind, of_type in _ERROR_TYPES.items():
+        if isinstance(error, of_type):
+            param, seconds = getattr(error, "param", None), getattr(error, "retry_after_seconds", 1)
+            return Fault(kind, str(error), param, seconds)  # type: ignore[arg-type]
     if isinstance(error, JaxLLMError):
-        return "engine", str(error), None
-    return "engine", f"the engine could not do it ({type(error).__name__}); its log has more", None
+        return Fault("engine", str(error))
+    return Fault("engine", f"the engine could not do it ({type(error).__name__}); its log has more")
 
 
-def as_error(kind: ErrorKind, message: str, param: str | None) -> JaxLLMError:
-    """The exception that `error_fields` describes."""
-    if kind == "invalid":
-        return InvalidRequestError(message, param)
-    return {"config": ConfigError, "dead": EngineDeadError, "engine": EngineError}[kind](message)
+def error_of(fault: Fault) -> JaxLLMError:
+    """The exception that a fault describes."""
+    if fault.kind == "invalid":
+        return InvalidRequestError(fault.message, fault.param)
+    if fault.kind == "overloaded":
+        return OverloadedError(fault.message, fault.retry_after_seconds)
+    return _ERROR_TYPES.get(fault.kind, EngineError)(fault.message)
 
 
 def metric_records(metrics: list[Metric]) -> list[MetricRecord]:

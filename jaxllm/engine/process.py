@@ -7,7 +7,6 @@ import signal
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
@@ -58,8 +57,6 @@ class ServedCore(Protocol):
     def num_compiled_after_warmup(self) -> int: ...
     @property
     def is_compiling(self) -> bool: ...
-    @property
-    def device_wait_seconds(self) -> float: ...
     def add_request(self, request: EngineCoreRequest) -> None: ...
     def abort_requests(self, request_ids: list[str]) -> None: ...
     def step(self) -> list[EngineCoreOutput]: ...
@@ -67,15 +64,6 @@ class ServedCore(Protocol):
     def finish_compiling(self) -> None: ...
     def stats(self) -> SchedulerStats: ...
     def shutdown(self) -> None: ...
-
-
-@dataclass(slots=True)
-class _Owned:
-    """A request in the core."""
-
-    client: str
-    num_queued_tokens: int
-    """Its prompt tokens until it has a token, then 0."""
 
 
 class EngineLoop:
@@ -86,13 +74,12 @@ class EngineLoop:
         self._commands = commands
         self._outbox = outbox
         self._pulse = pulse
-        self._requests: dict[str, _Owned] = {}
+        self._requests: dict[str, str] = {}
+        """The front of each request in the core."""
         self._lagging: set[str] = set()
         """Fronts to be told that their requests were ended, once they listen again."""
         self._metrics: dict[str, list[Metric]] = {}
         self._metrics_of_gone: list[Metric] = []
-        self._num_queued_requests = self._num_queued_tokens = 0
-        self._work_seconds = 0.0
         self._stopping = False
         self._ready = messages.encode(
             Ready(
@@ -146,7 +133,7 @@ class EngineLoop:
         if isinstance(command, Add):
             self._add(command)
         elif isinstance(command, Abort):
-            self._end([id for id in command.request_ids if (own := self._requests.get(id)) and own.client == command.client])
+            self._end([id for id in command.request_ids if self._requests.get(id) == command.client])
         elif isinstance(command, Call):
             self._call(command)
         elif isinstance(command, Hello):
@@ -173,29 +160,20 @@ class EngineLoop:
         except Exception as error:  # this request's affair
             if not isinstance(error, JaxLLMError):
                 logger.exception("a request could not be queued")
-            refusal = Refused(request.request_id, *messages.error_fields(error))
+            refusal = Refused(request.request_id, messages.fault_of(error))
             self._outbox.send(command.client, messages.encode(refusal))
-            return
-        tokens = len(request.prompt_token_ids)
-        self._requests[request.request_id] = _Owned(command.client, tokens)
-        self._num_queued_requests += 1
-        self._num_queued_tokens += tokens
+        else:
+            self._requests[request.request_id] = command.client
 
     def _end(self, request_ids: list[str]) -> None:
         """Abort in the core, and forget."""
         for request_id in request_ids:
-            self._forget(request_id)
+            del self._requests[request_id]
         if request_ids:
             self._core.abort_requests(request_ids)
 
     def _end_all_of(self, client: str) -> None:
-        self._end([request_id for request_id, owned in self._requests.items() if owned.client == client])
-
-    def _forget(self, request_id: str) -> None:
-        owned = self._requests.pop(request_id)
-        if owned.num_queued_tokens:
-            self._num_queued_requests -= 1
-            self._num_queued_tokens -= owned.num_queued_tokens
+        self._end([request_id for request_id, owner in self._requests.items() if owner == client])
 
     def _call(self, command: Call) -> None:
         if isinstance(command.call, ShareMetrics):
@@ -222,8 +200,7 @@ class EngineLoop:
         except Exception as error:  # the caller's affair
             if not isinstance(error, JaxLLMError):
                 logger.exception("%s failed", name)
-            kind, message, param = messages.error_fields(error)
-            return Reply(command.number, None, kind, message, param)
+            return Reply(command.number, fault=messages.fault_of(error))
         return Reply(command.number, result)
 
     def _answer(self, command: Call, reply: Reply) -> None:
@@ -232,7 +209,7 @@ class EngineLoop:
     # A step
 
     def _step(self) -> None:
-        self._pulse.work_began = began = time.monotonic()
+        self._pulse.work_began = time.monotonic()
         try:
             news = self._core.step()
         except EngineDeadError:
@@ -244,11 +221,10 @@ class EngineLoop:
             news = []
         finally:
             self._pulse.work_began = None
-        self._work_seconds += time.monotonic() - began
         by_client = self._sorted(news)
         self._pulse.load = load = self._load()
         for client, outputs in by_client.items():
-            frame = messages.encode(Outputs(outputs, load, self._pulse.num_adds.get(client, 0)))
+            frame = messages.encode(Outputs(outputs, load))
             if not self._outbox.send(client, frame):
                 logger.error("a front does not fetch its outputs; its requests are ended")
                 self._end_all_of(client)
@@ -259,19 +235,15 @@ class EngineLoop:
         by_client: dict[str, list[EngineCoreOutput]] = {}
         requests = self._requests
         for item in news:
-            owned = requests.get(item.request_id)
-            if owned is None:
+            client = requests.get(item.request_id)
+            if client is None:
                 continue
-            if owned.client in by_client:
-                by_client[owned.client].append(item)
+            if client in by_client:
+                by_client[client].append(item)
             else:
-                by_client[owned.client] = [item]
+                by_client[client] = [item]
             if item.finish_reason is not None:
-                self._forget(item.request_id)
-            elif owned.num_queued_tokens and item.new_token_ids:
-                self._num_queued_requests -= 1
-                self._num_queued_tokens -= owned.num_queued_tokens
-                owned.num_queued_tokens = 0
+                del requests[item.request_id]
         return by_client
 
     def _tell_lagging(self) -> None:
@@ -280,16 +252,7 @@ class EngineLoop:
                 self._lagging.discard(client)
 
     def _load(self) -> Load:
-        core = self._core
-        return Load(
-            core.stats(),
-            core.num_compiled_after_warmup,
-            self._work_seconds,
-            core.device_wait_seconds,
-            self._num_queued_requests,
-            self._num_queued_tokens,
-            len(self._requests),
-        )
+        return Load(self._core.stats(), self._core.num_compiled_after_warmup)
 
 
 def serve(start: EngineStart, parent_fd: int | None = None) -> int:

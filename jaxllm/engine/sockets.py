@@ -17,11 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
 import zmq
 
 from jaxllm.engine import messages
-from jaxllm.engine.messages import Add, Dead, FrontMessage, Hello, Load, MessageError, Refused, State, Status
+from jaxllm.engine.messages import Dead, Fault, FrontMessage, Hello, Load, MessageError, Refused, State, Status
 from jaxllm.log import logger
 from jaxllm.progress import Progress
 
@@ -63,7 +62,6 @@ class Pulse:
     """When the step began that is under way."""
     is_compiling: Callable[[], bool] = lambda: False
     load: Load | None = None
-    num_adds: dict[str, int] = field(default_factory=dict)
     progress: "PhaseProgress" = field(default_factory=lambda: PhaseProgress())
 
     def state(self) -> State:
@@ -210,13 +208,11 @@ class Listener:
             logger.warning("a message of a front was refused: %s", error)
             if (sender := messages.sender_of_add(frame)) is not None:
                 client, request_id = sender
-                refusal = Refused(request_id, "engine", "the engine could not read the request; its log has more")
+                refusal = Refused(request_id, Fault("engine", "the engine could not read the request; its log has more"))
                 self._outbox.send(client, messages.encode(refusal))
             return
         if isinstance(message, Hello):
             self._greet(message)
-        elif isinstance(message, Add):
-            self._pulse.num_adds[message.client] = message.number
         self.commands.put(message)
 
     def _greet(self, hello: Hello) -> None:
@@ -241,7 +237,6 @@ class Listener:
             os.close(descriptor)
             del self._processes[descriptor]
         self._outbox.disconnect(client)
-        self._pulse.num_adds.pop(client, None)
         self.commands.put(Gone(client))
 
     def _beat(self) -> None:
@@ -252,9 +247,9 @@ class Listener:
         else:
             status = Status(state, 0.0 if began is None else now - began, load=pulse.load)
             self._watch(state, began, now)
+        frame = messages.encode(status)
         for client in self._outbox.clients:
-            own = msgspec.structs.replace(status, num_adds=pulse.num_adds.get(client, 0))
-            self._outbox.send(client, messages.encode(own))
+            self._outbox.send(client, frame)
 
     def _watch(self, state: State, began: float | None, now: float) -> None:
         """End the process if a step takes too long, with the stacks of all threads in the log."""
