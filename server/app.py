@@ -43,7 +43,9 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAP
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        context.chat.warm_up()
         yield
+        context.chat.close()
 
     app = _Application(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
     app.guard = lambda inner: Guard(inner, context, public_paths=public_paths, admin_paths=admin_paths)
