@@ -19,7 +19,7 @@ from server.errors import ApiError, as_api_error, validation_error
 from server.guard import Guard
 from server.openapi import install_openapi
 from server.options import ServerOptions
-from server.routes import chat, completions, health, models
+from server.routes import chat, completions, health, messages, models, responses
 from server.sse import ClientDisconnected
 
 _SENTENCES = {404: "there is nothing at this path", 405: "this path does not take this method"}
@@ -45,12 +45,14 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAP
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         context.chat.warm_up()
         yield
+        await app.state.responses.close()
         context.chat.close()
 
     app = _Application(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
     app.guard = lambda inner: Guard(inner, context, public_paths=public_paths, admin_paths=admin_paths)
     app.state.context = context
-    for room in (completions, chat, models, health):
+    responses.install(app, context)
+    for room in (completions, chat, responses, messages, models, health):
         app.include_router(room.router)
     install_openapi(app)
     install_errors(app)
