@@ -186,8 +186,8 @@ class EngineCore:
         self._check_alive()
         self._sleep.wake_up()
 
-    @property
     def is_sleeping(self) -> bool:
+        """Whether the engine sleeps."""
         return self._sleep.level > 0
 
     def start_profile(self) -> None:
@@ -220,6 +220,11 @@ class EngineCore:
     @property
     def num_compiled_after_warmup(self) -> int:
         return self.runner.programs.num_compiled_after_warmup
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether a step waits for a program."""
+        return self.runner.programs.num_waiting > 0
 
     def finish_compiling(self) -> None:
         """Wait for the rare programs, if they are compiled in the background."""
