@@ -146,7 +146,7 @@ class Guard:
         if length is not None and int(length) > limit:
             raise _too_large(limit)
         try:
-            async with asyncio.timeout(self._limits.request_read_timeout):
+            async with asyncio.timeout(self._limits.request_body_timeout):
                 body = await _read(receive, limit)
         except TimeoutError:
             raise ApiError(408, "the request's body did not arrive in time", code="timeout", retry=False) from None

@@ -18,6 +18,12 @@ _HEADERS = {
 }
 
 
+def public_paths() -> frozenset[str]:
+    """What is served without a key."""
+    names = (file.name for file in resources.files("server").joinpath("web").iterdir())
+    return frozenset({"/", *(f"/web/{name}" for name in names if name.rpartition(".")[2] in _KINDS)})
+
+
 def page_router() -> APIRouter:
     """`/` and `/web/…`. Needs no key: the page asks for one and sends it with what it calls."""
     router = APIRouter(include_in_schema=False)
