@@ -140,6 +140,10 @@ def _check(body: ChatCompletionRequest, context: ServerContext) -> None:
             raise bad_request(f"{name} must be {only!r}: nothing else is supported", name, "unsupported_parameter")
     if body.top_logprobs is not None and body.top_logprobs != 0 and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
+    if body.top_logprobs is not None and body.top_logprobs < -1:
+        raise bad_request(f"top_logprobs is {body.top_logprobs}, must be at least 0, or -1 for all", "top_logprobs")
+    if body.max_completion_tokens is not None and body.max_completion_tokens < 1:
+        raise bad_request(f"max_completion_tokens is {body.max_completion_tokens}, must be at least 1", "max_completion_tokens")
     if body.echo and not body.continue_final_message:
         raise bad_request("echo needs continue_final_message to be true", "echo")
     if body.use_beam_search:

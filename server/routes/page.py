@@ -19,9 +19,8 @@ _HEADERS = {
 
 
 def public_paths() -> frozenset[str]:
-    """What is served without a key."""
-    names = (file.name for file in resources.files("server").joinpath("web").iterdir())
-    return frozenset({"/", *(f"/web/{name}" for name in names if name.rpartition(".")[2] in _KINDS)})
+    """What is served without a key; a path that ends with a slash stands for all below it, too."""
+    return frozenset({"/", "/web/"})
 
 
 def page_router() -> APIRouter:
