@@ -53,6 +53,19 @@ _REASONS = {
 }
 
 
+class ErrorKind(enum.StrEnum):
+    """What ended a request whose finish reason is "error"."""
+
+    INTERNAL = "internal"
+    """Something failed in the engine, in this request or in the step that computed it."""
+    OUT_OF_MEMORY = "out_of_memory"
+    """The device had no memory for it, in steps of any size."""
+    QUEUE_TIMEOUT = "queue_timeout"
+    """It waited longer than its `queue_timeout_seconds`."""
+    TIMEOUT = "timeout"
+    """It was not done after its `timeout_seconds`."""
+
+
 @dataclass(frozen=True)
 class MediaSpan:
     """A media item's place in the prompt, for the keys of the prefix cache."""
@@ -92,6 +105,10 @@ class EngineCoreRequest:
     adapter: tuple[str, str] | None = None
     """(name, path) of the adapter, for the keys of the prefix cache."""
     media: tuple[MediaSpan, ...] = ()
+    queue_timeout_seconds: float | None = None
+    """Ended with an error if it has no place in the batch so long after it was added."""
+    timeout_seconds: float | None = None
+    """Ended with an error if it is not done so long after it was added."""
     grammar: Grammar | None = None
     """What sampling_params.structured_outputs, which is not set here, has become."""
 
@@ -123,7 +140,12 @@ class Request:
     num_cached_tokens: int = -1
     """Prompt tokens found in the prefix cache at the first admission; -1 before it."""
     num_preemptions: int = 0
+    queued_at: float = 0.0
+    """When it came to the scheduler, on the monotonic clock."""
+    scheduled_at: float = 0.0
+    """When its first step was planned."""
     stop_reason: int | str | None = None
+    error_kind: ErrorKind | None = None
     block_hashes: list[bytes] = field(default_factory=list)
     """One per full block of token_ids; kept up to date by `extend_hashes`."""
     extend_hashes: Callable[["Request"], None] | None = None
