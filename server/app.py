@@ -1,6 +1,6 @@
 """The FastAPI application over an engine."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -9,13 +9,14 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
-from jaxllm import __version__
 from jaxllm.async_llm import AsyncLLM
 from jaxllm.errors import JaxLLMError
 from jaxllm.log import logger
 from server.context import ServerContext
 from server.errors import ApiError, as_api_error, validation_error
+from server.guard import Guard
 from server.openapi import install_openapi
 from server.options import ServerOptions
 from server.routes import chat, completions, health, messages, models, responses
@@ -24,17 +25,31 @@ from server.sse import ClientDisconnected
 _SENTENCES = {404: "there is nothing at this path", 405: "this path does not take this method"}
 
 
+class _Application(FastAPI):
+    """A FastAPI application with something in front of everything, even of what answers its errors."""
+
+    guard: Callable[[ASGIApp], ASGIApp]
+
+    def build_middleware_stack(self) -> ASGIApp:
+        return self.guard(super().build_middleware_stack())
+
+
 def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     """The application: routes, errors in one shape, and the guard in front of everything."""
     options = options or ServerOptions.from_options()
     context = ServerContext(engine, options)
+    public_paths: set[str] = set()
+    admin_paths: set[str] = set()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        context.chat.warm_up()
         yield
         await app.state.responses.close()
+        context.chat.close()
 
-    app = FastAPI(title="jaxllm", version=__version__, lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
+    app = _Application(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
+    app.guard = lambda inner: Guard(inner, context, public_paths=public_paths, admin_paths=admin_paths)
     app.state.context = context
     responses.install(app, context)
     for room in (completions, chat, responses, messages, models, health):

@@ -25,6 +25,9 @@ from server.usage import timings
 router = APIRouter(tags=["OpenAI"])
 _json = msgspec.json.encode
 
+MAX_TEMPLATE_KWARGS_BYTES = 4096
+MAX_TEMPLATE_CHARACTERS = 1 << 17
+
 
 @router.post("/v1/chat/completions", openapi_extra=json_body(ChatCompletionRequest))
 async def create_chat_completion(request: Request) -> Response:
@@ -77,7 +80,8 @@ def to_conversation(body: ChatCompletionRequest, context: ServerContext, request
         add_special_tokens=body.add_special_tokens,
         documents=body.documents,
         chat_template=body.chat_template,
-        chat_template_kwargs=_template_kwargs(body),
+        chat_template_kwargs=body.chat_template_kwargs,
+        reasoning_effort=body.reasoning_effort,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         truncation_side=body.truncation_side,
         cache_salt=body.cache_salt,
@@ -139,6 +143,10 @@ def _check(body: ChatCompletionRequest, context: ServerContext) -> None:
         raise bad_request("echo needs continue_final_message to be true", "echo")
     if body.use_beam_search:
         raise bad_request("use_beam_search is not supported in chats; use /v1/completions", "use_beam_search")
+    if body.chat_template_kwargs and len(_json(body.chat_template_kwargs)) > MAX_TEMPLATE_KWARGS_BYTES:
+        raise bad_request(f"chat_template_kwargs is larger than {MAX_TEMPLATE_KWARGS_BYTES} bytes", "chat_template_kwargs")
+    if len(body.chat_template or "") > MAX_TEMPLATE_CHARACTERS:
+        raise bad_request(f"chat_template has more than {MAX_TEMPLATE_CHARACTERS} characters", "chat_template")
     if body.chat_template is not None and not context.options.chat.trust_request_chat_template:
         raise bad_request(
             "chat_template is refused; this server renders its own (start it with --trust-request-chat-template to change that)",
@@ -159,13 +167,6 @@ def _tool_choice(body: ChatCompletionRequest) -> str | None:
     if all(tool.function.name != choice.function.name for tool in body.tools):
         raise bad_request(f"tool_choice names {choice.function.name[:64]!r}, which is not in tools", "tool_choice")
     return f"function:{choice.function.name}"
-
-
-def _template_kwargs(body: ChatCompletionRequest) -> dict[str, Any] | None:
-    given = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:
-        given.setdefault("reasoning_effort", body.reasoning_effort)
-    return given or None
 
 
 class ChatReply:
