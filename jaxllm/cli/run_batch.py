@@ -128,14 +128,16 @@ def _run(
         progress.start("answering", num_lines, "request")
 
         async def answer() -> "BatchResult":
-            return await run_batch(
-                create_app(engine, server),
-                read_lines(source),
-                output,
-                max_in_flight=max_in_flight or 4 * (engine.config.scheduler.max_num_seqs or 64),
-                is_alive=lambda: engine.is_running,
-                on_done=progress.advance,
-            )
+            app = create_app(engine, server)
+            async with app.router.lifespan_context(app):
+                return await run_batch(
+                    app,
+                    read_lines(source),
+                    output,
+                    max_in_flight=max_in_flight or 4 * (engine.config.scheduler.max_num_seqs or 64),
+                    is_alive=lambda: engine.is_running,
+                    on_done=progress.advance,
+                )
 
         return asyncio.run(answer())
     finally:
