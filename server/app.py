@@ -19,6 +19,7 @@ from server.context import ServerContext
 from server.errors import ApiError, as_api_error, validation_error
 from server.guard import Guard
 from server.http_metrics import HttpMetricsMiddleware
+from server.messages.errors import in_shape_of
 from server.openapi import install_openapi
 from server.options import ServerOptions
 from server.routes import chat, completions, dev, docs, health, messages, metrics, models, page, responses, tokenize
@@ -84,7 +85,7 @@ def install_errors(app: FastAPI) -> None:
 
     async def of_framework(request: Request, error: Any) -> Response:
         sentence = _SENTENCES.get(error.status_code, "the request was refused")
-        return ApiError(error.status_code, sentence, headers=error.headers).response()
+        return in_shape_of(request.url.path, ApiError(error.status_code, sentence, headers=error.headers)).response()
 
     async def of_parameters(request: Request, error: Any) -> Response:
         return validation_error([{**fault, "loc": fault["loc"][1:]} for fault in error.errors()]).response()
