@@ -18,7 +18,7 @@ from server.context import ServerContext
 from server.errors import ApiError, as_api_error, validation_error
 from server.openapi import install_openapi
 from server.options import ServerOptions
-from server.routes import chat, completions, health, models
+from server.routes import chat, completions, health, models, pooling
 from server.sse import ClientDisconnected
 
 _SENTENCES = {404: "there is nothing at this path", 405: "this path does not take this method"}
@@ -35,7 +35,7 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAP
 
     app = FastAPI(title="jaxllm", version=__version__, lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
     app.state.context = context
-    for room in (completions, chat, models, health):
+    for room in (completions, chat, pooling, models, health):
         app.include_router(room.router)
     install_openapi(app)
     install_errors(app)
