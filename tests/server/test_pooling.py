@@ -1,14 +1,23 @@
 """Embeddings, pooling, scores and ranks over a core whose vectors count tokens."""
 
+import asyncio
 import base64
+import dataclasses
 import json
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+from jaxllm.async_llm import AsyncLLM
+from jaxllm.pooling_params import PoolingParams
 from jaxllm.text.tokenizer import load_tokenizer
+from server.app import create_app
+from server.pooling_service import Input, PoolingService
 from tests.helpers.fake_engine_core import WIDTH
+from tests.helpers.fake_front import fake_core
+from tests.server.client import Client
+from tests.server.conftest import options
 
 TEXTS = ["one two three", "four five six seven", "one two three four"]
 PATH = "/v1/embeddings"
@@ -200,3 +209,37 @@ def test_what_cannot_be_pooled_or_compared_is_refused(client, path, body, param)
 
 def test_an_unknown_model_is_not_found(client):
     refused(client, PATH, {"model": "other", "input": "a"}, "model", status=404)
+
+
+def test_inputs_that_nobody_waits_for_are_aborted(served_directory):
+    core = fake_core(served_directory, max_model_len=200)
+    core.step = list  # no request ever ends
+
+    async def leave() -> None:
+        with AsyncLLM(core=core) as engine:
+            service = PoolingService(engine, options().limits)
+            requests = await service.prepare([Input([5, place], "input", PoolingParams()) for place in range(3)], "r")
+            work = asyncio.create_task(service.run(requests))
+            while len(core.running) < 3:
+                await engine.get_metrics()
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+            await engine.get_metrics()
+            assert len(core.aborted) == 3
+
+    asyncio.run(asyncio.wait_for(leave(), 20))
+
+
+def test_a_model_without_a_head_serves_vectors_alone(served_directory):
+    core = fake_core(served_directory, max_model_len=200)
+    core.model_config = dataclasses.replace(core.model_config, generates=False)
+    with AsyncLLM(core=core) as engine, Client(create_app(engine, options())) as client:
+        assert len(embed(client).json()["data"]) == 3
+        for response in (client.complete(), client.chat(), client.chat(stream=True)):
+            assert response.status_code == 400 and "runs as an embedding model" in response.json()["error"]["message"]
+
+
+def test_so_many_numbers_as_nobody_wants_are_refused(client, monkeypatch):
+    monkeypatch.setattr("server.pooling_service.MAX_VALUES", 7 * WIDTH)
+    assert client.post("/pooling", {"input": [5] * 7}).status_code == 200
+    assert "64 numbers, at most 56" in refused(client, "/pooling", {"input": [5] * 8}, "input")["message"]
