@@ -13,6 +13,7 @@ _EXPORTS = {
     "BeamSearchParams": "jaxllm.sampling_params",
     "PoolingParams": "jaxllm.pooling_params",
     "RequestOutputKind": "jaxllm.sampling_params",
+    "StructuredOutputsParams": "jaxllm.structured_outputs",
     "EngineConfig": "jaxllm.config",
     "RequestOutput": "jaxllm.outputs",
     "CompletionOutput": "jaxllm.outputs",

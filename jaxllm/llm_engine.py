@@ -1,6 +1,7 @@
 """LLMEngine: prompts in, RequestOutputs out, one step at a time. Everything here runs in the caller's thread."""
 
 import contextlib
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -8,8 +9,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from jaxllm import log
 from jaxllm.at_exit import shut_down_at_exit
 from jaxllm.config import EngineConfig
+from jaxllm.engine import fault_points
 from jaxllm.errors import ConfigError, EngineDeadError, EngineError, JaxLLMError
-from jaxllm.metrics.engine_metrics import EngineMetrics, LoadStats
+from jaxllm.metrics.engine_load import LoadStats
+from jaxllm.metrics.engine_metrics import EngineMetrics
 from jaxllm.metrics.metric import Metric
 from jaxllm.metrics.stat_logger import StatLogger
 from jaxllm.model_config import ModelConfig, load_model_config
@@ -70,6 +73,7 @@ class LLMEngine:
         logits_processors: "Sequence[Processor]" = (),
     ):
         log.set_up_if_asked()
+        fault_points.install_from_environment("front")
         times = StartTimes()
         if (age := process_age_seconds()) is not None:
             times.add("process before the engine", age)
@@ -97,7 +101,8 @@ class LLMEngine:
         self.metrics: EngineMetrics | None = None
         self._stat_logger: StatLogger | None = None
         if not config.observe.disable_log_stats:
-            self.metrics = EngineMetrics(options.model, self.max_model_len)
+            cache_config = {name: str(value) for name, value in dataclasses.asdict(self.config.cache).items()}
+            self.metrics = EngineMetrics(options.model, self.max_model_len, cache_config=cache_config)
             self._stat_logger = StatLogger(self.metrics) if log_stats else None
         self.input_processor = InputProcessor(
             self.config,
@@ -140,10 +145,10 @@ class LLMEngine:
             for child in request.children:
                 self.core.add_request(child)
                 added.append(child.request_id)
+            self._outputs.add(request)
         except BaseException:
             self._abort_in_core(added)
             raise
-        self._outputs.add(request)
 
     def abort_request(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
         """End requests by the ids they were added with. Returns their last outputs, with finish_reason "abort"."""

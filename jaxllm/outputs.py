@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxllm.request import FinishReason
+from jaxllm.request import ErrorKind, FinishReason
 from jaxllm.scheduler_output import TokenLogprobs
 
 
@@ -21,6 +21,12 @@ class EngineCoreOutput:
     new_prompt_logprobs: TokenLogprobs | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    error_kind: ErrorKind | None = None
+    """Set exactly if the finish reason is "error"."""
+    queue_seconds: float | None = None
+    """With the first token: how long the request waited in the engine core for its first step."""
+    prefill_seconds: float | None = None
+    """With the first token: the time since that step was planned."""
     pooled: np.ndarray | None = None
     """Of a pooling request, with its end: float32, [width] for embed, [prompt tokens, width] for token_embed."""
 
@@ -44,6 +50,10 @@ class RequestMetrics:
     finished_time: float | None = None
     num_generation_tokens: int = 0
     num_preemptions: int = 0
+    queue_seconds: float | None = None
+    """How long the first answer waited in the engine core for its first step."""
+    prefill_seconds: float | None = None
+    """From that step to its first token."""
 
 
 @dataclass
@@ -57,6 +67,8 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    error_kind: ErrorKind | None = None
+    """Set exactly if the finish reason is "error"; `stop_reason` is the message then."""
 
     def finished(self) -> bool:
         return self.finish_reason is not None

@@ -24,14 +24,15 @@ class RequestStatus(enum.IntEnum):
     """Where a request is. Everything after PREEMPTED is finished."""
 
     WAITING = 0
-    RUNNING = 1
-    PREEMPTED = 2
-    FINISHED_STOPPED = 3
-    FINISHED_LENGTH_CAPPED = 4
-    FINISHED_ABORTED = 5
-    FINISHED_IGNORED = 6
-    FINISHED_ERROR = 7
-    FINISHED_REPETITION = 8
+    WAITING_FOR_GRAMMAR = 1
+    RUNNING = 2
+    PREEMPTED = 3
+    FINISHED_STOPPED = 4
+    FINISHED_LENGTH_CAPPED = 5
+    FINISHED_ABORTED = 6
+    FINISHED_IGNORED = 7
+    FINISHED_ERROR = 8
+    FINISHED_REPETITION = 9
 
     @property
     def is_finished(self) -> bool:
@@ -52,6 +53,19 @@ _REASONS = {
 }
 
 
+class ErrorKind(enum.StrEnum):
+    """What ended a request whose finish reason is "error"."""
+
+    INTERNAL = "internal"
+    """Something failed in the engine, in this request or in the step that computed it."""
+    OUT_OF_MEMORY = "out_of_memory"
+    """The device had no memory for it, in steps of any size."""
+    QUEUE_TIMEOUT = "queue_timeout"
+    """It waited longer than its `queue_timeout_seconds`."""
+    TIMEOUT = "timeout"
+    """It was not done after its `timeout_seconds`."""
+
+
 @dataclass(frozen=True)
 class MediaSpan:
     """A media item's place in the prompt, for the keys of the prefix cache."""
@@ -59,6 +73,18 @@ class MediaSpan:
     content_hash: str
     offset: int
     num_tokens: int
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """A grammar that the front has had compiled, and that is known to be harmless."""
+
+    text: str
+    """As llguidance compiles it."""
+    num_bytes: int = 0
+    """Memory that it takes compiled."""
+    start_after_token_ids: tuple[int, ...] | None = None
+    """It holds for what follows this run of output tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +105,12 @@ class EngineCoreRequest:
     adapter: tuple[str, str] | None = None
     """(name, path) of the adapter, for the keys of the prefix cache."""
     media: tuple[MediaSpan, ...] = ()
+    queue_timeout_seconds: float | None = None
+    """Ended with an error if it has no place in the batch so long after it was added."""
+    timeout_seconds: float | None = None
+    """Ended with an error if it is not done so long after it was added."""
+    grammar: Grammar | None = None
+    """What sampling_params.structured_outputs, which is not set here, has become."""
 
 
 @dataclass(eq=False)
@@ -108,7 +140,12 @@ class Request:
     num_cached_tokens: int = -1
     """Prompt tokens found in the prefix cache at the first admission; -1 before it."""
     num_preemptions: int = 0
+    queued_at: float = 0.0
+    """When it came to the scheduler, on the monotonic clock."""
+    scheduled_at: float = 0.0
+    """When its first step was planned."""
     stop_reason: int | str | None = None
+    error_kind: ErrorKind | None = None
     block_hashes: list[bytes] = field(default_factory=list)
     """One per full block of token_ids; kept up to date by `extend_hashes`."""
     extend_hashes: Callable[["Request"], None] | None = None

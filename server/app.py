@@ -18,7 +18,7 @@ from server.context import ServerContext
 from server.errors import ApiError, as_api_error, validation_error
 from server.openapi import install_openapi
 from server.options import ServerOptions
-from server.routes import chat, completions, health, models, pooling
+from server.routes import chat, completions, health, messages, models, pooling, responses
 from server.sse import ClientDisconnected
 
 _SENTENCES = {404: "there is nothing at this path", 405: "this path does not take this method"}
@@ -32,10 +32,12 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAP
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
+        await app.state.responses.close()
 
     app = FastAPI(title="jaxllm", version=__version__, lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
     app.state.context = context
-    for room in (completions, chat, pooling, models, health):
+    responses.install(app, context)
+    for room in (completions, chat, responses, messages, pooling, models, health):
         app.include_router(room.router)
     install_openapi(app)
     install_errors(app)

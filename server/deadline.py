@@ -4,8 +4,11 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager, aclosing
 from types import TracebackType
+from typing import TypeVar
 
 from server.errors import ApiError
+
+Piece = TypeVar("Piece")
 
 
 class Deadline(AbstractAsyncContextManager["Deadline"]):
@@ -32,7 +35,7 @@ class Deadline(AbstractAsyncContextManager["Deadline"]):
                 408, f"the request took longer than its time limit of {self._seconds:g} s", code="timeout", retry=False
             ) from None
 
-    async def applied(self, pieces: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    async def applied(self, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[Piece, None]:
         """The pieces, each of which must come before the deadline."""
         async with aclosing(pieces):
             if self._when is None:

@@ -24,6 +24,7 @@ class NetworkOptions:
 
     host: Annotated[str | None, "address to listen on; default: all of this machine's"] = None
     port: Annotated[int, "port to listen on; 0: any free one"] = 8000
+    grpc_port: Annotated[int | None, "port of the gRPC service beside HTTP; 0: any free one; default: no gRPC"] = None
     uds: Annotated[str | None, "path of a Unix socket to listen on instead"] = None
     root_path: Annotated[str, "path under which a proxy serves this server"] = ""
     ssl_keyfile: Annotated[str | None, "file of the TLS key"] = None
@@ -74,6 +75,11 @@ class LimitOptions:
     max_prompts_per_request: Annotated[int, "most prompts in one request"] = 1024
     max_sequences_per_request: Annotated[int, "most answers in one request, all prompts together"] = 4096
     max_stop_strings: Annotated[int, "most stop strings of a request"] = 4
+    max_stored_responses: Annotated[
+        int,
+        "responses of /v1/responses kept for previous_response_id and retrieval; 0: none (as with several --api-server-count)",
+    ] = 1000
+    max_stored_response_bytes: Annotated[int, "memory that they may take, as JSON; the least recently used go first"] = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,6 +229,7 @@ def _range_faults(options: ServerOptions) -> list[str]:
     above_zero: tuple[Callable[[Any], bool], str] = (lambda value: value > 0), "above 0"
     rules: dict[str, tuple[Callable[[Any], bool], str]] = {
         "port": (lambda value: 0 <= value <= 65535, "0 to 65535"),
+        "grpc_port": (lambda value: 0 <= value <= 65535, "0 to 65535"),
         "ssl_cert_reqs": (lambda value: value in (0, 1, 2), "0, 1 or 2"),
         "timeout_keep_alive": at_least(1),
         "max_connections": at_least(1),
@@ -235,6 +242,8 @@ def _range_faults(options: ServerOptions) -> list[str]:
         "max_prompts_per_request": at_least(1),
         "max_sequences_per_request": at_least(1),
         "max_stop_strings": at_least(1),
+        "max_stored_responses": at_least(0),
+        "max_stored_response_bytes": at_least(0),
         "chat_template_timeout": above_zero,
         "chat_template_memory_bytes": at_least(256 << 20),
         "sse_keep_alive_interval": at_least(0),

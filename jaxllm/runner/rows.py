@@ -78,8 +78,9 @@ class Rows:
         """Give a row to a request."""
         assert data.request_id not in self.by_request, f"request {data.request_id} has a row already"
         params = data.sampling_params
+        sampling_columns = pack_columns(params)
         row = Row(
-            index=self._free.pop(),
+            index=self._free[-1],
             data=data,
             num_known=len(data.token_ids),
             num_blocks=0,
@@ -91,11 +92,12 @@ class Rows:
             num_prompt_logprobs=params.prompt_logprobs,
             pooling=data.pooling_params,
         )
+        self._free.pop()  # only now: nothing of this request can fail any more
         self.by_request[data.request_id] = row
         self.num_known_N[row.index] = row.num_known
         self.variant_N[row.index] = row.variant
         self.columns[row.index, Column.WRITE_FROM] = data.num_cached_tokens
-        self.columns[row.index, Column.SAMPLING :] = pack_columns(params)
+        self.columns[row.index, Column.SAMPLING :] = sampling_columns
         return row
 
     def remove(self, request_id: str) -> None:
@@ -103,6 +105,11 @@ class Rows:
         row = self.by_request.pop(request_id, None)
         if row is not None:
             self._free.append(row.index)
+
+    def clear(self) -> None:
+        """Free all rows."""
+        for request_id in list(self.by_request):
+            self.remove(request_id)
 
     def check_integrity(self) -> None:
         """Every row is either free or held by one request."""

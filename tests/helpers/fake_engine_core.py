@@ -25,6 +25,12 @@ class FakeStats:
     num_preemptions: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    num_cache_blocks: int = 0
+    step_token_counts: tuple[int, ...] = ()
+    num_step_tokens: int = 0
+    work_seconds: float = 0.0
+    device_wait_seconds: float = 0.0
+    device_idle_seconds: float = 0.0
 
 
 def tiny_model_config(vocab_size: int, eos_token_ids: tuple[int, ...] = ()) -> ModelConfig:
