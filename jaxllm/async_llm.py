@@ -116,7 +116,10 @@ class AsyncLLM:
 
         Raises InvalidRequestError, EngineError or EngineDeadError; a request that was aborted comes back without vectors.
         """
-        request = await self.prepare(prompt, pooling_params, request_id, priority=priority)
+        return await self.pool_prepared(await self.prepare(prompt, pooling_params, request_id, priority=priority))
+
+    async def pool_prepared(self, request: FrontRequest) -> PoolingRequestOutput:
+        """`pool` for what `prepare` made of PoolingParams."""
         async with contextlib.aclosing(self.stream(request)) as outputs:
             output: Any = await anext(outputs)
         if output.error is not None:

@@ -22,7 +22,7 @@ from server.http_metrics import HttpMetricsMiddleware
 from server.messages.errors import in_shape_of
 from server.openapi import install_openapi
 from server.options import ServerOptions
-from server.routes import chat, completions, dev, docs, health, messages, metrics, models, page, responses, tokenize
+from server.routes import chat, completions, dev, docs, health, messages, metrics, models, page, pooling, responses, tokenize
 from server.sse import ClientDisconnected
 
 ADMIN_PATHS = frozenset(route.path for route in dev.router.routes if isinstance(route, Route))
@@ -44,7 +44,7 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAP
     context = ServerContext(engine, options)
     public_paths: set[str] = set()
     rooms = [completions.router, chat.router, responses.router, messages.router, tokenize.router, models.router]
-    rooms += [health.router, metrics.router]
+    rooms += [pooling.router, health.router, metrics.router]
     if options.access.enable_dev_endpoints:
         rooms.append(dev.router)
     if not options.replies.disable_fastapi_docs:
