@@ -13,7 +13,7 @@ import msgspec
 
 from jaxllm.cli import terminal
 from jaxllm.cli.conversation import Conversation
-from jaxllm.errors import ConfigError, JaxLLMError
+from jaxllm.errors import ConfigError
 from jaxllm.http_client.chunks import Chunk
 from jaxllm.http_client.client import ServerClient
 from jaxllm.sampling_params import SamplingParams
@@ -71,14 +71,14 @@ class ServerConversation(Conversation):
         asked = [*self.messages, {"role": "user", "content": text}]
         answer = _Answer()
         began = time.perf_counter()
-        with contextlib.suppress(KeyboardInterrupt):
-            self._runner.run(self._stream(asked, answer, began))
+        try:
+            with contextlib.suppress(KeyboardInterrupt):
+                self._runner.run(self._stream(asked, answer, began))
+        finally:
+            if answer.text and not answer.text.endswith("\n"):
+                print(flush=True)
         answer.stats.total_seconds = time.perf_counter() - began
-        if answer.text and not answer.text.endswith("\n"):
-            print(flush=True)
-        self.messages = [*asked, {"role": "assistant", "content": answer.text}]
-        if not self.quiet:
-            terminal.note(answer.stats.line() + ("" if answer.finished else " (stopped)"))
+        self.keep(asked, answer.text, answer.stats, finished=answer.finished)
 
     async def _stream(self, messages: list[dict[str, Any]], answer: _Answer, began: float) -> None:
         values = {NAMES_OF_SERVERS.get(name, name): value for name, value in self.sampling.items() if value is not None}
@@ -117,6 +117,3 @@ class ServerConversation(Conversation):
 def printable(text: str) -> str:
     """Text of a stranger without codes that command the terminal; line ends and tabs stay."""
     return _TERMINAL_CODES.sub("", text)
-
-
-__all__ = ["JaxLLMError", "ServerConversation", "printable"]
