@@ -51,6 +51,16 @@ class ModelOptions:
         str, "where default sampling values come from: auto (the model's generation_config.json), none, or a directory"
     ] = "auto"
     chat_template: Annotated[str | None, "file or text of a Jinja chat template; default: the tokenizer's own"] = None
+    runner: Annotated[
+        Literal["auto", "generate", "pooling"],
+        "what the model is for: generate (text, and embeddings beside it) or pooling (embeddings alone: no head is loaded); "
+        "auto: pooling for a checkpoint without a head or of sentence-transformers, else generate",
+    ] = "auto"
+    pooler_config: Annotated[
+        dict[str, Any] | None,
+        "JSON object with how hidden states are pooled, over what the checkpoint says: pooling_type (last or mean), normalize "
+        "(true or false)",
+    ] = None
     max_logprobs: Annotated[int, "most logprobs that a request may ask for; -1: the whole vocabulary"] = 20
     logprobs_mode: Annotated[
         Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"],
@@ -94,6 +104,14 @@ class SchedulerOptions:
         False
     )
     scheduling_policy: Annotated[Literal["fcfs", "priority"], "order of waiting requests"] = "fcfs"
+    max_num_queued_reqs: Annotated[
+        int | None, "most requests waiting for a place in the batch; one more is refused (503 of the server); default: no limit"
+    ] = None
+    max_num_queued_tokens: Annotated[
+        int | None,
+        "most prompt tokens waiting for a place in the batch; a request that would exceed it is refused, unless none waits; "
+        "default: no limit",
+    ] = None
     async_scheduling: Annotated[bool, "schedule the next step before this one's tokens are known"] = True
     scheduler_reserve_full_isl: Annotated[bool, "admit a request only if its whole prompt fits the cache"] = True
     watermark: Annotated[float, "fraction of blocks kept free when a request is admitted, so that running ones can grow"] = 0.01
@@ -134,6 +152,7 @@ class ObserveOptions:
 
     disable_log_stats: Annotated[bool, "keep no statistics for `get_metrics` and the log"] = False
     use_progress_bar: Annotated[bool, "show progress while loading and compiling"] = True
+    profiler_dir: Annotated[str | None, "directory for traces of JAX's profiler; without it `start_profile` is refused"] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,6 +291,8 @@ def _range_faults(config: EngineConfig) -> list[str]:
         "max_num_seqs": at_least(1),
         "max_num_batched_tokens": at_least(1),
         "long_prefill_token_threshold": at_least(0),
+        "max_num_queued_reqs": at_least(0),
+        "max_num_queued_tokens": at_least(0),
         "watermark": (lambda v: 0 <= v < 1, "at least 0 and below 1"),
         "tensor_parallel_size": at_least(1),
         "compile_threads": at_least(1),

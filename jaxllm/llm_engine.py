@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from jaxllm import log
 from jaxllm.at_exit import shut_down_at_exit
 from jaxllm.config import EngineConfig
+from jaxllm.engine import fault_points
 from jaxllm.errors import ConfigError, EngineDeadError, EngineError, JaxLLMError
 from jaxllm.metrics.engine_load import LoadStats
 from jaxllm.metrics.engine_metrics import EngineMetrics
@@ -16,6 +17,7 @@ from jaxllm.metrics.metric import Metric
 from jaxllm.metrics.stat_logger import StatLogger
 from jaxllm.model_config import ModelConfig, load_model_config
 from jaxllm.outputs import EngineCoreOutput, RequestOutput
+from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
 from jaxllm.request import EngineCoreRequest
 from jaxllm.sampling_params import SamplingParams
@@ -71,6 +73,7 @@ class LLMEngine:
         logits_processors: "Sequence[Processor]" = (),
     ):
         log.set_up_if_asked()
+        fault_points.install_from_environment("front")
         times = StartTimes()
         if (age := process_age_seconds()) is not None:
             times.add("process before the engine", age)
@@ -123,12 +126,15 @@ class LLMEngine:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: SamplingParams | PoolingParams | None = None,
         *,
         arrival_time: float | None = None,
         priority: int = 0,
     ) -> None:
-        """Queue a prompt. The id need not be unique: outputs carry it back. Raises InvalidRequestError."""
+        """Queue a prompt, to generate or (with PoolingParams) to pool. The id need not be unique: outputs carry it back.
+
+        Raises InvalidRequestError.
+        """
         params = self.get_default_sampling_params() if params is None else params
         self.add(self.input_processor.process(request_id, prompt, params, arrival_time=arrival_time, priority=priority))
 
@@ -139,10 +145,10 @@ class LLMEngine:
             for child in request.children:
                 self.core.add_request(child)
                 added.append(child.request_id)
+            self._outputs.add(request)
         except BaseException:
             self._abort_in_core(added)
             raise
-        self._outputs.add(request)
 
     def abort_request(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
         """End requests by the ids they were added with. Returns their last outputs, with finish_reason "abort"."""
@@ -253,7 +259,14 @@ class LLMEngine:
 
 def _check_model(config: EngineConfig, directory: Path) -> None:
     """Raise what is wrong with a model's config.json before JAX is imported."""
-    model_config = load_model_config(directory, overrides=config.model.hf_overrides, dtype=config.model.dtype)
+    options = config.model
+    model_config = load_model_config(
+        directory,
+        overrides=options.hf_overrides,
+        dtype=options.dtype,
+        runner=options.runner,
+        pooler_config=options.pooler_config,
+    )
     model_config.for_tensor_parallel(config.parallel.tensor_parallel_size)
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import SamplingParams
 
 
@@ -23,14 +24,15 @@ class RequestStatus(enum.IntEnum):
     """Where a request is. Everything after PREEMPTED is finished."""
 
     WAITING = 0
-    RUNNING = 1
-    PREEMPTED = 2
-    FINISHED_STOPPED = 3
-    FINISHED_LENGTH_CAPPED = 4
-    FINISHED_ABORTED = 5
-    FINISHED_IGNORED = 6
-    FINISHED_ERROR = 7
-    FINISHED_REPETITION = 8
+    WAITING_FOR_GRAMMAR = 1
+    RUNNING = 2
+    PREEMPTED = 3
+    FINISHED_STOPPED = 4
+    FINISHED_LENGTH_CAPPED = 5
+    FINISHED_ABORTED = 6
+    FINISHED_IGNORED = 7
+    FINISHED_ERROR = 8
+    FINISHED_REPETITION = 9
 
     @property
     def is_finished(self) -> bool:
@@ -51,6 +53,19 @@ _REASONS = {
 }
 
 
+class ErrorKind(enum.StrEnum):
+    """What ended a request whose finish reason is "error"."""
+
+    INTERNAL = "internal"
+    """Something failed in the engine, in this request or in the step that computed it."""
+    OUT_OF_MEMORY = "out_of_memory"
+    """The device had no memory for it, in steps of any size."""
+    QUEUE_TIMEOUT = "queue_timeout"
+    """It waited longer than its `queue_timeout_seconds`."""
+    TIMEOUT = "timeout"
+    """It was not done after its `timeout_seconds`."""
+
+
 @dataclass(frozen=True)
 class MediaSpan:
     """A media item's place in the prompt, for the keys of the prefix cache."""
@@ -60,14 +75,28 @@ class MediaSpan:
     num_tokens: int
 
 
+@dataclass(frozen=True)
+class Grammar:
+    """A grammar that the front has had compiled, and that is known to be harmless."""
+
+    text: str
+    """As llguidance compiles it."""
+    num_bytes: int = 0
+    """Memory that it takes compiled."""
+    start_after_token_ids: tuple[int, ...] | None = None
+    """It holds for what follows this run of output tokens."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineCoreRequest:
-    """One sequence to generate, validated, in token ids. What crosses from the front to the engine core."""
+    """One sequence to generate or to pool, validated, in token ids. What crosses from the front to the engine core."""
 
     request_id: str
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
-    """n is 1 here (the front fans out), max_tokens is concrete, the seed is set."""
+    """n is 1 here (the front fans out), max_tokens is concrete, the seed is set. Of no meaning with pooling_params."""
+    pooling_params: PoolingParams | None = None
+    """Set: nothing is generated; the request ends when its prompt is computed. Everything in it is concrete."""
     eos_token_ids: tuple[int, ...] = ()
     """Ids that end the request unless sampling_params.ignore_eos; the first is the tokenizer's EOS."""
     arrival_time: float = field(default_factory=time.time)
@@ -76,6 +105,12 @@ class EngineCoreRequest:
     adapter: tuple[str, str] | None = None
     """(name, path) of the adapter, for the keys of the prefix cache."""
     media: tuple[MediaSpan, ...] = ()
+    queue_timeout_seconds: float | None = None
+    """Ended with an error if it has no place in the batch so long after it was added."""
+    timeout_seconds: float | None = None
+    """Ended with an error if it is not done so long after it was added."""
+    grammar: Grammar | None = None
+    """What sampling_params.structured_outputs, which is not set here, has become."""
 
 
 @dataclass(eq=False)
@@ -85,6 +120,7 @@ class Request:
     spec: EngineCoreRequest
     request_id: str = field(init=False)
     sampling_params: SamplingParams = field(init=False)
+    pooling_params: PoolingParams | None = field(init=False)
     eos_token_id: int | None = field(init=False)
     """The tokenizer's EOS; None if there is none or it is to be ignored."""
     stop_token_ids: frozenset[int] = field(init=False)
@@ -109,6 +145,7 @@ class Request:
     scheduled_at: float = 0.0
     """When its first step was planned."""
     stop_reason: int | str | None = None
+    error_kind: ErrorKind | None = None
     block_hashes: list[bytes] = field(default_factory=list)
     """One per full block of token_ids; kept up to date by `extend_hashes`."""
     extend_hashes: Callable[["Request"], None] | None = None
@@ -117,6 +154,7 @@ class Request:
         spec, params = self.spec, self.spec.sampling_params
         self.request_id = spec.request_id
         self.sampling_params = params
+        self.pooling_params = pooling = spec.pooling_params
         eos = () if params.ignore_eos else spec.eos_token_ids
         self.eos_token_id = eos[0] if eos else None
         self.stop_token_ids = frozenset((*eos[1:], *(params.stop_token_ids or ())))
@@ -126,6 +164,9 @@ class Request:
         self.token_ids = list(spec.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.max_num_tokens = sys.maxsize if params.max_tokens is None else self.num_prompt_tokens + params.max_tokens
+        if pooling is not None:
+            self.skip_reading_prefix_cache = bool(pooling.skip_reading_prefix_cache)
+            self.max_num_tokens = self.num_prompt_tokens + 1  # as if its vector were one token, which is never computed
         if self.extend_hashes is not None:
             self.extend_hashes(self)
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from jaxllm.errors import InvalidRequestError
 from jaxllm.log import warn_once
+from jaxllm.structured_outputs import StructuredOutputsParams
 
 MAX_N = 16384
 """Most answers to one prompt."""
@@ -80,11 +81,12 @@ class SamplingParams:
     skip_reading_prefix_cache: bool | None = None
     repetition_detection: dict[str, int] | None = None
     """End the output when it closes with min_count equal runs of min_pattern_size to max_pattern_size tokens (these keys)."""
-    structured_outputs: InitVar[Any] = None
+    structured_outputs: StructuredOutputsParams | None = None
+    """The form that the output must have; a dict of its fields is taken too."""
 
-    def __post_init__(self, structured_outputs: Any) -> None:
-        if structured_outputs is not None:
-            raise InvalidRequestError("structured_outputs is not supported yet", "structured_outputs")
+    def __post_init__(self) -> None:
+        if self.structured_outputs is not None:
+            self.structured_outputs = StructuredOutputsParams.of(self.structured_outputs)
         self._check_numbers()
         self._check_switches()
         self._check_tokens()
@@ -313,7 +315,9 @@ class BeamSearchParams:
 
     def __post_init__(self, structured_outputs: Any) -> None:
         if structured_outputs is not None:
-            raise InvalidRequestError("structured_outputs is not supported yet", "structured_outputs")
+            raise InvalidRequestError(
+                "structured_outputs cannot be combined with beam search; sample with SamplingParams", "structured_outputs"
+            )
         self.beam_width = _int("beam_width", self.beam_width, 1)
         self.max_tokens = _int("max_tokens", self.max_tokens, 1)
         self.temperature = _float("temperature", self.temperature, 0, MAX_TEMPERATURE)

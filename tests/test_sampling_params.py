@@ -60,7 +60,7 @@ from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, Sampling
         ({"repetition_detection": {"max_pattern_size": 3}}, ["min_count"]),
         ({"repetition_detection": {"max_pattern_size": 3, "min_count": 1}}, ["min_count is 1", "at least 2"]),
         ({"repetition_detection": {"max_pattern_size": 3, "min_pattern_size": 4, "min_count": 2}}, ["3", "at least 4"]),
-        ({"structured_outputs": {"json": {}}}, ["not supported yet"]),
+        ({"structured_outputs": {}}, ["has none"]),
     ],
 )
 def test_a_bad_value_is_refused_with_parameter_value_and_limit(values, parts):

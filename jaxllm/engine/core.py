@@ -9,6 +9,8 @@ import jax
 from flax import nnx
 
 from jaxllm.config import EngineConfig
+from jaxllm.engine import fault_points
+from jaxllm.engine.failures import FailurePolicy, explain
 from jaxllm.engine.loop import StepLoop
 from jaxllm.engine.prepare import Prepared
 from jaxllm.errors import EngineDeadError, OutOfMemoryError
@@ -43,6 +45,7 @@ class EngineCore:
         processors: Sequence[Processor] = (),
         times: StartTimes | None = None,
     ):
+        fault_points.install_from_environment("core")
         progress = progress or Progress()
         self.start_times = times or StartTimes()
         """Where the time until the engine was ready went."""
@@ -87,6 +90,7 @@ class EngineCore:
         )
         max_in_flight = _MAX_IN_FLIGHT[jax.default_backend() != "cpu"] if self.config.scheduler.async_scheduling else 1
         self.loop = StepLoop(self.scheduler, self.runner, max_in_flight=max_in_flight)
+        self._failures = FailurePolicy()
         self._dead: BaseException | None = None
 
     def _load_weights(self, prepared: Prepared, progress: Progress) -> nnx.State:
@@ -106,7 +110,7 @@ class EngineCore:
         return weights
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Queue a request. Raises InvalidRequestError if it could never run."""
+        """Queue a request. Raises InvalidRequestError if it could never run, OverloadedError if too much waits already."""
         self._check_alive()
         self.scheduler.add_request(Request(request))
 
@@ -119,17 +123,40 @@ class EngineCore:
         return self.loop.has_work
 
     def step(self) -> list[EngineCoreOutput]:
-        """Run until the next step's results are there. Raises EngineDeadError if a step failed; all requests end with it."""
+        """Run until the next step's results are there. A step that failed has news too: the requests that end with it.
+
+        Raises EngineDeadError if the engine cannot go on; all requests end with it.
+        """
         self._check_alive()
+        news = self.scheduler.fail_expired()
         try:
-            return self.loop.step()
-        except Exception as error:  # whatever it was, a step is lost: what the device holds is unknown now
+            news += self.loop.step()
+        except Exception as error:
+            news += self._recover(error)
+        else:
+            if self._failures.limits_steps:
+                self._failures.note_success(self.loop)
+        return news
+
+    def _recover(self, error: Exception) -> list[EngineCoreOutput]:
+        try:
+            return self._failures.recover(self.loop, error)
+        except EngineDeadError as dead:
             self._die(error)
-            raise EngineDeadError(_explain(error)) from error
+            raise dead from error
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget all cached prefixes. False if blocks are in use."""
         return self.scheduler.reset_prefix_cache(reset_running_requests)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if anything disagrees, or if a request left something behind. For an engine without requests."""
+        self.scheduler.check_integrity()
+        pool = self.scheduler.cache_manager.pool
+        assert not self.scheduler.requests, f"{len(self.scheduler.requests)} requests are not finished"
+        assert pool.num_free_blocks == pool.num_usable_blocks, "blocks are held by nobody"
+        assert not self.loop.has_work, "steps are in flight"
+        self.runner.check_idle(self.scheduler.finished_ids)
 
     def stats(self) -> SchedulerStats:
         """Numbers for logs and metrics."""
@@ -188,14 +215,4 @@ class _explained_out_of_memory:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None and "RESOURCE_EXHAUSTED" in str(error):
-            raise OutOfMemoryError(_explain(error)) from error
-
-
-def _explain(error: BaseException) -> str:
-    if "RESOURCE_EXHAUSTED" in str(error):
-        first_line = str(error).splitlines()[0]
-        return (
-            f"the device ran out of memory ({first_line}); lower --gpu-memory-utilization (the cache took what it allows), "
-            "--max-num-batched-tokens or --max-num-seqs"
-        )
-    return f"a step failed: {type(error).__name__}: {error}"
+            raise OutOfMemoryError(explain(error)) from error

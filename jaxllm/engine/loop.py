@@ -26,6 +26,10 @@ class Runner(Protocol):
         """Start a step without waiting."""
         ...
 
+    def start_over(self) -> None:
+        """Have no rows and empty caches, whatever failed before. Raises if the device cannot go on."""
+        ...
+
 
 class StepLoop:
     """Schedules, dispatches and reads steps in order. With two in flight, step N+1 is dispatched before the tokens of step N are read."""
@@ -35,6 +39,8 @@ class StepLoop:
         self.runner = runner
         self.max_in_flight = max_in_flight
         self._in_flight: deque[tuple[SchedulerOutput, PendingOutput]] = deque()
+        self.working_on: SchedulerOutput | None = None
+        """The step that is dispatched or read; after an error the one that failed. None while planning."""
         self.wait_seconds = 0.0
         """Time spent waiting for the device in all."""
         self.work_clock = WorkClock()
@@ -48,7 +54,8 @@ class StepLoop:
         if not self._in_flight:
             self.note_work()
         while len(self._in_flight) < self.max_in_flight and self.scheduler.has_requests():
-            plan = self.scheduler.schedule()
+            self.working_on = None
+            self.working_on = plan = self.scheduler.schedule()
             if plan.total_num_scheduled_tokens == 0:
                 break
             self._in_flight.append((plan, self.runner.dispatch(plan)))
@@ -57,6 +64,7 @@ class StepLoop:
         if not self._in_flight:
             return []
         plan, pending = self._in_flight[0]
+        self.working_on = plan
         start = time.perf_counter()
         result = pending.result()
         self.wait_seconds += time.perf_counter() - start
@@ -76,3 +84,12 @@ class StepLoop:
             _, pending = self._in_flight.popleft()
             with contextlib.suppress(Exception):
                 pending.result()
+
+    def start_over(self) -> None:
+        """Compute every request again, up to where it is, after a failure that may have left anything half done.
+
+        Raises what keeps the device from going on.
+        """
+        self.forget()
+        self.scheduler.start_over()
+        self.runner.start_over()

@@ -83,6 +83,11 @@ class EngineMetrics:
         if prefill_seconds is not None:
             self._prefill_seconds.add(prefill_seconds)
 
+    def prompt_pooled(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
+        """The vectors of a prompt came."""
+        self.prompt_tokens += num_prompt_tokens
+        self.prompt_tokens_cached += num_cached_tokens
+
     def tokens_done(self, seconds: float, count: int) -> None:
         """A later token came for so many sequences, so long after the one before it."""
         self._inter_token_seconds.add(seconds, count)
@@ -138,7 +143,9 @@ class EngineMetrics:
         return found.metrics
 
     def _add_counters(self, found: Collected) -> None:
-        found.counter("prompt_tokens", self.prompt_tokens, "prompt tokens of requests that got their first token")
+        found.counter(
+            "prompt_tokens", self.prompt_tokens, "prompt tokens of requests that got their first token or their vector"
+        )
         found.counter("prompt_tokens_cached", self.prompt_tokens_cached, "those of them that came from the prefix cache")
         by_source = "the same by where they came from"
         computed = self.prompt_tokens - self.prompt_tokens_cached

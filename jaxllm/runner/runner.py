@@ -1,8 +1,9 @@
 """ModelRunner: owns weights, caches and rows on the device and runs one step at a time without waiting for it. Knows no scheduler."""
 
 import time
+from collections.abc import Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -15,10 +16,11 @@ from jaxllm.config import EngineConfig
 from jaxllm.loaders.layout import abstract_state
 from jaxllm.model_config import ModelConfig
 from jaxllm.progress import SILENT, Progress
-from jaxllm.runner.batch import Batch, BatchBuilder, PromptLogprobsChunk
+from jaxllm.runner.batch import Batch, BatchBuilder, PromptLogprobsChunk, request_failed
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.launcher import Launcher
 from jaxllm.runner.memory import MemoryPlan
+from jaxllm.runner.pooler import NOT_FINITE, PendingVectors, Pooler
 from jaxllm.runner.program_store import ProgramStore
 from jaxllm.runner.programs import Programs
 from jaxllm.runner.prompt_logprobs import PendingPromptLogprobs, trim
@@ -45,12 +47,17 @@ class PendingStep:
 
     sampled: list[Row]
     token_R: jax.Array
+    """Of a step that only pools, another small result of it, to wait for."""
     scores: Scores
     prompt_logprobs: list[PendingPromptLogprobs]
+    errors: dict[str, str] = field(default_factory=dict)
+    """Requests that failed alone, with the reason."""
+    vectors: PendingVectors | None = None
 
     def start_copies(self) -> None:
         """Have the results sent to the host as soon as they are there."""
-        arrays = (self.token_R, self.scores, [part.scores for part in self.prompt_logprobs])
+        vectors = None if self.vectors is None else (self.vectors.vectors_RD, self.vectors.hidden_TD)
+        arrays = (self.token_R, self.scores, [part.scores for part in self.prompt_logprobs], vectors)
         for array in jax.tree.leaves(arrays):
             array.copy_to_host_async()
 
@@ -60,19 +67,43 @@ class PendingStep:
         sampled = {row.data.request_id: [token] for row, token in zip(self.sampled, tokens, strict=True)}
         logprobs: dict[str, TokenLogprobs] = {}
         for i, row in enumerate(self.sampled):
-            at = slice(i, i + 1)
-            if row.named_ids is not None:
-                assert self.scores.named is not None
-                logprobs[row.data.request_id] = trim(self.scores.named, at, len(row.named_ids))
-            elif row.num_logprobs is not None:
-                assert self.scores.top is not None
-                logprobs[row.data.request_id] = trim(self.scores.top, at, row.num_logprobs)
+            try:
+                if (scores := self._scores_of(row, i)) is not None:
+                    logprobs[row.data.request_id] = scores
+            except jax.errors.JaxRuntimeError:  # the device's, so everybody's
+                raise
+            except Exception as error:
+                self.errors[row.data.request_id] = request_failed(row.data.request_id, error)
         prompt_logprobs: dict[str, TokenLogprobs] = {}
         for part in self.prompt_logprobs:
-            whole = part.collect()
+            request_id = part.row.data.request_id
+            try:
+                whole = part.collect()
+            except jax.errors.JaxRuntimeError:
+                raise
+            except Exception as error:
+                self.errors[request_id] = request_failed(request_id, error)
+                continue
             if whole is not None:
-                prompt_logprobs[part.row.data.request_id] = whole
-        return ModelRunnerOutput(sampled, logprobs, prompt_logprobs)
+                prompt_logprobs[request_id] = whole
+        pooled: dict[str, np.ndarray] = {}
+        if self.vectors is not None:
+            pooled = self.vectors.collect()
+            for request_id, vector in pooled.items():
+                if not np.isfinite(vector).all():
+                    self.errors[request_id] = NOT_FINITE
+        return ModelRunnerOutput(sampled, logprobs, prompt_logprobs, pooled, self.errors)
+
+    def _scores_of(self, row: Row, index: int) -> TokenLogprobs | None:
+        """The logprobs that the sampled request of this index asked for."""
+        at = slice(index, index + 1)
+        if row.named_ids is not None:
+            assert self.scores.named is not None
+            return trim(self.scores.named, at, len(row.named_ids))
+        if row.num_logprobs is not None:
+            assert self.scores.top is not None
+            return trim(self.scores.top, at, row.num_logprobs)
+        return None
 
 
 @dataclass(frozen=True)
@@ -149,10 +180,9 @@ class ModelRunner:
             is_storable=self.shapes.is_storable,
             times=self.times,
         )
+        self._pooler = Pooler(model_config, self.buckets, self.programs, self._put)
         self.caches: Caches = ()
-        self.row_arrays = self._put(
-            RowArrays(np.zeros(max_rows + 1, np.int32), np.zeros((max_rows + 1, max_blocks), np.int32))  # type: ignore[arg-type]
-        )
+        self.row_arrays = self._new_row_arrays()
         self._sampling_state: SamplingState | None = None
         self._on_gpu, self._on_one_gpu = on_gpu, on_gpu and mesh.size == 1
         # A CPU has no launches that would be worth a thread.
@@ -198,6 +228,34 @@ class ModelRunner:
         with self.times.part("cache"):
             self.caches = program()
 
+    def start_over(self) -> None:
+        """Free all rows and take new memory for what steps change, after a failure that may have lost any of it.
+
+        Raises what keeps the device from doing so.
+        """
+        if self._launcher is not None:
+            self._launcher.drain()
+        self.drop_caches()
+        self.row_arrays = self._new_row_arrays()
+        self.allocate_caches()
+        jax.block_until_ready((self.row_arrays, self.caches))
+
+    def check_idle(self, finished_ids: Iterable[str]) -> None:
+        """Raise AssertionError if a row is held by a request other than these, whose rows the next step frees."""
+        self.rows.check_integrity()
+        lost = set(self.rows.by_request) - set(finished_ids)
+        assert not lost, f"rows are held by requests that are gone: {', '.join(sorted(lost))}"
+
+    def drop_caches(self) -> None:
+        """Free all rows and the memory of what steps change: the KV cache, the rows' arrays, the state of full sampling."""
+        self.rows.clear()
+        _delete((self.caches, self.row_arrays, self._sampling_state))
+        self.caches, self._sampling_state = (), None
+
+    def _new_row_arrays(self) -> RowArrays:
+        num_rows, max_blocks = self.rows.trash + 1, self.batches.max_blocks
+        return self._put(RowArrays(np.zeros(num_rows, np.int32), np.zeros((num_rows, max_blocks), np.int32)))  # type: ignore[arg-type, no-any-return]
+
     def warm_up(self) -> None:
         """Run the programs of a step on nothing. From now on a compilation that a request waits for is one too many."""
         for number in range(1, WARM_UP_RUNS + 1):
@@ -223,9 +281,8 @@ class ModelRunner:
         self.programs.shutdown()
         if self._launcher is not None:
             self._launcher.shutdown()
-        for array in jax.tree.leaves((self.params, self.caches, self.row_arrays, self._sampling_state)):
-            if not array.is_deleted():
-                array.delete()
+        _delete((self.params, self.caches, self.row_arrays, self._sampling_state))
+        self._pooler.delete_arrays()
         self.caches = ()
 
     def dispatch(self, plan: SchedulerOutput) -> PendingStep | LaunchingStep:
@@ -255,10 +312,12 @@ class ModelRunner:
         start = time.perf_counter()
         if batch.extra_updates is not None:
             self._write_blocks(*batch.extra_updates)
+        errors = dict(batch.errors)
         for row in batch.admitted:
             if row.needs_state:
-                self._admit(row)
+                self._admit(row, errors)
         pending = self._decode(batch) if batch.is_decode else self._forward_and_sample(batch)
+        pending.errors.update(errors)
         if self._on_gpu:  # a CPU's results are on the host already
             pending.start_copies()
         self.launch_seconds += time.perf_counter() - start
@@ -271,9 +330,11 @@ class ModelRunner:
 
     def _forward_and_sample(self, batch: Batch) -> PendingStep:
         num_rows = self.buckets.fit_sample(max(1, len(batch.sampled)))
+        only_pools = bool(batch.pooling) and not batch.sampled
         forward_key = ProgramKey("forward", batch.layout.num_tokens)
         sample_key = ProgramKey("sample", num_rows, batch.variant, batch.logprobs)
-        expected = [forward_key, sample_key]
+        expected = [forward_key, *([] if only_pools else [sample_key])]
+        expected += self._pooler.keys(batch.pooling, batch.layout.num_tokens)
         if batch.sampled and batch.variant != Variant.FULL:
             # What follows, unless other requests come.
             expected.append(ProgramKey("decode", self.buckets.fit_decode(len(batch.sampled)), batch.variant))
@@ -282,14 +343,19 @@ class ModelRunner:
         self.caches, self.row_arrays, hidden_TD, hidden_ND, columns_NC = forward(
             self.params, self.caches, self.row_arrays, self._send(batch.buffer)
         )
-        sample = self.programs.get(sample_key)
-        state = self._state() if batch.variant == Variant.FULL else None
-        named_ids = self._named_ids(batch.sampled, num_rows) if batch.logprobs == LogprobsKind.NAMED else None
-        self.row_arrays, token_R, state, scores = sample(self.params, self.row_arrays, hidden_ND, columns_NC, state, named_ids)
-        if state is not None:
-            self._sampling_state = state
+        vectors = self._pooler.run(batch.pooling, hidden_TD, hidden_ND) if batch.pooling else None
+        token_R, scores = columns_NC, Scores(None, None)
+        if not only_pools:
+            sample = self.programs.get(sample_key)
+            state = self._state() if batch.variant == Variant.FULL else None
+            named_ids = self._named_ids(batch.sampled, num_rows) if batch.logprobs == LogprobsKind.NAMED else None
+            self.row_arrays, token_R, state, scores = sample(
+                self.params, self.row_arrays, hidden_ND, columns_NC, state, named_ids
+            )
+            if state is not None:
+                self._sampling_state = state
         parts = [part for chunk in batch.prompt_logprobs for part in self._score_prompt(chunk, hidden_TD)]
-        return PendingStep(batch.sampled, token_R, scores, parts)
+        return PendingStep(batch.sampled, token_R, scores, parts, vectors=vectors)
 
     def _named_ids(self, sampled: list[Row], num_rows: int) -> jax.Array:
         ids = np.full((num_rows, MAX_LOGPROB_TOKEN_IDS), -1, np.int32)
@@ -314,9 +380,19 @@ class ModelRunner:
             arrays = _padded(index[part], block[part], UPDATES_PER_WRITE, padding=np.iinfo(np.int32).max)
             self.row_arrays = program(self.row_arrays, self._put(arrays))
 
-    def _admit(self, row: Row) -> None:
+    def _admit(self, row: Row, errors: dict[str, str]) -> None:
+        """Send one request's part of the state of full sampling. If it has none, the reason joins the errors."""
+        try:
+            packed = self._pack_admission(row)
+        except Exception as error:
+            errors[row.data.request_id] = request_failed(row.data.request_id, error)
+            return
+        program = self.programs.get(ProgramKey("admit"))
+        self._sampling_state = program(self._state(), self._put(np.int32(row.index)), self._put(packed))
+
+    def _pack_admission(self, row: Row) -> Any:
         data = row.data
-        packed = pack_admission(
+        return pack_admission(
             data.sampling_params,
             data.token_ids,
             data.num_prompt_tokens,
@@ -324,8 +400,6 @@ class ModelRunner:
             vocab_size=self.vocab_size,
             processors=self.processors,
         )
-        program = self.programs.get(ProgramKey("admit"))
-        self._sampling_state = program(self._state(), self._put(np.int32(row.index)), self._put(packed))
 
     def _state(self) -> SamplingState:
         """The arrays of full sampling: made when the first request wants them."""
@@ -344,6 +418,13 @@ class ModelRunner:
 
     def _put(self, arrays: Any) -> Any:
         return jax.device_put(arrays, self.shapes.replicated)
+
+
+def _delete(arrays: Any) -> None:
+    """Give the memory of arrays back, except of those that were."""
+    for array in jax.tree.leaves(arrays):
+        if not array.is_deleted():
+            array.delete()
 
 
 def _padded(first: Any, second: Any, size: int, *, padding: int) -> np.ndarray:

@@ -1,0 +1,198 @@
+"""GrammarCompiler: asks a process of its own whether a form can be used, and remembers the answers. Knows no JAX."""
+
+import threading
+from collections import OrderedDict
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxllm.at_exit import shut_down_at_exit
+from jaxllm.errors import InvalidRequestError
+from jaxllm.log import logger
+from jaxllm.request import Grammar
+from jaxllm.structured.token_table import Vocabulary
+from jaxllm.structured.worker_process import WorkerProcess
+from jaxllm.structured_outputs import PARAM, StructuredOutputsParams
+
+MAX_CACHE_BYTES = 64 << 20
+"""Of the answers that are remembered, refusals among them."""
+MAX_WAITING = 1000
+"""Forms that may wait for their answer."""
+MAX_TRIES = 2
+"""Times that a form is sent to a process that ends without an answer, which it should never do."""
+
+
+@dataclass(frozen=True)
+class _Answer:
+    grammar: Grammar | None
+    refusal: str | None
+
+    @property
+    def num_bytes(self) -> int:
+        return 500 + len(self.refusal or "") + (len(self.grammar.text) if self.grammar else 0)
+
+
+@dataclass
+class _Job:
+    id: int
+    params: StructuredOutputsParams
+    future: "Future[Grammar]"
+    num_tries: int = 0
+
+
+class GrammarCompiler:
+    """Turns forms into grammars that are known to be harmless. The process starts with the first form, or with `start`.
+
+    May be called from any thread.
+    """
+
+    def __init__(self, vocabulary: Vocabulary):
+        self._vocabulary = vocabulary
+        self._lock = threading.Lock()
+        self._process: WorkerProcess | None = None
+        self._jobs: dict[int, _Job] = {}
+        """Those without an answer."""
+        self._by_params: dict[StructuredOutputsParams, _Job] = {}
+        self._answers: OrderedDict[StructuredOutputsParams, _Answer] = OrderedDict()
+        self._num_cached_bytes = 0
+        self._next_id = 0
+        self._is_shut_down = False
+        self.num_processes = 0
+        """Started so far."""
+        shut_down_at_exit(self)
+
+    def compile(self, params: StructuredOutputsParams) -> Grammar:
+        """The grammar of a form. Waits for it. Raises InvalidRequestError."""
+        return self.submit(params).result()
+
+    def submit(self, params: StructuredOutputsParams) -> "Future[Grammar]":
+        """The grammar of a form, or InvalidRequestError, when it is known."""
+        form = replace(params, start_after_token_ids=None)
+        future: Future[Grammar] = Future()
+        with self._lock:
+            answer = self._answers.get(form)
+            if answer is not None:
+                self._answers.move_to_end(form)
+            elif self._is_shut_down:
+                future.set_exception(InvalidRequestError(f"{PARAM}: the engine was shut down", PARAM))
+            elif (job := self._by_params.get(form)) is not None:
+                _follow(job.future, future, params)
+            elif len(self._jobs) >= MAX_WAITING:
+                future.set_exception(
+                    InvalidRequestError(f"{PARAM}: {MAX_WAITING} others wait to be compiled; try again later", PARAM)
+                )
+            else:
+                self._next_id += 1
+                job = _Job(self._next_id, form, Future())
+                self._jobs[job.id] = self._by_params[form] = job
+                _follow(job.future, future, params)
+                self._send(job)
+        if answer is not None:
+            _settle(future, answer, params)
+        return future
+
+    def start(self) -> None:
+        """Start the process now, so that the first form need not wait for it. Returns at once."""
+        with self._lock:
+            self._running_process()
+
+    def shutdown(self) -> None:
+        """End the process; what waits is refused. May be called again."""
+        with self._lock:
+            self._is_shut_down = True
+            process, self._process = self._process, None
+            jobs, self._jobs = list(self._jobs.values()), {}
+            self._by_params.clear()
+        if process is not None:
+            process.end()
+        for job in jobs:
+            job.future.set_exception(InvalidRequestError(f"{PARAM}: the engine was shut down", PARAM))
+
+    @property
+    def num_cached_bytes(self) -> int:
+        return self._num_cached_bytes
+
+    # The process
+
+    def _running_process(self) -> WorkerProcess:
+        if self._process is None:
+            self._process = WorkerProcess(self._vocabulary, self._take_answer, self._replace)
+            self.num_processes += 1
+        return self._process
+
+    def _send(self, job: _Job) -> None:
+        job.num_tries += 1
+        self._running_process().send({"id": job.id, "params": _fields(job.params)})
+
+    def _take_answer(self, message: dict[str, Any]) -> None:
+        with self._lock:
+            job = self._jobs.pop(message["id"], None)
+            if job is None:
+                return
+            self._by_params.pop(job.params, None)
+            answer = _answer(message)
+            self._remember(job.params, answer)
+        _settle(job.future, answer, job.params)
+
+    def _replace(self, process: WorkerProcess) -> None:
+        """A process has ended: what it left goes to a new one."""
+        lost: list[_Job] = []
+        with self._lock:
+            if self._process is not process:
+                return  # shut down
+            self._process = None
+            logger.warning("the process that compiles grammars ended (status %s)", process.exit_status)
+            for job in list(self._jobs.values()):
+                if job.num_tries < MAX_TRIES:
+                    self._send(job)
+                else:
+                    del self._jobs[job.id]
+                    self._by_params.pop(job.params, None)
+                    lost.append(job)
+        for job in lost:
+            job.future.set_exception(InvalidRequestError(f"{PARAM}.{job.params.kind} cannot be compiled", PARAM))
+
+    def _remember(self, form: StructuredOutputsParams, answer: _Answer) -> None:
+        self._answers[form] = answer
+        self._num_cached_bytes += _num_bytes(form, answer)
+        while self._num_cached_bytes > MAX_CACHE_BYTES:
+            oldest, forgotten = self._answers.popitem(last=False)
+            self._num_cached_bytes -= _num_bytes(oldest, forgotten)
+
+
+def _fields(form: StructuredOutputsParams) -> dict[str, Any]:
+    return {name: value for name in form.__dataclass_fields__ if (value := getattr(form, name)) is not None}
+
+
+def _num_bytes(form: StructuredOutputsParams, answer: _Answer) -> int:
+    value = getattr(form, form.kind)
+    size = sum(map(len, value)) + 60 * len(value) if isinstance(value, tuple) else len(str(value))
+    return size + answer.num_bytes
+
+
+def _answer(message: dict[str, Any]) -> _Answer:
+    if (error := message.get("error")) is not None:
+        return _Answer(None, error)
+    return _Answer(Grammar(message["grammar"], num_bytes=message["num_bytes"]), None)
+
+
+def _settle(future: "Future[Grammar]", answer: _Answer, params: StructuredOutputsParams) -> None:
+    if answer.grammar is not None:
+        future.set_result(replace(answer.grammar, start_after_token_ids=params.start_after_token_ids))
+    else:
+        future.set_exception(InvalidRequestError(f"{PARAM}.{params.kind} {answer.refusal}", PARAM))
+
+
+def _follow(first: "Future[Grammar]", second: "Future[Grammar]", params: StructuredOutputsParams) -> None:
+    """Have the second future end as the first does."""
+
+    def pass_on(done: "Future[Grammar]") -> None:
+        if not second.set_running_or_notify_cancel():
+            return
+        error = done.exception()
+        if error is None:
+            second.set_result(replace(done.result(), start_after_token_ids=params.start_after_token_ids))
+        else:
+            second.set_exception(InvalidRequestError(str(error), PARAM))
+
+    first.add_done_callback(pass_on)

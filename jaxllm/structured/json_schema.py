@@ -1,0 +1,179 @@
+"""Finds what is wrong with a JSON schema and where, before it is compiled: kinds of values, references, what nothing can satisfy."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from jaxllm.structured.errors import GrammarError
+
+TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
+
+_ONE = ("additionalProperties", "additionalItems", "items", "contains", "not", "if", "then", "else", "propertyNames")
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords that hold a schema, a list of them, schemas by name."""
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains", "maxContains")
+_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_TEXTS = ("$ref", "pattern", "format", "title", "description", "$comment", "$id", "$schema", "$anchor")
+_RANGES = (("minLength", "maxLength"), ("minItems", "maxItems"), ("minProperties", "maxProperties"), ("minimum", "maximum"))
+
+
+def check_schema(schema: Any) -> None:
+    """Raises GrammarError with the JSON pointer of the first thing that is wrong."""
+    for pointer, node in walk(schema):
+        if not isinstance(node, bool):
+            _check_node(schema, pointer, node)
+    if not _is_satisfiable(schema, schema, {}):
+        raise GrammarError("at # can never be satisfied: nothing finite matches it (does it refer to itself?)")
+
+
+def closed(schema: Any) -> Any:
+    """The schema with additionalProperties: false in each object schema that says nothing of them."""
+    if isinstance(schema, list):
+        return [closed(entry) for entry in schema]
+    if not isinstance(schema, dict):
+        return schema
+    result: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _MAPS and isinstance(value, dict):
+            result[key] = {name: closed(entry) for name, entry in value.items()}
+        else:
+            result[key] = closed(value) if key in (*_ONE, *_LISTS) else value
+    if schema.get("type") == "object" or "properties" in schema:
+        result.setdefault("additionalProperties", False)
+    return result
+
+
+def walk(schema: Any, pointer: str = "#") -> Iterator[tuple[str, Any]]:
+    """A schema and all schemas in it, each with its JSON pointer. Raises GrammarError where there should be one and is none."""
+    if not isinstance(schema, (dict, bool)):
+        raise GrammarError(f"at {pointer} is {_shown(schema)}, must be a schema: an object, true or false")
+    yield pointer, schema
+    if isinstance(schema, bool):
+        return
+    for key, value in schema.items():
+        place = f"{pointer}/{_escaped(key)}"
+        if key in _MAPS:
+            _expect(isinstance(value, dict), place, value, "an object of schemas")
+            for name, entry in value.items():
+                yield from walk(entry, f"{place}/{_escaped(name)}")
+        elif key in _LISTS or (key == "items" and isinstance(value, list)):
+            _expect(isinstance(value, list) and bool(value), place, value, "a list of schemas that is not empty")
+            for index, entry in enumerate(value):
+                yield from walk(entry, f"{place}/{index}")
+        elif key in _ONE:
+            yield from walk(value, place)
+
+
+def _check_node(root: Any, pointer: str, node: dict[str, Any]) -> None:
+    for key, value in node.items():
+        place = f"{pointer}/{_escaped(key)}"
+        if key == "type":
+            kinds = value if isinstance(value, list) else [value]
+            known = bool(kinds) and all(isinstance(kind, str) and kind in TYPES for kind in kinds)
+            _expect(known, place, value, f"one of {', '.join(TYPES)}, or a list of them")
+        elif key in _COUNTS:
+            _expect(_is_number(value) and value == int(value) and value >= 0, place, value, "an integer of at least 0")
+        elif key in _NUMBERS:
+            _expect(_is_number(value), place, value, "a number")
+            _expect(key != "multipleOf" or value > 0, place, value, "above 0")
+        elif key in _TEXTS:
+            _expect(isinstance(value, str), place, value, "a text")
+        elif key == "required":
+            _expect(isinstance(value, list) and all(isinstance(name, str) for name in value), place, value, "a list of texts")
+        elif key == "enum":
+            _expect(isinstance(value, list) and bool(value), place, value, "a list that is not empty")
+        elif key == "uniqueItems":
+            _expect(isinstance(value, bool), place, value, "true or false")
+    if isinstance(reference := node.get("$ref"), str):
+        _resolve(root, reference, pointer)
+    for low, high in _RANGES:
+        if low in node and high in node and node[low] > node[high]:
+            raise GrammarError(f"at {pointer} can never be satisfied: {low} {node[low]} is greater than {high} {node[high]}")
+
+
+def _resolve(root: Any, reference: str, pointer: str) -> Any:
+    """The schema that a reference means. Only those into the same schema are followed."""
+    if reference != "#" and not reference.startswith("#/"):
+        raise GrammarError(
+            f"at {pointer}/$ref is {_shown(reference)}, must begin with #/: only references into the schema itself are followed"
+        )
+    node = root
+    for part in reference[2:].split("/") if len(reference) > 2 else ():
+        part = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(node, dict) and part in node:
+            node = node[part]
+        elif isinstance(node, list) and part.isdecimal() and int(part) < len(node):
+            node = node[int(part)]
+        else:
+            raise GrammarError(f"at {pointer}/$ref is {_shown(reference)}, which is not in the schema")
+    return node
+
+
+_OPEN = object()
+"""Of a schema whose satisfiability is being asked already: a value within itself, which none that ends can have."""
+
+
+def _is_satisfiable(root: Any, node: Any, known: dict[int, Any]) -> bool:
+    """Whether some finite value may match, as far as references and required parts tell."""
+    if not isinstance(node, dict):
+        return node is not False
+    found = known.get(id(node))
+    if found is not None:
+        return found is True
+    known[id(node)] = _OPEN
+    result = _parts_satisfiable(root, node, known)
+    if result:
+        known[id(node)] = True
+    else:
+        del known[id(node)]  # it may hold once what it refers to is known from elsewhere
+    return result
+
+
+def _parts_satisfiable(root: Any, node: dict[str, Any], known: dict[int, Any]) -> bool:
+    def all_of(schemas: Any) -> bool:
+        return all(_is_satisfiable(root, schema, known) for schema in schemas)
+
+    def any_of(schemas: Any) -> bool:
+        return any(_is_satisfiable(root, schema, known) for schema in schemas)
+
+    if "const" in node or "enum" in node:
+        return True
+    if "$ref" in node and not _is_satisfiable(root, _resolve(root, node["$ref"], "#"), known):
+        return False
+    if not all_of(node.get("allOf", ())):
+        return False
+    if any(key in node and not any_of(node[key]) for key in ("anyOf", "oneOf")):
+        return False
+    kinds = node.get("type", ())
+    kinds = [kinds] if isinstance(kinds, str) else list(kinds)
+    if kinds == ["object"]:
+        properties, others = node.get("properties", {}), node.get("additionalProperties", True)
+        if not all_of(
+            properties.get(name, others if "patternProperties" not in node else True) for name in node.get("required", ())
+        ):
+            return False
+    if kinds == ["array"] and node.get("minItems", 0) > 0:
+        first = node.get("prefixItems") or [node.get("items", True)]
+        first = first if isinstance(first, list) else [first]
+        return all_of(first[: int(min(node["minItems"], len(first)))])
+    return True
+
+
+def _expect(is_right: bool, place: str, value: Any, must_be: str) -> None:
+    if not is_right:
+        raise GrammarError(f"at {place} is {_shown(value)}, must be {must_be}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _escaped(key: str) -> str:
+    key = key.replace("~", "~0").replace("/", "~1")
+    return key if len(key) <= 60 else f"{key[:60]}…"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"

@@ -1,0 +1,173 @@
+"""The process in which forms are tried out. It forks a child for each, so that none can harm another or outlive its time.
+
+Reads {"vocabulary": …} and then {"id", "params"} from its input, answers {"id", "grammar", "num_bytes"} or {"id", "error"}.
+Has one thread, which forking needs. Knows no JAX.
+"""
+
+import os
+import selectors
+import signal
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from llguidance import LLTokenizer
+
+from jaxllm.errors import InvalidRequestError
+from jaxllm.structured import frames, trial
+from jaxllm.structured.errors import GrammarError
+from jaxllm.structured.token_table import Vocabulary
+from jaxllm.structured_outputs import StructuredOutputsParams
+
+DEADLINE_SECONDS = 5.0
+"""Wall-clock time of one trial."""
+BUSY_DEADLINE_SECONDS = 1.0
+"""The same while others wait and no place is free."""
+MAX_CHILDREN = 4
+EXTRA_BYTES = 1 << 30
+"""Memory that one trial may take."""
+NICENESS = 10
+
+
+@dataclass
+class _Child:
+    job_id: int
+    pid: int
+    pipe: int
+    started: float
+    received: bytearray
+
+
+class Worker:
+    """Runs trials in children, at most MAX_CHILDREN at a time, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._input, self._output = sys.stdin.buffer.raw, sys.stdout.buffer  # type: ignore[attr-defined]
+        first = frames.read(sys.stdin.buffer.raw)  # type: ignore[attr-defined]
+        if first is None:
+            raise SystemExit
+        fields = first["vocabulary"]
+        specials = tuple((text, token) for text, token in fields.pop("special_tokens"))
+        self._vocabulary = Vocabulary(**{**fields, "eos_token_ids": tuple(fields["eos_token_ids"])}, special_tokens=specials)
+        self._table = self._vocabulary.table()
+        self._waiting: deque[dict[str, Any]] = deque()
+        self._children: dict[int, _Child] = {}
+        """By the pipe that they answer through."""
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._input, selectors.EVENT_READ)
+
+    def run(self) -> None:
+        """Until the input ends."""
+        while True:
+            for key, _ in self._selector.select(self._seconds_to_next_deadline()):
+                if key.fileobj is self._input:
+                    job = frames.read(self._input)
+                    if job is None:
+                        self._end_all()
+                        return
+                    self._waiting.append(job)
+                else:
+                    self._hear(self._children[key.fd])
+            self._end_late()
+            while self._waiting and len(self._children) < MAX_CHILDREN:
+                self._start(self._waiting.popleft())
+
+    def _start(self, job: dict[str, Any]) -> None:
+        receiving, sending = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(receiving)
+            try:
+                answer = _answer(job, self._vocabulary, self._table)
+                with os.fdopen(sending, "wb") as pipe:
+                    frames.write(pipe, answer)
+            finally:
+                os._exit(0)
+        os.close(sending)
+        os.set_blocking(receiving, False)
+        self._children[receiving] = _Child(job["id"], pid, receiving, time.monotonic(), bytearray())
+        self._selector.register(receiving, selectors.EVENT_READ)
+
+    def _hear(self, child: _Child) -> None:
+        try:
+            news = os.read(child.pipe, 1 << 16)
+        except BlockingIOError:
+            return
+        if news:
+            child.received += news
+            return
+        status = self._forget(child, is_over=True)
+        if len(child.received) >= 4:
+            self._output.write(bytes(child.received))
+            self._output.flush()
+        elif os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGSEGV:
+            self._refuse(child, "is nested too deeply")
+        elif os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL):
+            self._refuse(child, f"takes more than {DEADLINE_SECONDS:g} s to compile; ask for something simpler")
+        else:
+            self._refuse(child, f"takes more than {EXTRA_BYTES >> 20} MiB to compile; ask for something simpler")
+
+    def _end_late(self) -> None:
+        is_busy = bool(self._waiting) and len(self._children) == MAX_CHILDREN
+        limit = BUSY_DEADLINE_SECONDS if is_busy else DEADLINE_SECONDS
+        for child in list(self._children.values()):
+            if time.monotonic() - child.started > limit:
+                self._forget(child)
+                others = " while others wait" * is_busy
+                self._refuse(child, f"takes more than {limit:g} s to compile{others}; ask for something simpler")
+
+    def _seconds_to_next_deadline(self) -> float | None:
+        if not self._children:
+            return None
+        limit = BUSY_DEADLINE_SECONDS if self._waiting else DEADLINE_SECONDS
+        return max(0.0, min(child.started for child in self._children.values()) + limit - time.monotonic()) + 0.01
+
+    def _forget(self, child: _Child, *, is_over: bool = False) -> int:
+        """End a child, unless it ends by itself now. Returns its exit status."""
+        self._selector.unregister(child.pipe)
+        os.close(child.pipe)
+        del self._children[child.pipe]
+        if not is_over:
+            os.kill(child.pid, signal.SIGKILL)
+        return os.waitpid(child.pid, 0)[1]
+
+    def _refuse(self, child: _Child, message: str) -> None:
+        frames.write(self._output, {"id": child.job_id, "error": message})
+
+    def _end_all(self) -> None:
+        for child in list(self._children.values()):
+            self._forget(child)
+
+
+def _answer(job: dict[str, Any], vocabulary: Vocabulary, table: LLTokenizer) -> dict[str, Any]:
+    """What a child finds out."""
+    os.nice(NICENESS)
+    trial.limit_resources(int(DEADLINE_SECONDS), EXTRA_BYTES)
+    params = StructuredOutputsParams(**job["params"])
+    try:
+        return {"id": job["id"], **trial.try_out(params, vocabulary, table)}
+    except GrammarError as error:
+        message = str(error)
+        if params.kind == "json" and not message.startswith("at #"):
+            pointer = trial.pointer_of_fault(params, vocabulary, table)
+            message = f"{f'at {pointer}: ' if pointer else ''}{message}"
+        return {"id": job["id"], "error": message}
+    except InvalidRequestError as error:
+        return {"id": job["id"], "error": str(error)}
+    except MemoryError:
+        return {"id": job["id"], "error": f"takes more than {EXTRA_BYTES >> 20} MiB to compile; ask for something simpler"}
+    except Exception as error:  # a fault of ours or of llguidance: told without what it holds
+        sys.stderr.write(f"a form could not be tried out: {error!r:.500}\n")
+        return {"id": job["id"], "error": f"cannot be compiled ({type(error).__name__})"}
+
+
+def main() -> None:
+    """Serve until the input ends. Ctrl-C is the parent's affair."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    Worker().run()
+
+
+if __name__ == "__main__":
+    main()
