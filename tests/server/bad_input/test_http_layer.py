@@ -106,7 +106,9 @@ def test_pipelined_requests_are_answered_in_order(guarded: LiveServer) -> None:
     assert 1 <= reply.count(b"HTTP/1.1 200") <= 100
 
 
-@pytest.mark.parametrize("path", ["/%76%31/models", "//v1/models", "/V1/models", "/v1/models/", "/v1/../v1/models", "/v1/models?key={key}"])
+@pytest.mark.parametrize(
+    "path", ["/%76%31/models", "//v1/models", "/V1/models", "/v1/models/", "/v1/../v1/models", "/v1/models?key={key}"]
+)
 def test_no_spelling_of_a_path_goes_around_the_key(guarded: LiveServer, path: str) -> None:
     assert status_of(exchange(guarded, get(path.format(key=guarded.key)))) in (307, 401, 404)
 
@@ -136,7 +138,9 @@ def test_keys(guarded: LiveServer, header: str | None, status: int) -> None:
 def test_every_route_asks_for_the_key_but_the_open_ones(guarded: LiveServer) -> None:
     asked = 0
     for method, path in guarded.routes():
-        reply = guarded.client.request(method, path.replace("{", "").replace("}", ""), headers={"content-type": "application/json"})
+        reply = guarded.client.request(
+            method, path.replace("{", "").replace("}", ""), headers={"content-type": "application/json"}
+        )
         if path in ("/live", "/ready", "/health", "/") or path.startswith("/web/"):
             assert reply.status_code != 401, path
         else:
