@@ -52,7 +52,7 @@ class Stub:
     async def answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.bodies.append(body)
-        self.headers.append(dict(request.headers))
+        self.headers.append({name.lower(): value for name, value in request.headers.items()})
         if (refusal := self.fail(body)) is not None:
             status, content = refusal
             return web.json_response(content, status=status)

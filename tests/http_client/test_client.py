@@ -37,7 +37,7 @@ def test_a_stream_is_read_however_it_is_cut(stub: Stub, piece_bytes: int | None)
 
 def test_the_key_and_further_headers_are_sent(stub: Stub) -> None:
     with_client(stub, chunks_of, api_key="secret", headers={"X-Extra": "1"})
-    assert (stub.headers[0]["Authorization"], stub.headers[0]["X-Extra"]) == ("Bearer secret", "1")
+    assert (stub.headers[0]["authorization"], stub.headers[0]["x-extra"]) == ("Bearer secret", "1")
 
 
 @pytest.mark.parametrize("base", ["{}", "{}/", "{}/v1", "{}/v1/"])

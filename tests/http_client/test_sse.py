@@ -4,7 +4,10 @@ from hypothesis import strategies as st
 
 from jaxllm.http_client.sse import EventParser, EventTooLongError
 
-STREAM = b': hello\n\ndata: {"a": 1}\n\nevent: x\nid: 7\nretry: 5\ndata:{"b": 2}\n\ndata: one\ndata: two\n\n: keep-alive\n\ndata\n\ndata: [DONE]\n\n'
+STREAM = (
+    b': hello\n\ndata: {"a": 1}\n\nevent: x\nid: 7\nretry: 5\ndata:{"b": 2}\n\n'
+    b"data: one\ndata: two\n\n: keep-alive\n\ndata\n\ndata: [DONE]\n\n"
+)
 EVENTS = [b'{"a": 1}', b'{"b": 2}', b"one\ntwo", b"", b"[DONE]"]
 
 
