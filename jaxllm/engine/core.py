@@ -221,6 +221,11 @@ class EngineCore:
     def num_compiled_after_warmup(self) -> int:
         return self.runner.programs.num_compiled_after_warmup
 
+    @property
+    def is_compiling(self) -> bool:
+        """Whether a step waits for a program."""
+        return self.runner.programs.num_waiting > 0
+
     def finish_compiling(self) -> None:
         """Wait for the rare programs, if they are compiled in the background."""
         if self.config.compile.warmup == "background":

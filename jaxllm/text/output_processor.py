@@ -352,6 +352,11 @@ class OutputProcessor:
             self._emit(live, unfinished, step)
         return step
 
+    def internal_id_of(self, engine_id: str) -> str | None:
+        """The request that an answer belongs to, by the engine's id of the answer; None if it has ended."""
+        live, _ = self._answers.get(engine_id, (None, None))
+        return None if live is None else live.request.internal_id
+
     def internal_ids(self) -> list[str]:
         """All requests in flight."""
         return list(self._live)

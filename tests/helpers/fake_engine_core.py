@@ -11,6 +11,7 @@ from jaxllm.model_config import ModelConfig
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import EngineCoreRequest, FinishReason
 from jaxllm.scheduler_output import TokenLogprobs
+from jaxllm.start_times import StartTimes
 
 WIDTH = 8
 
@@ -25,6 +26,8 @@ class FakeStats:
     num_preemptions: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    resumed_prefix_cache_queries: int = 0
+    resumed_prefix_cache_hits: int = 0
     num_cache_blocks: int = 0
     step_token_counts: tuple[int, ...] = ()
     num_step_tokens: int = 0
@@ -90,6 +93,8 @@ class FakeEngineCore:
         self.model_config = tiny_model_config(vocab_size, eos_token_ids)
         self.max_model_len = max_model_len
         self.num_compiled_after_warmup = 0
+        self.is_compiling = False
+        self.start_times = StartTimes()
         self.processor_arguments: dict[str, int] = {}
         self.requests: list[EngineCoreRequest] = []
         """Every request that was ever added."""
