@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import queue
+import sys
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -15,7 +16,7 @@ from jaxllm.llm_engine import Core, LLMEngine, SleepMode, Texts
 from jaxllm.log import logger
 from jaxllm.mailbox import Letter, Mailbox, post
 from jaxllm.metrics.metric import Metric
-from jaxllm.outputs import PoolingRequestOutput, RequestOutput
+from jaxllm.outputs import PoolingRequestOutput, RequestMetrics, RequestOutput
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
 from jaxllm.sampling_params import SamplingParams
@@ -34,6 +35,9 @@ class AsyncLLM:
 
     Raises ConfigError, ModelLoadError or OutOfMemoryError.
     """
+
+    request_ended: Callable[[FrontRequest, RequestMetrics | None, BaseException | None], None] | None = None
+    """Called in the caller's task when a stream is over: its times, unless nothing came, and the error that ended it, if one did."""
 
     def __init__(
         self,
@@ -114,15 +118,18 @@ class AsyncLLM:
         """
         mailbox = Mailbox(asyncio.get_running_loop(), request.params.output_kind)
         self._send(lambda: self._admit(request, mailbox))
+        metrics: RequestMetrics | None = None
         try:
             finished = False
             while not finished:
                 output = await mailbox.take()
-                finished = output.finished
+                finished, metrics = output.finished, output.metrics
                 yield output
         finally:
             if not mailbox.is_done:
                 self._abandon(request.internal_id)
+            if self.request_ended is not None:
+                self.request_ended(request, metrics, sys.exception())
 
     async def generate(
         self,
@@ -145,7 +152,10 @@ class AsyncLLM:
 
         Raises InvalidRequestError, EngineError or EngineDeadError; a request that was aborted comes back without vectors.
         """
-        request = await self.prepare(prompt, pooling_params, request_id, priority=priority)
+        return await self.pool_prepared(await self.prepare(prompt, pooling_params, request_id, priority=priority))
+
+    async def pool_prepared(self, request: FrontRequest) -> PoolingRequestOutput:
+        """`pool` for what `prepare` made of PoolingParams."""
         async with contextlib.aclosing(self.stream(request)) as outputs:
             output: Any = await anext(outputs)
         if output.error is not None:
