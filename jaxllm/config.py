@@ -94,6 +94,14 @@ class SchedulerOptions:
         False
     )
     scheduling_policy: Annotated[Literal["fcfs", "priority"], "order of waiting requests"] = "fcfs"
+    max_num_queued_reqs: Annotated[
+        int | None, "most requests waiting for a place in the batch; one more is refused (503 of the server); default: no limit"
+    ] = None
+    max_num_queued_tokens: Annotated[
+        int | None,
+        "most prompt tokens waiting for a place in the batch; a request that would exceed it is refused, unless none waits; "
+        "default: no limit",
+    ] = None
     async_scheduling: Annotated[bool, "schedule the next step before this one's tokens are known"] = True
     scheduler_reserve_full_isl: Annotated[bool, "admit a request only if its whole prompt fits the cache"] = True
     watermark: Annotated[float, "fraction of blocks kept free when a request is admitted, so that running ones can grow"] = 0.01
@@ -134,6 +142,7 @@ class ObserveOptions:
 
     disable_log_stats: Annotated[bool, "keep no statistics for `get_metrics` and the log"] = False
     use_progress_bar: Annotated[bool, "show progress while loading and compiling"] = True
+    profiler_dir: Annotated[str | None, "directory for traces of JAX's profiler; without it `start_profile` is refused"] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,6 +281,8 @@ def _range_faults(config: EngineConfig) -> list[str]:
         "max_num_seqs": at_least(1),
         "max_num_batched_tokens": at_least(1),
         "long_prefill_token_threshold": at_least(0),
+        "max_num_queued_reqs": at_least(0),
+        "max_num_queued_tokens": at_least(0),
         "watermark": (lambda v: 0 <= v < 1, "at least 0 and below 1"),
         "tensor_parallel_size": at_least(1),
         "compile_threads": at_least(1),

@@ -5,6 +5,7 @@ from pathlib import Path
 
 CONFIG_FILE = "JAXLLM_CONFIG"  # path of a YAML file with engine options
 CACHE_DIR = "JAXLLM_CACHE_DIR"  # where compiled programs are kept
+FAULT = "JAXLLM_FAULT"  # failures to inject, for rehearsals: docs/FAULTS.md
 LOG_LEVEL = "JAXLLM_LOG_LEVEL"  # debug, info, warning, error
 OPTION_PREFIX = "JAXLLM_OPT_"  # JAXLLM_OPT_MAX_NUM_SEQS=64 sets --max-num-seqs
 

@@ -3,10 +3,13 @@
 JaxLLMError
 ├── ConfigError            (ValueError)  an engine option is wrong, unknown or contradicts another
 ├── InvalidRequestError    (ValueError)  one request cannot be served; names the parameter
+├── GrammarError           (ValueError)  an output's form cannot be compiled, or the output cannot go on in it
 ├── ModelLoadError                       a checkpoint is missing, incomplete, corrupt or of an unknown kind
 ├── OutOfMemoryError                     the device cannot hold what was asked for; names the flag to change
-└── EngineError                          a step failed; the requests of that step end with it
-    └── EngineDeadError                  the engine cannot go on; every later call fails at once
+└── EngineError                          the engine failed in what it was asked; the message says whether to try again
+    ├── EngineDeadError                  the engine cannot go on; every later call fails at once
+    ├── OverloadedError                  too many requests wait; says when to try again
+    └── EngineSleepingError              the engine sleeps; wake it up first
 """
 
 
@@ -26,6 +29,10 @@ class InvalidRequestError(JaxLLMError, ValueError):
         self.param = param
 
 
+class GrammarError(JaxLLMError, ValueError):
+    """An output's form cannot be compiled, or the output cannot go on in it; the message is for callers."""
+
+
 class ModelLoadError(JaxLLMError):
     """A checkpoint is missing, incomplete, corrupt or of an unknown kind."""
 
@@ -35,8 +42,20 @@ class OutOfMemoryError(JaxLLMError):
 
 
 class EngineError(JaxLLMError):
-    """A step failed."""
+    """The engine failed in what it was asked."""
 
 
 class EngineDeadError(EngineError):
     """The engine met an error that it cannot recover from."""
+
+
+class OverloadedError(EngineError):
+    """Too much waits already. `retry_after_seconds` is a guess at when there is room again."""
+
+    def __init__(self, message: str, retry_after_seconds: int):
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+
+
+class EngineSleepingError(EngineError):
+    """The engine sleeps and takes no requests."""

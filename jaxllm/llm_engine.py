@@ -1,6 +1,7 @@
 """LLMEngine: prompts in, RequestOutputs out, one step at a time. Everything here runs in the caller's thread."""
 
 import contextlib
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from jaxllm import log
 from jaxllm.at_exit import shut_down_at_exit
 from jaxllm.config import EngineConfig
+from jaxllm.engine import fault_points
 from jaxllm.errors import ConfigError, EngineDeadError, EngineError, JaxLLMError
 from jaxllm.metrics.engine_metrics import EngineMetrics, LoadStats
 from jaxllm.metrics.metric import Metric
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from jaxllm.sampling.processors import Processor
+    from jaxllm.structured.compiler import GrammarCompiler
 
 
 class Core(Protocol):
@@ -69,6 +72,7 @@ class LLMEngine:
         logits_processors: "Sequence[Processor]" = (),
     ):
         log.set_up_if_asked()
+        fault_points.install_from_environment("front")
         times = StartTimes()
         if (age := process_age_seconds()) is not None:
             times.add("process before the engine", age)
@@ -105,7 +109,10 @@ class LLMEngine:
             self.tokenizer,
             generation_config,
             processor_arguments=self.core.processor_arguments,
+            compile_grammar=None if self.tokenizer is None else lambda form: self.grammar_compiler.compile(form),
         )
+        self._grammar_compiler: GrammarCompiler | None = None
+        self._grammar_lock = threading.Lock()
         self._outputs = OutputProcessor(self.tokenizer, observer=self.metrics)
         shut_down_at_exit(self)
 
@@ -136,10 +143,10 @@ class LLMEngine:
             for child in request.children:
                 self.core.add_request(child)
                 added.append(child.request_id)
+            self._outputs.add(request)
         except BaseException:
             self._abort_in_core(added)
             raise
-        self._outputs.add(request)
 
     def abort_request(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
         """End requests by the ids they were added with. Returns their last outputs, with finish_reason "abort"."""
@@ -204,6 +211,19 @@ class LLMEngine:
 
     # The rest
 
+    @property
+    def grammar_compiler(self) -> "GrammarCompiler":
+        """What turns the forms of outputs into grammars; made when it is first asked for. Raises InvalidRequestError."""
+        with self._grammar_lock:
+            if self._grammar_compiler is None:
+                from jaxllm.structured.compiler import GrammarCompiler
+                from jaxllm.structured.token_table import Vocabulary
+
+                eos_token_ids = self.input_processor.eos_token_ids
+                vocabulary = Vocabulary.of(self.get_tokenizer(), self.model_config.vocab_size, eos_token_ids)
+                self._grammar_compiler = GrammarCompiler(vocabulary)
+            return self._grammar_compiler
+
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises ConfigError if there is none."""
         if self.tokenizer is None:
@@ -244,6 +264,8 @@ class LLMEngine:
 
     def shutdown(self) -> None:
         """End every request and free the device. The engine cannot be used afterwards."""
+        if self._grammar_compiler is not None:
+            self._grammar_compiler.shutdown()
         self.abort_all()
         self.core.shutdown()
 

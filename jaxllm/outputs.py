@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from jaxllm.request import FinishReason
+from jaxllm.request import ErrorKind, FinishReason
 from jaxllm.scheduler_output import TokenLogprobs
 
 
@@ -19,6 +19,8 @@ class EngineCoreOutput:
     new_prompt_logprobs: TokenLogprobs | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    error_kind: ErrorKind | None = None
+    """Set exactly if the finish reason is "error"."""
 
 
 @dataclass
@@ -53,6 +55,8 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    error_kind: ErrorKind | None = None
+    """Set exactly if the finish reason is "error"; `stop_reason` is the message then."""
 
     def finished(self) -> bool:
         return self.finish_reason is not None

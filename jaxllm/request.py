@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from jaxllm.sampling_params import SamplingParams
 
@@ -52,6 +53,21 @@ _REASONS = {
 }
 
 
+class ErrorKind(enum.StrEnum):
+    """What ended a request whose finish reason is "error"."""
+
+    INTERNAL = "internal"
+    """Something failed in the engine, in this request or in the step that computed it."""
+    OUT_OF_MEMORY = "out_of_memory"
+    """The device had no memory for it, in steps of any size."""
+    QUEUE_TIMEOUT = "queue_timeout"
+    """It waited longer than its `queue_timeout_seconds`."""
+    TIMEOUT = "timeout"
+    """It was not done after its `timeout_seconds`."""
+    CONSTRAINT = "constraint"
+    """What it asks of its tokens leaves none to go on with."""
+
+
 @dataclass(frozen=True)
 class MediaSpan:
     """A media item's place in the prompt, for the keys of the prefix cache."""
@@ -73,6 +89,17 @@ class Grammar:
     """It holds for what follows this run of output tokens."""
 
 
+class OutputMatcher(Protocol):
+    """Follows an output through its grammar."""
+
+    is_done: bool
+    """Whether the output is complete, and no EOS will say so."""
+
+    def advance(self, token_id: int) -> None:
+        """Take in the next token. Raises GrammarError if the output cannot go on with it."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineCoreRequest:
     """One sequence to generate, validated, in token ids. What crosses from the front to the engine core."""
@@ -91,6 +118,10 @@ class EngineCoreRequest:
     media: tuple[MediaSpan, ...] = ()
     grammar: Grammar | None = None
     """What sampling_params.structured_outputs, which is not set here, has become."""
+    queue_timeout_seconds: float | None = None
+    """Ended with an error if it has no place in the batch so long after it was added."""
+    timeout_seconds: float | None = None
+    """Ended with an error if it is not done so long after it was added."""
 
 
 @dataclass(eq=False)
@@ -120,6 +151,9 @@ class Request:
     """Prompt tokens found in the prefix cache at the first admission; -1 before it."""
     num_preemptions: int = 0
     stop_reason: int | str | None = None
+    error_kind: ErrorKind | None = None
+    matcher: OutputMatcher | None = None
+    """Of a request with a grammar, once that is compiled; it knows all output tokens."""
     block_hashes: list[bytes] = field(default_factory=list)
     """One per full block of token_ids; kept up to date by `extend_hashes`."""
     extend_hashes: Callable[["Request"], None] | None = None

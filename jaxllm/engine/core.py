@@ -8,6 +8,9 @@ import jax
 from flax import nnx
 
 from jaxllm.config import EngineConfig
+from jaxllm.engine import fault_points
+from jaxllm.engine.failures import FailurePolicy, explain
+from jaxllm.engine.grammars import Grammars
 from jaxllm.engine.loop import StepLoop
 from jaxllm.engine.prepare import Prepared
 from jaxllm.errors import EngineDeadError, OutOfMemoryError
@@ -21,6 +24,9 @@ from jaxllm.sampling.processors import Processor, check_processors
 from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.scheduler.stats import SchedulerStats
 from jaxllm.start_times import StartTimes
+from jaxllm.structured.token_table import Vocabulary
+from jaxllm.text.model_files import text_files
+from jaxllm.text.tokenizer import load_tokenizer
 
 _MAX_IN_FLIGHT = {False: 2, True: 3}
 """Steps in flight by whether they run on a GPU. There the news of a finished step takes up to a millisecond to reach the host (measured,
@@ -42,6 +48,7 @@ class EngineCore:
         processors: Sequence[Processor] = (),
         times: StartTimes | None = None,
     ):
+        fault_points.install_from_environment("core")
         progress = progress or Progress()
         self.start_times = times or StartTimes()
         """Where the time until the engine was ready went."""
@@ -85,7 +92,9 @@ class EngineCore:
             self.config.scheduler, self.config.cache, num_blocks=plan.num_blocks, max_model_len=plan.max_model_len
         )
         max_in_flight = _MAX_IN_FLIGHT[jax.default_backend() != "cpu"] if self.config.scheduler.async_scheduling else 1
+        self.grammars = Grammars(self.scheduler, self._vocabulary, self.model_config.padded_vocab_size)
         self.loop = StepLoop(self.scheduler, self.runner, max_in_flight=max_in_flight)
+        self._failures = FailurePolicy()
         self._dead: BaseException | None = None
 
     def _load_weights(self, prepared: Prepared, progress: Progress) -> nnx.State:
@@ -105,9 +114,11 @@ class EngineCore:
         return weights
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Queue a request. Raises InvalidRequestError if it could never run."""
+        """Queue a request. Raises InvalidRequestError if it could never run, OverloadedError if too much waits already."""
         self._check_alive()
-        self.scheduler.add_request(Request(request))
+        admitted = Request(request)
+        self.scheduler.add_request(admitted)
+        self.grammars.admit(admitted)
 
     def abort_requests(self, request_ids: list[str]) -> None:
         """End requests now; unknown ids are ignored."""
@@ -117,17 +128,40 @@ class EngineCore:
         return self.loop.has_work
 
     def step(self) -> list[EngineCoreOutput]:
-        """Run until the next step's results are there. Raises EngineDeadError if a step failed; all requests end with it."""
+        """Run until the next step's results are there. A step that failed has news too: the requests that end with it.
+
+        Raises EngineDeadError if the engine cannot go on; all requests end with it.
+        """
         self._check_alive()
+        news = self.scheduler.fail_expired() + self.grammars.settle()
         try:
-            return self.loop.step()
-        except Exception as error:  # whatever it was, a step is lost: what the device holds is unknown now
+            news += self.loop.step()
+        except Exception as error:
+            news += self._recover(error)
+        else:
+            if self._failures.limits_steps:
+                self._failures.note_success(self.loop)
+        return news
+
+    def _recover(self, error: Exception) -> list[EngineCoreOutput]:
+        try:
+            return self._failures.recover(self.loop, error)
+        except EngineDeadError as dead:
             self._die(error)
-            raise EngineDeadError(_explain(error)) from error
+            raise dead from error
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget all cached prefixes. False if blocks are in use."""
         return self.scheduler.reset_prefix_cache(reset_running_requests)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if anything disagrees, or if a request left something behind. For an engine without requests."""
+        self.scheduler.check_integrity()
+        pool = self.scheduler.cache_manager.pool
+        assert not self.scheduler.requests, f"{len(self.scheduler.requests)} requests are not finished"
+        assert pool.num_free_blocks == pool.num_usable_blocks, "blocks are held by nobody"
+        assert not self.loop.has_work, "steps are in flight"
+        self.runner.check_idle(self.scheduler.finished_ids)
 
     def stats(self) -> SchedulerStats:
         """Numbers for logs and metrics."""
@@ -146,7 +180,15 @@ class EngineCore:
         """Drop all requests, wait for the device and give its memory back. The engine cannot be used afterwards."""
         if self._dead is None:
             self._die(EngineDeadError("the engine was shut down"))
+        self.grammars.shutdown()
         self.runner.delete_arrays()
+
+    def _vocabulary(self, eos_token_ids: tuple[int, ...]) -> Vocabulary:
+        options = self.config.model
+        directory, name = self.model_dir, options.model
+        if options.tokenizer is not None:
+            directory, name = text_files(options.tokenizer, download_dir=options.download_dir), options.tokenizer
+        return Vocabulary.of(load_tokenizer(directory, name=name), self.model_config.padded_vocab_size, eos_token_ids)
 
     def _check_alive(self) -> None:
         if self._dead is not None:
@@ -180,14 +222,4 @@ class _explained_out_of_memory:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None and "RESOURCE_EXHAUSTED" in str(error):
-            raise OutOfMemoryError(_explain(error)) from error
-
-
-def _explain(error: BaseException) -> str:
-    if "RESOURCE_EXHAUSTED" in str(error):
-        first_line = str(error).splitlines()[0]
-        return (
-            f"the device ran out of memory ({first_line}); lower --gpu-memory-utilization (the cache took what it allows), "
-            "--max-num-batched-tokens or --max-num-seqs"
-        )
-    return f"a step failed: {type(error).__name__}: {error}"
+            raise OutOfMemoryError(explain(error)) from error

@@ -1,9 +1,10 @@
 """Turns a step's plan into the padded buffer of the program that runs it. Pure host work on small arrays."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from jaxllm.log import logger
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.layout import FROM_ROW, Column, StepLayout, decode_layout, mixed_layout
 from jaxllm.runner.rows import LogprobsKind, Row, Rows
@@ -38,6 +39,8 @@ class Batch:
     prompt_logprobs: list[PromptLogprobsChunk]
     extra_updates: tuple[np.ndarray, np.ndarray] | None
     """(flat index, block id) of block-table entries for which the buffer has no room."""
+    errors: dict[str, str] = field(default_factory=dict)
+    """Requests that failed alone, with the reason: they got no row and have no part in the step."""
 
 
 class BatchBuilder:
@@ -50,7 +53,10 @@ class BatchBuilder:
         self.max_blocks = max_blocks
 
     def build(self, plan: SchedulerOutput) -> Batch:
-        """Give rows to new requests, then lay out the step: rows that sample first, the others behind them."""
+        """Give rows to new requests, then lay out the step: rows that sample first, the others behind them.
+
+        A request that can be given no row is left out, of this step and of the next, which may be planned already.
+        """
         cached = plan.scheduled_cached_reqs
         if not plan.scheduled_new_reqs and plan.total_num_scheduled_tokens == len(cached.request_ids):
             batch = self._build_decode(cached)
@@ -64,12 +70,15 @@ class BatchBuilder:
         Whole columns at once: this is nearly every step, and its cost grows with the number of requests.
         """
         rows = self.rows
-        scheduled = [rows.by_request[request_id] for request_id in cached.request_ids]
+        try:
+            scheduled = [rows.by_request[request_id] for request_id in cached.request_ids]
+        except KeyError:
+            return None
         num_rows = len(scheduled)
         index_R = np.fromiter([row.index for row in scheduled], np.int32, num_rows)
         start_R = np.fromiter(cached.num_computed_tokens, np.int32, num_rows)
         num_known_R, variant = rows.num_known_N[index_R], Variant(rows.variant_N[index_R].max(initial=Variant.GREEDY))
-        if variant == Variant.FULL or (start_R + 1 < num_known_R).any():
+        if variant >= Variant.MASKED or (start_R + 1 < num_known_R).any():
             return None
         update_index: list[int] = []
         update_block: list[int] = []
@@ -102,14 +111,21 @@ class BatchBuilder:
         counts = plan.num_scheduled_tokens
         cached = plan.scheduled_cached_reqs
         for request_id, blocks, start in zip(cached.request_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
-            row = rows.by_request[request_id]
+            row = rows.by_request.get(request_id)
+            if row is None:
+                continue
             if blocks:
                 self._extend_table(row, blocks, update_index, update_block)
             count = counts[request_id]
             (sampling if start + count >= row.num_known else partial).append((row, start, count))
         admitted = []
+        errors: dict[str, str] = {}
         for data in plan.scheduled_new_reqs:
-            row = rows.add(data)
+            try:
+                row = rows.add(data)
+            except Exception as error:
+                errors[data.request_id] = request_failed(data.request_id, error)
+                continue
             admitted.append(row)
             self._extend_table(row, data.block_ids, update_index, update_block)
             start, count = data.num_computed_tokens, counts[data.request_id]
@@ -117,23 +133,21 @@ class BatchBuilder:
 
         scheduled = sampling + partial
         sampled = [row for row, _, _ in sampling]
+        num_tokens = sum(count for _, _, count in scheduled)
         prompt_logprobs = self._prompt_logprobs(scheduled)
         variant = max((row.variant for row in sampled), default=Variant.GREEDY)
+        if plan.masked_request_ids:
+            variant = max(variant, Variant.MASKED)
         logprobs = LogprobsKind.of(sampled) if variant == Variant.FULL else LogprobsKind.NONE
-        is_decode = (
-            not partial
-            and plan.total_num_scheduled_tokens == len(scheduled)
-            and variant != Variant.FULL
-            and not prompt_logprobs
-        )
+        is_decode = not partial and num_tokens == len(scheduled) and variant < Variant.MASKED and not prompt_logprobs
         if is_decode:
             layout = decode_layout(self.buckets.fit_decode(len(scheduled)))
         else:
-            num_tokens = self.buckets.fit_tokens(plan.total_num_scheduled_tokens)
+            num_tokens = self.buckets.fit_tokens(max(1, num_tokens))
             layout = mixed_layout(num_tokens, self.buckets.rows_for_tokens(num_tokens), self.block_size)
         buffer = self._fill(layout, scheduled, len(sampled))
         extra = self._fill_updates(layout, buffer, update_index, update_block)
-        return Batch(buffer, layout, is_decode, sampled, variant, logprobs, admitted, prompt_logprobs, extra)
+        return Batch(buffer, layout, is_decode, sampled, variant, logprobs, admitted, prompt_logprobs, extra, errors)
 
     def empty(self, layout: StepLayout) -> np.ndarray:
         """The buffer of a step in which nobody computes anything."""
@@ -194,3 +208,9 @@ class BatchBuilder:
                 chunks.append(PromptLogprobsChunk(row, first, row.data.token_ids[start + 1 : stop + 1]))
             first += count
         return chunks
+
+
+def request_failed(request_id: str, error: Exception) -> str:
+    """Log what went wrong with one request. Returns what its client is told."""
+    logger.error("request %s failed in the engine", request_id, exc_info=error)
+    return f"the request failed in the engine ({type(error).__name__})"

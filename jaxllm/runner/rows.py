@@ -73,23 +73,26 @@ class Rows:
         """Give a row to a request."""
         assert data.request_id not in self.by_request, f"request {data.request_id} has a row already"
         params = data.sampling_params
+        sampling_columns = pack_columns(params)
+        lowest = Variant.MASKED if data.is_masked else Variant.GREEDY
         row = Row(
-            index=self._free.pop(),
+            index=self._free[-1],
             data=data,
             num_known=len(data.token_ids),
             num_blocks=0,
             # Only the full program reports logprobs.
-            variant=Variant.FULL if needs_logprobs(params) else variant_of(params),
+            variant=Variant.FULL if needs_logprobs(params) else max(variant_of(params), lowest),
             needs_state=needs_state(params),
             num_logprobs=params.logprobs,
             named_ids=params.logprob_token_ids,
             num_prompt_logprobs=params.prompt_logprobs,
         )
+        self._free.pop()  # only now: nothing of this request can fail any more
         self.by_request[data.request_id] = row
         self.num_known_N[row.index] = row.num_known
         self.variant_N[row.index] = row.variant
         self.columns[row.index, Column.WRITE_FROM] = data.num_cached_tokens
-        self.columns[row.index, Column.SAMPLING :] = pack_columns(params)
+        self.columns[row.index, Column.SAMPLING :] = sampling_columns
         return row
 
     def remove(self, request_id: str) -> None:
@@ -97,6 +100,11 @@ class Rows:
         row = self.by_request.pop(request_id, None)
         if row is not None:
             self._free.append(row.index)
+
+    def clear(self) -> None:
+        """Free all rows."""
+        for request_id in list(self.by_request):
+            self.remove(request_id)
 
     def check_integrity(self) -> None:
         """Every row is either free or held by one request."""

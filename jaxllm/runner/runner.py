@@ -1,10 +1,11 @@
 """ModelRunner: owns weights, caches and rows on the device and runs one step at a time without waiting for it. Knows no scheduler."""
 
 import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -15,9 +16,10 @@ from jaxllm.config import EngineConfig
 from jaxllm.loaders.layout import abstract_state
 from jaxllm.model_config import ModelConfig
 from jaxllm.progress import SILENT, Progress
-from jaxllm.runner.batch import Batch, BatchBuilder, PromptLogprobsChunk
+from jaxllm.runner.batch import Batch, BatchBuilder, PromptLogprobsChunk, request_failed
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.launcher import Launcher
+from jaxllm.runner.masked_step import MaskedStep
 from jaxllm.runner.memory import MemoryPlan
 from jaxllm.runner.program_store import ProgramStore
 from jaxllm.runner.programs import Programs
@@ -25,11 +27,14 @@ from jaxllm.runner.prompt_logprobs import PendingPromptLogprobs, trim
 from jaxllm.runner.rows import LogprobsKind, Row, Rows
 from jaxllm.runner.step import Caches, RowArrays, Scores, StepFunctions
 from jaxllm.runner.step_programs import PROMPT_LOGPROBS_CHUNK, UPDATES_PER_WRITE, ProgramKey, StepPrograms
+from jaxllm.sampling.mask import num_words
 from jaxllm.sampling.state import SamplingState, pack_admission
 from jaxllm.sampling.variants import Variant
 from jaxllm.sampling_params import MAX_LOGPROB_TOKEN_IDS
 from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 from jaxllm.start_times import StartTimes
+
+T = TypeVar("T")
 
 WARM_UP_RUNS = 2
 """The first run of a program loads it on the device; the second records its CUDA graphs, which all later ones launch."""
@@ -47,6 +52,8 @@ class PendingStep:
     token_R: jax.Array
     scores: Scores
     prompt_logprobs: list[PendingPromptLogprobs]
+    errors: dict[str, str] = field(default_factory=dict)
+    """Requests that failed alone, with the reason."""
 
     def start_copies(self) -> None:
         """Have the results sent to the host as soon as they are there."""
@@ -60,19 +67,37 @@ class PendingStep:
         sampled = {row.data.request_id: [token] for row, token in zip(self.sampled, tokens, strict=True)}
         logprobs: dict[str, TokenLogprobs] = {}
         for i, row in enumerate(self.sampled):
-            at = slice(i, i + 1)
-            if row.named_ids is not None:
-                assert self.scores.named is not None
-                logprobs[row.data.request_id] = trim(self.scores.named, at, len(row.named_ids))
-            elif row.num_logprobs is not None:
-                assert self.scores.top is not None
-                logprobs[row.data.request_id] = trim(self.scores.top, at, row.num_logprobs)
+            try:
+                if (scores := self._scores_of(row, i)) is not None:
+                    logprobs[row.data.request_id] = scores
+            except jax.errors.JaxRuntimeError:  # the device's, so everybody's
+                raise
+            except Exception as error:
+                self.errors[row.data.request_id] = request_failed(row.data.request_id, error)
         prompt_logprobs: dict[str, TokenLogprobs] = {}
         for part in self.prompt_logprobs:
-            whole = part.collect()
+            request_id = part.row.data.request_id
+            try:
+                whole = part.collect()
+            except jax.errors.JaxRuntimeError:
+                raise
+            except Exception as error:
+                self.errors[request_id] = request_failed(request_id, error)
+                continue
             if whole is not None:
-                prompt_logprobs[part.row.data.request_id] = whole
-        return ModelRunnerOutput(sampled, logprobs, prompt_logprobs)
+                prompt_logprobs[request_id] = whole
+        return ModelRunnerOutput(sampled, logprobs, prompt_logprobs, self.errors)
+
+    def _scores_of(self, row: Row, index: int) -> TokenLogprobs | None:
+        """The logprobs that the sampled request of this index asked for."""
+        at = slice(index, index + 1)
+        if row.named_ids is not None:
+            assert self.scores.named is not None
+            return trim(self.scores.named, at, len(row.named_ids))
+        if row.num_logprobs is not None:
+            assert self.scores.top is not None
+            return trim(self.scores.top, at, row.num_logprobs)
+        return None
 
 
 @dataclass(frozen=True)
@@ -84,6 +109,16 @@ class LaunchingStep:
     def result(self) -> ModelRunnerOutput:
         """What the step computed. Waits for the launch and the device; what went wrong in the launch is raised here."""
         return self.launched.result().result()
+
+
+@dataclass(frozen=True)
+class _Hidden:
+    """A step whose model has run, or will have."""
+
+    hidden_ND: jax.Array
+    columns_NC: jax.Array
+    prompt_logprobs: list[PendingPromptLogprobs]
+    errors: dict[str, str]
 
 
 class ModelRunner:
@@ -150,10 +185,10 @@ class ModelRunner:
             times=self.times,
         )
         self.caches: Caches = ()
-        self.row_arrays = self._put(
-            RowArrays(np.zeros(max_rows + 1, np.int32), np.zeros((max_rows + 1, max_blocks), np.int32))  # type: ignore[arg-type]
-        )
+        self.row_arrays = self._new_row_arrays()
         self._sampling_state: SamplingState | None = None
+        self._open_masks: dict[int, jax.Array] = {}
+        """Masks that allow everything, by rows."""
         self._on_gpu, self._on_one_gpu = on_gpu, on_gpu and mesh.size == 1
         # A CPU has no launches that would be worth a thread.
         self._launcher = Launcher() if on_gpu else None
@@ -198,6 +233,34 @@ class ModelRunner:
         with self.times.part("cache"):
             self.caches = program()
 
+    def start_over(self) -> None:
+        """Free all rows and take new memory for what steps change, after a failure that may have lost any of it.
+
+        Raises what keeps the device from doing so.
+        """
+        if self._launcher is not None:
+            self._launcher.drain()
+        self.drop_caches()
+        self.row_arrays = self._new_row_arrays()
+        self.allocate_caches()
+        jax.block_until_ready((self.row_arrays, self.caches))
+
+    def check_idle(self, finished_ids: Iterable[str]) -> None:
+        """Raise AssertionError if a row is held by a request other than these, whose rows the next step frees."""
+        self.rows.check_integrity()
+        lost = set(self.rows.by_request) - set(finished_ids)
+        assert not lost, f"rows are held by requests that are gone: {', '.join(sorted(lost))}"
+
+    def drop_caches(self) -> None:
+        """Free all rows and the memory of what steps change: the KV cache, the rows' arrays, the state of full sampling."""
+        self.rows.clear()
+        _delete((self.caches, self.row_arrays, self._sampling_state, self._open_masks))
+        self.caches, self._sampling_state, self._open_masks = (), None, {}
+
+    def _new_row_arrays(self) -> RowArrays:
+        num_rows, max_blocks = self.rows.trash + 1, self.batches.max_blocks
+        return self._put(RowArrays(np.zeros(num_rows, np.int32), np.zeros((num_rows, max_blocks), np.int32)))  # type: ignore[arg-type, no-any-return]
+
     def warm_up(self) -> None:
         """Run the programs of a step on nothing. From now on a compilation that a request waits for is one too many."""
         for number in range(1, WARM_UP_RUNS + 1):
@@ -215,7 +278,8 @@ class ModelRunner:
             if key.kind == "forward":
                 hidden_ND, columns_NC = state[3:]
             if key.kind == "sample":
-                self.row_arrays, *_ = self.programs.get(key)(self.params, self.row_arrays, hidden_ND, columns_NC, None, None)
+                sample = self.programs.get(key)
+                self.row_arrays, *_ = sample(self.params, self.row_arrays, hidden_ND, columns_NC, None, None, None)
         jax.block_until_ready(self.row_arrays)
 
     def delete_arrays(self) -> None:
@@ -223,19 +287,22 @@ class ModelRunner:
         self.programs.shutdown()
         if self._launcher is not None:
             self._launcher.shutdown()
-        for array in jax.tree.leaves((self.params, self.caches, self.row_arrays, self._sampling_state)):
-            if not array.is_deleted():
-                array.delete()
+        _delete((self.params, self.caches, self.row_arrays, self._sampling_state, self._open_masks))
         self.caches = ()
 
-    def dispatch(self, plan: SchedulerOutput) -> PendingStep | LaunchingStep:
-        """Start a step and return at once. The device works through dispatched steps in order."""
+    def dispatch(self, plan: SchedulerOutput) -> PendingStep | LaunchingStep | MaskedStep:
+        """Start a step and return at once. The device works through dispatched steps in order.
+
+        One with masked requests is a MaskedStep: its tokens are drawn when it is told so, before the next dispatch.
+        """
         start = time.perf_counter()
         for request_id in (*plan.finished_request_ids, *plan.preempted_request_ids):
             self.rows.remove(request_id)
         batch = self.batches.build(plan)
-        pending: PendingStep | LaunchingStep
-        if self._launcher is not None and batch.layout.num_rows <= MAX_THREAD_ROWS:
+        pending: PendingStep | LaunchingStep | MaskedStep
+        if plan.masked_request_ids:
+            pending = self._dispatch_masked(batch)
+        elif self._launcher is not None and batch.layout.num_rows <= MAX_THREAD_ROWS:
             pending = LaunchingStep(self._launcher.submit(partial(self._launch, batch)))
         else:
             if self._launcher is not None:
@@ -245,6 +312,28 @@ class ModelRunner:
         self.dispatch_seconds += time.perf_counter() - start
         return pending
 
+    def _dispatch_masked(self, batch: Batch) -> MaskedStep:
+        in_thread = self._launcher is not None and batch.layout.num_rows <= MAX_THREAD_ROWS
+        hidden = self._submit(partial(self._launch_forward, batch), in_thread=in_thread)
+
+        def draw(mask_RW: np.ndarray) -> LaunchingStep:
+            launched = self._submit(lambda: self._launch_sample(batch, hidden.result(), mask_RW), in_thread=in_thread)
+            return LaunchingStep(launched)
+
+        num_rows = self.buckets.fit_sample(max(1, len(batch.sampled)))
+        mask_RW = np.full((num_rows, num_words(self.vocab_size)), -1, np.int32)
+        return MaskedStep([row.data.request_id for row in batch.sampled], mask_RW, draw)
+
+    def _submit(self, call: Callable[[], T], *, in_thread: bool) -> "Future[T]":
+        """Make a call after all launches so far, by the thread or here."""
+        if self._launcher is not None and in_thread:
+            return self._launcher.submit(call)
+        if self._launcher is not None:
+            self._launcher.drain()
+        done: Future[T] = Future()
+        done.set_result(call())
+        return done
+
     def wait(self) -> None:
         """Until the device is through with all steps dispatched so far."""
         if self._launcher is not None:
@@ -253,28 +342,52 @@ class ModelRunner:
 
     def _launch(self, batch: Batch) -> PendingStep:
         start = time.perf_counter()
-        if batch.extra_updates is not None:
-            self._write_blocks(*batch.extra_updates)
-        for row in batch.admitted:
-            if row.needs_state:
-                self._admit(row)
-        pending = self._decode(batch) if batch.is_decode else self._forward_and_sample(batch)
+        if batch.is_decode:
+            pending = self._decode(batch, self._prepare(batch))
+        else:
+            pending = self._sample(batch, self._forward(batch, self._prepare(batch)), None)
         if self._on_gpu:  # a CPU's results are on the host already
             pending.start_copies()
         self.launch_seconds += time.perf_counter() - start
         return pending
 
-    def _decode(self, batch: Batch) -> PendingStep:
+    def _launch_forward(self, batch: Batch) -> _Hidden:
+        start = time.perf_counter()
+        hidden = self._forward(batch, self._prepare(batch))
+        self.launch_seconds += time.perf_counter() - start
+        return hidden
+
+    def _launch_sample(self, batch: Batch, hidden: _Hidden, mask_RW: np.ndarray) -> PendingStep:
+        start = time.perf_counter()
+        pending = self._sample(batch, hidden, self._put(mask_RW))
+        if self._on_gpu:
+            pending.start_copies()
+        self.launch_seconds += time.perf_counter() - start
+        return pending
+
+    def _prepare(self, batch: Batch) -> dict[str, str]:
+        """Send what the step's program takes for granted. Returns the requests that failed alone, with the reason."""
+        if batch.extra_updates is not None:
+            self._write_blocks(*batch.extra_updates)
+        errors = dict(batch.errors)
+        for row in batch.admitted:
+            if row.needs_state:
+                self._admit(row, errors)
+        return errors
+
+    def _decode(self, batch: Batch, errors: dict[str, str]) -> PendingStep:
         program = self.programs.get(ProgramKey("decode", batch.layout.num_rows, batch.variant))
         self.caches, self.row_arrays, token_R = program(self.params, self.caches, self.row_arrays, self._send(batch.buffer))
-        return PendingStep(batch.sampled, token_R, Scores(None, None), [])
+        return PendingStep(batch.sampled, token_R, Scores(None, None), [], errors)
 
-    def _forward_and_sample(self, batch: Batch) -> PendingStep:
+    def _sample_key(self, batch: Batch) -> ProgramKey:
         num_rows = self.buckets.fit_sample(max(1, len(batch.sampled)))
+        return ProgramKey("sample", num_rows, batch.variant, batch.logprobs)
+
+    def _forward(self, batch: Batch, errors: dict[str, str]) -> _Hidden:
         forward_key = ProgramKey("forward", batch.layout.num_tokens)
-        sample_key = ProgramKey("sample", num_rows, batch.variant, batch.logprobs)
-        expected = [forward_key, sample_key]
-        if batch.sampled and batch.variant != Variant.FULL:
+        expected = [forward_key, self._sample_key(batch)]
+        if batch.sampled and batch.variant < Variant.MASKED:
             # What follows, unless other requests come.
             expected.append(ProgramKey("decode", self.buckets.fit_decode(len(batch.sampled)), batch.variant))
         self.programs.expect(expected)
@@ -282,14 +395,28 @@ class ModelRunner:
         self.caches, self.row_arrays, hidden_TD, hidden_ND, columns_NC = forward(
             self.params, self.caches, self.row_arrays, self._send(batch.buffer)
         )
-        sample = self.programs.get(sample_key)
+        parts = [part for chunk in batch.prompt_logprobs for part in self._score_prompt(chunk, hidden_TD)]
+        return _Hidden(hidden_ND, columns_NC, parts, errors)
+
+    def _sample(self, batch: Batch, hidden: _Hidden, mask_RW: jax.Array | None) -> PendingStep:
+        key = self._sample_key(batch)
+        sample = self.programs.get(key)
         state = self._state() if batch.variant == Variant.FULL else None
-        named_ids = self._named_ids(batch.sampled, num_rows) if batch.logprobs == LogprobsKind.NAMED else None
-        self.row_arrays, token_R, state, scores = sample(self.params, self.row_arrays, hidden_ND, columns_NC, state, named_ids)
+        named_ids = self._named_ids(batch.sampled, key.size) if batch.logprobs == LogprobsKind.NAMED else None
+        if batch.variant >= Variant.MASKED and mask_RW is None:
+            mask_RW = self._open_mask(key.size)
+        self.row_arrays, token_R, state, scores = sample(
+            self.params, self.row_arrays, hidden.hidden_ND, hidden.columns_NC, state, named_ids, mask_RW
+        )
         if state is not None:
             self._sampling_state = state
-        parts = [part for chunk in batch.prompt_logprobs for part in self._score_prompt(chunk, hidden_TD)]
-        return PendingStep(batch.sampled, token_R, scores, parts)
+        return PendingStep(batch.sampled, token_R, scores, hidden.prompt_logprobs, hidden.errors)
+
+    def _open_mask(self, num_rows: int) -> jax.Array:
+        """A mask that allows everything, for full sampling of rows without grammar."""
+        if num_rows not in self._open_masks:
+            self._open_masks[num_rows] = self._put(np.full((num_rows, num_words(self.vocab_size)), -1, np.int32))
+        return self._open_masks[num_rows]
 
     def _named_ids(self, sampled: list[Row], num_rows: int) -> jax.Array:
         ids = np.full((num_rows, MAX_LOGPROB_TOKEN_IDS), -1, np.int32)
@@ -314,9 +441,19 @@ class ModelRunner:
             arrays = _padded(index[part], block[part], UPDATES_PER_WRITE, padding=np.iinfo(np.int32).max)
             self.row_arrays = program(self.row_arrays, self._put(arrays))
 
-    def _admit(self, row: Row) -> None:
+    def _admit(self, row: Row, errors: dict[str, str]) -> None:
+        """Send one request's part of the state of full sampling. If it has none, the reason joins the errors."""
+        try:
+            packed = self._pack_admission(row)
+        except Exception as error:
+            errors[row.data.request_id] = request_failed(row.data.request_id, error)
+            return
+        program = self.programs.get(ProgramKey("admit"))
+        self._sampling_state = program(self._state(), self._put(np.int32(row.index)), self._put(packed))
+
+    def _pack_admission(self, row: Row) -> Any:
         data = row.data
-        packed = pack_admission(
+        return pack_admission(
             data.sampling_params,
             data.token_ids,
             data.num_prompt_tokens,
@@ -324,8 +461,6 @@ class ModelRunner:
             vocab_size=self.vocab_size,
             processors=self.processors,
         )
-        program = self.programs.get(ProgramKey("admit"))
-        self._sampling_state = program(self._state(), self._put(np.int32(row.index)), self._put(packed))
 
     def _state(self) -> SamplingState:
         """The arrays of full sampling: made when the first request wants them."""
@@ -344,6 +479,13 @@ class ModelRunner:
 
     def _put(self, arrays: Any) -> Any:
         return jax.device_put(arrays, self.shapes.replicated)
+
+
+def _delete(arrays: Any) -> None:
+    """Give the memory of arrays back, except of those that were."""
+    for array in jax.tree.leaves(arrays):
+        if not array.is_deleted():
+            array.delete()
 
 
 def _padded(first: Any, second: Any, size: int, *, padding: int) -> np.ndarray:

@@ -1,9 +1,14 @@
-"""What can never be scheduled: refused at the door, with the numbers, instead of waiting for ever."""
+"""What can never be scheduled, or not soon: refused at the door, with the numbers, instead of waiting for ever."""
+
+import time
 
 from jaxllm.config import SchedulerOptions
-from jaxllm.errors import ConfigError, InvalidRequestError
+from jaxllm.errors import ConfigError, InvalidRequestError, OverloadedError
 from jaxllm.request import Request
 from jaxllm.scheduler.kv_cache_manager import KVCacheManager
+from jaxllm.scheduler.waiting_queue import WaitingQueue
+
+_MAX_RETRY_AFTER_SECONDS = 60
 
 
 def check_options(options: SchedulerOptions, max_model_len: int) -> None:
@@ -43,3 +48,22 @@ def check_servable(request: Request, manager: KVCacheManager, max_model_len: int
             f"{num_usable}; shorten it, lower max_tokens or enlarge the cache",
             "prompt" if manager.num_blocks_for(num_prompt) > num_usable else "max_tokens",
         )
+
+
+def check_room(request: Request, waiting: WaitingQueue, options: SchedulerOptions, num_seats: int) -> None:
+    """Raise OverloadedError if so much waits that this request may not. So many of those that wait have a seat in the next step."""
+    num_queued, num_tokens = len(waiting) - num_seats, waiting.num_prompt_tokens
+    most, most_tokens = options.max_num_queued_reqs, options.max_num_queued_tokens
+    if most is not None and num_queued >= most:
+        what = f"{max(0, num_queued)} requests wait already and at most {most} may (--max-num-queued-reqs)"
+    elif most_tokens is not None and len(waiting) and num_tokens + request.num_prompt_tokens > most_tokens:
+        what = (
+            f"{num_tokens} prompt tokens wait already, the request has {request.num_prompt_tokens} "
+            f"and at most {most_tokens} may wait (--max-num-queued-tokens)"
+        )
+    else:
+        return
+    # Who comes now will wait about as long as the next in line has.
+    waited_seconds = time.time() - waiting.peek().spec.arrival_time if len(waiting) else 0.0
+    seconds = max(1, min(_MAX_RETRY_AFTER_SECONDS, round(waited_seconds)))
+    raise OverloadedError(f"the engine is overloaded: {what}; try again in {seconds} s", seconds)

@@ -9,16 +9,19 @@ placeholders by tokens. Steps reach the device in the order in which they were p
 given back here free for the very next step, whatever is still in flight.
 """
 
+import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from jaxllm.config import CacheOptions, SchedulerOptions
-from jaxllm.errors import InvalidRequestError
+from jaxllm.errors import GrammarError, InvalidRequestError
+from jaxllm.log import logger
 from jaxllm.outputs import EngineCoreOutput
-from jaxllm.request import Request, RequestStatus
+from jaxllm.request import ErrorKind, Request, RequestStatus
 from jaxllm.scheduler.block_hash import block_hasher
+from jaxllm.scheduler.deadlines import Deadlines
 from jaxllm.scheduler.kv_cache_manager import CachedPrefix, KVCacheManager
-from jaxllm.scheduler.limits import check_options, check_servable
+from jaxllm.scheduler.limits import check_options, check_room, check_servable
 from jaxllm.scheduler.stats import SchedulerStats
 from jaxllm.scheduler.stop import check_stop
 from jaxllm.scheduler.waiting_queue import make_waiting_queue
@@ -38,6 +41,14 @@ class _Refusal(NamedTuple):
     """Of its first block that was not cached."""
 
 
+class PlanError(Exception):
+    """Planning broke off, perhaps half done, while it dealt with a request; what went wrong is the cause."""
+
+    def __init__(self, request_id: str):
+        super().__init__(f"planning failed at request {request_id!r}")
+        self.request_id = request_id
+
+
 class Scheduler:
     """Running requests first, then waiting ones, within a budget of tokens per step; preempts when blocks run out."""
 
@@ -48,12 +59,16 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.max_num_seqs = options.max_num_seqs
         self.max_num_batched_tokens = options.max_num_batched_tokens
+        self._cache_options, self._num_blocks = cache, num_blocks
         self.cache_manager = KVCacheManager(cache, num_blocks)
         self.running: list[Request] = []
         """In order of admission."""
         self.waiting = make_waiting_queue(options.scheduling_policy)
         self.requests: dict[str, Request] = {}
         """All that are not finished."""
+        self._deadlines = Deadlines()
+        self._num_left_waiting = 0
+        """Requests that the latest step had no place for."""
         self._extend_hashes = (
             block_hasher(cache.block_size, cache.prefix_caching_hash_algo) if cache.enable_prefix_caching else None
         )
@@ -70,16 +85,23 @@ class Scheduler:
     # Requests come and go
 
     def add_request(self, request: Request) -> None:
-        """Let a request wait for admission. Raises InvalidRequestError if it can never be served."""
+        """Let a request wait for admission.
+
+        Raises InvalidRequestError if it can never be served, OverloadedError if too much waits already.
+        """
         if request.request_id in self.requests:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use; choose another", "request_id")
         check_servable(request, self.cache_manager, self.max_model_len)
+        # What was added since the latest step has a place still, as far as there are seats and nobody was left waiting.
+        num_seats = 0 if min(self._num_left_waiting, len(self.waiting)) else self.max_num_seqs - len(self.running)
+        check_room(request, self.waiting, self.options, num_seats)
         request.max_num_tokens = min(request.max_num_tokens, self.max_model_len)
         if self._extend_hashes is not None:
             request.extend_hashes = self._extend_hashes
             self._extend_hashes(request)
         self.requests[request.request_id] = request
         self.waiting.add(request)
+        self._deadlines.add(request, time.monotonic())
 
     def finish_requests(self, request_ids: str | Iterable[str], status: RequestStatus) -> list[str]:
         """End requests from outside (abort, stop string, failure); late tokens are dropped. Returns the ids that were alive."""
@@ -90,6 +112,23 @@ class Scheduler:
         if ended:
             self._drop_finished_from_running()
         return [request.request_id for request in ended]
+
+    def fail_requests(self, request_ids: Iterable[str], kind: ErrorKind, message: str) -> list[EngineCoreOutput]:
+        """End requests with an error. Returns the news of those that were alive."""
+        failed = [self.requests[request_id] for request_id in dict.fromkeys(request_ids) if request_id in self.requests]
+        for request in failed:
+            request.stop_reason, request.error_kind = message, kind
+        self.finish_requests([request.request_id for request in failed], RequestStatus.FINISHED_ERROR)
+        return [_last_news(request) for request in failed]
+
+    def fail_expired(self) -> list[EngineCoreOutput]:
+        """End the requests whose time is over. Returns their news."""
+        news: list[EngineCoreOutput] = []
+        if not len(self._deadlines):
+            return news
+        for request, kind in self._deadlines.expired(time.monotonic()):
+            news += self.fail_requests([request.request_id], kind, _describe_expiry(request, kind))
+        return news
 
     def _finish(self, request: Request, status: RequestStatus) -> None:
         """End a request, except for its place in `running`: the caller clears that for all at once."""
@@ -105,10 +144,16 @@ class Scheduler:
 
     def _drop_finished_from_running(self) -> None:
         self.running = [request for request in self.running if not request.status.is_finished]
+        self._deadlines.prune(len(self.requests))
 
     def has_requests(self) -> bool:
         """Whether anything runs or waits."""
         return bool(self.requests)
+
+    @property
+    def finished_ids(self) -> list[str]:
+        """Requests that ended and whose rows the next step will free."""
+        return [*self._finished_ids, *self._preempted_ids]
 
     @property
     def num_unfinished(self) -> int:
@@ -122,6 +167,7 @@ class Scheduler:
         A plan without tokens needs no run and may be dropped: the finished and preempted ids in it come again with
         every plan until one has tokens. Whoever applies them must therefore accept ids that it does not know any more,
         and must apply them before the new requests, which may bear the same ids.
+        Raises PlanError if it cannot go on; then `start_over` must follow.
         """
         num_unfinished = len(self.requests)
         cap = self.max_num_batched_tokens
@@ -136,6 +182,7 @@ class Scheduler:
         # A step never both preempts and admits: what it admitted would be preempted next.
         if self.waiting and budget > 0 and self._num_preemptions == num_preemptions:
             new_requests = self._schedule_waiting(shares, cap, budget)
+        self._num_left_waiting = len(self.waiting)
         return self._commit(shares, new_requests)
 
     def _schedule_running(self, cap: int) -> tuple[list[_Share], int]:
@@ -145,28 +192,31 @@ class Scheduler:
         run_ahead = self.options.async_scheduling
         shares: list[_Share] = []
         index = 0
-        while index < len(running) and budget > 0:
-            request = running[index]
-            index += 1
-            num_known = len(request.token_ids)
-            if request.num_output_placeholders:
-                num_known += request.num_output_placeholders
-                if not run_ahead or num_known >= request.max_num_tokens:
-                    continue  # it waits for its token, or is certain to end with it
-            num_wanted = num_known - request.num_computed_tokens
-            num_tokens = num_wanted if num_wanted == 1 else min(num_wanted, cap, budget)
-            while (new_block_ids := allocate_slots(request, num_tokens)) is None:
-                victim_index = self._choose_victim()
-                victim = running.pop(victim_index)
-                if victim_index < index:
-                    index -= 1
-                    budget += _withdraw(shares, victim)
-                self._preempt(victim)
-                if victim is request:
-                    break
-            if new_block_ids is not None:
-                shares.append((request, num_tokens, int(num_tokens == num_wanted), new_block_ids))
-                budget -= num_tokens
+        try:
+            while index < len(running) and budget > 0:
+                request = running[index]
+                index += 1
+                num_known = len(request.token_ids)
+                if request.num_output_placeholders:
+                    num_known += request.num_output_placeholders
+                    if not run_ahead or num_known >= request.max_num_tokens:
+                        continue  # it waits for its token, or is certain to end with it
+                num_wanted = num_known - request.num_computed_tokens
+                num_tokens = num_wanted if num_wanted == 1 else min(num_wanted, cap, budget)
+                while (new_block_ids := allocate_slots(request, num_tokens)) is None:
+                    victim_index = self._choose_victim()
+                    victim = running.pop(victim_index)
+                    if victim_index < index:
+                        index -= 1
+                        budget += _withdraw(shares, victim)
+                    self._preempt(victim)
+                    if victim is request:
+                        break
+                if new_block_ids is not None:
+                    shares.append((request, num_tokens, int(num_tokens == num_wanted), new_block_ids))
+                    budget -= num_tokens
+        except Exception as error:
+            raise PlanError(request.request_id) from error
         return shares, budget
 
     def _choose_victim(self) -> int:
@@ -195,33 +245,37 @@ class Scheduler:
         num_promised = sum(self._num_blocks_to_come(share) for share in shares) if whole else 0
         new_requests: list[NewRequestData] = []
         skipped: list[Request] = []
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
-            request = self.waiting.peek()
-            if request.num_output_placeholders:  # preempted, and its last token is still on the way
-                skipped.append(self.waiting.pop())
-                continue
-            num_reserved = num_promised + (self._num_watermark_blocks if self.running else 0)
-            num_spare = manager.pool.num_free_blocks - num_reserved
-            if self._still_refused(request, num_spare):
-                break
-            prefix = manager.get_computed_blocks(request)
-            num_wanted = request.num_tokens - prefix.num_computed_tokens
-            num_tokens = min(num_wanted, cap)
-            if num_tokens > budget and not self.options.enable_chunked_prefill:
-                break
-            num_tokens = min(num_tokens, budget)
-            new_block_ids = manager.allocate_slots(
-                request, num_tokens, prefix, num_reserved_blocks=num_reserved, whole_sequence_must_fit=whole
-            )
-            if new_block_ids is None:
-                self._remember_refusal(request, prefix, num_spare)
-                break
-            self.waiting.pop()
-            new_requests.append(self._admit(request, prefix))
-            share: _Share = (request, num_tokens, int(num_tokens == num_wanted), new_block_ids)
-            shares.append(share)
-            budget -= num_tokens
-            num_promised += self._num_blocks_to_come(share) if whole else 0
+        try:
+            while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+                request = self.waiting.peek()
+                # Preempted, and its last token is still on the way; or its grammar is being compiled.
+                if request.num_output_placeholders or request.status == RequestStatus.WAITING_FOR_GRAMMAR:
+                    skipped.append(self.waiting.pop())
+                    continue
+                num_reserved = num_promised + (self._num_watermark_blocks if self.running else 0)
+                num_spare = manager.pool.num_free_blocks - num_reserved
+                if self._still_refused(request, num_spare):
+                    break
+                prefix = manager.get_computed_blocks(request)
+                num_wanted = request.num_tokens - prefix.num_computed_tokens
+                num_tokens = min(num_wanted, cap)
+                if num_tokens > budget and not self.options.enable_chunked_prefill:
+                    break
+                num_tokens = min(num_tokens, budget)
+                new_block_ids = manager.allocate_slots(
+                    request, num_tokens, prefix, num_reserved_blocks=num_reserved, whole_sequence_must_fit=whole
+                )
+                if new_block_ids is None:
+                    self._remember_refusal(request, prefix, num_spare)
+                    break
+                self.waiting.pop()
+                new_requests.append(self._admit(request, prefix))
+                share: _Share = (request, num_tokens, int(num_tokens == num_wanted), new_block_ids)
+                shares.append(share)
+                budget -= num_tokens
+                num_promised += self._num_blocks_to_come(share) if whole else 0
+        except Exception as error:
+            raise PlanError(request.request_id) from error
         for request in reversed(skipped):
             self.waiting.put_back(request)
         return new_requests
@@ -273,6 +327,7 @@ class Scheduler:
             block_ids=self.cache_manager.block_ids(request.request_id),
             num_computed_tokens=prefix.num_computed_tokens,
             num_cached_tokens=prefix.num_cached_tokens,
+            is_masked=request.matcher is not None,
         )
 
     def _commit(self, shares: list[_Share], new_requests: list[NewRequestData]) -> SchedulerOutput:
@@ -284,7 +339,10 @@ class Scheduler:
             [request.num_computed_tokens for request, _, _, _ in known],
         )
         num_scheduled_tokens: dict[str, int] = {}
+        masked_ids: list[str] = []
         for request, num_tokens, num_samples, _ in shares:
+            if num_samples and request.matcher is not None:
+                masked_ids.append(request.request_id)
             num_scheduled_tokens[request.request_id] = num_tokens
             request.num_computed_tokens += num_tokens
             request.num_output_placeholders += num_samples
@@ -297,6 +355,7 @@ class Scheduler:
             finished_request_ids=self._finished_ids.copy(),
             preempted_request_ids=self._preempted_ids.copy(),
             step_id=self._step_id,
+            masked_request_ids=tuple(masked_ids),
         )
         if shares:
             self._in_flight[self._step_id] = shares
@@ -304,13 +363,18 @@ class Scheduler:
             self._preempted_ids.clear()
         return plan
 
+    def tokens_are_known(self, request_ids: Iterable[str]) -> bool:
+        """Whether the latest step is the only one in flight that draws a token for any of these requests."""
+        found = (self.requests.get(request_id) for request_id in request_ids)
+        return all(request is None or request.num_output_placeholders <= 1 for request in found)
+
     # A step comes back
 
     def update_from_output(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Take in the tokens of a step: end what ends, report what is new.
 
-        Steps come back in the order in which they were planned. Requests that ended meanwhile are passed over. A step
-        that failed as a whole comes back as a result with an error for each request of the plan.
+        Steps come back in the order in which they were planned. Requests that ended meanwhile are passed over. What fails
+        in taking in the tokens of one request ends that request.
         """
         outputs: list[EngineCoreOutput] = []
         any_ended = False
@@ -325,13 +389,24 @@ class Scheduler:
             # A resumed request computes its prompt once more; its logprobs are told once.
             is_first = len(request.token_ids) == request.num_prompt_tokens
             end: RequestStatus | None = None
+            new_logprobs = new_prompt_logprobs = None
             if errors and request_id in errors:
-                new_token_ids: list[int] = []
-                end, request.stop_reason = RequestStatus.FINISHED_ERROR, errors[request_id]
+                new_token_ids, end = _fail(request, errors[request_id])
             elif sampled := sampled_token_ids.get(request_id):
-                new_token_ids, end = _append_until_stop(request, sampled)
+                try:
+                    new_token_ids, end = _append_until_stop(request, sampled)
+                    if logprobs:
+                        new_logprobs = _first_rows(logprobs.get(request_id), len(new_token_ids))
+                    if is_first and prompt_logprobs:
+                        new_prompt_logprobs = prompt_logprobs.get(request_id)
+                except GrammarError as error:
+                    new_token_ids, end = _fail(request, str(error), ErrorKind.CONSTRAINT)
+                except Exception as error:
+                    logger.exception("taking in the tokens of request %s failed", request_id)
+                    new_token_ids, end = _fail(request, f"the request failed in the engine ({type(error).__name__})")
+            elif num_samples:
+                new_token_ids, end = _fail(request, "the request got no token in its step")
             else:
-                assert not num_samples, f"step {plan.step_id} sampled nothing for {request_id!r}"
                 continue
             if end is not None:
                 self._finish(request, end)
@@ -342,10 +417,11 @@ class Scheduler:
                     new_token_ids,
                     None if end is None else end.finish_reason,
                     request.stop_reason,
-                    _first_rows(logprobs.get(request_id), len(new_token_ids)) if logprobs else None,
-                    prompt_logprobs.get(request_id) if is_first else None,
+                    new_logprobs,
+                    new_prompt_logprobs,
                     request.num_cached_tokens,
                     request.num_preemptions,
+                    request.error_kind,
                 )
             )
         if any_ended:
@@ -367,6 +443,34 @@ class Scheduler:
             for request in self.waiting:
                 request.num_output_placeholders = 0
         return self.cache_manager.reset_prefix_cache()
+
+    def start_over(self) -> None:
+        """Let every request wait again, with no block, nothing computed and no step in flight.
+
+        For after a failure that may have left anything half done: asks nothing of the state that it finds but the requests.
+        Their tokens so far stay. The runner's rows are void.
+        """
+        self.cache_manager = KVCacheManager(self._cache_options, self._num_blocks)
+        self.waiting = make_waiting_queue(self.options.scheduling_policy)
+        self.running = []
+        self._in_flight.clear()
+        self._finished_ids.clear()
+        self._preempted_ids.clear()
+        self._refusal = None
+        for request in self.requests.values():  # in the order of arrival, in which they were admitted too
+            if request.status == RequestStatus.RUNNING:
+                request.status = RequestStatus.PREEMPTED
+                request.num_preemptions += 1
+                self._num_preemptions += 1
+            request.num_computed_tokens = request.num_output_placeholders = 0
+            self.waiting.add(request)
+
+    def limit_steps(self, divisor: int) -> None:
+        """Plan steps of this fraction of the options' sizes, from the next one on. Without chunked prefill only requests are fewer."""
+        assert self.options.max_num_seqs is not None and self.options.max_num_batched_tokens is not None
+        self.max_num_seqs = max(1, self.options.max_num_seqs // divisor)
+        if self.options.enable_chunked_prefill:
+            self.max_num_batched_tokens = max(1, self.options.max_num_batched_tokens // divisor)
 
     def stats(self) -> SchedulerStats:
         """The load now and the totals so far."""
@@ -395,7 +499,7 @@ class Scheduler:
             for request, _, num_samples, _ in shares:
                 samples[request] = samples.get(request, 0) + num_samples
         for request in waiting:
-            assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+            assert request.status in (RequestStatus.WAITING, RequestStatus.WAITING_FOR_GRAMMAR, RequestStatus.PREEMPTED)
             assert request.num_computed_tokens == 0
         for request in self.running:
             assert request.status == RequestStatus.RUNNING
@@ -417,11 +521,52 @@ def _withdraw(shares: list[_Share], request: Request) -> int:
     return 0
 
 
+def _fail(request: Request, message: str, kind: ErrorKind = ErrorKind.INTERNAL) -> tuple[list[int], RequestStatus]:
+    """Note why a request ends with an error. Returns its new tokens, of which there are none, and its status."""
+    request.stop_reason, request.error_kind = message, kind
+    return [], RequestStatus.FINISHED_ERROR
+
+
+def _last_news(request: Request) -> EngineCoreOutput:
+    """Of a request that ended outside of a step."""
+    return EngineCoreOutput(
+        request.request_id,
+        [],
+        request.status.finish_reason,
+        request.stop_reason,
+        num_cached_tokens=max(0, request.num_cached_tokens),
+        num_preemptions=request.num_preemptions,
+        error_kind=request.error_kind,
+    )
+
+
+def _describe_expiry(request: Request, kind: ErrorKind) -> str:
+    spec = request.spec
+    if kind is ErrorKind.QUEUE_TIMEOUT:
+        return (
+            f"the request waited {spec.queue_timeout_seconds:g} s for a place in the batch, its queue timeout; try again later"
+        )
+    return (
+        f"the request was not done after {spec.timeout_seconds:g} s, its timeout, with {request.num_output_tokens} tokens; "
+        "raise it or ask for fewer tokens"
+    )
+
+
 def _append_until_stop(request: Request, sampled: list[int]) -> tuple[list[int], RequestStatus | None]:
-    """Append sampled tokens up to one that ends the request. Returns those appended and the status it ends with."""
+    """Append sampled tokens up to one that ends the request. Returns those appended and the status it ends with.
+
+    Raises GrammarError if the request cannot go on.
+    """
+    matcher = request.matcher
     for count, token_id in enumerate(sampled, 1):
+        if token_id < 0:
+            raise GrammarError("what the request allows, biases and forbids leaves no token to draw")
+        if matcher is not None:
+            matcher.advance(token_id)
         if request.append_output(token_id) and (end := check_stop(request)) is not None:
             return sampled[:count], end
+        if matcher is not None and matcher.is_done:
+            return sampled[:count], RequestStatus.FINISHED_STOPPED
     return sampled, None
 
 

@@ -11,6 +11,9 @@ from jaxllm.request import Request
 class WaitingQueue(Protocol):
     """Every operation is O(log n) or better, so that a long queue does not slow a step."""
 
+    num_prompt_tokens: int
+    """Of all requests together."""
+
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[Request]:
         """All requests, in any order."""
@@ -42,6 +45,7 @@ class FCFSQueue:
 
     def __init__(self) -> None:
         self._requests: OrderedDict[str, Request] = OrderedDict()
+        self.num_prompt_tokens = 0
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -53,17 +57,21 @@ class FCFSQueue:
         return next(iter(self._requests.values()))
 
     def pop(self) -> Request:
-        return self._requests.popitem(last=False)[1]
+        request = self._requests.popitem(last=False)[1]
+        self.num_prompt_tokens -= request.num_prompt_tokens
+        return request
 
     def add(self, request: Request) -> None:
         self._requests[request.request_id] = request
+        self.num_prompt_tokens += request.num_prompt_tokens
 
     def put_back(self, request: Request) -> None:
-        self._requests[request.request_id] = request
+        self.add(request)
         self._requests.move_to_end(request.request_id, last=False)
 
     def remove(self, request: Request) -> None:
         del self._requests[request.request_id]
+        self.num_prompt_tokens -= request.num_prompt_tokens
 
 
 class PriorityQueue:
@@ -73,6 +81,7 @@ class PriorityQueue:
         self._heap: list[tuple[tuple[int, float, str], int, Request]] = []
         self._requests: dict[str, Request] = {}
         self._num_added = 0
+        self.num_prompt_tokens = 0
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -89,6 +98,7 @@ class PriorityQueue:
         request = self.peek()
         heapq.heappop(self._heap)
         del self._requests[request.request_id]
+        self.num_prompt_tokens -= request.num_prompt_tokens
         return request
 
     def add(self, request: Request) -> None:
@@ -96,11 +106,13 @@ class PriorityQueue:
         heapq.heappush(self._heap, (request.sort_key(), self._num_added, request))
         self._requests[request.request_id] = request
         self._num_added += 1
+        self.num_prompt_tokens += request.num_prompt_tokens
 
     put_back = add
 
     def remove(self, request: Request) -> None:
         del self._requests[request.request_id]
+        self.num_prompt_tokens -= request.num_prompt_tokens
         if len(self._heap) > 2 * len(self._requests) + 64:
             self._heap = [entry for entry in self._heap if self._requests.get(entry[2].request_id) is entry[2]]
             heapq.heapify(self._heap)

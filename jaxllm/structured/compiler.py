@@ -196,4 +196,3 @@ def _follow(first: "Future[Grammar]", second: "Future[Grammar]", params: Structu
             second.set_exception(InvalidRequestError(str(error), PARAM))
 
     first.add_done_callback(pass_on)
-

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from jaxllm.structured.errors import GrammarError
+from jaxllm.errors import GrammarError
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 
@@ -149,7 +149,9 @@ def _parts_satisfiable(root: Any, node: dict[str, Any], known: dict[int, Any]) -
     kinds = [kinds] if isinstance(kinds, str) else list(kinds)
     if kinds == ["object"]:
         properties, others = node.get("properties", {}), node.get("additionalProperties", True)
-        if not all_of(properties.get(name, others if "patternProperties" not in node else True) for name in node.get("required", ())):
+        if not all_of(
+            properties.get(name, others if "patternProperties" not in node else True) for name in node.get("required", ())
+        ):
             return False
     if kinds == ["array"] and node.get("minItems", 0) > 0:
         first = node.get("prefixItems") or [node.get("items", True)]

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from jaxllm.structured.errors import GrammarError
+from jaxllm.errors import GrammarError
 
 _FREE_TEXT = "/(.|\\n)*/"
 
@@ -256,7 +256,9 @@ def _check_keys(node: Any, place: str, needed: Sequence[str], others: Sequence[s
             raise GrammarError(f"at {place or '/'} has no {name!r}")
     for name in node:
         if name not in (*needed, *others):
-            raise GrammarError(f"at {place or '/'} has {name!r:.60}, which is unknown here; it may have {', '.join((*needed, *others))}")
+            raise GrammarError(
+                f"at {place or '/'} has {name!r:.60}, which is unknown here; it may have {', '.join((*needed, *others))}"
+            )
 
 
 def _object(node: Any, place: str) -> dict[str, Any]:

@@ -1,11 +1,16 @@
 """The bridge from a tokenizer to llguidance: which bytes each token stands for, and which tokens end a text."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from llguidance import LLParserLimits, LLTokenizer
 
+from jaxllm.errors import InvalidRequestError
 from jaxllm.structured.structural_tag import Part
+from jaxllm.structured_outputs import PARAM
+from jaxllm.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -20,6 +25,19 @@ class Vocabulary:
     special_tokens: tuple[tuple[str, int], ...]
     """Texts that grammars write as one token."""
 
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, num_columns: int, eos_token_ids: Sequence[int]) -> "Vocabulary":
+        """That of a model. Raises InvalidRequestError if llguidance cannot read the tokenizer."""
+        text = tokenizer.to_json()
+        if text is None:
+            raise InvalidRequestError(
+                f"{PARAM} needs a tokenizer.json, and the model {tokenizer.name_or_path} has none; leave it out", PARAM
+            )
+        added = json.loads(text)["added_tokens"]
+        specials = tuple((token["content"], token["id"]) for token in added if token["special"])
+        return cls(text, num_columns, tuple(eos_token_ids), specials)
+
+    @cached_property
     def table(self) -> LLTokenizer:
         """llguidance's own form of it. Takes about a second for 128 000 tokens."""
         bare = LLTokenizer(self.tokenizer_json, slices=[])

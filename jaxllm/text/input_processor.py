@@ -5,15 +5,16 @@ import itertools
 import numbers
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from jaxllm.config import EngineConfig, unknown_name
 from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.model_config import ModelConfig
-from jaxllm.request import EngineCoreRequest
+from jaxllm.request import EngineCoreRequest, Grammar
 from jaxllm.sampling_params import SamplingParams
+from jaxllm.structured_outputs import PARAM, StructuredOutputsParams
 from jaxllm.text.generation_config import FILE_NAME, GenerationConfig
 from jaxllm.text.tokenizer import Tokenizer
 
@@ -64,8 +65,10 @@ class InputProcessor:
         generation_config: GenerationConfig | None = None,
         *,
         processor_arguments: Mapping[str, int] | None = None,
+        compile_grammar: Callable[[StructuredOutputsParams], Grammar] | None = None,
     ):
         self.tokenizer = tokenizer
+        self._compile_grammar = compile_grammar
         self._processor_arguments = processor_arguments or {}
         self.max_model_len = max_model_len
         self._vocab_size = model_config.vocab_size
@@ -95,8 +98,12 @@ class InputProcessor:
         *,
         arrival_time: float | None = None,
         priority: int = 0,
+        grammar: Grammar | None = None,
     ) -> FrontRequest:
-        """Raises InvalidRequestError for what cannot be served, TypeError for a request id that is not a string."""
+        """Raises InvalidRequestError for what cannot be served, TypeError for a request id that is not a string.
+
+        `grammar`: what the structured outputs of `params` were compiled to, if they were; else that is done, and waited for, here.
+        """
         if not isinstance(request_id, str):
             raise TypeError(f"request_id is a {type(request_id).__name__}, must be a str")
         if not isinstance(params, SamplingParams):
@@ -109,6 +116,8 @@ class InputProcessor:
         text, token_ids, cache_salt = self._read_prompt(prompt)
         self._check_token_ids(token_ids)
         params = self._completed(params, len(token_ids))
+        if params.structured_outputs is not None and grammar is None:
+            grammar = self.grammar_of(params.structured_outputs)
         internal_id = f"{request_id}-{next(self._numbers):x}"
         children = [
             EngineCoreRequest(
@@ -119,10 +128,17 @@ class InputProcessor:
                 arrival_time=arrival_time,
                 priority=priority,
                 cache_salt=cache_salt,
+                grammar=grammar,
             )
             for index in range(params.n)
         ]
         return FrontRequest(request_id, internal_id, text, token_ids, params, children, arrival_time)
+
+    def grammar_of(self, form: StructuredOutputsParams) -> Grammar:
+        """What a form is compiled to. Waits for it. Raises InvalidRequestError."""
+        if self._compile_grammar is None:
+            raise InvalidRequestError("structured_outputs needs a tokenizer; start without --skip-tokenizer-init", PARAM)
+        return self._compile_grammar(form)
 
     def tokenize_texts(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """The prompts with texts already turned into ids, all at once, which uses every core. Wrong ones stay as they are."""
@@ -200,6 +216,7 @@ class InputProcessor:
         """The parameters of one of the n answers: each has a seed of its own."""
         child = copy.copy(params)
         child.n = 1
+        child.structured_outputs = None  # the grammar says it
         child.seed = self._random.getrandbits(63) if params.seed is None else _as_int64(params.seed + index)
         return child
 

@@ -5,8 +5,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from jaxllm.log import logger
 from jaxllm.outputs import CompletionOutput, EngineCoreOutput, RequestMetrics, RequestOutput
-from jaxllm.request import EngineCoreRequest, FinishReason
+from jaxllm.request import EngineCoreRequest, ErrorKind, FinishReason
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.text.detokenizer import Detokenizer
 from jaxllm.text.input_processor import FrontRequest
@@ -33,7 +34,7 @@ class ProcessedStep:
     outputs: list[tuple[str, RequestOutput]] = field(default_factory=list)
     """With the internal id of the request, because callers' ids may repeat."""
     engine_ids_to_abort: list[str] = field(default_factory=list)
-    """Requests that a stop string ended, which the engine core does not know."""
+    """Requests that ended here, by a stop string or an error, which the engine core does not know."""
 
 
 class _Answer:
@@ -57,6 +58,7 @@ class _Answer:
         """Whether the caller gets nothing but token ids."""
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
+        self.error_kind: ErrorKind | None = None
         self.num_preemptions = 0
         self.first_token_time: float | None = None
         self.last_token_time = 0.0
@@ -82,7 +84,7 @@ class _Answer:
         if stop is not None:
             self.finish_reason, self.stop_reason = FinishReason.STOP, stop
             return news.finish_reason is None
-        self.finish_reason, self.stop_reason = news.finish_reason, news.stop_reason
+        self.finish_reason, self.stop_reason, self.error_kind = news.finish_reason, news.stop_reason, news.error_kind
         return False
 
     def _append(self, news: EngineCoreOutput, num_tokens: int) -> None:
@@ -97,8 +99,13 @@ class _Answer:
         self.token_ids += news.new_token_ids[:num_tokens]
 
     def abort(self) -> None:
-        self.detokenizer.finish()
         self.finish_reason = FinishReason.ABORT
+        self.detokenizer.finish()
+
+    def fail(self, error: Exception) -> None:
+        """End with an error and what there is so far: ids, text and logprobs may differ in length."""
+        self.finish_reason, self.error_kind = FinishReason.ERROR, ErrorKind.INTERNAL
+        self.stop_reason = f"the output of the request could not be put together ({type(error).__name__})"
 
     @property
     def is_due(self) -> bool:
@@ -126,6 +133,7 @@ class _Answer:
             logprobs=logprobs,
             finish_reason=None if self.finish_reason is None else str(self.finish_reason),
             stop_reason=self.stop_reason,
+            error_kind=self.error_kind,
         )
 
 
@@ -152,10 +160,11 @@ class _Live:
         params = self.request.params
         self.has_prompt_logprobs = True
         assert news.new_prompt_logprobs is not None and params.prompt_logprobs is not None
-        self.prompt_logprobs = FlatLogprobs() if params.flat_logprobs else []
-        self.prompt_logprobs.append(None)
+        prompt_logprobs: Any = FlatLogprobs() if params.flat_logprobs else []
+        prompt_logprobs.append(None)
         first = self.request.prompt_token_ids[:1]
-        self.prompt_logprobs.extend(positions(news.new_prompt_logprobs, params.prompt_logprobs, first, tokenizer))
+        prompt_logprobs.extend(positions(news.new_prompt_logprobs, params.prompt_logprobs, first, tokenizer))
+        self.prompt_logprobs = prompt_logprobs
 
     def output(self, changed: Sequence[_Answer]) -> RequestOutput | None:
         """News for the caller after some answers changed, if it is time."""
@@ -170,12 +179,27 @@ class _Live:
         prompt_logprobs = self.prompt_logprobs
         if delta:
             self.prompt_logprobs = None
+        return self._request_output([answer.completion(delta=delta) for answer in shown], prompt_logprobs)
+
+    def failed_output(self) -> RequestOutput:
+        """The last news for the caller when all answers have failed, without asking anything of what they hold."""
+        return self._request_output(
+            [
+                CompletionOutput(
+                    answer.index, "", [], finish_reason="error", stop_reason=answer.stop_reason, error_kind=answer.error_kind
+                )
+                for answer in self.answers
+            ],
+            None,
+        )
+
+    def _request_output(self, outputs: list[CompletionOutput], prompt_logprobs: Any) -> RequestOutput:
         return RequestOutput(
             request_id=self.request.request_id,
             prompt=self.request.prompt,
             prompt_token_ids=self.request.prompt_token_ids,
-            outputs=[answer.completion(delta=delta) for answer in shown],
-            finished=finished,
+            outputs=outputs,
+            finished=self.is_finished,
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=self.num_cached_tokens or 0,
             metrics=self.metrics,
@@ -205,7 +229,7 @@ class OutputProcessor:
             self._observer.request_arrived(request.params)
 
     def process(self, news: Iterable[EngineCoreOutput]) -> ProcessedStep:
-        """Take over the news of a step; news of requests that are gone is dropped."""
+        """Take over the news of a step; news of requests that are gone is dropped. An error in one answer ends that answer."""
         now = time.time()
         step = ProcessedStep()
         changed: dict[str, list[_Answer]] = {}
@@ -216,11 +240,14 @@ class OutputProcessor:
             live, answer = self._answers.get(item.request_id, (None, None))
             if live is None or answer is None:
                 continue
-            if item.new_prompt_logprobs is not None and not live.has_prompt_logprobs:
-                live.take_prompt_logprobs(item)
             num_before = len(answer.token_ids)
-            if answer.update(item):
-                step.engine_ids_to_abort.append(answer.engine_id)
+            try:
+                if item.new_prompt_logprobs is not None and not live.has_prompt_logprobs:
+                    live.take_prompt_logprobs(item)
+                if answer.update(item):
+                    step.engine_ids_to_abort.append(answer.engine_id)
+            except Exception as error:
+                self._fail(answer, error, step)
             if num_new := len(answer.token_ids) - num_before:
                 num_new_tokens += num_new
                 if answer.first_token_time is None:
@@ -258,7 +285,10 @@ class OutputProcessor:
         for live in found:
             unfinished = [answer for answer in live.answers if answer.finish_reason is None]
             for answer in unfinished:
-                answer.abort()
+                try:
+                    answer.abort()
+                except Exception:
+                    logger.exception("the last text of request %s is lost", answer.engine_id)
                 step.engine_ids_to_abort.append(answer.engine_id)
                 self._note_end(live, answer, now)
             self._emit(live, unfinished, step)
@@ -269,10 +299,24 @@ class OutputProcessor:
         return list(self._live)
 
     def _emit(self, live: _Live, changed: list[_Answer], step: ProcessedStep) -> None:
-        if (output := live.output(changed)) is not None:
+        try:
+            output = live.output(changed)
+        except Exception as error:
+            for answer in live.answers:
+                is_live = answer.finish_reason is None
+                self._fail(answer, error, step)
+                if is_live:
+                    self._note_end(live, answer, time.time())
+            output = live.failed_output()
+        if output is not None:
             step.outputs.append((live.request.internal_id, output))
         if live.is_finished:
             del self._live[live.request.internal_id]
+
+    def _fail(self, answer: _Answer, error: Exception, step: ProcessedStep) -> None:
+        logger.error("the output of request %s failed", answer.engine_id, exc_info=error)
+        answer.fail(error)
+        step.engine_ids_to_abort.append(answer.engine_id)
 
     def _note_first_token(self, live: _Live, answer: _Answer, item: EngineCoreOutput, now: float) -> None:
         answer.first_token_time = now

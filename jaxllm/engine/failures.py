@@ -1,0 +1,170 @@
+"""What a failed step means: compute it again in smaller steps, end its requests, or end the engine (docs/FAULTS.md)."""
+
+import enum
+import time
+from collections import deque
+from collections.abc import Callable
+
+from jaxllm.engine.loop import StepLoop
+from jaxllm.errors import EngineDeadError, OutOfMemoryError
+from jaxllm.log import logger
+from jaxllm.outputs import EngineCoreOutput
+from jaxllm.request import ErrorKind
+from jaxllm.scheduler.scheduler import PlanError
+
+MAX_RETRIES = 2
+"""Times that a request is computed again after the device ran out of memory, before it got another token."""
+
+MAX_FAILED_STEPS, WINDOW_SECONDS = 3, 60.0
+"""So many steps may fail in so much time; with one more the engine ends."""
+
+MAX_DIVISOR = 64
+"""Steps are never limited to less than this fraction of the options' sizes."""
+
+CALM_STEPS = 64
+"""After so many good steps in a row, the next may be twice as large."""
+
+_OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "CUDA_ERROR_OUT_OF_MEMORY")
+_DEVICE_IS_LOST = (
+    "CUDA_ERROR",
+    "cudaError",
+    "illegal memory access",
+    "unspecified launch failure",
+    "device-side assert",
+    "NCCL",
+    "DATA_LOSS",
+)
+"""Parts of the texts of errors after which every later call to the device fails too."""
+
+
+class Failure(enum.Enum):
+    """The kinds of failed steps."""
+
+    OUT_OF_MEMORY = enum.auto()
+    STEP = enum.auto()
+    ENGINE = enum.auto()
+
+
+def kind_of(error: BaseException) -> Failure:
+    """What an error in a step means, by its text and those of its causes."""
+    texts: list[str] = []
+    cause: BaseException | None = error
+    while cause is not None and len(texts) < 8:
+        texts.append(str(cause))
+        cause = cause.__cause__
+    if isinstance(error, OutOfMemoryError) or any(part in text for text in texts for part in _OUT_OF_MEMORY):
+        return Failure.OUT_OF_MEMORY
+    if any(part in text for text in texts for part in _DEVICE_IS_LOST):
+        return Failure.ENGINE
+    return Failure.STEP
+
+
+class FailurePolicy:
+    """Decides after each failed step, and remembers what it must for that."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._failure_times: deque[float] = deque(maxlen=MAX_FAILED_STEPS)
+        self._retries: dict[str, tuple[int, int]] = {}
+        """By request: how many tokens it had when memory last ran out in its step, and how often since it got one."""
+        self._divisor = 1
+        self._num_calm_steps = 0
+
+    @property
+    def limits_steps(self) -> bool:
+        """Whether steps are smaller than the options allow."""
+        return self._divisor > 1
+
+    def recover(self, loop: StepLoop, error: Exception) -> list[EngineCoreOutput]:
+        """Make the loop ready to go on after its step raised an error. Returns the news of the requests that end with it.
+
+        Raises EngineDeadError if it cannot go on.
+        """
+        step_ids = [] if loop.working_on is None else list(loop.working_on.num_scheduled_tokens)
+        kind = kind_of(error)
+        if kind is Failure.ENGINE:
+            raise EngineDeadError(explain(error)) from error
+        if isinstance(error, PlanError):
+            logger.error("%s; the others are computed again", error, exc_info=error)
+            if error.request_id not in loop.scheduler.requests:
+                self._count_failure(error)
+            ended, why, message = [error.request_id], ErrorKind.INTERNAL, _message(error.__cause__ or error)
+        elif kind is Failure.OUT_OF_MEMORY:
+            ended = self._retry(loop, step_ids)
+            why = ErrorKind.OUT_OF_MEMORY
+            message = "the device has no memory for the request, in steps of any size; make it smaller or try again later"
+            logger.warning(
+                "%s; requests are computed again in steps of 1/%d, %d of %d end",
+                explain(error),
+                self._divisor,
+                len(ended),
+                len(step_ids),
+            )
+        else:
+            self._count_failure(error)
+            ended, why, message = step_ids, ErrorKind.INTERNAL, _message(error)
+            logger.error("a step failed: %d requests end, the engine goes on", len(ended), exc_info=error)
+        try:
+            loop.start_over()
+        except Exception as second:
+            raise EngineDeadError(f"{explain(error)}; and then the engine could not start over: {explain(second)}") from error
+        self._num_calm_steps = 0
+        loop.scheduler.limit_steps(self._divisor)
+        return loop.scheduler.fail_requests(ended, why, message)
+
+    def note_success(self, loop: StepLoop) -> None:
+        """A step went well while steps are limited: let them grow again after a while."""
+        self._num_calm_steps += 1
+        if self._num_calm_steps >= CALM_STEPS:
+            self._num_calm_steps = 0
+            self._divisor //= 2
+            loop.scheduler.limit_steps(self._divisor)
+
+    def _retry(self, loop: StepLoop, step_ids: list[str]) -> list[str]:
+        """Make steps smaller. Returns the requests to give up: the youngest of those that were retried too often, more of
+        them each time."""
+        self._divisor = min(2 * self._divisor, MAX_DIVISOR)
+        requests = loop.scheduler.requests
+        retries = {request_id: known for request_id, known in self._retries.items() if request_id in requests}
+        hopeless = []
+        for request_id in step_ids:
+            if request_id not in requests:
+                continue
+            num_tokens = requests[request_id].num_tokens
+            num_before, count = retries.get(request_id, (num_tokens, 0))
+            count = count + 1 if num_tokens == num_before else 1
+            retries[request_id] = (num_tokens, count)
+            if count > MAX_RETRIES:
+                hopeless.append((count, request_id))
+        self._retries = retries
+        if not hopeless:
+            return []
+        num_ended = 1 << (max(count for count, _ in hopeless) - MAX_RETRIES - 1)
+        ids = {request_id for _, request_id in hopeless}
+        return [request_id for request_id in requests if request_id in ids][-num_ended:]  # kept in the order of arrival
+
+    def _count_failure(self, error: Exception) -> None:
+        """Raises EngineDeadError if steps fail too often."""
+        now = self._clock()
+        times = self._failure_times
+        if len(times) == MAX_FAILED_STEPS and now - times[0] < WINDOW_SECONDS:
+            raise EngineDeadError(
+                f"{explain(error)}; it is the {MAX_FAILED_STEPS + 1}th failed step in {WINDOW_SECONDS:g} s"
+            ) from error
+        times.append(now)
+
+
+def explain(error: BaseException) -> str:
+    """A failed step for the log and for who runs the engine."""
+    if kind_of(error) is Failure.OUT_OF_MEMORY:
+        first_line = str(error).splitlines()[0]
+        return (
+            f"the device ran out of memory ({first_line}); lower --gpu-memory-utilization (the cache took what it allows), "
+            "--max-num-batched-tokens or --max-num-seqs"
+        )
+    return f"a step failed: {type(error).__name__}: {error}"
+
+
+def _message(error: BaseException) -> str:
+    """For clients: says nothing of the inside, the log has it."""
+    return f"the engine failed while it computed the request ({type(error).__name__}); it goes on, so try again"

@@ -1,0 +1,177 @@
+"""Lets tests and rehearsals inject failures at named places of a running engine: JAXLLM_FAULT=step:50:oom (docs/FAULTS.md).
+
+Nothing is wrapped, and nothing costs anything, unless faults are asked for.
+"""
+
+import fnmatch
+import functools
+import importlib
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jaxllm import env
+from jaxllm.errors import ConfigError
+from jaxllm.log import logger
+
+Side = Literal["core", "front"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A function in which faults can be injected."""
+
+    side: Side
+    module: str
+    function: str
+    """Qualified: a class's method, or a function of the module."""
+    request_id: Callable[..., str | None] = lambda *args, **kwargs: None
+    """Which request a call with these arguments is about, if about one."""
+
+
+PLACES = {
+    "add": Place("core", "jaxllm.scheduler.scheduler", "Scheduler.add_request", lambda self, request: request.request_id),
+    "schedule": Place("core", "jaxllm.scheduler.scheduler", "Scheduler.schedule"),
+    "allocate": Place(
+        "core",
+        "jaxllm.scheduler.kv_cache_manager",
+        "KVCacheManager.allocate_slots",
+        lambda self, request, *args, **kwargs: request.request_id,
+    ),
+    "step": Place("core", "jaxllm.runner.runner", "ModelRunner.dispatch"),
+    "row": Place("core", "jaxllm.runner.rows", "Rows.add", lambda self, data: data.request_id),
+    "launch": Place("core", "jaxllm.runner.runner", "ModelRunner._launch"),
+    "admit": Place("core", "jaxllm.runner.runner", "ModelRunner._pack_admission", lambda self, row: row.data.request_id),
+    "result": Place("core", "jaxllm.runner.runner", "PendingStep.result"),
+    "sampler": Place("core", "jaxllm.runner.runner", "PendingStep._scores_of", lambda self, row, index: row.data.request_id),
+    "stop": Place("core", "jaxllm.request", "Request.append_output", lambda self, token_id: self.request_id),
+    "caches": Place("core", "jaxllm.runner.runner", "ModelRunner.start_over"),
+    "detokenizer": Place("front", "jaxllm.text.output_processor", "_Answer.update", lambda self, news: self.engine_id),
+    "logprobs": Place("front", "jaxllm.text.output_processor", "_Answer._append", lambda self, news, *args: self.engine_id),
+    "output": Place("front", "jaxllm.text.output_processor", "_Answer.completion", lambda self, **kwargs: self.engine_id),
+}
+"""By name. A wrapped function is replaced in its module or class, so every object has the fault."""
+
+_KINDS: dict[str, Callable[[], Exception]] = {
+    "error": lambda: RuntimeError("injected fault"),
+    "oom": lambda: RuntimeError("RESOURCE_EXHAUSTED: injected fault"),
+    "fatal": lambda: RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS: injected fault"),
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`place:when:kind`."""
+
+    place: str
+    first: int | None
+    """The call with this number (from 1) fails, and with `last` those up to it; None: the calls about matching requests."""
+    last: int
+    request_pattern: str
+    kind: str
+    seconds: float | None
+    """How long a "hang" takes; None: for ever."""
+
+    @classmethod
+    def parse(cls, text: str) -> "Fault":
+        """Raises ConfigError that says what is wrong."""
+        parts = text.strip().split(":")
+        if len(parts) != 3:
+            raise ConfigError(f"{env.FAULT} has {text!r}, must be place:when:kind, e.g. step:50:oom")
+        place, when, kind = parts
+        if place not in PLACES:
+            raise ConfigError(f"{env.FAULT} names the place {place!r}, must be one of {', '.join(PLACES)}")
+        kind, _, seconds = kind.partition("=")
+        if kind not in (*_KINDS, "hang", "exit"):
+            raise ConfigError(
+                f"{env.FAULT} names the kind {kind!r}, must be one of {', '.join(_KINDS)}, hang, hang=SECONDS, exit"
+            )
+        first, last, pattern = None, 0, ""
+        try:
+            if when.startswith("id="):
+                pattern = when[3:]
+            else:
+                low, dash, high = when.partition("-")
+                first = int(low)
+                last = first if not dash else int(high) if high else 1 << 62
+            duration = float(seconds) if seconds else None
+        except ValueError:
+            raise ConfigError(f"{env.FAULT} has {text!r}; when is a number, FIRST-LAST, FIRST- or id=PATTERN") from None
+        return cls(place, first, last, pattern, kind, duration)
+
+    def applies(self, number: int, request_id: str | None) -> bool:
+        """Whether a call fails."""
+        if self.first is not None:
+            return self.first <= number <= self.last
+        return request_id is not None and fnmatch.fnmatchcase(request_id, self.request_pattern)
+
+    def happen(self) -> None:
+        """Fail now, in the way of its kind."""
+        logger.warning("injected fault: %s at %s", self.kind, self.place)
+        if self.kind == "hang":
+            threading.Event().wait(self.seconds)
+        elif self.kind == "exit":
+            os._exit(1)
+        else:
+            raise _KINDS[self.kind]()
+
+
+def faults_of(text: str) -> list[Fault]:
+    """The faults of a comma-separated list. Raises ConfigError."""
+    return [Fault.parse(part) for part in text.split(",") if part.strip()]
+
+
+@functools.cache
+def install_from_environment(side: Side) -> None:
+    """Wrap the places of one side that JAXLLM_FAULT names, once in a process. Raises ConfigError."""
+    if text := os.environ.get(env.FAULT):
+        install(side, faults_of(text))
+
+
+def install(side: Side, faults: Sequence[Fault]) -> Callable[[], None]:
+    """Wrap the places of one side that have faults. Returns what undoes it."""
+    undo: list[Callable[[], None]] = []
+    for name in dict.fromkeys(fault.place for fault in faults if PLACES[fault.place].side == side):
+        undo.append(_wrap(PLACES[name], [fault for fault in faults if fault.place == name]))
+
+    def uninstall() -> None:
+        for call in reversed(undo):
+            call()
+
+    return uninstall
+
+
+@contextmanager
+def injected(text: str) -> Iterator[None]:
+    """Have these faults, of both sides, for a while."""
+    faults = faults_of(text)
+    undo = [install(side, faults) for side in ("core", "front")]  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        for call in reversed(undo):
+            call()
+
+
+def _wrap(place: Place, faults: list[Fault]) -> Callable[[], None]:
+    owner: Any = importlib.import_module(place.module)
+    *path, name = place.function.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    function = getattr(owner, name)
+    numbers = itertools.count(1)
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        number = next(numbers)
+        request_id = place.request_id(*args, **kwargs)
+        for fault in faults:
+            if fault.applies(number, request_id):
+                fault.happen()
+        return function(*args, **kwargs)
+
+    setattr(owner, name, failing)
+    return lambda: setattr(owner, name, function)

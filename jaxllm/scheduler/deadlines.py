@@ -1,0 +1,53 @@
+"""When requests run out of time. Looking at the clock is all that a step pays for it."""
+
+import heapq
+
+from jaxllm.request import ErrorKind, Request, RequestStatus
+
+
+class Deadlines:
+    """The times at which requests end with an error unless they are done, or have a place in the batch, by then.
+
+    Times are those of one clock in seconds; the caller reads it.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, ErrorKind, Request]] = []
+        self._num_added = 0
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def add(self, request: Request, now: float) -> None:
+        """Note the deadlines of a request that was added now."""
+        spec = request.spec
+        self._push(request, now, ErrorKind.QUEUE_TIMEOUT, spec.queue_timeout_seconds)
+        self._push(request, now, ErrorKind.TIMEOUT, spec.timeout_seconds)
+
+    def _push(self, request: Request, now: float, kind: ErrorKind, seconds: float | None) -> None:
+        if seconds is not None:
+            # The counter keeps the heap from ever comparing two requests.
+            heapq.heappush(self._heap, (now + seconds, self._num_added, kind, request))
+            self._num_added += 1
+
+    def expired(self, now: float) -> list[tuple[Request, ErrorKind]]:
+        """The requests whose time is over, each once, with what they exceeded. They are forgotten here."""
+        found: dict[Request, ErrorKind] = {}
+        while self._heap and self._heap[0][0] <= now:
+            _, _, kind, request = heapq.heappop(self._heap)
+            if _applies(kind, request):
+                found.setdefault(request, kind)
+        return list(found.items())
+
+    def prune(self, num_unfinished: int) -> None:
+        """Drop what no longer applies, once that is most of it. To be called when requests end."""
+        if len(self._heap) > 4 * num_unfinished + 64:
+            self._heap = [entry for entry in self._heap if _applies(entry[2], entry[3])]
+            heapq.heapify(self._heap)
+
+
+def _applies(kind: ErrorKind, request: Request) -> bool:
+    """Whether a deadline still matters. Who was admitted once is never queued again: after preemption it has begun."""
+    if kind is ErrorKind.QUEUE_TIMEOUT:
+        return request.status in (RequestStatus.WAITING, RequestStatus.WAITING_FOR_GRAMMAR)
+    return not request.status.is_finished

@@ -1,0 +1,213 @@
+"""What becomes of requests when a step fails, on a tiny model: their tokens are those of an engine in which nothing failed."""
+
+import logging
+
+import pytest
+
+from jaxllm.engine import failures
+from jaxllm.engine.failures import Failure, FailurePolicy, kind_of
+from jaxllm.engine.fault_points import injected
+from jaxllm.errors import EngineDeadError, OutOfMemoryError
+from jaxllm.request import ErrorKind, FinishReason
+from jaxllm.runner.launcher import Launcher
+from tests.helpers import engines, goldens
+
+NAME = "llama_gqa"
+PROMPTS = [result.prompt for result in goldens.golden(NAME).results]
+NUM_TOKENS = 16
+
+
+@pytest.fixture(scope="module")
+def first():
+    core = engines.make_core(NAME, max_num_seqs=4)
+    yield core
+    core.shutdown()
+
+
+@pytest.fixture
+def core(first):
+    """An engine whose failures nobody remembers."""
+    engines.reschedule(first, max_in_flight=3)
+    first._failures, first._dead = FailurePolicy(), None
+    first.runner.start_over()
+    logging.getLogger("jaxllm").setLevel(logging.CRITICAL)
+    yield first
+    logging.getLogger("jaxllm").setLevel(logging.INFO)
+
+
+def requests():
+    """Greedy and random ones, with the state of full sampling and without, more than run at a time."""
+    some = {"temperature": 1.0, "seed": 7}
+    return [
+        engines.request("a", PROMPTS[0], max_tokens=NUM_TOKENS),
+        engines.request("b", PROMPTS[1], max_tokens=NUM_TOKENS, **some),
+        engines.request("c", PROMPTS[2], max_tokens=NUM_TOKENS, logprobs=2, presence_penalty=0.5, **some),
+        engines.request("d", PROMPTS[3], max_tokens=NUM_TOKENS, top_p=0.8, **some),
+        engines.request("e", PROMPTS[4], max_tokens=NUM_TOKENS),
+        engines.request("f", PROMPTS[5], max_tokens=NUM_TOKENS, **some),
+    ]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(first):
+    """The tokens of each request when nothing fails."""
+    engines.reschedule(first, max_in_flight=3)
+    return {request_id: answer.tokens for request_id, answer in engines.run(first, requests()).items()}
+
+
+def run(core, faults: str):
+    with injected(faults):
+        answers = engines.run(core, requests())
+    core.check_integrity()
+    return answers
+
+
+def failed(answers) -> set[str]:
+    return {request_id for request_id, answer in answers.items() if answer.finish_reason is FinishReason.ERROR}
+
+
+def check_survivors(answers, undisturbed, lost: set[str]) -> None:
+    """All but the lost ones have all their tokens, and those have the beginning of theirs."""
+    assert failed(answers) == lost
+    for request_id, answer in answers.items():
+        if request_id in lost:
+            assert answer.tokens == undisturbed[request_id][: len(answer.tokens)]
+        else:
+            assert answer.tokens == undisturbed[request_id]
+
+
+# Out of memory
+
+
+@pytest.mark.parametrize("place", ["step", "launch", "result"])
+@pytest.mark.parametrize("number", [1, 4, 9])
+def test_after_out_of_memory_every_request_gets_the_tokens_it_would_have_got(core, undisturbed, place, number):
+    check_survivors(run(core, f"{place}:{number}:oom"), undisturbed, set())
+
+
+def test_out_of_memory_in_a_launching_thread_is_survived_too(core, undisturbed, monkeypatch):
+    launcher = Launcher()
+    monkeypatch.setattr(core.runner, "_launcher", launcher)
+    check_survivors(run(core, "launch:4:oom,launch:12:oom,launch:13:oom"), undisturbed, set())
+    launcher.shutdown()
+
+
+def test_after_out_of_memory_steps_are_smaller_and_grow_again(core, monkeypatch):
+    monkeypatch.setattr(failures, "CALM_STEPS", 4)
+    sizes = []
+    dispatch = core.runner.dispatch
+    monkeypatch.setattr(core.runner, "dispatch", lambda plan: (sizes.append(len(plan.num_scheduled_tokens)), dispatch(plan))[1])
+    run(core, "result:5:oom,result:9:oom")  # what is in flight then, 6 to 8, is waited for
+    smallest = sizes.index(1)
+    assert sizes[3] == 4 and smallest < 14 and max(sizes[smallest : smallest + 4]) == 1 and max(sizes[smallest + 4 :]) == 4
+    assert not core._failures.limits_steps and core.scheduler.max_num_seqs == 4
+
+
+def test_a_request_that_never_fits_is_given_up_and_the_others_go_on(core, undisturbed):
+    with injected("launch:1-:oom"):
+        for request in requests()[:2]:
+            core.add_request(request)
+        news = [output for _ in range(12) for output in core.step()]
+    assert [(output.request_id, output.finish_reason) for output in news] == [("a", "error"), ("b", "error")]
+    assert {output.error_kind for output in news} == {ErrorKind.OUT_OF_MEMORY}
+    assert "no memory" in str(news[0].stop_reason)
+    core.check_integrity()
+    check_survivors(engines.run(core, requests()), undisturbed, set())
+
+
+def test_out_of_memory_while_starting_over_ends_the_engine(core):
+    core.add_request(requests()[0])
+    with injected("step:1:oom,caches:1:oom"), pytest.raises(EngineDeadError, match="could not start over"):
+        core.step()
+    assert not core.has_unfinished_requests()
+
+
+# Other errors in steps
+
+
+@pytest.mark.parametrize("place", ["step", "launch", "result"])
+def test_an_error_in_a_step_ends_its_requests_and_no_other(core, undisturbed, place):
+    answers = run(core, f"{place}:5:error")
+    check_survivors(answers, undisturbed, {"a", "b", "c", "d"})
+    assert all(0 < len(answers[request_id].tokens) < NUM_TOKENS for request_id in "abcd")
+
+
+def test_too_many_failed_steps_in_a_minute_end_the_engine(core):
+    now = [0.0]
+    core._failures = FailurePolicy(clock=lambda: now[0])
+
+    def fail(number: int):
+        core.add_request(engines.request(str(number), PROMPTS[0], max_tokens=4))
+        while core.has_unfinished_requests():
+            core.step()
+
+    with injected("launch:1-:error"):
+        for number in range(3):
+            fail(number)
+            now[0] += 25.0
+        fail(3)  # the first is a minute ago
+        with pytest.raises(EngineDeadError, match="4th failed step in 60 s"):
+            fail(4)
+
+
+def test_a_lost_device_ends_the_engine_at_once(core):
+    for request in requests():
+        core.add_request(request)
+    with injected("result:3:fatal"), pytest.raises(EngineDeadError, match="ILLEGAL_ADDRESS"):
+        for _ in range(9):
+            core.step()
+    assert not core.has_unfinished_requests()
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12 bytes"), Failure.OUT_OF_MEMORY),
+        (RuntimeError("INTERNAL: failed call: CUDA_ERROR_OUT_OF_MEMORY: out of memory"), Failure.OUT_OF_MEMORY),
+        (OutOfMemoryError("too large"), Failure.OUT_OF_MEMORY),
+        (RuntimeError("INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access"), Failure.ENGINE),
+        (RuntimeError("INTERNAL: NCCL operation ncclAllReduce failed: unhandled system error"), Failure.ENGINE),
+        (AssertionError("a bug"), Failure.STEP),
+        (MemoryError(), Failure.STEP),
+    ],
+    ids=str,
+)
+def test_errors_are_told_apart_by_their_texts(error, kind):
+    assert kind_of(error) is kind
+
+
+# Errors in what is done for one request
+
+
+@pytest.mark.parametrize("place", ["row", "stop", "allocate"])
+def test_an_error_in_one_requests_own_code_ends_that_request_alone(core, undisturbed, place):
+    answers = run(core, f"{place}:id=b:error")
+    check_survivors(answers, undisturbed, {"b"})
+
+
+@pytest.mark.parametrize("place", ["admit", "sampler"])
+def test_an_error_in_what_only_full_sampling_does_ends_that_request_alone(core, undisturbed, place):
+    check_survivors(run(core, f"{place}:id=c:error"), undisturbed, {"c"})
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_lone_request_that_gets_no_row_ends_alone(core, undisturbed, depth):
+    engines.reschedule(core, max_in_flight=depth)
+    with injected("row:1:error"):
+        answers = engines.run(core, requests()[:1])
+    assert failed(answers) == {"a"} and answers["a"].tokens == []
+    check_survivors(engines.run(core, requests()), undisturbed, set())
+
+
+def test_a_refused_request_leaves_nothing_behind(core, undisturbed):
+    with injected("add:id=b:error"):
+        core.add_request(requests()[0])
+        with pytest.raises(RuntimeError):
+            core.add_request(requests()[1])
+    check_survivors(engines.run(core, [*requests()[2:], requests()[1]]), undisturbed, set())
+    core.check_integrity()
+
+
+def test_many_faults_leave_every_other_request_whole(core, undisturbed):
+    faults = "launch:3:oom,stop:id=e:error,result:9:oom,row:id=b:error,step:14:oom,result:20:oom"
+    check_survivors(run(core, faults), undisturbed, {"b", "e"})
