@@ -50,8 +50,12 @@ class Worker:
         if first is None:
             raise SystemExit
         fields = first["vocabulary"]
-        specials = tuple((text, token) for text, token in fields.pop("special_tokens"))
-        self._vocabulary = Vocabulary(**{**fields, "eos_token_ids": tuple(fields["eos_token_ids"])}, special_tokens=specials)
+        self._vocabulary = Vocabulary(
+            fields["tokenizer_json"],
+            fields["num_columns"],
+            tuple(fields["eos_token_ids"]),
+            tuple((text, token) for text, token in fields["added_tokens"]),
+        )
         self._table = self._vocabulary.table
         self._waiting: deque[dict[str, Any]] = deque()
         self._children: dict[int, _Child] = {}
