@@ -11,12 +11,16 @@ _EXPORTS = {
     "AsyncLLM": "jaxllm.async_llm",
     "SamplingParams": "jaxllm.sampling_params",
     "BeamSearchParams": "jaxllm.sampling_params",
+    "PoolingParams": "jaxllm.pooling_params",
     "RequestOutputKind": "jaxllm.sampling_params",
     "StructuredOutputsParams": "jaxllm.structured_outputs",
     "EngineConfig": "jaxllm.config",
     "RequestOutput": "jaxllm.outputs",
     "CompletionOutput": "jaxllm.outputs",
     "Logprob": "jaxllm.outputs",
+    "PoolingRequestOutput": "jaxllm.outputs",
+    "EmbeddingRequestOutput": "jaxllm.outputs",
+    "ScoringRequestOutput": "jaxllm.outputs",
 }
 __all__ = ["__version__", *_EXPORTS]
 

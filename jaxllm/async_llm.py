@@ -16,7 +16,8 @@ from jaxllm.errors import EngineDeadError, EngineError
 from jaxllm.llm_engine import Core, LLMEngine
 from jaxllm.log import logger
 from jaxllm.metrics.metric import Metric
-from jaxllm.outputs import CompletionOutput, RequestOutput
+from jaxllm.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput
+from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.text.input_processor import FrontRequest, Prompt
@@ -66,14 +67,18 @@ class AsyncLLM:
     # For callers
 
     async def prepare(
-        self, prompt: Prompt, sampling_params: SamplingParams | None, request_id: str, *, priority: int = 0
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | PoolingParams | None,
+        request_id: str,
+        *,
+        priority: int = 0,
     ) -> FrontRequest:
         """A prompt checked and tokenized, for `stream`: whatever is wrong with it is found here. Raises InvalidRequestError."""
         self._check_alive()
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         grammar = None
-        if params.structured_outputs is not None:
-            self._engine.get_tokenizer()
+        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
             grammar = await asyncio.wrap_future(self._engine.grammar_compiler.submit(params.structured_outputs))
         process = partial(self.input_processor.process, priority=priority, grammar=grammar)
         return await asyncio.to_thread(process, request_id, prompt, params)
@@ -108,6 +113,20 @@ class AsyncLLM:
         async with contextlib.aclosing(self.stream(request)) as outputs:
             async for output in outputs:
                 yield output
+
+    async def pool(
+        self, prompt: Prompt, pooling_params: PoolingParams, request_id: str, *, priority: int = 0
+    ) -> PoolingRequestOutput:
+        """The vector of a prompt, or those of its tokens. Cancelling the task aborts the request.
+
+        Raises InvalidRequestError, EngineError or EngineDeadError; a request that was aborted comes back without vectors.
+        """
+        request = await self.prepare(prompt, pooling_params, request_id, priority=priority)
+        async with contextlib.aclosing(self.stream(request)) as outputs:
+            output: Any = await anext(outputs)
+        if output.error is not None:
+            raise EngineError(f"the request failed: {output.error}")
+        return output
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         """End requests by the ids they were given; their generators yield a last output with finish_reason "abort"."""

@@ -51,6 +51,16 @@ class ModelOptions:
         str, "where default sampling values come from: auto (the model's generation_config.json), none, or a directory"
     ] = "auto"
     chat_template: Annotated[str | None, "file or text of a Jinja chat template; default: the tokenizer's own"] = None
+    runner: Annotated[
+        Literal["auto", "generate", "pooling"],
+        "what the model is for: generate (text, and embeddings beside it) or pooling (embeddings alone: no head is loaded); "
+        "auto: pooling for a checkpoint without a head or of sentence-transformers, else generate",
+    ] = "auto"
+    pooler_config: Annotated[
+        dict[str, Any] | None,
+        "JSON object with how hidden states are pooled, over what the checkpoint says: pooling_type (last or mean), normalize "
+        "(true or false)",
+    ] = None
     max_logprobs: Annotated[int, "most logprobs that a request may ask for; -1: the whole vocabulary"] = 20
     logprobs_mode: Annotated[
         Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"],

@@ -7,6 +7,8 @@ CONFIG_FILE = "JAXLLM_CONFIG"  # path of a YAML file with engine options
 CACHE_DIR = "JAXLLM_CACHE_DIR"  # where compiled programs are kept
 FAULT = "JAXLLM_FAULT"  # failures to inject, for rehearsals: docs/FAULTS.md
 LOG_LEVEL = "JAXLLM_LOG_LEVEL"  # debug, info, warning, error
+LOG_FORMAT = "JAXLLM_LOG_FORMAT"  # text, json
+API_KEY = "JAXLLM_API_KEY"  # the key of a server: what clients here send
 OPTION_PREFIX = "JAXLLM_OPT_"  # JAXLLM_OPT_MAX_NUM_SEQS=64 sets --max-num-seqs
 
 

@@ -7,6 +7,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.at_exit import shut_down_at_exit
@@ -16,9 +17,18 @@ from jaxllm.errors import ConfigError, EngineError, InvalidRequestError
 from jaxllm.interrupt import DeferredInterrupt
 from jaxllm.llm_engine import Core, LLMEngine
 from jaxllm.metrics.metric import Metric
-from jaxllm.outputs import RequestOutput
+from jaxllm.outputs import (
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
+from jaxllm.pooling_params import PoolingParams, PoolingTask
 from jaxllm.progress import Progress
 from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from jaxllm.scoring import as_texts, cosine, pairs
 from jaxllm.text.input_processor import FrontRequest, Prompt, TokensPrompt
 from jaxllm.text.tokenizer import Tokenizer
 
@@ -30,8 +40,8 @@ _OTHER_ENGINES_OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
     "trust_remote_code": ((False,), "code of a checkpoint is never run"),
     "enforce_eager": ((False,), "every step is a compiled program; warmup='lazy' makes a quick start"),
     "tokenizer_mode": (("auto",), "the tokenizer's files decide"),
-    "task": (("auto", "generate"), "models generate text"),
-    "runner": (("auto", "generate"), "models generate text"),
+    "task": (("auto", "generate", "embed"), "models generate text or make embeddings"),
+    "convert": (("auto", "none", "embed"), "models generate text or make embeddings"),
     "pipeline_parallel_size": ((1,), "only tensor_parallel_size splits a model"),
     "data_parallel_size": ((1,), "one engine runs one copy of the model"),
     "distributed_executor_backend": ((None, "mp", "uni"), "one process drives all devices"),
@@ -193,6 +203,63 @@ class LLM:
         finally:
             bar.close()
 
+    # Pooling
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """One vector for each prompt, in their order. Prompts and errors: as for `generate`."""
+        return [
+            EmbeddingRequestOutput(
+                output.request_id,
+                output.prompt_token_ids,
+                EmbeddingOutput(output.outputs.data.tolist()),
+                output.num_cached_tokens,
+            )
+            for output in self.encode(prompts, pooling_params, pooling_task="embed", use_tqdm=use_tqdm)
+        ]
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        pooling_task: PoolingTask | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+    ) -> list[PoolingRequestOutput]:
+        """The vector of each prompt (task embed) or those of its tokens (token_embed) as NumPy arrays.
+
+        The task is that of the parameters, or `pooling_task`. Prompts and errors: as for `generate`.
+        """
+        all_prompts = _prompt_list(prompts)
+        params_list = _one_each(pooling_params or PoolingParams(), len(all_prompts), "pooling_params")
+        requests = self._requests(all_prompts, [_with_task(params, pooling_task) for params in params_list], None)
+        return self._finish(requests, use_tqdm)
+
+    def score(
+        self,
+        data_1: str | Sequence[Prompt],
+        data_2: str | Sequence[Prompt],
+        *,
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+    ) -> list[ScoringRequestOutput]:
+        """The cosine of the vectors of two texts: one with each of many, or pair by pair."""
+        first, second = as_texts(data_1, "data_1"), as_texts(data_2, "data_2")
+        wanted = pairs(len(first), len(second), ("data_1", "data_2"))
+        found = self.encode([*first, *second], pooling_params, pooling_task="embed", use_tqdm=use_tqdm)
+        scores = []
+        for i, j in wanted:
+            a, b = found[i], found[len(first) + j]
+            score = ScoringOutput(cosine(a.outputs.data, b.outputs.data))
+            ids = [*a.prompt_token_ids, *b.prompt_token_ids]
+            scores.append(ScoringRequestOutput(b.request_id, ids, score, a.num_cached_tokens + b.num_cached_tokens))
+        return scores
+
     # The rest
 
     def get_tokenizer(self) -> Tokenizer:
@@ -234,7 +301,15 @@ class LLM:
     ) -> list[FrontRequest]:
         """A request for each prompt, or one error that names all wrong prompts."""
         all_prompts = _prompt_list(prompts)
-        all_params = self._params_list(sampling_params, len(all_prompts), output_kind)
+        return self._requests(all_prompts, self._params_list(sampling_params, len(all_prompts), output_kind), priority)
+
+    def _requests(
+        self,
+        all_prompts: list[Prompt],
+        all_params: Sequence[SamplingParams | PoolingParams],
+        priority: Sequence[int] | None,
+    ) -> list[FrontRequest]:
+        """The same, with the parameters of each prompt known."""
         if priority is not None and len(priority) != len(all_prompts):
             raise InvalidRequestError(f"priority has {len(priority)} values for {len(all_prompts)} prompts", "priority")
         processor = self.llm_engine.input_processor
@@ -261,17 +336,12 @@ class LLM:
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         if isinstance(sampling_params, Sequence):
-            if len(sampling_params) != count:
-                raise InvalidRequestError(
-                    f"sampling_params has {len(sampling_params)} entries for {count} prompts; give one for all or one each",
-                    "sampling_params",
-                )
-            return [_with_kind(params, output_kind) for params in sampling_params]
+            return [_with_kind(params, output_kind) for params in _one_each(sampling_params, count, "sampling_params")]
         return [_with_kind(sampling_params, output_kind)] * count
 
-    def _finish(self, requests: list[FrontRequest], use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:
+    def _finish(self, requests: list[FrontRequest], use_tqdm: bool | Callable[..., Any]) -> list[Any]:
         """Run requests to their end."""
-        results: dict[int, RequestOutput] = {}
+        results: dict[int, Any] = {}
         bar = _open_bar(use_tqdm, len(requests), "Processed prompts", "prompt")
         running = self._run(requests)
         start, num_in, num_out = time.perf_counter(), 0, 0
@@ -280,7 +350,8 @@ class LLM:
                 _raise_error(output, place, len(requests))
                 results[place] = output
                 num_in += len(output.prompt_token_ids)
-                num_out += sum(len(answer.token_ids) for answer in output.outputs)
+                if isinstance(output, RequestOutput):
+                    num_out += sum(len(answer.token_ids) for answer in output.outputs)
                 seconds = time.perf_counter() - start
                 bar.set_postfix_str(
                     f"est. input {num_in / seconds:.1f} tok/s, output {num_out / seconds:.1f} tok/s", refresh=False
@@ -364,6 +435,8 @@ def _own_options(options: dict[str, Any]) -> dict[str, Any]:
             own[name] = value
             continue
         harmless, reason = _OTHER_ENGINES_OPTIONS[name]
+        if value == "embed":
+            own.setdefault("runner", "pooling")  # how older scripts say it
         if value not in harmless:
             raise ConfigError(f"{name} is {value!r}, can only be {' or '.join(map(repr, harmless))}: {reason}")
     return own
@@ -414,9 +487,32 @@ def _with_kind(params: SamplingParams, kind: RequestOutputKind | None) -> Sampli
     return changed
 
 
-def _raise_error(output: RequestOutput, place: int, count: int) -> None:
+def _one_each(params: Any, count: int, name: str) -> list[Any]:
+    """The parameters of each of so many prompts, from one for all or one each."""
+    if not isinstance(params, Sequence):
+        return [params] * count
+    if len(params) != count:
+        raise InvalidRequestError(f"{name} has {len(params)} entries for {count} prompts; give one for all or one each", name)
+    return list(params)
+
+
+def _with_task(params: PoolingParams, task: PoolingTask | None) -> PoolingParams:
+    if not isinstance(params, PoolingParams):
+        raise InvalidRequestError(f"pooling_params is a {type(params).__name__}, must be PoolingParams", "pooling_params")
+    if task is None or params.task == task:
+        return params
+    if params.task is not None:
+        raise InvalidRequestError(f"pooling_params has the task {params.task}, but {task} is asked for", "pooling_params")
+    return replace(params, task=task)
+
+
+def _raise_error(output: RequestOutput | PoolingRequestOutput, place: int, count: int) -> None:
     """A request that failed alone is an exception here: a script must not take its piece of text for an answer."""
+    where = f"prompt {place} of {count}" if count > 1 else "the request"
+    if isinstance(output, PoolingRequestOutput):
+        if output.error is not None:
+            raise EngineError(f"{where} failed: {output.error}")
+        return
     for answer in output.outputs:
         if answer.finish_reason == "error":
-            where = f"prompt {place} of {count}" if count > 1 else "the request"
             raise EngineError(f"{where} failed: {answer.stop_reason}")

@@ -1,6 +1,7 @@
 """LLMEngine: prompts in, RequestOutputs out, one step at a time. Everything here runs in the caller's thread."""
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -11,11 +12,13 @@ from jaxllm.at_exit import shut_down_at_exit
 from jaxllm.config import EngineConfig
 from jaxllm.engine import fault_points
 from jaxllm.errors import ConfigError, EngineDeadError, EngineError, JaxLLMError
-from jaxllm.metrics.engine_metrics import EngineMetrics, LoadStats
+from jaxllm.metrics.engine_load import LoadStats
+from jaxllm.metrics.engine_metrics import EngineMetrics
 from jaxllm.metrics.metric import Metric
 from jaxllm.metrics.stat_logger import StatLogger
 from jaxllm.model_config import ModelConfig, load_model_config
 from jaxllm.outputs import EngineCoreOutput, RequestOutput
+from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
 from jaxllm.request import EngineCoreRequest
 from jaxllm.sampling_params import SamplingParams
@@ -100,7 +103,8 @@ class LLMEngine:
         self.metrics: EngineMetrics | None = None
         self._stat_logger: StatLogger | None = None
         if not config.observe.disable_log_stats:
-            self.metrics = EngineMetrics(options.model, self.max_model_len)
+            cache_config = {name: str(value) for name, value in dataclasses.asdict(self.config.cache).items()}
+            self.metrics = EngineMetrics(options.model, self.max_model_len, cache_config=cache_config)
             self._stat_logger = StatLogger(self.metrics) if log_stats else None
         self.input_processor = InputProcessor(
             self.config,
@@ -127,12 +131,15 @@ class LLMEngine:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: SamplingParams | PoolingParams | None = None,
         *,
         arrival_time: float | None = None,
         priority: int = 0,
     ) -> None:
-        """Queue a prompt. The id need not be unique: outputs carry it back. Raises InvalidRequestError."""
+        """Queue a prompt, to generate or (with PoolingParams) to pool. The id need not be unique: outputs carry it back.
+
+        Raises InvalidRequestError.
+        """
         params = self.get_default_sampling_params() if params is None else params
         self.add(self.input_processor.process(request_id, prompt, params, arrival_time=arrival_time, priority=priority))
 
@@ -272,7 +279,14 @@ class LLMEngine:
 
 def _check_model(config: EngineConfig, directory: Path) -> None:
     """Raise what is wrong with a model's config.json before JAX is imported."""
-    model_config = load_model_config(directory, overrides=config.model.hf_overrides, dtype=config.model.dtype)
+    options = config.model
+    model_config = load_model_config(
+        directory,
+        overrides=options.hf_overrides,
+        dtype=options.dtype,
+        runner=options.runner,
+        pooler_config=options.pooler_config,
+    )
     model_config.for_tensor_parallel(config.parallel.tensor_parallel_size)
 
 

@@ -1,9 +1,13 @@
-"""The logger of the project: one line a message, on stderr."""
+"""The logger of the project: one line a message on stderr, for people or as JSON."""
 
+import datetime
 import functools
+import json
 import logging
 import os
+import re
 import sys
+from typing import Any
 
 from jaxllm import env
 from jaxllm.errors import ConfigError
@@ -12,16 +16,20 @@ logger = logging.getLogger("jaxllm")
 
 
 LEVELS = ("debug", "info", "warning", "error")
+FORMATS = ("text", "json")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]|[\ud800-\udfff]")
+"""What could end a line, move the cursor, turn text around or not be written at all."""
 
 
-def set_up(level: str | None = None, formatter: logging.Formatter | None = None) -> None:
+def set_up(level: str | None = None, formatter: logging.Formatter | None = None, format: str | None = None) -> None:
     """Send the project's messages to stderr, from `level` (default: $JAXLLM_LOG_LEVEL, else info) upward. May be called again.
 
-    Raises ConfigError for an unknown level in the environment.
+    `format` is "text" or "json" (default: $JAXLLM_LOG_FORMAT, else text); `formatter` is what writes text. Raises ConfigError for
+    an unknown level or format in the environment.
     """
-    name = (level or os.environ.get(env.LOG_LEVEL) or "info").lower()
-    if name not in LEVELS:
-        raise ConfigError(f"{env.LOG_LEVEL} is {name!r}, must be one of {', '.join(LEVELS)}")
+    name = _known(level, env.LOG_LEVEL, "info", LEVELS)
+    if _known(format, env.LOG_FORMAT, "text", FORMATS) == "json":
+        formatter = JsonLines()
     if not logger.handlers:
         logger.addHandler(logging.StreamHandler(sys.stderr))
         logger.propagate = False
@@ -35,7 +43,52 @@ def set_up_if_asked() -> None:
         set_up()
 
 
+def adopt(*names: str, level: str) -> None:
+    """Have the loggers of libraries write as the project's does, after `set_up`."""
+    for name in names:
+        library = logging.getLogger(name)
+        library.handlers = list(logger.handlers)
+        library.propagate = False
+        library.setLevel(level.upper())
+
+
+def safe(text: str, max_chars: int | None = None) -> str:
+    """Text from outside for a line of the log: no line ends, terminal codes or other invisible commands, and not too long."""
+    num_left_out = 0 if max_chars is None else max(0, len(text) - max_chars)
+    shown = _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text[: len(text) - num_left_out])
+    return f"{shown}… ({num_left_out} more characters)" if num_left_out else shown
+
+
+class JsonLines(logging.Formatter):
+    """A JSON object a line: time, level, logger, message, process, and what `extra=` adds."""
+
+    _ordinary = {*vars(logging.makeLogRecord({})), "message", "asctime", "color_message"}
+
+    def format(self, record: logging.LogRecord) -> str:
+        moment = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
+        line: dict[str, Any] = {
+            "time": moment.isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            "process": record.process,
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        if record.stack_info:
+            line["stack"] = self.formatStack(record.stack_info)
+        line |= {name: value for name, value in vars(record).items() if name not in self._ordinary and name not in line}
+        return json.dumps(line, default=str)
+
+
 @functools.cache
 def warn_once(message: str) -> None:
     """Log a warning the first time that this very message is given."""
     logger.warning(message)
+
+
+def _known(given: str | None, variable: str, default: str, names: tuple[str, ...]) -> str:
+    name = (given or os.environ.get(variable) or default).lower()
+    if name not in names:
+        raise ConfigError(f"{variable} is {name!r}, must be one of {', '.join(names)}")
+    return name

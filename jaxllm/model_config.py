@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from jaxllm.errors import ConfigError, ModelLoadError
+from jaxllm.pooling_config import PoolingConfig, bidirectional_faults, is_embedding_checkpoint, load_pooling_config
 from jaxllm.quantization_config import StoredFp8, read_quantization
 
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3"]
@@ -77,6 +78,9 @@ class ModelConfig:
     """How the checkpoint holds fp8 weights, if it does."""
     kv_cache_dtype: str = ""
     """Concrete: one of DTYPES or float8_e4m3fn; empty at construction means dtype."""
+    generates: bool = True
+    """Whether it has a head, and text is generated; else it makes vectors only."""
+    pooling: PoolingConfig = field(default_factory=PoolingConfig)
 
     def __post_init__(self) -> None:
         if not self.padded_vocab_size:
@@ -164,7 +168,8 @@ def num_parameters(config: ModelConfig) -> int:
     attention += 2 * c.head_dim * c.qk_norm
     mlp = 3 * c.hidden_size * c.intermediate_size + c.mlp_bias * (2 * c.intermediate_size + c.hidden_size)
     layers = c.num_layers * (attention + mlp + 2 * c.hidden_size)
-    return layers + c.vocab_size * c.hidden_size * (1 if c.tie_word_embeddings else 2) + c.hidden_size
+    has_head = c.generates and not c.tie_word_embeddings
+    return layers + c.vocab_size * c.hidden_size * (2 if has_head else 1) + c.hidden_size
 
 
 def kv_bytes_per_token(config: ModelConfig) -> int:
@@ -183,19 +188,26 @@ def load_model_config(
     on_gpu: bool = False,
     quantization: str | None = None,
     kv_cache_dtype: str = "auto",
+    runner: str = "auto",
+    pooler_config: Mapping[str, Any] | None = None,
 ) -> ModelConfig:
     """Read config.json (and the EOS ids of generation_config.json) of a model directory.
 
     `overrides` is laid over the top level of config.json. dtype "auto" is the checkpoint's on a GPU and float32 on a CPU, where
     narrower types are emulated. quantization "fp8" computes in fp8 whatever the checkpoint holds; None: as the checkpoint says.
     kv_cache_dtype "auto" is fp8 if the checkpoint says so, else dtype.
+    runner: what the model is for; "auto" is pooling for a checkpoint without a head or with sentence-transformers' files, else
+    generate. pooler_config is laid over how the checkpoint wants to be pooled.
     Raises ModelLoadError naming the file and everything in it that cannot be served.
     """
     directory = Path(directory)
     raw = read_config_json(directory)
     raw = {**raw, **(overrides or {})}
-    architecture = _architecture(raw, directory)
-    reader = _Reader(raw)
+    architecture, has_head = _architecture(raw, directory)
+    generates = runner == "generate" or (runner == "auto" and has_head and not is_embedding_checkpoint(directory))
+    if generates and not has_head:
+        raise ConfigError(f"runner is generate, but {directory} is a model without a head, which makes embeddings only")
+    reader = _Reader(raw, bidirectional_faults(raw))
     config = _read(reader, architecture, _dtype(reader, dtype, on_gpu), _eos_token_ids(raw, directory))
     if reader.faults or config is None:
         raise ModelLoadError(f"{directory / 'config.json'}: {'; '.join(reader.faults)}")
@@ -206,7 +218,15 @@ def load_model_config(
         kv_cache_dtype = FP8 if stored is not None and stored.kv_cache else config.dtype
     elif kv_cache_dtype in ("fp8", "fp8_e4m3"):
         kv_cache_dtype = FP8
-    return dataclasses.replace(config, quantization=quantization, kv_cache_dtype=kv_cache_dtype)
+    pooling = load_pooling_config(directory, raw, pooler_config)
+    return dataclasses.replace(
+        config,
+        quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
+        generates=generates,
+        pooling=pooling,
+        max_position=config.max_position if generates else min(config.max_position, pooling.max_length or config.max_position),
+    )
 
 
 def read_config_json(directory: Path) -> dict[str, Any]:
@@ -231,13 +251,16 @@ def _json_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def _architecture(raw: dict[str, Any], directory: Path) -> str:
+def _architecture(raw: dict[str, Any], directory: Path) -> tuple[str, bool]:
+    """The name of the family, and whether the model has a head: `Qwen3Model` is `Qwen3ForCausalLM` without one."""
     by_model_type = {family.model_type: name for name, family in FAMILIES.items()}
     model_type = str(raw.get("model_type", ""))
     names = raw.get("architectures") or [by_model_type.get(model_type, model_type)]
     name = names[0] if isinstance(names, list) and isinstance(names[0], str) else ""
     if name in FAMILIES:
-        return name
+        return name, True
+    if name.endswith("Model") and (family := f"{name.removesuffix('Model')}ForCausalLM") in FAMILIES:
+        return family, False
     known = ", ".join(sorted(FAMILIES))
     if not name:
         raise ModelLoadError(f"{directory / 'config.json'} names no architecture; known: {known}")

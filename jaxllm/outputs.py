@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from jaxllm.request import ErrorKind, FinishReason
 from jaxllm.scheduler_output import TokenLogprobs
 
@@ -21,6 +23,12 @@ class EngineCoreOutput:
     num_preemptions: int = 0
     error_kind: ErrorKind | None = None
     """Set exactly if the finish reason is "error"."""
+    queue_seconds: float | None = None
+    """With the first token: how long the request waited in the engine core for its first step."""
+    prefill_seconds: float | None = None
+    """With the first token: the time since that step was planned."""
+    pooled: np.ndarray | None = None
+    """Of a pooling request, with its end: float32, [width] for embed, [prompt tokens, width] for token_embed."""
 
 
 @dataclass
@@ -42,6 +50,10 @@ class RequestMetrics:
     finished_time: float | None = None
     num_generation_tokens: int = 0
     num_preemptions: int = 0
+    queue_seconds: float | None = None
+    """How long the first answer waited in the engine core for its first step."""
+    prefill_seconds: float | None = None
+    """From that step to its first token."""
 
 
 @dataclass
@@ -75,3 +87,70 @@ class RequestOutput:
     """One per prompt token; the first is None."""
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = field(default=None, repr=False)
+
+
+@dataclass
+class PoolingOutput:
+    """What came of the hidden states of a prompt."""
+
+    data: np.ndarray
+    """float32: [width], or one row per prompt token for token_embed. Empty if the request was aborted or failed."""
+
+
+@dataclass
+class PoolingRequestOutput:
+    """The vector of one prompt, or the vectors of its tokens."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    """As they were computed: after truncation."""
+    outputs: PoolingOutput
+    finish_reason: str = "stop"
+    """stop; abort; or error, with what went wrong in `error`."""
+    error: str | None = None
+    num_cached_tokens: int = 0
+    finished: bool = True
+    metrics: RequestMetrics | None = field(default=None, repr=False)
+
+
+@dataclass
+class EmbeddingOutput:
+    """The vector of a prompt as plain numbers."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """Its length."""
+        return len(self.embedding)
+
+
+@dataclass
+class ScoringOutput:
+    """How alike two texts are: the cosine of their vectors, -1 to 1."""
+
+    score: float
+
+
+@dataclass
+class EmbeddingRequestOutput:
+    """What `LLM.embed` returns for a prompt."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput
+    num_cached_tokens: int = 0
+    finished: bool = True
+
+
+@dataclass
+class ScoringRequestOutput:
+    """What `LLM.score` returns for a pair."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    """Of the first text, then of the second."""
+    outputs: ScoringOutput
+    num_cached_tokens: int = 0
+    finished: bool = True

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import SamplingParams
 
 
@@ -102,12 +103,14 @@ class OutputMatcher(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineCoreRequest:
-    """One sequence to generate, validated, in token ids. What crosses from the front to the engine core."""
+    """One sequence to generate or to pool, validated, in token ids. What crosses from the front to the engine core."""
 
     request_id: str
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
-    """n is 1 here (the front fans out), max_tokens is concrete, the seed is set."""
+    """n is 1 here (the front fans out), max_tokens is concrete, the seed is set. Of no meaning with pooling_params."""
+    pooling_params: PoolingParams | None = None
+    """Set: nothing is generated; the request ends when its prompt is computed. Everything in it is concrete."""
     eos_token_ids: tuple[int, ...] = ()
     """Ids that end the request unless sampling_params.ignore_eos; the first is the tokenizer's EOS."""
     arrival_time: float = field(default_factory=time.time)
@@ -116,12 +119,12 @@ class EngineCoreRequest:
     adapter: tuple[str, str] | None = None
     """(name, path) of the adapter, for the keys of the prefix cache."""
     media: tuple[MediaSpan, ...] = ()
-    grammar: Grammar | None = None
-    """What sampling_params.structured_outputs, which is not set here, has become."""
     queue_timeout_seconds: float | None = None
     """Ended with an error if it has no place in the batch so long after it was added."""
     timeout_seconds: float | None = None
     """Ended with an error if it is not done so long after it was added."""
+    grammar: Grammar | None = None
+    """What sampling_params.structured_outputs, which is not set here, has become."""
 
 
 @dataclass(eq=False)
@@ -131,6 +134,7 @@ class Request:
     spec: EngineCoreRequest
     request_id: str = field(init=False)
     sampling_params: SamplingParams = field(init=False)
+    pooling_params: PoolingParams | None = field(init=False)
     eos_token_id: int | None = field(init=False)
     """The tokenizer's EOS; None if there is none or it is to be ignored."""
     stop_token_ids: frozenset[int] = field(init=False)
@@ -150,6 +154,10 @@ class Request:
     num_cached_tokens: int = -1
     """Prompt tokens found in the prefix cache at the first admission; -1 before it."""
     num_preemptions: int = 0
+    queued_at: float = 0.0
+    """When it came to the scheduler, on the monotonic clock."""
+    scheduled_at: float = 0.0
+    """When its first step was planned."""
     stop_reason: int | str | None = None
     error_kind: ErrorKind | None = None
     matcher: OutputMatcher | None = None
@@ -162,6 +170,7 @@ class Request:
         spec, params = self.spec, self.spec.sampling_params
         self.request_id = spec.request_id
         self.sampling_params = params
+        self.pooling_params = pooling = spec.pooling_params
         eos = () if params.ignore_eos else spec.eos_token_ids
         self.eos_token_id = eos[0] if eos else None
         self.stop_token_ids = frozenset((*eos[1:], *(params.stop_token_ids or ())))
@@ -171,6 +180,9 @@ class Request:
         self.token_ids = list(spec.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.max_num_tokens = sys.maxsize if params.max_tokens is None else self.num_prompt_tokens + params.max_tokens
+        if pooling is not None:
+            self.skip_reading_prefix_cache = bool(pooling.skip_reading_prefix_cache)
+            self.max_num_tokens = self.num_prompt_tokens + 1  # as if its vector were one token, which is never computed
         if self.extend_hashes is not None:
             self.extend_hashes(self)
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import SamplingParams
 
 
@@ -24,6 +25,7 @@ class NewRequestData:
     num_computed_tokens by one when the whole prompt was cached and only its last token is computed again."""
     is_masked: bool = False
     """Whether a grammar says which tokens it may draw."""
+    pooling_params: PoolingParams | None = None
 
 
 @dataclass(frozen=True)
@@ -76,5 +78,7 @@ class ModelRunnerOutput:
     """For requests that asked, aligned with their new tokens."""
     prompt_logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
     """For requests that asked, once, when their prefill is done: positions 1 … num_prompt_tokens-1."""
+    pooled: dict[str, np.ndarray] = field(default_factory=dict)
+    """For pooling requests whose prompt is computed: `EngineCoreOutput.pooled`."""
     errors: dict[str, str] = field(default_factory=dict)
     """Requests that failed alone in this step, with the reason."""

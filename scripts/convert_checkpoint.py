@@ -23,7 +23,7 @@ from jaxllm.model_config import DTYPES, load_model_config, read_config_json
 from jaxllm.models.registry import build_model
 from jaxllm.parallel.mesh import make_mesh
 
-COPIED = ("*.json", "*.txt", "*.model", "*.jinja")
+COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*/config.json")
 
 
 def convert(source: Path, output: Path, dtype: str, quantization: str | None = None) -> None:
@@ -36,7 +36,9 @@ def convert(source: Path, output: Path, dtype: str, quantization: str | None = N
     orbax.save(config, state, output)
     for file in sorted({file for pattern in COPIED for file in source.glob(pattern)}):
         if not file.name.endswith(".index.json"):
-            shutil.copy(file, output / file.name)
+            copy = output / file.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copy(file, copy)
     raw = read_config_json(output)
     if config.quantization is not None:
         raw["quantization_config"] = quantization_json(config)

@@ -15,6 +15,7 @@ FLOORS = {
     "jaxllm.structured": 1,
     "jaxllm.multimodal": 1,
     "jaxllm.metrics": 1,
+    "jaxllm.http_client": 1,
     "jaxllm.parallel": 1,
     "pallas_kernels": 1,
     "jaxllm.layers": 2,
@@ -46,7 +47,15 @@ SIBLINGS = {
 }
 """(importer, imported) on the same floor that may; within one of these packages everything may."""
 
-WITHOUT_JAX = {"jaxllm", "jaxllm.scheduler", "jaxllm.text", "jaxllm.structured", "jaxllm.multimodal", "jaxllm.metrics"}
+WITHOUT_JAX = {
+    "jaxllm",
+    "jaxllm.http_client",
+    "jaxllm.scheduler",
+    "jaxllm.text",
+    "jaxllm.structured",
+    "jaxllm.multimodal",
+    "jaxllm.metrics",
+}
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "pallas_kernels"}
 PROJECT = ("jaxllm", "pallas_kernels", "server")
 

@@ -1,4 +1,4 @@
-"""`jaxllm bench`: how fast the engine is, offline, on random prompts of given lengths."""
+"""`jaxllm bench throughput|latency`: how fast the engine is, offline, on random prompts of given lengths."""
 
 import argparse
 import json
@@ -43,7 +43,12 @@ def bench_flags() -> list[Flag]:
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("what", metavar="throughput|latency", choices=["throughput", "latency"], help="what to measure")
+    parser.add_argument(
+        "what",
+        metavar="throughput|latency|serve",
+        choices=["throughput", "latency", "serve"],
+        help="what to measure; `jaxllm bench serve --help` for the options of serve",
+    )
     parser.add_argument("--input-len", type=_positive, metavar="N", help="tokens of each prompt (default: 128)")
     parser.add_argument("--output-len", type=_positive, metavar="N", help="tokens written for each prompt (default: 128)")
     parser.add_argument("--mix", metavar="FILE", help='lengths from a JSON file: {"requests": [[prompt, output], …]}')
@@ -66,6 +71,8 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print. Returns the exit code."""
+    if arguments.what == "serve":
+        raise UsageError("`serve` must follow `bench` at once: jaxllm bench serve …")
     engine_options = options.engine_options(arguments)
     sampling = options.sampling_options(arguments, bench_flags())
     lengths = _lengths(arguments)
@@ -205,20 +212,9 @@ def _lengths(arguments: argparse.Namespace) -> list[Lengths]:
 
 def read_mix(path: str) -> list[Lengths]:
     """The lengths in a mix file. Raises ConfigError."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the mix file {path}: {getattr(error, 'strerror', None) or error}") from None
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from None
-    requests = content.get("requests") if isinstance(content, Mapping) else None
-    if not isinstance(requests, list) or not requests:
-        raise ConfigError(f'{path} must hold {{"requests": [[prompt, output], …]}}')
-    for index, entry in enumerate(requests):
-        if not isinstance(entry, list) or len(entry) != 2 or not all(type(length) is int and length > 0 for length in entry):
-            raise ConfigError(f"{path}: request {index} is {entry!r}, must be two positive whole numbers")
-    return [Lengths(*entry) for entry in requests]
+    from jaxllm.http_client import datasets
+
+    return [Lengths(*entry) for entry in datasets.read_mix(path)]
 
 
 def _as_text(report: Mapping[str, Any]) -> str:

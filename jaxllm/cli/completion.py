@@ -9,8 +9,8 @@ EXAMPLES = """examples:
   jaxllm completion bash > ~/.local/share/bash-completion/completions/jaxllm
   jaxllm completion zsh > "${fpath[1]}/_jaxllm" """
 
-FILES = ("file", "config", "mix", "load", "chat_template")
-DIRECTORIES = ("download_dir", "compiled_artifact", "output")
+FILES = ("file", "config", "mix", "load", "chat_template", "dataset_path", "plot")
+DIRECTORIES = ("download_dir", "compiled_artifact", "output", "result_dir")
 
 
 def add_arguments(parser: Parser) -> None:
@@ -21,13 +21,16 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the script. Returns the exit code."""
     import shtab
 
-    from jaxllm.cli.main import COMMANDS, command_parser
+    from jaxllm.cli.main import COMMANDS, SUBCOMMANDS, command_parser
 
     root = argparse.ArgumentParser(prog="jaxllm")
     root.add_argument("--version", action="version", version="")
     commands = root.add_subparsers()
     for name, command in COMMANDS.items():
         built = command_parser(name)
+        for first, second in SUBCOMMANDS:
+            if first == name:
+                _add_missing(built, command_parser(first, second))
         for action in built._actions:
             if action.dest in FILES:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
@@ -36,3 +39,10 @@ def run(arguments: argparse.Namespace) -> int:
         commands.add_parser(name, help=command.about, parents=[built], add_help=False)
     print(shtab.complete(root, arguments.shell))
     return 0
+
+
+def _add_missing(parser: Parser, other: Parser) -> None:
+    """Options of `other` that `parser` lacks: the shell then completes those of both."""
+    for action in other._actions:
+        if action.option_strings and not set(action.option_strings) & set(parser._option_string_actions):
+            parser._add_action(action)

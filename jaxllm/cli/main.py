@@ -29,7 +29,7 @@ class Command:
 COMMANDS = {
     "generate": Command("generate", "write on from prompts, or answer them"),
     "chat": Command("chat", "talk with a model"),
-    "bench": Command("bench", "measure throughput or latency"),
+    "bench": Command("bench", "measure throughput or latency, offline or of a server"),
     "compile": Command("compile", "compile an engine's programs ahead of time"),
     "models": Command("models", "supported architectures, models on this machine"),
     "inspect": Command("inspect_model", "the numbers of a model, and whether it fits"),
@@ -37,6 +37,10 @@ COMMANDS = {
     "env": Command("env", "versions and devices, for a bug report"),
     "completion": Command("completion", "completion script for a shell"),
 }
+
+
+SUBCOMMANDS = {("bench", "serve"): "bench_serve"}
+"""Commands whose second word has a module of its own."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,10 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 141
 
 
-def command_parser(name: str) -> Parser:
-    """The parser of a subcommand."""
-    module = _module(name)
-    parser = Parser(f"jaxllm {name}", module.ABOUT, getattr(module, "EXAMPLES", ""))
+def command_parser(name: str, second: str | None = None) -> Parser:
+    """The parser of a subcommand; `second` is the second word of one in SUBCOMMANDS."""
+    words = [name] if second is None else [name, second]
+    module = _module(*words)
+    parser = Parser(" ".join(["jaxllm", *words]), module.ABOUT, getattr(module, "EXAMPLES", ""))
     module.add_arguments(parser)
     return parser
 
@@ -77,12 +82,13 @@ def _dispatch(arguments: list[str]) -> int:
         known = ["--help", "--version"] if kind == "option" else COMMANDS
         print(f"jaxllm: error: {unknown_name(kind, name, known)}\nrun `jaxllm --help` for the commands", file=sys.stderr)
         return 2
-    parser = command_parser(name)
-    found = parser.parse(arguments[1:])
+    words = arguments[:2] if tuple(arguments[:2]) in SUBCOMMANDS else arguments[:1]
+    parser = command_parser(*words)
+    found = parser.parse(arguments[len(words) :])
     try:
         if "quiet" in found:
             set_up_log(found)
-        code = _module(name).run(found)
+        code = _module(*words).run(found)
         sys.stdout.flush()
         return code
     except UsageError as error:
@@ -94,8 +100,9 @@ def _dispatch(arguments: list[str]) -> int:
         return 1
 
 
-def _module(name: str) -> ModuleType:
-    return importlib.import_module(f"jaxllm.cli.{COMMANDS[name].module}")
+def _module(name: str, second: str | None = None) -> ModuleType:
+    module = COMMANDS[name].module if second is None else SUBCOMMANDS[name, second]
+    return importlib.import_module(f"jaxllm.cli.{module}")
 
 
 def _overview() -> str:

@@ -1,5 +1,6 @@
 """EngineCore: builds scheduler and runner from a config and serves requests in token ids. Text stays in the front."""
 
+import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -123,6 +124,7 @@ class EngineCore:
     def abort_requests(self, request_ids: list[str]) -> None:
         """End requests now; unknown ids are ignored."""
         self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+        self.loop.note_work()
 
     def has_unfinished_requests(self) -> bool:
         return self.loop.has_work
@@ -165,7 +167,13 @@ class EngineCore:
 
     def stats(self) -> SchedulerStats:
         """Numbers for logs and metrics."""
-        return self.scheduler.stats()
+        work_seconds, idle_seconds = self.loop.work_clock.totals()
+        return dataclasses.replace(
+            self.scheduler.stats(),
+            work_seconds=work_seconds,
+            device_wait_seconds=self.loop.wait_seconds,
+            device_idle_seconds=idle_seconds,
+        )
 
     @property
     def num_compiled_after_warmup(self) -> int:

@@ -19,6 +19,7 @@ from jaxllm.model_config import ModelConfig
 from jaxllm.runner.memory import MemoryPlan
 
 OPTIONS = (
+    "runner",
     "max_logprobs",
     "logprobs_mode",
     "block_size",

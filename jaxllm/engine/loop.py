@@ -8,6 +8,7 @@ from typing import Protocol, cast
 
 import numpy as np
 
+from jaxllm.engine.work_clock import WorkClock
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput
@@ -60,6 +61,7 @@ class StepLoop:
         """The last step in flight, if it waits for masks: none follows before it has them."""
         self.wait_seconds = 0.0
         """Time spent waiting for the device in all."""
+        self.work_clock = WorkClock()
 
     @property
     def has_work(self) -> bool:
@@ -67,6 +69,8 @@ class StepLoop:
 
     def step(self) -> list[EngineCoreOutput]:
         """Keep the device busy, then return the news of the oldest step in flight (nothing if there was none)."""
+        if not self._in_flight:
+            self.note_work()
         while self._undrawn is None and len(self._in_flight) < self.max_in_flight and self.scheduler.has_requests():
             self.working_on = None
             self.working_on = plan = self.scheduler.schedule()
@@ -74,6 +78,8 @@ class StepLoop:
                 break
             pending = self.runner.dispatch(plan)
             self._in_flight.append((plan, pending))
+            if len(self._in_flight) == 1:
+                self.note_work()
             if plan.masked_request_ids:
                 self._undrawn = plan, cast(MaskedOutput, pending)
                 self._draw_if_possible()
@@ -87,6 +93,8 @@ class StepLoop:
         self._in_flight.popleft()  # only now: a wait that was interrupted is still to come
         news = self.scheduler.update_from_output(plan, result)
         self._draw_if_possible()
+        if not self._in_flight:
+            self.note_work()
         return news
 
     def _draw_if_possible(self) -> None:
@@ -106,6 +114,10 @@ class StepLoop:
         fill_masks(matchers, pending.mask_RW)
         self._undrawn = None
         pending.draw()
+
+    def note_work(self) -> None:
+        """Tell the clock whether there is work and whether the device has any of it. Call when requests end outside a step."""
+        self.work_clock.note(has_work=self.has_work, in_flight=bool(self._in_flight))
 
     def forget(self) -> None:
         """Drop the steps in flight, after the device is through with them. What they bring, errors too, is nobody's any more."""

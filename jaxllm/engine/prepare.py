@@ -134,11 +134,14 @@ def resolve(config: EngineConfig, model_dir: Path) -> tuple[EngineConfig, ModelC
         on_gpu=on_gpu,
         quantization=config.model.quantization,
         kv_cache_dtype=config.cache.kv_cache_dtype,
+        runner=config.model.runner,
+        pooler_config=config.model.pooler_config,
     )
     model_config = model_config.for_tensor_parallel(config.parallel.tensor_parallel_size)
     mesh = make_mesh(config.parallel.tensor_parallel_size)
     config = config.replace(
-        attention_implementation=_attention_implementation(attention, model_config, config.cache.block_size, on_gpu=on_gpu)
+        attention_implementation=_attention_implementation(attention, model_config, config.cache.block_size, on_gpu=on_gpu),
+        runner="generate" if model_config.generates else "pooling",
     )
     scheduler = config.scheduler
     assert scheduler.max_num_seqs is not None and scheduler.max_num_batched_tokens is not None

@@ -84,6 +84,8 @@ def load_safetensors(
     Transposing and casting is done on the devices unless they are the host (`transform_on_device` says otherwise).
     """
     checkpoint = Checkpoint(directory)
+    if "embed_tokens.weight" in checkpoint.entries:  # saved as a bare decoder, as embedding models are
+        checkpoint.entries = {f"model.{name}": entry for name, entry in checkpoint.entries.items()}
     sources = {path: source_of(path, config) for path, _ in parameters(model)}
     _check(checkpoint, sources, config)
     if config.stored_fp8 is not None:
@@ -145,8 +147,9 @@ def _check(checkpoint: Checkpoint, sources: Mapping[ParamPath, Source], config: 
             for t in source.tensors:
                 if t.name in found and math.prod(found[t.name]) in (1, math.prod(t.shape)):
                     found[t.name] = t.shape
-    # A tied checkpoint may store the head all the same.
-    ignored = [name for name in entries if HARMLESS.search(name) or (config.tie_word_embeddings and name == "lm_head.weight")]
+    # A tied checkpoint may store the head all the same, and a model that only makes vectors needs none.
+    needs_no_head = config.tie_word_embeddings or not config.generates
+    ignored = [name for name in entries if HARMLESS.search(name) or (needs_no_head and name == "lm_head.weight")]
     if config.stored_fp8 is not None:
         ignored += [name for name in entries if BESIDE_WEIGHTS.search(name)]
     unreadable = [

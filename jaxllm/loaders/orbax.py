@@ -1,6 +1,7 @@
 """JAX-native checkpoints of converted models: restored straight into sharded arrays, without renaming or transposing."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -50,8 +51,11 @@ def restore(
     """
     import orbax.checkpoint as ocp
 
-    stored = {_name(path): variable for path, variable in parameters(build_model(config.as_stored()))}
-    _check(directory, config, {name: tuple(variable.shape) for name, variable in stored.items()})
+    found = _shapes(directory)
+    # orbax restores all or nothing: a head that is not needed is read and dropped.
+    as_stored = replace(config.as_stored(), generates=config.generates or any(name.startswith("head.") for name in found))
+    stored = {_name(path): variable for path, variable in parameters(build_model(as_stored))}
+    _check(directory, config, {name: tuple(variable.shape) for name, variable in stored.items()}, found)
     wanted = {
         name: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=stored_sharding(mesh, axes_of(v), v.shape))
         for name, v in stored.items()
@@ -71,7 +75,8 @@ def restore(
     return state_of(model, placed)
 
 
-def _check(directory: Path, config: ModelConfig, wanted: dict[str, tuple[int, ...]]) -> None:
+def _shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Of the arrays that `save` wrote, by name."""
     path = directory / TABLE
     if not path.is_file():
         raise ModelLoadError(f"{directory} has no {TABLE}: it is not an orbax checkpoint of this project")
@@ -83,6 +88,10 @@ def _check(directory: Path, config: ModelConfig, wanted: dict[str, tuple[int, ..
         raise ModelLoadError(f"{path} is corrupt ({error!r}); convert the model again") from error
     if not known:
         raise ModelLoadError(f"{path} has format {table['format']}, this version reads {_FORMAT}; convert the model again")
+    return found
+
+
+def _check(directory: Path, config: ModelConfig, wanted: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]]) -> None:
     if config.quantization is not None and not any(name.endswith(".values") for name in found):
         raise ModelLoadError(
             f"{directory} holds an orbax checkpoint without fp8 weights; leave --quantization out, or convert the original again with "

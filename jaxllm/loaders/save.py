@@ -42,7 +42,7 @@ def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
     rope = config.rope
     before_scaling = rope.original_max_position if rope.kind in ("linear", "dynamic") else config.max_position
     written = {
-        "architectures": [config.architecture],
+        "architectures": [config.architecture if config.generates else config.architecture.replace("ForCausalLM", "Model")],
         "model_type": FAMILIES[config.architecture].model_type,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,

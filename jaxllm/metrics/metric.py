@@ -14,9 +14,9 @@ class Metric:
 
 @dataclass(frozen=True)
 class Counter(Metric):
-    """A count that only grows."""
+    """A count, or a sum of seconds, that only grows."""
 
-    value: int
+    value: float
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
 """Offers an engine's metrics to Prometheus. Values are read when a scrape asks, so recording stays plain."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
@@ -42,3 +43,12 @@ def registry(snapshot: Callable[[], list[Metric]]) -> CollectorRegistry:
     own = CollectorRegistry(auto_describe=False)
     own.register(EngineCollector(snapshot))
     return own
+
+
+def exposition(metrics: Iterable[Metric], accept: str | None = None) -> tuple[bytes, str]:
+    """The metrics, and those of this process: (body, content type), in the form that a scraper's Accept header prefers."""
+    listed = list(metrics)
+    own = registry(lambda: listed)
+    ProcessCollector(registry=own)
+    encode, content_type = choose_encoder(accept or "")
+    return encode(own), content_type

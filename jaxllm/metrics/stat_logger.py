@@ -1,7 +1,9 @@
 """A line in the log now and then: how fast the engine is and how full."""
 
+import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, fields
 
 from jaxllm.log import logger
 from jaxllm.metrics.engine_metrics import EngineMetrics
@@ -9,8 +11,24 @@ from jaxllm.metrics.engine_metrics import EngineMetrics
 INTERVAL_SECONDS = 10.0
 
 
+@dataclass(frozen=True)
+class _Totals:
+    """Counts since the start, whose differences the line tells."""
+
+    computed: int
+    """Prompt tokens that did not come from the cache."""
+    generated: int
+    queries: int = 0
+    hits: int = 0
+    preemptions: int = 0
+    rejections: int = 0
+
+    def __sub__(self, earlier: "_Totals") -> "_Totals":
+        return _Totals(*(getattr(self, field.name) - getattr(earlier, field.name) for field in fields(self)))
+
+
 class StatLogger:
-    """Call `tick` often; it logs once per interval, unless nothing happened in this one and the one before."""
+    """Call `tick` often; it logs once per interval, below "info" if nothing happened in this interval and the one before."""
 
     def __init__(
         self, metrics: EngineMetrics, *, interval_seconds: float = INTERVAL_SECONDS, clock: Callable[[], float] = time.monotonic
@@ -28,20 +46,33 @@ class StatLogger:
         if seconds < self._interval:
             return
         now = self._totals()
-        prompt, generation, queries, hits = (new - old for new, old in zip(now, self._before, strict=True))
+        change = now - self._before
         self._start, self._before = self._clock(), now
         load = self._metrics.load
-        is_idle = not (prompt or generation or (load is not None and load.num_running + load.num_waiting))
-        if not (is_idle and self._was_idle):
-            line = f"prompt {prompt / seconds:.1f} tokens/s, generation {generation / seconds:.1f} tokens/s"
-            if load is not None:
-                line += f", running {load.num_running}, waiting {load.num_waiting}, KV cache {load.cache_usage:.1%}"
-                line += f", prefix cache hits {hits / queries:.1%}" if queries else ""
-            logger.info(line)
+        is_idle = not (change.computed or change.generated or (load is not None and load.num_running + load.num_waiting))
+        logger.log(logging.DEBUG if is_idle and self._was_idle else logging.INFO, "%s", self._line(change, seconds))
         self._was_idle = is_idle
 
-    def _totals(self) -> tuple[int, int, int, int]:
+    def _line(self, change: _Totals, seconds: float) -> str:
+        parts = [f"prompt {change.computed / seconds:.1f} tokens/s", f"generation {change.generated / seconds:.1f} tokens/s"]
+        if (load := self._metrics.load) is not None:
+            parts += [f"running {load.num_running}", f"waiting {load.num_waiting}"]
+            parts += [f"preemptions {change.preemptions}"] if change.preemptions else []
+            parts += [f"turned away {change.rejections}"] if change.rejections else []
+            parts.append(f"KV cache {load.cache_usage:.1%}")
+            parts += [f"prefix cache hits {change.hits / change.queries:.1%}"] if change.queries else []
+        return ", ".join(parts)
+
+    def _totals(self) -> _Totals:
         metrics, load = self._metrics, self._metrics.load
         computed = metrics.prompt_tokens - metrics.prompt_tokens_cached
-        queries, hits = (0, 0) if load is None else (load.prefix_cache_queries, load.prefix_cache_hits)
-        return computed, metrics.generation_tokens, queries, hits
+        if load is None:
+            return _Totals(computed, metrics.generation_tokens)
+        return _Totals(
+            computed,
+            metrics.generation_tokens,
+            load.prefix_cache_queries,
+            load.prefix_cache_hits,
+            load.num_preemptions,
+            metrics.num_rejected,
+        )

@@ -37,7 +37,7 @@ class CausalLM(nnx.Module):
         self.embedding = Embedding(config)
         self.blocks = nnx.List([DecoderBlock(config, layer) for layer in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, "embed", config.dtype, eps=config.rms_norm_eps)
-        self.head = None if config.tie_word_embeddings else Embedding(config)
+        self.head = Embedding(config) if config.generates and not config.tie_word_embeddings else None
 
     def __call__(self, token_ids_T: Array, positions_T: Array, attend: Attend) -> Array:
         """Hidden states [T, D] after the last norm."""
@@ -48,5 +48,5 @@ class CausalLM(nnx.Module):
         return self.norm(x_TD)
 
     def logits(self, hidden_TD: Array) -> Array:
-        """Float32 [T, V]; columns that pad the vocabulary are -inf."""
+        """Float32 [T, V], of a model that generates; columns that pad the vocabulary are -inf."""
         return (self.embedding if self.head is None else self.head).logits(hidden_TD)

@@ -24,6 +24,25 @@ class PromptLogprobsChunk:
 
 
 @dataclass(frozen=True)
+class PoolingChunk:
+    """Prompt tokens of one pooling request that this step computes."""
+
+    row: Row
+    place: int
+    """Of the request among the rows of the step."""
+    first_token: int
+    """Of the chunk among the tokens of the step."""
+    start: int
+    """Its position in the prompt."""
+    count: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the prompt ends with it."""
+        return self.start + self.count >= self.row.num_known
+
+
+@dataclass(frozen=True)
 class Batch:
     """One step, ready to send."""
 
@@ -39,6 +58,7 @@ class Batch:
     prompt_logprobs: list[PromptLogprobsChunk]
     extra_updates: tuple[np.ndarray, np.ndarray] | None
     """(flat index, block id) of block-table entries for which the buffer has no room."""
+    pooling: list[PoolingChunk] = field(default_factory=list)
     errors: dict[str, str] = field(default_factory=dict)
     """Requests that failed alone, with the reason: they got no row and have no part in the step."""
 
@@ -117,7 +137,7 @@ class BatchBuilder:
             if blocks:
                 self._extend_table(row, blocks, update_index, update_block)
             count = counts[request_id]
-            (sampling if start + count >= row.num_known else partial).append((row, start, count))
+            (sampling if _samples(row, start, count) else partial).append((row, start, count))
         admitted = []
         errors: dict[str, str] = {}
         for data in plan.scheduled_new_reqs:
@@ -129,7 +149,7 @@ class BatchBuilder:
             admitted.append(row)
             self._extend_table(row, data.block_ids, update_index, update_block)
             start, count = data.num_computed_tokens, counts[data.request_id]
-            (sampling if start + count >= row.num_known else partial).append((row, start, count))
+            (sampling if _samples(row, start, count) else partial).append((row, start, count))
 
         scheduled = sampling + partial
         sampled = [row for row, _, _ in sampling]
@@ -147,7 +167,8 @@ class BatchBuilder:
             layout = mixed_layout(num_tokens, self.buckets.rows_for_tokens(num_tokens), self.block_size)
         buffer = self._fill(layout, scheduled, len(sampled))
         extra = self._fill_updates(layout, buffer, update_index, update_block)
-        return Batch(buffer, layout, is_decode, sampled, variant, logprobs, admitted, prompt_logprobs, extra, errors)
+        pooling = _pooling_chunks(scheduled)
+        return Batch(buffer, layout, is_decode, sampled, variant, logprobs, admitted, prompt_logprobs, extra, pooling, errors)
 
     def empty(self, layout: StepLayout) -> np.ndarray:
         """The buffer of a step in which nobody computes anything."""
@@ -208,6 +229,20 @@ class BatchBuilder:
                 chunks.append(PromptLogprobsChunk(row, first, row.data.token_ids[start + 1 : stop + 1]))
             first += count
         return chunks
+
+
+def _samples(row: Row, start: int, count: int) -> bool:
+    """Whether computing these tokens of a request gives a new one."""
+    return row.pooling is None and start + count >= row.num_known
+
+
+def _pooling_chunks(scheduled: list[tuple[Row, int, int]]) -> list[PoolingChunk]:
+    chunks, first = [], 0
+    for place, (row, start, count) in enumerate(scheduled):
+        if row.pooling is not None:
+            chunks.append(PoolingChunk(row, place, first, start, count))
+        first += count
+    return chunks
 
 
 def request_failed(request_id: str, error: Exception) -> str:

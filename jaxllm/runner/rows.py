@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from jaxllm.pooling_params import PoolingParams
 from jaxllm.runner.layout import NUM_ROW_COLUMNS, Column
 from jaxllm.sampling.columns import pack_columns
 from jaxllm.sampling.variants import Variant, needs_logprobs, needs_state, variant_of
@@ -52,6 +53,10 @@ class Row:
     num_prompt_logprobs: int | None
     prompt_parts: list[TokenLogprobs] = field(default_factory=list)
     """Prompt logprobs computed so far."""
+    pooling: PoolingParams | None = None
+    """Set: the row samples nothing."""
+    pooled_parts: list[np.ndarray] = field(default_factory=list)
+    """Vectors of prompt tokens computed so far."""
 
 
 class Rows:
@@ -80,12 +85,15 @@ class Rows:
             data=data,
             num_known=len(data.token_ids),
             num_blocks=0,
-            # Only the full program reports logprobs.
-            variant=Variant.FULL if needs_logprobs(params) else max(variant_of(params), lowest),
+            # The decode program neither reports logprobs nor shows hidden states to pool.
+            variant=Variant.FULL
+            if needs_logprobs(params) or data.pooling_params is not None
+            else max(variant_of(params), lowest),
             needs_state=needs_state(params),
             num_logprobs=params.logprobs,
             named_ids=params.logprob_token_ids,
             num_prompt_logprobs=params.prompt_logprobs,
+            pooling=data.pooling_params,
         )
         self._free.pop()  # only now: nothing of this request can fail any more
         self.by_request[data.request_id] = row

@@ -21,6 +21,7 @@ from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.launcher import Launcher
 from jaxllm.runner.masked_step import MaskedStep
 from jaxllm.runner.memory import MemoryPlan
+from jaxllm.runner.pooler import NOT_FINITE, PendingVectors, Pooler
 from jaxllm.runner.program_store import ProgramStore
 from jaxllm.runner.programs import Programs
 from jaxllm.runner.prompt_logprobs import PendingPromptLogprobs, trim
@@ -50,14 +51,17 @@ class PendingStep:
 
     sampled: list[Row]
     token_R: jax.Array
+    """Of a step that only pools, another small result of it, to wait for."""
     scores: Scores
     prompt_logprobs: list[PendingPromptLogprobs]
     errors: dict[str, str] = field(default_factory=dict)
     """Requests that failed alone, with the reason."""
+    vectors: PendingVectors | None = None
 
     def start_copies(self) -> None:
         """Have the results sent to the host as soon as they are there."""
-        arrays = (self.token_R, self.scores, [part.scores for part in self.prompt_logprobs])
+        vectors = None if self.vectors is None else (self.vectors.vectors_RD, self.vectors.hidden_TD)
+        arrays = (self.token_R, self.scores, [part.scores for part in self.prompt_logprobs], vectors)
         for array in jax.tree.leaves(arrays):
             array.copy_to_host_async()
 
@@ -86,7 +90,13 @@ class PendingStep:
                 continue
             if whole is not None:
                 prompt_logprobs[request_id] = whole
-        return ModelRunnerOutput(sampled, logprobs, prompt_logprobs, self.errors)
+        pooled: dict[str, np.ndarray] = {}
+        if self.vectors is not None:
+            pooled = self.vectors.collect()
+            for request_id, vector in pooled.items():
+                if not np.isfinite(vector).all():
+                    self.errors[request_id] = NOT_FINITE
+        return ModelRunnerOutput(sampled, logprobs, prompt_logprobs, pooled, self.errors)
 
     def _scores_of(self, row: Row, index: int) -> TokenLogprobs | None:
         """The logprobs that the sampled request of this index asked for."""
@@ -118,6 +128,7 @@ class _Hidden:
     hidden_ND: jax.Array
     columns_NC: jax.Array
     prompt_logprobs: list[PendingPromptLogprobs]
+    vectors: PendingVectors | None
     errors: dict[str, str]
 
 
@@ -184,6 +195,7 @@ class ModelRunner:
             is_storable=self.shapes.is_storable,
             times=self.times,
         )
+        self._pooler = Pooler(model_config, self.buckets, self.programs, self._put)
         self.caches: Caches = ()
         self.row_arrays = self._new_row_arrays()
         self._sampling_state: SamplingState | None = None
@@ -288,6 +300,7 @@ class ModelRunner:
         if self._launcher is not None:
             self._launcher.shutdown()
         _delete((self.params, self.caches, self.row_arrays, self._sampling_state, self._open_masks))
+        self._pooler.delete_arrays()
         self.caches = ()
 
     def dispatch(self, plan: SchedulerOutput) -> PendingStep | LaunchingStep | MaskedStep:
@@ -385,8 +398,10 @@ class ModelRunner:
         return ProgramKey("sample", num_rows, batch.variant, batch.logprobs)
 
     def _forward(self, batch: Batch, errors: dict[str, str]) -> _Hidden:
+        only_pools = bool(batch.pooling) and not batch.sampled
         forward_key = ProgramKey("forward", batch.layout.num_tokens)
-        expected = [forward_key, self._sample_key(batch)]
+        expected = [forward_key, *([] if only_pools else [self._sample_key(batch)])]
+        expected += self._pooler.keys(batch.pooling, batch.layout.num_tokens)
         if batch.sampled and batch.variant < Variant.MASKED:
             # What follows, unless other requests come.
             expected.append(ProgramKey("decode", self.buckets.fit_decode(len(batch.sampled)), batch.variant))
@@ -395,22 +410,25 @@ class ModelRunner:
         self.caches, self.row_arrays, hidden_TD, hidden_ND, columns_NC = forward(
             self.params, self.caches, self.row_arrays, self._send(batch.buffer)
         )
+        vectors = self._pooler.run(batch.pooling, hidden_TD, hidden_ND) if batch.pooling else None
         parts = [part for chunk in batch.prompt_logprobs for part in self._score_prompt(chunk, hidden_TD)]
-        return _Hidden(hidden_ND, columns_NC, parts, errors)
+        return _Hidden(hidden_ND, columns_NC, parts, vectors, errors)
 
     def _sample(self, batch: Batch, hidden: _Hidden, mask_RW: jax.Array | None) -> PendingStep:
-        key = self._sample_key(batch)
-        sample = self.programs.get(key)
-        state = self._state() if batch.variant == Variant.FULL else None
-        named_ids = self._named_ids(batch.sampled, key.size) if batch.logprobs == LogprobsKind.NAMED else None
-        if batch.variant >= Variant.MASKED and mask_RW is None:
-            mask_RW = self._open_mask(key.size)
-        self.row_arrays, token_R, state, scores = sample(
-            self.params, self.row_arrays, hidden.hidden_ND, hidden.columns_NC, state, named_ids, mask_RW
-        )
-        if state is not None:
-            self._sampling_state = state
-        return PendingStep(batch.sampled, token_R, scores, hidden.prompt_logprobs, hidden.errors)
+        token_R, scores = hidden.columns_NC, Scores(None, None)
+        if batch.sampled or not batch.pooling:
+            key = self._sample_key(batch)
+            sample = self.programs.get(key)
+            state = self._state() if batch.variant == Variant.FULL else None
+            named_ids = self._named_ids(batch.sampled, key.size) if batch.logprobs == LogprobsKind.NAMED else None
+            if batch.variant >= Variant.MASKED and mask_RW is None:
+                mask_RW = self._open_mask(key.size)
+            self.row_arrays, token_R, state, scores = sample(
+                self.params, self.row_arrays, hidden.hidden_ND, hidden.columns_NC, state, named_ids, mask_RW
+            )
+            if state is not None:
+                self._sampling_state = state
+        return PendingStep(batch.sampled, token_R, scores, hidden.prompt_logprobs, hidden.errors, hidden.vectors)
 
     def _open_mask(self, num_rows: int) -> jax.Array:
         """A mask that allows everything, for full sampling of rows without grammar."""

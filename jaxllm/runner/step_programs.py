@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxllm.model_config import ModelConfig
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.layout import NUM_ROW_COLUMNS, StepLayout, decode_layout, mixed_layout
+from jaxllm.runner.pooling_step import POOL_COLUMNS, add_up, pool
 from jaxllm.runner.rows import LogprobsKind
 from jaxllm.runner.step import Caches, RowArrays, StepFunctions
 from jaxllm.sampling.mask import num_words
@@ -29,7 +30,7 @@ PROMPT_LOGPROBS_CHUNK = 64
 
 
 class ProgramKey(NamedTuple):
-    """Which program. `size` is tokens for forward and prompt_logprobs, rows for decode and sample."""
+    """Which program. `size` is tokens for forward, prompt_logprobs and add_up, rows for decode, sample and pool."""
 
     kind: str
     size: int = 0
@@ -70,23 +71,35 @@ class StepPrograms:
     def common_keys(self) -> list[ProgramKey]:
         """What almost every request needs, the slowest to compile first."""
         buckets, simple = self.buckets, (Variant.GREEDY, Variant.RANDOM)
+        forward = [ProgramKey("forward", size) for size in reversed(buckets.tokens)]
+        if not self.model.generates:
+            return [*forward, *self._pooling_keys(), ProgramKey("write_blocks")]
         return [
-            *(ProgramKey("forward", size) for size in reversed(buckets.tokens)),
+            *forward,
             *(ProgramKey("decode", size, variant) for size in reversed(buckets.decode_rows) for variant in simple),
             *(ProgramKey("sample", size, variant) for size in reversed(buckets.sample_rows) for variant in simple),
             ProgramKey("write_blocks"),
         ]
 
     def rare_keys(self) -> list[ProgramKey]:
-        """What only some requests ask for: grammars, the full sampler, logprobs."""
+        """What only some requests ask for: grammars, the full sampler, logprobs, vectors."""
         buckets = self.buckets
+        if not self.model.generates:
+            return []
         return [
             *(ProgramKey("sample", size, Variant.MASKED) for size in buckets.sample_rows),
+            *self._pooling_keys(),
             ProgramKey("new_state"),
             ProgramKey("admit"),
             *(ProgramKey("sample", size, Variant.FULL, kind) for size in buckets.sample_rows for kind in LogprobsKind),
             *(ProgramKey("prompt_logprobs", size) for size in buckets.tokens),
         ]
+
+    def _pooling_keys(self) -> list[ProgramKey]:
+        """What makes one vector of a prompt. Vectors of tokens need no program: their hidden states are read as they are."""
+        is_mean = self.model.pooling.pooling_type == "mean"
+        sums = [ProgramKey("add_up", size) for size in self.buckets.tokens] if is_mean else []
+        return [*sums, *(ProgramKey("pool", size) for size in self.buckets.sample_rows)]
 
     def is_storable(self, key: ProgramKey) -> bool:
         """Whether another process may use the program: not if a custom logits processor is compiled into it or shapes its state."""
@@ -139,6 +152,17 @@ class StepPrograms:
         hidden_TD = self._shape((key.size, self.model.hidden_size), self.model.dtype)
         program = jax.jit(self.functions.prompt_logprobs, out_shardings=self.replicated)
         return program.lower(self.params, hidden_TD, self._ints(2, PROMPT_LOGPROBS_CHUNK))
+
+    def _lower_pool(self, key: ProgramKey) -> jax.stages.Lowered:
+        is_mean = self.model.pooling.pooling_type == "mean"
+        source_ND = self._shape((self.buckets.max_rows, self.model.hidden_size), jnp.float32 if is_mean else self.model.dtype)
+        return jax.jit(pool, out_shardings=self.replicated).lower(source_ND, self._ints(key.size, POOL_COLUMNS))
+
+    def _lower_add_up(self, key: ProgramKey) -> jax.stages.Lowered:
+        num_rows, width = self.buckets.max_rows, self.model.hidden_size
+        sums_ND, hidden_TD = self._shape((num_rows, width), jnp.float32), self._shape((key.size, width), self.model.dtype)
+        program = jax.jit(add_up, donate_argnums=0, out_shardings=self.replicated)
+        return program.lower(sums_ND, hidden_TD, self._ints(key.size + num_rows))
 
     def _lower_write_blocks(self, key: ProgramKey) -> jax.stages.Lowered:
         program = jax.jit(self.functions.write_blocks, donate_argnums=0, out_shardings=self.replicated)

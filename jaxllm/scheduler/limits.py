@@ -34,14 +34,22 @@ def check_servable(request: Request, manager: KVCacheManager, max_model_len: int
     num_prompt, num_usable = request.num_prompt_tokens, manager.pool.num_usable_blocks
     if num_prompt == 0:
         raise InvalidRequestError("the prompt is empty; give at least one token", "prompt")
-    if num_prompt >= max_model_len:
+    is_pooling = request.pooling_params is not None
+    if is_pooling and num_prompt > max_model_len:
+        raise InvalidRequestError(
+            f"prompt has {num_prompt} tokens, the model takes {max_model_len}; shorten it, pass truncate_prompt_tokens or raise "
+            "--max-model-len",
+            "prompt",
+        )
+    if num_prompt >= max_model_len and not is_pooling:
         raise InvalidRequestError(
             f"prompt has {num_prompt} tokens, the model takes {max_model_len} with at least 1 of output; "
             "shorten it or raise --max-model-len",
             "prompt",
         )
     # The last token is never computed, so it needs no slot.
-    num_blocks = manager.num_blocks_for(min(max_model_len, request.max_num_tokens) - 1)
+    num_tokens = num_prompt if is_pooling else min(max_model_len, request.max_num_tokens) - 1
+    num_blocks = manager.num_blocks_for(num_tokens)
     if num_blocks > num_usable:
         raise InvalidRequestError(
             f"prompt of {num_prompt} tokens with its output needs up to {num_blocks} blocks of the KV cache, which has "

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from jaxllm.config import CacheOptions, SchedulerOptions
 from jaxllm.errors import GrammarError, InvalidRequestError
 from jaxllm.log import logger
+from jaxllm.observations import STEP_TOKENS, Observations
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import ErrorKind, Request, RequestStatus
 from jaxllm.scheduler.block_hash import block_hasher
@@ -29,7 +30,8 @@ from jaxllm.scheduler_output import CachedRequestData, ModelRunnerOutput, NewReq
 
 _Share = tuple[Request, int, int, list[int]]
 """One request's part of a step: the request, its tokens, how many of them are sampled from (1 if the step reaches the
-end of the known tokens, else 0), its new blocks. Plain, because one is made for every request in every step."""
+end of the known tokens, else 0; a pooled vector counts like a token), its new blocks. Plain, because one is made for every
+request in every step."""
 
 
 class _Refusal(NamedTuple):
@@ -79,6 +81,7 @@ class Scheduler:
         self._preempted_ids: list[str] = []
         self._refusal: _Refusal | None = None
         self._num_preemptions = 0
+        self._step_tokens = Observations(STEP_TOKENS)
         # [queried, found] tokens of first admissions, and of admissions after preemption.
         self._prefix_totals, self._resumed_prefix_totals = [0, 0], [0, 0]
 
@@ -95,13 +98,15 @@ class Scheduler:
         # What was added since the latest step has a place still, as far as there are seats and nobody was left waiting.
         num_seats = 0 if min(self._num_left_waiting, len(self.waiting)) else self.max_num_seqs - len(self.running)
         check_room(request, self.waiting, self.options, num_seats)
-        request.max_num_tokens = min(request.max_num_tokens, self.max_model_len)
+        if request.pooling_params is None:
+            request.max_num_tokens = min(request.max_num_tokens, self.max_model_len)
         if self._extend_hashes is not None:
             request.extend_hashes = self._extend_hashes
             self._extend_hashes(request)
+        request.queued_at = time.monotonic()
         self.requests[request.request_id] = request
         self.waiting.add(request)
-        self._deadlines.add(request, time.monotonic())
+        self._deadlines.add(request, request.queued_at)
 
     def finish_requests(self, request_ids: str | Iterable[str], status: RequestStatus) -> list[str]:
         """End requests from outside (abort, stop string, failure); late tokens are dropped. Returns the ids that were alive."""
@@ -315,6 +320,7 @@ class Scheduler:
             totals[1] += prefix.num_cached_tokens
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = prefix.num_cached_tokens
+            request.scheduled_at = time.monotonic()
         request.num_computed_tokens = prefix.num_computed_tokens
         request.status = RequestStatus.RUNNING
         self.running.append(request)
@@ -328,6 +334,7 @@ class Scheduler:
             num_computed_tokens=prefix.num_computed_tokens,
             num_cached_tokens=prefix.num_cached_tokens,
             is_masked=request.matcher is not None,
+            pooling_params=request.pooling_params,
         )
 
     def _commit(self, shares: list[_Share], new_requests: list[NewRequestData]) -> SchedulerOutput:
@@ -358,6 +365,7 @@ class Scheduler:
             masked_request_ids=tuple(masked_ids),
         )
         if shares:
+            self._step_tokens.add(plan.total_num_scheduled_tokens)
             self._in_flight[self._step_id] = shares
             self._finished_ids.clear()
             self._preempted_ids.clear()
@@ -404,6 +412,8 @@ class Scheduler:
                 except Exception as error:
                     logger.exception("taking in the tokens of request %s failed", request_id)
                     new_token_ids, end = _fail(request, f"the request failed in the engine ({type(error).__name__})")
+            elif request_id in result.pooled:
+                new_token_ids, end = [], RequestStatus.FINISHED_STOPPED
             elif num_samples:
                 new_token_ids, end = _fail(request, "the request got no token in its step")
             else:
@@ -411,19 +421,22 @@ class Scheduler:
             if end is not None:
                 self._finish(request, end)
                 any_ended = True
-            outputs.append(
-                EngineCoreOutput(
-                    request_id,
-                    new_token_ids,
-                    None if end is None else end.finish_reason,
-                    request.stop_reason,
-                    new_logprobs,
-                    new_prompt_logprobs,
-                    request.num_cached_tokens,
-                    request.num_preemptions,
-                    request.error_kind,
-                )
+            news = EngineCoreOutput(
+                request_id,
+                new_token_ids,
+                None if end is None else end.finish_reason,
+                request.stop_reason,
+                new_logprobs,
+                new_prompt_logprobs,
+                request.num_cached_tokens,
+                request.num_preemptions,
+                error_kind=request.error_kind,
+                pooled=result.pooled.get(request_id) if end is RequestStatus.FINISHED_STOPPED else None,
             )
+            if is_first:
+                news.queue_seconds = request.scheduled_at - request.queued_at
+                news.prefill_seconds = time.monotonic() - request.scheduled_at
+            outputs.append(news)
         if any_ended:
             self._drop_finished_from_running()
         return outputs
@@ -483,6 +496,9 @@ class Scheduler:
             prefix_cache_hits=self._prefix_totals[1],
             resumed_prefix_cache_queries=self._resumed_prefix_totals[0],
             resumed_prefix_cache_hits=self._resumed_prefix_totals[1],
+            num_cache_blocks=self.cache_manager.pool.num_usable_blocks,
+            step_token_counts=tuple(self._step_tokens.counts),
+            num_step_tokens=int(self._step_tokens.sum),
         )
 
     def check_integrity(self) -> None:

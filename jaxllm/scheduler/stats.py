@@ -19,3 +19,15 @@ class SchedulerStats:
     resumed_prefix_cache_queries: int
     """The same for admissions after preemption, counted apart because they find their own blocks."""
     resumed_prefix_cache_hits: int
+    num_cache_blocks: int = 0
+    """Usable blocks of the KV cache."""
+    step_token_counts: tuple[int, ...] = ()
+    """Steps by their tokens, between the bounds of `observations.STEP_TOKENS`."""
+    num_step_tokens: int = 0
+    """Tokens of all steps."""
+    work_seconds: float = 0.0
+    """Time with unfinished requests (this and the next two are the loop's to tell)."""
+    device_wait_seconds: float = 0.0
+    """Time in which the loop waited for the device."""
+    device_idle_seconds: float = 0.0
+    """Time with unfinished requests and no step in flight."""

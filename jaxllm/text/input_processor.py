@@ -6,14 +6,15 @@ import numbers
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 from jaxllm.config import EngineConfig, unknown_name
 from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.model_config import ModelConfig
+from jaxllm.pooling_params import PoolingParams
 from jaxllm.request import EngineCoreRequest, Grammar
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.structured_outputs import PARAM, StructuredOutputsParams
 from jaxllm.text.generation_config import FILE_NAME, GenerationConfig
 from jaxllm.text.tokenizer import Tokenizer
@@ -36,6 +37,10 @@ class TokensPrompt(TypedDict, total=False):
 
 Prompt = str | list[int] | TextPrompt | TokensPrompt
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+_NOTHING_SAMPLED = SamplingParams(
+    temperature=0.0, max_tokens=1, seed=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+)
+"""In a pooling request."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +54,11 @@ class FrontRequest:
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
+    """Of no meaning with pooling_params."""
     children: list[EngineCoreRequest]
     arrival_time: float
+    pooling_params: PoolingParams | None = None
+    """Set: vectors are wanted, and nothing is generated."""
 
 
 class InputProcessor:
@@ -72,6 +80,10 @@ class InputProcessor:
         self._processor_arguments = processor_arguments or {}
         self.max_model_len = max_model_len
         self._vocab_size = model_config.vocab_size
+        self._model = config.model.model
+        self._generates = model_config.generates
+        self._pooling = model_config.pooling
+        self._width = model_config.hidden_size
         self._max_logprobs = config.model.max_logprobs
         self._generation_config = generation_config or GenerationConfig()
         tokenizer_eos = tokenizer.eos_token_id if tokenizer is not None else None
@@ -94,7 +106,7 @@ class InputProcessor:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         *,
         arrival_time: float | None = None,
         priority: int = 0,
@@ -106,7 +118,7 @@ class InputProcessor:
         """
         if not isinstance(request_id, str):
             raise TypeError(f"request_id is a {type(request_id).__name__}, must be a str")
-        if not isinstance(params, SamplingParams):
+        if not isinstance(params, (SamplingParams, PoolingParams)):
             raise InvalidRequestError(
                 f"sampling_params is a {type(params).__name__}, must be SamplingParams", "sampling_params"
             )
@@ -115,10 +127,29 @@ class InputProcessor:
         arrival_time = time.time() if arrival_time is None else arrival_time
         text, token_ids, cache_salt = self._read_prompt(prompt)
         self._check_token_ids(token_ids)
+        internal_id = f"{request_id}-{next(self._numbers):x}"
+        if isinstance(params, PoolingParams):
+            token_ids = self._truncated(text, token_ids, params)
+            request = EngineCoreRequest(
+                request_id=internal_id,
+                prompt_token_ids=token_ids,
+                sampling_params=_NOTHING_SAMPLED,
+                pooling_params=self._completed_pooling(params, len(token_ids)),
+                arrival_time=arrival_time,
+                priority=priority,
+                cache_salt=cache_salt,
+            )
+            sampling, pooling = request.sampling_params, request.pooling_params
+            return FrontRequest(request_id, internal_id, text, token_ids, sampling, [request], arrival_time, pooling)
+        if not self._generates:
+            raise InvalidRequestError(
+                f"{self._model} runs as an embedding model and generates no text; ask for embeddings, or start the engine "
+                "with --runner generate if the checkpoint has a head",
+                "model",
+            )
         params = self._completed(params, len(token_ids))
         if params.structured_outputs is not None and grammar is None:
             grammar = self.grammar_of(params.structured_outputs)
-        internal_id = f"{request_id}-{next(self._numbers):x}"
         children = [
             EngineCoreRequest(
                 request_id=internal_id if params.n == 1 else f"{index}_{internal_id}",
@@ -211,6 +242,60 @@ class InputProcessor:
         room = self.max_model_len - num_prompt_tokens
         params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         return params
+
+    def _truncated(self, text: str | None, token_ids: list[int], params: PoolingParams) -> list[int]:
+        """The token ids without those that are too many. Of a text, the special tokens around it stay."""
+        limit = params.truncate_prompt_tokens
+        if limit is None:
+            return token_ids
+        if limit > self.max_model_len:
+            raise InvalidRequestError(
+                f"truncate_prompt_tokens is {limit}, the model takes {self.max_model_len}; lower it or raise --max-model-len",
+                "truncate_prompt_tokens",
+            )
+        limit = self.max_model_len if limit == -1 else limit
+        if len(token_ids) <= limit:
+            return token_ids
+        first, last = 0, len(token_ids)
+        if text is not None and self.tokenizer is not None:
+            plain = self.tokenizer.encode(text, add_special_tokens=False)
+            places = range(len(token_ids) - len(plain) + 1)
+            first = next((place for place in places if token_ids[place : place + len(plain)] == plain), None) or 0
+            last = first + len(plain) if plain and token_ids[first : first + len(plain)] == plain else last
+        room = max(0, limit - first - (len(token_ids) - last))
+        middle = token_ids[first:last]
+        kept = middle[len(middle) - room :] if params.truncation_side == "left" else middle[:room]
+        return [*token_ids[:first], *kept, *token_ids[last:]][:limit]
+
+    def _completed_pooling(self, params: PoolingParams, num_prompt_tokens: int) -> PoolingParams:
+        """A copy with everything filled in that the caller left open, checked against the model."""
+        pooling, width = self._pooling, params.dimensions
+        if num_prompt_tokens > self.max_model_len:
+            raise InvalidRequestError(
+                f"prompt has {num_prompt_tokens} tokens, the model takes {self.max_model_len}; shorten it, pass "
+                "truncate_prompt_tokens or raise --max-model-len",
+                "prompt",
+            )
+        if width is not None:
+            lengths = pooling.matryoshka_dimensions
+            if lengths is None:
+                raise InvalidRequestError(
+                    f"dimensions is {width}, but {self._model} was not trained for shorter vectors (Matryoshka): leave it out and "
+                    f"take all {self._width}; if it was, say so with --hf-overrides '{{\"is_matryoshka\": true}}'",
+                    "dimensions",
+                )
+            if width > self._width or (lengths and width not in lengths):
+                known = ", ".join(map(str, lengths)) or f"1 to {self._width}"
+                raise InvalidRequestError(f"dimensions is {width}, {self._model} makes vectors of {known}", "dimensions")
+        task = params.task or "embed"
+        needs_all_tokens = task == "token_embed" or pooling.pooling_type == "mean"
+        return replace(
+            params,
+            task=task,
+            use_activation=pooling.normalize if params.use_activation is None else params.use_activation,
+            # The hidden states of cached tokens are not kept.
+            skip_reading_prefix_cache=needs_all_tokens or bool(params.skip_reading_prefix_cache),
+        )
 
     def _child_params(self, params: SamplingParams, index: int) -> SamplingParams:
         """The parameters of one of the n answers: each has a seed of its own."""

@@ -6,11 +6,13 @@ from typing import Any
 
 from jaxllm.errors import ModelLoadError
 from jaxllm.hub import resolve_model
+from jaxllm.pooling_config import FILES
 
 PATTERNS = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
     *("config.json", "generation_config.json"),
+    *FILES,
     *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "*.tiktoken"),
 )
 

@@ -5,8 +5,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+
 from jaxllm.log import logger
-from jaxllm.outputs import CompletionOutput, EngineCoreOutput, RequestMetrics, RequestOutput
+from jaxllm.outputs import (
+    CompletionOutput,
+    EngineCoreOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestMetrics,
+    RequestOutput,
+)
 from jaxllm.request import EngineCoreRequest, ErrorKind, FinishReason
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.text.detokenizer import Detokenizer
@@ -19,20 +28,42 @@ class Observer(Protocol):
     """Who counts what happens to requests."""
 
     def request_arrived(self, params: SamplingParams) -> None: ...
-    def prefill_done(self, num_prompt_tokens: int, num_cached_tokens: int, seconds: float) -> None: ...
+    def prefill_done(
+        self,
+        num_prompt_tokens: int,
+        num_cached_tokens: int,
+        seconds: float,
+        *,
+        queue_seconds: float | None,
+        prefill_seconds: float | None,
+    ) -> None: ...
+    def prompt_pooled(self, num_prompt_tokens: int, num_cached_tokens: int) -> None: ...
     def tokens_done(self, seconds: float, count: int) -> None: ...
     def add_generation_tokens(self, count: int) -> None: ...
     def request_finished(
-        self, reason: str, *, num_prompt_tokens: int, num_generation_tokens: int, seconds: float, decode_seconds: float | None
+        self,
+        reason: str,
+        *,
+        num_prompt_tokens: int,
+        num_generation_tokens: int,
+        seconds: float,
+        decode_seconds: float | None,
+        prefill_seconds: float | None,
+        num_preemptions: int,
     ) -> None: ...
+    def all_answers_finished(self, num_longest_tokens: int) -> None: ...
+
+
+_NO_VECTORS = np.zeros(0, np.float32)
 
 
 @dataclass(frozen=True)
 class ProcessedStep:
     """What a step means for the callers."""
 
-    outputs: list[tuple[str, RequestOutput]] = field(default_factory=list)
-    """With the internal id of the request, because callers' ids may repeat."""
+    outputs: list[tuple[str, Any]] = field(default_factory=list)
+    """RequestOutputs (of pooling requests PoolingRequestOutputs), each with the internal id of its request, because callers' ids
+    may repeat."""
     engine_ids_to_abort: list[str] = field(default_factory=list)
     """Requests that ended here, by a stop string or an error, which the engine core does not know."""
 
@@ -66,6 +97,7 @@ class _Answer:
         self.error_kind: ErrorKind | None = None
         self.num_preemptions = 0
         self.first_token_time: float | None = None
+        self.prefill_seconds: float | None = None
         self.last_token_time = 0.0
         self.num_sent_tokens = 0
         self.num_sent_characters = 0
@@ -161,6 +193,8 @@ class _Live:
         self.has_prompt_logprobs = False
         """Whether they came, even if they are handed on already."""
         self.num_cached_tokens: int | None = None
+        self.vectors = _NO_VECTORS
+        """Of a pooling request, when it is finished."""
         self.metrics = RequestMetrics(arrival_time=request.arrival_time)
 
     @property
@@ -178,8 +212,10 @@ class _Live:
         prompt_logprobs.extend(positions(news.new_prompt_logprobs, params.prompt_logprobs, first, tokenizer))
         self.prompt_logprobs = prompt_logprobs
 
-    def output(self, changed: Sequence[_Answer]) -> RequestOutput | None:
+    def output(self, changed: Sequence[_Answer]) -> RequestOutput | PoolingRequestOutput | None:
         """News for the caller after some answers changed, if it is time."""
+        if self.request.pooling_params is not None:
+            return self._pooling_output()
         finished = self.is_finished
         if self.kind is RequestOutputKind.FINAL_ONLY and not finished:
             return None
@@ -213,6 +249,20 @@ class _Live:
             outputs=outputs,
             finished=self.is_finished,
             prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=self.num_cached_tokens or 0,
+            metrics=self.metrics,
+        )
+
+    def _pooling_output(self) -> PoolingRequestOutput:
+        end = self.answers[0]
+        is_error = end.finish_reason is FinishReason.ERROR
+        return PoolingRequestOutput(
+            request_id=self.request.request_id,
+            prompt=self.request.prompt,
+            prompt_token_ids=self.request.prompt_token_ids,
+            outputs=PoolingOutput(self.vectors),
+            finish_reason=str(end.finish_reason),
+            error=str(end.stop_reason) if is_error else None,
             num_cached_tokens=self.num_cached_tokens or 0,
             metrics=self.metrics,
         )
@@ -268,6 +318,10 @@ class OutputProcessor:
                     latest[answer.last_token_time] = latest.get(answer.last_token_time, 0) + 1
                 answer.last_token_time = now
                 live.metrics.num_generation_tokens += num_new
+            if item.pooled is not None:
+                live.vectors, live.num_cached_tokens = item.pooled, item.num_cached_tokens
+                if self._observer is not None:
+                    self._observer.prompt_pooled(len(answer.prompt_token_ids), item.num_cached_tokens)
             if item.num_preemptions != answer.num_preemptions:
                 live.metrics.num_preemptions += item.num_preemptions - answer.num_preemptions
                 answer.num_preemptions = item.num_preemptions
@@ -332,11 +386,19 @@ class OutputProcessor:
 
     def _note_first_token(self, live: _Live, answer: _Answer, item: EngineCoreOutput, now: float) -> None:
         answer.first_token_time = now
+        answer.prefill_seconds = item.prefill_seconds
         if live.metrics.first_token_time is None:
             live.metrics.first_token_time = now
+            live.metrics.queue_seconds, live.metrics.prefill_seconds = item.queue_seconds, item.prefill_seconds
             live.num_cached_tokens = item.num_cached_tokens
         if self._observer is not None:
-            self._observer.prefill_done(len(answer.prompt_token_ids), item.num_cached_tokens, now - live.request.arrival_time)
+            self._observer.prefill_done(
+                len(answer.prompt_token_ids),
+                item.num_cached_tokens,
+                now - live.request.arrival_time,
+                queue_seconds=item.queue_seconds,
+                prefill_seconds=item.prefill_seconds,
+            )
 
     def _note_end(self, live: _Live, answer: _Answer, now: float) -> None:
         del self._answers[answer.engine_id]
@@ -349,4 +411,8 @@ class OutputProcessor:
                 num_generation_tokens=len(answer.token_ids),
                 seconds=now - live.request.arrival_time,
                 decode_seconds=None if answer.first_token_time is None else answer.last_token_time - answer.first_token_time,
+                prefill_seconds=answer.prefill_seconds,
+                num_preemptions=answer.num_preemptions,
             )
+            if live.is_finished:
+                self._observer.all_answers_finished(max(len(each.token_ids) for each in live.answers))

@@ -85,7 +85,7 @@ def test_percentiles_agree_with_numpy() -> None:
         (["thruput"], 2, "invalid choice: 'thruput'"),
         ([], 2, "required"),
         (["throughput", "--max-tokens", "5"], 2, "unknown option '--max-tokens'"),
-        (["throughput", "--mix", "/no/such"], 1, "cannot read the mix file"),
+        (["throughput", "--mix", "/no/such"], 1, "cannot read /no/such"),
     ],
 )
 def test_wrong_arguments_are_refused(

@@ -10,6 +10,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.core import EngineCore
 from jaxllm.engine.loop import StepLoop
 from jaxllm.outputs import EngineCoreOutput
+from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
 from jaxllm.request import EngineCoreRequest, FinishReason
 from jaxllm.runner.step_programs import ProgramKey
@@ -37,7 +38,9 @@ def make_core(name: str, *, processors: tuple[Processor, ...] = (), **options: A
     model = str(goldens.golden(name).directory)
     core = EngineCore(EngineConfig.from_options(model=model, **{**SMALL, **options}), processors=processors)
     buckets = core.runner.buckets
-    largest = [ProgramKey("forward", buckets.tokens[-1]), ProgramKey("decode", buckets.decode_rows[-1])]
+    largest = [ProgramKey("forward", buckets.tokens[-1])]
+    if core.model_config.generates:
+        largest.append(ProgramKey("decode", buckets.decode_rows[-1]))
     core.runner.programs.compile_all(largest, Progress())  # at the same time
     return core
 
@@ -65,6 +68,15 @@ def request(request_id: str, prompt: list[int], **params: Any) -> EngineCoreRequ
     return EngineCoreRequest(request_id=request_id, prompt_token_ids=prompt, sampling_params=SamplingParams(**params))
 
 
+def pooling_request(request_id: str, prompt: list[int], **params: Any) -> EngineCoreRequest:
+    """One vector, not normalised, unless the parameters say otherwise; concrete, as the front would make them."""
+    nothing = SamplingParams(temperature=0.0, max_tokens=1, seed=0)
+    params = {"task": "embed", "use_activation": False, "skip_reading_prefix_cache": False, **params}
+    return EngineCoreRequest(
+        request_id=request_id, prompt_token_ids=prompt, sampling_params=nothing, pooling_params=PoolingParams(**params)
+    )
+
+
 @dataclass
 class Answer:
     """All that an engine said of one request."""
@@ -75,6 +87,8 @@ class Answer:
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    pooled: np.ndarray | None = None
+    stop_reason: int | str | None = None
 
     def take(self, output: EngineCoreOutput) -> None:
         """Add the news of a step."""
@@ -85,7 +99,8 @@ class Answer:
         if output.new_prompt_logprobs is not None:
             assert self.prompt_logprobs is None, "prompt logprobs come once"
             self.prompt_logprobs = output.new_prompt_logprobs
-        self.finish_reason = output.finish_reason
+        self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+        self.pooled = output.pooled
         self.num_cached_tokens = output.num_cached_tokens
         self.num_preemptions = output.num_preemptions
 

@@ -12,6 +12,8 @@ from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import EngineCoreRequest, FinishReason
 from jaxllm.scheduler_output import TokenLogprobs
 
+WIDTH = 8
+
 
 @dataclass(frozen=True)
 class FakeStats:
@@ -23,6 +25,12 @@ class FakeStats:
     num_preemptions: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    num_cache_blocks: int = 0
+    step_token_counts: tuple[int, ...] = ()
+    num_step_tokens: int = 0
+    work_seconds: float = 0.0
+    device_wait_seconds: float = 0.0
+    device_idle_seconds: float = 0.0
 
 
 def tiny_model_config(vocab_size: int, eos_token_ids: tuple[int, ...] = ()) -> ModelConfig:
@@ -30,7 +38,7 @@ def tiny_model_config(vocab_size: int, eos_token_ids: tuple[int, ...] = ()) -> M
     return ModelConfig(
         architecture="LlamaForCausalLM",
         vocab_size=vocab_size,
-        hidden_size=8,
+        hidden_size=WIDTH,
         num_layers=1,
         num_heads=1,
         num_kv_heads=1,
@@ -46,6 +54,16 @@ def fake_logprobs(token_ids: Sequence[int], count: int, vocab_size: int) -> Toke
     ids = [[(token + offset) % vocab_size for offset in range(1 + count)] for token in token_ids]
     logprobs = [[-0.5, *(-0.1 * (offset + 1) for offset in range(count))] for _ in token_ids]
     return TokenLogprobs(np.array(ids, np.int32), np.array(logprobs, np.float32), np.full(len(ids), 2, np.int32))
+
+
+def fake_vectors(request: EngineCoreRequest) -> np.ndarray:
+    """How often each token id modulo the width occurs in a prompt: texts with the same tokens are alike. Per token if asked."""
+    params = request.pooling_params
+    assert params is not None
+    by_token = np.eye(WIDTH, dtype=np.float32)[np.array(request.prompt_token_ids) % WIDTH]
+    vectors = by_token if params.task == "token_embed" else by_token.sum(axis=0)
+    vectors = vectors[..., : params.dimensions]
+    return vectors / np.linalg.norm(vectors, axis=-1, keepdims=True).clip(1e-12) if params.use_activation else vectors
 
 
 @dataclass
@@ -109,6 +127,9 @@ class FakeEngineCore:
 
     def _advance(self, running: _Running) -> EngineCoreOutput:
         request, params = running.request, running.request.sampling_params
+        if request.pooling_params is not None:
+            del self.running[request.request_id]
+            return EngineCoreOutput(request.request_id, [], FinishReason.STOP, pooled=fake_vectors(request))
         is_first = not running.said
         new: list[int] = []
         reason: FinishReason | None = None

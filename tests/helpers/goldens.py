@@ -55,16 +55,25 @@ def logits(config: ModelConfig, state: nnx.State, token_ids: list[int], *, pad_t
     length = max(pad_to or 0, len(token_ids))
     padded = np.zeros(length, np.int32)
     padded[: len(token_ids)] = token_ids
-    return np.asarray(_forward(config)(state, padded, np.arange(length, dtype=np.int32)))[: len(token_ids)]
+    return np.asarray(_forward(config)(state, padded, np.arange(length, dtype=np.int32))[1])[: len(token_ids)]
+
+
+def hidden(config: ModelConfig, state: nnx.State, token_ids: list[int], *, pad_to: int) -> np.ndarray:
+    """[T, D] after the last norm, the same way."""
+    padded = np.zeros(pad_to, np.int32)
+    padded[: len(token_ids)] = token_ids
+    return np.asarray(_forward(config)(state, padded, np.arange(pad_to, dtype=np.int32))[0])[: len(token_ids)]
 
 
 @functools.cache
 def _forward(config: ModelConfig):
+    """Hidden states, and logits of a model that has them."""
     graph = nnx.graphdef(build_model(config))
 
     @jax.jit
     def forward(state, token_ids_T, positions_T):
         model = nnx.merge(graph, state)
-        return model.logits(model(token_ids_T, positions_T, dense_attend(positions_T)))
+        hidden_TD = model(token_ids_T, positions_T, dense_attend(positions_T))
+        return hidden_TD, model.logits(hidden_TD) if config.generates else None
 
     return forward

@@ -3,7 +3,8 @@ import logging
 import pytest
 from prometheus_client import generate_latest
 
-from jaxllm.metrics.engine_metrics import EngineMetrics, one_two_five
+from jaxllm.metrics.buckets import one_two_five
+from jaxllm.metrics.engine_metrics import EngineMetrics
 from jaxllm.metrics.metric import Counter, Gauge, Histogram
 from jaxllm.metrics.prometheus import registry
 from jaxllm.metrics.stat_logger import StatLogger

@@ -1,0 +1,74 @@
+"""What the engine core tells of itself, as metrics. Every front of an engine has the same numbers."""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from jaxllm.metrics.collect import Collected
+from jaxllm.observations import STEP_TOKENS, Observations
+
+SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
+"""By sleep level."""
+
+
+class LoadStats(Protocol):
+    """What `EngineCore.stats()` tells. Totals count from the start."""
+
+    @property
+    def num_running(self) -> int: ...
+    @property
+    def num_waiting(self) -> int: ...
+    @property
+    def cache_usage(self) -> float: ...
+    @property
+    def num_preemptions(self) -> int: ...
+    @property
+    def prefix_cache_queries(self) -> int: ...
+    @property
+    def prefix_cache_hits(self) -> int: ...
+    @property
+    def num_cache_blocks(self) -> int: ...
+    @property
+    def step_token_counts(self) -> Sequence[int]: ...
+    @property
+    def num_step_tokens(self) -> int: ...
+    @property
+    def work_seconds(self) -> float: ...
+    @property
+    def device_wait_seconds(self) -> float: ...
+    @property
+    def device_idle_seconds(self) -> float: ...
+
+
+def add_load(found: Collected, load: LoadStats) -> None:
+    """Load and totals of the engine core."""
+    found.gauge("num_requests_running", load.num_running, "requests in the running batch")
+    found.gauge("num_requests_waiting", load.num_waiting, "requests waiting for a place in the batch")
+    by_reason = "the same by reason: for capacity, or deferred by something else, which this engine never does"
+    found.gauge("num_requests_waiting_by_reason", load.num_waiting, by_reason, reason="capacity")
+    found.gauge("num_requests_waiting_by_reason", 0, by_reason, reason="deferred")
+    found.gauge("kv_cache_usage_perc", load.cache_usage, "fraction of the KV cache in use, 0 to 1")
+    found.counter("prefix_cache_queries", load.prefix_cache_queries, "tokens looked up in the prefix cache")
+    found.counter("prefix_cache_hits", load.prefix_cache_hits, "tokens found in the prefix cache")
+    found.counter("num_preemptions", load.num_preemptions, "times that a running request lost its place")
+    steps = Observations(STEP_TOKENS, load.step_token_counts, load.num_step_tokens)
+    found.histogram("iteration_tokens_total", steps, "tokens computed in a step")
+    found.counter("engine_work_seconds", load.work_seconds, "time with unfinished requests")
+    found.counter("device_wait_seconds", load.device_wait_seconds, "time in which the host waited for the device")
+    found.counter(
+        "device_idle_seconds",
+        load.device_idle_seconds,
+        "time with unfinished requests and no step on the device or queued there",
+    )
+    fraction = load.device_idle_seconds / load.work_seconds if load.work_seconds > 0 else 0.0
+    found.gauge("device_idle_fraction", fraction, "device_idle_seconds per engine_work_seconds since the start")
+
+
+def add_engine_state(
+    found: Collected, *, sleep_level: int, num_compiled_after_warmup: int, cache_config: Mapping[str, str]
+) -> None:
+    """What else there is one of per engine."""
+    for level, state in enumerate(SLEEP_STATES):
+        found.gauge("engine_sleep_state", int(level == sleep_level), "1 for the state that the engine is in", sleep_state=state)
+    found.counter("programs_compiled_after_warmup", num_compiled_after_warmup, "programs compiled while serving")
+    if cache_config:
+        found.gauge("cache_config_info", 1, "options of the KV cache, as labels", **cache_config)

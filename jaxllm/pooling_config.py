@@ -1,0 +1,153 @@
+"""How a checkpoint wants its hidden states pooled: read from sentence-transformers' files, or the usual way of a decoder."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from jaxllm.errors import ConfigError, ModelLoadError
+
+PoolingType = Literal["last", "mean"]
+FILES = ("modules.json", "*/config.json", "config_sentence_transformers.json", "sentence_bert_config.json")
+"""Where sentence-transformers says how to pool, as patterns of what to download."""
+
+_MODES = {"lasttoken": "last", "mean_tokens": "mean", "mean": "mean", "last": "last"}
+_TYPE_KEYS = ("pooling_type", "seq_pooling_type")
+_OVERRIDES = (*_TYPE_KEYS, "use_activation", "normalize")
+_BIDIRECTIONAL = {"is_causal": False, "use_bidirectional_attention": True, "bidirectional": True}
+"""What config.json says, by key, of a model in which tokens see those after them."""
+
+
+@dataclass(frozen=True)
+class PoolingConfig:
+    """Of a model: how one vector comes from the hidden states of a prompt."""
+
+    pooling_type: PoolingType = "last"
+    """The hidden state of the last token, or the mean over all tokens."""
+    normalize: bool = True
+    """Whether vectors are divided by their length unless a request says otherwise."""
+    matryoshka_dimensions: tuple[int, ...] | None = None
+    """Lengths to which vectors may be cut; empty: any; None: the model was not trained for it."""
+    prompt_names: tuple[str, ...] = ()
+    """Prompts that sentence-transformers would put before a text if asked by name. Callers write them themselves."""
+    max_length: int | None = None
+    """Most tokens that sentence-transformers would give the model."""
+
+
+def is_embedding_checkpoint(directory: Path) -> bool:
+    """Whether sentence-transformers' files lie beside the weights."""
+    return (directory / "modules.json").is_file()
+
+
+def load_pooling_config(directory: Path, raw: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> PoolingConfig:
+    """The pooling of a model directory with this config.json.
+
+    `overrides`: the engine's option pooler_config. Raises ModelLoadError for a checkpoint that pools in another way, ConfigError
+    for overrides that make no sense.
+    """
+    config = PoolingConfig()
+    if is_embedding_checkpoint(directory):
+        config = _read_modules(directory, has_type=any(name in (overrides or {}) for name in _TYPE_KEYS))
+    return _overridden(replace(config, matryoshka_dimensions=_matryoshka(directory, raw)), overrides or {})
+
+
+def bidirectional_faults(raw: Mapping[str, Any]) -> list[str]:
+    """What config.json says of attention to later tokens, which is not supported."""
+    return [
+        f"{name} is {raw[name]!r}, supported: causal attention only"
+        for name, value in _BIDIRECTIONAL.items()
+        if name in raw and raw[name] is value
+    ]
+
+
+def _read_modules(directory: Path, *, has_type: bool) -> PoolingConfig:
+    """sentence-transformers' chain of modules: Transformer, Pooling, perhaps Normalize."""
+    file = directory / "modules.json"
+    modules = _read(file)
+    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
+        raise ModelLoadError(f"{file} is not a list of modules")
+    pooling, normalize = PoolingConfig().pooling_type, False
+    for module in modules:
+        kind = str(module.get("type", "")).rpartition(".")[2]
+        if kind == "Pooling":
+            if not has_type:
+                pooling = _pooling_type(directory / str(module.get("path", "")) / "config.json")
+        elif kind == "Normalize":
+            normalize = True
+        elif kind != "Transformer":
+            raise ModelLoadError(f"{file} has the module {kind or module!r}, supported: Transformer, Pooling and Normalize")
+    transformer = _object(directory / "sentence_bert_config.json")
+    if transformer.get("do_lower_case") is True:
+        raise ModelLoadError(f"{directory / 'sentence_bert_config.json'}: do_lower_case is true, which is not supported")
+    length = transformer.get("max_seq_length")
+    prompts = _object(directory / "config_sentence_transformers.json").get("prompts")
+    return PoolingConfig(
+        pooling_type=pooling,
+        normalize=normalize,
+        prompt_names=tuple(map(str, prompts)) if isinstance(prompts, dict) else (),
+        max_length=length if isinstance(length, int) and not isinstance(length, bool) and length > 0 else None,
+    )
+
+
+def _pooling_type(file: Path) -> PoolingType:
+    """From the flags pooling_mode_*, or in newer files from the text pooling_mode."""
+    raw = _object(file)
+    chosen = raw.get("pooling_mode")
+    if chosen is None:
+        names = [name for name, on in raw.items() if name.startswith("pooling_mode_") and on is True]
+        chosen = [name.removeprefix("pooling_mode_") for name in names]
+    modes = [chosen] if isinstance(chosen, str) else chosen
+    if not isinstance(modes, list) or len(modes) != 1 or modes[0] not in _MODES:
+        found = " and ".join(map(str, modes)) if isinstance(modes, list) and modes else "nothing"
+        raise ModelLoadError(
+            f"{file} pools by {found}, supported: lasttoken or mean; choose one with --pooler-config "
+            '\'{"pooling_type": "last"}\''
+        )
+    pooling: PoolingType = _MODES[modes[0]]  # type: ignore[assignment]
+    if pooling == "mean" and raw.get("include_prompt") is False:
+        raise ModelLoadError(f"{file}: include_prompt is false, supported: the mean over all tokens")
+    return pooling
+
+
+def _matryoshka(directory: Path, raw: Mapping[str, Any]) -> tuple[int, ...] | None:
+    lengths = raw.get("matryoshka_dimensions")
+    if isinstance(lengths, list) and lengths:
+        if not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in lengths):
+            raise ModelLoadError(
+                f"{directory / 'config.json'}: matryoshka_dimensions is {lengths!r}, must be positive integers"
+            )
+        return tuple(sorted(lengths))
+    return () if raw.get("is_matryoshka") is True else None
+
+
+def _overridden(config: PoolingConfig, overrides: Mapping[str, Any]) -> PoolingConfig:
+    for name in overrides:
+        if name not in _OVERRIDES:
+            raise ConfigError(f"pooler_config has the unknown key {name!r}; known: {', '.join(_OVERRIDES)}")
+    wanted = overrides.get("pooling_type", overrides.get("seq_pooling_type"))
+    if wanted is not None:
+        if not isinstance(wanted, str) or wanted.lower() not in get_args(PoolingType):
+            raise ConfigError(f"pooler_config: pooling_type is {wanted!r}, must be {' or '.join(get_args(PoolingType))}")
+        config = replace(config, pooling_type=wanted.lower())  # type: ignore[arg-type]
+    normalize = overrides.get("use_activation", overrides.get("normalize"))
+    if normalize is not None:
+        if not isinstance(normalize, bool):
+            raise ConfigError(f"pooler_config: normalize is {normalize!r}, must be true or false")
+        config = replace(config, normalize=normalize)
+    return config
+
+
+def _object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file; an empty one if there is no such file."""
+    found = _read(file) if file.is_file() else {}
+    if not isinstance(found, dict):
+        raise ModelLoadError(f"{file} holds a JSON {type(found).__name__}, must hold an object")
+    return found
+
+
+def _read(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{file} cannot be read as JSON: {error}") from error

@@ -1,0 +1,36 @@
+"""The anthropic package: messages, streams, tools, counting, errors."""
+
+import os
+
+import anthropic
+
+client = anthropic.Anthropic(base_url=os.environ["URL"], api_key=os.environ["KEY"], max_retries=0)
+MODEL = os.environ["MODEL"]
+QUESTION = [{"role": "user", "content": "What is 27 + 15?"}]
+TOOL = {
+    "name": "add",
+    "input_schema": {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    },
+}
+
+whole = client.messages.create(model=MODEL, max_tokens=20, messages=QUESTION, system="You add numbers.", temperature=0)
+assert whole.content[0].text and whole.stop_reason in ("end_turn", "max_tokens"), whole
+with client.messages.stream(model=MODEL, max_tokens=20, messages=QUESTION, system="You add numbers.", temperature=0) as stream:
+    assert "".join(stream.text_stream) == whole.content[0].text
+    assert stream.get_final_message().usage.output_tokens == whole.usage.output_tokens
+called = client.messages.create(
+    model=MODEL, max_tokens=200, messages=QUESTION, tools=[TOOL], tool_choice={"type": "tool", "name": "add"}
+)
+assert called.stop_reason == "tool_use" and isinstance(called.content[-1].input["a"], bool), called
+assert client.messages.count_tokens(model=MODEL, messages=QUESTION).input_tokens > 5
+try:
+    client.messages.create(model=MODEL, max_tokens=0, messages=QUESTION)
+except anthropic.BadRequestError as error:
+    assert error.body["error"]["type"] == "invalid_request_error"
+else:
+    raise AssertionError("max_tokens 0 was accepted")
+print(f"anthropic {anthropic.__version__}: messages, stream, tools, count_tokens, errors")

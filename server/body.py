@@ -1,0 +1,91 @@
+"""Reads a request's body: JSON of bounded depth with finite numbers, then the model's strict validation. Every fault is a 400."""
+
+import math
+import re
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import from_json
+from starlette.requests import Request
+
+from jaxllm.log import logger
+from server.errors import ApiError, as_api_error, bad_request, shortened
+from server.protocol.common import RequestModel
+
+MAX_DEPTH = 64
+_HUGE_EXPONENT = re.compile(rb"[0-9][eE]\+?[0-9]{3}")
+_POSITION = re.compile(r" at line (\d+) column (\d+)$")
+
+Model = TypeVar("Model", bound=RequestModel)
+
+
+async def read_body(request: Request, model: type[Model]) -> Model:
+    """The body as a model. Raises ApiError."""
+    check_content_type(request)
+    return parse_body(await request.body(), model)
+
+
+def parse_body(raw: bytes, model: type[Model]) -> Model:
+    """Bytes as a model. Raises ApiError."""
+    body = parse_object(raw)
+    model.refuse_unsupported(body)
+    try:
+        found = model.model_validate(body)
+    except ValidationError as error:
+        raise as_api_error(error) from None
+    if logger.isEnabledFor(10) and (unknown := body.keys() - _names(model)):
+        logger.debug("ignored unknown fields: %s", shortened(", ".join(sorted(map(repr, unknown))), 200))
+    return found
+
+
+def parse_object(raw: bytes) -> dict[str, Any]:
+    """Bytes as a JSON object. Raises ApiError."""
+    if not raw:
+        raise bad_request("the body is empty, must be a JSON object")
+    try:
+        body = from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        raise bad_request(f"the body is not valid JSON: {_short_reason(str(error))}", code="invalid_json") from None
+    if not isinstance(body, dict):
+        raise bad_request(f"the body is {_noun(body)}, must be a JSON object")
+    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH or _HUGE_EXPONENT.search(raw):
+        _check_tree(body)
+    return body
+
+
+def check_content_type(request: Request) -> None:
+    """Raise ApiError for what is not sent as JSON."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise ApiError(415, f"content-type is {kind[:100]!r}, must be application/json", code="unsupported_media_type")
+
+
+def _check_tree(root: Any) -> None:
+    """Walks through containers only, level by level."""
+    level = [root]
+    for _ in range(MAX_DEPTH):
+        below: list[Any] = []
+        for node in level:
+            for value in node.values() if isinstance(node, dict) else node:
+                if isinstance(value, (dict, list)):
+                    below.append(value)
+                elif isinstance(value, float) and not math.isfinite(value):
+                    raise bad_request("the body has a number that is too large", code="invalid_json")
+        if not below:
+            return
+        level = below
+    raise bad_request(f"the body is nested too deeply: at most {MAX_DEPTH} levels are possible", code="invalid_json")
+
+
+def _short_reason(reason: str) -> str:
+    if reason.startswith("recursion limit"):
+        return f"nested too deeply: at most {MAX_DEPTH} levels are possible"
+    return _POSITION.sub(r" (line \1 col \2)", reason)
+
+
+def _noun(value: Any) -> str:
+    return {list: "a list", str: "a text", bool: "true or false", type(None): "null"}.get(type(value), "a number")
+
+
+def _names(model: type[RequestModel]) -> set[str]:
+    return {*model.model_fields, *(field.alias for field in model.model_fields.values() if field.alias)}

@@ -1,0 +1,199 @@
+"""Conversations to deltas of messages: what chat completions, responses, messages and batches have in common.
+
+Knows nothing of HTTP or of how any of these APIs writes its replies.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxllm.async_llm import AsyncLLM
+from jaxllm.outputs import Logprob, RequestMetrics
+from jaxllm.sampling_params import SamplingParams
+from jaxllm.text.input_processor import FrontRequest
+from server.errors import ApiError
+from server.options import ChatOptions
+from server.prompts import check_length, truncated
+from server.usage import Usage
+
+
+@dataclass(kw_only=True)
+class Conversation:
+    """What to answer, and how."""
+
+    messages: Sequence[Mapping[str, Any]]
+    """In OpenAI's shape: role, content, tool_calls, tool_call_id, name."""
+    params: SamplingParams
+    """max_tokens None: as many as the context takes."""
+    request_id: str
+    tools: Sequence[Mapping[str, Any]] | None = None
+    """In OpenAI's shape."""
+    tool_choice: str | None = None
+    """none, auto, required, or the name of a function after "function:"; None: auto if there are tools."""
+    parallel_tool_calls: bool = True
+    include_reasoning: bool = True
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    documents: Sequence[Mapping[str, Any]] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
+    cache_salt: str | None = None
+    priority: int = 0
+
+
+@dataclass(slots=True)
+class ToolCallDelta:
+    """A part of a tool call: the first has id and name, the later ones pieces of the arguments' JSON text."""
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class ChatDelta:
+    """What is new of one of the n answers."""
+
+    index: int
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCallDelta] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] | None = None
+    """One per token of token_ids."""
+    finish_reason: str | None = None
+    """stop, length or tool_calls."""
+    stop_reason: int | str | None = None
+
+
+@dataclass
+class PreparedChat:
+    """A conversation that the engine will take: everything that can be wrong was looked at."""
+
+    conversation: Conversation
+    request: FrontRequest
+    usage: Usage
+    """Grows while the answer is streamed."""
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """Filled with the first output."""
+    metrics: RequestMetrics | None = None
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """The conversation as the model reads it."""
+        return self.request.prompt_token_ids
+
+
+class ChatService:
+    """Answers conversations with one engine."""
+
+    def __init__(self, engine: AsyncLLM, options: ChatOptions):
+        self._engine = engine
+        self._options = options
+
+    async def encode(self, conversation: Conversation) -> list[int]:
+        """The conversation as token ids. Raises ApiError or InvalidRequestError."""
+        return await asyncio.to_thread(self._encode, conversation)
+
+    async def prepare(self, conversation: Conversation) -> PreparedChat:
+        """Render, tokenize and check a conversation. Raises ApiError or InvalidRequestError."""
+        ids = await self.encode(conversation)
+        max_model_len = self._engine.max_model_len
+        ids = truncated(ids, conversation.truncate_prompt_tokens, conversation.truncation_side, max_model_len)
+        check_length(len(ids), max_model_len, "messages")
+        prompt: Any = {"prompt_token_ids": ids}
+        if conversation.cache_salt is not None:
+            prompt["cache_salt"] = conversation.cache_salt
+        request = await self._engine.prepare(
+            prompt, conversation.params, conversation.request_id, priority=conversation.priority
+        )
+        return PreparedChat(conversation, request, Usage(prompt_tokens=len(ids)))
+
+    async def stream(self, chat: PreparedChat) -> AsyncGenerator[list[ChatDelta], None]:
+        """The answer as it comes; with output_kind FINAL_ONLY all at once. Closing it aborts the request.
+
+        Raises ApiError, EngineError or EngineDeadError.
+        """
+        usage = chat.usage
+        async with contextlib.aclosing(self._engine.stream(chat.request)) as outputs:
+            async for output in outputs:
+                if output.prompt_logprobs is not None:
+                    chat.prompt_logprobs = output.prompt_logprobs
+                usage.cached_tokens = output.num_cached_tokens
+                chat.metrics = output.metrics
+                deltas = []
+                for answer in output.outputs:
+                    usage.completion_tokens += len(answer.token_ids)
+                    deltas.append(
+                        ChatDelta(
+                            answer.index,
+                            answer.text,
+                            token_ids=answer.token_ids,
+                            logprobs=answer.logprobs,
+                            finish_reason=finish_reason(answer.finish_reason),
+                            stop_reason=answer.stop_reason,
+                        )
+                    )
+                yield deltas
+
+    async def complete(self, chat: PreparedChat) -> list[ChatDelta]:
+        """The whole answers, in order. Raises ApiError, EngineError or EngineDeadError."""
+        answers: dict[int, ChatDelta] = {}
+        async with contextlib.aclosing(self.stream(chat)) as updates:
+            async for deltas in updates:
+                for delta in deltas:
+                    answers[delta.index] = delta if delta.index not in answers else joined(answers[delta.index], delta)
+        return [answers[index] for index in sorted(answers)]
+
+    def _encode(self, conversation: Conversation) -> list[int]:
+        from jaxllm.text.chat_template import render_chat
+
+        tokenizer = self._engine.get_tokenizer()
+        text = render_chat(
+            tokenizer,
+            conversation.messages,
+            tools=conversation.tools,
+            documents=conversation.documents,
+            chat_template=conversation.chat_template or self._engine.chat_template,
+            add_generation_prompt=conversation.add_generation_prompt,
+            continue_final_message=conversation.continue_final_message,
+            content_format=self._options.chat_template_content_format,
+            **{**(self._options.default_chat_template_kwargs or {}), **(conversation.chat_template_kwargs or {})},
+        )
+        return tokenizer.encode(text, add_special_tokens=conversation.add_special_tokens)
+
+
+def finish_reason(reason: str | None) -> str | None:
+    """The engine's reason as OpenAI's clients know it. Raises ApiError for those that are no ends but failures."""
+    if reason == "abort":
+        raise ApiError(503, "the request was aborted before its end", code="aborted", retry=True)
+    if reason == "error":
+        raise ApiError(500, "the engine failed on this request", code="engine_error", retry=False)
+    return "stop" if reason == "repetition" else reason
+
+
+def joined(earlier: ChatDelta, later: ChatDelta) -> ChatDelta:
+    """Two deltas of an answer as one."""
+    calls = {call.index: dataclasses.replace(call) for call in earlier.tool_calls}
+    for call in later.tool_calls:
+        if call.index in calls:
+            calls[call.index].arguments += call.arguments
+        else:
+            calls[call.index] = dataclasses.replace(call)
+    return ChatDelta(
+        earlier.index,
+        earlier.content + later.content,
+        earlier.reasoning + later.reasoning,
+        list(calls.values()),
+        [*earlier.token_ids, *later.token_ids],
+        earlier.logprobs if later.logprobs is None else [*(earlier.logprobs or []), *later.logprobs],
+        later.finish_reason,
+        later.stop_reason,
+    )

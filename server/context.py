@@ -1,0 +1,89 @@
+"""What all routes share: the engine, the options, the names of the model, and what is counted over all requests."""
+
+import contextlib
+import hashlib
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+from starlette.requests import Request
+
+from jaxllm import __version__
+from jaxllm.async_llm import AsyncLLM
+from jaxllm.sampling_params import SamplingParams
+from server.chat_service import ChatService
+from server.errors import ApiError, shortened
+from server.options import ServerOptions
+
+_MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+class ServerContext:
+    """One per application, as `app.state.context`."""
+
+    def __init__(self, engine: AsyncLLM, options: ServerOptions):
+        self.engine = engine
+        self.options = options
+        self.model_names = options.replies.served_model_name or [engine.config.model.model]
+        self.created = int(time.time())
+        self.num_running = 0
+        """Requests that are being answered."""
+        self.refusal: ApiError | None = None
+        """Why no requests are taken now, e.g. because the server is going to stop; set from outside."""
+        own = engine.get_default_sampling_params()
+        self.defaults: dict[str, Any] = {name: getattr(own, name) for name in _MODEL_DEFAULTS}
+        self.default_max_tokens = own.max_tokens if own.max_tokens != SamplingParams().max_tokens else None
+        """What the model's generation config says."""
+        self.chat = ChatService(engine, options.chat)
+        self.fingerprint = _fingerprint(engine, options.replies.fingerprint_mode)
+
+    @property
+    def model_name(self) -> str:
+        """The name in replies."""
+        return self.model_names[0]
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError for a model that is not served; none given means the one there is."""
+        if name is not None and name not in self.model_names:
+            known = ", ".join(repr(known) for known in self.model_names)
+            raise ApiError(
+                404,
+                f"the model {shortened(name, 100)!r} does not exist; this server has {known}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def time_limit(self, asked: float | None) -> float | None:
+        """Seconds that a request may take: what it asks for, but no more than the server allows; None: any time."""
+        allowed = self.options.limits.request_timeout or None
+        return min(filter(None, (asked, allowed)), default=None)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Counts a request while it is answered."""
+        self.num_running += 1
+        try:
+            yield
+        finally:
+            self.num_running -= 1
+
+
+def context_of(request: Request) -> ServerContext:
+    """The context of the application that a request came to."""
+    return request.app.state.context
+
+
+def request_id_of(request: Request, given: str | None) -> str:
+    """The id of a request: the body's own, else that of the header x-request-id, else a new one."""
+    return given or getattr(request.state, "request_id", None) or uuid.uuid4().hex
+
+
+def _fingerprint(engine: AsyncLLM, mode: str) -> str | None:
+    """Equal where the same request with a seed gives the same answer: version, model and what its numbers depend on."""
+    if mode == "none":
+        return None
+    config = engine.config
+    parts = [__version__, repr(engine.model_config), config.model.dtype, str(config.parallel.tensor_parallel_size)]
+    digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
+    return digest if mode == "hash" else f"jaxllm-{__version__}-tp{config.parallel.tensor_parallel_size}-{digest}"

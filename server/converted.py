@@ -1,0 +1,35 @@
+"""Chat requests that requests of other APIs are turned into, and errors that speak of the fields that the client sent."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from jaxllm.errors import InvalidRequestError
+from server.chat_service import Conversation
+from server.context import ServerContext
+from server.errors import ApiError, as_api_error
+from server.protocol.chat import ChatCompletionRequest
+from server.routes.chat import to_conversation
+
+
+def conversation_of(fields: Mapping[str, Any], context: ServerContext, request_id: str) -> Conversation:
+    """The conversation that a chat request with these fields asks for. Raises ApiError, InvalidRequestError or ValidationError."""
+    conversation = to_conversation(ChatCompletionRequest.model_validate(dict(fields)), context, request_id)
+    conversation.request_id = request_id
+    return conversation
+
+
+@contextlib.contextmanager
+def renamed_params(names: Mapping[str, str]) -> Iterator[None]:
+    """Let errors about fields of the chat request name the client's own."""
+    try:
+        yield
+    except (ValidationError, InvalidRequestError) as error:
+        told = as_api_error(error)
+        told.param = names.get(told.param or "", told.param)
+        raise told from error
+    except ApiError as error:
+        error.param = names.get(error.param or "", error.param)
+        raise

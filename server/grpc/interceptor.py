@@ -1,0 +1,115 @@
+"""What stands before every gRPC method: the key, the message, and errors in gRPC's words."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from jaxllm.log import logger
+from server.errors import ApiError, as_api_error
+
+STATUS = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    403: grpc.StatusCode.PERMISSION_DENIED,
+    404: grpc.StatusCode.NOT_FOUND,
+    408: grpc.StatusCode.DEADLINE_EXCEEDED,
+    409: grpc.StatusCode.ALREADY_EXISTS,
+    413: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    503: grpc.StatusCode.UNAVAILABLE,
+}
+"""Of HTTP statuses; the rest is INTERNAL."""
+PUBLIC = "/grpc.health.v1.Health/"
+
+IsAllowed = Callable[[str | None], bool]
+"""Whether a caller with this `authorization` may call."""
+
+
+class Gate(grpc.aio.ServerInterceptor):
+    """Lets callers with a key through (anybody to the health service), and answers every error with a status and a text."""
+
+    def __init__(self, is_allowed: IsAllowed):
+        self._is_allowed = is_allowed
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
+        handler = await continuation(details)
+        if handler is None:
+            return None  # no such method: UNIMPLEMENTED
+        refused = None
+        if not details.method.startswith(PUBLIC) and not self._is_allowed(authorization_of(details.invocation_metadata)):
+            refused = ApiError(401, "the key in the metadata `authorization` is missing or wrong; send `Bearer KEY`")
+        if handler.request_streaming:
+            return handler if refused is None else grpc.stream_stream_rpc_method_handler(_refusal(refused))
+        if handler.response_streaming:
+            return grpc.unary_stream_rpc_method_handler(_streaming(handler, refused), None, handler.response_serializer)
+        return grpc.unary_unary_rpc_method_handler(_single(handler, refused), None, handler.response_serializer)
+
+
+def authorization_of(metadata: Any) -> str | None:
+    """The `authorization` that a call carries."""
+    value = next((value for key, value in metadata or () if key == "authorization"), None)
+    return value if value is None or isinstance(value, str) else value.decode("latin-1")
+
+
+def status_of(error: ApiError) -> grpc.StatusCode:
+    """The status that says in gRPC what the error says in HTTP."""
+    if error.code == "overloaded":
+        return grpc.StatusCode.RESOURCE_EXHAUSTED
+    return STATUS.get(error.status, grpc.StatusCode.INTERNAL)
+
+
+async def _tell(context: Any, error: BaseException) -> None:
+    """End the call with what the client may know of an error."""
+    told = as_api_error(error)
+    if told.code == "internal_error":
+        logger.error("a gRPC call failed", exc_info=error)
+    details = (
+        (("jaxllm-param", told.param),) if told.param is not None and told.param.isascii() and told.param.isprintable() else ()
+    )
+    await context.abort(status_of(told), str(told), details)
+
+
+def _parsed(handler: Any, raw: bytes) -> Any:
+    try:
+        return handler.request_deserializer(raw)
+    except DecodeError:
+        raise ApiError(400, "the message is not what jaxllm.proto describes") from None
+
+
+def _refusal(refused: ApiError) -> Callable[[Any, Any], Awaitable[None]]:
+    async def refuse(requests: Any, context: Any) -> None:
+        await _tell(context, refused)
+
+    return refuse
+
+
+def _single(handler: Any, refused: ApiError | None) -> Callable[[bytes, Any], Awaitable[Any]]:
+    async def call(raw: bytes, context: Any) -> Any:
+        try:
+            if refused is not None:
+                raise refused
+            return await handler.unary_unary(_parsed(handler, raw), context)
+        except (asyncio.CancelledError, grpc.aio.AbortError):
+            raise
+        except Exception as error:
+            await _tell(context, error)
+
+    return call
+
+
+def _streaming(handler: Any, refused: ApiError | None) -> Callable[[bytes, Any], AsyncIterator[Any]]:
+    async def call(raw: bytes, context: Any) -> AsyncIterator[Any]:
+        try:
+            if refused is not None:
+                raise refused
+            async for response in handler.unary_stream(_parsed(handler, raw), context):
+                yield response
+        except (asyncio.CancelledError, grpc.aio.AbortError):
+            raise
+        except Exception as error:
+            await _tell(context, error)
+
+    return call

@@ -1,0 +1,86 @@
+"""gRPC messages to and from what the engine takes and gives."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from jaxllm.errors import InvalidRequestError
+from jaxllm.outputs import CompletionOutput, Logprob, RequestOutput
+from jaxllm.text.input_processor import Prompt, TextPrompt, TokensPrompt
+from server.errors import as_api_error
+from server.grpc import jaxllm_pb2 as pb
+from server.protocol.common import SamplingFields
+
+
+def prompt_of(request: pb.GenerateRequest) -> Prompt:
+    """The prompt of a request. Raises InvalidRequestError if there is none."""
+    which = request.WhichOneof("prompt")
+    if which is None:
+        raise InvalidRequestError("prompt is missing; set text or token_ids", "prompt")
+    prompt: Any = (
+        TextPrompt(prompt=request.text) if which == "text" else TokensPrompt(prompt_token_ids=list(request.token_ids.ids))
+    )
+    if request.HasField("cache_salt"):
+        prompt["cache_salt"] = request.cache_salt
+    return prompt
+
+
+def sampling_fields(sampling: pb.SamplingParams) -> SamplingFields:
+    """What a request sets, as the fields of an HTTP request, so that both are held to the same. Raises ApiError.
+
+    `max_tokens` and `logprobs` are not among them, because each HTTP endpoint has its own.
+    """
+    values: dict[str, Any] = {"stream": True}
+    for field, value in sampling.ListFields():
+        if field.name in ("max_tokens", "logprobs"):
+            continue
+        if field.name == "structured_outputs":
+            values[field.name] = _structured_outputs(value)
+        elif field.name == "logit_bias":
+            values[field.name] = {str(token): bias for token, bias in value.items()}
+        else:
+            values[field.name] = list(value) if field.is_repeated else value
+    try:
+        return SamplingFields.model_validate(values)
+    except ValidationError as error:
+        raise as_api_error(error) from None
+
+
+def _structured_outputs(given: pb.StructuredOutputs) -> dict[str, Any]:
+    values: dict[str, Any] = {field.name: value for field, value in given.ListFields()}
+    if "choice" in values:
+        values["choice"] = list(given.choice.texts)
+    return values
+
+
+def response_of(output: RequestOutput, request_id: str, *, is_first: bool) -> pb.GenerateResponse:
+    """What to tell the client of an output."""
+    response = pb.GenerateResponse(request_id=request_id, num_cached_tokens=output.num_cached_tokens, finished=output.finished)
+    if is_first:
+        response.prompt_token_ids.extend(output.prompt_token_ids)
+        if output.prompt_logprobs is not None:
+            response.prompt_logprobs.extend(_position(place) for place in output.prompt_logprobs)
+    response.outputs.extend(_completion(answer) for answer in output.outputs)
+    return response
+
+
+def _completion(answer: CompletionOutput) -> pb.Completion:
+    completion = pb.Completion(index=answer.index, text=answer.text, token_ids=answer.token_ids)
+    if answer.logprobs is not None:
+        completion.logprobs.extend(_position(place) for place in answer.logprobs)
+    if answer.finish_reason is not None:
+        completion.finish_reason = answer.finish_reason
+    if isinstance(answer.stop_reason, str):
+        completion.stop_text = answer.stop_reason
+    elif answer.stop_reason is not None:
+        completion.stop_token_id = answer.stop_reason
+    return completion
+
+
+def _position(place: Mapping[int, Logprob] | None) -> pb.PositionLogprobs:
+    entries: Sequence[pb.TokenLogprob] = [
+        pb.TokenLogprob(token_id=token_id, logprob=entry.logprob, rank=entry.rank, text=entry.decoded_token)
+        for token_id, entry in (place or {}).items()
+    ]
+    return pb.PositionLogprobs(entries=entries)

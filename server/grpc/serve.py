@@ -1,0 +1,99 @@
+"""Starts and stops the gRPC server: the service, health, reflection, TLS, and the largest message."""
+
+import asyncio
+import contextlib
+import ssl
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from jaxllm.errors import ConfigError
+from server.context import ServerContext
+from server.grpc import jaxllm_pb2
+from server.grpc.interceptor import Gate, IsAllowed
+from server.grpc.jaxllm_pb2_grpc import add_InferenceServicer_to_server
+from server.grpc.service import Inference
+from server.options import NetworkOptions
+
+SERVICE = jaxllm_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+HEALTH_SECONDS = 0.5
+"""Between two looks at whether the engine still runs, for those who watch."""
+
+
+class GrpcServer:
+    """A gRPC server in the event loop that starts it."""
+
+    def __init__(self, context: ServerContext, is_allowed: IsAllowed):
+        largest = context.options.limits.max_request_body_bytes
+        options = [("grpc.max_receive_message_length", largest), ("grpc.max_metadata_size", 16 << 10), ("grpc.so_reuseport", 0)]
+        self._engine = context.engine
+        self._network = context.options.network
+        self._server = grpc.aio.server(interceptors=[Gate(is_allowed)], options=options)
+        self._health = health.aio.HealthServicer()
+        add_InferenceServicer_to_server(Inference(context), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        self._follower: asyncio.Task[None] | None = None
+        self.port = 0
+        """Where it listens, once started."""
+
+    async def start(self, port: int) -> None:
+        """Listen; port 0: any free one. Raises ConfigError if the port cannot be had."""
+        address = f"{_bracketed(self._network.host or '0.0.0.0')}:{port}"
+        try:
+            credentials = _credentials(self._network)
+            if credentials is None:
+                self.port = self._server.add_insecure_port(address)
+            else:
+                self.port = self._server.add_secure_port(address, credentials)
+        except RuntimeError:
+            raise ConfigError(f"grpc_port is {port}, which is in use or not allowed on {address}; choose another") from None
+        await self._set_health()
+        await self._server.start()
+        self._follower = asyncio.create_task(self._follow_engine())
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Take no more calls, and end those that still run when the time is over."""
+        if self._follower is not None:
+            self._follower.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._follower
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_seconds)
+
+    async def _set_health(self) -> None:
+        kind = health_pb2.HealthCheckResponse
+        status = kind.SERVING if self._engine.is_running else kind.NOT_SERVING
+        for service in ("", SERVICE):
+            await self._health.set(service, status)
+
+    async def _follow_engine(self) -> None:
+        was_running = self._engine.is_running
+        while True:
+            await asyncio.sleep(HEALTH_SECONDS)
+            if self._engine.is_running != was_running:
+                was_running = self._engine.is_running
+                await self._set_health()
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _credentials(network: NetworkOptions) -> grpc.ServerCredentials | None:
+    """TLS from the files that HTTP uses. Raises ConfigError for what gRPC cannot do."""
+    if network.ssl_certfile is None:
+        return None
+    if network.ssl_cert_reqs == ssl.CERT_OPTIONAL:
+        raise ConfigError("ssl_cert_reqs is 1 (optional), which gRPC has not; use 0 or 2, or leave out --grpc-port")
+    if network.ssl_ciphers is not None:
+        raise ConfigError("ssl_ciphers does not reach gRPC; set $GRPC_SSL_CIPHER_SUITES instead, or leave out --grpc-port")
+    try:
+        chain = Path(network.ssl_certfile).read_bytes()
+        key = Path(network.ssl_keyfile or network.ssl_certfile).read_bytes()
+        roots = Path(network.ssl_ca_certs).read_bytes() if network.ssl_ca_certs is not None else None
+    except OSError as error:
+        raise ConfigError(f"a TLS file cannot be read: {error}") from error
+    return grpc.ssl_server_credentials([(key, chain)], roots, require_client_auth=network.ssl_cert_reqs == ssl.CERT_REQUIRED)

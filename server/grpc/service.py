@@ -1,0 +1,109 @@
+"""The methods of the gRPC service, over the same engine and under the same limits as HTTP."""
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+from jaxllm import __version__
+from jaxllm.errors import EngineError
+from jaxllm.sampling_params import RequestOutputKind
+from server.context import ServerContext
+from server.errors import ApiError, bad_request
+from server.grpc import jaxllm_pb2 as pb
+from server.grpc.interceptor import authorization_of
+from server.grpc.jaxllm_pb2_grpc import InferenceServicer
+from server.grpc.messages import prompt_of, response_of, sampling_fields
+from server.owner import owner_of_key
+from server.prompts import check_length, check_text_length
+from server.sampling import sampling_params
+
+MAX_REQUEST_ID_LENGTH = 128
+
+
+class Inference(InferenceServicer):
+    """One per process, in the event loop of its front."""
+
+    def __init__(self, context: ServerContext):
+        self._context = context
+        self._engine = context.engine
+        self._running: dict[tuple[str, str], str] = {}
+        """(owner, the caller's request id) to the id that the engine knows."""
+
+    async def Generate(self, request: pb.GenerateRequest, call: Any) -> AsyncIterator[pb.GenerateResponse]:
+        """Tokens as they are made. A cancelled call, or one past its deadline, aborts the request."""
+        if self._context.refusal is not None:
+            raise self._context.refusal
+        self._context.check_model(request.model or None)
+        limit = self._context.options.limits.request_timeout or None
+        with self._context.running(), self._registered(request.request_id, call) as (request_id, engine_id):
+            async with asyncio.timeout(limit):
+                prompt = prompt_of(request)
+                if isinstance(prompt, dict) and "prompt" in prompt:
+                    check_text_length(self._engine.get_tokenizer(), prompt["prompt"], self._engine.max_model_len)
+                prepared = await self._engine.prepare(prompt, self._params(request), engine_id, priority=request.priority)
+                check_length(len(prepared.prompt_token_ids), self._engine.max_model_len)
+                is_first = True
+                async with contextlib.aclosing(self._engine.stream(prepared)) as outputs:
+                    async for output in outputs:
+                        if any(answer.finish_reason == "error" for answer in output.outputs):
+                            raise EngineError("the engine failed on this request")
+                        yield response_of(output, request_id, is_first=is_first)
+                        is_first = False
+
+    async def Abort(self, request: pb.AbortRequest, call: Any) -> pb.AbortResponse:
+        """End requests of the same caller."""
+        owner = _owner(call)
+        ids = [self._running[owner, each] for each in dict.fromkeys(request.request_ids) if (owner, each) in self._running]
+        if ids:
+            await self._engine.abort(ids)
+        return pb.AbortResponse(num_aborted=len(ids))
+
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, call: Any) -> pb.GetModelInfoResponse:
+        """What is served."""
+        model = self._engine.model_config
+        return pb.GetModelInfoResponse(
+            served_names=self._context.model_names,
+            architecture=model.architecture,
+            vocab_size=model.vocab_size,
+            max_model_len=self._engine.max_model_len,
+            eos_token_ids=self._engine.input_processor.eos_token_ids,
+        )
+
+    async def GetServerInfo(self, request: pb.GetServerInfoRequest, call: Any) -> pb.GetServerInfoResponse:
+        """How the server is."""
+        return pb.GetServerInfoResponse(
+            version=__version__, ready=self._engine.is_running, num_running=self._context.num_running
+        )
+
+    def _params(self, request: pb.GenerateRequest) -> Any:
+        sampling = request.sampling
+        fields = sampling_fields(sampling)
+        max_tokens = sampling.max_tokens if sampling.HasField("max_tokens") else self._context.default_max_tokens
+        logprobs = sampling.logprobs if sampling.HasField("logprobs") else None
+        params = sampling_params(
+            fields, self._context.defaults, self._context.options.limits, max_tokens=max_tokens, logprobs=logprobs
+        )
+        if request.final_only:
+            params.output_kind = RequestOutputKind.FINAL_ONLY
+        return params
+
+    @contextlib.contextmanager
+    def _registered(self, given: str, call: Any) -> Iterator[tuple[str, str]]:
+        """The caller's request id and the engine's, while the request runs. Raises ApiError for an id in use."""
+        if len(given) > MAX_REQUEST_ID_LENGTH or not given.isprintable():
+            raise bad_request(f"request_id must be at most {MAX_REQUEST_ID_LENGTH} printable characters", "request_id")
+        request_id = given or uuid.uuid4().hex
+        key = (_owner(call), request_id)
+        if key in self._running:
+            raise ApiError(409, f"request_id {request_id!r} is in use", param="request_id")
+        engine_id = self._running[key] = f"grpc-{uuid.uuid4().hex}"
+        try:
+            yield request_id, engine_id
+        finally:
+            del self._running[key]
+
+
+def _owner(call: Any) -> str:
+    return owner_of_key(authorization_of(call.invocation_metadata()))

@@ -1,0 +1,86 @@
+"""Counts HTTP requests: ASGI middleware in front of everything, so that what the guard refuses is counted too."""
+
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from jaxllm.metrics.buckets import HTTP_SECONDS
+from jaxllm.metrics.collect import PREFIX, Collected
+from jaxllm.metrics.metric import Metric
+from jaxllm.observations import Observations
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+NOT_COUNTED = frozenset({"/metrics", "/health", "/live", "/ready", "/ping", "/load", "/version", "/server_info"})
+NO_HANDLER = "none"
+"""Of requests that reached no route: paths that clients invent must not become labels."""
+CLIENT_GONE = 499
+"""The status of a request whose client went away before an answer began."""
+METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH"})
+
+
+class HttpMetrics:
+    """What one front counts over all its requests. Touched only by its event loop."""
+
+    def __init__(self) -> None:
+        self._requests: dict[tuple[str, str, str], int] = {}
+        self._seconds: dict[tuple[str, str], Observations] = {}
+        self._tool_calls: dict[str, int] = {}
+
+    def request_done(self, method: str, status: int, handler: str, seconds: float) -> None:
+        """A request was answered, or its client went away."""
+        method = method if method in METHODS else "other"
+        key = (method, str(status), handler)
+        self._requests[key] = self._requests.get(key, 0) + 1
+        self._seconds.setdefault((method, handler), Observations(HTTP_SECONDS)).add(seconds)
+
+    def tool_calls_parsed(self, parser: str) -> None:
+        """The output of a request was searched for tool calls in the form of this name."""
+        self._tool_calls[parser] = self._tool_calls.get(parser, 0) + 1
+
+    def snapshot(self) -> list[Metric]:
+        """Every metric as it is now."""
+        found = Collected({}, prefix="")
+        for (method, status, handler), count in self._requests.items():
+            found.counter("http_requests", count, "HTTP requests", method=method, status=status, handler=handler)
+        for (method, handler), seconds in self._seconds.items():
+            about = "from the headers of an HTTP request to the last byte of its answer"
+            found.histogram("http_request_duration_seconds", seconds, about, method=method, handler=handler)
+        for parser, count in self._tool_calls.items():
+            about = "requests whose output was searched for tool calls"
+            found.counter(f"{PREFIX}tool_call_parser_invocations", count, about, tool_parser=parser)
+        return found.metrics
+
+
+class HttpMetricsMiddleware:
+    """Wraps an ASGI app; install it outermost."""
+
+    def __init__(self, app: App, metrics: HttpMetrics):
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in NOT_COUNTED:
+            await self._app(scope, receive, send)
+            return
+        status = CLIENT_GONE
+
+        async def noting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        began = time.perf_counter()
+        try:
+            await self._app(scope, receive, noting)
+        except Exception:
+            status = 500 if status == CLIENT_GONE else status
+            raise
+        finally:
+            handler = getattr(scope.get("route"), "path", NO_HANDLER)
+            self._metrics.request_done(scope["method"], status, handler, time.perf_counter() - began)

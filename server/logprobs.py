@@ -1,0 +1,102 @@
+"""Logprobs in the two shapes that OpenAI's APIs have. JSON knows no infinity: -inf becomes -9999."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxllm.outputs import Logprob
+from jaxllm.text.tokenizer import Tokenizer
+
+LEAST = -9999.0
+
+Position = Mapping[int, Logprob] | None
+
+
+def finite(logprob: float) -> float:
+    """A logprob that JSON can carry."""
+    return logprob if logprob > LEAST else LEAST  # NaN too
+
+
+class LogprobWriter:
+    """Turns the engine's logprobs into replies' objects. `as_ids`: tokens are written as 'token_id:N'."""
+
+    def __init__(self, tokenizer: Tokenizer | None, *, as_ids: bool):
+        self._tokenizer = tokenizer
+        self._as_ids = as_ids
+
+    def token(self, token_id: int, text: str | None) -> str:
+        """How a token is written."""
+        return f"token_id:{token_id}" if self._as_ids or text is None else text
+
+    def token_bytes(self, token_id: int, text: str | None) -> list[int] | None:
+        """The bytes that a token stands for."""
+        if self._tokenizer is not None and self._tokenizer.is_byte_level:
+            return list(self._tokenizer.token_bytes(token_id))
+        return None if text is None else list(text.encode("utf-8", "replace"))
+
+    def chat(self, token_ids: Sequence[int], positions: Sequence[Position], num_top: int) -> list[dict[str, Any]]:
+        """`choices[].logprobs.content` of chat completions: each token with its num_top likeliest rivals (-1: all)."""
+        content = []
+        for token_id, position in zip(token_ids, positions, strict=True):
+            own = position.get(token_id) if position else None
+            top = [self._chat_entry(id, entry) for id, entry in _top(position, num_top)]
+            content.append({**self._chat_entry(token_id, own or Logprob(LEAST)), "top_logprobs": top})
+        return content
+
+    def _chat_entry(self, token_id: int, entry: Logprob) -> dict[str, Any]:
+        text = entry.decoded_token
+        return {
+            "token": self.token(token_id, text),
+            "logprob": finite(entry.logprob),
+            "bytes": self.token_bytes(token_id, text),
+        }
+
+    def completion(
+        self, token_ids: Sequence[int], positions: Sequence[Position], num_top: int, first_offset: int
+    ) -> tuple[dict[str, Any], int]:
+        """`choices[].logprobs` of completions, and the offset in the text where they end."""
+        tokens: list[str] = []
+        token_logprobs: list[float | None] = []
+        top_logprobs: list[dict[str, float] | None] = []
+        offsets: list[int] = []
+        offset = first_offset
+        for token_id, position in zip(token_ids, positions, strict=True):
+            own = None if position is None else position.get(token_id)
+            text = own.decoded_token if own is not None else self._text(token_id)
+            tokens.append(self.token(token_id, text))
+            offsets.append(offset)
+            offset += len(text or "")
+            token_logprobs.append(None if own is None else finite(own.logprob))
+            if position is None:
+                top_logprobs.append(None)
+            else:
+                shown = [*([(token_id, own)] if own else []), *_top(position, num_top)]
+                top_logprobs.append({self.token(id, entry.decoded_token): finite(entry.logprob) for id, entry in shown})
+        found = {"text_offset": offsets, "token_logprobs": token_logprobs, "tokens": tokens, "top_logprobs": top_logprobs}
+        return found, offset
+
+    def _text(self, token_id: int) -> str | None:
+        return None if self._tokenizer is None else self._tokenizer.token_text(token_id)
+
+    def prompt(self, positions: Sequence[Position]) -> list[dict[str, Any] | None]:
+        """`prompt_logprobs`, vLLM's own: per prompt token a mapping from ids to logprob, rank and text; null for the first."""
+        return [
+            None
+            if position is None
+            else {
+                str(id): {
+                    "logprob": finite(entry.logprob),
+                    "rank": entry.rank,
+                    "decoded_token": self.token(id, entry.decoded_token),
+                }
+                for id, entry in position.items()
+            }
+            for position in positions
+        ]
+
+
+def _top(position: Position, num_top: int) -> list[tuple[int, Logprob]]:
+    """The likeliest tokens of a position, in order; the sampled one only if it is one of them."""
+    if not position or num_top == 0:
+        return []
+    items = sorted(position.items(), key=lambda item: -item[1].logprob)
+    return items if num_top == -1 else items[:num_top]

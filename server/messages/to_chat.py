@@ -1,0 +1,166 @@
+"""An Anthropic request as the chat request that means the same."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from server.errors import bad_request
+from server.protocol.anthropic import (
+    InputMessage,
+    MessagesRequest,
+    Prompt,
+    TextBlock,
+    ThinkingBlock,
+    Tool,
+    ToolChoice,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from server.protocol.nested import parse
+
+BLOCKS: dict[str, dict[str, Any]] = {
+    "user": {"text": TextBlock, "tool_result": ToolResultBlock},
+    "assistant": {"text": TextBlock, "tool_use": ToolUseBlock, "thinking": ThinkingBlock},
+    "system": {"text": TextBlock},
+}
+"""The blocks that each role may have."""
+
+
+def prompt_fields(request: Prompt) -> dict[str, Any]:
+    """The fields of a chat request that make its prompt. Raises ApiError that names the block."""
+    messages = [] if request.system is None else [{"role": "system", "content": _text(request.system, "system")}]
+    for place, message in enumerate(request.messages):
+        messages += _as_chat_messages(message, f"messages[{place}].content")
+    fields: dict[str, Any] = {**request.passed_on(), "model": request.model, "messages": messages}
+    if messages[-1]["role"] == "assistant":  # the answer continues it
+        if set(messages[-1]) != {"role", "content"}:
+            raise bad_request(
+                "the last message is the assistant's and holds more than text; end with the user's", param="messages"
+            )
+        fields |= {"continue_final_message": True, "add_generation_prompt": False}
+    if request.tools:
+        fields["tools"] = [_as_function(tool, f"tools[{place}]") for place, tool in enumerate(request.tools)]
+    if request.tool_choice is not None:
+        fields |= _tool_choice(request.tool_choice)
+    return fields | _thinking(request)
+
+
+def chat_fields(request: MessagesRequest) -> dict[str, Any]:
+    """The whole chat request. Raises ApiError."""
+    fields = prompt_fields(request)
+    fields |= {"max_completion_tokens": request.max_tokens, "stream": bool(request.stream)}
+    if request.stop_sequences:
+        fields["stop"] = request.stop_sequences
+    for name in ("temperature", "top_p"):
+        value = getattr(request, name)
+        if value is not None:
+            fields[name] = value
+    config = request.output_config
+    if config is not None and config.format is not None:
+        schema = {"name": "output", "schema": config.format.schema_, "strict": True}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return fields
+
+
+def _thinking(request: Prompt) -> dict[str, Any]:
+    """Effort, and whether the template is asked to let the model think."""
+    fields: dict[str, Any] = {}
+    kwargs = dict(request.passed_on().get("chat_template_kwargs") or {})
+    thinking = request.thinking
+    if thinking is not None and thinking.type == "enabled":
+        if thinking.budget_tokens is None:
+            raise bad_request(
+                "thinking.budget_tokens is missing; thinking of type enabled has one", param="thinking.budget_tokens"
+            )
+        if isinstance(request, MessagesRequest) and thinking.budget_tokens >= request.max_tokens:
+            raise bad_request(
+                f"thinking.budget_tokens is {thinking.budget_tokens}, must be below max_tokens, which is {request.max_tokens}",
+                param="thinking.budget_tokens",
+            )
+    if thinking is not None and thinking.type != "adaptive":
+        kwargs.setdefault("enable_thinking", thinking.type == "enabled")
+    if kwargs:
+        fields["chat_template_kwargs"] = kwargs
+    if request.output_config is not None and request.output_config.effort is not None:
+        fields["reasoning_effort"] = request.output_config.effort
+    return fields
+
+
+def _as_chat_messages(message: InputMessage, where: str) -> list[dict[str, Any]]:
+    """One message; a user's with results of tools becomes one for each result and one for the rest."""
+    blocks = _blocks(message.content, where, message.role)
+    results = [
+        {"role": "tool", "tool_call_id": block.tool_use_id, "content": _result_text(block, f"{where}[{place}].content")}
+        for place, block in enumerate(blocks)
+        if isinstance(block, ToolResultBlock)
+    ]
+    text = "".join(block.text for block in blocks if isinstance(block, TextBlock))
+    has_text = any(isinstance(block, TextBlock) for block in blocks)
+    if message.role != "assistant":
+        return [*results, {"role": message.role, "content": text}] if has_text or not results else results
+    chat: dict[str, Any] = {"role": "assistant"}
+    calls = [block for block in blocks if isinstance(block, ToolUseBlock)]
+    if has_text or not calls:
+        chat["content"] = text
+    if calls:
+        chat["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": json.dumps(call.input)}}
+            for call in calls
+        ]
+    thoughts = "\n".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
+    if thoughts:
+        chat["reasoning"] = thoughts
+    return [chat]
+
+
+def _blocks(content: str | Sequence[Mapping[str, Any]], where: str, role: str) -> list[Any]:
+    if isinstance(content, str):
+        return [TextBlock(type="text", text=content)]
+    known, blocks = BLOCKS[role], []
+    for place, block in enumerate(content):
+        kind = block.get("type")
+        model = known.get(kind) if isinstance(kind, str) else None
+        if model is None:
+            raise bad_request(
+                f"{where}[{place}].type is {kind!r:.80}; this server takes text only: {', '.join(known)} in a message of the {role}",
+                param=f"{where}[{place}].type",
+            )
+        blocks.append(parse(model, block, f"{where}[{place}]"))
+    return blocks
+
+
+def _text(content: str | Sequence[Mapping[str, Any]], where: str) -> str:
+    return "".join(block.text for block in _blocks(content, where, "system"))
+
+
+def _result_text(block: ToolResultBlock, where: str) -> str:
+    text = _text(block.content or "", where)
+    return f"Error: {text}" if block.is_error else text  # chat templates have no other place for it
+
+
+def _as_function(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if given.get("type") not in (None, "custom"):
+        raise bad_request(
+            f"{where}.type is {given['type']!r:.80}; tools that the server runs itself are not supported, only custom",
+            param=f"{where}.type",
+        )
+    tool = parse(Tool, given, where)
+    function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
+    if tool.description is not None:
+        function["description"] = tool.description
+    if tool.strict is not None:
+        function["strict"] = tool.strict
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: ToolChoice) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if choice.type == "tool":
+        if not choice.name:
+            raise bad_request("tool_choice.name is missing; tool_choice of type tool names one", param="tool_choice.name")
+        fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+    else:
+        fields["tool_choice"] = {"auto": "auto", "any": "required", "none": "none"}[choice.type]
+    if choice.disable_parallel_tool_use is not None:
+        fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    return fields

@@ -1,0 +1,36 @@
+"""The OpenAPI document: bodies are read by hand (`server/body.py`), so their schemas are put in here."""
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+
+from jaxllm import __version__
+
+_MODELS: dict[str, type[BaseModel]] = {}
+_REF = "#/components/schemas/{model}"
+
+
+def json_body(model: type[BaseModel]) -> dict[str, Any]:
+    """`openapi_extra` of a route whose body is this model."""
+    _MODELS[model.__name__] = model
+    schema = {"$ref": _REF.format(model=model.__name__)}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def install_openapi(app: FastAPI) -> None:
+    """Let the application describe itself with the bodies of all its routes."""
+
+    def document() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            found = get_openapi(title="jaxllm", version=__version__, routes=app.routes)
+            schemas = found.setdefault("components", {}).setdefault("schemas", {})
+            for name, model in _MODELS.items():
+                schema = model.model_json_schema(ref_template=_REF)
+                schemas.update(schema.pop("$defs", {}))
+                schemas[name] = schema
+            app.openapi_schema = found
+        return app.openapi_schema
+
+    app.openapi = document  # type: ignore[method-assign]

@@ -1,0 +1,268 @@
+"""Every option of the server, once: the command line, its help, the YAML file and the environment are generated from these fields.
+
+Knows nothing of FastAPI or JAX. Names are those of `vllm serve` where it has the same option.
+"""
+
+import dataclasses
+import json
+import os
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from jaxllm.config import Flag, flags, type_matches, unknown_name
+from jaxllm.errors import ConfigError
+
+API_KEY_VARIABLE = "JAXLLM_API_KEY"
+ADMIN_KEY_VARIABLE = "JAXLLM_ADMIN_API_KEY"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkOptions:
+    """Network"""
+
+    host: Annotated[str | None, "address to listen on; default: all of this machine's"] = None
+    port: Annotated[int, "port to listen on; 0: any free one"] = 8000
+    grpc_port: Annotated[int | None, "port of the gRPC service beside HTTP; 0: any free one; default: no gRPC"] = None
+    uds: Annotated[str | None, "path of a Unix socket to listen on instead"] = None
+    root_path: Annotated[str, "path under which a proxy serves this server"] = ""
+    ssl_keyfile: Annotated[str | None, "file of the TLS key"] = None
+    ssl_certfile: Annotated[str | None, "file of the TLS certificate"] = None
+    ssl_ca_certs: Annotated[str | None, "file of the certificates that clients' are checked against"] = None
+    ssl_cert_reqs: Annotated[int, "client certificates: 0 none, 1 optional, 2 required"] = int(ssl.CERT_NONE)
+    ssl_ciphers: Annotated[str | None, "TLS ciphers in OpenSSL's format; default: Python's"] = None
+    timeout_keep_alive: Annotated[int, "seconds that an idle connection is kept open"] = 5
+    max_connections: Annotated[int, "most open connections; more are answered with 503"] = 10_000
+    api_server_count: Annotated[int, "processes that speak HTTP"] = 1
+    shutdown_timeout: Annotated[float, "seconds that running requests get to end after SIGTERM"] = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccessOptions:
+    """Access"""
+
+    api_key: Annotated[
+        list[str] | None,
+        f"key that clients must send as a Bearer token; may be given several times; default: ${API_KEY_VARIABLE} "
+        "(several with commas)",
+    ] = None
+    admin_api_key: Annotated[
+        str | None, f"key for the endpoints of operators; default: ${ADMIN_KEY_VARIABLE}, else those of --api-key"
+    ] = None
+    enable_dev_endpoints: Annotated[
+        bool, "offer reset_prefix_cache, sleep, wake_up, is_sleeping, server_info, start_profile and stop_profile"
+    ] = False
+    public_metrics: Annotated[bool, "answer /metrics without a key"] = False
+    allowed_origins: Annotated[list[str] | None, "origin whose pages may call this server (CORS); '*': any; default: none"] = (
+        None
+    )
+    allowed_methods: Annotated[list[str] | None, "method that such a page may use; default: any"] = None
+    allowed_headers: Annotated[list[str] | None, "header that such a page may send; default: any"] = None
+    allow_credentials: Annotated[bool, "let such a page send cookies"] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LimitOptions:
+    """Limits"""
+
+    max_request_body_bytes: Annotated[int, "largest body of a request"] = 32 << 20
+    request_read_timeout: Annotated[float, "seconds in which the headers, and then the body, of a request must arrive"] = 30.0
+    request_timeout: Annotated[
+        float, "seconds after which a request ends with 408; a request may ask for less with `timeout`; 0: no limit"
+    ] = 0.0
+    max_n: Annotated[int, "most answers to one prompt"] = 128
+    max_prompts_per_request: Annotated[int, "most prompts in one request"] = 1024
+    max_sequences_per_request: Annotated[int, "most answers in one request, all prompts together"] = 4096
+    max_stop_strings: Annotated[int, "most stop strings of a request"] = 4
+    max_stored_responses: Annotated[
+        int,
+        "responses of /v1/responses kept for previous_response_id and retrieval; 0: none (as with several --api-server-count)",
+    ] = 1000
+    max_stored_response_bytes: Annotated[int, "memory that they may take, as JSON; the least recently used go first"] = 64 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    """Chat"""
+
+    response_role: Annotated[str, "role of the answers"] = "assistant"
+    chat_template_content_format: Annotated[
+        Literal["auto", "string", "openai"],
+        "whether the chat template takes a message's content as a string or a list of parts; auto: as the template looks",
+    ] = "auto"
+    default_chat_template_kwargs: Annotated[
+        dict[str, Any] | None, "JSON object of values for the chat template's variables; a request's own values win"
+    ] = None
+    trust_request_chat_template: Annotated[bool, "let requests bring their own chat_template"] = False
+    chat_template_timeout: Annotated[float, "seconds that rendering a conversation may take"] = 5.0
+    chat_template_memory_bytes: Annotated[int, "memory that rendering a conversation may take"] = 1 << 30
+    enable_auto_tool_choice: Annotated[bool, "let the model decide to call tools (tool_choice auto)"] = True
+    tool_call_parser: Annotated[
+        str | None, "how the model writes tool calls; default: as its chat template shows; none: tools are refused"
+    ] = None
+    reasoning_parser: Annotated[str | None, "how the model marks reasoning; default: as its chat template shows; none: not"] = (
+        None
+    )
+    exclude_tools_when_tool_choice_none: Annotated[bool, "leave tools out of the prompt when tool_choice is none"] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplyOptions:
+    """Replies"""
+
+    served_model_name: Annotated[
+        list[str] | None, "name of the model for clients; may be given several times, the first is used in replies"
+    ] = None
+    return_tokens_as_token_ids: Annotated[bool, "write the tokens of logprobs as 'token_id:N'"] = False
+    enable_prompt_tokens_details: Annotated[bool, "tell in usage how many prompt tokens came from the cache"] = False
+    enable_force_include_usage: Annotated[bool, "tell usage in every stream"] = False
+    enable_per_request_metrics: Annotated[bool, "tell times in every reply; a request may ask with include_timings"] = False
+    enable_request_id_headers: Annotated[bool, "send x-request-id"] = True
+    fingerprint_mode: Annotated[
+        Literal["full", "hash", "none"], "system_fingerprint: version and model's configuration, only a hash of them, or none"
+    ] = "full"
+    sse_keep_alive_interval: Annotated[float, "seconds of silence after which a stream gets a comment; 0: never"] = 0.0
+    disable_fastapi_docs: Annotated[bool, "do not serve /docs and /openapi.json"] = False
+    web: Annotated[bool, "serve the web page at /"] = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingOptions:
+    """Server log"""
+
+    log_format: Annotated[Literal["text", "json"], "lines for people or JSON objects"] = "text"
+    uvicorn_log_level: Annotated[Literal["critical", "error", "warning", "info", "debug"], "of the HTTP library"] = "warning"
+    disable_uvicorn_access_log: Annotated[bool, "log no line for each HTTP request"] = False
+    disable_access_log_for_endpoints: Annotated[
+        list[str] | None, "path without such lines; may be given several times; default: probes and /metrics"
+    ] = None
+    enable_log_requests: Annotated[bool, "log each request's parameters; its text only at debug level"] = False
+    max_log_len: Annotated[int | None, "most characters or token ids of a prompt in the log; default: all"] = None
+    enable_server_load_tracking: Annotated[bool, "count running requests for /load"] = True
+
+
+_GROUPS: dict[str, Any] = {
+    "network": NetworkOptions,
+    "access": AccessOptions,
+    "limits": LimitOptions,
+    "chat": ChatOptions,
+    "replies": ReplyOptions,
+    "logging": LoggingOptions,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """All options, by group. `ServerOptions.from_options(port=0, …)` takes them flat."""
+
+    network: NetworkOptions = field(default_factory=NetworkOptions)
+    access: AccessOptions = field(default_factory=AccessOptions)
+    limits: LimitOptions = field(default_factory=LimitOptions)
+    chat: ChatOptions = field(default_factory=ChatOptions)
+    replies: ReplyOptions = field(default_factory=ReplyOptions)
+    logging: LoggingOptions = field(default_factory=LoggingOptions)
+
+    @classmethod
+    def from_options(cls, **options: Any) -> "ServerOptions":
+        """Sort flat options into their groups; keys that are not given come from the environment. Raises ConfigError."""
+        owner = {f.name: group for group, kind in _GROUPS.items() for f in dataclasses.fields(kind)}
+        values: dict[str, dict[str, Any]] = {group: {} for group in _GROUPS}
+        for name, value in options.items():
+            if name not in owner:
+                raise ConfigError(unknown_name("server option", name, owner))
+            values[owner[name]][name] = value
+        access = values["access"]
+        if access.get("api_key") is None and (keys := os.environ.get(API_KEY_VARIABLE)):
+            access["api_key"] = [key.strip() for key in keys.split(",") if key.strip()]
+        if access.get("admin_api_key") is None:
+            access["admin_api_key"] = os.environ.get(ADMIN_KEY_VARIABLE) or None
+        for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
+            if access.get(name) is not None:
+                access[name] = _flattened(access[name])
+        found = cls(**{group: kind(**values[group]) for group, kind in _GROUPS.items()})
+        if faults := [*_type_faults(found), *_range_faults(found)]:
+            raise ConfigError("; ".join(faults))
+        return found
+
+    def flat(self) -> dict[str, Any]:
+        """Every option by its flat name."""
+        return {
+            f.name: getattr(getattr(self, group.name), f.name)
+            for group in dataclasses.fields(self)
+            for f in dataclasses.fields(getattr(self, group.name))
+        }
+
+
+def server_flags() -> list[Flag]:
+    """Every option of the server as the command line, the YAML file and the environment see it."""
+    return flags(*_GROUPS.values())
+
+
+def _flattened(values: list[str]) -> list[str]:
+    """Texts one by one; a text may itself be a JSON list, as `vllm serve` has it."""
+    found: list[str] = []
+    for value in values:
+        if value.startswith("["):
+            try:
+                found += [str(item) for item in json.loads(value)]
+                continue
+            except ValueError:
+                raise ConfigError(f"{value!r} is neither a text nor a JSON list of texts") from None
+        found.append(value)
+    return found
+
+
+def _type_faults(options: ServerOptions) -> list[str]:
+    flat = options.flat()
+    return [
+        f"{flag.name} is {flat[flag.name]!r}, must be {str(getattr(flag.type, '__name__', flag.type)).replace('typing.', '')}"
+        for flag in server_flags()
+        if not type_matches(flat[flag.name], flag.type)
+    ]
+
+
+def _range_faults(options: ServerOptions) -> list[str]:
+    def at_least(low: float) -> tuple[Callable[[Any], bool], str]:
+        return (lambda value: value >= low), f"at least {low}"
+
+    above_zero: tuple[Callable[[Any], bool], str] = (lambda value: value > 0), "above 0"
+    rules: dict[str, tuple[Callable[[Any], bool], str]] = {
+        "port": (lambda value: 0 <= value <= 65535, "0 to 65535"),
+        "grpc_port": (lambda value: 0 <= value <= 65535, "0 to 65535"),
+        "ssl_cert_reqs": (lambda value: value in (0, 1, 2), "0, 1 or 2"),
+        "timeout_keep_alive": at_least(1),
+        "max_connections": at_least(1),
+        "api_server_count": at_least(1),
+        "shutdown_timeout": at_least(0),
+        "max_request_body_bytes": at_least(1024),
+        "request_read_timeout": above_zero,
+        "request_timeout": at_least(0),
+        "max_n": at_least(1),
+        "max_prompts_per_request": at_least(1),
+        "max_sequences_per_request": at_least(1),
+        "max_stop_strings": at_least(1),
+        "max_stored_responses": at_least(0),
+        "max_stored_response_bytes": at_least(0),
+        "chat_template_timeout": above_zero,
+        "chat_template_memory_bytes": at_least(256 << 20),
+        "sse_keep_alive_interval": at_least(0),
+        "max_log_len": at_least(0),
+        "root_path": (lambda value: not value or (value.startswith("/") and not value.endswith("/")), "like /path"),
+        "response_role": (lambda value: bool(value), "a role such as assistant"),
+        "served_model_name": (lambda value: value and all(value), "texts that are not empty"),
+        "api_key": (lambda value: all(key.isascii() and key.isprintable() and key for key in value), "ASCII and not empty"),
+    }
+    faults = []
+    flat = options.flat()
+    for name, (holds, text) in rules.items():
+        value = flat[name]
+        try:
+            if value is not None and not holds(value):
+                shown = "given" if name == "api_key" else repr(value)
+                faults.append(f"{name} is {shown}, must be {text}")
+        except (TypeError, AttributeError):
+            continue  # its type is a fault already
+    if options.network.ssl_keyfile is not None and options.network.ssl_certfile is None:
+        faults.append("ssl_keyfile needs ssl_certfile beside it")
+    return faults

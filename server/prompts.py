@@ -1,0 +1,60 @@
+"""From a request's prompt to token ids within the context, without ever tokenizing much more than fits."""
+
+from collections.abc import Sequence
+
+from jaxllm.text.input_processor import encode_prompts
+from jaxllm.text.tokenizer import Tokenizer
+from server.errors import ApiError, bad_request
+
+PROBE_CHARACTERS = 1 << 18
+
+
+def too_long(num_tokens: int, max_model_len: int, *, at_least: bool = False, param: str = "prompt") -> ApiError:
+    """The error for a prompt that leaves no room for an answer."""
+    return bad_request(
+        f"the prompt has {'at least ' * at_least}{num_tokens} tokens; this model's maximum context length is {max_model_len} tokens, "
+        "with at least 1 for the answer; shorten it",
+        param,
+        "context_length_exceeded",
+    )
+
+
+def check_length(num_tokens: int, max_model_len: int, param: str = "prompt") -> None:
+    """Raise ApiError for a prompt that leaves no room."""
+    if num_tokens >= max_model_len:
+        raise too_long(num_tokens, max_model_len, param=param)
+
+
+def check_text_length(tokenizer: Tokenizer, text: str, max_model_len: int, param: str = "prompt") -> None:
+    """Raise ApiError for a text that is far too long, having tokenized only as much of it as shows that."""
+    if len(text) <= max(PROBE_CHARACTERS, 8 * max_model_len):
+        return
+    num_tokens = 0
+    for start in range(0, len(text), PROBE_CHARACTERS):
+        # A cut can only split a token in two.
+        num_tokens += len(tokenizer.encode(text[start : start + PROBE_CHARACTERS], add_special_tokens=False)) - 1
+        if num_tokens >= max_model_len:
+            raise too_long(num_tokens, max_model_len, at_least=True, param=param)
+
+
+def encode_prompt(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    """The ids of a plain prompt."""
+    if add_special_tokens:
+        return encode_prompts(tokenizer, [text])[0]
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def truncated(ids: Sequence[int], length: int | None, side: str | None, max_model_len: int) -> list[int]:
+    """At most `length` ids (-1: as many as fit), of which the last are kept unless the side to cut is "right"."""
+    if length is None:
+        return list(ids)
+    if length < -1 or length == 0:
+        raise bad_request(
+            f"truncate_prompt_tokens is {length}, must be at least 1, or -1 for as many as fit", "truncate_prompt_tokens"
+        )
+    keep = max_model_len - 1 if length == -1 else length
+    if keep >= max_model_len:
+        raise bad_request(
+            f"truncate_prompt_tokens is {length}, must be below the model's {max_model_len}", "truncate_prompt_tokens"
+        )
+    return list(ids[:keep] if side == "right" else ids[-keep:])

@@ -1,0 +1,133 @@
+"""Bodies of Anthropic's Messages API, as far as one engine of text can serve them."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from server.protocol.common import RequestModel
+from server.protocol.passed_on import NOT_IN_OTHER_APIS, PassedOn
+
+
+class TextBlock(RequestModel):
+    """Words."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ToolUseBlock(RequestModel):
+    """A call that the assistant made."""
+
+    type: Literal["tool_use"]
+    id: str = Field(min_length=1)
+    name: str = Field(min_length=1)
+    input: dict[str, Any]
+
+
+class ToolResultBlock(RequestModel):
+    """What a call returned."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str = Field(min_length=1)
+    content: str | list[dict[str, Any]] | None = None
+    is_error: bool | None = None
+
+
+class ThinkingBlock(RequestModel):
+    """What the assistant thought."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+class InputMessage(RequestModel):
+    """A turn."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[dict[str, Any]]
+
+
+class Tool(RequestModel):
+    """A function that the model may call."""
+
+    type: Literal["custom"] | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+
+
+class ToolChoice(RequestModel):
+    """Whether and which tools are called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(RequestModel):
+    """Whether the model thinks before it answers.
+
+    `budget_tokens` is checked as Anthropic does, and is a hint: nothing cuts the thinking short at it.
+    """
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(default=None, ge=1024)
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputFormat(RequestModel):
+    """JSON of a schema."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(RequestModel):
+    """Effort and shape of the answer."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class Prompt(PassedOn):
+    """What of a request becomes the prompt: all that counting tokens needs."""
+
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        **NOT_IN_OTHER_APIS,
+        "container": "tools that you run yourself",
+        "mcp_servers": "tools that you run yourself",
+        "context_management": "shorter messages",
+        "response_format": "output_config.format",
+        "output_format": "output_config.format",
+        "stop": "stop_sequences",
+        "max_completion_tokens": "max_tokens",
+        "reasoning_effort": "output_config.effort",
+    }
+
+    model: str | None = None
+    messages: list[InputMessage] = Field(min_length=1)
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+
+class CountTokensRequest(Prompt):
+    """POST /v1/messages/count_tokens."""
+
+
+class MessagesRequest(Prompt):
+    """POST /v1/messages."""
+
+    max_tokens: int = Field(ge=1)
+    metadata: dict[str, Any] | None = None
+    """Accepted as OpenAI's `user` is: it changes nothing."""
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = Field(default=None, ge=0, le=1)
+    top_p: float | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None

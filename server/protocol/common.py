@@ -1,0 +1,175 @@
+"""What the bodies of all generating requests have in common: strict types, finite numbers, sampling fields, refused fields."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from server.errors import bad_request
+
+Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+ShortText = Annotated[str, Field(max_length=512)]
+"""Labels that clients put on requests and that nothing here reads."""
+CacheSalt = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^@/\\\x00]+$")]
+RequestId = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9._:@-]+$")]
+
+REMOVED = {
+    "guided_json": "structured_outputs {'json': …} or response_format",
+    "guided_regex": "structured_outputs {'regex': …}",
+    "guided_choice": "structured_outputs {'choice': …}",
+    "guided_grammar": "structured_outputs {'grammar': …}",
+    "guided_json_object": "response_format {'type': 'json_object'}",
+    "guided_decoding_backend": "structured_outputs; there is one backend",
+    "guided_whitespace_pattern": "structured_outputs with whitespace_pattern",
+}
+UNSUPPORTED = {
+    "suffix": "a prompt in the model's own fill-in-the-middle format",
+    "prompt_embeds": "text or token ids",
+    "watermarking": "nothing: outputs carry no watermark",
+    "thinking_token_budget": "max_tokens",
+    "media_io_kwargs": "text only: this server takes no media",
+    "mm_processor_kwargs": "text only: this server takes no media",
+    "mm_payload": "text only: this server takes no media",
+    "return_mm_kwargs": "text only: this server takes no media",
+    "audio": "text only: this server takes no media",
+    "kv_transfer_params": "nothing: this server moves no KV cache",
+    "ec_transfer_params": "nothing: this server moves no caches",
+    "session_id": "cache_salt or nothing: prompts share the prefix cache without it",
+    "return_token_offsets": "logprobs with text_offset",
+    "return_prompt_text": "echo",
+    "return_weight_versions": "nothing: weights do not change",
+    "routed_experts_prompt_start": "nothing: experts are not reported",
+    "logits_processors": "extra_args with the processors of the server",
+    "logits_processor_pattern": "extra_args with the processors of the server",
+    "functions": "tools",
+    "function_call": "tool_choice",
+    "web_search_options": "tools",
+    "adapter_id": "model",
+    "lora_request": "model",
+}
+_NOTHING: tuple[Any, ...] = (False, "", [], {})
+
+
+class RequestModel(BaseModel):
+    """A body: strict types, no NaN or infinity; unknown fields are ignored, known ones that cannot be honoured are refused."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore", populate_by_name=True)
+
+    REFUSED: ClassVar[Mapping[str, str]] = {**REMOVED, **UNSUPPORTED}
+    """Fields with what to use instead."""
+
+    @classmethod
+    def refuse_unsupported(cls, body: Mapping[str, Any]) -> None:
+        """Raise ApiError for the first field that is set and cannot be honoured."""
+        for name in body:
+            if name not in cls.REFUSED or name in cls.model_fields or body[name] is None:
+                continue
+            if name in REMOVED or body[name] not in _NOTHING:
+                verb = "was removed" if name in REMOVED else "is not supported"
+                raise bad_request(f"{name} {verb}; use {cls.REFUSED[name]}", name, "unsupported_parameter")
+
+
+class StreamOptions(RequestModel):
+    """What a stream tells beside the text."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class RepetitionDetection(RequestModel):
+    """When an output that repeats itself is ended."""
+
+    max_pattern_size: int
+    min_count: int
+    min_pattern_size: int = 1
+
+
+class StructuredOutputs(RequestModel):
+    """A constraint of the output; exactly one of the first six."""
+
+    json_schema: Any = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: Any = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+
+
+class JsonSchema(RequestModel):
+    """The schema of a response_format."""
+
+    name: str = "response"
+    description: str | None = None
+    schema_: Any = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(RequestModel):
+    """What the answer must look like."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchema | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+    format: dict[str, Any] | None = None
+
+
+class SamplingFields(RequestModel):
+    """The fields that say how tokens are chosen and what is reported of them. Ranges are checked by SamplingParams."""
+
+    model: str | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: Int64 | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int | None = None
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
+    repetition_detection: RepetitionDetection | None = None
+    structured_outputs: StructuredOutputs | None = None
+    response_format: ResponseFormat | None = None
+    extra_args: dict[str, list[float]] | None = None
+    vllm_xargs: dict[str, list[float]] | None = None
+
+    use_beam_search: bool = False
+    length_penalty: float | None = None
+    best_of: int | None = None
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stream_interval: int | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    include_timings: bool = False
+
+    priority: Int64 = 0
+    request_id: RequestId | None = None
+    cache_salt: CacheSalt | None = None
+    timeout: Annotated[float, Field(gt=0)] | None = None
+
+    user: ShortText | None = None
+    metadata: dict[Annotated[str, Field(max_length=64)], ShortText] | None = None
+    store: bool | None = None
+    service_tier: ShortText | None = None
+    safety_identifier: ShortText | None = None
+    prompt_cache_key: ShortText | None = None
+    prompt_cache_retention: ShortText | None = None

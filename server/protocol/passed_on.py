@@ -1,0 +1,70 @@
+"""The fields beyond their own that the Responses and the Messages API take, and hand to the chat service as they are."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import create_model
+
+from server.protocol.chat import ChatCompletionRequest
+from server.protocol.common import RequestModel
+
+NAMES = (
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "min_tokens",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "repetition_detection",
+    "structured_outputs",
+    "extra_args",
+    "vllm_xargs",
+    "truncate_prompt_tokens",
+    "truncation_side",
+    "chat_template",
+    "chat_template_kwargs",
+    "documents",
+    "priority",
+    "request_id",
+    "cache_salt",
+    "timeout",
+)
+"""They mean what they mean in a chat request, which checks them."""
+
+NOT_IN_OTHER_APIS: Mapping[str, str] = {
+    **RequestModel.REFUSED,
+    "n": "several requests",
+    "best_of": "several requests",
+    "use_beam_search": "/v1/chat/completions",
+    "length_penalty": "/v1/chat/completions",
+    "prompt_logprobs": "/v1/chat/completions",
+    "logprob_token_ids": "/v1/chat/completions",
+    "echo": "/v1/chat/completions",
+    "continue_final_message": "/v1/chat/completions",
+    "return_token_ids": "/v1/chat/completions",
+    "return_tokens_as_token_ids": "/v1/chat/completions",
+    "stream_interval": "/v1/chat/completions",
+    "include_timings": "/v1/chat/completions",
+}
+"""Fields of the chat API that the replies of the others have no place for, and what to use instead."""
+
+_FIELDS: dict[str, Any] = {
+    name: (ChatCompletionRequest.model_fields[name].annotation, ChatCompletionRequest.model_fields[name]) for name in NAMES
+}
+
+
+class PassedOn(create_model("PassedOnFields", __base__=RequestModel, **_FIELDS)):  # type: ignore[misc]
+    """A request that has these fields."""
+
+    def passed_on(self) -> dict[str, Any]:
+        """Those that the client set, for a chat request."""
+        return self.model_dump(include=set(NAMES), by_alias=True, exclude_unset=True)

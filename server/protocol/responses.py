@@ -1,0 +1,141 @@
+"""Bodies of the Responses API, as far as one engine of text can serve them."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from server.protocol.common import RequestModel
+from server.protocol.passed_on import NOT_IN_OTHER_APIS, PassedOn
+
+MAX_METADATA = 16
+"""Pairs; keys have at most 64 characters and values 512, as OpenAI has it."""
+
+
+class JsonSchemaFormat(RequestModel):
+    """`text.format` that asks for JSON of a schema."""
+
+    type: Literal["json_schema"]
+    name: str
+    schema_: dict[str, Any] | bool = Field(alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextFormat(RequestModel):
+    """`text.format` without a schema."""
+
+    type: Literal["text", "json_object"]
+
+
+class TextConfig(RequestModel):
+    """`text`."""
+
+    format: JsonSchemaFormat | TextFormat | None = Field(default=None, discriminator="type")
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class Reasoning(RequestModel):
+    """`reasoning`."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class StreamOptions(RequestModel):
+    """`stream_options`."""
+
+    include_obfuscation: bool | None = None
+
+
+class FunctionTool(RequestModel):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Message(RequestModel):
+    """An input item: words of somebody."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[dict[str, Any]]
+
+
+class FunctionCall(RequestModel):
+    """An input item: a call that the model made."""
+
+    type: Literal["function_call"]
+    call_id: str = Field(min_length=1)
+    name: str = Field(min_length=1)
+    arguments: str
+
+
+class FunctionCallOutput(RequestModel):
+    """An input item: what a call returned."""
+
+    type: Literal["function_call_output"]
+    call_id: str = Field(min_length=1)
+    output: str | list[dict[str, Any]]
+
+
+class ReasoningItem(RequestModel):
+    """An input item: what the model thought."""
+
+    type: Literal["reasoning"]
+    content: list[dict[str, Any]] | None = None
+    summary: list[dict[str, Any]] = []
+
+
+class ResponsesRequest(PassedOn):
+    """POST /v1/responses."""
+
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        **NOT_IN_OTHER_APIS,
+        "prompt": "instructions and input; stored prompts are OpenAI's",
+        "conversation": "previous_response_id; conversations are OpenAI's",
+        "context_management": "truncation 'auto'",
+        "background_options": "background alone, which begins at once",
+        "moderation": "nothing: nothing moderates here",
+        "image": "text only: this server takes no media",
+        "response_format": "text.format",
+        "max_tokens": "max_output_tokens",
+        "max_completion_tokens": "max_output_tokens",
+        "reasoning_effort": "reasoning.effort",
+        "messages": "input",
+        "logprobs": "top_logprobs, or include with message.output_text.logprobs",
+    }
+
+    model: str | None = None
+    input: str | list[Any]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    background: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    include: list[str] | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    max_tool_calls: int | None = Field(default=None, ge=1)
+    metadata: dict[str, str] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    include_reasoning: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    text: TextConfig | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    stop: str | list[str] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    service_tier: str | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None

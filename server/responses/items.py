@@ -1,0 +1,116 @@
+"""Input and output items of responses, as messages of a chat."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from server.errors import bad_request
+from server.protocol.common import RequestModel
+from server.protocol.nested import parse
+from server.protocol.responses import FunctionCall, FunctionCallOutput, Message, ReasoningItem
+
+MODELS: dict[str, type[RequestModel]] = {
+    "message": Message,
+    "function_call": FunctionCall,
+    "function_call_output": FunctionCallOutput,
+    "reasoning": ReasoningItem,
+}
+TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+"""Parts that hold text, and the field that does."""
+
+
+def as_items(given: str | Sequence[Any]) -> list[dict[str, Any]]:
+    """The `input` of a request as checked items. Raises ApiError that names the item."""
+    if isinstance(given, str):
+        return [{"type": "message", "role": "user", "content": given}]
+    return [_checked(item, f"input[{place}]") for place, item in enumerate(given)]
+
+
+def _checked(item: Any, where: str) -> dict[str, Any]:
+    if not isinstance(item, Mapping):
+        raise bad_request(f'{where} is no object; give items such as {{"role": "user", "content": "…"}}', param=where)
+    kind = item.get("type", "message")
+    model = MODELS.get(kind) if isinstance(kind, str) else None
+    if model is None:
+        raise bad_request(f"{where}.type is {kind!r:.80}, supported are {', '.join(MODELS)}", param=f"{where}.type")
+    checked = parse(model, item, where)
+    for field in ("content", "output", "summary"):
+        _check_parts(getattr(checked, field, None), f"{where}.{field}")
+    return {"type": kind, **checked.model_dump(exclude_none=True)}
+
+
+def _check_parts(parts: Any, where: str) -> None:
+    if isinstance(parts, list):
+        for place, part in enumerate(parts):
+            _text_of_part(part, f"{where}[{place}]")
+
+
+def _text_of_part(part: Mapping[str, Any], where: str = "") -> str:
+    kind = part.get("type")
+    if kind in ("reasoning_text", "summary_text"):
+        field = "text"
+    elif isinstance(kind, str) and kind in TEXT_PARTS:
+        field = TEXT_PARTS[kind]
+    else:
+        raise bad_request(
+            f"{where}.type is {kind!r:.80}, supported are {', '.join(TEXT_PARTS)}: this model takes text only",
+            param=f"{where}.type",
+        )
+    if not isinstance(part.get(field), str):
+        raise bad_request(f"{where}.{field} must be a string", param=f"{where}.{field}")
+    return part[field]
+
+
+def text_of(content: str | Sequence[Mapping[str, Any]] | None) -> str:
+    """The text of content whose parts were checked."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(_text_of_part(part) for part in content)
+
+
+def as_messages(items: Sequence[Mapping[str, Any]], instructions: str | None = None) -> list[dict[str, Any]]:
+    """A chat's messages: what the assistant thought, said and called in a row becomes one message.
+
+    Instructions join a system message that the items begin with, because most templates take only one.
+    """
+    messages: list[dict[str, Any]] = []
+    if instructions is not None:
+        messages.append({"role": "system", "content": instructions})
+    for item in items:
+        _ADD[item["type"]](messages, item)
+    if instructions is not None and len(messages) > 1 and messages[1]["role"] in ("system", "developer"):
+        messages[0:2] = [{"role": "system", "content": f"{instructions}\n\n{messages[1]['content']}"}]
+    return messages
+
+
+def _add_message(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
+    text = text_of(item["content"])
+    if item["role"] != "assistant":
+        messages.append({"role": item["role"], "content": text})
+        return
+    _assistant(messages, without=("content", "tool_calls"))["content"] = text
+
+
+def _add_call(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
+    function = {"name": item["name"], "arguments": item["arguments"]}
+    call = {"id": item["call_id"], "type": "function", "function": function}
+    _assistant(messages, without=()).setdefault("tool_calls", []).append(call)
+
+
+def _add_output(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
+    messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": text_of(item["output"])})
+
+
+def _add_reasoning(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
+    text = text_of(item.get("content")) or text_of(item.get("summary"))
+    if text:
+        _assistant(messages, without=("reasoning", "content", "tool_calls"))["reasoning"] = text
+
+
+def _assistant(messages: list[dict[str, Any]], *, without: Sequence[str]) -> dict[str, Any]:
+    """The assistant's message that is last, or a new one if another is last or it already has one of these."""
+    if not messages or messages[-1]["role"] != "assistant" or any(name in messages[-1] for name in without):
+        messages.append({"role": "assistant"})
+    return messages[-1]
+
+
+_ADD = {"message": _add_message, "function_call": _add_call, "function_call_output": _add_output, "reasoning": _add_reasoning}

@@ -1,0 +1,406 @@
+"""Runs of the Responses API: prepared, streamed as events, in the background if asked for, and kept in the store."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from jaxllm.errors import InvalidRequestError
+from jaxllm.log import logger
+from server.chat_service import ChatDelta, PreparedChat
+from server.context import ServerContext
+from server.converted import conversation_of, renamed_params
+from server.deadline import Deadline
+from server.early_errors import after_early_errors
+from server.errors import ApiError, as_api_error, bad_request
+from server.logprobs import LogprobWriter
+from server.named_events import named_event
+from server.protocol.responses import ResponsesRequest
+from server.responses.items import as_items
+from server.responses.output import Event, ResponseWriter, new_id, usage_object
+from server.responses.store import ResponseStore, StoredResponse
+from server.responses.to_chat import chat_fields, check
+
+RENAMED = {
+    "messages": "input",
+    "prompt": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text",
+    "reasoning_effort": "reasoning",
+    "logprobs": "top_logprobs",
+}
+MAX_BACKGROUND_RUNS = 1024
+"""At once; the engine's own queue may be shorter."""
+
+
+@dataclass
+class Run:
+    """One response that is being made."""
+
+    owner: str
+    request: ResponsesRequest
+    input_items: list[dict[str, Any]]
+    chat: PreparedChat
+    writer: ResponseWriter
+    limit: Deadline
+    logprobs: LogprobWriter | None
+    """None: not asked for."""
+    waiting_logprobs: list[dict[str, Any]] = field(default_factory=list)
+    """Of tokens whose text has not come yet."""
+
+    @property
+    def response(self) -> dict[str, Any]:
+        """The response so far."""
+        return self.writer.response
+
+    def events_of(self, deltas: Sequence[ChatDelta]) -> list[Event]:
+        """The events that news from the model cause."""
+        events: list[Event] = []
+        for delta in deltas:
+            if delta.reasoning:
+                events += self.writer.reasoning(delta.reasoning)
+            elif self.logprobs is not None and delta.logprobs is not None and not delta.tool_calls:
+                self.waiting_logprobs += self.logprobs.chat(delta.token_ids, delta.logprobs, self.request.top_logprobs or 0)
+            if delta.content:
+                ready, self.waiting_logprobs = self.waiting_logprobs, []
+                events += self.writer.text(delta.content, ready)
+            for call in delta.tool_calls:
+                if call.id is not None:
+                    events += self.writer.call(call.index, call.id, call.name or "")
+                if call.arguments:
+                    events += self.writer.arguments(call.index, call.arguments)
+            if delta.finish_reason is not None:
+                cut = "max_output_tokens" if delta.finish_reason == "length" else None
+                events += self.writer.finish(usage=self._usage(), incomplete_reason=cut)
+        return events
+
+    def _usage(self) -> dict[str, Any]:
+        usage = self.chat.usage
+        return usage_object(usage.prompt_tokens, usage.cached_tokens or 0, usage.completion_tokens, usage.reasoning_tokens or 0)
+
+
+@dataclass
+class BackgroundRun:
+    """A run that goes on without its client."""
+
+    run: Run
+    task: "asyncio.Task[None] | None" = None
+    events: list[bytes] = field(default_factory=list)
+    """Everything so far, if the request asked for a stream."""
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set and replaced with each event."""
+    is_done: bool = False
+
+    def tell(self, events: Sequence[Event]) -> None:
+        """Keep events and wake who reads them."""
+        self.events += map(named_event, events)
+        self._wake()
+
+    def end(self) -> None:
+        """There will be no more events."""
+        self.is_done = True
+        self._wake()
+
+    def _wake(self) -> None:
+        self.news.set()
+        self.news = asyncio.Event()
+
+
+class ResponsesService:
+    """One per application."""
+
+    def __init__(self, context: ServerContext, store: ResponseStore):
+        self._context = context
+        self._store = store
+        self._background: dict[str, BackgroundRun] = {}
+
+    # Making
+
+    async def prepare(self, request: ResponsesRequest, owner: str, request_id: str, limit: Deadline) -> Run:
+        """Check everything of a request; what is wrong is found here. Raises ApiError or InvalidRequestError."""
+        check(request)
+        self._context.check_model(request.model)
+        self._check_store(request)
+        new_items = as_items(request.input)
+        items = [*self._history(request.previous_response_id, owner), *new_items]
+        async with limit:
+            with renamed_params(RENAMED):
+                chat = await self._prepared(request, items, request_id)
+        response = self._response_object(request, chat)
+        wants_logprobs = bool(request.top_logprobs) or "message.output_text.logprobs" in (request.include or ())
+        logprobs = LogprobWriter(self._context.engine.input_processor.tokenizer, as_ids=False) if wants_logprobs else None
+        return Run(owner, request, new_items, chat, ResponseWriter(response), limit, logprobs)
+
+    async def stream(self, run: Run) -> AsyncGenerator[list[Event], None]:
+        """The events of a run from its beginning to its end, and the response into the store. Closing it aborts the run.
+
+        A failure before the first event is raised (ApiError, EngineError or EngineDeadError), a later one is the last event.
+        """
+        has_begun = False
+        try:
+            async with contextlib.aclosing(after_early_errors(self._updates(run))) as updates:
+                async for deltas in updates:
+                    has_begun = True
+                    if events := run.writer.start() if deltas is None else run.events_of(deltas):
+                        yield events
+        except Exception as error:
+            if not has_begun:
+                if not run.request.background:
+                    raise
+                yield run.writer.start()
+            told = as_api_error(error)
+            if told.code == "internal_error":
+                logger.error("a response failed", exc_info=error)
+            yield run.writer.fail(str(told))
+        self._keep(run)
+
+    async def whole(self, run: Run) -> dict[str, Any]:
+        """The finished response. Raises ApiError, EngineError or EngineDeadError."""
+        async with contextlib.aclosing(self._updates(run)) as updates:
+            async for deltas in updates:
+                run.events_of(deltas)
+        self._keep(run)
+        return run.response
+
+    async def _updates(self, run: Run) -> AsyncGenerator[list[ChatDelta], None]:
+        with self._context.running():
+            async with contextlib.aclosing(run.limit.applied(self._context.chat.stream(run.chat))) as updates:
+                async for deltas in updates:
+                    yield deltas
+
+    # In the background
+
+    def start(self, run: Run) -> BackgroundRun:
+        """Let a run go on by itself. Raises ApiError if too many do."""
+        if len(self._background) >= MAX_BACKGROUND_RUNS:
+            raise ApiError(503, f"{MAX_BACKGROUND_RUNS} responses run in the background already; try later", code="overloaded")
+        background = BackgroundRun(run)
+        run.response["status"] = "queued"
+        self._background[run.response["id"]] = background
+        background.task = asyncio.create_task(self._run_in_background(background))
+        background.task.add_done_callback(lambda task: self._end(background, task))
+        return background
+
+    async def follow(self, background: BackgroundRun, after: int = -1) -> AsyncGenerator[bytes, None]:
+        """The events of a background run as they come, those up to number `after` left out. Closing it ends nothing."""
+        place = after + 1
+        while True:
+            news = background.news
+            if place < len(background.events):
+                yield b"".join(background.events[place:])
+                place = len(background.events)
+            elif background.is_done:
+                return
+            else:
+                await news.wait()
+
+    async def _run_in_background(self, background: BackgroundRun) -> None:
+        run = background.run
+        run.response["status"] = "in_progress"
+        async with contextlib.aclosing(self.stream(run)) as updates:
+            async for events in updates:
+                if run.request.stream:
+                    background.tell(events)
+
+    def _end(self, background: BackgroundRun, task: "asyncio.Task[None]") -> None:
+        """After the last event, or when it was cancelled, perhaps before it began."""
+        run = background.run
+        if task.cancelled():
+            run.writer.cancel()
+        elif task.exception() is not None:
+            logger.error("a response in the background failed", exc_info=task.exception())
+            run.writer.fail("the server failed on this request")
+        self._keep(run, background.events)
+        del self._background[run.response["id"]]
+        background.end()
+
+    async def close(self) -> None:
+        """Cancel everything in the background."""
+        for background in list(self._background.values()):
+            await self._cancelled(background)
+
+    # What was made
+
+    def retrieve(self, response_id: str, owner: str) -> dict[str, Any]:
+        """A response. Raises ApiError."""
+        background = self._running(response_id, owner)
+        return background.run.response if background is not None else self._stored(response_id, owner).response
+
+    def events(self, response_id: str, owner: str, after: int) -> AsyncGenerator[bytes, None]:
+        """The events of a response that was made with background and stream. Raises ApiError."""
+        background = self._running(response_id, owner)
+        if background is not None:
+            response, is_streamed = background.run.response, bool(background.run.request.stream)
+        else:
+            entry = self._stored(response_id, owner)
+            response, is_streamed = entry.response, bool(entry.events)
+            background = BackgroundRun(None, events=list(entry.events), is_done=True)  # type: ignore[arg-type]
+        if not is_streamed:
+            raise bad_request(
+                f"the response {response['id']} was not made with background and stream; it has no events", "stream"
+            )
+        return self.follow(background, after)
+
+    async def cancel(self, response_id: str, owner: str) -> dict[str, Any]:
+        """End a background run; one that has ended stays as it is. Raises ApiError."""
+        background = self._running(response_id, owner)
+        if background is not None:
+            await self._cancelled(background)
+            return background.run.response
+        response = self._stored(response_id, owner).response
+        if not response["background"]:
+            raise bad_request(
+                f"the response {response_id} was not made with background: true; close its connection to end it", "response_id"
+            )
+        return response
+
+    async def delete(self, response_id: str, owner: str) -> None:
+        """Forget a response, having ended it if it runs. Raises ApiError."""
+        background = self._running(response_id, owner)
+        if background is not None:
+            await self._cancelled(background)
+        elif self._store.get(response_id, owner) is None:
+            raise not_found(response_id)
+        self._store.delete(response_id, owner)
+
+    async def _cancelled(self, background: BackgroundRun) -> None:
+        assert background.task is not None
+        background.task.cancel()
+        await asyncio.wait([background.task])
+
+    def _running(self, response_id: str, owner: str) -> BackgroundRun | None:
+        background = self._background.get(response_id)
+        return background if background is not None and background.run.owner == owner else None
+
+    def _stored(self, response_id: str, owner: str) -> StoredResponse:
+        entry = self._store.get(response_id, owner)
+        if entry is None:
+            raise not_found(response_id)
+        return entry
+
+    def _keep(self, run: Run, events: list[bytes] | None = None) -> None:
+        if not run.response["store"]:
+            return
+        entry = StoredResponse(run.owner, run.response, run.input_items, events or [])
+        size = len(msgspec.json.encode([run.response, run.input_items])) + sum(map(len, entry.events))
+        if not self._store.put(entry, size):
+            logger.warning("a response of %d bytes is larger than the store of responses and is not kept", size)
+
+    # Preparing
+
+    def _check_store(self, request: ResponsesRequest) -> None:
+        if self._store.max_responses > 0:
+            if request.background and request.store is False:
+                raise bad_request("background needs store: true, because its response is fetched later", "background")
+            return
+        for name in ("store", "background", "previous_response_id"):
+            if getattr(request, name):
+                raise bad_request(
+                    f"{name} needs the store of responses, which this server has switched off (--max-stored-responses, and a single "
+                    "--api-server-count)",
+                    name,
+                )
+
+    def _history(self, previous_response_id: str | None, owner: str) -> list[dict[str, Any]]:
+        if previous_response_id is None:
+            return []
+        if self._running(previous_response_id, owner) is not None:
+            raise bad_request("the response of previous_response_id is still being made", "previous_response_id")
+        items = self._store.conversation(previous_response_id, owner)
+        if items is None:
+            raise bad_request(
+                f"the response {previous_response_id[:80]!r}, or one before it, is not stored (any more); send the whole conversation",
+                "previous_response_id",
+                "previous_response_not_found",
+            )
+        return items
+
+    async def _prepared(self, request: ResponsesRequest, items: list[dict[str, Any]], request_id: str) -> PreparedChat:
+        """The conversation for the engine; with truncation auto, without as few of its first turns as it takes to fit."""
+
+        async def attempt(kept: list[dict[str, Any]]) -> PreparedChat:
+            return await self._context.chat.prepare(conversation_of(chat_fields(request, kept), self._context, request_id))
+
+        try:
+            return await attempt(items)
+        except (ApiError, InvalidRequestError) as error:
+            if request.truncation != "auto" or not _is_too_long(error):
+                raise
+            shorter = truncations(items)
+            low, high, best, last = 0, len(shorter), None, error
+            while low < high:
+                middle = (low + high) // 2
+                try:
+                    best, high = await attempt(shorter[middle]), middle
+                except (ApiError, InvalidRequestError) as still:
+                    if not _is_too_long(still):
+                        raise
+                    last, low = still, middle + 1
+            if best is None:
+                raise last from None
+            return best
+
+    def _response_object(self, request: ResponsesRequest, chat: PreparedChat) -> dict[str, Any]:
+        """A response before its first token: what was asked, with the values that hold."""
+        params = chat.conversation.params
+        given = request.model_dump(exclude_unset=True, by_alias=True)
+        reasoning = given.get("reasoning") or {}
+        text_format = (given.get("text") or {}).get("format") or {"type": "text"}
+        return {
+            "id": new_id("resp"),
+            "object": "response",
+            "created_at": int(time.time()),
+            "completed_at": None,
+            "status": "in_progress",
+            "background": bool(request.background),
+            "error": None,
+            "incomplete_details": None,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "max_tool_calls": request.max_tool_calls,
+            "model": self._context.model_name,
+            "output": [],
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "previous_response_id": request.previous_response_id,
+            "prompt_cache_key": request.prompt_cache_key,
+            "reasoning": {"effort": reasoning.get("effort"), "summary": None},
+            "safety_identifier": request.safety_identifier,
+            "service_tier": "default",
+            "store": self._store.max_responses > 0 and request.store is not False,
+            "temperature": params.temperature,
+            "text": {"format": text_format, "verbosity": "medium"},
+            "tool_choice": given.get("tool_choice") or ("auto" if request.tools else "none"),
+            "tools": given.get("tools") or [],
+            "top_logprobs": request.top_logprobs or 0,
+            "top_p": params.top_p,
+            "presence_penalty": params.presence_penalty,
+            "frequency_penalty": params.frequency_penalty,
+            "truncation": request.truncation or "disabled",
+            "usage": None,
+            "user": request.user,
+            "metadata": request.metadata or {},
+        }
+
+
+def truncations(items: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The items without their first turn, without their first two, and so on. A turn begins with a user's message, so that no
+    result is parted from its call; system messages stay."""
+    turns = [place for place, item in enumerate(items) if item["type"] == "message" and item["role"] == "user"]
+    kept = [[item for item in items[:place] if item.get("role") in ("system", "developer")] + items[place:] for place in turns]
+    return [shorter for shorter in kept if len(shorter) < len(items)]
+
+
+def _is_too_long(error: Exception) -> bool:
+    return getattr(error, "code", None) == "context_length_exceeded"
+
+
+def not_found(response_id: str) -> ApiError:
+    """The error for an id that is unknown, forgotten or another's: which of them is not told."""
+    return ApiError(
+        404, f"there is no response {response_id[:80]!r} (any more)", param="response_id", code="response_not_found"
+    )

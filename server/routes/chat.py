@@ -1,0 +1,356 @@
+"""POST /v1/chat/completions."""
+
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.body import read_body
+from server.chat_service import ChatDelta, ChatService, Conversation, PreparedChat
+from server.context import ServerContext, context_of, request_id_of
+from server.deadline import deadline
+from server.errors import bad_request
+from server.logprobs import LogprobWriter
+from server.openapi import json_body
+from server.protocol.chat import ChatCompletionRequest, Message, NamedToolChoice
+from server.sampling import sampling_params
+from server.sse import DONE, EventStream, unless_disconnected
+from server.usage import timings
+
+router = APIRouter(tags=["OpenAI"])
+_json = msgspec.json.encode
+
+
+@router.post("/v1/chat/completions", openapi_extra=json_body(ChatCompletionRequest))
+async def create_chat_completion(request: Request) -> Response:
+    """Answer a conversation."""
+    context = context_of(request)
+    body = await read_body(request, ChatCompletionRequest)
+    context.check_model(body.model)
+    conversation = to_conversation(body, context, request_id_of(request, body.request_id))
+    seconds = context.time_limit(body.timeout)
+    async with deadline(seconds) as limit:
+        chat = await context.chat.prepare(conversation)
+    reply = ChatReply(body, chat, context)
+    if body.stream:
+        return EventStream(
+            limit.applied(reply.stream(context.chat)), keep_alive_seconds=context.options.replies.sse_keep_alive_interval
+        )
+    async with limit:
+        with context.running():
+            whole = await unless_disconnected(request.receive, reply.whole(context.chat))
+    return Response(_json(whole), media_type="application/json")
+
+
+def to_conversation(body: ChatCompletionRequest, context: ServerContext, request_id: str) -> Conversation:
+    """The body as the chat service takes it. Raises ApiError or InvalidRequestError."""
+    _check(body, context)
+    top = None
+    if body.logprobs:
+        top = 0 if body.top_logprobs is None else body.top_logprobs
+    max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    params = sampling_params(
+        body,
+        context.defaults,
+        context.options.limits,
+        max_tokens=context.default_max_tokens if max_tokens is None else max_tokens,
+        logprobs=top,
+    )
+    add_generation_prompt = body.add_generation_prompt
+    if add_generation_prompt is None:
+        add_generation_prompt = not body.continue_final_message
+    return Conversation(
+        messages=[to_message(message) for message in body.messages],
+        params=params,
+        request_id=f"chatcmpl-{request_id}",
+        tools=None if body.tools is None else [tool.model_dump(exclude_none=True) for tool in body.tools],
+        tool_choice=_tool_choice(body),
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        include_reasoning=body.include_reasoning,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        add_special_tokens=body.add_special_tokens,
+        documents=body.documents,
+        chat_template=body.chat_template,
+        chat_template_kwargs=_template_kwargs(body),
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+        truncation_side=body.truncation_side,
+        cache_salt=body.cache_salt,
+        priority=body.priority,
+    )
+
+
+def to_message(message: Message) -> dict[str, Any]:
+    """A message as templates read it. Raises ApiError."""
+    found: dict[str, Any] = {"role": message.role, "content": _content(message)}
+    if message.name is not None:
+        found["name"] = message.name
+    if message.tool_calls:
+        found["tool_calls"] = [call.model_dump(exclude_none=True) for call in message.tool_calls]
+    if message.role == "tool" and message.tool_call_id is None:
+        raise bad_request("messages has a tool message without tool_call_id", "messages")
+    if message.tool_call_id is not None:
+        found["tool_call_id"] = message.tool_call_id
+    reasoning = message.reasoning if message.reasoning is not None else message.reasoning_content
+    if reasoning is not None:
+        found["reasoning"] = found["reasoning_content"] = reasoning
+    return found
+
+
+def _content(message: Message) -> Any:
+    content = message.content
+    if content is None:
+        if message.role != "assistant":
+            raise bad_request(f"messages has a {message.role} message without content", "messages")
+        return message.refusal or ("" if not message.tool_calls else None)
+    if isinstance(content, str):
+        return content
+    parts = []
+    for part in content:
+        text: str | None
+        if isinstance(part, str):
+            text = part
+        elif part.type in ("text", "input_text", "output_text"):
+            text = part.text
+        elif part.type == "refusal":
+            text = part.refusal
+        elif part.type == "thinking":
+            text = part.thinking
+        else:
+            raise bad_request(f"messages has a part of type {part.type[:40]!r}; only text parts are supported", "messages")
+        if text is None:
+            raise bad_request("messages has a text part without text", "messages")
+        parts.append({"type": "text", "text": text})
+    return parts
+
+
+def _check(body: ChatCompletionRequest, context: ServerContext) -> None:
+    for name, only in ChatCompletionRequest.HARMLESS.items():
+        if getattr(body, name) not in (None, only):
+            raise bad_request(f"{name} must be {only!r}: nothing else is supported", name, "unsupported_parameter")
+    if body.top_logprobs is not None and body.top_logprobs != 0 and not body.logprobs:
+        raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
+    if body.echo and not body.continue_final_message:
+        raise bad_request("echo needs continue_final_message to be true", "echo")
+    if body.use_beam_search:
+        raise bad_request("use_beam_search is not supported in chats; use /v1/completions", "use_beam_search")
+    if body.chat_template is not None and not context.options.chat.trust_request_chat_template:
+        raise bad_request(
+            "chat_template is refused; this server renders its own (start it with --trust-request-chat-template to change that)",
+            "chat_template",
+        )
+
+
+def _tool_choice(body: ChatCompletionRequest) -> str | None:
+    choice = body.tool_choice
+    if body.tools is not None and not body.tools:
+        raise bad_request("tools is empty; leave it out", "tools")
+    if choice in (None, "none"):
+        return choice if isinstance(choice, str) else None
+    if not body.tools:
+        raise bad_request("tool_choice needs tools", "tool_choice")
+    if not isinstance(choice, NamedToolChoice):
+        return choice
+    if all(tool.function.name != choice.function.name for tool in body.tools):
+        raise bad_request(f"tool_choice names {choice.function.name[:64]!r}, which is not in tools", "tool_choice")
+    return f"function:{choice.function.name}"
+
+
+def _template_kwargs(body: ChatCompletionRequest) -> dict[str, Any] | None:
+    given = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        given.setdefault("reasoning_effort", body.reasoning_effort)
+    return given or None
+
+
+class ChatReply:
+    """Writes the reply to one request, whole or in chunks."""
+
+    def __init__(self, body: ChatCompletionRequest, chat: PreparedChat, context: ServerContext):
+        self._body = body
+        self._chat = chat
+        self._context = context
+        replies = context.options.replies
+        as_ids = (
+            replies.return_tokens_as_token_ids if body.return_tokens_as_token_ids is None else body.return_tokens_as_token_ids
+        )
+        self._logprobs = LogprobWriter(context.engine.input_processor.tokenizer, as_ids=as_ids)
+        self._num_top = -1 if body.logprob_token_ids else body.top_logprobs or 0
+        self._created = int(time.time())
+        self._tells_cached = replies.enable_prompt_tokens_details
+        self._has_timings = body.include_timings or replies.enable_per_request_metrics
+        self._echoed = _last_text(chat) if body.echo else ""
+
+    # Whole
+
+    async def whole(self, service: ChatService) -> dict[str, Any]:
+        """The reply as one object."""
+        answers = await service.complete(self._chat)
+        chat = self._chat
+        reply: dict[str, Any] = {
+            "id": chat.conversation.request_id,
+            "object": "chat.completion",
+            "created": self._created,
+            "model": self._context.model_name,
+            "choices": [self._choice(answer) for answer in answers],
+            "usage": self._usage(),
+            "system_fingerprint": self._context.fingerprint,
+        }
+        if chat.prompt_logprobs is not None:
+            reply["prompt_logprobs"] = self._logprobs.prompt(chat.prompt_logprobs)
+        if self._body.return_token_ids:
+            reply["prompt_token_ids"] = chat.prompt_token_ids
+        if self._has_timings:
+            reply["timings"] = timings(chat.metrics, chat.usage.completion_tokens)
+        return reply
+
+    def _choice(self, answer: ChatDelta) -> dict[str, Any]:
+        content = self._echoed + answer.content
+        message: dict[str, Any] = {
+            "role": self._context.options.chat.response_role,
+            "content": content if content or not answer.tool_calls else None,
+            "refusal": None,
+        }
+        if answer.reasoning:
+            message["reasoning"] = message["reasoning_content"] = answer.reasoning
+        if answer.tool_calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in answer.tool_calls
+            ]
+        choice: dict[str, Any] = {
+            "index": answer.index,
+            "message": message,
+            "logprobs": self._logprob_object(answer),
+            "finish_reason": answer.finish_reason,
+            "stop_reason": answer.stop_reason,
+        }
+        if self._body.return_token_ids:
+            choice["token_ids"] = answer.token_ids
+        return choice
+
+    def _logprob_object(self, answer: ChatDelta) -> dict[str, Any] | None:
+        if not self._body.logprobs or answer.logprobs is None:
+            return None
+        return {"content": self._logprobs.chat(answer.token_ids, answer.logprobs, self._num_top), "refusal": None}
+
+    def _usage(self) -> dict[str, Any]:
+        found = self._chat.usage.as_dict()
+        if not self._tells_cached:
+            found.pop("prompt_tokens_details", None)
+        return found
+
+    # In chunks
+
+    async def stream(self, service: ChatService) -> AsyncGenerator[bytes, None]:
+        """The reply as events, several of which come together if they are ready together."""
+        options = self._body.stream_options
+        force = self._context.options.replies.enable_force_include_usage
+        include_usage = force or (options is not None and options.include_usage)
+        continuous = options is not None and options.continuous_usage_stats and include_usage
+        chunks = _ChunkWriter(self._chat.conversation.request_id, self._created, self._context, include_usage)
+        n = self._chat.conversation.params.n
+        role = {"role": self._context.options.chat.response_role, "content": self._echoed}
+        first = b"".join(
+            chunks.chunk({"index": index, "delta": role, "logprobs": None, "finish_reason": None}) for index in range(n)
+        )
+        has_calls = set()
+        with self._context.running():
+            async with contextlib.aclosing(service.stream(self._chat)) as updates:
+                async for deltas in updates:
+                    parts = [first] if first else []
+                    first = b""
+                    for delta in deltas:
+                        if delta.tool_calls:
+                            has_calls.add(delta.index)
+                        usage = self._usage() if continuous else None
+                        parts += self._chunks(delta, chunks, usage)
+                    if parts:
+                        yield b"".join(parts)
+        last = []
+        if include_usage:
+            extra = {"timings": timings(self._chat.metrics, self._chat.usage.completion_tokens)} if self._has_timings else {}
+            last.append(chunks.usage(self._usage(), extra))
+        yield b"".join([*last, DONE])
+
+    def _chunks(self, delta: ChatDelta, chunks: "_ChunkWriter", usage: Mapping[str, Any] | None) -> list[bytes]:
+        is_plain = not (delta.logprobs or delta.reasoning or delta.tool_calls or self._body.return_token_ids or usage)
+        parts = []
+        if is_plain:
+            if delta.content:
+                parts.append(chunks.text(delta.index, delta.content))
+        elif delta.content or delta.reasoning or delta.tool_calls or delta.token_ids:
+            parts.append(chunks.chunk(self._rich(delta), usage))
+        if delta.finish_reason is not None:
+            end = {
+                "index": delta.index,
+                "delta": {},
+                "logprobs": None,
+                "finish_reason": delta.finish_reason,
+                "stop_reason": delta.stop_reason,
+            }
+            parts.append(chunks.chunk(end, usage))
+        return parts
+
+    def _rich(self, delta: ChatDelta) -> dict[str, Any]:
+        news: dict[str, Any] = {}
+        if delta.reasoning:
+            news["reasoning"] = news["reasoning_content"] = delta.reasoning
+        if delta.content:
+            news["content"] = delta.content
+        if delta.tool_calls:
+            news["tool_calls"] = [
+                {"index": call.index, "function": {"arguments": call.arguments}}
+                if call.id is None
+                else {
+                    "index": call.index,
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in delta.tool_calls
+            ]
+        choice = {"index": delta.index, "delta": news, "logprobs": self._logprob_object(delta), "finish_reason": None}
+        if self._body.return_token_ids:
+            choice["token_ids"] = delta.token_ids
+        return choice
+
+
+class _ChunkWriter:
+    """Chunks of one stream; what is the same in all of them is written once."""
+
+    def __init__(self, request_id: str, created: int, context: ServerContext, include_usage: bool):
+        head = {
+            "id": request_id,
+            "object": "chat.completion.chunk",
+            "created": created,
+            "model": context.model_name,
+            "system_fingerprint": context.fingerprint,
+        }
+        self._head = b"data: " + _json(head)[:-1]
+        self._no_usage = b',"usage":null' if include_usage else b""
+        self._text_tail = b'},"logprobs":null,"finish_reason":null}]' + self._no_usage + b"}\n\n"
+
+    def text(self, index: int, content: str) -> bytes:
+        """A chunk with nothing but text."""
+        return b'%b,"choices":[{"index":%d,"delta":{"content":%b%b' % (self._head, index, _json(content), self._text_tail)
+
+    def chunk(self, choice: Mapping[str, Any], usage: Mapping[str, Any] | None = None) -> bytes:
+        """Any chunk of one choice."""
+        told = self._no_usage if usage is None else b',"usage":' + _json(usage)
+        return b'%b,"choices":[%b]%b}\n\n' % (self._head, _json(choice), told)
+
+    def usage(self, usage: Mapping[str, Any], extra: Mapping[str, Any]) -> bytes:
+        """The chunk after the last choice."""
+        more = b"".join(b',"%b":%b' % (name.encode(), _json(value)) for name, value in extra.items())
+        return b'%b,"choices":[],"usage":%b%b}\n\n' % (self._head, _json(usage), more)
+
+
+def _last_text(chat: PreparedChat) -> str:
+    content = chat.conversation.messages[-1].get("content") or ""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)

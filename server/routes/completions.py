@@ -1,0 +1,368 @@
+"""POST /v1/completions."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxllm.outputs import CompletionOutput, RequestOutput
+from jaxllm.sampling_params import SamplingParams
+from jaxllm.text.input_processor import FrontRequest
+from server.body import read_body
+from server.chat_service import finish_reason
+from server.context import ServerContext, context_of, request_id_of
+from server.deadline import deadline
+from server.errors import bad_request
+from server.logprobs import LogprobWriter
+from server.openapi import json_body
+from server.prompts import check_length, check_text_length, encode_prompt, truncated
+from server.protocol.completions import CompletionRequest
+from server.sampling import sampling_params
+from server.sse import DONE, EventStream, unless_disconnected
+from server.usage import Usage, timings
+
+router = APIRouter(tags=["OpenAI"])
+_json = msgspec.json.encode
+
+
+@router.post("/v1/completions", openapi_extra=json_body(CompletionRequest))
+async def create_completion(request: Request) -> Response:
+    """Write on from one or more prompts."""
+    context = context_of(request)
+    body = await read_body(request, CompletionRequest)
+    context.check_model(body.model)
+    async with deadline(context.time_limit(body.timeout)) as limit:
+        work = await prepare(body, context, f"cmpl-{request_id_of(request, body.request_id)}")
+    reply = CompletionReply(body, work, context)
+    if body.stream:
+        return EventStream(limit.applied(reply.stream()), keep_alive_seconds=context.options.replies.sse_keep_alive_interval)
+    async with limit:
+        with context.running():
+            whole = await unless_disconnected(request.receive, reply.whole())
+    return Response(_json(whole), media_type="application/json")
+
+
+@dataclass(frozen=True)
+class CompletionWork:
+    """A request that the engine will take: everything that can be wrong was looked at."""
+
+    request_id: str
+    params: SamplingParams
+    requests: list[FrontRequest]
+    """One for each prompt."""
+    echoes: list[str]
+    """The texts of the prompts, if they are to be repeated."""
+
+
+async def prepare(body: CompletionRequest, context: ServerContext, request_id: str) -> CompletionWork:
+    """Check, tokenize and check again. Raises ApiError or InvalidRequestError."""
+    params = _params(body, context)
+    prompts = _prompts(body, context, params.n)
+    engine = context.engine
+    encoded = await asyncio.to_thread(_encode_all, prompts, body, context)
+    requests = []
+    for number, (text, ids) in enumerate(encoded):
+        prompt: Any = {"prompt_token_ids": ids} if text is None else {"prompt_token_ids": ids, "prompt": text}
+        if body.cache_salt is not None:
+            prompt["cache_salt"] = body.cache_salt
+        own_id = request_id if len(encoded) == 1 else f"{request_id}-{number}"
+        requests.append(await engine.prepare(prompt, params, own_id, priority=body.priority))
+    echoes = []
+    if body.echo:
+        tokenizer = engine.get_tokenizer()
+        echoes = [tokenizer.decode(ids) if text is None or body.truncate_prompt_tokens else text for text, ids in encoded]
+    return CompletionWork(request_id, params, requests, echoes)
+
+
+def _params(body: CompletionRequest, context: ServerContext) -> SamplingParams:
+    if body.use_beam_search:
+        raise bad_request("use_beam_search is not supported by this server", "use_beam_search", "unsupported_parameter")
+    max_tokens = 16 if body.max_tokens is None else body.max_tokens
+    if body.echo and max_tokens == 0:
+        max_tokens = 1  # computed and left out: the engine has no request without output
+    params = sampling_params(body, context.defaults, context.options.limits, max_tokens=max_tokens, logprobs=body.logprobs)
+    if body.echo and body.logprobs is not None:
+        params.prompt_logprobs = params.logprobs
+        params.skip_reading_prefix_cache = True
+    return params
+
+
+def _prompts(body: CompletionRequest, context: ServerContext, n: int) -> Sequence[str | list[int]]:
+    """The prompts as a list. Raises ApiError for too many, or none."""
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        prompts: Sequence[Any] = [prompt]
+    elif prompt and isinstance(prompt[0], int):
+        prompts = [prompt]
+    else:
+        prompts = prompt
+    if not prompts:
+        raise bad_request("prompt is an empty list, must have at least 1 prompt", "prompt")
+    limits = context.options.limits
+    if len(prompts) > limits.max_prompts_per_request:
+        raise bad_request(
+            f"prompt has {len(prompts)} prompts, at most {limits.max_prompts_per_request} are possible "
+            "(--max-prompts-per-request)",
+            "prompt",
+        )
+    if len(prompts) * n > limits.max_sequences_per_request:
+        raise bad_request(
+            f"{len(prompts)} prompts with n = {n} make {len(prompts) * n} answers, at most "
+            f"{limits.max_sequences_per_request} are possible (--max-sequences-per-request)",
+            "n",
+        )
+    return prompts
+
+
+def _encode_all(
+    prompts: Sequence[str | list[int]], body: CompletionRequest, context: ServerContext
+) -> list[tuple[str | None, list[int]]]:
+    """Text, if that is what the prompt is, and ids of each prompt."""
+    engine = context.engine
+    found = []
+    for prompt in prompts:
+        if not prompt:
+            raise bad_request("prompt is empty, must have at least 1 token", "prompt")
+        text, ids = None, prompt
+        if isinstance(prompt, str):
+            tokenizer = engine.get_tokenizer()
+            if body.truncate_prompt_tokens is None:
+                check_text_length(tokenizer, prompt, engine.max_model_len)
+            text, ids = prompt, encode_prompt(tokenizer, prompt, add_special_tokens=body.add_special_tokens)
+        ids = truncated(ids, body.truncate_prompt_tokens, body.truncation_side, engine.max_model_len)  # type: ignore[arg-type]
+        check_length(len(ids), engine.max_model_len)
+        found.append((text, ids))
+    return found
+
+
+class CompletionReply:
+    """Writes the reply to one request, whole or in chunks."""
+
+    def __init__(self, body: CompletionRequest, work: CompletionWork, context: ServerContext):
+        self._body = body
+        self._work = work
+        self._context = context
+        replies = context.options.replies
+        as_ids = (
+            replies.return_tokens_as_token_ids if body.return_tokens_as_token_ids is None else body.return_tokens_as_token_ids
+        )
+        self._logprobs = LogprobWriter(context.engine.input_processor.tokenizer, as_ids=as_ids)
+        self._num_top = -1 if body.logprob_token_ids else body.logprobs or 0
+        self._created = int(time.time())
+        self._tells_cached = replies.enable_prompt_tokens_details
+        self._has_timings = body.include_timings or replies.enable_per_request_metrics
+        self._is_prompt_only = bool(body.echo) and body.max_tokens == 0
+        self._usage_so_far = Usage(prompt_tokens=sum(len(request.prompt_token_ids) for request in work.requests))
+        self._metrics: Any = None
+
+    # Whole
+
+    async def whole(self) -> dict[str, Any]:
+        """The reply as one object."""
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._last_output(request)) for request in self._work.requests]
+        choices = []
+        for place, task in enumerate(tasks):
+            output = task.result()
+            self._count(output)
+            choices += [self._choice(place, output, answer) for answer in output.outputs]
+        reply: dict[str, Any] = {
+            "id": self._work.request_id,
+            "object": "text_completion",
+            "created": self._created,
+            "model": self._context.model_name,
+            "choices": choices,
+            "usage": self._usage(),
+            "system_fingerprint": self._context.fingerprint,
+        }
+        if self._has_timings:
+            reply["timings"] = timings(self._metrics, self._usage_so_far.completion_tokens)
+        return reply
+
+    async def _last_output(self, request: FrontRequest) -> RequestOutput:
+        last = None
+        async with contextlib.aclosing(self._context.engine.stream(request)) as outputs:
+            async for output in outputs:
+                last = output
+        assert last is not None
+        return last
+
+    def _choice(self, place: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
+        text, ids, positions = answer.text, answer.token_ids, answer.logprobs
+        if self._is_prompt_only:
+            text, ids, positions = "", [], None if positions is None else []
+        echoed = ""
+        if self._body.echo:
+            echoed = self._work.echoes[place]
+            text = echoed + text
+        choice: dict[str, Any] = {
+            "index": place * self._work.params.n + answer.index,
+            "text": text,
+            "logprobs": self._logprob_object(output, ids, positions)[0],
+            "finish_reason": "length" if self._is_prompt_only else finish_reason(answer.finish_reason),
+            "stop_reason": None if self._is_prompt_only else answer.stop_reason,
+        }
+        if output.prompt_logprobs is not None and self._body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = self._logprobs.prompt(output.prompt_logprobs)
+        if self._body.return_token_ids:
+            choice["token_ids"] = ids
+            choice["prompt_token_ids"] = output.prompt_token_ids
+        return choice
+
+    def _logprob_object(
+        self, output: RequestOutput, ids: Sequence[int], positions: Any, offset: int = 0, *, with_prompt: bool = True
+    ) -> tuple[dict[str, Any] | None, int]:
+        """The object and the offset where its text ends."""
+        if self._body.logprobs is None or positions is None:
+            return None, offset
+        if self._body.echo and with_prompt and output.prompt_logprobs is not None:
+            ids = [*output.prompt_token_ids, *ids]
+            positions = [*output.prompt_logprobs, *positions]
+        return self._logprobs.completion(ids, positions, self._num_top, offset)
+
+    def _count(self, output: RequestOutput) -> None:
+        usage = self._usage_so_far
+        if not self._is_prompt_only:
+            usage.completion_tokens += sum(len(answer.token_ids) for answer in output.outputs)
+        self._metrics = output.metrics
+        if output.finished:
+            usage.cached_tokens = (usage.cached_tokens or 0) + output.num_cached_tokens
+
+    def _usage(self) -> dict[str, Any]:
+        found = self._usage_so_far.as_dict()
+        if not self._tells_cached:
+            found.pop("prompt_tokens_details", None)
+        return found
+
+    # In chunks
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """The reply as events, several of which come together if they are ready together."""
+        options = self._body.stream_options
+        force = self._context.options.replies.enable_force_include_usage
+        include_usage = force or (options is not None and options.include_usage)
+        continuous = options is not None and options.continuous_usage_stats and include_usage
+        chunks = _ChunkWriter(self._work.request_id, self._created, self._context, include_usage)
+        offsets: dict[int, int] = {}
+        with self._context.running():
+            async with contextlib.aclosing(self._outputs()) as outputs:
+                async for place, output in outputs:
+                    self._count(output)
+                    usage = self._usage() if continuous else None
+                    parts = []
+                    for answer in output.outputs:
+                        parts += self._chunks(place, output, answer, chunks, offsets, usage)
+                    if parts:
+                        yield b"".join(parts)
+        last = []
+        if include_usage:
+            extra = {"timings": timings(self._metrics, self._usage_so_far.completion_tokens)} if self._has_timings else {}
+            last.append(chunks.usage(self._usage(), extra))
+        yield b"".join([*last, DONE])
+
+    def _chunks(
+        self,
+        place: int,
+        output: RequestOutput,
+        answer: CompletionOutput,
+        chunks: "_ChunkWriter",
+        offsets: dict[int, int],
+        usage: Mapping[str, Any] | None,
+    ) -> list[bytes]:
+        index = place * self._work.params.n + answer.index
+        is_first = index not in offsets
+        offset = offsets.setdefault(index, 0)
+        text, ids, positions = answer.text, answer.token_ids, answer.logprobs
+        if self._is_prompt_only:
+            text, ids, positions = "", [], None if positions is None else []
+        echoed = self._work.echoes[place] if is_first and self._body.echo else ""
+        reason = "length" if self._is_prompt_only else finish_reason(answer.finish_reason)
+        text = echoed + text
+        rich = self._body.logprobs is not None or self._body.return_token_ids
+        if not rich and usage is None and reason is None:
+            return [chunks.text(index, text)] if text else []
+        logprobs, offsets[index] = self._logprob_object(output, ids, positions, offset, with_prompt=is_first)
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": reason,
+            "stop_reason": None if self._is_prompt_only else answer.stop_reason,
+        }
+        if self._body.return_token_ids:
+            choice["token_ids"] = ids
+            if is_first:
+                choice["prompt_token_ids"] = output.prompt_token_ids
+        return [chunks.chunk(choice, usage)] if text or ids or reason else []
+
+    async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """The outputs of all prompts as they come, each with its place."""
+        requests, engine = self._work.requests, self._context.engine
+        if len(requests) == 1:
+            async with contextlib.aclosing(engine.stream(requests[0])) as outputs:
+                async for output in outputs:
+                    yield 0, output
+            return
+        arrived: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue(len(requests))
+
+        async def read(place: int, request: FrontRequest) -> None:
+            try:
+                async with contextlib.aclosing(engine.stream(request)) as outputs:
+                    async for output in outputs:
+                        await arrived.put((place, output))
+                await arrived.put((place, None))
+            except Exception as error:
+                await arrived.put((place, error))
+
+        tasks = [asyncio.create_task(read(place, request)) for place, request in enumerate(requests)]
+        try:
+            num_open = len(requests)
+            while num_open:
+                place, news = await arrived.get()
+                if isinstance(news, BaseException):
+                    raise news
+                if news is None:
+                    num_open -= 1
+                else:
+                    yield place, news
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _ChunkWriter:
+    """Chunks of one stream; what is the same in all of them is written once."""
+
+    def __init__(self, request_id: str, created: int, context: ServerContext, include_usage: bool):
+        head = {
+            "id": request_id,
+            "object": "text_completion",
+            "created": created,
+            "model": context.model_name,
+            "system_fingerprint": context.fingerprint,
+        }
+        self._head = b"data: " + _json(head)[:-1]
+        self._no_usage = b',"usage":null' if include_usage else b""
+        self._text_tail = b',"logprobs":null,"finish_reason":null}]' + self._no_usage + b"}\n\n"
+
+    def text(self, index: int, text: str) -> bytes:
+        """A chunk with nothing but text."""
+        return b'%b,"choices":[{"index":%d,"text":%b%b' % (self._head, index, _json(text), self._text_tail)
+
+    def chunk(self, choice: Mapping[str, Any], usage: Mapping[str, Any] | None = None) -> bytes:
+        """Any chunk of one choice."""
+        told = self._no_usage if usage is None else b',"usage":' + _json(usage)
+        return b'%b,"choices":[%b]%b}\n\n' % (self._head, _json(choice), told)
+
+    def usage(self, usage: Mapping[str, Any], extra: Mapping[str, Any]) -> bytes:
+        """The chunk after the last choice."""
+        more = b"".join(b',"%b":%b' % (name.encode(), _json(value)) for name, value in extra.items())
+        return b'%b,"choices":[],"usage":%b%b}\n\n' % (self._head, _json(usage), more)

@@ -1,0 +1,58 @@
+"""Probes: is the process alive, does the engine serve, does it take requests; and which version this is."""
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxllm import __version__
+from server.context import context_of
+from server.errors import ApiError
+
+router = APIRouter(tags=["Operation"])
+
+
+@router.get("/live")
+async def live() -> Response:
+    """200 as long as the process answers."""
+    return Response(status_code=200)
+
+
+@router.get("/health")
+async def health(request: Request) -> Response:
+    """200 while the engine can serve, else 503."""
+    await context_of(request).engine.check_health()
+    return Response(status_code=200)
+
+
+@router.get("/ready")
+async def ready(request: Request) -> Response:
+    """200 while requests are taken, else 503."""
+    context = context_of(request)
+    await context.engine.check_health()
+    if (reason := context.refusal) is not None:
+        raise reason
+    return Response(status_code=200)
+
+
+@router.get("/ping")
+@router.post("/ping")
+async def ping(request: Request) -> Response:
+    """As /health, by the name that some platforms use."""
+    return await health(request)
+
+
+@router.get("/version")
+async def version() -> dict[str, Any]:
+    """The version of jaxllm."""
+    return {"version": __version__}
+
+
+@router.get("/load")
+async def load(request: Request) -> dict[str, Any]:
+    """How many requests are being answered."""
+    context = context_of(request)
+    if not context.options.logging.enable_server_load_tracking:
+        raise ApiError(404, "load is not tracked (--no-enable-server-load-tracking)")
+    return {"server_load": context.num_running}

@@ -1,0 +1,38 @@
+"""GET /v1/models and /v1/models/{id}: the one model, under each of its names."""
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+
+from server.context import ServerContext, context_of
+
+router = APIRouter(tags=["OpenAI"])
+
+
+@router.get("/v1/models")
+async def list_models(request: Request) -> dict[str, Any]:
+    """The names that requests may use."""
+    context = context_of(request)
+    return {"object": "list", "data": [_card(name, context) for name in context.model_names]}
+
+
+@router.get("/v1/models/{model:path}")
+async def show_model(request: Request, model: str) -> dict[str, Any]:
+    """One of them."""
+    context = context_of(request)
+    context.check_model(model)
+    return _card(model, context)
+
+
+def _card(name: str, context: ServerContext) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": context.created,
+        "owned_by": "jaxllm",
+        "root": context.model_name,
+        "parent": None,
+        "max_model_len": context.engine.max_model_len,
+        "permission": [],
+    }

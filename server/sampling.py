@@ -1,0 +1,159 @@
+"""From the fields of a request to SamplingParams. What cannot be honoured is refused here; ranges are SamplingParams' affair."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxllm.errors import InvalidRequestError
+from jaxllm.sampling_params import MAX_LOGIT_BIAS, RequestOutputKind, SamplingParams
+from server.errors import bad_request
+from server.options import LimitOptions
+from server.protocol.common import ResponseFormat, SamplingFields, StructuredOutputs
+
+MAX_STOP_CHARACTERS = 1000
+MAX_LOGIT_BIAS_ENTRIES = 1024
+MAX_IDS = 4096
+"""Entries of stop_token_ids."""
+_COPIED = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "stop_token_ids",
+    "min_tokens",
+    "prompt_logprobs",
+    "logprob_token_ids",
+    "allowed_token_ids",
+    "bad_words",
+    "stream_interval",
+)
+"""Fields that mean the same in both; what a request leaves out comes from the model's generation config."""
+
+
+def sampling_params(
+    fields: SamplingFields,
+    defaults: Mapping[str, Any],
+    limits: LimitOptions,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+) -> SamplingParams:
+    """The parameters that a request asks for; `defaults` are the model's own values. Raises ApiError or InvalidRequestError."""
+    _check_limits(fields, limits)
+    _check_streaming(fields)
+    values = dict(defaults)
+    for name in _COPIED:
+        if (value := getattr(fields, name)) is not None:
+            values[name] = value
+    if fields.stop is not None:
+        values["stop"] = fields.stop
+    if fields.logit_bias:
+        values["logit_bias"] = _logit_bias(fields.logit_bias)
+    if fields.repetition_detection is not None:
+        values["repetition_detection"] = fields.repetition_detection.model_dump()
+    if (extra := fields.extra_args or fields.vllm_xargs) is not None:
+        values["extra_args"] = extra
+    if (constraint := _constraint(fields)) is not None:
+        values["structured_outputs"] = constraint
+    values.update(
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        include_stop_str_in_output=fields.include_stop_str_in_output,
+        ignore_eos=fields.ignore_eos,
+        skip_special_tokens=fields.skip_special_tokens,
+        spaces_between_special_tokens=fields.spaces_between_special_tokens,
+        output_kind=RequestOutputKind.DELTA if fields.stream else RequestOutputKind.FINAL_ONLY,
+    )
+    return SamplingParams(**values)
+
+
+def _check_limits(fields: SamplingFields, limits: LimitOptions) -> None:
+    if fields.n is not None and fields.n > limits.max_n:
+        raise bad_request(f"n is {fields.n}, must be at most {limits.max_n} (--max-n)", "n")
+    if fields.best_of not in (None, fields.n or 1):
+        raise bad_request("best_of is not supported; use n and choose among the answers", "best_of", "unsupported_parameter")
+    stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
+    if len(stops) > limits.max_stop_strings:
+        raise bad_request(f"stop has {len(stops)} texts, at most {limits.max_stop_strings} are possible", "stop")
+    if any(len(stop) > MAX_STOP_CHARACTERS for stop in stops):
+        raise bad_request(f"stop has a text of more than {MAX_STOP_CHARACTERS} characters", "stop")
+    if isinstance(fields.stop, str) and not fields.stop:
+        raise bad_request("stop is an empty text; leave it out", "stop")
+    if len(fields.stop_token_ids or ()) > MAX_IDS:
+        raise bad_request(f"stop_token_ids has {len(fields.stop_token_ids or ())} ids, at most {MAX_IDS}", "stop_token_ids")
+    if fields.length_penalty is not None and not fields.use_beam_search:
+        raise bad_request("length_penalty is for beam search; set use_beam_search or leave it out", "length_penalty")
+
+
+def _check_streaming(fields: SamplingFields) -> None:
+    if fields.stream_options is not None and not fields.stream:
+        raise bad_request("stream_options needs stream to be true", "stream_options")
+    if fields.stream and fields.prompt_logprobs is not None:
+        raise bad_request("prompt_logprobs cannot be streamed; set stream to false", "prompt_logprobs")
+
+
+def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
+    if len(bias) > MAX_LOGIT_BIAS_ENTRIES:
+        raise bad_request(f"logit_bias has {len(bias)} entries, at most {MAX_LOGIT_BIAS_ENTRIES} are possible", "logit_bias")
+    found = {}
+    for key, value in bias.items():
+        if not key.isascii() or not key.isdigit() or len(key) > 10:
+            raise bad_request(f"logit_bias has the key {key[:40]!r}, must have token ids only", "logit_bias")
+        if not -MAX_LOGIT_BIAS <= value <= MAX_LOGIT_BIAS:
+            raise bad_request(f"logit_bias of token {key} is {value}, must be -100 to 100", "logit_bias")
+        found[int(key)] = value
+    return found
+
+
+def _constraint(fields: SamplingFields) -> Any:
+    """What response_format or structured_outputs ask for, as StructuredOutputsParams."""
+    formats = fields.response_format
+    has_format = formats is not None and formats.type != "text"
+    if fields.structured_outputs is not None and has_format:
+        raise bad_request("response_format and structured_outputs are both given; use one", "structured_outputs")
+    try:
+        if fields.structured_outputs is not None:
+            return structured_outputs_params(**_named(fields.structured_outputs))
+        if formats is not None and has_format:
+            return structured_outputs_params(**_of_format(formats))
+    except InvalidRequestError as error:
+        param = "structured_outputs" if fields.structured_outputs is not None else "response_format"
+        raise bad_request(str(error), param) from None
+    return None
+
+
+def _named(given: StructuredOutputs) -> dict[str, Any]:
+    found = {name: getattr(given, name) for name in given.model_fields_set}
+    if "json_schema" in found:
+        found["json"] = found.pop("json_schema")
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _of_format(formats: ResponseFormat) -> dict[str, Any]:
+    """A response_format as fields of StructuredOutputsParams."""
+    if formats.type == "json_object":
+        return {"json_object": True}
+    if formats.type == "structural_tag":
+        given = formats.model_dump(exclude_none=True, include={"type", "structures", "triggers", "format"})
+        return {"structural_tag": given}
+    if formats.json_schema is None:
+        raise bad_request("response_format is json_schema but has no json_schema", "response_format")
+    if formats.json_schema.schema_ is None:
+        raise bad_request("response_format.json_schema has no schema", "response_format")
+    if not isinstance(formats.json_schema.schema_, (dict, bool)):
+        raise bad_request("response_format.json_schema.schema must be a JSON Schema, which is an object", "response_format")
+    return {"json": formats.json_schema.schema_}
+
+
+def structured_outputs_params(**fields: Any) -> Any:
+    """StructuredOutputsParams of these fields. Raises InvalidRequestError."""
+    import jaxllm.sampling_params as module
+
+    kind = getattr(module, "StructuredOutputsParams", None)
+    if kind is None:
+        raise InvalidRequestError("structured outputs are not supported by this engine", "structured_outputs")
+    return kind(**fields)

@@ -1,0 +1,109 @@
+"""One OpenTelemetry span per request, exported by OTLP. Needs the extra `otel`, which is imported only if traces are asked for."""
+
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from jaxllm import __version__
+from jaxllm.errors import ConfigError
+from jaxllm.outputs import RequestMetrics
+from jaxllm.text.input_processor import FrontRequest
+
+SPAN_NAME = "llm_request"
+PROTOCOL_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
+PROTOCOLS = ("grpc", "http/protobuf")
+_NANOSECONDS = 1_000_000_000
+
+
+class Tracer:
+    """Sends spans to an OTLP collector, in batches, from a thread of its own."""
+
+    def __init__(self, provider: Any):
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._provider = provider
+        self._tracer = provider.get_tracer("jaxllm", __version__)
+        self._propagator = TraceContextTextMapPropagator()
+
+    def request_ended(
+        self, request: FrontRequest, metrics: RequestMetrics, headers: Mapping[str, str], *, error: str | None = None
+    ) -> None:
+        """Record a request that is over, as a child of the span that its W3C headers (traceparent, tracestate) name."""
+        from opentelemetry.trace import SpanKind
+        from opentelemetry.trace.status import Status, StatusCode
+
+        carrier = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
+        end = metrics.finished_time or time.time()
+        span = self._tracer.start_span(
+            SPAN_NAME,
+            context=self._propagator.extract(carrier) if carrier else None,
+            kind=SpanKind.SERVER,
+            start_time=int(request.arrival_time * _NANOSECONDS),
+            attributes=attributes(request, metrics, end),
+        )
+        if error is not None:
+            span.set_status(Status(StatusCode.ERROR, error))
+        span.end(int(end * _NANOSECONDS))
+
+    def shutdown(self) -> None:
+        """Send what is left."""
+        self._provider.shutdown()
+
+
+def attributes(request: FrontRequest, metrics: RequestMetrics, end: float) -> dict[str, Any]:
+    """What a span tells, by the names of the field. Latencies are in seconds; those that never happened are left out."""
+    params = request.params
+    decode = None if metrics.first_token_time is None else end - metrics.first_token_time
+    first = None if metrics.first_token_time is None else metrics.first_token_time - metrics.arrival_time
+    inference = None if decode is None or metrics.prefill_seconds is None else metrics.prefill_seconds + decode
+    found = {
+        "gen_ai.latency.time_to_first_token": first,
+        "gen_ai.latency.e2e": end - metrics.arrival_time,
+        "gen_ai.latency.time_in_queue": metrics.queue_seconds,
+        "gen_ai.latency.time_in_model_prefill": metrics.prefill_seconds,
+        "gen_ai.latency.time_in_model_decode": decode,
+        "gen_ai.latency.time_in_model_inference": inference,
+        "gen_ai.usage.prompt_tokens": len(request.prompt_token_ids),
+        "gen_ai.usage.completion_tokens": metrics.num_generation_tokens,
+        "gen_ai.request.id": request.request_id,
+        "gen_ai.request.max_tokens": params.max_tokens,
+        "gen_ai.request.top_p": params.top_p,
+        "gen_ai.request.temperature": params.temperature,
+        "gen_ai.request.n": params.n,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def make_tracer(endpoint: str | None, *, service_name: str = "jaxllm", exporter: Any = None) -> Tracer | None:
+    """A tracer that exports to `endpoint` (a URL), or None without one. `exporter` replaces the one that the endpoint needs.
+
+    The protocol is grpc, or http/protobuf if $OTEL_EXPORTER_OTLP_TRACES_PROTOCOL says so. Raises ConfigError.
+    """
+    if endpoint is None:
+        return None
+    try:
+        from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError:
+        raise ConfigError("--otlp-traces-endpoint needs OpenTelemetry: pip install 'jaxllm[otel]'") from None
+    if not endpoint.startswith(("http://", "https://")):
+        raise ConfigError(f"--otlp-traces-endpoint is {endpoint!r}, must be a URL such as http://127.0.0.1:4317")
+    name = os.environ.get("OTEL_SERVICE_NAME") or service_name
+    provider = TracerProvider(resource=Resource.create({SERVICE_NAME: name}))
+    provider.add_span_processor(BatchSpanProcessor(exporter or _exporter(endpoint)))
+    return Tracer(provider)
+
+
+def _exporter(endpoint: str) -> Any:
+    protocol = os.environ.get(PROTOCOL_VARIABLE, PROTOCOLS[0])
+    if protocol == "grpc":
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
+
+        return GrpcExporter(endpoint=endpoint, insecure=endpoint.startswith("http://"))
+    if protocol == "http/protobuf":
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
+
+        return HttpExporter(endpoint=endpoint)
+    raise ConfigError(f"{PROTOCOL_VARIABLE} is {protocol!r}, must be one of {', '.join(PROTOCOLS)}")

@@ -1,0 +1,46 @@
+"""What a reply tells of its cost: tokens and, on request, times."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxllm.outputs import RequestMetrics
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens of one HTTP request, all its prompts and answers together."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int | None = None
+    """None: not to be told."""
+    reasoning_tokens: int | None = None
+    """None: the model does not reason."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """As OpenAI writes it."""
+        found: dict[str, Any] = {
+            "prompt_tokens": self.prompt_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "completion_tokens": self.completion_tokens,
+        }
+        if self.cached_tokens is not None:
+            found["prompt_tokens_details"] = {"cached_tokens": self.cached_tokens}
+        if self.reasoning_tokens is not None:
+            found["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        return found
+
+
+def timings(metrics: RequestMetrics | None, num_tokens: int) -> Mapping[str, Any] | None:
+    """Times of a request in milliseconds, and its speed in tokens a second."""
+    if metrics is None or metrics.first_token_time is None or metrics.finished_time is None:
+        return None
+    decode = metrics.finished_time - metrics.first_token_time
+    return {
+        "time_to_first_token_ms": round(1000 * (metrics.first_token_time - metrics.arrival_time), 3),
+        "decode_ms": round(1000 * decode, 3),
+        "total_ms": round(1000 * (metrics.finished_time - metrics.arrival_time), 3),
+        "tokens_per_second": round((num_tokens - 1) / decode, 2) if num_tokens > 1 and decode > 0 else None,
+        "num_preemptions": metrics.num_preemptions,
+    }

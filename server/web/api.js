@@ -1,0 +1,77 @@
+// Talks to the server: JSON, server-sent events, and Prometheus text. Knows nothing of the page.
+
+const base = new URL('.', document.baseURI);
+
+export class ApiError extends Error {
+  constructor(status, message, retryAfter) {
+    super(message);
+    this.status = status;
+    this.retryAfter = retryAfter;
+  }
+}
+
+export const key = {
+  get: () => sessionStorage.getItem('jaxllm-key') || '',
+  set: (value) => (value ? sessionStorage.setItem('jaxllm-key', value) : sessionStorage.removeItem('jaxllm-key')),
+};
+
+export async function request(path, options = {}) {
+  const headers = { ...options.headers };
+  if (key.get()) headers.Authorization = `Bearer ${key.get()}`;
+  const reply = await fetch(new URL(path, base), { ...options, headers });
+  if (reply.ok) return reply;
+  let message = `the server answered ${reply.status}`;
+  try {
+    message = (await reply.json()).error.message || message;
+  } catch {
+    // no JSON: the status has to do
+  }
+  throw new ApiError(reply.status, message, Number(reply.headers.get('Retry-After')) || 2);
+}
+
+export const models = async () => (await (await request('v1/models')).json()).data.map((model) => model.id);
+
+/** Yields the JSON objects of a streamed chat completion. Throws ApiError for an error event. */
+export async function* chat(body, signal) {
+  const reply = await request('v1/chat/completions', {
+    method: 'POST',
+    headers: { 'Content-Type': 'application/json' },
+    body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
+    signal,
+  });
+  const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = '';
+  let isDone = false;
+  while (!isDone) {
+    const { value, done } = await reader.read();
+    if (done) throw new ApiError(0, 'the answer broke off: the connection was closed');
+    const events = (rest + value).split('\n\n');
+    rest = events.pop();
+    for (const event of events) {
+      const data = event.split('\n').filter((line) => line.startsWith('data:')).map((line) => line.slice(5).trim()).join('\n');
+      if (!data) continue; // a keep-alive comment
+      if (data === '[DONE]') {
+        isDone = true;
+        break;
+      }
+      const object = JSON.parse(data);
+      if (object.error) throw new ApiError(Number(object.error.code) || 500, object.error.message);
+      yield object;
+    }
+  }
+  reader.cancel().catch(() => {});
+}
+
+/** The samples of /metrics: [{name, labels, value}]. */
+export async function metrics() {
+  const text = await (await request('metrics')).text();
+  const samples = [];
+  for (const line of text.split('\n')) {
+    const found = /^([A-Za-z_:][\w:]*)(?:\{(.*)\})? (\S+)/.exec(line);
+    if (!found) continue;
+    const labels = {};
+    for (const [, name, value] of (found[2] || '').matchAll(/(\w+)="((?:[^"\\]|\\.)*)"/g)) labels[name] = value;
+    samples.push({ name: found[1].replace(/^jaxllm:/, ''), labels, value: Number(found[3].replace('Inf', 'Infinity')) });
+  }
+  return samples;
+}

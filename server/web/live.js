@@ -1,0 +1,138 @@
+// The live view: figures and charts drawn from /metrics while it is open.
+
+import { metrics } from './api.js';
+
+const INTERVAL_SECONDS = 2;
+const NUM_POINTS = 90;
+const $ = (id) => document.getElementById(id);
+const series = new Map();
+let before = null;
+let timer = 0;
+
+export function startLive(onFault) {
+  return {
+    open() {
+      if (!timer) tick(onFault);
+    },
+    close() {
+      clearTimeout(timer);
+      timer = 0;
+      before = null;
+    },
+  };
+}
+
+async function tick(onFault) {
+  timer = setTimeout(() => tick(onFault), INTERVAL_SECONDS * 1000);
+  try {
+    const now = { time: performance.now() / 1000, samples: await metrics() };
+    if (!timer) return; // closed meanwhile
+    draw(now);
+    before = now;
+    onFault('');
+  } catch (error) {
+    onFault(`The metrics cannot be read: ${error.message}`);
+  }
+}
+
+const sum = (samples, name, holds = () => true) =>
+  samples.filter((sample) => sample.name === name && holds(sample.labels)).reduce((total, sample) => total + sample.value, 0);
+
+const since = (now, name, holds) => (before ? sum(now.samples, name, holds) - sum(before.samples, name, holds) : 0);
+
+function draw(now) {
+  const seconds = before ? now.time - before.time : 1;
+  const rate = (name) => Math.max(0, since(now, name)) / seconds;
+  const queries = sum(now.samples, 'prefix_cache_queries_total');
+  const hits = sum(now.samples, 'prefix_cache_hits_total');
+  const running = sum(now.samples, 'num_requests_running');
+  const waiting = sum(now.samples, 'num_requests_waiting');
+  const cache = 100 * sum(now.samples, 'kv_cache_usage_perc');
+  const output = rate('generation_tokens_total');
+  figures({
+    Running: running,
+    Waiting: waiting,
+    'KV cache': `${cache.toFixed(1)} %`,
+    'Prefix hits': queries ? `${((100 * hits) / queries).toFixed(1)} %` : '–',
+    'Output tokens/s': output.toFixed(1),
+    'Prompt tokens/s': rate('prompt_tokens_total').toFixed(1),
+    'First token, median': duration(quantile(now, 'time_to_first_token_seconds', 0.5)),
+    'First token, p99': duration(quantile(now, 'time_to_first_token_seconds', 0.99)),
+    'Token gap, median': duration(quantile(now, 'inter_token_latency_seconds', 0.5)),
+    Preemptions: sum(now.samples, 'num_preemptions_total'),
+    'Output tokens': sum(now.samples, 'generation_tokens_total'),
+    'Ended requests': sum(now.samples, 'request_success_total'),
+  });
+  chart('Output tokens/s', output);
+  chart('Prompt tokens/s', rate('prompt_tokens_total'));
+  chart('Running requests', running);
+  chart('Waiting requests', waiting);
+  chart('KV cache, %', cache, 100);
+}
+
+/** A quantile of what was observed since the last reading (ever, at the first), from the histogram's buckets; null without any. */
+function quantile(now, name, wanted) {
+  const buckets = new Map();
+  const add = (samples, sign) => {
+    for (const { name: found, labels, value } of samples)
+      if (found === `${name}_bucket`) {
+        const bound = labels.le === '+Inf' ? Infinity : Number(labels.le);
+        buckets.set(bound, (buckets.get(bound) || 0) + sign * value);
+      }
+  };
+  add(now.samples, 1);
+  if (before) add(before.samples, -1);
+  const sorted = [...buckets].sort(([a], [b]) => a - b);
+  const total = sorted.at(-1)?.[1] || 0;
+  if (!total) return null;
+  let low = 0;
+  let below = 0;
+  for (const [bound, count] of sorted) {
+    if (count >= wanted * total) return bound === Infinity ? low : low + ((bound - low) * (wanted * total - below)) / (count - below || 1);
+    low = bound;
+    below = count;
+  }
+  return low;
+}
+
+const duration = (seconds) => (seconds === null ? '–' : seconds < 1 ? `${(1000 * seconds).toFixed(0)} ms` : `${seconds.toFixed(2)} s`);
+
+const short = (value) => (Number.isInteger(value) ? String(value) : value.toFixed(value < 10 ? 1 : 0));
+
+function figures(values) {
+  $('figures').replaceChildren(
+    ...Object.entries(values).map(([title, value]) => {
+      const group = document.createElement('div');
+      group.append(
+        Object.assign(document.createElement('dt'), { textContent: title }),
+        Object.assign(document.createElement('dd'), { textContent: value }),
+      );
+      return group;
+    }),
+  );
+}
+
+function chart(title, value, top) {
+  if (!series.has(title)) {
+    const figure = document.createElement('figure');
+    const picture = document.createElementNS('http://www.w3.org/2000/svg', 'svg');
+    picture.setAttribute('viewBox', `0 0 ${NUM_POINTS - 1} 100`);
+    picture.setAttribute('preserveAspectRatio', 'none');
+    picture.setAttribute('role', 'img');
+    const line = document.createElementNS('http://www.w3.org/2000/svg', 'polyline');
+    picture.append(line);
+    const caption = document.createElement('figcaption');
+    figure.append(caption, picture);
+    $('charts').append(figure);
+    series.set(title, { points: [], line, caption, picture });
+  }
+  const { points, line, caption, picture } = series.get(title);
+  points.push(value);
+  if (points.length > NUM_POINTS) points.shift();
+  const highest = top ?? Math.max(1, ...points);
+  const offset = NUM_POINTS - points.length;
+  line.setAttribute('points', points.map((each, n) => `${n + offset},${98 - (96 * each) / highest}`).join(' '));
+  const peak = Math.max(...points);
+  caption.textContent = `${title}: ${short(value)} (highest ${short(peak)})`;
+  picture.setAttribute('aria-label', caption.textContent);
+}

@@ -1,0 +1,42 @@
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxllm.async_llm import AsyncLLM
+from server.app import create_app
+from server.options import ServerOptions
+from tests.helpers.fake_engine_core import FakeEngineCore
+from tests.helpers.fake_front import fake_core
+from tests.helpers.tiny_tokenizers import write_tokenizer
+from tests.server.client import Client
+
+
+@pytest.fixture(scope="session")
+def served_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the front reads of a model."""
+    return write_tokenizer(tmp_path_factory.mktemp("served"))
+
+
+@pytest.fixture(scope="module")
+def core(served_directory: Path) -> FakeEngineCore:
+    """Every request says "one two three", and then EOS."""
+    return fake_core(served_directory, max_model_len=200)
+
+
+@pytest.fixture(scope="module")
+def engine(core: FakeEngineCore) -> Iterator[AsyncLLM]:
+    with AsyncLLM(core=core) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def client(engine: AsyncLLM) -> Iterator[Client]:
+    """Speaks with an application of default options, without sockets."""
+    with Client(create_app(engine, options())) as client:
+        yield client
+
+
+def options(**given: Any) -> ServerOptions:
+    return ServerOptions.from_options(**{"served_model_name": ["m"], **given})
