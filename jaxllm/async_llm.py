@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxllm.at_exit import shut_down_at_exit
@@ -101,15 +102,17 @@ class AsyncLLM:
         """
         self._check_alive()
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        return await asyncio.to_thread(
+        grammar = None
+        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
+            grammar = await asyncio.wrap_future(self._engine.grammar_compiler.submit(params.structured_outputs))
+        process = partial(
             self.input_processor.process,
-            request_id,
-            prompt,
-            params,
             priority=priority,
             queue_timeout_seconds=queue_timeout_seconds,
             timeout_seconds=timeout_seconds,
+            grammar=grammar,
         )
+        return await asyncio.to_thread(process, request_id, prompt, params)
 
     async def stream(self, request: FrontRequest) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of a prepared request as they come; those that a slow caller has not fetched are put together.

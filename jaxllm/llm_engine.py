@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from jaxllm.sampling.processors import Processor
+    from jaxllm.structured.compiler import GrammarCompiler
 
 
 SleepMode = Literal["abort", "refuse"]
@@ -141,7 +143,10 @@ class LLMEngine:
             texts.generation_config,
             processor_arguments=self.core.processor_arguments,
             namespace=namespace,
+            compile_grammar=None if self.tokenizer is None else lambda form: self.grammar_compiler.compile(form),
         )
+        self._grammar_compiler: GrammarCompiler | None = None
+        self._grammar_lock = threading.Lock()
         self._outputs = OutputProcessor(self.tokenizer, observer=self.metrics)
         shut_down_at_exit(self)
 
@@ -253,6 +258,19 @@ class LLMEngine:
 
     # The rest
 
+    @property
+    def grammar_compiler(self) -> "GrammarCompiler":
+        """What turns the forms of outputs into grammars; made when it is first asked for. Raises InvalidRequestError."""
+        with self._grammar_lock:
+            if self._grammar_compiler is None:
+                from jaxllm.structured.compiler import GrammarCompiler
+                from jaxllm.structured.token_table import Vocabulary
+
+                eos_token_ids = self.input_processor.eos_token_ids
+                vocabulary = Vocabulary.of(self.get_tokenizer(), self.model_config.vocab_size, eos_token_ids)
+                self._grammar_compiler = GrammarCompiler(vocabulary)
+            return self._grammar_compiler
+
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises ConfigError if there is none."""
         if self.tokenizer is None:
@@ -322,6 +340,8 @@ class LLMEngine:
 
     def shutdown(self) -> None:
         """End every request and free the device. The engine cannot be used afterwards."""
+        if self._grammar_compiler is not None:
+            self._grammar_compiler.shutdown()
         self.abort_all()
         self.core.shutdown()
 
