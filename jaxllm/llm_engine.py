@@ -5,7 +5,7 @@ import dataclasses
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from jaxllm import log
 from jaxllm.at_exit import shut_down_at_exit
@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from jaxllm.structured.compiler import GrammarCompiler
 
 
+SleepMode = Literal["abort", "refuse"]
+"""What becomes of unfinished requests when the engine is to sleep."""
+
+
 class Core(Protocol):
     """What the front needs of an engine core."""
 
@@ -53,6 +57,13 @@ class Core(Protocol):
     def step(self) -> list[EngineCoreOutput]: ...
     def has_unfinished_requests(self) -> bool: ...
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool: ...
+    def sleep(self, level: int = 1, mode: SleepMode = "abort") -> None: ...
+    def wake_up(self) -> None: ...
+    @property
+    def is_sleeping(self) -> bool: ...
+    def start_profile(self) -> None: ...
+    def stop_profile(self) -> None: ...
+    def check_integrity(self) -> None: ...
     def stats(self) -> LoadStats: ...
     def shutdown(self) -> None: ...
 
@@ -268,6 +279,36 @@ class LLMEngine:
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget all cached prompt beginnings. False if blocks are in use."""
         return self.core.reset_prefix_cache(reset_running_requests)
+
+    def sleep(self, level: int = 1, mode: SleepMode = "abort") -> None:
+        """Give the device's memory back: the KV cache, and the weights to the host (level 1) or altogether (level 2).
+
+        Unfinished requests are aborted, which the next `step` reports, or keep the engine from sleeping ("refuse": EngineError).
+        New ones are refused with EngineSleepingError. Raises InvalidRequestError for another level.
+        """
+        self.core.sleep(level, mode)
+
+    def wake_up(self) -> None:
+        """Serve again. Raises OutOfMemoryError or ModelLoadError, and sleeps on, if that cannot be."""
+        self.core.wake_up()
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether the engine sleeps."""
+        return self.core.is_sleeping
+
+    def start_profile(self) -> None:
+        """Begin a trace by JAX's profiler. Raises ConfigError without `profiler_dir`, EngineError during a trace."""
+        self.core.start_profile()
+
+    def stop_profile(self) -> None:
+        """End the trace and write it. Raises EngineError if there is none."""
+        self.core.stop_profile()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if a request left something behind. For an engine without requests."""
+        assert not len(self._outputs), f"{len(self._outputs)} requests are awaited"
+        self.core.check_integrity()
 
     def shutdown(self) -> None:
         """End every request and free the device. The engine cannot be used afterwards."""

@@ -59,6 +59,7 @@ class StepLoop:
         """The step that is dispatched or read; after an error the one that failed. None while planning."""
         self._undrawn: tuple[SchedulerOutput, MaskedOutput] | None = None
         """The last step in flight, if it waits for masks: none follows before it has them."""
+        self._news: list[EngineCoreOutput] = []
         self.wait_seconds = 0.0
         """Time spent waiting for the device in all."""
         self.work_clock = WorkClock()
@@ -91,10 +92,15 @@ class StepLoop:
         result = pending.result()
         self.wait_seconds += time.perf_counter() - start
         self._in_flight.popleft()  # only now: a wait that was interrupted is still to come
-        news = self.scheduler.update_from_output(plan, result)
+        self._news += self.scheduler.update_from_output(plan, result)
         self._draw_if_possible()
         if not self._in_flight:
             self.note_work()
+        return self.take_news()
+
+    def take_news(self) -> list[EngineCoreOutput]:
+        """What was read of steps and not told yet. After an error too: the tokens count, so they must be told."""
+        news, self._news = self._news, []
         return news
 
     def _draw_if_possible(self) -> None:
