@@ -19,9 +19,10 @@ from server.context import ServerContext
 from server.errors import ApiError, as_api_error, validation_error
 from server.guard import Guard
 from server.http_metrics import HttpMetricsMiddleware
+from server.messages.errors import in_shape_of
 from server.openapi import install_openapi
 from server.options import ServerOptions
-from server.routes import chat, completions, dev, docs, health, messages, metrics, models, page, responses, tokenize
+from server.routes import chat, completions, dev, docs, health, messages, metrics, models, page, pooling, responses, tokenize
 from server.sse import ClientDisconnected
 
 ADMIN_PATHS = frozenset(route.path for route in dev.router.routes if isinstance(route, Route))
@@ -43,7 +44,7 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAP
     context = ServerContext(engine, options)
     public_paths: set[str] = set()
     rooms = [completions.router, chat.router, responses.router, messages.router, tokenize.router, models.router]
-    rooms += [health.router, metrics.router]
+    rooms += [pooling.router, health.router, metrics.router]
     if options.access.enable_dev_endpoints:
         rooms.append(dev.router)
     if not options.replies.disable_fastapi_docs:
@@ -84,7 +85,7 @@ def install_errors(app: FastAPI) -> None:
 
     async def of_framework(request: Request, error: Any) -> Response:
         sentence = _SENTENCES.get(error.status_code, "the request was refused")
-        return ApiError(error.status_code, sentence, headers=error.headers).response()
+        return in_shape_of(request.url.path, ApiError(error.status_code, sentence, headers=error.headers)).response()
 
     async def of_parameters(request: Request, error: Any) -> Response:
         return validation_error([{**fault, "loc": fault["loc"][1:]} for fault in error.errors()]).response()

@@ -44,8 +44,8 @@ class Guard:
         self._public = PROBES | set(public_paths) | ({"/metrics"} if options.access.public_metrics else set())
         self._public_folders = tuple(path for path in public_paths if path.endswith("/") and path != "/")
         self._admin = frozenset(admin_paths)
-        self._keys = _digests(options.access.api_key or ())
-        self._admin_keys = _digests([options.access.admin_api_key] if options.access.admin_api_key else ())
+        self._keys = key_digests(options.access.api_key or ())
+        self._admin_keys = key_digests([options.access.admin_api_key] if options.access.admin_api_key else ())
         self._log = AccessLog(options.logging)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -122,7 +122,7 @@ class Guard:
             return
         if path in self._admin:
             self._check_admin_key(headers)
-        elif self._keys and not self._is_public(path) and not _holds(_given_key(headers), (*self._keys, *self._admin_keys)):
+        elif self._keys and not self._is_public(path) and not holds_key(_given_key(headers), (*self._keys, *self._admin_keys)):
             raise _unauthenticated()
 
     def _is_public(self, path: str) -> bool:
@@ -131,9 +131,9 @@ class Guard:
     def _check_admin_key(self, headers: dict[bytes, bytes]) -> None:
         wanted = self._admin_keys or self._keys
         given = _given_key(headers)
-        if not wanted or _holds(given, wanted):
+        if not wanted or holds_key(given, wanted):
             return
-        if self._keys and _holds(given, self._keys):
+        if self._keys and holds_key(given, self._keys):
             raise ApiError(403, "this endpoint needs the operator's key (--admin-api-key)", code="forbidden")
         raise _unauthenticated()
 
@@ -207,7 +207,8 @@ def _route_path(scope: Scope) -> str:
     return path[len(root) :] if root and path.startswith(root + "/") else path
 
 
-def _digests(keys: Iterable[str]) -> tuple[bytes, ...]:
+def key_digests(keys: Iterable[str]) -> tuple[bytes, ...]:
+    """What is kept of keys to compare others with."""
     return tuple(hashlib.sha256(key.encode()).digest() for key in keys)
 
 
@@ -218,7 +219,7 @@ def _given_key(headers: dict[bytes, bytes]) -> bytes | None:
     return headers.get(b"x-api-key")  # as Anthropic's clients send it
 
 
-def _holds(given: bytes | None, wanted: Iterable[bytes]) -> bool:
+def holds_key(given: bytes | None, wanted: Iterable[bytes]) -> bool:
     """Whether a key is one of those; takes the same time whichever it is."""
     digest = hashlib.sha256(given or b"").digest()
     found = False
