@@ -16,15 +16,18 @@ from jaxllm.errors import InvalidRequestError
 from jaxllm.outputs import Logprob, RequestMetrics
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.text.input_processor import FrontRequest
-from server.chat_deltas import ChatDelta, joined
+from server.chat_deltas import ChatDelta, ToolCallDelta, joined
 from server.chat_encoding import ChatEncoder
 from server.dialects import check_tools
-from server.errors import ApiError, bad_request
+from server.endings import end_of
+from server.errors import bad_request
 from server.options import ChatOptions
 from server.prompts import check_length, truncated
 from server.speech import AnswerReader, Speech
 from server.template_process import MAX_PROCESSES, TemplateProcesses
 from server.usage import Usage
+
+__all__ = ["ChatDelta", "ChatService", "Conversation", "PreparedChat", "ToolCallDelta"]
 
 
 @dataclass(kw_only=True)
@@ -64,7 +67,7 @@ class PreparedChat:
     request: FrontRequest
     usage: Usage
     """Grows while the answer is streamed."""
-    reader: AnswerReader | None
+    reader: AnswerReader | None = None
     """Who finds tool calls and reasoning in the answers; None: they are plain text."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """Filled with the first output."""
@@ -79,8 +82,9 @@ class PreparedChat:
 class ChatService:
     """Answers conversations with one engine."""
 
-    def __init__(self, engine: AsyncLLM, options: ChatOptions):
+    def __init__(self, engine: AsyncLLM, options: ChatOptions, *, queue_timeout_seconds: float | None = None):
         self._engine = engine
+        self._queue_timeout_seconds = queue_timeout_seconds
         self._options = options
         self._templates: TemplateProcesses | None = None
         self._encoder: ChatEncoder | None = None
@@ -180,7 +184,7 @@ class ChatService:
                 deltas: list[ChatDelta] = []
                 for answer in output.outputs:
                     usage.completion_tokens += len(answer.token_ids)
-                    reason = answer.finish_reason and finish_reason(answer.finish_reason)
+                    reason = end_of(answer)
                     if chat.reader is not None:
                         deltas += chat.reader.read(answer, reason)
                         usage.reasoning_tokens = chat.reader.num_reasoning_tokens
@@ -198,12 +202,3 @@ class ChatService:
                 for delta in deltas:
                     answers[delta.index] = delta if delta.index not in answers else joined(answers[delta.index], delta)
         return [answers[index] for index in sorted(answers)]
-
-
-def finish_reason(reason: str) -> str:
-    """The engine's reason as OpenAI's clients know it. Raises ApiError for those that are no ends but failures."""
-    if reason == "abort":
-        raise ApiError(503, "the request was aborted before its end", code="aborted", retry=True)
-    if reason == "error":
-        raise ApiError(500, "the engine failed on this request", code="engine_error", retry=False)
-    return "stop" if reason == "repetition" else reason
