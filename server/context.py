@@ -16,6 +16,7 @@ from jaxllm.text.tokenizer import Tokenizer
 from server.chat_service import ChatService
 from server.errors import ApiError, shortened
 from server.http_metrics import HttpMetrics
+from server.logs import RequestLog
 from server.options import ServerOptions
 
 _MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -39,6 +40,7 @@ class ServerContext:
         """What the model's generation config says."""
         self.http_metrics = HttpMetrics()
         engine.add_metrics(self.http_metrics.snapshot)
+        self.request_log = RequestLog(options.logging)
         self.queue_timeout_seconds = options.limits.queue_timeout or None
         self.chat = ChatService(engine, options.chat, queue_timeout_seconds=self.queue_timeout_seconds)
         if engine.input_processor.tokenizer is not None:

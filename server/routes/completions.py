@@ -84,6 +84,8 @@ async def prepare(body: CompletionRequest, context: ServerContext, request_id: s
             if error.param != "prompt_token_ids":
                 raise
             raise bad_request(str(error), "prompt") from None
+    for request in requests:
+        context.request_log.write(request, request.params)
     echoes = []
     if body.echo:
         tokenizer = engine.get_tokenizer()
