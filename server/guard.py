@@ -16,7 +16,7 @@ from typing import Any
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxllm.log import logger
+from jaxllm.log import logger, safe
 from server.context import ServerContext
 from server.errors import ApiError, as_api_error
 from server.logs import AccessLog
@@ -62,7 +62,7 @@ class Guard:
         except Exception as error:
             if not answer.has_begun:
                 await self._refuse(as_api_error(error), scope, receive, answer)
-            logger.error("%s %s failed", scope["method"], self._log.escaped(scope["path"]), exc_info=error)
+            logger.error("%s %s failed", scope["method"], safe(scope["path"], 200), exc_info=error)
         finally:
             self._log.write(scope, answer.status, time.monotonic() - started)
 

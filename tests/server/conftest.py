@@ -39,4 +39,4 @@ def client(engine: AsyncLLM) -> Iterator[Client]:
 
 
 def options(**given: Any) -> ServerOptions:
-    return ServerOptions.from_options(**{"served_model_name": ["m"], **given})
+    return ServerOptions.from_options(**{"served_model_name": ["m"], "tool_call_parser": "hermes", **given})
