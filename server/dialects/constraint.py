@@ -39,7 +39,7 @@ def tool_constraint(
     assert frame is not None
     several = parallel and frame.several and tool_choice.kind == "required"
     after = None if frame.reasoning else start_after_token_ids(reasoning, tokenizer, prompt_text)
-    grammar = _grammar(chosen, frame, several, tokenizer)
+    grammar = _grammar(chosen, frame, several, tokenizer, lines_before=after is not None)
     if len(grammar) > MAX_SPEC_BYTES:
         raise InvalidRequestError(
             f"tools have schemas of {len(grammar)} bytes together; calls can be enforced for {MAX_SPEC_BYTES}; pass fewer",
@@ -64,7 +64,7 @@ def reasoning_end_token_ids(reasoning: ReasoningDialect, tokenizer: Any) -> tupl
     return tuple(tokenizer.encode(end, add_special_tokens=False))
 
 
-def _grammar(tools: Sequence[Tool], frame: Frame, several: bool, tokenizer: Any) -> str:
+def _grammar(tools: Sequence[Tool], frame: Frame, several: bool, tokenizer: Any, lines_before: bool) -> str:
     """A Lark grammar of calls of these tools."""
 
     def quoted(text: str) -> str:
@@ -72,6 +72,8 @@ def _grammar(tools: Sequence[Tool], frame: Frame, several: bool, tokenizer: Any)
 
     more = f"({quoted(frame.between_calls)} call)*" if several else ""
     start = f"{quoted(frame.before_calls)} call {more} {quoted(frame.after_calls)}"
+    if lines_before:  # models end their reasoning with an empty line
+        start = rf'("\n" | "\n\n")? {start}'
     rules = ["%llguidance {}"]
     if frame.reasoning:
         before, after = frame.reasoning

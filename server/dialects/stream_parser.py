@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from server.dialects import harmony
 from server.dialects.deltas import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
-from server.dialects.dialect import ReasoningDialect, ToolDialect, is_encodable
+from server.dialects.dialect import ReasoningDialect, ToolDialect, is_encodable, random_letters
 from server.dialects.json_calls import JSON_CALLS
 from server.dialects.json_scanner import Broken
 from server.dialects.markers import Markers
@@ -55,6 +55,7 @@ class StreamParser(Reader):
         """Whether the call that is read began without a marker, so that it may be an answer that looks like one."""
         self._surplus = False  # the call that is read is one too many
         self._num_broken = 0
+        self._ids: set[str] = set()
         self._space: list[str] = []  # white space that is content only if content follows
         self._has_content = self._has_reasoning = self._after_reasoning = False
         self._special = frozenset(special_tokens)
@@ -109,7 +110,12 @@ class StreamParser(Reader):
         self._surplus = self.num_calls > 0 and not self._parallel
         if not self._surplus:
             index = self.num_calls
-            self._out.append(ToolCallStart(index, id or self._tool.call_id(name, index), name))  # type: ignore[union-attr]
+            if not id or id in self._ids:
+                id = self._tool.call_id(name, index)  # type: ignore[union-attr]
+            if id in self._ids:
+                id = f"call_{random_letters(24)}"
+            self._ids.add(id)
+            self._out.append(ToolCallStart(index, id, name))
             self.num_calls += 1
         self._num_given = self.num_read
 
