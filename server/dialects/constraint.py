@@ -9,7 +9,7 @@ from jaxllm.structured_outputs import MAX_SPEC_BYTES, StructuredOutputsParams
 from server.dialects.dialect import INDEX, Frame, ReasoningDialect, ToolDialect, special_tokens_of
 from server.dialects.harmony import CHANNEL, MESSAGE
 from server.dialects.json_calls import JSON_CALLS
-from server.dialects.markers import Markers
+from server.dialects.markers import markers_of
 from server.dialects.tools import Tool, ToolChoice
 
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -93,7 +93,7 @@ def _grammar(tools: Sequence[Tool], frame: Frame, several: bool, tokenizer: Any,
 
 def _lark_text(text: str, tokenizer: Any) -> str:
     """A text in Lark, with special tokens by their ids."""
-    markers = Markers(special_tokens_of(tokenizer))
+    markers = markers_of(*special_tokens_of(tokenizer))
     pieces: list[str] = []
 
     def literal(text: str) -> None:

@@ -1,13 +1,14 @@
 """Cuts a model's text into content, reasoning and tool calls while it arrives."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from server.dialects import harmony
 from server.dialects.deltas import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
 from server.dialects.dialect import ReasoningDialect, ToolDialect, is_encodable, random_letters
 from server.dialects.json_calls import JSON_CALLS
 from server.dialects.json_scanner import Broken
-from server.dialects.markers import Markers
+from server.dialects.markers import markers_of
 from server.dialects.reader import MAX_NAME, SPACE, Ended, Reader, Reading
 from server.dialects.tools import Tool
 
@@ -161,6 +162,14 @@ class StreamParser(Reader):
         if text and self._include_reasoning:
             self._out.append(Reasoning(text))
 
+    def copy_visible_until(self, ends: Sequence[str], sink: Callable[[str], Any]) -> Reading[str | None]:
+        """Pass text on up to the first of these markers, without special tokens. Returns the marker, or None at the end."""
+        markers = markers_of(*ends, *self._special)
+        while True:
+            marker = yield from self.copy_until(markers, sink)
+            if marker is None or marker in ends:
+                return marker
+
     def read_calls(self, reading: Reading[None], *, already_read: str = "", bare: bool = False) -> Reading[None]:
         """Let a dialect read calls. What turns out to be none is content."""
         self.mark(already_read)
@@ -208,7 +217,6 @@ class StreamParser(Reader):
             self.add_content(space)
             return None
         calls = self._tool.openings if self._tool and self._tool.ends_reasoning else ()
-        markers = Markers((*dialect.end, *calls, *self._special))
         yield from self.space()
         held: list[str] = []
 
@@ -219,11 +227,9 @@ class StreamParser(Reader):
                 held.clear()
             held.append(text[len(body) :])
 
-        while True:
-            marker = yield from self.copy_until(markers, add)
-            if marker is None or marker in dialect.end or marker in calls:
-                self.in_reasoning = False
-                return marker if marker in calls else None
+        marker = yield from self.copy_visible_until((*dialect.end, *calls), add)
+        self.in_reasoning = False
+        return marker if marker in calls else None
 
     def _read_content(self, tool: ToolDialect, opening: str | None) -> Reading[None]:
         if tool.bare_openings and opening is None:
@@ -231,21 +237,17 @@ class StreamParser(Reader):
             letter = yield from self.peek()
             if letter and letter in tool.bare_openings:
                 yield from self.read_calls(tool.read(self, letter), bare=True)
-        markers = Markers((*tool.openings, *self._special))
         while self._num_broken < MAX_BROKEN_CALLS:
             if opening is None:
-                opening = yield from self.copy_until(markers, self.add_content)
+                opening = yield from self.copy_visible_until(tool.openings, self.add_content)
             if opening is None:
                 return
-            if opening in tool.openings:
-                yield from self.read_calls(tool.read(self, opening), already_read=opening)
+            yield from self.read_calls(tool.read(self, opening), already_read=opening)
             opening = None
 
     def _copy_content(self) -> Reading[None]:
         """What is left is content."""
-        markers = Markers(self._special)
-        while (yield from self.copy_until(markers, self.add_content)) is not None:
-            pass
+        yield from self.copy_visible_until((), self.add_content)
         self.end_content()
 
     def end_content(self) -> None:

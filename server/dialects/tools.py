@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jaxllm.errors import InvalidRequestError
-from jaxllm.structured.errors import GrammarError
-from jaxllm.structured.json_schema import check_keywords, walk
+from jaxllm.structured.json_schema import GrammarError, check_keywords, walk
 from jaxllm.structured_outputs import MAX_NESTING, MAX_NODES
 
 MAX_TOOLS = 128
