@@ -125,7 +125,8 @@ class Answer:
             parallel=self.parallel,
             prompt_text=self.prompt_text,
             include_reasoning=self.include_reasoning,
-            special_tokens=self.dialects.special_tokens if skip_special_tokens and self.keeps_special_tokens else (),
+            special_tokens=self.dialects.special_tokens,
+            drop_special_tokens=skip_special_tokens and self.keeps_special_tokens,
             hold_calls=self.hold_calls,
         )
 

@@ -21,9 +21,9 @@ class StreamParser(Reader):
     """One answer's text to deltas.
 
     `tools` are those of the request; a parser without a tool dialect finds no calls (tool_choice "none"). `forced` says that
-    `tool_constraint` enforces calls. `special_tokens` are texts to leave out, for text that keeps special tokens. With `hold_calls` a
-    call is given out when it is complete, so that a broken one becomes content as a whole: for answers that are not streamed. Without
-    it, fragments already given out stay, and the rest is content.
+    `tool_constraint` enforces calls. `special_tokens` are the model's; where the text has them, `drop_special_tokens` leaves them out.
+    With `hold_calls` a call is given out when it is complete, so that a broken one becomes content as a whole: for answers that are not
+    streamed. Without it, fragments already given out stay, and the rest is content.
     """
 
     def __init__(
@@ -37,6 +37,7 @@ class StreamParser(Reader):
         prompt_text: str = "",
         include_reasoning: bool = True,
         special_tokens: Iterable[str] = (),
+        drop_special_tokens: bool = True,
         hold_calls: bool = False,
     ):
         super().__init__()
@@ -59,11 +60,13 @@ class StreamParser(Reader):
         self._ids: set[str] = set()
         self._space: list[str] = []  # white space that is content only if content follows
         self._has_content = self._has_reasoning = self._after_reasoning = False
-        self._special = frozenset(special_tokens)
+        special = frozenset(special_tokens)
+        self._dropped = special if drop_special_tokens else frozenset()
         if tool is harmony.HARMONY or (reasoning is not None and reasoning.channels):
             self._reading = harmony.read_messages(self, prompt_text, calls=tool is not None)
         else:
-            self._reading = self._read_answer(reasoning, prompt_text)
+            is_open = reasoning.state_after(prompt_text, special) if reasoning else None
+            self._reading = self._read_answer(reasoning, is_open)
         next(self._reading, None)
 
     # What callers use
@@ -164,7 +167,7 @@ class StreamParser(Reader):
 
     def copy_visible_until(self, ends: Sequence[str], sink: Callable[[str], Any]) -> Reading[str | None]:
         """Pass text on up to the first of these markers, without special tokens. Returns the marker, or None at the end."""
-        markers = markers_of(*ends, *self._special)
+        markers = markers_of(*ends, *self._dropped)
         while True:
             marker = yield from self.copy_until(markers, sink)
             if marker is None or marker in ends:
@@ -195,21 +198,20 @@ class StreamParser(Reader):
 
     # The answer as a whole
 
-    def _read_answer(self, reasoning: ReasoningDialect | None, prompt_text: str) -> Reading[None]:
+    def _read_answer(self, reasoning: ReasoningDialect | None, is_open: bool | None) -> Reading[None]:
         opening = None
         if reasoning is not None:
-            opening = yield from self._read_reasoning(reasoning, prompt_text)
+            opening = yield from self._read_reasoning(reasoning, is_open)
         if self._tool is not None:
             yield from self._read_content(self._tool, opening)
         yield from self._copy_content()
 
-    def _read_reasoning(self, dialect: ReasoningDialect, prompt_text: str) -> Reading[str | None]:
+    def _read_reasoning(self, dialect: ReasoningDialect, is_open: bool | None) -> Reading[str | None]:
         """Read the reasoning, if there is any. Returns the opening of a call that ended it."""
-        opened = dialect.state_after(prompt_text, self._special)
-        self._after_reasoning = opened is not None
-        if opened is False:
+        self._after_reasoning = is_open is not None
+        if is_open is False:
             return None
-        self.in_reasoning = bool(opened) or dialect.implied
+        self.in_reasoning = bool(is_open) or dialect.implied
         space = yield from self.space()
         marked = yield from self.first_of(dialect.start)
         self.in_reasoning = self._after_reasoning = self.in_reasoning or bool(marked)

@@ -60,6 +60,14 @@ def test_enforced_calls_are_a_constraint_after_the_reasoning(choice: str) -> Non
     assert closed is not None and closed.start_after_token_ids is None
 
 
+def test_reasoning_that_the_prompt_began_is_continued() -> None:
+    answer = answer_for("required", "<|im_end|>assistant\n<think>\nSo")
+    parser = answer.parser()
+    assert sum_of([*parser.feed(" far.</think>"), *parser.finish()]).reasoning == "far."
+    structured = answer.sampling_params(SamplingParams()).structured_outputs
+    assert structured is not None and structured.start_after_token_ids
+
+
 def test_another_constraint_waits_for_the_end_of_reasoning_and_excludes_enforced_calls() -> None:
     params = SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))
     structured = answer_for("auto").sampling_params(params).structured_outputs
