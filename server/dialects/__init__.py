@@ -3,7 +3,6 @@
 from server.dialects.constraint import reasoning_end_token_ids, start_after_token_ids, tool_constraint
 from server.dialects.deltas import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
 from server.dialects.dialect import ReasoningDialect, ToolDialect, special_tokens_of
-from server.dialects.model_dialects import Answer, ModelDialects
 from server.dialects.registry import REASONING_DIALECTS, TOOL_DIALECTS, by_name, find_dialect, find_dialect_names
 from server.dialects.stream_parser import StreamParser
 from server.dialects.tools import Tool, ToolChoice, check_tools
@@ -11,10 +10,8 @@ from server.dialects.tools import Tool, ToolChoice, check_tools
 __all__ = [
     "REASONING_DIALECTS",
     "TOOL_DIALECTS",
-    "Answer",
     "Content",
     "Delta",
-    "ModelDialects",
     "Reasoning",
     "ReasoningDialect",
     "StreamParser",
