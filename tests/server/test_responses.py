@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
+import threading
 from typing import Any
 
 import httpx
@@ -180,13 +180,6 @@ def test_an_engine_that_fails_at_once_is_a_status_and_later_an_event(client: Cli
 # In the background
 
 
-@pytest.fixture
-def slow_app(engine: AsyncLLM, core: FakeEngineCore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """An application whose answers go on until they are ended."""
-    monkeypatch.setattr(core, "_script", lambda request: [70] * 10_000)
-    yield create_app(engine, options())
-
-
 async def until(condition: Any) -> Any:
     """What a request says once it says what is waited for."""
     while not (found := await condition()):
@@ -230,24 +223,25 @@ def test_a_background_stream_is_followed_from_any_event(client: Client) -> None:
     client.run(run())
 
 
-def test_a_cancelled_response_ends_its_request(client: Client, slow_app: Any, core: FakeEngineCore) -> None:
+def test_a_cancelled_response_ends_its_request(client: Client, core: FakeEngineCore, gate: threading.Semaphore) -> None:
     async def run() -> None:
-        async with browser(slow_app) as web:
-            body = {"input": "hi", "background": True, "max_output_tokens": 150}
-            made = (await web.post("/v1/responses", json=body)).json()
+        async with browser(client.app) as web:
+            made = (await web.post("/v1/responses", json={"input": "hi", "background": True})).json()
             cancelled = (await web.post(f"/v1/responses/{made['id']}/cancel")).json()
             assert cancelled["status"] == "cancelled"
             assert (await web.get(f"/v1/responses/{made['id']}")).json()["status"] == "cancelled"
+            gate.release()
             await until(lambda: asyncio.sleep(0, not core.running))
 
     client.run(run())
 
 
-def test_closing_the_service_ends_what_runs(client: Client, slow_app: Any, core: FakeEngineCore) -> None:
+def test_closing_the_service_ends_what_runs(client: Client, core: FakeEngineCore, gate: threading.Semaphore) -> None:
     async def run() -> None:
-        async with browser(slow_app) as web:
-            await web.post("/v1/responses", json={"input": "hi", "background": True, "max_output_tokens": 150})
-            await slow_app.state.responses.close()
+        async with browser(client.app) as web:
+            await web.post("/v1/responses", json={"input": "hi", "background": True})
+            await client.app.state.responses.close()
+            gate.release()
             await until(lambda: asyncio.sleep(0, not core.running))
 
     client.run(run())
