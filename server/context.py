@@ -41,6 +41,8 @@ class ServerContext:
         if hasattr(engine, "add_metrics"):
             engine.add_metrics(self.http_metrics.snapshot)
         self.chat = ChatService(engine, options.chat)
+        if engine.input_processor.tokenizer is not None:
+            self.chat.speech.note_tool_parser = self.http_metrics.tool_calls_parsed
         self.fingerprint = _fingerprint(engine, options.replies.fingerprint_mode)
 
     @property

@@ -11,7 +11,8 @@ import msgspec
 
 from jaxllm.errors import InvalidRequestError
 from jaxllm.log import logger
-from server.chat_service import ChatDelta, PreparedChat
+from server.chat_deltas import ChatDelta
+from server.chat_service import PreparedChat
 from server.context import ServerContext
 from server.converted import conversation_of, renamed_params
 from server.deadline import Deadline

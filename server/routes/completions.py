@@ -212,7 +212,9 @@ class CompletionReply:
             "index": place * self._work.params.n + answer.index,
             "text": text,
             "logprobs": self._logprob_object(output, ids, positions)[0],
-            "finish_reason": "length" if self._is_prompt_only else finish_reason(answer.finish_reason),
+            "finish_reason": "length"
+            if self._is_prompt_only
+            else (answer.finish_reason and finish_reason(answer.finish_reason)),
             "stop_reason": None if self._is_prompt_only else answer.stop_reason,
         }
         if output.prompt_logprobs is not None and self._body.prompt_logprobs is not None:
@@ -289,7 +291,7 @@ class CompletionReply:
         if self._is_prompt_only:
             text, ids, positions = "", [], None if positions is None else []
         echoed = self._work.echoes[place] if is_first and self._body.echo else ""
-        reason = "length" if self._is_prompt_only else finish_reason(answer.finish_reason)
+        reason = "length" if self._is_prompt_only else answer.finish_reason and finish_reason(answer.finish_reason)
         text = echoed + text
         rich = self._body.logprobs is not None or self._body.return_token_ids
         if not rich and usage is None and reason is None:

@@ -10,7 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.body import read_body
-from server.chat_service import ChatDelta, PreparedChat
+from server.chat_deltas import ChatDelta
+from server.chat_service import PreparedChat
 from server.context import ServerContext, context_of, request_id_of
 from server.converted import conversation_of, renamed_params
 from server.deadline import Deadline, deadline
