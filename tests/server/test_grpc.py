@@ -99,12 +99,12 @@ def test_parameters_reach_the_engine(wire: Wire, core: FakeEngineCore) -> None:
     sampling = pb.SamplingParams(
         temperature=0.5, top_k=3, max_tokens=2, stop=["x"], logit_bias={5: 1.5}, logprobs=1, seed=-7, min_p=0.25
     )
-    responses = wire.generate(text="hi", sampling=sampling, cache_salt="s", priority=-3)
+    responses = wire.generate(text="hi", sampling=sampling, cache_salt="s")
     request = core.requests[-1]
     params = request.sampling_params
     assert (params.temperature, params.top_k, params.max_tokens, params.stop) == (0.5, 3, 2, ["x"])
     assert (params.logit_bias, params.logprobs, params.seed, params.min_p) == ({5: 1.5}, 1, -7, 0.25)
-    assert (request.cache_salt, request.priority) == ("s", -3)
+    assert request.cache_salt == "s"
     places = [place for response in responses for place in response.outputs[0].logprobs]
     assert [len(place.entries) for place in places] == [2, 2]
     assert (places[0].entries[0].text, places[0].entries[0].logprob, places[0].entries[0].rank) == ("one", -0.5, 2)
@@ -130,6 +130,7 @@ def test_several_answers_have_their_index(wire: Wire) -> None:
         ({"text": "hi", "sampling": pb.SamplingParams(max_tokens=0)}, "INVALID_ARGUMENT", "max_tokens"),
         ({"text": "hi", "sampling": pb.SamplingParams(stop=["a"] * 5)}, "INVALID_ARGUMENT", "stop has 5 texts"),
         ({"text": "hi", "cache_salt": "a/b"}, "INVALID_ARGUMENT", "cache_salt"),
+        ({"text": "hi", "priority": -3}, "INVALID_ARGUMENT", "priority is -3"),
         ({"text": "hi", "request_id": "x" * 129}, "INVALID_ARGUMENT", "request_id"),
         ({"token_ids": pb.TokenIds(ids=[99999])}, "INVALID_ARGUMENT", "99999"),
         ({"text": "x" * 3000}, "INVALID_ARGUMENT", "maximum context length"),

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -11,11 +12,18 @@ import pytest
 from jaxllm.async_llm import AsyncLLM
 from jaxllm.errors import EngineError
 from server.app import create_app
-from server.chat_service import ChatDelta
+from server.chat_deltas import ChatDelta
 from tests.helpers.fake_engine_core import FakeEngineCore
-from tests.server.canned import REASONED_CALL, WEATHER, answer_with
+from tests.server.canned import WEATHER, answer_with, caller_app
 from tests.server.client import Client
 from tests.server.conftest import options
+
+
+@pytest.fixture(scope="module")
+def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    """Speaks with a model that thinks, speaks and calls."""
+    with caller_app(tmp_path_factory.mktemp("caller")) as app, Client(app) as client:
+        yield client
 
 
 def respond(client: Client, **body: Any) -> httpx.Response:
@@ -63,16 +71,36 @@ def test_logprobs_come_where_they_are_included(client: Client) -> None:
     assert all(len(each["top_logprobs"]) == 2 for each in part["logprobs"])
 
 
-def test_reasoning_and_calls_are_items_of_their_own(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer_with(monkeypatch, client.app, REASONED_CALL)
+def test_reasoning_and_calls_are_items_of_their_own(caller: Client) -> None:
     tools = [{"type": "function", "name": name, "parameters": WEATHER} for name in ("weather", "time")]
-    response = respond(client, tools=tools).json()
-    kinds = [item["type"] for item in response["output"]]
-    assert kinds == ["reasoning", "message", "function_call", "function_call"]
-    assert json.loads(response["output"][2]["arguments"]) == {"city": "Köln"}
-    assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": 4}
-    assert response["usage"]["input_tokens_details"]["cached_tokens"] == 2
+    response = respond(caller, tools=tools).json()
+    thought, message, weather, time = response["output"]
+    assert (thought["type"], thought["content"]) == ("reasoning", [{"type": "reasoning_text", "text": "I must look it up."}])
+    assert (message["type"], message["content"][0]["text"]) == ("message", "Let me see.")
+    assert (weather["type"], weather["name"], json.loads(weather["arguments"])) == (
+        "function_call",
+        "weather",
+        {"city": "Köln"},
+    )
+    assert (time["name"], json.loads(time["arguments"])) == ("time", {})
+    assert response["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
     assert response["tools"] == tools
+    streamed = named_events(respond(caller, tools=tools, stream=True))[-1]["response"]
+    for item in (*response["output"], *streamed["output"]):
+        del item["id"]
+        item.pop("call_id", None)
+    assert streamed["output"] == response["output"]
+
+
+def test_what_the_model_did_goes_back_to_it(caller: Client) -> None:
+    tools = [{"type": "function", "name": name, "parameters": WEATHER} for name in ("weather", "time")]
+    first = respond(caller, tools=tools).json()
+    calls = [item for item in first["output"] if item["type"] == "function_call"]
+    results = [{"type": "function_call_output", "call_id": call["call_id"], "output": "20"} for call in calls]
+    assert respond(caller, input=results, previous_response_id=first["id"], tools=tools).status_code == 200
+    assert (
+        respond(caller, input=[{"role": "user", "content": "hi"}, *first["output"], *results], tools=tools).status_code == 200
+    )
 
 
 def test_a_later_turn_holds_the_earlier_ones(client: Client, core: FakeEngineCore) -> None:
