@@ -143,6 +143,10 @@ class AsyncLLM:
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         await self._run(lambda: self._deliver(self._engine.abort_request_with_ids(ids)))
 
+    async def abort_all(self) -> None:
+        """End every request as `abort` does."""
+        await self._run(lambda: self._deliver(self._engine.abort_all()))
+
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises ConfigError if there is none."""
         return self._engine.get_tokenizer()

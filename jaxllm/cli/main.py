@@ -29,6 +29,7 @@ class Command:
 COMMANDS = {
     "generate": Command("generate", "write on from prompts, or answer them"),
     "chat": Command("chat", "talk with a model"),
+    "serve": Command("serve", "answer requests over HTTP, as OpenAI's API does"),
     "bench": Command("bench", "measure throughput or latency, offline or of a server"),
     "compile": Command("compile", "compile an engine's programs ahead of time"),
     "models": Command("models", "supported architectures, models on this machine"),

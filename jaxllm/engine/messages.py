@@ -56,7 +56,8 @@ class EngineStart(_Message):
 
     config: EngineConfig
     directory: str
-    log_level: str = "info"
+    log_level: str | None = None
+    log_format: str | None = None
     step_timeout_seconds: float = 300.0
     compile_timeout_seconds: float = 3600.0
     core_factory: str | None = None

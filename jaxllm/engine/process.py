@@ -194,7 +194,8 @@ class EngineLoop:
     def _result_of(self, command: Call) -> Reply:
         name = str(type(command.call).__struct_config__.tag)
         try:
-            result = getattr(self._core, name)(*msgspec.structs.astuple(command.call))
+            member = getattr(self._core, name)
+            result = member(*msgspec.structs.astuple(command.call)) if callable(member) else member
         except EngineDeadError:
             raise
         except Exception as error:  # the caller's affair
@@ -318,7 +319,7 @@ def main() -> int:
     """What `python -m jaxllm.engine.process` does: an EngineStart comes by standard input, whose end means that the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches every process; the parent decides
     start = messages.decode_engine_start(read_first_message(sys.stdin.fileno()))
-    log.set_up(start.log_level)
+    log.set_up(start.log_level, format=start.log_format)
     return serve(start, parent_fd=sys.stdin.fileno())
 
 
