@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import queue
+import sys
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -10,12 +11,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxllm.at_exit import shut_down_at_exit
 from jaxllm.config import EngineConfig
-from jaxllm.errors import EngineDeadError, EngineError
-from jaxllm.llm_engine import Core, LLMEngine, Texts
+from jaxllm.errors import EngineDeadError, EngineError, RequestFailedError
+from jaxllm.llm_engine import Core, LLMEngine, SleepMode, Texts
 from jaxllm.log import logger
 from jaxllm.mailbox import Letter, Mailbox, post
 from jaxllm.metrics.metric import Metric
-from jaxllm.outputs import PoolingRequestOutput, RequestOutput
+from jaxllm.outputs import PoolingRequestOutput, RequestMetrics, RequestOutput
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
 from jaxllm.sampling_params import SamplingParams
@@ -34,6 +35,9 @@ class AsyncLLM:
 
     Raises ConfigError, ModelLoadError or OutOfMemoryError.
     """
+
+    request_ended: Callable[[FrontRequest, RequestMetrics | None, BaseException | None], None] | None = None
+    """Called in the caller's task when a stream is over: its times, unless nothing came, and the error that ended it, if one did."""
 
     def __init__(
         self,
@@ -87,11 +91,25 @@ class AsyncLLM:
         request_id: str,
         *,
         priority: int = 0,
+        queue_timeout_seconds: float | None = None,
+        timeout_seconds: float | None = None,
     ) -> FrontRequest:
-        """A prompt checked and tokenized, for `stream`: whatever is wrong with it is found here. Raises InvalidRequestError."""
+        """A prompt checked and tokenized, for `stream`: whatever is wrong with it is found here. Raises InvalidRequestError.
+
+        A request that waits longer than its queue timeout, or is not done after its timeout, ends with the finish reason
+        "error" and that `error_kind`.
+        """
         self._check_alive()
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        return await asyncio.to_thread(self.input_processor.process, request_id, prompt, params, priority=priority)
+        return await asyncio.to_thread(
+            self.input_processor.process,
+            request_id,
+            prompt,
+            params,
+            priority=priority,
+            queue_timeout_seconds=queue_timeout_seconds,
+            timeout_seconds=timeout_seconds,
+        )
 
     async def stream(self, request: FrontRequest) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of a prepared request as they come; those that a slow caller has not fetched are put together.
@@ -100,15 +118,18 @@ class AsyncLLM:
         """
         mailbox = Mailbox(asyncio.get_running_loop(), request.params.output_kind)
         self._send(lambda: self._admit(request, mailbox))
+        metrics: RequestMetrics | None = None
         try:
             finished = False
             while not finished:
                 output = await mailbox.take()
-                finished = output.finished
+                finished, metrics = output.finished, output.metrics
                 yield output
         finally:
             if not mailbox.is_done:
                 self._abandon(request.internal_id)
+            if self.request_ended is not None:
+                self.request_ended(request, metrics, sys.exception())
 
     async def generate(
         self,
@@ -131,11 +152,14 @@ class AsyncLLM:
 
         Raises InvalidRequestError, EngineError or EngineDeadError; a request that was aborted comes back without vectors.
         """
-        request = await self.prepare(prompt, pooling_params, request_id, priority=priority)
+        return await self.pool_prepared(await self.prepare(prompt, pooling_params, request_id, priority=priority))
+
+    async def pool_prepared(self, request: FrontRequest) -> PoolingRequestOutput:
+        """`pool` for what `prepare` made of PoolingParams."""
         async with contextlib.aclosing(self.stream(request)) as outputs:
             output: Any = await anext(outputs)
         if output.error is not None:
-            raise EngineError(f"the request failed: {output.error}")
+            raise RequestFailedError(f"the request failed: {output.error}", output.error_kind or "internal")
         return output
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
@@ -180,6 +204,44 @@ class AsyncLLM:
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget all cached prompt beginnings. False if blocks are in use."""
         return await self._run(lambda: self._engine.reset_prefix_cache(reset_running_requests))
+
+    async def sleep(self, level: int = 1, mode: SleepMode = "abort") -> None:
+        """Give the device's memory back: the KV cache, and the weights to the host (level 1) or altogether (level 2).
+
+        Unfinished requests are aborted or keep the engine from sleeping ("refuse": EngineError). New ones are refused with
+        EngineSleepingError. Raises InvalidRequestError for another level.
+        """
+        await self._run(lambda: self._engine.sleep(level, mode))
+
+    async def wake_up(self) -> None:
+        """Serve again. Raises OutOfMemoryError or ModelLoadError, and sleeps on, if that cannot be."""
+        await self._run(self._engine.wake_up)
+
+    async def is_sleeping(self) -> bool:
+        """Whether the engine sleeps."""
+        return await self._run(lambda: self._engine.is_sleeping)
+
+    async def start_profile(self) -> None:
+        """Begin a trace by JAX's profiler. Raises ConfigError without `profiler_dir`, EngineError during a trace."""
+        await self._run(self._engine.start_profile)
+
+    async def stop_profile(self) -> None:
+        """End the trace and write it. Raises EngineError if there is none."""
+        await self._run(self._engine.stop_profile)
+
+    async def finish_compiling(self) -> None:
+        """Wait until no program is compiled behind the engine's back any more, e.g. before measuring something."""
+        self._check_alive()
+        await asyncio.to_thread(self._engine.finish_compiling)
+
+    async def check_integrity(self) -> None:
+        """Raise AssertionError if a request left something behind. For an engine without requests."""
+
+        def check() -> None:
+            assert not self._mailboxes, f"{len(self._mailboxes)} mailboxes are left"
+            self._engine.check_integrity()
+
+        await self._run(check)
 
     async def check_health(self) -> None:
         """Raises EngineDeadError if the engine cannot serve."""

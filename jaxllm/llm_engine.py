@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from jaxllm import log
 from jaxllm.at_exit import shut_down_at_exit
@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from jaxllm.sampling.processors import Processor
 
 
+SleepMode = Literal["abort", "refuse"]
+"""What becomes of unfinished requests when the engine is to sleep."""
+
+
 class Core(Protocol):
     """What the front needs of an engine core."""
 
@@ -45,12 +49,21 @@ class Core(Protocol):
 
     @property
     def num_compiled_after_warmup(self) -> int: ...
+    @property
+    def sleep_level(self) -> int: ...
     def finish_compiling(self) -> None: ...
     def add_request(self, request: EngineCoreRequest) -> None: ...
     def abort_requests(self, request_ids: list[str]) -> None: ...
     def step(self) -> list[EngineCoreOutput]: ...
     def has_unfinished_requests(self) -> bool: ...
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool: ...
+    def sleep(self, level: int = 1, mode: SleepMode = "abort") -> None: ...
+    def wake_up(self) -> None: ...
+    @property
+    def is_sleeping(self) -> bool: ...
+    def start_profile(self) -> None: ...
+    def stop_profile(self) -> None: ...
+    def check_integrity(self) -> None: ...
     def stats(self) -> LoadStats: ...
     def shutdown(self) -> None: ...
 
@@ -272,6 +285,7 @@ class LLMEngine:
         if self.metrics is not None:
             self.metrics.load = self.core.stats()
             self.metrics.programs_compiled_after_warmup = self.core.num_compiled_after_warmup
+            self.metrics.sleep_level = self.core.sleep_level
 
     def finish_compiling(self) -> None:
         """Wait until no program is compiled behind the engine's back any more, e.g. before measuring something."""
@@ -280,6 +294,36 @@ class LLMEngine:
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget all cached prompt beginnings. False if blocks are in use."""
         return self.core.reset_prefix_cache(reset_running_requests)
+
+    def sleep(self, level: int = 1, mode: SleepMode = "abort") -> None:
+        """Give the device's memory back: the KV cache, and the weights to the host (level 1) or altogether (level 2).
+
+        Unfinished requests are aborted, which the next `step` reports, or keep the engine from sleeping ("refuse": EngineError).
+        New ones are refused with EngineSleepingError. Raises InvalidRequestError for another level.
+        """
+        self.core.sleep(level, mode)
+
+    def wake_up(self) -> None:
+        """Serve again. Raises OutOfMemoryError or ModelLoadError, and sleeps on, if that cannot be."""
+        self.core.wake_up()
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether the engine sleeps."""
+        return self.core.is_sleeping
+
+    def start_profile(self) -> None:
+        """Begin a trace by JAX's profiler. Raises ConfigError without `profiler_dir`, EngineError during a trace."""
+        self.core.start_profile()
+
+    def stop_profile(self) -> None:
+        """End the trace and write it. Raises EngineError if there is none."""
+        self.core.stop_profile()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if a request left something behind. For an engine without requests."""
+        assert not len(self._outputs), f"{len(self._outputs)} requests are awaited"
+        self.core.check_integrity()
 
     def shutdown(self) -> None:
         """End every request and free the device. The engine cannot be used afterwards."""

@@ -109,6 +109,7 @@ class PoolingRequestOutput:
     finish_reason: str = "stop"
     """stop; abort; or error, with what went wrong in `error`."""
     error: str | None = None
+    error_kind: ErrorKind | None = None
     num_cached_tokens: int = 0
     finished: bool = True
     metrics: RequestMetrics | None = field(default=None, repr=False)

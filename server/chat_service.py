@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxllm.async_llm import AsyncLLM
+from jaxllm.errors import InvalidRequestError
 from jaxllm.outputs import Logprob, RequestMetrics
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.text.input_processor import FrontRequest
@@ -162,9 +163,14 @@ class ChatService:
         prompt: Any = {"prompt_token_ids": ids}
         if conversation.cache_salt is not None:
             prompt["cache_salt"] = conversation.cache_salt
-        request = await self._engine.prepare(
-            prompt, conversation.params, conversation.request_id, priority=conversation.priority
-        )
+        try:
+            request = await self._engine.prepare(
+                prompt, conversation.params, conversation.request_id, priority=conversation.priority
+            )
+        except InvalidRequestError as error:
+            if error.param != "logprobs":
+                raise
+            raise bad_request(f"top_{error}", "top_logprobs") from None  # its name in all these APIs
         return PreparedChat(conversation, request, Usage(prompt_tokens=len(ids)))
 
     async def stream(self, chat: PreparedChat) -> AsyncGenerator[list[ChatDelta], None]:

@@ -110,7 +110,7 @@ def uvicorn_config(app: Any, options: ServerOptions, **more: Any) -> uvicorn.Con
     connection = functools.partial(
         GuardedConnection,
         max_connections=network.max_connections,
-        read_timeout_seconds=options.limits.request_read_timeout,
+        read_timeout_seconds=options.limits.request_body_timeout,
     )
     settings: dict[str, Any] = {
         "host": network.host,

@@ -32,7 +32,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
 
 
 class Guard:
-    """Wraps the application. `admin_paths` want the operator's key, `public_paths` none."""
+    """Wraps the application. `admin_paths` want the operator's key, `public_paths` none; of them "/x/" is all below it, too."""
 
     def __init__(
         self, app: ASGIApp, context: ServerContext, *, public_paths: Collection[str] = (), admin_paths: Collection[str] = ()
@@ -42,9 +42,10 @@ class Guard:
         self._app = self._with_cors(app)
         self._limits = options.limits
         self._public = PROBES | set(public_paths) | ({"/metrics"} if options.access.public_metrics else set())
+        self._public_folders = tuple(path for path in public_paths if path.endswith("/") and path != "/")
         self._admin = frozenset(admin_paths)
-        self._keys = _digests(options.access.api_key or ())
-        self._admin_keys = _digests([options.access.admin_api_key] if options.access.admin_api_key else ())
+        self._keys = key_digests(options.access.api_key or ())
+        self._admin_keys = key_digests([options.access.admin_api_key] if options.access.admin_api_key else ())
         self._log = AccessLog(options.logging)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -121,15 +122,18 @@ class Guard:
             return
         if path in self._admin:
             self._check_admin_key(headers)
-        elif self._keys and path not in self._public and not _holds(_given_key(headers), (*self._keys, *self._admin_keys)):
+        elif self._keys and not self._is_public(path) and not holds_key(_given_key(headers), (*self._keys, *self._admin_keys)):
             raise _unauthenticated()
+
+    def _is_public(self, path: str) -> bool:
+        return path in self._public or path.startswith(self._public_folders)
 
     def _check_admin_key(self, headers: dict[bytes, bytes]) -> None:
         wanted = self._admin_keys or self._keys
         given = _given_key(headers)
-        if not wanted or _holds(given, wanted):
+        if not wanted or holds_key(given, wanted):
             return
-        if self._keys and _holds(given, self._keys):
+        if self._keys and holds_key(given, self._keys):
             raise ApiError(403, "this endpoint needs the operator's key (--admin-api-key)", code="forbidden")
         raise _unauthenticated()
 
@@ -146,7 +150,7 @@ class Guard:
         if length is not None and int(length) > limit:
             raise _too_large(limit)
         try:
-            async with asyncio.timeout(self._limits.request_read_timeout):
+            async with asyncio.timeout(self._limits.request_body_timeout):
                 body = await _read(receive, limit)
         except TimeoutError:
             raise ApiError(408, "the request's body did not arrive in time", code="timeout", retry=False) from None
@@ -203,18 +207,19 @@ def _route_path(scope: Scope) -> str:
     return path[len(root) :] if root and path.startswith(root + "/") else path
 
 
-def _digests(keys: Iterable[str]) -> tuple[bytes, ...]:
+def key_digests(keys: Iterable[str]) -> tuple[bytes, ...]:
+    """What is kept of keys to compare others with."""
     return tuple(hashlib.sha256(key.encode()).digest() for key in keys)
 
 
 def _given_key(headers: dict[bytes, bytes]) -> bytes | None:
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
     if scheme.lower() == b"bearer":
-        return key
+        return key.strip(b" \t")
     return headers.get(b"x-api-key")  # as Anthropic's clients send it
 
 
-def _holds(given: bytes | None, wanted: Iterable[bytes]) -> bool:
+def holds_key(given: bytes | None, wanted: Iterable[bytes]) -> bool:
     """Whether a key is one of those; takes the same time whichever it is."""
     digest = hashlib.sha256(given or b"").digest()
     found = False

@@ -93,6 +93,7 @@ class ResetPrefixCache(_Message, tag="reset_prefix_cache"):
 
 class Sleep(_Message, tag="sleep"):
     level: int = 1
+    mode: Literal["abort", "refuse"] = "abort"
 
 
 class WakeUp(_Message, tag="wake_up"):
@@ -108,6 +109,10 @@ class StartProfile(_Message, tag="start_profile"):
 
 
 class StopProfile(_Message, tag="stop_profile"):
+    pass
+
+
+class CheckIntegrity(_Message, tag="check_integrity"):
     pass
 
 
@@ -133,12 +138,8 @@ class ShareMetrics(_Message, tag="share_metrics"):
     own: list[MetricRecord]
 
 
-CoreCall = ResetPrefixCache | Sleep | WakeUp | IsSleeping | StartProfile | StopProfile | FinishCompiling
-"""Each is a method of the engine core, named by its tag."""
-CORE_CALLS: dict[str, Any] = {
-    str(kind.__struct_config__.tag): kind
-    for kind in (ResetPrefixCache, Sleep, WakeUp, IsSleeping, StartProfile, StopProfile, FinishCompiling)
-}
+CoreCall = ResetPrefixCache | Sleep | WakeUp | IsSleeping | StartProfile | StopProfile | CheckIntegrity | FinishCompiling
+"""Each is a method or property of the engine core, named by its tag."""
 
 
 class Call(_Message, tag="call"):
@@ -157,6 +158,7 @@ class Load(_Message):
 
     stats: SchedulerStats
     num_compiled_after_warmup: int = 0
+    sleep_level: int = 0
 
 
 class Status(_Message, tag="status"):

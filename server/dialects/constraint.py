@@ -4,7 +4,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from jaxllm.sampling_params import StructuredOutputsParams
+from jaxllm.errors import InvalidRequestError
+from jaxllm.structured_outputs import MAX_SPEC_BYTES, StructuredOutputsParams
 from server.dialects.dialect import INDEX, Frame, ReasoningDialect, ToolDialect, special_tokens_of
 from server.dialects.harmony import CHANNEL, MESSAGE
 from server.dialects.json_calls import JSON_CALLS
@@ -28,7 +29,7 @@ def tool_constraint(
     """What an output must be for this tool choice; None if it is free. Reasoning stays free: the constraint begins after it.
 
     Calls are enforced in the model's own format where that is JSON within markers, else as plain JSON. The parser of such an answer
-    has `forced=True`. Tools that are `strict` are not constrained when the choice is "auto".
+    has `forced=True`. Raises InvalidRequestError. Tools that are `strict` are not constrained when the choice is "auto".
     """
     if not tool_choice.is_forced:
         return None
@@ -38,7 +39,13 @@ def tool_constraint(
     assert frame is not None
     several = parallel and frame.several and tool_choice.kind == "required"
     after = None if frame.reasoning else start_after_token_ids(reasoning, tokenizer, prompt_text)
-    return StructuredOutputsParams(grammar=_grammar(chosen, frame, several, tokenizer), start_after_token_ids=after)
+    grammar = _grammar(chosen, frame, several, tokenizer)
+    if len(grammar) > MAX_SPEC_BYTES:
+        raise InvalidRequestError(
+            f"tools have schemas of {len(grammar)} bytes together; calls can be enforced for {MAX_SPEC_BYTES}; pass fewer",
+            "tools",
+        )
+    return StructuredOutputsParams(grammar=grammar, start_after_token_ids=after)
 
 
 def start_after_token_ids(reasoning: ReasoningDialect | None, tokenizer: Any, prompt_text: str) -> tuple[int, ...] | None:
@@ -90,7 +97,7 @@ def _lark_text(text: str, tokenizer: Any) -> str:
     def literal(text: str) -> None:
         plain, number, rest = text.partition(INDEX)
         if plain:
-            pieces.append(json.dumps(plain, ensure_ascii=False))
+            pieces.append(json.dumps(plain))
         if number:
             pieces.append("/[0-9]{1,3}/")
             literal(rest)

@@ -17,10 +17,10 @@ class Mistral(ToolDialect):
     openings = ("[TOOL_CALLS]",)
     markers = ("[ARGS]", "[CALL_ID]")
 
-    def frame_for(self, special_tokens: frozenset[str]) -> Frame:
-        if "[ARGS]" in special_tokens:
-            return Frame("[TOOL_CALLS]", "[ARGS]", "")
-        return Frame('{"name": "', '", "arguments": ', "}", before_calls="[TOOL_CALLS][", between_calls=", ", after_calls="]")
+    frame = Frame('{"name": "', '", "arguments": ', "}", before_calls="[TOOL_CALLS][", between_calls=", ", after_calls="]")
+
+    def frame_for(self, special_tokens: frozenset[str]) -> Frame | None:
+        return Frame("[TOOL_CALLS]", "[ARGS]", "") if "[ARGS]" in special_tokens else self.frame
 
     def call_id(self, name: str, index: int) -> str:
         return random_letters(9)  # templates of these models refuse any other length

@@ -51,13 +51,11 @@ class Pythonic(ToolDialect):
         yield from parser.space()
         name = yield from parser.run_of(_NAME)
         yield from parser.expect("(")
-        parser.start_call(name)
-        before = "{"
+        parser.check_name(name)
         num_arguments = 0
         yield from parser.space()
         while not (yield from parser.next_is(")")):
-            num_arguments += 1
-            if num_arguments > MAX_ARGUMENTS:
+            if num_arguments == MAX_ARGUMENTS:
                 raise Broken
             key = yield from parser.run_of(_KEY)
             if not key or len(key) > MAX_NAME:
@@ -65,11 +63,16 @@ class Pythonic(ToolDialect):
             yield from parser.space()
             yield from parser.expect("=")
             value = yield from _read_value(parser)
-            parser.add_arguments(f"{before}{to_json(key)}: {literal_to_json(value)}")
-            before = ", "
+            argument = f"{to_json(key)}: {literal_to_json(value)}"
+            if not num_arguments:
+                parser.start_call(name)
+            parser.add_arguments((", " if num_arguments else "{") + argument)
+            num_arguments += 1
             if (yield from parser.next_is(",")):
                 yield from parser.space()
-        parser.add_arguments("{}" if before == "{" else "}")
+        if not num_arguments:
+            parser.start_call(name)
+        parser.add_arguments("}" if num_arguments else "{}")
         parser.end_call()
 
 

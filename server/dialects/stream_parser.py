@@ -97,15 +97,15 @@ class StreamParser(Reader):
 
     # What dialects use
 
-    def start_call(self, name: str, id: str | None = None) -> None:
-        """A call's name is known. Raises Broken if it is no name."""
-        if (
-            not name
-            or len(name) > MAX_NAME
-            or not is_encodable(name)
-            or (self.is_bare and self.tools and name not in self.tools)
-        ):
+    def check_name(self, name: str) -> None:
+        """Raises Broken unless a call may have this name now. One without a marker must name a tool of the request."""
+        is_name = 0 < len(name) <= MAX_NAME and is_encodable(name)
+        if not is_name or self.num_calls == MAX_CALLS or (self.is_bare and self.tools and name not in self.tools):
             raise Broken
+
+    def start_call(self, name: str, id: str | None = None) -> None:
+        """A call's name is known. Raises Broken if it may not be one."""
+        self.check_name(name)
         self._surplus = self.num_calls > 0 and not self._parallel
         if not self._surplus:
             index = self.num_calls

@@ -6,19 +6,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jaxllm.errors import InvalidRequestError
+from jaxllm.structured.errors import GrammarError
+from jaxllm.structured.json_schema import check_keywords, walk
+from jaxllm.structured_outputs import MAX_NESTING, MAX_NODES
 
 MAX_TOOLS = 128
 MAX_NAME_LENGTH = 64
-MAX_SCHEMA_DEPTH = 64
-MAX_SCHEMA_NODES = 10_000
 MAX_PATTERN_LENGTH = 4096
 
 NAME = re.compile(r"[A-Za-z0-9_.-]+")
 """How functions may be named."""
-_TYPES = frozenset(("object", "array", "string", "number", "integer", "boolean", "null"))
-_SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
-_SCHEMAS = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames", "unevaluatedProperties")
 _NOT_PYTHON = re.compile(r"\\[pP]\{[^{}]*\}|\\u\{[0-9A-Fa-f]+\}|\\c[A-Za-z]")
 """What ECMA's patterns have and Python's lack."""
 
@@ -93,7 +90,7 @@ def _tool(tool: Any, param: str) -> Tool:
     parameters = function.get("parameters")
     if parameters is None:
         parameters = {}
-    check_schema(parameters, f"{param}.parameters")
+    check_parameters(parameters, f"{param}.parameters")
     return Tool(name, parameters, description, bool(strict))
 
 
@@ -136,80 +133,54 @@ def _choice(choice: Any, names: Sequence[str]) -> ToolChoice:
     return ToolChoice("named", name)
 
 
-def check_schema(schema: Any, param: str) -> None:
-    """Refuse what is no JSON Schema of an object, by the keywords that are commonly wrong. Raises InvalidRequestError."""
+def check_parameters(schema: Any, param: str) -> None:
+    """Refuse what is no JSON Schema of an object, without compiling it. Raises InvalidRequestError."""
     if not isinstance(schema, Mapping):
         raise InvalidRequestError(f"{param} must be an object: a JSON Schema", param)
     if schema.get("type", "object") != "object":
         raise InvalidRequestError(f'{param}.type must be "object"', f"{param}.type")
-    todo: list[tuple[Any, str, int, bool]] = [(schema, param, 0, True)]
+    _check_size(schema, param)
+    try:
+        check_keywords(schema)
+        for pointer, node in walk(schema):
+            _check_patterns(pointer, node)
+    except GrammarError as error:
+        raise InvalidRequestError(f"{param} {error}", param) from None
+
+
+def _check_size(schema: Any, param: str) -> None:
+    todo: list[tuple[Any, int]] = [(schema, 1)]
     num_nodes = 0
     while todo:
-        value, where, depth, is_schema = todo.pop()
+        node, level = todo.pop()
         num_nodes += 1
-        if depth > MAX_SCHEMA_DEPTH:
-            raise InvalidRequestError(f"{param} is nested deeper than {MAX_SCHEMA_DEPTH} levels", param)
-        if num_nodes > MAX_SCHEMA_NODES:
-            raise InvalidRequestError(f"{param} has more than {MAX_SCHEMA_NODES} parts", param)
-        if is_schema and not isinstance(value, bool):
-            if not isinstance(value, Mapping):
-                raise InvalidRequestError(f"{where} must be a JSON Schema: an object, true or false", param)
-            _check_keywords(value, where, param)
-        if isinstance(value, Mapping):
-            todo.extend(_children(value, where, depth + 1, is_schema))
-        elif isinstance(value, Sequence) and not isinstance(value, str):
-            todo.extend((one, f"{where}[{index}]", depth + 1, False) for index, one in enumerate(value))
+        if level > MAX_NESTING:
+            raise InvalidRequestError(f"{param} is nested deeper than {MAX_NESTING} levels", param)
+        if num_nodes > MAX_NODES:
+            raise InvalidRequestError(f"{param} has more than {MAX_NODES} values", param)
+        if isinstance(node, Mapping):
+            todo += [(one, level + 1) for one in node.values()]
+        elif isinstance(node, list):
+            todo += [(one, level + 1) for one in node]
 
 
-def _children(value: Mapping, where: str, depth: int, is_schema: bool) -> list[tuple[Any, str, int, bool]]:
-    children: list[tuple[Any, str, int, bool]] = []
-    for key, below in value.items():
-        path = f"{where}.{str(key)[:64]}"
-        if is_schema and key in _SCHEMA_MAPS:
-            children.extend((one, f"{path}.{str(name)[:64]}", depth + 1, True) for name, one in below.items())
-        elif is_schema and key in _SCHEMA_LISTS:
-            children.extend((one, f"{path}[{index}]", depth + 1, True) for index, one in enumerate(below))
-        else:
-            children.append(
-                (below, path, depth, is_schema and key in _SCHEMAS and not (key == "items" and isinstance(below, list)))
+def _check_patterns(pointer: str, node: Any) -> None:
+    if not isinstance(node, Mapping):
+        return
+    for pattern in (*node.get("patternProperties", ()), *([node["pattern"]] if "pattern" in node else ())):
+        if not _is_pattern(pattern):
+            raise GrammarError(
+                f"at {pointer} has a pattern that is no regular expression of at most {MAX_PATTERN_LENGTH} characters"
             )
-    return children
 
 
-def _check_keywords(schema: Mapping, where: str, param: str) -> None:
-    def wrong(key: str, must_be: str) -> InvalidRequestError:
-        return InvalidRequestError(f"{where}.{key} must be {must_be}", param)
-
-    if "type" in schema:
-        types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-        if not types or not all(isinstance(one, str) and one in _TYPES for one in types):
-            raise wrong("type", "one of " + ", ".join(sorted(_TYPES)) + ", or an array of them")
-    for key in _SCHEMA_MAPS:
-        if key in schema and not isinstance(schema[key], Mapping):
-            raise wrong(key, "an object of schemas")
-    for key in _SCHEMA_LISTS:
-        if key in schema and not (isinstance(schema[key], list) and schema[key]):
-            raise wrong(key, "an array of schemas that is not empty")
-    required = schema.get("required", [])
-    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-        raise wrong("required", "an array of strings")
-    if "enum" in schema and not (isinstance(schema["enum"], list) and schema["enum"]):
-        raise wrong("enum", "an array that is not empty")
-    if "$ref" in schema and not isinstance(schema["$ref"], str):
-        raise wrong("$ref", "a string")
-    if "pattern" in schema and not _is_pattern(schema["pattern"]):
-        raise wrong("pattern", f"a regular expression of at most {MAX_PATTERN_LENGTH} characters")
-    for name in schema.get("patternProperties", ()):
-        if not _is_pattern(name):
-            raise wrong("patternProperties", "an object whose names are regular expressions")
-
-
-def _is_pattern(pattern: Any) -> bool:
-    """Whether it looks like a regular expression. It is never run here: only its syntax is read."""
-    if not isinstance(pattern, str) or len(pattern) > MAX_PATTERN_LENGTH:
+def _is_pattern(pattern: str) -> bool:
+    """Whether it looks like a regular expression. Only its syntax is read: it is never run here."""
+    if len(pattern) > MAX_PATTERN_LENGTH:
         return False
+    pattern = _NOT_PYTHON.sub("x", pattern).replace("(?<", "(?P<").replace("(?P<=", "(?<=").replace("(?P<!", "(?<!")
     try:
-        re.compile(_NOT_PYTHON.sub("x", pattern).replace("(?<", "(?P<").replace("(?P<=", "(?<=").replace("(?P<!", "(?<!"))
+        re.compile(pattern)
     except (re.error, RecursionError, OverflowError):
         return False
     return True

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import sys
 
+from jaxllm import log
 from jaxllm.config import EngineConfig
 from jaxllm.errors import JaxLLMError
 from server.listening import address_of
@@ -18,6 +19,8 @@ def main() -> int:
     known = {f.name for group in dataclasses.fields(EngineConfig) for f in dataclasses.fields(group.default_factory())}  # type: ignore[arg-type, misc]
     config = EngineConfig.from_options(**{name: value for name, value in given.items() if name in known})
     options = ServerOptions.from_options(**{name: value for name, value in given.items() if name not in known})
+
+    log.set_up()
 
     def ready(serving: Serving) -> None:
         print(json.dumps({"address": None if options.network.uds else address_of(serving.socket)}), flush=True)
