@@ -190,6 +190,10 @@ class EngineCore:
     def is_sleeping(self) -> bool:
         return self._sleep.level > 0
 
+    @property
+    def sleep_level(self) -> int:
+        return self._sleep.level
+
     def start_profile(self) -> None:
         """Begin a trace by JAX's profiler. Raises ConfigError without `profiler_dir`, EngineError during a trace."""
         self._profiler.start()
