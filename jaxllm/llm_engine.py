@@ -51,6 +51,8 @@ class Core(Protocol):
 
     @property
     def num_compiled_after_warmup(self) -> int: ...
+    @property
+    def sleep_level(self) -> int: ...
     def finish_compiling(self) -> None: ...
     def add_request(self, request: EngineCoreRequest) -> None: ...
     def abort_requests(self, request_ids: list[str]) -> None: ...
@@ -300,6 +302,7 @@ class LLMEngine:
         if self.metrics is not None:
             self.metrics.load = self.core.stats()
             self.metrics.programs_compiled_after_warmup = self.core.num_compiled_after_warmup
+            self.metrics.sleep_level = self.core.sleep_level
 
     def finish_compiling(self) -> None:
         """Wait until no program is compiled behind the engine's back any more, e.g. before measuring something."""

@@ -172,6 +172,10 @@ class FakeEngineCore:
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         return reset_running_requests or not self.running
 
+    @property
+    def sleep_level(self) -> int:
+        return int(self.is_sleeping)
+
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         self.news += [EngineCoreOutput(request_id, [], FinishReason.ABORT) for request_id in self.running]
         self.running.clear()
