@@ -3,17 +3,40 @@
 import os
 import time
 from collections.abc import Mapping
+from contextvars import ContextVar
 from typing import Any
 
 from jaxllm import __version__
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, JaxLLMError
 from jaxllm.outputs import RequestMetrics
 from jaxllm.text.input_processor import FrontRequest
+from server.http_metrics import App, Receive, Scope, Send
 
 SPAN_NAME = "llm_request"
 PROTOCOL_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
 PROTOCOLS = ("grpc", "http/protobuf")
 _NANOSECONDS = 1_000_000_000
+_W3C_HEADERS = (b"traceparent", b"tracestate")
+_MAX_HEADER_BYTES = 1024
+_headers: ContextVar[Mapping[str, str]] = ContextVar("trace headers")
+"""Of the HTTP request that the current task answers."""
+
+
+class TraceHeaders:
+    """ASGI middleware that remembers the W3C trace headers of each request for the spans that come of it."""
+
+    def __init__(self, app: App):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            found = {
+                name.decode(): value.decode("latin-1")
+                for name, value in scope["headers"]
+                if name in _W3C_HEADERS and len(value) <= _MAX_HEADER_BYTES
+            }
+            _headers.set(found)
+        await self._app(scope, receive, send)
 
 
 class Tracer:
@@ -26,14 +49,16 @@ class Tracer:
         self._tracer = provider.get_tracer("jaxllm", __version__)
         self._propagator = TraceContextTextMapPropagator()
 
-    def request_ended(
-        self, request: FrontRequest, metrics: RequestMetrics, headers: Mapping[str, str], *, error: str | None = None
-    ) -> None:
-        """Record a request that is over, as a child of the span that its W3C headers (traceparent, tracestate) name."""
+    def request_ended(self, request: FrontRequest, metrics: RequestMetrics | None, error: BaseException | None) -> None:
+        """Record a request that is over, as a child of the span that its HTTP request's headers name.
+
+        `error` is what ended it, if anything did. No metrics: it was over before anything came of it.
+        """
         from opentelemetry.trace import SpanKind
         from opentelemetry.trace.status import Status, StatusCode
 
-        carrier = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
+        carrier = _headers.get({})
+        metrics = metrics or RequestMetrics(arrival_time=request.arrival_time)
         end = metrics.finished_time or time.time()
         span = self._tracer.start_span(
             SPAN_NAME,
@@ -42,8 +67,8 @@ class Tracer:
             start_time=int(request.arrival_time * _NANOSECONDS),
             attributes=attributes(request, metrics, end),
         )
-        if error is not None:
-            span.set_status(Status(StatusCode.ERROR, error))
+        if isinstance(error, JaxLLMError):  # everything else is the client's going away
+            span.set_status(Status(StatusCode.ERROR, str(error)))
         span.end(int(end * _NANOSECONDS))
 
     def shutdown(self) -> None:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.cli import options, planning, running
-from jaxllm.cli.flags import engine_flags, sampling_flags, whole_number
+from jaxllm.cli.flags import engine_flags, sampling_flags
+from jaxllm.cli.numbers import count, positive
 from jaxllm.cli.parser import Parser, UsageError
 from jaxllm.config import Flag
 from jaxllm.errors import ConfigError
@@ -49,19 +50,19 @@ def add_arguments(parser: Parser) -> None:
         choices=["throughput", "latency", "serve"],
         help="what to measure; `jaxllm bench serve --help` for the options of serve",
     )
-    parser.add_argument("--input-len", type=_positive, metavar="N", help="tokens of each prompt (default: 128)")
-    parser.add_argument("--output-len", type=_positive, metavar="N", help="tokens written for each prompt (default: 128)")
+    parser.add_argument("--input-len", type=positive, metavar="N", help="tokens of each prompt (default: 128)")
+    parser.add_argument("--output-len", type=positive, metavar="N", help="tokens written for each prompt (default: 128)")
     parser.add_argument("--mix", metavar="FILE", help='lengths from a JSON file: {"requests": [[prompt, output], …]}')
     parser.add_argument(
         "--num-prompts",
         "--batch-size",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="prompts of a run, all given at once; default: 100 for throughput (or the whole mix), 1 for latency",
     )
-    parser.add_argument("--warmup-runs", type=_count, default=1, metavar="N", help="runs before the timed ones (default: 1)")
+    parser.add_argument("--warmup-runs", type=count, default=1, metavar="N", help="runs before the timed ones (default: 1)")
     parser.add_argument(
-        "--iterations", type=_positive, metavar="N", help="timed runs; default: 1 for throughput, 10 for latency"
+        "--iterations", type=positive, metavar="N", help="timed runs; default: 1 for throughput, 10 for latency"
     )
     parser.add_argument("--json", action="store_true", help="the result as a JSON object")
     options.add_common_arguments(parser)
@@ -229,20 +230,3 @@ def _as_text(report: Mapping[str, Any]) -> str:
         number = f"{value:.4f}" if unit else f"{value:.2f}" if isinstance(value, float) else str(value)
         lines.append(f"{name.removesuffix('_seconds').replace('_', ' '):<36}{number}{unit}")
     return "\n".join(lines)
-
-
-def _positive(text: str) -> int:
-    value = _count(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
-
-
-def _count(text: str) -> int:
-    try:
-        value = whole_number(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    if value < 0:
-        raise argparse.ArgumentTypeError("must not be negative")
-    return value

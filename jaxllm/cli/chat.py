@@ -2,29 +2,26 @@
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxllm import env
 from jaxllm.cli import options, planning, running, terminal
-from jaxllm.cli.flags import engine_flags, read_text, sampling_flags
+from jaxllm.cli.conversation import Conversation, LocalConversation
+from jaxllm.cli.flags import engine_flags, read_text, sampling_flags, spelling
 from jaxllm.cli.parser import Parser, UsageError
-from jaxllm.cli.streaming import stream
+from jaxllm.cli.server_arguments import add_connection_arguments, make_client
 from jaxllm.config import Flag, unknown_name
-from jaxllm.errors import ConfigError, EngineDeadError, EngineError, InvalidRequestError, JaxLLMError
-from jaxllm.sampling_params import RequestOutputKind, SamplingParams
-
-if TYPE_CHECKING:
-    from jaxllm.llm import LLM
+from jaxllm.errors import ConfigError, EngineDeadError, InvalidRequestError, JaxLLMError
 
 ABOUT = "Talk with a model. Commands begin with / (see /help); Ctrl-C stops an answer, Ctrl-D leaves."
 EXAMPLES = """examples:
   jaxllm chat                                  with the demo model
   jaxllm chat Qwen/Qwen3-0.6B --temperature 0.7 --system "Answer in one sentence."
+  jaxllm chat --url http://127.0.0.1:8000      with the model of a running server
   echo "What is 27 + 15?" | jaxllm chat -q     one answer for each line of stdin"""
 
 QUOTES = '"""'
@@ -42,17 +39,21 @@ def add_arguments(parser: Parser) -> None:
     options.add_model_argument(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message to begin with")
     parser.add_argument("--load", metavar="FILE", help="go on with a conversation that /save wrote")
+    parser.add_argument("--url", metavar="URL", help="talk with the model of this server, e.g. http://127.0.0.1:8000")
+    add_connection_arguments(parser)
     options.add_common_arguments(parser)
     parser.add_flags(chat_flags())
     parser.add_flags(engine_flags())
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Open the model and converse until the input ends. Returns the exit code."""
+    """Open the model, or turn to a server, and converse until the input ends. Returns the exit code."""
     options.use_model_argument(arguments)
-    engine_options = options.engine_options(arguments)
     sampling = options.sampling_options(arguments, chat_flags())
     messages = load_messages(arguments.load) if arguments.load else []
+    if arguments.url is not None:
+        return _converse_with_server(arguments, sampling, messages)
+    engine_options = options.engine_options(arguments)
     if engine_options.get("skip_tokenizer_init"):
         raise UsageError("a conversation needs the tokenizer; leave out --skip-tokenizer-init")
     if arguments.dry_run:
@@ -60,47 +61,28 @@ def run(arguments: argparse.Namespace) -> int:
     progress = options.progress_for(arguments, engine_options)
     llm = running.open_llm(engine_options, progress)
     try:
-        conversation = Conversation(llm, sampling, quiet=arguments.quiet)
-        conversation.messages = messages
-        if arguments.system is not None:
-            conversation.set_system(arguments.system)
-        return converse(conversation)
+        return _begin(LocalConversation(llm, sampling, quiet=arguments.quiet), arguments, messages)
     finally:
         llm.shutdown()
 
 
-class Conversation:
-    """The messages so far, the sampling values, and the model that answers."""
+def _converse_with_server(arguments: argparse.Namespace, sampling: dict[str, Any], messages: list[dict[str, Any]]) -> int:
+    from jaxllm.cli.remote_chat import ServerConversation  # imports aiohttp
 
-    def __init__(self, llm: "LLM", sampling: dict[str, Any], *, quiet: bool):
-        self.messages: list[dict[str, Any]] = []
-        self.sampling = sampling
-        self._llm = llm
-        self._quiet = quiet
-        self._base = dataclasses.replace(llm.get_default_sampling_params(), max_tokens=None)
+    given = [flag.name for flag in engine_flags() if flag.name in arguments and flag.name != "model"]
+    if given or arguments.dry_run:
+        name = given[0] if given else "dry_run"
+        raise UsageError(f"{spelling(name)} is for a model in this process; leave it out with --url")
+    client = make_client(arguments, arguments.url)
+    with ServerConversation(client, vars(arguments).get("model"), sampling, quiet=arguments.quiet) as conversation:
+        return _begin(conversation, arguments, messages)
 
-    def params(self) -> SamplingParams:
-        """The sampling of the next answer. Raises InvalidRequestError for a value that /set made wrong."""
-        return dataclasses.replace(self._base, **self.sampling, output_kind=RequestOutputKind.DELTA)
 
-    def set_system(self, text: str) -> None:
-        """Replace the system message; an empty text removes it."""
-        others = [message for message in self.messages if message["role"] != "system"]
-        self.messages = [{"role": "system", "content": text}, *others] if text else others
-
-    def reset(self) -> None:
-        """Forget everything but the system message."""
-        self.messages = [message for message in self.messages if message["role"] == "system"]
-
-    def answer(self, text: str) -> None:
-        """Print the answer to a message as it comes, and keep both. Ctrl-C ends the answer and keeps what was said."""
-        asked = [*self.messages, {"role": "user", "content": text}]
-        streamed = stream(self._llm, self._llm.render_conversations(asked)[0], self.params())
-        if streamed.fault is not None:
-            raise EngineError(streamed.fault)
-        self.messages = [*asked, {"role": "assistant", "content": streamed.text}]
-        if not self._quiet:
-            terminal.note(streamed.stats.line() + ("" if streamed.finished else " (stopped)"))
+def _begin(conversation: Conversation, arguments: argparse.Namespace, messages: list[dict[str, Any]]) -> int:
+    conversation.messages = messages
+    if arguments.system is not None:
+        conversation.set_system(arguments.system)
+    return converse(conversation)
 
 
 def converse(conversation: Conversation) -> int:
@@ -195,7 +177,7 @@ def _load(conversation: Conversation, argument: str) -> None:
 def _set(conversation: Conversation, argument: str) -> None:
     known = {flag.name: flag for flag in chat_flags()}
     if not argument:
-        for name, value in dataclasses.asdict(conversation.params()).items():
+        for name, value in conversation.values().items():
             if name in known:
                 terminal.note(f"{name} = {value!r}")
         return
@@ -206,7 +188,7 @@ def _set(conversation: Conversation, argument: str) -> None:
     before = dict(conversation.sampling)
     try:
         conversation.sampling[name] = read_text(known[name], text.strip())
-        conversation.params()
+        conversation.check()
     except ValueError as error:
         conversation.sampling = before
         named = str(error) if isinstance(error, InvalidRequestError) else f"{name}: {error}"

@@ -29,7 +29,9 @@ class Command:
 COMMANDS = {
     "generate": Command("generate", "write on from prompts, or answer them"),
     "chat": Command("chat", "talk with a model"),
+    "run-batch": Command("run_batch", "answer the requests of an OpenAI batch file"),
     "bench": Command("bench", "measure throughput or latency, offline or of a server"),
+    "top": Command("top", "a live view of a running server"),
     "compile": Command("compile", "compile an engine's programs ahead of time"),
     "models": Command("models", "supported architectures, models on this machine"),
     "inspect": Command("inspect_model", "the numbers of a model, and whether it fits"),

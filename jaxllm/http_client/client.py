@@ -133,8 +133,7 @@ class ServerClient:
                     raise ServerError(await _message_of(response), response.status)
                 yield response
         except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
-            reason = str(error) or ("no answer in time" if isinstance(error, TimeoutError) else type(error).__name__)
-            raise ServerError(f"{self.base_url}: {reason}") from error
+            raise ServerError(f"{self.base_url}: {_reason(error)}") from error
 
 
 def error_text(error: Any) -> str:
@@ -142,6 +141,14 @@ def error_text(error: Any) -> str:
     if isinstance(error, dict):
         return str(error.get("message") or error)
     return str(error)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return f"cannot connect: {error.os_error.strerror or error.os_error}"
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    return str(error) or type(error).__name__
 
 
 async def _message_of(response: aiohttp.ClientResponse) -> str:

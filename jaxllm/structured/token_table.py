@@ -1,6 +1,5 @@
 """The bridge from a tokenizer to llguidance: which bytes each token stands for, and which tokens end a text."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llguidance import LLParserLimits, LLTokenizer

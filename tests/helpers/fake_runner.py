@@ -103,6 +103,11 @@ class FakeRunner:
         self.num_computed_tokens += plan.total_num_scheduled_tokens
         return ModelRunnerOutput(sampled, pooled=pooled)
 
+    def start_over(self) -> None:
+        """Forget rows and memory."""
+        self.rows.clear()
+        self.memory = [[-1] * self.block_size for _ in self.memory]
+
     def _admit(self, data: NewRequestData) -> None:
         assert data.request_id not in self.rows
         assert data.num_cached_tokens - data.num_computed_tokens in (0, 1)
@@ -159,6 +164,12 @@ class FakeEngine:
         outputs = self.scheduler.update_from_output(*self.in_flight.popleft())
         self.scheduler.check_integrity()
         return outputs
+
+    def start_over(self) -> None:
+        """What a failed step leads to: nothing in flight comes back, and the runner has forgotten everything."""
+        self.in_flight.clear()
+        self.scheduler.start_over()
+        self.runner.start_over()
 
     def step(self) -> list[EngineCoreOutput]:
         """Keep `depth` steps in flight and take in the oldest."""

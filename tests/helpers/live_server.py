@@ -13,6 +13,7 @@ from fastapi.routing import APIRoute
 
 from jaxllm.async_llm import AsyncLLM
 from server.app import create_app
+from server.connection import uvicorn_config
 from server.options import ServerOptions
 
 PLAIN = {"model": "demo", "prompt": "import ", "max_tokens": 1, "temperature": 0}
@@ -34,7 +35,7 @@ class LiveServer:
         own = None if engine is not None else AsyncLLM.from_options(model="demo", max_num_seqs=8, max_model_len=2048)
         chosen = ServerOptions.from_options(**options)
         app = create_app(engine or own, chosen)  # type: ignore[arg-type]
-        runner = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", http="httptools"))
+        runner = uvicorn.Server(uvicorn_config(app, chosen, host="127.0.0.1", port=0, log_level="error"))
         thread = threading.Thread(target=runner.run, daemon=True)
         thread.start()
         while not runner.started:

@@ -42,6 +42,8 @@ def make_request(
     priority: int = 0,
     cache_salt: str | None = None,
     pooling: PoolingParams | None = None,
+    queue_timeout_seconds: float | None = None,
+    timeout_seconds: float | None = None,
     **params: Any,
 ) -> Request:
     """A request with the given prompt, or with one of that length that shares no beginning with another id's."""
@@ -56,6 +58,8 @@ def make_request(
         priority=priority,
         cache_salt=cache_salt,
         pooling_params=pooling,
+        queue_timeout_seconds=queue_timeout_seconds,
+        timeout_seconds=timeout_seconds,
     )
     return Request(spec)
 

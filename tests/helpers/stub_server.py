@@ -33,8 +33,14 @@ class Stub:
     gate: Callable[[dict[str, Any]], asyncio.Event | None] = lambda body: None
     """What a stream waits for after its first token."""
     num_open: int = 0
-    num_cut_off: int = 0
-    """Streams whose client went away."""
+    cut_off: threading.Event = field(default_factory=threading.Event)
+    """Set when a client went away before its stream was over."""
+
+    def reset(self) -> None:
+        """Behave well again, and forget what was asked."""
+        fresh = Stub(url=self.url)
+        fresh.num_open = self.num_open
+        self.__dict__.update(vars(fresh))
 
     async def models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": "stub", "object": "model"}]})
@@ -46,7 +52,7 @@ class Stub:
     async def answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.bodies.append(body)
-        self.headers.append(dict(request.headers))
+        self.headers.append({name.lower(): value for name, value in request.headers.items()})
         if (refusal := self.fail(body)) is not None:
             status, content = refusal
             return web.json_response(content, status=status)
@@ -57,7 +63,7 @@ class Stub:
         try:
             await self._stream(response, body, is_chat="messages" in body)
         except (ConnectionError, asyncio.CancelledError):
-            self.num_cut_off += 1
+            self.cut_off.set()
             raise
         finally:
             self.num_open -= 1
@@ -115,7 +121,7 @@ def running_stub() -> Iterator[Stub]:
         app.router.add_post("/v1/completions", stub.answer)
         app.router.add_post("/v1/chat/completions", stub.answer)
         app.router.add_get("/{path:.*}", stub.page)
-        runner = web.AppRunner(app, shutdown_timeout=0)
+        runner = web.AppRunner(app, shutdown_timeout=0, handler_cancellation=True)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()

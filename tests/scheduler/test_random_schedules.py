@@ -45,6 +45,9 @@ class _Load:
             self.engine.scheduler.reset_prefix_cache(reset_running_requests=self.rng.random() < 0.5)
         elif kind < 0.32 and self.engine.in_flight:
             self.fail_one()
+        elif kind < 0.33:
+            self.engine.start_over()
+            self.engine.scheduler.limit_steps(self.rng.choice([1, 2, 64]))
         elif kind < 0.7:
             self.engine.dispatch()
         else:

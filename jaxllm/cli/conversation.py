@@ -1,0 +1,74 @@
+"""The conversation of `jaxllm chat`, and the one that a model in this process answers."""
+
+import abc
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from jaxllm.cli import terminal
+from jaxllm.cli.streaming import stream
+from jaxllm.errors import EngineError
+from jaxllm.sampling_params import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from jaxllm.llm import LLM
+
+
+class Conversation(abc.ABC):
+    """The messages so far and the sampling values; subclasses know who answers."""
+
+    def __init__(self, sampling: dict[str, Any], *, quiet: bool):
+        self.messages: list[dict[str, Any]] = []
+        self.sampling = sampling
+        self.quiet = quiet
+
+    @abc.abstractmethod
+    def values(self) -> dict[str, Any]:
+        """The sampling values of the next answer, as far as they are known here."""
+
+    @abc.abstractmethod
+    def check(self) -> None:
+        """Raise InvalidRequestError for a sampling value that /set made wrong."""
+
+    @abc.abstractmethod
+    def answer(self, text: str) -> None:
+        """Print the answer to a message as it comes, and keep both. Ctrl-C ends the answer and keeps what was said."""
+
+    def set_system(self, text: str) -> None:
+        """Replace the system message; an empty text removes it."""
+        others = [message for message in self.messages if message["role"] != "system"]
+        self.messages = [{"role": "system", "content": text}, *others] if text else others
+
+    def reset(self) -> None:
+        """Forget everything but the system message."""
+        self.messages = [message for message in self.messages if message["role"] == "system"]
+
+    def keep(self, asked: list[dict[str, Any]], answer: str, stats: terminal.RunStats, *, finished: bool) -> None:
+        """Take over what was said, and tell how fast."""
+        self.messages = [*asked, {"role": "assistant", "content": answer}]
+        if not self.quiet:
+            terminal.note(stats.line() + ("" if finished else " (stopped)"))
+
+
+class LocalConversation(Conversation):
+    """A model in this process answers."""
+
+    def __init__(self, llm: "LLM", sampling: dict[str, Any], *, quiet: bool):
+        super().__init__(sampling, quiet=quiet)
+        self._llm = llm
+        self._base = dataclasses.replace(llm.get_default_sampling_params(), max_tokens=None)
+
+    def values(self) -> dict[str, Any]:
+        return dataclasses.asdict(self._params())
+
+    def check(self) -> None:
+        self._params()
+
+    def answer(self, text: str) -> None:
+        asked = [*self.messages, {"role": "user", "content": text}]
+        streamed = stream(self._llm, self._llm.render_conversations(asked)[0], self._params())
+        if streamed.fault is not None:
+            raise EngineError(streamed.fault)
+        self.keep(asked, streamed.text, streamed.stats, finished=streamed.finished)
+
+    def _params(self) -> SamplingParams:
+        return dataclasses.replace(self._base, **self.sampling, output_kind=RequestOutputKind.DELTA)

@@ -1,0 +1,119 @@
+"""The conversation of `jaxllm chat --url`: a running server answers."""
+
+import asyncio
+import contextlib
+import re
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from jaxllm.cli import terminal
+from jaxllm.cli.conversation import Conversation
+from jaxllm.errors import ConfigError
+from jaxllm.http_client.chunks import Chunk
+from jaxllm.http_client.client import ServerClient
+from jaxllm.sampling_params import SamplingParams
+
+PATH = "/v1/chat/completions"
+NAMES_OF_SERVERS: Mapping[str, str] = {"max_tokens": "max_completion_tokens"}
+"""Sampling values that a chat request calls otherwise."""
+_TERMINAL_CODES = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+@dataclass
+class _Answer:
+    text: str = ""
+    thought: str = ""
+    finished: bool = False
+    stats: terminal.RunStats = field(default_factory=terminal.RunStats)
+
+
+class ServerConversation(Conversation):
+    """The messages so far, and the server that answers. Use as a context manager.
+
+    `model` is the name to ask for; None: the first that the server lists. Raises ServerError or ConfigError.
+    """
+
+    def __init__(self, client: ServerClient, model: str | None, sampling: dict[str, Any], *, quiet: bool):
+        super().__init__(sampling, quiet=quiet)
+        self._client = client
+        self._runner = asyncio.Runner()
+        try:
+            self._runner.run(client.__aenter__())
+            self.model = model or self._runner.run(self._first_model())
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "ServerConversation":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the connections."""
+        self._runner.run(self._client.__aexit__())
+        self._runner.close()
+
+    def values(self) -> dict[str, Any]:
+        """The sampling values that are set; the server knows the others."""
+        return dict(self.sampling)
+
+    def check(self) -> None:
+        SamplingParams(**self.sampling)
+
+    def answer(self, text: str) -> None:
+        asked = [*self.messages, {"role": "user", "content": text}]
+        answer = _Answer()
+        began = time.perf_counter()
+        try:
+            with contextlib.suppress(KeyboardInterrupt):
+                self._runner.run(self._stream(asked, answer, began))
+        finally:
+            if answer.text and not answer.text.endswith("\n"):
+                print(flush=True)
+        answer.stats.total_seconds = time.perf_counter() - began
+        self.keep(asked, answer.text, answer.stats, finished=answer.finished)
+
+    async def _stream(self, messages: list[dict[str, Any]], answer: _Answer, began: float) -> None:
+        values = {NAMES_OF_SERVERS.get(name, name): value for name, value in self.sampling.items() if value is not None}
+        body = {"model": self.model, "messages": messages, "stream": True, "stream_options": {"include_usage": True}} | values
+        async with contextlib.aclosing(self._client.stream(PATH, msgspec.json.encode(body))) as pieces:
+            async for chunks in pieces:
+                for chunk in chunks:
+                    self._show(chunk, answer, began)
+        answer.finished = True
+
+    def _show(self, chunk: Chunk, answer: _Answer, began: float) -> None:
+        stats = answer.stats
+        if chunk.usage is not None:
+            stats.num_prompt_tokens = chunk.usage.prompt_tokens or stats.num_prompt_tokens
+            stats.num_output_tokens = chunk.usage.completion_tokens or stats.num_output_tokens
+        for choice in (chunk.choices or [])[:1]:
+            if not choice.only_opens and not stats.first_token_seconds:
+                stats.first_token_seconds = [time.perf_counter() - began]
+            if choice.delta is not None and (thought := printable(choice.delta.thought)):
+                answer.thought += thought
+                print(terminal.styled(thought, "dim", sys.stderr), end="", file=sys.stderr, flush=True)
+            if text := choice.visible:
+                if answer.thought and not answer.text:
+                    print(file=sys.stderr, flush=True)
+                answer.text += text
+                sys.stdout.write(printable(text))
+                sys.stdout.flush()
+
+    async def _first_model(self) -> str:
+        names = await self._client.models()
+        if not names:
+            raise ConfigError("the server lists no models; name one: jaxllm chat --url URL MODEL")
+        return names[0]
+
+
+def printable(text: str) -> str:
+    """Text of a stranger without codes that command the terminal; line ends and tabs stay."""
+    return _TERMINAL_CODES.sub("", text)

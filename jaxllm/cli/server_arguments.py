@@ -1,0 +1,57 @@
+"""What commands that talk to a running server have in common: how to reach it, and an event loop to do it in."""
+
+import argparse
+import asyncio
+import os
+from collections.abc import Coroutine, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from jaxllm import env
+from jaxllm.cli.parser import UsageError
+
+if TYPE_CHECKING:
+    from jaxllm.http_client.client import ServerClient
+
+T = TypeVar("T")
+
+
+def add_connection_arguments(group: Any) -> None:
+    """Key, headers and TLS."""
+    group.add_argument("--api-key", metavar="KEY", help=f"the server's key; default: ${env.API_KEY}, else $OPENAI_API_KEY")
+    group.add_argument(
+        "--header", action="append", default=[], metavar="NAME=VALUE", help="a further HTTP header; may be repeated"
+    )
+    group.add_argument("--insecure", action="store_true", help="accept any TLS certificate")
+
+
+def make_client(arguments: argparse.Namespace, url: str, *, timeout_seconds: float | None = None) -> "ServerClient":
+    """A client of the server at `url`."""
+    from jaxllm.http_client.client import ServerClient
+
+    return ServerClient(
+        url,
+        api_key=arguments.api_key or os.environ.get(env.API_KEY) or os.environ.get("OPENAI_API_KEY"),
+        headers=dict(pairs(arguments.header, "--header")),
+        verify_tls=not arguments.insecure,
+        timeout_seconds=timeout_seconds,
+    )
+
+
+def pairs(entries: Iterable[str], flag: str) -> list[tuple[str, str]]:
+    """NAME=VALUE texts taken apart. Raises UsageError."""
+    found = []
+    for entry in entries:
+        name, equals, value = entry.partition("=")
+        if not equals or not name:
+            raise UsageError(f"{flag}: {entry!r} must be NAME=VALUE")
+        found.append((name, value))
+    return found
+
+
+def run_async(work: Coroutine[Any, Any, T]) -> T:
+    """Run on uvloop where there is one: half of a client's time is the event loop."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(work)
+    return uvloop.run(work)

@@ -1,0 +1,145 @@
+"""Reads a server's /metrics and tells what happened between two readings. Knows the names of jaxllm and of vLLM."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+PREFIXES = ("jaxllm:", "vllm:")
+PERCENTILES = (50, 90, 99)
+LATENCIES: Mapping[str, str] = {
+    "ttft": "time_to_first_token_seconds",
+    "itl": "inter_token_latency_seconds",
+    "queue": "request_queue_time_seconds",
+    "e2el": "e2e_request_latency_seconds",
+}
+
+
+@dataclass(frozen=True)
+class Scrape:
+    """One reading. Values of several engines are added; names are without prefix and without `_total`."""
+
+    time: float
+    """Of any clock, in seconds."""
+    values: dict[str, float]
+    buckets: dict[str, dict[float, float]]
+    """Of each histogram: upper bound to observations up to it."""
+    by_label: dict[str, dict[str, float]]
+    """Of the metrics in LABELS: label value to value."""
+    model_names: list[str] = field(default_factory=list)
+    num_engines: int = 1
+
+
+LABELS: Mapping[str, str] = {"request_success": "finished_reason", "http_requests": "status"}
+"""The metrics that are kept apart by a label."""
+
+
+def read_scrape(text: str, time: float) -> Scrape:
+    """What a page of metrics says. Raises ValueError if it is none, or has neither jaxllm's nor vLLM's metrics."""
+    values: defaultdict[str, float] = defaultdict(float)
+    buckets: defaultdict[str, defaultdict[float, float]] = defaultdict(lambda: defaultdict(float))
+    by_label: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+    models: dict[str, None] = {}
+    engines: set[str] = set()
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            name = _plain(sample.name)
+            if name is None or math.isnan(sample.value):
+                continue
+            if "model_name" in sample.labels:
+                models[sample.labels["model_name"]] = None
+                engines.add(sample.labels.get("engine", "0"))
+            if name.endswith("_bucket") and "le" in sample.labels:
+                buckets[name.removesuffix("_bucket")][float(sample.labels["le"])] += sample.value
+                continue
+            values[name] += sample.value
+            if (label := LABELS.get(name)) is not None:
+                by_label[name][sample.labels.get(label, "")] += sample.value
+    if not models:
+        raise ValueError("the page has neither jaxllm's nor vLLM's metrics")
+    plain_buckets = {name: dict(found) for name, found in buckets.items()}
+    return Scrape(time, dict(values), plain_buckets, {n: dict(v) for n, v in by_label.items()}, list(models), len(engines) or 1)
+
+
+def view(before: Scrape, now: Scrape) -> dict[str, Any]:
+    """The state now, and rates and latencies between two readings; None where nothing happened. Latencies are in milliseconds."""
+    seconds = max(now.time - before.time, 1e-9)
+
+    def grown(name: str) -> float:
+        # a server that was started again counts from 0
+        return _growth(before.values.get(name, 0.0), now.values.get(name, 0.0))
+
+    queries = grown("prefix_cache_queries")
+    return {
+        "models": now.model_names,
+        "interval_seconds": seconds,
+        "num_requests_running": now.values.get("num_requests_running", 0.0),
+        "num_requests_waiting": now.values.get("num_requests_waiting", 0.0),
+        "kv_cache_usage": now.values.get("kv_cache_usage_perc", 0.0) / now.num_engines,
+        "prefix_cache_hit_rate": grown("prefix_cache_hits") / queries if queries else None,
+        "prompt_tokens_per_second": grown("prompt_tokens") / seconds,
+        "generation_tokens_per_second": grown("generation_tokens") / seconds,
+        "preemptions": grown("num_preemptions"),
+        "latency_ms": {
+            name: _percentiles(before.buckets.get(metric, {}), now.buckets.get(metric, {}))
+            for name, metric in LATENCIES.items()
+            if metric in now.buckets
+        },
+        "finished": _by_label(before, now, "request_success"),
+        "http": _by_label(before, now, "http_requests"),
+    }
+
+
+def quantile(buckets: Mapping[float, float], fraction: float) -> float | None:
+    """The value below which this fraction of the observations lie, taken as evenly spread within a bucket. None without any."""
+    bounds = sorted(buckets)
+    total = buckets[bounds[-1]] if bounds else 0.0
+    if total <= 0:
+        return None
+    wanted = fraction * total
+    low = low_count = 0.0
+    for bound in bounds:
+        count = buckets[bound]
+        if count >= wanted and count > low_count:
+            return low if math.isinf(bound) else low + (bound - low) * (wanted - low_count) / (count - low_count)
+        if not math.isinf(bound):
+            low = bound
+        low_count = count
+    return low
+
+
+def _percentiles(before: Mapping[float, float], now: Mapping[float, float]) -> dict[str, float] | None:
+    grown = {bound: _growth(before.get(bound, 0.0), count) for bound, count in now.items()}
+    found = {f"p{percent}": quantile(grown, percent / 100) for percent in PERCENTILES}
+    return {name: value * 1000 for name, value in found.items() if value is not None} or None
+
+
+def _by_label(before: Scrape, now: Scrape, name: str) -> dict[str, dict[str, float]]:
+    earlier = before.by_label.get(name, {})
+    return {
+        label: {"total": total, "new": _growth(earlier.get(label, 0.0), total)}
+        for label, total in sorted(now.by_label.get(name, {}).items())
+    }
+
+
+def _growth(before: float, now: float) -> float:
+    return now - before if now >= before else now
+
+
+def _plain(name: str) -> str | None:
+    """The name without prefix and `_total`; None for metrics that nobody here reads."""
+    for prefix in PREFIXES:
+        if name.startswith(prefix):
+            return name.removeprefix(prefix).removesuffix("_total")
+    return "http_requests" if name == "http_requests_total" else None
+
+
+def sparkline(values: Iterable[float]) -> str:
+    """A line of bars, as high as the values are in proportion to the largest."""
+    listed = list(values)
+    top = max(listed, default=0.0)
+    marks = "▁▂▃▄▅▆▇█"
+    return "".join(marks[min(len(marks) - 1, int(value / top * len(marks)))] if top > 0 else marks[0] for value in listed)
