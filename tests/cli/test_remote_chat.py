@@ -1,5 +1,8 @@
+import asyncio
 import io
 import json
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,3 +83,20 @@ def test_a_server_that_is_not_there_ends_the_program(
 
 def test_answers_cannot_command_the_terminal() -> None:
     assert printable("a\x1b[2Jb\tc\nd\x9be\x07") == "a[2Jb\tc\nde"
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program(
+    stub: Stub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def gate(body: object) -> asyncio.Event | None:
+        if len(stub.bodies) > 1:
+            return None
+        os.kill(os.getpid(), signal.SIGINT)
+        return asyncio.Event()
+
+    stub.gate = gate
+    assert chat(stub, monkeypatch, "one\ntwo\n") == 0
+    shown = capsys.readouterr()
+    assert shown.out.endswith("word word word \n") and "(stopped)" in shown.err
+    assert stub.cut_off.wait(10)
+    assert stub.bodies[1]["messages"][0]["content"] == "one"
