@@ -6,6 +6,7 @@ JaxLLMError
 ├── ModelLoadError                       a checkpoint is missing, incomplete, corrupt or of an unknown kind
 ├── OutOfMemoryError                     the device cannot hold what was asked for; names the flag to change
 └── EngineError                          the engine failed in what it was asked; the message says whether to try again
+    ├── RequestFailedError               one request ended with an error; has its kind
     ├── EngineDeadError                  the engine cannot go on; every later call fails at once
     ├── OverloadedError                  too many requests wait; says when to try again
     └── EngineSleepingError              the engine sleeps; wake it up first
@@ -38,6 +39,14 @@ class OutOfMemoryError(JaxLLMError):
 
 class EngineError(JaxLLMError):
     """The engine failed in what it was asked."""
+
+
+class RequestFailedError(EngineError):
+    """One request ended with an error. `kind` is one of jaxllm.request.ErrorKind."""
+
+    def __init__(self, message: str, kind: str = "internal"):
+        super().__init__(message)
+        self.kind = kind
 
 
 class EngineDeadError(EngineError):

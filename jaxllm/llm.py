@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from jaxllm.at_exit import shut_down_at_exit
 from jaxllm.beam_search import BeamSearchOutput, search_beams
 from jaxllm.config import EngineConfig
-from jaxllm.errors import ConfigError, EngineError, InvalidRequestError
+from jaxllm.errors import ConfigError, InvalidRequestError, RequestFailedError
 from jaxllm.interrupt import DeferredInterrupt
 from jaxllm.llm_engine import Core, LLMEngine
 from jaxllm.metrics.metric import Metric
@@ -278,6 +278,25 @@ class LLM:
         """Forget all cached prompt beginnings. False if blocks are in use."""
         return self.llm_engine.reset_prefix_cache()
 
+    def sleep(self, level: int = 1) -> None:
+        """Give the device's memory back until `wake_up`: the KV cache, and the weights to the host (level 1) or altogether (level 2).
+
+        Requests of open iterators are aborted. Raises InvalidRequestError for another level.
+        """
+        self.llm_engine.sleep(level)
+
+    def wake_up(self) -> None:
+        """Serve again. Raises OutOfMemoryError or ModelLoadError, and sleeps on, if that cannot be."""
+        self.llm_engine.wake_up()
+
+    def start_profile(self) -> None:
+        """Begin a trace by JAX's profiler. Raises ConfigError without `profiler_dir`, EngineError during a trace."""
+        self.llm_engine.start_profile()
+
+    def stop_profile(self) -> None:
+        """End the trace and write it. Raises EngineError if there is none."""
+        self.llm_engine.stop_profile()
+
     def shutdown(self) -> None:
         """End every request and free the device. The object cannot be used afterwards."""
         for iterator in list(self._iterators):
@@ -511,8 +530,8 @@ def _raise_error(output: RequestOutput | PoolingRequestOutput, place: int, count
     where = f"prompt {place} of {count}" if count > 1 else "the request"
     if isinstance(output, PoolingRequestOutput):
         if output.error is not None:
-            raise EngineError(f"{where} failed: {output.error}")
+            raise RequestFailedError(f"{where} failed: {output.error}", output.error_kind or "internal")
         return
     for answer in output.outputs:
         if answer.finish_reason == "error":
-            raise EngineError(f"{where} failed: {answer.stop_reason}")
+            raise RequestFailedError(f"{where} failed: {answer.stop_reason}", answer.error_kind or "internal")

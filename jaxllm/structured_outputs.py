@@ -1,7 +1,7 @@
 """What a caller may ask of the form of an output, with the checks that need no compiler. Knows nothing of tokens or grammars."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ class StructuredOutputsParams:
     """A JSON schema, as text or as Python's value of it."""
     regex: str | None = None
     """A regular expression that the whole output matches."""
-    choice: list[str] | tuple[str, ...] | None = None
+    choice: Sequence[str] | None = None
     """Texts, one of which is the output."""
     grammar: str | None = None
     """A context-free grammar in Lark's notation, or in GBNF (EBNF with ::=)."""

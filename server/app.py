@@ -1,6 +1,6 @@
 """The FastAPI application over an engine."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -9,36 +9,66 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
 
-from jaxllm import __version__
 from jaxllm.async_llm import AsyncLLM
 from jaxllm.errors import JaxLLMError
 from jaxllm.log import logger
 from server.context import ServerContext
 from server.errors import ApiError, as_api_error, validation_error
+from server.guard import Guard
+from server.http_metrics import HttpMetricsMiddleware
+from server.messages.errors import in_shape_of
 from server.openapi import install_openapi
 from server.options import ServerOptions
-from server.routes import chat, completions, health, messages, models, responses
+from server.routes import chat, completions, dev, docs, health, messages, metrics, models, page, pooling, responses, tokenize
 from server.sse import ClientDisconnected
 
+ADMIN_PATHS = frozenset(route.path for route in dev.router.routes if isinstance(route, Route))
 _SENTENCES = {404: "there is nothing at this path", 405: "this path does not take this method"}
+
+
+class _Application(FastAPI):
+    """A FastAPI application with something in front of everything, even of what answers its errors."""
+
+    guard: Callable[[ASGIApp], ASGIApp]
+
+    def build_middleware_stack(self) -> ASGIApp:
+        return self.guard(super().build_middleware_stack())
 
 
 def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     """The application: routes, errors in one shape, and the guard in front of everything."""
     options = options or ServerOptions.from_options()
     context = ServerContext(engine, options)
+    public_paths: set[str] = set()
+    rooms = [completions.router, chat.router, responses.router, messages.router, tokenize.router, models.router]
+    rooms += [pooling.router, health.router, metrics.router]
+    if options.access.enable_dev_endpoints:
+        rooms.append(dev.router)
+    if not options.replies.disable_fastapi_docs:
+        rooms.append(docs.router)
+        public_paths |= docs.PUBLIC_PATHS
+    if options.replies.web:
+        rooms.append(page.page_router())
+        public_paths |= page.public_paths()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        context.chat.warm_up()
         yield
         await app.state.responses.close()
+        context.chat.close()
 
-    app = FastAPI(title="jaxllm", version=__version__, lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
+    app = _Application(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
+    app.guard = lambda inner: HttpMetricsMiddleware(
+        Guard(inner, context, public_paths=public_paths, admin_paths=ADMIN_PATHS), context.http_metrics
+    )
     app.state.context = context
     responses.install(app, context)
-    for room in (completions, chat, responses, messages, models, health):
-        app.include_router(room.router)
+    for room in rooms:
+        app.router.routes += room.routes  # as they are: an included router is one more step for every request
     install_openapi(app)
     install_errors(app)
     return app
@@ -55,7 +85,7 @@ def install_errors(app: FastAPI) -> None:
 
     async def of_framework(request: Request, error: Any) -> Response:
         sentence = _SENTENCES.get(error.status_code, "the request was refused")
-        return ApiError(error.status_code, sentence, headers=error.headers).response()
+        return in_shape_of(request.url.path, ApiError(error.status_code, sentence, headers=error.headers)).response()
 
     async def of_parameters(request: Request, error: Any) -> Response:
         return validation_error([{**fault, "loc": fault["loc"][1:]} for fault in error.errors()]).response()

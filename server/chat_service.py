@@ -6,17 +6,22 @@ Knows nothing of HTTP or of how any of these APIs writes its replies.
 import asyncio
 import contextlib
 import dataclasses
+import functools
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 from jaxllm.async_llm import AsyncLLM
+from jaxllm.errors import InvalidRequestError
 from jaxllm.outputs import Logprob, RequestMetrics
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.text.input_processor import FrontRequest
-from server.errors import ApiError
+from server.chat_encoding import ChatEncoder
+from server.errors import ApiError, bad_request
 from server.options import ChatOptions
 from server.prompts import check_length, truncated
+from server.template_process import MAX_PROCESSES, TemplateProcesses
 from server.usage import Usage
 
 
@@ -41,6 +46,9 @@ class Conversation:
     documents: Sequence[Mapping[str, Any]] | None = None
     chat_template: str | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
+    """Values of the template's variables; a name that it does not read is an error."""
+    reasoning_effort: str | None = None
+    """A hint to templates that read it."""
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
     cache_salt: str | None = None
@@ -97,10 +105,54 @@ class ChatService:
     def __init__(self, engine: AsyncLLM, options: ChatOptions):
         self._engine = engine
         self._options = options
+        self._templates: TemplateProcesses | None = None
+        self._encoder: ChatEncoder | None = None
+        tokenizer = engine.input_processor.tokenizer
+        if tokenizer is not None:
+            self._templates = TemplateProcesses(tokenizer, options)
+            self._encoder = ChatEncoder(tokenizer, self._templates, engine.max_model_len)
+        self._threads = ThreadPoolExecutor(MAX_PROCESSES, "jaxllm-chat")
+        """Of their own, so that slow templates hold up no other requests."""
+
+    def warm_up(self) -> None:
+        """Have a template's process ready before the first request."""
+        if self._templates is not None:
+            self._threads.submit(self._templates.warm_up)
+
+    def close(self) -> None:
+        """End threads and processes."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._templates is not None:
+            self._templates.close()
 
     async def encode(self, conversation: Conversation) -> list[int]:
         """The conversation as token ids. Raises ApiError or InvalidRequestError."""
-        return await asyncio.to_thread(self._encode, conversation)
+        if self._encoder is None:
+            raise bad_request("there is no tokenizer (--skip-tokenizer-init); send token ids to /v1/completions", "messages")
+        if conversation.add_generation_prompt and conversation.continue_final_message:
+            raise bad_request(
+                "add_generation_prompt starts a new message and continue_final_message goes on with the last; set only one",
+                "continue_final_message",
+            )
+        encode = functools.partial(
+            self._encoder.encode, self._job(conversation), add_special_tokens=conversation.add_special_tokens
+        )
+        return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
+
+    def _job(self, conversation: Conversation) -> dict[str, Any]:
+        effort = conversation.reasoning_effort
+        return {
+            "messages": list(conversation.messages),
+            "tools": list(conversation.tools) if conversation.tools else None,
+            "documents": list(conversation.documents) if conversation.documents else None,
+            "chat_template": conversation.chat_template or self._engine.chat_template,
+            "add_generation_prompt": conversation.add_generation_prompt,
+            "continue_final_message": conversation.continue_final_message,
+            "content_format": self._options.chat_template_content_format,
+            "default_kwargs": self._options.default_chat_template_kwargs or {},
+            "hints": {} if effort is None else {"reasoning_effort": effort},
+            "kwargs": dict(conversation.chat_template_kwargs or {}),
+        }
 
     async def prepare(self, conversation: Conversation) -> PreparedChat:
         """Render, tokenize and check a conversation. Raises ApiError or InvalidRequestError."""
@@ -111,9 +163,14 @@ class ChatService:
         prompt: Any = {"prompt_token_ids": ids}
         if conversation.cache_salt is not None:
             prompt["cache_salt"] = conversation.cache_salt
-        request = await self._engine.prepare(
-            prompt, conversation.params, conversation.request_id, priority=conversation.priority
-        )
+        try:
+            request = await self._engine.prepare(
+                prompt, conversation.params, conversation.request_id, priority=conversation.priority
+            )
+        except InvalidRequestError as error:
+            if error.param != "logprobs":
+                raise
+            raise bad_request(f"top_{error}", "top_logprobs") from None  # its name in all these APIs
         return PreparedChat(conversation, request, Usage(prompt_tokens=len(ids)))
 
     async def stream(self, chat: PreparedChat) -> AsyncGenerator[list[ChatDelta], None]:
@@ -151,23 +208,6 @@ class ChatService:
                 for delta in deltas:
                     answers[delta.index] = delta if delta.index not in answers else joined(answers[delta.index], delta)
         return [answers[index] for index in sorted(answers)]
-
-    def _encode(self, conversation: Conversation) -> list[int]:
-        from jaxllm.text.chat_template import render_chat
-
-        tokenizer = self._engine.get_tokenizer()
-        text = render_chat(
-            tokenizer,
-            conversation.messages,
-            tools=conversation.tools,
-            documents=conversation.documents,
-            chat_template=conversation.chat_template or self._engine.chat_template,
-            add_generation_prompt=conversation.add_generation_prompt,
-            continue_final_message=conversation.continue_final_message,
-            content_format=self._options.chat_template_content_format,
-            **{**(self._options.default_chat_template_kwargs or {}), **(conversation.chat_template_kwargs or {})},
-        )
-        return tokenizer.encode(text, add_special_tokens=conversation.add_special_tokens)
 
 
 def finish_reason(reason: str | None) -> str | None:

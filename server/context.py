@@ -12,8 +12,10 @@ from starlette.requests import Request
 from jaxllm import __version__
 from jaxllm.async_llm import AsyncLLM
 from jaxllm.sampling_params import SamplingParams
+from jaxllm.text.tokenizer import Tokenizer
 from server.chat_service import ChatService
 from server.errors import ApiError, shortened
+from server.http_metrics import HttpMetrics
 from server.options import ServerOptions
 
 _MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -35,8 +37,19 @@ class ServerContext:
         self.defaults: dict[str, Any] = {name: getattr(own, name) for name in _MODEL_DEFAULTS}
         self.default_max_tokens = own.max_tokens if own.max_tokens != SamplingParams().max_tokens else None
         """What the model's generation config says."""
+        self.http_metrics = HttpMetrics()
+        if hasattr(engine, "add_metrics"):
+            engine.add_metrics(self.http_metrics.snapshot)
         self.chat = ChatService(engine, options.chat)
         self.fingerprint = _fingerprint(engine, options.replies.fingerprint_mode)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises ApiError if there is none."""
+        found = self.engine.input_processor.tokenizer
+        if found is None:
+            raise ApiError(400, "there is no tokenizer (--skip-tokenizer-init); send token ids", param="prompt")
+        return found
 
     @property
     def model_name(self) -> str:

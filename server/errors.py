@@ -42,8 +42,8 @@ class ApiError(Exception):
         self,
         status: int,
         message: str,
-        *,
         type: str | None = None,
+        *,
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
@@ -86,7 +86,9 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, InvalidRequestError):
         return bad_request(without_leaks(str(error)), error.param, getattr(error, "code", None))
     if type(error).__name__ == "OverloadedError":
-        return overloaded(without_leaks(str(error)))
+        return overloaded(without_leaks(str(error)), getattr(error, "retry_after_seconds", RETRY_AFTER_SECONDS))
+    if type(error).__name__ == "EngineSleepingError":
+        return overloaded("the engine sleeps; wake it up or try again later")
     if isinstance(error, EngineDeadError):
         return ApiError(503, "the engine cannot serve any more", code="engine_dead", retry=True)
     if isinstance(error, EngineError):

@@ -67,7 +67,7 @@ class LimitOptions:
     """Limits"""
 
     max_request_body_bytes: Annotated[int, "largest body of a request"] = 32 << 20
-    request_read_timeout: Annotated[float, "seconds in which the headers, and then the body, of a request must arrive"] = 30.0
+    request_body_timeout: Annotated[float, "seconds in which the headers, and then the body, of a request must arrive"] = 30.0
     request_timeout: Annotated[
         float, "seconds after which a request ends with 408; a request may ask for less with `timeout`; 0: no limit"
     ] = 0.0
@@ -236,7 +236,7 @@ def _range_faults(options: ServerOptions) -> list[str]:
         "api_server_count": at_least(1),
         "shutdown_timeout": at_least(0),
         "max_request_body_bytes": at_least(1024),
-        "request_read_timeout": above_zero,
+        "request_body_timeout": above_zero,
         "request_timeout": at_least(0),
         "max_n": at_least(1),
         "max_prompts_per_request": at_least(1),

@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxllm.errors import InvalidRequestError
 from jaxllm.sampling_params import MAX_LOGIT_BIAS, RequestOutputKind, SamplingParams
+from jaxllm.structured_outputs import StructuredOutputsParams
 from server.errors import bad_request
 from server.options import LimitOptions
 from server.protocol.common import ResponseFormat, SamplingFields, StructuredOutputs
@@ -109,7 +110,7 @@ def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
     return found
 
 
-def _constraint(fields: SamplingFields) -> Any:
+def _constraint(fields: SamplingFields) -> StructuredOutputsParams | None:
     """What response_format or structured_outputs ask for, as StructuredOutputsParams."""
     formats = fields.response_format
     has_format = formats is not None and formats.type != "text"
@@ -117,9 +118,9 @@ def _constraint(fields: SamplingFields) -> Any:
         raise bad_request("response_format and structured_outputs are both given; use one", "structured_outputs")
     try:
         if fields.structured_outputs is not None:
-            return structured_outputs_params(**_named(fields.structured_outputs))
+            return StructuredOutputsParams(**_named(fields.structured_outputs))
         if formats is not None and has_format:
-            return structured_outputs_params(**_of_format(formats))
+            return StructuredOutputsParams(**_of_format(formats))
     except InvalidRequestError as error:
         param = "structured_outputs" if fields.structured_outputs is not None else "response_format"
         raise bad_request(str(error), param) from None
@@ -147,13 +148,3 @@ def _of_format(formats: ResponseFormat) -> dict[str, Any]:
     if not isinstance(formats.json_schema.schema_, (dict, bool)):
         raise bad_request("response_format.json_schema.schema must be a JSON Schema, which is an object", "response_format")
     return {"json": formats.json_schema.schema_}
-
-
-def structured_outputs_params(**fields: Any) -> Any:
-    """StructuredOutputsParams of these fields. Raises InvalidRequestError."""
-    import jaxllm.sampling_params as module
-
-    kind = getattr(module, "StructuredOutputsParams", None)
-    if kind is None:
-        raise InvalidRequestError("structured outputs are not supported by this engine", "structured_outputs")
-    return kind(**fields)

@@ -58,9 +58,16 @@ def request_flags() -> dict[str, Flag]:
     return {name: Flag(name, "Sampling", "", None, hints[name]) for name in names}
 
 
+def server_flags() -> list[Flag]:
+    """Every option of the server."""
+    from server.options import server_flags
+
+    return server_flags()
+
+
 def all_flags() -> dict[str, Flag]:
     """Everything that the YAML file and the environment may set, by name."""
-    return {flag.name: flag for flag in (*engine_flags(), *sampling_flags())}
+    return {flag.name: flag for flag in (*engine_flags(), *sampling_flags(), *server_flags())}
 
 
 def spelling(name: str) -> str:

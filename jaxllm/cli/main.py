@@ -29,6 +29,7 @@ class Command:
 COMMANDS = {
     "generate": Command("generate", "write on from prompts, or answer them"),
     "chat": Command("chat", "talk with a model"),
+    "run-batch": Command("run_batch", "answer the requests of an OpenAI batch file"),
     "bench": Command("bench", "measure throughput or latency, offline or of a server"),
     "top": Command("top", "a live view of a running server"),
     "compile": Command("compile", "compile an engine's programs ahead of time"),

@@ -1,8 +1,8 @@
 """The engine behind `generate`, `chat` and `bench`: opened with progress and given prompts in its own form."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxllm.cli.planning import meant_model
 from jaxllm.cli.prompts import Prompt
@@ -12,8 +12,10 @@ from jaxllm.progress import Progress
 from jaxllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from jaxllm.async_llm import AsyncLLM
     from jaxllm.llm import LLM
 
+Engine = TypeVar("Engine")
 DEFAULT_MAX_TOKENS = 256
 
 
@@ -21,9 +23,20 @@ def open_llm(options: Mapping[str, Any], progress: Progress) -> "LLM":
     """Load the model and make the engine."""
     from jaxllm.llm import LLM
 
+    return _opened(LLM.from_config, options, progress)
+
+
+def open_async_llm(options: Mapping[str, Any], progress: Progress) -> "AsyncLLM":
+    """The same for asyncio."""
+    from jaxllm.async_llm import AsyncLLM
+
+    return _opened(AsyncLLM, options, progress)
+
+
+def _opened(open_engine: Callable[..., Engine], options: Mapping[str, Any], progress: Progress) -> Engine:
     config = EngineConfig.from_options(**options)
     try:
-        return LLM.from_config(config, progress=progress)
+        return open_engine(config, progress=progress)
     except ModelLoadError as error:
         raise ModelLoadError(f"{error}{meant_model(config.model.model, error)}") from error
     finally:

@@ -3,7 +3,8 @@
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import jax
 from flax import nnx
@@ -13,7 +14,9 @@ from jaxllm.engine import fault_points
 from jaxllm.engine.failures import FailurePolicy, explain
 from jaxllm.engine.loop import StepLoop
 from jaxllm.engine.prepare import Prepared
-from jaxllm.errors import EngineDeadError, OutOfMemoryError
+from jaxllm.engine.profiler import Profiler
+from jaxllm.engine.sleep import Sleep, check_level
+from jaxllm.errors import EngineDeadError, EngineError, EngineSleepingError, OutOfMemoryError
 from jaxllm.hub import resolve_model
 from jaxllm.loaders.load import load_weights
 from jaxllm.log import logger
@@ -91,6 +94,10 @@ class EngineCore:
         max_in_flight = _MAX_IN_FLIGHT[jax.default_backend() != "cpu"] if self.config.scheduler.async_scheduling else 1
         self.loop = StepLoop(self.scheduler, self.runner, max_in_flight=max_in_flight)
         self._failures = FailurePolicy()
+        self._sleep = Sleep(self.runner, partial(self._load_weights, prepared, SILENT))
+        self._profiler = Profiler(self.config.observe.profiler_dir)
+        self._news: list[EngineCoreOutput] = []
+        """Of requests that ended between two steps."""
         self._dead: BaseException | None = None
 
     def _load_weights(self, prepared: Prepared, progress: Progress) -> nnx.State:
@@ -110,8 +117,13 @@ class EngineCore:
         return weights
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Queue a request. Raises InvalidRequestError if it could never run, OverloadedError if too much waits already."""
+        """Queue a request.
+
+        Raises InvalidRequestError if it could never run, OverloadedError if too much waits already, EngineSleepingError.
+        """
         self._check_alive()
+        if self._sleep.level:
+            raise EngineSleepingError("the engine sleeps and takes no requests; wake it up first")
         self.scheduler.add_request(Request(request))
 
     def abort_requests(self, request_ids: list[str]) -> None:
@@ -120,7 +132,7 @@ class EngineCore:
         self.loop.note_work()
 
     def has_unfinished_requests(self) -> bool:
-        return self.loop.has_work
+        return bool(self._news) or self.loop.has_work
 
     def step(self) -> list[EngineCoreOutput]:
         """Run until the next step's results are there. A step that failed has news too: the requests that end with it.
@@ -129,6 +141,8 @@ class EngineCore:
         """
         self._check_alive()
         news = self.scheduler.fail_expired()
+        if self._news:
+            news, self._news = self._news + news, []
         try:
             news += self.loop.step()
         except Exception as error:
@@ -148,6 +162,41 @@ class EngineCore:
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget all cached prefixes. False if blocks are in use."""
         return self.scheduler.reset_prefix_cache(reset_running_requests)
+
+    def sleep(self, level: int = 1, mode: Literal["abort", "refuse"] = "abort") -> None:
+        """Give the device's memory back: the KV cache, and the weights to the host (level 1) or altogether (level 2).
+
+        Requests that are not finished are aborted, which the next `step` reports, or keep the engine from sleeping ("refuse":
+        EngineError). Does nothing if the engine sleeps as deep already. Raises InvalidRequestError for another level.
+        """
+        self._check_alive()
+        check_level(level)
+        unfinished = list(self.scheduler.requests)
+        if unfinished and mode == "refuse":
+            raise EngineError(
+                f"{len(unfinished)} requests are not finished; wait for them or abort them before the engine sleeps"
+            )
+        self._news += self.scheduler.abort_requests(unfinished)
+        self.loop.forget()
+        self.scheduler.start_over()
+        self._sleep.fall_asleep(level)
+
+    def wake_up(self) -> None:
+        """Serve again. Raises OutOfMemoryError or ModelLoadError, and sleeps on, if that cannot be."""
+        self._check_alive()
+        self._sleep.wake_up()
+
+    @property
+    def is_sleeping(self) -> bool:
+        return self._sleep.level > 0
+
+    def start_profile(self) -> None:
+        """Begin a trace by JAX's profiler. Raises ConfigError without `profiler_dir`, EngineError during a trace."""
+        self._profiler.start()
+
+    def stop_profile(self) -> None:
+        """End the trace and write it. Raises EngineError if there is none."""
+        self._profiler.stop()
 
     def check_integrity(self) -> None:
         """Raise AssertionError if anything disagrees, or if a request left something behind. For an engine without requests."""
@@ -172,6 +221,11 @@ class EngineCore:
     def num_compiled_after_warmup(self) -> int:
         return self.runner.programs.num_compiled_after_warmup
 
+    @property
+    def is_compiling(self) -> bool:
+        """Whether a step waits for a program."""
+        return self.runner.programs.num_waiting > 0
+
     def finish_compiling(self) -> None:
         """Wait for the rare programs, if they are compiled in the background."""
         if self.config.compile.warmup == "background":
@@ -181,6 +235,8 @@ class EngineCore:
         """Drop all requests, wait for the device and give its memory back. The engine cannot be used afterwards."""
         if self._dead is None:
             self._die(EngineDeadError("the engine was shut down"))
+        if self._profiler.is_running:
+            self._profiler.stop()
         self.runner.delete_arrays()
 
     def _check_alive(self) -> None:

@@ -10,7 +10,7 @@ from jaxllm.errors import EngineDeadError, OutOfMemoryError
 from jaxllm.log import logger
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import ErrorKind
-from jaxllm.scheduler.scheduler import PlanError
+from jaxllm.scheduler.scheduler import PlanError, UpdateError
 
 MAX_RETRIES = 2
 """Times that a request is computed again after the device ran out of memory, before it got another token."""
@@ -81,6 +81,7 @@ class FailurePolicy:
         Raises EngineDeadError if it cannot go on.
         """
         step_ids = [] if loop.working_on is None else list(loop.working_on.num_scheduled_tokens)
+        told = loop.take_news()
         kind = kind_of(error)
         if kind is Failure.ENGINE:
             raise EngineDeadError(explain(error)) from error
@@ -89,12 +90,12 @@ class FailurePolicy:
             if error.request_id not in loop.scheduler.requests:
                 self._count_failure(error)
             ended, why, message = [error.request_id], ErrorKind.INTERNAL, _message(error.__cause__ or error)
-        elif kind is Failure.OUT_OF_MEMORY:
+        elif kind is Failure.OUT_OF_MEMORY and not isinstance(error, UpdateError):
             ended = self._retry(loop, step_ids)
             why = ErrorKind.OUT_OF_MEMORY
             message = "the device has no memory for the request, in steps of any size; make it smaller or try again later"
             logger.warning(
-                "%s; requests are computed again in steps of 1/%d, %d of %d end",
+                "%s; requests are computed again in steps of 1/%d of the size, %d of %d end",
                 explain(error),
                 self._divisor,
                 len(ended),
@@ -102,7 +103,9 @@ class FailurePolicy:
             )
         else:
             self._count_failure(error)
-            ended, why, message = step_ids, ErrorKind.INTERNAL, _message(error)
+            if isinstance(error, UpdateError):
+                told += error.news
+            ended, why, message = step_ids, ErrorKind.INTERNAL, _message(error.__cause__ or error)
             logger.error("a step failed: %d requests end, the engine goes on", len(ended), exc_info=error)
         try:
             loop.start_over()
@@ -110,7 +113,7 @@ class FailurePolicy:
             raise EngineDeadError(f"{explain(error)}; and then the engine could not start over: {explain(second)}") from error
         self._num_calm_steps = 0
         loop.scheduler.limit_steps(self._divisor)
-        return loop.scheduler.fail_requests(ended, why, message)
+        return told + loop.scheduler.fail_requests(ended, why, message)
 
     def note_success(self, loop: StepLoop) -> None:
         """A step went well while steps are limited: let them grow again after a while."""

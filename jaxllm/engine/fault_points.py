@@ -42,6 +42,12 @@ PLACES = {
         "KVCacheManager.allocate_slots",
         lambda self, request, *args, **kwargs: request.request_id,
     ),
+    "free": Place(
+        "core",
+        "jaxllm.scheduler.kv_cache_manager",
+        "KVCacheManager.free",
+        lambda self, request, *args, **kwargs: request.request_id,
+    ),
     "step": Place("core", "jaxllm.runner.runner", "ModelRunner.dispatch"),
     "row": Place("core", "jaxllm.runner.rows", "Rows.add", lambda self, data: data.request_id),
     "launch": Place("core", "jaxllm.runner.runner", "ModelRunner._launch"),

@@ -41,6 +41,7 @@ class StepLoop:
         self._in_flight: deque[tuple[SchedulerOutput, PendingOutput]] = deque()
         self.working_on: SchedulerOutput | None = None
         """The step that is dispatched or read; after an error the one that failed. None while planning."""
+        self._news: list[EngineCoreOutput] = []
         self.wait_seconds = 0.0
         """Time spent waiting for the device in all."""
         self.work_clock = WorkClock()
@@ -69,9 +70,14 @@ class StepLoop:
         result = pending.result()
         self.wait_seconds += time.perf_counter() - start
         self._in_flight.popleft()  # only now: a wait that was interrupted is still to come
-        news = self.scheduler.update_from_output(plan, result)
+        self._news += self.scheduler.update_from_output(plan, result)
         if not self._in_flight:
             self.note_work()
+        return self.take_news()
+
+    def take_news(self) -> list[EngineCoreOutput]:
+        """What was read of steps and not told yet. After an error too: the tokens count, so they must be told."""
+        news, self._news = self._news, []
         return news
 
     def note_work(self) -> None:

@@ -106,9 +106,10 @@ class Pooler:
         return self._programs.get(ProgramKey("pool", size))(source_XD, self._put(requests))
 
     def delete_arrays(self) -> None:
-        """Give the sums' memory back."""
+        """Give the sums' memory back; they are made anew when they are next needed."""
         if self._sums_ND is not None and not self._sums_ND.is_deleted():
             self._sums_ND.delete()
+        self._sums_ND = None
 
 
 def _is_by_token(chunk: PoolingChunk) -> bool:

@@ -1,7 +1,7 @@
 """ModelRunner: owns weights, caches and rows on the device and runs one step at a time without waiting for it. Knows no scheduler."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -222,6 +222,18 @@ class ModelRunner:
             assert same and found.sharding.is_equivalent_to(wanted.sharding, found.ndim), "a weight of another shape or place"
         self.params = tuple(leaves)
 
+    def put_weights(self, weights: Sequence[np.ndarray]) -> None:
+        """The weights to compute with, from arrays on the host in the order of `params`."""
+        self.params = tuple(
+            jax.device_put(array, wanted.sharding) for array, wanted in zip(weights, self.shapes.params, strict=True)
+        )
+        jax.block_until_ready(self.params)
+
+    def drop_weights(self) -> None:
+        """Give the memory of the weights back."""
+        _delete(self.params)
+        self.params = ()
+
     def allocate_caches(self) -> None:
         """Take the memory of the KV cache, zeroed: a masked NaN would still poison a sum."""
         program = self.programs.get(ProgramKey("new_caches"))
@@ -250,6 +262,7 @@ class ModelRunner:
         """Free all rows and the memory of what steps change: the KV cache, the rows' arrays, the state of full sampling."""
         self.rows.clear()
         _delete((self.caches, self.row_arrays, self._sampling_state))
+        self._pooler.delete_arrays()
         self.caches, self._sampling_state = (), None
 
     def _new_row_arrays(self) -> RowArrays:

@@ -2,7 +2,7 @@
 
 import heapq
 
-from jaxllm.request import ErrorKind, Request, RequestStatus
+from jaxllm.request import ErrorKind, Request
 
 
 class Deadlines:
@@ -48,6 +48,5 @@ class Deadlines:
 
 def _applies(kind: ErrorKind, request: Request) -> bool:
     """Whether a deadline still matters. Who was admitted once is never queued again: after preemption it has begun."""
-    if kind is ErrorKind.QUEUE_TIMEOUT:
-        return request.status == RequestStatus.WAITING
-    return not request.status.is_finished
+    was_admitted = request.num_cached_tokens >= 0
+    return not request.status.is_finished and not (kind is ErrorKind.QUEUE_TIMEOUT and was_admitted)

@@ -51,6 +51,15 @@ class PlanError(Exception):
         self.request_id = request_id
 
 
+class UpdateError(Exception):
+    """Taking in a step broke off; what went wrong is the cause."""
+
+    def __init__(self, news: list[EngineCoreOutput]):
+        super().__init__("taking in a step failed")
+        self.news = news
+        """Of the requests that were dealt with before: their tokens count, so they must be told."""
+
+
 class Scheduler:
     """Running requests first, then waiting ones, within a budget of tokens per step; preempts when blocks run out."""
 
@@ -117,6 +126,12 @@ class Scheduler:
         if ended:
             self._drop_finished_from_running()
         return [request.request_id for request in ended]
+
+    def abort_requests(self, request_ids: Iterable[str]) -> list[EngineCoreOutput]:
+        """End requests whose callers do not expect it. Returns the news of those that were alive."""
+        aborted = [self.requests[request_id] for request_id in dict.fromkeys(request_ids) if request_id in self.requests]
+        self.finish_requests([request.request_id for request in aborted], RequestStatus.FINISHED_ABORTED)
+        return [_last_news(request) for request in aborted]
 
     def fail_requests(self, request_ids: Iterable[str], kind: ErrorKind, message: str) -> list[EngineCoreOutput]:
         """End requests with an error. Returns the news of those that were alive."""
@@ -371,9 +386,17 @@ class Scheduler:
         """Take in the tokens of a step: end what ends, report what is new.
 
         Steps come back in the order in which they were planned. Requests that ended meanwhile are passed over. What fails
-        in taking in the tokens of one request ends that request.
+        in taking in the tokens of one request ends that request. Raises UpdateError if that cannot be done; then `start_over`
+        must follow.
         """
         outputs: list[EngineCoreOutput] = []
+        try:
+            self._take_in(plan, result, outputs)
+        except Exception as error:
+            raise UpdateError(outputs) from error
+        return outputs
+
+    def _take_in(self, plan: SchedulerOutput, result: ModelRunnerOutput, outputs: list[EngineCoreOutput]) -> None:
         any_ended = False
         sampled_token_ids, errors = result.sampled_token_ids, result.errors
         logprobs, prompt_logprobs = result.logprobs, result.prompt_logprobs
@@ -426,7 +449,6 @@ class Scheduler:
             outputs.append(news)
         if any_ended:
             self._drop_finished_from_running()
-        return outputs
 
     # The whole
 

@@ -20,11 +20,16 @@ _RANGES = (("minLength", "maxLength"), ("minItems", "maxItems"), ("minProperties
 
 def check_schema(schema: Any) -> None:
     """Raises GrammarError with the JSON pointer of the first thing that is wrong."""
+    check_keywords(schema)
+    if not _is_satisfiable(schema, schema, {}):
+        raise GrammarError("at # can never be satisfied: nothing finite matches it (does it refer to itself?)")
+
+
+def check_keywords(schema: Any) -> None:
+    """The part of `check_schema` that takes linear time: whether keywords have values of their kinds."""
     for pointer, node in walk(schema):
         if not isinstance(node, bool):
             _check_node(schema, pointer, node)
-    if not _is_satisfiable(schema, schema, {}):
-        raise GrammarError("at # can never be satisfied: nothing finite matches it (does it refer to itself?)")
 
 
 def closed(schema: Any) -> Any:

@@ -10,16 +10,19 @@ import json
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
 from jaxllm.errors import ConfigError, InvalidRequestError
-from jaxllm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jaxllm.text.tokenizer import Tokenizer  # a process that only renders loads no tokenizers
 
 ContentFormat = Literal["auto", "string", "openai"]
 
@@ -92,6 +95,11 @@ def _names_content(node: jinja2.nodes.Node) -> bool:
     return isinstance(node, jinja2.nodes.Name) and node.name == "content"
 
 
+def template_variables(source: str) -> set[str]:
+    """The names of variables that a template reads. Evaluates its constants, which a hostile template can make costly."""
+    return jinja2.meta.find_undeclared_variables(_environment().parse(source))
+
+
 def load_chat_template(text_or_file: str) -> str:
     """The template that an option gives, as its text or as the path of a file. Raises ConfigError."""
     if "{" in text_or_file or "\n" in text_or_file:
@@ -102,7 +110,7 @@ def load_chat_template(text_or_file: str) -> str:
     return file.read_text(encoding="utf-8")
 
 
-def choose_template(tokenizer: Tokenizer, given: str | None = None, *, tools: bool = False) -> str:
+def choose_template(tokenizer: "Tokenizer", given: str | None = None, *, tools: bool = False) -> str:
     """The given template (by name, or its text), else the tokenizer's for tools, else its usual one."""
     templates = tokenizer.chat_templates
     if given is not None:
@@ -123,7 +131,7 @@ def choose_template(tokenizer: Tokenizer, given: str | None = None, *, tools: bo
 
 
 def render_chat(
-    tokenizer: Tokenizer,
+    tokenizer: "Tokenizer",
     conversation: Sequence[Mapping[str, Any]],
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,

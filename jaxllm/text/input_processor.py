@@ -34,6 +34,9 @@ class TokensPrompt(TypedDict, total=False):
     cache_salt: str
 
 
+_MAX_SALT_LENGTH, _NOT_IN_SALT = 128, frozenset("@/\\\0")
+_MAX_TIMEOUT_SECONDS = 7 * 24 * 3600.0
+
 Prompt = str | list[int] | TextPrompt | TokensPrompt
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 _NOTHING_SAMPLED = SamplingParams(
@@ -49,7 +52,7 @@ class FrontRequest:
     request_id: str
     """The caller's own; several requests may share it."""
     internal_id: str
-    """Unique in this engine."""
+    """Unique in this engine, whichever front it came from: the namespace of the input processor is in it."""
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
@@ -72,6 +75,7 @@ class InputProcessor:
         generation_config: GenerationConfig | None = None,
         *,
         processor_arguments: Mapping[str, int] | None = None,
+        namespace: str = "",
     ):
         self.tokenizer = tokenizer
         self._processor_arguments = processor_arguments or {}
@@ -82,6 +86,7 @@ class InputProcessor:
         self._pooling = model_config.pooling
         self._width = model_config.hidden_size
         self._max_logprobs = config.model.max_logprobs
+        self._policy = config.scheduler.scheduling_policy
         self._generation_config = generation_config or GenerationConfig()
         tokenizer_eos = tokenizer.eos_token_id if tokenizer is not None else None
         first = () if tokenizer_eos is None else (tokenizer_eos,)
@@ -89,6 +94,7 @@ class InputProcessor:
         self.eos_token_ids = tuple(dict.fromkeys((*first, *others)))
         """The tokenizer's own first, then those of the generation config (or, without it, of the model)."""
         self._numbers = itertools.count()
+        self._namespace = namespace
         seed = config.model.seed
         self._random = random.SystemRandom() if seed is None else random.Random(seed)
 
@@ -107,8 +113,13 @@ class InputProcessor:
         *,
         arrival_time: float | None = None,
         priority: int = 0,
+        queue_timeout_seconds: float | None = None,
+        timeout_seconds: float | None = None,
     ) -> FrontRequest:
-        """Raises InvalidRequestError for what cannot be served, TypeError for a request id that is not a string."""
+        """Raises InvalidRequestError for what cannot be served, TypeError for a request id that is not a string.
+
+        The request ends with an error if it waits longer than the one time, or is not done after the other.
+        """
         if not isinstance(request_id, str):
             raise TypeError(f"request_id is a {type(request_id).__name__}, must be a str")
         if not isinstance(params, (SamplingParams, PoolingParams)):
@@ -117,10 +128,20 @@ class InputProcessor:
             )
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise InvalidRequestError(f"priority is {priority!r}, must be an integer", "priority")
+        if priority != 0 and self._policy != "priority":
+            raise InvalidRequestError(
+                f"priority is {priority}, but requests are served in the order of arrival; leave it out, or start the engine with "
+                "--scheduling-policy priority",
+                "priority",
+            )
+        if not -(2**63) <= priority < 2**63:
+            raise InvalidRequestError(f"priority is {priority}, must fit 64 bits", "priority")
+        for name, seconds in (("queue_timeout_seconds", queue_timeout_seconds), ("timeout_seconds", timeout_seconds)):
+            _check_timeout(name, seconds)
         arrival_time = time.time() if arrival_time is None else arrival_time
         text, token_ids, cache_salt = self._read_prompt(prompt)
         self._check_token_ids(token_ids)
-        internal_id = f"{request_id}-{next(self._numbers):x}"
+        internal_id = f"{request_id}-{self._namespace}{next(self._numbers):x}"
         if isinstance(params, PoolingParams):
             token_ids = self._truncated(text, token_ids, params)
             request = EngineCoreRequest(
@@ -150,6 +171,8 @@ class InputProcessor:
                 arrival_time=arrival_time,
                 priority=priority,
                 cache_salt=cache_salt,
+                queue_timeout_seconds=queue_timeout_seconds,
+                timeout_seconds=timeout_seconds,
             )
             for index in range(params.n)
         ]
@@ -175,8 +198,8 @@ class InputProcessor:
             text, token_ids, salt = (prompt.get(key) for key in _PROMPT_KEYS)
             if text is not None and not isinstance(text, str):
                 raise InvalidRequestError(f"prompt is a {type(text).__name__}, must be a text", "prompt")
-            if salt is not None and (not isinstance(salt, str) or not salt):
-                raise InvalidRequestError(f"cache_salt is {salt!r}, must be a text that is not empty", "cache_salt")
+            if salt is not None:
+                _check_salt(salt)
             if token_ids is not None:
                 return text, _read_token_ids(token_ids), salt
             if text is not None:
@@ -295,6 +318,28 @@ class InputProcessor:
         encode = self.tokenizer.encode
         spellings = (tuple(encode(space + word.lstrip(), add_special_tokens=False)) for word in words for space in ("", " "))
         return [list(ids) for ids in dict.fromkeys(spellings) if ids]
+
+
+def _check_salt(salt: Any) -> None:
+    """Raise InvalidRequestError unless a cache salt is a text that other tools take too."""
+    if not isinstance(salt, str) or not salt:
+        given = "empty" if isinstance(salt, str) else f"a {type(salt).__name__}"
+        raise InvalidRequestError(f"cache_salt is {given}, must be a text that is not empty", "cache_salt")
+    if len(salt) > _MAX_SALT_LENGTH:
+        raise InvalidRequestError(f"cache_salt has {len(salt)} characters, may have {_MAX_SALT_LENGTH}", "cache_salt")
+    if found := sorted(_NOT_IN_SALT & set(salt)):
+        raise InvalidRequestError(
+            f"cache_salt has the character {found[0]!r}, must not have '@', '/', '\\' or NUL", "cache_salt"
+        )
+
+
+def _check_timeout(name: str, seconds: Any) -> None:
+    if seconds is None:
+        return
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds <= _MAX_TIMEOUT_SECONDS:
+        raise InvalidRequestError(
+            f"{name} is {seconds!r}, must be seconds above 0 and at most {_MAX_TIMEOUT_SECONDS:.0f}", name
+        )
 
 
 def encode_prompts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:

@@ -217,8 +217,11 @@ class _Live:
             self.prompt_logprobs = None
         return self._request_output([answer.completion(delta=delta) for answer in shown], prompt_logprobs)
 
-    def failed_output(self) -> RequestOutput:
+    def failed_output(self) -> RequestOutput | PoolingRequestOutput:
         """The last news for the caller when all answers have failed, without asking anything of what they hold."""
+        if self.request.pooling_params is not None:
+            self.vectors = _NO_VECTORS
+            return self._pooling_output()
         return self._request_output(
             [
                 CompletionOutput(
@@ -251,6 +254,7 @@ class _Live:
             outputs=PoolingOutput(self.vectors),
             finish_reason=str(end.finish_reason),
             error=str(end.stop_reason) if is_error else None,
+            error_kind=end.error_kind,
             num_cached_tokens=self.num_cached_tokens or 0,
             metrics=self.metrics,
         )
@@ -347,6 +351,11 @@ class OutputProcessor:
                 self._note_end(live, answer, now)
             self._emit(live, unfinished, step)
         return step
+
+    def internal_id_of(self, engine_id: str) -> str | None:
+        """The request that an answer belongs to, by the engine's id of the answer; None if it has ended."""
+        live, _ = self._answers.get(engine_id, (None, None))
+        return None if live is None else live.request.internal_id
 
     def internal_ids(self) -> list[str]:
         """All requests in flight."""

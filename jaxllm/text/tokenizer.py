@@ -55,6 +55,26 @@ class Tokenizer:
         """The token ids of several texts, in several threads."""
         return [one.ids for one in self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)]
 
+    def encode_as_text(self, text: str, *, is_start: bool) -> list[int]:
+        """The ids of a text in which special tokens are mere spelling. `is_start`: it does not follow a special token."""
+        backend = self._text_backend
+        if is_start or self._begins_alike:
+            return backend.encode(text, add_special_tokens=False).ids
+        anchor = "\n"
+        return backend.encode(anchor + text, add_special_tokens=False).ids[len(self.encode(anchor, False)) :]
+
+    @cached_property
+    def _text_backend(self) -> tokenizers.Tokenizer:
+        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        backend.encode_special_tokens = True
+        return backend
+
+    @cached_property
+    def _begins_alike(self) -> bool:
+        """Whether a text gives the same ids at the start and after a special token."""
+        special = next((self.added_tokens[id] for id in sorted(self.all_special_ids)), "")
+        return self.encode(special + "a", False)[1 if special else 0 :] == self.encode("a", False)
+
     def convert_token_to_id(self, token: str) -> int | None:
         """The id of a token of the vocabulary, or None."""
         return self._backend.token_to_id(token)
@@ -191,6 +211,9 @@ class SlowTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         return [self.encode(text, add_special_tokens) for text in texts]
+
+    def encode_as_text(self, text: str, *, is_start: bool) -> list[int]:
+        return self._slow.encode(text, add_special_tokens=False, split_special_tokens=True)
 
     def convert_token_to_id(self, token: str) -> int | None:
         return self.get_vocab().get(token)

@@ -206,13 +206,11 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "ready", "num_running", "num_waiting")
+    __slots__ = ("version", "ready", "num_running")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
-    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     version: str
     ready: bool
     num_running: int
-    num_waiting: int
-    def __init__(self, version: _Optional[str] = ..., ready: _Optional[bool] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ...) -> None: ...
+    def __init__(self, version: _Optional[str] = ..., ready: _Optional[bool] = ..., num_running: _Optional[int] = ...) -> None: ...

@@ -5,34 +5,21 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from jaxllm.errors import InvalidRequestError
 from jaxllm.outputs import CompletionOutput, Logprob, RequestOutput
-from jaxllm.text.input_processor import Prompt, TextPrompt, TokensPrompt
 from server.errors import as_api_error
 from server.grpc import jaxllm_pb2 as pb
 from server.protocol.common import SamplingFields
 
 
-def prompt_of(request: pb.GenerateRequest) -> Prompt:
-    """The prompt of a request. Raises InvalidRequestError if there is none."""
-    which = request.WhichOneof("prompt")
-    if which is None:
-        raise InvalidRequestError("prompt is missing; set text or token_ids", "prompt")
-    prompt: Any = (
-        TextPrompt(prompt=request.text) if which == "text" else TokensPrompt(prompt_token_ids=list(request.token_ids.ids))
-    )
-    if request.HasField("cache_salt"):
-        prompt["cache_salt"] = request.cache_salt
-    return prompt
-
-
-def sampling_fields(sampling: pb.SamplingParams) -> SamplingFields:
+def sampling_fields(request: pb.GenerateRequest) -> SamplingFields:
     """What a request sets, as the fields of an HTTP request, so that both are held to the same. Raises ApiError.
 
     `max_tokens` and `logprobs` are not among them, because each HTTP endpoint has its own.
     """
-    values: dict[str, Any] = {"stream": True}
-    for field, value in sampling.ListFields():
+    values: dict[str, Any] = {"stream": not request.final_only, "priority": request.priority}
+    if request.HasField("cache_salt"):
+        values["cache_salt"] = request.cache_salt
+    for field, value in request.sampling.ListFields():
         if field.name in ("max_tokens", "logprobs"):
             continue
         if field.name == "structured_outputs":

@@ -15,7 +15,8 @@ from server.grpc import jaxllm_pb2
 from server.grpc.interceptor import Gate, IsAllowed
 from server.grpc.jaxllm_pb2_grpc import add_InferenceServicer_to_server
 from server.grpc.service import Inference
-from server.options import NetworkOptions
+from server.guard import holds_key, key_digests
+from server.options import AccessOptions, NetworkOptions
 
 SERVICE = jaxllm_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 HEALTH_SECONDS = 0.5
@@ -25,12 +26,12 @@ HEALTH_SECONDS = 0.5
 class GrpcServer:
     """A gRPC server in the event loop that starts it."""
 
-    def __init__(self, context: ServerContext, is_allowed: IsAllowed):
+    def __init__(self, context: ServerContext):
         largest = context.options.limits.max_request_body_bytes
         options = [("grpc.max_receive_message_length", largest), ("grpc.max_metadata_size", 16 << 10), ("grpc.so_reuseport", 0)]
         self._engine = context.engine
         self._network = context.options.network
-        self._server = grpc.aio.server(interceptors=[Gate(is_allowed)], options=options)
+        self._server = grpc.aio.server(interceptors=[Gate(_key_check(context.options.access))], options=options)
         self._health = health.aio.HealthServicer()
         add_InferenceServicer_to_server(Inference(context), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -76,6 +77,22 @@ class GrpcServer:
             if self._engine.is_running != was_running:
                 was_running = self._engine.is_running
                 await self._set_health()
+
+
+def _key_check(access: AccessOptions) -> IsAllowed:
+    """Whether an `authorization` holds one of the server's keys; without keys anybody may call."""
+    keys = [*(access.api_key or ()), *([access.admin_api_key] if access.admin_api_key else ())]
+    digests = key_digests(keys)
+
+    def is_allowed(authorization: str | None) -> bool:
+        return not access.api_key or holds_key(_key_in(authorization), digests)
+
+    return is_allowed
+
+
+def _key_in(authorization: str | None) -> bytes | None:
+    scheme, _, key = (authorization or "").partition(" ")
+    return key.encode("utf-8", "replace") if scheme.lower() == "bearer" else None
 
 
 def _bracketed(host: str) -> str:

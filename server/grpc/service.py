@@ -8,15 +8,15 @@ from typing import Any
 
 from jaxllm import __version__
 from jaxllm.errors import EngineError
-from jaxllm.sampling_params import RequestOutputKind
+from jaxllm.sampling_params import SamplingParams
 from server.context import ServerContext
 from server.errors import ApiError, bad_request
 from server.grpc import jaxllm_pb2 as pb
 from server.grpc.interceptor import authorization_of
 from server.grpc.jaxllm_pb2_grpc import InferenceServicer
-from server.grpc.messages import prompt_of, response_of, sampling_fields
+from server.grpc.messages import response_of, sampling_fields
 from server.owner import owner_of_key
-from server.prompts import check_length, check_text_length
+from server.prompts import check_length, check_text_length, encode_prompt
 from server.sampling import sampling_params
 
 MAX_REQUEST_ID_LENGTH = 128
@@ -39,11 +39,9 @@ class Inference(InferenceServicer):
         limit = self._context.options.limits.request_timeout or None
         with self._context.running(), self._registered(request.request_id, call) as (request_id, engine_id):
             async with asyncio.timeout(limit):
-                prompt = prompt_of(request)
-                if isinstance(prompt, dict) and "prompt" in prompt:
-                    check_text_length(self._engine.get_tokenizer(), prompt["prompt"], self._engine.max_model_len)
-                prepared = await self._engine.prepare(prompt, self._params(request), engine_id, priority=request.priority)
-                check_length(len(prepared.prompt_token_ids), self._engine.max_model_len)
+                params = self._params(request)
+                prompt = await asyncio.to_thread(self._prompt, request)
+                prepared = await self._engine.prepare(prompt, params, engine_id, priority=request.priority)
                 is_first = True
                 async with contextlib.aclosing(self._engine.stream(prepared)) as outputs:
                     async for output in outputs:
@@ -77,17 +75,32 @@ class Inference(InferenceServicer):
             version=__version__, ready=self._engine.is_running, num_running=self._context.num_running
         )
 
-    def _params(self, request: pb.GenerateRequest) -> Any:
+    def _prompt(self, request: pb.GenerateRequest) -> Any:
+        """The prompt as token ids that fit. Raises ApiError."""
+        max_model_len = self._engine.max_model_len
+        prompt: dict[str, Any] = {"prompt_token_ids": list(request.token_ids.ids)}
+        if request.text:
+            tokenizer = self._engine.get_tokenizer()
+            check_text_length(tokenizer, request.text, max_model_len)
+            ids = encode_prompt(tokenizer, request.text, add_special_tokens=True)
+            prompt = {"prompt": request.text, "prompt_token_ids": ids}
+        if not prompt["prompt_token_ids"]:
+            raise bad_request("prompt is empty, must have at least 1 token; set text or token_ids", "prompt")
+        check_length(len(prompt["prompt_token_ids"]), max_model_len)
+        if request.HasField("cache_salt"):
+            prompt["cache_salt"] = request.cache_salt
+        return prompt
+
+    def _params(self, request: pb.GenerateRequest) -> SamplingParams:
+        """Raises ApiError or InvalidRequestError."""
         sampling = request.sampling
-        fields = sampling_fields(sampling)
-        max_tokens = sampling.max_tokens if sampling.HasField("max_tokens") else self._context.default_max_tokens
-        logprobs = sampling.logprobs if sampling.HasField("logprobs") else None
-        params = sampling_params(
-            fields, self._context.defaults, self._context.options.limits, max_tokens=max_tokens, logprobs=logprobs
+        return sampling_params(
+            sampling_fields(request),
+            self._context.defaults,
+            self._context.options.limits,
+            max_tokens=sampling.max_tokens if sampling.HasField("max_tokens") else self._context.default_max_tokens,
+            logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
         )
-        if request.final_only:
-            params.output_kind = RequestOutputKind.FINAL_ONLY
-        return params
 
     @contextlib.contextmanager
     def _registered(self, given: str, call: Any) -> Iterator[tuple[str, str]]:

@@ -41,6 +41,11 @@ def as_anthropic_error(error: BaseException) -> AnthropicError:
     return error if isinstance(error, AnthropicError) else AnthropicError(as_api_error(error))
 
 
+def in_shape_of(path: str, error: ApiError) -> ApiError:
+    """An error in the shape that the clients of a path understand; for what no route has seen."""
+    return as_anthropic_error(error) if "/v1/messages" in path else error
+
+
 class MessagesRoute(APIRoute):
     """A route whose errors are Anthropic's."""
 

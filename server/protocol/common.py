@@ -120,11 +120,12 @@ class ResponseFormat(RequestModel):
 class SamplingFields(RequestModel):
     """The fields that say how tokens are chosen and what is reported of them. Ranges are checked by SamplingParams."""
 
-    model: str | None = None
+    model: str = Field(default=None)  # type: ignore[assignment]
+    """None: the one that is served. A request may leave it out but not send null."""
     n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Int64 | None = None
     min_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -139,7 +140,7 @@ class SamplingFields(RequestModel):
     spaces_between_special_tokens: bool = True
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    bad_words: Annotated[list[str], Field(max_length=128)] | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: list[int] | None = None
     repetition_detection: RepetitionDetection | None = None

@@ -17,6 +17,7 @@ from server.deadline import deadline
 from server.errors import bad_request
 from server.logprobs import LogprobWriter
 from server.openapi import json_body
+from server.options import ChatOptions
 from server.protocol.chat import ChatCompletionRequest, Message, NamedToolChoice
 from server.sampling import sampling_params
 from server.sse import DONE, EventStream, unless_disconnected
@@ -24,6 +25,9 @@ from server.usage import timings
 
 router = APIRouter(tags=["OpenAI"])
 _json = msgspec.json.encode
+
+MAX_TEMPLATE_KWARGS_BYTES = 4096
+MAX_TEMPLATE_CHARACTERS = 1 << 17
 
 
 @router.post("/v1/chat/completions", openapi_extra=json_body(ChatCompletionRequest))
@@ -77,7 +81,8 @@ def to_conversation(body: ChatCompletionRequest, context: ServerContext, request
         add_special_tokens=body.add_special_tokens,
         documents=body.documents,
         chat_template=body.chat_template,
-        chat_template_kwargs=_template_kwargs(body),
+        chat_template_kwargs=body.chat_template_kwargs,
+        reasoning_effort=body.reasoning_effort,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         truncation_side=body.truncation_side,
         cache_salt=body.cache_salt,
@@ -135,15 +140,28 @@ def _check(body: ChatCompletionRequest, context: ServerContext) -> None:
             raise bad_request(f"{name} must be {only!r}: nothing else is supported", name, "unsupported_parameter")
     if body.top_logprobs is not None and body.top_logprobs != 0 and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
+    if body.top_logprobs is not None and body.top_logprobs < -1:
+        raise bad_request(f"top_logprobs is {body.top_logprobs}, must be at least 0, or -1 for all", "top_logprobs")
+    if body.max_completion_tokens is not None and body.max_completion_tokens < 1:
+        raise bad_request(f"max_completion_tokens is {body.max_completion_tokens}, must be at least 1", "max_completion_tokens")
     if body.echo and not body.continue_final_message:
         raise bad_request("echo needs continue_final_message to be true", "echo")
     if body.use_beam_search:
         raise bad_request("use_beam_search is not supported in chats; use /v1/completions", "use_beam_search")
-    if body.chat_template is not None and not context.options.chat.trust_request_chat_template:
+    check_template(body.chat_template, body.chat_template_kwargs, context.options.chat)
+
+
+def check_template(template: str | None, kwargs: Mapping[str, Any] | None, options: ChatOptions) -> None:
+    """Raise ApiError for a template that is not trusted, or what is too large."""
+    if kwargs and len(_json(kwargs)) > MAX_TEMPLATE_KWARGS_BYTES:
+        raise bad_request(f"chat_template_kwargs is larger than {MAX_TEMPLATE_KWARGS_BYTES} bytes", "chat_template_kwargs")
+    if template is not None and not options.trust_request_chat_template:
         raise bad_request(
             "chat_template is refused; this server renders its own (start it with --trust-request-chat-template to change that)",
             "chat_template",
         )
+    if len(template or "") > MAX_TEMPLATE_CHARACTERS:
+        raise bad_request(f"chat_template has more than {MAX_TEMPLATE_CHARACTERS} characters", "chat_template")
 
 
 def _tool_choice(body: ChatCompletionRequest) -> str | None:
@@ -159,13 +177,6 @@ def _tool_choice(body: ChatCompletionRequest) -> str | None:
     if all(tool.function.name != choice.function.name for tool in body.tools):
         raise bad_request(f"tool_choice names {choice.function.name[:64]!r}, which is not in tools", "tool_choice")
     return f"function:{choice.function.name}"
-
-
-def _template_kwargs(body: ChatCompletionRequest) -> dict[str, Any] | None:
-    given = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:
-        given.setdefault("reasoning_effort", body.reasoning_effort)
-    return given or None
 
 
 class ChatReply:

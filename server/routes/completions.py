@@ -12,6 +12,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxllm.errors import InvalidRequestError
 from jaxllm.outputs import CompletionOutput, RequestOutput
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.text.input_processor import FrontRequest
@@ -73,7 +74,12 @@ async def prepare(body: CompletionRequest, context: ServerContext, request_id: s
         if body.cache_salt is not None:
             prompt["cache_salt"] = body.cache_salt
         own_id = request_id if len(encoded) == 1 else f"{request_id}-{number}"
-        requests.append(await engine.prepare(prompt, params, own_id, priority=body.priority))
+        try:
+            requests.append(await engine.prepare(prompt, params, own_id, priority=body.priority))
+        except InvalidRequestError as error:
+            if error.param != "prompt_token_ids":
+                raise
+            raise bad_request(str(error), "prompt") from None
     echoes = []
     if body.echo:
         tokenizer = engine.get_tokenizer()

@@ -18,6 +18,11 @@ _HEADERS = {
 }
 
 
+def public_paths() -> frozenset[str]:
+    """What is served without a key; a path that ends with a slash stands for all below it, too."""
+    return frozenset({"/", "/web/"})
+
+
 def page_router() -> APIRouter:
     """`/` and `/web/…`. Needs no key: the page asks for one and sends it with what it calls."""
     router = APIRouter(include_in_schema=False)

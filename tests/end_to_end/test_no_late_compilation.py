@@ -97,6 +97,8 @@ def traffic():
         arrivals.append((30 * i, engines.request(f"long {i}", long, max_tokens=12)))
         arrivals.append((30 * i + 3, engines.request(f"part {i}", [*long[: 16 + 8 * i], *prompt(3 * i)], max_tokens=20)))
     arrivals += [(200 + i, engines.request(f"late {i}", long[: 90 + i], max_tokens=3, temperature=0.3)) for i in range(5)]
+    arrivals.append((20, engines.pooling_request("one vector", prompt(30))))
+    arrivals.append((40, engines.pooling_request("a vector per token", prompt(70), task="token_embed")))
     return sorted(arrivals, key=lambda arrival: arrival[0])
 
 

@@ -190,6 +190,16 @@ def test_an_error_in_what_only_full_sampling_does_ends_that_request_alone(core, 
     check_survivors(run(core, f"{place}:id=c:error"), undisturbed, {"c"})
 
 
+def test_requests_whose_end_was_noted_before_the_books_broke_are_told(core, undisturbed):
+    short = [engines.request("a", PROMPTS[0], max_tokens=4), engines.request("b", PROMPTS[1], max_tokens=4)]
+    with injected("free:id=b:error"):
+        answers = engines.run(core, [*short, *requests()[2:]])
+    assert answers["a"].finish_reason is FinishReason.LENGTH and answers["a"].tokens == undisturbed["a"][:4]
+    assert failed(answers) == {"b", "c", "d"}
+    check_survivors({id: answer for id, answer in answers.items() if id in "cdef"}, undisturbed, {"c", "d"})
+    core.check_integrity()
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_lone_request_that_gets_no_row_ends_alone(core, undisturbed, depth):
     engines.reschedule(core, max_in_flight=depth)

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from jaxllm.async_llm import AsyncLLM, merged
+from jaxllm.async_llm import AsyncLLM
 from jaxllm.errors import EngineDeadError, EngineError, InvalidRequestError
+from jaxllm.mailbox import merged
 from jaxllm.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from tests.helpers.fake_engine_core import FakeEngineCore

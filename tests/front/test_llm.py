@@ -57,7 +57,7 @@ def test_prompts_of_every_form(model_directory: Path) -> None:
 
 
 def test_lists_of_params_and_priorities_must_match(model_directory: Path) -> None:
-    llm = llm_of(model_directory)
+    llm = llm_of(model_directory, scheduling_policy="priority")
     outputs = llm.generate(
         ["a", "b"], [SamplingParams(max_tokens=1), SamplingParams(max_tokens=2)], use_tqdm=False, priority=[3, 1]
     )
@@ -253,7 +253,7 @@ def test_options_are_the_engine_s(monkeypatch: pytest.MonkeyPatch, model_directo
         return fake_core(model_directory)
 
     monkeypatch.setattr("jaxllm.llm_engine._build_core", build)
-    monkeypatch.setattr("jaxllm.llm_engine._check_model", lambda *_: None)
+    monkeypatch.setattr("jaxllm.llm_engine.check_model", lambda *_: None)
     LLM(
         model=str(model_directory),
         tensor_parallel_size=2,

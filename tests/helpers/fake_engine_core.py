@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxllm.config import EngineConfig
-from jaxllm.errors import EngineDeadError
+from jaxllm.errors import EngineDeadError, EngineSleepingError
 from jaxllm.model_config import ModelConfig
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import EngineCoreRequest, FinishReason
 from jaxllm.scheduler_output import TokenLogprobs
+from jaxllm.start_times import StartTimes
 
 WIDTH = 8
 
@@ -25,6 +26,8 @@ class FakeStats:
     num_preemptions: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    resumed_prefix_cache_queries: int = 0
+    resumed_prefix_cache_hits: int = 0
     num_cache_blocks: int = 0
     step_token_counts: tuple[int, ...] = ()
     num_step_tokens: int = 0
@@ -90,6 +93,8 @@ class FakeEngineCore:
         self.model_config = tiny_model_config(vocab_size, eos_token_ids)
         self.max_model_len = max_model_len
         self.num_compiled_after_warmup = 0
+        self.is_compiling = False
+        self.start_times = StartTimes()
         self.processor_arguments: dict[str, int] = {}
         self.requests: list[EngineCoreRequest] = []
         """Every request that was ever added."""
@@ -99,12 +104,17 @@ class FakeEngineCore:
         self.before_step: Callable[[], None] = lambda: None
         """Called at each step; may raise."""
         self.is_shut_down = False
+        self.is_sleeping = False
+        self.news: list[EngineCoreOutput] = []
+        """What the next step reports besides."""
         self._script = script
         self._tokens_per_step = tokens_per_step
 
     def add_request(self, request: EngineCoreRequest) -> None:
         if self.is_shut_down:
             raise EngineDeadError("the engine was shut down")
+        if self.is_sleeping:
+            raise EngineSleepingError("the engine sleeps")
         assert request.request_id not in self.running
         self.requests.append(request)
         self.running[request.request_id] = _Running(request, list(self._script(request)))
@@ -118,12 +128,13 @@ class FakeEngineCore:
         """There is nothing to compile."""
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self.running)
+        return bool(self.running or self.news)
 
     def step(self) -> list[EngineCoreOutput]:
         self.num_steps += 1
         self.before_step()
-        return [self._advance(running) for running in list(self.running.values())]
+        news, self.news = self.news, []
+        return news + [self._advance(running) for running in list(self.running.values())]
 
     def _advance(self, running: _Running) -> EngineCoreOutput:
         request, params = running.request, running.request.sampling_params
@@ -160,6 +171,23 @@ class FakeEngineCore:
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         return reset_running_requests or not self.running
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        self.news += [EngineCoreOutput(request_id, [], FinishReason.ABORT) for request_id in self.running]
+        self.running.clear()
+        self.is_sleeping = True
+
+    def wake_up(self) -> None:
+        self.is_sleeping = False
+
+    def start_profile(self) -> None:
+        """There is nothing to trace."""
+
+    def stop_profile(self) -> None:
+        """There is nothing to trace."""
+
+    def check_integrity(self) -> None:
+        assert not self.running
 
     def stats(self) -> FakeStats:
         return FakeStats(num_running=len(self.running), cache_usage=0.25, prefix_cache_queries=8, prefix_cache_hits=2)

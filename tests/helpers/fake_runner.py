@@ -7,6 +7,8 @@ too early or never written shows itself in the step that reads it.
 from collections import deque
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.scheduler_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
@@ -35,12 +37,21 @@ def oracle_tokens(prompt: list[int], count: int, vocab_size: int, ends: frozense
     return output
 
 
+def digests(token_ids: list[int]) -> list[int]:
+    """The digest of a sequence up to each of its tokens."""
+    found = [0]
+    for token_id in token_ids:
+        found.append(digest(found[-1], token_id))
+    return found[1:]
+
+
 @dataclass
 class _Row:
     token_ids: list[int]
     block_ids: list[int]
     num_computed: int
     num_cached: int
+    pools: bool = False
     digests: list[int] = field(default_factory=list)
 
     def digest_at(self, position: int) -> int:
@@ -51,7 +62,7 @@ class _Row:
 
 
 class FakeRunner:
-    """Runs steps in the order of `dispatch`, as a device does."""
+    """Runs steps in the order of `dispatch`, as a device does. The vector of a pooling request is the digests of its prompt."""
 
     def __init__(self, *, num_blocks: int, block_size: int, vocab_size: int, max_num_seqs: int, max_tokens: int):
         self.block_size, self.vocab_size = block_size, vocab_size
@@ -79,21 +90,29 @@ class FakeRunner:
         assert len(self.rows) <= self.max_num_seqs
         for request_id, count in plan.num_scheduled_tokens.items():
             self._write(self.rows[request_id], count)
-        sampled = {}
+        sampled, pooled = {}, {}
         for request_id, count in plan.num_scheduled_tokens.items():
             row = self.rows[request_id]
             row.num_computed += count
             self._check_reads(row)
-            if row.num_computed == len(row.token_ids):
+            if row.num_computed == len(row.token_ids) and row.pools:
+                pooled[request_id] = np.array(row.digests[: row.num_computed])
+            elif row.num_computed == len(row.token_ids):
                 sampled[request_id] = [next_token(row.digest_at(row.num_computed - 1), self.vocab_size)]
                 row.token_ids += sampled[request_id]
         self.num_computed_tokens += plan.total_num_scheduled_tokens
-        return ModelRunnerOutput(sampled)
+        return ModelRunnerOutput(sampled, pooled=pooled)
+
+    def start_over(self) -> None:
+        """Forget rows and memory."""
+        self.rows.clear()
+        self.memory = [[-1] * self.block_size for _ in self.memory]
 
     def _admit(self, data: NewRequestData) -> None:
         assert data.request_id not in self.rows
         assert data.num_cached_tokens - data.num_computed_tokens in (0, 1)
         row = _Row(list(data.token_ids), list(data.block_ids), data.num_computed_tokens, data.num_cached_tokens)
+        row.pools = data.pooling_params is not None
         self.rows[data.request_id] = row
 
     def _slot(self, row: _Row, position: int) -> tuple[list[int], int]:
@@ -145,6 +164,12 @@ class FakeEngine:
         outputs = self.scheduler.update_from_output(*self.in_flight.popleft())
         self.scheduler.check_integrity()
         return outputs
+
+    def start_over(self) -> None:
+        """What a failed step leads to: nothing in flight comes back, and the runner has forgotten everything."""
+        self.in_flight.clear()
+        self.scheduler.start_over()
+        self.runner.start_over()
 
     def step(self) -> list[EngineCoreOutput]:
         """Keep `depth` steps in flight and take in the oldest."""

@@ -4,6 +4,7 @@ from typing import Any
 
 from jaxllm.config import CacheOptions, SchedulerOptions
 from jaxllm.outputs import EngineCoreOutput
+from jaxllm.pooling_params import PoolingParams
 from jaxllm.request import EngineCoreRequest, Request
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler.scheduler import Scheduler
@@ -40,6 +41,9 @@ def make_request(
     arrival: float = 0.0,
     priority: int = 0,
     cache_salt: str | None = None,
+    pooling: PoolingParams | None = None,
+    queue_timeout_seconds: float | None = None,
+    timeout_seconds: float | None = None,
     **params: Any,
 ) -> Request:
     """A request with the given prompt, or with one of that length that shares no beginning with another id's."""
@@ -53,6 +57,9 @@ def make_request(
         arrival_time=arrival,
         priority=priority,
         cache_salt=cache_salt,
+        pooling_params=pooling,
+        queue_timeout_seconds=queue_timeout_seconds,
+        timeout_seconds=timeout_seconds,
     )
     return Request(spec)
 

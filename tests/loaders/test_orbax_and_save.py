@@ -99,3 +99,24 @@ def test_saved_checkpoint_is_read_by_transformers(name, tmp_path):
     with torch.no_grad():
         expected = AutoModelForCausalLM.from_pretrained(tmp_path)(torch.tensor([token_ids])).logits[0].numpy()
     np.testing.assert_allclose(goldens.logits(config, state, token_ids), expected, atol=1e-4)
+
+
+def test_a_converted_model_with_a_head_can_be_loaded_without_it(tmp_path):
+    source, converted = goldens.FOLDER / "llama_gqa", tmp_path / "converted"
+    runpy.run_path(str(SCRIPTS / "convert_checkpoint.py"))["convert"](source, converted, "float32")
+    config = load_model_config(source, runner="pooling")
+    states = [
+        load_weights(config, build_model(config), each, load_format="auto", mesh=make_mesh()) for each in (source, converted)
+    ]
+    assert_equal(*states)
+
+
+def test_a_model_without_a_head_is_saved_as_one(tmp_path):
+    directory = shutil.copytree(goldens.FOLDER / "llama_gqa", tmp_path / "model")
+    config = load_model_config(directory, runner="pooling")
+    model = build_model(config)
+    state = load_weights(config, model, directory, load_format="auto", mesh=make_mesh())
+    save_safetensors(config, state, tmp_path / "saved")
+    again = load_model_config(tmp_path / "saved")
+    assert not again.generates and again.architecture == config.architecture
+    assert_equal(state, load_weights(again, build_model(again), tmp_path / "saved", load_format="auto", mesh=make_mesh()))

@@ -207,3 +207,26 @@ def test_written_files_can_be_read_by_the_safetensors_library(tmp_path):
     for name, array in tensors.items():
         np.testing.assert_array_equal(np.asarray(read[name], np.float32), np.asarray(array, np.float32))
         np.testing.assert_array_equal(np.asarray(Checkpoint(tmp_path).tensor(name), np.float32), np.asarray(array, np.float32))
+
+
+def test_a_bare_decoder_is_loaded_under_either_name(tmp_path):
+    """Embedding models are saved without a head and, often, without the prefix of a causal model's weights."""
+    whole = shutil.copytree(goldens.FOLDER / "llama_gqa", tmp_path / "whole")
+    without_head = shutil.copytree(whole, tmp_path / "without_head")
+    rewrite(without_head, lambda tensors: tensors.pop("lm_head.weight"))
+    bare = shutil.copytree(without_head, tmp_path / "bare")
+
+    def rename(tensors):
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    rewrite(bare, rename)
+    with pytest.raises(ModelLoadError, match="1 missing: lm_head.weight"):
+        load(bare)
+    states = []
+    for directory in (whole, without_head, bare):
+        config = load_model_config(directory, runner="pooling")
+        states.append(load_safetensors(config, build_model(config), directory, mesh=make_mesh()))
+        assert not any(path[0] == "head" for path, _ in parameters(states[-1]))
+    for state in states[1:]:
+        assert_equal(states[0], state)

@@ -24,3 +24,18 @@ def test_logits_equal_transformers(name, torch):
     with torch.no_grad():
         expected = reference(torch.tensor([token_ids])).logits[0].numpy()
     np.testing.assert_allclose(goldens.logits(config, state, token_ids, pad_to=104), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama_gqa", "mistral_window", "qwen2", "qwen3"])
+def test_hidden_states_of_a_bare_decoder_equal_transformers(name, torch, tmp_path):
+    """As embedding models are saved: without a head, and without the prefix of a causal model's weights."""
+    import transformers
+
+    reference = transformers.AutoModel.from_pretrained(goldens.FOLDER / name, dtype=torch.float32)
+    reference.save_pretrained(tmp_path)
+    config, state = goldens.load(tmp_path)
+    assert not config.generates
+    token_ids = np.random.default_rng(0).integers(config.vocab_size, size=56).tolist()
+    with torch.no_grad():
+        expected = reference(torch.tensor([token_ids])).last_hidden_state[0].numpy()
+    np.testing.assert_allclose(goldens.hidden(config, state, token_ids, pad_to=104), expected, atol=1e-4)

@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxllm.outputs import EngineCoreOutput
+from jaxllm.pooling_params import PoolingParams
 from jaxllm.request import FinishReason, Request, RequestStatus
 from jaxllm.scheduler_output import ModelRunnerOutput
-from tests.helpers.fake_runner import FakeEngine, oracle_tokens
+from tests.helpers.fake_runner import FakeEngine, digests, oracle_tokens
 from tests.helpers.scheduling import make_request, make_scheduler
 
 VOCAB, END, STOP = 12, 3, 5
@@ -43,6 +45,9 @@ class _Load:
             self.engine.scheduler.reset_prefix_cache(reset_running_requests=self.rng.random() < 0.5)
         elif kind < 0.32 and self.engine.in_flight:
             self.fail_one()
+        elif kind < 0.33:
+            self.engine.start_over()
+            self.engine.scheduler.limit_steps(self.rng.choice([1, 2, 64]))
         elif kind < 0.7:
             self.engine.dispatch()
         else:
@@ -58,9 +63,13 @@ class _Load:
         request_id = f"r{rng.randrange(6)}" if self.reuse_ids else f"r{self.num_made}"
         if request_id in self.live:
             return
+        pooling = PoolingParams(skip_reading_prefix_cache=rng.random() < 0.3) if rng.random() < 0.2 else None
+        if pooling is not None and rng.random() < 0.3:
+            prompt = (prompt * self.max_model_len)[: self.max_model_len]
         request = make_request(
             request_id,
             prompt,
+            pooling=pooling,
             eos=(END, STOP) if rng.random() < 0.7 else (),
             max_tokens=rng.choice([1, 2, 7, 20]),
             priority=rng.randrange(3),
@@ -75,17 +84,28 @@ class _Load:
         plan, result = self.engine.in_flight[0]
         request_id = self.rng.choice(list(plan.num_scheduled_tokens))
         sampled = {key: tokens for key, tokens in result.sampled_token_ids.items() if key != request_id}
-        self.engine.in_flight[0] = (plan, ModelRunnerOutput(sampled, errors={**result.errors, request_id: "it broke"}))
+        errors = {**result.errors, request_id: "it broke"}
+        self.engine.in_flight[0] = (plan, ModelRunnerOutput(sampled, errors=errors, pooled=result.pooled))
 
     def collect(self) -> None:
         for output in self.engine.collect():
             request_id = output.request_id
+            if self.live[request_id].pooling_params is not None:
+                self.check_vector(request_id, output)
+                continue
             self.received[request_id] += output.new_token_ids
             assert len(output.new_token_ids) == (output.finish_reason != FinishReason.ERROR)
             if output.finish_reason not in (None, FinishReason.ERROR):
                 self.check_whole(request_id, output.finish_reason)
             if output.finish_reason is not None:
                 self.end(request_id)
+
+    def check_vector(self, request_id: str, output: EngineCoreOutput) -> None:
+        assert output.new_token_ids == [] and output.finish_reason in (FinishReason.STOP, FinishReason.ERROR)
+        assert (output.pooled is None) == (output.finish_reason == FinishReason.ERROR)
+        if output.pooled is not None:
+            assert output.pooled.tolist() == digests(self.live[request_id].spec.prompt_token_ids)
+        self.end(request_id)
 
     def check_whole(self, request_id: str, reason: FinishReason) -> None:
         request = self.live[request_id]

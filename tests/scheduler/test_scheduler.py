@@ -409,3 +409,30 @@ def test_an_id_in_use_is_refused_and_may_come_again_afterwards():
 def test_contradicting_options_are_refused(options):
     with pytest.raises(ConfigError):
         make_scheduler(**{"max_model_len": 1024, **options})
+
+
+def test_starting_over_keeps_the_order_of_arrival_and_the_tokens_so_far():
+    scheduler = make_scheduler(max_num_seqs=2)
+    for name in "abc":
+        scheduler.add_request(make_request(name, 20))
+    step(scheduler)
+    scheduler.schedule()
+    scheduler.start_over()
+    scheduler.check_integrity()
+    assert [request.request_id for request in scheduler.waiting] == ["a", "b", "c"]
+    assert [scheduler.requests[name].output_token_ids for name in "abc"] == [[7], [7], []]
+    assert [scheduler.requests[name].num_preemptions for name in "abc"] == [1, 1, 0]
+    assert scheduler.cache_manager.pool.usage == 0.0
+    assert len({output.request_id for output in run_to_end(scheduler)}) == 3
+
+
+def test_limited_steps_have_fewer_requests_and_tokens():
+    scheduler = make_scheduler(max_num_seqs=8, max_num_batched_tokens=64)
+    for number in range(8):
+        scheduler.add_request(make_request(str(number), 30))
+    scheduler.limit_steps(4)
+    plan, _ = step(scheduler)
+    assert plan.total_num_scheduled_tokens == 16 and len(plan.num_scheduled_tokens) == 1
+    scheduler.limit_steps(1)
+    plan, _ = step(scheduler)
+    assert plan.total_num_scheduled_tokens == 64

@@ -21,11 +21,17 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def processor_of(
-    tokenizer: Tokenizer | None, generation_config: GenerationConfig | None = None, *, seed: int | None = None, **model_eos: Any
+    tokenizer: Tokenizer | None,
+    generation_config: GenerationConfig | None = None,
+    *,
+    seed: int | None = None,
+    policy: str = "fcfs",
+    **model_eos: Any,
 ) -> InputProcessor:
     vocab_size = tokenizer.vocab_size if tokenizer is not None else 100
     model_config = tiny_model_config(vocab_size, **model_eos)
-    return InputProcessor(EngineConfig.from_options(seed=seed), model_config, MAX_LEN, tokenizer, generation_config)
+    config = EngineConfig.from_options(seed=seed, scheduling_policy=policy)
+    return InputProcessor(config, model_config, MAX_LEN, tokenizer, generation_config)
 
 
 def test_every_form_of_prompt_means_the_same(tokenizer: Tokenizer) -> None:
@@ -68,7 +74,13 @@ def test_a_bos_in_the_text_is_not_doubled(tokenizer: Tokenizer) -> None:
         ({"prompt_token_ids": "ab"}, "prompt_token_ids is a str", "prompt_token_ids"),
         ({"prompt": 3}, "prompt is a int, must be a text", "prompt"),
         ({"promt": "x"}, "unknown key of a prompt 'promt'; did you mean 'prompt'", "prompt"),
-        ({"prompt": "x", "cache_salt": ""}, "cache_salt is ''", "cache_salt"),
+        ({"prompt": "x", "cache_salt": ""}, "cache_salt is empty", "cache_salt"),
+        ({"prompt": "x", "cache_salt": 7}, "cache_salt is a int", "cache_salt"),
+        ({"prompt": "x", "cache_salt": "s" * 129}, "cache_salt has 129 characters, may have 128", "cache_salt"),
+        ({"prompt": "x", "cache_salt": "a@b"}, "cache_salt has the character '@'", "cache_salt"),
+        ({"prompt": "x", "cache_salt": "a/b"}, "cache_salt has the character '/'", "cache_salt"),
+        ({"prompt": "x", "cache_salt": "a\\b"}, "cache_salt has the character", "cache_salt"),
+        ({"prompt": "x", "cache_salt": "a\0b"}, "cache_salt has the character", "cache_salt"),
         ([1, -1], "token id -1 in place 1; the vocabulary has 0 to", "prompt_token_ids"),
         ([10**6], "token id 1000000 in place 0; the vocabulary has 0 to", "prompt_token_ids"),
         ([1] * MAX_LEN, "prompt has 32 tokens, the model takes 32.*--max-model-len", "prompt"),
@@ -90,6 +102,26 @@ def test_wrong_arguments_are_clear_errors(tokenizer: Tokenizer) -> None:
         processor.process("r", "x", SamplingParams(), priority="high")  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match="logprobs"):
         processor.process("r", "x", SamplingParams(logprobs=21))
+
+
+def test_a_priority_needs_the_policy_of_that_name(tokenizer: Tokenizer) -> None:
+    assert processor_of(tokenizer).process("r", "x", SamplingParams(), priority=0).children[0].priority == 0
+    with pytest.raises(InvalidRequestError, match="--scheduling-policy priority") as caught:
+        processor_of(tokenizer).process("r", "x", SamplingParams(), priority=1)
+    assert caught.value.param == "priority"
+    with pytest.raises(InvalidRequestError, match="64 bits"):
+        processor_of(tokenizer, policy="priority").process("r", "x", SamplingParams(), priority=2**63)
+
+
+@pytest.mark.parametrize("name", ["queue_timeout_seconds", "timeout_seconds"])
+def test_timeouts_are_checked_and_passed_on(tokenizer: Tokenizer, name: str) -> None:
+    processor = processor_of(tokenizer)
+    request = processor.process("r", "x", SamplingParams(n=2), **{name: 2.5})  # type: ignore[arg-type]
+    assert [getattr(child, name) for child in request.children] == [2.5, 2.5]
+    for wrong in (0, -1, float("nan"), float("inf"), True, "1"):
+        with pytest.raises(InvalidRequestError, match=f"{name} is") as caught:
+            processor.process("r", "x", SamplingParams(), **{name: wrong})  # type: ignore[arg-type]
+        assert caught.value.param == name
 
 
 def test_without_a_tokenizer_text_is_refused_wherever_it_comes() -> None:
@@ -129,7 +161,7 @@ def test_an_engine_s_seed_makes_the_drawn_seeds_repeat(tokenizer: Tokenizer) -> 
 
 
 def test_n_answers_are_n_requests(tokenizer: Tokenizer) -> None:
-    processor = processor_of(tokenizer)
+    processor = processor_of(tokenizer, policy="priority")
     request = processor.process("r", "x", SamplingParams(n=3, seed=2**63 - 2), priority=4)
     assert [child.request_id for child in request.children] == [f"{i}_{request.internal_id}" for i in range(3)]
     assert [child.sampling_params.n for child in request.children] == [1, 1, 1]

@@ -5,7 +5,7 @@ import pytest
 
 from jaxllm.config import EngineConfig
 from jaxllm.outputs import EngineCoreOutput, RequestOutput
-from jaxllm.request import FinishReason
+from jaxllm.request import ErrorKind, FinishReason
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.text.input_processor import FrontRequest, InputProcessor
 from jaxllm.text.output_processor import OutputProcessor
@@ -223,3 +223,50 @@ def test_flat_logprobs_equal_the_others(tokenizer: Tokenizer, tmp_path: Path) ->
         (output,) = front.say(request, [70, 71], FinishReason.LENGTH, new_logprobs=fake_logprobs([70, 71], 2, 1000))
         found.append(output.outputs[0].logprobs)
     assert found[1] == found[0] and type(found[1]).__name__ == "FlatLogprobs"
+
+
+def test_an_error_in_the_output_of_one_request_ends_it_alone(tokenizer: Tokenizer) -> None:
+    front = Front(tokenizer)
+    bad, good = front.add(request_id="bad", output_kind=DELTA), front.add(request_id="good", output_kind=DELTA)
+    ids = tokenizer.encode("one two", add_special_tokens=False)
+    front.processor._answers[bad.children[0].request_id][1].detokenizer.push = lambda token_id: 1 / 0  # type: ignore[method-assign]
+    step = front.processor.process([EngineCoreOutput(each.children[0].request_id, ids[:1]) for each in (bad, good)])
+    outputs = {output.request_id: output for _, output in step.outputs}
+    assert outputs["bad"].finished and outputs["bad"].outputs[0].finish_reason == "error"
+    assert outputs["bad"].outputs[0].error_kind == "internal" and "ZeroDivisionError" in str(
+        outputs["bad"].outputs[0].stop_reason
+    )
+    assert outputs["good"].outputs[0].token_ids == ids[:1] and not outputs["good"].finished
+    assert step.engine_ids_to_abort == [bad.children[0].request_id]
+    assert front.say(bad, ids[1:]) == []
+    assert front.say(good, ids[1:], FinishReason.LENGTH)[0].finished and len(front.processor) == 0
+
+
+def test_an_error_in_one_of_several_answers_leaves_the_others(tokenizer: Tokenizer) -> None:
+    front = Front(tokenizer)
+    request = front.add(n=2, logprobs=1, output_kind=FINAL_ONLY)
+    ids = tokenizer.encode("one two", add_special_tokens=False)
+    assert front.say(request, ids, new_logprobs="not logprobs") == []
+    (output,) = front.say(request, ids, FinishReason.LENGTH, child=1, new_logprobs=fake_logprobs(ids, 1, 1000))
+    assert [answer.finish_reason for answer in output.outputs] == ["error", "length"]
+    assert output.outputs[1].text == "one two" and output.finished and len(front.processor) == 0
+
+
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+def test_an_output_that_cannot_be_put_together_ends_the_request(tokenizer: Tokenizer, kind: RequestOutputKind) -> None:
+    front = Front(tokenizer)
+    request = front.add(n=2, output_kind=kind)
+    ids = tokenizer.encode("one two", add_special_tokens=False)
+    front.processor._answers[request.children[0].request_id][1].completion = lambda **kwargs: 1 / 0  # type: ignore[method-assign]
+    outputs = front.say(request, ids, FinishReason.LENGTH) + front.say(request, ids, FinishReason.LENGTH, child=1)
+    assert len(outputs) == 1 and outputs[0].finished and len(front.processor) == 0
+    assert [answer.finish_reason for answer in outputs[0].outputs] == ["error", "error"]
+
+
+def test_an_error_of_the_core_reaches_the_caller_with_its_kind(tokenizer: Tokenizer) -> None:
+    front = Front(tokenizer)
+    request = front.add()
+    news = {"stop_reason": "too late", "error_kind": ErrorKind.TIMEOUT}
+    (output,) = front.say(request, [], FinishReason.ERROR, **news)
+    answer = output.outputs[0]
+    assert (answer.finish_reason, answer.stop_reason, answer.error_kind) == ("error", "too late", ErrorKind.TIMEOUT)

@@ -1,0 +1,92 @@
+"""The output of a batch: written line by line, taken up again where an earlier run ended, in the order of the input at last."""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxllm.errors import ConfigError
+
+Key = str | int
+"""A custom_id, or the number of an input line that has none of its own."""
+
+
+class BatchOutput:
+    """Appends answers to a file. What an earlier run finished stays; half a line at its end, and failures of the server, go."""
+
+    def __init__(self, path: Path):
+        """Raises ConfigError for a file that is no batch's output, OSError."""
+        self.path = path
+        self._places: dict[Key, tuple[int, int]] = {}
+        """Offset and length of each line."""
+        self._order_matters = False
+        """Whether lines may lie in another order than they were asked for, or lines lie there that should not."""
+        self._file = path.open("a+b")
+        try:
+            self._end = self._read_finished()
+        except BaseException:
+            self._file.close()
+            raise
+        self._file.truncate(self._end)
+        self.num_finished = len(self._places)
+        """Requests that an earlier run answered."""
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._places
+
+    def write(self, key: Key, record: dict[str, Any], *, is_in_order: bool = True) -> None:
+        """Append an answer; it is safe in the file when this returns."""
+        line = _encoded(record) + b"\n"
+        self._file.write(line)
+        self._file.flush()
+        self._places[key] = (self._end, len(line))
+        self._end += len(line)
+        self._order_matters |= not is_in_order
+
+    def close(self) -> None:
+        """Leave the file as it is."""
+        self._file.close()
+
+    def finish(self, keys: Sequence[Key]) -> None:
+        """Close the file with the answers to these requests in this order, before those to others."""
+        if self._order_matters or self.num_finished:
+            beside = self.path.with_name(self.path.name + ".sorting")
+            with beside.open("wb") as sorted_file:
+                for key in dict.fromkeys([*keys, *self._places]):
+                    offset, length = self._places[key]
+                    self._file.seek(offset)
+                    sorted_file.write(self._file.read(length))
+                sorted_file.flush()
+                os.fsync(sorted_file.fileno())
+            os.replace(beside, self.path)
+        self._file.close()
+
+    def _read_finished(self) -> int:
+        """Note the lines of an earlier run; returns where the last whole one ends."""
+        self._file.seek(0)
+        end = 0
+        for raw in self._file:
+            if not raw.endswith(b"\n"):
+                break  # the run was killed while it wrote
+            try:
+                record = json.loads(raw)
+                custom_id, response = record["custom_id"], record["response"]
+                status = None if response is None else response["status_code"]
+            except (ValueError, TypeError, KeyError, RecursionError):
+                raise ConfigError(
+                    f"{self.path} exists and is not the output of a batch; choose another --output-file"
+                ) from None
+            if isinstance(custom_id, str) and isinstance(status, int) and status < 500:
+                self._places[custom_id] = (end, len(raw))
+            else:
+                self._order_matters = True
+            end += len(raw)
+        return end
+
+
+def _encoded(record: dict[str, Any]) -> bytes:
+    try:
+        return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError:  # half a surrogate pair
+        return json.dumps(record, separators=(",", ":")).encode()

@@ -1,0 +1,99 @@
+"""Conversations to token ids. Nothing that a message says becomes a special token: those are the template's alone.
+
+Special tokens that stand in messages are broken by a mark before the template is rendered. Between two special tokens of the
+template a text is encoded by itself anyway, so a text with marks can be encoded as mere text without changing what is around it.
+"""
+
+import re
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from jaxllm.text.tokenizer import Tokenizer
+from server.prompts import check_text_length
+from server.template_process import TemplateProcesses
+
+
+class SpecialTokenTexts:
+    """The texts of a tokenizer's special tokens, to be found in other texts."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        texts = {tokenizer.added_tokens[id] for id in tokenizer.all_special_ids if id in tokenizer.added_tokens}
+        self._texts = sorted((text for text in texts if len(text) > 1), key=len, reverse=True)
+        self._beginnings = {text[:2] for text in self._texts}
+        self._pattern = re.compile("|".join(map(re.escape, self._texts)) or r"(?!)")
+
+    def occurs_in(self, value: Any) -> bool:
+        """Whether any text in a JSON value, or the joined texts of the parts of a message, has one."""
+        if isinstance(value, str):
+            return any(each in value for each in self._beginnings) and self._pattern.search(value) is not None
+        if isinstance(value, Mapping):
+            return any(self.occurs_in(key) or self.occurs_in(each) for key, each in value.items())
+        if isinstance(value, list):
+            return any(map(self.occurs_in, value)) or (_are_parts(value) and self.occurs_in(_joined(value)))
+        return False
+
+    def broken(self, value: Any, mark: str) -> Any:
+        """The value with the mark inside of each one."""
+        if isinstance(value, str):
+            return self._pattern.sub(lambda found: found[0][:1] + mark + found[0][1:], value)
+        if isinstance(value, Mapping):
+            return {self.broken(key, mark): self.broken(each, mark) for key, each in value.items()}
+        if not isinstance(value, list):
+            return value
+        if _are_parts(value) and self.occurs_in(_joined(value)):
+            # A template may join the parts without anything between them.
+            return [{**part, "text": mark + self.broken(part["text"], mark)} for part in value]
+        return [self.broken(each, mark) for each in value]
+
+    def split(self, text: str) -> list[str]:
+        """The texts between special tokens, and these, in turn."""
+        pieces, end = [], 0
+        for found in self._pattern.finditer(text):
+            pieces += [text[end : found.start()], found[0]]
+            end = found.end()
+        return [*pieces, text[end:]]
+
+
+class ChatEncoder:
+    """Renders with one model's templates and encodes with its tokenizer. May be used from any thread."""
+
+    def __init__(self, tokenizer: Tokenizer, templates: TemplateProcesses, max_model_len: int):
+        self._tokenizer = tokenizer
+        self._templates = templates
+        self._max_model_len = max_model_len
+        self._specials = SpecialTokenTexts(tokenizer)
+
+    def encode(self, job: dict[str, Any], *, add_special_tokens: bool) -> list[int]:
+        """The ids of a conversation; `job` has the arguments of `render_chat`. Raises ApiError or InvalidRequestError."""
+        written_by_clients = {name: job[name] for name in ("messages", "tools", "documents", "kwargs")}
+        mark = None
+        if self._specials.occurs_in(written_by_clients):
+            mark = secrets.token_hex(16)
+            job = {**job, **self._specials.broken(written_by_clients, mark)}
+        text = self._templates.render(job)
+        check_text_length(self._tokenizer, text, self._max_model_len, "messages")
+        if mark is None:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return self._encode_marked(text, mark, add_special_tokens=add_special_tokens)
+
+    def _encode_marked(self, text: str, mark: str, *, add_special_tokens: bool) -> list[int]:
+        ids = self._tokenizer.encode("", add_special_tokens=True) if add_special_tokens else []
+        usual = ""
+        for place, piece in enumerate(self._specials.split(text)):
+            if mark not in piece:
+                usual += piece
+                continue
+            if usual:
+                ids += self._tokenizer.encode(usual, add_special_tokens=False)
+                usual = ""
+            ids += self._tokenizer.encode_as_text(piece.replace(mark, ""), is_start=place == 0)
+        return ids + (self._tokenizer.encode(usual, add_special_tokens=False) if usual else [])
+
+
+def _are_parts(value: list[Any]) -> bool:
+    return bool(value) and all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in value)
+
+
+def _joined(parts: list[Any]) -> str:
+    return "".join(part["text"] for part in parts)

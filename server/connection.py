@@ -1,0 +1,138 @@
+"""uvicorn's connections with limits of their own: time and size of headers, number of connections, errors as JSON."""
+
+import asyncio
+import functools
+import uuid
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from server.errors import ApiError
+from server.guard import MAX_HEADER_BYTES, MAX_URL_BYTES
+from server.options import ServerOptions
+
+_REASONS = {400: b"Bad Request", 408: b"Request Timeout", 414: b"URI Too Long", 431: b"Headers Too Large", 503: b"Unavailable"}
+
+
+class GuardedConnection(HttpToolsProtocol):
+    """A connection of one client."""
+
+    def __init__(self, *args: Any, max_connections: int, read_timeout_seconds: float, **named: Any):
+        super().__init__(*args, **named)
+        self._max_connections = max_connections
+        self._read_timeout_seconds = read_timeout_seconds
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_in_headers = True
+        self._num_header_bytes = 0
+
+    def connection_made(self, transport: Any) -> None:
+        """A client came; it has to say what it wants within the time limit."""
+        super().connection_made(transport)
+        if len(self.connections) > self._max_connections:
+            self._refuse(ApiError(503, "there are too many connections"))
+            return
+        self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client, or this side, hung up."""
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes came; headers that are too large end the connection before they are complete."""
+        if self.transport.is_closing():
+            return
+        super().data_received(data)
+        if self._is_in_headers:
+            self._num_header_bytes += len(data)
+            if self._num_header_bytes > MAX_HEADER_BYTES + MAX_URL_BYTES and not self.transport.is_closing():
+                status = 414 if len(self.url) > MAX_URL_BYTES else 431
+                self._refuse(ApiError(status, "the URL is too long" if status == 414 else "the headers are too large"))
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        super().on_message_begin()
+        self._is_in_headers = True
+        self._num_header_bytes = 0
+        if self._timer is None:
+            self._start_timer()
+
+    def on_headers_complete(self) -> None:
+        """Its headers are there; the guard takes over."""
+        self._is_in_headers = False
+        self._stop_timer()
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is not HTTP."""
+        if len(getattr(self, "url", b"")) > MAX_URL_BYTES:
+            self._refuse(ApiError(414, f"the URL is longer than {MAX_URL_BYTES} bytes"))
+        else:
+            self._refuse(ApiError(400, "the request is not valid HTTP"))
+
+    def _start_timer(self) -> None:
+        self._timer = self.loop.call_later(self._read_timeout_seconds, self._too_slow)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _too_slow(self) -> None:
+        self._timer = None
+        if self.transport.is_closing():
+            return
+        if self._num_header_bytes:
+            self._refuse(ApiError(408, "the request's headers did not arrive in time", code="timeout"))
+        else:
+            self.transport.close()
+
+    def _refuse(self, error: ApiError) -> None:
+        self._stop_timer()
+        self._is_in_headers = False
+        body = error.body()
+        headers = {
+            **error.headers,
+            "x-request-id": uuid.uuid4().hex,
+            "content-type": "application/json",
+            "content-length": len(body),
+            "connection": "close",
+        }
+        lines = b"".join(f"{name}: {value}\r\n".encode() for name, value in headers.items())
+        self.transport.write(b"HTTP/1.1 %d %b\r\n%b\r\n%b" % (error.status, _REASONS[error.status], lines, body))
+        self.transport.close()
+
+
+def uvicorn_config(app: Any, options: ServerOptions, **more: Any) -> uvicorn.Config:
+    """uvicorn's settings for an application; `more` are settings of uvicorn that win."""
+    network = options.network
+    connection = functools.partial(
+        GuardedConnection,
+        max_connections=network.max_connections,
+        read_timeout_seconds=options.limits.request_body_timeout,
+    )
+    settings: dict[str, Any] = {
+        "host": network.host,
+        "port": network.port,
+        "uds": network.uds,
+        "loop": "uvloop",
+        "http": connection,
+        "ws": "none",
+        "lifespan": "on",
+        "log_config": None,
+        "log_level": options.logging.uvicorn_log_level,
+        "access_log": False,
+        "server_header": False,
+        "proxy_headers": False,
+        "root_path": network.root_path,
+        "backlog": 2048,
+        "timeout_keep_alive": network.timeout_keep_alive,
+        "timeout_graceful_shutdown": int(network.shutdown_timeout) or None,
+        "ssl_keyfile": network.ssl_keyfile,
+        "ssl_certfile": network.ssl_certfile,
+        "ssl_ca_certs": network.ssl_ca_certs,
+        "ssl_cert_reqs": network.ssl_cert_reqs,
+        **({} if network.ssl_ciphers is None else {"ssl_ciphers": network.ssl_ciphers}),
+    }
+    return uvicorn.Config(app, **{**settings, **more})

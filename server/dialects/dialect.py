@@ -1,0 +1,128 @@
+"""What a dialect is: a table of markers, a generator that reads one call, and how a call is written."""
+
+import json
+import secrets
+import string
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from server.dialects.reader import Reading
+
+if TYPE_CHECKING:
+    from server.dialects.stream_parser import StreamParser
+
+_LETTERS = string.ascii_letters + string.digits
+
+
+INDEX = "\0"
+"""Stands for a call's number in a frame."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """How a call is written around its name and its arguments, in the model's own format; special tokens stand as their text."""
+
+    before_name: str
+    after_name: str
+    after_arguments: str
+    before_calls: str = ""
+    between_calls: str = ""
+    after_calls: str = ""
+    several: bool = True
+    """Whether one answer may hold several calls."""
+    reasoning: tuple[str, str] | None = None
+    """What stands around the reasoning, if that is part of what is enforced."""
+
+
+class ToolDialect:
+    """How a model writes tool calls."""
+
+    openings: tuple[str, ...] = ()
+    """Markers that begin a call or a run of calls."""
+    markers: tuple[str, ...] = ()
+    """Other markers of the format. All of them must reach the parser, even if the tokenizer calls them special."""
+    bare_openings: str = ""
+    """Letters with which an answer may begin that is a call without a marker."""
+    ends_reasoning = False
+    """Whether an opening inside the reasoning ends it."""
+    frame: Frame | None = None
+    """How calls are written when they are enforced; None: as plain JSON (`server.dialects.json_calls`)."""
+
+    def read(self, parser: "StreamParser", opening: str) -> Reading[None]:
+        """Read what follows an opening marker, which is a letter not yet read if the call has no marker. Raises Broken, or Ended."""
+        raise NotImplementedError
+
+    def call_id(self, name: str, index: int) -> str:
+        """The id of a call to which the model gives none."""
+        return f"call_{random_letters(24)}"
+
+    def frame_for(self, special_tokens: frozenset[str]) -> Frame | None:
+        """The frame for a model with these special tokens."""
+        return self.frame
+
+    def needs_special_tokens(self, tokenizer: Any) -> bool:
+        """Whether the text must keep special tokens, because markers are among them."""
+        return not special_tokens_of(tokenizer).isdisjoint((*self.openings, *self.markers))
+
+
+@dataclass(frozen=True)
+class ReasoningDialect:
+    """How a model marks what it thinks."""
+
+    start: tuple[str, ...] = ()
+    """Markers, one of which opens the reasoning, at the beginning of the output or at the end of the prompt."""
+    end: tuple[str, ...] = ()
+    """Markers, one of which closes it."""
+    implied: bool = False
+    """The output begins with reasoning even if nothing opened it."""
+    expected: bool = False
+    """The model thinks unless the prompt ends with a closed block; so a constraint on its answer waits for the end marker."""
+    channels: bool = False
+    """The output is a sequence of messages in channels (harmony)."""
+
+    def needs_special_tokens(self, tokenizer: Any) -> bool:
+        """Whether the text must keep special tokens, because markers are among them."""
+        return not special_tokens_of(tokenizer).isdisjoint((*self.start, *self.end))
+
+    def state_after(self, prompt_text: str, special_tokens: Iterable[str] = ()) -> bool | None:
+        """Whether reasoning is open at the end of a rendered prompt: True, False (just closed), or None if nothing there tells."""
+        tail = prompt_text.rstrip()
+        if any(tail.endswith(end) for end in self.end):
+            return False
+        place, marker = max(((prompt_text.rfind(start), start) for start in self.start), default=(-1, ""))
+        if place < 0 or any(prompt_text.find(end, place) >= 0 for end in self.end):
+            return None
+        after = prompt_text[place + len(marker) :]
+        if not after.strip():
+            return True
+        # An assistant message that is to be continued: still in the same turn, so no special token stands in between.
+        special = tuple(special_tokens)
+        return True if special and not any(token in after for token in special) else None
+
+
+def random_letters(length: int) -> str:
+    """Letters and digits, of which no two calls get the same."""
+    return "".join(secrets.choice(_LETTERS) for _ in range(length))
+
+
+def special_tokens_of(tokenizer: Any) -> frozenset[str]:
+    """The texts of the tokens that `skip_special_tokens` leaves out."""
+    if tokenizer is None:
+        return frozenset()
+    return frozenset(tokenizer.added_tokens[id] for id in tokenizer.all_special_ids if id in tokenizer.added_tokens)
+
+
+def to_json(value: Any) -> str:
+    """JSON text that can always be encoded."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if is_encodable(text) else json.dumps(value)
+
+
+def is_encodable(text: str) -> bool:
+    """Whether a text has an encoding: a lone half of a surrogate pair, which JSON can spell, has none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,44 @@
+"""Finds the first of several markers in text that arrives in pieces."""
+
+import re
+from collections.abc import Iterable
+
+
+class Markers:
+    """A set of literal strings to look for. Of two that begin at one place the shorter is found, however the text was cut."""
+
+    def __init__(self, markers: Iterable[str]):
+        tree: dict[str, dict] = {}
+        self._beginnings: set[str] = set()
+        for marker in set(markers) - {""}:
+            node = tree
+            for letter in marker:
+                node = node.setdefault(letter, {})
+            node[""] = {}
+            self._beginnings.update(marker[:length] for length in range(1, len(marker)))
+        self._pattern = re.compile(_pattern(tree)) if tree else None
+        self._reach = max(map(len, self._beginnings), default=0)
+        first_letters = "".join(re.escape(letter) for letter in tree)
+        self._first = re.compile(f"[{first_letters}]") if tree else None
+
+    def search(self, text: str, start: int) -> tuple[int, int] | None:
+        """Where the first marker at or after `start` begins and ends."""
+        found = self._pattern.search(text, start) if self._pattern else None
+        return found.span() if found else None
+
+    def held_from(self, text: str, start: int) -> int:
+        """The place from which text without a marker may be the beginning of one; its length if nowhere."""
+        if self._first is None:
+            return len(text)
+        for found in self._first.finditer(text, max(start, len(text) - self._reach)):
+            if text[found.start() :] in self._beginnings:
+                return found.start()
+        return len(text)
+
+
+def _pattern(tree: dict[str, dict]) -> str:
+    """A pattern that decides each letter once, so that hundreds of markers cost no more than one."""
+    if "" in tree:
+        return ""
+    branches = [re.escape(letter) + _pattern(below) for letter, below in sorted(tree.items())]
+    return branches[0] if len(branches) == 1 else f"(?:{'|'.join(branches)})"

@@ -1,0 +1,251 @@
+"""Cuts a model's text into content, reasoning and tool calls while it arrives."""
+
+from collections.abc import Iterable, Sequence
+
+from server.dialects import harmony
+from server.dialects.deltas import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
+from server.dialects.dialect import ReasoningDialect, ToolDialect, is_encodable
+from server.dialects.json_calls import JSON_CALLS
+from server.dialects.json_scanner import Broken
+from server.dialects.markers import Markers
+from server.dialects.reader import MAX_NAME, SPACE, Ended, Reader, Reading
+from server.dialects.tools import Tool
+
+MAX_BROKEN_CALLS = 64
+"""After so many openings that led to no call, what is left of an answer is content. So are calls after this many:"""
+MAX_CALLS = 512
+
+
+class StreamParser(Reader):
+    """One answer's text to deltas.
+
+    `tools` are those of the request; a parser without a tool dialect finds no calls (tool_choice "none"). `forced` says that
+    `tool_constraint` enforces calls. `special_tokens` are texts to leave out, for text that keeps special tokens. With `hold_calls` a
+    call is given out when it is complete, so that a broken one becomes content as a whole: for answers that are not streamed. Without
+    it, fragments already given out stay, and the rest is content.
+    """
+
+    def __init__(
+        self,
+        tool: ToolDialect | None = None,
+        reasoning: ReasoningDialect | None = None,
+        *,
+        tools: Sequence[Tool] = (),
+        forced: bool = False,
+        parallel: bool = True,
+        prompt_text: str = "",
+        include_reasoning: bool = True,
+        special_tokens: Iterable[str] = (),
+        hold_calls: bool = False,
+    ):
+        super().__init__()
+        if forced and (tool is None or tool.frame is None):
+            tool = JSON_CALLS
+        self.tools = {one.name: one for one in tools}
+        self.num_calls = 0
+        self.in_reasoning = False
+        """Whether the text so far ends within reasoning."""
+        self.num_reasoning_tokens = 0
+        self._tool, self._parallel, self._hold_calls = tool, parallel, hold_calls
+        self._include_reasoning = include_reasoning
+        self._out: list[Delta] = []
+        self._num_before_call: int | None = None  # deltas to give out, whatever becomes of the call that is read
+        self._num_given = 0  # pieces read of this call that were given out
+        self.is_bare = False
+        """Whether the call that is read began without a marker, so that it may be an answer that looks like one."""
+        self._surplus = False  # the call that is read is one too many
+        self._num_broken = 0
+        self._space: list[str] = []  # white space that is content only if content follows
+        self._has_content = self._has_reasoning = self._after_reasoning = False
+        self._special = frozenset(special_tokens)
+        if tool is harmony.HARMONY or (reasoning is not None and reasoning.channels):
+            self._reading = harmony.read_messages(self, prompt_text, calls=tool is not None)
+        else:
+            self._reading = self._read_answer(reasoning, prompt_text)
+        next(self._reading, None)
+
+    # What callers use
+
+    def feed(self, text: str, num_tokens: int = 0) -> list[Delta]:
+        """Take the next piece of text, which these tokens gave. Returns what is certain by now."""
+        reasoning = self.in_reasoning
+        self._add(text)
+        self._resume()
+        if reasoning or self.in_reasoning:
+            self.num_reasoning_tokens += num_tokens
+        return self._ready()
+
+    def finish(self) -> list[Delta]:
+        """The text is over. Returns all that is left."""
+        self._over = True
+        self._resume()
+        return self._ready()
+
+    def finish_reason(self, reason: str) -> str:
+        """The reason to report for one of the engine's: "tool_calls" in place of "stop" if there were calls."""
+        return "tool_calls" if reason == "stop" and self.num_calls else reason
+
+    def _resume(self) -> None:
+        next(self._reading, None)
+
+    def _ready(self) -> list[Delta]:
+        end = len(self._out) if self._num_before_call is None else self._num_before_call
+        ready, self._out = self._out[:end], self._out[end:]
+        if self._num_before_call is not None:
+            self._num_before_call = 0
+        return ready
+
+    # What dialects use
+
+    def check_name(self, name: str) -> None:
+        """Raises Broken unless a call may have this name now. One without a marker must name a tool of the request."""
+        is_name = 0 < len(name) <= MAX_NAME and is_encodable(name)
+        if not is_name or self.num_calls == MAX_CALLS or (self.is_bare and self.tools and name not in self.tools):
+            raise Broken
+
+    def start_call(self, name: str, id: str | None = None) -> None:
+        """A call's name is known. Raises Broken if it may not be one."""
+        self.check_name(name)
+        self._surplus = self.num_calls > 0 and not self._parallel
+        if not self._surplus:
+            index = self.num_calls
+            self._out.append(ToolCallStart(index, id or self._tool.call_id(name, index), name))  # type: ignore[union-attr]
+            self.num_calls += 1
+        self._num_given = self.num_read
+
+    def add_arguments(self, text: str) -> None:
+        """A fragment of the JSON text of the arguments of the call that was started."""
+        if text and not self._surplus:
+            self._out.append(ToolCallArguments(self.num_calls - 1, text))
+        self._num_given = self.num_read
+
+    def end_call(self) -> None:
+        """The call is complete: nothing that follows can change it."""
+        self.mark()
+        self._num_given = 0
+        if self._num_before_call is not None:
+            self._num_before_call = len(self._out)
+
+    def add_content(self, text: str) -> None:
+        """Text of the answer. White space next to calls and to the reasoning is left out."""
+        body = text.rstrip(SPACE)
+        if not body:
+            self._space.append(text)
+            return
+        before = "".join(self._space)
+        if not self._has_content and (self.num_calls or self._after_reasoning):
+            before, body = "", (before + body).lstrip(SPACE)
+        self._out.append(Content(before + body))
+        self._has_content = True
+        self._space = [text[len(text.rstrip(SPACE)) :]]
+
+    def begin_content(self) -> None:
+        """Another message of content begins: a line apart from the one before."""
+        if self._has_content:
+            self.add_content("\n")
+
+    def begin_reasoning(self) -> None:
+        """Another message of reasoning begins: a line apart from the one before."""
+        if self._has_reasoning:
+            self.add_reasoning("\n")
+        self._has_reasoning = True
+
+    def add_reasoning(self, text: str) -> None:
+        """Text of the reasoning."""
+        if text and self._include_reasoning:
+            self._out.append(Reasoning(text))
+
+    def read_calls(self, reading: Reading[None], *, already_read: str = "", bare: bool = False) -> Reading[None]:
+        """Let a dialect read calls. What turns out to be none is content."""
+        self.mark(already_read)
+        self._num_given, self.is_bare, self._surplus = 0, bare, False
+        num_calls = self.num_calls
+        if self._hold_calls:
+            self._num_before_call = len(self._out)
+        try:
+            yield from reading
+        except (Broken, Ended) as fault:
+            if self._num_before_call is not None and isinstance(fault, Broken):
+                self.num_calls -= sum(isinstance(one, ToolCallStart) for one in self._out[self._num_before_call :])
+                del self._out[self._num_before_call :]
+                self._num_given = 0
+            self._num_broken += self.num_calls == num_calls
+        self._num_before_call = None
+        self._give_back()
+
+    def _give_back(self) -> None:
+        rest = self.release(self._num_given)
+        if rest:
+            self.add_content(rest)
+
+    # The answer as a whole
+
+    def _read_answer(self, reasoning: ReasoningDialect | None, prompt_text: str) -> Reading[None]:
+        opening = None
+        if reasoning is not None:
+            opening = yield from self._read_reasoning(reasoning, prompt_text)
+        if self._tool is not None:
+            yield from self._read_content(self._tool, opening)
+        yield from self._copy_content()
+
+    def _read_reasoning(self, dialect: ReasoningDialect, prompt_text: str) -> Reading[str | None]:
+        """Read the reasoning, if there is any. Returns the opening of a call that ended it."""
+        opened = dialect.state_after(prompt_text, self._special)
+        self._after_reasoning = opened is not None
+        if opened is False:
+            return None
+        self.in_reasoning = bool(opened) or dialect.implied
+        space = yield from self.space()
+        marked = yield from self.first_of(dialect.start)
+        self.in_reasoning = self._after_reasoning = self.in_reasoning or bool(marked)
+        if not self.in_reasoning:
+            self.add_content(space)
+            return None
+        calls = self._tool.openings if self._tool and self._tool.ends_reasoning else ()
+        markers = Markers((*dialect.end, *calls, *self._special))
+        yield from self.space()
+        held: list[str] = []
+
+        def add(text: str) -> None:
+            body = text.rstrip(SPACE)
+            if body:
+                self.add_reasoning("".join(held) + body)
+                held.clear()
+            held.append(text[len(body) :])
+
+        while True:
+            marker = yield from self.copy_until(markers, add)
+            if marker is None or marker in dialect.end or marker in calls:
+                self.in_reasoning = False
+                return marker if marker in calls else None
+
+    def _read_content(self, tool: ToolDialect, opening: str | None) -> Reading[None]:
+        if tool.bare_openings and opening is None:
+            self.add_content((yield from self.space()))
+            letter = yield from self.peek()
+            if letter and letter in tool.bare_openings:
+                yield from self.read_calls(tool.read(self, letter), bare=True)
+        markers = Markers((*tool.openings, *self._special))
+        while self._num_broken < MAX_BROKEN_CALLS:
+            if opening is None:
+                opening = yield from self.copy_until(markers, self.add_content)
+            if opening is None:
+                return
+            if opening in tool.openings:
+                yield from self.read_calls(tool.read(self, opening), already_read=opening)
+            opening = None
+
+    def _copy_content(self) -> Reading[None]:
+        """What is left is content."""
+        markers = Markers(self._special)
+        while (yield from self.copy_until(markers, self.add_content)) is not None:
+            pass
+        self.end_content()
+
+    def end_content(self) -> None:
+        """No content follows: white space at the end is content if the answer has neither calls nor reasoning."""
+        if self._has_content or not self._after_reasoning:
+            space = "".join(self._space)
+            if space and not self.num_calls:
+                self._out.append(Content(space))
+        self._space.clear()

@@ -1,0 +1,186 @@
+"""Checks what a request says of tools, before anything is computed for it."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from jaxllm.errors import InvalidRequestError
+from jaxllm.structured.errors import GrammarError
+from jaxllm.structured.json_schema import check_keywords, walk
+from jaxllm.structured_outputs import MAX_NESTING, MAX_NODES
+
+MAX_TOOLS = 128
+MAX_NAME_LENGTH = 64
+MAX_PATTERN_LENGTH = 4096
+
+NAME = re.compile(r"[A-Za-z0-9_.-]+")
+"""How functions may be named."""
+_NOT_PYTHON = re.compile(r"\\[pP]\{[^{}]*\}|\\u\{[0-9A-Fa-f]+\}|\\c[A-Za-z]")
+"""What ECMA's patterns have and Python's lack."""
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the model may call."""
+
+    name: str
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    """JSON Schema of the arguments, an object; empty: any object."""
+    description: str | None = None
+    strict: bool = False
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The schema, which says that it is an object's."""
+        return {**self.parameters, "type": "object"}
+
+
+@dataclass(frozen=True)
+class ToolChoice:
+    """Whether the model may, must or must not call tools; which one, if it must call this one."""
+
+    kind: Literal["none", "auto", "required", "named"]
+    name: str | None = None
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether calls are enforced by a grammar."""
+        return self.kind in ("required", "named")
+
+
+def check_tools(tools: Any, tool_choice: Any) -> tuple[tuple[Tool, ...], ToolChoice]:
+    """The request's fields `tools` and `tool_choice` (plain JSON values or None), checked. Raises InvalidRequestError."""
+    checked = () if tools is None else _tools(tools)
+    return checked, _choice(tool_choice, [tool.name for tool in checked])
+
+
+def _tools(tools: Any) -> tuple[Tool, ...]:
+    if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):
+        raise InvalidRequestError("tools must be an array of functions", "tools")
+    if not tools:
+        raise InvalidRequestError("tools is empty; name at least one function or leave tools out", "tools")
+    if len(tools) > MAX_TOOLS:
+        raise InvalidRequestError(f"tools has {len(tools)} functions; at most {MAX_TOOLS} are possible", "tools")
+    checked = tuple(_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools))
+    names: set[str] = set()
+    for index, tool in enumerate(checked):
+        if tool.name in names:
+            raise InvalidRequestError(f"tools has two functions named {tool.name!r}", f"tools[{index}].function.name")
+        names.add(tool.name)
+    return checked
+
+
+def _tool(tool: Any, param: str) -> Tool:
+    if not isinstance(tool, Mapping):
+        raise InvalidRequestError(f"{param} must be an object", param)
+    if tool.get("type", "function") != "function":
+        raise InvalidRequestError(f'{param}.type must be "function": no other tools are supported', f"{param}.type")
+    function = tool.get("function")
+    if not isinstance(function, Mapping):
+        raise InvalidRequestError(f"{param}.function must be an object", f"{param}.function")
+    param += ".function"
+    name = _tool_name(function.get("name"), f"{param}.name")
+    description = function.get("description")
+    if description is not None and not isinstance(description, str):
+        raise InvalidRequestError(f"{param}.description must be a string", f"{param}.description")
+    strict = function.get("strict")
+    if strict is not None and not isinstance(strict, bool):
+        raise InvalidRequestError(f"{param}.strict must be true or false", f"{param}.strict")
+    parameters = function.get("parameters")
+    if parameters is None:
+        parameters = {}
+    check_parameters(parameters, f"{param}.parameters")
+    return Tool(name, parameters, description, bool(strict))
+
+
+def _tool_name(name: Any, param: str) -> str:
+    if not isinstance(name, str) or not name:
+        raise InvalidRequestError(f"{param} must be a string that is not empty", param)
+    if len(name) > MAX_NAME_LENGTH:
+        raise InvalidRequestError(f"{param} has {len(name)} characters; at most {MAX_NAME_LENGTH} are possible", param)
+    if not NAME.fullmatch(name):
+        raise InvalidRequestError(f"{param} may consist of letters, digits, '_', '-' and '.' only", param)
+    return name
+
+
+def _choice(choice: Any, names: Sequence[str]) -> ToolChoice:
+    if choice is None:
+        return ToolChoice("auto" if names else "none")
+    if choice == "none":
+        return ToolChoice("none")
+    name = None
+    if isinstance(choice, Mapping):
+        function = choice.get("function")
+        if choice.get("type") != "function" or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise InvalidRequestError(
+                'tool_choice must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}',
+                "tool_choice",
+            )
+        name = function["name"]
+    elif choice not in ("auto", "required"):
+        raise InvalidRequestError(
+            'tool_choice must be "none", "auto", "required" or an object naming a function', "tool_choice"
+        )
+    if not names:
+        raise InvalidRequestError("tool_choice needs tools; name at least one function in tools", "tool_choice")
+    if name is None:
+        return ToolChoice(choice)
+    if name not in names:
+        raise InvalidRequestError(
+            f"tool_choice names the function {name[:MAX_NAME_LENGTH]!r}, which tools lacks", "tool_choice"
+        )
+    return ToolChoice("named", name)
+
+
+def check_parameters(schema: Any, param: str) -> None:
+    """Refuse what is no JSON Schema of an object, without compiling it. Raises InvalidRequestError."""
+    if not isinstance(schema, Mapping):
+        raise InvalidRequestError(f"{param} must be an object: a JSON Schema", param)
+    if schema.get("type", "object") != "object":
+        raise InvalidRequestError(f'{param}.type must be "object"', f"{param}.type")
+    _check_size(schema, param)
+    try:
+        check_keywords(schema)
+        for pointer, node in walk(schema):
+            _check_patterns(pointer, node)
+    except GrammarError as error:
+        raise InvalidRequestError(f"{param} {error}", param) from None
+
+
+def _check_size(schema: Any, param: str) -> None:
+    todo: list[tuple[Any, int]] = [(schema, 1)]
+    num_nodes = 0
+    while todo:
+        node, level = todo.pop()
+        num_nodes += 1
+        if level > MAX_NESTING:
+            raise InvalidRequestError(f"{param} is nested deeper than {MAX_NESTING} levels", param)
+        if num_nodes > MAX_NODES:
+            raise InvalidRequestError(f"{param} has more than {MAX_NODES} values", param)
+        if isinstance(node, Mapping):
+            todo += [(one, level + 1) for one in node.values()]
+        elif isinstance(node, list):
+            todo += [(one, level + 1) for one in node]
+
+
+def _check_patterns(pointer: str, node: Any) -> None:
+    if not isinstance(node, Mapping):
+        return
+    for pattern in (*node.get("patternProperties", ()), *([node["pattern"]] if "pattern" in node else ())):
+        if not _is_pattern(pattern):
+            raise GrammarError(
+                f"at {pointer} has a pattern that is no regular expression of at most {MAX_PATTERN_LENGTH} characters"
+            )
+
+
+def _is_pattern(pattern: str) -> bool:
+    """Whether it looks like a regular expression. Only its syntax is read: it is never run here."""
+    if len(pattern) > MAX_PATTERN_LENGTH:
+        return False
+    pattern = _NOT_PYTHON.sub("x", pattern).replace("(?<", "(?P<").replace("(?P<=", "(?<=").replace("(?P<!", "(?<!")
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError):
+        return False
+    return True

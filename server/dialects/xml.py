@@ -1,0 +1,143 @@
+"""Calls in tags, with one tag for each parameter: Qwen3-Coder, GLM 4.5, MiniMax M2. Values are typed by the tool's schema."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from server.dialects.dialect import ToolDialect, to_json
+from server.dialects.json_scanner import Broken, JsonScanner
+from server.dialects.markers import Markers
+from server.dialects.reader import MAX_NAME, Ended, Reading
+from server.dialects.tools import NAME
+
+if TYPE_CHECKING:
+    from server.dialects.stream_parser import StreamParser
+
+
+@dataclass(frozen=True)
+class Tags:
+    """The markup of one format, in the order in which it stands."""
+
+    section: str
+    call: str
+    """Before the name; empty if the name follows the section's tag."""
+    after_name: str
+    parameter: str
+    after_key: str
+    value: str
+    """Between the key's end and the value, after white space; empty if the value follows at once."""
+    after_value: str
+    after_call: str
+    after_section: str
+    several: bool = False
+    """Whether a section may hold several calls."""
+
+
+QWEN3_CODER = Tags("<tool_call>", "<function=", ">", "<parameter=", ">", "", "</parameter>", "</function>", "</tool_call>")
+GLM45 = Tags("<tool_call>", "", "\n", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "", "</tool_call>")
+MINIMAX_M2 = Tags(
+    "<minimax:tool_call>", '<invoke name="', '">', '<parameter name="', '">', "", "</parameter>", "</invoke>", "</minimax:tool_call>",
+    several=True,
+)  # fmt: skip
+
+
+class XmlCalls(ToolDialect):
+    def __init__(self, tags: Tags, section_optional: bool = False):
+        self.tags = tags
+        self.openings = (tags.section, tags.call) if section_optional else (tags.section,)
+        self.markers = tuple(tag for tag in vars(tags).values() if isinstance(tag, str) and len(tag) > 1)
+        ends = (tags.after_call, tags.after_section)
+        self._after_name = Markers((tags.after_name, tags.parameter, *ends))
+        self._after_key = Markers((tags.after_key,))
+        self._after_value = Markers((tags.after_value, tags.parameter, *ends))
+
+    def read(self, parser: "StreamParser", opening: str) -> Reading[None]:
+        tags = self.tags
+        yield from parser.space()
+        if tags.call and opening == tags.section:
+            yield from parser.expect(tags.call)
+        while True:
+            is_over = yield from self._read_call(parser)
+            parser.end_call()
+            yield from parser.space()
+            if is_over or (yield from parser.next_is(tags.after_section)):
+                break
+            if not (tags.several and opening == tags.section and (yield from parser.next_is(tags.call))):
+                break
+        parser.end_call()
+
+    def _read_call(self, parser: "StreamParser") -> Reading[bool]:
+        """Read from the name to the call's end. Returns whether the section ended with it."""
+        tags = self.tags
+        name, marker = yield from parser.text_until(self._after_name, MAX_NAME)
+        name = name.strip()
+        if not NAME.fullmatch(name):
+            raise Broken
+        parser.start_call(name)
+        tool = parser.tools.get(name)
+        properties = tool.parameters.get("properties") if tool else None
+        before = "{"
+        while marker not in (tags.after_call, tags.after_section):
+            if marker != tags.parameter:
+                yield from parser.space()
+                marker = yield from self._next_tag(parser)
+                continue
+            key, _ = yield from parser.text_until(self._after_key, MAX_NAME)
+            if tags.value:
+                yield from parser.space()
+                yield from parser.expect(tags.value)
+            value, marker = yield from parser.text_until(self._after_value)
+            schema = properties.get(key.strip()) if isinstance(properties, Mapping) else None
+            parser.add_arguments(f"{before}{to_json(key.strip())}: {typed_json(value, schema)}")
+            before = ", "
+        parser.add_arguments("{}" if before == "{" else "}")
+        return marker == tags.after_section
+
+    def _next_tag(self, parser: "StreamParser") -> Reading[str]:
+        tags = self.tags
+        tag = yield from parser.first_of((tags.parameter, tags.after_call, tags.after_section))
+        if not tag:
+            raise Broken if (yield from parser.peek()) else Ended
+        return tag
+
+
+def typed_json(value: str, schema: Any) -> str:
+    """The JSON text of a value that stands in a tag: a string if its schema allows no other type or it is no JSON."""
+    text = value.removeprefix("\n").removesuffix("\n")
+    types = _types(schema)
+    if types == {"string"}:
+        return to_json(text)
+    bare = text.strip()
+    if "boolean" in types and bare in ("True", "False"):
+        return bare.lower()
+    if types & {"null"} and bare in ("None", "null"):
+        return "null"
+    if "string" in types and bare[:1] not in ("{", "["):
+        return to_json(text)
+    return bare if _is_json(bare) else to_json(text)
+
+
+def _types(schema: Any) -> set[str]:
+    """The types that a schema allows by name; empty if it names none."""
+    if not isinstance(schema, Mapping):
+        return set()
+    named = schema.get("type")
+    if isinstance(named, str):
+        return {named}
+    if isinstance(named, list):
+        return {one for one in named if isinstance(one, str)}
+    for key in ("anyOf", "oneOf"):
+        if isinstance(schema.get(key), list):
+            return set().union(*(_types(one) for one in schema[key]))
+    return {_JSON_TYPES.get(type(one), "object") for one in schema["enum"]} if isinstance(schema.get("enum"), list) else set()
+
+
+_JSON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array"}
+
+
+def _is_json(text: str) -> bool:
+    scanner = JsonScanner()
+    end = scanner.scan(text, 0)
+    if not scanner.done:
+        scanner.finish()
+    return scanner.done and not scanner.broken and end == len(text)

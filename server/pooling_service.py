@@ -1,0 +1,143 @@
+"""Prompts to vectors: what embeddings, pooling, scores and ranks have in common. Knows nothing of HTTP."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxllm.async_llm import AsyncLLM
+from jaxllm.errors import InvalidRequestError
+from jaxllm.outputs import PoolingRequestOutput
+from jaxllm.pooling_params import PoolingParams
+from jaxllm.text.input_processor import FrontRequest, encode_prompts
+from server.chat_service import finish_reason
+from server.errors import ApiError, bad_request
+from server.options import LimitOptions
+from server.prompts import check_text_length
+from server.usage import Usage
+
+MAX_VALUES = 1 << 24
+"""Numbers in one reply: of vectors of tokens there are soon more than anybody wants as text."""
+
+
+@dataclass(frozen=True)
+class Input:
+    """One prompt, and what the request calls it."""
+
+    prompt: str | list[int]
+    param: str
+    params: PoolingParams
+
+
+class PoolingService:
+    """Makes vectors with one engine."""
+
+    def __init__(self, engine: AsyncLLM, limits: LimitOptions):
+        self._engine = engine
+        self._limits = limits
+
+    async def prepare(
+        self,
+        inputs: Sequence[Input],
+        request_id: str,
+        *,
+        add_special_tokens: bool = True,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> list[FrontRequest]:
+        """Tokenize and check all inputs before any runs. Raises ApiError."""
+        limit = self._limits.max_prompts_per_request
+        if len(inputs) > limit:
+            raise bad_request(
+                f"{inputs[0].param} has {len(inputs)} inputs, at most {limit} are possible (--max-prompts-per-request)",
+                inputs[0].param,
+            )
+        requests = []
+        prompts = await asyncio.to_thread(self._encode, inputs, add_special_tokens)
+        for place, (each, prompt) in enumerate(zip(inputs, prompts, strict=True)):
+            if cache_salt is not None:
+                prompt["cache_salt"] = cache_salt
+            own_id = request_id if len(inputs) == 1 else f"{request_id}-{place}"
+            try:
+                requests.append(await self._engine.prepare(prompt, each.params, own_id, priority=priority))
+            except InvalidRequestError as error:
+                is_of_prompt = error.param in ("prompt", "prompt_token_ids")
+                text = f"{each.param}[{place}]: {error}" if is_of_prompt and len(inputs) > 1 else str(error)
+                raise InvalidRequestError(text, each.param if is_of_prompt else error.param) from error
+        self._check_size(requests)
+        return requests
+
+    async def run(self, requests: Sequence[FrontRequest]) -> list[PoolingRequestOutput]:
+        """The vectors of prepared requests, in order. Cancelling it, or the failure of one, aborts the others.
+
+        Raises ApiError, EngineError or EngineDeadError.
+        """
+        tasks = [asyncio.ensure_future(self._engine.pool_prepared(request)) for request in requests]
+        try:
+            outputs = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for output in outputs:
+            finish_reason(output.finish_reason)
+        return outputs
+
+    def _encode(self, inputs: Sequence[Input], add_special_tokens: bool) -> list[Any]:
+        """Prompts with their token ids. Of a text that is far too long only as much is tokenized as shows that."""
+        longest = self._engine.max_model_len
+        texts = [each for each in inputs if isinstance(each.prompt, str)]
+        for each in texts:
+            if not each.prompt:
+                raise bad_request(f"{each.param} has an empty text, must have at least 1 token", each.param)
+            if each.params.truncate_prompt_tokens is None:
+                assert isinstance(each.prompt, str)
+                try:
+                    check_text_length(self._engine.get_tokenizer(), each.prompt, longest + 1, each.param)
+                except ApiError:
+                    raise _too_long("far too many", longest, each.param) from None
+        by_text: dict[str, list[int]] = {}
+        if texts:
+            tokenizer = self._engine.get_tokenizer()
+            unique = list(dict.fromkeys(each.prompt for each in texts if isinstance(each.prompt, str)))
+            encoded = encode_prompts(tokenizer, unique) if add_special_tokens else tokenizer.encode_batch(unique, False)
+            by_text = dict(zip(unique, encoded, strict=True))
+        prompts: list[Any] = []
+        for each in inputs:
+            if isinstance(each.prompt, str):
+                prompts.append({"prompt": each.prompt, "prompt_token_ids": by_text[each.prompt]})
+            else:
+                prompts.append({"prompt_token_ids": each.prompt})
+            num_tokens = len(prompts[-1]["prompt_token_ids"])
+            if each.params.truncate_prompt_tokens is None and num_tokens > longest:
+                raise _too_long(num_tokens, longest, each.param)
+        return prompts
+
+    def _check_size(self, requests: Sequence[FrontRequest]) -> None:
+        width, count = self._engine.model_config.hidden_size, 0
+        for request in requests:
+            params = request.pooling_params
+            assert params is not None
+            count += (params.dimensions or width) * (len(request.prompt_token_ids) if params.task == "token_embed" else 1)
+        if count > MAX_VALUES:
+            raise bad_request(
+                f"the vectors of this request have {count} numbers, at most {MAX_VALUES} are possible; ask for fewer or shorter "
+                "inputs at once",
+                "input",
+            )
+
+
+def usage_of(outputs: Sequence[PoolingRequestOutput], *, tells_cached: bool) -> dict[str, Any]:
+    """The tokens of a request as OpenAI writes them."""
+    num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    num_cached = sum(output.num_cached_tokens for output in outputs) if tells_cached else None
+    return Usage(prompt_tokens=num_tokens, cached_tokens=num_cached).as_dict()
+
+
+def _too_long(num_tokens: int | str, longest: int, param: str) -> ApiError:
+    return bad_request(
+        f"{param} has {num_tokens} tokens; this model's maximum context length is {longest} tokens; shorten it or pass "
+        "truncate_prompt_tokens",
+        param,
+        "context_length_exceeded",
+    )

@@ -1,0 +1,107 @@
+"""The bodies of /v1/embeddings, /pooling, /score and /rerank."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from server.protocol.chat import Message
+from server.protocol.common import CacheSalt, Int64, RequestId, RequestModel, ShortText
+from server.protocol.completions import Ids, Lists, Texts
+
+EmbedDtype = Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"]
+Endianness = Literal["native", "little", "big"]
+
+
+class PoolingFields(RequestModel):
+    """What all of these requests have in common. Ranges are checked by PoolingParams."""
+
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        **RequestModel.REFUSED,
+        "normalize": "use_activation",
+        "padding": "nothing: prompts are never padded",
+        "score_template": "the model's own texts, written into the request",
+    }
+
+    model: str | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    add_special_tokens: bool | None = None
+
+    priority: Int64 = 0
+    request_id: RequestId | None = None
+    cache_salt: CacheSalt | None = None
+    timeout: Annotated[float, Field(gt=0)] | None = None
+    user: ShortText | None = None
+
+
+class VectorFields(PoolingFields):
+    """Of requests that are answered with vectors: what they are made of, and how they are written."""
+
+    input: str | Ids | Texts | Lists | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_generation_prompt: bool = False
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    encoding_format: Literal["float", "base64", "bytes", "bytes_only"] = "float"
+    embed_dtype: EmbedDtype = "float32"
+    endianness: Endianness = "native"
+    use_activation: bool | None = None
+    dimensions: int | None = None
+
+
+class EmbeddingRequest(VectorFields):
+    """OpenAI's fields and those that vLLM adds."""
+
+
+class PoolingRequest(VectorFields):
+    """vLLM's /pooling: one vector of each prompt (embed) or of each of its tokens (token_embed)."""
+
+    task: str | None = None
+
+
+class ScoreRequest(PoolingFields):
+    """vLLM's /score: two lists of texts, under one of four pairs of names; one with each of many, or in step."""
+
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        **PoolingFields.REFUSED,
+        "use_activation": "nothing: a score is the cosine of two vectors",
+        "activation": "nothing: a score is the cosine of two vectors",
+        "instruction": "an instruction written before the texts",
+        "chat_template": "texts as the model was trained on them",
+    }
+
+    text_1: str | Texts | None = None
+    text_2: str | Texts | None = None
+    data_1: str | Texts | None = None
+    data_2: str | Texts | None = None
+    queries: str | Texts | None = None
+    documents: str | Texts | None = None
+    items: str | Texts | None = None
+    max_tokens_per_query: int | None = None
+    max_tokens_per_doc: int | None = None
+
+
+class Document(RequestModel):
+    """A document of a rerank request."""
+
+    text: str
+
+
+class RerankRequest(PoolingFields):
+    """The request of Jina and Cohere: which of the documents fit a query best."""
+
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        **ScoreRequest.REFUSED,
+        "rank_fields": "documents as texts",
+        "max_chunks_per_doc": "max_tokens_per_doc",
+    }
+
+    query: str
+    documents: Annotated[list[str | Document], Field(min_length=1)]
+    top_n: int | None = None
+    return_documents: bool = True
+    max_tokens_per_query: int | None = None
+    max_tokens_per_doc: int | None = None

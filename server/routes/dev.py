@@ -1,0 +1,65 @@
+"""Endpoints for those who operate the server; there only with --enable-dev-endpoints, and behind the operator's key."""
+
+import dataclasses
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxllm import __version__
+from server.context import context_of
+from server.errors import ApiError
+
+router = APIRouter(tags=["Operator"])
+
+
+@router.post("/reset_prefix_cache")
+async def reset_prefix_cache(request: Request, reset_running_requests: bool = False) -> dict[str, Any]:
+    """Forget all cached prompt beginnings."""
+    if not await context_of(request).engine.reset_prefix_cache(reset_running_requests):
+        raise ApiError(409, "blocks are in use; wait for the running requests or set reset_running_requests", code="in_use")
+    return {"success": True}
+
+
+@router.post("/sleep")
+async def sleep(request: Request, level: Annotated[int, Query(ge=1, le=2)] = 1) -> Response:
+    """Give the device's memory back: level 1 keeps the weights in the host's memory, level 2 forgets them."""
+    await context_of(request).engine.sleep(level)
+    return Response(status_code=200)
+
+
+@router.post("/wake_up")
+async def wake_up(request: Request) -> Response:
+    """Take requests again."""
+    await context_of(request).engine.wake_up()
+    return Response(status_code=200)
+
+
+@router.get("/is_sleeping")
+async def is_sleeping(request: Request) -> dict[str, Any]:
+    """Whether the engine sleeps."""
+    return {"is_sleeping": await context_of(request).engine.is_sleeping()}
+
+
+@router.get("/server_info")
+async def server_info(request: Request) -> dict[str, Any]:
+    """Every option of engine and server, without keys."""
+    context = context_of(request)
+    access = dataclasses.replace(context.options.access, api_key=None, admin_api_key=None)
+    options = dataclasses.replace(context.options, access=access)
+    return {"version": __version__, "engine": context.engine.config.flat(), "server": options.flat()}
+
+
+@router.post("/start_profile")
+async def start_profile(request: Request) -> Response:
+    """Begin to record a trace of the device."""
+    await context_of(request).engine.start_profile()
+    return Response(status_code=200)
+
+
+@router.post("/stop_profile")
+async def stop_profile(request: Request) -> Response:
+    """End the trace and write it."""
+    await context_of(request).engine.stop_profile()
+    return Response(status_code=200)

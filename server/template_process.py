@@ -1,0 +1,118 @@
+"""Renders conversations in processes of their own, kept warm, which end when a template takes too long or too much."""
+
+import contextlib
+import os
+import queue
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from jaxllm.errors import InvalidRequestError
+from jaxllm.log import logger
+from jaxllm.text.tokenizer import Tokenizer
+from server.options import ChatOptions
+from server.template_worker import read_frame, write_frame
+
+MAX_PROCESSES = 4
+
+
+class TemplateProcesses:
+    """Up to MAX_PROCESSES workers, each rendering one conversation at a time; may be used from any thread."""
+
+    def __init__(self, tokenizer: Tokenizer, options: ChatOptions):
+        self._seconds = options.chat_template_timeout
+        self._first = msgspec.msgpack.encode(
+            {
+                "seconds": options.chat_template_timeout,
+                "memory_bytes": options.chat_template_memory_bytes,
+                "special_tokens_map": tokenizer.special_tokens_map,
+                "chat_templates": tokenizer.chat_templates,
+            }
+        )
+        self._idle: queue.LifoQueue[_Process] = queue.LifoQueue()
+        self._places = threading.BoundedSemaphore(MAX_PROCESSES)
+        self._is_closed = False
+
+    def render(self, job: dict[str, Any]) -> str:
+        """The prompt of a conversation. Raises InvalidRequestError."""
+        body = msgspec.msgpack.encode(job)
+        with self._places:
+            process = self._taken()
+            answer = process.ask(body)
+            if answer is None:
+                process.end()
+                raise InvalidRequestError(
+                    f"the chat template takes more than {self._seconds:g} s, or too much memory, on this conversation",
+                    "messages",
+                )
+            self._idle.put(process)
+            if self._is_closed:
+                self.close()
+        found = msgspec.msgpack.decode(answer)
+        if "error" in found:
+            raise InvalidRequestError(found["error"], found["param"])
+        return found["text"]
+
+    def warm_up(self) -> None:
+        """Have a process ready, so that the first request need not wait for it."""
+        with self._places:
+            self._idle.put(self._taken())
+
+    def close(self) -> None:
+        """End the processes."""
+        self._is_closed = True
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._idle.get_nowait().end()
+
+    def _taken(self) -> "_Process":
+        with contextlib.suppress(queue.Empty):
+            while True:
+                process = self._idle.get_nowait()
+                if process.is_alive:
+                    return process
+                process.end()
+        return _Process(self._first)
+
+
+class _Process:
+    """One worker."""
+
+    def __init__(self, first: bytes):
+        paths = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "server.template_worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": paths},
+            start_new_session=True,  # a Ctrl-C in the terminal is not for it
+        )
+        self._send(first)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def ask(self, body: bytes) -> bytes | None:
+        """The answer to a job; None if the process ended over it."""
+        self._send(body)
+        assert self._process.stdout is not None
+        return read_frame(self._process.stdout)  # type: ignore[arg-type]
+
+    def end(self) -> None:
+        """End the process."""
+        self._process.kill()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError):
+                pipe.close()  # type: ignore[union-attr]
+        if self._process.wait() not in (0, -9):
+            logger.warning("a chat template was ended by signal %d", -self._process.returncode)
+
+    def _send(self, body: bytes) -> None:
+        with contextlib.suppress(OSError):  # the missing answer tells
+            write_frame(self._process.stdin, body)  # type: ignore[arg-type]

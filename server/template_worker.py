@@ -1,0 +1,107 @@
+"""The process that renders conversations: what a template does wrong, however long or large, ends this process and no other.
+
+Reads frames of msgpack from its input: first {"seconds", "memory_bytes", "special_tokens_map", "chat_templates"}, then jobs, the
+arguments of `render_chat`; answers each with {"text"} or {"error", "param"}. Imports neither a web framework nor JAX.
+"""
+
+import resource
+import signal
+import struct
+import sys
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import msgspec
+
+from jaxllm.errors import InvalidRequestError
+from jaxllm.text.chat_template import choose_template, render_chat, template_variables
+
+MAX_TEXT_CHARACTERS = 64 << 20
+"""Longest prompt that a template may make."""
+OWN_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """What rendering needs of a tokenizer."""
+
+    special_tokens_map: dict[str, str]
+    chat_templates: dict[str, str]
+
+
+def read_frame(pipe: BinaryIO) -> bytes | None:
+    """The bytes of the next message; None when there are no more."""
+    head = pipe.read(4)
+    if len(head) < 4:
+        return None
+    (size,) = struct.unpack("<I", head)
+    body = pipe.read(size)
+    return body if len(body) == size else None
+
+
+def write_frame(pipe: BinaryIO, body: bytes) -> None:
+    """Send a message. Raises OSError if nobody reads any more."""
+    pipe.write(struct.pack("<I", len(body)) + body)
+    pipe.flush()
+
+
+def main() -> None:
+    """Render until the input ends."""
+    first = read_frame(sys.stdin.buffer)
+    if first is None:
+        return
+    settings = msgspec.msgpack.decode(first)
+    tokens = _Tokens(settings["special_tokens_map"], settings["chat_templates"])
+    own_bytes = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()  # noqa: SIM115
+    limit = own_bytes + settings["memory_bytes"]
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    variables: dict[str, set[str]] = {}
+    while (frame := read_frame(sys.stdin.buffer)) is not None:
+        signal.setitimer(signal.ITIMER_REAL, settings["seconds"])  # SIGALRM ends the process wherever it is
+        answer = _answer(msgspec.msgpack.decode(frame), tokens, variables)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        write_frame(sys.stdout.buffer, msgspec.msgpack.encode(answer))
+
+
+def _answer(job: dict[str, Any], tokens: Any, variables: dict[str, set[str]]) -> dict[str, Any]:
+    try:
+        kwargs = _checked_kwargs(job, tokens, variables)
+        text = render_chat(tokens, job.pop("messages"), **job, **kwargs)
+    except InvalidRequestError as error:
+        return {"error": str(error), "param": error.param}
+    except MemoryError:
+        return {"error": "the chat template takes too much memory on this conversation", "param": "messages"}
+    except RecursionError:
+        return {"error": "the chat template or the conversation is nested too deeply", "param": "messages"}
+    if len(text) > MAX_TEXT_CHARACTERS:
+        return {
+            "error": f"the chat template makes a prompt of {len(text)} characters of this conversation",
+            "param": "messages",
+        }
+    return {"text": text}
+
+
+def _checked_kwargs(job: dict[str, Any], tokens: Any, variables: dict[str, set[str]]) -> dict[str, Any]:
+    """Values for the template's variables: the request's own must exist, hints and the operator's count where they exist."""
+    defaults, hints, given = job.pop("default_kwargs"), job.pop("hints"), job.pop("kwargs")
+    if not (defaults or hints or given):
+        return {}
+    source = choose_template(tokens, job["chat_template"], tools=bool(job["tools"]))
+    if source not in variables:
+        if len(variables) > 8:
+            variables.clear()
+        variables[source] = template_variables(source)
+    known = variables[source] - OWN_VARIABLES - set(tokens.special_tokens_map)
+    for name in given:
+        if name not in known:
+            text = ", ".join(sorted(known)) or "none"
+            raise InvalidRequestError(
+                f"chat_template_kwargs has {name[:100]!r}, which the chat template does not read; it reads: {text}",
+                "chat_template_kwargs",
+            )
+    return {name: value for name, value in {**defaults, **hints, **given}.items() if name in known}
+
+
+if __name__ == "__main__":
+    main()

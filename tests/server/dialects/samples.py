@@ -1,0 +1,228 @@
+"""Answers in every dialect, with what they mean. The wording is made up; the formats are those of the models."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from server.dialects import Content, Delta, Reasoning, StreamParser, Tool, ToolCallArguments, ToolCallStart, by_name
+
+TOOLS = (
+    Tool("get_weather", {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]}),
+    Tool("run", {"type": "object", "properties": {"code": {"type": "string"}, "options": {"type": "object"}, "dry": {"type": "boolean"}}}),
+    Tool("get_time"),
+)  # fmt: skip
+
+
+@dataclass
+class Message:
+    """The sum of an answer's deltas."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[tuple[str, str]] = field(default_factory=list)
+    """Names and arguments."""
+
+
+def sum_of(deltas: Iterable[Delta]) -> Message:
+    """Put deltas together as clients do."""
+    message = Message()
+    for delta in deltas:
+        match delta:
+            case Content(text):
+                message.content += text
+            case Reasoning(text):
+                message.reasoning += text
+            case ToolCallStart(index, id, name):
+                assert index == len(message.calls) and id
+                message.calls.append((name, ""))
+            case ToolCallArguments(index, text):
+                assert text and index == len(message.calls) - 1
+                name, before = message.calls[index]
+                message.calls[index] = (name, before + text)
+    return message
+
+
+def parser_for(tool: str | None, reasoning: str | None, **options) -> StreamParser:
+    """A parser by the names of flags, with TOOLS."""
+    dialect, thinking = by_name(tool, reasoning)
+    return StreamParser(dialect, thinking, **{"tools": TOOLS, **options})
+
+
+def parse(pieces: str | Sequence[str], tool: str | None = None, reasoning: str | None = None, **options) -> Message:
+    """The sum of the deltas of text that arrives in these pieces."""
+    parser = parser_for(tool, reasoning, **options)
+    deltas = [delta for piece in ([pieces] if isinstance(pieces, str) else pieces) for delta in parser.feed(piece)]
+    return sum_of([*deltas, *parser.finish()])
+
+
+PARIS = ("get_weather", '{"city": "Paris", "days": 3}')
+ROME = ("get_weather", '{"city": "Rome"}')
+CODE = ("run", '{"code": "if a < b:\\n\\tprint(\\"[é]\\")", "options": {"deep": [1, {"x": null}]}, "dry": true}')
+TIME = ("get_time", "{}")
+
+
+@dataclass
+class Sample:
+    tool: str | None
+    reasoning: str | None
+    text: str
+    message: Message
+    options: dict = field(default_factory=dict)
+
+
+def calls_in(tool: str, text: str, *calls: tuple[str, str], content: str = "", **options) -> Sample:
+    return Sample(tool, None, text, Message(content, "", list(calls)), options)
+
+
+def thoughts_in(reasoning: str, text: str, thought: str, content: str, tool: str | None = None, **options) -> Sample:
+    return Sample(tool, reasoning, text, Message(content, thought), options)
+
+
+HERMES = '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>'
+LLAMA = '{"name": "%s", "parameters": %s}'
+V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>%s\n```json\n%s\n```<｜tool▁call▁end｜>"
+V31 = "<｜tool▁call▁begin｜>%s<｜tool▁sep｜>%s<｜tool▁call▁end｜>"
+DEEPSEEK = "<｜tool▁calls▁begin｜>%s<｜tool▁calls▁end｜>"
+KIMI = "<|tool_call_begin|>functions.%s:%d<|tool_call_argument_begin|>%s<|tool_call_end|>"
+KIMI_SECTION = "<|tool_calls_section_begin|>%s<|tool_calls_section_end|>"
+QWEN3_CODER = "<tool_call>\n<function=%s>\n%s</function>\n</tool_call>"
+QWEN3_PARAMETER = "<parameter=%s>\n%s\n</parameter>\n"
+GLM = "<tool_call>%s\n%s</tool_call>"
+GLM_PARAMETER = "<arg_key>%s</arg_key>\n<arg_value>%s</arg_value>\n"
+CODE_TEXT = 'if a < b:\n\tprint("[é]")'
+PYTHON_CODE = r"""run(code='if a < b:\n\tprint("[é]")', options={'deep': [1, {"x": None}]}, dry=True)"""
+
+
+def tagged(call: str, parameter: str, *values: tuple[str, str], name: str = "run") -> str:
+    return call % (name, "".join(parameter % value for value in values))
+
+
+CODE_VALUES = (("code", CODE_TEXT), ("options", '{"deep": [1, {"x": null}]}'), ("dry", "true"))
+PARIS_VALUES = (("city", "Paris"), ("days", "3"))
+
+SAMPLES = {
+    "hermes": calls_in("hermes", HERMES % PARIS, PARIS),
+    "hermes, several with text": calls_in(
+        "hermes", f"I look.\n\n{HERMES % PARIS}\n{HERMES % CODE}\n{HERMES % TIME}\n", PARIS, CODE, TIME, content="I look."
+    ),
+    "hermes, text on both sides": calls_in("hermes", f"One. {HERMES % ROME}\nTwo.", ROME, content="One. \nTwo."),
+    "hermes, arguments first": calls_in(
+        "hermes", '<tool_call>{"arguments": {"city": "Rome"}, "name": "get_weather"}</tool_call>', ROME
+    ),
+    "hermes, arguments as text": calls_in(
+        "hermes", '<tool_call>{"name": "get_weather", "arguments": "{\\"city\\": \\"Rome\\"}"}</tool_call>', ROME
+    ),
+    "hermes, no arguments": calls_in("hermes", '<tool_call>{"name": "get_time"}</tool_call>', TIME),
+    "hermes, an array": calls_in("hermes", f"<tool_call>[{LLAMA % PARIS}, {LLAMA % ROME}]</tool_call>", PARIS, ROME),
+    "hermes, no closing tag": calls_in("hermes", '<tool_call>{"name": "get_time", "arguments": {}}', TIME),
+    "hermes, broken before the arguments": calls_in(
+        "hermes",
+        'So:\n<tool_call>\n{"name": get_weather}\n</tool_call> ok',
+        content='So:\n<tool_call>\n{"name": get_weather}\n</tool_call> ok',
+    ),
+    "hermes, no call at all": calls_in("hermes", " a < b and <tool_cal ", content=" a < b and <tool_cal "),
+    "hermes, cut off": calls_in("hermes", '<tool_call>{"name": "run", "arguments": {"code": "x', ("run", '{"code": "x')),
+    "hermes, cut off early": calls_in("hermes", 'A <tool_call>{"name": "ru', content='A <tool_call>{"name": "ru'),
+    "llama": calls_in("llama3_json", LLAMA % PARIS, PARIS),
+    "llama, marked": calls_in("llama3_json", "<|python_tag|>" + LLAMA % CODE, CODE),
+    "llama, several": calls_in("llama3_json", f"\n{LLAMA % PARIS}; {LLAMA % ROME};{LLAMA % TIME}", PARIS, ROME, TIME),
+    "llama, with type": calls_in("llama3_json", '{"type": "function", "name": "get_time", "parameters": {}}', TIME),
+    "llama, an answer in JSON": calls_in("llama3_json", ' {"city": "Rome"} ', content=' {"city": "Rome"} '),
+    "llama, a person in JSON": calls_in(
+        "llama3_json", '{"name": "Ada", "parameters": {}}', content='{"name": "Ada", "parameters": {}}'
+    ),
+    "llama, a built-in tool": calls_in(
+        "llama3_json", '<|python_tag|>brave_search.call(query="x")', content='<|python_tag|>brave_search.call(query="x")'
+    ),
+    "llama 4": calls_in("llama4_json", f"<|python_start|>{LLAMA % PARIS}<|python_end|>", PARIS),
+    "pythonic": calls_in("pythonic", '[get_weather(city="Paris", days=3)]', PARIS),
+    "pythonic, several": calls_in("pythonic", f"[{PYTHON_CODE}, get_time(), get_weather(city='Rome')]", CODE, TIME, ROME),
+    "pythonic, no call": calls_in("pythonic", "[1] is a list", content="[1] is a list"),
+    "pythonic, code": calls_in(
+        "pythonic", "[get_time(a=__import__('os'))]", content="[get_time(a=__import__('os'))]", hold_calls=True
+    ),
+    "llama 4 pythonic": calls_in("llama4_pythonic", f"<|python_start|>[{PYTHON_CODE}]<|python_end|>", CODE),
+    "mistral, an array": calls_in("mistral", f"[TOOL_CALLS][{LLAMA % PARIS}, {LLAMA % CODE}]", PARIS, CODE),
+    "mistral, by name": calls_in("mistral", '[TOOL_CALLS]get_weather{"city": "Rome"}[TOOL_CALLS]get_time{}', ROME, TIME),
+    "mistral, marked arguments": calls_in(
+        "mistral",
+        f"Yes.[TOOL_CALLS]run[ARGS]{CODE[1]}[TOOL_CALLS]get_time[CALL_ID]abcdefghi[ARGS]{{}}",
+        CODE,
+        TIME,
+        content="Yes.",
+    ),
+    "deepseek v3": calls_in("deepseek_v3", "Hm.\n" + DEEPSEEK % "\n".join((V3 % PARIS, V3 % CODE)), PARIS, CODE, content="Hm."),
+    "deepseek v3.1": calls_in("deepseek_v31", DEEPSEEK % (V31 % PARIS + V31 % TIME), PARIS, TIME),
+    "glm": calls_in(
+        "glm45", "\n".join((tagged(GLM, GLM_PARAMETER, *CODE_VALUES), tagged(GLM, GLM_PARAMETER, name="get_time"))), CODE, TIME
+    ),
+    "glm, on one line": calls_in(
+        "glm45", "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Rome</arg_value></tool_call>", ROME
+    ),
+    "kimi": calls_in(
+        "kimi_k2",
+        "Sure.\n" + KIMI_SECTION % (KIMI % ("run", 4, CODE[1]) + KIMI % ("get_time", 5, "{}")),
+        CODE,
+        TIME,
+        content="Sure.",
+    ),
+    "qwen3 coder": calls_in("qwen3_coder", "Now:\n" + tagged(QWEN3_CODER, QWEN3_PARAMETER, *CODE_VALUES), CODE, content="Now:"),
+    "qwen3 coder, several": calls_in(
+        "qwen3_coder",
+        tagged(QWEN3_CODER, QWEN3_PARAMETER, *PARIS_VALUES, name="get_weather")
+        + "\n"
+        + tagged(QWEN3_CODER, "", name="get_time"),
+        PARIS,
+        TIME,
+    ),
+    "qwen3 coder, without a section": calls_in(
+        "qwen3_coder", "<function=get_weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>", ROME
+    ),
+    "minimax": calls_in(
+        "minimax_m2",
+        '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n<parameter name="days">3</parameter>\n'
+        '</invoke>\n<invoke name="get_time">\n</invoke>\n</minimax:tool_call>',
+        PARIS,
+        TIME,
+    ),
+    "harmony": Sample(
+        "openai",
+        "openai_gptoss",
+        "<|channel|>analysis<|message|>They want <weather>.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+        f"<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{PARIS[1]}<|call|>",
+        Message("I look.", "They want <weather>.", [PARIS]),
+    ),
+    "harmony, recipient in the role": Sample(
+        "openai",
+        "openai_gptoss",
+        f" to=functions.run<|channel|>commentary json<|message|>{CODE[1]}",
+        Message("", "", [CODE]),
+    ),
+    "harmony, final": Sample(
+        "openai",
+        "openai_gptoss",
+        "<|channel|>analysis<|message|>One.<|end|><|start|>assistant<|channel|>analysis<|message|>Two.<|end|><|start|>assistant"
+        "<|channel|>final<|message|> Hello [x]\n<|return|>",
+        Message(" Hello [x]\n", "One.\nTwo."),
+    ),
+    "harmony, no header": Sample("openai", "openai_gptoss", '{"a": 1} < 2', Message('{"a": 1} < 2')),
+    "think": thoughts_in("think", "\n<think>\nHm, < 3.\n\n</think>\n\nHello.\n", "Hm, < 3.", "Hello.\n"),
+    "think, not": thoughts_in("think", "\nA <think>tag</think>", "", "\nA <think>tag</think>"),
+    "think, open in the prompt": thoughts_in(
+        "think", "Hm.</think>Hello.", "Hm.", "Hello.", prompt_text="<|im_start|>assistant\n<think>\n"
+    ),
+    "deepseek r1": thoughts_in("deepseek_r1", "Hm.\n</think>\n\nHello.", "Hm.", "Hello."),
+    "deepseek r1, with a tag": thoughts_in("deepseek_r1", "<think>\nHm.\n</think>\n\nHello.", "Hm.", "Hello."),
+    "deepseek r1, endless": thoughts_in("deepseek_r1", "Hm. </thin", "Hm. </thin", ""),
+    "qwen3": thoughts_in("qwen3", "<think>\nHm.\n</think>\n\nHello.", "Hm.", "Hello."),
+    "qwen3, not thinking": thoughts_in(
+        "qwen3", "Hello </think>.", "", "Hello </think>.", prompt_text="<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    ),
+    "granite": thoughts_in("granite", "Here is my thought process: Hm.\nHere is my response: Hello.", "Hm.", "Hello."),
+    "mistral thinks": thoughts_in("mistral", "[THINK]Hm [x].[/THINK]Hello.", "Hm [x].", "Hello."),
+    "qwen3 thinks and calls": Sample(
+        "hermes", "qwen3", f"<think>\nA <tool_call>?\n</think>\n\n{HERMES % ROME}", Message("", "A <tool_call>?", [ROME])
+    ),
+    "kimi calls while it thinks": Sample(
+        "kimi_k2", "kimi_k2", "<think>Hm. " + KIMI_SECTION % (KIMI % ("get_time", 0, "{}")), Message("", "Hm.", [TIME])
+    ),
+}

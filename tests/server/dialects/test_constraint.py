@@ -1,0 +1,211 @@
+"""Enforced calls: llguidance itself accepts and refuses, and what it accepts is read back as those calls."""
+
+import functools
+import json
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from jaxllm.errors import InvalidRequestError
+from jaxllm.text.tokenizer import Tokenizer
+from server.dialects import (
+    REASONING_DIALECTS,
+    TOOL_DIALECTS,
+    StreamParser,
+    Tool,
+    ToolChoice,
+    special_tokens_of,
+    tool_constraint,
+)
+from tests.server.dialects.samples import (
+    DEEPSEEK,
+    HERMES,
+    KIMI,
+    KIMI_SECTION,
+    LLAMA,
+    PARIS,
+    ROME,
+    TIME,
+    V3,
+    V31,
+    sum_of,
+)
+
+TOOLS = (
+    Tool("get_weather", {"properties": {"city": {"$ref": "#/$defs/city"}, "days": {"type": "integer"}}, "required": ["city"],
+                         "additionalProperties": False, "$defs": {"city": {"enum": ["Paris", "Rome"]}}}),
+    Tool("get_time", {"type": "object", "properties": {}, "additionalProperties": False}),
+)  # fmt: skip
+REQUIRED, WEATHER = ToolChoice("required"), ToolChoice("named", "get_weather")
+HARMONY = "<|channel|>commentary to=functions.%s <|constrain|>json<|message|>%s"
+ALL_SPECIAL = tuple(
+    dict.fromkeys(
+        marker
+        for dialect in TOOL_DIALECTS.values()
+        for marker in (*dialect.openings, *dialect.markers)
+        if marker.startswith(("<|", "<｜", "["))
+    )
+)
+LIST = '{"name": "%s", "arguments": %s}'
+
+FORMATS: dict[str, tuple[str, str, str, str, str, tuple[str, ...]]] = {
+    "hermes": ("hermes", "", HERMES, "\n", "", ()),
+    "hermes, special": ("hermes", "", HERMES, "\n", "", ("<tool_call>", "</tool_call>")),
+    "llama": ("llama3_json", "", LLAMA, "; ", "", ALL_SPECIAL),
+    "mistral, an array": ("mistral", "[TOOL_CALLS][", LIST, ", ", "]", ("[TOOL_CALLS]",)),
+    "mistral, by name": ("mistral", "", "[TOOL_CALLS]%s[ARGS]%s", "", "", ("[TOOL_CALLS]", "[ARGS]")),
+    "deepseek v3": ("deepseek_v3", *DEEPSEEK.split("%s")[:1], V3, "\n", *DEEPSEEK.split("%s")[1:], ALL_SPECIAL),
+    "deepseek v3.1": ("deepseek_v31", *DEEPSEEK.split("%s")[:1], V31, "", *DEEPSEEK.split("%s")[1:], ()),
+    "kimi": ("kimi_k2", *KIMI_SECTION.split("%s")[:1], KIMI.replace("%d", "7"), "", *KIMI_SECTION.split("%s")[1:], ALL_SPECIAL),
+    "plain JSON for pythonic": ("pythonic", "[", LIST, ", ", "]", ()),
+    "plain JSON for qwen3 coder": ("qwen3_coder", "[", LIST, ", ", "]", ()),
+}
+"""Dialect, what stands before, a call, between and after calls, and the tokenizer's special tokens."""
+
+
+@functools.cache
+def bytes_tokenizer(special: tuple[str, ...]) -> tuple[Tokenizer, LLTokenizer]:
+    """A token for each byte, and these."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE({letter: place for place, letter in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in ("<eos>", *special)])
+    return Tokenizer(backend), LLTokenizer(backend.to_str(), eos_token=backend.token_to_id("<eos>"))
+
+
+def accepts(constraint: Any, text: str, special: tuple[str, ...]) -> bool:
+    """Whether a whole text satisfies a constraint."""
+    tokenizer, table = bytes_tokenizer(special)
+    matcher = LLMatcher(table, LLMatcher.grammar_from_lark(constraint.grammar), log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+def constraint_for(name: str, choice: ToolChoice = REQUIRED, parallel: bool = True, **options: Any) -> Any:
+    dialect, *_, special = FORMATS[name]
+    return tool_constraint(TOOLS, choice, parallel, TOOL_DIALECTS[dialect], tokenizer=bytes_tokenizer(special)[0], **options)
+
+
+def written(name: str, *calls: tuple[str, str]) -> str:
+    _, before, call, between, after, _ = FORMATS[name]
+    return before + between.join(call % one for one in calls) + after
+
+
+ALL = pytest.mark.parametrize("name", FORMATS)
+
+
+@ALL
+def test_calls_in_the_models_format_are_accepted_and_read_back(name: str) -> None:
+    dialect, *_, special = FORMATS[name]
+    for calls in ([ROME], [PARIS, TIME, ROME]):
+        text = written(name, *calls)
+        assert accepts(constraint_for(name), text, special), text
+        parser = StreamParser(
+            TOOL_DIALECTS[dialect], tools=TOOLS, forced=True, special_tokens=special_tokens_of(bytes_tokenizer(special)[0])
+        )
+        message = sum_of([*parser.feed(text), *parser.finish()])
+        assert (message.calls, message.content) == (calls, "")
+
+
+@ALL
+def test_what_is_no_call_is_refused(name: str) -> None:
+    special = FORMATS[name][-1]
+    constraint = constraint_for(name)
+    assert not accepts(constraint, "", special)
+    assert not accepts(constraint, "Hello", special)
+    assert not accepts(constraint, written(name, ("get_stock", "{}")), special)
+    assert not accepts(constraint, written(name, ("get_weather", '{"city": "Oslo"}')), special)
+    assert not accepts(constraint, written(name, ("get_weather", '{"days": 3}')), special)
+    assert not accepts(constraint, written(name, ("get_weather", '{"city": "Rome"')), special)
+    assert not accepts(constraint, written(name, ROME) + "x", special)
+
+
+@ALL
+def test_a_named_tool_is_called_once(name: str) -> None:
+    special = FORMATS[name][-1]
+    constraint = constraint_for(name, WEATHER)
+    assert accepts(constraint, written(name, ROME), special)
+    assert not accepts(constraint, written(name, TIME), special)
+    assert not accepts(constraint, written(name, ROME, PARIS), special)
+
+
+@ALL
+def test_without_parallel_calls_there_is_one(name: str) -> None:
+    special = FORMATS[name][-1]
+    constraint = constraint_for(name, parallel=False)
+    assert accepts(constraint, written(name, TIME), special)
+    assert not accepts(constraint, written(name, TIME, TIME), special)
+
+
+def test_harmony_may_think_before_it_calls() -> None:
+    tokenizer, _ = bytes_tokenizer(ALL_SPECIAL)
+    dialect, reasoning = TOOL_DIALECTS["openai"], REASONING_DIALECTS["openai_gptoss"]
+    constraint = tool_constraint(TOOLS, REQUIRED, True, dialect, reasoning=reasoning, tokenizer=tokenizer)
+    assert constraint is not None and constraint.start_after_token_ids is None
+    thought = '<|channel|>analysis<|message|>Hm,\n "{<x.<|end|><|start|>assistant'
+    assert accepts(constraint, HARMONY % ROME, ALL_SPECIAL)
+    assert accepts(constraint, thought + HARMONY % ROME, ALL_SPECIAL)
+    assert not accepts(constraint, thought, ALL_SPECIAL)
+    assert not accepts(constraint, "<|channel|>final<|message|>Hello", ALL_SPECIAL)
+    parser = StreamParser(dialect, reasoning, tools=TOOLS, forced=True)
+    message = sum_of([*parser.feed(thought + HARMONY % ROME), *parser.finish()])
+    assert (message.reasoning, message.calls) == ('Hm,\n "{<x.', [ROME])
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "prompt", "waits"),
+    [
+        (None, "", False),
+        ("qwen3", "<|im_start|>assistant\n", True),
+        ("qwen3", "<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
+        ("deepseek_r1", "", True),
+        ("think", "", False),
+        ("think", "assistant<think>\n", True),
+    ],
+)
+def test_the_constraint_waits_for_the_end_of_reasoning(reasoning: str | None, prompt: str, waits: bool) -> None:
+    tokenizer, _ = bytes_tokenizer(("</think>",))
+    dialect = REASONING_DIALECTS[reasoning] if reasoning else None
+    constraint = tool_constraint(
+        TOOLS, REQUIRED, True, TOOL_DIALECTS["hermes"], reasoning=dialect, tokenizer=tokenizer, prompt_text=prompt
+    )
+    assert constraint is not None
+    assert constraint.start_after_token_ids == ((tokenizer.convert_token_to_id("</think>"),) if waits else None)
+
+
+@pytest.mark.parametrize("choice", [ToolChoice("auto"), ToolChoice("none")])
+def test_a_free_choice_has_no_constraint(choice: ToolChoice) -> None:
+    assert tool_constraint(TOOLS, choice, True, TOOL_DIALECTS["hermes"]) is None
+
+
+def test_a_model_without_a_tool_dialect_writes_plain_json() -> None:
+    constraint = tool_constraint(TOOLS, WEATHER, True, None)
+    assert accepts(constraint, f"[{LIST % PARIS}]", ())
+    parser = StreamParser(None, tools=TOOLS, forced=True)
+    assert sum_of([*parser.feed(f"[{LIST % PARIS}]"), *parser.finish()]).calls == [PARIS]
+
+
+def test_hostile_texts_in_a_schema_stay_in_it() -> None:
+    name = 'x"\n}start: "evil" %json {'
+    tools = (
+        Tool(
+            "f",
+            {"type": "object", "properties": {name: {"const": "\u2028'\\"}}, "required": [name], "additionalProperties": False},
+        ),
+    )
+    constraint = tool_constraint(tools, REQUIRED, True, None)
+    arguments = json.dumps({name: "\u2028'\\"}, ensure_ascii=False)
+    assert accepts(constraint, f"[{LIST % ('f', arguments)}]", ())
+    assert not accepts(constraint, "evil", ())
+
+
+def test_schemas_that_are_too_large_together_are_refused() -> None:
+    tools = [Tool(f"f{index}", {"type": "object", "properties": {"a": {"enum": ["x" * 3000]}}}) for index in range(100)]
+    with pytest.raises(InvalidRequestError) as caught:
+        tool_constraint(tools, REQUIRED, True, None)
+    assert caught.value.param == "tools"

@@ -1,0 +1,25 @@
+"""Every dialect, whatever the pieces in which its text arrives."""
+
+import pytest
+
+from tests.server.dialects.samples import SAMPLES, Sample, parse
+
+ALL = pytest.mark.parametrize("sample", SAMPLES.values(), ids=SAMPLES)
+
+
+@ALL
+def test_an_answer_means_the_same_whole_and_letter_by_letter(sample: Sample) -> None:
+    assert parse(sample.text, sample.tool, sample.reasoning, **sample.options) == sample.message
+    assert parse(list(sample.text), sample.tool, sample.reasoning, **sample.options) == sample.message
+
+
+@ALL
+def test_an_answer_means_the_same_cut_anywhere(sample: Sample) -> None:
+    for cut in range(1, len(sample.text)):
+        pieces = [sample.text[:cut], sample.text[cut:]]
+        assert parse(pieces, sample.tool, sample.reasoning, **sample.options) == sample.message, cut
+
+
+@ALL
+def test_complete_calls_mean_the_same_when_they_are_held(sample: Sample) -> None:
+    assert parse(sample.text, sample.tool, sample.reasoning, **{**sample.options, "hold_calls": True}) == sample.message

@@ -1,0 +1,261 @@
+"""The routes of the Responses API."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from jaxllm.async_llm import AsyncLLM
+from jaxllm.errors import EngineError
+from server.app import create_app
+from server.chat_service import ChatDelta
+from tests.helpers.fake_engine_core import FakeEngineCore
+from tests.server.canned import REASONED_CALL, WEATHER, answer_with
+from tests.server.client import Client
+from tests.server.conftest import options
+
+
+def respond(client: Client, **body: Any) -> httpx.Response:
+    return client.post("/v1/responses", {"input": "hi", **body})
+
+
+def named_events(response: httpx.Response) -> list[dict[str, Any]]:
+    """The events of a stream, each of which has its type as its name."""
+    assert response.status_code == 200, response.text
+    found = []
+    for block in response.text.rstrip("\n").split("\n\n"):
+        name, data = block.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+def test_a_text_is_answered(client: Client) -> None:
+    response = respond(client, metadata={"a": "b"}, instructions="be kind", max_output_tokens=50).json()
+    assert response["object"] == "response"
+    assert (response["status"], response["model"], response["metadata"]) == ("completed", "m", {"a": "b"})
+    [message] = response["output"]
+    assert (message["role"], message["content"][0]["text"]) == ("assistant", "one two three")
+    usage = response["usage"]
+    assert usage["input_tokens"] + usage["output_tokens"] == usage["total_tokens"]
+    assert usage["output_tokens"] == 4
+
+
+def test_a_stream_ends_with_the_response_that_is_stored(client: Client) -> None:
+    events = named_events(respond(client, stream=True))
+    assert events[0]["type"] == "response.created"
+    last = events[-1]
+    assert last["type"] == "response.completed"
+    assert "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta") == "one two three"
+    assert client.get(f"/v1/responses/{last['response']['id']}").json() == last["response"]
+
+
+def test_logprobs_come_where_they_are_included(client: Client) -> None:
+    body = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    part = respond(client, **body).json()["output"][0]["content"][0]
+    streamed = named_events(respond(client, stream=True, **body))
+    in_deltas = [each for event in streamed if event["type"] == "response.output_text.delta" for each in event["logprobs"]]
+    assert [each["token"] for each in part["logprobs"]][:3] == ["one", " two", " three"]
+    assert [each["token"] for each in in_deltas][:3] == ["one", " two", " three"]
+    assert all(len(each["top_logprobs"]) == 2 for each in part["logprobs"])
+
+
+def test_reasoning_and_calls_are_items_of_their_own(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer_with(monkeypatch, client.app, REASONED_CALL)
+    tools = [{"type": "function", "name": name, "parameters": WEATHER} for name in ("weather", "time")]
+    response = respond(client, tools=tools).json()
+    kinds = [item["type"] for item in response["output"]]
+    assert kinds == ["reasoning", "message", "function_call", "function_call"]
+    assert json.loads(response["output"][2]["arguments"]) == {"city": "Köln"}
+    assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": 4}
+    assert response["usage"]["input_tokens_details"]["cached_tokens"] == 2
+    assert response["tools"] == tools
+
+
+def test_a_later_turn_holds_the_earlier_ones(client: Client, core: FakeEngineCore) -> None:
+    first = respond(client, input="first", instructions="only then").json()
+    second = respond(client, input="second", previous_response_id=first["id"]).json()
+    prompt = client.app.state.context.engine.get_tokenizer().decode(core.requests[-1].prompt_token_ids)
+    places = [prompt.index(text) for text in ("first", "one two three", "second")]
+    assert places == sorted(places)
+    assert "only then" not in prompt
+    assert second["previous_response_id"] == first["id"]
+    whole = [{"role": "user", "content": "first"}, *first["output"], {"role": "user", "content": "second"}]
+    respond(client, input=whole)
+    assert core.requests[-1].prompt_token_ids == core.requests[-2].prompt_token_ids
+
+
+def test_what_is_not_to_be_stored_is_not(client: Client) -> None:
+    response = respond(client, store=False).json()
+    assert response["store"] is False
+    assert client.get(f"/v1/responses/{response['id']}").status_code == 404
+    refused = respond(client, previous_response_id=response["id"])
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "previous_response_not_found")
+
+
+def test_another_key_sees_nothing_of_it(client: Client) -> None:
+    response_id = respond(client).json()["id"]
+    other = {"authorization": "Bearer other"}
+    for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/cancel")):
+        assert client.request(method, f"/v1/responses/{response_id}{path}", headers=other).status_code == 404
+    assert client.post("/v1/responses", {"input": "x", "previous_response_id": response_id}, headers=other).status_code == 400
+    assert client.get(f"/v1/responses/{response_id}").status_code == 200
+
+
+def test_a_deleted_response_is_gone(client: Client) -> None:
+    response_id = respond(client).json()["id"]
+    assert client.request("DELETE", f"/v1/responses/{response_id}").json()["deleted"] is True
+    assert client.get(f"/v1/responses/{response_id}").status_code == 404
+
+
+def test_only_what_runs_in_the_background_can_be_cancelled(client: Client) -> None:
+    response_id = respond(client).json()["id"]
+    refused = client.post(f"/v1/responses/{response_id}/cancel")
+    assert refused.status_code == 400
+    assert "background" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": None}, "input"),
+        ({"input": "x" * 3000}, "input"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"temperature": 9.0}, "temperature"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"conversation": "c"}, "conversation"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"n": 2}, "n"),
+        ({"previous_response_id": "resp_x"}, "previous_response_id"),
+        ({"text": {"format": {"type": "zzz"}}}, "text"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"background": True, "store": False}, "background"),
+        ({"guided_regex": "a"}, "guided_regex"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_wrong_requests_are_refused_before_anything_is_sent(
+    client: Client, body: dict[str, Any], param: str, stream: bool
+) -> None:
+    refused = respond(client, stream=stream, **body)
+    assert refused.status_code == 400, refused.text
+    assert refused.json()["error"]["param"] == param
+
+
+def test_truncation_drops_first_turns_until_the_rest_fits(client: Client, core: FakeEngineCore) -> None:
+    turns: list[dict[str, Any]] = [{"role": "system", "content": "stay"}]
+    for number in range(8):
+        turns += [
+            {"role": "user", "content": f"question {number} {'x' * 30}"},
+            {"role": "assistant", "content": f"answer {number}"},
+        ]
+    turns.append({"role": "user", "content": "the last"})
+    assert respond(client, input=turns).json()["error"]["code"] == "context_length_exceeded"
+    response = respond(client, input=turns, truncation="auto")
+    assert response.json()["truncation"] == "auto"
+    tokenizer = client.app.state.context.engine.get_tokenizer()
+    prompt = tokenizer.decode(core.requests[-1].prompt_token_ids)
+    assert "stay" in prompt and "the last" in prompt and "question 0" not in prompt and "question 7" in prompt
+    assert respond(client, input="x" * 3000, truncation="auto").status_code == 400
+
+
+def test_an_engine_that_fails_at_once_is_a_status_and_later_an_event(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer_with(monkeypatch, client.app, [EngineError("secret")])
+    for stream in (False, True):
+        refused = respond(client, stream=stream)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (500, "engine_error")
+        assert "secret" not in refused.text
+    answer_with(monkeypatch, client.app, [ChatDelta(0, content="so far"), EngineError("secret")])
+    events = named_events(respond(client, stream=True))
+    assert events[-1]["type"] == "response.failed"
+    assert events[-1]["response"]["output"][0]["content"][0]["text"] == "so far"
+    assert "secret" not in json.dumps(events)
+    assert client.get(f"/v1/responses/{events[-1]['response']['id']}").json()["status"] == "failed"
+
+
+# In the background
+
+
+@pytest.fixture
+def slow_app(engine: AsyncLLM, core: FakeEngineCore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """An application whose answers go on until they are ended."""
+    monkeypatch.setattr(core, "_script", lambda request: [70] * 10_000)
+    yield create_app(engine, options())
+
+
+async def until(condition: Any) -> Any:
+    """What a request says once it says what is waited for."""
+    while not (found := await condition()):
+        await asyncio.sleep(0)
+    return found
+
+
+def browser(app: Any) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://test")
+
+
+def test_a_background_response_is_fetched_later(client: Client) -> None:
+    async def run() -> None:
+        async with browser(client.app) as web:
+            made = (await web.post("/v1/responses", json={"input": "hi", "background": True})).json()
+            assert made["status"] == "queued"
+
+            async def finished() -> Any:
+                found = (await web.get(f"/v1/responses/{made['id']}")).json()
+                return found["status"] == "completed" and found
+
+            found = await until(finished)
+            assert found["output"][0]["content"][0]["text"] == "one two three"
+            again = (await web.post(f"/v1/responses/{made['id']}/cancel")).json()
+            assert again["status"] == "completed"
+
+    client.run(run())
+
+
+def test_a_background_stream_is_followed_from_any_event(client: Client) -> None:
+    async def run() -> None:
+        async with browser(client.app) as web:
+            body = {"input": "hi", "background": True, "stream": True}
+            events = named_events(await web.post("/v1/responses", json=body))
+            path = f"/v1/responses/{events[0]['response']['id']}"
+            rest = named_events(await web.get(path, params={"stream": True, "starting_after": 3}))
+            assert rest == events[4:]
+            plain = (await web.post("/v1/responses", json={"input": "hi"})).json()["id"]
+            assert (await web.get(f"/v1/responses/{plain}", params={"stream": True})).status_code == 400
+
+    client.run(run())
+
+
+def test_a_cancelled_response_ends_its_request(client: Client, slow_app: Any, core: FakeEngineCore) -> None:
+    async def run() -> None:
+        async with browser(slow_app) as web:
+            body = {"input": "hi", "background": True, "max_output_tokens": 150}
+            made = (await web.post("/v1/responses", json=body)).json()
+            cancelled = (await web.post(f"/v1/responses/{made['id']}/cancel")).json()
+            assert cancelled["status"] == "cancelled"
+            assert (await web.get(f"/v1/responses/{made['id']}")).json()["status"] == "cancelled"
+            await until(lambda: asyncio.sleep(0, not core.running))
+
+    client.run(run())
+
+
+def test_closing_the_service_ends_what_runs(client: Client, slow_app: Any, core: FakeEngineCore) -> None:
+    async def run() -> None:
+        async with browser(slow_app) as web:
+            await web.post("/v1/responses", json={"input": "hi", "background": True, "max_output_tokens": 150})
+            await slow_app.state.responses.close()
+            await until(lambda: asyncio.sleep(0, not core.running))
+
+    client.run(run())
+
+
+def test_several_http_processes_keep_no_responses(engine: AsyncLLM) -> None:
+    with Client(create_app(engine, options(api_server_count=2))) as client:
+        assert respond(client).json()["store"] is False
+        for name, value in (("store", True), ("background", True), ("previous_response_id", "resp_1")):
+            refused = respond(client, **{name: value})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
