@@ -36,7 +36,8 @@ The idle share over five minutes is `rate(jaxllm:device_idle_seconds_total[5m]) 
 lower bound, because the device may finish its last step a little before the host hears of it. One minus the same quotient with
 `device_wait_seconds` is an upper bound. The gauge `device_idle_fraction` is the lower bound since the start.
 
-**Compiled while serving.** With `--warmup all` and `background`, `programs_compiled_after_warmup` must stay at 0: each one made a request wait.
+**Compiled while serving.** With `--warmup all` and `background`, `programs_compiled_after_warmup` must stay at 0: each one made a request
+wait.
 """
 
 
