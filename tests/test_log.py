@@ -44,7 +44,7 @@ def test_json_lines_have_the_message_its_level_and_what_is_added(stream: io.Stri
 
 def test_the_environment_chooses_the_format(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(env.LOG_FORMAT, "json")
-    log.set_up(formatter=logging.Formatter("text"))
+    log.set_up(formatter=logging.Formatter("plain %(message)s"))
     log.logger.info("hello")
     assert json.loads(stream.getvalue())["message"] == "hello"
     monkeypatch.setenv(env.LOG_FORMAT, "xml")
