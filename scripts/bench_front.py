@@ -18,8 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from jaxllm.async_llm import AsyncLLM
 from jaxllm.config import EngineConfig
@@ -28,6 +27,7 @@ from jaxllm.engine.launch import socket_directory, start_engine
 from jaxllm.engine.messages import EngineStart
 from scripts.measuring.paced_core import FACTORY, STEP_VARIABLE
 
+ROOT = Path(__file__).resolve().parent.parent
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 
 
