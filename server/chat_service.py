@@ -53,6 +53,8 @@ class Conversation:
     """Values of the template's variables; a name that it does not read is an error."""
     reasoning_effort: str | None = None
     """A hint to templates that read it."""
+    enable_thinking: bool | None = None
+    """The same."""
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
     cache_salt: str | None = None
@@ -126,7 +128,7 @@ class ChatService:
         return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
 
     def _job(self, conversation: Conversation) -> dict[str, Any]:
-        effort = conversation.reasoning_effort
+        hints = {"reasoning_effort": conversation.reasoning_effort, "enable_thinking": conversation.enable_thinking}
         leaves_out = conversation.tool_choice == "none" and self._options.exclude_tools_when_tool_choice_none
         return {
             "messages": list(conversation.messages),
@@ -137,7 +139,7 @@ class ChatService:
             "continue_final_message": conversation.continue_final_message,
             "content_format": self._options.chat_template_content_format,
             "default_kwargs": self._options.default_chat_template_kwargs or {},
-            "hints": {} if effort is None else {"reasoning_effort": effort},
+            "hints": {name: value for name, value in hints.items() if value is not None},
             "kwargs": dict(conversation.chat_template_kwargs or {}),
         }
 

@@ -20,6 +20,7 @@ from jaxllm.log import logger, safe
 from server.context import ServerContext
 from server.errors import ApiError, as_api_error
 from server.logs import AccessLog
+from server.messages.errors import in_shape_of
 
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 64 << 10
@@ -84,7 +85,7 @@ class Guard:
         """Send an error. If the body was not read to its end, the connection ends with it."""
 
         async def reply(scope: Scope, receive: Receive, send: Send) -> None:
-            response = error.response()
+            response = in_shape_of(scope["path"], error).response()
             if not is_unread:
                 await response(scope, receive, send)
                 return

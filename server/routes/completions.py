@@ -178,8 +178,11 @@ class CompletionReply:
 
     async def whole(self) -> dict[str, Any]:
         """The reply as one object."""
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._last_output(request)) for request in self._work.requests]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._last_output(request)) for request in self._work.requests]
+        except ExceptionGroup as faults:
+            raise faults.exceptions[0] from None  # the others were ended because of it
         choices = []
         for place, task in enumerate(tasks):
             output = task.result()

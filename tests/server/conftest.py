@@ -1,3 +1,4 @@
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,17 @@ def client(engine: AsyncLLM) -> Iterator[Client]:
     """Speaks with an application of default options, without sockets."""
     with Client(create_app(engine, options())) as client:
         yield client
+
+
+@pytest.fixture
+def gate(core: FakeEngineCore, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Semaphore]:
+    """Each step of the engine waits to be released; answers are longer than any test."""
+    gate = threading.Semaphore(0)
+    monkeypatch.setattr(core, "_script", lambda request: [70] * 1000)
+    monkeypatch.setattr(core, "before_step", gate.acquire)
+    yield gate
+    monkeypatch.undo()
+    gate.release(1000)
 
 
 def options(**given: Any) -> ServerOptions:
