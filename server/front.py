@@ -6,8 +6,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import uvicorn
@@ -22,6 +22,9 @@ from jaxllm.llm_engine import load_texts
 from jaxllm.log import logger
 from server.gate import Gate
 from server.options import ServerOptions
+
+if TYPE_CHECKING:
+    from server.context import ServerContext
 
 LAST_WORDS_SECONDS = 2.0
 """Time to write the ends of streams whose requests were aborted."""
@@ -81,6 +84,7 @@ class Front:
     async def _serve(self, serving: "asyncio.Task[None]") -> None:
         texts = await asyncio.to_thread(load_texts, self._start.config)
         from server.app import create_app  # while the engine loads
+        from server.grpc.start import start_grpc
 
         try:
             engine = await self._unless_stopped(AsyncLLM.connect(self._client, texts))
@@ -90,11 +94,15 @@ class Front:
         if engine is None:
             return
         app = create_app(engine, self._options)
+        context = app.state.context
         async with app.router.lifespan_context(app):
+            grpc = await start_grpc(context)
             self._gate.open(app)
             os.write(self._start.report_fd, f"{READY}{_offers(engine)}\n".encode())
             await self._stop.wait()
-            await self._drain(engine)
+            await self._drain(engine, context)
+            if grpc is not None:
+                await grpc.stop(0)
             engine.shutdown()
 
     async def _unless_stopped(self, work: Any) -> Any:
@@ -107,28 +115,33 @@ class Front:
         task.cancel()
         return None
 
-    async def _drain(self, engine: AsyncLLM) -> None:
+    async def _drain(self, engine: AsyncLLM, context: "ServerContext") -> None:
         """Refuse what is new, let what runs end in time, and abort the rest, each with a last event."""
         seconds = self._options.network.shutdown_timeout
-        self._gate.drain(seconds)
-        if await self._until_idle(seconds):
+        context.refusal = self._gate.drain(seconds)
+
+        def num_running() -> int:
+            return max(self._gate.num_running, context.num_running)  # gRPC, and responses in the background, pass no gate
+
+        if await _until_idle(num_running, seconds):
             return
-        logger.warning("%d requests did not end within %g s and are aborted", self._gate.num_running, seconds)
+        logger.warning("%d requests did not end within %g s and are aborted", num_running(), seconds)
         with contextlib.suppress(EngineDeadError):
             await engine.abort_all()
-        await self._until_idle(LAST_WORDS_SECONDS)
-
-    async def _until_idle(self, seconds: float) -> bool:
-        """Whether all requests ended in time."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                while self._gate.num_running:
-                    await asyncio.sleep(0.02)
-        return not self._gate.num_running
+        await _until_idle(num_running, LAST_WORDS_SECONDS)
 
     def _parent_is_gone(self) -> None:
         logger.warning("the server's main process is gone; this front ends")
         os._exit(1)
+
+
+async def _until_idle(num_running: Callable[[], int], seconds: float) -> bool:
+    """Whether all requests ended in time."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            while num_running():
+                await asyncio.sleep(0.02)
+    return not num_running()
 
 
 def _offers(engine: AsyncLLM) -> str:

@@ -30,9 +30,10 @@ class Gate:
         """Let requests through."""
         self._app = app
 
-    def drain(self, seconds: float) -> None:
-        """Refuse new requests, because the server stops within so many seconds."""
+    def drain(self, seconds: float) -> ApiError:
+        """Refuse new requests, because the server stops within so many seconds. Returns what they are told."""
         self._retry_seconds = seconds
+        return _stopping(seconds)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -22,6 +22,7 @@ from jaxllm.errors import EngineDeadError
 from jaxllm.log import logger
 from jaxllm.progress import SILENT, Progress
 from server.front import LAST_WORDS_SECONDS, READY, FrontStart
+from server.grpc.start import check_grpc
 from server.listening import listen
 from server.options import ServerOptions
 
@@ -92,6 +93,7 @@ class Supervisor:
 
     async def run(self) -> int:
         """Serve until a signal or a failure. Returns the exit code; raises ConfigError or EngineDeadError for a failed start."""
+        check_grpc(self._options.network)
         sockets = listen(self._options.network)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
