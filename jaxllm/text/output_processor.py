@@ -89,6 +89,11 @@ class _Answer:
             self.cumulative_logprob = 0.0
         self.is_plain = self.tokenizer is None and self.logprobs is None
         """Whether the caller gets nothing but token ids."""
+        self.grammar_ends: frozenset[int] | None = None
+        """Of an answer with a grammar, the tokens that may end it."""
+        if request.grammar is not None:
+            eos_token_ids = () if self.params.ignore_eos else request.eos_token_ids
+            self.grammar_ends = frozenset((*eos_token_ids, *(self.params.stop_token_ids or ())))
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.error_kind: ErrorKind | None = None
@@ -107,7 +112,8 @@ class _Answer:
         stop, num_kept = None, 0
         stopped_by_token = news.finish_reason is FinishReason.STOP
         for place, token_id in enumerate(news.new_token_ids):
-            is_stop_token = stopped_by_token and place == len(news.new_token_ids) - 1
+            is_last = place == len(news.new_token_ids) - 1
+            is_stop_token = stopped_by_token and is_last and self._ends_request(token_id)
             stop = self.detokenizer.push_stop_token(token_id) if is_stop_token else self.detokenizer.push(token_id)
             num_kept += 1
             if stop is not None:
@@ -120,6 +126,12 @@ class _Answer:
             return news.finish_reason is None
         self.finish_reason, self.stop_reason, self.error_kind = news.finish_reason, news.stop_reason, news.error_kind
         return False
+
+    def _ends_request(self, token_id: int) -> bool:
+        """Whether the last token of a stopped answer ended it: the end of a grammar may have, after an ordinary token."""
+        if self.grammar_ends is None:
+            return True
+        return token_id in self.grammar_ends
 
     def _append(self, news: EngineCoreOutput, num_tokens: int) -> None:
         if self.logprobs is not None and news.new_logprobs is not None and num_tokens:

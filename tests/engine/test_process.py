@@ -12,7 +12,7 @@ import pytest
 
 from jaxllm.async_llm import AsyncLLM
 from jaxllm.engine.sockets import EXIT_HUNG
-from jaxllm.errors import EngineDeadError, EngineError, InvalidRequestError
+from jaxllm.errors import EngineDeadError, EngineError, EngineSleepingError, InvalidRequestError
 from jaxllm.outputs import RequestOutput
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
@@ -127,6 +127,23 @@ def test_aborting_by_id_gives_a_last_output(shared: Served) -> None:
             for output in await asyncio.gather(*tasks):
                 assert output.finished and output.outputs[0].finish_reason == "abort"
             await until_idle(llm)
+
+    run(main())
+
+
+def test_an_engine_that_sleeps_ends_and_refuses_requests_of_every_front(shared: Served) -> None:
+    async def main() -> None:
+        async with shared.front(0) as one, shared.front(1) as other:
+            running = await begun(one)
+            await other.sleep(1)
+            await running
+            assert await one.is_sleeping() and await other.is_sleeping()
+            for llm in (one, other):
+                with pytest.raises(EngineSleepingError):
+                    await text_of(llm)
+            await one.wake_up()
+            assert await text_of(other) == "one two three"
+            await one.check_integrity()
 
     run(main())
 
