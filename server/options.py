@@ -141,7 +141,9 @@ class LoggingOptions:
     enable_log_requests: Annotated[bool, "log each request's parameters; its text only at debug level"] = False
     max_log_len: Annotated[int | None, "most characters or token ids of a prompt in the log; default: all"] = None
     otlp_traces_endpoint: Annotated[
-        str | None, "URL of an OpenTelemetry collector, to which a trace of each request is sent; needs jaxllm[otel]"
+        str | None,
+        "URL that a trace span of each request is sent to, e.g. http://127.0.0.1:4317; $OTEL_EXPORTER_OTLP_TRACES_PROTOCOL is grpc "
+        "(the default) or http/protobuf, whose URL ends in /v1/traces; needs the extra otel",
     ] = None
     enable_server_load_tracking: Annotated[bool, "count running requests for /load"] = True
 

@@ -230,6 +230,7 @@ class EngineCore:
             work_seconds=work_seconds,
             device_wait_seconds=self.loop.wait_seconds,
             device_idle_seconds=idle_seconds,
+            sleep_level=self._sleep.level,
         )
 
     @property

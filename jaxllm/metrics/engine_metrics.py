@@ -4,14 +4,11 @@ from collections.abc import Mapping
 
 from jaxllm.metrics import buckets
 from jaxllm.metrics.collect import Collected
-from jaxllm.metrics.engine_load import LoadStats, add_engine_state, add_load
+from jaxllm.metrics.engine_load import LoadStats, add_load
 from jaxllm.metrics.metric import Metric
 from jaxllm.observations import Observations
 from jaxllm.request import FinishReason
 from jaxllm.sampling_params import SamplingParams
-
-REJECTIONS = ("max_num_queued_reqs", "max_num_queued_tokens")
-"""The limits that turn requests away, by the options' names."""
 
 
 class EngineMetrics:
@@ -27,7 +24,6 @@ class EngineMetrics:
         self.prompt_tokens_cached = 0
         self.generation_tokens = 0
         self._finished = dict.fromkeys(map(str, FinishReason), 0)
-        self._rejected = dict.fromkeys(REJECTIONS, 0)
         self._first_token_seconds = Observations(buckets.FIRST_TOKEN_SECONDS)
         self._inter_token_seconds = Observations(buckets.TOKEN_SECONDS)
         self._request_seconds = Observations(buckets.REQUEST_SECONDS)
@@ -46,23 +42,12 @@ class EngineMetrics:
         self.load: LoadStats | None = None
         """The engine core's own numbers, after the latest step."""
         self.programs_compiled_after_warmup = 0
-        self.sleep_level = 0
-        """0 awake, 1 weights offloaded, 2 all discarded."""
 
     def request_arrived(self, params: SamplingParams) -> None:
         """A prompt was accepted."""
         self._request_n.add(params.n)
         if params.max_tokens is not None:
             self._request_max_tokens.add(params.max_tokens)
-
-    @property
-    def num_rejected(self) -> int:
-        """Prompts that were turned away."""
-        return sum(self._rejected.values())
-
-    def request_rejected(self, reason: str) -> None:
-        """A prompt was turned away because too much waits; `reason` is one of REJECTIONS."""
-        self._rejected[reason] += 1
 
     def prefill_done(
         self,
@@ -139,19 +124,19 @@ class EngineMetrics:
         """Every metric as it is now, with or without those that the engine core counts for all fronts together."""
         found = Collected(self._labels)
         if of_engine:
-            cache_config = self._cache_config
-            if self.load is not None:
-                add_load(found, self.load)
-                cache_config = cache_config and cache_config | {"num_gpu_blocks": str(self.load.num_cache_blocks)}
-            add_engine_state(
-                found,
-                sleep_level=self.sleep_level,
-                num_compiled_after_warmup=self.programs_compiled_after_warmup,
-                cache_config=cache_config,
-            )
+            self._add_engine(found)
         self._add_counters(found)
         self._add_histograms(found)
         return found.metrics
+
+    def _add_engine(self, found: Collected) -> None:
+        cache_config = self._cache_config
+        if self.load is not None:
+            add_load(found, self.load)
+            cache_config = cache_config and cache_config | {"num_gpu_blocks": str(self.load.num_cache_blocks)}
+        found.counter("programs_compiled_after_warmup", self.programs_compiled_after_warmup, "programs compiled while serving")
+        if cache_config:
+            found.gauge("cache_config_info", 1, "options of the KV cache, as labels", **cache_config)
 
     def _add_counters(self, found: Collected) -> None:
         found.counter(
@@ -165,8 +150,6 @@ class EngineMetrics:
         found.counter("generation_tokens", self.generation_tokens, "output tokens")
         for reason, count in self._finished.items():
             found.counter("request_success", count, "ended sequences", finished_reason=reason)
-        for reason, count in self._rejected.items():
-            found.counter("admission_rejections", count, "requests turned away because too much waits", reason=reason)
 
     def _add_histograms(self, found: Collected) -> None:
         histogram = found.histogram
