@@ -219,6 +219,8 @@ async def _pool(
             priority=body.priority,
             cache_salt=body.cache_salt,
         )
+    for each in requests:
+        context.request_log.write(each, each.pooling_params)
     async with limit:
         with context.running():
             return context, await unless_disconnected(request.receive, service.run(requests))
