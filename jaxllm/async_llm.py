@@ -159,8 +159,10 @@ class AsyncLLM:
 
     async def pool_prepared(self, request: FrontRequest) -> PoolingRequestOutput:
         """`pool` for what `prepare` made of PoolingParams."""
+        output: Any = None
         async with contextlib.aclosing(self.stream(request)) as outputs:
-            output: Any = await anext(outputs)
+            async for last in outputs:  # there is one
+                output = last
         if output.error is not None:
             raise RequestFailedError(f"the request failed: {output.error}", output.error_kind or "internal")
         return output
@@ -169,6 +171,10 @@ class AsyncLLM:
         """End requests by the ids they were given; their generators yield a last output with finish_reason "abort"."""
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         await self._run(lambda: self._deliver(self._engine.abort_request_with_ids(ids)))
+
+    async def abort_all(self) -> None:
+        """End every request as `abort` does."""
+        await self._run(lambda: self._deliver(self._engine.abort_all()))
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises ConfigError if there is none."""
@@ -227,6 +233,11 @@ class AsyncLLM:
     async def stop_profile(self) -> None:
         """End the trace and write it. Raises EngineError if there is none."""
         await self._run(self._engine.stop_profile)
+
+    async def finish_compiling(self) -> None:
+        """Wait until no program is compiled behind the engine's back any more, e.g. before measuring something."""
+        self._check_alive()
+        await asyncio.to_thread(self._engine.finish_compiling)
 
     async def check_integrity(self) -> None:
         """Raise AssertionError (of an engine process: EngineError) if a request left something behind. For an engine without requests."""

@@ -201,6 +201,10 @@ class EngineCore:
         """Whether the engine sleeps."""
         return self._sleep.level > 0
 
+    @property
+    def sleep_level(self) -> int:
+        return self._sleep.level
+
     def start_profile(self) -> None:
         """Begin a trace by JAX's profiler. Raises ConfigError without `profiler_dir`, EngineError during a trace."""
         self._profiler.start()
@@ -229,6 +233,7 @@ class EngineCore:
             work_seconds=work_seconds,
             device_wait_seconds=self.loop.wait_seconds,
             device_idle_seconds=idle_seconds,
+            sleep_level=self._sleep.level,
         )
 
     @property

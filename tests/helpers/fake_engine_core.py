@@ -28,6 +28,9 @@ class FakeStats:
     prefix_cache_hits: int = 0
     resumed_prefix_cache_queries: int = 0
     resumed_prefix_cache_hits: int = 0
+    num_rejected_for_requests: int = 0
+    num_rejected_for_tokens: int = 0
+    sleep_level: int = 0
     num_cache_blocks: int = 0
     step_token_counts: tuple[int, ...] = ()
     num_step_tokens: int = 0
@@ -171,6 +174,10 @@ class FakeEngineCore:
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         return reset_running_requests or not self.running
+
+    @property
+    def sleep_level(self) -> int:
+        return int(self.is_sleeping)
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         self.news += [EngineCoreOutput(request_id, [], FinishReason.ABORT) for request_id in self.running]
