@@ -215,11 +215,14 @@ class EngineCore:
 
     def check_integrity(self) -> None:
         """Raise AssertionError if anything disagrees, or if a request left something behind. For an engine without requests."""
+        self._check_alive()
         self.scheduler.check_integrity()
         pool = self.scheduler.cache_manager.pool
         assert not self.scheduler.requests, f"{len(self.scheduler.requests)} requests are not finished"
+        assert not self._news, f"{len(self._news)} news were not told"
+        while self.loop.has_work:  # steps that were on their way when the last request ended
+            assert not self.loop.step(), "a step has news of a request that is gone"
         assert pool.num_free_blocks == pool.num_usable_blocks, "blocks are held by nobody"
-        assert not self.loop.has_work, "steps are in flight"
         self.runner.check_idle(self.scheduler.finished_ids)
 
     def stats(self) -> SchedulerStats:
