@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxllm.at_exit import shut_down_at_exit
@@ -101,15 +102,17 @@ class AsyncLLM:
         """
         self._check_alive()
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        return await asyncio.to_thread(
+        grammar = None
+        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
+            grammar = await asyncio.wrap_future(self._engine.grammar_compiler.submit(params.structured_outputs))
+        process = partial(
             self.input_processor.process,
-            request_id,
-            prompt,
-            params,
             priority=priority,
             queue_timeout_seconds=queue_timeout_seconds,
             timeout_seconds=timeout_seconds,
+            grammar=grammar,
         )
+        return await asyncio.to_thread(process, request_id, prompt, params)
 
     async def stream(self, request: FrontRequest) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of a prepared request as they come; those that a slow caller has not fetched are put together.
@@ -156,8 +159,10 @@ class AsyncLLM:
 
     async def pool_prepared(self, request: FrontRequest) -> PoolingRequestOutput:
         """`pool` for what `prepare` made of PoolingParams."""
+        output: Any = None
         async with contextlib.aclosing(self.stream(request)) as outputs:
-            output: Any = await anext(outputs)
+            async for last in outputs:  # there is one
+                output = last
         if output.error is not None:
             raise RequestFailedError(f"the request failed: {output.error}", output.error_kind or "internal")
         return output
@@ -166,6 +171,10 @@ class AsyncLLM:
         """End requests by the ids they were given; their generators yield a last output with finish_reason "abort"."""
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         await self._run(lambda: self._deliver(self._engine.abort_request_with_ids(ids)))
+
+    async def abort_all(self) -> None:
+        """End every request as `abort` does."""
+        await self._run(lambda: self._deliver(self._engine.abort_all()))
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises ConfigError if there is none."""
@@ -215,7 +224,7 @@ class AsyncLLM:
 
     async def is_sleeping(self) -> bool:
         """Whether the engine sleeps."""
-        return await self._run(lambda: self._engine.is_sleeping)
+        return await self._run(self._engine.is_sleeping)  # type: ignore[no-any-return]
 
     async def start_profile(self) -> None:
         """Begin a trace by JAX's profiler. Raises ConfigError without `profiler_dir`, EngineError during a trace."""
@@ -225,12 +234,17 @@ class AsyncLLM:
         """End the trace and write it. Raises EngineError if there is none."""
         await self._run(self._engine.stop_profile)
 
-    async def check_integrity(self) -> None:
-        """Raise AssertionError if a request left something behind. For an engine without requests."""
+    async def finish_compiling(self) -> None:
+        """Wait until no program is compiled behind the engine's back any more, e.g. before measuring something."""
+        self._check_alive()
+        await asyncio.to_thread(self._engine.finish_compiling)
 
-        def check() -> None:
+    async def check_integrity(self) -> None:
+        """Raise AssertionError (of an engine process: EngineError) if a request left something behind. For an engine without requests."""
+
+        def check() -> Any:
             assert not self._mailboxes, f"{len(self._mailboxes)} mailboxes are left"
-            self._engine.check_integrity()
+            return self._engine.check_integrity()
 
         await self._run(check)
 

@@ -2,9 +2,8 @@
 
 import asyncio
 import contextlib
-import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from jaxllm.async_llm import AsyncLLM
 from jaxllm.at_exit import shut_down_at_exit
@@ -12,7 +11,7 @@ from jaxllm.engine import messages
 from jaxllm.engine.client import EngineClient, RemoteCore
 from jaxllm.engine.messages import Failed, Outputs, Refused
 from jaxllm.errors import ConfigError, EngineDeadError, EngineError
-from jaxllm.llm_engine import LLMEngine, Texts
+from jaxllm.llm_engine import Core, LLMEngine, SleepMode, Texts
 from jaxllm.log import logger
 from jaxllm.mailbox import Letter, put_all
 from jaxllm.metrics.merge import merged
@@ -29,7 +28,7 @@ class ConnectedLLM(AsyncLLM):
     async def over(cls, client: EngineClient, texts: Texts | None = None) -> "ConnectedLLM":
         """Wait until the engine serves. Raises EngineDeadError."""
         ready = await client.ready()
-        core = RemoteCore(client, ready)
+        core = cast(Core, RemoteCore(client, ready))  # without what this class asks the client for itself
         namespace = client.name.rpartition("-")[2] + "-"
         engine = await asyncio.to_thread(LLMEngine, core=core, texts=texts, namespace=namespace)  # may read files
         return cls(client, engine)
@@ -92,6 +91,33 @@ class ConnectedLLM(AsyncLLM):
             except (EngineError, ConfigError) as error:
                 logger.debug("metrics were not shared: %s", error)
 
+    # What the core does between two steps
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        return bool(await self._client.call(messages.ResetPrefixCache(reset_running_requests)))
+
+    async def sleep(self, level: int = 1, mode: SleepMode = "abort") -> None:
+        await self._client.call(messages.Sleep(level, mode))
+
+    async def wake_up(self) -> None:
+        await self._client.call(messages.WakeUp())
+
+    async def is_sleeping(self) -> bool:
+        return bool(await self._client.call(messages.IsSleeping()))
+
+    async def start_profile(self) -> None:
+        await self._client.call(messages.StartProfile())
+
+    async def stop_profile(self) -> None:
+        await self._client.call(messages.StopProfile())
+
+    async def finish_compiling(self) -> None:
+        await self._client.call(messages.FinishCompiling())
+
+    async def check_integrity(self) -> None:
+        assert not self._mailboxes, f"{len(self._mailboxes)} mailboxes are left"
+        await self._client.call(messages.CheckIntegrity())
+
     # Where AsyncLLM would ask its thread
 
     def _send(self, command: Callable[[], None]) -> None:
@@ -100,8 +126,7 @@ class ConnectedLLM(AsyncLLM):
 
     async def _run(self, call: Callable[[], Any]) -> Any:
         self._check_alive()
-        result = call()
-        return await result if inspect.isawaitable(result) else result
+        return call()
 
     def _hand_over(self, letters: list[Letter]) -> None:
         put_all(letters)

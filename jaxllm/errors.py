@@ -3,6 +3,7 @@
 JaxLLMError
 ├── ConfigError            (ValueError)  an engine option is wrong, unknown or contradicts another
 ├── InvalidRequestError    (ValueError)  one request cannot be served; names the parameter
+├── GrammarError           (ValueError)  an output's form cannot be compiled, or the output cannot go on in it
 ├── ModelLoadError                       a checkpoint is missing, incomplete, corrupt or of an unknown kind
 ├── OutOfMemoryError                     the device cannot hold what was asked for; names the flag to change
 └── EngineError                          the engine failed in what it was asked; the message says whether to try again
@@ -27,6 +28,10 @@ class InvalidRequestError(JaxLLMError, ValueError):
     def __init__(self, message: str, param: str | None = None):
         super().__init__(message)
         self.param = param
+
+
+class GrammarError(JaxLLMError, ValueError):
+    """An output's form cannot be compiled, or the output cannot go on in it; the message is for callers."""
 
 
 class ModelLoadError(JaxLLMError):

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from jaxllm.sampling.processors import Processor
+    from jaxllm.structured.compiler import GrammarCompiler
 
 
 SleepMode = Literal["abort", "refuse"]
@@ -49,19 +51,20 @@ class Core(Protocol):
 
     @property
     def num_compiled_after_warmup(self) -> int: ...
+    @property
+    def sleep_level(self) -> int: ...
     def finish_compiling(self) -> None: ...
     def add_request(self, request: EngineCoreRequest) -> None: ...
     def abort_requests(self, request_ids: list[str]) -> None: ...
     def step(self) -> list[EngineCoreOutput]: ...
     def has_unfinished_requests(self) -> bool: ...
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool: ...
-    def sleep(self, level: int = 1, mode: SleepMode = "abort") -> None: ...
-    def wake_up(self) -> None: ...
-    @property
-    def is_sleeping(self) -> bool: ...
-    def start_profile(self) -> None: ...
-    def stop_profile(self) -> None: ...
-    def check_integrity(self) -> None: ...
+    def sleep(self, level: int = 1, mode: SleepMode = "abort") -> Any: ...
+    def wake_up(self) -> Any: ...
+    def is_sleeping(self) -> Any: ...
+    def start_profile(self) -> Any: ...
+    def stop_profile(self) -> Any: ...
+    def check_integrity(self) -> Any: ...
     def stats(self) -> LoadStats: ...
     def shutdown(self) -> None: ...
 
@@ -142,7 +145,10 @@ class LLMEngine:
             texts.generation_config,
             processor_arguments=self.core.processor_arguments,
             namespace=namespace,
+            compile_grammar=None if self.tokenizer is None else lambda form: self.grammar_compiler.compile(form),
         )
+        self._grammar_compiler: GrammarCompiler | None = None
+        self._grammar_lock = threading.Lock()
         self._outputs = OutputProcessor(self.tokenizer, observer=self.metrics)
         shut_down_at_exit(self)
 
@@ -254,6 +260,19 @@ class LLMEngine:
 
     # The rest
 
+    @property
+    def grammar_compiler(self) -> "GrammarCompiler":
+        """What turns the forms of outputs into grammars; made when it is first asked for. Raises InvalidRequestError."""
+        with self._grammar_lock:
+            if self._grammar_compiler is None:
+                from jaxllm.structured.compiler import GrammarCompiler
+                from jaxllm.structured.token_table import Vocabulary
+
+                eos_token_ids = self.input_processor.eos_token_ids
+                vocabulary = Vocabulary.of(self.get_tokenizer(), self.model_config.vocab_size, eos_token_ids)
+                self._grammar_compiler = GrammarCompiler(vocabulary)
+            return self._grammar_compiler
+
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises ConfigError if there is none."""
         if self.tokenizer is None:
@@ -292,38 +311,39 @@ class LLMEngine:
         """Forget all cached prompt beginnings. False if blocks are in use."""
         return self.core.reset_prefix_cache(reset_running_requests)
 
-    def sleep(self, level: int = 1, mode: SleepMode = "abort") -> None:
+    def sleep(self, level: int = 1, mode: SleepMode = "abort") -> Any:
         """Give the device's memory back: the KV cache, and the weights to the host (level 1) or altogether (level 2).
 
         Unfinished requests are aborted, which the next `step` reports, or keep the engine from sleeping ("refuse": EngineError).
         New ones are refused with EngineSleepingError. Raises InvalidRequestError for another level.
         """
-        self.core.sleep(level, mode)
+        return self.core.sleep(level, mode)
 
-    def wake_up(self) -> None:
+    def wake_up(self) -> Any:
         """Serve again. Raises OutOfMemoryError or ModelLoadError, and sleeps on, if that cannot be."""
-        self.core.wake_up()
+        return self.core.wake_up()
 
-    @property
-    def is_sleeping(self) -> bool:
+    def is_sleeping(self) -> Any:
         """Whether the engine sleeps."""
-        return self.core.is_sleeping
+        return self.core.is_sleeping()
 
-    def start_profile(self) -> None:
+    def start_profile(self) -> Any:
         """Begin a trace by JAX's profiler. Raises ConfigError without `profiler_dir`, EngineError during a trace."""
-        self.core.start_profile()
+        return self.core.start_profile()
 
-    def stop_profile(self) -> None:
+    def stop_profile(self) -> Any:
         """End the trace and write it. Raises EngineError if there is none."""
-        self.core.stop_profile()
+        return self.core.stop_profile()
 
-    def check_integrity(self) -> None:
+    def check_integrity(self) -> Any:
         """Raise AssertionError if a request left something behind. For an engine without requests."""
         assert not len(self._outputs), f"{len(self._outputs)} requests are awaited"
-        self.core.check_integrity()
+        return self.core.check_integrity()
 
     def shutdown(self) -> None:
         """End every request and free the device. The engine cannot be used afterwards."""
+        if self._grammar_compiler is not None:
+            self._grammar_compiler.shutdown()
         self.abort_all()
         self.core.shutdown()
 

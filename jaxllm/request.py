@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import SamplingParams
@@ -64,6 +65,8 @@ class ErrorKind(enum.StrEnum):
     """It waited longer than its `queue_timeout_seconds`."""
     TIMEOUT = "timeout"
     """It was not done after its `timeout_seconds`."""
+    CONSTRAINT = "constraint"
+    """What it asks of its tokens leaves none to go on with."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,17 @@ class Grammar:
     """Memory that it takes compiled."""
     start_after_token_ids: tuple[int, ...] | None = None
     """It holds for what follows this run of output tokens."""
+
+
+class OutputMatcher(Protocol):
+    """Follows an output through its grammar."""
+
+    is_done: bool
+    """Whether the output is complete, and no EOS will say so."""
+
+    def advance(self, token_id: int) -> None:
+        """Take in the next token. Raises GrammarError if the output cannot go on with it."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +160,8 @@ class Request:
     """When its first step was planned."""
     stop_reason: int | str | None = None
     error_kind: ErrorKind | None = None
+    matcher: OutputMatcher | None = None
+    """Of a request with a grammar, once that is compiled; it knows all output tokens."""
     block_hashes: list[bytes] = field(default_factory=list)
     """One per full block of token_ids; kept up to date by `extend_hashes`."""
     extend_hashes: Callable[["Request"], None] | None = None

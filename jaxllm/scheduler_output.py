@@ -23,6 +23,8 @@ class NewRequestData:
     num_cached_tokens: int
     """Tokens at the front whose keys and values are in shared blocks already; never written again. It exceeds
     num_computed_tokens by one when the whole prompt was cached and only its last token is computed again."""
+    is_masked: bool = False
+    """Whether a grammar says which tokens it may draw."""
     pooling_params: PoolingParams | None = None
 
 
@@ -50,6 +52,8 @@ class SchedulerOutput:
     preempted_request_ids: list[str]
     """Lost their blocks and rows in this step."""
     step_id: int = 0
+    masked_request_ids: tuple[str, ...] = ()
+    """Requests that draw a token under a grammar in this step: it waits for their masks, which need their last tokens."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What a caller may ask of the form of an output, with the checks that need no compiler. Knows nothing of tokens or grammars."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +31,8 @@ class StructuredOutputsParams:
     """A JSON schema, as text or as Python's value of it."""
     regex: str | None = None
     """A regular expression that the whole output matches."""
-    choice: Sequence[str] | None = None
-    """Texts, one of which is the output."""
+    choice: tuple[str, ...] | None = None
+    """Texts, one of which is the output; any list of them is taken."""
     grammar: str | None = None
     """A context-free grammar in Lark's notation, or in GBNF (EBNF with ::=)."""
     json_object: bool | None = None

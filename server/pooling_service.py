@@ -10,7 +10,7 @@ from jaxllm.errors import InvalidRequestError
 from jaxllm.outputs import PoolingRequestOutput
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.text.input_processor import FrontRequest, encode_prompts
-from server.chat_service import finish_reason
+from server.endings import end_of
 from server.errors import ApiError, bad_request
 from server.options import LimitOptions
 from server.prompts import check_text_length
@@ -80,7 +80,7 @@ class PoolingService:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         for output in outputs:
-            finish_reason(output.finish_reason)
+            end_of(output)
         return outputs
 
     def _encode(self, inputs: Sequence[Input], add_special_tokens: bool) -> list[Any]:

@@ -21,7 +21,7 @@ _ROWS_AT_ONCE = 8
 
 def as_bytes(vectors: np.ndarray, dtype: str, endianness: str) -> bytes:
     """The numbers one after the other, row by row."""
-    array = np.ascontiguousarray(vectors.astype(_DTYPES[dtype]))
+    array = np.ascontiguousarray(_cast(vectors, dtype))
     if endianness not in ("native", sys.byteorder) and array.itemsize > 1:
         array = array.view(f"u{array.itemsize}").byteswap()
     return array.tobytes()
@@ -31,7 +31,7 @@ async def as_json(vectors: np.ndarray, encoding: str, dtype: str, endianness: st
     """A JSON value: for base64 a text, else lists of numbers as they are in `dtype`. Lets others run in between."""
     if encoding == "base64":
         return b'"%b"' % base64.b64encode(as_bytes(vectors, dtype, endianness))
-    numbers = vectors if dtype == "float32" else vectors.astype(_DTYPES[dtype]).astype(np.float32)
+    numbers = _cast(vectors, dtype).astype(np.float32)
     if numbers.ndim == 1:
         return msgspec.json.encode(numbers.tolist())
     rows = []
@@ -39,3 +39,11 @@ async def as_json(vectors: np.ndarray, encoding: str, dtype: str, endianness: st
         rows.append(msgspec.json.encode(numbers[first : first + _ROWS_AT_ONCE].tolist())[1:-1])
         await asyncio.sleep(0)
     return b"[" + b",".join(rows) + b"]"
+
+
+def _cast(vectors: np.ndarray, dtype: str) -> np.ndarray:
+    """In a narrower type, numbers beyond its range become its largest: JSON has no infinity."""
+    if dtype == "float32":
+        return vectors
+    largest = float(ml_dtypes.finfo(_DTYPES[dtype]).max)
+    return np.clip(vectors, -largest, largest).astype(_DTYPES[dtype])

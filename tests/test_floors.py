@@ -39,6 +39,7 @@ FLOORS = {
 """A module lives where its longest prefix here says."""
 
 SIBLINGS = {
+    ("jaxllm.structured", "jaxllm.text"),
     ("jaxllm.layers", "jaxllm.quantization"),
     ("jaxllm.loaders", "jaxllm.models"),
     ("jaxllm.llm", "jaxllm.llm_engine"),

@@ -37,7 +37,6 @@ from jaxllm.errors import EngineDeadError, EngineError
 from jaxllm.log import logger
 from jaxllm.metrics.engine_metrics import LoadStats
 from jaxllm.model_config import ModelConfig
-from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import EngineCoreRequest
 from jaxllm.scheduler.stats import SchedulerStats
 
@@ -217,60 +216,34 @@ class EngineClient:
 
 
 class RemoteCore:
-    """The core in the engine process, in the form that LLMEngine takes. It never steps: outputs come by `client.on_outputs`.
-
-    What is a call with a result in the engine core returns a future here.
-    """
+    """The core in the engine process, as far as LLMEngine in a front needs it. It steps by itself: outputs come by `client.on_outputs`."""
 
     def __init__(self, client: EngineClient, ready: Ready):
-        self.client = client
         self.config: EngineConfig = ready.config
         self.model_config: ModelConfig = ready.model_config
         self.max_model_len = ready.max_model_len
         self.processor_arguments: Mapping[str, int] = ready.processor_arguments
+        self._client = client
 
     @property
     def num_compiled_after_warmup(self) -> int:
-        return 0 if self.client.load is None else self.client.load.num_compiled_after_warmup
+        return 0 if self._client.load is None else self._client.load.num_compiled_after_warmup
 
-    def add_request(self, request: EngineCoreRequest) -> None:
-        self.client.add(request)
-
-    def abort_requests(self, request_ids: list[str]) -> None:
-        self.client.abort(request_ids)
+    @property
+    def sleep_level(self) -> int:
+        return 0 if self._client.load is None else self._client.load.sleep_level
 
     def stats(self) -> LoadStats:
-        return _NO_LOAD if self.client.load is None else self.client.load.stats
+        return _NO_LOAD if self._client.load is None else self._client.load.stats
 
-    def step(self) -> list[EngineCoreOutput]:
-        raise NotImplementedError("the engine process steps by itself")
+    def add_request(self, request: EngineCoreRequest) -> None:
+        self._client.add(request)
 
-    def has_unfinished_requests(self) -> bool:
-        raise NotImplementedError("the engine process knows")
-
-    def finish_compiling(self) -> Any:
-        return self.client.call(messages.FinishCompiling())
-
-    def reset_prefix_cache(self, reset_running_requests: bool = False) -> Any:
-        return self.client.call(messages.ResetPrefixCache(reset_running_requests))
-
-    def sleep(self, level: int = 1) -> Any:
-        return self.client.call(messages.Sleep(level))
-
-    def wake_up(self) -> Any:
-        return self.client.call(messages.WakeUp())
-
-    def is_sleeping(self) -> Any:
-        return self.client.call(messages.IsSleeping())
-
-    def start_profile(self) -> Any:
-        return self.client.call(messages.StartProfile())
-
-    def stop_profile(self) -> Any:
-        return self.client.call(messages.StopProfile())
+    def abort_requests(self, request_ids: list[str]) -> None:
+        self._client.abort(request_ids)
 
     def shutdown(self) -> None:
-        self.client.close()
+        self._client.close()
 
 
 _NO_LOAD = SchedulerStats(0, 0, 0.0, 0, 0, 0, 0, 0)

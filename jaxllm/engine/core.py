@@ -12,6 +12,7 @@ from flax import nnx
 from jaxllm.config import EngineConfig
 from jaxllm.engine import fault_points
 from jaxllm.engine.failures import FailurePolicy, explain
+from jaxllm.engine.grammars import Grammars
 from jaxllm.engine.loop import StepLoop
 from jaxllm.engine.prepare import Prepared
 from jaxllm.engine.profiler import Profiler
@@ -27,6 +28,9 @@ from jaxllm.sampling.processors import Processor, check_processors
 from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.scheduler.stats import SchedulerStats
 from jaxllm.start_times import StartTimes
+from jaxllm.structured.token_table import Vocabulary
+from jaxllm.text.model_files import text_files
+from jaxllm.text.tokenizer import load_tokenizer
 
 _MAX_IN_FLIGHT = {False: 2, True: 3}
 """Steps in flight by whether they run on a GPU. There the news of a finished step takes up to a millisecond to reach the host (measured,
@@ -92,6 +96,7 @@ class EngineCore:
             self.config.scheduler, self.config.cache, num_blocks=plan.num_blocks, max_model_len=plan.max_model_len
         )
         max_in_flight = _MAX_IN_FLIGHT[jax.default_backend() != "cpu"] if self.config.scheduler.async_scheduling else 1
+        self.grammars = Grammars(self.scheduler, self._vocabulary, self.model_config.padded_vocab_size)
         self.loop = StepLoop(self.scheduler, self.runner, max_in_flight=max_in_flight)
         self._failures = FailurePolicy()
         self._sleep = Sleep(self.runner, partial(self._load_weights, prepared, SILENT))
@@ -124,7 +129,13 @@ class EngineCore:
         self._check_alive()
         if self._sleep.level:
             raise EngineSleepingError("the engine sleeps and takes no requests; wake it up first")
-        self.scheduler.add_request(Request(request))
+        admitted = Request(request)
+        self.scheduler.add_request(admitted)
+        try:
+            self.grammars.admit(admitted)
+        except BaseException:
+            self.scheduler.finish_requests(admitted.request_id, RequestStatus.FINISHED_ERROR)
+            raise
 
     def abort_requests(self, request_ids: list[str]) -> None:
         """End requests now; unknown ids are ignored."""
@@ -140,7 +151,7 @@ class EngineCore:
         Raises EngineDeadError if the engine cannot go on; all requests end with it.
         """
         self._check_alive()
-        news = self.scheduler.fail_expired()
+        news = self.scheduler.fail_expired() + self.grammars.settle()
         if self._news:
             news, self._news = self._news + news, []
         try:
@@ -186,9 +197,13 @@ class EngineCore:
         self._check_alive()
         self._sleep.wake_up()
 
-    @property
     def is_sleeping(self) -> bool:
+        """Whether the engine sleeps."""
         return self._sleep.level > 0
+
+    @property
+    def sleep_level(self) -> int:
+        return self._sleep.level
 
     def start_profile(self) -> None:
         """Begin a trace by JAX's profiler. Raises ConfigError without `profiler_dir`, EngineError during a trace."""
@@ -238,7 +253,15 @@ class EngineCore:
             self._die(EngineDeadError("the engine was shut down"))
         if self._profiler.is_running:
             self._profiler.stop()
+        self.grammars.shutdown()
         self.runner.delete_arrays()
+
+    def _vocabulary(self, eos_token_ids: tuple[int, ...]) -> Vocabulary:
+        options = self.config.model
+        directory, name = self.model_dir, options.model
+        if options.tokenizer is not None:
+            directory, name = text_files(options.tokenizer, download_dir=options.download_dir), options.tokenizer
+        return Vocabulary.of(load_tokenizer(directory, name=name), self.model_config.padded_vocab_size, eos_token_ids)
 
     def _check_alive(self) -> None:
         if self._dead is not None:

@@ -3,12 +3,16 @@
 import contextlib
 import time
 from collections import deque
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+import numpy as np
 
 from jaxllm.engine.work_clock import WorkClock
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from jaxllm.structured.matcher import Matcher, fill_masks
 
 
 class PendingOutput(Protocol):
@@ -19,11 +23,23 @@ class PendingOutput(Protocol):
         ...
 
 
+class MaskedOutput(PendingOutput, Protocol):
+    """A dispatched step that draws its tokens when their masks are known."""
+
+    sampled_ids: Sequence[str]
+    mask_RW: np.ndarray
+    """A row for each of them; allows everything until it is filled."""
+
+    def draw(self) -> None:
+        """Start to draw without waiting."""
+        ...
+
+
 class Runner(Protocol):
     """What the loop needs of a runner."""
 
     def dispatch(self, plan: SchedulerOutput) -> PendingOutput:
-        """Start a step without waiting."""
+        """Start a step without waiting. It is a MaskedOutput if the plan has masked requests."""
         ...
 
     def start_over(self) -> None:
@@ -42,6 +58,8 @@ class StepLoop:
         self.working_on: SchedulerOutput | None = None
         """The step that is dispatched or read; after an error the one that failed. None while planning."""
         self._news: list[EngineCoreOutput] = []
+        self._undrawn: tuple[SchedulerOutput, MaskedOutput] | None = None
+        """The last step in flight, if it waits for masks: none follows before it has them."""
         self.wait_seconds = 0.0
         """Time spent waiting for the device in all."""
         self.work_clock = WorkClock()
@@ -54,14 +72,18 @@ class StepLoop:
         """Keep the device busy, then return the news of the oldest step in flight (nothing if there was none)."""
         if not self._in_flight:
             self.note_work()
-        while len(self._in_flight) < self.max_in_flight and self.scheduler.has_requests():
+        while self._undrawn is None and len(self._in_flight) < self.max_in_flight and self.scheduler.has_requests():
             self.working_on = None
             self.working_on = plan = self.scheduler.schedule()
             if plan.total_num_scheduled_tokens == 0:
                 break
-            self._in_flight.append((plan, self.runner.dispatch(plan)))
+            pending = self.runner.dispatch(plan)
+            self._in_flight.append((plan, pending))
             if len(self._in_flight) == 1:
                 self.note_work()
+            if plan.masked_request_ids:
+                self._undrawn = plan, cast(MaskedOutput, pending)
+                self._draw_if_possible()
         if not self._in_flight:
             return []
         plan, pending = self._in_flight[0]
@@ -71,6 +93,7 @@ class StepLoop:
         self.wait_seconds += time.perf_counter() - start
         self._in_flight.popleft()  # only now: a wait that was interrupted is still to come
         self._news += self.scheduler.update_from_output(plan, result)
+        self._draw_if_possible()
         if not self._in_flight:
             self.note_work()
         return self.take_news()
@@ -80,12 +103,31 @@ class StepLoop:
         news, self._news = self._news, []
         return news
 
+    def _draw_if_possible(self) -> None:
+        """Give the step that waits for masks what its requests' grammars allow, once their last tokens are known."""
+        if self._undrawn is None:
+            return
+        plan, pending = self._undrawn
+        if not self.scheduler.tokens_are_known(plan.masked_request_ids):
+            return
+        self.working_on = plan
+        requests = self.scheduler.requests
+        matchers = [
+            (request.matcher, row)
+            for row, request_id in enumerate(pending.sampled_ids)
+            if (request := requests.get(request_id)) is not None and isinstance(request.matcher, Matcher)
+        ]
+        fill_masks(matchers, pending.mask_RW)
+        self._undrawn = None
+        pending.draw()
+
     def note_work(self) -> None:
         """Tell the clock whether there is work and whether the device has any of it. Call when requests end outside a step."""
         self.work_clock.note(has_work=self.has_work, in_flight=bool(self._in_flight))
 
     def forget(self) -> None:
         """Drop the steps in flight, after the device is through with them. What they bring, errors too, is nobody's any more."""
+        self._undrawn = None
         while self._in_flight:
             _, pending = self._in_flight.popleft()
             with contextlib.suppress(Exception):

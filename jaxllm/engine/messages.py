@@ -56,7 +56,8 @@ class EngineStart(_Message):
 
     config: EngineConfig
     directory: str
-    log_level: str = "info"
+    log_level: str | None = None
+    log_format: str | None = None
     step_timeout_seconds: float = 300.0
     compile_timeout_seconds: float = 3600.0
     core_factory: str | None = None
@@ -92,6 +93,7 @@ class ResetPrefixCache(_Message, tag="reset_prefix_cache"):
 
 class Sleep(_Message, tag="sleep"):
     level: int = 1
+    mode: Literal["abort", "refuse"] = "abort"
 
 
 class WakeUp(_Message, tag="wake_up"):
@@ -107,6 +109,10 @@ class StartProfile(_Message, tag="start_profile"):
 
 
 class StopProfile(_Message, tag="stop_profile"):
+    pass
+
+
+class CheckIntegrity(_Message, tag="check_integrity"):
     pass
 
 
@@ -132,12 +138,8 @@ class ShareMetrics(_Message, tag="share_metrics"):
     own: list[MetricRecord]
 
 
-CoreCall = ResetPrefixCache | Sleep | WakeUp | IsSleeping | StartProfile | StopProfile | FinishCompiling
-"""Each is a method of the engine core, named by its tag."""
-CORE_CALLS: dict[str, Any] = {
-    str(kind.__struct_config__.tag): kind
-    for kind in (ResetPrefixCache, Sleep, WakeUp, IsSleeping, StartProfile, StopProfile, FinishCompiling)
-}
+CoreCall = ResetPrefixCache | Sleep | WakeUp | IsSleeping | StartProfile | StopProfile | CheckIntegrity | FinishCompiling
+"""Each is a method or property of the engine core, named by its tag."""
 
 
 class Call(_Message, tag="call"):
@@ -156,6 +158,7 @@ class Load(_Message):
 
     stats: SchedulerStats
     num_compiled_after_warmup: int = 0
+    sleep_level: int = 0
 
 
 class Status(_Message, tag="status"):

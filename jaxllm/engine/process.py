@@ -1,5 +1,6 @@
 """The engine process: an engine core that serves the fronts of other processes. Run by `jaxllm.engine.launch` as `python -m`."""
 
+import contextlib
 import importlib
 import os
 import queue
@@ -42,6 +43,7 @@ from jaxllm.scheduler.stats import SchedulerStats
 from jaxllm.start_times import StartTimes, process_age_seconds
 
 _LAGGING_PAUSE_SECONDS = 0.25
+_FIRST_HELLO_SECONDS = 2.0
 
 
 class ServedCore(Protocol):
@@ -57,6 +59,8 @@ class ServedCore(Protocol):
     def num_compiled_after_warmup(self) -> int: ...
     @property
     def is_compiling(self) -> bool: ...
+    @property
+    def sleep_level(self) -> int: ...
     def add_request(self, request: EngineCoreRequest) -> None: ...
     def abort_requests(self, request_ids: list[str]) -> None: ...
     def step(self) -> list[EngineCoreOutput]: ...
@@ -194,7 +198,8 @@ class EngineLoop:
     def _result_of(self, command: Call) -> Reply:
         name = str(type(command.call).__struct_config__.tag)
         try:
-            result = getattr(self._core, name)(*msgspec.structs.astuple(command.call))
+            member = getattr(self._core, name)
+            result = member(*msgspec.structs.astuple(command.call)) if callable(member) else member
         except EngineDeadError:
             raise
         except Exception as error:  # the caller's affair
@@ -252,7 +257,7 @@ class EngineLoop:
                 self._lagging.discard(client)
 
     def _load(self) -> Load:
-        return Load(self._core.stats(), self._core.num_compiled_after_warmup)
+        return Load(self._core.stats(), self._core.num_compiled_after_warmup, self._core.sleep_level)
 
 
 def serve(start: EngineStart, parent_fd: int | None = None) -> int:
@@ -279,7 +284,8 @@ def serve(start: EngineStart, parent_fd: int | None = None) -> int:
     except Exception as error:
         logger.exception("the engine failed")
         last_words, code = Dead(f"the engine failed: {type(error).__name__}; its log has more"), EXIT_FAILED
-    _say_to_all(last_words, listener, outbox)
+    if code or outbox.clients:
+        _say_to_all(last_words, listener, outbox)
     listener.stop()
     if core is not None and code == 0:
         core.shutdown()
@@ -288,14 +294,13 @@ def serve(start: EngineStart, parent_fd: int | None = None) -> int:
 
 
 def _say_to_all(last_words: Dead, listener: Listener, outbox: Outbox) -> None:
-    """Also to fronts whose Hello nobody has taken, because loading failed."""
-    while True:
-        try:
-            command = listener.commands.get_nowait()
-        except queue.Empty:
-            break
-        if isinstance(command, Hello):
-            outbox.connect(command.client)
+    """Also to fronts whose Hello nobody has taken, because loading failed; if none has come yet, one is waited for."""
+    deadline = time.monotonic() + _FIRST_HELLO_SECONDS
+    while not listener.commands.empty() or (not outbox.clients and time.monotonic() < deadline):
+        with contextlib.suppress(queue.Empty):
+            command = listener.commands.get(timeout=0.05)
+            if isinstance(command, Hello):
+                outbox.connect(command.client)
     frame = messages.encode(last_words)
     for client in outbox.clients:
         outbox.send(client, frame)
@@ -318,7 +323,7 @@ def main() -> int:
     """What `python -m jaxllm.engine.process` does: an EngineStart comes by standard input, whose end means that the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches every process; the parent decides
     start = messages.decode_engine_start(read_first_message(sys.stdin.fileno()))
-    log.set_up(start.log_level)
+    log.set_up(start.log_level, format=start.log_format)
     return serve(start, parent_fd=sys.stdin.fileno())
 
 

@@ -59,19 +59,30 @@ class EngineMetrics:
         prefill_seconds: float | None = None,
     ) -> None:
         """The first token of a sequence came, so long after its arrival; how long it waited and computed, if the core told."""
+        self._first_token_seconds.add(seconds)
+        self._prompt_computed(num_prompt_tokens, num_cached_tokens, queue_seconds, prefill_seconds)
+
+    def prompt_pooled(
+        self,
+        num_prompt_tokens: int,
+        num_cached_tokens: int,
+        *,
+        queue_seconds: float | None = None,
+        prefill_seconds: float | None = None,
+    ) -> None:
+        """The vectors of a prompt came; how long it waited and computed, if the core told."""
+        self._prompt_computed(num_prompt_tokens, num_cached_tokens, queue_seconds, prefill_seconds)
+
+    def _prompt_computed(
+        self, num_prompt_tokens: int, num_cached_tokens: int, queue_seconds: float | None, prefill_seconds: float | None
+    ) -> None:
         self.prompt_tokens += num_prompt_tokens
         self.prompt_tokens_cached += num_cached_tokens
-        self._first_token_seconds.add(seconds)
         self._request_computed_tokens.add(num_prompt_tokens - num_cached_tokens)
         if queue_seconds is not None:
             self._queue_seconds.add(queue_seconds)
         if prefill_seconds is not None:
             self._prefill_seconds.add(prefill_seconds)
-
-    def prompt_pooled(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
-        """The vectors of a prompt came."""
-        self.prompt_tokens += num_prompt_tokens
-        self.prompt_tokens_cached += num_cached_tokens
 
     def tokens_done(self, seconds: float, count: int) -> None:
         """A later token came for so many sequences, so long after the one before it."""
@@ -146,7 +157,7 @@ class EngineMetrics:
         histogram("inter_token_latency_seconds", self._inter_token_seconds, "between tokens of a sequence")
         histogram("e2e_request_latency_seconds", self._request_seconds, "from arrival to the end")
         histogram("request_queue_time_seconds", self._queue_seconds, "from the engine core's queue to the first step")
-        histogram("request_prefill_time_seconds", self._prefill_seconds, "from the first step to the first token")
+        histogram("request_prefill_time_seconds", self._prefill_seconds, "from the first step to the first token or the vector")
         histogram("request_decode_time_seconds", self._decode_seconds, "from the first token to the last")
         histogram("request_inference_time_seconds", self._inference_seconds, "from the first step to the last token")
         histogram("request_time_per_output_token_seconds", self._seconds_per_token, "mean time per token after the first")

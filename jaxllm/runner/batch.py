@@ -98,7 +98,7 @@ class BatchBuilder:
         index_R = np.fromiter([row.index for row in scheduled], np.int32, num_rows)
         start_R = np.fromiter(cached.num_computed_tokens, np.int32, num_rows)
         num_known_R, variant = rows.num_known_N[index_R], Variant(rows.variant_N[index_R].max(initial=Variant.GREEDY))
-        if variant == Variant.FULL or (start_R + 1 < num_known_R).any():
+        if variant >= Variant.MASKED or (start_R + 1 < num_known_R).any():
             return None
         update_index: list[int] = []
         update_block: list[int] = []
@@ -156,8 +156,10 @@ class BatchBuilder:
         num_tokens = sum(count for _, _, count in scheduled)
         prompt_logprobs = self._prompt_logprobs(scheduled)
         variant = max((row.variant for row in sampled), default=Variant.GREEDY)
+        if plan.masked_request_ids:
+            variant = max(variant, Variant.MASKED)
         logprobs = LogprobsKind.of(sampled) if variant == Variant.FULL else LogprobsKind.NONE
-        is_decode = not partial and num_tokens == len(scheduled) and variant != Variant.FULL and not prompt_logprobs
+        is_decode = not partial and num_tokens == len(scheduled) and variant < Variant.MASKED and not prompt_logprobs
         if is_decode:
             layout = decode_layout(self.buckets.fit_decode(len(scheduled)))
         else:

@@ -79,13 +79,16 @@ class Rows:
         assert data.request_id not in self.by_request, f"request {data.request_id} has a row already"
         params = data.sampling_params
         sampling_columns = pack_columns(params)
+        lowest = Variant.MASKED if data.is_masked else Variant.GREEDY
         row = Row(
             index=self._free[-1],
             data=data,
             num_known=len(data.token_ids),
             num_blocks=0,
             # The decode program neither reports logprobs nor shows hidden states to pool.
-            variant=Variant.FULL if needs_logprobs(params) or data.pooling_params is not None else variant_of(params),
+            variant=Variant.FULL
+            if needs_logprobs(params) or data.pooling_params is not None
+            else max(variant_of(params), lowest),
             needs_state=needs_state(params),
             num_logprobs=params.logprobs,
             named_ids=params.logprob_token_ids,

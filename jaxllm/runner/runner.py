@@ -1,11 +1,11 @@
 """ModelRunner: owns weights, caches and rows on the device and runs one step at a time without waiting for it. Knows no scheduler."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -19,6 +19,7 @@ from jaxllm.progress import SILENT, Progress
 from jaxllm.runner.batch import Batch, BatchBuilder, PromptLogprobsChunk, request_failed
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.launcher import Launcher
+from jaxllm.runner.masked_step import MaskedStep
 from jaxllm.runner.memory import MemoryPlan
 from jaxllm.runner.pooler import NOT_FINITE, PendingVectors, Pooler
 from jaxllm.runner.program_store import ProgramStore
@@ -27,11 +28,14 @@ from jaxllm.runner.prompt_logprobs import PendingPromptLogprobs, trim
 from jaxllm.runner.rows import LogprobsKind, Row, Rows
 from jaxllm.runner.step import Caches, RowArrays, Scores, StepFunctions
 from jaxllm.runner.step_programs import PROMPT_LOGPROBS_CHUNK, UPDATES_PER_WRITE, ProgramKey, StepPrograms
+from jaxllm.sampling.mask import num_words
 from jaxllm.sampling.state import SamplingState, pack_admission
 from jaxllm.sampling.variants import Variant
 from jaxllm.sampling_params import MAX_LOGPROB_TOKEN_IDS
 from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 from jaxllm.start_times import StartTimes
+
+T = TypeVar("T")
 
 WARM_UP_RUNS = 2
 """The first run of a program loads it on the device; the second records its CUDA graphs, which all later ones launch."""
@@ -117,6 +121,17 @@ class LaunchingStep:
         return self.launched.result().result()
 
 
+@dataclass(frozen=True)
+class _Hidden:
+    """A step whose model has run, or will have."""
+
+    hidden_ND: jax.Array
+    columns_NC: jax.Array
+    prompt_logprobs: list[PendingPromptLogprobs]
+    vectors: PendingVectors | None
+    errors: dict[str, str]
+
+
 class ModelRunner:
     """Runs `SchedulerOutput`s on the device, in the order given."""
 
@@ -184,6 +199,8 @@ class ModelRunner:
         self.caches: Caches = ()
         self.row_arrays = self._new_row_arrays()
         self._sampling_state: SamplingState | None = None
+        self._open_masks: dict[int, jax.Array] = {}
+        """Masks that allow everything, by rows."""
         self._on_gpu, self._on_one_gpu = on_gpu, on_gpu and mesh.size == 1
         # A CPU has no launches that would be worth a thread.
         self._launcher = Launcher() if on_gpu else None
@@ -261,9 +278,9 @@ class ModelRunner:
     def drop_caches(self) -> None:
         """Free all rows and the memory of what steps change: the KV cache, the rows' arrays, the state of full sampling."""
         self.rows.clear()
-        _delete((self.caches, self.row_arrays, self._sampling_state))
+        _delete((self.caches, self.row_arrays, self._sampling_state, self._open_masks))
         self._pooler.delete_arrays()
-        self.caches, self._sampling_state = (), None
+        self.caches, self._sampling_state, self._open_masks = (), None, {}
 
     def _new_row_arrays(self) -> RowArrays:
         num_rows, max_blocks = self.rows.trash + 1, self.batches.max_blocks
@@ -286,7 +303,8 @@ class ModelRunner:
             if key.kind == "forward":
                 hidden_ND, columns_NC = state[3:]
             if key.kind == "sample":
-                self.row_arrays, *_ = self.programs.get(key)(self.params, self.row_arrays, hidden_ND, columns_NC, None, None)
+                sample = self.programs.get(key)
+                self.row_arrays, *_ = sample(self.params, self.row_arrays, hidden_ND, columns_NC, None, None, None)
         jax.block_until_ready(self.row_arrays)
 
     def delete_arrays(self) -> None:
@@ -294,18 +312,23 @@ class ModelRunner:
         self.programs.shutdown()
         if self._launcher is not None:
             self._launcher.shutdown()
-        _delete((self.params, self.caches, self.row_arrays, self._sampling_state))
+        _delete((self.params, self.caches, self.row_arrays, self._sampling_state, self._open_masks))
         self._pooler.delete_arrays()
         self.caches = ()
 
-    def dispatch(self, plan: SchedulerOutput) -> PendingStep | LaunchingStep:
-        """Start a step and return at once. The device works through dispatched steps in order."""
+    def dispatch(self, plan: SchedulerOutput) -> PendingStep | LaunchingStep | MaskedStep:
+        """Start a step and return at once. The device works through dispatched steps in order.
+
+        One with masked requests is a MaskedStep: its tokens are drawn when it is told so, before the next dispatch.
+        """
         start = time.perf_counter()
         for request_id in (*plan.finished_request_ids, *plan.preempted_request_ids):
             self.rows.remove(request_id)
         batch = self.batches.build(plan)
-        pending: PendingStep | LaunchingStep
-        if self._launcher is not None and batch.layout.num_rows <= MAX_THREAD_ROWS:
+        pending: PendingStep | LaunchingStep | MaskedStep
+        if plan.masked_request_ids:
+            pending = self._dispatch_masked(batch)
+        elif self._launcher is not None and batch.layout.num_rows <= MAX_THREAD_ROWS:
             pending = LaunchingStep(self._launcher.submit(partial(self._launch, batch)))
         else:
             if self._launcher is not None:
@@ -315,6 +338,28 @@ class ModelRunner:
         self.dispatch_seconds += time.perf_counter() - start
         return pending
 
+    def _dispatch_masked(self, batch: Batch) -> MaskedStep:
+        in_thread = self._launcher is not None and batch.layout.num_rows <= MAX_THREAD_ROWS
+        hidden = self._submit(partial(self._launch_forward, batch), in_thread=in_thread)
+
+        def draw(mask_RW: np.ndarray) -> LaunchingStep:
+            launched = self._submit(lambda: self._launch_sample(batch, hidden.result(), mask_RW), in_thread=in_thread)
+            return LaunchingStep(launched)
+
+        num_rows = self.buckets.fit_sample(max(1, len(batch.sampled)))
+        mask_RW = np.full((num_rows, num_words(self.vocab_size)), -1, np.int32)
+        return MaskedStep([row.data.request_id for row in batch.sampled], mask_RW, draw)
+
+    def _submit(self, call: Callable[[], T], *, in_thread: bool) -> "Future[T]":
+        """Make a call after all launches so far, by the thread or here."""
+        if self._launcher is not None and in_thread:
+            return self._launcher.submit(call)
+        if self._launcher is not None:
+            self._launcher.drain()
+        done: Future[T] = Future()
+        done.set_result(call())
+        return done
+
     def wait(self) -> None:
         """Until the device is through with all steps dispatched so far."""
         if self._launcher is not None:
@@ -323,32 +368,54 @@ class ModelRunner:
 
     def _launch(self, batch: Batch) -> PendingStep:
         start = time.perf_counter()
+        if batch.is_decode:
+            pending = self._decode(batch, self._prepare(batch))
+        else:
+            pending = self._sample(batch, self._forward(batch, self._prepare(batch)), None)
+        if self._on_gpu:  # a CPU's results are on the host already
+            pending.start_copies()
+        self.launch_seconds += time.perf_counter() - start
+        return pending
+
+    def _launch_forward(self, batch: Batch) -> _Hidden:
+        start = time.perf_counter()
+        hidden = self._forward(batch, self._prepare(batch))
+        self.launch_seconds += time.perf_counter() - start
+        return hidden
+
+    def _launch_sample(self, batch: Batch, hidden: _Hidden, mask_RW: np.ndarray) -> PendingStep:
+        start = time.perf_counter()
+        pending = self._sample(batch, hidden, self._put(mask_RW))
+        if self._on_gpu:
+            pending.start_copies()
+        self.launch_seconds += time.perf_counter() - start
+        return pending
+
+    def _prepare(self, batch: Batch) -> dict[str, str]:
+        """Send what the step's program takes for granted. Returns the requests that failed alone, with the reason."""
         if batch.extra_updates is not None:
             self._write_blocks(*batch.extra_updates)
         errors = dict(batch.errors)
         for row in batch.admitted:
             if row.needs_state:
                 self._admit(row, errors)
-        pending = self._decode(batch) if batch.is_decode else self._forward_and_sample(batch)
-        pending.errors.update(errors)
-        if self._on_gpu:  # a CPU's results are on the host already
-            pending.start_copies()
-        self.launch_seconds += time.perf_counter() - start
-        return pending
+        return errors
 
-    def _decode(self, batch: Batch) -> PendingStep:
+    def _decode(self, batch: Batch, errors: dict[str, str]) -> PendingStep:
         program = self.programs.get(ProgramKey("decode", batch.layout.num_rows, batch.variant))
         self.caches, self.row_arrays, token_R = program(self.params, self.caches, self.row_arrays, self._send(batch.buffer))
-        return PendingStep(batch.sampled, token_R, Scores(None, None), [])
+        return PendingStep(batch.sampled, token_R, Scores(None, None), [], errors)
 
-    def _forward_and_sample(self, batch: Batch) -> PendingStep:
+    def _sample_key(self, batch: Batch) -> ProgramKey:
         num_rows = self.buckets.fit_sample(max(1, len(batch.sampled)))
+        return ProgramKey("sample", num_rows, batch.variant, batch.logprobs)
+
+    def _forward(self, batch: Batch, errors: dict[str, str]) -> _Hidden:
         only_pools = bool(batch.pooling) and not batch.sampled
         forward_key = ProgramKey("forward", batch.layout.num_tokens)
-        sample_key = ProgramKey("sample", num_rows, batch.variant, batch.logprobs)
-        expected = [forward_key, *([] if only_pools else [sample_key])]
+        expected = [forward_key, *([] if only_pools else [self._sample_key(batch)])]
         expected += self._pooler.keys(batch.pooling, batch.layout.num_tokens)
-        if batch.sampled and batch.variant != Variant.FULL:
+        if batch.sampled and batch.variant < Variant.MASKED:
             # What follows, unless other requests come.
             expected.append(ProgramKey("decode", self.buckets.fit_decode(len(batch.sampled)), batch.variant))
         self.programs.expect(expected)
@@ -357,18 +424,30 @@ class ModelRunner:
             self.params, self.caches, self.row_arrays, self._send(batch.buffer)
         )
         vectors = self._pooler.run(batch.pooling, hidden_TD, hidden_ND) if batch.pooling else None
-        token_R, scores = columns_NC, Scores(None, None)
-        if not only_pools:
-            sample = self.programs.get(sample_key)
+        parts = [part for chunk in batch.prompt_logprobs for part in self._score_prompt(chunk, hidden_TD)]
+        return _Hidden(hidden_ND, columns_NC, parts, vectors, errors)
+
+    def _sample(self, batch: Batch, hidden: _Hidden, mask_RW: jax.Array | None) -> PendingStep:
+        token_R, scores = hidden.columns_NC, Scores(None, None)
+        if batch.sampled or not batch.pooling:
+            key = self._sample_key(batch)
+            sample = self.programs.get(key)
             state = self._state() if batch.variant == Variant.FULL else None
-            named_ids = self._named_ids(batch.sampled, num_rows) if batch.logprobs == LogprobsKind.NAMED else None
+            named_ids = self._named_ids(batch.sampled, key.size) if batch.logprobs == LogprobsKind.NAMED else None
+            if batch.variant >= Variant.MASKED and mask_RW is None:
+                mask_RW = self._open_mask(key.size)
             self.row_arrays, token_R, state, scores = sample(
-                self.params, self.row_arrays, hidden_ND, columns_NC, state, named_ids
+                self.params, self.row_arrays, hidden.hidden_ND, hidden.columns_NC, state, named_ids, mask_RW
             )
             if state is not None:
                 self._sampling_state = state
-        parts = [part for chunk in batch.prompt_logprobs for part in self._score_prompt(chunk, hidden_TD)]
-        return PendingStep(batch.sampled, token_R, scores, parts, vectors=vectors)
+        return PendingStep(batch.sampled, token_R, scores, hidden.prompt_logprobs, hidden.errors, hidden.vectors)
+
+    def _open_mask(self, num_rows: int) -> jax.Array:
+        """A mask that allows everything, for full sampling of rows without grammar."""
+        if num_rows not in self._open_masks:
+            self._open_masks[num_rows] = self._put(np.full((num_rows, num_words(self.vocab_size)), -1, np.int32))
+        return self._open_masks[num_rows]
 
     def _named_ids(self, sampled: list[Row], num_rows: int) -> jax.Array:
         ids = np.full((num_rows, MAX_LOGPROB_TOKEN_IDS), -1, np.int32)

@@ -13,6 +13,7 @@ from jaxllm.runner.paged_context import PagedContext
 from jaxllm.runner.rows import LogprobsKind
 from jaxllm.sampling.columns import unpack_columns
 from jaxllm.sampling.logprobs import named_logprobs, top_logprobs
+from jaxllm.sampling.mask import apply_mask
 from jaxllm.sampling.sampler import sample_full, sample_greedy, sample_random
 from jaxllm.sampling.state import SamplingState
 from jaxllm.sampling.variants import Variant
@@ -117,10 +118,15 @@ class StepFunctions:
         columns_NC: jax.Array,
         state: SamplingState | None,
         named_ids_RI: jax.Array | None,
+        mask_RW: jax.Array | None,
     ) -> tuple[RowArrays, jax.Array, SamplingState | None, Scores]:
-        """Sample the first `num_rows` rows after `forward`. Full sampling takes and returns its state, NAMED the named ids."""
+        """Sample the first `num_rows` rows after `forward`. Full sampling takes and returns its state, NAMED takes the named ids,
+        MASKED and above the mask. A token of -1: the row has none left to draw."""
         columns_RC = columns_NC[:num_rows]
         logits_RV = scored_RV = self.merge(params).logits(hidden_ND[:num_rows])
+        if variant >= Variant.MASKED:
+            assert mask_RW is not None, "masked sampling needs a mask"
+            logits_RV = apply_mask(logits_RV, mask_RW)
         if variant == Variant.FULL:
             assert state is not None, "full sampling needs its state"
             sampling = unpack_columns(columns_RC[:, Column.SAMPLING :])
@@ -211,7 +217,7 @@ def _update_block_table(rows: RowArrays, views: StepViews[jax.Array]) -> RowArra
 
 
 def _store_tokens(rows: RowArrays, columns_RC: jax.Array, token_R: jax.Array) -> RowArrays:
-    return rows._replace(last_token_N=rows.last_token_N.at[columns_RC[:, Column.TOKEN_ROW]].set(token_R))
+    return rows._replace(last_token_N=rows.last_token_N.at[columns_RC[:, Column.TOKEN_ROW]].set(jnp.maximum(token_R, 0)))
 
 
 def _locate_tokens(rows: RowArrays, views: StepViews[jax.Array], block_size: int) -> Tokens:

@@ -16,6 +16,7 @@ from jaxllm.runner.layout import NUM_ROW_COLUMNS, StepLayout, decode_layout, mix
 from jaxllm.runner.pooling_step import POOL_COLUMNS, add_up, pool
 from jaxllm.runner.rows import LogprobsKind
 from jaxllm.runner.step import Caches, RowArrays, StepFunctions
+from jaxllm.sampling.mask import num_words
 from jaxllm.sampling.state import SamplingState, admit
 from jaxllm.sampling.variants import Variant
 from jaxllm.sampling_params import MAX_LOGPROB_TOKEN_IDS
@@ -81,11 +82,12 @@ class StepPrograms:
         ]
 
     def rare_keys(self) -> list[ProgramKey]:
-        """What only some requests ask for: the full sampler, logprobs, vectors."""
+        """What only some requests ask for: grammars, the full sampler, logprobs, vectors."""
         buckets = self.buckets
         if not self.model.generates:
             return []
         return [
+            *(ProgramKey("sample", size, Variant.MASKED) for size in buckets.sample_rows),
             *self._pooling_keys(),
             ProgramKey("new_state"),
             ProgramKey("admit"),
@@ -139,11 +141,12 @@ class StepPrograms:
         max_rows = self.buckets.max_rows
         state = self._state if key.variant == Variant.FULL else None
         named_ids = self._ints(key.size, MAX_LOGPROB_TOKEN_IDS) if key.logprobs == LogprobsKind.NAMED else None
+        mask = self._ints(key.size, num_words(self.model.padded_vocab_size)) if key.variant >= Variant.MASKED else None
         function = partial(self.functions.sample, key.size, key.variant, key.logprobs)
         program = jax.jit(function, donate_argnums=(1, 4), out_shardings=self.replicated)
         hidden_ND = self._shape((max_rows, self.model.hidden_size), self.model.dtype)
         columns_NC = self._ints(max_rows, NUM_ROW_COLUMNS)
-        return program.lower(self.params, self._rows, hidden_ND, columns_NC, state, named_ids)
+        return program.lower(self.params, self._rows, hidden_ND, columns_NC, state, named_ids, mask)
 
     def _lower_prompt_logprobs(self, key: ProgramKey) -> jax.stages.Lowered:
         hidden_TD = self._shape((key.size, self.model.hidden_size), self.model.dtype)

@@ -55,8 +55,9 @@ def sample_full(
 ) -> tuple[jax.Array, SamplingState, jax.Array]:
     """As `sample_random`, after all that the requests' rows of the state ask for.
 
-    Returns the tokens int32[R], the state with them added, and the logits that were drawn from, -inf where dropped. Rows of
-    the batch that draw nothing in this step must have neutral columns, else their state takes in a token.
+    Returns the tokens int32[R] (-1 where every logit is -inf), the state with them added, and the logits that were drawn from,
+    -inf where dropped. Rows of the batch that draw nothing in this step must have neutral columns, else their state takes in a
+    token.
     """
     rows = gather(state, row_R, columns.uses_state)
     for stage in STAGES:
@@ -70,6 +71,7 @@ def sample_full(
         # The two may differ by a rounding in what top_p keeps; a drawn token was kept.
         own_R = jnp.take_along_axis(scaled_RV, token_R[:, None], axis=1)[:, 0]
         threshold_R = jnp.minimum(threshold_R, own_R)
+    token_R = jnp.where(jnp.max(logits_RV, axis=1) == -jnp.inf, -1, token_R)
     processed_RV = jnp.where(scaled_RV >= threshold_R[:, None], scaled_RV, -jnp.inf)
     return token_R, record(state, row_R, columns.uses_state, token_R), processed_RV
 

@@ -12,7 +12,9 @@ class Variant(enum.IntEnum):
     """Likeliest token."""
     RANDOM = 1
     """Temperature, min_p, top_k, top_p."""
-    FULL = 2
+    MASKED = 2
+    """After a mask that says which tokens may be drawn."""
+    FULL = 3
     """Everything, with per-request state on the device."""
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from jaxllm.config import CacheOptions, SchedulerOptions
-from jaxllm.errors import InvalidRequestError, OverloadedError
+from jaxllm.errors import GrammarError, InvalidRequestError, OverloadedError
 from jaxllm.log import logger
 from jaxllm.observations import STEP_TOKENS, Observations
 from jaxllm.outputs import EngineCoreOutput
@@ -273,7 +273,8 @@ class Scheduler:
         try:
             while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
                 request = self.waiting.peek()
-                if request.num_output_placeholders:  # preempted, and its last token is still on the way
+                # Preempted, and its last token is still on the way; or its grammar is being compiled.
+                if request.num_output_placeholders or request.status == RequestStatus.WAITING_FOR_GRAMMAR:
                     skipped.append(self.waiting.pop())
                     continue
                 num_reserved = num_promised + (self._num_watermark_blocks if self.running else 0)
@@ -352,6 +353,7 @@ class Scheduler:
             block_ids=self.cache_manager.block_ids(request.request_id),
             num_computed_tokens=prefix.num_computed_tokens,
             num_cached_tokens=prefix.num_cached_tokens,
+            is_masked=request.matcher is not None,
             pooling_params=request.pooling_params,
         )
 
@@ -364,7 +366,10 @@ class Scheduler:
             [request.num_computed_tokens for request, _, _, _ in known],
         )
         num_scheduled_tokens: dict[str, int] = {}
+        masked_ids: list[str] = []
         for request, num_tokens, num_samples, _ in shares:
+            if num_samples and request.matcher is not None:
+                masked_ids.append(request.request_id)
             num_scheduled_tokens[request.request_id] = num_tokens
             request.num_computed_tokens += num_tokens
             request.num_output_placeholders += num_samples
@@ -377,6 +382,7 @@ class Scheduler:
             finished_request_ids=self._finished_ids.copy(),
             preempted_request_ids=self._preempted_ids.copy(),
             step_id=self._step_id,
+            masked_request_ids=tuple(masked_ids),
         )
         if shares:
             self._step_tokens.add(plan.total_num_scheduled_tokens)
@@ -384,6 +390,11 @@ class Scheduler:
             self._finished_ids.clear()
             self._preempted_ids.clear()
         return plan
+
+    def tokens_are_known(self, request_ids: Iterable[str]) -> bool:
+        """Whether the latest step is the only one in flight that draws a token for any of these requests."""
+        found = (self.requests.get(request_id) for request_id in request_ids)
+        return all(request is None or request.num_output_placeholders <= 1 for request in found)
 
     # A step comes back
 
@@ -424,6 +435,8 @@ class Scheduler:
                         new_logprobs = _first_rows(logprobs.get(request_id), len(new_token_ids))
                     if is_first and prompt_logprobs:
                         new_prompt_logprobs = prompt_logprobs.get(request_id)
+                except GrammarError as error:
+                    new_token_ids, end = _fail(request, str(error), ErrorKind.CONSTRAINT)
                 except Exception as error:
                     logger.exception("taking in the tokens of request %s failed", request_id)
                     new_token_ids, end = _fail(request, f"the request failed in the engine ({type(error).__name__})")
@@ -531,7 +544,7 @@ class Scheduler:
             for request, _, num_samples, _ in shares:
                 samples[request] = samples.get(request, 0) + num_samples
         for request in waiting:
-            assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+            assert request.status in (RequestStatus.WAITING, RequestStatus.WAITING_FOR_GRAMMAR, RequestStatus.PREEMPTED)
             assert request.num_computed_tokens == 0
         for request in self.running:
             assert request.status == RequestStatus.RUNNING
@@ -553,9 +566,9 @@ def _withdraw(shares: list[_Share], request: Request) -> int:
     return 0
 
 
-def _fail(request: Request, message: str) -> tuple[list[int], RequestStatus]:
+def _fail(request: Request, message: str, kind: ErrorKind = ErrorKind.INTERNAL) -> tuple[list[int], RequestStatus]:
     """Note why a request ends with an error. Returns its new tokens, of which there are none, and its status."""
-    request.stop_reason, request.error_kind = message, ErrorKind.INTERNAL
+    request.stop_reason, request.error_kind = message, kind
     return [], RequestStatus.FINISHED_ERROR
 
 
@@ -585,10 +598,20 @@ def _describe_expiry(request: Request, kind: ErrorKind) -> str:
 
 
 def _append_until_stop(request: Request, sampled: list[int]) -> tuple[list[int], RequestStatus | None]:
-    """Append sampled tokens up to one that ends the request. Returns those appended and the status it ends with."""
+    """Append sampled tokens up to one that ends the request. Returns those appended and the status it ends with.
+
+    Raises GrammarError if the request cannot go on.
+    """
+    matcher = request.matcher
     for count, token_id in enumerate(sampled, 1):
+        if token_id < 0:
+            raise GrammarError("what the request allows, biases and forbids leaves no token to draw")
+        if matcher is not None:
+            matcher.advance(token_id)
         if request.append_output(token_id) and (end := check_stop(request)) is not None:
             return sampled[:count], end
+        if matcher is not None and matcher.is_done:
+            return sampled[:count], RequestStatus.FINISHED_STOPPED
     return sampled, None
 
 

@@ -2,7 +2,7 @@
 
 import json
 import struct
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 MAX_BYTES = 256 << 20
 
@@ -13,13 +13,13 @@ def pack(message: dict[str, Any]) -> bytes:
     return struct.pack("<I", len(body)) + body
 
 
-def write(pipe: BinaryIO, message: dict[str, Any]) -> None:
+def write(pipe: IO[bytes], message: dict[str, Any]) -> None:
     """Send a message. Raises OSError if nobody reads any more."""
     pipe.write(pack(message))
     pipe.flush()
 
 
-def read(pipe: BinaryIO) -> dict[str, Any] | None:
+def read(pipe: IO[bytes]) -> dict[str, Any] | None:
     """The next message; None when there are no more."""
     head = _read_exactly(pipe, 4)
     if head is None:
@@ -31,7 +31,7 @@ def read(pipe: BinaryIO) -> dict[str, Any] | None:
     return None if body is None else json.loads(body)
 
 
-def _read_exactly(pipe: BinaryIO, size: int) -> bytes | None:
+def _read_exactly(pipe: IO[bytes], size: int) -> bytes | None:
     found = bytearray()
     while len(found) < size:
         news = pipe.read(size - len(found))  # of an unbuffered pipe: what there is

@@ -8,7 +8,7 @@ from typing import Any
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
-from jaxllm.structured.errors import GrammarError
+from jaxllm.errors import GrammarError
 from jaxllm.structured.json_schema import check_schema, closed
 from jaxllm.structured.structural_tag import Split, lark_regex, structural_tag_grammar
 from jaxllm.structured_outputs import StructuredOutputsParams

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from jaxllm.structured.errors import GrammarError
+from jaxllm.errors import GrammarError
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 

@@ -2,15 +2,16 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLTokenizer
+from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
+from jaxllm.errors import GrammarError
 from jaxllm.request import Grammar
-from jaxllm.structured.errors import GrammarError
-from jaxllm.structured.token_table import parser_limits
+from jaxllm.structured.token_table import Vocabulary, parser_limits
 
 BITS = 32
 """Tokens in one word of a mask."""
@@ -18,18 +19,23 @@ _MIN_PARALLEL = 8
 """From so many masks on several threads fill them."""
 
 
-def num_words(num_columns: int) -> int:
-    """Words of a mask for so many columns of logits."""
-    return -(-num_columns // BITS)
+@dataclass(frozen=True)
+class Template:
+    """A compiled grammar, from whose beginning outputs start."""
 
+    matcher: LLMatcher
+    num_tokens: int
+    """Of llguidance's masks."""
+    num_bytes: int
 
-def compile_matcher(table: LLTokenizer, grammar: Grammar) -> LLMatcher:
-    """A matcher at the beginning of a grammar, to copy. Takes deep recursion. Raises GrammarError."""
-    matcher = LLMatcher(table, grammar.text, log_level=0, limits=parser_limits())
-    if matcher.is_error():
-        raise GrammarError("the grammar could not be compiled again")
-    matcher.compute_bitmask()  # builds what the copies share
-    return matcher
+    @classmethod
+    def of(cls, vocabulary: Vocabulary, grammar: Grammar) -> "Template":
+        """Compile a grammar that was tried out before. Takes deep recursion. Raises GrammarError."""
+        matcher = LLMatcher(vocabulary.table, grammar.text, log_level=0, limits=parser_limits())
+        if matcher.is_error():
+            raise GrammarError("the grammar could not be compiled again")
+        matcher.compute_bitmask()  # builds what the copies share
+        return cls(matcher, vocabulary.table.vocab_size, grammar.num_bytes + 1000)
 
 
 class Matcher:
@@ -37,7 +43,7 @@ class Matcher:
 
     def __init__(
         self,
-        matcher: LLMatcher,
+        template: Template,
         *,
         num_columns: int,
         eos_token_ids: Sequence[int] = (),
@@ -45,12 +51,14 @@ class Matcher:
         start_after: Sequence[int] | None = None,
     ):
         """`ends_at_eos`: an EOS token ends the output. If not, the output ends where the grammar allows nothing else."""
-        self._matcher = matcher
-        self._num_columns = num_columns
+        self._matcher = template.matcher.deep_copy()
+        self.num_tokens = template.num_tokens
         self._eos_token_ids = [token for token in eos_token_ids if token < num_columns]
         self._ends_at_eos = ends_at_eos and bool(self._eos_token_ids)
         self._awaited = tuple(start_after or ())
         self._recent: list[int] = []
+        self._failure: GrammarError | None = None
+        """What kept the last mask from being made."""
         self.is_done = False
         """Whether the output is complete and nothing but its end can follow."""
 
@@ -61,8 +69,10 @@ class Matcher:
 
     def advance(self, token_id: int) -> None:
         """Take in the next token of the output. Raises GrammarError if the grammar does not allow it."""
+        if self._failure is not None:
+            raise self._failure
         if self._awaited:
-            self._recent = [*self._recent[1 - len(self._awaited) :], token_id] if len(self._awaited) > 1 else [token_id]
+            self._recent = [*self._recent, token_id][-len(self._awaited) :]
             if tuple(self._recent) == self._awaited:
                 self._awaited = ()
             return
@@ -80,46 +90,44 @@ class Matcher:
         _clear(words, self._eos_token_ids)
         return not words.any()
 
-    def finish_mask(self, mask_W: np.ndarray) -> None:
-        """Correct a mask that `fill_masks` has filled. Raises GrammarError if it allows nothing."""
-        if self._matcher.is_error():
-            raise GrammarError("the grammar became too complex for this output")
+    def _take_mask(self, words: np.ndarray, mask_W: np.ndarray) -> None:
+        """Write the mask that llguidance has made of all its tokens over a row of the model's columns."""
+        num_words = min(len(words), len(mask_W))
+        mask_W[:] = 0
+        mask_W[:num_words] = words[:num_words]
         if not self._ends_at_eos:
             _clear(mask_W, self._eos_token_ids)
-        if not mask_W.any():
-            raise GrammarError("the grammar allows no token of this model here")
+        if self._matcher.is_error():
+            self._failure = GrammarError("the grammar became too complex for this output")
+        elif not mask_W.any():
+            self._failure = GrammarError("the grammar allows no token of this model at this place")
+        if self._failure is not None:
+            mask_W[:] = -1  # the token that is drawn ends the request
 
 
-def fill_masks(matchers: Sequence[tuple[Matcher, int]], mask_RW: np.ndarray) -> dict[int, GrammarError]:
-    """Write the mask of each matcher into its row: bit i of word w allows token 32 w + i. Rows of others stay.
+def fill_masks(matchers: Sequence[tuple[Matcher, int]], mask_RW: np.ndarray) -> None:
+    """Write what each matcher allows into its row: bit b of word w for token 32 w + b. Other rows stay as they are.
 
-    Returns what went wrong, by row; such a row allows everything.
+    A matcher whose mask cannot be made fails when it is advanced.
     """
     active = [(matcher, row) for matcher, row in matchers if matcher.is_active]
-    whole_RW = mask_RW
-    width = max((num_words(matcher._table_columns) for matcher, _ in active), default=0)  # noqa: SLF001
-    if width > mask_RW.shape[1]:  # a tokenizer with more tokens than the model
-        whole_RW = np.full((mask_RW.shape[0], width), -1, np.int32)
-    if len(active) >= _MIN_PARALLEL and (executor := _executor()) is not None:
-        fill_next_token_bitmask_par(executor, [(matcher._matcher, row) for matcher, row in active], whole_RW)
+    if not active:
+        return
+    words_MW = np.empty((len(active), -(-active[0][0].num_tokens // BITS)), np.int32)
+    executor = _executor() if len(active) >= _MIN_PARALLEL else None
+    if executor is not None:
+        fill_next_token_bitmask_par(executor, [(matcher._matcher, i) for i, (matcher, _) in enumerate(active)], words_MW)
     else:
-        for matcher, row in active:
-            fill_next_token_bitmask(matcher._matcher, whole_RW, row)
-    errors: dict[int, GrammarError] = {}
-    for matcher, row in active:
-        if whole_RW is not mask_RW:
-            mask_RW[row] = whole_RW[row, : mask_RW.shape[1]]
-        try:
-            matcher.finish_mask(mask_RW[row])
-        except GrammarError as error:
-            errors[row] = error
-            mask_RW[row] = -1
-    return errors
+        for i, (matcher, _) in enumerate(active):
+            fill_next_token_bitmask(matcher._matcher, words_MW, i)
+    for i, (matcher, row) in enumerate(active):
+        matcher._take_mask(words_MW[i], mask_RW[row])
 
 
 def _clear(words: np.ndarray, token_ids: Sequence[int]) -> None:
     for token in token_ids:
-        words[token // BITS] &= ~np.int32(np.uint32(1 << token % BITS).view(np.int32))
+        if token // BITS < len(words):
+            words[token // BITS] &= np.int32(~(1 << token % BITS) if token % BITS < 31 else 2**31 - 1)
 
 
 @cache

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from jaxllm.structured.errors import GrammarError
+from jaxllm.errors import GrammarError
 
 _FREE_TEXT = "/(.|\\n)*/"
 

@@ -1,10 +1,15 @@
 """The bridge from a tokenizer to llguidance: which bytes each token stands for, and which tokens end a text."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from llguidance import LLParserLimits, LLTokenizer
 
+from jaxllm.errors import InvalidRequestError
 from jaxllm.structured.structural_tag import Part
+from jaxllm.structured_outputs import PARAM
+from jaxllm.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -16,9 +21,21 @@ class Vocabulary:
     num_columns: int
     """Of the model's logits; those beyond the tokenizer's tokens are never allowed."""
     eos_token_ids: tuple[int, ...]
-    special_tokens: tuple[tuple[str, int], ...]
-    """Texts that grammars write as one token."""
+    added_tokens: tuple[tuple[str, int], ...]
+    """Those beside the trained vocabulary, with their texts."""
 
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, num_columns: int, eos_token_ids: Sequence[int]) -> "Vocabulary":
+        """That of a model. Raises InvalidRequestError if llguidance cannot read the tokenizer."""
+        text = tokenizer.to_json()
+        if text is None:
+            raise InvalidRequestError(
+                f"{PARAM} needs a tokenizer.json, and the model {tokenizer.name_or_path} has none; leave it out", PARAM
+            )
+        added = tuple((content, token) for token, content in tokenizer.added_tokens.items())
+        return cls(text, num_columns, tuple(eos_token_ids), added)
+
+    @cached_property
     def table(self) -> LLTokenizer:
         """llguidance's own form of it. Takes about a second for 128 000 tokens."""
         bare = LLTokenizer(self.tokenizer_json, slices=[])
@@ -26,14 +43,19 @@ class Vocabulary:
         ends = [token for token in self.eos_token_ids if token < num_tokens]
         return LLTokenizer(self.tokenizer_json, n_vocab=max(self.num_columns, num_tokens), eos_token=ends or None)
 
+    @cached_property
+    def _special_tokens(self) -> list[tuple[str, int]]:
+        """Tokens that llguidance takes for more than their text, the longest first."""
+        found = [entry for entry in self.added_tokens if self.table.is_special_token(entry[1])]
+        return sorted(found, key=lambda entry: -len(entry[0]))
+
     def split(self, text: str) -> list[Part]:
         """A text as runs of ordinary text and special tokens, the longest that fits first."""
         parts: list[Part] = []
-        specials = sorted(self.special_tokens, key=lambda entry: -len(entry[0]))
         plain = 0
         place = 0
         while place < len(text):
-            found = next(((name, token) for name, token in specials if text.startswith(name, place)), None)
+            found = next(((name, token) for name, token in self._special_tokens if text.startswith(name, place)), None)
             if found is None:
                 place += 1
                 continue

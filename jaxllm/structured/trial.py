@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
-from jaxllm.structured.errors import GrammarError
+from jaxllm.errors import GrammarError
 from jaxllm.structured.grammar_text import grammar_text
 from jaxllm.structured.json_schema import walk
 from jaxllm.structured.token_table import Vocabulary, parser_limits

@@ -4,6 +4,7 @@ Reads {"vocabulary": …} and then {"id", "params"} from its input, answers {"id
 Has one thread, which forking needs. Knows no JAX.
 """
 
+import io
 import os
 import selectors
 import signal
@@ -15,9 +16,8 @@ from typing import Any
 
 from llguidance import LLTokenizer
 
-from jaxllm.errors import InvalidRequestError
+from jaxllm.errors import GrammarError, InvalidRequestError
 from jaxllm.structured import frames, trial
-from jaxllm.structured.errors import GrammarError
 from jaxllm.structured.token_table import Vocabulary
 from jaxllm.structured_outputs import StructuredOutputsParams
 
@@ -44,14 +44,19 @@ class Worker:
     """Runs trials in children, at most MAX_CHILDREN at a time, in the order in which they came."""
 
     def __init__(self) -> None:
-        self._input, self._output = sys.stdin.buffer.raw, sys.stdout.buffer  # type: ignore[attr-defined]
-        first = frames.read(sys.stdin.buffer.raw)  # type: ignore[attr-defined]
+        # Unbuffered, so that what waits in the pipe is what is left to read.
+        self._input, self._output = io.FileIO(sys.stdin.fileno(), closefd=False), sys.stdout.buffer
+        first = frames.read(self._input)
         if first is None:
             raise SystemExit
         fields = first["vocabulary"]
-        specials = tuple((text, token) for text, token in fields.pop("special_tokens"))
-        self._vocabulary = Vocabulary(**{**fields, "eos_token_ids": tuple(fields["eos_token_ids"])}, special_tokens=specials)
-        self._table = self._vocabulary.table()
+        self._vocabulary = Vocabulary(
+            fields["tokenizer_json"],
+            fields["num_columns"],
+            tuple(fields["eos_token_ids"]),
+            tuple((text, token) for text, token in fields["added_tokens"]),
+        )
+        self._table = self._vocabulary.table
         self._waiting: deque[dict[str, Any]] = deque()
         self._children: dict[int, _Child] = {}
         """By the pipe that they answer through."""

@@ -5,7 +5,7 @@ import itertools
 import numbers
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
@@ -13,8 +13,9 @@ from jaxllm.config import EngineConfig, unknown_name
 from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.model_config import ModelConfig
 from jaxllm.pooling_params import PoolingParams
-from jaxllm.request import EngineCoreRequest
+from jaxllm.request import EngineCoreRequest, Grammar
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
+from jaxllm.structured_outputs import PARAM, StructuredOutputsParams
 from jaxllm.text.generation_config import FILE_NAME, GenerationConfig
 from jaxllm.text.tokenizer import Tokenizer
 
@@ -76,8 +77,10 @@ class InputProcessor:
         *,
         processor_arguments: Mapping[str, int] | None = None,
         namespace: str = "",
+        compile_grammar: Callable[[StructuredOutputsParams], Grammar] | None = None,
     ):
         self.tokenizer = tokenizer
+        self._compile_grammar = compile_grammar
         self._processor_arguments = processor_arguments or {}
         self.max_model_len = max_model_len
         self._vocab_size = model_config.vocab_size
@@ -115,10 +118,12 @@ class InputProcessor:
         priority: int = 0,
         queue_timeout_seconds: float | None = None,
         timeout_seconds: float | None = None,
+        grammar: Grammar | None = None,
     ) -> FrontRequest:
         """Raises InvalidRequestError for what cannot be served, TypeError for a request id that is not a string.
 
         The request ends with an error if it waits longer than the one time, or is not done after the other.
+        `grammar`: what the structured outputs of `params` were compiled to, if they were; else that is done, and waited for, here.
         """
         if not isinstance(request_id, str):
             raise TypeError(f"request_id is a {type(request_id).__name__}, must be a str")
@@ -152,6 +157,8 @@ class InputProcessor:
                 arrival_time=arrival_time,
                 priority=priority,
                 cache_salt=cache_salt,
+                queue_timeout_seconds=queue_timeout_seconds,
+                timeout_seconds=timeout_seconds,
             )
             sampling, pooling = request.sampling_params, request.pooling_params
             return FrontRequest(request_id, internal_id, text, token_ids, sampling, [request], arrival_time, pooling)
@@ -162,6 +169,8 @@ class InputProcessor:
                 "model",
             )
         params = self._completed(params, len(token_ids))
+        if params.structured_outputs is not None and grammar is None:
+            grammar = self.grammar_of(params.structured_outputs)
         children = [
             EngineCoreRequest(
                 request_id=internal_id if params.n == 1 else f"{index}_{internal_id}",
@@ -173,10 +182,17 @@ class InputProcessor:
                 cache_salt=cache_salt,
                 queue_timeout_seconds=queue_timeout_seconds,
                 timeout_seconds=timeout_seconds,
+                grammar=grammar,
             )
             for index in range(params.n)
         ]
         return FrontRequest(request_id, internal_id, text, token_ids, params, children, arrival_time)
+
+    def grammar_of(self, form: StructuredOutputsParams) -> Grammar:
+        """What a form is compiled to. Waits for it. Raises InvalidRequestError."""
+        if self._compile_grammar is None:
+            raise InvalidRequestError("structured_outputs needs a tokenizer; start without --skip-tokenizer-init", PARAM)
+        return self._compile_grammar(form)
 
     def tokenize_texts(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """The prompts with texts already turned into ids, all at once, which uses every core. Wrong ones stay as they are."""
@@ -308,6 +324,7 @@ class InputProcessor:
         """The parameters of one of the n answers: each has a seed of its own."""
         child = copy.copy(params)
         child.n = 1
+        child.structured_outputs = None  # the grammar says it
         child.seed = self._random.getrandbits(63) if params.seed is None else _as_int64(params.seed + index)
         return child
 

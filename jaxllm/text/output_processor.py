@@ -37,7 +37,9 @@ class Observer(Protocol):
         queue_seconds: float | None,
         prefill_seconds: float | None,
     ) -> None: ...
-    def prompt_pooled(self, num_prompt_tokens: int, num_cached_tokens: int) -> None: ...
+    def prompt_pooled(
+        self, num_prompt_tokens: int, num_cached_tokens: int, *, queue_seconds: float | None, prefill_seconds: float | None
+    ) -> None: ...
     def tokens_done(self, seconds: float, count: int) -> None: ...
     def add_generation_tokens(self, count: int) -> None: ...
     def request_finished(
@@ -87,6 +89,11 @@ class _Answer:
             self.cumulative_logprob = 0.0
         self.is_plain = self.tokenizer is None and self.logprobs is None
         """Whether the caller gets nothing but token ids."""
+        self.grammar_ends: frozenset[int] | None = None
+        """Of an answer with a grammar, the tokens that may end it."""
+        if request.grammar is not None:
+            eos_token_ids = () if self.params.ignore_eos else request.eos_token_ids
+            self.grammar_ends = frozenset((*eos_token_ids, *(self.params.stop_token_ids or ())))
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.error_kind: ErrorKind | None = None
@@ -105,7 +112,8 @@ class _Answer:
         stop, num_kept = None, 0
         stopped_by_token = news.finish_reason is FinishReason.STOP
         for place, token_id in enumerate(news.new_token_ids):
-            is_stop_token = stopped_by_token and place == len(news.new_token_ids) - 1
+            is_last = place == len(news.new_token_ids) - 1
+            is_stop_token = stopped_by_token and is_last and self._ends_request(token_id)
             stop = self.detokenizer.push_stop_token(token_id) if is_stop_token else self.detokenizer.push(token_id)
             num_kept += 1
             if stop is not None:
@@ -118,6 +126,12 @@ class _Answer:
             return news.finish_reason is None
         self.finish_reason, self.stop_reason, self.error_kind = news.finish_reason, news.stop_reason, news.error_kind
         return False
+
+    def _ends_request(self, token_id: int) -> bool:
+        """Whether the last token of a stopped answer ended it: the end of a grammar may have, after an ordinary token."""
+        if self.grammar_ends is None:
+            return True
+        return token_id in self.grammar_ends
 
     def _append(self, news: EngineCoreOutput, num_tokens: int) -> None:
         if self.logprobs is not None and news.new_logprobs is not None and num_tokens:
@@ -279,7 +293,7 @@ class OutputProcessor:
         self._live[request.internal_id] = live
         for answer in live.answers:
             self._answers[answer.engine_id] = (live, answer)
-        if self._observer is not None:
+        if self._observer is not None and request.pooling_params is None:
             self._observer.request_arrived(request.params)
 
     def process(self, news: Iterable[EngineCoreOutput]) -> ProcessedStep:
@@ -313,7 +327,12 @@ class OutputProcessor:
             if item.pooled is not None:
                 live.vectors, live.num_cached_tokens = item.pooled, item.num_cached_tokens
                 if self._observer is not None:
-                    self._observer.prompt_pooled(len(answer.prompt_token_ids), item.num_cached_tokens)
+                    self._observer.prompt_pooled(
+                        len(answer.prompt_token_ids),
+                        item.num_cached_tokens,
+                        queue_seconds=item.queue_seconds,
+                        prefill_seconds=item.prefill_seconds,
+                    )
             if item.num_preemptions != answer.num_preemptions:
                 live.metrics.num_preemptions += item.num_preemptions - answer.num_preemptions
                 answer.num_preemptions = item.num_preemptions

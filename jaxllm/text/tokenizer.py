@@ -45,6 +45,10 @@ class Tokenizer:
         if missing:
             self._backend.add_special_tokens(missing)
 
+    def to_json(self) -> str | None:
+        """The text of a tokenizer.json with all tokens; None for a tokenizer that has no such form."""
+        return self._backend.to_str()
+
     # Text to ids
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -205,6 +209,9 @@ class SlowTokenizer(Tokenizer):
         self.chat_templates = _chat_templates(getattr(slow, "chat_template", None))
         self._token_texts = {}
         self._token_bytes = {}
+
+    def to_json(self) -> str | None:
+        return None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._slow.encode(text, add_special_tokens=add_special_tokens)

@@ -9,7 +9,7 @@ from jaxllm.structured_outputs import MAX_SPEC_BYTES, StructuredOutputsParams
 from server.dialects.dialect import INDEX, Frame, ReasoningDialect, ToolDialect, special_tokens_of
 from server.dialects.harmony import CHANNEL, MESSAGE
 from server.dialects.json_calls import JSON_CALLS
-from server.dialects.markers import Markers
+from server.dialects.markers import markers_of
 from server.dialects.tools import Tool, ToolChoice
 
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -39,7 +39,7 @@ def tool_constraint(
     assert frame is not None
     several = parallel and frame.several and tool_choice.kind == "required"
     after = None if frame.reasoning else start_after_token_ids(reasoning, tokenizer, prompt_text)
-    grammar = _grammar(chosen, frame, several, tokenizer)
+    grammar = _grammar(chosen, frame, several, tokenizer, lines_before=after is not None)
     if len(grammar) > MAX_SPEC_BYTES:
         raise InvalidRequestError(
             f"tools have schemas of {len(grammar)} bytes together; calls can be enforced for {MAX_SPEC_BYTES}; pass fewer",
@@ -64,7 +64,7 @@ def reasoning_end_token_ids(reasoning: ReasoningDialect, tokenizer: Any) -> tupl
     return tuple(tokenizer.encode(end, add_special_tokens=False))
 
 
-def _grammar(tools: Sequence[Tool], frame: Frame, several: bool, tokenizer: Any) -> str:
+def _grammar(tools: Sequence[Tool], frame: Frame, several: bool, tokenizer: Any, lines_before: bool) -> str:
     """A Lark grammar of calls of these tools."""
 
     def quoted(text: str) -> str:
@@ -72,6 +72,8 @@ def _grammar(tools: Sequence[Tool], frame: Frame, several: bool, tokenizer: Any)
 
     more = f"({quoted(frame.between_calls)} call)*" if several else ""
     start = f"{quoted(frame.before_calls)} call {more} {quoted(frame.after_calls)}"
+    if lines_before:  # models end their reasoning with an empty line
+        start = rf'("\n" | "\n\n")? {start}'
     rules = ["%llguidance {}"]
     if frame.reasoning:
         before, after = frame.reasoning
@@ -91,7 +93,7 @@ def _grammar(tools: Sequence[Tool], frame: Frame, several: bool, tokenizer: Any)
 
 def _lark_text(text: str, tokenizer: Any) -> str:
     """A text in Lark, with special tokens by their ids."""
-    markers = Markers(special_tokens_of(tokenizer))
+    markers = markers_of(*special_tokens_of(tokenizer))
     pieces: list[str] = []
 
     def literal(text: str) -> None:

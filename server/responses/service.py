@@ -11,7 +11,8 @@ import msgspec
 
 from jaxllm.errors import InvalidRequestError
 from jaxllm.log import logger
-from server.chat_service import ChatDelta, PreparedChat
+from server.chat_deltas import ChatDelta
+from server.chat_service import PreparedChat
 from server.context import ServerContext
 from server.converted import conversation_of, renamed_params
 from server.deadline import Deadline
@@ -23,7 +24,7 @@ from server.protocol.responses import ResponsesRequest
 from server.responses.items import as_items
 from server.responses.output import Event, ResponseWriter, new_id, usage_object
 from server.responses.store import ResponseStore, StoredResponse
-from server.responses.to_chat import chat_fields, check
+from server.responses.to_chat import chat_fields, check, wants_logprobs
 
 RENAMED = {
     "messages": "input",
@@ -64,7 +65,7 @@ class Run:
         for delta in deltas:
             if delta.reasoning:
                 events += self.writer.reasoning(delta.reasoning)
-            elif self.logprobs is not None and delta.logprobs is not None and not delta.tool_calls:
+            if self.logprobs is not None and delta.logprobs is not None and (delta.content or not delta.reasoning):
                 self.waiting_logprobs += self.logprobs.chat(delta.token_ids, delta.logprobs, self.request.top_logprobs or 0)
             if delta.content:
                 ready, self.waiting_logprobs = self.waiting_logprobs, []
@@ -132,8 +133,8 @@ class ResponsesService:
             with renamed_params(RENAMED):
                 chat = await self._prepared(request, items, request_id)
         response = self._response_object(request, chat)
-        wants_logprobs = bool(request.top_logprobs) or "message.output_text.logprobs" in (request.include or ())
-        logprobs = LogprobWriter(self._context.engine.input_processor.tokenizer, as_ids=False) if wants_logprobs else None
+        tokenizer = self._context.engine.input_processor.tokenizer
+        logprobs = LogprobWriter(tokenizer, as_ids=False) if wants_logprobs(request) else None
         return Run(owner, request, new_items, chat, ResponseWriter(response), limit, logprobs)
 
     async def stream(self, run: Run) -> AsyncGenerator[list[Event], None]:

@@ -10,7 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.body import read_body
-from server.chat_service import ChatDelta, PreparedChat
+from server.chat_deltas import ChatDelta
+from server.chat_service import PreparedChat
 from server.context import ServerContext, context_of, request_id_of
 from server.converted import conversation_of, renamed_params
 from server.deadline import Deadline, deadline
@@ -18,7 +19,7 @@ from server.early_errors import after_early_errors
 from server.errors import ApiError
 from server.messages.errors import MessagesRoute, as_anthropic_error
 from server.messages.output import Event, MessageWriter, stop_reason_of, usage_object
-from server.messages.to_chat import chat_fields, prompt_fields
+from server.messages.to_chat import chat_fields, enable_thinking, prompt_fields
 from server.named_events import named_events
 from server.openapi import json_body
 from server.protocol.anthropic import CountTokensRequest, MessagesRequest
@@ -42,6 +43,7 @@ async def create_message(request: Request) -> Response:
     limit = deadline(context.time_limit(body.timeout))
     with renamed_params(RENAMED):
         conversation = conversation_of(chat_fields(body), context, f"msg_{request_id_of(request, body.request_id)}")
+        conversation.enable_thinking = enable_thinking(body)
         async with limit:
             chat = await context.chat.prepare(conversation)
     reply = MessageReply(body, chat, context, limit)
@@ -62,7 +64,9 @@ async def count_tokens(request: Request) -> Response:
     body = await read_body(request, CountTokensRequest)
     context.check_model(body.model)
     with renamed_params(RENAMED):
-        ids = await context.chat.encode(conversation_of(prompt_fields(body), context, "count_tokens"))
+        conversation = conversation_of(prompt_fields(body), context, "count_tokens")
+        conversation.enable_thinking = enable_thinking(body)
+        ids = await context.chat.encode(conversation)
     return Response(msgspec.json.encode({"input_tokens": len(ids)}), media_type="application/json")
 
 

@@ -65,8 +65,9 @@ async def create_score(request: Request) -> Response:
     names, first, second = _score_texts(body)
     wanted = pairs(len(first), len(second), names)
     request_id = f"score-{request_id_of(request, body.request_id)}"
-    inputs = [Input(text, names[0], _params(body, body.max_tokens_per_query)) for text in first]
-    inputs += [Input(text, names[1], _params(body, body.max_tokens_per_doc)) for text in second]
+    first_params, second_params = _params(request, body, "max_tokens_per_query"), _params(request, body, "max_tokens_per_doc")
+    inputs = [Input(text, names[0], first_params) for text in first]
+    inputs += [Input(text, names[1], second_params) for text in second]
     context, outputs = await _pool(request, body, inputs, request_id)
     scores = await _cosines(outputs, [(i, len(first) + j) for i, j in wanted])
     data = [{"index": place, "object": "score", "score": score} for place, score in enumerate(scores)]
@@ -83,8 +84,9 @@ async def create_rerank(request: Request) -> Response:
         raise bad_request(f"top_n is {body.top_n}, must be at least 1, or 0 for all documents", "top_n")
     texts = [document if isinstance(document, str) else document.text for document in body.documents]
     request_id = f"rerank-{request_id_of(request, body.request_id)}"
-    inputs = [Input(body.query, "query", _params(body, body.max_tokens_per_query))]
-    inputs += [Input(text, "documents", _params(body, body.max_tokens_per_doc)) for text in texts]
+    document_params = _params(request, body, "max_tokens_per_doc")
+    inputs = [Input(body.query, "query", _params(request, body, "max_tokens_per_query"))]
+    inputs += [Input(text, "documents", document_params) for text in texts]
     context, outputs = await _pool(request, body, inputs, request_id)
     scores = await _cosines(outputs, [(0, place) for place in range(1, len(outputs))])
     order = sorted(range(len(texts)), key=lambda place: -scores[place])[: body.top_n or None]
@@ -177,16 +179,15 @@ def _score_texts(body: ScoreRequest) -> tuple[tuple[str, str], list[str], list[s
     return names, [first] if isinstance(first, str) else first, [second] if isinstance(second, str) else second
 
 
-def _params(body: PoolingFields, max_tokens: int | None) -> PoolingParams:
-    """Of a text that is compared, of which no more than so many tokens count."""
-    limits = [limit for limit in (body.truncate_prompt_tokens, max_tokens) if limit is not None]
-    if max_tokens is not None and max_tokens < 1:
-        raise bad_request(f"max_tokens_per_query and max_tokens_per_doc must be at least 1, one is {max_tokens}")
-    return PoolingParams(
-        task="embed",
-        truncate_prompt_tokens=min(limits, key=lambda limit: (limit == -1, limit), default=None),
-        truncation_side=body.truncation_side or "right",
-    )
+def _params(request: Request, body: ScoreRequest | RerankRequest, limit_name: str) -> PoolingParams:
+    """Of a text that is compared, of which no more tokens count than the field of this name says."""
+    limit, length = getattr(body, limit_name), body.truncate_prompt_tokens
+    if limit is not None:
+        if limit < 1:
+            raise bad_request(f"{limit_name} is {limit}, must be at least 1", limit_name)
+        limit = min(limit, context_of(request).engine.max_model_len)
+        length = limit if length in (None, -1) else min(limit, length)
+    return PoolingParams(task="embed", truncate_prompt_tokens=length, truncation_side=body.truncation_side or "right")
 
 
 async def _pool(

@@ -7,14 +7,17 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxllm.async_llm import AsyncLLM
 from jaxllm.engine.sockets import EXIT_HUNG
-from jaxllm.errors import EngineDeadError, EngineError, InvalidRequestError
+from jaxllm.errors import EngineDeadError, EngineError, EngineSleepingError, InvalidRequestError
 from jaxllm.outputs import RequestOutput
+from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from tests.helpers.engine_processes import Served, served, until
+from tests.helpers.fake_engine_core import WIDTH
 from tests.helpers.served_core import SLOW_FACTORY
 from tests.helpers.tiny_tokenizers import write_tokenizer
 
@@ -72,6 +75,19 @@ async def until_idle(llm: AsyncLLM) -> None:
     await until_running(llm, 0)
 
 
+def test_vectors_come_from_the_engine_process(shared: Served) -> None:
+    async def main() -> None:
+        async with shared.front() as llm:
+            params = PoolingParams(task="token_embed", use_activation=False)
+            outputs = await asyncio.gather(*(llm.pool([place, 5], params, str(place)) for place in range(8)))
+            for place, output in enumerate(outputs):
+                np.testing.assert_array_equal(output.outputs.data, np.eye(WIDTH, dtype=np.float32)[[place, 5]])
+            with pytest.raises(InvalidRequestError, match="dimensions"):
+                await llm.pool([1], PoolingParams(dimensions=2), "r")
+
+    run(main())
+
+
 def test_many_requests_stream_at_once(shared: Served) -> None:
     async def main() -> None:
         async with shared.front() as llm:
@@ -111,6 +127,23 @@ def test_aborting_by_id_gives_a_last_output(shared: Served) -> None:
             for output in await asyncio.gather(*tasks):
                 assert output.finished and output.outputs[0].finish_reason == "abort"
             await until_idle(llm)
+
+    run(main())
+
+
+def test_an_engine_that_sleeps_ends_and_refuses_requests_of_every_front(shared: Served) -> None:
+    async def main() -> None:
+        async with shared.front(0) as one, shared.front(1) as other:
+            running = await begun(one)
+            await other.sleep(1)
+            await running
+            assert await one.is_sleeping() and await other.is_sleeping()
+            for llm in (one, other):
+                with pytest.raises(EngineSleepingError):
+                    await text_of(llm)
+            await one.wake_up()
+            assert await text_of(other) == "one two three"
+            await one.check_integrity()
 
     run(main())
 

@@ -42,10 +42,10 @@ def test_the_same_tokens_come_after_waking_up(core, levels):
     arrays = jax.tree.leaves((core.runner.params, core.runner.caches, core.runner.row_arrays))
     for level in levels:
         core.sleep(level)
-    assert core.is_sleeping and all(array.is_deleted() for array in arrays)
+    assert core.is_sleeping() and all(array.is_deleted() for array in arrays)
     core.wake_up()
     core.wake_up()
-    assert not core.is_sleeping
+    assert not core.is_sleeping()
     check_answers(core)
 
 
@@ -64,7 +64,7 @@ def test_unfinished_requests_are_aborted_or_keep_the_engine_awake(core):
     core.step()
     with pytest.raises(EngineError, match="6 requests are not finished"):
         core.sleep(mode="refuse")
-    assert not core.is_sleeping
+    assert not core.is_sleeping()
     core.sleep()
     assert core.has_unfinished_requests()
     news = core.step()
@@ -78,7 +78,7 @@ def test_unfinished_requests_are_aborted_or_keep_the_engine_awake(core):
 def test_there_are_two_levels(core, level):
     with pytest.raises(InvalidRequestError, match="must be 1 .* or 2"):
         core.sleep(level)
-    assert not core.is_sleeping
+    assert not core.is_sleeping()
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_an_engine_that_cannot_wake_up_sleeps_on_and_may_try_again(core, monkeyp
     with monkeypatch.context() as patch, pytest.raises(raised):
         patch.setattr(core._sleep, "_load_weights", fail)
         core.wake_up()
-    assert core.is_sleeping
+    assert core.is_sleeping()
     core.wake_up()
     check_answers(core)
 

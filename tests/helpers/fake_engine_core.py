@@ -107,7 +107,7 @@ class FakeEngineCore:
         self.before_step: Callable[[], None] = lambda: None
         """Called at each step; may raise."""
         self.is_shut_down = False
-        self.is_sleeping = False
+        self._sleeps = False
         self.news: list[EngineCoreOutput] = []
         """What the next step reports besides."""
         self._script = script
@@ -116,7 +116,7 @@ class FakeEngineCore:
     def add_request(self, request: EngineCoreRequest) -> None:
         if self.is_shut_down:
             raise EngineDeadError("the engine was shut down")
-        if self.is_sleeping:
+        if self._sleeps:
             raise EngineSleepingError("the engine sleeps")
         assert request.request_id not in self.running
         self.requests.append(request)
@@ -175,13 +175,20 @@ class FakeEngineCore:
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         return reset_running_requests or not self.running
 
+    @property
+    def sleep_level(self) -> int:
+        return int(self.is_sleeping)
+
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         self.news += [EngineCoreOutput(request_id, [], FinishReason.ABORT) for request_id in self.running]
         self.running.clear()
-        self.is_sleeping = True
+        self._sleeps = True
 
     def wake_up(self) -> None:
-        self.is_sleeping = False
+        self._sleeps = False
+
+    def is_sleeping(self) -> bool:
+        return self._sleeps
 
     def start_profile(self) -> None:
         """There is nothing to trace."""

@@ -37,7 +37,6 @@ class ServedFakeCore(FakeEngineCore):
             "bug": lambda: [][0],
         }
         self._deed: Callable[[], None] | None = None
-        self.sleeping = False
 
     def add_request(self, request: EngineCoreRequest) -> None:
         word = self.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=True).split()[0]
@@ -54,15 +53,6 @@ class ServedFakeCore(FakeEngineCore):
             deed()
         time.sleep(STEP_SECONDS)
         return super().step()
-
-    def sleep(self, level: int) -> None:
-        self.sleeping = True
-
-    def wake_up(self) -> None:
-        self.sleeping = False
-
-    def is_sleeping(self) -> bool:
-        return self.sleeping
 
     def _die(self) -> None:
         raise EngineDeadError("the device is lost")

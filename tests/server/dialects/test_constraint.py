@@ -54,6 +54,9 @@ LIST = '{"name": "%s", "arguments": %s}'
 FORMATS: dict[str, tuple[str, str, str, str, str, tuple[str, ...]]] = {
     "hermes": ("hermes", "", HERMES, "\n", "", ()),
     "hermes, special": ("hermes", "", HERMES, "\n", "", ("<tool_call>", "</tool_call>")),
+    "granite": ("granite", "<|tool_call|>[", LIST, ", ", "]", ALL_SPECIAL),
+    "jamba": ("jamba", "<tool_calls>[", LIST, ", ", "]</tool_calls>", ()),
+    "phi 4": ("phi4_mini_json", "functools[", LIST, ", ", "]", ()),
     "llama": ("llama3_json", "", LLAMA, "; ", "", ALL_SPECIAL),
     "mistral, an array": ("mistral", "[TOOL_CALLS][", LIST, ", ", "]", ("[TOOL_CALLS]",)),
     "mistral, by name": ("mistral", "", "[TOOL_CALLS]%s[ARGS]%s", "", "", ("[TOOL_CALLS]", "[ARGS]")),
@@ -175,6 +178,8 @@ def test_the_constraint_waits_for_the_end_of_reasoning(reasoning: str | None, pr
         TOOLS, REQUIRED, True, TOOL_DIALECTS["hermes"], reasoning=dialect, tokenizer=tokenizer, prompt_text=prompt
     )
     assert constraint is not None
+    assert accepts(constraint, "\n\n" + HERMES % TIME, ("</think>",)) == waits
+    assert accepts(constraint, HERMES % TIME, ("</think>",))
     assert constraint.start_after_token_ids == ((tokenizer.convert_token_to_id("</think>"),) if waits else None)
 
 

@@ -1,0 +1,130 @@
+"""Compiles the grammars of requests beside the step loop. Knows no JAX."""
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+from jaxllm.errors import GrammarError
+from jaxllm.log import logger
+from jaxllm.outputs import EngineCoreOutput
+from jaxllm.request import ErrorKind, Grammar, Request, RequestStatus
+from jaxllm.scheduler.scheduler import Scheduler
+from jaxllm.structured.matcher import Matcher, Template
+from jaxllm.structured.token_table import Vocabulary
+
+MAX_CACHE_BYTES = 256 << 20
+"""Of compiled grammars that are kept."""
+STACK_BYTES = 64 << 20
+"""Of the thread that compiles: more than the process had in which each grammar was tried out."""
+MAX_WAIT_SECONDS = 0.02
+"""How long a step waits at a time for a grammar, when there is nothing else to do."""
+
+
+class Grammars:
+    """The compiled grammars of an engine core. One thread compiles; everything else is called by the thread that steps."""
+
+    def __init__(self, scheduler: Scheduler, load_vocabulary: Callable[[tuple[int, ...]], Vocabulary], num_columns: int):
+        """`load_vocabulary` takes the ids of EOS tokens; it is called with the first grammar, as it takes a second."""
+        self._scheduler = scheduler
+        self._load_vocabulary = load_vocabulary
+        self._num_columns = num_columns
+        self._thread: ThreadPoolExecutor | None = None
+        self._vocabularies: dict[tuple[int, ...], Vocabulary] = {}
+        self._templates: OrderedDict[str, tuple[Template, int]] = OrderedDict()
+        self._num_cached_bytes = 0
+        self._compiling: dict[str, Future[Template]] = {}
+        """By the text of the grammar."""
+        self._waiting: list[tuple[Request, Future[Template]]] = []
+
+    def admit(self, request: Request) -> None:
+        """Give a request that is about to be scheduled its matcher, or have it wait for it."""
+        grammar = request.spec.grammar
+        if grammar is None:
+            return
+        found = self._templates.get(grammar.text)
+        if found is not None:
+            self._templates.move_to_end(grammar.text)
+            self._start(request, found[0])
+            return
+        job = self._compiling.get(grammar.text)
+        if job is None:
+            job = self._compiling[grammar.text] = self._executor().submit(self._compile, grammar, request.spec.eos_token_ids)
+        request.status = RequestStatus.WAITING_FOR_GRAMMAR
+        self._waiting.append((request, job))
+
+    def settle(self) -> list[EngineCoreOutput]:
+        """Let the requests go whose grammars are compiled. Returns the news of those that end because theirs cannot be.
+
+        Waits a little if every request waits for its grammar.
+        """
+        if not self._waiting:
+            return []
+        if len(self._waiting) == self._scheduler.num_unfinished:  # there is nothing else to do
+            wait([job for _, job in self._waiting], MAX_WAIT_SECONDS, return_when="FIRST_COMPLETED")
+        news: list[EngineCoreOutput] = []
+        still_waiting = []
+        for request, job in self._waiting:
+            if request.status != RequestStatus.WAITING_FOR_GRAMMAR:
+                continue  # it ended meanwhile
+            if not job.done():
+                still_waiting.append((request, job))
+                continue
+            try:
+                self._start(request, job.result())
+                request.status = RequestStatus.WAITING
+            except GrammarError as error:
+                news += self._scheduler.fail_requests([request.request_id], ErrorKind.CONSTRAINT, str(error))
+            except Exception:
+                logger.exception("the grammar of request %s cannot be compiled", request.request_id)
+                message = "the request's grammar cannot be compiled in the engine"
+                news += self._scheduler.fail_requests([request.request_id], ErrorKind.INTERNAL, message)
+        self._waiting = still_waiting
+        for text, job in list(self._compiling.items()):
+            if job.done():
+                del self._compiling[text]
+                if job.exception() is None:
+                    self._keep(text, job.result())
+        return news
+
+    def shutdown(self) -> None:
+        """End the thread. May be called again."""
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+
+    def _start(self, request: Request, template: Template) -> None:
+        grammar, spec = request.spec.grammar, request.spec
+        assert grammar is not None
+        request.matcher = Matcher(
+            template,
+            num_columns=self._num_columns,
+            eos_token_ids=spec.eos_token_ids,
+            ends_at_eos=not spec.sampling_params.ignore_eos,
+            start_after=grammar.start_after_token_ids,
+        )
+
+    def _keep(self, text: str, template: Template) -> None:
+        self._templates[text] = (template, template.num_bytes)
+        self._num_cached_bytes += template.num_bytes
+        while self._num_cached_bytes > MAX_CACHE_BYTES:
+            _, (_, num_bytes) = self._templates.popitem(last=False)
+            self._num_cached_bytes -= num_bytes
+
+    def _compile(self, grammar: Grammar, eos_token_ids: tuple[int, ...]) -> Template:
+        start = time.perf_counter()
+        if eos_token_ids not in self._vocabularies:
+            self._vocabularies[eos_token_ids] = self._load_vocabulary(eos_token_ids)
+        template = Template.of(self._vocabularies[eos_token_ids], grammar)
+        logger.debug("compiled a grammar of %d characters in %.3f s", len(grammar.text), time.perf_counter() - start)
+        return template
+
+    def _executor(self) -> ThreadPoolExecutor:
+        if self._thread is None:
+            before = threading.stack_size(STACK_BYTES)
+            try:
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+                self._thread.submit(lambda: None).result()  # now there is the thread
+            finally:
+                threading.stack_size(before)
+        return self._thread
