@@ -47,7 +47,7 @@ REASONING_DIALECTS: dict[str, ReasoningDialect] = {
     "kimi_k2": ReasoningDialect(*_THINK),
     "minimax_m2": ReasoningDialect(*_THINK, implied=True, expected=True),
     "mistral": ReasoningDialect(("[THINK]",), ("[/THINK]",)),
-    "openai_gptoss": ReasoningDialect(channels=True, expected=True),
+    "openai_gptoss": ReasoningDialect(channels=True, expected=True, markers=HARMONY.openings),
     "qwen3": ReasoningDialect(*_THINK, expected=True),
     "seed_oss": ReasoningDialect(("<seed:think>",), ("</seed:think>",)),
     "think": ReasoningDialect(*_THINK),
