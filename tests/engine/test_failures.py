@@ -13,10 +13,7 @@ from jaxllm.engine.grammars import Grammars
 from jaxllm.errors import EngineDeadError, OutOfMemoryError
 from jaxllm.request import ErrorKind, FinishReason, Grammar
 from jaxllm.runner.launcher import Launcher
-from jaxllm.structured.token_table import Vocabulary
-from jaxllm.text.tokenizer import load_tokenizer
 from tests.helpers import engines, goldens
-from tests.helpers.tiny_tokenizers import write_tokenizer
 
 NAME = "llama_gqa"
 PROMPTS = [result.prompt for result in goldens.golden(NAME).results]
@@ -24,23 +21,14 @@ NUM_TOKENS = 16
 SMALL_LETTERS = Grammar(LLMatcher.grammar_from_lark("start: /[a-z]{30,60}/"))
 
 
-@pytest.fixture(scope="module")
-def first(tmp_path_factory):
-    core = engines.make_core(NAME, max_num_seqs=4)
-    tokenizer = load_tokenizer(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
-    core._vocabulary = lambda eos_token_ids: Vocabulary.of(tokenizer, core.model_config.padded_vocab_size, eos_token_ids)
-    yield core
-    core.shutdown()
-
-
 @pytest.fixture
-def core(first):
+def core(tiny_core):
     """An engine whose failures nobody remembers."""
-    renew(first)
-    first._failures, first._dead = FailurePolicy(), None
-    first.runner.start_over()
+    renew(tiny_core)
+    tiny_core._failures, tiny_core._dead = FailurePolicy(), None
+    tiny_core.runner.start_over()
     logging.getLogger("jaxllm").setLevel(logging.CRITICAL)
-    yield first
+    yield tiny_core
     logging.getLogger("jaxllm").setLevel(logging.INFO)
 
 
@@ -65,10 +53,10 @@ def requests():
 
 
 @pytest.fixture(scope="module")
-def undisturbed(first):
+def undisturbed(tiny_core):
     """The tokens of each request when nothing fails."""
-    renew(first)
-    tokens = {request_id: answer.tokens for request_id, answer in engines.run(first, requests()).items()}
+    renew(tiny_core)
+    tokens = {request_id: answer.tokens for request_id, answer in engines.run(tiny_core, requests()).items()}
     assert all(len(each) == NUM_TOKENS for each in tokens.values())
     return tokens
 
