@@ -96,7 +96,7 @@ class EngineCore:
             self.config.scheduler, self.config.cache, num_blocks=plan.num_blocks, max_model_len=plan.max_model_len
         )
         max_in_flight = _MAX_IN_FLIGHT[jax.default_backend() != "cpu"] if self.config.scheduler.async_scheduling else 1
-        self.grammars = Grammars(self.scheduler, self._vocabulary, self.model_config.padded_vocab_size)
+        self.grammars = Grammars(self._vocabulary, self.model_config.padded_vocab_size)
         self.loop = StepLoop(self.scheduler, self.runner, max_in_flight=max_in_flight)
         self._failures = FailurePolicy()
         self._sleep = Sleep(self.runner, partial(self._load_weights, prepared, SILENT))
@@ -151,7 +151,7 @@ class EngineCore:
         Raises EngineDeadError if the engine cannot go on; all requests end with it.
         """
         self._check_alive()
-        news = self.scheduler.fail_expired() + self.grammars.settle()
+        news = self.scheduler.fail_expired() + self.grammars.settle(self.scheduler)
         if self._news:
             news, self._news = self._news + news, []
         try:
