@@ -1,3 +1,4 @@
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -18,3 +19,13 @@ def tiny_core(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineCore]:
     core._vocabulary = lambda eos_token_ids: vocabulary  # type: ignore[method-assign]
     yield core
     core.shutdown()
+
+
+@pytest.fixture
+def core(tiny_core: EngineCore, caplog: pytest.LogCaptureFixture) -> Iterator[EngineCore]:
+    """That engine, awake and as if nothing had ever failed in it."""
+    engines.renew(tiny_core)
+    with caplog.at_level(logging.CRITICAL, "jaxllm"):
+        yield tiny_core
+    tiny_core._dead = None
+    tiny_core.wake_up()

@@ -1,6 +1,5 @@
 """What becomes of requests when a step fails, on a tiny model: their tokens are those of an engine in which nothing failed."""
 
-import logging
 from dataclasses import replace
 
 import pytest
@@ -9,7 +8,6 @@ from llguidance import LLMatcher
 from jaxllm.engine import failures
 from jaxllm.engine.failures import Failure, FailurePolicy, kind_of
 from jaxllm.engine.fault_points import injected
-from jaxllm.engine.grammars import Grammars
 from jaxllm.errors import EngineDeadError, OutOfMemoryError
 from jaxllm.request import ErrorKind, FinishReason, Grammar
 from jaxllm.runner.launcher import Launcher
@@ -19,24 +17,6 @@ NAME = "llama_gqa"
 PROMPTS = [result.prompt for result in goldens.golden(NAME).results]
 NUM_TOKENS = 16
 SMALL_LETTERS = Grammar(LLMatcher.grammar_from_lark("start: /[a-z]{30,60}/"))
-
-
-@pytest.fixture
-def core(tiny_core):
-    """An engine whose failures nobody remembers."""
-    renew(tiny_core)
-    tiny_core._failures, tiny_core._dead = FailurePolicy(), None
-    tiny_core.runner.start_over()
-    logging.getLogger("jaxllm").setLevel(logging.CRITICAL)
-    yield tiny_core
-    logging.getLogger("jaxllm").setLevel(logging.INFO)
-
-
-def renew(core) -> None:
-    """A new scheduler, as deep as on a GPU, with its grammars."""
-    engines.reschedule(core, max_in_flight=3)
-    core.grammars.shutdown()
-    core.grammars = Grammars(core.scheduler, core._vocabulary, core.model_config.padded_vocab_size)
 
 
 def requests():
@@ -55,7 +35,7 @@ def requests():
 @pytest.fixture(scope="module")
 def undisturbed(tiny_core):
     """The tokens of each request when nothing fails."""
-    renew(tiny_core)
+    engines.renew(tiny_core)
     tokens = {request_id: answer.tokens for request_id, answer in engines.run(tiny_core, requests()).items()}
     assert all(len(each) == NUM_TOKENS for each in tokens.values())
     return tokens

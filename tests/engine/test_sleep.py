@@ -13,13 +13,6 @@ NAME = "llama_gqa"
 RESULTS = goldens.golden(NAME).results
 
 
-@pytest.fixture
-def core(tiny_core):
-    engines.reschedule(tiny_core)
-    yield tiny_core
-    tiny_core.wake_up()
-
-
 def requests(count: int = 3, max_tokens: int = 6):
     return [engines.request(str(i), RESULTS[i].prompt, max_tokens=max_tokens) for i in range(count)]
 
