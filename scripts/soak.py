@@ -4,7 +4,8 @@ soak         20 000 requests of all kinds (scripts/soaking/kinds.py): each is an
 hold         1 000 streams at the same time: every one gets all its tokens
 disconnect   1 000 streams of which 500 are cut off in the middle: the others get all their tokens, nothing is left
 
-The server is started by the script (--command) unless --url names one that runs (then --pid tells whose memory to watch).
+The server is started by the script (--command) unless --url names one that runs (then --pid tells whose memory to watch). Start it with
+--warmup all: a program that is compiled in the middle is memory that stays, and no leak.
 """
 
 import argparse

@@ -15,9 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-DEFAULT_COMMAND = (
-    f"{sys.executable} -c 'import sys; from jaxllm.cli.main import main; sys.exit(main())' serve demo --port {{port}}"
-)
+DEFAULT_COMMAND = f"{sys.executable} -c 'import sys; from jaxllm.cli.main import main; sys.exit(main())' serve demo --warmup all --port {{port}}"
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
