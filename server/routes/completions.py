@@ -20,12 +20,12 @@ from server.body import read_body
 from server.context import ServerContext, context_of, request_id_of
 from server.deadline import deadline
 from server.endings import end_of
-from server.errors import bad_request
+from server.errors import bad_request, constraint_error
 from server.logprobs import LogprobWriter
 from server.openapi import json_body
 from server.prompts import check_length, check_text_length, encode_prompt, truncated
 from server.protocol.completions import CompletionRequest
-from server.sampling import sampling_params
+from server.sampling import constraint_param, sampling_params
 from server.sse import DONE, EventStream, unless_disconnected
 from server.usage import Usage, timings
 
@@ -81,9 +81,11 @@ async def prepare(body: CompletionRequest, context: ServerContext, request_id: s
                 )
             )
         except InvalidRequestError as error:
-            if error.param != "prompt_token_ids":
-                raise
-            raise bad_request(str(error), "prompt") from None
+            if error.param == "prompt_token_ids":
+                raise bad_request(str(error), "prompt") from None
+            if error.param == "structured_outputs":
+                raise constraint_error(error, constraint_param(body)) from None
+            raise
     for request in requests:
         context.request_log.write(request, request.params)
     echoes = []
