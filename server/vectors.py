@@ -27,18 +27,20 @@ def as_bytes(vectors: np.ndarray, dtype: str, endianness: str) -> bytes:
     return array.tobytes()
 
 
-async def as_json(vectors: np.ndarray, encoding: str, dtype: str, endianness: str) -> bytes:
-    """A JSON value: for base64 a text, else lists of numbers as they are in `dtype`. Lets others run in between."""
+async def as_json(vectors: np.ndarray, encoding: str, dtype: str, endianness: str) -> list[bytes]:
+    """A JSON value in pieces: for base64 a text, else lists of numbers as they are in `dtype`. Lets others run in between."""
+    await asyncio.sleep(0)
     if encoding == "base64":
-        return b'"%b"' % base64.b64encode(as_bytes(vectors, dtype, endianness))
+        return [b'"', base64.b64encode(as_bytes(vectors, dtype, endianness)), b'"']
     numbers = _cast(vectors, dtype).astype(np.float32)
     if numbers.ndim == 1:
-        return msgspec.json.encode(numbers.tolist())
-    rows = []
+        return [msgspec.json.encode(numbers.tolist())]
+    pieces = []
     for first in range(0, len(numbers), _ROWS_AT_ONCE):
-        rows.append(msgspec.json.encode(numbers[first : first + _ROWS_AT_ONCE].tolist())[1:-1])
+        rows = numbers[first : first + _ROWS_AT_ONCE]
+        pieces += [b"," if first else b"[", msgspec.json.encode(rows.tolist())[1:-1]]
         await asyncio.sleep(0)
-    return b"[" + b",".join(rows) + b"]"
+    return [*pieces, b"]"]
 
 
 def _cast(vectors: np.ndarray, dtype: str) -> np.ndarray:

@@ -96,7 +96,7 @@ class EngineCore:
             self.config.scheduler, self.config.cache, num_blocks=plan.num_blocks, max_model_len=plan.max_model_len
         )
         max_in_flight = _MAX_IN_FLIGHT[jax.default_backend() != "cpu"] if self.config.scheduler.async_scheduling else 1
-        self.grammars = Grammars(self.scheduler, self._vocabulary, self.model_config.padded_vocab_size)
+        self.grammars = Grammars(self._vocabulary, self.model_config.padded_vocab_size)
         self.loop = StepLoop(self.scheduler, self.runner, max_in_flight=max_in_flight)
         self._failures = FailurePolicy()
         self._sleep = Sleep(self.runner, partial(self._load_weights, prepared, SILENT))
@@ -151,7 +151,7 @@ class EngineCore:
         Raises EngineDeadError if the engine cannot go on; all requests end with it.
         """
         self._check_alive()
-        news = self.scheduler.fail_expired() + self.grammars.settle()
+        news = self.scheduler.fail_expired() + self.grammars.settle(self.scheduler)
         if self._news:
             news, self._news = self._news + news, []
         try:
@@ -215,11 +215,14 @@ class EngineCore:
 
     def check_integrity(self) -> None:
         """Raise AssertionError if anything disagrees, or if a request left something behind. For an engine without requests."""
+        self._check_alive()
         self.scheduler.check_integrity()
         pool = self.scheduler.cache_manager.pool
         assert not self.scheduler.requests, f"{len(self.scheduler.requests)} requests are not finished"
+        assert not self._news, f"{len(self._news)} news were not told"
+        while self.loop.has_work:  # steps that were on their way when the last request ended
+            assert not self.loop.step(), "a step has news of a request that is gone"
         assert pool.num_free_blocks == pool.num_usable_blocks, "blocks are held by nobody"
-        assert not self.loop.has_work, "steps are in flight"
         self.runner.check_idle(self.scheduler.finished_ids)
 
     def stats(self) -> SchedulerStats:

@@ -73,7 +73,8 @@ def processes_below(pid: int) -> dict[int, str]:
         name, rest = stat[stat.index("(") + 1 : stat.rindex(")")], stat[stat.rindex(")") + 2 :].split()
         number = int(entry.name)
         parents[number] = int(rest[1])
-        names[number] = f"{name} {b' '.join(words)[:60].decode('utf-8', 'replace')}".strip()
+        said = [word.decode("utf-8", "replace") for word in words if word]
+        names[number] = " ".join([Path(said[0]).name, *said[1:]])[:80] if said else name
     found = {pid: names.get(pid, "")} if pid in names else {}
     todo = list(found)
     while todo:

@@ -2,14 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from jaxllm.outputs import PoolingRequestOutput
 from jaxllm.pooling_params import PoolingParams
@@ -131,12 +131,22 @@ async def _vectors(request: Request, body: VectorFields, task: str, kind: _Kind)
     head = _head(context, request_id)
     if body.encoding_format.startswith("bytes"):
         return _as_octets(body, vectors, {**head, "usage": usage})
-    items = []
+    pieces = [_json(head)[:-1], b',"data":[']
     for place, vector in enumerate(vectors):
-        value = await as_json(vector, body.encoding_format, body.embed_dtype, body.endianness)
-        items.append(b'{"index":%d,"object":%b,%b:%b}' % (place, _json(kind.object), _json(kind.field), value))
-        await asyncio.sleep(0)  # so that writing many does not keep others waiting
-    return Response(b'%b,"data":[%b],"usage":%b}' % (_json(head)[:-1], b",".join(items), _json(usage)), media_type=_JSON)
+        pieces.append(b'%b{"index":%d,"object":%b,%b:' % (b"," * bool(place), place, _json(kind.object), _json(kind.field)))
+        pieces += [*await as_json(vector, body.encoding_format, body.embed_dtype, body.endianness), b"}"]
+    return _in_pieces([*pieces, b'],"usage":', _json(usage), b"}"])
+
+
+def _in_pieces(pieces: Sequence[bytes]) -> Response:
+    """A reply that is sent as it lies there: joining many megabytes would keep others waiting."""
+
+    async def body() -> AsyncGenerator[bytes, None]:
+        for piece in pieces:
+            yield piece
+
+    length = str(sum(map(len, pieces)))
+    return StreamingResponse(body(), headers={"content-length": length}, media_type=_JSON)
 
 
 def _as_octets(body: VectorFields, vectors: Sequence[np.ndarray], about: dict[str, Any]) -> Response:
@@ -209,6 +219,8 @@ async def _pool(
             priority=body.priority,
             cache_salt=body.cache_salt,
         )
+    for each in requests:
+        context.request_log.write(each, each.pooling_params)
     async with limit:
         with context.running():
             return context, await unless_disconnected(request.receive, service.run(requests))

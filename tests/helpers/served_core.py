@@ -16,18 +16,24 @@ from tests.helpers.fake_engine_core import FakeEngineCore
 
 FACTORY = "tests.helpers.served_core:make"
 SLOW_FACTORY = "tests.helpers.served_core:make_when_told"
-STEP_SECONDS = 0.0005
+STEP_VARIABLE = "JAXLLM_FAKE_STEP_SECONDS"
 
 
 class ServedFakeCore(FakeEngineCore):
-    """Says "one two three"; a prompt that begins with one of the words below makes it do that instead."""
+    """Says "one two three", again and again if it is to ignore EOS; a prompt that begins with one of the words below makes it do that instead."""
 
     def __init__(self, config: EngineConfig):
         self.tokenizer = load_tokenizer(Path(config.model.model))
         eos = self.tokenizer.eos_token_id
         assert eos is not None
-        said = [*self.tokenizer.encode("one two three", add_special_tokens=False), eos]
-        super().__init__(lambda request: said, vocab_size=self.tokenizer.vocab_size, config=config, max_model_len=20_000)
+        words = self.tokenizer.encode("one two three", add_special_tokens=False)
+
+        def script(request: EngineCoreRequest) -> list[int]:
+            params = request.sampling_params
+            return words * (params.max_tokens or 1) if params.ignore_eos else [*words, eos]
+
+        super().__init__(script, vocab_size=self.tokenizer.vocab_size, config=config, max_model_len=20_000)
+        self._step_seconds = float(os.environ.get(STEP_VARIABLE, "0.0005"))
         self._deeds: dict[str, Callable[[], None]] = {
             "die": self._die,
             "fail": self._fail,
@@ -51,7 +57,7 @@ class ServedFakeCore(FakeEngineCore):
         deed, self._deed = self._deed, None
         if deed is not None:
             deed()
-        time.sleep(STEP_SECONDS)
+        time.sleep(self._step_seconds)
         return super().step()
 
     def _die(self) -> None:

@@ -251,5 +251,5 @@ def test_so_many_numbers_as_nobody_wants_are_refused(client, monkeypatch):
 
 def test_numbers_beyond_a_narrow_type_are_its_largest():
     vectors = np.array([1e6, -1e6, 1], np.float32)
-    assert asyncio.run(as_json(vectors, "float", "float16", "native")) == b"[65504.0,-65504.0,1.0]"
+    assert asyncio.run(as_json(vectors, "float", "float16", "native")) == [b"[65504.0,-65504.0,1.0]"]
     assert np.frombuffer(as_bytes(vectors, "fp8_e4m3", "native"), ml_dtypes.float8_e4m3fn).tolist() == [448, -448, 1]

@@ -40,7 +40,7 @@ def test_unknown_names_are_refused_with_those_that_are_known() -> None:
 
 
 def test_markers_that_are_special_tokens_must_stay_in_the_text() -> None:
-    plain, special = bytes_tokenizer(())[0], bytes_tokenizer(("<tool_call>",))[0]
+    plain, special = bytes_tokenizer(()), bytes_tokenizer(("<tool_call>",))
     assert TOOL_DIALECTS["hermes"].needs_special_tokens(special)
     assert not TOOL_DIALECTS["hermes"].needs_special_tokens(plain)
     assert not TOOL_DIALECTS["mistral"].needs_special_tokens(special)
