@@ -6,7 +6,7 @@ Knows nothing of HTTP or of how any of these APIs writes its replies.
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -90,6 +90,8 @@ class ChatService:
         self._engine = engine
         self._queue_timeout_seconds = queue_timeout_seconds
         self._options = options
+        self.note_request: Callable[[FrontRequest], None] = lambda request: None
+        """Called for each request that is prepared."""
         self._templates: TemplateProcesses | None = None
         self._encoder: ChatEncoder | None = None
         tokenizer = engine.input_processor.tokenizer
@@ -173,6 +175,7 @@ class ChatService:
             if error.param == "structured_outputs":
                 raise constraint_error(error, "tools" if choice.is_forced else conversation.constraint_param) from None
             raise
+        self.note_request(request)
         return PreparedChat(conversation, request, Usage(prompt_tokens=len(ids)), reader)
 
     async def stream(self, chat: PreparedChat) -> AsyncGenerator[list[ChatDelta], None]:

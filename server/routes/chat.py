@@ -41,7 +41,6 @@ async def create_chat_completion(request: Request) -> Response:
     seconds = context.time_limit(body.timeout)
     async with deadline(seconds) as limit:
         chat = await context.chat.prepare(conversation)
-    context.request_log.write(chat.request, chat.request.params)
     reply = ChatReply(body, chat, context)
     if body.stream:
         return EventStream(

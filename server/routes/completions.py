@@ -87,7 +87,7 @@ async def prepare(body: CompletionRequest, context: ServerContext, request_id: s
                 raise constraint_error(error, constraint_param(body)) from None
             raise
     for request in requests:
-        context.request_log.write(request, request.params)
+        context.request_log.write(request)
     echoes = []
     if body.echo:
         tokenizer = engine.get_tokenizer()
@@ -167,7 +167,9 @@ class CompletionReply:
         as_ids = (
             replies.return_tokens_as_token_ids if body.return_tokens_as_token_ids is None else body.return_tokens_as_token_ids
         )
-        self._logprobs = LogprobWriter(context.engine.input_processor.tokenizer, as_ids=as_ids)
+        self._logprobs = LogprobWriter(
+            context.engine.input_processor.tokenizer, as_ids=as_ids, skip_special_tokens=body.skip_special_tokens
+        )
         self._num_top = -1 if body.logprob_token_ids else body.logprobs or 0
         self._created = int(time.time())
         self._tells_cached = replies.enable_prompt_tokens_details
