@@ -158,9 +158,7 @@ def main() -> int:
     import uvloop
 
     start = msgspec.msgpack.decode(read_first_message(sys.stdin.fileno()), type=FrontStart)
-    from server.logs import formatter
-
-    log.set_up(start.log_level, formatter(start.options.logging))
+    log.set_up(start.log_level, format="json" if start.options.logging.log_format == "json" else None)
 
     async def run() -> None:
         await Front(start).run()
