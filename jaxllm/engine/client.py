@@ -73,6 +73,7 @@ class EngineClient:
         self._closed = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._path = Path(directory) / self.name
+        self._context.linger = 0  # of its sockets: whoever forgets to close this must not wait for a peer that is gone
         self._inbox = self._context.socket(zmq.PULL)
         self._inbox.rcvhwm = MAX_QUEUED_MESSAGES
         self._inbox.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_BYTES)
