@@ -189,6 +189,7 @@ class EngineCore:
         self._news += self.scheduler.abort_requests(unfinished)
         self.loop.forget()
         self.scheduler.start_over()
+        self.loop.note_work()
         self._sleep.fall_asleep(level)
 
     def wake_up(self) -> None:
