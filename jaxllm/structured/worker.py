@@ -57,7 +57,13 @@ class Worker:
             tuple(fields["eos_token_ids"]),
             tuple((text, token) for text, token in fields["added_tokens"]),
         )
-        self._table = self._vocabulary.table
+        self._fault: str | None = None
+        """Why nothing can be compiled for this model."""
+        try:
+            self._table = self._vocabulary.table
+        except Exception as error:
+            sys.stderr.write(f"the tokenizer cannot be read: {error!r:.500}\n")
+            self._fault = "cannot be used with this model: its kind of tokenizer is not supported"
         self._waiting: deque[dict[str, Any]] = deque()
         self._children: dict[int, _Child] = {}
         """By the pipe that they answer through."""
@@ -73,7 +79,10 @@ class Worker:
                     if job is None:
                         self._end_all()
                         return
-                    self._waiting.append(job)
+                    if self._fault is None:
+                        self._waiting.append(job)
+                    else:
+                        frames.write(self._output, {"id": job["id"], "error": self._fault})
                 else:
                     self._hear(self._children[key.fd])
             self._end_late()
