@@ -7,23 +7,25 @@ import sys
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxllm.at_exit import shut_down_at_exit
 from jaxllm.config import EngineConfig
 from jaxllm.errors import EngineDeadError, EngineError, RequestFailedError
-from jaxllm.llm_engine import Core, LLMEngine, SleepMode
+from jaxllm.llm_engine import Core, LLMEngine, SleepMode, Texts
 from jaxllm.log import logger
+from jaxllm.mailbox import Letter, Mailbox, post
 from jaxllm.metrics.metric import Metric
-from jaxllm.outputs import CompletionOutput, PoolingRequestOutput, RequestMetrics, RequestOutput
+from jaxllm.outputs import PoolingRequestOutput, RequestMetrics, RequestOutput
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
-from jaxllm.sampling_params import RequestOutputKind, SamplingParams
+from jaxllm.sampling_params import SamplingParams
 from jaxllm.text.input_processor import FrontRequest, Prompt
 from jaxllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from jaxllm.engine.client import EngineClient
     from jaxllm.sampling.processors import Processor
 
 Result = TypeVar("Result")
@@ -46,21 +48,35 @@ class AsyncLLM:
         core: Core | None = None,
         logits_processors: "Sequence[Processor]" = (),
     ):
-        self._engine = LLMEngine(config, progress=progress, core=core, logits_processors=logits_processors)
-        self.config = self._engine.config
-        self.model_config = self._engine.model_config
-        self.max_model_len = self._engine.max_model_len
-        self.input_processor = self._engine.input_processor
-        self._mailboxes: dict[str, _Mailbox] = {}
-        """By internal id; touched only by the thread."""
+        self._take_over(LLMEngine(config, progress=progress, core=core, logits_processors=logits_processors))
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._dead: EngineDeadError | None = None
-        self._stopping = False
         self._gate = threading.Lock()
         """Held while a command is queued or the engine is declared dead, so that no command is left unanswered."""
         self._thread = threading.Thread(target=self._loop, name="jaxllm-engine", daemon=True)
         self._thread.start()
         shut_down_at_exit(self)
+
+    def _take_over(self, engine: LLMEngine) -> None:
+        self._engine = engine
+        self.config = engine.config
+        self.model_config = engine.model_config
+        self.max_model_len = engine.max_model_len
+        self.input_processor = engine.input_processor
+        self._mailboxes: dict[str, Mailbox] = {}
+        """By internal id; touched only where the engine is."""
+        self._sources: list[Callable[[], Iterable[Metric]]] = []
+        self._dead: EngineDeadError | None = None
+        self._stopping = False
+
+    @classmethod
+    async def connect(cls, client: "EngineClient", texts: Texts | None = None) -> "AsyncLLM":
+        """An AsyncLLM whose core runs in the engine process that `client` speaks with, for callers in this event loop.
+
+        Waits until the engine serves; `texts` are loaded meanwhile unless they are given. Raises EngineDeadError.
+        """
+        from jaxllm.connected_llm import ConnectedLLM
+
+        return await ConnectedLLM.over(client, texts)
 
     @classmethod
     def from_options(cls, **options: Any) -> "AsyncLLM":
@@ -89,23 +105,21 @@ class AsyncLLM:
         grammar = None
         if isinstance(params, SamplingParams) and params.structured_outputs is not None:
             grammar = await asyncio.wrap_future(self._engine.grammar_compiler.submit(params.structured_outputs))
-        return await asyncio.to_thread(
+        process = partial(
             self.input_processor.process,
-            request_id,
-            prompt,
-            params,
             priority=priority,
             queue_timeout_seconds=queue_timeout_seconds,
             timeout_seconds=timeout_seconds,
             grammar=grammar,
         )
+        return await asyncio.to_thread(process, request_id, prompt, params)
 
     async def stream(self, request: FrontRequest) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of a prepared request as they come; those that a slow caller has not fetched are put together.
 
         Cancelling the task or closing the generator aborts the request. Raises EngineError or EngineDeadError if the engine fails.
         """
-        mailbox = _Mailbox(asyncio.get_running_loop(), request.params.output_kind)
+        mailbox = Mailbox(asyncio.get_running_loop(), request.params.output_kind)
         self._send(lambda: self._admit(request, mailbox))
         metrics: RequestMetrics | None = None
         try:
@@ -145,8 +159,10 @@ class AsyncLLM:
 
     async def pool_prepared(self, request: FrontRequest) -> PoolingRequestOutput:
         """`pool` for what `prepare` made of PoolingParams."""
+        output: Any = None
         async with contextlib.aclosing(self.stream(request)) as outputs:
-            output: Any = await anext(outputs)
+            async for last in outputs:  # there is one
+                output = last
         if output.error is not None:
             raise RequestFailedError(f"the request failed: {output.error}", output.error_kind or "internal")
         return output
@@ -155,6 +171,10 @@ class AsyncLLM:
         """End requests by the ids they were given; their generators yield a last output with finish_reason "abort"."""
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         await self._run(lambda: self._deliver(self._engine.abort_request_with_ids(ids)))
+
+    async def abort_all(self) -> None:
+        """End every request as `abort` does."""
+        await self._run(lambda: self._deliver(self._engine.abort_all()))
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises ConfigError if there is none."""
@@ -171,11 +191,20 @@ class AsyncLLM:
 
     async def get_metrics(self) -> list[Metric]:
         """All metrics now."""
-        return await self._run(self._engine.get_metrics)
+        return [*await self._run(self._engine.get_metrics), *self._added_metrics()]
 
     def prometheus_registry(self) -> Any:
-        """The metrics for a Prometheus exporter, as of the latest step."""
-        return self._engine.prometheus_registry()
+        """The metrics for a Prometheus exporter, as of the latest step; each call makes a registry."""
+        from jaxllm.metrics.prometheus import registry
+
+        return registry(lambda: [*self._engine.get_metrics(), *self._added_metrics()])
+
+    def _added_metrics(self) -> list[Metric]:
+        return [metric for source in self._sources for metric in source()]
+
+    def add_metrics(self, source: Callable[[], Iterable[Metric]]) -> None:
+        """Have `get_metrics` and the exporter tell these counters and histograms too, added up over all fronts."""
+        self._sources.append(source)
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget all cached prompt beginnings. False if blocks are in use."""
@@ -195,7 +224,7 @@ class AsyncLLM:
 
     async def is_sleeping(self) -> bool:
         """Whether the engine sleeps."""
-        return await self._run(lambda: self._engine.is_sleeping)
+        return await self._run(self._engine.is_sleeping)  # type: ignore[no-any-return]
 
     async def start_profile(self) -> None:
         """Begin a trace by JAX's profiler. Raises ConfigError without `profiler_dir`, EngineError during a trace."""
@@ -205,12 +234,17 @@ class AsyncLLM:
         """End the trace and write it. Raises EngineError if there is none."""
         await self._run(self._engine.stop_profile)
 
-    async def check_integrity(self) -> None:
-        """Raise AssertionError if a request left something behind. For an engine without requests."""
+    async def finish_compiling(self) -> None:
+        """Wait until no program is compiled behind the engine's back any more, e.g. before measuring something."""
+        self._check_alive()
+        await asyncio.to_thread(self._engine.finish_compiling)
 
-        def check() -> None:
+    async def check_integrity(self) -> None:
+        """Raise AssertionError (of an engine process: EngineError) if a request left something behind. For an engine without requests."""
+
+        def check() -> Any:
             assert not self._mailboxes, f"{len(self._mailboxes)} mailboxes are left"
-            self._engine.check_integrity()
+            return self._engine.check_integrity()
 
         await self._run(check)
 
@@ -315,22 +349,22 @@ class AsyncLLM:
             raise
         except EngineError as error:  # the requests have ended with it, the engine goes on
             mailboxes, self._mailboxes = self._mailboxes, {}
-            _post([(mailbox, error) for mailbox in mailboxes.values()])
+            self._hand_over([(mailbox, error) for mailbox in mailboxes.values()])
             return
         self._deliver(outputs)
 
-    def _admit(self, request: FrontRequest, mailbox: "_Mailbox") -> None:
+    def _admit(self, request: FrontRequest, mailbox: Mailbox) -> None:
         self._mailboxes[request.internal_id] = mailbox
         try:
             self._engine.add(request)
         except Exception as error:  # this request's affair, unless the engine is dead
             del self._mailboxes[request.internal_id]
-            _post([(mailbox, error)])
+            self._hand_over([(mailbox, error)])
             if isinstance(error, EngineDeadError):
                 raise
 
     def _deliver(self, outputs: list[tuple[str, RequestOutput]]) -> None:
-        letters: list[tuple[_Mailbox, RequestOutput | Exception]] = []
+        letters: list[Letter] = []
         for internal_id, output in outputs:
             mailbox = self._mailboxes.get(internal_id)
             if mailbox is None:
@@ -338,7 +372,10 @@ class AsyncLLM:
             letters.append((mailbox, output))
             if output.finished:
                 del self._mailboxes[internal_id]
-        _post(letters)
+        self._hand_over(letters)
+
+    def _hand_over(self, letters: "list[Letter]") -> None:
+        post(letters)
 
     def _die(self, error: EngineDeadError) -> None:
         """Take no more commands; answer those that wait, and every request, with the error."""
@@ -352,75 +389,4 @@ class AsyncLLM:
             except Exception:
                 continue  # answered its caller already
         mailboxes, self._mailboxes = self._mailboxes, {}
-        _post([(mailbox, error) for mailbox in mailboxes.values()])
-
-
-class _Mailbox:
-    """Carries a request's outputs from the thread to the caller's event loop; holds one at a time, into which others merge."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, kind: RequestOutputKind):
-        self.loop = loop
-        self._kind = kind
-        self._content: RequestOutput | Exception | None = None
-        self._filled = asyncio.Event()
-        self.is_done = False
-        """Whether the last output, or an error, has arrived: there is nothing left to abort."""
-
-    def put(self, content: RequestOutput | Exception) -> None:
-        """Called in the event loop."""
-        if isinstance(content, RequestOutput) and isinstance(self._content, RequestOutput):
-            content = merged(self._content, content, self._kind)
-        self.is_done = isinstance(content, Exception) or content.finished
-        self._content = content
-        self._filled.set()
-
-    async def take(self) -> RequestOutput:
-        """The output so far unfetched, when there is one. Raises the error that ended the request."""
-        await self._filled.wait()
-        self._filled.clear()
-        content, self._content = self._content, None
-        if isinstance(content, EngineDeadError):
-            raise EngineDeadError(str(content)) from content
-        if isinstance(content, Exception):
-            raise content
-        assert content is not None
-        return content
-
-
-def _post(letters: list[tuple[_Mailbox, Any]]) -> None:
-    """Hand outputs over, waking each event loop once."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Mailbox, Any]]] = {}
-    for mailbox, content in letters:
-        by_loop.setdefault(mailbox.loop, []).append((mailbox, content))
-    for loop, group in by_loop.items():
-        try:
-            loop.call_soon_threadsafe(_put_all, group)
-        except RuntimeError:
-            continue  # the loop was closed, and its callers with it
-
-
-def _put_all(letters: list[tuple[_Mailbox, Any]]) -> None:
-    for mailbox, content in letters:
-        mailbox.put(content)
-
-
-def merged(earlier: RequestOutput, later: RequestOutput, kind: RequestOutputKind) -> RequestOutput:
-    """One output that says what two said in turn."""
-    if kind is not RequestOutputKind.DELTA:
-        return later
-    answers = {answer.index: answer for answer in earlier.outputs}
-    for answer in later.outputs:
-        answers[answer.index] = _joined(answers[answer.index], answer) if answer.index in answers else answer
-    return replace(
-        later,
-        outputs=[answers[index] for index in sorted(answers)],
-        prompt_logprobs=earlier.prompt_logprobs if later.prompt_logprobs is None else later.prompt_logprobs,
-    )
-
-
-def _joined(earlier: CompletionOutput, later: CompletionOutput) -> CompletionOutput:
-    logprobs = later.logprobs
-    if earlier.logprobs is not None and logprobs is not None:
-        logprobs = earlier.logprobs[:]
-        logprobs.extend(later.logprobs or [])
-    return replace(later, text=earlier.text + later.text, token_ids=[*earlier.token_ids, *later.token_ids], logprobs=logprobs)
+        self._hand_over([(mailbox, error) for mailbox in mailboxes.values()])

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from jaxllm import log
@@ -23,7 +23,7 @@ from jaxllm.progress import Progress
 from jaxllm.request import EngineCoreRequest
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.start_times import StartTimes, process_age_seconds
-from jaxllm.text.generation_config import load_generation_config
+from jaxllm.text.generation_config import GenerationConfig, load_generation_config
 from jaxllm.text.input_processor import FrontRequest, InputProcessor, Prompt
 from jaxllm.text.model_files import text_files
 from jaxllm.text.output_processor import OutputProcessor, ProcessedStep
@@ -51,28 +51,54 @@ class Core(Protocol):
 
     @property
     def num_compiled_after_warmup(self) -> int: ...
+    @property
+    def sleep_level(self) -> int: ...
     def finish_compiling(self) -> None: ...
     def add_request(self, request: EngineCoreRequest) -> None: ...
     def abort_requests(self, request_ids: list[str]) -> None: ...
     def step(self) -> list[EngineCoreOutput]: ...
     def has_unfinished_requests(self) -> bool: ...
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool: ...
-    def sleep(self, level: int = 1, mode: SleepMode = "abort") -> None: ...
-    def wake_up(self) -> None: ...
-    @property
-    def is_sleeping(self) -> bool: ...
-    def start_profile(self) -> None: ...
-    def stop_profile(self) -> None: ...
-    def check_integrity(self) -> None: ...
+    def sleep(self, level: int = 1, mode: SleepMode = "abort") -> Any: ...
+    def wake_up(self) -> Any: ...
+    def is_sleeping(self) -> Any: ...
+    def start_profile(self) -> Any: ...
+    def stop_profile(self) -> Any: ...
+    def check_integrity(self) -> Any: ...
     def stats(self) -> LoadStats: ...
     def shutdown(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What the front reads of a model's directory."""
+
+    generation_config: GenerationConfig
+    tokenizer: Tokenizer | None
+    chat_template: str | None
+
+
+def load_texts(config: EngineConfig, times: StartTimes | None = None) -> Texts:
+    """Tokenizer, chat template and generation config. Raises ConfigError or ModelLoadError."""
+    options = config.model
+    directory = text_files(options.model, revision=options.revision, download_dir=options.download_dir)
+    generation_config = load_generation_config(options.generation_config, directory)
+    tokenizer: Tokenizer | None = None
+    if not options.skip_tokenizer_init:
+        if options.tokenizer is not None:
+            directory = text_files(options.tokenizer, download_dir=options.download_dir)
+        with (times or StartTimes()).part("tokenizer"):
+            tokenizer = load_tokenizer(directory, name=options.tokenizer or options.model)
+    template = None if options.chat_template is None else _load_chat_template(options.chat_template)
+    return Texts(generation_config, tokenizer, template)
 
 
 class LLMEngine:
     """An engine core with its tokenizer and the requests in flight.
 
-    The core is built from the config, with these logits processors (`jaxllm.sampling.processors`), unless one is given;
-    `progress` is told how far loading and compiling are.
+    The core is built from the config, with these logits processors (`jaxllm.sampling.processors`), unless one is given, and
+    the texts are loaded unless they are. `progress` is told how far loading and compiling are. Where several engines share a
+    core, each has a `namespace` for the ids of its requests.
     Raises ConfigError, ModelLoadError or OutOfMemoryError.
     """
 
@@ -84,6 +110,8 @@ class LLMEngine:
         core: Core | None = None,
         log_stats: bool = True,
         logits_processors: "Sequence[Processor]" = (),
+        texts: Texts | None = None,
+        namespace: str = "",
     ):
         log.set_up_if_asked()
         fault_points.install_from_environment("front")
@@ -93,20 +121,12 @@ class LLMEngine:
         if core is not None and logits_processors:
             raise ConfigError("logits_processors are compiled into an engine core; give them to the one that is passed")
         config = config or (EngineConfig() if core is None else core.config)
-        options = config.model
         # The small files come first: a fault in them should not cost the loading of weights.
-        directory = text_files(options.model, revision=options.revision, download_dir=options.download_dir)
         if core is None:
-            _check_model(config, directory)
-        generation_config = load_generation_config(options.generation_config, directory)
-        self.tokenizer: Tokenizer | None = None
-        if not options.skip_tokenizer_init:
-            name = options.tokenizer or options.model
-            if options.tokenizer is not None:
-                directory = text_files(options.tokenizer, download_dir=options.download_dir)
-            with times.part("tokenizer"):
-                self.tokenizer = load_tokenizer(directory, name=name)
-        self.chat_template = None if options.chat_template is None else _load_chat_template(options.chat_template)
+            check_model(config)
+        texts = texts or load_texts(config, times)
+        self.tokenizer = texts.tokenizer
+        self.chat_template = texts.chat_template
         self.core: Core = _build_core(config, progress, logits_processors, times) if core is None else core
         self.config = self.core.config
         self.model_config = self.core.model_config
@@ -115,15 +135,16 @@ class LLMEngine:
         self._stat_logger: StatLogger | None = None
         if not config.observe.disable_log_stats:
             cache_config = {name: str(value) for name, value in dataclasses.asdict(self.config.cache).items()}
-            self.metrics = EngineMetrics(options.model, self.max_model_len, cache_config=cache_config)
+            self.metrics = EngineMetrics(config.model.model, self.max_model_len, cache_config=cache_config)
             self._stat_logger = StatLogger(self.metrics) if log_stats else None
         self.input_processor = InputProcessor(
             self.config,
             self.model_config,
             self.max_model_len,
             self.tokenizer,
-            generation_config,
+            texts.generation_config,
             processor_arguments=self.core.processor_arguments,
+            namespace=namespace,
             compile_grammar=None if self.tokenizer is None else lambda form: self.grammar_compiler.compile(form),
         )
         self._grammar_compiler: GrammarCompiler | None = None
@@ -179,6 +200,12 @@ class LLMEngine:
         """`abort_request` by the engine's own ids."""
         return self._abort(self._outputs.abort(internal_ids, internal=True))
 
+    def abort_refused(self, engine_id: str) -> str | None:
+        """End the request one of whose answers the core did not take. Returns its own id; None if it has ended already."""
+        if (internal_id := self._outputs.internal_id_of(engine_id)) is not None:
+            self.abort_internal([internal_id])
+        return internal_id
+
     def abort_all(self) -> list[tuple[str, RequestOutput]]:
         """End every request."""
         return self.abort_internal(self._outputs.internal_ids())
@@ -212,6 +239,10 @@ class LLMEngine:
             if isinstance(error, JaxLLMError):
                 raise
             raise EngineError(f"a step failed: {type(error).__name__}: {error}") from error
+        return self.take(news)
+
+    def take(self, news: Iterable[EngineCoreOutput]) -> list[tuple[str, RequestOutput]]:
+        """What the news of a step mean for the callers, with the engine's own id of each request."""
         processed = self._outputs.process(news)
         self._note_load()
         self._abort_in_core(processed.engine_ids_to_abort)
@@ -280,35 +311,34 @@ class LLMEngine:
         """Forget all cached prompt beginnings. False if blocks are in use."""
         return self.core.reset_prefix_cache(reset_running_requests)
 
-    def sleep(self, level: int = 1, mode: SleepMode = "abort") -> None:
+    def sleep(self, level: int = 1, mode: SleepMode = "abort") -> Any:
         """Give the device's memory back: the KV cache, and the weights to the host (level 1) or altogether (level 2).
 
         Unfinished requests are aborted, which the next `step` reports, or keep the engine from sleeping ("refuse": EngineError).
         New ones are refused with EngineSleepingError. Raises InvalidRequestError for another level.
         """
-        self.core.sleep(level, mode)
+        return self.core.sleep(level, mode)
 
-    def wake_up(self) -> None:
+    def wake_up(self) -> Any:
         """Serve again. Raises OutOfMemoryError or ModelLoadError, and sleeps on, if that cannot be."""
-        self.core.wake_up()
+        return self.core.wake_up()
 
-    @property
-    def is_sleeping(self) -> bool:
+    def is_sleeping(self) -> Any:
         """Whether the engine sleeps."""
-        return self.core.is_sleeping
+        return self.core.is_sleeping()
 
-    def start_profile(self) -> None:
+    def start_profile(self) -> Any:
         """Begin a trace by JAX's profiler. Raises ConfigError without `profiler_dir`, EngineError during a trace."""
-        self.core.start_profile()
+        return self.core.start_profile()
 
-    def stop_profile(self) -> None:
+    def stop_profile(self) -> Any:
         """End the trace and write it. Raises EngineError if there is none."""
-        self.core.stop_profile()
+        return self.core.stop_profile()
 
-    def check_integrity(self) -> None:
+    def check_integrity(self) -> Any:
         """Raise AssertionError if a request left something behind. For an engine without requests."""
         assert not len(self._outputs), f"{len(self._outputs)} requests are awaited"
-        self.core.check_integrity()
+        return self.core.check_integrity()
 
     def shutdown(self) -> None:
         """End every request and free the device. The engine cannot be used afterwards."""
@@ -318,9 +348,10 @@ class LLMEngine:
         self.core.shutdown()
 
 
-def _check_model(config: EngineConfig, directory: Path) -> None:
+def check_model(config: EngineConfig) -> None:
     """Raise what is wrong with a model's config.json before JAX is imported."""
     options = config.model
+    directory = text_files(options.model, revision=options.revision, download_dir=options.download_dir)
     model_config = load_model_config(
         directory,
         overrides=options.hf_overrides,

@@ -2,15 +2,15 @@
 
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from jaxllm.request import ErrorKind, FinishReason
 from jaxllm.scheduler_output import TokenLogprobs
 
 
-@dataclass(slots=True)
-class EngineCoreOutput:
-    """News of one request after a step. Not frozen: one is made per request and step, and freezing doubles its cost."""
+class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False):
+    """News of one request after a step. A Struct, because one is made, sent and read per request and step. Fields: only append."""
 
     request_id: str
     new_token_ids: list[int]

@@ -1,5 +1,6 @@
 """The FastAPI application over an engine."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -24,6 +25,7 @@ from server.openapi import install_openapi
 from server.options import ServerOptions
 from server.routes import chat, completions, dev, docs, health, messages, metrics, models, page, pooling, responses, tokenize
 from server.sse import ClientDisconnected
+from server.tracing import TraceHeaders, make_tracer
 
 ADMIN_PATHS = frozenset(route.path for route in dev.router.routes if isinstance(route, Route))
 _SENTENCES = {404: "there is nothing at this path", 405: "this path does not take this method"}
@@ -54,17 +56,26 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAP
         rooms.append(page.page_router())
         public_paths |= page.public_paths()
 
+    tracer = make_tracer(options.logging.otlp_traces_endpoint)
+    if tracer is not None:
+        engine.request_ended = tracer.request_ended
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         context.chat.warm_up()
         yield
         await app.state.responses.close()
         context.chat.close()
+        if tracer is not None:
+            await asyncio.to_thread(tracer.shutdown)
 
     app = _Application(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
-    app.guard = lambda inner: HttpMetricsMiddleware(
-        Guard(inner, context, public_paths=public_paths, admin_paths=ADMIN_PATHS), context.http_metrics
-    )
+
+    def guarded(inner: ASGIApp) -> ASGIApp:
+        guard = Guard(inner, context, public_paths=public_paths, admin_paths=ADMIN_PATHS)
+        return HttpMetricsMiddleware(guard if tracer is None else TraceHeaders(guard), context.http_metrics)
+
+    app.guard = guarded
     app.state.context = context
     responses.install(app, context)
     for room in rooms:

@@ -64,8 +64,8 @@ class ChatEncoder:
         self._max_model_len = max_model_len
         self._specials = SpecialTokenTexts(tokenizer)
 
-    def encode(self, job: dict[str, Any], *, add_special_tokens: bool) -> list[int]:
-        """The ids of a conversation; `job` has the arguments of `render_chat`. Raises ApiError or InvalidRequestError."""
+    def encode(self, job: dict[str, Any], *, add_special_tokens: bool) -> tuple[str, list[int]]:
+        """The text and the ids of a conversation; `job` has the arguments of `render_chat`. Raises ApiError or InvalidRequestError."""
         written_by_clients = {name: job[name] for name in ("messages", "tools", "documents", "kwargs")}
         mark = None
         if self._specials.occurs_in(written_by_clients):
@@ -74,8 +74,8 @@ class ChatEncoder:
         text = self._templates.render(job)
         check_text_length(self._tokenizer, text, self._max_model_len, "messages")
         if mark is None:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return self._encode_marked(text, mark, add_special_tokens=add_special_tokens)
+            return text, self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return text.replace(mark, ""), self._encode_marked(text, mark, add_special_tokens=add_special_tokens)
 
     def _encode_marked(self, text: str, mark: str, *, add_special_tokens: bool) -> list[int]:
         ids = self._tokenizer.encode("", add_special_tokens=True) if add_special_tokens else []

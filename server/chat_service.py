@@ -5,11 +5,10 @@ Knows nothing of HTTP or of how any of these APIs writes its replies.
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.async_llm import AsyncLLM
@@ -17,12 +16,18 @@ from jaxllm.errors import InvalidRequestError
 from jaxllm.outputs import Logprob, RequestMetrics
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.text.input_processor import FrontRequest
+from server.chat_deltas import ChatDelta, ToolCallDelta, joined
 from server.chat_encoding import ChatEncoder
-from server.errors import ApiError, bad_request
+from server.dialects import check_tools
+from server.endings import end_of
+from server.errors import bad_request, constraint_error
 from server.options import ChatOptions
 from server.prompts import check_length, truncated
+from server.speech import AnswerReader, Speech
 from server.template_process import MAX_PROCESSES, TemplateProcesses
 from server.usage import Usage
+
+__all__ = ["ChatDelta", "ChatService", "Conversation", "PreparedChat", "ToolCallDelta"]
 
 
 @dataclass(kw_only=True)
@@ -35,9 +40,8 @@ class Conversation:
     """max_tokens None: as many as the context takes."""
     request_id: str
     tools: Sequence[Mapping[str, Any]] | None = None
-    """In OpenAI's shape."""
-    tool_choice: str | None = None
-    """none, auto, required, or the name of a function after "function:"; None: auto if there are tools."""
+    tool_choice: str | Mapping[str, Any] | None = None
+    """Both in OpenAI's shape."""
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
     add_generation_prompt: bool = True
@@ -49,36 +53,14 @@ class Conversation:
     """Values of the template's variables; a name that it does not read is an error."""
     reasoning_effort: str | None = None
     """A hint to templates that read it."""
+    enable_thinking: bool | None = None
+    """The same."""
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
+    constraint_param: str = "structured_outputs"
+    """What the client calls the constraint of the answer."""
     cache_salt: str | None = None
     priority: int = 0
-
-
-@dataclass(slots=True)
-class ToolCallDelta:
-    """A part of a tool call: the first has id and name, the later ones pieces of the arguments' JSON text."""
-
-    index: int
-    id: str | None = None
-    name: str | None = None
-    arguments: str = ""
-
-
-@dataclass(slots=True)
-class ChatDelta:
-    """What is new of one of the n answers."""
-
-    index: int
-    content: str = ""
-    reasoning: str = ""
-    tool_calls: list[ToolCallDelta] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[dict[int, Logprob]] | None = None
-    """One per token of token_ids."""
-    finish_reason: str | None = None
-    """stop, length or tool_calls."""
-    stop_reason: int | str | None = None
 
 
 @dataclass
@@ -89,6 +71,8 @@ class PreparedChat:
     request: FrontRequest
     usage: Usage
     """Grows while the answer is streamed."""
+    reader: AnswerReader | None = None
+    """Who finds tool calls and reasoning in the answers; None: they are plain text."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """Filled with the first output."""
     metrics: RequestMetrics | None = None
@@ -102,14 +86,18 @@ class PreparedChat:
 class ChatService:
     """Answers conversations with one engine."""
 
-    def __init__(self, engine: AsyncLLM, options: ChatOptions):
+    def __init__(self, engine: AsyncLLM, options: ChatOptions, *, queue_timeout_seconds: float | None = None):
         self._engine = engine
+        self._queue_timeout_seconds = queue_timeout_seconds
         self._options = options
+        self.note_request: Callable[[FrontRequest], None] = lambda request: None
+        """Called for each request that is prepared."""
         self._templates: TemplateProcesses | None = None
         self._encoder: ChatEncoder | None = None
         tokenizer = engine.input_processor.tokenizer
         if tokenizer is not None:
             self._templates = TemplateProcesses(tokenizer, options)
+            self.speech = Speech(tokenizer, engine.chat_template, options)
             self._encoder = ChatEncoder(tokenizer, self._templates, engine.max_model_len)
         self._threads = ThreadPoolExecutor(MAX_PROCESSES, "jaxllm-chat")
         """Of their own, so that slow templates hold up no other requests."""
@@ -127,6 +115,10 @@ class ChatService:
 
     async def encode(self, conversation: Conversation) -> list[int]:
         """The conversation as token ids. Raises ApiError or InvalidRequestError."""
+        return (await self._rendered(conversation))[1]
+
+    async def _rendered(self, conversation: Conversation) -> tuple[str, list[int]]:
+        """Text and token ids."""
         if self._encoder is None:
             raise bad_request("there is no tokenizer (--skip-tokenizer-init); send token ids to /v1/completions", "messages")
         if conversation.add_generation_prompt and conversation.continue_final_message:
@@ -140,23 +132,35 @@ class ChatService:
         return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
 
     def _job(self, conversation: Conversation) -> dict[str, Any]:
-        effort = conversation.reasoning_effort
+        hints = {"reasoning_effort": conversation.reasoning_effort, "enable_thinking": conversation.enable_thinking}
+        leaves_out = conversation.tool_choice == "none" and self._options.exclude_tools_when_tool_choice_none
         return {
             "messages": list(conversation.messages),
-            "tools": list(conversation.tools) if conversation.tools else None,
+            "tools": None if not conversation.tools or leaves_out else list(conversation.tools),
             "documents": list(conversation.documents) if conversation.documents else None,
             "chat_template": conversation.chat_template or self._engine.chat_template,
             "add_generation_prompt": conversation.add_generation_prompt,
             "continue_final_message": conversation.continue_final_message,
             "content_format": self._options.chat_template_content_format,
             "default_kwargs": self._options.default_chat_template_kwargs or {},
-            "hints": {} if effort is None else {"reasoning_effort": effort},
+            "hints": {name: value for name, value in hints.items() if value is not None},
             "kwargs": dict(conversation.chat_template_kwargs or {}),
         }
 
     async def prepare(self, conversation: Conversation) -> PreparedChat:
         """Render, tokenize and check a conversation. Raises ApiError or InvalidRequestError."""
-        ids = await self.encode(conversation)
+        tools, choice = check_tools(conversation.tools, conversation.tool_choice)
+        if self._encoder is not None:
+            tools, choice = self.speech.check(conversation.tools, conversation.tool_choice)
+        text, ids = await self._rendered(conversation)
+        params, reader = self.speech.prepared(
+            conversation.params,
+            tools,
+            choice,
+            text,
+            parallel=conversation.parallel_tool_calls,
+            include_reasoning=conversation.include_reasoning,
+        )
         max_model_len = self._engine.max_model_len
         ids = truncated(ids, conversation.truncate_prompt_tokens, conversation.truncation_side, max_model_len)
         check_length(len(ids), max_model_len, "messages")
@@ -164,14 +168,15 @@ class ChatService:
         if conversation.cache_salt is not None:
             prompt["cache_salt"] = conversation.cache_salt
         try:
-            request = await self._engine.prepare(
-                prompt, conversation.params, conversation.request_id, priority=conversation.priority
-            )
+            request = await self._engine.prepare(prompt, params, conversation.request_id, priority=conversation.priority)
         except InvalidRequestError as error:
-            if error.param != "logprobs":
-                raise
-            raise bad_request(f"top_{error}", "top_logprobs") from None  # its name in all these APIs
-        return PreparedChat(conversation, request, Usage(prompt_tokens=len(ids)))
+            if error.param == "logprobs":
+                raise bad_request(f"top_{error}", "top_logprobs") from None  # its name in all these APIs
+            if error.param == "structured_outputs":
+                raise constraint_error(error, "tools" if choice.is_forced else conversation.constraint_param) from None
+            raise
+        self.note_request(request)
+        return PreparedChat(conversation, request, Usage(prompt_tokens=len(ids)), reader)
 
     async def stream(self, chat: PreparedChat) -> AsyncGenerator[list[ChatDelta], None]:
         """The answer as it comes; with output_kind FINAL_ONLY all at once. Closing it aborts the request.
@@ -185,19 +190,17 @@ class ChatService:
                     chat.prompt_logprobs = output.prompt_logprobs
                 usage.cached_tokens = output.num_cached_tokens
                 chat.metrics = output.metrics
-                deltas = []
+                deltas: list[ChatDelta] = []
                 for answer in output.outputs:
                     usage.completion_tokens += len(answer.token_ids)
-                    deltas.append(
-                        ChatDelta(
-                            answer.index,
-                            answer.text,
-                            token_ids=answer.token_ids,
-                            logprobs=answer.logprobs,
-                            finish_reason=finish_reason(answer.finish_reason),
-                            stop_reason=answer.stop_reason,
-                        )
-                    )
+                    reason = end_of(answer)
+                    if chat.reader is not None:
+                        deltas += chat.reader.read(answer, reason)
+                        usage.reasoning_tokens = chat.reader.num_reasoning_tokens
+                        continue
+                    news = ChatDelta(answer.index, answer.text, "", [], answer.token_ids, answer.logprobs)
+                    news.finish_reason, news.stop_reason = reason, answer.stop_reason
+                    deltas.append(news)
                 yield deltas
 
     async def complete(self, chat: PreparedChat) -> list[ChatDelta]:
@@ -208,32 +211,3 @@ class ChatService:
                 for delta in deltas:
                     answers[delta.index] = delta if delta.index not in answers else joined(answers[delta.index], delta)
         return [answers[index] for index in sorted(answers)]
-
-
-def finish_reason(reason: str | None) -> str | None:
-    """The engine's reason as OpenAI's clients know it. Raises ApiError for those that are no ends but failures."""
-    if reason == "abort":
-        raise ApiError(503, "the request was aborted before its end", code="aborted", retry=True)
-    if reason == "error":
-        raise ApiError(500, "the engine failed on this request", code="engine_error", retry=False)
-    return "stop" if reason == "repetition" else reason
-
-
-def joined(earlier: ChatDelta, later: ChatDelta) -> ChatDelta:
-    """Two deltas of an answer as one."""
-    calls = {call.index: dataclasses.replace(call) for call in earlier.tool_calls}
-    for call in later.tool_calls:
-        if call.index in calls:
-            calls[call.index].arguments += call.arguments
-        else:
-            calls[call.index] = dataclasses.replace(call)
-    return ChatDelta(
-        earlier.index,
-        earlier.content + later.content,
-        earlier.reasoning + later.reasoning,
-        list(calls.values()),
-        [*earlier.token_ids, *later.token_ids],
-        earlier.logprobs if later.logprobs is None else [*(earlier.logprobs or []), *later.logprobs],
-        later.finish_reason,
-        later.stop_reason,
-    )

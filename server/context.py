@@ -16,6 +16,7 @@ from jaxllm.text.tokenizer import Tokenizer
 from server.chat_service import ChatService
 from server.errors import ApiError, shortened
 from server.http_metrics import HttpMetrics
+from server.logs import RequestLog
 from server.options import ServerOptions
 
 _MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -38,9 +39,13 @@ class ServerContext:
         self.default_max_tokens = own.max_tokens if own.max_tokens != SamplingParams().max_tokens else None
         """What the model's generation config says."""
         self.http_metrics = HttpMetrics()
-        if hasattr(engine, "add_metrics"):
-            engine.add_metrics(self.http_metrics.snapshot)
-        self.chat = ChatService(engine, options.chat)
+        engine.add_metrics(self.http_metrics.snapshot)
+        self.request_log = RequestLog(options.logging)
+        self.queue_timeout_seconds = options.limits.queue_timeout or None
+        self.chat = ChatService(engine, options.chat, queue_timeout_seconds=self.queue_timeout_seconds)
+        self.chat.note_request = self.request_log.write
+        if engine.input_processor.tokenizer is not None:
+            self.chat.speech.note_tool_parser = self.http_metrics.tool_calls_parsed
         self.fingerprint = _fingerprint(engine, options.replies.fingerprint_mode)
 
     @property

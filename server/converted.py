@@ -16,7 +16,11 @@ from server.routes.chat import to_conversation
 
 def conversation_of(fields: Mapping[str, Any], context: ServerContext, request_id: str) -> Conversation:
     """The conversation that a chat request with these fields asks for. Raises ApiError, InvalidRequestError or ValidationError."""
-    conversation = to_conversation(ChatCompletionRequest.model_validate(dict(fields)), context, request_id)
+    conversation = to_conversation(
+        ChatCompletionRequest.model_validate({name: value for name, value in fields.items() if value is not None}),
+        context,
+        request_id,
+    )
     conversation.request_id = request_id
     return conversation
 

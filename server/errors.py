@@ -8,7 +8,7 @@ import msgspec
 from pydantic import ValidationError
 from starlette.responses import Response
 
-from jaxllm.errors import EngineDeadError, EngineError, InvalidRequestError
+from jaxllm.errors import EngineDeadError, EngineError, EngineSleepingError, InvalidRequestError, OverloadedError
 
 MAX_MESSAGE_LENGTH = 1000
 MAX_ECHO_LENGTH = 200
@@ -85,9 +85,9 @@ def as_api_error(error: BaseException) -> ApiError:
         return validation_error(error.errors(include_url=False, include_context=False, include_input=True))
     if isinstance(error, InvalidRequestError):
         return bad_request(without_leaks(str(error)), error.param, getattr(error, "code", None))
-    if type(error).__name__ == "OverloadedError":
-        return overloaded(without_leaks(str(error)), getattr(error, "retry_after_seconds", RETRY_AFTER_SECONDS))
-    if type(error).__name__ == "EngineSleepingError":
+    if isinstance(error, OverloadedError):
+        return overloaded(without_leaks(str(error)), error.retry_after_seconds)
+    if isinstance(error, EngineSleepingError):
         return overloaded("the engine sleeps; wake it up or try again later")
     if isinstance(error, EngineDeadError):
         return ApiError(503, "the engine cannot serve any more", code="engine_dead", retry=True)
@@ -96,6 +96,13 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, TimeoutError):
         return ApiError(408, "the request took longer than its time limit", code="timeout", retry=False)
     return ApiError(500, "the server failed on this request", code="internal_error", retry=False)
+
+
+def constraint_error(error: InvalidRequestError, param: str) -> ApiError:
+    """An error of structured outputs in the words of the field that asked for them."""
+    return bad_request(
+        without_leaks(str(error).replace("structured_outputs.json", param).replace("structured_outputs", param)), param
+    )
 
 
 def overloaded(message: str, retry_after_seconds: int = RETRY_AFTER_SECONDS) -> ApiError:

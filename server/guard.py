@@ -16,10 +16,11 @@ from typing import Any
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxllm.log import logger
+from jaxllm.log import logger, safe
 from server.context import ServerContext
 from server.errors import ApiError, as_api_error
 from server.logs import AccessLog
+from server.messages.errors import in_shape_of
 
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 64 << 10
@@ -62,7 +63,7 @@ class Guard:
         except Exception as error:
             if not answer.has_begun:
                 await self._refuse(as_api_error(error), scope, receive, answer)
-            logger.error("%s %s failed", scope["method"], self._log.escaped(scope["path"]), exc_info=error)
+            logger.error("%s %s failed", scope["method"], safe(scope["path"], 200), exc_info=error)
         finally:
             self._log.write(scope, answer.status, time.monotonic() - started)
 
@@ -84,7 +85,7 @@ class Guard:
         """Send an error. If the body was not read to its end, the connection ends with it."""
 
         async def reply(scope: Scope, receive: Receive, send: Send) -> None:
-            response = error.response()
+            response = in_shape_of(scope["path"], error).response()
             if not is_unread:
                 await response(scope, receive, send)
                 return

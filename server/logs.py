@@ -1,62 +1,23 @@
-"""The server's log lines: for people or as JSON, one line each, whatever a client puts into them."""
+"""The server's own log lines: one for each HTTP request, and, if asked for, one for each prompt. Never contents above debug level."""
 
+import dataclasses
 import logging
 from typing import Any
 
-import msgspec
 from starlette.types import Scope
 
-from jaxllm.log import logger
+from jaxllm.log import logger, safe
+from jaxllm.sampling_params import SamplingParams
+from jaxllm.text.input_processor import FrontRequest
 from server.options import LoggingOptions
 
 QUIET_PATHS = frozenset({"/live", "/ready", "/health", "/ping", "/metrics", "/load", "/version"})
-_FIELDS = ("method", "path", "status", "milliseconds", "client", "request_id")
-
-
-def escaped(text: str) -> str:
-    """A text without line breaks and control characters, which could forge lines or steer a terminal."""
-    if text.isprintable():
-        return text
-    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
-
-
-class EscapingFormatter(logging.Formatter):
-    """Text lines whose message stays on its line; tracebacks follow it."""
-
-    def __init__(self) -> None:
-        super().__init__("%(levelname)s %(asctime)s %(message)s", "%H:%M:%S")
-
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        record.message = escaped(record.message)
-        return super().formatMessage(record)
-
-
-class JsonFormatter(logging.Formatter):
-    """A JSON object a line."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """time, level, logger and message; for requests also method, path, status, milliseconds, request_id."""
-        line: dict[str, Any] = {
-            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S") + f".{int(record.msecs):03d}",
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        line.update((name, getattr(record, name)) for name in _FIELDS if hasattr(record, name))
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(line).decode()
-
-
-def formatter(options: LoggingOptions) -> logging.Formatter:
-    """What --log-format asks for."""
-    return JsonFormatter() if options.log_format == "json" else EscapingFormatter()
+MAX_PATH_CHARACTERS = 200
+_DEFAULTS = SamplingParams()
 
 
 class AccessLog:
     """A line for each HTTP request."""
-
-    escaped = staticmethod(escaped)
 
     def __init__(self, options: LoggingOptions):
         self._is_off = options.disable_uvicorn_access_log
@@ -64,18 +25,50 @@ class AccessLog:
         self._quiet = QUIET_PATHS if given is None else frozenset(given)
 
     def write(self, scope: Scope, status: int, seconds: float) -> None:
-        """Log a request that was answered."""
+        """Log a request that was answered, unless all is well with one that nobody wants to read of."""
         if self._is_off or not logger.isEnabledFor(logging.INFO) or (scope["path"] in self._quiet and status < 400):
             return
-        path, client = escaped(scope["path"]), scope.get("client")
+        client = scope.get("client")
+        path = safe(scope["path"], MAX_PATH_CHARACTERS)
         milliseconds = round(1000 * seconds, 1)
+        request_id = scope.get("state", {}).get("request_id")
         extra = {
             "method": scope["method"],
             "path": path,
             "status": status,
             "milliseconds": milliseconds,
             "client": f"{client[0]}:{client[1]}" if client else None,
-            "request_id": scope.get("state", {}).get("request_id"),
+            "request_id": request_id,
         }
-        line = "%s %s %d %.1f ms %s"
-        logger.info(line, extra["method"], path[:200], status, milliseconds, extra["request_id"] or "", extra=extra)
+        logger.info("%s %s %d %.1f ms %s", scope["method"], path, status, milliseconds, request_id or "", extra=extra)
+
+
+class RequestLog:
+    """A line for each prompt that the engine takes, with --enable-log-requests."""
+
+    def __init__(self, options: LoggingOptions):
+        self._is_on = options.enable_log_requests
+        self._max_length = options.max_log_len
+
+    def write(self, request: FrontRequest) -> None:
+        """Log what a request asks of sampling; at debug level also its prompt."""
+        if not self._is_on:
+            return
+        request_id, num_tokens = safe(request.request_id), len(request.prompt_token_ids)
+        extra = {"request_id": request_id, "num_prompt_tokens": num_tokens}
+        logger.info("%s: %d prompt tokens, %s", request_id, num_tokens, _numbers(request.params), extra=extra)
+        if logger.isEnabledFor(logging.DEBUG):
+            text = "" if request.prompt is None else safe(request.prompt, self._max_length)
+            logger.debug("%s: prompt %r, ids %s", request_id, text, request.prompt_token_ids[: self._max_length])
+
+
+def _numbers(params: Any) -> str:
+    """The parameters that are numbers or switches and no defaults: texts are contents."""
+    if not isinstance(params, SamplingParams):
+        return type(params).__name__
+    found = []
+    for field in dataclasses.fields(params):
+        value = getattr(params, field.name)
+        if isinstance(value, (int, float)) and value != getattr(_DEFAULTS, field.name):
+            found.append(f"{field.name}={value}")
+    return ", ".join(found) or "default sampling"

@@ -71,6 +71,7 @@ class LimitOptions:
     request_timeout: Annotated[
         float, "seconds after which a request ends with 408; a request may ask for less with `timeout`; 0: no limit"
     ] = 0.0
+    queue_timeout: Annotated[float, "seconds that a request may wait for its first step, then 503; 0: no limit"] = 0.0
     max_n: Annotated[int, "most answers to one prompt"] = 128
     max_prompts_per_request: Annotated[int, "most prompts in one request"] = 1024
     max_sequences_per_request: Annotated[int, "most answers in one request, all prompts together"] = 4096
@@ -139,11 +140,28 @@ class LoggingOptions:
     ] = None
     enable_log_requests: Annotated[bool, "log each request's parameters; its text only at debug level"] = False
     max_log_len: Annotated[int | None, "most characters or token ids of a prompt in the log; default: all"] = None
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        "URL that a trace span of each request is sent to, e.g. http://127.0.0.1:4317; $OTEL_EXPORTER_OTLP_TRACES_PROTOCOL is grpc "
+        "(the default) or http/protobuf, whose URL ends in /v1/traces; needs the extra otel",
+    ] = None
     enable_server_load_tracking: Annotated[bool, "count running requests for /load"] = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessOptions:
+    """Processes"""
+
+    step_timeout: Annotated[float, "seconds after which a step counts as hung, and the engine as dead; 0: never"] = 300.0
+    compile_timeout: Annotated[float, "the same while a step waits for a program to be compiled"] = 3600.0
+    keep_alive_on_engine_death: Annotated[
+        bool, "go on after the engine's death and answer 503, instead of ending with an exit code for who supervises"
+    ] = False
 
 
 _GROUPS: dict[str, Any] = {
     "network": NetworkOptions,
+    "processes": ProcessOptions,
     "access": AccessOptions,
     "limits": LimitOptions,
     "chat": ChatOptions,
@@ -157,6 +175,7 @@ class ServerOptions:
     """All options, by group. `ServerOptions.from_options(port=0, …)` takes them flat."""
 
     network: NetworkOptions = field(default_factory=NetworkOptions)
+    processes: ProcessOptions = field(default_factory=ProcessOptions)
     access: AccessOptions = field(default_factory=AccessOptions)
     limits: LimitOptions = field(default_factory=LimitOptions)
     chat: ChatOptions = field(default_factory=ChatOptions)
@@ -235,9 +254,12 @@ def _range_faults(options: ServerOptions) -> list[str]:
         "max_connections": at_least(1),
         "api_server_count": at_least(1),
         "shutdown_timeout": at_least(0),
+        "step_timeout": at_least(0),
+        "compile_timeout": above_zero,
         "max_request_body_bytes": at_least(1024),
         "request_body_timeout": above_zero,
         "request_timeout": at_least(0),
+        "queue_timeout": at_least(0),
         "max_n": at_least(1),
         "max_prompts_per_request": at_least(1),
         "max_sequences_per_request": at_least(1),

@@ -31,6 +31,7 @@ FLOORS = {
     "jaxllm.llm": 7,
     "jaxllm.llm_engine": 7,
     "jaxllm.async_llm": 7,
+    "jaxllm.connected_llm": 7,
     "jaxllm.beam_search": 7,
     "server": 8,
     "jaxllm.cli": 9,
@@ -44,6 +45,9 @@ SIBLINGS = {
     ("jaxllm.llm", "jaxllm.llm_engine"),
     ("jaxllm.llm", "jaxllm.beam_search"),
     ("jaxllm.async_llm", "jaxllm.llm_engine"),
+    ("jaxllm.async_llm", "jaxllm.connected_llm"),
+    ("jaxllm.connected_llm", "jaxllm.async_llm"),
+    ("jaxllm.connected_llm", "jaxllm.llm_engine"),
 }
 """(importer, imported) on the same floor that may; within one of these packages everything may."""
 

@@ -29,6 +29,7 @@ class Command:
 COMMANDS = {
     "generate": Command("generate", "write on from prompts, or answer them"),
     "chat": Command("chat", "talk with a model"),
+    "serve": Command("serve", "answer requests over HTTP, as OpenAI's API does"),
     "run-batch": Command("run_batch", "answer the requests of an OpenAI batch file"),
     "bench": Command("bench", "measure throughput or latency, offline or of a server"),
     "top": Command("top", "a live view of a running server"),

@@ -65,13 +65,15 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Answer the file, close with a line of counts. Returns the exit code."""
     from server.batch.run import EngineStopped
-    from server.options import AccessOptions, ServerOptions
+    from server.options import LoggingOptions, ServerOptions
 
     options = engine_options(arguments)
     server = ServerOptions.from_options(
         **chosen(resolve(batch_flags(), vars(arguments), arguments.config)), max_stored_responses=0
     )
-    server = ServerOptions(chat=server.chat, replies=server.replies, limits=server.limits, access=AccessOptions())
+    server = ServerOptions(
+        chat=server.chat, replies=server.replies, limits=server.limits, logging=LoggingOptions(disable_uvicorn_access_log=True)
+    )
     source, target = Path(arguments.input_file), Path(arguments.output_file)
     if arguments.max_in_flight is not None and arguments.max_in_flight < 1:
         raise UsageError(f"--max-in-flight is {arguments.max_in_flight}, must be at least 1")

@@ -1,6 +1,5 @@
 """EngineCore: builds scheduler and runner from a config and serves requests in token ids. Text stays in the front."""
 
-import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -190,6 +189,7 @@ class EngineCore:
         self._news += self.scheduler.abort_requests(unfinished)
         self.loop.forget()
         self.scheduler.start_over()
+        self.loop.note_work()
         self._sleep.fall_asleep(level)
 
     def wake_up(self) -> None:
@@ -197,9 +197,13 @@ class EngineCore:
         self._check_alive()
         self._sleep.wake_up()
 
-    @property
     def is_sleeping(self) -> bool:
+        """Whether the engine sleeps."""
         return self._sleep.level > 0
+
+    @property
+    def sleep_level(self) -> int:
+        return self._sleep.level
 
     def start_profile(self) -> None:
         """Begin a trace by JAX's profiler. Raises ConfigError without `profiler_dir`, EngineError during a trace."""
@@ -211,26 +215,32 @@ class EngineCore:
 
     def check_integrity(self) -> None:
         """Raise AssertionError if anything disagrees, or if a request left something behind. For an engine without requests."""
+        self._check_alive()
         self.scheduler.check_integrity()
         pool = self.scheduler.cache_manager.pool
         assert not self.scheduler.requests, f"{len(self.scheduler.requests)} requests are not finished"
+        assert not self._news, f"{len(self._news)} news were not told"
+        while self.loop.has_work:  # steps that were on their way when the last request ended
+            assert not self.loop.step(), "a step has news of a request that is gone"
         assert pool.num_free_blocks == pool.num_usable_blocks, "blocks are held by nobody"
-        assert not self.loop.has_work, "steps are in flight"
         self.runner.check_idle(self.scheduler.finished_ids)
 
     def stats(self) -> SchedulerStats:
         """Numbers for logs and metrics."""
-        work_seconds, idle_seconds = self.loop.work_clock.totals()
-        return dataclasses.replace(
-            self.scheduler.stats(),
-            work_seconds=work_seconds,
-            device_wait_seconds=self.loop.wait_seconds,
-            device_idle_seconds=idle_seconds,
-        )
+        stats = self.scheduler.stats()
+        stats.work_seconds, stats.device_idle_seconds = self.loop.work_clock.totals()
+        stats.device_wait_seconds = self.loop.wait_seconds
+        stats.sleep_level = self._sleep.level
+        return stats
 
     @property
     def num_compiled_after_warmup(self) -> int:
         return self.runner.programs.num_compiled_after_warmup
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether a step waits for a program."""
+        return self.runner.programs.num_waiting > 0
 
     def finish_compiling(self) -> None:
         """Wait for the rare programs, if they are compiled in the background."""
@@ -241,9 +251,9 @@ class EngineCore:
         """Drop all requests, wait for the device and give its memory back. The engine cannot be used afterwards."""
         if self._dead is None:
             self._die(EngineDeadError("the engine was shut down"))
-        self.grammars.shutdown()
         if self._profiler.is_running:
             self._profiler.stop()
+        self.grammars.shutdown()
         self.runner.delete_arrays()
 
     def _vocabulary(self, eos_token_ids: tuple[int, ...]) -> Vocabulary:

@@ -35,6 +35,8 @@ class Place:
 
 PLACES = {
     "add": Place("core", "jaxllm.scheduler.scheduler", "Scheduler.add_request", lambda self, request: request.request_id),
+    "grammar": Place("core", "jaxllm.engine.grammars", "Grammars._start", lambda self, request, template: request.request_id),
+    "mask": Place("core", "jaxllm.engine.loop", "fill_masks"),
     "schedule": Place("core", "jaxllm.scheduler.scheduler", "Scheduler.schedule"),
     "allocate": Place(
         "core",
@@ -50,7 +52,8 @@ PLACES = {
     ),
     "step": Place("core", "jaxllm.runner.runner", "ModelRunner.dispatch"),
     "row": Place("core", "jaxllm.runner.rows", "Rows.add", lambda self, data: data.request_id),
-    "launch": Place("core", "jaxllm.runner.runner", "ModelRunner._launch"),
+    "launch": Place("core", "jaxllm.runner.runner", "ModelRunner._prepare"),
+    "draw": Place("core", "jaxllm.runner.runner", "ModelRunner._sample"),
     "admit": Place("core", "jaxllm.runner.runner", "ModelRunner._pack_admission", lambda self, row: row.data.request_id),
     "result": Place("core", "jaxllm.runner.runner", "PendingStep.result"),
     "sampler": Place("core", "jaxllm.runner.runner", "PendingStep._scores_of", lambda self, row, index: row.data.request_id),

@@ -57,9 +57,9 @@ class StepLoop:
         self._in_flight: deque[tuple[SchedulerOutput, PendingOutput]] = deque()
         self.working_on: SchedulerOutput | None = None
         """The step that is dispatched or read; after an error the one that failed. None while planning."""
+        self._news: list[EngineCoreOutput] = []
         self._undrawn: tuple[SchedulerOutput, MaskedOutput] | None = None
         """The last step in flight, if it waits for masks: none follows before it has them."""
-        self._news: list[EngineCoreOutput] = []
         self.wait_seconds = 0.0
         """Time spent waiting for the device in all."""
         self.work_clock = WorkClock()
@@ -141,3 +141,4 @@ class StepLoop:
         self.forget()
         self.scheduler.start_over()
         self.runner.start_over()
+        self.note_work()

@@ -71,6 +71,8 @@ class Programs(Generic[Key]):
         self.num_compiled_after_warmup = 0
         self.num_compiled = 0
         self.num_loaded = 0
+        self.num_waiting = 0
+        """Callers that wait for a program now."""
         self._told = False
         shut_down_at_exit(self)
 
@@ -229,10 +231,14 @@ class Programs(Generic[Key]):
         timer = threading.Timer(_SLOW_SECONDS, self._tell)
         timer.daemon = True
         timer.start()
+        with self._lock:
+            self.num_waiting += 1
         try:
             yield
         finally:
             timer.cancel()
+            with self._lock:
+                self.num_waiting -= 1
             logger.debug("waited %.2f s for %s", time.perf_counter() - start, ", ".join(map(str, keys)))
 
     def _tell(self) -> None:

@@ -53,7 +53,7 @@ class FrontRequest:
     request_id: str
     """The caller's own; several requests may share it."""
     internal_id: str
-    """Unique in this engine."""
+    """Unique in this engine, whichever front it came from: the namespace of the input processor is in it."""
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
@@ -76,6 +76,7 @@ class InputProcessor:
         generation_config: GenerationConfig | None = None,
         *,
         processor_arguments: Mapping[str, int] | None = None,
+        namespace: str = "",
         compile_grammar: Callable[[StructuredOutputsParams], Grammar] | None = None,
     ):
         self.tokenizer = tokenizer
@@ -96,6 +97,7 @@ class InputProcessor:
         self.eos_token_ids = tuple(dict.fromkeys((*first, *others)))
         """The tokenizer's own first, then those of the generation config (or, without it, of the model)."""
         self._numbers = itertools.count()
+        self._namespace = namespace
         seed = config.model.seed
         self._random = random.SystemRandom() if seed is None else random.Random(seed)
 
@@ -144,7 +146,7 @@ class InputProcessor:
         arrival_time = time.time() if arrival_time is None else arrival_time
         text, token_ids, cache_salt = self._read_prompt(prompt)
         self._check_token_ids(token_ids)
-        internal_id = f"{request_id}-{next(self._numbers):x}"
+        internal_id = f"{request_id}-{self._namespace}{next(self._numbers):x}"
         if isinstance(params, PoolingParams):
             token_ids = self._truncated(text, token_ids, params)
             request = EngineCoreRequest(
@@ -155,6 +157,8 @@ class InputProcessor:
                 arrival_time=arrival_time,
                 priority=priority,
                 cache_salt=cache_salt,
+                queue_timeout_seconds=queue_timeout_seconds,
+                timeout_seconds=timeout_seconds,
             )
             sampling, pooling = request.sampling_params, request.pooling_params
             return FrontRequest(request_id, internal_id, text, token_ids, sampling, [request], arrival_time, pooling)

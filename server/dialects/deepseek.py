@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from server.dialects.dialect import Frame, ToolDialect
 from server.dialects.json_calls import read_json_arguments
-from server.dialects.markers import Markers
+from server.dialects.markers import markers_of
 from server.dialects.reader import MAX_NAME, Reading
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class DeepSeek(ToolDialect):
             if (yield from parser.next_is(END_CALLS)):
                 break
             yield from parser.expect(CALL)
-            name, _ = yield from parser.text_until(Markers((SEPARATOR,)), MAX_NAME)
+            name, _ = yield from parser.text_until(markers_of(SEPARATOR), MAX_NAME)
             if name.strip() == "function":
                 name = (yield from parser.run_of(_NAME)) or name
             yield from parser.space()

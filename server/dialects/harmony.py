@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 _HEADER_ENDS = Markers((MESSAGE, END, CALL, RETURN))
-_BODY_ENDS = Markers((END, CALL, RETURN, START, CHANNEL))
+_BODY_ENDS = (END, CALL, RETURN, START, CHANNEL)
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"to=([^\s<]+)")
 
@@ -97,15 +97,15 @@ def _read_body(parser: "StreamParser", header: str, calls: bool) -> Reading[str]
     name = recipient.removeprefix("functions.")
     if calls and recipient and (recipient != name or name in parser.tools or channel == "commentary"):
         yield from parser.read_calls(_read_call(parser, name), already_read=header + MESSAGE)
-        end = yield from parser.copy_until(_BODY_ENDS, parser.add_content)
+        end = yield from parser.copy_visible_until(_BODY_ENDS, parser.add_content)
     elif channel == "analysis":
         parser.in_reasoning = True
         parser.begin_reasoning()
-        end = yield from parser.copy_until(_BODY_ENDS, parser.add_reasoning)
+        end = yield from parser.copy_visible_until(_BODY_ENDS, parser.add_reasoning)
         parser.in_reasoning = False
     else:
         parser.begin_content()
-        end = yield from parser.copy_until(_BODY_ENDS, parser.add_content)
+        end = yield from parser.copy_visible_until(_BODY_ENDS, parser.add_content)
     return end if end in (START, CHANNEL) else ""
 
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from server.dialects.dialect import INDEX, Frame, ToolDialect
 from server.dialects.json_calls import read_json_arguments
-from server.dialects.markers import Markers
+from server.dialects.markers import markers_of
 from server.dialects.reader import MAX_NAME, Reading
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Kimi(ToolDialect):
             if (yield from parser.next_is(END_CALLS)):
                 break
             yield from parser.expect(CALL)
-            written, _ = yield from parser.text_until(Markers((ARGUMENTS,)), MAX_NAME)
+            written, _ = yield from parser.text_until(markers_of(ARGUMENTS), MAX_NAME)
             call_id = written.strip()
             name = call_id.removeprefix("functions.").rpartition(":")[0] or call_id.removeprefix("functions.")
             yield from read_json_arguments(parser, name, call_id)

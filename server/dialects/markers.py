@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 
 
 class Markers:
@@ -34,6 +35,16 @@ class Markers:
             if text[found.start() :] in self._beginnings:
                 return found.start()
         return len(text)
+
+
+def markers_of(*texts: str) -> Markers:
+    """The same markers for the same texts: every answer of a model looks for the same ones."""
+    return _markers(frozenset(texts))
+
+
+@lru_cache(maxsize=256)
+def _markers(texts: frozenset[str]) -> Markers:
+    return Markers(texts)
 
 
 def _pattern(tree: dict[str, dict]) -> str:

@@ -13,6 +13,7 @@ _TOKEN = re.compile(
     r"""|(?P<word>[A-Za-z]+)|(?P<mark>[\[\](){},:]))""",
     re.DOTALL,
 )
+_NUMBER = re.compile(r"\+?(-?)([0-9]*)(?:\.([0-9]*))?(.*)")
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _ESCAPE = re.compile(r"\\(x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8}|[0-7]{1,3}|.)", re.DOTALL)
 _ESCAPES = {
@@ -89,12 +90,8 @@ def _members(opening: str, tokens: Iterator[tuple[str, str]], out: list[str], de
 
 
 def _number(text: str) -> str:
-    text = text.replace("_", "").removeprefix("+")
-    sign, digits = ("-", text[1:]) if text.startswith("-") else ("", text)
-    whole, dot, rest = digits.partition(".")
-    whole = whole.lstrip("0") if whole.isdigit() else whole
-    whole = whole if whole[:1].isdigit() else "0" + whole
-    return sign + whole + (f".{rest if rest[:1].isdigit() else '0' + rest}" if dot else "")
+    sign, whole, fraction, exponent = _NUMBER.fullmatch(text.replace("_", "")).groups()  # type: ignore[union-attr]
+    return f"{sign}{whole.lstrip('0') or '0'}{'' if fraction is None else '.' + (fraction or '0')}{exponent}"
 
 
 def _unescape(text: str) -> str:

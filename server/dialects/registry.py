@@ -5,19 +5,22 @@ from typing import Any
 from server.dialects.deepseek import DeepSeek
 from server.dialects.dialect import ReasoningDialect, ToolDialect, special_tokens_of
 from server.dialects.harmony import HARMONY
-from server.dialects.hermes import Hermes
 from server.dialects.kimi import Kimi
 from server.dialects.llama_json import LlamaJson
+from server.dialects.marked_json import GRANITE, HERMES, JAMBA, PHI4_MINI
 from server.dialects.mistral import Mistral
 from server.dialects.pythonic import Pythonic
-from server.dialects.xml import GLM45, MINIMAX_M2, QWEN3_CODER, XmlCalls
+from server.dialects.xml import GLM45, MINIMAX_M2, QWEN3_CODER, SEED_OSS, XmlCalls
 
 TOOL_DIALECTS: dict[str, ToolDialect] = {
     "deepseek_v3": DeepSeek(code_block=True),
     "deepseek_v31": DeepSeek(code_block=False),
     "glm45": XmlCalls(GLM45),
     "glm47": XmlCalls(GLM45),
-    "hermes": Hermes(),
+    "granite": GRANITE,
+    "granite4": HERMES,
+    "hermes": HERMES,
+    "jamba": JAMBA,
     "kimi_k2": Kimi(),
     "llama3_json": LlamaJson(),
     "llama4_json": LlamaJson(),
@@ -25,10 +28,12 @@ TOOL_DIALECTS: dict[str, ToolDialect] = {
     "minimax_m2": XmlCalls(MINIMAX_M2),
     "mistral": Mistral(),
     "openai": HARMONY,
+    "phi4_mini_json": PHI4_MINI,
     "pythonic": Pythonic(),
     "qwen3_coder": XmlCalls(QWEN3_CODER, section_optional=True),
-    "qwen3_json": Hermes(),
+    "qwen3_json": HERMES,
     "qwen3_xml": XmlCalls(QWEN3_CODER, section_optional=True),
+    "seed_oss": XmlCalls(SEED_OSS),
 }
 
 _THINK = ("<think>",), ("</think>",)
@@ -42,7 +47,7 @@ REASONING_DIALECTS: dict[str, ReasoningDialect] = {
     "kimi_k2": ReasoningDialect(*_THINK),
     "minimax_m2": ReasoningDialect(*_THINK, implied=True, expected=True),
     "mistral": ReasoningDialect(("[THINK]",), ("[/THINK]",)),
-    "openai_gptoss": ReasoningDialect(channels=True, expected=True),
+    "openai_gptoss": ReasoningDialect(channels=True, expected=True, markers=HARMONY.openings),
     "qwen3": ReasoningDialect(*_THINK, expected=True),
     "seed_oss": ReasoningDialect(("<seed:think>",), ("</seed:think>",)),
     "think": ReasoningDialect(*_THINK),
@@ -70,7 +75,10 @@ _TOOL_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("mistral", ("[TOOL_CALLS]",)),
     ("glm45", ("<tool_call>", "<arg_key>")),
     ("minimax_m2", ("<minimax:tool_call>",)),
+    ("seed_oss", ("<seed:tool_call>",)),
     ("qwen3_coder", ("<function=", "<parameter=")),
+    ("granite", ("<|tool_call|>", "<|start_of_role|>")),
+    ("jamba", ("<tool_calls>",)),
     ("hermes", ("<tool_call>",)),
     ("llama4_json", ("<|python_start|>", '"parameters"')),
     ("llama4_pythonic", ("<|python_start|>",)),

@@ -1,13 +1,14 @@
 """Cuts a model's text into content, reasoning and tool calls while it arrives."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from server.dialects import harmony
 from server.dialects.deltas import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
-from server.dialects.dialect import ReasoningDialect, ToolDialect, is_encodable
+from server.dialects.dialect import ReasoningDialect, ToolDialect, is_encodable, random_letters
 from server.dialects.json_calls import JSON_CALLS
 from server.dialects.json_scanner import Broken
-from server.dialects.markers import Markers
+from server.dialects.markers import markers_of
 from server.dialects.reader import MAX_NAME, SPACE, Ended, Reader, Reading
 from server.dialects.tools import Tool
 
@@ -20,9 +21,9 @@ class StreamParser(Reader):
     """One answer's text to deltas.
 
     `tools` are those of the request; a parser without a tool dialect finds no calls (tool_choice "none"). `forced` says that
-    `tool_constraint` enforces calls. `special_tokens` are texts to leave out, for text that keeps special tokens. With `hold_calls` a
-    call is given out when it is complete, so that a broken one becomes content as a whole: for answers that are not streamed. Without
-    it, fragments already given out stay, and the rest is content.
+    `tool_constraint` enforces calls. `special_tokens` are the model's; where the text has them, `drop_special_tokens` leaves them out.
+    With `hold_calls` a call is given out when it is complete, so that a broken one becomes content as a whole: for answers that are not
+    streamed. Without it, fragments already given out stay, and the rest is content.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class StreamParser(Reader):
         prompt_text: str = "",
         include_reasoning: bool = True,
         special_tokens: Iterable[str] = (),
+        drop_special_tokens: bool = True,
         hold_calls: bool = False,
     ):
         super().__init__()
@@ -55,13 +57,16 @@ class StreamParser(Reader):
         """Whether the call that is read began without a marker, so that it may be an answer that looks like one."""
         self._surplus = False  # the call that is read is one too many
         self._num_broken = 0
+        self._ids: set[str] = set()
         self._space: list[str] = []  # white space that is content only if content follows
         self._has_content = self._has_reasoning = self._after_reasoning = False
-        self._special = frozenset(special_tokens)
+        special = frozenset(special_tokens)
+        self._dropped = special if drop_special_tokens else frozenset()
         if tool is harmony.HARMONY or (reasoning is not None and reasoning.channels):
             self._reading = harmony.read_messages(self, prompt_text, calls=tool is not None)
         else:
-            self._reading = self._read_answer(reasoning, prompt_text)
+            is_open = reasoning.state_after(prompt_text, special) if reasoning else None
+            self._reading = self._read_answer(reasoning, is_open)
         next(self._reading, None)
 
     # What callers use
@@ -109,7 +114,12 @@ class StreamParser(Reader):
         self._surplus = self.num_calls > 0 and not self._parallel
         if not self._surplus:
             index = self.num_calls
-            self._out.append(ToolCallStart(index, id or self._tool.call_id(name, index), name))  # type: ignore[union-attr]
+            if not id or id in self._ids:
+                id = self._tool.call_id(name, index)  # type: ignore[union-attr]
+            if id in self._ids:
+                id = f"call_{random_letters(24)}"
+            self._ids.add(id)
+            self._out.append(ToolCallStart(index, id, name))
             self.num_calls += 1
         self._num_given = self.num_read
 
@@ -155,6 +165,14 @@ class StreamParser(Reader):
         if text and self._include_reasoning:
             self._out.append(Reasoning(text))
 
+    def copy_visible_until(self, ends: Sequence[str], sink: Callable[[str], Any]) -> Reading[str | None]:
+        """Pass text on up to the first of these markers, without special tokens. Returns the marker, or None at the end."""
+        markers = markers_of(*ends, *self._dropped)
+        while True:
+            marker = yield from self.copy_until(markers, sink)
+            if marker is None or marker in ends:
+                return marker
+
     def read_calls(self, reading: Reading[None], *, already_read: str = "", bare: bool = False) -> Reading[None]:
         """Let a dialect read calls. What turns out to be none is content."""
         self.mark(already_read)
@@ -180,21 +198,20 @@ class StreamParser(Reader):
 
     # The answer as a whole
 
-    def _read_answer(self, reasoning: ReasoningDialect | None, prompt_text: str) -> Reading[None]:
+    def _read_answer(self, reasoning: ReasoningDialect | None, is_open: bool | None) -> Reading[None]:
         opening = None
         if reasoning is not None:
-            opening = yield from self._read_reasoning(reasoning, prompt_text)
+            opening = yield from self._read_reasoning(reasoning, is_open)
         if self._tool is not None:
             yield from self._read_content(self._tool, opening)
         yield from self._copy_content()
 
-    def _read_reasoning(self, dialect: ReasoningDialect, prompt_text: str) -> Reading[str | None]:
+    def _read_reasoning(self, dialect: ReasoningDialect, is_open: bool | None) -> Reading[str | None]:
         """Read the reasoning, if there is any. Returns the opening of a call that ended it."""
-        opened = dialect.state_after(prompt_text, self._special)
-        self._after_reasoning = opened is not None
-        if opened is False:
+        self._after_reasoning = is_open is not None
+        if is_open is False:
             return None
-        self.in_reasoning = bool(opened) or dialect.implied
+        self.in_reasoning = bool(is_open) or dialect.implied
         space = yield from self.space()
         marked = yield from self.first_of(dialect.start)
         self.in_reasoning = self._after_reasoning = self.in_reasoning or bool(marked)
@@ -202,7 +219,6 @@ class StreamParser(Reader):
             self.add_content(space)
             return None
         calls = self._tool.openings if self._tool and self._tool.ends_reasoning else ()
-        markers = Markers((*dialect.end, *calls, *self._special))
         yield from self.space()
         held: list[str] = []
 
@@ -213,11 +229,9 @@ class StreamParser(Reader):
                 held.clear()
             held.append(text[len(body) :])
 
-        while True:
-            marker = yield from self.copy_until(markers, add)
-            if marker is None or marker in dialect.end or marker in calls:
-                self.in_reasoning = False
-                return marker if marker in calls else None
+        marker = yield from self.copy_visible_until((*dialect.end, *calls), add)
+        self.in_reasoning = False
+        return marker if marker in calls else None
 
     def _read_content(self, tool: ToolDialect, opening: str | None) -> Reading[None]:
         if tool.bare_openings and opening is None:
@@ -225,21 +239,17 @@ class StreamParser(Reader):
             letter = yield from self.peek()
             if letter and letter in tool.bare_openings:
                 yield from self.read_calls(tool.read(self, letter), bare=True)
-        markers = Markers((*tool.openings, *self._special))
         while self._num_broken < MAX_BROKEN_CALLS:
             if opening is None:
-                opening = yield from self.copy_until(markers, self.add_content)
+                opening = yield from self.copy_visible_until(tool.openings, self.add_content)
             if opening is None:
                 return
-            if opening in tool.openings:
-                yield from self.read_calls(tool.read(self, opening), already_read=opening)
+            yield from self.read_calls(tool.read(self, opening), already_read=opening)
             opening = None
 
     def _copy_content(self) -> Reading[None]:
         """What is left is content."""
-        markers = Markers(self._special)
-        while (yield from self.copy_until(markers, self.add_content)) is not None:
-            pass
+        yield from self.copy_visible_until((), self.add_content)
         self.end_content()
 
     def end_content(self) -> None:

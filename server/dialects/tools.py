@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jaxllm.errors import InvalidRequestError
-from jaxllm.structured.errors import GrammarError
+from jaxllm.errors import GrammarError, InvalidRequestError
 from jaxllm.structured.json_schema import check_keywords, walk
 from jaxllm.structured_outputs import MAX_NESTING, MAX_NODES
 
@@ -50,7 +49,10 @@ class ToolChoice:
 
 
 def check_tools(tools: Any, tool_choice: Any) -> tuple[tuple[Tool, ...], ToolChoice]:
-    """The request's fields `tools` and `tool_choice` (plain JSON values or None), checked. Raises InvalidRequestError."""
+    """The request's fields `tools` and `tool_choice` (plain JSON values or None), checked. Raises InvalidRequestError.
+
+    A choice "function:NAME" is the same as the object that names this function.
+    """
     checked = () if tools is None else _tools(tools)
     return checked, _choice(tool_choice, [tool.name for tool in checked])
 
@@ -110,7 +112,9 @@ def _choice(choice: Any, names: Sequence[str]) -> ToolChoice:
     if choice == "none":
         return ToolChoice("none")
     name = None
-    if isinstance(choice, Mapping):
+    if isinstance(choice, str) and choice.startswith("function:"):
+        name = choice.removeprefix("function:")
+    elif isinstance(choice, Mapping):
         function = choice.get("function")
         if choice.get("type") != "function" or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise InvalidRequestError(

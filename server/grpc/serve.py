@@ -10,6 +10,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from jaxllm.errors import ConfigError
+from jaxllm.log import logger
 from server.context import ServerContext
 from server.grpc import jaxllm_pb2
 from server.grpc.interceptor import Gate, IsAllowed
@@ -28,10 +29,16 @@ class GrpcServer:
 
     def __init__(self, context: ServerContext):
         largest = context.options.limits.max_request_body_bytes
-        options = [("grpc.max_receive_message_length", largest), ("grpc.max_metadata_size", 16 << 10), ("grpc.so_reuseport", 0)]
+        options = [
+            ("grpc.max_receive_message_length", largest),
+            ("grpc.max_metadata_size", 16 << 10),
+            ("grpc.so_reuseport", int(context.options.network.api_server_count > 1)),
+        ]
         self._engine = context.engine
         self._network = context.options.network
-        self._server = grpc.aio.server(interceptors=[Gate(_key_check(context.options.access))], options=options)
+        gate = Gate(_key_check(context.options.access))
+        most = context.options.network.max_connections
+        self._server = grpc.aio.server(interceptors=[gate], options=options, maximum_concurrent_rpcs=most)
         self._health = health.aio.HealthServicer()
         add_InferenceServicer_to_server(Inference(context), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -42,18 +49,18 @@ class GrpcServer:
 
     async def start(self, port: int) -> None:
         """Listen; port 0: any free one. Raises ConfigError if the port cannot be had."""
-        address = f"{_bracketed(self._network.host or '0.0.0.0')}:{port}"
+        address, credentials = address_of(self._network, port), credentials_of(self._network)
         try:
-            credentials = _credentials(self._network)
             if credentials is None:
                 self.port = self._server.add_insecure_port(address)
             else:
                 self.port = self._server.add_secure_port(address, credentials)
         except RuntimeError:
-            raise ConfigError(f"grpc_port is {port}, which is in use or not allowed on {address}; choose another") from None
+            raise ConfigError(f"grpc_port: cannot listen on {address}; choose another") from None
         await self._set_health()
         await self._server.start()
         self._follower = asyncio.create_task(self._follow_engine())
+        logger.info("gRPC at %s", address_of(self._network, self.port))
 
     async def stop(self, grace_seconds: float) -> None:
         """Take no more calls, and end those that still run when the time is over."""
@@ -95,11 +102,13 @@ def _key_in(authorization: str | None) -> bytes | None:
     return key.encode("utf-8", "replace") if scheme.lower() == "bearer" else None
 
 
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+def address_of(network: NetworkOptions, port: int) -> str:
+    """Where gRPC listens."""
+    host = network.host or "0.0.0.0"
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _credentials(network: NetworkOptions) -> grpc.ServerCredentials | None:
+def credentials_of(network: NetworkOptions) -> grpc.ServerCredentials | None:
     """TLS from the files that HTTP uses. Raises ConfigError for what gRPC cannot do."""
     if network.ssl_certfile is None:
         return None

@@ -28,10 +28,17 @@ BLOCKS: dict[str, dict[str, Any]] = {
 
 def prompt_fields(request: Prompt) -> dict[str, Any]:
     """The fields of a chat request that make its prompt. Raises ApiError that names the block."""
+    for edit in (request.context_management and request.context_management.edits) or ():
+        if edit.type != "clear_thinking_20251015" or edit.keep != "all":
+            raise bad_request(
+                f"context_management has the edit {edit.type[:80]!r}; only clear_thinking_20251015 with keep: all, which clears "
+                "nothing, is supported; send shorter messages",
+                "context_management",
+            )
     messages = [] if request.system is None else [{"role": "system", "content": _text(request.system, "system")}]
     for place, message in enumerate(request.messages):
         messages += _as_chat_messages(message, f"messages[{place}].content")
-    fields: dict[str, Any] = {**request.passed_on(), "model": request.model, "messages": messages}
+    fields: dict[str, Any] = {**request.passed_on(), "messages": messages}
     if messages[-1]["role"] == "assistant":  # the answer continues it
         if set(messages[-1]) != {"role", "content"}:
             raise bad_request(
@@ -42,7 +49,9 @@ def prompt_fields(request: Prompt) -> dict[str, Any]:
         fields["tools"] = [_as_function(tool, f"tools[{place}]") for place, tool in enumerate(request.tools)]
     if request.tool_choice is not None:
         fields |= _tool_choice(request.tool_choice)
-    return fields | _thinking(request)
+    if request.output_config is not None and request.output_config.effort is not None:
+        fields["reasoning_effort"] = request.output_config.effort
+    return fields
 
 
 def chat_fields(request: MessagesRequest) -> dict[str, Any]:
@@ -62,28 +71,20 @@ def chat_fields(request: MessagesRequest) -> dict[str, Any]:
     return fields
 
 
-def _thinking(request: Prompt) -> dict[str, Any]:
-    """Effort, and whether the template is asked to let the model think."""
-    fields: dict[str, Any] = {}
-    kwargs = dict(request.passed_on().get("chat_template_kwargs") or {})
+def enable_thinking(request: Prompt) -> bool | None:
+    """Whether the template is asked to let the model think; None: as it does by itself. Raises ApiError."""
     thinking = request.thinking
-    if thinking is not None and thinking.type == "enabled":
+    if thinking is None or thinking.type == "adaptive":
+        return None
+    if thinking.type == "enabled":
         if thinking.budget_tokens is None:
-            raise bad_request(
-                "thinking.budget_tokens is missing; thinking of type enabled has one", param="thinking.budget_tokens"
-            )
+            raise bad_request("thinking.budget_tokens is missing; thinking of type enabled has one", "thinking")
         if isinstance(request, MessagesRequest) and thinking.budget_tokens >= request.max_tokens:
             raise bad_request(
                 f"thinking.budget_tokens is {thinking.budget_tokens}, must be below max_tokens, which is {request.max_tokens}",
-                param="thinking.budget_tokens",
+                "thinking",
             )
-    if thinking is not None and thinking.type != "adaptive":
-        kwargs.setdefault("enable_thinking", thinking.type == "enabled")
-    if kwargs:
-        fields["chat_template_kwargs"] = kwargs
-    if request.output_config is not None and request.output_config.effort is not None:
-        fields["reasoning_effort"] = request.output_config.effort
-    return fields
+    return thinking.type == "enabled"
 
 
 def _as_chat_messages(message: InputMessage, where: str) -> list[dict[str, Any]]:

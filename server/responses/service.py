@@ -7,23 +7,22 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from jaxllm.errors import InvalidRequestError
 from jaxllm.log import logger
-from server.chat_service import ChatDelta, PreparedChat
+from server.chat_deltas import ChatDelta
+from server.chat_service import PreparedChat
 from server.context import ServerContext
 from server.converted import conversation_of, renamed_params
 from server.deadline import Deadline
 from server.early_errors import after_early_errors
 from server.errors import ApiError, as_api_error, bad_request
 from server.logprobs import LogprobWriter
-from server.named_events import named_event
-from server.protocol.responses import ResponsesRequest
+from server.named_events import encoded, named_event
+from server.protocol.responses import FunctionTool, ResponsesRequest
 from server.responses.items import as_items
 from server.responses.output import Event, ResponseWriter, new_id, usage_object
 from server.responses.store import ResponseStore, StoredResponse
-from server.responses.to_chat import chat_fields, check
+from server.responses.to_chat import chat_fields, check, wants_logprobs
 
 RENAMED = {
     "messages": "input",
@@ -34,6 +33,7 @@ RENAMED = {
     "reasoning_effort": "reasoning",
     "logprobs": "top_logprobs",
 }
+SWITCHED_OFF = "this server stores no responses (that takes --max-stored-responses and a single --api-server-count)"
 MAX_BACKGROUND_RUNS = 1024
 """At once; the engine's own queue may be shorter."""
 
@@ -64,7 +64,7 @@ class Run:
         for delta in deltas:
             if delta.reasoning:
                 events += self.writer.reasoning(delta.reasoning)
-            elif self.logprobs is not None and delta.logprobs is not None and not delta.tool_calls:
+            if self.logprobs is not None and delta.logprobs is not None and (delta.content or not delta.reasoning):
                 self.waiting_logprobs += self.logprobs.chat(delta.token_ids, delta.logprobs, self.request.top_logprobs or 0)
             if delta.content:
                 ready, self.waiting_logprobs = self.waiting_logprobs, []
@@ -132,8 +132,8 @@ class ResponsesService:
             with renamed_params(RENAMED):
                 chat = await self._prepared(request, items, request_id)
         response = self._response_object(request, chat)
-        wants_logprobs = bool(request.top_logprobs) or "message.output_text.logprobs" in (request.include or ())
-        logprobs = LogprobWriter(self._context.engine.input_processor.tokenizer, as_ids=False) if wants_logprobs else None
+        tokenizer = self._context.engine.input_processor.tokenizer
+        logprobs = LogprobWriter(tokenizer, as_ids=False) if wants_logprobs(request) else None
         return Run(owner, request, new_items, chat, ResponseWriter(response), limit, logprobs)
 
     async def stream(self, run: Run) -> AsyncGenerator[list[Event], None]:
@@ -265,7 +265,7 @@ class ResponsesService:
         if background is not None:
             await self._cancelled(background)
         elif self._store.get(response_id, owner) is None:
-            raise not_found(response_id)
+            raise self._not_found(response_id)
         self._store.delete(response_id, owner)
 
     async def _cancelled(self, background: BackgroundRun) -> None:
@@ -280,14 +280,19 @@ class ResponsesService:
     def _stored(self, response_id: str, owner: str) -> StoredResponse:
         entry = self._store.get(response_id, owner)
         if entry is None:
-            raise not_found(response_id)
+            raise self._not_found(response_id)
         return entry
+
+    def _not_found(self, response_id: str) -> ApiError:
+        """The error for an id that is unknown, forgotten or another's: which of them is not told."""
+        why = "(any more)" if self._store.max_responses else f"because {SWITCHED_OFF}"
+        return ApiError(404, f"there is no response {response_id[:80]!r} {why}", param="response_id", code="response_not_found")
 
     def _keep(self, run: Run, events: list[bytes] | None = None) -> None:
         if not run.response["store"]:
             return
         entry = StoredResponse(run.owner, run.response, run.input_items, events or [])
-        size = len(msgspec.json.encode([run.response, run.input_items])) + sum(map(len, entry.events))
+        size = len(encoded([run.response, run.input_items])) + sum(map(len, entry.events))
         if not self._store.put(entry, size):
             logger.warning("a response of %d bytes is larger than the store of responses and is not kept", size)
 
@@ -300,11 +305,7 @@ class ResponsesService:
             return
         for name in ("store", "background", "previous_response_id"):
             if getattr(request, name):
-                raise bad_request(
-                    f"{name} needs the store of responses, which this server has switched off (--max-stored-responses, and a single "
-                    "--api-server-count)",
-                    name,
-                )
+                raise bad_request(f"{name} cannot be honoured, because {SWITCHED_OFF}", name)
 
     def _history(self, previous_response_id: str | None, owner: str) -> list[dict[str, Any]]:
         if previous_response_id is None:
@@ -375,7 +376,7 @@ class ResponsesService:
             "temperature": params.temperature,
             "text": {"format": text_format, "verbosity": "medium"},
             "tool_choice": given.get("tool_choice") or ("auto" if request.tools else "none"),
-            "tools": given.get("tools") or [],
+            "tools": [FunctionTool.model_validate(tool).model_dump() for tool in request.tools or ()],
             "top_logprobs": request.top_logprobs or 0,
             "top_p": params.top_p,
             "presence_penalty": params.presence_penalty,
@@ -397,10 +398,3 @@ def truncations(items: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 def _is_too_long(error: Exception) -> bool:
     return getattr(error, "code", None) == "context_length_exceeded"
-
-
-def not_found(response_id: str) -> ApiError:
-    """The error for an id that is unknown, forgotten or another's: which of them is not told."""
-    return ApiError(
-        404, f"there is no response {response_id[:80]!r} (any more)", param="response_id", code="response_not_found"
-    )

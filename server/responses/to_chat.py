@@ -50,12 +50,17 @@ def _check_metadata(metadata: Mapping[str, str]) -> None:
             )
 
 
+def wants_logprobs(request: ResponsesRequest) -> bool:
+    """Whether the logprobs of the answer's tokens are asked for."""
+    return bool(request.top_logprobs) or "message.output_text.logprobs" in (request.include or ())
+
+
 def chat_fields(request: ResponsesRequest, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The fields of a chat request; `items`: the whole conversation, checked. Raises ApiError."""
     messages = as_messages(items, request.instructions)
     if not messages:
         raise bad_request("input is empty; give a text or at least one item", "input")
-    fields: dict[str, Any] = {"model": request.model, "messages": messages, "stream": bool(request.stream)}
+    fields: dict[str, Any] = {"messages": messages, "stream": bool(request.stream)}
     fields |= request.passed_on()
     renamed = {
         "temperature": request.temperature,
@@ -67,8 +72,8 @@ def chat_fields(request: ResponsesRequest, items: Sequence[Mapping[str, Any]]) -
         "reasoning_effort": request.reasoning.effort if request.reasoning is not None else None,
     }
     fields |= {name: value for name, value in renamed.items() if value is not None}
-    if request.top_logprobs or "message.output_text.logprobs" in (request.include or ()):
-        fields |= {"logprobs": True, "top_logprobs": request.top_logprobs or 0}
+    if wants_logprobs(request):  # token by token, so that those of reasoning can be told from the others
+        fields |= {"logprobs": True, "top_logprobs": request.top_logprobs or 0, "stream": True}
     if request.text is not None and request.text.format is not None:
         fields["response_format"] = _response_format(request.text.format)
     return fields | _tools(request)

@@ -11,7 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.body import read_body
-from server.chat_service import ChatDelta, ChatService, Conversation, PreparedChat
+from server.chat_deltas import ChatDelta
+from server.chat_service import ChatService, Conversation, PreparedChat
 from server.context import ServerContext, context_of, request_id_of
 from server.deadline import deadline
 from server.errors import bad_request
@@ -19,7 +20,7 @@ from server.logprobs import LogprobWriter
 from server.openapi import json_body
 from server.options import ChatOptions
 from server.protocol.chat import ChatCompletionRequest, Message, NamedToolChoice
-from server.sampling import sampling_params
+from server.sampling import constraint_param, sampling_params
 from server.sse import DONE, EventStream, unless_disconnected
 from server.usage import timings
 
@@ -85,6 +86,7 @@ def to_conversation(body: ChatCompletionRequest, context: ServerContext, request
         reasoning_effort=body.reasoning_effort,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         truncation_side=body.truncation_side,
+        constraint_param=constraint_param(body),
         cache_salt=body.cache_salt,
         priority=body.priority,
     )
@@ -164,19 +166,9 @@ def check_template(template: str | None, kwargs: Mapping[str, Any] | None, optio
         raise bad_request(f"chat_template has more than {MAX_TEMPLATE_CHARACTERS} characters", "chat_template")
 
 
-def _tool_choice(body: ChatCompletionRequest) -> str | None:
+def _tool_choice(body: ChatCompletionRequest) -> str | dict[str, Any] | None:
     choice = body.tool_choice
-    if body.tools is not None and not body.tools:
-        raise bad_request("tools is empty; leave it out", "tools")
-    if choice in (None, "none"):
-        return choice if isinstance(choice, str) else None
-    if not body.tools:
-        raise bad_request("tool_choice needs tools", "tool_choice")
-    if not isinstance(choice, NamedToolChoice):
-        return choice
-    if all(tool.function.name != choice.function.name for tool in body.tools):
-        raise bad_request(f"tool_choice names {choice.function.name[:64]!r}, which is not in tools", "tool_choice")
-    return f"function:{choice.function.name}"
+    return choice.model_dump() if isinstance(choice, NamedToolChoice) else choice
 
 
 class ChatReply:

@@ -17,15 +17,15 @@ from jaxllm.outputs import CompletionOutput, RequestOutput
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.text.input_processor import FrontRequest
 from server.body import read_body
-from server.chat_service import finish_reason
 from server.context import ServerContext, context_of, request_id_of
 from server.deadline import deadline
-from server.errors import bad_request
+from server.endings import end_of
+from server.errors import bad_request, constraint_error
 from server.logprobs import LogprobWriter
 from server.openapi import json_body
 from server.prompts import check_length, check_text_length, encode_prompt, truncated
 from server.protocol.completions import CompletionRequest
-from server.sampling import sampling_params
+from server.sampling import constraint_param, sampling_params
 from server.sse import DONE, EventStream, unless_disconnected
 from server.usage import Usage, timings
 
@@ -75,11 +75,19 @@ async def prepare(body: CompletionRequest, context: ServerContext, request_id: s
             prompt["cache_salt"] = body.cache_salt
         own_id = request_id if len(encoded) == 1 else f"{request_id}-{number}"
         try:
-            requests.append(await engine.prepare(prompt, params, own_id, priority=body.priority))
+            requests.append(
+                await engine.prepare(
+                    prompt, params, own_id, priority=body.priority, queue_timeout_seconds=context.queue_timeout_seconds
+                )
+            )
         except InvalidRequestError as error:
-            if error.param != "prompt_token_ids":
-                raise
-            raise bad_request(str(error), "prompt") from None
+            if error.param == "prompt_token_ids":
+                raise bad_request(str(error), "prompt") from None
+            if error.param == "structured_outputs":
+                raise constraint_error(error, constraint_param(body)) from None
+            raise
+    for request in requests:
+        context.request_log.write(request)
     echoes = []
     if body.echo:
         tokenizer = engine.get_tokenizer()
@@ -159,7 +167,9 @@ class CompletionReply:
         as_ids = (
             replies.return_tokens_as_token_ids if body.return_tokens_as_token_ids is None else body.return_tokens_as_token_ids
         )
-        self._logprobs = LogprobWriter(context.engine.input_processor.tokenizer, as_ids=as_ids)
+        self._logprobs = LogprobWriter(
+            context.engine.input_processor.tokenizer, as_ids=as_ids, skip_special_tokens=body.skip_special_tokens
+        )
         self._num_top = -1 if body.logprob_token_ids else body.logprobs or 0
         self._created = int(time.time())
         self._tells_cached = replies.enable_prompt_tokens_details
@@ -172,8 +182,11 @@ class CompletionReply:
 
     async def whole(self) -> dict[str, Any]:
         """The reply as one object."""
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._last_output(request)) for request in self._work.requests]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._last_output(request)) for request in self._work.requests]
+        except ExceptionGroup as faults:
+            raise faults.exceptions[0] from None  # the others were ended because of it
         choices = []
         for place, task in enumerate(tasks):
             output = task.result()
@@ -212,7 +225,7 @@ class CompletionReply:
             "index": place * self._work.params.n + answer.index,
             "text": text,
             "logprobs": self._logprob_object(output, ids, positions)[0],
-            "finish_reason": "length" if self._is_prompt_only else finish_reason(answer.finish_reason),
+            "finish_reason": "length" if self._is_prompt_only else end_of(answer),
             "stop_reason": None if self._is_prompt_only else answer.stop_reason,
         }
         if output.prompt_logprobs is not None and self._body.prompt_logprobs is not None:
@@ -289,7 +302,7 @@ class CompletionReply:
         if self._is_prompt_only:
             text, ids, positions = "", [], None if positions is None else []
         echoed = self._work.echoes[place] if is_first and self._body.echo else ""
-        reason = "length" if self._is_prompt_only else finish_reason(answer.finish_reason)
+        reason = "length" if self._is_prompt_only else end_of(answer)
         text = echoed + text
         rich = self._body.logprobs is not None or self._body.return_token_ids
         if not rich and usage is None and reason is None:

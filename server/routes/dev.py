@@ -1,7 +1,7 @@
 """Endpoints for those who operate the server; there only with --enable-dev-endpoints, and behind the operator's key."""
 
 import dataclasses
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
 from starlette.requests import Request
@@ -23,9 +23,14 @@ async def reset_prefix_cache(request: Request, reset_running_requests: bool = Fa
 
 
 @router.post("/sleep")
-async def sleep(request: Request, level: Annotated[int, Query(ge=1, le=2)] = 1) -> Response:
-    """Give the device's memory back: level 1 keeps the weights in the host's memory, level 2 forgets them."""
-    await context_of(request).engine.sleep(level)
+async def sleep(
+    request: Request, level: Annotated[int, Query(ge=1, le=2)] = 1, mode: Literal["abort", "refuse"] = "abort"
+) -> Response:
+    """Give the device's memory back: level 1 keeps the weights in the host's memory, level 2 forgets them.
+
+    Running requests are aborted, or keep the engine from sleeping (mode "refuse").
+    """
+    await context_of(request).engine.sleep(level, mode)
     return Response(status_code=200)
 
 

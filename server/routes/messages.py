@@ -4,13 +4,13 @@ import contextlib
 from collections.abc import AsyncGenerator
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from server.body import read_body
-from server.chat_service import ChatDelta, PreparedChat
+from server.chat_deltas import ChatDelta
+from server.chat_service import PreparedChat
 from server.context import ServerContext, context_of, request_id_of
 from server.converted import conversation_of, renamed_params
 from server.deadline import Deadline, deadline
@@ -18,8 +18,8 @@ from server.early_errors import after_early_errors
 from server.errors import ApiError
 from server.messages.errors import MessagesRoute, as_anthropic_error
 from server.messages.output import Event, MessageWriter, stop_reason_of, usage_object
-from server.messages.to_chat import chat_fields, prompt_fields
-from server.named_events import named_events
+from server.messages.to_chat import chat_fields, enable_thinking, prompt_fields
+from server.named_events import encoded, named_events
 from server.openapi import json_body
 from server.protocol.anthropic import CountTokensRequest, MessagesRequest
 from server.sse import EventStream, unless_disconnected
@@ -42,6 +42,7 @@ async def create_message(request: Request) -> Response:
     limit = deadline(context.time_limit(body.timeout))
     with renamed_params(RENAMED):
         conversation = conversation_of(chat_fields(body), context, f"msg_{request_id_of(request, body.request_id)}")
+        conversation.enable_thinking = enable_thinking(body)
         async with limit:
             chat = await context.chat.prepare(conversation)
     reply = MessageReply(body, chat, context, limit)
@@ -52,7 +53,7 @@ async def create_message(request: Request) -> Response:
             error_event=reply.error_event,
         )
     whole = await unless_disconnected(request.receive, reply.whole())
-    return Response(msgspec.json.encode(whole), media_type="application/json")
+    return Response(encoded(whole), media_type="application/json")
 
 
 @router.post("/v1/messages/count_tokens", openapi_extra=json_body(CountTokensRequest))
@@ -62,8 +63,10 @@ async def count_tokens(request: Request) -> Response:
     body = await read_body(request, CountTokensRequest)
     context.check_model(body.model)
     with renamed_params(RENAMED):
-        ids = await context.chat.encode(conversation_of(prompt_fields(body), context, "count_tokens"))
-    return Response(msgspec.json.encode({"input_tokens": len(ids)}), media_type="application/json")
+        conversation = conversation_of(prompt_fields(body), context, "count_tokens")
+        conversation.enable_thinking = enable_thinking(body)
+        ids = await context.chat.encode(conversation)
+    return Response(encoded({"input_tokens": len(ids)}), media_type="application/json")
 
 
 class MessageReply:

@@ -13,6 +13,7 @@ from jaxllm.cli.flags import (
     read_value,
     request_flags,
     sampling_flags,
+    server_flags,
     spelling,
     whole_number,
 )
@@ -54,7 +55,7 @@ def test_every_annotated_sampling_field_is_a_flag_or_has_a_reason() -> None:
 
 
 def test_sampling_and_engine_share_no_name() -> None:
-    assert len(all_flags()) == len(engine_flags()) + len(sampling_flags())
+    assert len(all_flags()) == len(engine_flags()) + len(sampling_flags()) + len(server_flags())
 
 
 def test_every_default_can_be_read_back_from_text() -> None:

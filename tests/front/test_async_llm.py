@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from jaxllm.async_llm import AsyncLLM, merged
-from jaxllm.errors import EngineDeadError, EngineError, InvalidRequestError
+from jaxllm.async_llm import AsyncLLM
+from jaxllm.errors import EngineDeadError, EngineError, EngineSleepingError, InvalidRequestError
+from jaxllm.mailbox import merged
 from jaxllm.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from tests.helpers.fake_engine_core import FakeEngineCore
@@ -240,3 +241,30 @@ def test_deltas_merge_and_whole_outputs_replace() -> None:
     two = merged(output(1, "a"), output(0, "b"), RequestOutputKind.DELTA)
     assert [answer.index for answer in two.outputs] == [0, 1]
     assert merged(output(0, "a"), output(0, "ab"), RequestOutputKind.CUMULATIVE).outputs[0].text == "ab"
+
+
+def test_falling_asleep_aborts_what_runs_and_waking_up_serves_again(llm: AsyncLLM, core: FakeEngineCore) -> None:
+    async def main() -> None:
+        running = asyncio.create_task(text_of(llm, "hi", params=ENDLESS))
+        await until(lambda: bool(core.running))
+        await llm.sleep()
+        await running
+        assert await llm.is_sleeping()
+        with pytest.raises(EngineSleepingError):
+            await text_of(llm, "hi")
+        await llm.wake_up()
+        assert await text_of(llm, "hi") == "one two three"
+        await llm.check_integrity()
+
+    run(main())
+
+
+def test_a_request_left_behind_is_noticed(llm: AsyncLLM, core: FakeEngineCore) -> None:
+    async def main() -> None:
+        running = asyncio.create_task(text_of(llm, "hi", params=ENDLESS))
+        await until(lambda: bool(core.running))
+        with pytest.raises(AssertionError, match="1 mailboxes"):
+            await llm.check_integrity()
+        running.cancel()
+
+    run(main())

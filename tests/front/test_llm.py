@@ -253,7 +253,7 @@ def test_options_are_the_engine_s(monkeypatch: pytest.MonkeyPatch, model_directo
         return fake_core(model_directory)
 
     monkeypatch.setattr("jaxllm.llm_engine._build_core", build)
-    monkeypatch.setattr("jaxllm.llm_engine._check_model", lambda *_: None)
+    monkeypatch.setattr("jaxllm.llm_engine.check_model", lambda *_: None)
     LLM(
         model=str(model_directory),
         tensor_parallel_size=2,

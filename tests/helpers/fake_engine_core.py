@@ -11,6 +11,7 @@ from jaxllm.model_config import ModelConfig
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import EngineCoreRequest, FinishReason
 from jaxllm.scheduler_output import TokenLogprobs
+from jaxllm.start_times import StartTimes
 
 WIDTH = 8
 
@@ -25,6 +26,11 @@ class FakeStats:
     num_preemptions: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    resumed_prefix_cache_queries: int = 0
+    resumed_prefix_cache_hits: int = 0
+    num_rejected_for_requests: int = 0
+    num_rejected_for_tokens: int = 0
+    sleep_level: int = 0
     num_cache_blocks: int = 0
     step_token_counts: tuple[int, ...] = ()
     num_step_tokens: int = 0
@@ -90,6 +96,8 @@ class FakeEngineCore:
         self.model_config = tiny_model_config(vocab_size, eos_token_ids)
         self.max_model_len = max_model_len
         self.num_compiled_after_warmup = 0
+        self.is_compiling = False
+        self.start_times = StartTimes()
         self.processor_arguments: dict[str, int] = {}
         self.requests: list[EngineCoreRequest] = []
         """Every request that was ever added."""
@@ -99,7 +107,7 @@ class FakeEngineCore:
         self.before_step: Callable[[], None] = lambda: None
         """Called at each step; may raise."""
         self.is_shut_down = False
-        self.is_sleeping = False
+        self._sleeps = False
         self.news: list[EngineCoreOutput] = []
         """What the next step reports besides."""
         self._script = script
@@ -108,7 +116,7 @@ class FakeEngineCore:
     def add_request(self, request: EngineCoreRequest) -> None:
         if self.is_shut_down:
             raise EngineDeadError("the engine was shut down")
-        if self.is_sleeping:
+        if self._sleeps:
             raise EngineSleepingError("the engine sleeps")
         assert request.request_id not in self.running
         self.requests.append(request)
@@ -167,13 +175,20 @@ class FakeEngineCore:
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         return reset_running_requests or not self.running
 
+    @property
+    def sleep_level(self) -> int:
+        return int(self._sleeps)
+
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         self.news += [EngineCoreOutput(request_id, [], FinishReason.ABORT) for request_id in self.running]
         self.running.clear()
-        self.is_sleeping = True
+        self._sleeps = True
 
     def wake_up(self) -> None:
-        self.is_sleeping = False
+        self._sleeps = False
+
+    def is_sleeping(self) -> bool:
+        return self._sleeps
 
     def start_profile(self) -> None:
         """There is nothing to trace."""

@@ -1,19 +1,18 @@
-"""A chat service whose answers are given, in place of an engine's."""
+"""Applications whose answers are given."""
 
-from collections.abc import AsyncGenerator, Sequence
+import contextlib
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-from server.chat_service import ChatDelta, PreparedChat, ToolCallDelta
+from jaxllm.async_llm import AsyncLLM
+from server.app import create_app
+from server.chat_deltas import ChatDelta
+from server.chat_service import PreparedChat
+from tests.helpers.fake_front import fake_core
+from tests.helpers.tiny_tokenizers import CHAT_TEMPLATE, write_tokenizer
+from tests.server.conftest import options
 
-REASONED_CALL = [
-    ChatDelta(0, reasoning="I must "),
-    ChatDelta(0, reasoning="look it up.", content="Let me "),
-    ChatDelta(0, content="see."),
-    ChatDelta(0, tool_calls=[ToolCallDelta(0, "call_1", "weather", ""), ToolCallDelta(0, arguments='{"city":')]),
-    ChatDelta(0, tool_calls=[ToolCallDelta(0, arguments=' "Köln"}'), ToolCallDelta(1, "call_2", "time", "{}")]),
-    ChatDelta(0, finish_reason="tool_calls"),
-]
-"""Thinks, speaks, calls twice."""
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}}
 
 
@@ -31,3 +30,20 @@ def answer_with(monkeypatch: Any, app: Any, deltas: Sequence[ChatDelta | Excepti
 
     monkeypatch.setattr(app.state.context.chat, "stream", stream)
     return asked
+
+
+SAID = (
+    "<think>I must look it up.</think>Let me see."
+    '<tool_call>{"name": "weather", "arguments": {"city": "Köln"}}</tool_call>'
+    '<tool_call>{"name": "time", "arguments": {}}</tool_call>'
+)
+"""Thinks, speaks, calls twice."""
+
+
+@contextlib.contextmanager
+def caller_app(directory: Path) -> Iterator[Any]:
+    """An application whose model says `SAID`, in a directory that is made for it."""
+    template = "{{ tools }}{{ enable_thinking }}" + CHAT_TEMPLATE
+    core = fake_core(write_tokenizer(directory, chat_template=template), SAID, max_model_len=1000)
+    with AsyncLLM(core=core) as engine:
+        yield create_app(engine, options(tool_call_parser="hermes", reasoning_parser="deepseek_r1"))

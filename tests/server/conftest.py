@@ -1,3 +1,4 @@
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,5 +39,16 @@ def client(engine: AsyncLLM) -> Iterator[Client]:
         yield client
 
 
+@pytest.fixture
+def gate(core: FakeEngineCore, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Semaphore]:
+    """Each step of the engine waits to be released; answers are longer than any test."""
+    gate = threading.Semaphore(0)
+    monkeypatch.setattr(core, "_script", lambda request: [70] * 1000)
+    monkeypatch.setattr(core, "before_step", gate.acquire)
+    yield gate
+    monkeypatch.undo()
+    gate.release(1000)
+
+
 def options(**given: Any) -> ServerOptions:
-    return ServerOptions.from_options(**{"served_model_name": ["m"], **given})
+    return ServerOptions.from_options(**{"served_model_name": ["m"], "tool_call_parser": "hermes", **given})

@@ -7,7 +7,7 @@ import pytest
 
 from server.errors import ApiError
 from server.messages.output import MessageWriter, stop_reason_of, usage_object
-from server.messages.to_chat import chat_fields
+from server.messages.to_chat import chat_fields, enable_thinking
 from server.protocol.anthropic import MessagesRequest
 
 
@@ -53,6 +53,11 @@ def test_uses_and_results_of_tools_become_calls_and_answers() -> None:
     ]
 
 
+def test_an_edit_that_clears_nothing_is_accepted() -> None:
+    edit = {"type": "clear_thinking_20251015", "keep": "all"}
+    assert fields_of(context_management={"edits": [edit]}) == fields_of()
+
+
 def test_a_last_message_of_the_assistant_is_continued() -> None:
     user = {"role": "user", "content": "q"}
     fields = fields_of(messages=[user, {"role": "assistant", "content": "The answer is"}])
@@ -71,12 +76,10 @@ def test_fields_become_those_of_a_chat() -> None:
         top_k=3,
         tools=[{"name": "f", "description": "d", "input_schema": schema}],
         tool_choice={"type": "tool", "name": "f", "disable_parallel_tool_use": True},
-        thinking={"type": "enabled", "budget_tokens": 1024},
         output_config={"effort": "low", "format": {"type": "json_schema", "schema": schema}},
     )
     del fields["messages"]
     assert fields == {
-        "model": "m",
         "max_completion_tokens": 2000,
         "stream": False,
         "stop": ["x"],
@@ -85,7 +88,6 @@ def test_fields_become_those_of_a_chat() -> None:
         "tools": [{"type": "function", "function": {"name": "f", "parameters": schema, "description": "d"}}],
         "tool_choice": {"type": "function", "function": {"name": "f"}},
         "parallel_tool_calls": False,
-        "chat_template_kwargs": {"enable_thinking": True},
         "reasoning_effort": "low",
         "response_format": {"type": "json_schema", "json_schema": {"name": "output", "schema": schema, "strict": True}},
     }
@@ -106,14 +108,35 @@ def test_tool_choices_have_other_names(choice: str, means: str) -> None:
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"name": "f"}]}, "tools[0]"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
-        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking.budget_tokens"),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(given: dict[str, Any], param: str) -> None:
     with pytest.raises(ApiError) as caught:
         fields_of(**given)
     assert (caught.value.status, caught.value.param) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("thinking", "means"),
+    [
+        (None, None),
+        ({"type": "adaptive"}, None),
+        ({"type": "disabled"}, False),
+        ({"type": "enabled", "budget_tokens": 1024}, True),
+        ({"type": "enabled"}, "wrong"),
+        ({"type": "enabled", "budget_tokens": 2000}, "wrong"),
+    ],
+)
+def test_thinking_is_asked_of_the_template(thinking: Any, means: Any) -> None:
+    body = {"max_tokens": 2000, "messages": [{"role": "user", "content": "hi"}], "thinking": thinking}
+    request = MessagesRequest.model_validate(body)
+    if means != "wrong":
+        assert enable_thinking(request) is means
+        return
+    with pytest.raises(ApiError) as caught:
+        enable_thinking(request)
+    assert caught.value.param == "thinking"
 
 
 def new_writer(**options: bool) -> MessageWriter:

@@ -1,14 +1,15 @@
 """The routes of Anthropic's Messages API."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from jaxllm.errors import EngineError
-from server.chat_service import ChatDelta
-from tests.server.canned import REASONED_CALL, WEATHER, answer_with
+from server.chat_deltas import ChatDelta
+from tests.server.canned import WEATHER, answer_with, caller_app
 from tests.server.client import Client
 from tests.server.test_responses import named_events
 
@@ -45,14 +46,26 @@ def test_it_says_why_it_ended(client: Client, body: dict[str, Any], reason: str)
     assert message["stop_sequence"] == (body.get("stop_sequences") or [None])[0]
 
 
-def test_thoughts_and_calls_are_blocks(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer_with(monkeypatch, client.app, REASONED_CALL)
+def test_thoughts_and_calls_are_blocks(tmp_path: Path) -> None:
     tools = [{"name": name, "input_schema": WEATHER} for name in ("weather", "time")]
-    message = ask(client, tools=tools).json()
-    assert [block["type"] for block in message["content"]] == ["thinking", "text", "tool_use", "tool_use"]
-    assert message["content"][2]["input"] == {"city": "Köln"}
-    assert message["stop_reason"] == "tool_use"
-    assert message["usage"]["cache_read_input_tokens"] == 2
+    with caller_app(tmp_path / "model") as app, Client(app) as caller:
+        message = ask(caller, tools=tools, max_tokens=500).json()
+        thought, text, weather, time = message["content"]
+        assert (thought["thinking"], text["text"]) == ("I must look it up.", "Let me see.")
+        assert (weather["name"], weather["input"], time["input"]) == ("weather", {"city": "Köln"}, {})
+        assert message["stop_reason"] == "tool_use"
+        results = [{"type": "tool_result", "tool_use_id": call["id"], "content": "20"} for call in (weather, time)]
+        turns = [
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": message["content"]},
+            {"role": "user", "content": results},
+        ]
+        assert ask(caller, tools=tools, messages=turns).status_code == 200
+        counts = [
+            caller.post("/v1/messages/count_tokens", {"messages": turns, "tools": tools, "thinking": {"type": "disabled"}}),
+            caller.post("/v1/messages/count_tokens", {"messages": turns, "tools": tools}),
+        ]
+        assert counts[0].json()["input_tokens"] > counts[1].json()["input_tokens"]  # the template says "False"
 
 
 def test_tokens_are_counted_as_the_answer_counts_them(client: Client) -> None:

@@ -95,9 +95,8 @@ def test_fields_become_those_of_a_chat() -> None:
         top_logprobs=2,
     )
     assert fields == {
-        "model": None,
         "messages": [{"role": "user", "content": "hi"}],
-        "stream": False,
+        "stream": True,
         "max_completion_tokens": 5,
         "temperature": 0.5,
         "seed": 3,

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,11 +12,18 @@ import pytest
 from jaxllm.async_llm import AsyncLLM
 from jaxllm.errors import EngineError
 from server.app import create_app
-from server.chat_service import ChatDelta
+from server.chat_deltas import ChatDelta
 from tests.helpers.fake_engine_core import FakeEngineCore
-from tests.server.canned import REASONED_CALL, WEATHER, answer_with
+from tests.server.canned import WEATHER, answer_with, caller_app
 from tests.server.client import Client
 from tests.server.conftest import options
+
+
+@pytest.fixture(scope="module")
+def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    """Speaks with a model that thinks, speaks and calls."""
+    with caller_app(tmp_path_factory.mktemp("caller")) as app, Client(app) as client:
+        yield client
 
 
 def respond(client: Client, **body: Any) -> httpx.Response:
@@ -63,16 +71,36 @@ def test_logprobs_come_where_they_are_included(client: Client) -> None:
     assert all(len(each["top_logprobs"]) == 2 for each in part["logprobs"])
 
 
-def test_reasoning_and_calls_are_items_of_their_own(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer_with(monkeypatch, client.app, REASONED_CALL)
+def test_reasoning_and_calls_are_items_of_their_own(caller: Client) -> None:
     tools = [{"type": "function", "name": name, "parameters": WEATHER} for name in ("weather", "time")]
-    response = respond(client, tools=tools).json()
-    kinds = [item["type"] for item in response["output"]]
-    assert kinds == ["reasoning", "message", "function_call", "function_call"]
-    assert json.loads(response["output"][2]["arguments"]) == {"city": "Köln"}
-    assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": 4}
-    assert response["usage"]["input_tokens_details"]["cached_tokens"] == 2
-    assert response["tools"] == tools
+    response = respond(caller, tools=tools).json()
+    thought, message, weather, time = response["output"]
+    assert (thought["type"], thought["content"]) == ("reasoning", [{"type": "reasoning_text", "text": "I must look it up."}])
+    assert (message["type"], message["content"][0]["text"]) == ("message", "Let me see.")
+    assert (weather["type"], weather["name"], json.loads(weather["arguments"])) == (
+        "function_call",
+        "weather",
+        {"city": "Köln"},
+    )
+    assert (time["name"], json.loads(time["arguments"])) == ("time", {})
+    assert response["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+    assert response["tools"] == [{**tool, "description": None, "strict": None} for tool in tools]
+    streamed = named_events(respond(caller, tools=tools, stream=True))[-1]["response"]
+    for item in (*response["output"], *streamed["output"]):
+        del item["id"]
+        item.pop("call_id", None)
+    assert streamed["output"] == response["output"]
+
+
+def test_what_the_model_did_goes_back_to_it(caller: Client) -> None:
+    tools = [{"type": "function", "name": name, "parameters": WEATHER} for name in ("weather", "time")]
+    first = respond(caller, tools=tools).json()
+    calls = [item for item in first["output"] if item["type"] == "function_call"]
+    results = [{"type": "function_call_output", "call_id": call["call_id"], "output": "20"} for call in calls]
+    assert respond(caller, input=results, previous_response_id=first["id"], tools=tools).status_code == 200
+    assert (
+        respond(caller, input=[{"role": "user", "content": "hi"}, *first["output"], *results], tools=tools).status_code == 200
+    )
 
 
 def test_a_later_turn_holds_the_earlier_ones(client: Client, core: FakeEngineCore) -> None:
@@ -180,13 +208,6 @@ def test_an_engine_that_fails_at_once_is_a_status_and_later_an_event(client: Cli
 # In the background
 
 
-@pytest.fixture
-def slow_app(engine: AsyncLLM, core: FakeEngineCore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """An application whose answers go on until they are ended."""
-    monkeypatch.setattr(core, "_script", lambda request: [70] * 10_000)
-    yield create_app(engine, options())
-
-
 async def until(condition: Any) -> Any:
     """What a request says once it says what is waited for."""
     while not (found := await condition()):
@@ -230,24 +251,25 @@ def test_a_background_stream_is_followed_from_any_event(client: Client) -> None:
     client.run(run())
 
 
-def test_a_cancelled_response_ends_its_request(client: Client, slow_app: Any, core: FakeEngineCore) -> None:
+def test_a_cancelled_response_ends_its_request(client: Client, core: FakeEngineCore, gate: threading.Semaphore) -> None:
     async def run() -> None:
-        async with browser(slow_app) as web:
-            body = {"input": "hi", "background": True, "max_output_tokens": 150}
-            made = (await web.post("/v1/responses", json=body)).json()
+        async with browser(client.app) as web:
+            made = (await web.post("/v1/responses", json={"input": "hi", "background": True})).json()
             cancelled = (await web.post(f"/v1/responses/{made['id']}/cancel")).json()
             assert cancelled["status"] == "cancelled"
             assert (await web.get(f"/v1/responses/{made['id']}")).json()["status"] == "cancelled"
+            gate.release()
             await until(lambda: asyncio.sleep(0, not core.running))
 
     client.run(run())
 
 
-def test_closing_the_service_ends_what_runs(client: Client, slow_app: Any, core: FakeEngineCore) -> None:
+def test_closing_the_service_ends_what_runs(client: Client, core: FakeEngineCore, gate: threading.Semaphore) -> None:
     async def run() -> None:
-        async with browser(slow_app) as web:
-            await web.post("/v1/responses", json={"input": "hi", "background": True, "max_output_tokens": 150})
-            await slow_app.state.responses.close()
+        async with browser(client.app) as web:
+            await web.post("/v1/responses", json={"input": "hi", "background": True})
+            await client.app.state.responses.close()
+            gate.release()
             await until(lambda: asyncio.sleep(0, not core.running))
 
     client.run(run())

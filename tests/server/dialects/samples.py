@@ -122,6 +122,9 @@ SAMPLES = {
     "hermes, no call at all": calls_in("hermes", " a < b and <tool_cal ", content=" a < b and <tool_cal "),
     "hermes, cut off": calls_in("hermes", '<tool_call>{"name": "run", "arguments": {"code": "x', ("run", '{"code": "x')),
     "hermes, cut off early": calls_in("hermes", 'A <tool_call>{"name": "ru', content='A <tool_call>{"name": "ru'),
+    "granite": calls_in("granite", f"<|tool_call|>[{LLAMA % PARIS}, {LLAMA % TIME}]", PARIS, TIME),
+    "jamba": calls_in("jamba", f"Now: <tool_calls>[\n{LLAMA % CODE}\n]</tool_calls>", CODE, content="Now:"),
+    "phi 4": calls_in("phi4_mini_json", f"functools[{LLAMA % PARIS}]", PARIS),
     "llama": calls_in("llama3_json", LLAMA % PARIS, PARIS),
     "llama, marked": calls_in("llama3_json", "<|python_tag|>" + LLAMA % CODE, CODE),
     "llama, several": calls_in("llama3_json", f"\n{LLAMA % PARIS}; {LLAMA % ROME};{LLAMA % TIME}", PARIS, ROME, TIME),
@@ -177,6 +180,9 @@ SAMPLES = {
     "qwen3 coder, without a section": calls_in(
         "qwen3_coder", "<function=get_weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>", ROME
     ),
+    "seed": calls_in(
+        "seed_oss", tagged(QWEN3_CODER, QWEN3_PARAMETER, *CODE_VALUES).replace("tool_call>", "seed:tool_call>"), CODE
+    ),
     "minimax": calls_in(
         "minimax_m2",
         '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n<parameter name="days">3</parameter>\n'
@@ -217,7 +223,7 @@ SAMPLES = {
     "qwen3, not thinking": thoughts_in(
         "qwen3", "Hello </think>.", "", "Hello </think>.", prompt_text="<|im_start|>assistant\n<think>\n\n</think>\n\n"
     ),
-    "granite": thoughts_in("granite", "Here is my thought process: Hm.\nHere is my response: Hello.", "Hm.", "Hello."),
+    "granite thinks": thoughts_in("granite", "Here is my thought process: Hm.\nHere is my response: Hello.", "Hm.", "Hello."),
     "mistral thinks": thoughts_in("mistral", "[THINK]Hm [x].[/THINK]Hello.", "Hm [x].", "Hello."),
     "qwen3 thinks and calls": Sample(
         "hermes", "qwen3", f"<think>\nA <tool_call>?\n</think>\n\n{HERMES % ROME}", Message("", "A <tool_call>?", [ROME])

@@ -67,6 +67,11 @@ def test_ids_are_those_that_the_model_expects() -> None:
     assert isinstance(mistral[0], ToolCallStart) and len(mistral[0].id) == 9 and mistral[0].id.isalnum()
 
 
+def test_no_two_calls_have_one_id() -> None:
+    twice = KIMI_SECTION % (KIMI % ("run", 0, "{}") * 3)
+    assert len({one.id for one in deltas_of([twice], "kimi_k2", None) if isinstance(one, ToolCallStart)}) == 3
+
+
 @pytest.mark.parametrize(
     ("dialect", "text"),
     [

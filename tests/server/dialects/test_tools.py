@@ -82,6 +82,7 @@ def test_what_is_wrong_with_tools_is_refused_by_its_place(tools: Any, choice: An
         ("none", ToolChoice("none")),
         ("required", ToolChoice("required")),
         (NAMED, ToolChoice("named", "g")),
+        ("function:g", ToolChoice("named", "g")),
     ],
 )
 def test_the_choice_may_be_left_out_or_said(choice: Any, meant: ToolChoice) -> None:

@@ -63,7 +63,20 @@ def test_python_literals_become_json(value) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["'a\\x41\\u00e9\\n\\'\\\\'", '"\\101"', "(1, 'a')", "[1, 2,]", "{'a': (), }", "1_000", "-.5", "5.", "+3", " None "],
+    [
+        "'a\\x41\\u00e9\\n\\'\\\\'",
+        '"\\101"',
+        "(1, 'a')",
+        "[1, 2,]",
+        "{'a': (), }",
+        "1_000",
+        "-.5",
+        "5.",
+        "00e2",
+        "-2.5E-3",
+        "+3",
+        " None ",
+    ],
 )
 def test_python_spellings_mean_what_python_says(text: str) -> None:
     assert json.loads(literal_to_json(text)) == json.loads(json.dumps(ast.literal_eval(text.strip())))

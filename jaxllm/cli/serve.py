@@ -1,0 +1,133 @@
+"""`jaxllm serve MODEL`: the OpenAI-compatible server."""
+
+import argparse
+import dataclasses
+import json
+import shlex
+import sys
+
+from jaxllm import log
+from jaxllm.cli import options, planning, terminal
+from jaxllm.cli.flags import engine_flags, server_flags
+from jaxllm.cli.parser import Parser
+from jaxllm.cli.settings import chosen, resolve
+from jaxllm.config import EngineConfig
+from jaxllm.errors import ModelLoadError
+from server.listening import address_of
+from server.options import ServerOptions
+from server.serve import Serving, serve
+
+ABOUT = (
+    "Serve a model over HTTP, as OpenAI's API does. The server listens at once and answers 503 until the model is loaded; "
+    "SIGTERM and Ctrl-C let running requests end, a second one stops at once."
+)
+EXAMPLES = """examples:
+  jaxllm serve                                          the model that is shipped with jaxllm, at port 8000
+  jaxllm serve meta-llama/Llama-3.1-8B-Instruct --api-key secret
+  jaxllm serve Qwen/Qwen3-0.6B --host 127.0.0.1 --port 0 --api-server-count 4"""
+
+
+def add_arguments(parser: Parser) -> None:
+    options.add_model_argument(parser)
+    options.add_common_arguments(parser)
+    parser.add_flags(server_flags())
+    parser.add_flags(engine_flags())
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until a signal or a failure. Returns the exit code."""
+    options.use_model_argument(arguments)
+    engine_options = options.engine_options(arguments)
+    server_options = ServerOptions.from_options(**chosen(resolve(server_flags(), vars(arguments), arguments.config)))
+    if arguments.dry_run:
+        return planning.dry_run(engine_options)
+    config = EngineConfig.from_options(**engine_options)
+    _check_model(config)
+    if server_options.logging.log_format == "json":
+        log.set_up(None, format="json")
+    level = "debug" if arguments.verbose else "error" if arguments.quiet else None
+    progress = options.progress_for(arguments, engine_options)
+    try:
+        return serve(
+            config,
+            server_options,
+            log_level=level,
+            progress=progress,
+            on_ready=lambda serving: None if arguments.quiet else print(first_screen(serving), file=sys.stderr, flush=True),
+        )
+    finally:
+        progress.finish()  # a bar must not outlive an error
+
+
+def _check_model(config: EngineConfig) -> None:
+    """Say what is wrong with the model before any process is started."""
+    from jaxllm.llm_engine import check_model
+
+    try:
+        check_model(config)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{error}{planning.meant_model(config.model.model, error)}") from error
+
+
+def first_screen(serving: Serving) -> str:
+    """What is served and where, and how to try it."""
+    network, access = serving.options.network, serving.options.access
+    model = (serving.options.replies.served_model_name or [serving.config.model.model])[0]
+    parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in serving.start_seconds.items())
+    lines = [f"ready in {terminal.duration(serving.seconds)}" + (f" ({parts}; some at the same time)" if parts else "")]
+    if network.uds is not None:
+        base, curl = "http://localhost", f"curl --unix-socket {shlex.quote(network.uds)}"
+        lines.append(f"{model} is served at the Unix socket {network.uds}")
+    else:
+        host, port = address_of(serving.socket)
+        scheme = "https" if network.ssl_certfile else "http"
+        base, curl = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}{network.root_path}", "curl"
+        lines.append(f"{model} is served at {base}/v1" + (f", with a page at {base}/" if serving.options.replies.web else ""))
+        if not access.api_key and network.host not in ("127.0.0.1", "localhost", "::1"):
+            lines.append("whoever reaches this machine can use it: --api-key KEY, or --host 127.0.0.1")
+    call = _CALLS[serving.offers]
+    body = json.dumps({"model": model, **call.body})
+    key = ' \\\n    -H "Authorization: Bearer $API_KEY"' if access.api_key else ""
+    lines += ["", f"  {curl} {base}/v1/{call.path} -H 'Content-Type: application/json'{key} \\\n    -d {shlex.quote(body)}"]
+    if network.uds is None:
+        key_text = "API_KEY" if access.api_key else "none"
+        client = f'client = OpenAI(base_url="{base}/v1", api_key="{key_text}")'
+        lines += [
+            "",
+            "  from openai import OpenAI",
+            f"  {client}",
+            *(f"  {line.replace('MODEL', model)}" for line in call.python),
+        ]
+    return "\n".join(["", *lines, ""])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    path: str
+    body: dict[str, object]
+    python: tuple[str, ...]
+
+
+_CALLS = {
+    "chat": _Call(
+        "chat/completions",
+        {"messages": [{"role": "user", "content": "Hello!"}]},
+        (
+            'reply = client.chat.completions.create(model="MODEL", messages=[{"role": "user", "content": "Hello!"}])',
+            "print(reply.choices[0].message.content)",
+        ),
+    ),
+    "completions": _Call(
+        "completions",
+        {"prompt": "Once upon a time", "max_tokens": 32},
+        (
+            'reply = client.completions.create(model="MODEL", prompt="Once upon a time", max_tokens=32)',
+            "print(reply.choices[0].text)",
+        ),
+    ),
+    "embeddings": _Call(
+        "embeddings",
+        {"input": "Hello!"},
+        ('reply = client.embeddings.create(model="MODEL", input="Hello!")', "print(reply.data[0].embedding)"),
+    ),
+}

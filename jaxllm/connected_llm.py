@@ -1,0 +1,155 @@
+"""AsyncLLM over an engine process: everything of the front happens in one event loop, which a step's outputs wake once."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any, cast
+
+from jaxllm.async_llm import AsyncLLM
+from jaxllm.at_exit import shut_down_at_exit
+from jaxllm.engine import messages
+from jaxllm.engine.client import EngineClient, RemoteCore
+from jaxllm.engine.messages import Failed, Outputs, Refused
+from jaxllm.errors import ConfigError, EngineDeadError, EngineError
+from jaxllm.llm_engine import Core, LLMEngine, SleepMode, Texts
+from jaxllm.log import logger
+from jaxllm.mailbox import Letter, put_all
+from jaxllm.metrics.merge import merged
+from jaxllm.metrics.metric import Metric
+
+SHARE_SECONDS = 1.0
+"""How often a front tells its metrics to the engine process and hears those of the others."""
+
+
+class ConnectedLLM(AsyncLLM):
+    """Made by `AsyncLLM.connect`, used in the event loop that it was made in."""
+
+    @classmethod
+    async def over(cls, client: EngineClient, texts: Texts | None = None) -> "ConnectedLLM":
+        """Wait until the engine serves. Raises EngineDeadError."""
+        ready = await client.ready()
+        core = cast(Core, RemoteCore(client, ready))  # without what this class asks the client for itself
+        namespace = client.name.rpartition("-")[2] + "-"
+        engine = await asyncio.to_thread(LLMEngine, core=core, texts=texts, namespace=namespace)  # may read files
+        return cls(client, engine)
+
+    def __init__(self, client: EngineClient, engine: LLMEngine):
+        self._client = client
+        self._take_over(engine)
+        self._metrics_of_others: list[Metric] = []
+        client.on_outputs, client.on_refused = self._take_outputs, self._take_refusal
+        client.on_failed, client.on_dead = self._take_failure, self._die
+        if client.dead_error is not None:  # just now
+            self._die(client.dead_error)
+        self._sharing = asyncio.create_task(self._share_metrics())
+        shut_down_at_exit(self)
+
+    def shutdown(self) -> None:
+        """End every request of this front (with finish_reason "abort") and leave the engine process."""
+        if self._stopping:
+            return
+        self._stopping = True
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._sharing.cancel()
+        self._deliver(self._engine.abort_all())
+        self._client.close()
+
+    # Metrics of all fronts
+
+    async def get_metrics(self) -> list[Metric]:
+        """All metrics now, those of the other fronts too."""
+        self._check_alive()
+        await self._share_now()
+        return self._merged_metrics()
+
+    def prometheus_registry(self) -> Any:
+        """The metrics for a Prometheus exporter: this front's now, those of the other fronts a second ago."""
+        from jaxllm.metrics.prometheus import registry
+
+        return registry(self._merged_metrics)
+
+    def _merged_metrics(self) -> list[Metric]:
+        own = [*self._engine.get_metrics(), *self._added_metrics()]
+        return merged([own, self._metrics_of_others])
+
+    def _own_metrics(self) -> list[Metric]:
+        """What only this front counts."""
+        engine = [] if self._engine.metrics is None else self._engine.metrics.snapshot(of_engine=False)
+        return [*engine, *self._added_metrics()]
+
+    async def _share_now(self) -> None:
+        records = await self._client.call(messages.ShareMetrics(messages.metric_records(self._own_metrics())))
+        self._metrics_of_others = messages.metrics_of(records)
+
+    async def _share_metrics(self) -> None:
+        while True:
+            await asyncio.sleep(SHARE_SECONDS)
+            try:
+                await self._share_now()
+            except EngineDeadError:
+                return
+            except (EngineError, ConfigError) as error:
+                logger.debug("metrics were not shared: %s", error)
+
+    # What the core does between two steps
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        return bool(await self._client.call(messages.ResetPrefixCache(reset_running_requests)))
+
+    async def sleep(self, level: int = 1, mode: SleepMode = "abort") -> None:
+        await self._client.call(messages.Sleep(level, mode))
+
+    async def wake_up(self) -> None:
+        await self._client.call(messages.WakeUp())
+
+    async def is_sleeping(self) -> bool:
+        return bool(await self._client.call(messages.IsSleeping()))
+
+    async def start_profile(self) -> None:
+        await self._client.call(messages.StartProfile())
+
+    async def stop_profile(self) -> None:
+        await self._client.call(messages.StopProfile())
+
+    async def finish_compiling(self) -> None:
+        await self._client.call(messages.FinishCompiling())
+
+    async def check_integrity(self) -> None:
+        assert not self._mailboxes, f"{len(self._mailboxes)} mailboxes are left"
+        await self._client.call(messages.CheckIntegrity())
+
+    # Where AsyncLLM would ask its thread
+
+    def _send(self, command: Callable[[], None]) -> None:
+        self._check_alive()
+        command()
+
+    async def _run(self, call: Callable[[], Any]) -> Any:
+        self._check_alive()
+        return call()
+
+    def _hand_over(self, letters: list[Letter]) -> None:
+        put_all(letters)
+
+    # What the engine process says
+
+    def _take_outputs(self, message: Outputs) -> None:
+        self._deliver(self._engine.take(message.outputs))
+
+    def _take_refusal(self, message: Refused) -> None:
+        internal_id = self._engine.abort_refused(message.request_id)
+        mailbox = None if internal_id is None else self._mailboxes.pop(internal_id, None)
+        if mailbox is not None:
+            put_all([(mailbox, messages.error_of(message.fault))])
+
+    def _take_failure(self, message: Failed) -> None:
+        error = EngineError(message.message)
+        self._engine.abort_all()
+        mailboxes, self._mailboxes = self._mailboxes, {}
+        put_all([(mailbox, error) for mailbox in mailboxes.values()])
+
+    def _die(self, error: EngineDeadError) -> None:
+        self._dead = error
+        self._engine.abort_all()
+        mailboxes, self._mailboxes = self._mailboxes, {}
+        put_all([(mailbox, error) for mailbox in mailboxes.values()])

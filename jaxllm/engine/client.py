@@ -1,0 +1,252 @@
+"""A front's end of the sockets to the engine process, in an asyncio event loop; and an engine core as the front sees it.
+
+All that one step brings arrives as one message and wakes the loop once. Knows no JAX.
+"""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from jaxllm.config import EngineConfig
+from jaxllm.engine import messages
+from jaxllm.engine.messages import (
+    Abort,
+    Add,
+    Call,
+    Dead,
+    EngineMessage,
+    Failed,
+    Hello,
+    Load,
+    MessageError,
+    Outputs,
+    Ready,
+    Refused,
+    Reply,
+    Status,
+)
+from jaxllm.engine.sockets import ENGINE_SOCKET, MAX_QUEUED_MESSAGES, socket_address
+from jaxllm.errors import EngineDeadError, EngineError
+from jaxllm.log import logger
+from jaxllm.metrics.engine_metrics import LoadStats
+from jaxllm.model_config import ModelConfig
+from jaxllm.request import EngineCoreRequest
+from jaxllm.scheduler.stats import SchedulerStats
+
+HELLO_SECONDS = 0.25
+SILENCE_SECONDS = 330.0
+"""A heartbeat comes four times a second; one that is missing for so long means that the engine process stands still."""
+_MAX_MESSAGES_A_WAKE = 64
+
+
+class EngineClient:
+    """Speaks with the engine process whose sockets lie in `directory`. Everything happens in the event loop that made it.
+
+    The end of the process `engine_pid` is the engine's end. `on_outputs`, `on_refused`, `on_failed` and `on_dead` are called with
+    what comes; after `on_dead` nothing comes any more.
+    """
+
+    def __init__(self, directory: str | Path, engine_pid: int, *, index: int = 0, silence_seconds: float = SILENCE_SECONDS):
+        self.name = f"front-{index}-{secrets.token_hex(8)}"
+        self.on_outputs: Callable[[Outputs], None] = lambda message: None
+        self.on_refused: Callable[[Refused], None] = lambda message: None
+        self.on_failed: Callable[[Failed], None] = lambda message: None
+        self.on_dead: Callable[[EngineDeadError], None] = lambda error: None
+        self.status: Status | None = None
+        """The latest heartbeat."""
+        self.load: Load | None = None
+        self.dead_error: EngineDeadError | None = None
+        self._silence_seconds = silence_seconds
+        self._loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[Ready] = self._loop.create_future()
+        self._replies: dict[int, asyncio.Future[Any]] = {}
+        self._num_calls = 0
+        self._heard = time.monotonic()
+        self._process: int | None = None
+        self._closed = False
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._path = Path(directory) / self.name
+        self._context.linger = 0  # of its sockets: whoever forgets to close this must not wait for a peer that is gone
+        self._inbox = self._context.socket(zmq.PULL)
+        self._inbox.rcvhwm = MAX_QUEUED_MESSAGES
+        self._inbox.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_BYTES)
+        self._inbox.bind(socket_address(directory, self.name))
+        self._outbox = self._context.socket(zmq.PUSH)
+        self._outbox.sndhwm = 10 * MAX_QUEUED_MESSAGES
+        self._outbox.connect(socket_address(directory, ENGINE_SOCKET))
+        self._inbox_fd = int(self._inbox.getsockopt(zmq.FD))
+        self._loop.add_reader(self._inbox_fd, self._fetch)
+        self._timer = self._loop.call_soon(self._tick)
+        self._loop.call_soon(self._watch_process, engine_pid)
+
+    async def ready(self) -> Ready:
+        """Wait until the engine serves. Raises EngineDeadError."""
+        return await asyncio.shield(self._ready)
+
+    def add(self, request: EngineCoreRequest) -> None:
+        """Queue a request. Raises EngineDeadError or EngineError."""
+        self._send(Add(self.name, request))
+
+    def abort(self, request_ids: list[str]) -> None:
+        self._send(Abort(self.name, request_ids))
+
+    def call(self, call: Any) -> "asyncio.Future[Any]":
+        """The result of one of the calls of `messages`."""
+        self._num_calls += 1
+        self._send(Call(self.name, self._num_calls, call))
+        future = self._replies[self._num_calls] = self._loop.create_future()
+        return future
+
+    def close(self) -> None:
+        """May be called again, and where the loop is closed already."""
+        if self._closed:
+            return
+        self._closed = True
+        self._timer.cancel()
+        with contextlib.suppress(RuntimeError):
+            self._loop.remove_reader(self._inbox_fd)
+            if self._process is not None:
+                self._loop.remove_reader(self._process)
+        if self._process is not None:
+            os.close(self._process)
+        self._die(EngineDeadError("the engine was shut down"))
+        self._context.destroy(linger=0)
+        self._path.unlink(missing_ok=True)
+
+    def _send(self, message: Any) -> None:
+        if self.dead_error is not None:
+            raise EngineDeadError(str(self.dead_error)) from self.dead_error
+        try:
+            self._outbox.send(messages.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            raise EngineError("the engine process does not fetch its messages") from None
+
+    def _tick(self) -> None:
+        """Greet until somebody answers; then see that the heartbeat comes."""
+        if self.status is None:
+            with contextlib.suppress(EngineError):
+                self._send(Hello(self.name, os.getpid()))
+            self._timer = self._loop.call_later(HELLO_SECONDS, self._tick)
+            return
+        self._fetch()  # a loop that was busy itself has not heard what came meanwhile
+        silence = time.monotonic() - self._heard
+        if silence > self._silence_seconds:
+            self._die(EngineDeadError(f"the engine process has given no sign of life for {silence:.0f} s"))
+        elif not self._closed:
+            self._timer = self._loop.call_later(1.0, self._tick)
+
+    def _fetch(self) -> None:
+        for _ in range(_MAX_MESSAGES_A_WAKE):
+            if self._closed:
+                return
+            try:
+                frame = self._inbox.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._heard = time.monotonic()
+            try:
+                message = messages.decode_engine_message(frame)
+            except MessageError as error:
+                logger.warning("a message of the engine process was refused: %s", error)
+                continue
+            self._take(message)
+        self._loop.call_soon(self._fetch)  # the socket tells of what is new only, so the rest has to be fetched unasked
+
+    def _take(self, message: EngineMessage) -> None:
+        if isinstance(message, Outputs):
+            self.load = message.load
+            self.on_outputs(message)
+        elif isinstance(message, Status):
+            self.status = message
+            self.load = message.load or self.load
+        elif isinstance(message, Reply):
+            self.load = message.load or self.load
+            future = self._replies.pop(message.number, None)
+            if future is None or future.done():
+                return
+            if message.fault is None:
+                future.set_result(message.result)
+            else:
+                future.set_exception(messages.error_of(message.fault))
+        elif isinstance(message, Ready):
+            if not self._ready.done():
+                self._ready.set_result(message)
+        elif isinstance(message, Refused):
+            self.on_refused(message)
+        elif isinstance(message, Failed):
+            self.on_failed(message)
+        elif isinstance(message, Dead):
+            self._die(EngineDeadError(message.message))
+
+    def _watch_process(self, pid: int) -> None:
+        """Hear of the end of the engine's process from the kernel."""
+        if self._closed or not hasattr(os, "pidfd_open"):
+            return
+        try:
+            self._process = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._process_ended()
+            return
+        except OSError:  # a kernel without it: the missing heartbeat tells, later
+            return
+        self._loop.add_reader(self._process, self._process_ended)
+
+    def _process_ended(self) -> None:
+        if self._process is not None:
+            self._loop.remove_reader(self._process)
+        self._fetch()  # its last words
+        self._die(EngineDeadError("the engine process has ended; its log may say why"))
+
+    def _die(self, error: EngineDeadError) -> None:
+        if self.dead_error is not None:
+            return
+        self.dead_error = error
+        if not self._ready.done():
+            self._ready.set_exception(error)
+            self._ready.exception()  # whether or not somebody waits for it
+        replies, self._replies = self._replies, {}
+        for future in replies.values():
+            if not future.done():
+                future.set_exception(EngineDeadError(str(error)))
+        self.on_dead(error)
+
+
+class RemoteCore:
+    """The core in the engine process, as far as LLMEngine in a front needs it. It steps by itself: outputs come by `client.on_outputs`."""
+
+    def __init__(self, client: EngineClient, ready: Ready):
+        self.config: EngineConfig = ready.config
+        self.model_config: ModelConfig = ready.model_config
+        self.max_model_len = ready.max_model_len
+        self.processor_arguments: Mapping[str, int] = ready.processor_arguments
+        self._client = client
+
+    @property
+    def num_compiled_after_warmup(self) -> int:
+        return 0 if self._client.load is None else self._client.load.num_compiled_after_warmup
+
+    @property
+    def sleep_level(self) -> int:
+        return 0 if self._client.load is None else self._client.load.sleep_level
+
+    def stats(self) -> LoadStats:
+        return _NO_LOAD if self._client.load is None else self._client.load.stats
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        self._client.add(request)
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        self._client.abort(request_ids)
+
+    def shutdown(self) -> None:
+        self._client.close()
+
+
+_NO_LOAD = SchedulerStats(0, 0, 0.0, 0, 0, 0, 0, 0)

@@ -1,0 +1,334 @@
+"""The engine process: an engine core that serves the fronts of other processes. Run by `jaxllm.engine.launch` as `python -m`."""
+
+import contextlib
+import importlib
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from typing import Any, Protocol
+
+import msgspec
+
+from jaxllm import log
+from jaxllm.config import EngineConfig
+from jaxllm.engine import messages
+from jaxllm.engine.launch import read_first_message
+from jaxllm.engine.messages import (
+    Abort,
+    Add,
+    Call,
+    Dead,
+    EngineStart,
+    Failed,
+    Hello,
+    Load,
+    Outputs,
+    Ready,
+    Refused,
+    Reply,
+    ShareMetrics,
+)
+from jaxllm.engine.sockets import EXIT_FAILED, Command, Gone, Listener, Outbox, Pulse, Stop
+from jaxllm.errors import EngineDeadError, EngineError, JaxLLMError
+from jaxllm.log import logger
+from jaxllm.metrics.merge import merged
+from jaxllm.metrics.metric import Metric
+from jaxllm.model_config import ModelConfig
+from jaxllm.outputs import EngineCoreOutput
+from jaxllm.request import EngineCoreRequest
+from jaxllm.scheduler.stats import SchedulerStats
+from jaxllm.start_times import StartTimes, process_age_seconds
+
+_LAGGING_PAUSE_SECONDS = 0.25
+_FIRST_HELLO_SECONDS = 2.0
+
+
+class ServedCore(Protocol):
+    """What this process needs of an engine core."""
+
+    config: EngineConfig
+    model_config: ModelConfig
+    max_model_len: int
+    processor_arguments: Any
+    start_times: StartTimes
+
+    @property
+    def num_compiled_after_warmup(self) -> int: ...
+    @property
+    def is_compiling(self) -> bool: ...
+    @property
+    def sleep_level(self) -> int: ...
+    def add_request(self, request: EngineCoreRequest) -> None: ...
+    def abort_requests(self, request_ids: list[str]) -> None: ...
+    def step(self) -> list[EngineCoreOutput]: ...
+    def has_unfinished_requests(self) -> bool: ...
+    def finish_compiling(self) -> None: ...
+    def stats(self) -> SchedulerStats: ...
+    def shutdown(self) -> None: ...
+
+
+class EngineLoop:
+    """Steps the core as long as there is work, and between two steps does what fronts asked."""
+
+    def __init__(self, core: ServedCore, commands: "queue.SimpleQueue[Command]", outbox: Outbox, pulse: Pulse):
+        self._core = core
+        self._commands = commands
+        self._outbox = outbox
+        self._pulse = pulse
+        self._requests: dict[str, str] = {}
+        """The front of each request in the core."""
+        self._lagging: set[str] = set()
+        """Fronts to be told that their requests were ended, once they listen again."""
+        self._metrics: dict[str, list[Metric]] = {}
+        self._metrics_of_gone: list[Metric] = []
+        self._stopping = False
+        self._ready = messages.encode(
+            Ready(
+                core.config,
+                core.model_config,
+                core.max_model_len,
+                dict(core.processor_arguments),
+                dict(core.start_times.seconds),
+            )
+        )
+        pulse.is_compiling = lambda: core.is_compiling
+        pulse.load = self._load()
+        pulse.is_loaded = True
+
+    def run(self) -> None:
+        """Until told to stop. Raises EngineDeadError."""
+        while self._obey():
+            if self._core.has_unfinished_requests():
+                self._step()
+
+    def tell_all(self, message: Any) -> None:
+        """Send something to every front."""
+        frame = messages.encode(message)
+        for client in self._outbox.clients:
+            self._outbox.send(client, frame)
+
+    # Between two steps
+
+    def _obey(self) -> bool:
+        """Do what fronts asked since the last step, waiting for it if there is nothing else to do. False: stop."""
+        is_idle = not self._core.has_unfinished_requests()
+        obeyed = False
+        while not self._stopping:
+            self._tell_lagging()
+            try:
+                command = self._commands.get(block=is_idle, timeout=_LAGGING_PAUSE_SECONDS if self._lagging else None)
+            except queue.Empty:
+                if is_idle:
+                    continue
+                break
+            self._do(command)
+            obeyed = True
+            is_idle = is_idle and not self._core.has_unfinished_requests()
+            if is_idle:
+                self._pulse.load = self._load()
+        if obeyed:
+            self._pulse.load = self._load()
+        return not self._stopping
+
+    def _do(self, command: Command) -> None:
+        if isinstance(command, Add):
+            self._add(command)
+        elif isinstance(command, Abort):
+            self._end([id for id in command.request_ids if self._requests.get(id) == command.client])
+        elif isinstance(command, Call):
+            self._call(command)
+        elif isinstance(command, Hello):
+            self._outbox.connect(command.client)
+            self._outbox.send(command.client, self._ready)
+        elif isinstance(command, Gone):
+            self._end_all_of(command.client)
+            self._lagging.discard(command.client)
+            self._outbox.disconnect(command.client)
+            self._metrics_of_gone = merged([self._metrics_of_gone, self._metrics.pop(command.client, [])])
+        elif isinstance(command, Stop):
+            self._stopping = True
+        else:
+            command()
+
+    def _add(self, command: Add) -> None:
+        request = command.request
+        try:
+            if request.request_id in self._requests:
+                raise EngineError("there is a request of this id already")
+            self._core.add_request(request)
+        except EngineDeadError:
+            raise
+        except Exception as error:  # this request's affair
+            if not isinstance(error, JaxLLMError):
+                logger.exception("a request could not be queued")
+            refusal = Refused(request.request_id, messages.fault_of(error))
+            self._outbox.send(command.client, messages.encode(refusal))
+        else:
+            self._requests[request.request_id] = command.client
+
+    def _end(self, request_ids: list[str]) -> None:
+        """Abort in the core, and forget."""
+        for request_id in request_ids:
+            del self._requests[request_id]
+        if request_ids:
+            self._core.abort_requests(request_ids)
+
+    def _end_all_of(self, client: str) -> None:
+        self._end([request_id for request_id, owner in self._requests.items() if owner == client])
+
+    def _call(self, command: Call) -> None:
+        if isinstance(command.call, ShareMetrics):
+            self._metrics[command.client] = messages.metrics_of(command.call.own)
+            others = [metrics for client, metrics in self._metrics.items() if client != command.client]
+            records = messages.metric_records(merged([*others, self._metrics_of_gone]))
+            self._answer(command, Reply(command.number, records, load=self._load()))
+        elif isinstance(command.call, messages.FinishCompiling):  # may take minutes
+
+            def wait() -> None:
+                reply = self._result_of(command)
+                self._commands.put(lambda: self._answer(command, reply))
+
+            threading.Thread(target=wait, name="finish-compiling", daemon=True).start()
+        else:
+            self._answer(command, self._result_of(command))
+
+    def _result_of(self, command: Call) -> Reply:
+        name = str(type(command.call).__struct_config__.tag)
+        try:
+            member = getattr(self._core, name)
+            result = member(*msgspec.structs.astuple(command.call)) if callable(member) else member
+        except EngineDeadError:
+            raise
+        except Exception as error:  # the caller's affair
+            if not isinstance(error, JaxLLMError):
+                logger.exception("%s failed", name)
+            return Reply(command.number, fault=messages.fault_of(error))
+        return Reply(command.number, result)
+
+    def _answer(self, command: Call, reply: Reply) -> None:
+        self._outbox.send(command.client, messages.encode(reply))
+
+    # A step
+
+    def _step(self) -> None:
+        self._pulse.work_began = time.monotonic()
+        try:
+            news = self._core.step()
+        except EngineDeadError:
+            raise
+        except EngineError as error:  # the requests have ended with it, the engine goes on
+            logger.error("a step failed: %s", error)
+            self._end(list(self._requests))
+            self.tell_all(Failed(str(error)))
+            news = []
+        finally:
+            self._pulse.work_began = None
+        by_client = self._sorted(news)
+        self._pulse.load = load = self._load()
+        for client, outputs in by_client.items():
+            frame = messages.encode(Outputs(outputs, load))
+            if not self._outbox.send(client, frame):
+                logger.error("a front does not fetch its outputs; its requests are ended")
+                self._end_all_of(client)
+                self._lagging.add(client)
+
+    def _sorted(self, news: list[EngineCoreOutput]) -> dict[str, list[EngineCoreOutput]]:
+        """The news by front, and the books kept."""
+        by_client: dict[str, list[EngineCoreOutput]] = {}
+        requests = self._requests
+        for item in news:
+            client = requests.get(item.request_id)
+            if client is None:
+                continue
+            if client in by_client:
+                by_client[client].append(item)
+            else:
+                by_client[client] = [item]
+            if item.finish_reason is not None:
+                del requests[item.request_id]
+        return by_client
+
+    def _tell_lagging(self) -> None:
+        for client in list(self._lagging):
+            if self._outbox.send(client, messages.encode(Failed("the server was too slow to fetch what the engine wrote"))):
+                self._lagging.discard(client)
+
+    def _load(self) -> Load:
+        return Load(self._core.stats(), self._core.num_compiled_after_warmup, self._core.sleep_level)
+
+
+def serve(start: EngineStart, parent_fd: int | None = None) -> int:
+    """Load the core and serve fronts until told to stop. Returns the exit code."""
+    pulse = Pulse()
+    listener = Listener(
+        start.directory,
+        pulse,
+        step_timeout_seconds=start.step_timeout_seconds,
+        compile_timeout_seconds=start.compile_timeout_seconds,
+        parent_fd=parent_fd,
+    )
+    listener.start()
+    outbox = Outbox(listener.context, start.directory)
+    last_words, code = Dead("the engine was shut down"), 0
+    core = None
+    try:
+        core = _load_core(start, pulse)
+        signal.signal(signal.SIGTERM, lambda *_: listener.commands.put(Stop()))
+        EngineLoop(core, listener.commands, outbox, pulse).run()
+    except JaxLLMError as error:
+        logger.error("%s", error)
+        last_words, code = Dead(str(error)), EXIT_FAILED
+    except Exception as error:
+        logger.exception("the engine failed")
+        last_words, code = Dead(f"the engine failed: {type(error).__name__}; its log has more"), EXIT_FAILED
+    if code or outbox.clients:
+        _say_to_all(last_words, listener, outbox)
+    listener.stop()
+    if core is not None and code == 0:
+        core.shutdown()
+    listener.context.destroy(linger=1000)
+    return code
+
+
+def _say_to_all(last_words: Dead, listener: Listener, outbox: Outbox) -> None:
+    """Also to fronts whose Hello nobody has taken, because loading failed; if none has come yet, one is waited for."""
+    deadline = time.monotonic() + _FIRST_HELLO_SECONDS
+    while not listener.commands.empty() or (not outbox.clients and time.monotonic() < deadline):
+        with contextlib.suppress(queue.Empty):
+            command = listener.commands.get(timeout=0.05)
+            if isinstance(command, Hello):
+                outbox.connect(command.client)
+    frame = messages.encode(last_words)
+    for client in outbox.clients:
+        outbox.send(client, frame)
+    outbox.close()
+
+
+def _load_core(start: EngineStart, pulse: Pulse) -> ServedCore:
+    if start.core_factory is not None:
+        module, _, function = start.core_factory.partition(":")
+        return getattr(importlib.import_module(module), function)(start.config, pulse.progress)
+    times = StartTimes()
+    if (age := process_age_seconds()) is not None:
+        times.add("process before the engine", age)
+    with times.part("imports"):
+        from jaxllm.engine.core import EngineCore  # imports JAX
+    return EngineCore(start.config, pulse.progress, (), times)
+
+
+def main() -> int:
+    """What `python -m jaxllm.engine.process` does: an EngineStart comes by standard input, whose end means that the parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches every process; the parent decides
+    start = messages.decode_engine_start(read_first_message(sys.stdin.fileno()))
+    log.set_up(start.log_level, format=start.log_format)
+    return serve(start, parent_fd=sys.stdin.fileno())
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # threads that still compile, and the device's, need not be waited for

@@ -1,0 +1,275 @@
+"""The engine process's end of the sockets, and the thread that listens there, beats and notices a hang. Knows no JAX.
+
+Every front binds a PULL socket of its own name and the engine process one for all fronts, each in a directory that only their user
+can enter. The thread puts what fronts say into a queue, for the step loop to take between two steps. Outputs are sent by the step
+loop itself, so that they wait for no other thread; each of the two has sockets of its own, because a socket belongs to one thread.
+"""
+
+import contextlib
+import faulthandler
+import os
+import queue
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zmq
+
+from jaxllm.engine import messages
+from jaxllm.engine.messages import Dead, Fault, FrontMessage, Hello, Load, MessageError, Refused, State, Status
+from jaxllm.log import logger
+from jaxllm.progress import Progress
+
+ENGINE_SOCKET = "engine"
+MAX_QUEUED_MESSAGES = 2000
+"""Steps of which a front has not fetched the outputs; one that lags further behind has its requests ended."""
+BEAT_SECONDS = 0.25
+EXIT_FAILED = 1
+EXIT_HUNG = 70
+_CLIENT_NAME = re.compile(r"[a-z]+-[0-9]+-[0-9a-f]{16}")
+
+
+def socket_address(directory: str | Path, name: str) -> str:
+    """The address of a socket in the directory."""
+    return f"ipc://{directory}/{name}"
+
+
+@dataclass(frozen=True)
+class Gone:
+    """A front's process has ended."""
+
+    client: str
+
+
+@dataclass(frozen=True)
+class Stop:
+    """The engine process shall end."""
+
+
+Command = FrontMessage | Gone | Stop | Callable[[], None]
+
+
+@dataclass
+class Pulse:
+    """What the step loop is at, written by it and read by the thread: plain fields, because reading one late harms nobody."""
+
+    is_loaded: bool = False
+    work_began: float | None = None
+    """When the step began that is under way."""
+    is_compiling: Callable[[], bool] = lambda: False
+    load: Load | None = None
+    progress: "PhaseProgress" = field(default_factory=lambda: PhaseProgress())
+
+    def state(self) -> State:
+        if not self.is_loaded:
+            return "loading"
+        if self.work_began is None:
+            return "idle"
+        return "compiling" if self.is_compiling() else "running"
+
+
+class PhaseProgress(Progress):
+    """How far loading is, for the heartbeat."""
+
+    def __init__(self) -> None:
+        self.phase, self.done, self.total, self.unit = "starting", 0, None, ""  # type: tuple[str, int, int | None, str]
+        self.began = time.monotonic()
+        self._lock = threading.Lock()
+
+    def start(self, task: str, total: int | None, unit: str) -> None:
+        with self._lock:
+            self.phase, self.done, self.total, self.unit, self.began = task, 0, total, unit, time.monotonic()
+
+    def advance(self, count: int = 1) -> None:
+        with self._lock:
+            self.done += count
+
+
+class Outbox:
+    """Sockets to the fronts. Belongs to one thread."""
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", directory: str):
+        self._context, self._directory = context, directory
+        self._sockets: dict[str, zmq.Socket[bytes]] = {}
+
+    @property
+    def clients(self) -> list[str]:
+        return list(self._sockets)
+
+    def connect(self, client: str) -> None:
+        """Begin to send to a front. Messages wait until it listens."""
+        if client not in self._sockets:
+            socket = self._context.socket(zmq.PUSH)
+            socket.sndhwm = MAX_QUEUED_MESSAGES
+            socket.linger = 1000
+            socket.connect(socket_address(self._directory, client))
+            self._sockets[client] = socket
+
+    def send(self, client: str, frame: bytes) -> bool:
+        """Whether the front takes it: it is there and has not let too much lie."""
+        try:
+            self._sockets[client].send(frame, zmq.NOBLOCK)
+        except (KeyError, zmq.Again):
+            return False
+        return True
+
+    def disconnect(self, client: str) -> None:
+        if (socket := self._sockets.pop(client, None)) is not None:
+            socket.close(linger=0)
+
+    def close(self) -> None:
+        """What was sent still goes out, for up to a second."""
+        for socket in self._sockets.values():
+            socket.close()
+        self._sockets.clear()
+
+
+class Listener:
+    """The thread. `stdin_fd`: a pipe whose end means that the parent is gone."""
+
+    def __init__(
+        self,
+        directory: str,
+        pulse: Pulse,
+        *,
+        step_timeout_seconds: float,
+        compile_timeout_seconds: float,
+        parent_fd: int | None = None,
+    ):
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self.directory = directory
+        self._pulse = pulse
+        self._step_timeout = step_timeout_seconds
+        self._compile_timeout = compile_timeout_seconds
+        self._parent_fd = parent_fd
+        self._quiet_since = 0.0
+        self._processes: dict[int, str] = {}
+        """Front by the descriptor that tells when its process ends."""
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="listener", daemon=True)
+        self._inbox = self.context.socket(zmq.PULL)
+        self._inbox.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_BYTES)
+        self._inbox.bind(socket_address(directory, ENGINE_SOCKET))
+        self._outbox = Outbox(self.context, directory)
+        self._poller = zmq.Poller()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; what it sent still goes out."""
+        self._stopping = True
+        self._thread.join()
+
+    # In the thread
+
+    def _run(self) -> None:
+        self._poller.register(self._inbox, zmq.POLLIN)
+        if self._parent_fd is not None:
+            self._poller.register(self._parent_fd, zmq.POLLIN)
+        next_beat = 0.0
+        try:
+            while not self._stopping:
+                pause = max(0.0, next_beat - time.monotonic())
+                for source, _ in self._poller.poll(int(pause * 1000) + 1):
+                    self._notice(source)
+                if time.monotonic() >= next_beat:
+                    next_beat = time.monotonic() + BEAT_SECONDS
+                    self._beat()
+        except BaseException:
+            logger.exception("the engine's listener failed")
+            os._exit(EXIT_FAILED)  # nobody could reach the engine any more, not even to end it
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            self._inbox.close(linger=0)
+            self._outbox.close()
+
+    def _notice(self, source: object) -> None:
+        if source is self._inbox:
+            with contextlib.suppress(zmq.Again):
+                while True:
+                    self._take(self._inbox.recv(zmq.NOBLOCK))
+        elif source == self._parent_fd and self._parent_fd is not None:
+            if not os.read(self._parent_fd, 1):
+                logger.warning("the process that started the engine is gone; the engine ends")
+                os._exit(EXIT_FAILED)  # no front outlives it either
+        elif isinstance(source, int) and source in self._processes:
+            self._forget(self._processes[source], source)
+
+    def _take(self, frame: bytes) -> None:
+        try:
+            message = messages.decode_front_message(frame)
+        except MessageError as error:
+            logger.warning("a message of a front was refused: %s", error)
+            if (sender := messages.sender_of_add(frame)) is not None:
+                client, request_id = sender
+                refusal = Refused(request_id, Fault("engine", "the engine could not read the request; its log has more"))
+                self._outbox.send(client, messages.encode(refusal))
+            return
+        if isinstance(message, Hello):
+            self._greet(message)
+        self.commands.put(message)
+
+    def _greet(self, hello: Hello) -> None:
+        if hello.client in self._outbox.clients:
+            return
+        if not _CLIENT_NAME.fullmatch(hello.client):
+            logger.warning("a front with an impossible name was refused")
+            return
+        self._outbox.connect(hello.client)
+        if hasattr(os, "pidfd_open"):
+            try:
+                descriptor = os.pidfd_open(hello.pid)
+            except OSError:  # it is gone already
+                self._forget(hello.client, None)
+                return
+            self._processes[descriptor] = hello.client
+            self._poller.register(descriptor, zmq.POLLIN)
+
+    def _forget(self, client: str, descriptor: int | None) -> None:
+        if descriptor is not None:
+            self._poller.unregister(descriptor)
+            os.close(descriptor)
+            del self._processes[descriptor]
+        self._outbox.disconnect(client)
+        self.commands.put(Gone(client))
+
+    def _beat(self) -> None:
+        pulse, now = self._pulse, time.monotonic()
+        state, began, progress = pulse.state(), pulse.work_began, pulse.progress
+        if state == "loading":
+            status = Status(state, now - progress.began, progress.phase, progress.done, progress.total, progress.unit)
+        else:
+            status = Status(state, 0.0 if began is None else now - began, load=pulse.load)
+            self._watch(state, began, now)
+        frame = messages.encode(status)
+        for client in self._outbox.clients:
+            self._outbox.send(client, frame)
+
+    def _watch(self, state: State, began: float | None, now: float) -> None:
+        """End the process if a step takes too long, with the stacks of all threads in the log."""
+        if not self._step_timeout:
+            return
+        # Should this thread itself stand still, because something holds the interpreter, C code dumps the stacks and exits.
+        faulthandler.dump_traceback_later(self._step_timeout + 10, exit=True, file=sys.stderr)
+        if began is not None and state == "compiling" and now - began > self._compile_timeout:
+            self._die(f"a step has been compiling for {now - began:.0f} s, more than {self._compile_timeout:.0f} s")
+        if began is None or state != "running":
+            self._quiet_since = now
+        elif now - max(began, self._quiet_since) > self._step_timeout:
+            self._die(f"a step has not ended for {now - began:.0f} s, more than --step-timeout {self._step_timeout:.0f} s")
+
+    def _die(self, reason: str) -> None:
+        logger.error("%s; the engine ends. What its threads were doing:", reason)
+        faulthandler.dump_traceback(sys.stderr, all_threads=True)
+        frame = messages.encode(Dead(f"the engine hangs: {reason}"))
+        for client in self._outbox.clients:
+            self._outbox.send(client, frame)
+        self._outbox.close()
+        time.sleep(0.5)  # the sockets' own thread sends it
+        os._exit(EXIT_HUNG)

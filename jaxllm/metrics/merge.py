@@ -1,0 +1,25 @@
+"""Puts the metrics of several processes together."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from jaxllm.metrics.metric import Counter, Histogram, Metric
+
+
+def merged(parts: Iterable[Iterable[Metric]]) -> list[Metric]:
+    """One list in which counters and histograms of the same name and labels are added up. Of a gauge the first one counts."""
+    found: dict[tuple[str, tuple[tuple[str, str], ...]], Metric] = {}
+    for part in parts:
+        for metric in part:
+            key = (metric.name, tuple(sorted(metric.labels.items())))
+            found[key] = _sum(found[key], metric) if key in found else metric
+    return list(found.values())
+
+
+def _sum(one: Metric, other: Metric) -> Metric:
+    if isinstance(one, Counter) and isinstance(other, Counter):
+        return replace(one, value=one.value + other.value)
+    if isinstance(one, Histogram) and isinstance(other, Histogram) and one.buckets.keys() == other.buckets.keys():
+        buckets = {bound: count + other.buckets[bound] for bound, count in one.buckets.items()}
+        return replace(one, count=one.count + other.count, sum=one.sum + other.sum, buckets=buckets)
+    return one

@@ -1,0 +1,28 @@
+"""Why an answer ended, as OpenAI's clients know it."""
+
+from jaxllm.outputs import CompletionOutput, PoolingRequestOutput
+from jaxllm.request import ErrorKind
+from server.errors import ApiError, overloaded
+
+
+def end_of(answer: CompletionOutput | PoolingRequestOutput) -> str | None:
+    """The finish reason, "stop" or "length"; None before the end. Raises ApiError for ends that are failures."""
+    reason = answer.finish_reason
+    if reason in (None, "stop", "length"):
+        return reason
+    if reason == "repetition":
+        return "stop"
+    if reason == "abort":
+        raise ApiError(503, "the request was aborted before its end", code="aborted", retry=True)
+    raise failure(answer.error_kind)
+
+
+def failure(kind: str | None) -> ApiError:
+    """What a client is told of a request that ended with an error of this kind (`jaxllm.request.ErrorKind`)."""
+    if kind == ErrorKind.QUEUE_TIMEOUT:
+        return overloaded("the request waited longer than requests may; try again later")
+    if kind == ErrorKind.TIMEOUT:
+        return ApiError(408, "the request took longer than its time limit", code="timeout", retry=False)
+    if kind == ErrorKind.OUT_OF_MEMORY:
+        return overloaded("the device has no memory for this request now; try again later, or ask for less")
+    return ApiError(500, "the engine failed on this request", code="engine_error", retry=False)

@@ -1,0 +1,176 @@
+"""A front process: HTTP, tokenizing and detokenizing for clients of one listening socket. Run by the supervisor as `python -m`."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import uvicorn
+
+from jaxllm import log
+from jaxllm.async_llm import AsyncLLM
+from jaxllm.config import EngineConfig
+from jaxllm.engine.client import EngineClient
+from jaxllm.engine.launch import read_first_message
+from jaxllm.errors import EngineDeadError, JaxLLMError
+from jaxllm.llm_engine import load_texts
+from jaxllm.log import logger
+from server.gate import Gate
+from server.options import ServerOptions
+
+if TYPE_CHECKING:
+    from server.context import ServerContext
+
+LAST_WORDS_SECONDS = 2.0
+"""Time to write the ends of streams whose requests were aborted."""
+READY = "ready "
+
+
+class FrontStart(msgspec.Struct):
+    """All that a front is told. `socket_fd` listens; to `report_fd` it writes READY once it serves, or what is wrong."""
+
+    index: int
+    directory: str
+    engine_pid: int
+    config: EngineConfig
+    options: ServerOptions
+    socket_fd: int
+    report_fd: int
+    log_level: str | None
+    silence_seconds: float
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without handlers of signals: here they mean to drain."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Front:
+    """One front, from its start to its end."""
+
+    def __init__(self, start: FrontStart):
+        self._start = start
+        self._options = start.options
+        self._stop = asyncio.Event()
+        self._client = EngineClient(start.directory, start.engine_pid, index=start.index, silence_seconds=start.silence_seconds)
+        self._gate = Gate(lambda: self._client.status, lambda: self._client.dead_error)
+
+    async def run(self) -> None:
+        """Serve until told to stop, then drain. Raises JaxLLMError if the application cannot be made."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        loop.add_reader(sys.stdin.fileno(), self._parent_is_gone)
+        from server.connection import uvicorn_config
+
+        settings: dict[str, Any] = {"lifespan": "off", "timeout_graceful_shutdown": 1}
+        server = _Server(uvicorn_config(self._gate, self._options, **settings))
+        serving = asyncio.create_task(server.serve(sockets=[socket.socket(fileno=self._start.socket_fd)]))
+        try:
+            await self._serve(serving)
+        finally:
+            server.should_exit = True
+            await serving
+            self._client.close()
+
+    async def _serve(self, serving: "asyncio.Task[None]") -> None:
+        texts = await asyncio.to_thread(load_texts, self._start.config)
+        from server.app import create_app  # while the engine loads
+        from server.grpc.start import start_grpc
+
+        try:
+            engine = await self._unless_stopped(AsyncLLM.connect(self._client, texts))
+        except EngineDeadError:
+            await self._stop.wait()  # the supervisor knows, and decides
+            return
+        if engine is None:
+            return
+        app = create_app(engine, self._options)
+        context = app.state.context
+        async with app.router.lifespan_context(app):
+            grpc = await start_grpc(context)
+            self._gate.open(app)
+            os.write(self._start.report_fd, f"{READY}{_offers(engine)}\n".encode())
+            await self._stop.wait()
+            await self._drain(engine, context)
+            if grpc is not None:
+                await grpc.stop(0)
+            engine.shutdown()
+
+    async def _unless_stopped(self, work: Any) -> Any:
+        """The result of a coroutine, or None if the front is to stop before."""
+        task, stop = asyncio.ensure_future(work), asyncio.ensure_future(self._stop.wait())
+        await asyncio.wait((task, stop), return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        if task.done():
+            return task.result()
+        task.cancel()
+        return None
+
+    async def _drain(self, engine: AsyncLLM, context: "ServerContext") -> None:
+        """Refuse what is new, let what runs end in time, and abort the rest, each with a last event."""
+        seconds = self._options.network.shutdown_timeout
+        context.refusal = self._gate.drain(seconds)
+
+        def num_running() -> int:
+            return max(self._gate.num_running, context.num_running)  # gRPC, and responses in the background, pass no gate
+
+        if await _until_idle(num_running, seconds):
+            return
+        logger.warning("%d requests did not end within %g s and are aborted", num_running(), seconds)
+        with contextlib.suppress(EngineDeadError):
+            await engine.abort_all()
+        await _until_idle(num_running, LAST_WORDS_SECONDS)
+
+    def _parent_is_gone(self) -> None:
+        logger.warning("the server's main process is gone; this front ends")
+        os._exit(1)
+
+
+async def _until_idle(num_running: Callable[[], int], seconds: float) -> bool:
+    """Whether all requests ended in time."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            while num_running():
+                await asyncio.sleep(0.02)
+    return not num_running()
+
+
+def _offers(engine: AsyncLLM) -> str:
+    """What most requests will be: a word for the first screen."""
+    if not engine.model_config.generates:
+        return "embeddings"
+    has_tokenizer = not engine.config.model.skip_tokenizer_init
+    has_template = engine.chat_template is not None or (has_tokenizer and bool(engine.get_tokenizer().chat_templates))
+    return "chat" if has_template else "completions"
+
+
+def main() -> int:
+    """What `python -m server.front` does: a FrontStart comes by standard input, whose end means that the supervisor is gone."""
+    import uvloop
+
+    start = msgspec.msgpack.decode(read_first_message(sys.stdin.fileno()), type=FrontStart)
+    log.set_up(start.log_level, format="json" if start.options.logging.log_format == "json" else None)
+
+    async def run() -> None:
+        await Front(start).run()
+
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(run())
+    except JaxLLMError as error:
+        os.write(start.report_fd, f"{error}\n".encode())
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""What stands in front of the application: answers while the engine loads and while the server drains. Pure ASGI."""
+
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from jaxllm.engine.messages import Status
+from server.errors import ApiError
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+LIVE_PATH = "/live"
+PATHS_WHILE_DRAINING = frozenset({LIVE_PATH, "/health", "/metrics", "/load", "/version"})
+LOADING_RETRY_SECONDS = 5
+
+
+class Gate:
+    """An application that is 503 until `open` is called, and again after `drain`. Counts the requests that are being answered."""
+
+    def __init__(self, status: Callable[[], Status | None], failure: Callable[[], BaseException | None] = lambda: None):
+        self._status = status
+        self._failure = failure
+        self._app: App | None = None
+        self._retry_seconds: float | None = None
+        self.num_running = 0
+
+    def open(self, app: App) -> None:
+        """Let requests through."""
+        self._app = app
+
+    def drain(self, seconds: float) -> ApiError:
+        """Refuse new requests, because the server stops within so many seconds. Returns what they are told."""
+        self._retry_seconds = seconds
+        return _stopping(seconds)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if self._retry_seconds is not None and path not in PATHS_WHILE_DRAINING:
+            await _answer(_stopping(self._retry_seconds), scope, receive, send)
+        elif self._app is not None:
+            self.num_running += path not in PATHS_WHILE_DRAINING
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                self.num_running -= path not in PATHS_WHILE_DRAINING
+        elif path == LIVE_PATH:
+            await _live(send)
+        else:
+            await _answer(self._loading(), scope, receive, send)
+
+    def _loading(self) -> ApiError:
+        if self._failure() is not None:
+            return ApiError(503, "the engine could not be started", code="engine_dead", retry=False)
+        headers = {"retry-after": str(LOADING_RETRY_SECONDS)}
+        return ApiError(
+            503, f"the model is being loaded: {describe(self._status())}", code="loading", headers=headers, retry=True
+        )
+
+
+def describe(status: Status | None) -> str:
+    """`loading weights, 42 %`"""
+    if status is None or not status.phase:
+        return "starting"
+    if not status.total:
+        return status.phase
+    return f"{status.phase}, {min(100, 100 * status.done // status.total)} %"
+
+
+def _stopping(seconds: float) -> ApiError:
+    headers = {"retry-after": str(max(1, round(seconds))), "connection": "close"}
+    return ApiError(503, "the server is being stopped and takes no new requests", code="stopping", headers=headers, retry=True)
+
+
+async def _answer(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    await error.response()(scope, receive, send)
+
+
+async def _live(send: Send) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+    await send({"type": "http.response.body", "body": b""})

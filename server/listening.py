@@ -1,0 +1,117 @@
+"""The sockets that clients connect to. They belong to the supervisor, so that a front that dies takes no connection attempt with it."""
+
+import contextlib
+import errno
+import os
+import socket
+import stat
+from pathlib import Path
+
+from jaxllm.errors import ConfigError
+from server.options import NetworkOptions
+
+BACKLOG = 2048
+_LISTEN_STATE = "0A"
+
+
+def listen(network: NetworkOptions) -> list[socket.socket]:
+    """A listening socket for each front. Raises ConfigError if the address cannot be had, with who has it."""
+    if network.uds is not None:
+        shared = _listen_unix(network.uds)
+        return [shared, *(shared.dup() for _ in range(network.api_server_count - 1))]
+    first = _listen_tcp(network, network.port)
+    sockets = [first]
+    if network.api_server_count > 1:
+        # The kernel deals connections out evenly among sockets of one port. It would also let a stranger's in, hence the first try.
+        port = first.getsockname()[1]
+        first.close()
+        sockets = [_listen_tcp(network, port, shared=True) for _ in range(network.api_server_count)]
+    return sockets
+
+
+def address_of(listening: socket.socket) -> tuple[str, int]:
+    """Host and port under which this machine reaches the server."""
+    host, port = listening.getsockname()[:2]
+    return ("127.0.0.1" if host in ("0.0.0.0", "::") else host), port
+
+
+def _listen_tcp(network: NetworkOptions, port: int, *, shared: bool = False) -> socket.socket:
+    host = network.host or "0.0.0.0"
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise ConfigError(f"host is {host!r}, which is no address of this machine ({error.strerror})") from None
+    family, kind, protocol, _, address = found[0]
+    listening = socket.socket(family, kind, protocol)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if family == socket.AF_INET6 and host == "::":
+            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listening.bind(address)
+        listening.listen(BACKLOG)
+    except OSError as error:
+        listening.close()
+        raise ConfigError(_explain(error, host, port)) from None
+    return listening
+
+
+def _explain(error: OSError, host: str, port: int) -> str:
+    if error.errno == errno.EADDRINUSE:
+        owner = owner_of_port(port)
+        by = f" by {owner}" if owner else ""
+        return f"port {port} is in use{by}; choose another, e.g. --port {_free_port(port)}, or --port 0 for any free one"
+    if error.errno == errno.EACCES:
+        return f"port {port} is for root only; choose one from 1024, e.g. --port 8000"
+    return f"cannot listen on {host}:{port}: {error.strerror}"
+
+
+def _free_port(taken: int) -> int:
+    """The next port that is free now."""
+    for port in range(taken + 1, min(taken + 100, 65536)):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    return 0
+
+
+def owner_of_port(port: int) -> str | None:
+    """`python3 (process 1234)`, if this user may know who listens on a port."""
+    inodes = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            for line in Path(table).read_text(encoding="ascii").splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == _LISTEN_STATE and int(fields[1].rpartition(":")[2], 16) == port:
+                    inodes.add(f"socket:[{fields[9]}]")
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if any(os.readlink(descriptor) in inodes for descriptor in (process / "fd").iterdir()):
+                name = (process / "comm").read_text(encoding="utf-8", errors="replace").strip()
+                return f"{name} (process {process.name})"
+    return None
+
+
+def _listen_unix(path: str) -> socket.socket:
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            raise ConfigError(f"uds is {path!r}, where something else lies than a socket; choose another path")
+        with socket.socket(socket.AF_UNIX) as probe:
+            try:
+                probe.connect(path)
+            except OSError:
+                os.unlink(path)  # left behind by a server that was killed
+            else:
+                raise ConfigError(f"uds is {path!r}, where another server listens; choose another path")
+    listening = socket.socket(socket.AF_UNIX)
+    try:
+        listening.bind(path)
+        listening.listen(BACKLOG)
+    except OSError as error:
+        listening.close()
+        raise ConfigError(f"cannot listen on the socket {path!r}: {error.strerror or error}") from None
+    return listening

@@ -1,0 +1,324 @@
+"""The supervisor: listens, starts the engine process and the fronts, watches them, and ends them in order. Speaks no HTTP itself."""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from jaxllm.config import EngineConfig
+from jaxllm.engine.client import EngineClient
+from jaxllm.engine.launch import socket_directory, start_child, start_engine
+from jaxllm.engine.messages import EngineStart, Ready
+from jaxllm.errors import EngineDeadError
+from jaxllm.log import logger
+from jaxllm.progress import SILENT, Progress
+from server.front import LAST_WORDS_SECONDS, READY, FrontStart
+from server.grpc.start import check_grpc
+from server.listening import listen
+from server.options import ServerOptions
+
+MAX_RESTARTS = 5
+RESTART_WINDOW_SECONDS = 60.0
+"""A front that ends more often within this time is not restarted again."""
+LAST_ERRORS_SECONDS = 1.0
+"""How long fronts go on after the engine's death, to tell every client."""
+POLL_SECONDS = 0.05
+END_SECONDS = 5.0
+"""A process that does not end within this time after it was told to is killed."""
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What there is to tell once requests are taken."""
+
+    config: EngineConfig
+    options: ServerOptions
+    socket: socket.socket
+    start_seconds: dict[str, float]
+    """Where the time went, part by part."""
+    seconds: float
+    """From the supervisor's start."""
+    offers: str
+    """What its requests are mostly: "chat", "completions" or "embeddings"."""
+
+
+class _Front:
+    """A front process and its place: the listening socket stays when the process ends."""
+
+    def __init__(self, index: int, listening: socket.socket):
+        self.index = index
+        self.socket = listening
+        self.process: subprocess.Popen[bytes] | None = None
+        self.report = -1
+        self.is_ready = False
+        self.offers = ""
+        self.starts: list[float] = []
+
+
+class Supervisor:
+    """One server. `on_ready` is called when requests are taken; `core_factory` is for tests."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        options: ServerOptions,
+        *,
+        log_level: str | None = None,
+        progress: Progress = SILENT,
+        on_ready: Callable[[Serving], None] = lambda serving: None,
+        core_factory: str | None = None,
+    ):
+        self._config, self._options = config, options
+        self._log_level = log_level
+        self._progress = progress
+        self._on_ready = on_ready
+        self._core_factory = core_factory
+        self._began = time.monotonic()
+        self._stopping = asyncio.Event()
+        self._exit_code = 0
+        self._failure: str | None = None
+        self._directory = Path()
+        self._fronts: list[_Front] = []
+        self._engine: subprocess.Popen[bytes] | None = None
+        self._watchers: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> int:
+        """Serve until a signal or a failure. Returns the exit code; raises ConfigError or EngineDeadError for a failed start."""
+        check_grpc(self._options.network)
+        sockets = listen(self._options.network)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._take_signal, number)
+        with socket_directory() as self._directory:
+            try:
+                await self._serve(sockets)
+            finally:
+                self._kill_all()
+                for watcher in self._watchers:
+                    watcher.cancel()
+                for listening in sockets:
+                    listening.close()
+                if self._options.network.uds is not None:
+                    Path(self._options.network.uds).unlink(missing_ok=True)
+        return self._exit_code
+
+    async def _serve(self, sockets: list[socket.socket]) -> None:
+        processes = self._options.processes
+        self._engine = start_engine(
+            EngineStart(
+                self._config,
+                str(self._directory),
+                log_level=self._log_level,
+                log_format="json" if self._options.logging.log_format == "json" else None,
+                step_timeout_seconds=processes.step_timeout,
+                compile_timeout_seconds=processes.compile_timeout,
+                core_factory=self._core_factory,
+            )
+        )
+        self._fronts = [_Front(index, listening) for index, listening in enumerate(sockets)]
+        for front in self._fronts:
+            self._start_front(front)
+        client = EngineClient(self._directory, self._engine.pid, index=len(sockets), silence_seconds=self._silence_seconds)
+        self._watch(self._watch_engine(client))
+        self._watch(self._tell_when_ready(client))
+        try:
+            await self._stopping.wait()
+        finally:
+            client.close()
+        await self._end_all()
+        if self._failure is not None:
+            raise EngineDeadError(self._failure)
+
+    @property
+    def _silence_seconds(self) -> float:
+        """The heartbeat ends only when the whole process stands still; otherwise the process finds a hang itself."""
+        timeout = self._options.processes.step_timeout
+        return timeout + 30.0 if timeout else float("inf")
+
+    # Fronts
+
+    def _start_front(self, front: _Front) -> None:
+        assert self._engine is not None
+        report, child_report = os.pipe()
+        start = FrontStart(
+            front.index,
+            str(self._directory),
+            self._engine.pid,
+            self._config,
+            self._options,
+            front.socket.fileno(),
+            child_report,
+            self._log_level,
+            self._silence_seconds,
+        )
+        fds = (front.socket.fileno(), child_report)
+        front.process = start_child("server.front", msgspec.msgpack.encode(start), fds)
+        os.close(child_report)
+        os.set_blocking(report, False)
+        front.report = report
+        front.starts.append(time.monotonic())
+        self._watch(self._watch_front(front))
+
+    async def _watch_front(self, front: _Front) -> None:
+        """Until it ends; then start it again, if it ever served and does not end all the time."""
+        assert front.process is not None
+        while (code := front.process.poll()) is None:
+            self._read_report(front)
+            await asyncio.sleep(POLL_SECONDS)
+        report = self._read_report(front)
+        os.close(front.report)
+        if self._stopping.is_set():
+            return
+        if not front.is_ready:
+            self._fail(report.strip() or f"a front process could not start (exit code {code}); the log may say why")
+            return
+        recent = [start for start in front.starts if start > time.monotonic() - RESTART_WINDOW_SECONDS]
+        if len(recent) > MAX_RESTARTS:
+            self._fail(
+                f"front {front.index} ended {len(recent)} times within {RESTART_WINDOW_SECONDS:.0f} s (exit code {code})"
+            )
+            return
+        logger.error("front %d ended (exit code %d); it is started again", front.index, code)
+        front.starts = recent
+        self._start_front(front)
+
+    def _read_report(self, front: _Front) -> str:
+        """What the front says of its start. Notes if it serves."""
+        try:
+            report = os.read(front.report, 4096).decode(errors="replace")
+        except BlockingIOError:
+            return ""
+        if report.startswith(READY):
+            front.is_ready = True
+            front.offers = report.removeprefix(READY).strip()
+        return report
+
+    # The engine
+
+    async def _watch_engine(self, client: EngineClient) -> None:
+        """Until its process ends or hangs."""
+        dead: asyncio.Future[EngineDeadError] = asyncio.get_running_loop().create_future()
+        client.on_dead = lambda error: None if dead.done() else dead.set_result(error)
+        if client.dead_error is not None:
+            client.on_dead(client.dead_error)
+        error = await dead
+        if self._stopping.is_set():
+            return
+        was_ready = all(front.is_ready for front in self._fronts)
+        if was_ready and self._options.processes.keep_alive_on_engine_death:
+            logger.error("%s; the server goes on and answers 503 (--keep-alive-on-engine-death)", error)
+            return
+        if was_ready:
+            await asyncio.sleep(LAST_ERRORS_SECONDS)
+        self._fail(str(error))
+
+    async def _tell_when_ready(self, client: EngineClient) -> None:
+        """Show how far loading is, then what is served."""
+        loading = asyncio.create_task(self._show_loading(client))
+        try:
+            ready: Ready = await client.ready()
+            while not all(front.is_ready for front in self._fronts):
+                await asyncio.sleep(0.02)
+        except EngineDeadError:
+            return
+        finally:
+            loading.cancel()
+            self._progress.finish()
+        seconds = time.monotonic() - self._began
+        self._on_ready(
+            Serving(ready.config, self._options, self._fronts[0].socket, ready.start_seconds, seconds, self._fronts[0].offers)
+        )
+
+    async def _show_loading(self, client: EngineClient) -> None:
+        phase, done = None, 0
+        while True:
+            if (status := client.status) is not None and status.state == "loading" and status.unit:
+                if status.phase != phase:
+                    phase, done = status.phase, 0
+                    self._progress.start(status.phase, status.total, status.unit)
+                if status.done > done:
+                    self._progress.advance(status.done - done)
+                    done = status.done
+            await asyncio.sleep(0.1)
+
+    # The end
+
+    def _take_signal(self, number: signal.Signals) -> None:
+        if self._stopping.is_set():
+            logger.warning("stopped at once")
+            self._kill_all()
+            _leave_at_once(self._directory, self._options.network.uds, 128 + number)
+        names = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+        logger.info(
+            "%s: running requests have %g s to end; a second signal stops at once",
+            names[number],
+            self._options.network.shutdown_timeout,
+        )
+        self._stopping.set()
+
+    def _fail(self, reason: str) -> None:
+        if not self._stopping.is_set():
+            self._failure = reason
+            self._stopping.set()
+
+    async def _end_all(self) -> None:
+        """First the fronts, which drain, then the engine."""
+        drain_seconds = 0.0 if self._failure else self._options.network.shutdown_timeout + LAST_WORDS_SECONDS
+        fronts = [front.process for front in self._fronts if front.process is not None]
+        await asyncio.gather(*(_end(process, drain_seconds + END_SECONDS) for process in fronts))
+        if self._engine is not None:
+            await _end(self._engine, END_SECONDS)
+
+    def _kill_all(self) -> None:
+        for process in (*(front.process for front in self._fronts), self._engine):
+            if process is not None and process.poll() is None:
+                process.kill()
+                process.wait()
+
+    def _watch(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._watchers.add(task)
+        task.add_done_callback(self._watchers.discard)
+
+
+async def _end(process: "subprocess.Popen[bytes]", seconds: float) -> None:
+    """Tell a process to end, and kill it if it does not in time."""
+    if process.poll() is None:
+        process.terminate()
+    deadline = time.monotonic() + seconds
+    while process.poll() is None:
+        if time.monotonic() > deadline:
+            logger.error("process %d did not end within %g s and is killed", process.pid, seconds)
+            process.kill()
+            process.wait()
+        await asyncio.sleep(POLL_SECONDS)
+
+
+def _leave_at_once(directory: Path, uds: str | None, code: int) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    if uds is not None:
+        Path(uds).unlink(missing_ok=True)
+    os._exit(code)
+
+
+def serve(config: EngineConfig, options: ServerOptions, **more: object) -> int:
+    """Serve until a signal or a failure; `more` are arguments of Supervisor. Returns the exit code.
+
+    Raises ConfigError, or EngineDeadError if the engine could not start or died.
+    """
+
+    async def run() -> int:
+        return await Supervisor(config, options, **more).run()  # type: ignore[arg-type]
+
+    with contextlib.suppress(KeyboardInterrupt):
+        return asyncio.run(run())
+    return 130

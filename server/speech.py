@@ -1,0 +1,178 @@
+"""How the model that is served writes tool calls and reasoning: found once, applied to each conversation."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxllm.errors import ConfigError
+from jaxllm.outputs import CompletionOutput
+from jaxllm.sampling_params import RequestOutputKind, SamplingParams
+from jaxllm.text.tokenizer import Tokenizer
+from server.chat_deltas import ChatDelta, with_pieces
+from server.dialects import (
+    Reasoning,
+    ReasoningDialect,
+    StreamParser,
+    Tool,
+    ToolChoice,
+    ToolDialect,
+    by_name,
+    check_tools,
+    find_dialect_names,
+    special_tokens_of,
+    start_after_token_ids,
+    tool_constraint,
+)
+from server.errors import bad_request
+from server.options import ChatOptions
+
+
+class Speech:
+    """The dialects of one model. Raises ConfigError for names that no dialect has."""
+
+    def __init__(self, tokenizer: Tokenizer, chat_template: str | None, options: ChatOptions):
+        self._tokenizer = tokenizer
+        self._options = options
+        templates = tokenizer.chat_templates
+        source = chat_template or templates.get("tool_use") or templates.get("default")
+        found_tool, found_reasoning = find_dialect_names(source, tokenizer)
+        self.tool_name = _named(options.tool_call_parser, found_tool)
+        self.reasoning_name = _named(options.reasoning_parser, found_reasoning)
+        try:
+            self._tool, self._reasoning = by_name(self.tool_name, self.reasoning_name)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        self._special_tokens = special_tokens_of(tokenizer)
+        self._keeps_special = any(
+            dialect is not None and dialect.needs_special_tokens(tokenizer) for dialect in (self._tool, self._reasoning)
+        )
+        self.note_tool_parser: Callable[[str], None] = lambda name: None
+        """Called for each request whose output is searched for tool calls."""
+
+    def check(self, tools: Any, tool_choice: Any) -> tuple[tuple[Tool, ...], ToolChoice]:
+        """The tools and the choice of a request, if this model can serve them. Raises ApiError or InvalidRequestError."""
+        checked, choice = check_tools(tools, tool_choice)
+        if choice.kind == "auto" and checked:
+            if not self._options.enable_auto_tool_choice:
+                raise bad_request('tool_choice "auto" is switched off (--no-enable-auto-tool-choice)', "tool_choice")
+            if self._tool is None:
+                raise bad_request(
+                    'tool_choice "auto" needs to know how this model writes tool calls, which its chat template does not show; '
+                    'start the server with --tool-call-parser, or send "required" or the name of a function',
+                    "tool_choice",
+                )
+        return checked, choice
+
+    def prepared(
+        self,
+        params: SamplingParams,
+        tools: Sequence[Tool],
+        choice: ToolChoice,
+        prompt_text: str,
+        *,
+        parallel: bool,
+        include_reasoning: bool,
+    ) -> tuple[SamplingParams, "AnswerReader | None"]:
+        """The parameters with all that follows from tools and reasoning, and who reads the answers (None: they are plain)."""
+        tool = self._tool if tools and choice.kind != "none" else None
+        if choice.is_forced:
+            constraint = tool_constraint(
+                tools,
+                choice,
+                parallel,
+                self._tool,
+                reasoning=self._reasoning,
+                tokenizer=self._tokenizer,
+                prompt_text=prompt_text,
+            )
+            if params.structured_outputs is not None:
+                raise bad_request(
+                    "response_format or structured_outputs and tool_choice both say what the answer must be; use one",
+                    "tool_choice",
+                )
+            params = dataclasses.replace(params, structured_outputs=constraint)
+        elif params.structured_outputs is not None:
+            after = start_after_token_ids(self._reasoning, self._tokenizer, prompt_text)
+            constraint = dataclasses.replace(params.structured_outputs, start_after_token_ids=after)
+            params = dataclasses.replace(params, structured_outputs=constraint)
+        if tool is None and self._reasoning is None and not choice.is_forced:
+            return params, None
+        if tool is not None or choice.is_forced:
+            self.note_tool_parser(self.tool_name or "json")
+        streams = params.output_kind is RequestOutputKind.DELTA
+        stripped: frozenset[str] = frozenset()
+        if self._keeps_special and params.skip_special_tokens:
+            stripped = self._special_tokens
+            params = dataclasses.replace(params, skip_special_tokens=False)
+        if self._reasoning is not None and not streams:
+            params = dataclasses.replace(params, output_kind=RequestOutputKind.DELTA)  # so that reasoning tokens are counted
+        reader = AnswerReader(
+            tool,
+            self._reasoning,
+            {
+                "tools": tools,
+                "forced": choice.is_forced,
+                "parallel": parallel,
+                "prompt_text": prompt_text,
+                "special_tokens": stripped,
+                "hold_calls": not streams,
+            },
+            include_reasoning=include_reasoning,
+        )
+        return params, reader
+
+
+class AnswerReader:
+    """Reads the answers of one conversation."""
+
+    def __init__(
+        self,
+        tool: ToolDialect | None,
+        reasoning: ReasoningDialect | None,
+        settings: Mapping[str, Any],
+        *,
+        include_reasoning: bool,
+    ):
+        self._tool = tool
+        self._reasoning = reasoning
+        self._settings = settings
+        self._include_reasoning = include_reasoning
+        self._num_reasoning_tokens = 0
+        self._parsers: dict[int, StreamParser] = {}
+
+    def read(self, answer: CompletionOutput, reason: str | None) -> list[ChatDelta]:
+        """The news of an answer; `reason` is why it ended, if it did."""
+        parser = self._parsers.get(answer.index)
+        if parser is None:
+            parser = self._parsers[answer.index] = StreamParser(self._tool, self._reasoning, **self._settings)
+        was_reasoning = parser.in_reasoning
+        pieces = parser.feed(answer.text)
+        if reason is not None:
+            pieces += parser.finish()
+            reason = parser.finish_reason(reason)
+        num_letters = sum(len(piece.text) for piece in pieces if isinstance(piece, Reasoning))
+        has_reasoning = num_letters > 0 or was_reasoning or parser.in_reasoning
+        if was_reasoning and parser.in_reasoning:
+            self._num_reasoning_tokens += len(answer.token_ids)
+        elif num_letters:  # tokens on both sides of a marker came together
+            share = min(1.0, num_letters / max(1, len(answer.text)))
+            self._num_reasoning_tokens += math.ceil(share * len(answer.token_ids))
+        delta = ChatDelta(answer.index, finish_reason=reason, stop_reason=answer.stop_reason)
+        if has_reasoning and not self._include_reasoning:  # nor may tokens tell what is to be left out
+            pieces = [piece for piece in pieces if not isinstance(piece, Reasoning)]
+        else:
+            delta.token_ids, delta.logprobs = answer.token_ids, answer.logprobs
+        return with_pieces(delta, pieces)
+
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        """Tokens of all answers that were reasoning; None for a model that does not reason."""
+        if self._reasoning is None:
+            return None
+        return self._num_reasoning_tokens
+
+
+def _named(option: str | None, found: str | None) -> str | None:
+    """The dialect's name: what the option says, else what the chat template shows."""
+    return found if option is None else None if option == "none" else option

@@ -1,0 +1,107 @@
+"""Servers as processes of their own, and what to ask them."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+ROOT = Path(__file__).parents[2]
+
+
+class ServerProcess:
+    """A server that listens at a Unix socket (unless it was given a port), with all processes that belong to it."""
+
+    def __init__(self, model: Path | str, directory: Path, **options: Any):
+        self.uds = None if "port" in options else str(directory / "http")
+        self.errors = directory / "stderr"
+        self.temporary = directory / "tmp"
+        self.temporary.mkdir()
+        given = {"model": str(model), **({"uds": self.uds} if self.uds else {"host": "127.0.0.1"}), **options}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(self.temporary), "JAX_PLATFORMS": "cpu"}
+        with self.errors.open("wb") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.helpers.serve_fake", json.dumps(given)],
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                env=environment,
+                cwd=ROOT,
+            )
+        self.port = 0
+
+    def wait_ready(self) -> "ServerProcess":
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, self.log()
+        if (address := json.loads(line)["address"]) is not None:
+            self.port = address[1]
+        return self
+
+    def client(self) -> httpx.Client:
+        transport = httpx.HTTPTransport(uds=self.uds) if self.uds else None
+        return httpx.Client(transport=transport, base_url=f"http://localhost:{self.port}", timeout=20)
+
+    def log(self) -> str:
+        return self.errors.read_text(errors="replace")
+
+    def children(self, of: str = "") -> list[int]:
+        """Process ids of the engine ("engine") or the fronts ("front"); of all if nothing is said."""
+        found = []
+        for place in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                fields = (place / "stat").read_text().rpartition(")")[2].split()
+                command = (place / "cmdline").read_text()
+                if int(fields[1]) == self.process.pid and fields[0] != "Z" and of in command:
+                    found.append(int(place.name))
+        return found
+
+    def end(self, seconds: float = 20) -> int:
+        """Its exit code, once it has ended by itself."""
+        return self.process.wait(seconds)
+
+    def assert_nothing_left(self, children: list[int]) -> None:
+        """No process and no file outlived it."""
+        wait_until(lambda: not any(is_alive(pid) for pid in children), "a process was left behind")
+        assert not list(self.temporary.iterdir())
+        assert self.uds is None or not Path(self.uds).exists()
+
+
+@contextlib.contextmanager
+def serving(model: Path | str, directory: Path, **options: Any) -> Iterator[ServerProcess]:
+    """A server for as long as the block lasts; nothing of it is left afterwards."""
+    server = ServerProcess(model, directory, **options)
+    try:
+        yield server
+    finally:
+        children = server.children()
+        if server.process.poll() is None:
+            server.process.send_signal(signal.SIGTERM)
+            server.process.send_signal(signal.SIGTERM)
+            server.process.wait(20)
+        for pid in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        assert server.process.stdout is not None
+        server.process.stdout.close()
+
+
+def is_alive(pid: int) -> bool:
+    """Whether there is such a process that is not a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition: Callable[[], Any], message: str, seconds: float = 15) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, message
+        time.sleep(0.01)

@@ -1,0 +1,88 @@
+"""A fake engine core for an engine process of its own: words of the prompt tell what it does."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from jaxllm.config import EngineConfig
+from jaxllm.errors import EngineDeadError, EngineError, InvalidRequestError, ModelLoadError
+from jaxllm.outputs import EngineCoreOutput
+from jaxllm.progress import Progress
+from jaxllm.request import EngineCoreRequest
+from jaxllm.text.tokenizer import load_tokenizer
+from tests.helpers.fake_engine_core import FakeEngineCore
+
+FACTORY = "tests.helpers.served_core:make"
+SLOW_FACTORY = "tests.helpers.served_core:make_when_told"
+STEP_VARIABLE = "JAXLLM_FAKE_STEP_SECONDS"
+
+
+class ServedFakeCore(FakeEngineCore):
+    """Says "one two three", again and again if it is to ignore EOS; a prompt that begins with one of the words below makes it do that instead."""
+
+    def __init__(self, config: EngineConfig):
+        self.tokenizer = load_tokenizer(Path(config.model.model))
+        eos = self.tokenizer.eos_token_id
+        assert eos is not None
+        words = self.tokenizer.encode("one two three", add_special_tokens=False)
+
+        def script(request: EngineCoreRequest) -> list[int]:
+            params = request.sampling_params
+            return words * (params.max_tokens or 1) if params.ignore_eos else [*words, eos]
+
+        super().__init__(script, vocab_size=self.tokenizer.vocab_size, config=config, max_model_len=20_000)
+        self._step_seconds = float(os.environ.get(STEP_VARIABLE, "0.0005"))
+        self._deeds: dict[str, Callable[[], None]] = {
+            "die": self._die,
+            "fail": self._fail,
+            "hang": lambda: time.sleep(3600),
+            "compile": self._compile,
+            "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+            "bug": lambda: [][0],
+        }
+        self._deed: Callable[[], None] | None = None
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        word = self.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=True).split()[0]
+        if word == "refuse":
+            raise InvalidRequestError("never fits", "prompt")
+        if word == "stumble":
+            raise RuntimeError("a bug at /some/path")
+        super().add_request(request)
+        self._deed = self._deeds.get(word, self._deed)
+
+    def step(self) -> list[EngineCoreOutput]:
+        deed, self._deed = self._deed, None
+        if deed is not None:
+            deed()
+        time.sleep(self._step_seconds)
+        return super().step()
+
+    def _die(self) -> None:
+        raise EngineDeadError("the device is lost")
+
+    def _fail(self) -> None:
+        self.running.clear()
+        raise EngineError("bad step")
+
+    def _compile(self) -> None:
+        self.is_compiling = True
+        time.sleep(1.0)
+        self.is_compiling = False
+
+
+def make(config: EngineConfig, progress: Progress) -> ServedFakeCore:
+    return ServedFakeCore(config)
+
+
+def make_when_told(config: EngineConfig, progress: Progress) -> ServedFakeCore:
+    """Loads until there is a file "go" in the model's directory, and fails if there is one "bad"."""
+    progress.start("loading weights", 4, "B")
+    progress.advance(1)
+    while not (Path(config.model.model) / "go").exists():
+        time.sleep(0.01)
+    if (Path(config.model.model) / "bad").exists():
+        raise ModelLoadError("the weights are torn")
+    return ServedFakeCore(config)

@@ -1,0 +1,153 @@
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxllm.async_llm import AsyncLLM
+from jaxllm.text.tokenizer import load_tokenizer
+from server.app import create_app
+from tests.helpers.fake_engine_core import FakeEngineCore
+from tests.helpers.fake_front import fake_core
+from tests.server.client import Client, events
+from tests.server.conftest import options
+
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
+
+
+def text_of(chunks: list[Any], index: int = 0, key: str = "content") -> str:
+    choices = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
+    return "".join(choice["delta"].get(key) or "" for choice in choices)
+
+
+def test_a_conversation_is_answered(client: Client) -> None:
+    reply = client.chat().json()
+    assert reply["object"] == "chat.completion" and reply["id"].startswith("chatcmpl-")
+    message = {"role": "assistant", "content": "one two three", "refusal": None}
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+    assert reply["choices"] == [choice]
+    assert reply["usage"]["completion_tokens"] == 4
+
+
+def test_chunks_come_in_the_order_that_clients_rely_on(client: Client) -> None:
+    chunks = events(client.chat(n=2, temperature=1, stream=True, stream_options={"include_usage": True}))
+    for index in (0, 1):
+        own = [chunk["choices"][0] for chunk in chunks[:-1] if chunk["choices"][0]["index"] == index]
+        assert own[0]["delta"] == {"role": "assistant", "content": ""}
+        assert own[-1]["delta"] == {} and own[-1]["finish_reason"] == "stop"
+        assert all(choice["finish_reason"] is None for choice in own[:-1])
+        assert text_of(chunks, index) == "one two three"
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == 8
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+    assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in chunks}) == 1
+
+
+def test_running_usage_only_grows(client: Client) -> None:
+    chunks = events(client.chat(stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True}))
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks if chunk["usage"]]
+    assert counts == sorted(counts) and counts[-1] == 4
+
+
+def test_logprobs_come_per_token_with_their_bytes(client: Client) -> None:
+    content = client.chat(logprobs=True, top_logprobs=2).json()["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in content[:3]] == ["one", " two", " three"]
+    assert all(bytes(entry["bytes"]).decode() == entry["token"] and len(entry["top_logprobs"]) == 2 for entry in content[:3])
+
+
+def test_ids_and_timings_are_told_if_asked(client: Client) -> None:
+    reply = client.chat(return_token_ids=True, include_timings=True).json()
+    assert len(reply["choices"][0]["token_ids"]) == 4 and reply["prompt_token_ids"]
+    assert reply["timings"]["total_ms"] >= reply["timings"]["time_to_first_token_ms"] >= 0
+    assert "timings" not in client.chat().json()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"functions": [{}]}, "functions"),
+        ({"chat_template": "x"}, "chat_template"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+        ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"tools": []}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"timeout": 0}, "timeout"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(client: Client, fields: dict[str, Any], param: str) -> None:
+    for stream in (False, True):
+        reply = client.chat(**{"stream": stream, **fields})
+        assert reply.status_code == 400 and reply.json()["error"]["param"] == param, reply.text
+
+
+def test_unknown_fields_are_ignored(client: Client) -> None:
+    assert client.chat(foo=1, user="me", metadata={"a": "b"}, store=True, service_tier="auto").status_code == 200
+
+
+def test_a_prompt_that_leaves_no_room_is_refused_before_the_stream(client: Client) -> None:
+    for stream in (False, True):
+        reply = client.chat("word " * 300, stream=stream)
+        assert reply.status_code == 400 and reply.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory: pytest.TempPathFactory, served_directory: Path) -> Iterator[tuple[Client, FakeEngineCore]]:
+    """A model that thinks, says something and calls a tool."""
+    tokenizer = load_tokenizer(served_directory)
+    ids = tokenizer.encode(f"<think>\nhm hm\n</think>\n\nSo: {CALL}", add_special_tokens=False)
+    core = fake_core(served_directory, lambda request: [*ids, request.eos_token_ids[0]], max_model_len=300)
+    with AsyncLLM(core=core) as engine:
+        app = create_app(engine, options(tool_call_parser="hermes", reasoning_parser="think"))
+        with Client(app) as client:
+            yield client, core
+
+
+def test_tool_calls_and_reasoning_are_apart_from_content(thinking: tuple[Client, FakeEngineCore]) -> None:
+    choice = thinking[0].chat(tools=TOOLS, max_tokens=200).json()["choices"][0]
+    message = choice["message"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert message["reasoning"].strip() == message["reasoning_content"].strip() == "hm hm"
+    assert message["content"].strip() == "So:"
+    (call,) = message["tool_calls"]
+    assert call["type"] == "function" and call["id"].startswith("call_")
+    assert call["function"]["name"] == "weather" and json.loads(call["function"]["arguments"]) == {"city": "Köln"}
+
+
+def test_a_stream_has_the_same_tool_calls(thinking: tuple[Client, FakeEngineCore]) -> None:
+    chunks = events(thinking[0].chat(tools=TOOLS, max_tokens=200, stream=True))
+    pieces = [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", ())]
+    assert pieces[0]["function"]["name"] == "weather" and pieces[0]["id"] and pieces[0]["type"] == "function"
+    assert all("id" not in piece for piece in pieces[1:]) and {piece["index"] for piece in pieces} == {0}
+    assert json.loads("".join(piece["function"]["arguments"] for piece in pieces)) == {"city": "Köln"}
+    assert text_of(chunks, key="reasoning").strip() == "hm hm" and text_of(chunks).strip() == "So:"
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_without_tools_their_text_is_content(thinking: tuple[Client, FakeEngineCore]) -> None:
+    for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        message = thinking[0].chat(max_tokens=200, **fields).json()["choices"][0]["message"]
+        assert CALL in message["content"] and "tool_calls" not in message
+
+
+def test_reasoning_that_is_not_wanted_leaks_nowhere(thinking: tuple[Client, FakeEngineCore]) -> None:
+    fields = {"include_reasoning": False, "logprobs": True, "return_token_ids": True, "max_tokens": 200}
+    client, core = thinking
+    whole = client.chat(**fields)
+    stream = client.chat(**fields, stream=True)
+    assert whole.json()["choices"][0]["message"]["content"].strip().startswith("So:")
+    assert text_of(events(stream)).strip().startswith("So:")
+    said = len(list(core._script(core.requests[-1])))
+    for reply in (whole, stream):
+        assert "hm" not in reply.text and reply.text.count('"top_logprobs"') < said
+
+
+def test_reasoning_tokens_are_counted(thinking: tuple[Client, FakeEngineCore]) -> None:
+    usage = thinking[0].chat(max_tokens=200).json()["usage"]
+    assert 0 < usage["completion_tokens_details"]["reasoning_tokens"] < usage["completion_tokens"]

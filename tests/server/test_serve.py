@@ -1,0 +1,198 @@
+"""Whole servers as processes: their life and their faults. The core is a fake one; each server ends in its test."""
+
+import concurrent.futures
+import contextlib
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.helpers.serve_processes import ServerProcess, serving, wait_until
+from tests.helpers.served_core import SLOW_FACTORY
+from tests.helpers.tiny_tokenizers import write_tokenizer
+
+PROMPT = {"model": "model", "prompt": "hi", "max_tokens": 50}
+ENDLESS = {"model": "model", "prompt": "hi", "max_tokens": 15_000, "ignore_eos": True, "stream": True}
+OPTIONS = {"served_model_name": ["model"], "web": False}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("model"))
+
+
+@contextlib.contextmanager
+def streaming(client: httpx.Client, **more: Any) -> Iterator[Iterator[str]]:
+    """The lines of an endless stream that has begun."""
+    with client.stream("POST", "/v1/completions", json={**ENDLESS, **more}) as reply:
+        assert reply.status_code == 200
+        lines = reply.iter_lines()
+        assert next(lines).startswith("data: {")
+        yield lines
+
+
+def last_event(lines: Iterator[str]) -> dict[str, Any]:
+    """The last JSON event of a stream that ends."""
+    events = [line.removeprefix("data: ") for line in lines if line.startswith("data: {")]
+    return dict(json.loads(events[-1]))
+
+
+def text_of(client: httpx.Client) -> str:
+    reply = client.post("/v1/completions", json=PROMPT)
+    assert reply.status_code == 200, reply.text
+    return str(reply.json()["choices"][0]["text"])
+
+
+def num_running(client: httpx.Client) -> int:
+    line = next(line for line in client.get("/metrics").text.splitlines() if line.startswith("jaxllm:num_requests_running{"))
+    return int(float(line.split()[-1]))
+
+
+def test_a_server_from_its_first_second_to_a_drained_end(tmp_path: Path) -> None:
+    model = write_tokenizer(tmp_path / "model")
+    with serving(model, tmp_path, core_factory=SLOW_FACTORY, **OPTIONS) as server, server.client() as client:
+        wait_until(lambda: Path(str(server.uds)).exists(), "the socket does not listen")
+        assert client.get("/live").status_code == 200
+        wait_until(lambda: "25 %" in client.get("/ready").text, "the phase is not told")
+        for path in ("/ready", "/health", "/v1/models", "/nowhere"):
+            reply = client.get(path)
+            assert reply.status_code == 503 and reply.headers["retry-after"]
+            error = reply.json()["error"]
+            assert error["code"] == "loading" and error["message"].endswith("loading weights, 25 %")
+        (model / "go").touch()
+        server.wait_ready()
+        assert [client.get(path).status_code for path in ("/live", "/ready", "/health")] == [200, 200, 200]
+        assert text_of(client) == "one two three"
+        children = server.children()
+        assert len(children) == 2
+
+        with streaming(client, max_tokens=2000) as lines, server.client() as other:
+            server.process.send_signal(signal.SIGTERM)
+            wait_until(lambda: other.get("/ready").status_code == 503, "it does not drain")
+            refused = other.post("/v1/completions", json=PROMPT)
+            assert refused.status_code == 503 and refused.json()["error"]["code"] == "stopping"
+            assert refused.headers["retry-after"] and refused.headers["connection"] == "close"
+            assert other.get("/live").status_code == other.get("/health").status_code == 200
+            assert last_event(lines)["choices"][0]["finish_reason"] == "length", "a running request was not let to its end"
+        assert server.end() == 0
+        server.assert_nothing_left(children)
+
+
+def test_what_does_not_end_in_time_is_aborted_with_a_last_event(model: Path, tmp_path: Path) -> None:
+    with serving(model, tmp_path, shutdown_timeout=0.2, **OPTIONS) as server, server.wait_ready().client() as client:
+        children = server.children()
+        with streaming(client) as lines:
+            start = time.monotonic()
+            server.process.send_signal(signal.SIGINT)
+            assert last_event(lines)["error"]["code"] == "aborted"
+        assert server.end() == 0 and time.monotonic() - start < 5
+        server.assert_nothing_left(children)
+
+
+def test_a_second_signal_stops_at_once(model: Path, tmp_path: Path) -> None:
+    with serving(model, tmp_path, **OPTIONS) as server, server.wait_ready().client() as client:
+        children = server.children()
+        with streaming(client):
+            server.process.send_signal(signal.SIGTERM)
+            wait_until(lambda: "a second signal" in server.log(), "the first signal was not taken")
+            start = time.monotonic()
+            server.process.send_signal(signal.SIGTERM)
+            assert server.end() == 128 + signal.SIGTERM and time.monotonic() - start < 2
+        server.assert_nothing_left(children)
+
+
+def test_the_engine_s_death_reaches_every_client_and_ends_the_server(model: Path, tmp_path: Path) -> None:
+    with serving(model, tmp_path, **OPTIONS) as server, contextlib.ExitStack() as stack:
+        server.wait_ready()
+        children = server.children()
+        client = stack.enter_context(server.client())
+        streams = [stack.enter_context(streaming(client)) for _ in range(10)]
+        [engine] = server.children("engine.process")
+        start = time.monotonic()
+        os.kill(engine, signal.SIGKILL)
+        with concurrent.futures.ThreadPoolExecutor(10) as threads:
+            events = list(threads.map(last_event, streams))
+        assert time.monotonic() - start < 1
+        assert all(event["error"]["code"] == "engine_dead" for event in events)
+        assert client.get("/health").status_code == 503
+        assert server.end(10) == 1
+        server.assert_nothing_left(children)
+
+
+def test_a_server_may_outlive_its_engine(model: Path, tmp_path: Path) -> None:
+    with (
+        serving(model, tmp_path, keep_alive_on_engine_death=True, **OPTIONS) as server,
+        server.wait_ready().client() as client,
+    ):
+        reply = client.post("/v1/completions", json={**PROMPT, "prompt": "die now"})
+        assert reply.status_code == 503 and reply.json()["error"]["code"] == "engine_dead"
+        wait_until(lambda: "the server goes on" in server.log(), "the supervisor has not noticed")
+        assert client.get("/health").status_code == client.post("/v1/completions", json=PROMPT).status_code == 503
+        assert client.get("/live").status_code == 200
+        server.process.terminate()
+        assert server.end() == 0
+
+
+def test_a_front_that_is_killed_is_replaced_and_its_requests_are_aborted(model: Path, tmp_path: Path) -> None:
+    with serving(model, tmp_path, port=0, api_server_count=2, **OPTIONS) as server:
+        server.wait_ready()
+        fronts = server.children("server.front")
+        assert len(fronts) == 2
+        with contextlib.ExitStack() as stack:
+            for _ in range(6):  # each client has a connection of its own, and so a front by the kernel's choice
+                stack.enter_context(streaming(stack.enter_context(server.client())))
+            os.kill(fronts[0], signal.SIGKILL)
+            os.kill(fronts[1], signal.SIGKILL)
+            wait_until(lambda: len(server.children("server.front")) == 2, "no front was started again")
+        for _ in range(4):
+            with server.client() as client:
+                wait_until(lambda client=client: client.get("/ready").status_code == 200, "no front serves")
+                assert text_of(client) == "one two three"
+                assert num_running(client) == 0
+        server.process.terminate()
+        assert server.end() == 0
+
+
+def test_a_client_that_goes_away_frees_the_engine_within_a_step_or_so(model: Path, tmp_path: Path) -> None:
+    with serving(model, tmp_path, **OPTIONS) as server, server.wait_ready().client() as client:
+        with server.client() as leaving, streaming(leaving):
+            assert num_running(client) == 1
+        start = time.monotonic()
+        wait_until(lambda: num_running(client) == 0, "the request runs on")
+        assert time.monotonic() - start < 0.5
+
+
+def test_a_port_in_use_is_said_with_its_owner_and_another_is_suggested(model: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, serving(model, tmp_path, port=taken.getsockname()[1]) as server:
+        assert server.end() == 1
+        assert f"(process {os.getpid()})" in server.log() and "--port" in server.log()
+
+
+def test_an_engine_that_cannot_start_ends_the_server_with_the_reason(tmp_path: Path) -> None:
+    model = write_tokenizer(tmp_path / "model")
+    for name in ("go", "bad"):
+        (model / name).touch()
+    with serving(model, tmp_path, core_factory=SLOW_FACTORY) as server:
+        assert server.end() == 1
+        assert "error: the weights are torn" in server.log()
+        assert not list(server.temporary.iterdir())
+
+
+def test_the_processes_of_a_supervisor_that_is_killed_end_too(model: Path, tmp_path: Path) -> None:
+    server = ServerProcess(model, tmp_path, **OPTIONS)
+    children = server.wait_ready().children()
+    server.process.kill()
+    server.process.wait()
+    wait_until(lambda: not server.children(), "orphans")
+    from tests.helpers.serve_processes import is_alive
+
+    wait_until(lambda: not any(map(is_alive, children)), "orphans")
+    assert server.process.stdout is not None
+    server.process.stdout.close()
