@@ -1,6 +1,7 @@
 """What stands before every gRPC method: the key, the message, and errors in gRPC's words."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -105,8 +106,9 @@ def _streaming(handler: Any, refused: ApiError | None) -> Callable[[bytes, Any],
         try:
             if refused is not None:
                 raise refused
-            async for response in handler.unary_stream(_parsed(handler, raw), context):
-                yield response
+            async with contextlib.aclosing(handler.unary_stream(_parsed(handler, raw), context)) as responses:
+                async for response in responses:
+                    yield response
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
         except Exception as error:
