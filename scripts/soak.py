@@ -4,7 +4,8 @@ soak         20 000 requests of all kinds (scripts/soaking/kinds.py): each is an
 hold         1 000 streams at the same time: every one gets all its tokens
 disconnect   1 000 streams of which 500 are cut off in the middle: the others get all their tokens, nothing is left
 
-The server is started by the script (--command) unless --url names one that runs (then --pid tells whose memory to watch).
+The server is started by the script (--command) unless --url names one that runs (then --pid tells whose memory to watch). Start it with
+--warmup all: a program that is compiled in the middle is memory that stays, and no leak.
 """
 
 import argparse
@@ -24,6 +25,7 @@ import aiohttp
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from jaxllm.cli.progress_bars import make_progress
 from jaxllm.http_client.client import ServerClient, ServerError
 from jaxllm.http_client.datasets import LoadPrompt
 from jaxllm.http_client.load import RequestMaker, ask
@@ -46,6 +48,8 @@ COMPLETIONS = "/v1/completions"
 
 async def soak(url: str, model: str, count: int, concurrency: int, seed: int, sampler: MemorySampler | None) -> dict[str, Any]:
     """Send the mix. Returns counts by kind and everything that was not as it must be."""
+    progress = make_progress(quiet=False)
+    progress.start("soaking", count, "request")
     rng = random.Random(seed)
     kinds = iter(choose(rng, count))
     done: Counter[str] = Counter()
@@ -62,10 +66,12 @@ async def soak(url: str, model: str, count: int, concurrency: int, seed: int, sa
                 except (UnexpectedError, aiohttp.ClientError, TimeoutError, ValueError) as error:
                     faults.append(f"{name}: {type(error).__name__}: {error}")
                 done[name] += 1
+                progress.advance()
                 if sampler is not None:
                     sampler.done += 1
 
         await asyncio.gather(*(worker() for _ in range(concurrency)))
+    progress.finish()
     return {"requests": dict(done), "num_faults": len(faults), "faults": faults[:20]}
 
 

@@ -44,7 +44,6 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAP
     """The application: routes, errors in one shape, and the guard in front of everything."""
     options = options or ServerOptions.from_options()
     context = ServerContext(engine, options)
-    engine.add_metrics(context.http_metrics.snapshot)
     public_paths: set[str] = set()
     rooms = [completions.router, chat.router, responses.router, messages.router, tokenize.router, models.router]
     rooms += [pooling.router, health.router, metrics.router]

@@ -158,7 +158,7 @@ def main() -> int:
     import uvloop
 
     start = msgspec.msgpack.decode(read_first_message(sys.stdin.fileno()), type=FrontStart)
-    log.set_up(start.log_level, format=start.options.logging.log_format)
+    log.set_up(start.log_level, format="json" if start.options.logging.log_format == "json" else None)
 
     async def run() -> None:
         await Front(start).run()

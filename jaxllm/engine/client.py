@@ -73,6 +73,7 @@ class EngineClient:
         self._closed = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._path = Path(directory) / self.name
+        self._context.linger = 0  # of its sockets: whoever forgets to close this must not wait for a peer that is gone
         self._inbox = self._context.socket(zmq.PULL)
         self._inbox.rcvhwm = MAX_QUEUED_MESSAGES
         self._inbox.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_BYTES)
@@ -190,8 +191,10 @@ class EngineClient:
             return
         try:
             self._process = os.pidfd_open(pid)
-        except OSError:
+        except ProcessLookupError:
             self._process_ended()
+            return
+        except OSError:  # a kernel without it: the missing heartbeat tells, later
             return
         self._loop.add_reader(self._process, self._process_ended)
 

@@ -1,6 +1,5 @@
 """EngineCore: builds scheduler and runner from a config and serves requests in token ids. Text stays in the front."""
 
-import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -190,6 +189,7 @@ class EngineCore:
         self._news += self.scheduler.abort_requests(unfinished)
         self.loop.forget()
         self.scheduler.start_over()
+        self.loop.note_work()
         self._sleep.fall_asleep(level)
 
     def wake_up(self) -> None:
@@ -227,14 +227,11 @@ class EngineCore:
 
     def stats(self) -> SchedulerStats:
         """Numbers for logs and metrics."""
-        work_seconds, idle_seconds = self.loop.work_clock.totals()
-        return dataclasses.replace(
-            self.scheduler.stats(),
-            work_seconds=work_seconds,
-            device_wait_seconds=self.loop.wait_seconds,
-            device_idle_seconds=idle_seconds,
-            sleep_level=self._sleep.level,
-        )
+        stats = self.scheduler.stats()
+        stats.work_seconds, stats.device_idle_seconds = self.loop.work_clock.totals()
+        stats.device_wait_seconds = self.loop.wait_seconds
+        stats.sleep_level = self._sleep.level
+        return stats
 
     @property
     def num_compiled_after_warmup(self) -> int:

@@ -3,9 +3,12 @@
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class SchedulerStats:
-    """The load at this moment, and totals since the start. Rates are differences of two."""
+    """The load at this moment, and totals since the start. Rates are differences of two.
+
+    Not frozen: one is made after every step, and freezing triples its cost.
+    """
 
     num_running: int
     num_waiting: int

@@ -1,7 +1,7 @@
 """The process in which forms are tried out. It forks a child for each, so that none can harm another or outlive its time.
 
-Reads {"vocabulary", "deadline_seconds"} and then {"id", "params"} from its input, answers {"id", "grammar", "num_bytes"} or {"id", "error"}.
-Has one thread, which forking needs. Knows no JAX.
+Reads {"vocabulary", "deadline_seconds"} and then {"id", "params"} from its input, and answers {"id", "grammar", "num_bytes"}
+or {"id", "error"}. Has one thread, which forking needs. Knows no JAX.
 """
 
 import io
@@ -52,6 +52,7 @@ class Worker:
         fields = first["vocabulary"]
         self._vocabulary = Vocabulary(
             fields["tokenizer_json"],
+            fields["num_tokens"],
             fields["num_columns"],
             tuple(fields["eos_token_ids"]),
             tuple((text, token) for text, token in fields["added_tokens"]),

@@ -15,9 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-DEFAULT_COMMAND = (
-    f"{sys.executable} -c 'import sys; from jaxllm.cli.main import main; sys.exit(main())' serve demo --port {{port}}"
-)
+_RUN = "import sys; from jaxllm.cli.main import main; sys.exit(main())"
+DEFAULT_COMMAND = f"{sys.executable} -c '{_RUN}' serve demo --warmup all --port {{port}}"
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 

@@ -1,5 +1,6 @@
 """Grammars that make a model call the tools it must call."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,20 +24,30 @@ def tool_constraint(
 ) -> StructuredOutputsParams | None:
     """What an output must be for this tool choice; None if it is free. Reasoning stays free: the constraint begins after it.
 
-    Calls are enforced in the model's own format where that is JSON within markers, else as plain JSON. The parser of such an answer
-    has `forced=True`. Raises InvalidRequestError. Tools that are `strict` are not constrained when the choice is "auto".
+    Enforced calls are in the model's own format where that is JSON within markers, else plain JSON; their parser has `forced=True`. With
+    "auto" and tools that are `strict`, the text is free, but what follows a call's marker is a call whose arguments fit, where the
+    format has such a marker. Raises InvalidRequestError.
     """
-    if not tool_choice.is_forced:
-        return None
-    chosen = [tool for tool in tools if tool_choice.kind == "required" or tool.name == tool_choice.name]
     special_tokens = special_tokens_of(tokenizer)
-    frame = (dialect.frame_for(special_tokens) if dialect else None) or JSON_CALLS.frame
-    assert frame is not None
-    several = parallel and frame.several and tool_choice.kind == "required"
-    after = None if frame.reasoning else start_after_token_ids(reasoning, tokenizer, prompt_text)
-    tag = {"type": "structural_tag", "format": _format(chosen, frame, several, lines_before=after is not None)}
+    frame = dialect.frame_for(special_tokens) if dialect else None
+    after = start_after_token_ids(reasoning, tokenizer, prompt_text)
+    if tool_choice.is_forced:
+        chosen = [tool for tool in tools if tool_choice.kind == "required" or tool.name == tool_choice.name]
+        frame = frame or JSON_CALLS.frame
+        assert frame is not None
+        after = None if frame.reasoning else after
+        several = parallel and frame.several and tool_choice.kind == "required"
+        tag = _enforced(chosen, frame, several, lines_before=after is not None)
+    elif tool_choice.kind == "auto" and any(tool.strict for tool in tools) and dialect and frame:
+        trigger = frame.before_calls or next((one for one in dialect.openings if frame.before_name.startswith(one)), "")
+        may_think_first = reasoning is not None and after is None and reasoning.state_after(prompt_text, special_tokens) is None
+        if not trigger or frame.reasoning or may_think_first:
+            return None
+        tag = _where_triggered(tools, frame, trigger, parallel)
+    else:
+        return None
     try:
-        return StructuredOutputsParams(structural_tag=tag, start_after_token_ids=after)
+        return StructuredOutputsParams(structural_tag={"type": "structural_tag", "format": tag}, start_after_token_ids=after)
     except InvalidRequestError as error:
         raise InvalidRequestError(
             f"calls of these tools cannot be enforced: {error}; pass fewer or simpler tools", "tools"
@@ -59,15 +70,19 @@ def reasoning_end_token_ids(reasoning: ReasoningDialect, tokenizer: Any) -> tupl
     return tuple(tokenizer.encode(end, add_special_tokens=False))
 
 
-def _format(tools: Sequence[Tool], frame: Frame, several: bool, lines_before: bool) -> dict[str, Any]:
-    """Calls of these tools as a structural tag's format."""
-    calls = {
+def _calls(tools: Sequence[Tool], frame: Frame, several: bool) -> dict[str, Any]:
+    return {
         "type": "tags_with_separator",
         "tags": [_tag(tool, frame) for tool in tools],
         "separator": frame.between_calls,
         "at_least_one": True,
         "stop_after_first": not several,
     }
+
+
+def _enforced(tools: Sequence[Tool], frame: Frame, several: bool, lines_before: bool) -> dict[str, Any]:
+    """Calls of these tools and nothing else, as a structural tag's format."""
+    calls = _calls(tools, frame, several)
     parts = [_text(frame.before_calls), calls, _text(frame.after_calls)]
     if frame.reasoning:
         before, after = frame.reasoning
@@ -76,6 +91,17 @@ def _format(tools: Sequence[Tool], frame: Frame, several: bool, lines_before: bo
     if lines_before:  # models end their reasoning with an empty line
         parts.insert(0, {"type": "or", "elements": [_text(""), _text("\n"), _text("\n\n")]})
     return {"type": "sequence", "elements": parts}
+
+
+def _where_triggered(tools: Sequence[Tool], frame: Frame, trigger: str, parallel: bool) -> dict[str, Any]:
+    """Free text in which a marker begins calls. Tools that are not strict take any object."""
+    lax = [tool if tool.strict else dataclasses.replace(tool, parameters={}) for tool in tools]
+    if frame.before_calls:
+        several = parallel and frame.several
+        tags = [{"type": "tag", "begin": trigger, "content": _calls(lax, frame, several), "end": frame.after_calls}]
+    else:
+        tags = [_tag(tool, frame) for tool in lax]
+    return {"type": "triggered_tags", "triggers": [trigger], "tags": tags}
 
 
 def _tag(tool: Tool, frame: Frame) -> dict[str, Any]:

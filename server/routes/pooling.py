@@ -220,7 +220,7 @@ async def _pool(
             cache_salt=body.cache_salt,
         )
     for each in requests:
-        context.request_log.write(each, each.pooling_params)
+        context.request_log.write(each)
     async with limit:
         with context.running():
             return context, await unless_disconnected(request.receive, service.run(requests))

@@ -1,6 +1,5 @@
 """What becomes of requests when a step fails, on a tiny model: their tokens are those of an engine in which nothing failed."""
 
-import logging
 from dataclasses import replace
 
 import pytest
@@ -9,46 +8,15 @@ from llguidance import LLMatcher
 from jaxllm.engine import failures
 from jaxllm.engine.failures import Failure, FailurePolicy, kind_of
 from jaxllm.engine.fault_points import injected
-from jaxllm.engine.grammars import Grammars
 from jaxllm.errors import EngineDeadError, OutOfMemoryError
 from jaxllm.request import ErrorKind, FinishReason, Grammar
 from jaxllm.runner.launcher import Launcher
-from jaxllm.structured.token_table import Vocabulary
-from jaxllm.text.tokenizer import load_tokenizer
 from tests.helpers import engines, goldens
-from tests.helpers.tiny_tokenizers import write_tokenizer
 
 NAME = "llama_gqa"
 PROMPTS = [result.prompt for result in goldens.golden(NAME).results]
 NUM_TOKENS = 16
 SMALL_LETTERS = Grammar(LLMatcher.grammar_from_lark("start: /[a-z]{30,60}/"))
-
-
-@pytest.fixture(scope="module")
-def first(tmp_path_factory):
-    core = engines.make_core(NAME, max_num_seqs=4)
-    tokenizer = load_tokenizer(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
-    core._vocabulary = lambda eos_token_ids: Vocabulary.of(tokenizer, core.model_config.padded_vocab_size, eos_token_ids)
-    yield core
-    core.shutdown()
-
-
-@pytest.fixture
-def core(first):
-    """An engine whose failures nobody remembers."""
-    renew(first)
-    first._failures, first._dead = FailurePolicy(), None
-    first.runner.start_over()
-    logging.getLogger("jaxllm").setLevel(logging.CRITICAL)
-    yield first
-    logging.getLogger("jaxllm").setLevel(logging.INFO)
-
-
-def renew(core) -> None:
-    """A new scheduler, as deep as on a GPU, with its grammars."""
-    engines.reschedule(core, max_in_flight=3)
-    core.grammars.shutdown()
-    core.grammars = Grammars(core.scheduler, core._vocabulary, core.model_config.padded_vocab_size)
 
 
 def requests():
@@ -65,10 +33,10 @@ def requests():
 
 
 @pytest.fixture(scope="module")
-def undisturbed(first):
+def undisturbed(tiny_core):
     """The tokens of each request when nothing fails."""
-    renew(first)
-    tokens = {request_id: answer.tokens for request_id, answer in engines.run(first, requests()).items()}
+    engines.renew(tiny_core)
+    tokens = {request_id: answer.tokens for request_id, answer in engines.run(tiny_core, requests()).items()}
     assert all(len(each) == NUM_TOKENS for each in tokens.values())
     return tokens
 

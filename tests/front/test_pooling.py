@@ -10,7 +10,7 @@ import pytest
 
 from jaxllm.async_llm import AsyncLLM
 from jaxllm.errors import EngineError, InvalidRequestError
-from jaxllm.llm import LLM
+from jaxllm.llm import LLM, _own_options
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.pooling_config import PoolingConfig
 from jaxllm.pooling_params import PoolingParams
@@ -186,3 +186,8 @@ def test_asyncio_programs_pool_many_at_once(model_directory: Path) -> None:
             assert len(ends) == 5 and all(error is None for error in ends)
 
     asyncio.run(work())
+
+
+@pytest.mark.parametrize("option", [{"task": "embed"}, {"convert": "embed"}, {"runner": "pooling", "convert": "none"}])
+def test_scripts_may_say_in_several_ways_that_they_want_vectors(option: dict[str, Any]) -> None:
+    assert _own_options(option) == {"runner": "pooling"}

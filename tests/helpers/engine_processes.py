@@ -28,11 +28,11 @@ class Served:
 
     @contextlib.asynccontextmanager
     async def front(self, index: int = 0) -> AsyncIterator[AsyncLLM]:
-        llm = await AsyncLLM.connect(self.client(index))
+        client = self.client(index)
         try:
-            yield llm
+            yield await AsyncLLM.connect(client)
         finally:
-            llm.shutdown()
+            client.close()
 
     def end(self) -> int:
         """Have it end in order. Returns its exit code."""

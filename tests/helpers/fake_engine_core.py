@@ -177,7 +177,7 @@ class FakeEngineCore:
 
     @property
     def sleep_level(self) -> int:
-        return int(self.is_sleeping())
+        return int(self._sleeps)
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         self.news += [EngineCoreOutput(request_id, [], FinishReason.ABORT) for request_id in self.running]

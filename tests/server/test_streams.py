@@ -79,6 +79,7 @@ def fail_after(core: FakeEngineCore, steps: int, error: Exception) -> None:
     first = core.num_steps
 
     def fail() -> None:
+        time.sleep(0.005)
         if core.running and core.num_steps > first + steps:
             core.running.clear()
             raise error
@@ -95,7 +96,6 @@ def test_an_engine_that_fails_is_a_status_at_first_and_an_event_later(
         fail_after(core, 0, EngineError("a step failed at /some/path"))
         early = client.post(path, body)
         assert early.status_code == 500 and early.json()["error"]["type"] == "server_error"
-        core.before_step = lambda: time.sleep(0.002)
         fail_after(core, 50, EngineError("a step failed at /some/path"))
         late = client.post(path, body)
         *chunks, last = events(late)
@@ -119,7 +119,7 @@ def test_a_time_limit_ends_a_request(engine: AsyncLLM, core: FakeEngineCore) -> 
     with Client(create_app(engine, options(request_timeout=0.3))) as client:
         whole = client.complete(**ENDLESS)
         assert whole.status_code == 408 and whole.json()["error"]["code"] == "timeout"
-        last = events(client.chat(**ENDLESS, stream=True, timeout=0.2))[-1]
+        last = events(client.complete(**ENDLESS, stream=True, timeout=0.25))[-1]
         assert last["error"]["code"] == "timeout"
         until(lambda: not core.running)
 

@@ -1,5 +1,6 @@
 """Enforced calls: llguidance itself accepts and refuses, and what it accepts is read back as those calls."""
 
+import dataclasses
 import functools
 import json
 from typing import Any
@@ -193,6 +194,37 @@ def test_the_constraint_waits_for_the_end_of_reasoning(reasoning: str | None, pr
     assert accepts(constraint, "\n\n" + HERMES % TIME, tokenizer) == waits
     assert accepts(constraint, HERMES % TIME, tokenizer)
     assert constraint.start_after_token_ids == ((tokenizer.convert_token_to_id("</think>"),) if waits else None)
+
+
+STRICT = tuple(dataclasses.replace(tool, strict=True) for tool in TOOLS)
+MARKED = [name for name in FORMATS if not name.startswith(("plain", "llama"))]
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_strict_tools_leave_text_free_and_calls_right(name: str) -> None:
+    dialect, tokenizer = TOOL_DIALECTS[FORMATS[name][0]], tokenizer_for(name)
+    constraint = tool_constraint(STRICT, ToolChoice("auto"), True, dialect, tokenizer=tokenizer)
+    assert accepts(constraint, "Hello, a < b {", tokenizer)
+    assert accepts(constraint, written(name, ROME), tokenizer)
+    assert accepts(constraint, "I look.\n" + written(name, ROME, TIME), tokenizer)
+    assert not accepts(constraint, written(name, ("get_weather", '{"city": "Oslo"}')), tokenizer)
+    assert not accepts(constraint, "So: " + written(name, ("get_stock", "{}")), tokenizer)
+
+
+def test_tools_that_are_not_strict_take_any_object_beside_strict_ones() -> None:
+    tools = (dataclasses.replace(TOOLS[0], strict=False), STRICT[1])
+    constraint = tool_constraint(tools, ToolChoice("auto"), True, TOOL_DIALECTS["hermes"], tokenizer=tokenizer_for("hermes"))
+    assert accepts(constraint, HERMES % ("get_weather", '{"town": 3}'), tokenizer_for("hermes"))
+    assert not accepts(constraint, HERMES % ("get_time", '{"town": 3}'), tokenizer_for("hermes"))
+
+
+@pytest.mark.parametrize(
+    ("dialect", "reasoning"), [("llama3_json", None), ("pythonic", None), ("openai", "openai_gptoss"), ("hermes", "think")]
+)
+def test_strict_tools_are_free_where_no_marker_tells_a_call_from_text(dialect: str, reasoning: str | None) -> None:
+    thinking = REASONING_DIALECTS[reasoning] if reasoning else None
+    options: dict[str, Any] = {"reasoning": thinking, "tokenizer": bytes_tokenizer(())}
+    assert tool_constraint(STRICT, ToolChoice("auto"), True, TOOL_DIALECTS[dialect], **options) is None
 
 
 @pytest.mark.parametrize("choice", [ToolChoice("auto"), ToolChoice("none")])
