@@ -67,10 +67,12 @@ async def _tell(context: Any, error: BaseException) -> None:
     told = as_api_error(error)
     if told.code == "internal_error":
         logger.error("a gRPC call failed", exc_info=error)
-    details = (
-        (("jaxllm-param", told.param),) if told.param is not None and told.param.isascii() and told.param.isprintable() else ()
-    )
-    await context.abort(status_of(told), str(told), details)
+    details = []
+    if told.param is not None and told.param.isascii() and told.param.isprintable():
+        details.append(("jaxllm-param", told.param))
+    if "retry-after" in told.headers:
+        details.append(("retry-after", told.headers["retry-after"]))
+    await context.abort(status_of(told), str(told), tuple(details))
 
 
 def _parsed(handler: Any, raw: bytes) -> Any:
