@@ -159,8 +159,10 @@ class AsyncLLM:
 
     async def pool_prepared(self, request: FrontRequest) -> PoolingRequestOutput:
         """`pool` for what `prepare` made of PoolingParams."""
+        output: Any = None
         async with contextlib.aclosing(self.stream(request)) as outputs:
-            output: Any = await anext(outputs)
+            async for last in outputs:  # there is one
+                output = last
         if output.error is not None:
             raise RequestFailedError(f"the request failed: {output.error}", output.error_kind or "internal")
         return output

@@ -59,11 +59,12 @@ class EngineDeadError(EngineError):
 
 
 class OverloadedError(EngineError):
-    """Too much waits already. `retry_after_seconds` is a guess at when there is room again."""
+    """Too much waits already. `retry_after_seconds` is a guess at when there is room again, `limit` the option that says no."""
 
-    def __init__(self, message: str, retry_after_seconds: int):
+    def __init__(self, message: str, retry_after_seconds: int, limit: str = ""):
         super().__init__(message)
         self.retry_after_seconds = retry_after_seconds
+        self.limit = limit
 
 
 class EngineSleepingError(EngineError):

@@ -302,7 +302,6 @@ class LLMEngine:
         if self.metrics is not None:
             self.metrics.load = self.core.stats()
             self.metrics.programs_compiled_after_warmup = self.core.num_compiled_after_warmup
-            self.metrics.sleep_level = self.core.sleep_level
 
     def finish_compiling(self) -> None:
         """Wait until no program is compiled behind the engine's back any more, e.g. before measuring something."""

@@ -1,82 +1,194 @@
-"""What a streamed token costs a front in CPU time: a server over a fake engine core, with clients that only read.
+"""Measures what the process that speaks HTTP costs: CPU time for each streamed token, and for each short request.
 
-python scripts/bench_front.py --streams 64 --tokens 500
+Three processes: a fake engine that gives every stream a token at each step, the front as it serves (uvicorn, guard, routes,
+detokenizing, messages from the engine), and this one, whose sockets read the streams. Counted is the front's CPU time alone.
+
+    python scripts/bench_front.py --streams 64 --seconds 10
+    python scripts/bench_front.py --endpoint completions --step-ms 20 --json
 """
 
 import argparse
 import asyncio
 import json
 import os
-import tempfile
+import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
-from tests.helpers.serve_processes import ServerProcess, serving
-from tests.helpers.served_core import STEP_VARIABLE
-from tests.helpers.tiny_tokenizers import write_tokenizer
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from jaxllm.async_llm import AsyncLLM
+from jaxllm.config import EngineConfig
+from jaxllm.engine.client import EngineClient
+from jaxllm.engine.launch import socket_directory, start_engine
+from jaxllm.engine.messages import EngineStart
+from scripts.measuring.paced_core import FACTORY, STEP_VARIABLE
+
+ROOT = Path(__file__).resolve().parent.parent
+PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of a process so far."""
+    """User and system time of a process so far, in seconds."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def resident_bytes(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def body_of(endpoint: str, stream: bool) -> bytes:
+    """A request that runs until it is closed, or, without streaming, ends after one token."""
+    fields: dict[str, Any] = {"stream": stream, "max_tokens": 15_000 if stream else 1, "ignore_eos": True}
+    if endpoint == "chat":
+        fields["messages"] = [{"role": "user", "content": "Write something."}]
+    else:
+        fields["prompt"] = "import "
+    return json.dumps(fields).encode()
 
 
-async def stream(server: ServerProcess, path: str, body: bytes, began: asyncio.Barrier) -> int:
-    """Read one stream to its end. Returns the number of events with content."""
-    reader, writer = await asyncio.open_unix_connection(server.uds)
-    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-    writer.write(head.encode() + body)
-    events, tail, is_begun = 0, b"", False
-    while data := await reader.read(1 << 16):
-        events += (tail + data).count(b"data: {")
-        tail = data[-6:]
-        if events and not is_begun:
-            is_begun = True
-            await began.wait()
-        if b"data: [DONE]" in tail + data:
-            break
-    writer.close()
-    return events
+def head(endpoint: str, body: bytes) -> bytes:
+    lines = [f"POST {PATHS[endpoint]} HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {len(body)}"]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 
-async def measure(server: ServerProcess, arguments: argparse.Namespace) -> None:
-    body = {"model": "model", "max_tokens": arguments.tokens, "ignore_eos": True, "stream": True}
-    body |= {"messages": [{"role": "user", "content": "hi"}]} if arguments.chat else {"prompt": "hi"}
-    path = "/v1/chat/completions" if arguments.chat else "/v1/completions"
-    [front] = server.children("server.front")
-    [engine] = server.children("engine.process")
-    began = asyncio.Barrier(arguments.streams + 1)
-    work = [asyncio.create_task(stream(server, path, json.dumps(body).encode(), began)) for _ in range(arguments.streams)]
-    await began.wait()
-    start, before, engine_before = time.perf_counter(), cpu_seconds(front), cpu_seconds(engine)
-    events = sum(await asyncio.gather(*work))
-    seconds, spent, engine_spent = time.perf_counter() - start, cpu_seconds(front) - before, cpu_seconds(engine) - engine_before
-    tokens = arguments.streams * arguments.tokens
-    print(
-        f"{arguments.streams} streams, {tokens} tokens in {events} events, {tokens / seconds:.0f} tokens/s: "
-        f"front {1e6 * spent / tokens:.1f} µs a token ({1e6 * spent / events:.1f} an event), "
-        f"engine process {1e6 * engine_spent / tokens:.1f}; front has {resident_bytes(front) >> 20} MiB"
-    )
+async def run_streams(port: int, front: int, endpoint: str, num_streams: int, seconds: float) -> dict[str, float]:
+    """CPU of the front while streams run; tokens are counted as events that carry text."""
+    num_events = 0
+    marker = b'"delta":{"content":' if endpoint == "chat" else b'"text":'
+
+    async def read(reader: asyncio.StreamReader) -> None:
+        nonlocal num_events
+        while data := await reader.read(1 << 16):
+            num_events += data.count(marker)
+
+    body = body_of(endpoint, True)
+    connections = [await asyncio.open_connection("127.0.0.1", port) for _ in range(num_streams)]
+    tasks = [asyncio.create_task(read(reader)) for reader, _ in connections]
+    for _, writer in connections:
+        writer.write(head(endpoint, body))
+    await asyncio.sleep(1.5)
+    before, num_before, began = cpu_seconds(front), num_events, time.perf_counter()
+    await asyncio.sleep(seconds)
+    used, count, took = cpu_seconds(front) - before, num_events - num_before, time.perf_counter() - began
+    for _, writer in connections:
+        writer.transport.abort()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return {
+        "streams": num_streams,
+        "events_per_second": round(count / took, 1),
+        "front_cpu_share": round(used / took, 3),
+        "microseconds_per_event": round(1e6 * used / max(1, count), 2),
+    }
+
+
+async def run_requests(port: int, front: int, endpoint: str, count: int) -> dict[str, float]:
+    """CPU of the front for requests of one token, one after another on a few connections."""
+    body = body_of(endpoint, False)
+    data = head(endpoint, body)
+
+    async def worker(share: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for _ in range(share):
+            writer.write(data)
+            answer = await reader.readuntil(b"\r\n\r\n")
+            assert answer.startswith(b"HTTP/1.1 200"), answer
+            length = int(next(line for line in answer.split(b"\r\n") if line.startswith(b"content-length")).split(b":")[1])
+            await reader.readexactly(length)
+        writer.close()
+
+    await worker(20)
+    before, began = cpu_seconds(front), time.perf_counter()
+    await asyncio.gather(*(worker(count // 8) for _ in range(8)))
+    used, took = cpu_seconds(front) - before, time.perf_counter() - began
+    return {"requests_per_second": round(count / took, 1), "microseconds_per_request": round(1e6 * used / count, 1)}
+
+
+def serve_front(directory: str, engine_pid: int, port: int, profile: str | None) -> None:
+    """The front's process: serves until it is ended."""
+    import uvicorn
+
+    from server.app import create_app
+    from server.connection import uvicorn_config
+    from server.options import ServerOptions
+
+    options = ServerOptions.from_options(port=port, host="127.0.0.1", disable_uvicorn_access_log=True)
+
+    async def main() -> None:
+        llm = await AsyncLLM.connect(EngineClient(directory, engine_pid))
+        await uvicorn.Server(uvicorn_config(create_app(llm, options), options)).serve()
+        llm.shutdown()
+
+    import uvloop
+
+    if profile is None:
+        uvloop.run(main())
+        return
+    import cProfile
+
+    with cProfile.Profile() as found:
+        uvloop.run(main())
+    found.dump_stats(profile)
+
+
+async def wait_for(port: int) -> None:
+    """Until somebody listens."""
+    for _ in range(3000):
+        try:
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+        except OSError:
+            await asyncio.sleep(0.01)
+            continue
+        writer.close()
+        return
+    raise TimeoutError("the front did not start")
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Start everything, measure, end everything."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ[STEP_VARIABLE] = str(arguments.step_ms / 1000)
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    with socket_directory() as directory:
+        config = EngineConfig.from_options(model=arguments.model)
+        engine = start_engine(EngineStart(config, str(directory), core_factory=FACTORY))
+        command = [sys.executable, __file__, "--front", str(directory), str(engine.pid), str(port), arguments.profile or "-"]
+        front = subprocess.Popen(command)
+        try:
+
+            async def main() -> dict[str, Any]:
+                await wait_for(port)
+                found: dict[str, Any] = {"endpoint": arguments.endpoint, "step_ms": arguments.step_ms}
+                found |= await run_requests(port, front.pid, arguments.endpoint, arguments.requests)
+                return found | await run_streams(port, front.pid, arguments.endpoint, arguments.streams, arguments.seconds)
+
+            return asyncio.run(main())
+        finally:
+            front.terminate()
+            front.wait()
+            engine.kill()
+            engine.wait()
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["--front"]:
+        directory, pid, port, profile = sys.argv[2:]
+        serve_front(directory, int(pid), int(port), None if profile == "-" else profile)
+        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--endpoint", choices=PATHS, default="chat")
     parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=500)
-    parser.add_argument("--step-seconds", type=float, default=0.01)
-    parser.add_argument("--chat", action="store_true")
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--requests", type=int, default=400, help="short requests before the streams")
+    parser.add_argument("--step-ms", type=float, default=20.0, help="time between two tokens of a stream")
+    parser.add_argument("--model", default="demo", help="whose tokenizer and chat template are used")
+    parser.add_argument("--profile", help="file for a profile of the front (which slows it down)")
+    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    os.environ[STEP_VARIABLE] = str(arguments.step_seconds)
-    with tempfile.TemporaryDirectory() as directory:
-        place = Path(directory)
-        model = write_tokenizer(place / "model")
-        with serving(model, place, served_model_name=["model"], web=False) as server:
-            asyncio.run(measure(server.wait_ready(), arguments))
+    found = measure(arguments)
+    print(json.dumps(found) if arguments.json else "\n".join(f"{name:<28}{value}" for name, value in found.items()))
 
 
 if __name__ == "__main__":

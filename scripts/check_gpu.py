@@ -5,7 +5,7 @@ python scripts/check_gpu.py --parts kernels --ops attention
 compute-sanitizer --tool memcheck python scripts/check_gpu.py --sanitize     tiny cases of each kernel, once (racecheck too)
 python scripts/check_gpu.py --tiny                 toy sizes with interpreted kernels, for a machine without a GPU
 
-tokens    the demo model in float32: greedy and seeded tokens equal those with the reference attention
+tokens    the demo model in float32: greedy and seeded tokens, and vectors, equal those with the reference attention
 logits    Llama-3.1-8B's shapes in bfloat16, one layer and all, no further from float32 than plain XLA (a stated factor)
 kernels   edge cases of every op by every implementation, and the same bits in repeated runs
 """

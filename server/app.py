@@ -1,5 +1,6 @@
 """The FastAPI application over an engine."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -18,13 +19,13 @@ from jaxllm.log import logger
 from server.context import ServerContext
 from server.errors import ApiError, as_api_error, validation_error
 from server.guard import Guard
+from server.http_metrics import HttpMetricsMiddleware
 from server.messages.errors import in_shape_of
-from server.observing import observed
 from server.openapi import install_openapi
 from server.options import ServerOptions
 from server.routes import chat, completions, dev, docs, health, messages, metrics, models, page, pooling, responses, tokenize
 from server.sse import ClientDisconnected
-from server.tracing import make_tracer
+from server.tracing import TraceHeaders, make_tracer
 
 ADMIN_PATHS = frozenset(route.path for route in dev.router.routes if isinstance(route, Route))
 _SENTENCES = {404: "there is nothing at this path", 405: "this path does not take this method"}
@@ -43,7 +44,6 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAP
     """The application: routes, errors in one shape, and the guard in front of everything."""
     options = options or ServerOptions.from_options()
     context = ServerContext(engine, options)
-    engine.add_metrics(context.http_metrics.snapshot)
     public_paths: set[str] = set()
     rooms = [completions.router, chat.router, responses.router, messages.router, tokenize.router, models.router]
     rooms += [pooling.router, health.router, metrics.router]
@@ -56,6 +56,10 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAP
         rooms.append(page.page_router())
         public_paths |= page.public_paths()
 
+    tracer = make_tracer(options.logging.otlp_traces_endpoint)
+    if tracer is not None:
+        engine.request_ended = tracer.request_ended
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         context.chat.warm_up()
@@ -63,16 +67,15 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAP
         await app.state.responses.close()
         context.chat.close()
         if tracer is not None:
-            tracer.shutdown()
+            await asyncio.to_thread(tracer.shutdown)
 
     app = _Application(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
-    tracer = make_tracer(options.logging.otlp_traces_endpoint)
 
-    def guard(inner: ASGIApp) -> ASGIApp:
-        guarded = Guard(inner, context, public_paths=public_paths, admin_paths=ADMIN_PATHS)
-        return observed(guarded, engine, context.http_metrics, tracer)
+    def guarded(inner: ASGIApp) -> ASGIApp:
+        guard = Guard(inner, context, public_paths=public_paths, admin_paths=ADMIN_PATHS)
+        return HttpMetricsMiddleware(guard if tracer is None else TraceHeaders(guard), context.http_metrics)
 
-    app.guard = guard
+    app.guard = guarded
     app.state.context = context
     responses.install(app, context)
     for room in rooms:

@@ -14,6 +14,7 @@ from server.protocol.common import RequestModel
 
 MAX_DEPTH = 64
 _HUGE_EXPONENT = re.compile(rb"[0-9][eE]\+?[0-9]{3}")
+_BRACKET_OR_TEXT = re.compile(rb'"([^"\\]*(?:\\.[^"\\]*)*)"(\s*:)?|[\[\]{}]', re.DOTALL)
 _POSITION = re.compile(r" at line (\d+) column (\d+)$")
 
 Model = TypeVar("Model", bound=RequestModel)
@@ -45,11 +46,17 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     try:
         body = from_json(raw, allow_inf_nan=False)
     except ValueError as error:
-        raise bad_request(f"the body is not valid JSON: {_short_reason(str(error))}", code="invalid_json") from None
+        reason = str(error)
+        param = _field_at(raw, reason) if reason.startswith("recursion limit") else None
+        raise bad_request(f"the body is not valid JSON: {_short_reason(reason)}", param, "invalid_json") from None
     if not isinstance(body, dict):
         raise bad_request(f"the body is {_noun(body)}, must be a JSON object")
     if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH or _HUGE_EXPONENT.search(raw):
-        _check_tree(body)
+        for name, value in body.items():
+            if isinstance(value, (dict, list)):
+                _check_tree(value, name)
+            elif isinstance(value, float) and not math.isfinite(value):
+                raise bad_request(f"{shortened(name, 100)} is too large a number", shortened(name, 100))
     return body
 
 
@@ -60,21 +67,37 @@ def check_content_type(request: Request) -> None:
         raise ApiError(415, f"content-type is {kind[:100]!r}, must be application/json", code="unsupported_media_type")
 
 
-def _check_tree(root: Any) -> None:
-    """Walks through containers only, level by level."""
-    level = [root]
-    for _ in range(MAX_DEPTH):
+def _check_tree(root: Any, name: str) -> None:
+    """Walks through the containers of a field, level by level."""
+    level, name = [root], shortened(name, 100)
+    for _ in range(MAX_DEPTH - 1):
         below: list[Any] = []
         for node in level:
             for value in node.values() if isinstance(node, dict) else node:
                 if isinstance(value, (dict, list)):
                     below.append(value)
                 elif isinstance(value, float) and not math.isfinite(value):
-                    raise bad_request("the body has a number that is too large", code="invalid_json")
+                    raise bad_request(f"{name} has a number that is too large", name)
         if not below:
             return
         level = below
-    raise bad_request(f"the body is nested too deeply: at most {MAX_DEPTH} levels are possible", code="invalid_json")
+    raise bad_request(f"{name} is nested too deeply: at most {MAX_DEPTH} levels are possible", name, "invalid_json")
+
+
+def _field_at(raw: bytes, reason: str) -> str | None:
+    """The field of the body in which the parser gave up."""
+    found = _POSITION.search(reason)
+    lines = raw.split(b"\n", int(found[1])) if found else []
+    end = sum(len(line) + 1 for line in lines[: int(found[1]) - 1]) + int(found[2]) if found else 0
+    name, depth = None, 0
+    for part in _BRACKET_OR_TEXT.finditer(raw, 0, end):
+        if part[0] in b"[{":
+            depth += 1
+        elif part[0] in b"]}":
+            depth -= 1
+        elif depth == 1 and part[2] is not None:
+            name = part[1].decode(errors="replace")[:100]
+    return name
 
 
 def _short_reason(reason: str) -> str:

@@ -6,7 +6,7 @@ Knows nothing of HTTP or of how any of these APIs writes its replies.
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ from server.chat_deltas import ChatDelta, ToolCallDelta, joined
 from server.chat_encoding import ChatEncoder
 from server.dialects import check_tools
 from server.endings import end_of
-from server.errors import bad_request
+from server.errors import bad_request, constraint_error
 from server.options import ChatOptions
 from server.prompts import check_length, truncated
 from server.speech import AnswerReader, Speech
@@ -57,6 +57,8 @@ class Conversation:
     """The same."""
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
+    constraint_param: str = "structured_outputs"
+    """What the client calls the constraint of the answer."""
     cache_salt: str | None = None
     priority: int = 0
 
@@ -88,6 +90,8 @@ class ChatService:
         self._engine = engine
         self._queue_timeout_seconds = queue_timeout_seconds
         self._options = options
+        self.note_request: Callable[[FrontRequest], None] = lambda request: None
+        """Called for each request that is prepared."""
         self._templates: TemplateProcesses | None = None
         self._encoder: ChatEncoder | None = None
         tokenizer = engine.input_processor.tokenizer
@@ -166,9 +170,12 @@ class ChatService:
         try:
             request = await self._engine.prepare(prompt, params, conversation.request_id, priority=conversation.priority)
         except InvalidRequestError as error:
-            if error.param != "logprobs":
-                raise
-            raise bad_request(f"top_{error}", "top_logprobs") from None  # its name in all these APIs
+            if error.param == "logprobs":
+                raise bad_request(f"top_{error}", "top_logprobs") from None  # its name in all these APIs
+            if error.param == "structured_outputs":
+                raise constraint_error(error, "tools" if choice.is_forced else conversation.constraint_param) from None
+            raise
+        self.note_request(request)
         return PreparedChat(conversation, request, Usage(prompt_tokens=len(ids)), reader)
 
     async def stream(self, chat: PreparedChat) -> AsyncGenerator[list[ChatDelta], None]:

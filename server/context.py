@@ -43,6 +43,7 @@ class ServerContext:
         self.request_log = RequestLog(options.logging)
         self.queue_timeout_seconds = options.limits.queue_timeout or None
         self.chat = ChatService(engine, options.chat, queue_timeout_seconds=self.queue_timeout_seconds)
+        self.chat.note_request = self.request_log.write
         if engine.input_processor.tokenizer is not None:
             self.chat.speech.note_tool_parser = self.http_metrics.tool_calls_parsed
         self.fingerprint = _fingerprint(engine, options.replies.fingerprint_mode)

@@ -98,6 +98,13 @@ def as_api_error(error: BaseException) -> ApiError:
     return ApiError(500, "the server failed on this request", code="internal_error", retry=False)
 
 
+def constraint_error(error: InvalidRequestError, param: str) -> ApiError:
+    """An error of structured outputs in the words of the field that asked for them."""
+    return bad_request(
+        without_leaks(str(error).replace("structured_outputs.json", param).replace("structured_outputs", param)), param
+    )
+
+
 def overloaded(message: str, retry_after_seconds: int = RETRY_AFTER_SECONDS) -> ApiError:
     """503: too much to do now, try again later."""
     return ApiError(503, message, code="overloaded", headers={"retry-after": str(retry_after_seconds)}, retry=True)

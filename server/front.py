@@ -168,9 +168,8 @@ def main() -> int:
     import uvloop
 
     start = msgspec.msgpack.decode(read_first_message(sys.stdin.fileno()), type=FrontStart)
-    logging = start.options.logging
-    log.set_up(start.log_level, format="json" if logging.log_format == "json" else None)
-    log.adopt("uvicorn", level=logging.uvicorn_log_level)
+    log.set_up(start.log_level, format=start.options.logging.log_format)
+    log.adopt("uvicorn", level=start.options.logging.uvicorn_log_level)
     _allow_many_connections()
 
     async def run() -> None:

@@ -19,8 +19,11 @@ def finite(logprob: float) -> float:
 class LogprobWriter:
     """Turns the engine's logprobs into replies' objects. `as_ids`: tokens are written as 'token_id:N'."""
 
-    def __init__(self, tokenizer: Tokenizer | None, *, as_ids: bool):
+    def __init__(self, tokenizer: Tokenizer | None, *, as_ids: bool, skip_special_tokens: bool = True):
         self._tokenizer = tokenizer
+        skips = tokenizer is not None and skip_special_tokens
+        self._hidden = tokenizer.all_special_ids if skips and tokenizer is not None else frozenset()
+        """Tokens that have no place in the text."""
         self._as_ids = as_ids
 
     def token(self, token_id: int, text: str | None) -> str:
@@ -59,12 +62,14 @@ class LogprobWriter:
         top_logprobs: list[dict[str, float] | None] = []
         offsets: list[int] = []
         offset = first_offset
+        hidden = self._hidden
         for token_id, position in zip(token_ids, positions, strict=True):
             own = None if position is None else position.get(token_id)
             text = own.decoded_token if own is not None else self._text(token_id)
             tokens.append(self.token(token_id, text))
             offsets.append(offset)
-            offset += len(text or "")
+            if token_id not in hidden:
+                offset += len(text or "")
             token_logprobs.append(None if own is None else finite(own.logprob))
             if position is None:
                 top_logprobs.append(None)

@@ -50,13 +50,13 @@ class RequestLog:
         self._is_on = options.enable_log_requests
         self._max_length = options.max_log_len
 
-    def write(self, request: FrontRequest, params: Any) -> None:
+    def write(self, request: FrontRequest) -> None:
         """Log what a request asks of sampling; at debug level also its prompt."""
         if not self._is_on:
             return
         request_id, num_tokens = safe(request.request_id), len(request.prompt_token_ids)
         extra = {"request_id": request_id, "num_prompt_tokens": num_tokens}
-        logger.info("%s: %d prompt tokens, %s", request_id, num_tokens, _numbers(params), extra=extra)
+        logger.info("%s: %d prompt tokens, %s", request_id, num_tokens, _numbers(request.params), extra=extra)
         if logger.isEnabledFor(logging.DEBUG):
             text = "" if request.prompt is None else safe(request.prompt, self._max_length)
             logger.debug("%s: prompt %r, ids %s", request_id, text, request.prompt_token_ids[: self._max_length])

@@ -132,7 +132,9 @@ class ReplyOptions:
 class LoggingOptions:
     """Server log"""
 
-    log_format: Annotated[Literal["text", "json"], "lines for people or JSON objects"] = "text"
+    log_format: Annotated[
+        Literal["text", "json"] | None, "lines for people or JSON objects; default: $JAXLLM_LOG_FORMAT, else text"
+    ] = None
     uvicorn_log_level: Annotated[Literal["critical", "error", "warning", "info", "debug"], "of the HTTP library"] = "warning"
     disable_uvicorn_access_log: Annotated[bool, "log no line for each HTTP request"] = False
     disable_access_log_for_endpoints: Annotated[
@@ -141,7 +143,9 @@ class LoggingOptions:
     enable_log_requests: Annotated[bool, "log each request's parameters; its text only at debug level"] = False
     max_log_len: Annotated[int | None, "most characters or token ids of a prompt in the log; default: all"] = None
     otlp_traces_endpoint: Annotated[
-        str | None, "URL of an OpenTelemetry collector, to which a trace of each request is sent; needs jaxllm[otel]"
+        str | None,
+        "URL that a trace span of each request is sent to, e.g. http://127.0.0.1:4317; $OTEL_EXPORTER_OTLP_TRACES_PROTOCOL is grpc "
+        "(the default) or http/protobuf, whose URL ends in /v1/traces; needs the extra otel",
     ] = None
     enable_server_load_tracking: Annotated[bool, "count running requests for /load"] = True
 

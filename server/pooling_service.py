@@ -35,6 +35,7 @@ class PoolingService:
     def __init__(self, engine: AsyncLLM, limits: LimitOptions):
         self._engine = engine
         self._limits = limits
+        self._queue_timeout_seconds = limits.queue_timeout or None
 
     async def prepare(
         self,
@@ -59,10 +60,14 @@ class PoolingService:
                 prompt["cache_salt"] = cache_salt
             own_id = request_id if len(inputs) == 1 else f"{request_id}-{place}"
             try:
-                requests.append(await self._engine.prepare(prompt, each.params, own_id, priority=priority))
+                request = await self._engine.prepare(
+                    prompt, each.params, own_id, priority=priority, queue_timeout_seconds=self._queue_timeout_seconds
+                )
+                requests.append(request)
             except InvalidRequestError as error:
                 is_of_prompt = error.param in ("prompt", "prompt_token_ids")
-                text = f"{each.param}[{place}]: {error}" if is_of_prompt and len(inputs) > 1 else str(error)
+                index = sum(other.param == each.param for other in inputs[:place])
+                text = f"{each.param}[{index}]: {error}" if is_of_prompt and len(inputs) > 1 else str(error)
                 raise InvalidRequestError(text, each.param if is_of_prompt else error.param) from error
         self._check_size(requests)
         return requests

@@ -6,7 +6,7 @@ from typing import Any
 from jaxllm.errors import InvalidRequestError
 from jaxllm.sampling_params import MAX_LOGIT_BIAS, RequestOutputKind, SamplingParams
 from jaxllm.structured_outputs import StructuredOutputsParams
-from server.errors import bad_request
+from server.errors import bad_request, constraint_error
 from server.options import LimitOptions
 from server.protocol.common import ResponseFormat, SamplingFields, StructuredOutputs
 
@@ -122,9 +122,13 @@ def _constraint(fields: SamplingFields) -> StructuredOutputsParams | None:
         if formats is not None and has_format:
             return StructuredOutputsParams(**_of_format(formats))
     except InvalidRequestError as error:
-        param = "structured_outputs" if fields.structured_outputs is not None else "response_format"
-        raise bad_request(str(error), param) from None
+        raise constraint_error(error, constraint_param(fields)) from None
     return None
+
+
+def constraint_param(fields: SamplingFields) -> str:
+    """The field that says what the answer must be."""
+    return "response_format" if fields.structured_outputs is None and fields.response_format else "structured_outputs"
 
 
 def _named(given: StructuredOutputs) -> dict[str, Any]:

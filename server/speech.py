@@ -1,6 +1,7 @@
 """How the model that is served writes tool calls and reasoning: found once, applied to each conversation."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.text.tokenizer import Tokenizer
 from server.chat_deltas import ChatDelta, with_pieces
 from server.dialects import (
+    Reasoning,
     ReasoningDialect,
     StreamParser,
     Tool,
@@ -113,10 +115,10 @@ class Speech:
                 "forced": choice.is_forced,
                 "parallel": parallel,
                 "prompt_text": prompt_text,
-                "include_reasoning": include_reasoning,
                 "special_tokens": stripped,
                 "hold_calls": not streams,
             },
+            include_reasoning=include_reasoning,
         )
         return params, reader
 
@@ -124,10 +126,19 @@ class Speech:
 class AnswerReader:
     """Reads the answers of one conversation."""
 
-    def __init__(self, tool: ToolDialect | None, reasoning: ReasoningDialect | None, settings: Mapping[str, Any]):
+    def __init__(
+        self,
+        tool: ToolDialect | None,
+        reasoning: ReasoningDialect | None,
+        settings: Mapping[str, Any],
+        *,
+        include_reasoning: bool,
+    ):
         self._tool = tool
         self._reasoning = reasoning
         self._settings = settings
+        self._include_reasoning = include_reasoning
+        self._num_reasoning_tokens = 0
         self._parsers: dict[int, StreamParser] = {}
 
     def read(self, answer: CompletionOutput, reason: str | None) -> list[ChatDelta]:
@@ -136,13 +147,21 @@ class AnswerReader:
         if parser is None:
             parser = self._parsers[answer.index] = StreamParser(self._tool, self._reasoning, **self._settings)
         was_reasoning = parser.in_reasoning
-        pieces = parser.feed(answer.text, len(answer.token_ids))
-        is_reasoning = was_reasoning or parser.in_reasoning
+        pieces = parser.feed(answer.text)
         if reason is not None:
             pieces += parser.finish()
             reason = parser.finish_reason(reason)
+        num_letters = sum(len(piece.text) for piece in pieces if isinstance(piece, Reasoning))
+        has_reasoning = num_letters > 0 or was_reasoning or parser.in_reasoning
+        if was_reasoning and parser.in_reasoning:
+            self._num_reasoning_tokens += len(answer.token_ids)
+        elif num_letters:  # tokens on both sides of a marker came together
+            share = min(1.0, num_letters / max(1, len(answer.text)))
+            self._num_reasoning_tokens += math.ceil(share * len(answer.token_ids))
         delta = ChatDelta(answer.index, finish_reason=reason, stop_reason=answer.stop_reason)
-        if not is_reasoning or self._settings["include_reasoning"]:  # else they would tell what is to be left out
+        if has_reasoning and not self._include_reasoning:  # nor may tokens tell what is to be left out
+            pieces = [piece for piece in pieces if not isinstance(piece, Reasoning)]
+        else:
             delta.token_ids, delta.logprobs = answer.token_ids, answer.logprobs
         return with_pieces(delta, pieces)
 
@@ -151,7 +170,7 @@ class AnswerReader:
         """Tokens of all answers that were reasoning; None for a model that does not reason."""
         if self._reasoning is None:
             return None
-        return sum(parser.num_reasoning_tokens for parser in self._parsers.values())
+        return self._num_reasoning_tokens
 
 
 def _named(option: str | None, found: str | None) -> str | None:

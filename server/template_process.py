@@ -39,7 +39,12 @@ class TemplateProcesses:
 
     def render(self, job: dict[str, Any]) -> str:
         """The prompt of a conversation. Raises InvalidRequestError."""
-        body = msgspec.msgpack.encode(job)
+        try:
+            body = msgspec.msgpack.encode(job)
+        except OverflowError:
+            raise InvalidRequestError(
+                "the conversation or its tools hold an integer of more than 64 bits", "messages"
+            ) from None
         with self._places:
             process = self._taken()
             answer = process.ask(body)

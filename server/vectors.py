@@ -21,21 +21,31 @@ _ROWS_AT_ONCE = 8
 
 def as_bytes(vectors: np.ndarray, dtype: str, endianness: str) -> bytes:
     """The numbers one after the other, row by row."""
-    array = np.ascontiguousarray(vectors.astype(_DTYPES[dtype]))
+    array = np.ascontiguousarray(_cast(vectors, dtype))
     if endianness not in ("native", sys.byteorder) and array.itemsize > 1:
         array = array.view(f"u{array.itemsize}").byteswap()
     return array.tobytes()
 
 
-async def as_json(vectors: np.ndarray, encoding: str, dtype: str, endianness: str) -> bytes:
-    """A JSON value: for base64 a text, else lists of numbers as they are in `dtype`. Lets others run in between."""
+async def as_json(vectors: np.ndarray, encoding: str, dtype: str, endianness: str) -> list[bytes]:
+    """A JSON value in pieces: for base64 a text, else lists of numbers as they are in `dtype`. Lets others run in between."""
+    await asyncio.sleep(0)
     if encoding == "base64":
-        return b'"%b"' % base64.b64encode(as_bytes(vectors, dtype, endianness))
-    numbers = vectors if dtype == "float32" else vectors.astype(_DTYPES[dtype]).astype(np.float32)
+        return [b'"', base64.b64encode(as_bytes(vectors, dtype, endianness)), b'"']
+    numbers = _cast(vectors, dtype).astype(np.float32)
     if numbers.ndim == 1:
-        return msgspec.json.encode(numbers.tolist())
-    rows = []
+        return [msgspec.json.encode(numbers.tolist())]
+    pieces = []
     for first in range(0, len(numbers), _ROWS_AT_ONCE):
-        rows.append(msgspec.json.encode(numbers[first : first + _ROWS_AT_ONCE].tolist())[1:-1])
+        rows = numbers[first : first + _ROWS_AT_ONCE]
+        pieces += [b"," if first else b"[", msgspec.json.encode(rows.tolist())[1:-1]]
         await asyncio.sleep(0)
-    return b"[" + b",".join(rows) + b"]"
+    return [*pieces, b"]"]
+
+
+def _cast(vectors: np.ndarray, dtype: str) -> np.ndarray:
+    """In a narrower type, numbers beyond its range become its largest: JSON has no infinity."""
+    if dtype == "float32":
+        return vectors
+    largest = float(ml_dtypes.finfo(_DTYPES[dtype]).max)
+    return np.clip(vectors, -largest, largest).astype(_DTYPES[dtype])

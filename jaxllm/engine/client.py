@@ -191,8 +191,10 @@ class EngineClient:
             return
         try:
             self._process = os.pidfd_open(pid)
-        except OSError:
+        except ProcessLookupError:
             self._process_ended()
+            return
+        except OSError:  # a kernel without it: the missing heartbeat tells, later
             return
         self._loop.add_reader(self._process, self._process_ended)
 

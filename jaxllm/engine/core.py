@@ -1,6 +1,5 @@
 """EngineCore: builds scheduler and runner from a config and serves requests in token ids. Text stays in the front."""
 
-import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -96,7 +95,7 @@ class EngineCore:
             self.config.scheduler, self.config.cache, num_blocks=plan.num_blocks, max_model_len=plan.max_model_len
         )
         max_in_flight = _MAX_IN_FLIGHT[jax.default_backend() != "cpu"] if self.config.scheduler.async_scheduling else 1
-        self.grammars = Grammars(self.scheduler, self._vocabulary, self.model_config.padded_vocab_size)
+        self.grammars = Grammars(self._vocabulary, self.model_config.padded_vocab_size)
         self.loop = StepLoop(self.scheduler, self.runner, max_in_flight=max_in_flight)
         self._failures = FailurePolicy()
         self._sleep = Sleep(self.runner, partial(self._load_weights, prepared, SILENT))
@@ -151,7 +150,7 @@ class EngineCore:
         Raises EngineDeadError if the engine cannot go on; all requests end with it.
         """
         self._check_alive()
-        news = self.scheduler.fail_expired() + self.grammars.settle()
+        news = self.scheduler.fail_expired() + self.grammars.settle(self.scheduler)
         if self._news:
             news, self._news = self._news + news, []
         try:
@@ -190,6 +189,7 @@ class EngineCore:
         self._news += self.scheduler.abort_requests(unfinished)
         self.loop.forget()
         self.scheduler.start_over()
+        self.loop.note_work()
         self._sleep.fall_asleep(level)
 
     def wake_up(self) -> None:
@@ -215,22 +215,23 @@ class EngineCore:
 
     def check_integrity(self) -> None:
         """Raise AssertionError if anything disagrees, or if a request left something behind. For an engine without requests."""
+        self._check_alive()
         self.scheduler.check_integrity()
         pool = self.scheduler.cache_manager.pool
         assert not self.scheduler.requests, f"{len(self.scheduler.requests)} requests are not finished"
+        assert not self._news, f"{len(self._news)} news were not told"
+        while self.loop.has_work:  # steps that were on their way when the last request ended
+            assert not self.loop.step(), "a step has news of a request that is gone"
         assert pool.num_free_blocks == pool.num_usable_blocks, "blocks are held by nobody"
-        assert not self.loop.has_work, "steps are in flight"
         self.runner.check_idle(self.scheduler.finished_ids)
 
     def stats(self) -> SchedulerStats:
         """Numbers for logs and metrics."""
-        work_seconds, idle_seconds = self.loop.work_clock.totals()
-        return dataclasses.replace(
-            self.scheduler.stats(),
-            work_seconds=work_seconds,
-            device_wait_seconds=self.loop.wait_seconds,
-            device_idle_seconds=idle_seconds,
-        )
+        stats = self.scheduler.stats()
+        stats.work_seconds, stats.device_idle_seconds = self.loop.work_clock.totals()
+        stats.device_wait_seconds = self.loop.wait_seconds
+        stats.sleep_level = self._sleep.level
+        return stats
 
     @property
     def num_compiled_after_warmup(self) -> int:

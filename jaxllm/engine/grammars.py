@@ -25,9 +25,8 @@ MAX_WAIT_SECONDS = 0.02
 class Grammars:
     """The compiled grammars of an engine core. One thread compiles; everything else is called by the thread that steps."""
 
-    def __init__(self, scheduler: Scheduler, load_vocabulary: Callable[[tuple[int, ...]], Vocabulary], num_columns: int):
+    def __init__(self, load_vocabulary: Callable[[tuple[int, ...]], Vocabulary], num_columns: int):
         """`load_vocabulary` takes the ids of EOS tokens; it is called with the first grammar, as it takes a second."""
-        self._scheduler = scheduler
         self._load_vocabulary = load_vocabulary
         self._num_columns = num_columns
         self._thread: ThreadPoolExecutor | None = None
@@ -39,7 +38,7 @@ class Grammars:
         self._waiting: list[tuple[Request, Future[Template]]] = []
 
     def admit(self, request: Request) -> None:
-        """Give a request that is about to be scheduled its matcher, or have it wait for it."""
+        """Give a request its matcher, or have it wait for that."""
         grammar = request.spec.grammar
         if grammar is None:
             return
@@ -48,20 +47,20 @@ class Grammars:
             self._templates.move_to_end(grammar.text)
             self._start(request, found[0])
             return
+        request.status = RequestStatus.WAITING_FOR_GRAMMAR
         job = self._compiling.get(grammar.text)
         if job is None:
             job = self._compiling[grammar.text] = self._executor().submit(self._compile, grammar, request.spec.eos_token_ids)
-        request.status = RequestStatus.WAITING_FOR_GRAMMAR
         self._waiting.append((request, job))
 
-    def settle(self) -> list[EngineCoreOutput]:
+    def settle(self, scheduler: Scheduler) -> list[EngineCoreOutput]:
         """Let the requests go whose grammars are compiled. Returns the news of those that end because theirs cannot be.
 
         Waits a little if every request waits for its grammar.
         """
         if not self._waiting:
             return []
-        if len(self._waiting) == self._scheduler.num_unfinished:  # there is nothing else to do
+        if len(self._waiting) == scheduler.num_unfinished:  # there is nothing else to do
             wait([job for _, job in self._waiting], MAX_WAIT_SECONDS, return_when="FIRST_COMPLETED")
         news: list[EngineCoreOutput] = []
         still_waiting = []
@@ -75,11 +74,11 @@ class Grammars:
                 self._start(request, job.result())
                 request.status = RequestStatus.WAITING
             except GrammarError as error:
-                news += self._scheduler.fail_requests([request.request_id], ErrorKind.CONSTRAINT, str(error))
+                news += scheduler.fail_requests([request.request_id], ErrorKind.CONSTRAINT, str(error))
             except Exception:
                 logger.exception("the grammar of request %s cannot be compiled", request.request_id)
                 message = "the request's grammar cannot be compiled in the engine"
-                news += self._scheduler.fail_requests([request.request_id], ErrorKind.INTERNAL, message)
+                news += scheduler.fail_requests([request.request_id], ErrorKind.INTERNAL, message)
         self._waiting = still_waiting
         for text, job in list(self._compiling.items()):
             if job.done():

@@ -141,3 +141,4 @@ class StepLoop:
         self.forget()
         self.scheduler.start_over()
         self.runner.start_over()
+        self.note_work()

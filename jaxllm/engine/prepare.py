@@ -137,6 +137,8 @@ def resolve(config: EngineConfig, model_dir: Path) -> tuple[EngineConfig, ModelC
         runner=config.model.runner,
         pooler_config=config.model.pooler_config,
     )
+    if model_config.pooling.prompt_names:
+        logger.info("prompts of the checkpoint, for clients to write before their texts: %s", model_config.pooling.prompt_names)
     model_config = model_config.for_tensor_parallel(config.parallel.tensor_parallel_size)
     mesh = make_mesh(config.parallel.tensor_parallel_size)
     config = config.replace(

@@ -106,13 +106,15 @@ class ServerClient:
                 piece = await content.readany()
                 try:
                     events = parser.feed(piece) if piece else parser.close()
-                except EventTooLongError as error:
-                    raise ServerError(str(error)) from None
+                except EventTooLongError as fault:
+                    raise ServerError(str(fault)) from None
                 if events:
                     is_done = events[-1] == DONE
-                    chunks = [_checked(event) for event in events if event != DONE]
+                    chunks, error = _chunks_before_error(events)
                     if chunks:
                         yield chunks
+                    if error is not None:
+                        raise error
                     if is_done:
                         # the end of the body is due at once; read, it leaves the connection to the next request
                         with contextlib.suppress(TimeoutError):
@@ -164,15 +166,23 @@ async def _message_of(response: aiohttp.ClientResponse) -> str:
     return f"HTTP {response.status}: {text}"
 
 
-def _checked(event: bytes) -> Chunk:
-    try:
-        chunk = read_chunk(event)
-    except ValueError as error:
-        raise ServerError(f"a chunk of the stream makes no sense: {error}") from None
-    if chunk.error is not None:
-        code = chunk.error.get("code") if isinstance(chunk.error, dict) else None
-        raise ServerError(f"error in the stream: {error_text(chunk.error)}", code if isinstance(code, int) else None)
-    return chunk
+def _chunks_before_error(events: list[bytes]) -> tuple[list[Chunk], ServerError | None]:
+    """The chunks in events, up to the first that is an error or makes no sense."""
+    chunks: list[Chunk] = []
+    for event in events:
+        if event == DONE:
+            break
+        try:
+            chunk = read_chunk(event)
+        except ValueError as error:
+            return chunks, ServerError(f"a chunk of the stream makes no sense: {error}")
+        if chunk.error is not None:
+            code = chunk.error.get("code") if isinstance(chunk.error, dict) else None
+            return chunks, ServerError(
+                f"error in the stream: {error_text(chunk.error)}", code if isinstance(code, int) else None
+            )
+        chunks.append(chunk)
+    return chunks, None
 
 
 def _decoded(body: bytes, path: str) -> Any:

@@ -1,6 +1,6 @@
 """What the engine core tells of itself, as metrics. Every front of an engine has the same numbers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from jaxllm.metrics.collect import Collected
@@ -26,6 +26,12 @@ class LoadStats(Protocol):
     @property
     def prefix_cache_hits(self) -> int: ...
     @property
+    def num_rejected_for_requests(self) -> int: ...
+    @property
+    def num_rejected_for_tokens(self) -> int: ...
+    @property
+    def sleep_level(self) -> int: ...
+    @property
     def num_cache_blocks(self) -> int: ...
     @property
     def step_token_counts(self) -> Sequence[int]: ...
@@ -50,6 +56,11 @@ def add_load(found: Collected, load: LoadStats) -> None:
     found.counter("prefix_cache_queries", load.prefix_cache_queries, "tokens looked up in the prefix cache")
     found.counter("prefix_cache_hits", load.prefix_cache_hits, "tokens found in the prefix cache")
     found.counter("num_preemptions", load.num_preemptions, "times that a running request lost its place")
+    turned_away = "requests turned away because too much waits, by the option that says so"
+    found.counter("admission_rejections", load.num_rejected_for_requests, turned_away, reason="max_num_queued_reqs")
+    found.counter("admission_rejections", load.num_rejected_for_tokens, turned_away, reason="max_num_queued_tokens")
+    for level, state in enumerate(SLEEP_STATES):
+        found.gauge("engine_sleep_state", int(level == load.sleep_level), "1 for the state that it is in", sleep_state=state)
     steps = Observations(STEP_TOKENS, load.step_token_counts, load.num_step_tokens)
     found.histogram("iteration_tokens_total", steps, "tokens computed in a step")
     found.counter("engine_work_seconds", load.work_seconds, "time with unfinished requests")
@@ -61,14 +72,3 @@ def add_load(found: Collected, load: LoadStats) -> None:
     )
     fraction = load.device_idle_seconds / load.work_seconds if load.work_seconds > 0 else 0.0
     found.gauge("device_idle_fraction", fraction, "device_idle_seconds per engine_work_seconds since the start")
-
-
-def add_engine_state(
-    found: Collected, *, sleep_level: int, num_compiled_after_warmup: int, cache_config: Mapping[str, str]
-) -> None:
-    """What else there is one of per engine."""
-    for level, state in enumerate(SLEEP_STATES):
-        found.gauge("engine_sleep_state", int(level == sleep_level), "1 for the state that the engine is in", sleep_state=state)
-    found.counter("programs_compiled_after_warmup", num_compiled_after_warmup, "programs compiled while serving")
-    if cache_config:
-        found.gauge("cache_config_info", 1, "options of the KV cache, as labels", **cache_config)

@@ -4,14 +4,11 @@ from collections.abc import Mapping
 
 from jaxllm.metrics import buckets
 from jaxllm.metrics.collect import Collected
-from jaxllm.metrics.engine_load import LoadStats, add_engine_state, add_load
+from jaxllm.metrics.engine_load import LoadStats, add_load
 from jaxllm.metrics.metric import Metric
 from jaxllm.observations import Observations
 from jaxllm.request import FinishReason
 from jaxllm.sampling_params import SamplingParams
-
-REJECTIONS = ("max_num_queued_reqs", "max_num_queued_tokens")
-"""The limits that turn requests away, by the options' names."""
 
 
 class EngineMetrics:
@@ -27,7 +24,6 @@ class EngineMetrics:
         self.prompt_tokens_cached = 0
         self.generation_tokens = 0
         self._finished = dict.fromkeys(map(str, FinishReason), 0)
-        self._rejected = dict.fromkeys(REJECTIONS, 0)
         self._first_token_seconds = Observations(buckets.FIRST_TOKEN_SECONDS)
         self._inter_token_seconds = Observations(buckets.TOKEN_SECONDS)
         self._request_seconds = Observations(buckets.REQUEST_SECONDS)
@@ -46,23 +42,12 @@ class EngineMetrics:
         self.load: LoadStats | None = None
         """The engine core's own numbers, after the latest step."""
         self.programs_compiled_after_warmup = 0
-        self.sleep_level = 0
-        """0 awake, 1 weights offloaded, 2 all discarded."""
 
     def request_arrived(self, params: SamplingParams) -> None:
         """A prompt was accepted."""
         self._request_n.add(params.n)
         if params.max_tokens is not None:
             self._request_max_tokens.add(params.max_tokens)
-
-    @property
-    def num_rejected(self) -> int:
-        """Prompts that were turned away."""
-        return sum(self._rejected.values())
-
-    def request_rejected(self, reason: str) -> None:
-        """A prompt was turned away because too much waits; `reason` is one of REJECTIONS."""
-        self._rejected[reason] += 1
 
     def prefill_done(
         self,
@@ -74,19 +59,30 @@ class EngineMetrics:
         prefill_seconds: float | None = None,
     ) -> None:
         """The first token of a sequence came, so long after its arrival; how long it waited and computed, if the core told."""
+        self._first_token_seconds.add(seconds)
+        self._prompt_computed(num_prompt_tokens, num_cached_tokens, queue_seconds, prefill_seconds)
+
+    def prompt_pooled(
+        self,
+        num_prompt_tokens: int,
+        num_cached_tokens: int,
+        *,
+        queue_seconds: float | None = None,
+        prefill_seconds: float | None = None,
+    ) -> None:
+        """The vectors of a prompt came; how long it waited and computed, if the core told."""
+        self._prompt_computed(num_prompt_tokens, num_cached_tokens, queue_seconds, prefill_seconds)
+
+    def _prompt_computed(
+        self, num_prompt_tokens: int, num_cached_tokens: int, queue_seconds: float | None, prefill_seconds: float | None
+    ) -> None:
         self.prompt_tokens += num_prompt_tokens
         self.prompt_tokens_cached += num_cached_tokens
-        self._first_token_seconds.add(seconds)
         self._request_computed_tokens.add(num_prompt_tokens - num_cached_tokens)
         if queue_seconds is not None:
             self._queue_seconds.add(queue_seconds)
         if prefill_seconds is not None:
             self._prefill_seconds.add(prefill_seconds)
-
-    def prompt_pooled(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
-        """The vectors of a prompt came."""
-        self.prompt_tokens += num_prompt_tokens
-        self.prompt_tokens_cached += num_cached_tokens
 
     def tokens_done(self, seconds: float, count: int) -> None:
         """A later token came for so many sequences, so long after the one before it."""
@@ -128,19 +124,19 @@ class EngineMetrics:
         """Every metric as it is now, with or without those that the engine core counts for all fronts together."""
         found = Collected(self._labels)
         if of_engine:
-            cache_config = self._cache_config
-            if self.load is not None:
-                add_load(found, self.load)
-                cache_config = cache_config and cache_config | {"num_gpu_blocks": str(self.load.num_cache_blocks)}
-            add_engine_state(
-                found,
-                sleep_level=self.sleep_level,
-                num_compiled_after_warmup=self.programs_compiled_after_warmup,
-                cache_config=cache_config,
-            )
+            self._add_engine(found)
         self._add_counters(found)
         self._add_histograms(found)
         return found.metrics
+
+    def _add_engine(self, found: Collected) -> None:
+        cache_config = self._cache_config
+        if self.load is not None:
+            add_load(found, self.load)
+            cache_config = cache_config and cache_config | {"num_gpu_blocks": str(self.load.num_cache_blocks)}
+        found.counter("programs_compiled_after_warmup", self.programs_compiled_after_warmup, "programs compiled while serving")
+        if cache_config:
+            found.gauge("cache_config_info", 1, "options of the KV cache, as labels", **cache_config)
 
     def _add_counters(self, found: Collected) -> None:
         found.counter(
@@ -154,8 +150,6 @@ class EngineMetrics:
         found.counter("generation_tokens", self.generation_tokens, "output tokens")
         for reason, count in self._finished.items():
             found.counter("request_success", count, "ended sequences", finished_reason=reason)
-        for reason, count in self._rejected.items():
-            found.counter("admission_rejections", count, "requests turned away because too much waits", reason=reason)
 
     def _add_histograms(self, found: Collected) -> None:
         histogram = found.histogram
@@ -163,7 +157,7 @@ class EngineMetrics:
         histogram("inter_token_latency_seconds", self._inter_token_seconds, "between tokens of a sequence")
         histogram("e2e_request_latency_seconds", self._request_seconds, "from arrival to the end")
         histogram("request_queue_time_seconds", self._queue_seconds, "from the engine core's queue to the first step")
-        histogram("request_prefill_time_seconds", self._prefill_seconds, "from the first step to the first token")
+        histogram("request_prefill_time_seconds", self._prefill_seconds, "from the first step to the first token or the vector")
         histogram("request_decode_time_seconds", self._decode_seconds, "from the first token to the last")
         histogram("request_inference_time_seconds", self._inference_seconds, "from the first step to the last token")
         histogram("request_time_per_output_token_seconds", self._seconds_per_token, "mean time per token after the first")

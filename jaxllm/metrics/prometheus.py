@@ -3,14 +3,15 @@
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from jaxllm.metrics.metric import Counter, Gauge, Histogram, Metric
 
+EXPOSITION_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""The content type of `exposition`."""
 _FAMILIES: dict[type, Any] = {Counter: CounterMetricFamily, Gauge: GaugeMetricFamily, Histogram: HistogramMetricFamily}
 
 
@@ -45,10 +46,12 @@ def registry(snapshot: Callable[[], list[Metric]]) -> CollectorRegistry:
     return own
 
 
-def exposition(metrics: Iterable[Metric], accept: str | None = None) -> tuple[bytes, str]:
-    """The metrics, and those of this process: (body, content type), in the form that a scraper's Accept header prefers."""
+def exposition(metrics: Iterable[Metric]) -> bytes:
+    """The metrics, and those of this process, in Prometheus's text format.
+
+    Never in OpenMetrics, whose encoder turns the colon after the prefix into an underscore, so that names would depend on the scraper.
+    """
     listed = list(metrics)
     own = registry(lambda: listed)
     ProcessCollector(registry=own)
-    encode, content_type = choose_encoder(accept or "")
-    return encode(own), content_type
+    return generate_latest(own)

@@ -74,5 +74,5 @@ class StatLogger:
             load.prefix_cache_queries,
             load.prefix_cache_hits,
             load.num_preemptions,
-            metrics.num_rejected,
+            load.num_rejected_for_requests + load.num_rejected_for_tokens,
         )

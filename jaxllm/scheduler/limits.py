@@ -63,8 +63,10 @@ def check_room(request: Request, waiting: WaitingQueue, options: SchedulerOption
     num_queued, num_tokens = len(waiting) - num_seats, waiting.num_prompt_tokens
     most, most_tokens = options.max_num_queued_reqs, options.max_num_queued_tokens
     if most is not None and num_queued >= most:
+        limit = "max_num_queued_reqs"
         what = f"{max(0, num_queued)} requests wait already and at most {most} may (--max-num-queued-reqs)"
     elif most_tokens is not None and len(waiting) and num_tokens + request.num_prompt_tokens > most_tokens:
+        limit = "max_num_queued_tokens"
         what = (
             f"{num_tokens} prompt tokens wait already, the request has {request.num_prompt_tokens} "
             f"and at most {most_tokens} may wait (--max-num-queued-tokens)"
@@ -74,4 +76,4 @@ def check_room(request: Request, waiting: WaitingQueue, options: SchedulerOption
     # Who comes now will wait about as long as the next in line has.
     waited_seconds = time.time() - waiting.peek().spec.arrival_time if len(waiting) else 0.0
     seconds = max(1, min(_MAX_RETRY_AFTER_SECONDS, round(waited_seconds)))
-    raise OverloadedError(f"the engine is overloaded: {what}; try again in {seconds} s", seconds)
+    raise OverloadedError(f"the engine is overloaded: {what}; try again in {seconds} s", seconds, limit)

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from jaxllm.config import CacheOptions, SchedulerOptions
-from jaxllm.errors import GrammarError, InvalidRequestError
+from jaxllm.errors import GrammarError, InvalidRequestError, OverloadedError
 from jaxllm.log import logger
 from jaxllm.observations import STEP_TOKENS, Observations
 from jaxllm.outputs import EngineCoreOutput
@@ -91,6 +91,7 @@ class Scheduler:
         self._refusal: _Refusal | None = None
         self._num_preemptions = 0
         self._step_tokens = Observations(STEP_TOKENS)
+        self._num_rejected = {"max_num_queued_reqs": 0, "max_num_queued_tokens": 0}
         # [queried, found] tokens of first admissions, and of admissions after preemption.
         self._prefix_totals, self._resumed_prefix_totals = [0, 0], [0, 0]
 
@@ -106,7 +107,11 @@ class Scheduler:
         check_servable(request, self.cache_manager, self.max_model_len)
         # What was added since the latest step has a place still, as far as there are seats and nobody was left waiting.
         num_seats = 0 if min(self._num_left_waiting, len(self.waiting)) else self.max_num_seqs - len(self.running)
-        check_room(request, self.waiting, self.options, num_seats)
+        try:
+            check_room(request, self.waiting, self.options, num_seats)
+        except OverloadedError as error:
+            self._num_rejected[error.limit] += 1
+            raise
         if request.pooling_params is None:
             request.max_num_tokens = min(request.max_num_tokens, self.max_model_len)
         if self._extend_hashes is not None:
@@ -518,6 +523,8 @@ class Scheduler:
             prefix_cache_hits=self._prefix_totals[1],
             resumed_prefix_cache_queries=self._resumed_prefix_totals[0],
             resumed_prefix_cache_hits=self._resumed_prefix_totals[1],
+            num_rejected_for_requests=self._num_rejected["max_num_queued_reqs"],
+            num_rejected_for_tokens=self._num_rejected["max_num_queued_tokens"],
             num_cache_blocks=self.cache_manager.pool.num_usable_blocks,
             step_token_counts=tuple(self._step_tokens.counts),
             num_step_tokens=int(self._step_tokens.sum),

@@ -3,9 +3,12 @@
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class SchedulerStats:
-    """The load at this moment, and totals since the start. Rates are differences of two."""
+    """The load at this moment, and totals since the start. Rates are differences of two.
+
+    Not frozen: one is made after every step, and freezing triples its cost.
+    """
 
     num_running: int
     num_waiting: int
@@ -19,6 +22,12 @@ class SchedulerStats:
     resumed_prefix_cache_queries: int
     """The same for admissions after preemption, counted apart because they find their own blocks."""
     resumed_prefix_cache_hits: int
+    num_rejected_for_requests: int = 0
+    """Requests turned away by --max-num-queued-reqs."""
+    num_rejected_for_tokens: int = 0
+    """By --max-num-queued-tokens."""
+    sleep_level: int = 0
+    """0 awake, 1 weights offloaded, 2 all discarded (the core's to tell)."""
     num_cache_blocks: int = 0
     """Usable blocks of the KV cache."""
     step_token_counts: tuple[int, ...] = ()

@@ -14,6 +14,8 @@ from jaxllm.structured.token_table import Vocabulary
 from jaxllm.structured.worker_process import WorkerProcess
 from jaxllm.structured_outputs import PARAM, StructuredOutputsParams
 
+DEADLINE_SECONDS = 5.0
+"""Wall-clock time that compiling one form may take, with its first masks."""
 MAX_CACHE_BYTES = 64 << 20
 """Of the answers that are remembered, refusals among them."""
 MAX_WAITING = 1000
@@ -46,8 +48,12 @@ class GrammarCompiler:
     May be called from any thread.
     """
 
-    def __init__(self, vocabulary: Vocabulary):
+    def __init__(
+        self, vocabulary: Vocabulary, *, deadline_seconds: float = DEADLINE_SECONDS, max_cache_bytes: int = MAX_CACHE_BYTES
+    ):
         self._vocabulary = vocabulary
+        self._deadline_seconds = deadline_seconds
+        self._max_cache_bytes = max_cache_bytes
         self._lock = threading.Lock()
         self._process: WorkerProcess | None = None
         self._jobs: dict[int, _Job] = {}
@@ -116,7 +122,7 @@ class GrammarCompiler:
 
     def _running_process(self) -> WorkerProcess:
         if self._process is None:
-            self._process = WorkerProcess(self._vocabulary, self._take_answer, self._replace)
+            self._process = WorkerProcess(self._vocabulary, self._deadline_seconds, self._take_answer, self._replace)
             self.num_processes += 1
         return self._process
 
@@ -155,7 +161,7 @@ class GrammarCompiler:
     def _remember(self, form: StructuredOutputsParams, answer: _Answer) -> None:
         self._answers[form] = answer
         self._num_cached_bytes += _num_bytes(form, answer)
-        while self._num_cached_bytes > MAX_CACHE_BYTES:
+        while self._num_cached_bytes > self._max_cache_bytes:
             oldest, forgotten = self._answers.popitem(last=False)
             self._num_cached_bytes -= _num_bytes(oldest, forgotten)
 

@@ -9,7 +9,7 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
 from jaxllm.errors import GrammarError
-from jaxllm.structured.json_schema import check_schema, closed
+from jaxllm.structured.json_schema import changed, check_schema, closed, with_real_dates
 from jaxllm.structured.structural_tag import Split, lark_regex, structural_tag_grammar
 from jaxllm.structured_outputs import StructuredOutputsParams
 
@@ -41,8 +41,9 @@ def grammar_text(params: StructuredOutputsParams, split: Split) -> str:
 def _with_options(schema: Any, params: StructuredOutputsParams) -> dict[str, Any]:
     """A schema, checked, with the options where llguidance reads them."""
     check_schema(schema)
+    schema = changed(schema, with_real_dates)
     if params.disable_additional_properties:
-        schema = closed(schema)
+        schema = changed(schema, closed)
     if params.disable_any_whitespace:
         options: dict[str, Any] = {"whitespace_flexible": False}
     else:

@@ -1,7 +1,7 @@
 """Finds what is wrong with a JSON schema and where, before it is compiled: kinds of values, references, what nothing can satisfy."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxllm.errors import GrammarError
@@ -15,6 +15,11 @@ _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSc
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains", "maxContains")
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _TEXTS = ("$ref", "pattern", "format", "title", "description", "$comment", "$id", "$schema", "$anchor")
+_YEAR = r"(?:[1-9]\d{3}|0[1-9]\d{2}|00[1-9]\d|000[1-9])"
+_LEAP_YEAR = r"(?:\d\d(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+_DATE = rf"(?:{_YEAR}-(?:\d\d-(?:[013]\d|2[0-8])|(?:0[13-9]|1[0-2])-29)|{_LEAP_YEAR}-02-29)"
+_TIME = r"\d\d:\d\d:[0-5]"
+_REAL = {"date": f"^{_DATE}", "time": f"^{_TIME}", "date-time": f"^{_DATE}[Tt]{_TIME}"}
 _RANGES = (("minLength", "maxLength"), ("minItems", "maxItems"), ("minProperties", "maxProperties"), ("minimum", "maximum"))
 
 
@@ -32,21 +37,32 @@ def check_keywords(schema: Any) -> None:
             _check_node(schema, pointer, node)
 
 
-def closed(schema: Any) -> Any:
-    """The schema with additionalProperties: false in each object schema that says nothing of them."""
+def closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """An object schema that says nothing of other properties, with none allowed. Not those within it."""
+    if (schema.get("type") == "object" or "properties" in schema) and "additionalProperties" not in schema:
+        return {**schema, "additionalProperties": False}
+    return schema
+
+
+def with_real_dates(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema of dates or times, with a pattern for what the compiler's formats leave out: leap years, a year 0, leap seconds."""
+    pattern = _REAL.get(schema.get("format", ""))
+    return schema if pattern is None else {**schema, "allOf": [*schema.get("allOf", ()), {"pattern": pattern}]}
+
+
+def changed(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """A copy of a schema in which each schema is replaced by what `change` makes of it."""
     if isinstance(schema, list):
-        return [closed(entry) for entry in schema]
+        return [changed(entry, change) for entry in schema]
     if not isinstance(schema, dict):
         return schema
     result: dict[str, Any] = {}
     for key, value in schema.items():
-        if key in _MAPS and isinstance(value, dict):
-            result[key] = {name: closed(entry) for name, entry in value.items()}
+        if key in _MAPS:
+            result[key] = {name: changed(entry, change) for name, entry in value.items()}
         else:
-            result[key] = closed(value) if key in (*_ONE, *_LISTS) else value
-    if schema.get("type") == "object" or "properties" in schema:
-        result.setdefault("additionalProperties", False)
-    return result
+            result[key] = changed(value, change) if key in (*_ONE, *_LISTS) else value
+    return change(result)
 
 
 def walk(schema: Any, pointer: str = "#") -> Iterator[tuple[str, Any]]:

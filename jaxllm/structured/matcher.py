@@ -97,9 +97,10 @@ class Matcher:
         mask_W[:num_words] = words[:num_words]
         if not self._ends_at_eos:
             _clear(mask_W, self._eos_token_ids)
-        if self._matcher.is_error():
+        is_stuck = self._matcher.is_error() and not self._matcher.get_error().startswith("NoExtension")
+        if is_stuck:
             self._failure = GrammarError("the grammar became too complex for this output")
-        elif not mask_W.any():
+        elif self._matcher.is_error() or not mask_W.any():
             self._failure = GrammarError("the grammar allows no token of this model at this place")
         if self._failure is not None:
             mask_W[:] = -1  # the token that is drawn ends the request

@@ -18,6 +18,8 @@ class Vocabulary:
 
     tokenizer_json: str
     """The text of tokenizer.json."""
+    num_tokens: int
+    """Of the tokenizer."""
     num_columns: int
     """Of the model's logits; those beyond the tokenizer's tokens are never allowed."""
     eos_token_ids: tuple[int, ...]
@@ -33,15 +35,14 @@ class Vocabulary:
                 f"{PARAM} needs a tokenizer.json, and the model {tokenizer.name_or_path} has none; leave it out", PARAM
             )
         added = tuple((content, token) for token, content in tokenizer.added_tokens.items())
-        return cls(text, num_columns, tuple(eos_token_ids), added)
+        num_tokens = max(tokenizer.get_vocab().values()) + 1
+        return cls(text, num_tokens, num_columns, tuple(eos_token_ids), added)
 
     @cached_property
     def table(self) -> LLTokenizer:
         """llguidance's own form of it. Takes about a second for 128 000 tokens."""
-        bare = LLTokenizer(self.tokenizer_json, slices=[])
-        num_tokens = bare.vocab_size
-        ends = [token for token in self.eos_token_ids if token < num_tokens]
-        return LLTokenizer(self.tokenizer_json, n_vocab=max(self.num_columns, num_tokens), eos_token=ends or None)
+        ends = [token for token in self.eos_token_ids if token < self.num_tokens]
+        return LLTokenizer(self.tokenizer_json, n_vocab=max(self.num_columns, self.num_tokens), eos_token=ends or None)
 
     @cached_property
     def _special_tokens(self) -> list[tuple[str, int]]:

@@ -107,7 +107,7 @@ def readable(message: str, kind: str) -> str:
     """What llguidance says, without its internals."""
     message = message.split("<state>")[0].replace("<non-verbose/>", "").strip()
     if message.startswith("NoExtension"):
-        return "can never be satisfied"
+        return "can never be satisfied, or not with the tokens of this model"
     if kind == "regex":
         message = re.sub(r"^at \d+\(\d+\): invalid regex .*? \(in regex\): ", "", message, flags=re.DOTALL)
     message = re.sub(r"^at (\d+)\((\d+)\): ", r"at line \1 column \2: ", message)

@@ -1,10 +1,11 @@
 """The process in which forms are tried out. It forks a child for each, so that none can harm another or outlive its time.
 
-Reads {"vocabulary": …} and then {"id", "params"} from its input, answers {"id", "grammar", "num_bytes"} or {"id", "error"}.
-Has one thread, which forking needs. Knows no JAX.
+Reads {"vocabulary", "deadline_seconds"} and then {"id", "params"} from its input, and answers {"id", "grammar", "num_bytes"}
+or {"id", "error"}. Has one thread, which forking needs. Knows no JAX.
 """
 
 import io
+import math
 import os
 import selectors
 import signal
@@ -21,10 +22,8 @@ from jaxllm.structured import frames, trial
 from jaxllm.structured.token_table import Vocabulary
 from jaxllm.structured_outputs import StructuredOutputsParams
 
-DEADLINE_SECONDS = 5.0
-"""Wall-clock time of one trial."""
-BUSY_DEADLINE_SECONDS = 1.0
-"""The same while others wait and no place is free."""
+BUSY_FRACTION = 0.2
+"""Of the time that a trial may take, what it has while others wait and no place is free."""
 MAX_CHILDREN = 4
 EXTRA_BYTES = 1 << 30
 """Memory that one trial may take."""
@@ -49,9 +48,11 @@ class Worker:
         first = frames.read(self._input)
         if first is None:
             raise SystemExit
+        self._deadline_seconds = first["deadline_seconds"]
         fields = first["vocabulary"]
         self._vocabulary = Vocabulary(
             fields["tokenizer_json"],
+            fields["num_tokens"],
             fields["num_columns"],
             tuple(fields["eos_token_ids"]),
             tuple((text, token) for text, token in fields["added_tokens"]),
@@ -85,7 +86,7 @@ class Worker:
         if pid == 0:
             os.close(receiving)
             try:
-                answer = _answer(job, self._vocabulary, self._table)
+                answer = _answer(job, self._vocabulary, self._table, self._deadline_seconds)
                 with os.fdopen(sending, "wb") as pipe:
                     frames.write(pipe, answer)
             finally:
@@ -110,13 +111,13 @@ class Worker:
         elif os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGSEGV:
             self._refuse(child, "is nested too deeply")
         elif os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL):
-            self._refuse(child, f"takes more than {DEADLINE_SECONDS:g} s to compile; ask for something simpler")
+            self._refuse(child, f"takes more than {self._deadline_seconds:g} s to compile; ask for something simpler")
         else:
             self._refuse(child, f"takes more than {EXTRA_BYTES >> 20} MiB to compile; ask for something simpler")
 
     def _end_late(self) -> None:
         is_busy = bool(self._waiting) and len(self._children) == MAX_CHILDREN
-        limit = BUSY_DEADLINE_SECONDS if is_busy else DEADLINE_SECONDS
+        limit = self._deadline_seconds * (BUSY_FRACTION if is_busy else 1)
         for child in list(self._children.values()):
             if time.monotonic() - child.started > limit:
                 self._forget(child)
@@ -126,7 +127,7 @@ class Worker:
     def _seconds_to_next_deadline(self) -> float | None:
         if not self._children:
             return None
-        limit = BUSY_DEADLINE_SECONDS if self._waiting else DEADLINE_SECONDS
+        limit = self._deadline_seconds * (BUSY_FRACTION if self._waiting else 1)
         return max(0.0, min(child.started for child in self._children.values()) + limit - time.monotonic()) + 0.01
 
     def _forget(self, child: _Child, *, is_over: bool = False) -> int:
@@ -146,10 +147,10 @@ class Worker:
             self._forget(child)
 
 
-def _answer(job: dict[str, Any], vocabulary: Vocabulary, table: LLTokenizer) -> dict[str, Any]:
+def _answer(job: dict[str, Any], vocabulary: Vocabulary, table: LLTokenizer, deadline_seconds: float) -> dict[str, Any]:
     """What a child finds out."""
     os.nice(NICENESS)
-    trial.limit_resources(int(DEADLINE_SECONDS), EXTRA_BYTES)
+    trial.limit_resources(math.ceil(deadline_seconds), EXTRA_BYTES)
     params = StructuredOutputsParams(**job["params"])
     try:
         return {"id": job["id"], **trial.try_out(params, vocabulary, table)}

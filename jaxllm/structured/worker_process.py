@@ -23,6 +23,7 @@ class WorkerProcess:
     def __init__(
         self,
         vocabulary: Vocabulary,
+        deadline_seconds: float,
         on_answer: Callable[[dict[str, Any]], None],
         on_end: Callable[["WorkerProcess"], None],
     ):
@@ -37,7 +38,7 @@ class WorkerProcess:
         )
         self._outbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         fields = {name: getattr(vocabulary, name) for name in vocabulary.__dataclass_fields__}
-        self._outbox.put({"vocabulary": fields})
+        self._outbox.put({"vocabulary": fields, "deadline_seconds": deadline_seconds})
         self._on_answer, self._on_end = on_answer, on_end
         self._threads = [threading.Thread(target=target, daemon=True) for target in (self._write, self._log_complaints)]
         self._threads.append(threading.Thread(target=self._listen, name="grammar-answers", daemon=True))

@@ -37,7 +37,9 @@ class Observer(Protocol):
         queue_seconds: float | None,
         prefill_seconds: float | None,
     ) -> None: ...
-    def prompt_pooled(self, num_prompt_tokens: int, num_cached_tokens: int) -> None: ...
+    def prompt_pooled(
+        self, num_prompt_tokens: int, num_cached_tokens: int, *, queue_seconds: float | None, prefill_seconds: float | None
+    ) -> None: ...
     def tokens_done(self, seconds: float, count: int) -> None: ...
     def add_generation_tokens(self, count: int) -> None: ...
     def request_finished(
@@ -291,7 +293,7 @@ class OutputProcessor:
         self._live[request.internal_id] = live
         for answer in live.answers:
             self._answers[answer.engine_id] = (live, answer)
-        if self._observer is not None:
+        if self._observer is not None and request.pooling_params is None:
             self._observer.request_arrived(request.params)
 
     def process(self, news: Iterable[EngineCoreOutput]) -> ProcessedStep:
@@ -325,7 +327,12 @@ class OutputProcessor:
             if item.pooled is not None:
                 live.vectors, live.num_cached_tokens = item.pooled, item.num_cached_tokens
                 if self._observer is not None:
-                    self._observer.prompt_pooled(len(answer.prompt_token_ids), item.num_cached_tokens)
+                    self._observer.prompt_pooled(
+                        len(answer.prompt_token_ids),
+                        item.num_cached_tokens,
+                        queue_seconds=item.queue_seconds,
+                        prefill_seconds=item.prefill_seconds,
+                    )
             if item.num_preemptions != answer.num_preemptions:
                 live.metrics.num_preemptions += item.num_preemptions - answer.num_preemptions
                 answer.num_preemptions = item.num_preemptions

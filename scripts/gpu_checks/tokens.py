@@ -1,13 +1,16 @@
-"""The demo model in float32: an engine with the device's kernels gives the tokens of one with the reference attention."""
+"""The demo model in float32: an engine with the device's kernels gives the tokens and vectors of one with the reference attention."""
 
 import random
 from collections.abc import Iterator
 
 import jax
+import numpy as np
 
-from jaxllm import LLM, SamplingParams
+from jaxllm import LLM, PoolingParams, SamplingParams
 from scripts.gpu_checks import Outcome
 
+TOLERANCE = 1e-3
+"""Of a prompt's vectors, relative to the largest number in them."""
 TEXT = "the city river seven runs under a bridge and twelve green boats carry letters to my old friend in winter"
 
 
@@ -20,7 +23,7 @@ def check(*, tiny: bool) -> Iterator[Outcome]:
     greedy = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in lengths]
     seeded = [SamplingParams(temperature=1.0, seed=i, max_tokens=n, ignore_eos=True) for i, n in enumerate(lengths)]
     kinds = {"greedy": greedy, "seeded": seeded}
-    found = {}
+    found, vectors = {}, {}
     kernels = "auto" if jax.default_backend() != "cpu" else "triton"  # there interpreted
     used = ""
     for implementation in (kernels, "reference"):
@@ -37,12 +40,18 @@ def check(*, tiny: bool) -> Iterator[Outcome]:
             num_gpu_blocks_override=33 if tiny else 1025,
             enable_prefix_caching=False,
             warmup="lazy",
+            pooler_config={"pooling_type": "mean"},
             use_progress_bar=False,
         )
         used = used or llm.llm_engine.config.compile.attention_implementation
         for kind, params in kinds.items():
             outputs = llm.generate(prompts, params, use_tqdm=False)
             found[implementation, kind] = [list(output.outputs[0].token_ids) for output in outputs]
+        plain = PoolingParams(use_activation=False)
+        for task in ("embed", "token_embed"):
+            vectors[implementation, task] = [
+                output.outputs.data for output in llm.encode(prompts, plain, pooling_task=task, use_tqdm=False)
+            ]
         llm.shutdown()
     for kind in kinds:
         equal = sum(a == b for a, b in zip(found[kernels, kind], found["reference", kind], strict=True))
@@ -51,3 +60,11 @@ def check(*, tiny: bool) -> Iterator[Outcome]:
             equal == count,
             f"{equal} of {count} requests ({sum(lengths)} tokens) equal with {used} and reference attention",
         )
+    expected = vectors["reference", "token_embed"]
+    means = [tokens.mean(axis=0) for tokens in expected]
+    for name, pairs in {
+        "vectors of tokens": zip(vectors[kernels, "token_embed"], expected, strict=True),
+        "means of vectors": zip(vectors[kernels, "embed"], means, strict=True),
+    }.items():
+        worst = max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in pairs)
+        yield Outcome(f"demo model, {name}", worst < TOLERANCE, f"off by {worst:.1e} with {used}, at most {TOLERANCE:.0e}")

@@ -117,7 +117,7 @@ KINDS: Mapping[str, Kind] = {
     "completion, stream": Kind(18, COMPLETIONS, stream, lambda a: a.completion()),
     "completion, n = 3": Kind(4, COMPLETIONS, stream, lambda a: a.completion(n=3, temperature=1.0, seed=7)),
     "completion, logprobs": Kind(4, COMPLETIONS, whole, lambda a: a.completion(logprobs=3, echo=False)),
-    "completion, token ids": Kind(4, COMPLETIONS, whole, lambda a: a.completion(prompt=a.rng.choices(range(300, 2000), k=40))),
+    "completion, token ids": Kind(4, COMPLETIONS, whole, lambda a: a.completion(prompt=a.rng.choices(range(3, 13), k=40))),
     "completion, stop": Kind(4, COMPLETIONS, whole, lambda a: a.completion(stop=["7", "\n"], ignore_eos=False)),
     "completion, long": Kind(2, COMPLETIONS, stream, lambda a: a.completion(prompt="x = 1\n" * 60, max_tokens=64)),
     "chat": Kind(10, CHAT, whole, lambda a: a.chat()),

@@ -15,9 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-DEFAULT_COMMAND = (
-    f"{sys.executable} -c 'import sys; from jaxllm.cli.main import main; sys.exit(main())' serve demo --port {{port}}"
-)
+_RUN = "import sys; from jaxllm.cli.main import main; sys.exit(main())"
+DEFAULT_COMMAND = f"{sys.executable} -c '{_RUN}' serve demo --warmup all --port {{port}}"
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -73,7 +72,8 @@ def processes_below(pid: int) -> dict[int, str]:
         name, rest = stat[stat.index("(") + 1 : stat.rindex(")")], stat[stat.rindex(")") + 2 :].split()
         number = int(entry.name)
         parents[number] = int(rest[1])
-        names[number] = f"{name} {b' '.join(words)[:60].decode('utf-8', 'replace')}".strip()
+        said = [word.decode("utf-8", "replace") for word in words if word]
+        names[number] = " ".join([Path(said[0]).name, *said[1:]])[:80] if said else name
     found = {pid: names.get(pid, "")} if pid in names else {}
     todo = list(found)
     while todo:

@@ -1,19 +1,15 @@
 """Grammars that make a model call the tools it must call."""
 
-import json
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from jaxllm.errors import InvalidRequestError
-from jaxllm.structured_outputs import MAX_SPEC_BYTES, StructuredOutputsParams
+from jaxllm.structured_outputs import StructuredOutputsParams
 from server.dialects.dialect import INDEX, Frame, ReasoningDialect, ToolDialect, special_tokens_of
 from server.dialects.harmony import CHANNEL, MESSAGE
 from server.dialects.json_calls import JSON_CALLS
-from server.dialects.markers import markers_of
 from server.dialects.tools import Tool, ToolChoice
-
-_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""As models were trained to write it; and nobody can wait for white space without end."""
 
 
 def tool_constraint(
@@ -28,24 +24,34 @@ def tool_constraint(
 ) -> StructuredOutputsParams | None:
     """What an output must be for this tool choice; None if it is free. Reasoning stays free: the constraint begins after it.
 
-    Calls are enforced in the model's own format where that is JSON within markers, else as plain JSON. The parser of such an answer
-    has `forced=True`. Raises InvalidRequestError. Tools that are `strict` are not constrained when the choice is "auto".
+    Enforced calls are in the model's own format where that is JSON within markers, else plain JSON; their parser has `forced=True`. With
+    "auto" and tools that are `strict`, the text is free, but what follows a call's marker is a call whose arguments fit, where the
+    format has such a marker. Raises InvalidRequestError.
     """
-    if not tool_choice.is_forced:
-        return None
-    chosen = [tool for tool in tools if tool_choice.kind == "required" or tool.name == tool_choice.name]
     special_tokens = special_tokens_of(tokenizer)
-    frame = (dialect.frame_for(special_tokens) if dialect else None) or JSON_CALLS.frame
-    assert frame is not None
-    several = parallel and frame.several and tool_choice.kind == "required"
-    after = None if frame.reasoning else start_after_token_ids(reasoning, tokenizer, prompt_text)
-    grammar = _grammar(chosen, frame, several, tokenizer, lines_before=after is not None)
-    if len(grammar) > MAX_SPEC_BYTES:
+    frame = dialect.frame_for(special_tokens) if dialect else None
+    after = start_after_token_ids(reasoning, tokenizer, prompt_text)
+    if tool_choice.is_forced:
+        chosen = [tool for tool in tools if tool_choice.kind == "required" or tool.name == tool_choice.name]
+        frame = frame or JSON_CALLS.frame
+        assert frame is not None
+        after = None if frame.reasoning else after
+        several = parallel and frame.several and tool_choice.kind == "required"
+        tag = _enforced(chosen, frame, several, lines_before=after is not None)
+    elif tool_choice.kind == "auto" and any(tool.strict for tool in tools) and dialect and frame:
+        trigger = frame.before_calls or next((one for one in dialect.openings if frame.before_name.startswith(one)), "")
+        may_think_first = reasoning is not None and after is None and reasoning.state_after(prompt_text, special_tokens) is None
+        if not trigger or frame.reasoning or may_think_first:
+            return None
+        tag = _where_triggered(tools, frame, trigger, parallel)
+    else:
+        return None
+    try:
+        return StructuredOutputsParams(structural_tag={"type": "structural_tag", "format": tag}, start_after_token_ids=after)
+    except InvalidRequestError as error:
         raise InvalidRequestError(
-            f"tools have schemas of {len(grammar)} bytes together; calls can be enforced for {MAX_SPEC_BYTES}; pass fewer",
-            "tools",
-        )
-    return StructuredOutputsParams(grammar=grammar, start_after_token_ids=after)
+            f"calls of these tools cannot be enforced: {error}; pass fewer or simpler tools", "tools"
+        ) from None
 
 
 def start_after_token_ids(reasoning: ReasoningDialect | None, tokenizer: Any, prompt_text: str) -> tuple[int, ...] | None:
@@ -64,50 +70,52 @@ def reasoning_end_token_ids(reasoning: ReasoningDialect, tokenizer: Any) -> tupl
     return tuple(tokenizer.encode(end, add_special_tokens=False))
 
 
-def _grammar(tools: Sequence[Tool], frame: Frame, several: bool, tokenizer: Any, lines_before: bool) -> str:
-    """A Lark grammar of calls of these tools."""
+def _calls(tools: Sequence[Tool], frame: Frame, several: bool) -> dict[str, Any]:
+    return {
+        "type": "tags_with_separator",
+        "tags": [_tag(tool, frame) for tool in tools],
+        "separator": frame.between_calls,
+        "at_least_one": True,
+        "stop_after_first": not several,
+    }
 
-    def quoted(text: str) -> str:
-        return _lark_text(text, tokenizer)
 
-    more = f"({quoted(frame.between_calls)} call)*" if several else ""
-    start = f"{quoted(frame.before_calls)} call {more} {quoted(frame.after_calls)}"
-    if lines_before:  # models end their reasoning with an empty line
-        start = rf'("\n" | "\n\n")? {start}'
-    rules = ["%llguidance {}"]
+def _enforced(tools: Sequence[Tool], frame: Frame, several: bool, lines_before: bool) -> dict[str, Any]:
+    """Calls of these tools and nothing else, as a structural tag's format."""
+    calls = _calls(tools, frame, several)
+    parts = [_text(frame.before_calls), calls, _text(frame.after_calls)]
     if frame.reasoning:
         before, after = frame.reasoning
-        start = f"reasoning? {start}"
-        rules.append(f"reasoning: {quoted(before)} ANYTHING {quoted(after)}")
-        rules.append(r"ANYTHING: /(.|\n)*/")
-    rules.append(f"start: {start}")
-    rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
-    for index, tool in enumerate(tools):
-        schema = json.dumps({**tool.schema, "x-guidance": _JSON_STYLE})
-        rules.append(
-            f"call_{index}: {quoted(frame.before_name + tool.name + frame.after_name)} arguments_{index} {quoted(frame.after_arguments)}"
-        )
-        rules.append(f"arguments_{index}: %json {schema}")
-    return "\n".join(rules)
+        thought = {"type": "tag", "begin": before, "content": {"type": "any_text"}, "end": after}
+        parts.insert(0, {"type": "or", "elements": [thought, _text("")]})
+    if lines_before:  # models end their reasoning with an empty line
+        parts.insert(0, {"type": "or", "elements": [_text(""), _text("\n"), _text("\n\n")]})
+    return {"type": "sequence", "elements": parts}
 
 
-def _lark_text(text: str, tokenizer: Any) -> str:
-    """A text in Lark, with special tokens by their ids."""
-    markers = markers_of(*special_tokens_of(tokenizer))
-    pieces: list[str] = []
+def _where_triggered(tools: Sequence[Tool], frame: Frame, trigger: str, parallel: bool) -> dict[str, Any]:
+    """Free text in which a marker begins calls. Tools that are not strict take any object."""
+    lax = [tool if tool.strict else dataclasses.replace(tool, parameters={}) for tool in tools]
+    if frame.before_calls:
+        several = parallel and frame.several
+        tags = [{"type": "tag", "begin": trigger, "content": _calls(lax, frame, several), "end": frame.after_calls}]
+    else:
+        tags = [_tag(tool, frame) for tool in lax]
+    return {"type": "triggered_tags", "triggers": [trigger], "tags": tags}
 
-    def literal(text: str) -> None:
-        plain, number, rest = text.partition(INDEX)
-        if plain:
-            pieces.append(json.dumps(plain))
-        if number:
-            pieces.append("/[0-9]{1,3}/")
-            literal(rest)
 
-    at = 0
-    while found := markers.search(text, at):
-        literal(text[at : found[0]])
-        pieces.append(f"<[{tokenizer.convert_token_to_id(text[found[0] : found[1]])}]>")
-        at = found[1]
-    literal(text[at:])
-    return " ".join(pieces)
+def _tag(tool: Tool, frame: Frame) -> dict[str, Any]:
+    content: dict[str, Any] = {"type": "json_schema", "json_schema": tool.schema}
+    after_name, number, rest = frame.after_name.partition(INDEX)
+    if number:
+        content = {"type": "sequence", "elements": [{"type": "regex", "pattern": "[0-9]{1,3}"}, _text(rest), content]}
+    return {
+        "type": "tag",
+        "begin": frame.before_name + tool.name + after_name,
+        "content": content,
+        "end": frame.after_arguments,
+    }
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "const_string", "value": text}

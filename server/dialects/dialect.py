@@ -80,10 +80,12 @@ class ReasoningDialect:
     """The model thinks unless the prompt ends with a closed block; so a constraint on its answer waits for the end marker."""
     channels: bool = False
     """The output is a sequence of messages in channels (harmony)."""
+    markers: tuple[str, ...] = ()
+    """Further markers of the format."""
 
     def needs_special_tokens(self, tokenizer: Any) -> bool:
         """Whether the text must keep special tokens, because markers are among them."""
-        return not special_tokens_of(tokenizer).isdisjoint((*self.start, *self.end))
+        return not special_tokens_of(tokenizer).isdisjoint((*self.start, *self.end, *self.markers))
 
     def state_after(self, prompt_text: str, special_tokens: Iterable[str] = ()) -> bool | None:
         """Whether reasoning is open at the end of a rendered prompt: True, False (just closed), or None if nothing there tells."""

@@ -10,7 +10,7 @@ from server.dialects.llama_json import LlamaJson
 from server.dialects.marked_json import GRANITE, HERMES, JAMBA, PHI4_MINI
 from server.dialects.mistral import Mistral
 from server.dialects.pythonic import Pythonic
-from server.dialects.xml import GLM45, MINIMAX_M2, QWEN3_CODER, XmlCalls
+from server.dialects.xml import GLM45, MINIMAX_M2, QWEN3_CODER, SEED_OSS, XmlCalls
 
 TOOL_DIALECTS: dict[str, ToolDialect] = {
     "deepseek_v3": DeepSeek(code_block=True),
@@ -33,6 +33,7 @@ TOOL_DIALECTS: dict[str, ToolDialect] = {
     "qwen3_coder": XmlCalls(QWEN3_CODER, section_optional=True),
     "qwen3_json": HERMES,
     "qwen3_xml": XmlCalls(QWEN3_CODER, section_optional=True),
+    "seed_oss": XmlCalls(SEED_OSS),
 }
 
 _THINK = ("<think>",), ("</think>",)
@@ -46,7 +47,7 @@ REASONING_DIALECTS: dict[str, ReasoningDialect] = {
     "kimi_k2": ReasoningDialect(*_THINK),
     "minimax_m2": ReasoningDialect(*_THINK, implied=True, expected=True),
     "mistral": ReasoningDialect(("[THINK]",), ("[/THINK]",)),
-    "openai_gptoss": ReasoningDialect(channels=True, expected=True),
+    "openai_gptoss": ReasoningDialect(channels=True, expected=True, markers=HARMONY.openings),
     "qwen3": ReasoningDialect(*_THINK, expected=True),
     "seed_oss": ReasoningDialect(("<seed:think>",), ("</seed:think>",)),
     "think": ReasoningDialect(*_THINK),
@@ -74,6 +75,7 @@ _TOOL_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("mistral", ("[TOOL_CALLS]",)),
     ("glm45", ("<tool_call>", "<arg_key>")),
     ("minimax_m2", ("<minimax:tool_call>",)),
+    ("seed_oss", ("<seed:tool_call>",)),
     ("qwen3_coder", ("<function=", "<parameter=")),
     ("granite", ("<|tool_call|>", "<|start_of_role|>")),
     ("jamba", ("<tool_calls>",)),

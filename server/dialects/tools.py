@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jaxllm.errors import InvalidRequestError
-from jaxllm.structured.json_schema import GrammarError, check_keywords, walk
+from jaxllm.errors import GrammarError, InvalidRequestError
+from jaxllm.structured.json_schema import check_keywords, walk
 from jaxllm.structured_outputs import MAX_NESTING, MAX_NODES
 
 MAX_TOOLS = 128

@@ -1,7 +1,7 @@
-"""Calls in tags, with one tag for each parameter: Qwen3-Coder, GLM 4.5, MiniMax M2. Values are typed by the tool's schema."""
+"""Calls in tags, with one tag for each parameter: Qwen3-Coder, Seed-OSS, GLM 4.5, MiniMax M2. Values are typed by the tool's schema."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from server.dialects.dialect import ToolDialect, to_json
@@ -34,6 +34,7 @@ class Tags:
 
 
 QWEN3_CODER = Tags("<tool_call>", "<function=", ">", "<parameter=", ">", "", "</parameter>", "</function>", "</tool_call>")
+SEED_OSS = replace(QWEN3_CODER, section="<seed:tool_call>", after_section="</seed:tool_call>")
 GLM45 = Tags("<tool_call>", "", "\n", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "", "</tool_call>")
 MINIMAX_M2 = Tags(
     "<minimax:tool_call>", '<invoke name="', '">', '<parameter name="', '">', "", "</parameter>", "</invoke>", "</minimax:tool_call>",

@@ -36,7 +36,9 @@ class GrpcServer:
         ]
         self._engine = context.engine
         self._network = context.options.network
-        self._server = grpc.aio.server(interceptors=[Gate(_key_check(context.options.access))], options=options)
+        gate = Gate(_key_check(context.options.access))
+        most = context.options.network.max_connections
+        self._server = grpc.aio.server(interceptors=[gate], options=options, maximum_concurrent_rpcs=most)
         self._health = health.aio.HealthServicer()
         add_InferenceServicer_to_server(Inference(context), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

@@ -28,6 +28,13 @@ BLOCKS: dict[str, dict[str, Any]] = {
 
 def prompt_fields(request: Prompt) -> dict[str, Any]:
     """The fields of a chat request that make its prompt. Raises ApiError that names the block."""
+    for edit in (request.context_management and request.context_management.edits) or ():
+        if edit.type != "clear_thinking_20251015" or edit.keep != "all":
+            raise bad_request(
+                f"context_management has the edit {edit.type[:80]!r}; only clear_thinking_20251015 with keep: all, which clears "
+                "nothing, is supported; send shorter messages",
+                "context_management",
+            )
     messages = [] if request.system is None else [{"role": "system", "content": _text(request.system, "system")}]
     for place, message in enumerate(request.messages):
         messages += _as_chat_messages(message, f"messages[{place}].content")

@@ -92,6 +92,19 @@ class OutputConfig(RequestModel):
     format: OutputFormat | None = None
 
 
+class ContextEdit(RequestModel):
+    """What the server is to leave out of a long conversation."""
+
+    type: str
+    keep: Any = None
+
+
+class ContextManagement(RequestModel):
+    """Edits of the conversation, of which only those that leave out nothing are supported."""
+
+    edits: list[ContextEdit] | None = None
+
+
 class Prompt(PassedOn):
     """What of a request becomes the prompt: all that counting tokens needs."""
 
@@ -99,7 +112,6 @@ class Prompt(PassedOn):
         **NOT_IN_OTHER_APIS,
         "container": "tools that you run yourself",
         "mcp_servers": "tools that you run yourself",
-        "context_management": "shorter messages",
         "response_format": "output_config.format",
         "output_format": "output_config.format",
         "stop": "stop_sequences",
@@ -114,6 +126,7 @@ class Prompt(PassedOn):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    context_management: ContextManagement | None = None
 
 
 class CountTokensRequest(Prompt):

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from server.protocol.common import RequestModel
+from server.protocol.common import RequestModel, ShortText
 from server.protocol.passed_on import NOT_IN_OTHER_APIS, PassedOn
 
 MAX_METADATA = 16
@@ -134,8 +134,8 @@ class ResponsesRequest(PassedOn):
     tool_choice: str | dict[str, Any] | None = None
     stop: str | list[str] | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    service_tier: str | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
+    service_tier: ShortText | None = None
+    user: ShortText | None = None
+    safety_identifier: ShortText | None = None
+    prompt_cache_key: ShortText | None = None
+    prompt_cache_retention: ShortText | None = None

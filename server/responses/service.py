@@ -7,8 +7,6 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from jaxllm.errors import InvalidRequestError
 from jaxllm.log import logger
 from server.chat_deltas import ChatDelta
@@ -19,8 +17,8 @@ from server.deadline import Deadline
 from server.early_errors import after_early_errors
 from server.errors import ApiError, as_api_error, bad_request
 from server.logprobs import LogprobWriter
-from server.named_events import named_event
-from server.protocol.responses import ResponsesRequest
+from server.named_events import encoded, named_event
+from server.protocol.responses import FunctionTool, ResponsesRequest
 from server.responses.items import as_items
 from server.responses.output import Event, ResponseWriter, new_id, usage_object
 from server.responses.store import ResponseStore, StoredResponse
@@ -35,6 +33,7 @@ RENAMED = {
     "reasoning_effort": "reasoning",
     "logprobs": "top_logprobs",
 }
+SWITCHED_OFF = "this server stores no responses (that takes --max-stored-responses and a single --api-server-count)"
 MAX_BACKGROUND_RUNS = 1024
 """At once; the engine's own queue may be shorter."""
 
@@ -266,7 +265,7 @@ class ResponsesService:
         if background is not None:
             await self._cancelled(background)
         elif self._store.get(response_id, owner) is None:
-            raise not_found(response_id)
+            raise self._not_found(response_id)
         self._store.delete(response_id, owner)
 
     async def _cancelled(self, background: BackgroundRun) -> None:
@@ -281,14 +280,19 @@ class ResponsesService:
     def _stored(self, response_id: str, owner: str) -> StoredResponse:
         entry = self._store.get(response_id, owner)
         if entry is None:
-            raise not_found(response_id)
+            raise self._not_found(response_id)
         return entry
+
+    def _not_found(self, response_id: str) -> ApiError:
+        """The error for an id that is unknown, forgotten or another's: which of them is not told."""
+        why = "(any more)" if self._store.max_responses else f"because {SWITCHED_OFF}"
+        return ApiError(404, f"there is no response {response_id[:80]!r} {why}", param="response_id", code="response_not_found")
 
     def _keep(self, run: Run, events: list[bytes] | None = None) -> None:
         if not run.response["store"]:
             return
         entry = StoredResponse(run.owner, run.response, run.input_items, events or [])
-        size = len(msgspec.json.encode([run.response, run.input_items])) + sum(map(len, entry.events))
+        size = len(encoded([run.response, run.input_items])) + sum(map(len, entry.events))
         if not self._store.put(entry, size):
             logger.warning("a response of %d bytes is larger than the store of responses and is not kept", size)
 
@@ -301,11 +305,7 @@ class ResponsesService:
             return
         for name in ("store", "background", "previous_response_id"):
             if getattr(request, name):
-                raise bad_request(
-                    f"{name} needs the store of responses, which this server has switched off (--max-stored-responses, and a single "
-                    "--api-server-count)",
-                    name,
-                )
+                raise bad_request(f"{name} cannot be honoured, because {SWITCHED_OFF}", name)
 
     def _history(self, previous_response_id: str | None, owner: str) -> list[dict[str, Any]]:
         if previous_response_id is None:
@@ -376,7 +376,7 @@ class ResponsesService:
             "temperature": params.temperature,
             "text": {"format": text_format, "verbosity": "medium"},
             "tool_choice": given.get("tool_choice") or ("auto" if request.tools else "none"),
-            "tools": given.get("tools") or [],
+            "tools": [FunctionTool.model_validate(tool).model_dump() for tool in request.tools or ()],
             "top_logprobs": request.top_logprobs or 0,
             "top_p": params.top_p,
             "presence_penalty": params.presence_penalty,
@@ -398,10 +398,3 @@ def truncations(items: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 def _is_too_long(error: Exception) -> bool:
     return getattr(error, "code", None) == "context_length_exceeded"
-
-
-def not_found(response_id: str) -> ApiError:
-    """The error for an id that is unknown, forgotten or another's: which of them is not told."""
-    return ApiError(
-        404, f"there is no response {response_id[:80]!r} (any more)", param="response_id", code="response_not_found"
-    )

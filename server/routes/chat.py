@@ -20,7 +20,7 @@ from server.logprobs import LogprobWriter
 from server.openapi import json_body
 from server.options import ChatOptions
 from server.protocol.chat import ChatCompletionRequest, Message, NamedToolChoice
-from server.sampling import sampling_params
+from server.sampling import constraint_param, sampling_params
 from server.sse import DONE, EventStream, unless_disconnected
 from server.usage import timings
 
@@ -41,7 +41,6 @@ async def create_chat_completion(request: Request) -> Response:
     seconds = context.time_limit(body.timeout)
     async with deadline(seconds) as limit:
         chat = await context.chat.prepare(conversation)
-    context.request_log.write(chat.request, chat.request.params)
     reply = ChatReply(body, chat, context)
     if body.stream:
         return EventStream(
@@ -87,6 +86,7 @@ def to_conversation(body: ChatCompletionRequest, context: ServerContext, request
         reasoning_effort=body.reasoning_effort,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         truncation_side=body.truncation_side,
+        constraint_param=constraint_param(body),
         cache_salt=body.cache_salt,
         priority=body.priority,
     )

@@ -20,12 +20,12 @@ from server.body import read_body
 from server.context import ServerContext, context_of, request_id_of
 from server.deadline import deadline
 from server.endings import end_of
-from server.errors import bad_request
+from server.errors import bad_request, constraint_error
 from server.logprobs import LogprobWriter
 from server.openapi import json_body
 from server.prompts import check_length, check_text_length, encode_prompt, truncated
 from server.protocol.completions import CompletionRequest
-from server.sampling import sampling_params
+from server.sampling import constraint_param, sampling_params
 from server.sse import DONE, EventStream, unless_disconnected
 from server.usage import Usage, timings
 
@@ -81,11 +81,13 @@ async def prepare(body: CompletionRequest, context: ServerContext, request_id: s
                 )
             )
         except InvalidRequestError as error:
-            if error.param != "prompt_token_ids":
-                raise
-            raise bad_request(str(error), "prompt") from None
+            if error.param == "prompt_token_ids":
+                raise bad_request(str(error), "prompt") from None
+            if error.param == "structured_outputs":
+                raise constraint_error(error, constraint_param(body)) from None
+            raise
     for request in requests:
-        context.request_log.write(request, request.params)
+        context.request_log.write(request)
     echoes = []
     if body.echo:
         tokenizer = engine.get_tokenizer()
@@ -165,7 +167,9 @@ class CompletionReply:
         as_ids = (
             replies.return_tokens_as_token_ids if body.return_tokens_as_token_ids is None else body.return_tokens_as_token_ids
         )
-        self._logprobs = LogprobWriter(context.engine.input_processor.tokenizer, as_ids=as_ids)
+        self._logprobs = LogprobWriter(
+            context.engine.input_processor.tokenizer, as_ids=as_ids, skip_special_tokens=body.skip_special_tokens
+        )
         self._num_top = -1 if body.logprob_token_ids else body.logprobs or 0
         self._created = int(time.time())
         self._tells_cached = replies.enable_prompt_tokens_details

@@ -4,7 +4,6 @@ import contextlib
 from collections.abc import AsyncGenerator
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,7 +19,7 @@ from server.errors import ApiError
 from server.messages.errors import MessagesRoute, as_anthropic_error
 from server.messages.output import Event, MessageWriter, stop_reason_of, usage_object
 from server.messages.to_chat import chat_fields, enable_thinking, prompt_fields
-from server.named_events import named_events
+from server.named_events import encoded, named_events
 from server.openapi import json_body
 from server.protocol.anthropic import CountTokensRequest, MessagesRequest
 from server.sse import EventStream, unless_disconnected
@@ -54,7 +53,7 @@ async def create_message(request: Request) -> Response:
             error_event=reply.error_event,
         )
     whole = await unless_disconnected(request.receive, reply.whole())
-    return Response(msgspec.json.encode(whole), media_type="application/json")
+    return Response(encoded(whole), media_type="application/json")
 
 
 @router.post("/v1/messages/count_tokens", openapi_extra=json_body(CountTokensRequest))
@@ -67,7 +66,7 @@ async def count_tokens(request: Request) -> Response:
         conversation = conversation_of(prompt_fields(body), context, "count_tokens")
         conversation.enable_thinking = enable_thinking(body)
         ids = await context.chat.encode(conversation)
-    return Response(msgspec.json.encode({"input_tokens": len(ids)}), media_type="application/json")
+    return Response(encoded({"input_tokens": len(ids)}), media_type="application/json")
 
 
 class MessageReply:

@@ -5,7 +5,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxllm.errors import ConfigError, EngineError
-from jaxllm.metrics.prometheus import exposition
+from jaxllm.metrics.prometheus import EXPOSITION_TYPE, exposition
 from server.context import context_of
 
 router = APIRouter(tags=["Operation"])
@@ -19,5 +19,4 @@ async def metrics(request: Request) -> Response:
         found = await context.engine.get_metrics()
     except (EngineError, ConfigError):
         found = context.http_metrics.snapshot()
-    body, content_type = exposition(found, request.headers.get("accept"))
-    return Response(body, media_type=content_type)
+    return Response(exposition(found), media_type=EXPOSITION_TYPE)

@@ -2,14 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from jaxllm.outputs import PoolingRequestOutput
 from jaxllm.pooling_params import PoolingParams
@@ -65,8 +65,9 @@ async def create_score(request: Request) -> Response:
     names, first, second = _score_texts(body)
     wanted = pairs(len(first), len(second), names)
     request_id = f"score-{request_id_of(request, body.request_id)}"
-    inputs = [Input(text, names[0], _params(body, body.max_tokens_per_query)) for text in first]
-    inputs += [Input(text, names[1], _params(body, body.max_tokens_per_doc)) for text in second]
+    first_params, second_params = _params(request, body, "max_tokens_per_query"), _params(request, body, "max_tokens_per_doc")
+    inputs = [Input(text, names[0], first_params) for text in first]
+    inputs += [Input(text, names[1], second_params) for text in second]
     context, outputs = await _pool(request, body, inputs, request_id)
     scores = await _cosines(outputs, [(i, len(first) + j) for i, j in wanted])
     data = [{"index": place, "object": "score", "score": score} for place, score in enumerate(scores)]
@@ -83,8 +84,9 @@ async def create_rerank(request: Request) -> Response:
         raise bad_request(f"top_n is {body.top_n}, must be at least 1, or 0 for all documents", "top_n")
     texts = [document if isinstance(document, str) else document.text for document in body.documents]
     request_id = f"rerank-{request_id_of(request, body.request_id)}"
-    inputs = [Input(body.query, "query", _params(body, body.max_tokens_per_query))]
-    inputs += [Input(text, "documents", _params(body, body.max_tokens_per_doc)) for text in texts]
+    document_params = _params(request, body, "max_tokens_per_doc")
+    inputs = [Input(body.query, "query", _params(request, body, "max_tokens_per_query"))]
+    inputs += [Input(text, "documents", document_params) for text in texts]
     context, outputs = await _pool(request, body, inputs, request_id)
     scores = await _cosines(outputs, [(0, place) for place in range(1, len(outputs))])
     order = sorted(range(len(texts)), key=lambda place: -scores[place])[: body.top_n or None]
@@ -129,12 +131,22 @@ async def _vectors(request: Request, body: VectorFields, task: str, kind: _Kind)
     head = _head(context, request_id)
     if body.encoding_format.startswith("bytes"):
         return _as_octets(body, vectors, {**head, "usage": usage})
-    items = []
+    pieces = [_json(head)[:-1], b',"data":[']
     for place, vector in enumerate(vectors):
-        value = await as_json(vector, body.encoding_format, body.embed_dtype, body.endianness)
-        items.append(b'{"index":%d,"object":%b,%b:%b}' % (place, _json(kind.object), _json(kind.field), value))
-        await asyncio.sleep(0)  # so that writing many does not keep others waiting
-    return Response(b'%b,"data":[%b],"usage":%b}' % (_json(head)[:-1], b",".join(items), _json(usage)), media_type=_JSON)
+        pieces.append(b'%b{"index":%d,"object":%b,%b:' % (b"," * bool(place), place, _json(kind.object), _json(kind.field)))
+        pieces += [*await as_json(vector, body.encoding_format, body.embed_dtype, body.endianness), b"}"]
+    return _in_pieces([*pieces, b'],"usage":', _json(usage), b"}"])
+
+
+def _in_pieces(pieces: Sequence[bytes]) -> Response:
+    """A reply that is sent as it lies there: joining many megabytes would keep others waiting."""
+
+    async def body() -> AsyncGenerator[bytes, None]:
+        for piece in pieces:
+            yield piece
+
+    length = str(sum(map(len, pieces)))
+    return StreamingResponse(body(), headers={"content-length": length}, media_type=_JSON)
 
 
 def _as_octets(body: VectorFields, vectors: Sequence[np.ndarray], about: dict[str, Any]) -> Response:
@@ -177,16 +189,15 @@ def _score_texts(body: ScoreRequest) -> tuple[tuple[str, str], list[str], list[s
     return names, [first] if isinstance(first, str) else first, [second] if isinstance(second, str) else second
 
 
-def _params(body: PoolingFields, max_tokens: int | None) -> PoolingParams:
-    """Of a text that is compared, of which no more than so many tokens count."""
-    limits = [limit for limit in (body.truncate_prompt_tokens, max_tokens) if limit is not None]
-    if max_tokens is not None and max_tokens < 1:
-        raise bad_request(f"max_tokens_per_query and max_tokens_per_doc must be at least 1, one is {max_tokens}")
-    return PoolingParams(
-        task="embed",
-        truncate_prompt_tokens=min(limits, key=lambda limit: (limit == -1, limit), default=None),
-        truncation_side=body.truncation_side or "right",
-    )
+def _params(request: Request, body: ScoreRequest | RerankRequest, limit_name: str) -> PoolingParams:
+    """Of a text that is compared, of which no more tokens count than the field of this name says."""
+    limit, length = getattr(body, limit_name), body.truncate_prompt_tokens
+    if limit is not None:
+        if limit < 1:
+            raise bad_request(f"{limit_name} is {limit}, must be at least 1", limit_name)
+        limit = min(limit, context_of(request).engine.max_model_len)
+        length = limit if length in (None, -1) else min(limit, length)
+    return PoolingParams(task="embed", truncate_prompt_tokens=length, truncation_side=body.truncation_side or "right")
 
 
 async def _pool(
@@ -208,6 +219,8 @@ async def _pool(
             priority=body.priority,
             cache_salt=body.cache_salt,
         )
+    for each in requests:
+        context.request_log.write(each)
     async with limit:
         with context.running():
             return context, await unless_disconnected(request.receive, service.run(requests))

@@ -3,7 +3,6 @@
 from collections.abc import AsyncGenerator
 from typing import Annotated, Any
 
-import msgspec
 from fastapi import APIRouter, FastAPI, Query
 from starlette.requests import Request
 from starlette.responses import Response
@@ -12,7 +11,7 @@ from server.body import read_body
 from server.context import ServerContext, context_of, request_id_of
 from server.deadline import deadline
 from server.errors import ApiError
-from server.named_events import named_event, named_events
+from server.named_events import encoded, named_event, named_events
 from server.openapi import json_body
 from server.owner import owner_of
 from server.protocol.responses import ResponsesRequest
@@ -79,7 +78,7 @@ def _service_of(request: Request) -> ResponsesService:
 
 
 def _reply(value: Any) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
+    return Response(encoded(value), media_type="application/json")
 
 
 async def _as_bytes(service: ResponsesService, run: Run) -> AsyncGenerator[bytes, None]:

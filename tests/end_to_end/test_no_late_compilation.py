@@ -1,15 +1,18 @@
 """After warm-up nothing compiles, whatever the traffic; no donation fails; dispatching a step never waits for the device."""
 
 import warnings
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.request import FinishReason
+from jaxllm.request import FinishReason, Grammar
 from jaxllm.sampling.processors import Processor
+from jaxllm.sampling.variants import Variant
 from tests.helpers import engines, goldens
+from tests.helpers.tiny_tokenizers import write_tokenizer
 
 NAME = "llama_gqa"
 _COMPILED: list[str] = []
@@ -28,11 +31,13 @@ def only_low(logits_RV, context):
 
 
 @pytest.fixture(scope="module")
-def core():
+def core(tmp_path_factory):
+    tokenizer = write_tokenizer(tmp_path_factory.mktemp("tokenizer"), "ascii")
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*donated.*")
         core = engines.make_core(
             NAME,
+            tokenizer=str(tokenizer),
             processors=(Processor("only_low", only_low, num_arguments=1),),
             warmup="background",
             block_size=8,
@@ -99,6 +104,9 @@ def traffic():
     arrivals += [(200 + i, engines.request(f"late {i}", long[: 90 + i], max_tokens=3, temperature=0.3)) for i in range(5)]
     arrivals.append((20, engines.pooling_request("one vector", prompt(30))))
     arrivals.append((40, engines.pooling_request("a vector per token", prompt(70), task="token_embed")))
+    for i in range(4):
+        masked = engines.request(f"masked {i}", prompt(9), max_tokens=9, temperature=0.8, logprobs=1 if i == 3 else None)
+        arrivals.append((15 * i + 5, replace(masked, grammar=Grammar("start: /[a-f]+/"))))
     return sorted(arrivals, key=lambda arrival: arrival[0])
 
 
@@ -128,6 +136,7 @@ def test_mixed_traffic_compiles_nothing(core, monkeypatch):
     assert stats.num_preemptions > 0 and stats.prefix_cache_hits > 0
     assert core.num_compiled_after_warmup == 0
     assert len(_COMPILED) == num_compiled, "something compiled that is not one of the engine's programs"
+    assert {key.variant for key in used} == set(Variant), "the traffic missed some way of sampling"
     assert {key.kind for key in used} == {key.kind for key in core.runner.shapes.all_keys()}, "the traffic missed some program"
     assert used <= set(core.runner.shapes.all_keys())
 

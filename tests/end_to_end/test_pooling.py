@@ -26,7 +26,7 @@ def mean_core():
         warmup="all",
         block_size=8,
         max_num_batched_tokens=24,
-        token_buckets=(8, 24),
+        token_buckets=(24,),
         num_gpu_blocks_override=17,
     )
     yield core

@@ -1,42 +1,26 @@
 """What becomes of requests when a step fails, on a tiny model: their tokens are those of an engine in which nothing failed."""
 
-import logging
+from dataclasses import replace
 
 import pytest
+from llguidance import LLMatcher
 
 from jaxllm.engine import failures
 from jaxllm.engine.failures import Failure, FailurePolicy, kind_of
 from jaxllm.engine.fault_points import injected
 from jaxllm.errors import EngineDeadError, OutOfMemoryError
-from jaxllm.request import ErrorKind, FinishReason
+from jaxllm.request import ErrorKind, FinishReason, Grammar
 from jaxllm.runner.launcher import Launcher
 from tests.helpers import engines, goldens
 
 NAME = "llama_gqa"
 PROMPTS = [result.prompt for result in goldens.golden(NAME).results]
 NUM_TOKENS = 16
-
-
-@pytest.fixture(scope="module")
-def first():
-    core = engines.make_core(NAME, max_num_seqs=4)
-    yield core
-    core.shutdown()
-
-
-@pytest.fixture
-def core(first):
-    """An engine whose failures nobody remembers."""
-    engines.reschedule(first, max_in_flight=3)
-    first._failures, first._dead = FailurePolicy(), None
-    first.runner.start_over()
-    logging.getLogger("jaxllm").setLevel(logging.CRITICAL)
-    yield first
-    logging.getLogger("jaxllm").setLevel(logging.INFO)
+SMALL_LETTERS = Grammar(LLMatcher.grammar_from_lark("start: /[a-z]{30,60}/"))
 
 
 def requests():
-    """Greedy and random ones, with the state of full sampling and without, more than run at a time."""
+    """Greedy and random ones, with the state of full sampling, a grammar or neither, more than run at a time."""
     some = {"temperature": 1.0, "seed": 7}
     return [
         engines.request("a", PROMPTS[0], max_tokens=NUM_TOKENS),
@@ -44,15 +28,17 @@ def requests():
         engines.request("c", PROMPTS[2], max_tokens=NUM_TOKENS, logprobs=2, presence_penalty=0.5, **some),
         engines.request("d", PROMPTS[3], max_tokens=NUM_TOKENS, top_p=0.8, **some),
         engines.request("e", PROMPTS[4], max_tokens=NUM_TOKENS),
-        engines.request("f", PROMPTS[5], max_tokens=NUM_TOKENS, **some),
+        replace(engines.request("f", PROMPTS[5], max_tokens=NUM_TOKENS, **some), grammar=SMALL_LETTERS),
     ]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(first):
+def undisturbed(tiny_core):
     """The tokens of each request when nothing fails."""
-    engines.reschedule(first, max_in_flight=3)
-    return {request_id: answer.tokens for request_id, answer in engines.run(first, requests()).items()}
+    engines.renew(tiny_core)
+    tokens = {request_id: answer.tokens for request_id, answer in engines.run(tiny_core, requests()).items()}
+    assert all(len(each) == NUM_TOKENS for each in tokens.values())
+    return tokens
 
 
 def run(core, faults: str):
@@ -79,8 +65,8 @@ def check_survivors(answers, undisturbed, lost: set[str]) -> None:
 # Out of memory
 
 
-@pytest.mark.parametrize("place", ["step", "launch", "result"])
-@pytest.mark.parametrize("number", [1, 4, 9])
+@pytest.mark.parametrize("place", ["step", "launch", "mask", "draw", "result"])
+@pytest.mark.parametrize("number", [1, 3, 7])
 def test_after_out_of_memory_every_request_gets_the_tokens_it_would_have_got(core, undisturbed, place, number):
     check_survivors(run(core, f"{place}:{number}:oom"), undisturbed, set())
 
@@ -183,6 +169,10 @@ def test_errors_are_told_apart_by_their_texts(error, kind):
 def test_an_error_in_one_requests_own_code_ends_that_request_alone(core, undisturbed, place):
     answers = run(core, f"{place}:id=b:error")
     check_survivors(answers, undisturbed, {"b"})
+
+
+def test_a_grammar_that_cannot_be_followed_ends_that_request_alone(core, undisturbed):
+    check_survivors(run(core, "grammar:id=f:error"), undisturbed, {"f"})
 
 
 @pytest.mark.parametrize("place", ["admit", "sampler"])

@@ -1,5 +1,6 @@
 """The loop with a fake runner: order of dispatching and reading."""
 
+import numpy as np
 import pytest
 
 from jaxllm.config import EngineConfig
@@ -111,3 +112,72 @@ def test_a_step_whose_reading_was_interrupted_is_read_again():
     loop.runner.fails = False
     assert [output.new_token_ids for _ in range(2) for output in loop.step()] == [[7], [7]]
     assert not loop.has_work
+
+
+class MaskedPending(FakePending):
+    def __init__(self, runner, step, sampled):
+        super().__init__(runner, step, sampled)
+        self.sampled_ids = list(sampled)
+        self.mask_RW = np.full((len(sampled), 4), -1, np.int32)
+
+    def draw(self):
+        self.runner.events.append(("draw", self.step))
+
+
+class MaskingRunner(FakeRunner):
+    def dispatch(self, plan):
+        pending = super().dispatch(plan)
+        return MaskedPending(self, pending.step, pending.sampled) if plan.masked_request_ids else pending
+
+
+class AnyToken:
+    """Follows an output under no grammar."""
+
+    is_done = False
+
+    def __init__(self, events):
+        self.events = events
+
+    def advance(self, token_id):
+        self.events.append(("advance", token_id))
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2, 3])
+def test_a_masked_step_is_drawn_when_the_tokens_before_it_are_known_and_none_follows_it_before(max_in_flight):
+    loop = make_loop(max_in_flight)
+    loop.runner = runner = MaskingRunner()
+    params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    for name in ("masked", "plain"):
+        request = Request(EngineCoreRequest(request_id=name, prompt_token_ids=[1, 2, 3], sampling_params=params))
+        request.matcher = AnyToken(runner.events) if name == "masked" else None
+        loop.scheduler.add_request(request)
+    while loop.has_work:
+        loop.step()
+    draws = [step for kind, step in runner.events if kind == "draw"]
+    assert draws == list(range(5))
+    for step in draws:
+        place = runner.events.index(("draw", step))
+        before = runner.events[:place]
+        assert sum(kind == "advance" for kind, _ in before) == step  # each token so far
+        assert ("dispatch", step) in before and ("dispatch", step + 1) not in before
+        if max_in_flight > 1 and step:
+            assert before.index(("dispatch", step)) < before.index(("read", step - 1))
+
+
+def test_a_masked_step_that_was_never_drawn_can_be_forgotten():
+    loop = make_loop(2)
+    loop.runner = MaskingRunner()
+    params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    request = Request(EngineCoreRequest(request_id="a", prompt_token_ids=[1], sampling_params=params))
+    request.matcher = AnyToken([])
+    loop.scheduler.add_request(request)
+    loop.step()
+    loop.runner.fails = True
+    with pytest.raises(RuntimeError, match="the device failed"):
+        loop.step()
+    loop.forget()
+    loop.runner.fails = False
+    loop.scheduler.start_over()
+    while loop.has_work:
+        loop.step()
+    assert request.num_output_tokens == 5

@@ -7,14 +7,17 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxllm.async_llm import AsyncLLM
 from jaxllm.engine.sockets import EXIT_HUNG
 from jaxllm.errors import EngineDeadError, EngineError, EngineSleepingError, InvalidRequestError
 from jaxllm.outputs import RequestOutput
+from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from tests.helpers.engine_processes import Served, served, until
+from tests.helpers.fake_engine_core import WIDTH
 from tests.helpers.served_core import SLOW_FACTORY
 from tests.helpers.tiny_tokenizers import write_tokenizer
 
@@ -70,6 +73,19 @@ async def until_running(llm: AsyncLLM, count: int) -> None:
 
 async def until_idle(llm: AsyncLLM) -> None:
     await until_running(llm, 0)
+
+
+def test_vectors_come_from_the_engine_process(shared: Served) -> None:
+    async def main() -> None:
+        async with shared.front() as llm:
+            params = PoolingParams(task="token_embed", use_activation=False)
+            outputs = await asyncio.gather(*(llm.pool([place, 5], params, str(place)) for place in range(8)))
+            for place, output in enumerate(outputs):
+                np.testing.assert_array_equal(output.outputs.data, np.eye(WIDTH, dtype=np.float32)[[place, 5]])
+            with pytest.raises(InvalidRequestError, match="dimensions"):
+                await llm.pool([1], PoolingParams(dimensions=2), "r")
+
+    run(main())
 
 
 def test_many_requests_stream_at_once(shared: Served) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from jaxllm.async_llm import AsyncLLM
 from jaxllm.errors import EngineError, InvalidRequestError
-from jaxllm.llm import LLM
+from jaxllm.llm import LLM, _own_options
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.pooling_config import PoolingConfig
 from jaxllm.pooling_params import PoolingParams
@@ -83,6 +83,12 @@ def test_what_a_request_leaves_open_is_the_models_affair(model_directory: Path) 
     llm = llm_of(model_directory, pooling=PoolingConfig("mean", normalize=False))
     params = request_of(llm, [5], PoolingParams()).pooling_params
     assert params == PoolingParams(task="embed", use_activation=False, skip_reading_prefix_cache=True)
+
+
+def test_time_limits_reach_the_engine_core(model_directory: Path) -> None:
+    processor = llm_of(model_directory).llm_engine.input_processor
+    request = processor.process("r", [5], PoolingParams(), queue_timeout_seconds=3.0, timeout_seconds=4.0).children[0]
+    assert (request.queue_timeout_seconds, request.timeout_seconds) == (3.0, 4.0)
 
 
 def test_hidden_states_of_all_tokens_cannot_come_from_the_cache(model_directory: Path) -> None:
@@ -168,6 +174,8 @@ def test_asyncio_programs_pool_many_at_once(model_directory: Path) -> None:
     async def work() -> None:
         core = core_of(model_directory)
         with AsyncLLM(core=core) as engine:
+            ends: list[BaseException | None] = []
+            engine.request_ended = lambda request, metrics, error: ends.append(error)
             outputs = await asyncio.gather(*(engine.pool([place], PoolingParams(), str(place)) for place in range(2, 7)))
             assert [int(output.outputs.data.argmax()) for output in outputs] == [2, 3, 4, 5, 6]
             assert all(output.finish_reason == "stop" and output.finished for output in outputs)
@@ -175,5 +183,11 @@ def test_asyncio_programs_pool_many_at_once(model_directory: Path) -> None:
                 await engine.pool("", PoolingParams(), "r")
             metrics = {metric.name: metric for metric in await engine.get_metrics()}
             assert metrics["jaxllm:prompt_tokens"].value == 5  # type: ignore[union-attr]
+            assert len(ends) == 5 and all(error is None for error in ends)
 
     asyncio.run(work())
+
+
+@pytest.mark.parametrize("option", [{"task": "embed"}, {"convert": "embed"}, {"runner": "pooling", "convert": "none"}])
+def test_scripts_may_say_in_several_ways_that_they_want_vectors(option: dict[str, Any]) -> None:
+    assert _own_options(option) == {"runner": "pooling"}

@@ -8,11 +8,13 @@ import numpy as np
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.core import EngineCore
+from jaxllm.engine.failures import FailurePolicy
+from jaxllm.engine.grammars import Grammars
 from jaxllm.engine.loop import StepLoop
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
-from jaxllm.request import EngineCoreRequest, FinishReason
+from jaxllm.request import EngineCoreRequest, FinishReason, RequestStatus
 from jaxllm.runner.step_programs import ProgramKey
 from jaxllm.sampling.processors import Processor
 from jaxllm.sampling_params import SamplingParams
@@ -59,6 +61,19 @@ def reschedule(core: EngineCore, *, num_blocks: int | None = None, max_in_flight
         config.scheduler, config.cache, num_blocks=num_blocks or core.memory_plan.num_blocks, max_model_len=core.max_model_len
     )
     core.loop = StepLoop(core.scheduler, core.runner, max_in_flight=max_in_flight if config.scheduler.async_scheduling else 1)
+    return core
+
+
+def renew(core: EngineCore) -> EngineCore:
+    """An engine in which anything may have happened as it was at the start, but for its programs. As many steps in flight as on a GPU."""
+    core._dead = None
+    core.scheduler.finish_requests(list(core.scheduler.requests), RequestStatus.FINISHED_ABORTED)
+    core.loop.forget()
+    reschedule(core, max_in_flight=3)
+    core.runner.start_over()
+    core._failures = FailurePolicy()
+    core.grammars.shutdown()
+    core.grammars = Grammars(core._vocabulary, core.model_config.padded_vocab_size)
     return core
 
 

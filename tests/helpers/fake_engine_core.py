@@ -28,6 +28,9 @@ class FakeStats:
     prefix_cache_hits: int = 0
     resumed_prefix_cache_queries: int = 0
     resumed_prefix_cache_hits: int = 0
+    num_rejected_for_requests: int = 0
+    num_rejected_for_tokens: int = 0
+    sleep_level: int = 0
     num_cache_blocks: int = 0
     step_token_counts: tuple[int, ...] = ()
     num_step_tokens: int = 0
@@ -174,7 +177,7 @@ class FakeEngineCore:
 
     @property
     def sleep_level(self) -> int:
-        return int(self._sleeps)
+        return int(self.is_sleeping())
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         self.news += [EngineCoreOutput(request_id, [], FinishReason.ABORT) for request_id in self.running]

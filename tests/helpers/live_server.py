@@ -26,7 +26,7 @@ class LiveServer:
         self.engine, self.host, self.port, self.app = engine, "127.0.0.1", port, app
         self.key = (options.access.api_key or [""])[0]
         self.headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
-        self.client = httpx.Client(base_url=f"http://{self.host}:{port}", timeout=30)
+        self.client = httpx.Client(base_url=f"http://{self.host}:{port}", timeout=60)
 
     @classmethod
     @contextmanager

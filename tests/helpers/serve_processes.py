@@ -53,7 +53,7 @@ class ServerProcess:
 
     def client(self) -> httpx.Client:
         transport = httpx.HTTPTransport(uds=self.uds) if self.uds else None
-        return httpx.Client(transport=transport, base_url=f"http://localhost:{self.port}", timeout=20)
+        return httpx.Client(transport=transport, base_url=f"http://localhost:{self.port}", timeout=60)
 
     def log(self) -> str:
         return self.errors.read_text(errors="replace")

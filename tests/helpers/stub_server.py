@@ -32,6 +32,8 @@ class Stub:
     """Further GET paths with their text."""
     gate: Callable[[dict[str, Any]], asyncio.Event | None] = lambda body: None
     """What a stream waits for after its first token."""
+    reasoning: str = ""
+    """What a chat answer thinks before it says anything."""
     num_open: int = 0
     cut_off: threading.Event = field(default_factory=threading.Event)
     """Set when a client went away before its stream was over."""
@@ -75,6 +77,8 @@ class Stub:
         await self._send(response, ": keep-alive")
         if is_chat:
             await self._event(response, {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
+            if self.reasoning:
+                await self._event(response, {"choices": [{"index": 0, "delta": {"reasoning": self.reasoning}}]})
         for number in range(count):
             if broken is not None and number == broken[0]:
                 if broken[1] == "close":

@@ -32,6 +32,42 @@ def byte_level_json() -> str:
 
 
 @functools.cache
+def ascii_json(vocab_size: int = 128) -> str:
+    """As many tokens as the tiny checkpoints have: BOS, EOS, the ASCII characters, and pairs of them as JSON has."""
+    letters = [chr(code) for code in range(0x21, 0x7F)] + ["Ġ", "Ċ"]  # as byte-level tokenizers spell space and newline
+    pairs = [
+        '{"',
+        '":',
+        '",',
+        '"}',
+        '["',
+        '"]',
+        "],",
+        "},",
+        "00",
+        "12",
+        "ab",
+        "tr",
+        "ue",
+        "fa",
+        "ls",
+        "nu",
+        "ll",
+        "Ġ{",
+        "Ġ[",
+        ",Ġ",
+    ]
+    pairs += [letter + "e" for letter in "bcdfghkmnprst"]
+    tokens = [BOS, EOS, *letters, *pairs][:vocab_size]
+    merges = [(token[0], token[1]) for token in tokens[2 + len(letters) :]]
+    tokenizer = Tokenizer(models.BPE({token: place for place, token in enumerate(tokens)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([BOS, EOS])
+    return tokenizer.to_str()
+
+
+@functools.cache
 def byte_fallback_json() -> str:
     """As SentencePiece models look: ▁ for spaces, <0xE4> for bytes of unknown characters."""
     byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -72,7 +108,7 @@ def _finished(tokenizer: Tokenizer, trainer: Any) -> str:
     return tokenizer.to_str()
 
 
-KINDS = {"byte_level": byte_level_json, "byte_fallback": byte_fallback_json, "words": words_json}
+KINDS = {"ascii": ascii_json, "byte_level": byte_level_json, "byte_fallback": byte_fallback_json, "words": words_json}
 
 
 def write_tokenizer(

@@ -35,12 +35,12 @@ def test_vllm_s_metrics_are_read_and_engines_added_up() -> None:
 def test_our_own_metrics_give_rates_and_percentiles() -> None:
     metrics = EngineMetrics("m", 100)
     metrics.load = FakeStats(num_running=3, num_waiting=4, cache_usage=0.5, prefix_cache_queries=10, prefix_cache_hits=5)
-    before = read_scrape(exposition(metrics.snapshot())[0].decode(), 0.0)
+    before = read_scrape(exposition(metrics.snapshot()).decode(), 0.0)
     for _ in range(10):
         metrics.request_arrived(SamplingParams())
         metrics.prefill_done(20, 5, 0.03)
         metrics.add_generation_tokens(4)
-    found = view(before, read_scrape(exposition(metrics.snapshot())[0].decode(), 2.0))
+    found = view(before, read_scrape(exposition(metrics.snapshot()).decode(), 2.0))
     assert (found["num_requests_running"], found["num_requests_waiting"]) == (3, 4)
     assert (found["prompt_tokens_per_second"], found["generation_tokens_per_second"]) == (100, 20)
     first = found["latency_ms"]["ttft"]

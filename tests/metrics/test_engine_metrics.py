@@ -6,7 +6,7 @@ from prometheus_client import generate_latest
 from jaxllm.metrics.buckets import one_two_five
 from jaxllm.metrics.engine_metrics import EngineMetrics
 from jaxllm.metrics.metric import Counter, Gauge, Histogram
-from jaxllm.metrics.prometheus import registry
+from jaxllm.metrics.prometheus import exposition, registry
 from jaxllm.metrics.stat_logger import StatLogger
 from jaxllm.sampling_params import SamplingParams
 from tests.helpers.fake_engine_core import FakeStats
@@ -57,6 +57,42 @@ def test_prometheus_reads_the_same_numbers() -> None:
     assert 'generation_tokens_total{engine="0",model_name="m"} 5.0' in generate_latest(own).decode()
 
 
+def test_times_in_the_core_are_counted_where_the_core_tells_them() -> None:
+    metrics = EngineMetrics("m", 100, cache_config={"block_size": "16"})
+    metrics.load = FakeStats(num_cache_blocks=7)
+    metrics.prefill_done(20, 5, 0.03, queue_seconds=0.01, prefill_seconds=0.02)
+    ended = {"num_prompt_tokens": 20, "num_generation_tokens": 3, "seconds": 0.5}
+    metrics.request_finished("stop", **ended, decode_seconds=0.4, prefill_seconds=0.02, num_preemptions=2)
+    metrics.request_finished("abort", **ended, decode_seconds=None)
+    metrics.all_answers_finished(3)
+    found = {metric.name.removeprefix("jaxllm:"): metric for metric in metrics.snapshot()}
+
+    def total(name: str) -> tuple[int, float]:
+        histogram = found[name]
+        assert isinstance(histogram, Histogram)
+        return histogram.count, round(histogram.sum, 6)
+
+    assert total("request_queue_time_seconds") == (1, 0.01) and total("request_prefill_time_seconds") == (1, 0.02)
+    assert total("request_inference_time_seconds") == (1, 0.42)
+    assert total("request_num_preemptions") == (2, 2) and total("request_prefill_kv_computed_tokens") == (1, 15)
+    assert total("request_max_num_generation_tokens") == (1, 3)
+    assert (
+        found["cache_config_info"].labels["block_size"] == "16" and found["cache_config_info"].labels["num_gpu_blocks"] == "7"
+    )
+
+
+def test_a_front_leaves_out_what_the_engine_counts_for_all() -> None:
+    own = {metric.name for metric in busy_metrics().snapshot(of_engine=False)}
+    shared = {metric.name for metric in busy_metrics().snapshot()} - own
+    assert "jaxllm:generation_tokens" in own
+    assert {"jaxllm:num_requests_running", "jaxllm:prefix_cache_hits", "jaxllm:iteration_tokens_total"} <= shared
+
+
+def test_the_page_has_the_metrics_and_those_of_the_process() -> None:
+    body = exposition(busy_metrics().snapshot())
+    assert b"\njaxllm:generation_tokens_total{" in body and b"process_resident_memory_bytes" in body
+
+
 def test_count_buckets_go_up_to_the_limit() -> None:
     assert one_two_five(100) == [1, 2, 5, 10, 20, 50, 100] and one_two_five(1) == [1]
 
@@ -81,8 +117,12 @@ def test_the_log_line_comes_once_an_interval_and_not_when_idle(caplog: pytest.Lo
         metrics.add_generation_tokens(40)
         (line,) = lines_until(30)
         assert "prompt 1.5 tokens/s, generation 4.0 tokens/s, running 3, waiting 4, KV cache 50.0%" in line
-        assert "prefix cache hits 50.0%" in line
+        assert "prefix cache hits 50.0%" in line and "preemptions" not in line
+        metrics.load = FakeStats(num_running=1, num_preemptions=3, num_rejected_for_tokens=2)
+        assert "preemptions 3, turned away 2" in lines_until(40)[0]
         metrics.load = FakeStats()
         metrics.load = FakeStats(prefix_cache_queries=10, prefix_cache_hits=5)
-        assert len(lines_until(40)) == 1, "the line after the last work"
+        assert len(lines_until(50)) == 1, "the line after the last work"
         assert lines_until(80) == []
+    with caplog.at_level(logging.DEBUG, "jaxllm"):
+        assert len(lines_until(100)) == 2, "idle lines are for the debug level"

@@ -1,3 +1,5 @@
+import time
+
 from tests.server.client import Client, events
 
 
@@ -29,7 +31,43 @@ def test_echo_without_output_gives_the_prompt_with_its_logprobs(client: Client) 
     choice = client.complete(echo=True, max_tokens=0, logprobs=1).json()["choices"][0]
     assert choice["text"] == "hi" and choice["finish_reason"] == "length"
     assert choice["logprobs"]["tokens"] == ["<s>", "h", "i"]
+    assert choice["logprobs"]["text_offset"] == [0, 0, 1]
     assert choice["logprobs"]["token_logprobs"][0] is None
+
+
+def test_a_stream_has_the_logprobs_of_a_whole_reply(client: Client) -> None:
+    fields = {"echo": True, "logprobs": 1, "stop": "three"}
+    whole = client.complete(**fields).json()["choices"][0]
+    pieces = [chunk["choices"][0] for chunk in events(client.complete(**fields, stream=True))]
+    assert "".join(piece["text"] for piece in pieces) == whole["text"] == "hione two "
+    for name in ("tokens", "token_logprobs", "text_offset"):
+        assert [value for piece in pieces if piece["logprobs"] for value in piece["logprobs"][name]] == whole["logprobs"][name]
+
+
+def test_token_ids_are_as_good_as_text(client: Client) -> None:
+    ids = client.post("/tokenize", {"prompt": "hi"}).json()["tokens"]
+    by_ids = client.complete(prompt=ids, echo=True, return_token_ids=True).json()["choices"][0]
+    assert by_ids["prompt_token_ids"] == ids and by_ids["text"].endswith("one two three")
+    assert len(client.complete(prompt=[ids, ids]).json()["choices"]) == 2
+    assert client.post("/detokenize", {"tokens": ids}).json()["prompt"].endswith("hi")
+
+
+def test_logprobs_can_name_tokens_by_id(client: Client) -> None:
+    logprobs = client.complete(logprobs=1, return_tokens_as_token_ids=True).json()["choices"][0]["logprobs"]
+    assert all(token.startswith("token_id:") for token in logprobs["tokens"])
+
+
+def test_a_prompt_can_be_cut(client: Client) -> None:
+    reply = client.complete(prompt="one two three four five", truncate_prompt_tokens=2).json()
+    assert reply["usage"]["prompt_tokens"] == 2
+    assert client.complete(truncate_prompt_tokens=0).json()["error"]["param"] == "truncate_prompt_tokens"
+
+
+def test_a_huge_prompt_is_refused_without_tokenizing_it_all(client: Client) -> None:
+    began = time.monotonic()
+    reply = client.complete(prompt="a" * 20_000_000)
+    assert reply.status_code == 400 and reply.json()["error"]["code"] == "context_length_exceeded"
+    assert time.monotonic() - began < 5
 
 
 def test_errors_have_openais_shape(client: Client) -> None:

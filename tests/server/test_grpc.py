@@ -1,6 +1,8 @@
 """The gRPC service over a fake engine core, through real channels."""
 
 import asyncio
+import re
+import signal
 import subprocess
 import sys
 import threading
@@ -11,8 +13,10 @@ from typing import Any
 import pytest
 
 from jaxllm.async_llm import AsyncLLM
+from jaxllm.errors import ConfigError
 from server.context import ServerContext
 from tests.helpers.fake_engine_core import FakeEngineCore
+from tests.helpers.serve_processes import serving
 from tests.server.conftest import options
 
 grpc = pytest.importorskip("grpc")
@@ -25,6 +29,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc  # noqa:
 from server.grpc import jaxllm_pb2 as pb  # noqa: E402
 from server.grpc.jaxllm_pb2_grpc import InferenceStub  # noqa: E402
 from server.grpc.serve import GrpcServer  # noqa: E402
+from server.grpc.start import check_grpc  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 KEY = (("authorization", "Bearer k"),)
@@ -261,3 +266,42 @@ def test_the_code_in_the_repository_is_that_of_the_proto(tmp_path: Path) -> None
     )
     for name in ("jaxllm_pb2.py", "jaxllm_pb2.pyi", "jaxllm_pb2_grpc.py"):
         assert (tmp_path / "server/grpc" / name).read_text() == (ROOT / "server/grpc" / name).read_text()
+
+
+def test_what_keeps_it_from_starting_is_told_before_a_model_is_loaded(wire: Wire) -> None:
+    given = {"host": "127.0.0.1", "port": 8000}
+    check_grpc(options(**given).network)
+    check_grpc(options(grpc_port=0, **given).network)
+    for more, text in (
+        ({"grpc_port": wire.server.port}, "cannot listen on 127.0.0.1"),
+        ({"grpc_port": 8000}, "the port of HTTP"),
+        ({"grpc_port": 0, "api_server_count": 2}, "must share one"),
+        ({"grpc_port": 0, "ssl_certfile": "/nowhere.pem"}, "TLS file"),
+        ({"grpc_port": 0, "ssl_certfile": "/nowhere.pem", "ssl_cert_reqs": 1}, "ssl_cert_reqs is 1"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            check_grpc(options(**given, **more).network)
+
+
+def test_a_server_that_stops_lets_calls_end_and_takes_no_more(served_directory: Path, tmp_path: Path) -> None:
+    chosen = {"served_model_name": ["m"], "web": False, "shutdown_timeout": 0.5, "port": 0, "grpc_port": 0}
+    with serving(served_directory, tmp_path, **chosen) as server:
+        server.wait_ready()
+        port = re.findall(r"gRPC at 127\.0\.0\.1:(\d+)", server.log())[0]
+
+        async def run() -> None:
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+                stub = InferenceStub(channel)
+                long = pb.SamplingParams(max_tokens=15_000, ignore_eos=True)
+                call = aiter(stub.Generate(pb.GenerateRequest(text="hi", sampling=long)))
+                assert not (await anext(call)).finished
+                server.process.send_signal(signal.SIGTERM)
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    while True:
+                        await stub.Generate(pb.GenerateRequest(text="hi")).read()
+                assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+                last = [response async for response in call][-1]
+                assert last.finished and last.outputs[0].finish_reason == "abort"
+
+        asyncio.run(asyncio.wait_for(run(), 30))
+        assert server.end() == 0

@@ -7,6 +7,7 @@ from starlette.testclient import TestClient
 
 from jaxllm.metrics.metric import Counter, Histogram, Metric
 from server.http_metrics import HttpMetrics, HttpMetricsMiddleware
+from tests.server.client import Client
 
 
 def application() -> tuple[FastAPI, HttpMetrics]:
@@ -78,3 +79,12 @@ def test_tool_calls_are_counted_by_parser() -> None:
         "requests whose output was searched for tool calls",
         2,
     )
+
+
+def test_the_page_of_a_server_has_every_series_once(client: Client) -> None:
+    for _ in range(2):
+        assert client.complete(max_tokens=2).status_code == 200
+    page = client.get("/metrics").text
+    series = [line.rsplit(" ", 1)[0] for line in page.splitlines() if not line.startswith("#")]
+    assert len(series) == len(set(series)) > 300
+    assert 'http_requests_total{handler="/v1/completions",method="POST",status="200"} 2.0' in page

@@ -53,6 +53,11 @@ def test_uses_and_results_of_tools_become_calls_and_answers() -> None:
     ]
 
 
+def test_an_edit_that_clears_nothing_is_accepted() -> None:
+    edit = {"type": "clear_thinking_20251015", "keep": "all"}
+    assert fields_of(context_management={"edits": [edit]}) == fields_of()
+
+
 def test_a_last_message_of_the_assistant_is_continued() -> None:
     user = {"role": "user", "content": "q"}
     fields = fields_of(messages=[user, {"role": "assistant", "content": "The answer is"}])
@@ -103,6 +108,7 @@ def test_tool_choices_have_other_names(choice: str, means: str) -> None:
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"name": "f"}]}, "tools[0]"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(given: dict[str, Any], param: str) -> None:

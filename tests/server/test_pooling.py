@@ -14,6 +14,7 @@ from jaxllm.pooling_params import PoolingParams
 from jaxllm.text.tokenizer import load_tokenizer
 from server.app import create_app
 from server.pooling_service import Input, PoolingService
+from server.vectors import as_bytes, as_json
 from tests.helpers.fake_engine_core import WIDTH
 from tests.helpers.fake_front import fake_core
 from tests.server.client import Client
@@ -153,6 +154,9 @@ def test_texts_that_are_compared_are_cut_each_at_its_own_length(client):
     body = {"text_1": "one two three", "text_2": "one two three", "max_tokens_per_query": 3, "max_tokens_per_doc": 2}
     reply = client.post("/score", body).json()
     assert reply["usage"]["prompt_tokens"] == 5
+    long = {"text_1": "one two three", "text_2": "one " * 300, "max_tokens_per_query": 10**30, "max_tokens_per_doc": 10**30}
+    assert client.post("/score", long).json()["usage"]["prompt_tokens"] > 200
+    refused(client, "/score", {**long, "max_tokens_per_doc": 0}, "max_tokens_per_doc")
 
 
 @pytest.mark.parametrize(
@@ -243,3 +247,9 @@ def test_so_many_numbers_as_nobody_wants_are_refused(client, monkeypatch):
     monkeypatch.setattr("server.pooling_service.MAX_VALUES", 7 * WIDTH)
     assert client.post("/pooling", {"input": [5] * 7}).status_code == 200
     assert "64 numbers, at most 56" in refused(client, "/pooling", {"input": [5] * 8}, "input")["message"]
+
+
+def test_numbers_beyond_a_narrow_type_are_its_largest():
+    vectors = np.array([1e6, -1e6, 1], np.float32)
+    assert asyncio.run(as_json(vectors, "float", "float16", "native")) == [b"[65504.0,-65504.0,1.0]"]
+    assert np.frombuffer(as_bytes(vectors, "fp8_e4m3", "native"), ml_dtypes.float8_e4m3fn).tolist() == [448, -448, 1]

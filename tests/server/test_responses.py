@@ -84,7 +84,7 @@ def test_reasoning_and_calls_are_items_of_their_own(caller: Client) -> None:
     )
     assert (time["name"], json.loads(time["arguments"])) == ("time", {})
     assert response["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
-    assert response["tools"] == tools
+    assert response["tools"] == [{**tool, "description": None, "strict": None} for tool in tools]
     streamed = named_events(respond(caller, tools=tools, stream=True))[-1]["response"]
     for item in (*response["output"], *streamed["output"]):
         del item["id"]

@@ -10,10 +10,9 @@ from jaxllm.outputs import RequestMetrics
 from jaxllm.request import EngineCoreRequest
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.text.input_processor import FrontRequest
+from server import tracing
 from server.app import create_app
-from server.http_metrics import HttpMetrics
-from server.observing import observed
-from server.tracing import attributes, make_tracer
+from server.tracing import Tracer, attributes, make_tracer
 from tests.server.client import Client
 from tests.server.conftest import options
 
@@ -33,12 +32,15 @@ def spans(engine: AsyncLLM) -> Iterator[Any]:
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
     exporter = InMemorySpanExporter()
-    tracer = make_tracer("http://127.0.0.1:4317", exporter=exporter)
-    assert tracer is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tracing, "_exporter", lambda endpoint: exporter)
+        app = create_app(engine, options(otlp_traces_endpoint="http://127.0.0.1:4317"))
+    assert engine.request_ended is not None
+    tracer: Tracer = engine.request_ended.__self__
 
     def ended(headers: dict[str, str], body: dict[str, Any]) -> list[Any]:
         exporter.clear()
-        with Client(observed(create_app(engine, options()), engine, HttpMetrics(), tracer)) as client:
+        with Client(app) as client:
             client.post("/v1/completions", json=body, headers=headers)
         tracer._provider.force_flush()
         return list(exporter.get_finished_spans())

@@ -180,6 +180,9 @@ SAMPLES = {
     "qwen3 coder, without a section": calls_in(
         "qwen3_coder", "<function=get_weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>", ROME
     ),
+    "seed": calls_in(
+        "seed_oss", tagged(QWEN3_CODER, QWEN3_PARAMETER, *CODE_VALUES).replace("tool_call>", "seed:tool_call>"), CODE
+    ),
     "minimax": calls_in(
         "minimax_m2",
         '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n<parameter name="days">3</parameter>\n'

@@ -2,7 +2,7 @@
 
 import pytest
 
-from server.dialects import TOOL_DIALECTS, by_name, find_dialect, find_dialect_names
+from server.dialects import REASONING_DIALECTS, TOOL_DIALECTS, by_name, find_dialect, find_dialect_names
 from tests.server.dialects.test_constraint import bytes_tokenizer
 
 TEMPLATES = {
@@ -40,8 +40,14 @@ def test_unknown_names_are_refused_with_those_that_are_known() -> None:
 
 
 def test_markers_that_are_special_tokens_must_stay_in_the_text() -> None:
-    plain, special = bytes_tokenizer(())[0], bytes_tokenizer(("<tool_call>",))[0]
+    plain, special = bytes_tokenizer(()), bytes_tokenizer(("<tool_call>",))
     assert TOOL_DIALECTS["hermes"].needs_special_tokens(special)
     assert not TOOL_DIALECTS["hermes"].needs_special_tokens(plain)
     assert not TOOL_DIALECTS["mistral"].needs_special_tokens(special)
     assert not TOOL_DIALECTS["hermes"].needs_special_tokens(None)
+
+
+def test_markers_of_reasoning_that_are_special_tokens_must_stay_too() -> None:
+    tokenizer = bytes_tokenizer(("<|channel|>", "[THINK]"))
+    needing = [name for name, dialect in REASONING_DIALECTS.items() if dialect.needs_special_tokens(tokenizer)]
+    assert needing == ["mistral", "openai_gptoss"]

@@ -1,0 +1,89 @@
+"""Writes docs/METRICS.md from the metrics that the code offers: python scripts/make_metrics_page.py"""
+
+import argparse
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from jaxllm.metrics.engine_metrics import EngineMetrics
+from jaxllm.metrics.metric import Counter, Histogram, Metric
+from jaxllm.scheduler.stats import SchedulerStats
+from server.http_metrics import HttpMetrics
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "METRICS.md"
+HEAD = """# Metrics
+
+`GET /metrics` answers in Prometheus's text format. Names after the prefix `jaxllm:`, and labels, are those of vLLM where it has the same
+metric, so dashboards and alerts written for it work with the prefix changed; [grafana/jaxllm.json](grafana/jaxllm.json) is a dashboard
+ready to import, and `jaxllm top` shows the same in the terminal. This page is written by `scripts/make_metrics_page.py`.
+
+With several HTTP processes, counters and histograms are the sums over all of them, whichever answers. `process_*` are those of the process
+that answers. Every engine metric has the labels `model_name` and `engine`; the table lists the others.
+
+| name | type | labels | what it counts |
+|---|---|---|---|
+"""
+FOOT = """
+**Times.** `time_to_first_token_seconds` and `e2e_request_latency_seconds` begin when the request arrives at the HTTP process. Queue and
+prefill times are measured in the engine core: from its queue to the plan of the first step, and from there to the first token's return.
+Inference time is prefill and decode together. Times are in seconds throughout.
+
+**Is the GPU busy?** `engine_work_seconds` grows while requests are unfinished. In `device_wait_seconds` of it the host waited for a step's
+results, so the device was computing. In `device_idle_seconds` of it no step was on the device or queued there, so the device stood still.
+The idle share over five minutes is `rate(jaxllm:device_idle_seconds_total[5m]) / rate(jaxllm:engine_work_seconds_total[5m])`; it is a
+lower bound, because the device may finish its last step a little before the host hears of it. One minus the same quotient with
+`device_wait_seconds` is an upper bound. The gauge `device_idle_fraction` is the lower bound since the start.
+
+**Compiled while serving.** With `--warmup all` and `background`, `programs_compiled_after_warmup` must stay at 0: each one made a request
+wait.
+"""
+
+
+def every_metric() -> list[Metric]:
+    """One engine's and one front's metrics, with something counted wherever a metric appears only then."""
+    engine = EngineMetrics("m", 100, cache_config={"block_size": "16"})
+    engine.load = SchedulerStats(0, 0, 0.0, 0, 0, 0, 0, 0)
+    http = HttpMetrics()
+    http.request_done("GET", 200, "/", 0.0)
+    http.tool_calls_parsed("hermes")
+    return [*engine.snapshot(), *http.snapshot()]
+
+
+def rows(metrics: Iterable[Metric]) -> list[str]:
+    """A line of the table for each name."""
+    labels: dict[str, dict[str, set[str]]] = {}
+    kinds: dict[str, Metric] = {}
+    for metric in metrics:
+        kinds.setdefault(metric.name, metric)
+        own = labels.setdefault(metric.name, {})
+        for label, value in metric.labels.items():
+            if label not in ("model_name", "engine"):
+                own.setdefault(label, set()).add(value)
+    found = []
+    for name, metric in kinds.items():
+        shown = name + ("_total" if isinstance(metric, Counter) else "")
+        kind = "histogram" if isinstance(metric, Histogram) else type(metric).__name__.lower()
+        named = ", ".join(_label(label, values) for label, values in labels[name].items())
+        found.append(f"| `{shown}` | {kind} | {named} | {metric.help} |")
+    return found
+
+
+def _label(label: str, values: set[str]) -> str:
+    """`reason` (a, b) where the values are fixed, else the name alone."""
+    return f"`{label}` ({', '.join(sorted(values))})" if len(values) > 1 else f"`{label}`"
+
+
+def page() -> str:
+    """The whole text."""
+    return HEAD + "\n".join(rows(every_metric())) + "\n" + FOOT
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    PAGE.write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

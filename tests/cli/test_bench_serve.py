@@ -1,0 +1,155 @@
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxllm.cli.main import main
+from tests.helpers.stub_server import Stub, running_stub
+from tests.helpers.tiny_tokenizers import write_tokenizer
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Stub]:
+    with running_stub() as stub:
+        yield stub
+
+
+@pytest.fixture
+def stub(running: Stub, monkeypatch: pytest.MonkeyPatch) -> Stub:
+    running.reset()
+    for name in ("JAXLLM_API_KEY", "OPENAI_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    return running
+
+
+def bench(stub: Stub, *arguments: str) -> int:
+    return main(["bench", "serve", "--base-url", stub.url, "-q", *arguments])
+
+
+def measured(stub: Stub, capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert bench(stub, "--json", *arguments) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_random_token_ids_are_asked_and_measured(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--num-prompts", "12", "--random-input-len", "20", "--random-output-len", "6", "--random-range-ratio", "0.5"]
+    found = measured(stub, capsys, *arguments, "--ignore-eos", "--goodput", "ttft:60000", "e2el:60000")
+    assert (found["completed"], found["failed"], found["num_prompts"], found["model_id"]) == (12, 0, 12, "stub")
+    assert (found["request_rate"], found["backend"]) == ("inf", "openai")
+    bodies = stub.bodies[1:]
+    assert found["total_input_tokens"] == sum(len(body["prompt"]) for body in bodies)
+    assert found["total_output_tokens"] == sum(body["max_tokens"] for body in bodies)
+    assert {10 <= len(body["prompt"]) <= 30 for body in bodies} == {True} and len(bodies) == 12
+    assert {(body["ignore_eos"], body["temperature"], body["stream"]) for body in bodies} == {(True, 0.0, True)}
+    assert found["request_goodput"] == pytest.approx(found["request_throughput"])
+    assert stub.bodies[0]["prompt"] not in [body["prompt"] for body in bodies], "the first request warms no measured prompt"
+
+
+def test_the_table_tells_latencies_and_errors(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
+    stub.fail = lambda body: (500, {"error": {"message": "broken"}}) if len(stub.bodies) % 2 == 0 else None
+    arguments = ["--num-prompts", "4", "--output-len", "3", "--input-len", "5", "--percentile-metrics", "ttft,e2el"]
+    assert bench(stub, *arguments, "--metric-percentiles", "50,99") == 0
+    shown = capsys.readouterr().out
+    assert "time to first token" in shown and "inter-token" not in shown and "p50" in shown
+    assert "2 × HTTP 500: broken" in shown
+
+
+def test_nothing_answered_is_a_failure(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
+    stub.fail = lambda body: (500, {"error": {"message": "broken"}})
+    assert bench(stub, "--num-prompts", "2", "--ready-check-timeout-sec", "0") == 1
+    assert "HTTP 500: broken" in capsys.readouterr().out
+
+
+def test_a_request_that_the_server_refuses_ends_the_run_before_it_begins(
+    stub: Stub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stub.fail = lambda body: (400, {"error": {"message": "prompt must be text"}})
+    assert bench(stub, "--num-prompts", "2") == 1
+    assert "prompt must be text" in capsys.readouterr().err
+    assert len(stub.bodies) == 1
+
+
+def test_a_mix_file_gives_lengths(stub: Stub, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "mix.json"
+    path.write_text(json.dumps({"requests": [[5, 2], [7, 3], [9, 4]]}))
+    found = measured(stub, capsys, "--dataset-name", "mix", "--dataset-path", str(path))
+    assert (found["total_input_tokens"], found["total_output_tokens"]) == (21, 9)
+    assert bench(stub, "--dataset-name", "mix", "--dataset-path", str(path), "--num-prompts", "4") == 2
+
+
+def test_chat_asks_random_text_of_the_tokenizer(stub: Stub, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    tokenizer = str(write_tokenizer(tmp_path))
+    arguments = ["--backend", "openai-chat", "--num-prompts", "3", "--input-len", "9", "--output-len", "2"]
+    found = measured(stub, capsys, *arguments, "--tokenizer", tokenizer, "--top-p", "0.5", "--extra-body", '{"user": "me"}')
+    assert found["completed"] == 3 and found["tokenizer_id"] == tokenizer
+    body = stub.bodies[-1]
+    assert isinstance(body["messages"][0]["content"], str) and (body["top_p"], body["user"]) == (0.5, "me")
+
+
+def test_headers_key_and_model_are_sent(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAXLLM_API_KEY", "secret")
+    assert bench(stub, "--num-prompts", "1", "--model", "other", "--header", "X-Team=a=b", "--num-warmups", "2") == 0
+    assert (stub.headers[-1]["authorization"], stub.headers[-1]["x-team"]) == ("Bearer secret", "a=b")
+    assert stub.bodies[-1]["model"] == "other" and len(stub.bodies) == 1 + 2 + 1
+
+
+def test_results_are_saved_and_appended(stub: Stub, tmp_path: Path) -> None:
+    where = ["--result-dir", str(tmp_path / "new"), "--result-filename", "r.json", "--num-prompts", "2", "--output-len", "2"]
+    metadata = ["--label", "first", "--metadata", "gpu=none", "run=1"]
+    assert bench(stub, "--save-result", "--save-detailed", *where, *metadata) == 0
+    assert bench(stub, "--append-result", *where) == 0
+    first, second = map(json.loads, (tmp_path / "new" / "r.json").read_text().splitlines())
+    assert (first["label"], first["gpu"], first["run"], first["output_lens"]) == ("first", "none", "1", [2, 2])
+    assert "output_lens" not in second and second["completed"] == 2
+
+
+def test_a_result_file_without_a_name_is_named_after_the_run(stub: Stub, tmp_path: Path) -> None:
+    arguments = ["--result-dir", str(tmp_path), "--max-concurrency", "2", "--request-rate", "500"]
+    assert bench(stub, "--save-result", "--num-prompts", "1", *arguments) == 0
+    (path,) = tmp_path.iterdir()
+    assert path.name.startswith("openai-500qps-concurrency2-stub-") and path.suffix == ".json"
+
+
+def test_a_run_is_drawn(stub: Stub, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the extra plot is not installed")
+    assert bench(stub, "--num-prompts", "3", "--plot", str(tmp_path / "run.svg")) == 0
+    assert (tmp_path / "run.svg").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--request-rate", "0"], "must be above 0, or inf"),
+        (["--burstiness", "inf"], "must be above 0"),
+        (["--range-ratio", "1"], "less than 1"),
+        (["--dataset-name", "custom"], "needs --dataset-path"),
+        (["--dataset-path", "x"], "add --dataset-name"),
+        (["--ramp-up-start-rps", "1"], "need --ramp-up-strategy"),
+        (["--ramp-up-strategy", "linear"], "needs --ramp-up-start-rps"),
+        (["--goodput", "itl:5"], "'itl:5' must be NAME:MILLISECONDS"),
+        (["--goodput", "ttft:nan"], "must be NAME:MILLISECONDS"),
+        (["--metadata", "x"], "'x' must be NAME=VALUE"),
+        (["--header", "x"], "'x' must be NAME=VALUE"),
+        (["--percentile-metrics", "tft"], "'tft' is none of"),
+        (["--metric-percentiles", "101"], "from 0 to 100"),
+        (["--extra-body", "[]"], "not a JSON object"),
+        (["--num-prompt", "5"], "did you mean '--num-prompts'?"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    stub: Stub, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench(stub, *arguments) == 2
+    assert message in capsys.readouterr().err
+    assert not stub.bodies
+
+
+def test_serve_is_named_where_bench_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--help"]) == 0
+    assert "bench serve" in capsys.readouterr().out
+    assert main(["bench", "-q", "serve"]) == 2
+    assert "must follow `bench` at once" in capsys.readouterr().err
+    assert main(["bench", "serve", "--help=ramp"]) == 0
+    assert "--ramp-up-strategy" in capsys.readouterr().out

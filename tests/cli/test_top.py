@@ -1,0 +1,60 @@
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from jaxllm.cli.main import main
+from tests.helpers.stub_server import Stub, running_stub
+
+PAGE = """
+jaxllm:num_requests_running{engine="0",model_name="m"} 2.0
+jaxllm:num_requests_waiting{engine="0",model_name="m"} 7.0
+jaxllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
+jaxllm:generation_tokens_total{engine="0",model_name="m"} 100
+jaxllm:time_to_first_token_seconds_bucket{engine="0",le="0.1",model_name="m"} 0.0
+jaxllm:time_to_first_token_seconds_bucket{engine="0",le="+Inf",model_name="m"} 0.0
+jaxllm:request_success_total{engine="0",finished_reason="stop",model_name="m"} 4
+http_requests_total{handler="/v1/completions",method="POST",status="200"} 7.0
+"""
+
+
+@pytest.fixture(scope="module")
+def stub() -> Iterator[Stub]:
+    with running_stub() as stub:
+        yield stub
+
+
+def top(stub: Stub, *arguments: str) -> int:
+    return main(["top", "--url", stub.url, "--once", "--interval", "0.01", *arguments])
+
+
+def test_once_tells_the_load(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
+    stub.pages["/metrics"] = PAGE
+    assert top(stub) == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert (lines["running"], lines["waiting"], lines["generation"]) == ("2 requests", "7 requests", "0.0 tokens/s")
+    assert lines["ended"] == "stop 4 (+0)" and lines["HTTP"] == "200 7 (+0)"
+
+
+def test_once_as_json_is_for_scripts(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
+    stub.pages["/metrics"] = PAGE
+    assert top(stub, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["num_requests_running"], found["kv_cache_usage"], found["latency_ms"]) == (2, 0.25, {"ttft": None})
+
+
+@pytest.mark.parametrize("page", ["<html>hello</html>", "go_threads 5\n"])
+def test_a_page_without_our_metrics_is_an_error(stub: Stub, page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    stub.pages["/metrics"] = page
+    assert top(stub) == 1
+    assert f"{stub.url}/metrics" in capsys.readouterr().err
+
+
+def test_a_server_without_metrics_is_an_error(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
+    stub.pages.clear()
+    assert top(stub) == 1
+    assert "HTTP 404" in capsys.readouterr().err
+
+
+def test_json_is_one_reading() -> None:
+    assert main(["top", "--json"]) == 2

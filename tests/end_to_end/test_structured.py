@@ -1,0 +1,288 @@
+"""Outputs under grammars, by a whole engine: always of their form, and the same tokens however the steps fall."""
+
+import json
+import threading
+
+import jsonschema
+import numpy as np
+import pytest
+
+from jaxllm.engine.core import EngineCore
+from jaxllm.request import EngineCoreRequest, ErrorKind, FinishReason, Grammar
+from jaxllm.runner.runner import ModelRunner
+from jaxllm.sampling.variants import Variant
+from jaxllm.sampling_params import SamplingParams
+from jaxllm.structured.grammar_text import grammar_text
+from jaxllm.structured.matcher import Matcher, Template, fill_masks
+from jaxllm.structured.token_table import Vocabulary
+from jaxllm.structured_outputs import StructuredOutputsParams
+from jaxllm.text.tokenizer import load_tokenizer
+from tests.helpers import engines
+from tests.helpers.tiny_tokenizers import write_tokenizer
+
+NAME = "llama_gqa"
+EOS = 1
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 500}, "b": {"enum": ["x", "yes"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+JSON = {"json": SCHEMA, "whitespace_pattern": " ?"}
+PROMPT = list(range(5, 45))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"), "ascii")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(directory):
+    return load_tokenizer(directory)
+
+
+@pytest.fixture(scope="module")
+def core(directory):
+    core = engines.make_core(NAME, tokenizer=str(directory), block_size=8, num_gpu_blocks_override=60)
+    yield core
+    core.shutdown()
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tokenizer):
+    return Vocabulary.of(tokenizer, 128, (EOS,))
+
+
+@pytest.fixture
+def structured(vocabulary):
+    """A request under a grammar: `form` as StructuredOutputsParams has it."""
+
+    def make(request_id, form, *, prompt=PROMPT, start_after=None, **params) -> EngineCoreRequest:
+        text = grammar_text(StructuredOutputsParams(**form), vocabulary.split)
+        params = {"temperature": 1.0, "seed": 3, "max_tokens": 60, **params}
+        return EngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            sampling_params=SamplingParams(**params),
+            eos_token_ids=(EOS,),
+            grammar=Grammar(text, start_after_token_ids=start_after),
+        )
+
+    return make
+
+
+def several(structured) -> list[EngineCoreRequest]:
+    """Requests of every kind, some without a grammar."""
+    return [
+        structured("json 0", JSON),
+        structured("json 1", JSON, seed=4, prompt=PROMPT[:3]),
+        engines.request("plain", PROMPT[:20], max_tokens=25, temperature=0.9, seed=8),
+        structured("regex", {"regex": "[ab]{3,9}"}, seed=5, min_tokens=5),
+        structured("choice", {"choice": ["true", "false", "null"]}, logprobs=2, temperature=0.0),
+        structured("endless", {"regex": "[a-z]+"}, max_tokens=30, ignore_eos=True, prompt=PROMPT[:11]),
+        structured("done", {"regex": "ab12"}, ignore_eos=True),
+        structured("biased", {"regex": "[a-f]{4}"}, logit_bias={70: 5.0}, repetition_penalty=1.3, seed=6),
+        structured("late", {"regex": "0+"}, start_after=(9, 9), max_tokens=12, seed=7),
+        engines.request("greedy", PROMPT[:5], max_tokens=12),
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(core, vocabulary):
+    """What each of `several` says alone, each step read before the next is planned: the simplest way there is."""
+    engines.reschedule(core, async_scheduling=False, enable_prefix_caching=False)
+
+    def make(*arguments, **options):
+        return structured.__wrapped__(vocabulary)(*arguments, **options)
+
+    answers = {}
+    for request in several(make):
+        answers |= engines.run(core, [request])
+    return answers
+
+
+def test_each_output_has_its_form(alone, tokenizer):
+    def text(name):
+        return tokenizer.decode(alone[name].tokens, skip_special_tokens=True)
+
+    for name in ("json 0", "json 1"):
+        assert alone[name].finish_reason is FinishReason.STOP and alone[name].tokens[-1] == EOS
+        jsonschema.validate(json.loads(text(name)), SCHEMA)
+    assert text("choice") in ("true", "false", "null")
+    assert len(alone["regex"].tokens) >= 5 and set(text("regex")) <= set("ab") and 3 <= len(text("regex")) <= 9
+    assert alone["endless"].finish_reason is FinishReason.LENGTH and len(alone["endless"].tokens) == 30
+    assert text("endless").isalpha() and EOS not in alone["endless"].tokens
+    assert (text("done"), alone["done"].finish_reason) == ("ab12", FinishReason.STOP) and EOS not in alone["done"].tokens
+    assert len(text("biased")) == 4 and set(text("biased")) <= set("abcdef")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_in_flight": 2},
+        {"max_in_flight": 3},
+        {"max_in_flight": 3, "max_num_batched_tokens": 12},
+        {"max_in_flight": 3, "num_blocks": 16, "enable_prefix_caching": False, "watermark": 0.0},
+        {"async_scheduling": False, "max_num_batched_tokens": 7},
+    ],
+    ids=["async", "three in flight", "chunks", "preemption", "chunks in turn"],
+)
+def test_the_tokens_are_the_same_however_the_steps_fall(core, structured, alone, options):
+    engines.reschedule(core, **options)
+    answers = engines.run(core, several(structured))
+    assert {name: answer.tokens for name, answer in answers.items()} == {name: a.tokens for name, a in alone.items()}
+    assert {name: answer.finish_reason for name, answer in answers.items()} == {
+        name: a.finish_reason for name, a in alone.items()
+    }
+    if "num_blocks" in options:
+        assert any(answer.num_preemptions for answer in answers.values())
+
+
+def test_a_greedy_token_is_the_likeliest_that_is_allowed(core, structured, vocabulary):
+    """By the raw logprobs of the whole vocabulary, in which no grammar shows, and a matcher beside the engine's."""
+    engines.reschedule(core)
+    request = structured("a", {"regex": "[a-z ]{25}"}, temperature=0.0, logprobs=20)
+    answer = engines.run(core, [request])["a"]
+    matcher = Matcher(Template.of(vocabulary, request.grammar), num_columns=128, eos_token_ids=(EOS,))
+    num_checked = 0
+    for token, ids in zip(answer.tokens, answer.token_logprobs.token_ids, strict=True):
+        mask = np.full((1, 4), -1, np.int32)
+        fill_masks([(matcher, 0)], mask)
+        allowed = np.unpackbits(mask.view(np.uint8)[0], bitorder="little").astype(bool)
+        assert allowed[token]
+        ranked = [id for id in ids[1:] if allowed[id]]
+        if ranked:  # else it is less likely than all that were reported
+            num_checked += 1
+            assert token == ranked[0]
+        matcher.advance(token)
+    assert num_checked > 5
+
+
+def test_the_beginning_of_a_prompt_may_be_cached(core, structured):
+    engines.reschedule(core, async_scheduling=True)
+    first = engines.run(core, [structured("a", JSON)])["a"]
+    second = engines.run(core, [structured("b", JSON)])["b"]
+    assert second.num_cached_tokens > 0 and second.tokens == first.tokens
+
+
+def test_steps_without_grammars_are_what_they_were(core, structured, monkeypatch):
+    engines.reschedule(core)
+    used = []
+    get = core.runner.programs.get
+    monkeypatch.setattr(core.runner.programs, "get", lambda key: (used.append(key), get(key))[1])
+    engines.run(core, [engines.request("a", PROMPT, max_tokens=6), structured("b", {"choice": ["ab"]})])
+    masked = [key.variant == Variant.MASKED for key in used if key.kind in ("sample", "decode")]
+    assert True in masked and masked[-1] is False and used[-1].kind == "decode"
+
+
+@pytest.mark.parametrize(
+    ("form", "params"),
+    [
+        ({"regex": "[0-9]+"}, {"allowed_token_ids": [70, 71]}),
+        ({"choice": ["t"]}, {"bad_words_token_ids": [[85]]}),
+        ({"regex": "é"}, {}),
+    ],
+    ids=["allowed ids", "bad words", "no such token"],
+)
+def test_who_is_left_no_token_ends_with_an_error_alone(core, structured, alone, form, params):
+    engines.reschedule(core)
+    requests = [structured("json 0", JSON), structured("nothing", form, **params)]
+    answers = engines.run(core, requests)
+    assert answers["nothing"].finish_reason is FinishReason.ERROR
+    assert "token" in answers["nothing"].stop_reason and not answers["nothing"].tokens
+    assert answers["json 0"].tokens == alone["json 0"].tokens
+
+
+def test_an_exception_in_following_one_output_ends_that_request_alone(core, structured, alone, monkeypatch):
+    engines.reschedule(core)
+    advance, victims = Matcher.advance, []
+
+    def fail_once(matcher, token):
+        if not victims:
+            victims.append(matcher)
+        if matcher is victims[0]:
+            raise ValueError("a fault")
+        advance(matcher, token)
+
+    monkeypatch.setattr(Matcher, "advance", fail_once)
+    answers = engines.run(core, [structured("victim", JSON), structured("json 0", JSON)])
+    assert answers["victim"].finish_reason is FinishReason.ERROR
+    assert answers["json 0"].tokens == alone["json 0"].tokens
+
+
+def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone(core, structured, alone):
+    engines.reschedule(core)
+    broken = EngineCoreRequest(
+        request_id="broken",
+        prompt_token_ids=PROMPT,
+        sampling_params=SamplingParams(seed=1),
+        eos_token_ids=(EOS,),
+        grammar=Grammar("start: nowhere"),
+    )
+    answers = engines.run(core, [broken, structured("json 0", JSON)])
+    assert answers["broken"].finish_reason is FinishReason.ERROR
+    assert answers["json 0"].tokens == alone["json 0"].tokens
+
+
+def test_others_go_on_while_a_grammar_is_compiled(core, structured, monkeypatch):
+    engines.reschedule(core)
+    may_go_on, compile_template = threading.Event(), Template.of.__func__
+
+    def wait_and_compile(cls, vocabulary, grammar):
+        assert may_go_on.wait(60)
+        return compile_template(cls, vocabulary, grammar)
+
+    monkeypatch.setattr(Template, "of", classmethod(wait_and_compile))
+    core.add_request(structured("waits", {"regex": "ab1{2}"}))
+    core.add_request(structured("aborted", {"regex": "ab1{3}"}))
+    answer = engines.Answer()
+    core.add_request(engines.request("plain", PROMPT, max_tokens=5))
+    while answer.finish_reason is None:
+        for output in core.step():
+            assert output.request_id == "plain"
+            answer.take(output)
+    core.abort_requests(["aborted"])
+    may_go_on.set()
+    rest = engines.run(core, [])
+    assert set(rest) == {"waits"} and rest["waits"].finish_reason is FinishReason.STOP
+
+
+def test_a_step_that_fails_before_its_draw_is_computed_again(core, structured, alone, monkeypatch):
+    broken = engines.twin(core)
+    launch_sample, faults = ModelRunner._launch_sample, [3]
+
+    def fail_once(runner, *arguments):
+        faults[0] -= 1
+        if faults[0] == 0:
+            raise RuntimeError("RESOURCE_EXHAUSTED: no memory, says the test")
+        return launch_sample(runner, *arguments)
+
+    monkeypatch.setattr(ModelRunner, "_launch_sample", fail_once)
+    answers = engines.run(broken, [structured("json 0", JSON), structured("json 1", JSON, seed=4, prompt=PROMPT[:3])])
+    broken.shutdown()
+    assert faults[0] < 0
+    assert {name: answer.tokens for name, answer in answers.items()} == {
+        name: alone[name].tokens for name in ("json 0", "json 1")
+    }
+
+
+def test_aborting_in_every_state_leaves_nothing_behind(core: EngineCore, structured):
+    engines.reschedule(core, max_in_flight=3)
+    for num_steps in range(6):
+        for name in ("a", "b"):
+            core.add_request(structured(name, JSON, ignore_eos=False))
+        for _ in range(num_steps):
+            core.step()
+        core.abort_requests(["a", "b"])
+        engines.run(core, [structured("after", {"choice": ["ab"]})])
+    core.check_integrity()
+
+
+def test_the_kind_of_the_error_is_told(core, structured):
+    engines.reschedule(core)
+    core.add_request(structured("nothing", {"regex": "é"}))
+    news = []
+    while core.has_unfinished_requests():
+        news += core.step()
+    assert [output.error_kind for output in news] == [ErrorKind.CONSTRAINT]

@@ -1,0 +1,31 @@
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from jaxllm.engine.core import EngineCore
+from jaxllm.structured.token_table import Vocabulary
+from jaxllm.text.tokenizer import load_tokenizer
+from tests.helpers import engines
+from tests.helpers.tiny_tokenizers import write_tokenizer
+
+
+@pytest.fixture(scope="package")
+def tiny_core(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineCore]:
+    """An engine of golden llama_gqa that four requests run in; a byte-level tokenizer gives its token ids a meaning for grammars."""
+    core = engines.make_core("llama_gqa", max_num_seqs=4)
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+    vocabulary = Vocabulary.of(tokenizer, core.model_config.padded_vocab_size, ())
+    core._vocabulary = lambda eos_token_ids: vocabulary  # type: ignore[method-assign]
+    yield core
+    core.shutdown()
+
+
+@pytest.fixture
+def core(tiny_core: EngineCore, caplog: pytest.LogCaptureFixture) -> Iterator[EngineCore]:
+    """That engine, awake and as if nothing had ever failed in it."""
+    engines.renew(tiny_core)
+    with caplog.at_level(logging.CRITICAL, "jaxllm"):
+        yield tiny_core
+    tiny_core._dead = None
+    tiny_core.wake_up()

@@ -1,0 +1,38 @@
+from jaxllm.metrics.collect import Collected
+from jaxllm.metrics.engine_load import add_load
+from jaxllm.metrics.metric import Gauge, Histogram
+from jaxllm.observations import STEP_TOKENS, Observations
+from tests.helpers.fake_engine_core import FakeStats
+
+
+def collected(**stats: object) -> list:
+    found = Collected({})
+    add_load(found, FakeStats(**stats))  # type: ignore[arg-type]
+    return found.metrics
+
+
+def test_steps_are_a_histogram_by_their_tokens() -> None:
+    steps = Observations(STEP_TOKENS)
+    for tokens in (1, 5, 8, 20_000):
+        steps.add(tokens)
+    found = collected(step_token_counts=tuple(steps.counts), num_step_tokens=int(steps.sum))
+    (histogram,) = [metric for metric in found if isinstance(metric, Histogram)]
+    assert histogram.name == "jaxllm:iteration_tokens_total" and (histogram.count, histogram.sum) == (4, 20_014)
+    assert (histogram.buckets["1.0"], histogram.buckets["8.0"], histogram.buckets["16384.0"]) == (1, 3, 3)
+
+
+def test_idle_time_is_a_fraction_of_the_time_with_work() -> None:
+    def fraction(**stats: float) -> float:
+        (found,) = [metric.value for metric in collected(**stats) if metric.name == "jaxllm:device_idle_fraction"]
+        return found
+
+    assert fraction(work_seconds=8.0, device_idle_seconds=2.0) == 0.25 and fraction() == 0.0
+
+
+def test_one_sleep_state_is_on() -> None:
+    states = {
+        metric.labels["sleep_state"]: metric.value
+        for metric in collected(sleep_level=1)
+        if isinstance(metric, Gauge) and metric.name == "jaxllm:engine_sleep_state"
+    }
+    assert states == {"awake": 0, "weights_offloaded": 1, "discard_all": 0}
