@@ -14,7 +14,6 @@ from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from jaxllm.structured.matcher import Matcher, fill_masks
 
-
 LONG_STEP_SECONDS = 0.0035
 """Steps longer than this give the host time to read one and dispatch another while the next runs, so two in flight keep the device busy."""
 _NUM_RECENT_STEPS = 8
