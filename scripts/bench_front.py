@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -121,6 +122,7 @@ def serve_front(directory: str, engine_pid: int, port: int, profile: str | None)
 
     import uvloop
 
+    signal.signal(signal.SIGTERM, lambda number, frame: None)  # which uvicorn raises again when it is done
     if profile is None:
         uvloop.run(main())
         return
