@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 from flax import nnx
@@ -27,9 +27,9 @@ from jaxllm.sampling.processors import Processor, check_processors
 from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.scheduler.stats import SchedulerStats
 from jaxllm.start_times import StartTimes
-from jaxllm.structured.token_table import Vocabulary
-from jaxllm.text.model_files import text_files
-from jaxllm.text.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from jaxllm.structured.token_table import Vocabulary
 
 _MAX_IN_FLIGHT = {False: 2, True: 3}
 """Steps in flight by whether they run on a GPU. There the news of a finished step takes up to a millisecond to reach the host (measured,
@@ -257,7 +257,12 @@ class EngineCore:
         self.grammars.shutdown()
         self.runner.delete_arrays()
 
-    def _vocabulary(self, eos_token_ids: tuple[int, ...]) -> Vocabulary:
+    def _vocabulary(self, eos_token_ids: tuple[int, ...]) -> "Vocabulary":
+        # With the first grammar only: llguidance and tokenizers take a tenth of a second to import.
+        from jaxllm.structured.token_table import Vocabulary
+        from jaxllm.text.model_files import text_files
+        from jaxllm.text.tokenizer import load_tokenizer
+
         options = self.config.model
         directory, name = self.model_dir, options.model
         if options.tokenizer is not None:

@@ -5,14 +5,17 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING
 
 from jaxllm.errors import GrammarError
 from jaxllm.log import logger
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import ErrorKind, Grammar, Request, RequestStatus
 from jaxllm.scheduler.scheduler import Scheduler
-from jaxllm.structured.matcher import Matcher, Template
-from jaxllm.structured.token_table import Vocabulary
+
+if TYPE_CHECKING:
+    from jaxllm.structured.matcher import Template
+    from jaxllm.structured.token_table import Vocabulary
 
 MAX_CACHE_BYTES = 256 << 20
 """Of compiled grammars that are kept."""
@@ -25,7 +28,7 @@ MAX_WAIT_SECONDS = 0.02
 class Grammars:
     """The compiled grammars of an engine core. One thread compiles; everything else is called by the thread that steps."""
 
-    def __init__(self, load_vocabulary: Callable[[tuple[int, ...]], Vocabulary], num_columns: int):
+    def __init__(self, load_vocabulary: "Callable[[tuple[int, ...]], Vocabulary]", num_columns: int):
         """`load_vocabulary` takes the ids of EOS tokens; it is called with the first grammar, as it takes a second."""
         self._load_vocabulary = load_vocabulary
         self._num_columns = num_columns
@@ -92,7 +95,9 @@ class Grammars:
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
 
-    def _start(self, request: Request, template: Template) -> None:
+    def _start(self, request: Request, template: "Template") -> None:
+        from jaxllm.structured.matcher import Matcher
+
         grammar, spec = request.spec.grammar, request.spec
         assert grammar is not None
         request.matcher = Matcher(
@@ -103,14 +108,16 @@ class Grammars:
             start_after=grammar.start_after_token_ids,
         )
 
-    def _keep(self, text: str, template: Template) -> None:
+    def _keep(self, text: str, template: "Template") -> None:
         self._templates[text] = (template, template.num_bytes)
         self._num_cached_bytes += template.num_bytes
         while self._num_cached_bytes > MAX_CACHE_BYTES:
             _, (_, num_bytes) = self._templates.popitem(last=False)
             self._num_cached_bytes -= num_bytes
 
-    def _compile(self, grammar: Grammar, eos_token_ids: tuple[int, ...]) -> Template:
+    def _compile(self, grammar: Grammar, eos_token_ids: tuple[int, ...]) -> "Template":
+        from jaxllm.structured.matcher import Template  # imports llguidance
+
         start = time.perf_counter()
         if eos_token_ids not in self._vocabularies:
             self._vocabularies[eos_token_ids] = self._load_vocabulary(eos_token_ids)

@@ -12,7 +12,6 @@ from jaxllm.engine.work_clock import WorkClock
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from jaxllm.structured.matcher import Matcher, fill_masks
 
 LONG_STEP_SECONDS = 0.0035
 """Steps longer than this give the host time to read one and dispatch another while the next runs, so two in flight keep the device busy."""
@@ -130,6 +129,8 @@ class StepLoop:
         plan, pending = self._undrawn
         if not self.scheduler.tokens_are_known(plan.masked_request_ids):
             return
+        from jaxllm.structured.matcher import Matcher, fill_masks  # imports llguidance
+
         self.working_on = plan
         requests = self.scheduler.requests
         matchers = [

@@ -73,18 +73,17 @@ def structured(vocabulary):
 
 
 def several(structured) -> list[EngineCoreRequest]:
-    """Requests of every kind, some without a grammar."""
+    """Requests of every kind, one without a grammar. Those for the full sampler all want logprobs: one program less to compile."""
     return [
         structured("json 0", JSON),
         structured("json 1", JSON, seed=4, prompt=PROMPT[:3]),
         engines.request("plain", PROMPT[:20], max_tokens=25, temperature=0.9, seed=8),
-        structured("regex", {"regex": "[ab]{3,9}"}, seed=5, min_tokens=5),
+        structured("regex", {"regex": "[ab]{3,9}"}, seed=5, min_tokens=5, logprobs=0),
         structured("choice", {"choice": ["true", "false", "null"]}, logprobs=2, temperature=0.0),
         structured("endless", {"regex": "[a-z]+"}, max_tokens=30, ignore_eos=True, prompt=PROMPT[:11]),
         structured("done", {"regex": "ab12"}, ignore_eos=True),
-        structured("biased", {"regex": "[a-f]{4}"}, logit_bias={70: 5.0}, repetition_penalty=1.3, seed=6),
+        structured("biased", {"regex": "[a-f]{4}"}, logit_bias={70: 5.0}, repetition_penalty=1.3, seed=6, logprobs=0),
         structured("late", {"regex": "0+"}, start_after=(9, 9), max_tokens=12, seed=7),
-        engines.request("greedy", PROMPT[:5], max_tokens=12),
     ]
 
 
@@ -171,7 +170,7 @@ def test_steps_without_grammars_are_what_they_were(core, structured, monkeypatch
     used = []
     get = core.runner.programs.get
     monkeypatch.setattr(core.runner.programs, "get", lambda key: (used.append(key), get(key))[1])
-    engines.run(core, [engines.request("a", PROMPT, max_tokens=6), structured("b", {"choice": ["ab"]})])
+    engines.run(core, [engines.request("a", PROMPT, max_tokens=6, temperature=0.9), structured("b", {"choice": ["ab"]})])
     masked = [key.variant == Variant.MASKED for key in used if key.kind in ("sample", "decode")]
     assert True in masked and masked[-1] is False and used[-1].kind == "decode"
 
@@ -187,7 +186,7 @@ def test_steps_without_grammars_are_what_they_were(core, structured, monkeypatch
 )
 def test_who_is_left_no_token_ends_with_an_error_alone(core, structured, alone, form, params):
     engines.reschedule(core)
-    requests = [structured("json 0", JSON), structured("nothing", form, **params)]
+    requests = [structured("json 0", JSON), structured("nothing", form, logprobs=0, **params)]
     answers = engines.run(core, requests)
     assert answers["nothing"].finish_reason is FinishReason.ERROR
     assert "token" in answers["nothing"].stop_reason and not answers["nothing"].tokens
@@ -237,7 +236,7 @@ def test_others_go_on_while_a_grammar_is_compiled(core, structured, monkeypatch)
     core.add_request(structured("waits", {"regex": "ab1{2}"}))
     core.add_request(structured("aborted", {"regex": "ab1{3}"}))
     answer = engines.Answer()
-    core.add_request(engines.request("plain", PROMPT, max_tokens=5))
+    core.add_request(engines.request("plain", PROMPT, max_tokens=5, temperature=0.9))
     while answer.finish_reason is None:
         for output in core.step():
             assert output.request_id == "plain"

@@ -16,6 +16,8 @@ from server.app import create_app
 from server.connection import uvicorn_config
 from server.options import ServerOptions
 
+SMALL = {"model": "demo", "max_num_seqs": 8, "max_model_len": 2048, "token_buckets": (512,), "decode_buckets": (8,)}
+"""An engine that has few programs to compile."""
 PLAIN = {"model": "demo", "prompt": "import ", "max_tokens": 1, "temperature": 0}
 
 
@@ -32,7 +34,7 @@ class LiveServer:
     @contextmanager
     def start(cls, engine: AsyncLLM | None = None, **options: Any) -> Iterator["LiveServer"]:
         """A server of this engine (else of the demo model) with these options, until the block ends."""
-        own = None if engine is not None else AsyncLLM.from_options(model="demo", max_num_seqs=8, max_model_len=2048)
+        own = None if engine is not None else AsyncLLM.from_options(**SMALL)
         chosen = ServerOptions.from_options(**options)
         app = create_app(engine or own, chosen)  # type: ignore[arg-type]
         runner = uvicorn.Server(uvicorn_config(app, chosen, host="127.0.0.1", port=0, log_level="error"))
