@@ -27,4 +27,7 @@ def failure(kind: str | None) -> ApiError:
         return ApiError(408, "the request took longer than its time limit", code="timeout", retry=False)
     if kind == ErrorKind.OUT_OF_MEMORY:
         return overloaded("the device has no memory for this request now; try again later, or ask for less")
+    if kind == ErrorKind.CONSTRAINT:
+        message = "what the request allows, biases and forbids leaves no token to go on with; loosen one of them"
+        return ApiError(400, message, code="no_token_left", retry=False)
     return ApiError(500, "the engine failed on this request", code="engine_error", retry=False)

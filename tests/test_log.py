@@ -1,7 +1,6 @@
 import io
 import json
 import logging
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -11,17 +10,14 @@ from jaxllm.errors import ConfigError
 
 
 @pytest.fixture
-def stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
-    """Where the project's messages go, set up as in a fresh process."""
-    before = (log.logger.handlers[:], log.logger.level, log.logger.propagate)
-    log.logger.handlers.clear()
+def stream(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """Where the project's messages go, with a logger as in a fresh process."""
     for name in (env.LOG_LEVEL, env.LOG_FORMAT):
         monkeypatch.delenv(name, raising=False)
     written = io.StringIO()
     monkeypatch.setattr(log, "sys", SimpleNamespace(stderr=written))
-    yield written
-    log.logger.handlers[:], log.logger.propagate = before[0], before[2]
-    log.logger.setLevel(before[1])
+    monkeypatch.setattr(log, "logger", logging.Logger("jaxllm"))
+    return written
 
 
 def test_json_lines_have_the_message_its_level_and_what_is_added(stream: io.StringIO) -> None:

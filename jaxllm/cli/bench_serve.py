@@ -55,6 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
     percentiles = arguments.metric_percentiles
     figures = results.summary(load, percentiles=percentiles, goodput_ms=goodput)
     report = _header(arguments, model, len(prompts)) | metadata | figures
+    if not arguments.quiet and any(outcome.succeeded and outcome.num_output_tokens is None for outcome in load.outcomes):
+        terminal.note("the server reports no usage for some answers; each of their chunks is counted as one token")
     if arguments.json:
         print(json.dumps(report))
     else:

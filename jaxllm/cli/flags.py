@@ -11,6 +11,7 @@ from typing import Any, Literal
 from jaxllm.config import Flag, flags, type_matches, unknown_name
 from jaxllm.errors import ConfigError
 from jaxllm.sampling_params import SamplingParams
+from jaxllm.structured_outputs import StructuredOutputsParams
 
 NO_FLAGS: Mapping[str, str] = {"seed": "the engine's --seed seeds every request that has none"}
 """Annotated fields of SamplingParams that are no flags, with the reason."""
@@ -115,6 +116,8 @@ def read_value(flag: Flag, value: Any) -> Any:
         if wrong := [entry for entry in value if not type_matches(entry, item)]:
             raise ValueError(f"{wrong[0]!r} is not {_noun(item)}")
         return typing.get_origin(kind)(value)
+    if kind is StructuredOutputsParams:
+        return StructuredOutputsParams.of(value)
     if isinstance(value, dict) and is_object(flag):
         return _with_typed_keys(kind, value)
     if not type_matches(value, flag.type):

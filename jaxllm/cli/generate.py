@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxllm.cli import planning, prompts, running, terminal
 from jaxllm.cli.flags import engine_flags, sampling_flags, spelling
+from jaxllm.cli.forms import add_form_arguments, read_form
 from jaxllm.cli.options import add_common_arguments, engine_options, progress_for, sampling_options
 from jaxllm.cli.parser import Parser, UsageError
 from jaxllm.cli.streaming import stream
@@ -31,6 +32,7 @@ EXAMPLES = """examples:
   jaxllm generate --chat "What is 27 + 15?"             an answer instead of a continuation
   jaxllm generate -m Qwen/Qwen3-0.6B "Once upon a time" --max-tokens 100 --temperature 0
   jaxllm generate --file prompts.jsonl --json > answers.jsonl
+  jaxllm generate --json-schema person.json "A person as JSON: "
   cat story.txt | jaxllm generate -"""
 
 
@@ -46,6 +48,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--chat", action="store_true", help="treat prompts as messages of a user, in the model's chat template")
     parser.add_argument("--system", metavar="TEXT", help="system message for --chat")
     parser.add_argument("--json", action="store_true", help="a JSON object per prompt, with token ids and why it ended")
+    add_form_arguments(parser)
     add_common_arguments(parser)
     parser.add_flags(sampling_flags())
     parser.add_flags(engine_flags())
@@ -55,6 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Generate, print in the order of the prompts, close with a line of statistics. Returns the exit code."""
     options = engine_options(arguments)
     sampling = sampling_options(arguments, sampling_flags())
+    if (form := read_form(arguments)) is not None:
+        sampling["structured_outputs"] = form
     jobs = _gather(arguments)
     _refuse_empty(jobs)
     for job in jobs:

@@ -130,7 +130,6 @@ def as_lines(found: Mapping[str, Any]) -> list[str]:
 def _picture(found: Mapping[str, Any], url: str, speeds: "deque[float]") -> "RenderableType":
     from rich.console import Group
     from rich.panel import Panel
-    from rich.progress_bar import ProgressBar
     from rich.text import Text
 
     from jaxllm.http_client.scrape import sparkline
@@ -140,13 +139,18 @@ def _picture(found: Mapping[str, Any], url: str, speeds: "deque[float]") -> "Ren
             Text("\n".join(as_lines(found))),
             Text(),
             Text("KV cache", style="dim"),
-            ProgressBar(total=1.0, completed=min(found["kv_cache_usage"], 1.0), width=NUM_KEPT),
+            Text(_bar(found["kv_cache_usage"]), style="cyan"),
             Text("generated tokens/s", style="dim"),
             Text(sparkline(speeds), style="cyan"),
         ),
         title=f"{url}  {time.strftime('%H:%M:%S')}",
         subtitle="Ctrl-C leaves",
     )
+
+
+def _bar(fraction: float) -> str:
+    filled = round(min(max(fraction, 0.0), 1.0) * NUM_KEPT)
+    return "█" * filled + "░" * (NUM_KEPT - filled)
 
 
 def _one_line(found: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ DEADLINE_SECONDS = 5.0
 """Wall-clock time that compiling one form may take, with its first masks."""
 MAX_CACHE_BYTES = 64 << 20
 """Of the answers that are remembered, refusals among them."""
-MAX_WAITING = 1000
+MAX_WAITING = 256
 """Forms that may wait for their answer."""
 MAX_TRIES = 2
 """Times that a form is sent to a process that ends without an answer, which it should never do."""

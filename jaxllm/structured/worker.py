@@ -22,8 +22,8 @@ from jaxllm.structured import frames, trial
 from jaxllm.structured.token_table import Vocabulary
 from jaxllm.structured_outputs import StructuredOutputsParams
 
-BUSY_FRACTION = 0.2
-"""Of the time that a trial may take, what it has while others wait and no place is free."""
+BUSY_FRACTION, CROWDED_FRACTION, CROWD = 0.2, 0.05, 16
+"""Of the time that a trial may take, what it has while others wait and no place is free; and while so many wait."""
 MAX_CHILDREN = 4
 EXTRA_BYTES = 1 << 30
 """Memory that one trial may take."""
@@ -57,7 +57,13 @@ class Worker:
             tuple(fields["eos_token_ids"]),
             tuple((text, token) for text, token in fields["added_tokens"]),
         )
-        self._table = self._vocabulary.table
+        self._fault: str | None = None
+        """Why nothing can be compiled for this model."""
+        try:
+            self._table = self._vocabulary.table
+        except Exception as error:
+            sys.stderr.write(f"the tokenizer cannot be read: {error!r:.500}\n")
+            self._fault = "cannot be used with this model: its kind of tokenizer is not supported"
         self._waiting: deque[dict[str, Any]] = deque()
         self._children: dict[int, _Child] = {}
         """By the pipe that they answer through."""
@@ -73,7 +79,10 @@ class Worker:
                     if job is None:
                         self._end_all()
                         return
-                    self._waiting.append(job)
+                    if self._fault is None:
+                        self._waiting.append(job)
+                    else:
+                        frames.write(self._output, {"id": job["id"], "error": self._fault})
                 else:
                     self._hear(self._children[key.fd])
             self._end_late()
@@ -117,17 +126,22 @@ class Worker:
 
     def _end_late(self) -> None:
         is_busy = bool(self._waiting) and len(self._children) == MAX_CHILDREN
-        limit = self._deadline_seconds * (BUSY_FRACTION if is_busy else 1)
+        limit = self._seconds_each(is_busy)
         for child in list(self._children.values()):
             if time.monotonic() - child.started > limit:
                 self._forget(child)
                 others = " while others wait" * is_busy
                 self._refuse(child, f"takes more than {limit:g} s to compile{others}; ask for something simpler")
 
+    def _seconds_each(self, is_busy: bool) -> float:
+        if not is_busy:
+            return self._deadline_seconds
+        return self._deadline_seconds * (CROWDED_FRACTION if len(self._waiting) >= CROWD else BUSY_FRACTION)
+
     def _seconds_to_next_deadline(self) -> float | None:
         if not self._children:
             return None
-        limit = self._deadline_seconds * (BUSY_FRACTION if self._waiting else 1)
+        limit = self._seconds_each(bool(self._waiting))
         return max(0.0, min(child.started for child in self._children.values()) + limit - time.monotonic()) + 0.01
 
     def _forget(self, child: _Child, *, is_over: bool = False) -> int:

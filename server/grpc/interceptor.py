@@ -1,6 +1,7 @@
 """What stands before every gRPC method: the key, the message, and errors in gRPC's words."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -66,10 +67,12 @@ async def _tell(context: Any, error: BaseException) -> None:
     told = as_api_error(error)
     if told.code == "internal_error":
         logger.error("a gRPC call failed", exc_info=error)
-    details = (
-        (("jaxllm-param", told.param),) if told.param is not None and told.param.isascii() and told.param.isprintable() else ()
-    )
-    await context.abort(status_of(told), str(told), details)
+    details = []
+    if told.param is not None and told.param.isascii() and told.param.isprintable():
+        details.append(("jaxllm-param", told.param))
+    if "retry-after" in told.headers:
+        details.append(("retry-after", told.headers["retry-after"]))
+    await context.abort(status_of(told), str(told), tuple(details))
 
 
 def _parsed(handler: Any, raw: bytes) -> Any:
@@ -105,8 +108,9 @@ def _streaming(handler: Any, refused: ApiError | None) -> Callable[[bytes, Any],
         try:
             if refused is not None:
                 raise refused
-            async for response in handler.unary_stream(_parsed(handler, raw), context):
-                yield response
+            async with contextlib.aclosing(handler.unary_stream(_parsed(handler, raw), context)) as responses:
+                async for response in responses:
+                    yield response
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
         except Exception as error:

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from jaxllm import __version__
-from jaxllm.errors import EngineError
 from jaxllm.sampling_params import SamplingParams
 from server.context import ServerContext
+from server.endings import failure
 from server.errors import ApiError, bad_request
 from server.grpc import jaxllm_pb2 as pb
 from server.grpc.interceptor import authorization_of
@@ -45,8 +45,9 @@ class Inference(InferenceServicer):
                 is_first = True
                 async with contextlib.aclosing(self._engine.stream(prepared)) as outputs:
                     async for output in outputs:
-                        if any(answer.finish_reason == "error" for answer in output.outputs):
-                            raise EngineError("the engine failed on this request")
+                        for answer in output.outputs:
+                            if answer.finish_reason == "error":
+                                raise failure(answer.error_kind)
                         yield response_of(output, request_id, is_first=is_first)
                         is_first = False
 

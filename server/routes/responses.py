@@ -1,5 +1,6 @@
 """POST /v1/responses, and what can be done with a response afterwards."""
 
+import contextlib
 from collections.abc import AsyncGenerator
 from typing import Annotated, Any
 
@@ -82,8 +83,9 @@ def _reply(value: Any) -> Response:
 
 
 async def _as_bytes(service: ResponsesService, run: Run) -> AsyncGenerator[bytes, None]:
-    async for events in service.stream(run):
-        yield named_events(events)
+    async with contextlib.aclosing(service.stream(run)) as updates:
+        async for events in updates:
+            yield named_events(events)
 
 
 def _event_stream(context: ServerContext, pieces: AsyncGenerator[bytes, None]) -> EventStream:

@@ -56,6 +56,15 @@ def test_the_table_tells_latencies_and_errors(stub: Stub, capsys: pytest.Capture
     assert "2 × HTTP 500: broken" in shown
 
 
+def test_a_server_without_usage_is_noted(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
+    stub.with_usage = False
+    arguments = ["--num-prompts", "2", "--input-len", "3", "--output-len", "4", "--json"]
+    assert main(["bench", "serve", "--base-url", stub.url, *arguments]) == 0
+    shown = capsys.readouterr()
+    assert "reports no usage" in shown.err
+    assert json.loads(shown.out)["total_output_tokens"] == 8 and json.loads(shown.out)["total_input_tokens"] == 6
+
+
 def test_nothing_answered_is_a_failure(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
     stub.fail = lambda body: (500, {"error": {"message": "broken"}})
     assert bench(stub, "--num-prompts", "2", "--ready-check-timeout-sec", "0") == 1

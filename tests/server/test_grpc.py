@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from jaxllm.async_llm import AsyncLLM
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, EngineError, OverloadedError
 from server.context import ServerContext
 from tests.helpers.fake_engine_core import FakeEngineCore
 from tests.helpers.serve_processes import serving
@@ -162,6 +162,29 @@ def test_bytes_that_are_no_message_are_an_invalid_argument(wire: Wire) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         wire.run(send())
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_an_engine_that_fails_tells_no_secrets(wire: Wire, core: FakeEngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise EngineError("secret")
+
+    with monkeypatch.context() as patch, pytest.raises(grpc.aio.AioRpcError) as caught:
+        patch.setattr(core, "before_step", fail)
+        wire.generate(text="hi")
+    assert caught.value.code() is grpc.StatusCode.INTERNAL and "secret" not in caught.value.details()
+    core.running.clear()
+    assert text_of(wire.generate(text="hi")) == "one two three"
+
+
+def test_a_full_engine_says_when_to_come_again(wire: Wire, core: FakeEngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(request: Any) -> None:
+        raise OverloadedError("too much waits", 7)
+
+    with monkeypatch.context() as patch, pytest.raises(grpc.aio.AioRpcError) as caught:
+        patch.setattr(core, "add_request", refuse)
+        wire.generate(text="hi")
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert dict(caught.value.trailing_metadata())["retry-after"] == "7"
 
 
 def test_a_cancelled_call_ends_its_request(wire: Wire, core: FakeEngineCore, gate: threading.Semaphore) -> None:

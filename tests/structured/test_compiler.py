@@ -149,6 +149,17 @@ def test_a_process_that_is_killed_is_replaced_and_its_work_done_again(vocabulary
         os.kill(process.pid, 0)
 
 
+def test_a_tokenizer_of_another_kind_is_told(tmp_path):
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, "words"))
+    compiler = GrammarCompiler(Vocabulary.of(tokenizer, tokenizer.vocab_size, (tokenizer.eos_token_id,)))
+    try:
+        with pytest.raises(InvalidRequestError, match="tokenizer is not supported"):
+            compiler.compile(StructuredOutputsParams(regex="a"))
+        assert compiler.num_processes == 1
+    finally:
+        compiler.shutdown()
+
+
 def test_after_shutdown_everything_is_refused(vocabulary):
     compiler = GrammarCompiler(vocabulary)
     compiler.start()
