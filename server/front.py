@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import resource
 import signal
 import socket
 import sys
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 LAST_WORDS_SECONDS = 2.0
 """Time to write the ends of streams whose requests were aborted."""
 READY = "ready "
+MAX_OPEN_FILES = 1 << 16
 
 
 class FrontStart(msgspec.Struct):
@@ -144,6 +146,14 @@ async def _until_idle(num_running: Callable[[], int], seconds: float) -> bool:
     return not num_running()
 
 
+def _allow_many_connections() -> None:
+    """As many open files as the system lets this user have: many shells allow 1024, and each connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def _offers(engine: AsyncLLM) -> str:
     """What most requests will be: a word for the first screen."""
     if not engine.model_config.generates:
@@ -158,7 +168,9 @@ def main() -> int:
     import uvloop
 
     start = msgspec.msgpack.decode(read_first_message(sys.stdin.fileno()), type=FrontStart)
-    log.set_up(start.log_level, format="json" if start.options.logging.log_format == "json" else None)
+    log.set_up(start.log_level, format=start.options.logging.log_format)
+    log.adopt("uvicorn", level=start.options.logging.uvicorn_log_level)
+    _allow_many_connections()
 
     async def run() -> None:
         await Front(start).run()

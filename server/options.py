@@ -132,7 +132,9 @@ class ReplyOptions:
 class LoggingOptions:
     """Server log"""
 
-    log_format: Annotated[Literal["text", "json"], "lines for people or JSON objects"] = "text"
+    log_format: Annotated[
+        Literal["text", "json"] | None, "lines for people or JSON objects; default: $JAXLLM_LOG_FORMAT, else text"
+    ] = None
     uvicorn_log_level: Annotated[Literal["critical", "error", "warning", "info", "debug"], "of the HTTP library"] = "warning"
     disable_uvicorn_access_log: Annotated[bool, "log no line for each HTTP request"] = False
     disable_access_log_for_endpoints: Annotated[

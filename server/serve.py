@@ -118,7 +118,7 @@ class Supervisor:
                 self._config,
                 str(self._directory),
                 log_level=self._log_level,
-                log_format="json" if self._options.logging.log_format == "json" else None,
+                log_format=self._options.logging.log_format,
                 step_timeout_seconds=processes.step_timeout,
                 compile_timeout_seconds=processes.compile_timeout,
                 core_factory=self._core_factory,

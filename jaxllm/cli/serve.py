@@ -5,6 +5,7 @@ import dataclasses
 import json
 import shlex
 import sys
+from typing import TYPE_CHECKING
 
 from jaxllm import log
 from jaxllm.cli import options, planning, terminal
@@ -13,9 +14,10 @@ from jaxllm.cli.parser import Parser
 from jaxllm.cli.settings import chosen, resolve
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ModelLoadError
-from server.listening import address_of
 from server.options import ServerOptions
-from server.serve import Serving, serve
+
+if TYPE_CHECKING:
+    from server.serve import Serving
 
 ABOUT = (
     "Serve a model over HTTP, as OpenAI's API does. The server listens at once and answers 503 until the model is loaded; "
@@ -41,11 +43,13 @@ def run(arguments: argparse.Namespace) -> int:
     server_options = ServerOptions.from_options(**chosen(resolve(server_flags(), vars(arguments), arguments.config)))
     if arguments.dry_run:
         return planning.dry_run(engine_options)
+    from server.serve import serve
+
     config = EngineConfig.from_options(**engine_options)
     _check_model(config)
-    if server_options.logging.log_format == "json":
-        log.set_up(None, format="json")
     level = "debug" if arguments.verbose else "error" if arguments.quiet else None
+    if server_options.logging.log_format == "json":
+        log.set_up(level, format="json")
     progress = options.progress_for(arguments, engine_options)
     try:
         return serve(
@@ -69,11 +73,13 @@ def _check_model(config: EngineConfig) -> None:
         raise ModelLoadError(f"{error}{planning.meant_model(config.model.model, error)}") from error
 
 
-def first_screen(serving: Serving) -> str:
+def first_screen(serving: "Serving") -> str:
     """What is served and where, and how to try it."""
+    from server.listening import address_of
+
     network, access = serving.options.network, serving.options.access
     model = (serving.options.replies.served_model_name or [serving.config.model.model])[0]
-    parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in serving.start_seconds.items())
+    parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in serving.start_seconds.items() if seconds >= 0.05)
     lines = [f"ready in {terminal.duration(serving.seconds)}" + (f" ({parts}; some at the same time)" if parts else "")]
     if network.uds is not None:
         base, curl = "http://localhost", f"curl --unix-socket {shlex.quote(network.uds)}"

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -55,20 +54,8 @@ def served(model_directory: Path, factory: str = FACTORY, **options: Any) -> Ite
             process.stdin.close()
 
 
-def is_alive(pid: int) -> bool:
-    """Whether there is such a process that is not a zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 async def until(condition: Any, seconds: float = 10.0) -> None:
     """Wait for it, looking every millisecond."""
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.001)
-
-
-def own_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))

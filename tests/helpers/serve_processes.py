@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,25 @@ ROOT = Path(__file__).parents[2]
 
 
 class ServerProcess:
-    """A server that listens at a Unix socket (unless it was given a port), with all processes that belong to it."""
+    """A server that listens at a Unix socket (unless it was given a port), with all processes that belong to it.
 
-    def __init__(self, model: Path | str, directory: Path, **options: Any):
+    Its core is a fake one, unless a `command` of `jaxllm` is given instead of options.
+    """
+
+    def __init__(self, model: Path | str, directory: Path, command: Sequence[str] = (), **options: Any):
         self.uds = None if "port" in options else str(directory / "http")
         self.errors = directory / "stderr"
         self.temporary = directory / "tmp"
         self.temporary.mkdir()
         given = {"model": str(model), **({"uds": self.uds} if self.uds else {"host": "127.0.0.1"}), **options}
+        code = "import sys; from jaxllm.cli.main import main; sys.exit(main())"
+        arguments = ["-m", "tests.helpers.serve_fake", json.dumps(given)]
+        if command:
+            arguments = ["-c", code, command[0], str(model), "--uds", str(self.uds), *command[1:]]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(self.temporary), "JAX_PLATFORMS": "cpu"}
         with self.errors.open("wb") as stderr:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.helpers.serve_fake", json.dumps(given)],
+                [sys.executable, *arguments],
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 env=environment,
@@ -46,7 +53,7 @@ class ServerProcess:
 
     def client(self) -> httpx.Client:
         transport = httpx.HTTPTransport(uds=self.uds) if self.uds else None
-        return httpx.Client(transport=transport, base_url=f"http://localhost:{self.port}", timeout=20)
+        return httpx.Client(transport=transport, base_url=f"http://localhost:{self.port}", timeout=60)
 
     def log(self) -> str:
         return self.errors.read_text(errors="replace")
@@ -100,7 +107,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def wait_until(condition: Callable[[], Any], message: str, seconds: float = 15) -> None:
+def wait_until(condition: Callable[[], Any], message: str, seconds: float = 30) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, message

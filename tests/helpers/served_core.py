@@ -20,7 +20,7 @@ STEP_VARIABLE = "JAXLLM_FAKE_STEP_SECONDS"
 
 
 class ServedFakeCore(FakeEngineCore):
-    """Says "one two three", again and again if it is to ignore EOS; a prompt that begins with one of the words below makes it do that instead."""
+    """Says "one two three", again and again if it is to ignore EOS; the first word of a prompt may make it do something else."""
 
     def __init__(self, config: EngineConfig):
         self.tokenizer = load_tokenizer(Path(config.model.model))
