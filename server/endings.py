@@ -1,5 +1,6 @@
 """Why an answer ended, as OpenAI's clients know it."""
 
+from jaxllm.log import logger, safe
 from jaxllm.outputs import CompletionOutput, PoolingRequestOutput
 from jaxllm.request import ErrorKind
 from server.errors import ApiError, overloaded
@@ -14,6 +15,7 @@ def end_of(answer: CompletionOutput | PoolingRequestOutput) -> str | None:
         return "stop"
     if reason == "abort":
         raise ApiError(503, "the request was aborted before its end", code="aborted", retry=True)
+    logger.warning("a request failed in the engine: %s", safe(str(getattr(answer, "stop_reason", "")), 300))
     raise failure(answer.error_kind)
 
 

@@ -86,6 +86,8 @@ def _check_limits(fields: SamplingFields, limits: LimitOptions) -> None:
         raise bad_request("stop is an empty text; leave it out", "stop")
     if len(fields.stop_token_ids or ()) > MAX_IDS:
         raise bad_request(f"stop_token_ids has {len(fields.stop_token_ids or ())} ids, at most {MAX_IDS}", "stop_token_ids")
+    if fields.extra_args is not None and fields.vllm_xargs is not None:
+        raise bad_request("extra_args and vllm_xargs are two names of the same; use one", "vllm_xargs")
     if fields.length_penalty is not None and not fields.use_beam_search:
         raise bad_request("length_penalty is for beam search; set use_beam_search or leave it out", "length_penalty")
 

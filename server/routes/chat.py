@@ -56,7 +56,7 @@ def to_conversation(body: ChatCompletionRequest, context: ServerContext, request
     """The body as the chat service takes it. Raises ApiError or InvalidRequestError."""
     _check(body, context)
     top = None
-    if body.logprobs:
+    if body.logprobs and not body.logprob_token_ids:
         top = 0 if body.top_logprobs is None else body.top_logprobs
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     params = sampling_params(
@@ -146,6 +146,8 @@ def _check(body: ChatCompletionRequest, context: ServerContext) -> None:
         raise bad_request(f"top_logprobs is {body.top_logprobs}, must be at least 0, or -1 for all", "top_logprobs")
     if body.max_completion_tokens is not None and body.max_completion_tokens < 1:
         raise bad_request(f"max_completion_tokens is {body.max_completion_tokens}, must be at least 1", "max_completion_tokens")
+    if body.logprob_token_ids and not body.logprobs:
+        raise bad_request("logprob_token_ids needs logprobs to be true", "logprob_token_ids")
     if body.echo and not body.continue_final_message:
         raise bad_request("echo needs continue_final_message to be true", "echo")
     if body.use_beam_search:

@@ -239,7 +239,7 @@ class CompletionReply:
         self, output: RequestOutput, ids: Sequence[int], positions: Any, offset: int = 0, *, with_prompt: bool = True
     ) -> tuple[dict[str, Any] | None, int]:
         """The object and the offset where its text ends."""
-        if self._body.logprobs is None or positions is None:
+        if (self._body.logprobs is None and not self._body.logprob_token_ids) or positions is None:
             return None, offset
         if self._body.echo and with_prompt and output.prompt_logprobs is not None:
             ids = [*output.prompt_token_ids, *ids]
@@ -304,7 +304,7 @@ class CompletionReply:
         echoed = self._work.echoes[place] if is_first and self._body.echo else ""
         reason = "length" if self._is_prompt_only else end_of(answer)
         text = echoed + text
-        rich = self._body.logprobs is not None or self._body.return_token_ids
+        rich = self._body.logprobs is not None or self._body.logprob_token_ids or self._body.return_token_ids
         if not rich and usage is None and reason is None:
             return [chunks.text(index, text)] if text else []
         logprobs, offsets[index] = self._logprob_object(output, ids, positions, offset, with_prompt=is_first)

@@ -79,6 +79,9 @@ def test_ids_and_timings_are_told_if_asked(client: Client) -> None:
         ({"tools": []}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"timeout": 0}, "timeout"),
+        ({"priority": 1}, "priority"),
+        ({"logprob_token_ids": [1]}, "logprob_token_ids"),
+        ({"use_beam_search": True}, "use_beam_search"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(client: Client, fields: dict[str, Any], param: str) -> None:
