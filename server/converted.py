@@ -1,8 +1,9 @@
 """Chat requests that requests of other APIs are turned into, and errors that speak of the fields that the client sent."""
 
+import asyncio
 import contextlib
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -12,6 +13,10 @@ from server.context import ServerContext
 from server.errors import ApiError, as_api_error
 from server.protocol.chat import ChatCompletionRequest
 from server.routes.chat import to_conversation
+
+Result = TypeVar("Result")
+LARGE_BYTES = 64 << 10
+"""Some milliseconds of work."""
 
 
 def conversation_of(fields: Mapping[str, Any], context: ServerContext, request_id: str) -> Conversation:
@@ -23,6 +28,13 @@ def conversation_of(fields: Mapping[str, Any], context: ServerContext, request_i
     )
     conversation.request_id = request_id
     return conversation
+
+
+async def unless_small(num_bytes: int, work: Callable[..., Result], *arguments: Any) -> Result:
+    """The result of work on a body; a large one is worked on in a thread, so that other requests go on meanwhile."""
+    if num_bytes < LARGE_BYTES:
+        return work(*arguments)
+    return await asyncio.to_thread(work, *arguments)
 
 
 @contextlib.contextmanager

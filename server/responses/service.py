@@ -7,12 +7,11 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxllm.errors import InvalidRequestError
 from jaxllm.log import logger
 from server.chat_deltas import ChatDelta
-from server.chat_service import PreparedChat
+from server.chat_service import Conversation, PreparedChat
 from server.context import ServerContext
-from server.converted import conversation_of, renamed_params
+from server.converted import conversation_of, renamed_params, unless_small
 from server.deadline import Deadline
 from server.early_errors import after_early_errors
 from server.errors import ApiError, as_api_error, bad_request
@@ -23,6 +22,7 @@ from server.responses.items import as_items
 from server.responses.output import Event, ResponseWriter, new_id, usage_object
 from server.responses.store import ResponseStore, StoredResponse
 from server.responses.to_chat import chat_fields, check, wants_logprobs
+from server.responses.truncation import longest_that_fits
 
 RENAMED = {
     "messages": "input",
@@ -34,6 +34,8 @@ RENAMED = {
     "logprobs": "top_logprobs",
 }
 SWITCHED_OFF = "this server stores no responses (that takes --max-stored-responses and a single --api-server-count)"
+BYTES_PER_ITEM = 100
+"""Of earlier turns, by which the work on them is judged."""
 MAX_BACKGROUND_RUNS = 1024
 """At once; the engine's own queue may be shorter."""
 
@@ -121,16 +123,16 @@ class ResponsesService:
 
     # Making
 
-    async def prepare(self, request: ResponsesRequest, owner: str, request_id: str, limit: Deadline) -> Run:
+    async def prepare(self, request: ResponsesRequest, owner: str, request_id: str, limit: Deadline, num_bytes: int) -> Run:
         """Check everything of a request; what is wrong is found here. Raises ApiError or InvalidRequestError."""
         check(request)
         self._context.check_model(request.model)
         self._check_store(request)
-        new_items = as_items(request.input)
+        new_items = await unless_small(num_bytes, as_items, request.input)
         items = [*self._history(request.previous_response_id, owner), *new_items]
         async with limit:
             with renamed_params(RENAMED):
-                chat = await self._prepared(request, items, request_id)
+                chat = await self._prepared(request, items, request_id, num_bytes)
         response = self._response_object(request, chat)
         tokenizer = self._context.engine.input_processor.tokenizer
         logprobs = LogprobWriter(tokenizer, as_ids=False) if wants_logprobs(request) else None
@@ -321,30 +323,34 @@ class ResponsesService:
             )
         return items
 
-    async def _prepared(self, request: ResponsesRequest, items: list[dict[str, Any]], request_id: str) -> PreparedChat:
+    async def _prepared(
+        self, request: ResponsesRequest, items: list[dict[str, Any]], request_id: str, num_bytes: int
+    ) -> PreparedChat:
         """The conversation for the engine; with truncation auto, without as few of its first turns as it takes to fit."""
 
+        def converted(kept: list[dict[str, Any]]) -> Conversation:
+            return conversation_of(chat_fields(request, kept), self._context, request_id)
+
         async def attempt(kept: list[dict[str, Any]]) -> PreparedChat:
-            return await self._context.chat.prepare(conversation_of(chat_fields(request, kept), self._context, request_id))
+            size = num_bytes + BYTES_PER_ITEM * len(kept)
+            return await self._context.chat.prepare(await unless_small(size, converted, kept))
+
+        async def attempt_shorter(kept: list[dict[str, Any]]) -> PreparedChat | None:
+            try:
+                return await attempt(kept)
+            except ApiError as error:
+                if not _is_too_long(error):
+                    raise
+                return None
 
         try:
             return await attempt(items)
-        except (ApiError, InvalidRequestError) as error:
+        except ApiError as error:
             if request.truncation != "auto" or not _is_too_long(error):
                 raise
-            shorter = truncations(items)
-            low, high, best, last = 0, len(shorter), None, error
-            while low < high:
-                middle = (low + high) // 2
-                try:
-                    best, high = await attempt(shorter[middle]), middle
-                except (ApiError, InvalidRequestError) as still:
-                    if not _is_too_long(still):
-                        raise
-                    last, low = still, middle + 1
-            if best is None:
-                raise last from None
-            return best
+            if (chat := await longest_that_fits(items, attempt_shorter)) is None:
+                raise
+            return chat
 
     def _response_object(self, request: ResponsesRequest, chat: PreparedChat) -> dict[str, Any]:
         """A response before its first token: what was asked, with the values that hold."""
@@ -388,13 +394,5 @@ class ResponsesService:
         }
 
 
-def truncations(items: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """The items without their first turn, without their first two, and so on. A turn begins with a user's message, so that no
-    result is parted from its call; system messages stay."""
-    turns = [place for place, item in enumerate(items) if item["type"] == "message" and item["role"] == "user"]
-    kept = [[item for item in items[:place] if item.get("role") in ("system", "developer")] + items[place:] for place in turns]
-    return [shorter for shorter in kept if len(shorter) < len(items)]
-
-
-def _is_too_long(error: Exception) -> bool:
-    return getattr(error, "code", None) == "context_length_exceeded"
+def _is_too_long(error: ApiError) -> bool:
+    return error.code == "context_length_exceeded"

@@ -1,7 +1,7 @@
 """POST /v1/messages and /v1/messages/count_tokens, Anthropic's API."""
 
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from fastapi import APIRouter
@@ -10,9 +10,9 @@ from starlette.responses import Response
 
 from server.body import read_body
 from server.chat_deltas import ChatDelta
-from server.chat_service import PreparedChat
+from server.chat_service import Conversation, PreparedChat
 from server.context import ServerContext, context_of, request_id_of
-from server.converted import conversation_of, renamed_params
+from server.converted import conversation_of, renamed_params, unless_small
 from server.deadline import Deadline, deadline
 from server.early_errors import after_early_errors
 from server.errors import ApiError
@@ -21,7 +21,7 @@ from server.messages.output import Event, MessageWriter, stop_reason_of, usage_o
 from server.messages.to_chat import chat_fields, enable_thinking, prompt_fields
 from server.named_events import encoded, named_events
 from server.openapi import json_body
-from server.protocol.anthropic import CountTokensRequest, MessagesRequest
+from server.protocol.anthropic import CountTokensRequest, MessagesRequest, Prompt
 from server.sse import EventStream, unless_disconnected
 
 router = APIRouter(tags=["Anthropic"], route_class=MessagesRoute)
@@ -41,8 +41,8 @@ async def create_message(request: Request) -> Response:
     context.check_model(body.model)
     limit = deadline(context.time_limit(body.timeout))
     with renamed_params(RENAMED):
-        conversation = conversation_of(chat_fields(body), context, f"msg_{request_id_of(request, body.request_id)}")
-        conversation.enable_thinking = enable_thinking(body)
+        request_id = f"msg_{request_id_of(request, body.request_id)}"
+        conversation = await _conversation(request, chat_fields, body, request_id)
         async with limit:
             chat = await context.chat.prepare(conversation)
     reply = MessageReply(body, chat, context, limit)
@@ -63,10 +63,22 @@ async def count_tokens(request: Request) -> Response:
     body = await read_body(request, CountTokensRequest)
     context.check_model(body.model)
     with renamed_params(RENAMED):
-        conversation = conversation_of(prompt_fields(body), context, "count_tokens")
-        conversation.enable_thinking = enable_thinking(body)
+        conversation = await _conversation(request, prompt_fields, body, "count_tokens")
         ids = await context.chat.encode(conversation)
     return Response(encoded({"input_tokens": len(ids)}), media_type="application/json")
+
+
+async def _conversation(
+    request: Request, fields: Callable[[Any], dict[str, Any]], body: Prompt, request_id: str
+) -> Conversation:
+    """The conversation of a body. Raises ApiError, InvalidRequestError or ValidationError."""
+
+    def convert() -> Conversation:
+        conversation = conversation_of(fields(body), context_of(request), request_id)
+        conversation.enable_thinking = enable_thinking(body)
+        return conversation
+
+    return await unless_small(len(await request.body()), convert)
 
 
 class MessageReply:

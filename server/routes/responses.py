@@ -38,7 +38,8 @@ async def create_response(request: Request) -> Response:
     context, service = context_of(request), _service_of(request)
     body = await read_body(request, ResponsesRequest)
     limit = deadline(context.time_limit(body.timeout))
-    run = await service.prepare(body, owner_of(request), request_id_of(request, body.request_id), limit)
+    num_bytes = len(await request.body())
+    run = await service.prepare(body, owner_of(request), request_id_of(request, body.request_id), limit, num_bytes)
     if body.background:
         background = service.start(run)
         return _event_stream(context, service.follow(background)) if body.stream else _reply(run.response)
