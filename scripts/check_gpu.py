@@ -8,6 +8,7 @@ python scripts/check_gpu.py --tiny                 toy sizes with interpreted ke
 tokens    the demo model in float32: greedy and seeded tokens, and vectors, equal those with the reference attention
 logits    Llama-3.1-8B's shapes in bfloat16, one layer and all, no further from float32 than plain XLA (a stated factor)
 kernels   edge cases of every op by every implementation, and the same bits in repeated runs
+failures  the demo model: the same tokens after the device ran out of memory in a step, and after sleep
 """
 
 import argparse
@@ -22,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from scripts.gpu_checks import Outcome
 from scripts.kernels import OPS
 
-PARTS = ("tokens", "logits", "kernels")
+PARTS = ("tokens", "logits", "kernels", "failures")
 
 
 def main() -> None:
@@ -80,6 +81,10 @@ def _guarded(part: str, args: argparse.Namespace, started: float) -> Iterator[Ou
             from scripts.gpu_checks import logits
 
             yield from logits.check(tiny=args.tiny)
+        elif part == "failures":
+            from scripts.gpu_checks import failures
+
+            yield from failures.check(tiny=args.tiny)
         else:
             from scripts.gpu_checks import tokens
 

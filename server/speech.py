@@ -76,7 +76,12 @@ class Speech:
     ) -> tuple[SamplingParams, "AnswerReader | None"]:
         """The parameters with all that follows from tools and reasoning, and who reads the answers (None: they are plain)."""
         tool = self._tool if tools and choice.kind != "none" else None
-        if choice.is_forced:
+        if choice.is_forced and params.structured_outputs is not None:
+            raise bad_request(
+                "response_format or structured_outputs and tool_choice both say what the answer must be; use one",
+                "tool_choice",
+            )
+        if params.structured_outputs is None:
             constraint = tool_constraint(
                 tools,
                 choice,
@@ -86,24 +91,18 @@ class Speech:
                 tokenizer=self._tokenizer,
                 prompt_text=prompt_text,
             )
-            if params.structured_outputs is not None:
-                raise bad_request(
-                    "response_format or structured_outputs and tool_choice both say what the answer must be; use one",
-                    "tool_choice",
-                )
-            params = dataclasses.replace(params, structured_outputs=constraint)
-        elif params.structured_outputs is not None:
+        else:
             after = start_after_token_ids(self._reasoning, self._tokenizer, prompt_text)
             constraint = dataclasses.replace(params.structured_outputs, start_after_token_ids=after)
+        if constraint is not None:
             params = dataclasses.replace(params, structured_outputs=constraint)
         if tool is None and self._reasoning is None and not choice.is_forced:
             return params, None
         if tool is not None or choice.is_forced:
             self.note_tool_parser(self.tool_name or "json")
         streams = params.output_kind is RequestOutputKind.DELTA
-        stripped: frozenset[str] = frozenset()
-        if self._keeps_special and params.skip_special_tokens:
-            stripped = self._special_tokens
+        drops_special = self._keeps_special and params.skip_special_tokens
+        if drops_special:
             params = dataclasses.replace(params, skip_special_tokens=False)
         if self._reasoning is not None and not streams:
             params = dataclasses.replace(params, output_kind=RequestOutputKind.DELTA)  # so that reasoning tokens are counted
@@ -115,7 +114,8 @@ class Speech:
                 "forced": choice.is_forced,
                 "parallel": parallel,
                 "prompt_text": prompt_text,
-                "special_tokens": stripped,
+                "special_tokens": self._special_tokens,
+                "drop_special_tokens": drops_special,
                 "hold_calls": not streams,
             },
             include_reasoning=include_reasoning,

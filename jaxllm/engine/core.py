@@ -231,6 +231,7 @@ class EngineCore:
         stats.work_seconds, stats.device_idle_seconds = self.loop.work_clock.totals()
         stats.device_wait_seconds = self.loop.wait_seconds
         stats.sleep_level = self._sleep.level
+        stats.num_retried_steps, stats.num_lost_steps = self._failures.num_retried_steps, self._failures.num_lost_steps
         return stats
 
     @property

@@ -69,6 +69,8 @@ class FailurePolicy:
         """By request: how many tokens it had when memory last ran out in its step, and how often since it got one."""
         self._divisor = 1
         self._num_calm_steps = 0
+        self.num_retried_steps = self.num_lost_steps = 0
+        """Failed steps whose requests were computed again, but for single ones, and those that ended all their requests."""
 
     @property
     def limits_steps(self) -> bool:
@@ -89,8 +91,10 @@ class FailurePolicy:
             logger.error("%s; the others are computed again", error, exc_info=error)
             if error.request_id not in loop.scheduler.requests:
                 self._count_failure(error)
+            self.num_retried_steps += 1
             ended, why, message = [error.request_id], ErrorKind.INTERNAL, _message(error.__cause__ or error)
         elif kind is Failure.OUT_OF_MEMORY and not isinstance(error, UpdateError):
+            self.num_retried_steps += 1
             ended = self._retry(loop, step_ids)
             why = ErrorKind.OUT_OF_MEMORY
             message = "the device has no memory for the request, in steps of any size; make it smaller or try again later"
@@ -103,6 +107,7 @@ class FailurePolicy:
             )
         else:
             self._count_failure(error)
+            self.num_lost_steps += 1
             if isinstance(error, UpdateError):
                 told += error.news
             ended, why, message = step_ids, ErrorKind.INTERNAL, _message(error.__cause__ or error)

@@ -15,6 +15,11 @@ from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from jaxllm.structured.matcher import Matcher, fill_masks
 
 
+LONG_STEP_SECONDS = 0.0035
+"""Steps longer than this give the host time to read one and dispatch another while the next runs, so two in flight keep the device busy."""
+_NUM_RECENT_STEPS = 8
+
+
 class PendingOutput(Protocol):
     """A dispatched step."""
 
@@ -48,7 +53,10 @@ class Runner(Protocol):
 
 
 class StepLoop:
-    """Schedules, dispatches and reads steps in order. With two in flight, step N+1 is dispatched before the tokens of step N are read."""
+    """Schedules, dispatches and reads steps in order. With two in flight, step N+1 is dispatched before the tokens of step N are read.
+
+    More than two only serve short steps: a new request waits for every step in flight, so while steps are long there are two.
+    """
 
     def __init__(self, scheduler: Scheduler, runner: Runner, *, max_in_flight: int):
         self.scheduler = scheduler
@@ -60,6 +68,10 @@ class StepLoop:
         self._news: list[EngineCoreOutput] = []
         self._undrawn: tuple[SchedulerOutput, MaskedOutput] | None = None
         """The last step in flight, if it waits for masks: none follows before it has them."""
+        self._last_read_at: float | None = None
+        """When the latest step was read, if the next was in flight by then."""
+        self._recent_seconds: deque[float] = deque(maxlen=_NUM_RECENT_STEPS)
+        """How long the latest steps took that began when the one before ended."""
         self.wait_seconds = 0.0
         """Time spent waiting for the device in all."""
         self.work_clock = WorkClock()
@@ -72,7 +84,7 @@ class StepLoop:
         """Keep the device busy, then return the news of the oldest step in flight (nothing if there was none)."""
         if not self._in_flight:
             self.note_work()
-        while self._undrawn is None and len(self._in_flight) < self.max_in_flight and self.scheduler.has_requests():
+        while self._undrawn is None and len(self._in_flight) < self._depth() and self.scheduler.has_requests():
             self.working_on = None
             self.working_on = plan = self.scheduler.schedule()
             if plan.total_num_scheduled_tokens == 0:
@@ -90,13 +102,22 @@ class StepLoop:
         self.working_on = plan
         start = time.perf_counter()
         result = pending.result()
-        self.wait_seconds += time.perf_counter() - start
+        end = time.perf_counter()
+        self.wait_seconds += end - start
         self._in_flight.popleft()  # only now: a wait that was interrupted is still to come
+        if self._last_read_at is not None:
+            self._recent_seconds.append(end - self._last_read_at)
+        self._last_read_at = end if self._in_flight else None
         self._news += self.scheduler.update_from_output(plan, result)
         self._draw_if_possible()
         if not self._in_flight:
             self.note_work()
         return self.take_news()
+
+    def _depth(self) -> int:
+        """How many steps may be in flight now."""
+        steps_are_long = bool(self._recent_seconds) and min(self._recent_seconds) > LONG_STEP_SECONDS
+        return min(self.max_in_flight, 2) if steps_are_long else self.max_in_flight
 
     def take_news(self) -> list[EngineCoreOutput]:
         """What was read of steps and not told yet. After an error too: the tokens count, so they must be told."""
@@ -127,7 +148,7 @@ class StepLoop:
 
     def forget(self) -> None:
         """Drop the steps in flight, after the device is through with them. What they bring, errors too, is nobody's any more."""
-        self._undrawn = None
+        self._undrawn = self._last_read_at = None
         while self._in_flight:
             _, pending = self._in_flight.popleft()
             with contextlib.suppress(Exception):

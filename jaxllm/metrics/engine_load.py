@@ -30,6 +30,10 @@ class LoadStats(Protocol):
     @property
     def num_rejected_for_tokens(self) -> int: ...
     @property
+    def num_retried_steps(self) -> int: ...
+    @property
+    def num_lost_steps(self) -> int: ...
+    @property
     def sleep_level(self) -> int: ...
     @property
     def num_cache_blocks(self) -> int: ...
@@ -59,6 +63,9 @@ def add_load(found: Collected, load: LoadStats) -> None:
     turned_away = "requests turned away because too much waits, by the option that says so"
     found.counter("admission_rejections", load.num_rejected_for_requests, turned_away, reason="max_num_queued_reqs")
     found.counter("admission_rejections", load.num_rejected_for_tokens, turned_away, reason="max_num_queued_tokens")
+    failed = "steps that failed, by what became of their requests: computed again, or ended"
+    found.counter("failed_steps", load.num_retried_steps, failed, outcome="retried")
+    found.counter("failed_steps", load.num_lost_steps, failed, outcome="ended")
     for level, state in enumerate(SLEEP_STATES):
         found.gauge("engine_sleep_state", int(level == load.sleep_level), "1 for the state that it is in", sleep_state=state)
     steps = Observations(STEP_TOKENS, load.step_token_counts, load.num_step_tokens)

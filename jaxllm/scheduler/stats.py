@@ -34,6 +34,10 @@ class SchedulerStats:
     """Steps by their tokens, between the bounds of `observations.STEP_TOKENS`."""
     num_step_tokens: int = 0
     """Tokens of all steps."""
+    num_retried_steps: int = 0
+    """Steps that failed and whose requests were computed again (this and the next are the core's to tell)."""
+    num_lost_steps: int = 0
+    """Steps that failed and ended all their requests."""
     work_seconds: float = 0.0
     """Time with unfinished requests (this and the next two are the loop's to tell)."""
     device_wait_seconds: float = 0.0

@@ -22,8 +22,9 @@ def tiny_core(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineCore]:
 
 
 @pytest.fixture
-def core(tiny_core: EngineCore, caplog: pytest.LogCaptureFixture) -> Iterator[EngineCore]:
-    """That engine, awake and as if nothing had ever failed in it."""
+def core(tiny_core: EngineCore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineCore]:
+    """That engine, awake and as if nothing had ever failed in it; a slow machine does not lessen its steps in flight."""
+    monkeypatch.setattr("jaxllm.engine.loop.LONG_STEP_SECONDS", float("inf"))
     engines.renew(tiny_core)
     with caplog.at_level(logging.CRITICAL, "jaxllm"):
         yield tiny_core

@@ -71,6 +71,11 @@ def test_after_out_of_memory_every_request_gets_the_tokens_it_would_have_got(cor
     check_survivors(run(core, f"{place}:{number}:oom"), undisturbed, set())
 
 
+def test_failed_steps_are_counted_by_what_became_of_them(core):
+    run(core, "result:3:oom,stop:4:error,step:9:error")
+    assert (core.stats().num_retried_steps, core.stats().num_lost_steps) == (1, 1)
+
+
 def test_out_of_memory_in_a_launching_thread_is_survived_too(core, undisturbed, monkeypatch):
     launcher = Launcher()
     monkeypatch.setattr(core.runner, "_launcher", launcher)

@@ -18,6 +18,7 @@ class FakeRunner:
         self.events = []
         self.known = {}
         self.fails = False
+        self.wait = lambda: None
 
     def dispatch(self, plan):
         step = sum(event[0] == "dispatch" for event in self.events)
@@ -40,6 +41,7 @@ class FakePending:
 
     def result(self):
         self.runner.events.append(("read", self.step))
+        self.runner.wait()
         if self.runner.fails:
             raise RuntimeError("the device failed")
         return ModelRunnerOutput(self.sampled)
@@ -85,6 +87,21 @@ def test_without_async_scheduling_each_step_is_read_before_the_next():
     loop = make_loop(1)
     run(loop, 3)
     assert loop.runner.events == [(what, step) for step in range(3) for what in ("dispatch", "read")]
+
+
+@pytest.mark.parametrize(("step_seconds", "depth"), [(0.001, 3), (0.01, 2)])
+def test_only_short_steps_fill_a_loop_of_three(monkeypatch, step_seconds, depth):
+    now = [0.0]
+    monkeypatch.setattr("jaxllm.engine.loop.time.perf_counter", lambda: now[0])
+    loop = make_loop(3)
+
+    def wait():
+        now[0] += step_seconds
+
+    loop.runner.wait = wait
+    run(loop, 20)
+    before = loop.runner.events[: loop.runner.events.index(("read", 10))]
+    assert sum(what == "dispatch" for what, _ in before) - 10 == depth
 
 
 @pytest.mark.parametrize("max_in_flight", [2, 3])

@@ -30,6 +30,8 @@ class FakeStats:
     resumed_prefix_cache_hits: int = 0
     num_rejected_for_requests: int = 0
     num_rejected_for_tokens: int = 0
+    num_retried_steps: int = 0
+    num_lost_steps: int = 0
     sleep_level: int = 0
     num_cache_blocks: int = 0
     step_token_counts: tuple[int, ...] = ()
@@ -177,7 +179,7 @@ class FakeEngineCore:
 
     @property
     def sleep_level(self) -> int:
-        return int(self.is_sleeping())
+        return int(self._sleeps)
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         self.news += [EngineCoreOutput(request_id, [], FinishReason.ABORT) for request_id in self.running]

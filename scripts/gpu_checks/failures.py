@@ -1,0 +1,89 @@
+"""The demo model in float32: failed steps and sleep change no token, and sleep gives the memory back."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm import LLM, SamplingParams
+from jaxllm.engine.failures import Failure, kind_of
+from jaxllm.engine.fault_points import injected
+from scripts.gpu_checks import Outcome
+
+SMALLEST_BYTES = 1 << 10
+
+
+def check(*, tiny: bool) -> Iterator[Outcome]:
+    """Seeded requests whose steps fail, by injection and (on a GPU) because there really is no memory."""
+    count, num_tokens = (3, 6) if tiny else (32, 64)
+    prompts = [[1 + (7 * i + j) % 500 for j in range(4 + i)] for i in range(count)]
+    params = [SamplingParams(temperature=1.0, seed=i, max_tokens=num_tokens, ignore_eos=True) for i in range(count)]
+    rows, tokens = (4, 32) if tiny else (32, 512)
+    llm = LLM(
+        "demo",
+        dtype="float32",
+        max_num_seqs=rows,
+        max_num_batched_tokens=tokens,
+        decode_buckets=[rows],
+        token_buckets=[tokens],
+        max_model_len=64 if tiny else 512,
+        num_gpu_blocks_override=33 if tiny else 1025,
+        warmup="lazy",
+        use_progress_bar=False,
+    )
+    core: Any = llm.llm_engine.core
+
+    def run() -> list[list[int]]:
+        return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False)]
+
+    def compared(name: str, found: list[list[int]], more: str = "", *, passed: bool = True) -> Outcome:
+        llm.llm_engine.check_integrity()
+        equal = sum(a == b for a, b in zip(found, expected, strict=True))
+        return Outcome(name, passed and equal == count, f"{equal} of {count} requests equal{more}")
+
+    expected = run()
+    with injected("step:3:oom,result:7:oom,draw:2:oom"):
+        yield compared("injected out of memory", run())
+    if jax.default_backend() != "cpu":
+        recover, hog, errors = core._failures.recover, _all_memory(), []
+
+        def recovering(loop: Any, error: Exception) -> Any:
+            errors.append(error)
+            hog.clear()
+            return recover(loop, error)
+
+        core._failures.recover = recovering
+        found = run()
+        core._failures.recover = recover
+        is_real = bool(errors) and all(kind_of(error) is Failure.OUT_OF_MEMORY for error in errors)
+        yield compared("real out of memory", found, f" after {len(errors)} failed steps", passed=is_real)
+        hog.clear()
+    for level in (1, 2):
+        before = _bytes_in_use()
+        llm.sleep(level)
+        asleep = _bytes_in_use()
+        llm.wake_up()
+        yield compared(
+            f"sleep at level {level}",
+            run(),
+            f", {before >> 20} MiB in use before, {asleep >> 20} asleep",
+            passed=asleep < before or not before,
+        )
+    llm.shutdown()
+
+
+def _all_memory() -> list[jax.Array]:
+    """Arrays that take all memory that is left in the device's pool."""
+    arrays, size = [], 1 << 36
+    while size >= SMALLEST_BYTES:
+        try:
+            arrays.append(jax.block_until_ready(jnp.zeros(size, jnp.int8)))
+        except jax.errors.JaxRuntimeError:
+            size //= 2
+    return arrays
+
+
+def _bytes_in_use() -> int:
+    stats = jax.devices()[0].memory_stats()
+    return 0 if stats is None else stats["bytes_in_use"]
