@@ -68,7 +68,8 @@ class EngineClient:
         self._ready: asyncio.Future[Ready] = self._loop.create_future()
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._num_calls = 0
-        self._heard = time.monotonic()
+        self._heard: float | None = None
+        """When the latest message came."""
         self._process: int | None = None
         self._closed = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -130,7 +131,7 @@ class EngineClient:
 
     def _tick(self) -> None:
         """Greet until somebody answers; then see that the heartbeat comes."""
-        if self.status is None:
+        if self._heard is None:
             with contextlib.suppress(EngineError):
                 self._send(Hello(self.name, os.getpid()))
             self._timer = self._loop.call_later(HELLO_SECONDS, self._tick)

@@ -1,5 +1,8 @@
 import asyncio
 import os
+import queue
+import random
+import signal
 import subprocess
 import sys
 import time
@@ -7,17 +10,23 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+import zmq
 
 from jaxllm.async_llm import AsyncLLM
-from jaxllm.engine.sockets import EXIT_HUNG
+from jaxllm.engine import messages
+from jaxllm.engine.process import EngineLoop
+from jaxllm.engine.sockets import ENGINE_SOCKET, EXIT_HUNG, Pulse, Stop, socket_address
 from jaxllm.errors import EngineDeadError, EngineError, EngineSleepingError, InvalidRequestError
-from jaxllm.outputs import RequestOutput
+from jaxllm.outputs import EngineCoreOutput, RequestOutput
 from jaxllm.pooling_params import PoolingParams
+from jaxllm.request import EngineCoreRequest
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
+from jaxllm.scheduler.stats import SchedulerStats
 from tests.helpers.engine_processes import Served, served, until
-from tests.helpers.fake_engine_core import WIDTH
+from tests.helpers.fake_engine_core import WIDTH, FakeEngineCore, fake_logprobs
 from tests.helpers.served_core import SLOW_FACTORY
 from tests.helpers.tiny_tokenizers import write_tokenizer
 
@@ -206,43 +215,55 @@ def test_calls_reach_the_core_between_steps(shared: Served) -> None:
     run(main())
 
 
-def test_garbage_is_refused_and_nothing_dies(shared: Served) -> None:
-    import random
-
-    import zmq
-
-    from jaxllm.engine import messages
-    from jaxllm.engine.sockets import socket_address
-    from jaxllm.request import EngineCoreRequest
-
-    random_source = random.Random(0)
-    request = EngineCoreRequest(request_id="x", prompt_token_ids=[1, 2, 3], sampling_params=DELTA)
-    whole = messages.encode(messages.Add("nobody", request))
+def damaged(whole: bytes, source: random.Random) -> list[bytes]:
+    """A message cut short, and with bytes of it changed."""
     frames = [b"", b"\xc1", b"\x91" * 5000, whole[:-1], *(whole[:size] for size in range(0, len(whole), 7))]
     for _ in range(300):
         frame = bytearray(whole)
-        for _ in range(random_source.randint(1, 4)):
-            frame[random_source.randrange(len(frame))] = random_source.randrange(256)
+        for _ in range(source.randint(1, 4)):
+            frame[source.randrange(len(frame))] = source.randrange(256)
         frames.append(bytes(frame))
-    frames += [random_source.randbytes(random_source.randrange(200)) for _ in range(300)]
+    return frames + [source.randbytes(source.randrange(200)) for _ in range(300)]
+
+
+def test_garbage_is_refused_at_both_ends_and_nothing_dies(shared: Served) -> None:
+    source = random.Random(0)
+    request = EngineCoreRequest(request_id="x", prompt_token_ids=[1, 2, 3], sampling_params=DELTA)
+    output = EngineCoreOutput("x", [1], new_logprobs=fake_logprobs([1], 2, 100), pooled=np.ones((2, 3), np.float32))
+    load = messages.Load(SchedulerStats(1, 2, 0.5, 0, 0, 0, 0, 0))
+    to_front = [messages.Outputs([output], load), messages.Status("running", 0.1, load=load), messages.Reply(1, True)]
+    to_front += [messages.Refused("x", messages.Fault("invalid", "no")), messages.Failed("no")]
+
+    def send(name: str, *whole: Any) -> None:
+        with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+            socket.connect(socket_address(shared.directory, name))
+            for message in whole:
+                for frame in damaged(messages.encode(message), source):
+                    socket.send(frame)
 
     async def main() -> None:
-        with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
-            socket.connect(socket_address(shared.directory, "engine"))
-            for frame in frames:
-                socket.send(frame)
+        await asyncio.to_thread(send, ENGINE_SOCKET, messages.Add("nobody", request))
         async with shared.front() as llm:
-            front = shared.client(5)
-            for frame in frames:
-                try:
-                    message = messages.decode_engine_message(frame)
-                except messages.MessageError:
-                    continue
-                front._take(message)
-            front.close()
-            assert await text_of(llm) == "one two three"
+            receiver = await AsyncLLM.connect(shared.client(5))
+            await asyncio.to_thread(send, receiver._client.name, *to_front)  # type: ignore[attr-defined]
+            assert await text_of(receiver) == await text_of(llm) == "one two three"
+            receiver.shutdown()
 
     run(main())
+
+
+BAD_ARRAYS = [("|O", (1,), b"12345678"), ("<f4", (-1,), b""), ("<f4", (1 << 62, 4), b""), ("<f4", (2,), b"1234")]
+
+
+@pytest.mark.parametrize(("dtype", "shape", "data"), BAD_ARRAYS)
+def test_arrays_that_are_none_are_refused(dtype: str, shape: tuple[int, ...], data: bytes) -> None:
+    load = messages.Load(SchedulerStats(1, 2, 0.5, 0, 0, 0, 0, 0))
+    good = messages.encode(messages.Outputs([EngineCoreOutput("x", [1], pooled=np.ones(2, np.float32))], load))
+    fields = msgspec.msgpack.decode(good)
+    array = next(value for value in fields[1][0] if isinstance(value, list) and value[:1] == ["<f4"])
+    array[:] = [dtype, shape, data]
+    with pytest.raises(messages.MessageError):
+        messages.decode_engine_message(msgspec.msgpack.encode(fields))
 
 
 def test_an_add_that_cannot_be_read_ends_that_request(shared: Served) -> None:
@@ -293,6 +314,20 @@ def test_a_fatal_step_is_told_and_ends_the_process(model_directory: Path) -> Non
                     await text_of(llm, "die now")
                 assert "the device is lost" in str(llm.dead_error)
             assert await asyncio.to_thread(engine.process.wait, 10) == 1
+
+    run(main())
+
+
+def test_an_engine_process_that_stands_still_is_found(model_directory: Path) -> None:
+    async def main() -> None:
+        with served(model_directory) as engine:
+            client = engine.client(silence_seconds=1.0)
+            llm = await AsyncLLM.connect(client)
+            task = await begun(llm)
+            engine.process.send_signal(signal.SIGSTOP)
+            with pytest.raises(EngineDeadError, match="no sign of life"):
+                await task
+            client.close()
 
     run(main())
 
@@ -372,3 +407,36 @@ def test_the_requests_of_a_front_that_was_killed_are_aborted_and_a_front_imports
             assert await num_running(llm) == 0
 
     run(main())
+
+
+class FullOutbox:
+    """An outbox to one front, which takes so many messages and then none."""
+
+    def __init__(self, room: int):
+        self.room = room
+        self.sent: list[messages.EngineMessage] = []
+        self.clients = ["front"]
+
+    def connect(self, client: str) -> None:
+        """It is."""
+
+    def send(self, client: str, frame: bytes) -> bool:
+        if len(self.sent) < self.room:
+            self.sent.append(messages.decode_engine_message(frame))
+            return True
+        return False
+
+
+def test_the_requests_of_a_front_that_fetches_nothing_are_ended_and_it_hears_of_it_later() -> None:
+    core, outbox, commands = FakeEngineCore(lambda request: [5] * 100), FullOutbox(room=3), queue.SimpleQueue()  # type: ignore[var-annotated]
+    loop = EngineLoop(core, commands, outbox, Pulse())  # type: ignore[arg-type]
+    request = EngineCoreRequest(request_id="x", prompt_token_ids=[1], sampling_params=ENDLESS)
+    commands.put(messages.Add("front", request))
+    while not core.aborted:
+        loop._obey()
+        loop._step()
+    assert core.num_steps == 4 and core.aborted == ["x"]
+    outbox.room = 10
+    commands.put(Stop())
+    loop.run()
+    assert isinstance(outbox.sent[-1], messages.Failed)

@@ -22,8 +22,8 @@ class Served:
         self.process = process
         self.directory = directory
 
-    def client(self, index: int = 0) -> EngineClient:
-        return EngineClient(self.directory, self.process.pid, index=index)
+    def client(self, index: int = 0, **options: Any) -> EngineClient:
+        return EngineClient(self.directory, self.process.pid, index=index, **options)
 
     @contextlib.asynccontextmanager
     async def front(self, index: int = 0) -> AsyncIterator[AsyncLLM]:
