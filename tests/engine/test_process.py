@@ -235,12 +235,15 @@ def test_garbage_is_refused_at_both_ends_and_nothing_dies(shared: Served) -> Non
     to_front += [messages.Refused("x", messages.Fault("invalid", "no")), messages.Failed("no")]
 
     def send(name: str, *whole: Any) -> None:
-        with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
-            socket.connect(socket_address(shared.directory, name))
-            for message in whole:
-                for frame in damaged(messages.encode(message), source):
-                    socket.send(frame)
-            socket.send(messages.encode(messages.Failed("the end")))  # which a front never says
+        context = zmq.Context()
+        socket = context.socket(zmq.PUSH)
+        socket.connect(socket_address(shared.directory, name))
+        for message in whole:
+            for frame in damaged(messages.encode(message), source):
+                socket.send(frame)
+        socket.send(messages.encode(messages.Failed("the end")))  # which a front never says
+        socket.close(linger=10_000)
+        context.term()  # waits for what is not sent yet, which leaving a `with` does not
 
     async def main() -> None:
         await asyncio.to_thread(send, ENGINE_SOCKET, messages.Add("nobody", request))
