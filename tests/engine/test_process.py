@@ -240,12 +240,16 @@ def test_garbage_is_refused_at_both_ends_and_nothing_dies(shared: Served) -> Non
             for message in whole:
                 for frame in damaged(messages.encode(message), source):
                     socket.send(frame)
+            socket.send(messages.encode(messages.Failed("the end")))  # which a front never says
 
     async def main() -> None:
         await asyncio.to_thread(send, ENGINE_SOCKET, messages.Add("nobody", request))
         async with shared.front() as llm:
-            receiver = await AsyncLLM.connect(shared.client(5))
-            await asyncio.to_thread(send, receiver._client.name, *to_front)  # type: ignore[attr-defined]
+            client, all_came = shared.client(5), asyncio.Event()
+            receiver = await AsyncLLM.connect(client)
+            client.on_failed = lambda message: all_came.set() if message.message == "the end" else None
+            await asyncio.to_thread(send, client.name, *to_front)
+            await all_came.wait()
             assert await text_of(receiver) == await text_of(llm) == "one two three"
             receiver.shutdown()
 
