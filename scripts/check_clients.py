@@ -32,6 +32,8 @@ CLIENTS = {
 HERE = Path(__file__).resolve().parent
 MAX_START_SECONDS, MAX_INSTALL_SECONDS, MAX_CLIENT_SECONDS = 120, 300, 300
 SERVE = "import sys; from jaxllm.cli.main import main; sys.exit(main())"
+FEW_PROGRAMS = ["--max-num-seqs", "8", "--decode-buckets", "1,8"]
+"""Most of the time would go into compiling."""
 
 
 def main() -> int:
@@ -65,7 +67,7 @@ def _served() -> Iterator[str]:
     """The URL of a server of the demo model, until the block ends."""
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
-            [sys.executable, "-c", SERVE, "serve", "demo", "--host", "127.0.0.1", "--port", "0"],
+            [sys.executable, "-c", SERVE, "serve", "demo", "--host", "127.0.0.1", "--port", "0", *FEW_PROGRAMS],
             cwd=HERE.parent,
             stdout=log,
             stderr=log,

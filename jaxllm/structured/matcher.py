@@ -77,8 +77,7 @@ class Matcher:
                 self._awaited = ()
             return
         if not self._matcher.consume_token(token_id):
-            reason = "the grammar became too complex for this output" if self._matcher.is_error() else "the output left its grammar"
-            raise GrammarError(reason)
+            raise GrammarError("the output left its grammar")
         if not self._ends_at_eos:
             self.is_done = self._only_end_remains()
 

@@ -56,7 +56,9 @@ def test_what_the_server_writes_is_read_wherever_it_is_cut(texts: list[str], dat
     written = b"".join(event(text.encode()) + KEEP_ALIVE for text in texts) + DONE
     cuts = sorted(data.draw(st.lists(st.integers(0, len(written)), max_size=8)))
     parser = EventParser()
-    found = [each for start, end in zip([0, *cuts], [*cuts, len(written)], strict=True) for each in parser.feed(written[start:end])]
+    found = [
+        each for start, end in zip([0, *cuts], [*cuts, len(written)], strict=True) for each in parser.feed(written[start:end])
+    ]
     assert found + parser.close() == [*(text.encode() for text in texts), b"[DONE]"]
 
 
