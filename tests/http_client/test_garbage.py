@@ -86,7 +86,7 @@ async def saying(answers: Iterator[bytes]) -> AsyncIterator[str]:
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     async with server:
-        yield "http://127.0.0.1:%d" % server.sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
 def test_no_answer_of_a_server_breaks_the_client() -> None:
