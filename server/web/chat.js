@@ -8,21 +8,38 @@ const $ = (id) => document.getElementById(id);
 const STORE = 'jaxllm-conversation';
 let messages = load();
 let running = null; // the AbortController of the answer that streams
+let isReady = false;
+
+/** Whether the server takes requests. */
+export function setReady(ready) {
+  isReady = ready;
+  buttons();
+}
 
 export function startChat(currentModel) {
-  const send = () => {
-    const text = $('prompt').value;
-    if (!text.trim() || running) return;
-    $('prompt').value = '';
-    fit();
+  const ask = (text) => {
     messages.push({ role: 'user', content: text });
     show(messages.at(-1));
+    $('messages').scrollTop = $('messages').scrollHeight;
     answer(currentModel());
+  };
+  const send = () => {
+    const text = $('prompt').value;
+    if (!text.trim() || running || !isReady) return;
+    $('prompt').value = '';
+    fit();
+    ask(text);
   };
   $('composer').addEventListener('submit', (event) => {
     event.preventDefault();
     send();
   });
+  for (const example of $('welcome').querySelectorAll('button')) {
+    example.addEventListener('click', () => {
+      $('prompt').focus();
+      ask(example.textContent);
+    });
+  }
   $('prompt').addEventListener('input', fit);
   $('prompt').addEventListener('keydown', (event) => {
     if (event.key === 'Enter' && !event.shiftKey && !event.isComposing) {
@@ -102,6 +119,7 @@ async function answer(model) {
   const json = body(model);
   messages.push(message);
   const article = show(message);
+  $('announced').textContent = '';
   running = new AbortController();
   buttons();
   const start = performance.now();
@@ -134,10 +152,11 @@ async function answer(model) {
   const notes = [];
   if (firstToken) notes.push(`first token ${((firstToken - start) / 1000).toFixed(2)} s`);
   if (usage && usage.completion_tokens > 1 && seconds > 0) notes.push(`${((usage.completion_tokens - 1) / seconds).toFixed(1)} tokens/s`);
-  if (usage) notes.push(`${usage.prompt_tokens} + ${usage.completion_tokens} tokens`);
-  if (finish) notes.push(finish === 'length' ? 'cut off: most tokens reached' : finish);
+  if (usage) notes.push(`${usage.prompt_tokens} tokens in, ${usage.completion_tokens} out`);
+  if (finish && finish !== 'stop') notes.push({ length: 'cut off: no more tokens allowed', tool_calls: 'waits for the tool' }[finish] || finish);
   message.notes = notes;
   running = null;
+  $('announced').textContent = message.fault ? `The answer failed: ${message.fault}` : 'The answer is complete.';
   fill(article, message, false);
   save();
   buttons();
@@ -176,14 +195,14 @@ function fill(article, message, isStreaming) {
   text.append(message.role === 'user' ? message.content : markdown(message.content || (isStreaming && !message.reasoning ? '…' : '')));
   parts.push(text);
   for (const call of (message.tool_calls || []).filter(Boolean)) parts.push(fold(`Calls ${call.function.name}`, call.function.arguments));
-  if (message.fault) parts.push(Object.assign(document.createElement('p'), { className: 'fault', textContent: message.fault }));
+  if (message.fault) parts.push(Object.assign(document.createElement('p'), { className: 'fault', textContent: `This failed: ${message.fault}` }));
   if (message.notes) parts.push(notes(message));
   article.replaceChildren(...parts);
   article.querySelectorAll('details').forEach((node, n) => (node.open = wasOpen[n] ?? false));
   if (follows) log.scrollTop = log.scrollHeight;
 }
 
-const heading = (role) => Object.assign(document.createElement('h2'), { textContent: { user: 'You', assistant: 'Answer', tool: 'Tool' }[role] || role });
+const heading = (role) => Object.assign(document.createElement('h2'), { className: 'unseen', textContent: { user: 'You', assistant: 'Answer', tool: 'Tool' }[role] || role });
 
 function fold(title, text) {
   const node = document.createElement('details');
@@ -195,9 +214,11 @@ function fold(title, text) {
 function notes(message) {
   const footer = document.createElement('footer');
   for (const note of message.notes) footer.append(Object.assign(document.createElement('span'), { textContent: note }));
-  const button = Object.assign(document.createElement('button'), { type: 'button', textContent: 'Copy' });
-  button.addEventListener('click', () => copy(message.content, button));
-  footer.append(button);
+  if (message.content) {
+    const button = Object.assign(document.createElement('button'), { type: 'button', textContent: 'Copy' });
+    button.addEventListener('click', () => copy(message.content, button));
+    footer.append(button);
+  }
   return footer;
 }
 
@@ -220,10 +241,15 @@ function redraw() {
 }
 
 function buttons() {
+  const isEmpty = !messages.length;
   $('send').hidden = Boolean(running);
+  $('send').disabled = !isReady;
   $('stop').hidden = !running;
-  $('regenerate').disabled = Boolean(running) || !messages.length;
-  $('export').disabled = $('copy-curl').disabled = !messages.length;
+  $('regenerate').disabled = Boolean(running) || isEmpty || !isReady;
+  $('new-chat').disabled = $('export').disabled = $('copy-curl').disabled = isEmpty;
+  $('welcome').hidden = !isEmpty;
+  $('messages').hidden = isEmpty;
+  for (const example of $('welcome').querySelectorAll('button')) example.disabled = !isReady;
 }
 
 function fit() {
