@@ -9,6 +9,7 @@ const STORE = 'jaxllm-conversation';
 let messages = load();
 let running = null; // the AbortController of the answer that streams
 let isReady = false;
+let currentModel = () => '';
 
 /** Whether the server takes requests. */
 export function setReady(ready) {
@@ -16,12 +17,13 @@ export function setReady(ready) {
   buttons();
 }
 
-export function startChat(currentModel) {
+export function startChat(chosenModel) {
+  currentModel = chosenModel;
   const ask = (text) => {
     messages.push({ role: 'user', content: text });
     show(messages.at(-1));
     $('messages').scrollTop = $('messages').scrollHeight;
-    answer(currentModel());
+    answer();
   };
   const send = () => {
     const text = $('prompt').value;
@@ -56,9 +58,9 @@ export function startChat(currentModel) {
   });
   $('stop').addEventListener('click', () => running?.abort());
   $('regenerate').addEventListener('click', () => {
-    while (messages.length && messages.at(-1).role !== 'user') messages.pop();
+    while (messages.at(-1)?.role === 'assistant') messages.pop();
     redraw();
-    answer(currentModel());
+    answer();
   });
   $('new-chat').addEventListener('click', () => {
     running?.abort();
@@ -73,7 +75,7 @@ export function startChat(currentModel) {
     link.click();
     setTimeout(() => URL.revokeObjectURL(link.href), 1000);
   });
-  $('copy-curl').addEventListener('click', () => copy(curl(body(currentModel())), $('copy-curl')));
+  $('copy-curl').addEventListener('click', () => copy(curl(body()), $('copy-curl')));
   $('messages').addEventListener('click', (event) => {
     if (event.target.matches('.copy-code')) copy(event.target.parentElement.querySelector('code').textContent, event.target);
   });
@@ -108,15 +110,15 @@ const sent = () => [
   })),
 ];
 
-const body = (model) => ({ model, messages: sent(), ...sampling() });
+const body = () => ({ model: currentModel(), messages: sent(), ...sampling() });
 
 const curl = (json) =>
   `curl ${new URL('v1/chat/completions', document.baseURI)} -H 'Content-Type: application/json' ` +
   `-H "Authorization: Bearer $JAXLLM_API_KEY" -d '${JSON.stringify(json).replaceAll("'", "'\\''")}'`;
 
-async function answer(model) {
+async function answer() {
   const message = { role: 'assistant', content: '', reasoning: '', tool_calls: [] };
-  const json = body(model);
+  const json = body();
   messages.push(message);
   const article = show(message);
   $('announced').textContent = '';
@@ -150,10 +152,11 @@ async function answer(model) {
   cancelAnimationFrame(frame);
   const seconds = (performance.now() - (firstToken || start)) / 1000;
   const notes = [];
-  if (firstToken) notes.push(`first token ${((firstToken - start) / 1000).toFixed(2)} s`);
+  const wait = firstToken - start;
+  if (firstToken) notes.push(`first token ${wait < 1000 ? `${wait.toFixed(0)} ms` : `${(wait / 1000).toFixed(2)} s`}`);
   if (usage && usage.completion_tokens > 1 && seconds > 0) notes.push(`${((usage.completion_tokens - 1) / seconds).toFixed(1)} tokens/s`);
   if (usage) notes.push(`${usage.prompt_tokens} tokens in, ${usage.completion_tokens} out`);
-  if (finish && finish !== 'stop') notes.push({ length: 'cut off: no more tokens allowed', tool_calls: 'waits for the tool' }[finish] || finish);
+  if (finish && finish !== 'stop') notes.push({ length: 'cut off: no more tokens allowed', tool_calls: 'calls a tool' }[finish] || finish);
   message.notes = notes;
   running = null;
   $('announced').textContent = message.fault ? `The answer failed: ${message.fault}` : 'The answer is complete.';
@@ -189,12 +192,19 @@ function fill(article, message, isStreaming) {
   const follows = log.scrollHeight - log.scrollTop - log.clientHeight < 80;
   const wasOpen = [...article.querySelectorAll('details')].map((node) => node.open);
   const parts = [heading(message.role)];
+  if (message.role === 'tool') {
+    article.replaceChildren(...parts, fold(`Result of ${message.name}`, message.content));
+    return;
+  }
   if (message.reasoning) parts.push(fold(isStreaming && !message.content ? 'Thinking…' : 'Thoughts', message.reasoning));
   const text = document.createElement('div');
   text.className = 'body';
   text.append(message.role === 'user' ? message.content : markdown(message.content || (isStreaming && !message.reasoning ? '…' : '')));
   parts.push(text);
-  for (const call of (message.tool_calls || []).filter(Boolean)) parts.push(fold(`Calls ${call.function.name}`, call.function.arguments));
+  for (const call of (message.tool_calls || []).filter(Boolean)) {
+    parts.push(fold(`Calls ${call.function.name}`, call.function.arguments));
+    if (!isStreaming && !message.fault && call.id && !isAnswered(call)) parts.push(resultForm(message, call));
+  }
   if (message.fault) parts.push(Object.assign(document.createElement('p'), { className: 'fault', textContent: `This failed: ${message.fault}` }));
   if (message.notes) parts.push(notes(message));
   article.replaceChildren(...parts);
@@ -209,6 +219,23 @@ function fold(title, text) {
   const inner = Object.assign(document.createElement('div'), { className: 'body', textContent: text });
   node.append(Object.assign(document.createElement('summary'), { textContent: title }), inner);
   return node;
+}
+
+const isAnswered = (call) => messages.some((message) => message.tool_call_id === call.id);
+
+/** Asks for what a tool gave back; once all calls of the message have it, the model goes on. */
+function resultForm(message, call) {
+  const form = Object.assign(document.createElement('form'), { className: 'result' });
+  const field = Object.assign(document.createElement('input'), { required: true, placeholder: 'What it gave back', ariaLabel: `Result of ${call.function.name}` });
+  form.append(field, Object.assign(document.createElement('button'), { textContent: 'Send result' }));
+  form.addEventListener('submit', (event) => {
+    event.preventDefault();
+    if (running || !isReady) return;
+    messages.push({ role: 'tool', tool_call_id: call.id, name: call.function.name, content: field.value });
+    redraw();
+    if (message.tool_calls.filter(Boolean).every(isAnswered)) answer();
+  });
+  return form;
 }
 
 function notes(message) {

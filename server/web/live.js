@@ -3,7 +3,7 @@
 import { metrics } from './api.js';
 
 const INTERVAL_SECONDS = 2;
-const NUM_POINTS = 90;
+const NUM_POINTS = 60;
 const WINDOW_SECONDS = 60;
 const $ = (id) => document.getElementById(id);
 const series = new Map();
@@ -60,14 +60,14 @@ function draw(now) {
     Waiting: waiting,
     'KV cache': `${cache.toFixed(1)} %`,
     'Prefix hits': queries ? `${((100 * hits) / queries).toFixed(1)} %` : '–',
-    'Output tokens/s': output.toFixed(1),
-    'Prompt tokens/s': rate('prompt_tokens_total').toFixed(1),
+    'Output tokens/s': short(output),
+    'Prompt tokens/s': short(rate('prompt_tokens_total')),
     'First token, median': duration(quantile(now, 'time_to_first_token_seconds', 0.5)),
     'First token, p99': duration(quantile(now, 'time_to_first_token_seconds', 0.99)),
     'Token gap, median': duration(gap),
     Preemptions: sum(now.samples, 'num_preemptions_total'),
-    'Output tokens': sum(now.samples, 'generation_tokens_total'),
-    'Ended requests': sum(now.samples, 'request_success_total'),
+    'Output tokens': short(sum(now.samples, 'generation_tokens_total')),
+    'Ended requests': short(sum(now.samples, 'request_success_total')),
   });
   chart('Output tokens/s', output);
   chart('Prompt tokens/s', rate('prompt_tokens_total'));
@@ -107,7 +107,7 @@ function quantile(now, name, wanted) {
 
 const duration = (seconds) => (seconds === null ? '–' : seconds < 1 ? `${(1000 * seconds).toFixed(0)} ms` : `${seconds.toFixed(2)} s`);
 
-const short = (value) => (Number.isInteger(value) ? String(value) : value.toFixed(value < 10 ? 1 : 0));
+const short = (value) => value.toLocaleString('en', { maximumFractionDigits: value < 10 ? 1 : 0 });
 
 function figures(values) {
   $('figures').replaceChildren(
@@ -148,5 +148,5 @@ function chart(title, value, top) {
   line.setAttribute('points', path);
   area.setAttribute('points', `${offset},100 ${path} ${NUM_POINTS - 1},100`);
   figures.textContent = `${short(value)} · peak ${short(Math.max(...points))}`;
-  picture.setAttribute('aria-label', `${title}: ${figures.textContent}, over the last three minutes`);
+  picture.setAttribute('aria-label', `${title}: ${figures.textContent}, over the last two minutes`);
 }

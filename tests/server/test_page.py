@@ -29,7 +29,6 @@ from tests.helpers.tiny_tokenizers import CHAT_TEMPLATE, write_tokenizer
 pytestmark = [
     pytest.mark.browser,
     pytest.mark.skipif(programs() is None, reason="needs chromium and chromedriver"),
-    pytest.mark.xdist_group("browser"),
 ]
 HOSTILE = (
     "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
@@ -208,7 +207,7 @@ def test_settings_change_the_request(browser: Browser, url: str, model: Model) -
     assert ask(browser, "hello") == "one two three" and "Be brief." not in model.last_prompt()
 
 
-def test_reasoning_and_tool_calls_are_folded(browser: Browser, url: str) -> None:
+def test_reasoning_and_tool_calls_are_folded_and_a_tool_is_answered_for(browser: Browser, url: str, model: Model) -> None:
     browser.open(url)
     assert ask(browser, "think") == "Let me see."
     assert browser.text("details summary") == "Thoughts" and not browser.shows("details .body")
@@ -219,6 +218,11 @@ def test_reasoning_and_tool_calls_are_folded(browser: Browser, url: str) -> None
     assert browser.text("article:last-child details summary") == "Calls weather"
     browser.click("article:last-child details summary")
     assert "Oslo" in browser.text("article:last-child details .body")
+    browser.write(".result input", "sunny: hello")
+    browser.press(Keys.ENTER)
+    browser.wait(lambda: browser.text("article:last-child .body") == "one two three", "the model does not go on")
+    assert "sunny" in model.last_prompt() and browser.text("article.tool summary") == "Result of weather"
+    assert not browser.all(".result")
 
 
 def test_markdown_is_shown_and_what_looks_like_a_page_stays_text(browser: Browser, url: str) -> None:
