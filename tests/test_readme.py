@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxllm.cli.main import COMMANDS, command_parser
+from jaxllm.cli.main import COMMANDS, SUBCOMMANDS, command_parser
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -36,8 +36,9 @@ def test_ci_runs_the_second_command() -> None:
 
 @pytest.mark.parametrize("line", COMMAND_LINES)
 def test_command_lines_are_accepted(line: str) -> None:
-    _, command, *arguments = shlex.split(line, comments=True)
-    command_parser(command).parse(arguments)
+    _, *words = shlex.split(line, comments=True)
+    length = 2 if tuple(words[:2]) in SUBCOMMANDS else 1
+    command_parser(*words[:length]).parse(words[length:])
 
 
 def test_every_script_and_local_page_exists() -> None:

@@ -157,7 +157,10 @@ class EngineClient:
             except MessageError as error:
                 logger.warning("a message of the engine process was refused: %s", error)
                 continue
-            self._take(message)
+            try:
+                self._take(message)
+            except Exception:  # the socket tells of what is new only: the messages behind this one must not wait for it
+                logger.exception("a message of the engine process could not be taken")
         self._loop.call_soon(self._fetch)  # the socket tells of what is new only, so the rest has to be fetched unasked
 
     def _take(self, message: EngineMessage) -> None:

@@ -36,7 +36,7 @@ class Place:
 PLACES = {
     "add": Place("core", "jaxllm.scheduler.scheduler", "Scheduler.add_request", lambda self, request: request.request_id),
     "grammar": Place("core", "jaxllm.engine.grammars", "Grammars._start", lambda self, request, template: request.request_id),
-    "mask": Place("core", "jaxllm.engine.loop", "fill_masks"),
+    "mask": Place("core", "jaxllm.structured.matcher", "fill_masks"),
     "schedule": Place("core", "jaxllm.scheduler.scheduler", "Scheduler.schedule"),
     "allocate": Place(
         "core",

@@ -29,7 +29,7 @@ class Buckets:
         max_rows, max_tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
         assert max_rows is not None and max_tokens is not None, "platform defaults are resolved before buckets are chosen"
         decode = config.compile.decode_buckets or (_DECODE_ROWS_GPU if on_gpu else _DECODE_ROWS_CPU)
-        tokens = config.compile.token_buckets or _token_sizes(max_tokens, halves=on_gpu)
+        tokens = config.compile.token_buckets or _token_sizes(max_tokens, fine=on_gpu)
         return cls(
             decode_rows=_up_to(decode, max_rows),
             tokens=_up_to(tokens, max_tokens),
@@ -58,12 +58,11 @@ def _up_to(sizes: tuple[int, ...], limit: int) -> tuple[int, ...]:
     return (*sorted({size for size in sizes if size < limit}), limit)
 
 
-def _token_sizes(limit: int, *, halves: bool) -> tuple[int, ...]:
-    """Powers of two from 16; from 256 also halfway between, where padding would waste much (`halves`)."""
+def _token_sizes(limit: int, *, fine: bool) -> tuple[int, ...]:
+    """Powers of two from 16. `fine`: from 256, where time follows the padded size, also quarters between them, above 2048 halves."""
     sizes, size = [], 16
     while size < limit:
-        sizes.append(size)
-        if halves and size >= 256:
-            sizes.append(size * 3 // 2)
+        parts = (1 if size < 256 else 4 if size < 2048 else 2) if fine else 1
+        sizes += [size + size * part // parts for part in range(parts)]
         size *= 2
     return tuple(sizes)

@@ -234,20 +234,26 @@ def test_garbage_is_refused_at_both_ends_and_nothing_dies(shared: Served) -> Non
     to_front = [messages.Outputs([output], load), messages.Status("running", 0.1, load=load), messages.Reply(1, True)]
     to_front += [messages.Refused("x", messages.Fault("invalid", "no")), messages.Failed("no")]
 
-    def send(name: str, *whole: Any) -> None:
-        with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
-            socket.connect(socket_address(shared.directory, name))
-            for message in whole:
-                for frame in damaged(messages.encode(message), source):
-                    socket.send(frame)
+    def send(socket: zmq.Socket[bytes], *whole: Any) -> None:
+        for message in whole:
+            for frame in damaged(messages.encode(message), source):
+                socket.send(frame)
+        socket.send(messages.encode(messages.Failed("the end")))  # which a front never says
 
     async def main() -> None:
-        await asyncio.to_thread(send, ENGINE_SOCKET, messages.Add("nobody", request))
-        async with shared.front() as llm:
-            receiver = await AsyncLLM.connect(shared.client(5))
-            await asyncio.to_thread(send, receiver._client.name, *to_front)  # type: ignore[attr-defined]
-            assert await text_of(receiver) == await text_of(llm) == "one two three"
-            receiver.shutdown()
+        # Open to the end: what a receiver has not read when its peer goes is lost.
+        with zmq.Context() as context, context.socket(zmq.PUSH) as to_engine, context.socket(zmq.PUSH) as to_client:
+            to_engine.connect(socket_address(shared.directory, ENGINE_SOCKET))
+            await asyncio.to_thread(send, to_engine, messages.Add("nobody", request))
+            async with shared.front() as llm:
+                client, all_came = shared.client(5), asyncio.Event()
+                receiver = await AsyncLLM.connect(client)
+                client.on_failed = lambda message: all_came.set() if message.message == "the end" else None
+                to_client.connect(socket_address(shared.directory, client.name))
+                await asyncio.to_thread(send, to_client, *to_front)
+                await all_came.wait()
+                assert await text_of(receiver) == await text_of(llm) == "one two three"
+                receiver.shutdown()
 
     run(main())
 

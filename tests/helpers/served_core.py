@@ -16,7 +16,7 @@ from tests.helpers.fake_engine_core import FakeEngineCore
 
 FACTORY = "tests.helpers.served_core:make"
 SLOW_FACTORY = "tests.helpers.served_core:make_when_told"
-STEP_VARIABLE = "JAXLLM_FAKE_STEP_SECONDS"
+STEP_SECONDS = 0.0005
 
 
 class ServedFakeCore(FakeEngineCore):
@@ -33,7 +33,6 @@ class ServedFakeCore(FakeEngineCore):
             return words * (params.max_tokens or 1) if params.ignore_eos else [*words, eos]
 
         super().__init__(script, vocab_size=self.tokenizer.vocab_size, config=config, max_model_len=20_000)
-        self._step_seconds = float(os.environ.get(STEP_VARIABLE, "0.0005"))
         self._deeds: dict[str, Callable[[], None]] = {
             "die": self._die,
             "fail": self._fail,
@@ -57,7 +56,7 @@ class ServedFakeCore(FakeEngineCore):
         deed, self._deed = self._deed, None
         if deed is not None:
             deed()
-        time.sleep(self._step_seconds)
+        time.sleep(STEP_SECONDS)
         return super().step()
 
     def _die(self) -> None:
