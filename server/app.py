@@ -10,7 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
 from jaxllm.async_llm import AsyncLLM
@@ -45,7 +45,7 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAP
     options = options or ServerOptions.from_options()
     context = ServerContext(engine, options)
     public_paths: set[str] = set()
-    rooms = [completions.router, chat.router, responses.router, messages.router, tokenize.router, models.router]
+    rooms: list[Router] = [completions.router, chat.router, responses.router, messages.router, tokenize.router, models.router]
     rooms += [pooling.router, health.router, metrics.router]
     if options.access.enable_dev_endpoints:
         rooms.append(dev.router)

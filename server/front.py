@@ -23,6 +23,7 @@ from jaxllm.llm_engine import load_texts
 from jaxllm.log import logger
 from server.gate import Gate
 from server.options import ServerOptions
+from server.routes.page import page_replies
 
 if TYPE_CHECKING:
     from server.context import ServerContext
@@ -63,7 +64,8 @@ class Front:
         self._options = start.options
         self._stop = asyncio.Event()
         self._client = EngineClient(start.directory, start.engine_pid, index=start.index, silence_seconds=start.silence_seconds)
-        self._gate = Gate(lambda: self._client.status, lambda: self._client.dead_error)
+        page = page_replies() if start.options.replies.web else {}
+        self._gate = Gate(lambda: self._client.status, lambda: self._client.dead_error, page)
 
     async def run(self) -> None:
         """Serve until told to stop, then drain. Raises JaxLLMError if the application cannot be made."""

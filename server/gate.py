@@ -1,6 +1,7 @@
 """What stands in front of the application: answers while the engine loads and while the server drains. Pure ASGI."""
 
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from types import MappingProxyType
 from typing import Any
 
 from jaxllm.engine.messages import Status
@@ -17,11 +18,20 @@ LOADING_RETRY_SECONDS = 5
 
 
 class Gate:
-    """An application that is 503 until `open` is called, and again after `drain`. Counts the requests that are being answered."""
+    """An application that is 503 until `open` is called, and again after `drain`. Counts the requests that are being answered.
 
-    def __init__(self, status: Callable[[], Status | None], failure: Callable[[], BaseException | None] = lambda: None):
+    `page` is what answers GET at some paths from the beginning: the web page, which then shows how far loading is.
+    """
+
+    def __init__(
+        self,
+        status: Callable[[], Status | None],
+        failure: Callable[[], BaseException | None] = lambda: None,
+        page: Mapping[str, App] = MappingProxyType({}),
+    ):
         self._status = status
         self._failure = failure
+        self._page = page
         self._app: App | None = None
         self._retry_seconds: float | None = None
         self.num_running = 0
@@ -49,6 +59,8 @@ class Gate:
                 self.num_running -= path not in PATHS_WHILE_DRAINING
         elif path == LIVE_PATH:
             await _live(send)
+        elif path in self._page and scope["method"] in ("GET", "HEAD"):
+            await self._page[path](scope, receive, send)
         else:
             await _answer(self._loading(), scope, receive, send)
 

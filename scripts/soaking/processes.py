@@ -32,7 +32,7 @@ def started_server(command: str, log: Path, *, timeout_seconds: float) -> Iterat
             shlex.split(command.format(port=port)), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
-        _wait_until_healthy(url, server, log, timeout_seconds)
+        wait_until_healthy(url, server, log, timeout_seconds)
         yield url, server.pid
     finally:
         server.send_signal(signal.SIGTERM)
@@ -43,7 +43,7 @@ def started_server(command: str, log: Path, *, timeout_seconds: float) -> Iterat
             server.wait()
 
 
-def _wait_until_healthy(url: str, server: subprocess.Popen[bytes], log: Path, timeout_seconds: float) -> None:
+def wait_until_healthy(url: str, server: subprocess.Popen[bytes], log: Path, timeout_seconds: float) -> None:
     deadline = time.monotonic() + timeout_seconds
     while True:
         if server.poll() is not None:

@@ -2,10 +2,8 @@
 
 from importlib import resources
 
-from fastapi import APIRouter
 from starlette.responses import Response
-
-from server.errors import ApiError
+from starlette.routing import Route, Router
 
 _KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 _HEADERS = {
@@ -23,25 +21,16 @@ def public_paths() -> frozenset[str]:
     return frozenset({"/", "/web/"})
 
 
-def page_router() -> APIRouter:
+def page_replies() -> dict[str, Response]:
+    """What is answered at each path of the page, by path."""
+    found = {}
+    for file in resources.files("server").joinpath("web").iterdir():
+        if (kind := _KINDS.get(file.name.rpartition(".")[2])) is not None:
+            path = "/" if file.name == "index.html" else f"/web/{file.name}"
+            found[path] = Response(file.read_bytes(), media_type=f"{kind}; charset=utf-8", headers=_HEADERS)
+    return found
+
+
+def page_router() -> Router:
     """`/` and `/web/…`. Needs no key: the page asks for one and sends it with what it calls."""
-    router = APIRouter(include_in_schema=False)
-    files = {
-        file.name: (file.read_bytes(), f"{_KINDS[file.name.rpartition('.')[2]]}; charset=utf-8")
-        for file in resources.files("server").joinpath("web").iterdir()
-        if file.name.rpartition(".")[2] in _KINDS
-    }
-
-    @router.get("/")
-    async def page() -> Response:
-        content, kind = files["index.html"]
-        return Response(content, media_type=kind, headers=_HEADERS)
-
-    @router.get("/web/{name}")
-    async def asset(name: str) -> Response:
-        if name not in files:
-            raise ApiError(404, f"there is no file {name[:100]!r}", "not_found_error")
-        content, kind = files[name]
-        return Response(content, media_type=kind, headers=_HEADERS)
-
-    return router
+    return Router([Route(path, reply, methods=["GET"], include_in_schema=False) for path, reply in page_replies().items()])

@@ -3,9 +3,10 @@
 const base = new URL('.', document.baseURI);
 
 export class ApiError extends Error {
-  constructor(status, message, retryAfter) {
+  constructor(status, message, { code, retryAfter } = {}) {
     super(message);
     this.status = status;
+    this.code = code;
     this.retryAfter = retryAfter;
   }
 }
@@ -20,13 +21,14 @@ export async function request(path, options = {}) {
   if (key.get()) headers.Authorization = `Bearer ${key.get()}`;
   const reply = await fetch(new URL(path, base), { ...options, headers });
   if (reply.ok) return reply;
-  let message = `the server answered ${reply.status}`;
+  let error = {};
   try {
-    message = (await reply.json()).error.message || message;
+    error = (await reply.json()).error || {};
   } catch {
     // no JSON: the status has to do
   }
-  throw new ApiError(reply.status, message, Number(reply.headers.get('Retry-After')) || 2);
+  const retryAfter = Number(reply.headers.get('Retry-After')) || 2;
+  throw new ApiError(reply.status, error.message || `the server answered ${reply.status}`, { code: error.code, retryAfter });
 }
 
 export const models = async () => (await (await request('v1/models')).json()).data.map((model) => model.id);
@@ -55,7 +57,7 @@ export async function* chat(body, signal) {
         break;
       }
       const object = JSON.parse(data);
-      if (object.error) throw new ApiError(Number(object.error.code) || 500, object.error.message);
+      if (object.error) throw new ApiError(500, object.error.message, { code: object.error.code });
       yield object;
     }
   }

@@ -8,21 +8,40 @@ const $ = (id) => document.getElementById(id);
 const STORE = 'jaxllm-conversation';
 let messages = load();
 let running = null; // the AbortController of the answer that streams
+let isReady = false;
+let currentModel = () => '';
 
-export function startChat(currentModel) {
-  const send = () => {
-    const text = $('prompt').value;
-    if (!text.trim() || running) return;
-    $('prompt').value = '';
-    fit();
+/** Whether the server takes requests. */
+export function setReady(ready) {
+  isReady = ready;
+  buttons();
+}
+
+export function startChat(chosenModel) {
+  currentModel = chosenModel;
+  const ask = (text) => {
     messages.push({ role: 'user', content: text });
     show(messages.at(-1));
-    answer(currentModel());
+    $('messages').scrollTop = $('messages').scrollHeight;
+    answer();
+  };
+  const send = () => {
+    const text = $('prompt').value;
+    if (!text.trim() || running || !isReady) return;
+    $('prompt').value = '';
+    fit();
+    ask(text);
   };
   $('composer').addEventListener('submit', (event) => {
     event.preventDefault();
     send();
   });
+  for (const example of $('welcome').querySelectorAll('button')) {
+    example.addEventListener('click', () => {
+      $('prompt').focus();
+      ask(example.textContent);
+    });
+  }
   $('prompt').addEventListener('input', fit);
   $('prompt').addEventListener('keydown', (event) => {
     if (event.key === 'Enter' && !event.shiftKey && !event.isComposing) {
@@ -39,9 +58,9 @@ export function startChat(currentModel) {
   });
   $('stop').addEventListener('click', () => running?.abort());
   $('regenerate').addEventListener('click', () => {
-    while (messages.length && messages.at(-1).role !== 'user') messages.pop();
+    while (messages.at(-1)?.role === 'assistant') messages.pop();
     redraw();
-    answer(currentModel());
+    answer();
   });
   $('new-chat').addEventListener('click', () => {
     running?.abort();
@@ -56,7 +75,7 @@ export function startChat(currentModel) {
     link.click();
     setTimeout(() => URL.revokeObjectURL(link.href), 1000);
   });
-  $('copy-curl').addEventListener('click', () => copy(curl(body(currentModel())), $('copy-curl')));
+  $('copy-curl').addEventListener('click', () => copy(curl(body()), $('copy-curl')));
   $('messages').addEventListener('click', (event) => {
     if (event.target.matches('.copy-code')) copy(event.target.parentElement.querySelector('code').textContent, event.target);
   });
@@ -91,17 +110,18 @@ const sent = () => [
   })),
 ];
 
-const body = (model) => ({ model, messages: sent(), ...sampling() });
+const body = () => ({ model: currentModel(), messages: sent(), ...sampling() });
 
 const curl = (json) =>
   `curl ${new URL('v1/chat/completions', document.baseURI)} -H 'Content-Type: application/json' ` +
   `-H "Authorization: Bearer $JAXLLM_API_KEY" -d '${JSON.stringify(json).replaceAll("'", "'\\''")}'`;
 
-async function answer(model) {
+async function answer() {
   const message = { role: 'assistant', content: '', reasoning: '', tool_calls: [] };
-  const json = body(model);
+  const json = body();
   messages.push(message);
   const article = show(message);
+  $('announced').textContent = '';
   running = new AbortController();
   buttons();
   const start = performance.now();
@@ -132,12 +152,14 @@ async function answer(model) {
   cancelAnimationFrame(frame);
   const seconds = (performance.now() - (firstToken || start)) / 1000;
   const notes = [];
-  if (firstToken) notes.push(`first token ${((firstToken - start) / 1000).toFixed(2)} s`);
+  const wait = firstToken - start;
+  if (firstToken) notes.push(`first token ${wait < 1000 ? `${wait.toFixed(0)} ms` : `${(wait / 1000).toFixed(2)} s`}`);
   if (usage && usage.completion_tokens > 1 && seconds > 0) notes.push(`${((usage.completion_tokens - 1) / seconds).toFixed(1)} tokens/s`);
-  if (usage) notes.push(`${usage.prompt_tokens} + ${usage.completion_tokens} tokens`);
-  if (finish) notes.push(finish === 'length' ? 'cut off: most tokens reached' : finish);
+  if (usage) notes.push(`${usage.prompt_tokens} tokens in, ${usage.completion_tokens} out`);
+  if (finish && finish !== 'stop') notes.push({ length: 'cut off: no more tokens allowed', tool_calls: 'calls a tool' }[finish] || finish);
   message.notes = notes;
   running = null;
+  $('announced').textContent = message.fault ? `The answer failed: ${message.fault}` : 'The answer is complete.';
   fill(article, message, false);
   save();
   buttons();
@@ -170,20 +192,27 @@ function fill(article, message, isStreaming) {
   const follows = log.scrollHeight - log.scrollTop - log.clientHeight < 80;
   const wasOpen = [...article.querySelectorAll('details')].map((node) => node.open);
   const parts = [heading(message.role)];
+  if (message.role === 'tool') {
+    article.replaceChildren(...parts, fold(`Result of ${message.name}`, message.content));
+    return;
+  }
   if (message.reasoning) parts.push(fold(isStreaming && !message.content ? 'Thinking…' : 'Thoughts', message.reasoning));
   const text = document.createElement('div');
   text.className = 'body';
   text.append(message.role === 'user' ? message.content : markdown(message.content || (isStreaming && !message.reasoning ? '…' : '')));
   parts.push(text);
-  for (const call of (message.tool_calls || []).filter(Boolean)) parts.push(fold(`Calls ${call.function.name}`, call.function.arguments));
-  if (message.fault) parts.push(Object.assign(document.createElement('p'), { className: 'fault', textContent: message.fault }));
+  for (const call of (message.tool_calls || []).filter(Boolean)) {
+    parts.push(fold(`Calls ${call.function.name}`, call.function.arguments));
+    if (!isStreaming && !message.fault && call.id && !isAnswered(call)) parts.push(resultForm(message, call));
+  }
+  if (message.fault) parts.push(Object.assign(document.createElement('p'), { className: 'fault', textContent: `This failed: ${message.fault}` }));
   if (message.notes) parts.push(notes(message));
   article.replaceChildren(...parts);
   article.querySelectorAll('details').forEach((node, n) => (node.open = wasOpen[n] ?? false));
   if (follows) log.scrollTop = log.scrollHeight;
 }
 
-const heading = (role) => Object.assign(document.createElement('h2'), { textContent: { user: 'You', assistant: 'Answer', tool: 'Tool' }[role] || role });
+const heading = (role) => Object.assign(document.createElement('h2'), { className: 'unseen', textContent: { user: 'You', assistant: 'Answer', tool: 'Tool' }[role] || role });
 
 function fold(title, text) {
   const node = document.createElement('details');
@@ -192,12 +221,31 @@ function fold(title, text) {
   return node;
 }
 
+const isAnswered = (call) => messages.some((message) => message.tool_call_id === call.id);
+
+/** Asks for what a tool gave back; once all calls of the message have it, the model goes on. */
+function resultForm(message, call) {
+  const form = Object.assign(document.createElement('form'), { className: 'result' });
+  const field = Object.assign(document.createElement('input'), { required: true, placeholder: 'What it gave back', ariaLabel: `Result of ${call.function.name}` });
+  form.append(field, Object.assign(document.createElement('button'), { textContent: 'Send result' }));
+  form.addEventListener('submit', (event) => {
+    event.preventDefault();
+    if (running || !isReady) return;
+    messages.push({ role: 'tool', tool_call_id: call.id, name: call.function.name, content: field.value });
+    redraw();
+    if (message.tool_calls.filter(Boolean).every(isAnswered)) answer();
+  });
+  return form;
+}
+
 function notes(message) {
   const footer = document.createElement('footer');
   for (const note of message.notes) footer.append(Object.assign(document.createElement('span'), { textContent: note }));
-  const button = Object.assign(document.createElement('button'), { type: 'button', textContent: 'Copy' });
-  button.addEventListener('click', () => copy(message.content, button));
-  footer.append(button);
+  if (message.content) {
+    const button = Object.assign(document.createElement('button'), { type: 'button', textContent: 'Copy' });
+    button.addEventListener('click', () => copy(message.content, button));
+    footer.append(button);
+  }
   return footer;
 }
 
@@ -220,10 +268,15 @@ function redraw() {
 }
 
 function buttons() {
+  const isEmpty = !messages.length;
   $('send').hidden = Boolean(running);
+  $('send').disabled = !isReady;
   $('stop').hidden = !running;
-  $('regenerate').disabled = Boolean(running) || !messages.length;
-  $('export').disabled = $('copy-curl').disabled = !messages.length;
+  $('regenerate').disabled = Boolean(running) || isEmpty || !isReady;
+  $('new-chat').disabled = $('export').disabled = $('copy-curl').disabled = isEmpty;
+  $('welcome').hidden = !isEmpty;
+  $('messages').hidden = isEmpty;
+  for (const example of $('welcome').querySelectorAll('button')) example.disabled = !isReady;
 }
 
 function fit() {

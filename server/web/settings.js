@@ -22,20 +22,25 @@ export function sampling() {
   return found;
 }
 
+/** Returns what opens the dialog, at a field if one is named; `onKey` is called when the key has changed. */
 export function startSettings(onKey) {
   const dialog = $('settings');
   const form = dialog.querySelector('form');
-  $('open-settings').addEventListener('click', () => {
+  const open = (name) => {
     for (const field of form.elements) if (field.name) field.value = field.name === 'key' ? key.get() : (current[field.name] ?? '');
+    $('settings-fault').textContent = '';
+    dialog.returnValue = '';
     dialog.showModal();
-  });
+    if (name) form.elements[name].focus();
+  };
+  $('cancel-settings').addEventListener('click', () => dialog.close());
   form.addEventListener('submit', (event) => {
     const fault = faultIn(form);
     $('settings-fault').textContent = fault;
     if (fault) event.preventDefault();
   });
   dialog.addEventListener('close', () => {
-    if (faultIn(form)) return; // left with Esc: nothing is taken over
+    if (dialog.returnValue !== 'done') return;
     const changed = key.get() !== form.elements.key.value;
     key.set(form.elements.key.value);
     current = {};
@@ -51,6 +56,7 @@ export function startSettings(onKey) {
     for (const field of form.elements) if (field.name && field.name !== 'key') field.value = '';
     $('settings-fault').textContent = '';
   });
+  return open;
 }
 
 function faultIn(form) {

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -97,6 +98,12 @@ def serving(model: Path | str, directory: Path, **options: Any) -> Iterator[Serv
                 os.kill(pid, signal.SIGKILL)
         assert server.process.stdout is not None
         server.process.stdout.close()
+
+
+def free_port() -> int:
+    """A port that nobody listens at now."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])
 
 
 def is_alive(pid: int) -> bool:

@@ -1,0 +1,244 @@
+"""Breaks a server on purpose, in every way that it must bear, and tells what its clients saw: the table in docs/FAULTS.md.
+
+Each fault has a fresh `jaxllm serve demo` (its real processes) and 32 streams at the same time, unless said otherwise. Ends with 1 if
+a client saw what it must not see, heard of it too late, or anything was left behind.
+"""
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from jaxllm.http_client.client import ServerClient, ServerError
+from scripts.rehearsing.server import RehearsedServer, rehearsed
+from scripts.rehearsing.streams import CLOSED, WHOLE, Streams, is_among, told
+from scripts.soak import gauges_at_rest, hold
+
+NUM_STREAMS = 32
+LONG, SHORT = 1900, 200
+"""Tokens of a stream that a fault interrupts, and of one that is to become whole."""
+KNOWN_WITHIN_SECONDS = 1.0
+STEP_TIMEOUT_SECONDS = 3.0
+
+
+@dataclass
+class Row:
+    """What became of one fault."""
+
+    clients: str = ""
+    seconds: float | None = None
+    """From the fault until the last client knew."""
+    after: str = ""
+    wrong: list[str] = field(default_factory=list)
+
+    def expect(self, holds: bool, otherwise: str) -> None:
+        if not holds:
+            self.wrong.append(otherwise)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A thing that happens to a server."""
+
+    title: str
+    happens: Callable[[RehearsedServer, Row], Awaitable[None]]
+    flags: str = ""
+    variable: str = ""
+    """JAXLLM_FAULT."""
+
+    def described(self) -> str:
+        """With what makes it happen."""
+        made_by = [self.flags, f"JAXLLM_FAULT={self.variable}" if self.variable else ""]
+        told = ", ".join(f"`{each}`" for each in made_by if each)
+        return f"{self.title} ({told})" if told else self.title
+
+
+async def streams_of(server: RehearsedServer, num_tokens: int) -> Streams:
+    """Streams that have all begun (or been refused)."""
+    streams = Streams(server.url, NUM_STREAMS, num_tokens)
+    streams.start()
+    await streams.begun()
+    return streams
+
+
+async def outcomes(row: Row, streams: Streams, allowed: Sequence[str], since: float | None = None) -> Counter[str]:
+    """Note how the streams ended, and how long after the fault the last one knew."""
+    await streams.ended()
+    counts = streams.counts()
+    row.clients = told(counts)
+    if since is not None:
+        row.seconds = max(0.0, streams.last_failure - since)
+    row.expect(is_among(counts, allowed), f"clients may only see {', '.join(allowed)}")
+    return counts
+
+
+async def goes_on(server: RehearsedServer, row: Row) -> None:
+    """The server serves, nothing is left in it, and it ends in order."""
+    async with ServerClient(server.url, timeout_seconds=60) as client:
+        try:
+            await client.get("/health")
+            await client.post_json("/v1/completions", {"prompt": "import ", "max_tokens": 4})
+        except ServerError as error:
+            row.wrong.append(f"it does not serve: {error}")
+    gauges = await gauges_at_rest(server.url)
+    row.expect(not any(gauges.values()), f"gauges are {gauges}")
+    row.wrong += await asyncio.to_thread(server.left_while_alive)
+    server.process.send_signal(signal.SIGTERM)
+    await ends(server, row, 0, "serves on")
+
+
+async def ends(server: RehearsedServer, row: Row, code: int, after: str = "") -> None:
+    """The server ends by itself with this code, and nothing of it is left."""
+    found = await asyncio.to_thread(server.exit_code)
+    row.after = after or f"exit code {found}"
+    row.expect(found == code, f"exit code {found} in place of {code}")
+    row.wrong += await asyncio.to_thread(server.left_behind)
+
+
+async def engine_killed(server: RehearsedServer, row: Row) -> None:
+    streams = await streams_of(server, LONG)
+    [engine] = server.pids("engine.process")
+    since = time.monotonic()
+    os.kill(engine, signal.SIGKILL)
+    await outcomes(row, streams, ["error event engine_dead"], since)
+    row.expect((row.seconds or 0) < KNOWN_WITHIN_SECONDS, f"they knew after {row.seconds:.2f} s")
+    await ends(server, row, 1)
+
+
+async def front_killed(server: RehearsedServer, row: Row) -> None:
+    streams = await streams_of(server, LONG // 4)
+    front = server.pids("server.front")[0]
+    since = time.monotonic()
+    os.kill(front, signal.SIGKILL)
+    counts = await outcomes(row, streams, [WHOLE, CLOSED], since)
+    row.expect(counts[WHOLE] > 0 and counts[CLOSED] > 0, "one front's clients must be served and the other's not")
+    row.expect((row.seconds or 0) < KNOWN_WITHIN_SECONDS, f"they knew after {row.seconds:.2f} s")
+    await asyncio.to_thread(server.wait_whole)
+    await goes_on(server, row)
+
+
+async def disconnects(server: RehearsedServer, row: Row) -> None:
+    report = await hold(server.url, "demo", 1000, 64, 500)
+    row.clients = f"{report['left']} left, {report['whole']} × {WHOLE}"
+    row.expect(report["left"] == report["whole"] == 500, "; ".join(report["faults"]) or "not all of them")
+    await goes_on(server, row)
+
+
+async def told_to_stop(server: RehearsedServer, row: Row) -> None:
+    streams = await streams_of(server, SHORT)
+    server.process.send_signal(signal.SIGTERM)
+    await asyncio.sleep(0.5)
+    late = Streams(server.url, 4, 4)
+    late.start()
+    await late.ended()
+    await outcomes(row, streams, [WHOLE])
+    row.clients += f"; new ones: {told(late.counts())}"
+    row.expect(is_among(late.counts(), ["503 stopping"]), "new ones must be refused")
+    await ends(server, row, 0)
+
+
+async def told_to_stop_soon(server: RehearsedServer, row: Row) -> None:
+    streams = await streams_of(server, LONG)
+    since = time.monotonic()
+    server.process.send_signal(signal.SIGTERM)
+    await outcomes(row, streams, ["error event aborted"], since)
+    await ends(server, row, 0)
+
+
+async def told_twice(server: RehearsedServer, row: Row) -> None:
+    streams = await streams_of(server, LONG)
+    server.process.send_signal(signal.SIGTERM)
+    await asyncio.sleep(0.3)
+    since = time.monotonic()
+    server.process.send_signal(signal.SIGTERM)
+    await outcomes(row, streams, [CLOSED], since)
+    row.expect((row.seconds or 0) < KNOWN_WITHIN_SECONDS, f"they knew after {row.seconds:.2f} s")
+    await ends(server, row, 128 + signal.SIGTERM)
+
+
+async def full(server: RehearsedServer, row: Row) -> None:
+    streams = Streams(server.url, NUM_STREAMS, SHORT)
+    since = time.monotonic()
+    streams.start()
+    counts = await outcomes(row, streams, [WHOLE, "503 overloaded"], since)
+    row.expect(counts[WHOLE] >= 12 and counts["503 overloaded"] > 0, "4 run and 8 wait, the others are refused")
+    await goes_on(server, row)
+
+
+async def out_of_memory(server: RehearsedServer, row: Row) -> None:
+    await outcomes(row, await streams_of(server, SHORT), [WHOLE])
+    row.expect("RESOURCE_EXHAUSTED" in server.log.read_text(), "the fault did not happen")
+    await goes_on(server, row)
+
+
+async def step_failed(server: RehearsedServer, row: Row) -> None:
+    streams = await streams_of(server, SHORT)
+    counts = await outcomes(row, streams, [WHOLE, "error event engine_error"])
+    row.expect(counts["error event engine_error"] > 0, "the fault did not happen")
+    await goes_on(server, row)
+
+
+async def hangs(server: RehearsedServer, row: Row) -> None:
+    streams = await streams_of(server, LONG)
+    await streams.ended()
+    await outcomes(row, streams, ["error event engine_dead"], streams.last_output)
+    row.expect((row.seconds or 0) < STEP_TIMEOUT_SECONDS + 2, f"they knew after {row.seconds:.2f} s")
+    await ends(server, row, 1)
+
+
+FAULTS = {
+    "engine": Fault("kill -9 of the engine process", engine_killed),
+    "front": Fault("kill -9 of one of 2 fronts", front_killed, "--api-server-count 2"),
+    "disconnects": Fault("500 of 1 000 clients leave in mid-stream", disconnects),
+    "sigterm": Fault("SIGTERM under load", told_to_stop),
+    "drain": Fault("SIGTERM, answers take longer than the drain", told_to_stop_soon, "--shutdown-timeout 1"),
+    "second": Fault("a second SIGTERM, 0.3 s after the first", told_twice),
+    "queue": Fault("a full queue", full, "--max-num-seqs 4 --max-num-queued-reqs 8"),
+    "oom": Fault("out of memory in a step", out_of_memory, variable="step:50:oom"),
+    "error": Fault("a step fails", step_failed, variable="step:50:error"),
+    "hang": Fault("a step hangs", hangs, f"--step-timeout {STEP_TIMEOUT_SECONDS:g}", "step:50:hang"),
+}
+
+
+async def rehearse(fault: Fault) -> Row:
+    """Let it happen to a fresh server."""
+    row = Row()
+    with rehearsed(fault.flags.split(), fault.variable) as server:
+        try:
+            await fault.happens(server, row)
+        except (AssertionError, OSError, ServerError, TimeoutError, ValueError) as error:
+            row.wrong.append(f"{type(error).__name__}: {error}")
+        if row.wrong:
+            print("\n".join(server.log.read_text(errors="replace").splitlines()[-30:]), file=sys.stderr)
+    return row
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Rehearse, and print a row of a Markdown table for each fault. Returns 1 if anything was not as it must be."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("faults", nargs="*", metavar="FAULT", help=f"of {', '.join(FAULTS)} (default: all)")
+    names = parser.parse_args(arguments).faults or list(FAULTS)
+    if unknown := [name for name in names if name not in FAULTS]:
+        parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(FAULTS)}")
+    print("| fault | what clients saw | the last one knew after | then the server | left behind |")
+    print("|---|---|---|---|---|", flush=True)
+    passed = True
+    for name in names:
+        row = asyncio.run(rehearse(FAULTS[name]))
+        passed = passed and not row.wrong
+        seconds = "–" if row.seconds is None else f"{row.seconds:.2f} s"
+        wrong = "WRONG: " + "; ".join(row.wrong) if row.wrong else "nothing"
+        print(f"| {FAULTS[name].described()} | {row.clients} | {seconds} | {row.after} | {wrong} |", flush=True)
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

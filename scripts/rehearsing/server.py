@@ -1,0 +1,138 @@
+"""A server that may be broken on purpose, and what it must not leave behind. Reads /proc: Linux only."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from scripts.soaking.processes import processes_below, wait_until_healthy
+
+ROOT = Path(__file__).resolve().parents[2]
+_RUN = "import sys; from jaxllm.cli.main import main; sys.exit(main())"
+FLAGS = ("--host", "127.0.0.1", "--warmup", "all", "--max-num-seqs", "32", "--token-buckets", "512", "--decode-buckets", "8,32")
+START_SECONDS = 300.0
+PATIENCE_SECONDS = 20.0
+
+
+class RehearsedServer:
+    """`jaxllm serve demo` with a directory of its own for temporary files."""
+
+    def __init__(self, flags: Sequence[str], fault: str, directory: Path):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = directory / "log"
+        self.temporary = directory / "t"
+        self.temporary.mkdir()
+        self._shared = _shared_memory()
+        environment = {**os.environ, "TMPDIR": str(self.temporary), "PYTHONPATH": str(ROOT)}
+        if fault:
+            environment["JAXLLM_FAULT"] = fault
+        command = [sys.executable, "-c", _RUN, "serve", "demo", *FLAGS, "--port", str(self.port), *flags]
+        with self.log.open("wb") as output:
+            self.process = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            )
+        self.family: dict[int, str] = {}
+        self._num_sockets: dict[int, int] = {}
+
+    def wait_ready(self) -> None:
+        wait_until_healthy(self.url, self.process, self.log, START_SECONDS)
+        self.family = processes_below(self.process.pid)
+        self._num_sockets = {pid: _num_sockets(pid) for pid in self.family}
+
+    def pids(self, module: str) -> list[int]:
+        """Its processes that run a module ("engine.process", "server.front")."""
+        return [pid for pid, name in processes_below(self.process.pid).items() if module in name]
+
+    def wait_whole(self) -> None:
+        """Until as many processes live as at the beginning, and all fronts serve."""
+        _soon(lambda: len(processes_below(self.process.pid)) == len(self.family))
+        for _ in range(4):  # connections are dealt out among the fronts
+            wait_until_healthy(self.url, self.process, self.log, PATIENCE_SECONDS)
+
+    def exit_code(self, timeout_seconds: float = 60.0) -> int:
+        """Once it has ended by itself; the family to look for afterwards is who lived until then."""
+        self.family |= processes_below(self.process.pid)
+        return self.process.wait(timeout_seconds)
+
+    def left_while_alive(self) -> list[str]:
+        """What a server without requests holds that it did not hold when it was ready."""
+        found = []
+        if not _soon(lambda: len(processes_below(self.process.pid)) == len(self.family)):
+            found.append(f"processes: {sorted(processes_below(self.process.pid).values())}")
+
+        def grown() -> list[int]:
+            return [pid for pid, before in self._num_sockets.items() if _num_sockets(pid) > before]
+
+        if not _soon(lambda: not grown()):
+            found += [f"{_num_sockets(pid)} sockets, {self._num_sockets[pid]} before: {self.family[pid]}" for pid in grown()]
+        return found
+
+    def left_behind(self) -> list[str]:
+        """What outlived it."""
+        found = []
+        if not _soon(lambda: not any(map(_is_alive, self.family))):
+            found.append(f"processes: {[name for pid, name in self.family.items() if _is_alive(pid)]}")
+        if files := sorted(path.name for path in self.temporary.iterdir()):
+            found.append(f"temporary files: {files}")
+        if shared := sorted(_shared_memory() - self._shared):
+            found.append(f"/dev/shm: {shared}")
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1):
+            found.append("the port still listens")
+        return found
+
+    def stop(self) -> None:
+        """End it whatever it does."""
+        for pid in (*self.family, self.process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@contextlib.contextmanager
+def rehearsed(flags: Sequence[str] = (), fault: str = "") -> Iterator[RehearsedServer]:
+    """A server that is ready. It, and all that is left of it, ends with the block."""
+    with tempfile.TemporaryDirectory(prefix="rehearsal-") as directory:
+        server = RehearsedServer(flags, fault, Path(directory))
+        try:
+            server.wait_ready()
+            yield server
+        finally:
+            server.stop()
+
+
+def _soon(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _num_sockets(pid: int) -> int:
+    """Open sockets of a process; 0 if it is gone."""
+    count = 0
+    with contextlib.suppress(OSError):
+        for each in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                count += os.readlink(each).startswith("socket:")
+    return count
+
+
+def _shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm")) if Path("/dev/shm").is_dir() else set()
