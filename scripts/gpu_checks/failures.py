@@ -74,7 +74,7 @@ def check(*, tiny: bool) -> Iterator[Outcome]:
 
 
 def _all_memory() -> list[jax.Array]:
-    """Arrays that take nearly all memory that is left in the device's pool. None is tried that cannot fit: XLA waits ten seconds for each."""
+    """Arrays that take nearly all memory left in the device's pool. None is tried that cannot fit: XLA waits ten seconds for each."""
     device = jax.devices()[0]
     arrays, size = [], 1 << 36
     while size >= SMALLEST_BYTES:
