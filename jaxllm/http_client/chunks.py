@@ -79,5 +79,5 @@ def read_chunk(event: bytes) -> Chunk:
     """The chunk in an event's data. Raises ValueError that says what is wrong with it."""
     try:
         return _DECODER.decode(event)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{error} in {event[:200]!r}") from None

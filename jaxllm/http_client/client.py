@@ -157,7 +157,7 @@ async def _message_of(response: aiohttp.ClientResponse) -> str:
     body = await response.content.read(MAX_ERROR_BYTES)
     try:
         content = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         content = None
     if isinstance(content, dict):
         text = error_text(content.get("error") or content.get("message") or content.get("detail") or content)
@@ -188,5 +188,5 @@ def _chunks_before_error(events: list[bytes]) -> tuple[list[Chunk], ServerError 
 def _decoded(body: bytes, path: str) -> Any:
     try:
         return msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ServerError(f"the answer to {path} is not JSON: {error}") from None

@@ -31,6 +31,7 @@ MAX_SEARCH_SECONDS = 1.0
 COMPILE_STACK_BYTES = 32 << 20
 MASK_STACK_BYTES = 1 << 20
 """Less than any thread has that computes masks in the engine."""
+SIMPLER = "ask for something simpler, such as smaller bounds of repetition"
 
 T = TypeVar("T")
 
@@ -75,11 +76,13 @@ def _walk(matcher: LLMatcher, params: StructuredOutputsParams, table: LLTokenize
         if len(going_on) == 0:
             break
         token = int(draw.choice(going_on))
-        if token in ends or not matcher.consume_token(token):
+        if token in ends:
             break
+        if not matcher.consume_token(token):  # allowed by the mask: the limits of llguidance are reached
+            raise GrammarError(f"is too complex ({readable(matcher.get_error(), params.kind)}); {SIMPLER}")
     later = seconds[NUM_STEPS // 2 :]
     if max(seconds) > MAX_FIRST_MASK_SECONDS or (later and sum(later) / len(later) > MAX_LATER_MASK_SECONDS):
-        raise GrammarError("takes too long for each token; ask for something simpler, such as smaller bounds of repetition")
+        raise GrammarError(f"takes too long for each token; {SIMPLER}")
 
 
 def with_stack(num_bytes: int, call: Callable[[], T]) -> T:

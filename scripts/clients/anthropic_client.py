@@ -17,14 +17,15 @@ TOOL = {
     },
 }
 
-whole = client.messages.create(model=MODEL, max_tokens=20, messages=QUESTION, system="You add numbers.", temperature=0)
+ASKED = {"model": MODEL, "max_tokens": 20, "messages": QUESTION, "system": "You add numbers.", "extra_body": {"temperature": 0}}
+"""The newest versions know no temperature, but send it."""
+
+whole = client.messages.create(**ASKED)
 assert whole.content[0].text and whole.stop_reason in ("end_turn", "max_tokens"), whole
-with client.messages.stream(model=MODEL, max_tokens=20, messages=QUESTION, system="You add numbers.", temperature=0) as stream:
+with client.messages.stream(**ASKED) as stream:
     assert "".join(stream.text_stream) == whole.content[0].text
     assert stream.get_final_message().usage.output_tokens == whole.usage.output_tokens
-called = client.messages.create(
-    model=MODEL, max_tokens=200, messages=QUESTION, tools=[TOOL], tool_choice={"type": "tool", "name": "add"}
-)
+called = client.messages.create(**{**ASKED, "max_tokens": 500}, tools=[TOOL], tool_choice={"type": "tool", "name": "add"})
 assert called.stop_reason == "tool_use" and isinstance(called.content[-1].input["a"], bool), called
 assert client.messages.count_tokens(model=MODEL, messages=QUESTION).input_tokens > 5
 try:

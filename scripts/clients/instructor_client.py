@@ -5,12 +5,13 @@ from importlib.metadata import version
 
 import instructor
 import openai
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 
 class Verdict(BaseModel):
-    """Whether it is right."""
+    """Whether it is right. Nothing else: a small model would not come to an end of it."""
 
+    model_config = ConfigDict(extra="forbid")
     right: bool
 
 
@@ -21,7 +22,8 @@ for mode in (instructor.Mode.JSON_SCHEMA, instructor.Mode.TOOLS):
         model=os.environ["MODEL"],
         response_model=Verdict,
         messages=[{"role": "user", "content": "Right?"}],
-        max_tokens=200,
+        max_tokens=500,
+        temperature=0,
         max_retries=0,
     )
     assert isinstance(answer, Verdict)

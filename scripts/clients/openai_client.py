@@ -55,13 +55,25 @@ def check_tools_and_structure() -> None:
     client = openai.OpenAI(base_url=URL, api_key=KEY, max_retries=0)
     for choice in ("required", {"type": "function", "function": {"name": "add"}}):
         message = client.chat.completions.create(
-            model=MODEL, messages=QUESTION, tools=[ADD], tool_choice=choice, max_tokens=200, parallel_tool_calls=False
+            model=MODEL,
+            messages=QUESTION,
+            tools=[ADD],
+            tool_choice=choice,
+            max_tokens=500,
+            temperature=0,
+            parallel_tool_calls=False,
         ).choices[0]
         assert message.finish_reason == "tool_calls" or choice != "required", message
         call = message.message.tool_calls[0]
         assert call.function.name == "add" and set(json.loads(call.function.arguments)) == {"a", "b"}
     with client.chat.completions.stream(
-        model=MODEL, messages=QUESTION, tools=[ADD], tool_choice="required", max_tokens=200, parallel_tool_calls=False
+        model=MODEL,
+        messages=QUESTION,
+        tools=[ADD],
+        tool_choice="required",
+        max_tokens=500,
+        temperature=0,
+        parallel_tool_calls=False,
     ) as stream:
         for _ in stream:
             pass

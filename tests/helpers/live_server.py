@@ -16,7 +16,7 @@ from server.app import create_app
 from server.connection import uvicorn_config
 from server.options import ServerOptions
 
-SMALL = {"model": "demo", "max_num_seqs": 8, "max_model_len": 2048, "token_buckets": (512,), "decode_buckets": (8,)}
+SMALL = {"model": "demo", "max_num_seqs": 8, "max_model_len": 2048, "token_buckets": (32, 512), "decode_buckets": (8,)}
 """An engine that has few programs to compile."""
 PLAIN = {"model": "demo", "prompt": "import ", "max_tokens": 1, "temperature": 0}
 

@@ -68,7 +68,7 @@ def test_a_client_that_leaves_ends_its_request(live: LiveServer, core: FakeEngin
     assert live.client.post(path, json={**body, "stream": False, "max_tokens": 3}).status_code == 200
 
 
-def test_a_client_that_does_not_read_holds_no_memory_and_can_leave(live: LiveServer, core: FakeEngineCore) -> None:
+def test_a_client_that_does_not_read_stops_nothing_and_can_leave(live: LiveServer, core: FakeEngineCore) -> None:
     connection = send(live, "/v1/completions", {"prompt": "a", **ENDLESS, "stream": True})
     until(lambda: core.num_steps > 200)
     connection.close()

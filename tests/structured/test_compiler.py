@@ -80,6 +80,8 @@ def test_a_good_form_becomes_a_grammar(compiler, form):
         ({"regex": "("}, ["unclosed group"]),
         ({"regex": r"\1"}, ["backreferences"]),
         ({"regex": "(?=a)"}, ["look-ahead"]),
+        ({"regex": "a{1000000}"}, ["too complex", "too many expressions", "smaller bounds"]),
+        ({"regex": "((a{1000}){1000}){1000}"}, ["too complex"]),
         ({"regex": "(" * 30_000 + "a" + ")" * 30_000}, ["regex"]),
         ({"grammar": "start: nowhere"}, ["line 1 column 8", "nowhere"]),
         ({"grammar": 'a: "b"'}, ["start"]),

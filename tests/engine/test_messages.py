@@ -1,0 +1,77 @@
+"""Bytes that are no message of the engine's sockets are MessageError and nothing else, however near they come to one."""
+
+import contextlib
+from typing import Any
+
+import msgspec
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from jaxllm.engine import messages
+from jaxllm.engine.messages import MessageError
+from jaxllm.request import EngineCoreRequest
+from jaxllm.sampling_params import SamplingParams
+
+TAGS = ["hello", "add", "abort", "call", "status", "ready", "outputs", "refused", "failed", "reply", "dead", "sleep"]
+ADD = messages.encode(
+    messages.Add("a", EngineCoreRequest(request_id="x", prompt_token_ids=[1, 2, 3], sampling_params=SamplingParams(seed=1)))
+)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=4) | st.binary(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.sampled_from(["request_id", "sampling_params", "prompt_token_ids", "x"]), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+LIKE_MESSAGES = st.tuples(st.sampled_from(TAGS), st.lists(VALUES, max_size=8)).map(lambda parts: [parts[0], *parts[1]])
+
+
+def read(frame: bytes) -> list[Any]:
+    """What each end makes of a frame; what it refuses is left out."""
+    found = []
+    for decode in (messages.decode_front_message, messages.decode_engine_message, messages.decode_engine_start):
+        with contextlib.suppress(MessageError):
+            found.append(decode(frame))
+    sender = messages.sender_of_add(frame)
+    assert sender is None or all(isinstance(part, str) for part in sender)
+    return found
+
+
+def places(value: Any, way: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The way to every value inside one."""
+    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [way, *(place for key, child in children for place in places(child, (*way, key)))]
+
+
+@given(st.binary(max_size=80))
+@example(b"\x91" * 100_000)
+@example(b"\x81\xa1x" * 100_000)
+@example(b"\xdd\xff\xff\xff\xff")
+@example(b"\xc6\xff\xff\xff\xff")
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+def test_no_bytes_break_a_decoder(frame: bytes) -> None:
+    read(frame)
+
+
+@given(VALUES | LIKE_MESSAGES)
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+def test_nothing_like_a_message_breaks_a_decoder(value: Any) -> None:
+    read(msgspec.msgpack.encode(value))
+
+
+@given(st.data(), VALUES)
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+def test_a_request_with_any_field_replaced_is_read_or_refused(data: st.DataObject, value: Any) -> None:
+    whole = msgspec.msgpack.decode(ADD)
+    *way, last = data.draw(st.sampled_from(places(whole)[1:]))
+    inside = whole
+    for key in way:
+        inside = inside[key]
+    inside[last] = value
+    read(msgspec.msgpack.encode(whole))
+
+
+def test_the_request_itself_is_read() -> None:
+    (found,) = read(ADD)
+    assert found.request.prompt_token_ids == [1, 2, 3] and messages.sender_of_add(ADD) == ("a", "x")
