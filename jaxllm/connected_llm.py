@@ -18,7 +18,7 @@ from jaxllm.metrics.merge import merged
 from jaxllm.metrics.metric import Metric
 
 SHARE_SECONDS = 1.0
-"""How often a front tells its metrics to the engine process and hears those of the others."""
+"""How often a front tells its metrics to the engine process and hears those of the others, and how long it waits for them."""
 
 
 class ConnectedLLM(AsyncLLM):
@@ -57,9 +57,11 @@ class ConnectedLLM(AsyncLLM):
     # Metrics of all fronts
 
     async def get_metrics(self) -> list[Metric]:
-        """All metrics now, those of the other fronts too."""
+        """All metrics now, those of the other fronts too; in a step that takes long, theirs of before it."""
         self._check_alive()
-        await self._share_now()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SHARE_SECONDS):
+                await self._share_now()
         return self._merged_metrics()
 
     def prometheus_registry(self) -> Any:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import zmq
 
+from jaxllm import connected_llm
 from jaxllm.async_llm import AsyncLLM
 from jaxllm.engine import messages
 from jaxllm.engine.process import EngineLoop
@@ -334,6 +335,26 @@ def test_an_engine_process_that_stands_still_is_found(model_directory: Path) -> 
             with pytest.raises(EngineDeadError, match="no sign of life"):
                 await task
             client.close()
+
+    run(main())
+
+
+def test_metrics_are_told_while_a_step_does_not_end(model_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connected_llm, "SHARE_SECONDS", 0.05)
+
+    async def main() -> None:
+        with served(model_directory) as engine:
+            async with engine.front() as llm:
+                task = asyncio.create_task(text_of(llm, "hang now"))
+                seconds = 0.0
+                while seconds < connected_llm.SHARE_SECONDS:  # until the engine answers no more
+                    start = time.monotonic()
+                    metrics = await llm.get_metrics()
+                    seconds = time.monotonic() - start
+                assert "jaxllm:num_requests_running" in {metric.name for metric in metrics}
+                engine.process.kill()
+                with pytest.raises(EngineDeadError):
+                    await task
 
     run(main())
 
