@@ -93,7 +93,7 @@ class SchedulerOptions:
         int | None,
         "most requests running at once; default: 1024 on a GPU with 64 GiB to use, 256 on a smaller one, 32 on a CPU",
     ] = None
-    max_num_batched_tokens: Annotated[int | None, "most tokens computed in one step; default: 8192 on a GPU, 512 on a CPU"] = (
+    max_num_batched_tokens: Annotated[int | None, "most tokens computed in one step; default: 3072 on a GPU, 512 on a CPU"] = (
         None
     )
     enable_chunked_prefill: Annotated[bool, "let a long prompt be computed over several steps"] = True
@@ -321,7 +321,7 @@ def resolve_platform_defaults(config: EngineConfig, *, on_gpu: bool, device_byte
     max_num_seqs = scheduler.max_num_seqs or usual
     options["max_num_seqs"] = max_num_seqs
     if scheduler.max_num_batched_tokens is None:
-        options["max_num_batched_tokens"] = max(8192 if on_gpu else 512, max_num_seqs)
+        options["max_num_batched_tokens"] = max(3072 if on_gpu else 512, max_num_seqs)
     if compile_.warmup == "auto":
         options["warmup"] = "background" if on_gpu else "lazy"
     if compile_.attention_implementation == "auto":
