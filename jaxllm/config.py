@@ -169,17 +169,12 @@ class EngineConfig:
     @classmethod
     def from_options(cls, **options: Any) -> "EngineConfig":
         """Sort flat options into their groups. Raises ConfigError for unknown names (with the nearest known) and bad values."""
-        owner = {f.name: group for group, kind in _GROUPS.items() for f in dataclasses.fields(kind)}
-        values: dict[str, dict[str, Any]] = {group: {} for group in _GROUPS}
-        for name, value in options.items():
-            if name not in owner:
-                raise ConfigError(unknown_name("engine option", name, owner))
-            values[owner[name]][name] = value
-        return cls(**{group: kind(**values[group]) for group, kind in _GROUPS.items()}).checked()
+        return cls(**in_groups(_GROUPS, options, "engine option")).checked()
 
     def checked(self) -> "EngineConfig":
         """This config, if every value lies in its range and the values agree. Raises ConfigError with all faults found."""
-        faults = [*_type_faults(self), *_range_faults(self)]
+        flat = self.flat()
+        faults = [*type_faults(flags(), flat), *range_faults(_RANGES, flat)]
         if faults:
             raise ConfigError("; ".join(faults))
         return self
@@ -190,11 +185,7 @@ class EngineConfig:
 
     def flat(self) -> dict[str, Any]:
         """Every option by its flat name."""
-        return {
-            f.name: getattr(getattr(self, group.name), f.name)
-            for group in dataclasses.fields(self)
-            for f in dataclasses.fields(getattr(self, group.name))
-        }
+        return flat_options(self)
 
 
 _GROUPS: dict[str, Any] = {
@@ -260,10 +251,27 @@ def type_matches(value: Any, of_type: Any) -> bool:
     return isinstance(value, of_type)
 
 
-def _type_faults(config: EngineConfig) -> list[str]:
+def in_groups(groups: Mapping[str, Any], options: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """Flat options as an object of each group's class. Raises ConfigError for an unknown name of `what`."""
+    owner = {f.name: group for group, kind in groups.items() for f in dataclasses.fields(kind)}
+    values: dict[str, dict[str, Any]] = {group: {} for group in groups}
+    for name, value in options.items():
+        if name not in owner:
+            raise ConfigError(unknown_name(what, name, owner))
+        values[owner[name]][name] = value
+    return {group: kind(**values[group]) for group, kind in groups.items()}
+
+
+def flat_options(config: Any) -> dict[str, Any]:
+    """Every option of an object of groups by its flat name."""
+    groups = [getattr(config, group.name) for group in dataclasses.fields(config)]
+    return {f.name: getattr(group, f.name) for group in groups for f in dataclasses.fields(group)}
+
+
+def type_faults(known: typing.Iterable[Flag], flat: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the types of options."""
     faults = []
-    flat: Mapping[str, Any] = config.flat()
-    for flag in flags():
+    for flag in known:
         value = flat[flag.name]
         if type_matches(value, flag.type):
             continue
@@ -275,39 +283,46 @@ def _type_faults(config: EngineConfig) -> list[str]:
     return faults
 
 
-def _range_faults(config: EngineConfig) -> list[str]:
-    flat = config.flat()
+Range = tuple[Callable[[Any], bool], str]
+"""Whether a value lies in it, and how it is called."""
 
-    def at_least(low: float) -> tuple[Callable[[Any], bool], str]:
-        return (lambda value: value >= low), f"at least {low}"
 
-    rules: dict[str, tuple[Callable[[Any], bool], str]] = {
-        "max_model_len": (lambda v: v >= 1 or v == AUTO_MODEL_LEN, "at least 1, or -1 for the largest that fits"),
-        "max_logprobs": at_least(-1),
-        "block_size": (lambda v: v in (8, 16, 32, 64, 128), "8, 16, 32, 64 or 128"),
-        "gpu_memory_utilization": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
-        "num_gpu_blocks_override": at_least(2),
-        "kv_cache_memory_bytes": at_least(1),
-        "max_num_seqs": at_least(1),
-        "max_num_batched_tokens": at_least(1),
-        "long_prefill_token_threshold": at_least(0),
-        "max_num_queued_reqs": at_least(0),
-        "max_num_queued_tokens": at_least(0),
-        "watermark": (lambda v: 0 <= v < 1, "at least 0 and below 1"),
-        "tensor_parallel_size": at_least(1),
-        "compile_threads": at_least(1),
-        "decode_buckets": (lambda v: len(v) > 0 and min(v) >= 1, "a list of positive sizes"),
-        "token_buckets": (lambda v: len(v) > 0 and min(v) >= 1, "a list of positive sizes"),
-    }
+def at_least(low: float) -> Range:
+    """The numbers from `low` on."""
+    return (lambda value: value >= low), f"at least {low}"
+
+
+def range_faults(ranges: Mapping[str, Range], flat: Mapping[str, Any], secret: typing.Container[str] = ()) -> list[str]:
+    """What is wrong with the values of options; those of `secret` ones are not shown. None is always right."""
     faults = []
-    for name, (holds, text) in rules.items():
+    for name, (holds, text) in ranges.items():
         value = flat[name]
         try:
             if value is not None and not holds(value):
-                faults.append(f"{name} is {value!r}, must be {text}")
-        except TypeError:
+                faults.append(f"{name} is {'given' if name in secret else repr(value)}, must be {text}")
+        except (TypeError, AttributeError):
             continue  # its type is a fault already
     return faults
+
+
+_RANGES: dict[str, Range] = {
+    "max_model_len": (lambda v: v >= 1 or v == AUTO_MODEL_LEN, "at least 1, or -1 for the largest that fits"),
+    "max_logprobs": at_least(-1),
+    "block_size": (lambda v: v in (8, 16, 32, 64, 128), "8, 16, 32, 64 or 128"),
+    "gpu_memory_utilization": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
+    "num_gpu_blocks_override": at_least(2),
+    "kv_cache_memory_bytes": at_least(1),
+    "max_num_seqs": at_least(1),
+    "max_num_batched_tokens": at_least(1),
+    "long_prefill_token_threshold": at_least(0),
+    "max_num_queued_reqs": at_least(0),
+    "max_num_queued_tokens": at_least(0),
+    "watermark": (lambda v: 0 <= v < 1, "at least 0 and below 1"),
+    "tensor_parallel_size": at_least(1),
+    "compile_threads": at_least(1),
+    "decode_buckets": (lambda v: len(v) > 0 and min(v) >= 1, "a list of positive sizes"),
+    "token_buckets": (lambda v: len(v) > 0 and min(v) >= 1, "a list of positive sizes"),
+}
 
 
 _BIG_DEVICE_BYTES = 64 << 30

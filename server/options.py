@@ -3,15 +3,13 @@
 Knows nothing of FastAPI or JAX. Names are those of `vllm serve` where it has the same option.
 """
 
-import dataclasses
 import json
 import os
 import ssl
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from jaxllm.config import Flag, flags, type_matches, unknown_name
+from jaxllm.config import Flag, Range, at_least, flags, flat_options, in_groups, range_faults, type_faults
 from jaxllm.errors import ConfigError
 
 API_KEY_VARIABLE = "JAXLLM_API_KEY"
@@ -187,32 +185,25 @@ class ServerOptions:
     @classmethod
     def from_options(cls, **options: Any) -> "ServerOptions":
         """Sort flat options into their groups; keys that are not given come from the environment. Raises ConfigError."""
-        owner = {f.name: group for group, kind in _GROUPS.items() for f in dataclasses.fields(kind)}
-        values: dict[str, dict[str, Any]] = {group: {} for group in _GROUPS}
-        for name, value in options.items():
-            if name not in owner:
-                raise ConfigError(unknown_name("server option", name, owner))
-            values[owner[name]][name] = value
-        access = values["access"]
-        if access.get("api_key") is None and (keys := os.environ.get(API_KEY_VARIABLE)):
-            access["api_key"] = [key.strip() for key in keys.split(",") if key.strip()]
-        if access.get("admin_api_key") is None:
-            access["admin_api_key"] = os.environ.get(ADMIN_KEY_VARIABLE) or None
+        if options.get("api_key") is None and (keys := os.environ.get(API_KEY_VARIABLE)):
+            options["api_key"] = [key.strip() for key in keys.split(",") if key.strip()]
+        if options.get("admin_api_key") is None:
+            options["admin_api_key"] = os.environ.get(ADMIN_KEY_VARIABLE) or None
         for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
-            if access.get(name) is not None:
-                access[name] = _flattened(access[name])
-        found = cls(**{group: kind(**values[group]) for group, kind in _GROUPS.items()})
-        if faults := [*_type_faults(found), *_range_faults(found)]:
+            if options.get(name) is not None:
+                options[name] = _flattened(options[name])
+        found = cls(**in_groups(_GROUPS, options, "server option"))
+        flat = found.flat()
+        faults = [*type_faults(server_flags(), flat), *range_faults(_RANGES, flat, secret={"api_key"})]
+        if found.network.ssl_keyfile is not None and found.network.ssl_certfile is None:
+            faults.append("ssl_keyfile needs ssl_certfile beside it")
+        if faults:
             raise ConfigError("; ".join(faults))
         return found
 
     def flat(self) -> dict[str, Any]:
         """Every option by its flat name."""
-        return {
-            f.name: getattr(getattr(self, group.name), f.name)
-            for group in dataclasses.fields(self)
-            for f in dataclasses.fields(getattr(self, group.name))
-        }
+        return flat_options(self)
 
 
 def server_flags() -> list[Flag]:
@@ -234,59 +225,33 @@ def _flattened(values: list[str]) -> list[str]:
     return found
 
 
-def _type_faults(options: ServerOptions) -> list[str]:
-    flat = options.flat()
-    return [
-        f"{flag.name} is {flat[flag.name]!r}, must be {str(getattr(flag.type, '__name__', flag.type)).replace('typing.', '')}"
-        for flag in server_flags()
-        if not type_matches(flat[flag.name], flag.type)
-    ]
-
-
-def _range_faults(options: ServerOptions) -> list[str]:
-    def at_least(low: float) -> tuple[Callable[[Any], bool], str]:
-        return (lambda value: value >= low), f"at least {low}"
-
-    above_zero: tuple[Callable[[Any], bool], str] = (lambda value: value > 0), "above 0"
-    rules: dict[str, tuple[Callable[[Any], bool], str]] = {
-        "port": (lambda value: 0 <= value <= 65535, "0 to 65535"),
-        "grpc_port": (lambda value: 0 <= value <= 65535, "0 to 65535"),
-        "ssl_cert_reqs": (lambda value: value in (0, 1, 2), "0, 1 or 2"),
-        "timeout_keep_alive": at_least(1),
-        "max_connections": at_least(1),
-        "api_server_count": at_least(1),
-        "shutdown_timeout": at_least(0),
-        "step_timeout": at_least(0),
-        "compile_timeout": above_zero,
-        "max_request_body_bytes": at_least(1024),
-        "request_body_timeout": above_zero,
-        "request_timeout": at_least(0),
-        "queue_timeout": at_least(0),
-        "max_n": at_least(1),
-        "max_prompts_per_request": at_least(1),
-        "max_sequences_per_request": at_least(1),
-        "max_stop_strings": at_least(1),
-        "max_stored_responses": at_least(0),
-        "max_stored_response_bytes": at_least(0),
-        "chat_template_timeout": above_zero,
-        "chat_template_memory_bytes": at_least(256 << 20),
-        "sse_keep_alive_interval": at_least(0),
-        "max_log_len": at_least(0),
-        "root_path": (lambda value: not value or (value.startswith("/") and not value.endswith("/")), "like /path"),
-        "response_role": (lambda value: bool(value), "a role such as assistant"),
-        "served_model_name": (lambda value: value and all(value), "texts that are not empty"),
-        "api_key": (lambda value: all(key.isascii() and key.isprintable() and key for key in value), "ASCII and not empty"),
-    }
-    faults = []
-    flat = options.flat()
-    for name, (holds, text) in rules.items():
-        value = flat[name]
-        try:
-            if value is not None and not holds(value):
-                shown = "given" if name == "api_key" else repr(value)
-                faults.append(f"{name} is {shown}, must be {text}")
-        except (TypeError, AttributeError):
-            continue  # its type is a fault already
-    if options.network.ssl_keyfile is not None and options.network.ssl_certfile is None:
-        faults.append("ssl_keyfile needs ssl_certfile beside it")
-    return faults
+_ABOVE_ZERO: Range = (lambda value: value > 0), "above 0"
+_RANGES: dict[str, Range] = {
+    "port": (lambda value: 0 <= value <= 65535, "0 to 65535"),
+    "grpc_port": (lambda value: 0 <= value <= 65535, "0 to 65535"),
+    "ssl_cert_reqs": (lambda value: value in (0, 1, 2), "0, 1 or 2"),
+    "timeout_keep_alive": at_least(1),
+    "max_connections": at_least(1),
+    "api_server_count": at_least(1),
+    "shutdown_timeout": at_least(0),
+    "step_timeout": at_least(0),
+    "compile_timeout": _ABOVE_ZERO,
+    "max_request_body_bytes": at_least(1024),
+    "request_body_timeout": _ABOVE_ZERO,
+    "request_timeout": at_least(0),
+    "queue_timeout": at_least(0),
+    "max_n": at_least(1),
+    "max_prompts_per_request": at_least(1),
+    "max_sequences_per_request": at_least(1),
+    "max_stop_strings": at_least(1),
+    "max_stored_responses": at_least(0),
+    "max_stored_response_bytes": at_least(0),
+    "chat_template_timeout": _ABOVE_ZERO,
+    "chat_template_memory_bytes": at_least(256 << 20),
+    "sse_keep_alive_interval": at_least(0),
+    "max_log_len": at_least(0),
+    "root_path": (lambda value: not value or (value.startswith("/") and not value.endswith("/")), "like /path"),
+    "response_role": (lambda value: bool(value), "a role such as assistant"),
+    "served_model_name": (lambda value: value and all(value), "texts that are not empty"),
+    "api_key": (lambda value: all(key.isascii() and key.isprintable() and key for key in value), "ASCII and not empty"),
+}

@@ -1,21 +1,18 @@
 """Renders conversations in processes of their own, kept warm, which end when a template takes too long or too much."""
 
 import contextlib
-import os
 import queue
 import subprocess
-import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from jaxllm import worker_pipe
 from jaxllm.errors import InvalidRequestError
 from jaxllm.log import logger
 from jaxllm.text.tokenizer import Tokenizer
 from server.options import ChatOptions
-from server.template_worker import read_frame, write_frame
 
 MAX_PROCESSES = 4
 
@@ -88,15 +85,7 @@ class _Process:
     """One worker."""
 
     def __init__(self, first: bytes):
-        paths = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "server.template_worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": paths},
-            start_new_session=True,  # a Ctrl-C in the terminal is not for it
-        )
+        self._process = worker_pipe.start_worker("server.template_worker", stderr=subprocess.DEVNULL)
         self._send(first)
 
     @property
@@ -107,7 +96,7 @@ class _Process:
         """The answer to a job; None if the process ended over it."""
         self._send(body)
         assert self._process.stdout is not None
-        return read_frame(self._process.stdout)  # type: ignore[arg-type]
+        return worker_pipe.read(self._process.stdout)
 
     def end(self) -> None:
         """End the process."""
@@ -120,4 +109,4 @@ class _Process:
 
     def _send(self, body: bytes) -> None:
         with contextlib.suppress(OSError):  # the missing answer tells
-            write_frame(self._process.stdin, body)  # type: ignore[arg-type]
+            worker_pipe.write(self._process.stdin, body)  # type: ignore[arg-type]

@@ -6,13 +6,13 @@ arguments of `render_chat`; answers each with {"text"} or {"error", "param"}. Im
 
 import resource
 import signal
-import struct
 import sys
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
+from jaxllm import worker_pipe
 from jaxllm.errors import InvalidRequestError
 from jaxllm.text.chat_template import choose_template, render_chat, template_variables
 
@@ -29,25 +29,9 @@ class _Tokens:
     chat_templates: dict[str, str]
 
 
-def read_frame(pipe: BinaryIO) -> bytes | None:
-    """The bytes of the next message; None when there are no more."""
-    head = pipe.read(4)
-    if len(head) < 4:
-        return None
-    (size,) = struct.unpack("<I", head)
-    body = pipe.read(size)
-    return body if len(body) == size else None
-
-
-def write_frame(pipe: BinaryIO, body: bytes) -> None:
-    """Send a message. Raises OSError if nobody reads any more."""
-    pipe.write(struct.pack("<I", len(body)) + body)
-    pipe.flush()
-
-
 def main() -> None:
     """Render until the input ends."""
-    first = read_frame(sys.stdin.buffer)
+    first = worker_pipe.read(sys.stdin.buffer)
     if first is None:
         return
     settings = msgspec.msgpack.decode(first)
@@ -57,11 +41,11 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     variables: dict[str, set[str]] = {}
-    while (frame := read_frame(sys.stdin.buffer)) is not None:
+    while (frame := worker_pipe.read(sys.stdin.buffer)) is not None:
         signal.setitimer(signal.ITIMER_REAL, settings["seconds"])  # SIGALRM ends the process wherever it is
         answer = _answer(msgspec.msgpack.decode(frame), tokens, variables)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        write_frame(sys.stdout.buffer, msgspec.msgpack.encode(answer))
+        worker_pipe.write(sys.stdout.buffer, msgspec.msgpack.encode(answer))
 
 
 def _answer(job: dict[str, Any], tokens: Any, variables: dict[str, set[str]]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from jaxllm.errors import GrammarError, InvalidRequestError
 from jaxllm.structured import frames, trial
 from jaxllm.structured.token_table import Vocabulary
 from jaxllm.structured_outputs import StructuredOutputsParams
+from jaxllm.worker_pipe import is_whole
 
 BUSY_FRACTION, CROWDED_FRACTION, CROWD = 0.2, 0.05, 16
 """Of the time that a trial may take, what it has while others wait and no place is free; and while so many wait."""
@@ -114,7 +115,7 @@ class Worker:
             child.received += news
             return
         status = self._forget(child, is_over=True)
-        if len(child.received) >= 4:
+        if is_whole(child.received):
             self._output.write(bytes(child.received))
             self._output.flush()
         elif os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGSEGV:

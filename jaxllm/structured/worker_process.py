@@ -1,18 +1,16 @@
 """The front's end of the process in which forms are tried out: starts it, writes to it, listens to it."""
 
 import contextlib
-import os
 import queue
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from jaxllm.log import logger
 from jaxllm.structured import frames
 from jaxllm.structured.token_table import Vocabulary
+from jaxllm.worker_pipe import start_worker
 
 _END_SECONDS = 2.0
 
@@ -27,15 +25,7 @@ class WorkerProcess:
         on_answer: Callable[[dict[str, Any]], None],
         on_end: Callable[["WorkerProcess"], None],
     ):
-        paths = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "jaxllm.structured.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": paths},
-            start_new_session=True,  # a Ctrl-C in the terminal is not for it
-        )
+        self._process = start_worker("jaxllm.structured.worker", stderr=subprocess.PIPE)
         self._outbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         fields = {name: getattr(vocabulary, name) for name in vocabulary.__dataclass_fields__}
         self._outbox.put({"vocabulary": fields, "deadline_seconds": deadline_seconds})

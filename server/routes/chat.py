@@ -13,6 +13,7 @@ from starlette.responses import Response
 from server.body import read_body
 from server.chat_deltas import ChatDelta
 from server.chat_service import ChatService, Conversation, PreparedChat
+from server.chunk_writer import ChunkWriter
 from server.context import ServerContext, context_of, request_id_of
 from server.deadline import deadline
 from server.errors import bad_request
@@ -258,7 +259,15 @@ class ChatReply:
         force = self._context.options.replies.enable_force_include_usage
         include_usage = force or (options is not None and options.include_usage)
         continuous = options is not None and options.continuous_usage_stats and include_usage
-        chunks = _ChunkWriter(self._chat.conversation.request_id, self._created, self._context, include_usage)
+        chunks = ChunkWriter(
+            "chat.completion.chunk",
+            b',"delta":{"content":',
+            b"}",
+            request_id=self._chat.conversation.request_id,
+            created=self._created,
+            context=self._context,
+            include_usage=include_usage,
+        )
         n = self._chat.conversation.params.n
         role = {"role": self._context.options.chat.response_role, "content": self._echoed}
         first = b"".join(
@@ -283,7 +292,7 @@ class ChatReply:
             last.append(chunks.usage(self._usage(), extra))
         yield b"".join([*last, DONE])
 
-    def _chunks(self, delta: ChatDelta, chunks: "_ChunkWriter", usage: Mapping[str, Any] | None) -> list[bytes]:
+    def _chunks(self, delta: ChatDelta, chunks: ChunkWriter, usage: Mapping[str, Any] | None) -> list[bytes]:
         is_plain = not (delta.logprobs or delta.reasoning or delta.tool_calls or self._body.return_token_ids or usage)
         parts = []
         if is_plain:
@@ -324,36 +333,6 @@ class ChatReply:
         if self._body.return_token_ids:
             choice["token_ids"] = delta.token_ids
         return choice
-
-
-class _ChunkWriter:
-    """Chunks of one stream; what is the same in all of them is written once."""
-
-    def __init__(self, request_id: str, created: int, context: ServerContext, include_usage: bool):
-        head = {
-            "id": request_id,
-            "object": "chat.completion.chunk",
-            "created": created,
-            "model": context.model_name,
-            "system_fingerprint": context.fingerprint,
-        }
-        self._head = b"data: " + _json(head)[:-1]
-        self._no_usage = b',"usage":null' if include_usage else b""
-        self._text_tail = b'},"logprobs":null,"finish_reason":null}]' + self._no_usage + b"}\n\n"
-
-    def text(self, index: int, content: str) -> bytes:
-        """A chunk with nothing but text."""
-        return b'%b,"choices":[{"index":%d,"delta":{"content":%b%b' % (self._head, index, _json(content), self._text_tail)
-
-    def chunk(self, choice: Mapping[str, Any], usage: Mapping[str, Any] | None = None) -> bytes:
-        """Any chunk of one choice."""
-        told = self._no_usage if usage is None else b',"usage":' + _json(usage)
-        return b'%b,"choices":[%b]%b}\n\n' % (self._head, _json(choice), told)
-
-    def usage(self, usage: Mapping[str, Any], extra: Mapping[str, Any]) -> bytes:
-        """The chunk after the last choice."""
-        more = b"".join(b',"%b":%b' % (name.encode(), _json(value)) for name, value in extra.items())
-        return b'%b,"choices":[],"usage":%b%b}\n\n' % (self._head, _json(usage), more)
 
 
 def _last_text(chat: PreparedChat) -> str:

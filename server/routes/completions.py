@@ -17,6 +17,7 @@ from jaxllm.outputs import CompletionOutput, RequestOutput
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.text.input_processor import FrontRequest
 from server.body import read_body
+from server.chunk_writer import ChunkWriter
 from server.context import ServerContext, context_of, request_id_of
 from server.deadline import deadline
 from server.endings import end_of
@@ -268,7 +269,15 @@ class CompletionReply:
         force = self._context.options.replies.enable_force_include_usage
         include_usage = force or (options is not None and options.include_usage)
         continuous = options is not None and options.continuous_usage_stats and include_usage
-        chunks = _ChunkWriter(self._work.request_id, self._created, self._context, include_usage)
+        chunks = ChunkWriter(
+            "text_completion",
+            b',"text":',
+            b"",
+            request_id=self._work.request_id,
+            created=self._created,
+            context=self._context,
+            include_usage=include_usage,
+        )
         offsets: dict[int, int] = {}
         with self._context.running():
             async with contextlib.aclosing(self._outputs()) as outputs:
@@ -291,7 +300,7 @@ class CompletionReply:
         place: int,
         output: RequestOutput,
         answer: CompletionOutput,
-        chunks: "_ChunkWriter",
+        chunks: ChunkWriter,
         offsets: dict[int, int],
         usage: Mapping[str, Any] | None,
     ) -> list[bytes]:
@@ -355,33 +364,3 @@ class CompletionReply:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-
-class _ChunkWriter:
-    """Chunks of one stream; what is the same in all of them is written once."""
-
-    def __init__(self, request_id: str, created: int, context: ServerContext, include_usage: bool):
-        head = {
-            "id": request_id,
-            "object": "text_completion",
-            "created": created,
-            "model": context.model_name,
-            "system_fingerprint": context.fingerprint,
-        }
-        self._head = b"data: " + _json(head)[:-1]
-        self._no_usage = b',"usage":null' if include_usage else b""
-        self._text_tail = b',"logprobs":null,"finish_reason":null}]' + self._no_usage + b"}\n\n"
-
-    def text(self, index: int, text: str) -> bytes:
-        """A chunk with nothing but text."""
-        return b'%b,"choices":[{"index":%d,"text":%b%b' % (self._head, index, _json(text), self._text_tail)
-
-    def chunk(self, choice: Mapping[str, Any], usage: Mapping[str, Any] | None = None) -> bytes:
-        """Any chunk of one choice."""
-        told = self._no_usage if usage is None else b',"usage":' + _json(usage)
-        return b'%b,"choices":[%b]%b}\n\n' % (self._head, _json(choice), told)
-
-    def usage(self, usage: Mapping[str, Any], extra: Mapping[str, Any]) -> bytes:
-        """The chunk after the last choice."""
-        more = b"".join(b',"%b":%b' % (name.encode(), _json(value)) for name, value in extra.items())
-        return b'%b,"choices":[],"usage":%b%b}\n\n' % (self._head, _json(usage), more)

@@ -1,0 +1,51 @@
+"""Writes the chunks of a streamed chat or completion; what is the same in all chunks of a stream is written once."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from server.context import ServerContext
+
+_json = msgspec.json.encode
+
+
+class ChunkWriter:
+    """Chunks of one stream. `kind` is their "object"; a chunk with nothing but text has it between `text_head` and `text_tail`."""
+
+    def __init__(
+        self,
+        kind: str,
+        text_head: bytes,
+        text_tail: bytes,
+        *,
+        request_id: str,
+        created: int,
+        context: ServerContext,
+        include_usage: bool,
+    ):
+        head = {
+            "id": request_id,
+            "object": kind,
+            "created": created,
+            "model": context.model_name,
+            "system_fingerprint": context.fingerprint,
+        }
+        self._head = b"data: " + _json(head)[:-1]
+        self._no_usage = b',"usage":null' if include_usage else b""
+        self._text_head = text_head
+        self._text_tail = text_tail + b',"logprobs":null,"finish_reason":null}]' + self._no_usage + b"}\n\n"
+
+    def text(self, index: int, text: str) -> bytes:
+        """A chunk with nothing but text."""
+        return b'%b,"choices":[{"index":%d%b%b%b' % (self._head, index, self._text_head, _json(text), self._text_tail)
+
+    def chunk(self, choice: Mapping[str, Any], usage: Mapping[str, Any] | None = None) -> bytes:
+        """Any chunk of one choice."""
+        told = self._no_usage if usage is None else b',"usage":' + _json(usage)
+        return b'%b,"choices":[%b]%b}\n\n' % (self._head, _json(choice), told)
+
+    def usage(self, usage: Mapping[str, Any], extra: Mapping[str, Any]) -> bytes:
+        """The chunk after the last choice."""
+        more = b"".join(b',"%b":%b' % (name.encode(), _json(value)) for name, value in extra.items())
+        return b'%b,"choices":[],"usage":%b%b}\n\n' % (self._head, _json(usage), more)
