@@ -1,6 +1,7 @@
 """Starts child processes that end with their parent, learn what they need by standard input, and inherit no secrets."""
 
 import contextlib
+import io
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from jaxllm import worker_pipe
 from jaxllm.engine import messages
 from jaxllm.engine.messages import EngineStart
 
@@ -53,24 +55,16 @@ def start_child(module: str, first_message: bytes, pass_fds: Sequence[int] = ())
     )
     assert child.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # it has died already, which whoever waits for it will see
-        child.stdin.write(len(first_message).to_bytes(4, "big") + first_message)
-        child.stdin.flush()
+        worker_pipe.write(child.stdin, first_message)
     return child
 
 
 def read_first_message(descriptor: int) -> bytes:
     """In the child: what `start_child` was given."""
-    head = _read(descriptor, 4)
-    return _read(descriptor, int.from_bytes(head, "big"))
+    # Unbuffered: how the rest of the input ends is for others to hear.
+    return worker_pipe.read(io.FileIO(descriptor, closefd=False)) or b""
 
 
 def start_engine(start: EngineStart) -> "subprocess.Popen[bytes]":
     """The engine process."""
     return start_child("jaxllm.engine.process", messages.encode(start))
-
-
-def _read(descriptor: int, count: int) -> bytes:
-    data = b""
-    while len(data) < count and (part := os.read(descriptor, count - len(data))):
-        data += part
-    return data
