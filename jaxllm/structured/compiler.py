@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxllm.at_exit import shut_down_at_exit
-from jaxllm.errors import InvalidRequestError
+from jaxllm.errors import InvalidRequestError, OverloadedError
 from jaxllm.log import logger
 from jaxllm.request import Grammar
 from jaxllm.structured.token_table import Vocabulary
@@ -15,11 +15,12 @@ from jaxllm.structured.worker_process import WorkerProcess
 from jaxllm.structured_outputs import PARAM, StructuredOutputsParams
 
 DEADLINE_SECONDS = 5.0
-"""Wall-clock time that compiling one form may take, with its first masks."""
+"""CPU time that compiling one form may take, with its first masks."""
 MAX_CACHE_BYTES = 64 << 20
 """Of the answers that are remembered, refusals among them."""
 MAX_WAITING = 256
 """Forms that may wait for their answer."""
+RETRY_AFTER_SECONDS = 2
 MAX_TRIES = 2
 """Times that a form is sent to a process that ends without an answer, which it should never do."""
 
@@ -28,6 +29,8 @@ MAX_TRIES = 2
 class _Answer:
     grammar: Grammar | None
     refusal: str | None
+    is_passing: bool = False
+    """Refused because of what else there was to do: another time it may be different."""
 
     @property
     def num_bytes(self) -> int:
@@ -68,11 +71,11 @@ class GrammarCompiler:
         shut_down_at_exit(self)
 
     def compile(self, params: StructuredOutputsParams) -> Grammar:
-        """The grammar of a form. Waits for it. Raises InvalidRequestError."""
+        """The grammar of a form. Waits for it. Raises InvalidRequestError, or OverloadedError if another time it may be different."""
         return self.submit(params).result()
 
     def submit(self, params: StructuredOutputsParams) -> "Future[Grammar]":
-        """The grammar of a form, or InvalidRequestError, when it is known."""
+        """The grammar of a form, or the error that `compile` raises, when it is known."""
         form = replace(params, start_after_token_ids=None)
         future: Future[Grammar] = Future()
         with self._lock:
@@ -85,7 +88,7 @@ class GrammarCompiler:
                 _follow(job.future, future, params)
             elif len(self._jobs) >= MAX_WAITING:
                 future.set_exception(
-                    InvalidRequestError(f"{PARAM}: {MAX_WAITING} others wait to be compiled; try again later", PARAM)
+                    OverloadedError(f"{PARAM}: {MAX_WAITING} others wait to be compiled; try again later", RETRY_AFTER_SECONDS)
                 )
             else:
                 self._next_id += 1
@@ -137,7 +140,8 @@ class GrammarCompiler:
                 return
             self._by_params.pop(job.params, None)
             answer = _answer(message)
-            self._remember(job.params, answer)
+            if not answer.is_passing:
+                self._remember(job.params, answer)
         _settle(job.future, answer, job.params)
 
     def _replace(self, process: WorkerProcess) -> None:
@@ -178,7 +182,7 @@ def _num_bytes(form: StructuredOutputsParams, answer: _Answer) -> int:
 
 def _answer(message: dict[str, Any]) -> _Answer:
     if (error := message.get("error")) is not None:
-        return _Answer(None, error)
+        return _Answer(None, error, message.get("is_passing", False))
     return _Answer(Grammar(message["grammar"], num_bytes=message["num_bytes"]), None)
 
 
@@ -186,7 +190,10 @@ def _settle(future: "Future[Grammar]", answer: _Answer, params: StructuredOutput
     if answer.grammar is not None:
         future.set_result(replace(answer.grammar, start_after_token_ids=params.start_after_token_ids))
     else:
-        future.set_exception(InvalidRequestError(f"{PARAM}.{params.kind} {answer.refusal}", PARAM))
+        message = f"{PARAM}.{params.kind} {answer.refusal}"
+        future.set_exception(
+            OverloadedError(message, RETRY_AFTER_SECONDS) if answer.is_passing else InvalidRequestError(message, PARAM)
+        )
 
 
 def _follow(first: "Future[Grammar]", second: "Future[Grammar]", params: StructuredOutputsParams) -> None:
@@ -198,6 +205,8 @@ def _follow(first: "Future[Grammar]", second: "Future[Grammar]", params: Structu
         error = done.exception()
         if error is None:
             second.set_result(replace(done.result(), start_after_token_ids=params.start_after_token_ids))
+        elif isinstance(error, OverloadedError):
+            second.set_exception(OverloadedError(str(error), error.retry_after_seconds))
         else:
             second.set_exception(InvalidRequestError(str(error), PARAM))
 

@@ -1,7 +1,8 @@
 """The process in which forms are tried out. It forks a child for each, so that none can harm another or outlive its time.
 
 Reads {"vocabulary", "deadline_seconds"} and then {"id", "params"} from its input, and answers {"id", "grammar", "num_bytes"}
-or {"id", "error"}. Has one thread, which forking needs. Knows no JAX.
+or {"id", "error"}, with {"is_passing": True} if the same form could have been compiled at another time. Has one thread, which
+forking needs. Knows no JAX.
 """
 
 import io
@@ -24,11 +25,14 @@ from jaxllm.structured_outputs import StructuredOutputsParams
 from jaxllm.worker_pipe import is_whole
 
 BUSY_FRACTION, CROWDED_FRACTION, CROWD = 0.2, 0.05, 16
-"""Of the time that a trial may take, what it has while others wait and no place is free; and while so many wait."""
+"""Of the CPU time that a trial may take, what it has while others wait and no place is free; and while so many wait."""
+STARVED_FACTOR = 6
+"""Times the deadline that a trial may take in all: a form is not to blame for a machine that has other things to do."""
 MAX_CHILDREN = 4
 EXTRA_BYTES = 1 << 30
 """Memory that one trial may take."""
 NICENESS = 10
+CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass
@@ -127,14 +131,22 @@ class Worker:
 
     def _end_late(self) -> None:
         is_busy = bool(self._waiting) and len(self._children) == MAX_CHILDREN
-        limit = self._seconds_each(is_busy)
+        cpu_limit, limit = self._cpu_seconds_each(is_busy), STARVED_FACTOR * self._deadline_seconds
         for child in list(self._children.values()):
-            if time.monotonic() - child.started > limit:
-                self._forget(child)
-                others = " while others wait" * is_busy
-                self._refuse(child, f"takes more than {limit:g} s to compile{others}; ask for something simpler")
+            seconds = _cpu_seconds(child.pid)
+            if seconds > cpu_limit:
+                told = f"takes more than {cpu_limit:g} s to compile{' while others wait' * is_busy}"
+            elif time.monotonic() - child.started > limit:
+                told = f"is not compiled after {limit:g} s, of which this busy machine worked on it for {seconds:.2g} s"
+            else:
+                continue
+            is_passing = is_busy or seconds <= cpu_limit
+            self._forget(child)
+            self._refuse(
+                child, f"{told}; {'try again later, or ' * is_passing}ask for something simpler", is_passing=is_passing
+            )
 
-    def _seconds_each(self, is_busy: bool) -> float:
+    def _cpu_seconds_each(self, is_busy: bool) -> float:
         if not is_busy:
             return self._deadline_seconds
         return self._deadline_seconds * (CROWDED_FRACTION if len(self._waiting) >= CROWD else BUSY_FRACTION)
@@ -142,8 +154,10 @@ class Worker:
     def _seconds_to_next_deadline(self) -> float | None:
         if not self._children:
             return None
-        limit = self._seconds_each(bool(self._waiting))
-        return max(0.0, min(child.started for child in self._children.values()) + limit - time.monotonic()) + 0.01
+        cpu_limit = self._cpu_seconds_each(bool(self._waiting))
+        latest = min(child.started for child in self._children.values()) + STARVED_FACTOR * self._deadline_seconds
+        left = [latest - time.monotonic(), *(cpu_limit - _cpu_seconds(child.pid) for child in self._children.values())]
+        return max(0.0, min(left)) + 0.01
 
     def _forget(self, child: _Child, *, is_over: bool = False) -> int:
         """End a child, unless it ends by itself now. Returns its exit status."""
@@ -154,12 +168,19 @@ class Worker:
             os.kill(child.pid, signal.SIGKILL)
         return os.waitpid(child.pid, 0)[1]
 
-    def _refuse(self, child: _Child, message: str) -> None:
-        frames.write(self._output, {"id": child.job_id, "error": message})
+    def _refuse(self, child: _Child, message: str, *, is_passing: bool = False) -> None:
+        frames.write(self._output, {"id": child.job_id, "error": message, "is_passing": is_passing})
 
     def _end_all(self) -> None:
         for child in list(self._children.values()):
             self._forget(child)
+
+
+def _cpu_seconds(pid: int) -> float:
+    """CPU time of a child that nobody has waited for yet."""
+    with open(f"/proc/{pid}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS  # utime and stime, of all its threads
 
 
 def _answer(job: dict[str, Any], vocabulary: Vocabulary, table: LLTokenizer, deadline_seconds: float) -> dict[str, Any]:

@@ -33,5 +33,8 @@ def test_no_value_of_a_field_is_a_fault_of_the_server(client: Client, path: str,
         if reply.status_code >= 400:
             error = reply.json()["error"]
             assert len(reply.content) < 5000 and error["message"] and error["type"]
-    wrong = {value: status for value, status in statuses.items() if status not in (200, 400, 404)}
+    expected = (
+        (200, 400, 404, 408) if name == "timeout" else (200, 400, 404)
+    )  # a machine with much to do takes longer than 0.5 s
+    wrong = {value: status for value, status in statuses.items() if status not in expected}
     assert not wrong

@@ -3,10 +3,11 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
-from jaxllm.errors import InvalidRequestError
+from jaxllm.errors import InvalidRequestError, OverloadedError
 from jaxllm.structured.compiler import GrammarCompiler
 from jaxllm.structured.token_table import Vocabulary
 from jaxllm.structured_outputs import StructuredOutputsParams
@@ -115,7 +116,37 @@ def test_what_takes_long_does_not_hold_up_the_others(compiler):
     slow = [compiler.submit(StructuredOutputsParams(json={**MANY_PATTERNS, "title": str(i)})) for i in range(4)]
     quick = compiler.submit(StructuredOutputsParams(regex="quick[0-9]"))
     assert quick.result().text
-    assert all(isinstance(future.exception(), InvalidRequestError) for future in slow)
+    assert all(isinstance(future.exception(), (OverloadedError, InvalidRequestError)) for future in slow)
+    assert sum(isinstance(future.exception(), OverloadedError) for future in slow) >= 1
+
+
+def test_what_was_refused_for_the_sake_of_others_may_come_again(compiler):
+    forms = [StructuredOutputsParams(json={**MANY_PATTERNS, "title": f"one of five {i}"}) for i in range(5)]
+    errors = [future.exception() for future in [compiler.submit(form) for form in forms]]
+    refused, error = next(
+        (form, error) for form, error in zip(forms, errors, strict=True) if "while others wait; try again later" in str(error)
+    )
+    assert isinstance(error, OverloadedError)
+    again = compiler.submit(refused)
+    assert not again.done() and "others wait" not in str(again.exception())
+
+
+def test_a_form_is_not_refused_because_the_machine_is_busy(vocabulary, monkeypatch):
+    """Its child gets the processor for less than it needs within the limit of its CPU time."""
+    compiler = GrammarCompiler(vocabulary, deadline_seconds=0.5)
+    try:
+        compiler.start()
+        worker = compiler._process.pid
+        job = compiler.submit(StructuredOutputsParams(json=MANY_PATTERNS))
+        while not (children := Path(f"/proc/{worker}/task/{worker}/children").read_text().split()):
+            time.sleep(0.01)
+        os.kill(int(children[0]), signal.SIGSTOP)
+        with pytest.raises(TimeoutError):
+            job.result(timeout=1)
+        with pytest.raises(OverloadedError, match="is not compiled after 3 s, of which .* try again later"):
+            job.result()
+    finally:
+        compiler.shutdown()
 
 
 def test_a_cancelled_wait_disturbs_nobody(compiler):
