@@ -78,6 +78,7 @@ class Front:
         settings: dict[str, Any] = {"lifespan": "off", "timeout_graceful_shutdown": 1}
         server = _Server(uvicorn_config(self._gate, self._options, **settings))
         serving = asyncio.create_task(server.serve(sockets=[socket.socket(fileno=self._start.socket_fd)]))
+        serving.add_done_callback(lambda _: self._stop.set())  # a front that cannot serve must not seem ready
         try:
             await self._serve(serving)
         finally:

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import socket
+import ssl
 import stat
 from pathlib import Path
 
@@ -27,6 +28,30 @@ def listen(network: NetworkOptions) -> list[socket.socket]:
         first.close()
         sockets = [_listen_tcp(network, port, shared=True) for _ in range(network.api_server_count)]
     return sockets
+
+
+def check_tls(network: NetworkOptions) -> None:
+    """Raise ConfigError for TLS files and ciphers that no connection could use, before a model is loaded."""
+    if network.ssl_certfile is None:
+        return
+    for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
+        if (path := getattr(network, name)) is not None:
+            try:
+                Path(path).read_bytes()
+            except OSError as error:
+                raise ConfigError(f"{name} is the TLS file {path!r}, which cannot be read: {error.strerror}") from None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    fault = "ssl_certfile and ssl_keyfile are no certificate with its key, unencrypted"
+    try:
+        context.load_cert_chain(network.ssl_certfile, network.ssl_keyfile, password="")  # asks nobody for the real one
+        if network.ssl_ca_certs is not None:
+            fault = f"ssl_ca_certs is {network.ssl_ca_certs!r}, which holds no certificates"
+            context.load_verify_locations(network.ssl_ca_certs)
+        if network.ssl_ciphers is not None:
+            fault = f"ssl_ciphers is {network.ssl_ciphers!r}, which OpenSSL does not take"
+            context.set_ciphers(network.ssl_ciphers)
+    except ssl.SSLError as error:
+        raise ConfigError(f"{fault} ({error})") from None
 
 
 def address_of(listening: socket.socket) -> tuple[str, int]:

@@ -195,8 +195,9 @@ class ServerOptions:
         found = cls(**in_groups(_GROUPS, options, "server option"))
         flat = found.flat()
         faults = [*type_faults(server_flags(), flat), *range_faults(_RANGES, flat, secret={"api_key"})]
-        if found.network.ssl_keyfile is not None and found.network.ssl_certfile is None:
-            faults.append("ssl_keyfile needs ssl_certfile beside it")
+        if found.network.ssl_certfile is None:
+            wanting = [name for name in _NEED_CERTIFICATE if flat[name] is not None and flat[name] != int(ssl.CERT_NONE)]
+            faults += [f"{name} needs ssl_certfile beside it" for name in wanting]
         if faults:
             raise ConfigError("; ".join(faults))
         return found
@@ -225,6 +226,7 @@ def _flattened(values: list[str]) -> list[str]:
     return found
 
 
+_NEED_CERTIFICATE = ("ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers")
 _ABOVE_ZERO: Range = (lambda value: value > 0), "above 0"
 _RANGES: dict[str, Range] = {
     "port": (lambda value: 0 <= value <= 65535, "0 to 65535"),

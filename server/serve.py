@@ -23,7 +23,7 @@ from jaxllm.log import logger
 from jaxllm.progress import SILENT, Progress
 from server.front import LAST_WORDS_SECONDS, READY, FrontStart
 from server.grpc.start import check_grpc
-from server.listening import listen
+from server.listening import check_tls, listen
 from server.options import ServerOptions
 
 MAX_RESTARTS = 5
@@ -59,6 +59,7 @@ class _Front:
         self.socket = listening
         self.process: subprocess.Popen[bytes] | None = None
         self.report = -1
+        self.told = ""
         self.is_ready = False
         self.offers = ""
         self.starts: list[float] = []
@@ -93,6 +94,7 @@ class Supervisor:
 
     async def run(self) -> int:
         """Serve until a signal or a failure. Returns the exit code; raises ConfigError or EngineDeadError for a failed start."""
+        check_tls(self._options.network)
         check_grpc(self._options.network)
         sockets = listen(self._options.network)
         loop = asyncio.get_running_loop()
@@ -164,7 +166,7 @@ class Supervisor:
         front.process = start_child("server.front", msgspec.msgpack.encode(start), fds)
         os.close(child_report)
         os.set_blocking(report, False)
-        front.report = report
+        front.report, front.told = report, ""
         front.starts.append(time.monotonic())
         self._watch(self._watch_front(front))
 
@@ -174,12 +176,12 @@ class Supervisor:
         while (code := front.process.poll()) is None:
             self._read_report(front)
             await asyncio.sleep(POLL_SECONDS)
-        report = self._read_report(front)
+        self._read_report(front)
         os.close(front.report)
         if self._stopping.is_set():
             return
         if not front.is_ready:
-            self._fail(report.strip() or f"a front process could not start (exit code {code}); the log may say why")
+            self._fail(front.told.strip() or f"a front process could not start (exit code {code}); the log may say why")
             return
         recent = [start for start in front.starts if start > time.monotonic() - RESTART_WINDOW_SECONDS]
         if len(recent) > MAX_RESTARTS:
@@ -191,16 +193,13 @@ class Supervisor:
         front.starts = recent
         self._start_front(front)
 
-    def _read_report(self, front: _Front) -> str:
-        """What the front says of its start. Notes if it serves."""
-        try:
-            report = os.read(front.report, 4096).decode(errors="replace")
-        except BlockingIOError:
-            return ""
-        if report.startswith(READY):
+    def _read_report(self, front: _Front) -> None:
+        """Take what the front says of its start. Notes if it serves."""
+        with contextlib.suppress(BlockingIOError):
+            front.told += os.read(front.report, 4096).decode(errors="replace")
+        if front.told.startswith(READY):
             front.is_ready = True
-            front.offers = report.removeprefix(READY).strip()
-        return report
+            front.offers = front.told.removeprefix(READY).strip()
 
     # The engine
 

@@ -175,6 +175,12 @@ def test_an_engine_that_cannot_start_ends_the_server_with_the_reason(tmp_path: P
         assert not list(server.temporary.iterdir())
 
 
+def test_a_front_that_cannot_start_ends_the_server_with_the_reason(model: Path, tmp_path: Path) -> None:
+    with serving(model, tmp_path, chat_template="nowhere.jinja") as server:
+        assert server.end() == 1
+        assert "error: chat_template is 'nowhere.jinja'" in server.log()
+
+
 def test_the_command_serves_the_demo_model_and_ends_with_its_engine(tmp_path: Path) -> None:
     with serving("demo", tmp_path, command=("serve", "--max-num-seqs", "2", "--max-model-len", "256")) as server:
         wait_until(lambda: "curl --unix-socket" in server.log(), "the first screen does not come", 60)
