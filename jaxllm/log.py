@@ -43,6 +43,11 @@ def set_up_if_asked() -> None:
         set_up()
 
 
+def writes_json() -> bool:
+    """Whether stderr is to hold JSON lines, and nothing else."""
+    return bool(logger.handlers) and isinstance(logger.handlers[0].formatter, JsonLines)
+
+
 def adopt(*names: str, level: str) -> None:
     """Have the loggers of libraries write as the project's does, after `set_up`."""
     for name in names:

@@ -125,7 +125,6 @@ def uvicorn_config(app: Any, options: ServerOptions, **more: Any) -> uvicorn.Con
         "access_log": False,
         "server_header": False,
         "proxy_headers": False,
-        "root_path": network.root_path,
         "backlog": 2048,
         "timeout_keep_alive": network.timeout_keep_alive,
         "timeout_graceful_shutdown": int(network.shutdown_timeout) or None,

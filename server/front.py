@@ -65,7 +65,7 @@ class Front:
         self._stop = asyncio.Event()
         self._client = EngineClient(start.directory, start.engine_pid, index=start.index, silence_seconds=start.silence_seconds)
         page = page_replies() if start.options.replies.web else {}
-        self._gate = Gate(lambda: self._client.status, lambda: self._client.dead_error, page)
+        self._gate = Gate(lambda: self._client.status, lambda: self._client.dead_error, page, start.options.network.root_path)
 
     async def run(self) -> None:
         """Serve until told to stop, then drain. Raises JaxLLMError if the application cannot be made."""

@@ -13,14 +13,15 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 LIVE_PATH = "/live"
-PATHS_WHILE_DRAINING = frozenset({LIVE_PATH, "/health", "/metrics", "/load", "/version"})
+PATHS_WHILE_DRAINING = frozenset({LIVE_PATH, "/health", "/ping", "/metrics", "/load", "/version"})
 LOADING_RETRY_SECONDS = 5
 
 
 class Gate:
     """An application that is 503 until `open` is called, and again after `drain`. Counts the requests that are being answered.
 
-    `page` is what answers GET at some paths from the beginning: the web page, which then shows how far loading is.
+    `page` is what answers GET at some paths from the beginning: the web page, which then shows how far loading is. `root_path` is
+    what a proxy may have left in front of paths: within, nobody sees it.
     """
 
     def __init__(
@@ -28,10 +29,12 @@ class Gate:
         status: Callable[[], Status | None],
         failure: Callable[[], BaseException | None] = lambda: None,
         page: Mapping[str, App] = MappingProxyType({}),
+        root_path: str = "",
     ):
         self._status = status
         self._failure = failure
         self._page = page
+        self._root_path = root_path
         self._app: App | None = None
         self._retry_seconds: float | None = None
         self.num_running = 0
@@ -48,7 +51,9 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if self._root_path and scope["path"].startswith(self._root_path + "/"):
+            scope["path"] = scope["path"].removeprefix(self._root_path)
+        path = scope["path"]
         if self._retry_seconds is not None and path not in PATHS_WHILE_DRAINING:
             await _answer(_stopping(self._retry_seconds), scope, receive, send)
         elif self._app is not None:

@@ -27,7 +27,7 @@ MAX_HEADER_BYTES = 64 << 10
 MAX_URL_BYTES = 8 << 10
 LINGER_SECONDS = 1.0
 """So long a refused body is still read and thrown away, so that the client, which is sending, comes to read the refusal."""
-PROBES = frozenset({"/live", "/ready", "/health"})
+PROBES = frozenset({"/live", "/ready", "/health", "/ping"})
 _HOST = re.compile(rb"[A-Za-z0-9._:\[\]-]+")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
 
@@ -70,7 +70,7 @@ class Guard:
     async def _answered(self, scope: Scope, receive: Receive, send: "_Answer") -> None:
         try:
             headers = _checked_headers(scope)
-            path = _route_path(scope)
+            path = scope["path"]
             self._check_key(scope, path, headers)
             if self._context.refusal is not None and path not in PROBES and path != "/metrics":
                 raise self._context.refusal
@@ -200,12 +200,6 @@ def _checked_headers(scope: Scope) -> dict[bytes, bytes]:
     if host is None or not _HOST.fullmatch(host):
         raise ApiError(400, "the header Host is missing or not a host's name")
     return headers
-
-
-def _route_path(scope: Scope) -> str:
-    """The path as the router sees it."""
-    path, root = scope["path"], scope.get("root_path", "")
-    return path[len(root) :] if root and path.startswith(root + "/") else path
 
 
 def key_digests(keys: Iterable[str]) -> tuple[bytes, ...]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
+from jaxllm import log
 from jaxllm.cli.options import set_up_log
 from jaxllm.cli.parser import Parser, UsageError
 from jaxllm.cli.terminal import styled
@@ -97,7 +98,11 @@ def _dispatch(arguments: list[str]) -> int:
     except UsageError as error:
         parser.error(str(error))
     except JaxLLMError as error:
-        if getattr(found, "verbose", False):
+        verbose = getattr(found, "verbose", False)
+        if log.writes_json():
+            log.logger.error("%s", error, exc_info=verbose)
+            return 1
+        if verbose:
             traceback.print_exc()
         print(styled("error", "red", sys.stderr) + f": {error}", file=sys.stderr)
         return 1

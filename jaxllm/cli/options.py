@@ -70,5 +70,5 @@ def sampling_options(arguments: argparse.Namespace, flags: Iterable[Flag]) -> di
 
 
 def progress_for(arguments: argparse.Namespace, options: Mapping[str, Any]) -> Progress:
-    """Bars, lines or silence, as --quiet and --no-use-progress-bar ask."""
-    return make_progress(quiet=arguments.quiet or not options.get("use_progress_bar", True))
+    """Bars, lines or silence, as --quiet, --no-use-progress-bar and a log of JSON lines ask."""
+    return make_progress(quiet=arguments.quiet or log.writes_json() or not options.get("use_progress_bar", True))

@@ -41,15 +41,15 @@ def run(arguments: argparse.Namespace) -> int:
     options.use_model_argument(arguments)
     engine_options = options.engine_options(arguments)
     server_options = ServerOptions.from_options(**chosen(resolve(server_flags(), vars(arguments), arguments.config)))
+    level = "debug" if arguments.verbose else "error" if arguments.quiet else None
+    if server_options.logging.log_format == "json":
+        log.set_up(level, format="json")
     if arguments.dry_run:
         return planning.dry_run(engine_options)
     from server.serve import serve
 
     config = EngineConfig.from_options(**engine_options)
     _check_model(config)
-    level = "debug" if arguments.verbose else "error" if arguments.quiet else None
-    if server_options.logging.log_format == "json":
-        log.set_up(level, format="json")
     progress = options.progress_for(arguments, engine_options)
     try:
         return serve(
@@ -57,10 +57,19 @@ def run(arguments: argparse.Namespace) -> int:
             server_options,
             log_level=level,
             progress=progress,
-            on_ready=lambda serving: None if arguments.quiet else print(first_screen(serving), file=sys.stderr, flush=True),
+            on_ready=lambda serving: None if arguments.quiet else _show(first_screen(serving)),
         )
     finally:
         progress.finish()  # a bar must not outlive an error
+
+
+def _show(screen: str) -> None:
+    """To people all of it; to a log of JSON lines what is served and where."""
+    if not log.writes_json():
+        print(screen, file=sys.stderr, flush=True)
+        return
+    for line in screen.strip().partition("\n\n")[0].splitlines():
+        log.logger.info("%s", line)
 
 
 def _check_model(config: EngineConfig) -> None:

@@ -221,3 +221,8 @@ def test_a_misspelt_model_gets_a_suggestion(monkeypatch: pytest.MonkeyPatch, cap
     shown = capsys.readouterr().err
     assert shown.startswith("error: ")
     assert "did you mean 'Qwen/Qwen3-0.6B'?" in shown
+
+
+def test_errors_are_lines_of_a_log_of_json_lines() -> None:
+    done = run("serve", "--port", "99999", JAXLLM_LOG_FORMAT="json")
+    assert done.returncode == 1 and json.loads(done.stderr)["message"] == "port is 99999, must be 0 to 65535"

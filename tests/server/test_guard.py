@@ -64,7 +64,7 @@ def test_operators_endpoints_are_not_there_unless_asked_for(client: Client) -> N
 
 
 def test_probes_page_and_preflights_need_no_key(guarded: Client) -> None:
-    for path in ("/live", "/ready", "/health", "/", "/docs"):
+    for path in ("/live", "/ready", "/health", "/ping", "/", "/docs"):
         assert guarded.get(path).status_code == 200, path
     preflight = {"origin": "http://page.example", "access-control-request-method": "POST"}
     allowed = guarded.request("OPTIONS", "/v1/chat/completions", headers=preflight)

@@ -59,7 +59,10 @@ def num_running(client: httpx.Client) -> int:
 
 def test_a_server_from_its_first_second_to_a_drained_end(tmp_path: Path) -> None:
     model = write_tokenizer(tmp_path / "model")
-    with serving(model, tmp_path, core_factory=SLOW_FACTORY, **OPTIONS) as server, server.client() as client:
+    with (
+        serving(model, tmp_path, core_factory=SLOW_FACTORY, root_path="/below", **OPTIONS) as server,
+        server.client() as client,
+    ):
         wait_until(lambda: Path(str(server.uds)).exists(), "the socket does not listen")
         assert client.get("/live").status_code == 200
         wait_until(lambda: "25 %" in client.get("/ready").text, "the phase is not told")
@@ -70,8 +73,9 @@ def test_a_server_from_its_first_second_to_a_drained_end(tmp_path: Path) -> None
             assert error["code"] == "loading" and error["message"].endswith("loading weights, 25 %")
         (model / "go").touch()
         server.wait_ready()
-        assert [client.get(path).status_code for path in ("/live", "/ready", "/health")] == [200, 200, 200]
+        assert [client.get(path).status_code for path in ("/live", "/below/ready", "/health")] == [200, 200, 200]
         assert text_of(client) == "one two three"
+        assert client.get("/below/v1/models").json() == client.get("/v1/models").json()
         children = server.children()
         assert len(children) == 2
         [front] = server.children("server.front")
