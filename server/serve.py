@@ -218,7 +218,9 @@ class Supervisor:
             return
         if was_ready:
             await asyncio.sleep(LAST_ERRORS_SECONDS)
-        self._fail(str(error))
+        code = self._engine.poll() if self._engine is not None else None
+        by_whom = f" (signal {-code}: {signal.strsignal(-code)})" if code is not None and code < 0 else ""
+        self._fail(f"{error}{by_whom}")
 
     async def _tell_when_ready(self, client: EngineClient) -> None:
         """Show how far loading is, then what is served."""

@@ -49,7 +49,12 @@ SUBCOMMANDS = {("bench", "serve"): "bench_serve"}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `jaxllm` with these arguments (default: those of the process). Returns the exit code."""
+    _open_missing_streams()
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    for argument in arguments:
+        if any("\ud800" <= character <= "\udfff" for character in argument):
+            print(f"jaxllm: error: argument {argument!a} is not UTF-8", file=sys.stderr)
+            return 2
     try:
         return _dispatch(list(arguments))
     except SystemExit as stop:  # argparse ends this way
@@ -60,6 +65,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the interpreter's last flush is quiet
         return 141
+
+
+def _open_missing_streams() -> None:
+    """Whoever starts a daemon may have closed its standard streams, whose numbers must not go to sockets."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            nothing = os.open(os.devnull, os.O_RDWR)
+            if nothing != number:
+                os.dup2(nothing, number)
+                os.close(nothing)
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8", closefd=False))
 
 
 def command_parser(name: str, second: str | None = None) -> Parser:

@@ -362,7 +362,12 @@ def _check_timeout(name: str, seconds: Any) -> None:
 def encode_prompts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     """The ids of plain prompts, with the special tokens that the tokenizer adds; a BOS in the text is not doubled."""
     bos = tokenizer.bos_token_id
-    all_ids = tokenizer.encode_batch(texts)
+    try:
+        all_ids = tokenizer.encode_batch(texts)
+    except (TypeError, UnicodeEncodeError):
+        raise InvalidRequestError(
+            "prompt has half a surrogate pair (bytes that are not UTF-8), which is no text", "prompt"
+        ) from None
     return [ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids for ids in all_ids]
 
 

@@ -223,6 +223,17 @@ def test_a_misspelt_model_gets_a_suggestion(monkeypatch: pytest.MonkeyPatch, cap
     assert "did you mean 'Qwen/Qwen3-0.6B'?" in shown
 
 
+def test_an_argument_that_is_no_text_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "caf\udce9"]) == 2
+    assert r"argument 'caf\udce9' is not UTF-8" in capsys.readouterr().err
+
+
+def test_closed_standard_streams_are_as_good_as_empty_ones() -> None:
+    code = "import os, sys; from jaxllm.cli.main import main; code = main(['--help']); os._exit(code or os.open('.', 0) < 3)"
+    done = subprocess.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code], cwd=ROOT, check=False)
+    assert done.returncode == 0
+
+
 def test_errors_are_lines_of_a_log_of_json_lines() -> None:
     done = run("serve", "--port", "99999", JAXLLM_LOG_FORMAT="json")
     assert done.returncode == 1 and json.loads(done.stderr)["message"] == "port is 99999, must be 0 to 65535"

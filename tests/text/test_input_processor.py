@@ -67,6 +67,7 @@ def test_a_bos_in_the_text_is_not_doubled(tokenizer: Tokenizer) -> None:
         ({"prompt_token_ids": []}, "prompt is empty", "prompt"),
         ({}, "neither 'prompt' nor", "prompt"),
         (None, "prompt is a NoneType", "prompt"),
+        ("caf\udce9", "half a surrogate pair", "prompt"),
         (7, "prompt is a int", "prompt"),
         ([1, "x"], "'x' in place 1, must have integers", "prompt_token_ids"),
         ([1, True], "True in place 1", "prompt_token_ids"),
