@@ -77,6 +77,9 @@ def run(arguments: argparse.Namespace) -> int:
     source, target = Path(arguments.input_file), Path(arguments.output_file)
     if arguments.max_in_flight is not None and arguments.max_in_flight < 1:
         raise UsageError(f"--max-in-flight is {arguments.max_in_flight}, must be at least 1")
+    for name, path in (("input", source), ("output", target)):
+        if path.name == "-" or (path.exists() and not path.is_file() and not path.is_dir()):
+            raise UsageError(f"--{name}-file is {str(path)!r}, must be a regular file: it is read more than once")
     num_lines = _count(source)
     if target.exists() and target.samefile(source):
         raise UsageError("--output-file is the input file; choose another")
@@ -88,6 +91,10 @@ def run(arguments: argparse.Namespace) -> int:
         result = _run(source, target, num_lines, options, server, arguments.max_in_flight, progress_for(arguments, options))
     except EngineStopped as stopped:
         terminal.note(f"error: {stopped}; {target} has the answers so far, and the same command goes on from there", "red")
+        return 1
+    except OSError as error:
+        reason = error.strerror or error
+        terminal.note(f"error: {reason}; {target} has the answers so far, and the same command goes on from there", "red")
         return 1
     except KeyboardInterrupt:
         terminal.note(f"interrupted: {target} has the answers so far, and the same command goes on from there", "red")

@@ -15,6 +15,8 @@ URLS = (
     "/v1/score",
     "/v1/rerank",
 )
+OTHER_NAMES = ("/score", "/rerank", "/v2/rerank")
+"""Of the last two, as the server has them."""
 MAX_LINE_BYTES = 64 << 20
 
 
@@ -88,7 +90,7 @@ def _read(number: int, raw: bytes) -> BatchLine:
     if given.get("method") != "POST":
         return BatchLine(number, custom_id, fault='method must be "POST"')
     url, body = given.get("url"), given.get("body")
-    if url not in URLS:
+    if url not in URLS + OTHER_NAMES:
         return BatchLine(number, custom_id, fault=f"url is {url!r:.100}, must be one of {', '.join(URLS)}")
     if not isinstance(body, dict):
         return BatchLine(number, custom_id, fault="body must be an object")

@@ -1,5 +1,6 @@
 """The output of a batch: written line by line, taken up again where an earlier run ended, in the order of the input at last."""
 
+import contextlib
 import json
 import os
 from collections.abc import Sequence
@@ -46,20 +47,25 @@ class BatchOutput:
 
     def close(self) -> None:
         """Leave the file as it is."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # what a full disk did not take, its writer was told of
+            self._file.close()
 
     def finish(self, keys: Sequence[Key]) -> None:
         """Close the file with the answers to these requests in this order, before those to others."""
         if self._order_matters or self.num_finished:
             beside = self.path.with_name(self.path.name + ".sorting")
-            with beside.open("wb") as sorted_file:
-                for key in dict.fromkeys([*keys, *self._places]):
-                    offset, length = self._places[key]
-                    self._file.seek(offset)
-                    sorted_file.write(self._file.read(length))
-                sorted_file.flush()
-                os.fsync(sorted_file.fileno())
-            os.replace(beside, self.path)
+            try:
+                with beside.open("wb") as sorted_file:
+                    for key in dict.fromkeys([*keys, *self._places]):
+                        offset, length = self._places[key]
+                        self._file.seek(offset)
+                        sorted_file.write(self._file.read(length))
+                    sorted_file.flush()
+                    os.fsync(sorted_file.fileno())
+                os.replace(beside, self.path)
+            except OSError:
+                beside.unlink(missing_ok=True)
+                raise
         self._file.close()
 
     def _read_finished(self) -> int:

@@ -68,8 +68,10 @@ async def run_batch(
         while window:
             await _next(window, keep)
     except BaseException:
-        await _keep_finished(window, keep)
-        output.close()
+        try:
+            await _keep_finished(window, keep)
+        finally:
+            output.close()
         raise
     output.finish(keys)
     return result

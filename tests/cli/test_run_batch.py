@@ -1,3 +1,4 @@
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,10 @@ def test_wrong_use_is_told_before_a_model_is_loaded(
     write(tmp_path / "in", {"prompt": "one"})
     assert batch(tmp_path, "--max-in-flight", "0") == 2
     assert main(["run-batch", "-i", str(tmp_path / "in"), "-o", str(tmp_path / "in")]) in (1, 2)
+    for name in ("-", "/dev/null"):
+        assert main(["run-batch", "-i", name, "-o", str(tmp_path / "out")]) == 2
+        assert main(["run-batch", "-i", str(tmp_path / "in"), "-o", name]) == 2
+        assert "must be a regular file" in capsys.readouterr().err
     (tmp_path / "out").write_text("a diary\n")
     assert batch(tmp_path) == 1
     assert "not the output of a batch" in capsys.readouterr().err
@@ -96,3 +101,22 @@ def test_ctrl_c_keeps_what_is_done(cores: list[Any], tmp_path: Path, monkeypatch
     write(tmp_path / "in", *[{"prompt": "one"}] * 6)
     assert batch(tmp_path, "--max-in-flight", "1") == 130
     assert len((tmp_path / "out").read_text().splitlines()) >= 2
+
+
+def test_a_full_disk_ends_the_run_with_what_is_done(
+    cores: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from server.batch.output_file import BatchOutput
+
+    write_record = BatchOutput.write
+
+    def write_one(self: BatchOutput, *arguments: Any, **options: Any) -> None:
+        if (tmp_path / "out").stat().st_size:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_record(self, *arguments, **options)
+
+    monkeypatch.setattr(BatchOutput, "write", write_one)
+    write(tmp_path / "in", *[{"prompt": "one"}] * 3)
+    assert batch(tmp_path) == 1
+    assert "error: No space left on device" in capsys.readouterr().err
+    assert len((tmp_path / "out").read_text().splitlines()) == 1 and cores[0].is_shut_down
