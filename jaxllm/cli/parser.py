@@ -32,7 +32,12 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, command: str, about: str, examples: str = ""):
         super().__init__(
-            prog=command, description=about, epilog=examples, allow_abbrev=False, add_help=False, formatter_class=_Formatter
+            prog=command,
+            description=_wrapped(about, 0),
+            epilog=examples,
+            allow_abbrev=False,
+            add_help=False,
+            formatter_class=_Formatter,
         )
         self.brief_groups: dict[str, argparse._ArgumentGroup] = {}
         """Groups that plain `--help` only names."""
@@ -71,11 +76,12 @@ class Parser(argparse.ArgumentParser):
     def help_for(self, word: str) -> str:
         """Help for everything ("all"), for a group by its name, or for the flags whose name or text has the word."""
         wanted = word.lower().lstrip("-").replace("_", "-")
-        by_title = {(group.title or "").lower().replace(" ", "-"): group._group_actions for group in self._action_groups}
+        by_title = {group.title or "": group._group_actions for group in self._action_groups}
+        names = {title.lower().replace(" ", "-"): title for title in by_title}
         if wanted == "all":
             return self.format_help()
-        if found := by_title.get(wanted):
-            return self._help_of({wanted: found})
+        if (title := names.get(wanted)) is not None:
+            return self._help_of({title: by_title[title]})
         sections = {}
         for title, actions in by_title.items():
             if found := [
@@ -83,7 +89,7 @@ class Parser(argparse.ArgumentParser):
             ]:
                 sections[title] = found
         if not sections:
-            self.error(f"nothing about {word!r}; groups: {', '.join(by_title)}")
+            self.error(f"nothing about {word!r}; groups: {', '.join(names)}")
         return self._help_of(sections)
 
     def brief_help(self) -> str:
@@ -110,7 +116,7 @@ class Parser(argparse.ArgumentParser):
     def _help_of(self, sections: dict[str, list[argparse.Action]]) -> str:
         formatter = self._get_formatter()
         for title, actions in sections.items():
-            formatter.start_section(title.capitalize())
+            formatter.start_section(title[:1].upper() + title[1:])
             formatter.add_arguments(actions)
             formatter.end_section()
         return formatter.format_help()
@@ -208,5 +214,5 @@ def _width() -> int:
     return shutil.get_terminal_size((100, 24)).columns - 2 if sys.stdout.isatty() or "COLUMNS" in os.environ else 100
 
 
-def _wrapped(text: str) -> str:
-    return "\n".join(textwrap.wrap(text, min(_width(), 120) - 4, break_on_hyphens=False))
+def _wrapped(text: str, margin: int = 4) -> str:
+    return "\n".join(textwrap.wrap(text, max(min(_width(), 120) - margin, 20), break_on_hyphens=False))

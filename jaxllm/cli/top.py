@@ -84,7 +84,7 @@ async def _watch(arguments: argparse.Namespace) -> None:
                     if live is None:
                         terminal.note(str(error), "red")
                     else:
-                        live.update(f"{arguments.url}: {error}; trying again", refresh=True)
+                        live.update(f"{error}; trying again", refresh=True)
                     continue
                 found = view(before, now)
                 before = now

@@ -170,8 +170,16 @@ def test_help_of_a_group_holds_only_that_group() -> None:
     parser = Parser("test", "")
     parser.add_flags(engine_flags())
     text = parser.help_for("KV cache")
-    assert "--block-size" in text
+    assert text.startswith("KV cache:\n") and "--block-size" in text
     assert "--max-num-seqs" not in text
+
+
+def test_help_fits_any_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    for columns, widest in (("60", 60), ("3", 80)):
+        monkeypatch.setenv("COLUMNS", columns)
+        parser = Parser("test", "words " * 50)
+        parser.add_flags(engine_flags())
+        assert max(map(len, parser.brief_help().splitlines())) <= widest
 
 
 def test_help_finds_words_in_names_and_texts() -> None:
