@@ -3,13 +3,17 @@
 import argparse
 import json
 import sys
+from typing import Any
 
 from jaxllm.cli import terminal
-from jaxllm.cli.flags import all_flags, engine_flags, sampling_flags
+from jaxllm.cli.flags import all_flags, engine_flags, sampling_flags, server_flags
 from jaxllm.cli.parser import Parser
 from jaxllm.cli.settings import DEFAULT, Setting, resolve
 from jaxllm.config import EngineConfig
+from server.options import ServerOptions
 
+SECRETS = frozenset({"api_key", "admin_api_key"})
+HIDDEN = "(hidden)"
 ABOUT = "Every option with its value and its origin: command line, environment, config file or default."
 EXAMPLES = """examples:
   jaxllm config show --config my.yaml
@@ -23,14 +27,16 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="as a JSON object")
     parser.add_flags(sampling_flags())
     parser.add_flags(engine_flags())
+    parser.add_flags(server_flags())
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the options. Returns the exit code."""
     settings = resolve(all_flags().values(), vars(arguments), arguments.config)
     EngineConfig.from_options(**{flag.name: settings[flag.name].value for flag in engine_flags()})
+    ServerOptions.from_options(**{flag.name: settings[flag.name].value for flag in server_flags()})
     if arguments.json:
-        print(json.dumps({name: {"value": setting.value, "origin": setting.origin} for name, setting in settings.items()}))
+        print(json.dumps({name: {"value": _shown(setting), "origin": setting.origin} for name, setting in settings.items()}))
         return 0
     group = ""
     for name, setting in settings.items():
@@ -41,9 +47,15 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _shown(setting: Setting) -> Any:
+    """The value, but for keys: what this command prints goes into bug reports."""
+    return HIDDEN if setting.value is not None and setting.flag.name in SECRETS else setting.value
+
+
 def _line(name: str, setting: Setting) -> str:
-    """A line that a config file may hold; what nobody has set and has no value is a comment."""
-    line = f"{name.replace('_', '-')}: {json.dumps(setting.value)}"
+    """A line that a config file may hold; a key is a comment, and so is what nobody has set and has no value."""
+    value = _shown(setting)
+    line = f"{'# ' if value == HIDDEN else ''}{name.replace('_', '-')}: {json.dumps(value)}"
     if setting.origin != DEFAULT:
         return terminal.styled(f"{line:<50} # {setting.origin}", "bold", sys.stdout)
     return f"# {line}" if setting.value is None else line

@@ -116,6 +116,14 @@ def test_config_show_tells_values_and_origins(
     }
 
 
+def test_config_show_knows_the_server_and_keeps_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["config", "show", "--port", "81", "--api-key", "secret"]
+    assert main(arguments) == 0 and main([*arguments, "--json"]) == 0
+    shown = capsys.readouterr().out
+    assert "secret" not in shown and "\nport: 81 " in shown and '# api-key: "(hidden)"' in shown
+    assert main(["config", "show", "--port", "99999"]) == 1
+
+
 def test_config_show_checks_values(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "show", "--block-size", "7"]) == 1
     assert "block_size is 7, must be 8, 16, 32, 64 or 128" in capsys.readouterr().err
