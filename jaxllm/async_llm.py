@@ -103,7 +103,8 @@ class AsyncLLM:
         self._check_alive()
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         grammar = None
-        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
+        has_tokenizer = self.input_processor.tokenizer is not None
+        if has_tokenizer and isinstance(params, SamplingParams) and params.structured_outputs is not None:
             grammar = await asyncio.wrap_future(self._engine.grammar_compiler.submit(params.structured_outputs))
         process = partial(
             self.input_processor.process,

@@ -18,6 +18,7 @@ from server.errors import ApiError, shortened
 from server.http_metrics import HttpMetrics
 from server.logs import RequestLog
 from server.options import ServerOptions
+from server.prompts import tokenizer_of
 
 _MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -51,10 +52,7 @@ class ServerContext:
     @property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises ApiError if there is none."""
-        found = self.engine.input_processor.tokenizer
-        if found is None:
-            raise ApiError(400, "there is no tokenizer (--skip-tokenizer-init); send token ids", param="prompt")
-        return found
+        return tokenizer_of(self.engine)
 
     @property
     def model_name(self) -> str:

@@ -161,8 +161,9 @@ def _offers(engine: AsyncLLM) -> str:
     """What most requests will be: a word for the first screen."""
     if not engine.model_config.generates:
         return "embeddings"
-    has_tokenizer = not engine.config.model.skip_tokenizer_init
-    has_template = engine.chat_template is not None or (has_tokenizer and bool(engine.get_tokenizer().chat_templates))
+    if engine.config.model.skip_tokenizer_init:
+        return "token ids"
+    has_template = engine.chat_template is not None or bool(engine.get_tokenizer().chat_templates)
     return "chat" if has_template else "completions"
 
 

@@ -13,7 +13,7 @@ from jaxllm.text.input_processor import FrontRequest, encode_prompts
 from server.endings import end_of
 from server.errors import ApiError, bad_request
 from server.options import LimitOptions
-from server.prompts import check_text_length
+from server.prompts import check_text_length, tokenizer_of
 from server.usage import Usage
 
 MAX_VALUES = 1 << 24
@@ -98,12 +98,12 @@ class PoolingService:
             if each.params.truncate_prompt_tokens is None:
                 assert isinstance(each.prompt, str)
                 try:
-                    check_text_length(self._engine.get_tokenizer(), each.prompt, longest + 1, each.param)
+                    check_text_length(tokenizer_of(self._engine, each.param), each.prompt, longest + 1, each.param)
                 except ApiError:
                     raise _too_long("far too many", longest, each.param) from None
         by_text: dict[str, list[int]] = {}
         if texts:
-            tokenizer = self._engine.get_tokenizer()
+            tokenizer = tokenizer_of(self._engine, texts[0].param)
             unique = list(dict.fromkeys(each.prompt for each in texts if isinstance(each.prompt, str)))
             encoded = encode_prompts(tokenizer, unique) if add_special_tokens else tokenizer.encode_batch(unique, False)
             by_text = dict(zip(unique, encoded, strict=True))

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from jaxllm.async_llm import AsyncLLM
 from jaxllm.text.input_processor import encode_prompts
 from jaxllm.text.tokenizer import Tokenizer
 from server.errors import ApiError, bad_request
@@ -17,6 +18,13 @@ def too_long(num_tokens: int, max_model_len: int, *, at_least: bool = False, par
         param,
         "context_length_exceeded",
     )
+
+
+def tokenizer_of(engine: AsyncLLM, param: str = "prompt") -> Tokenizer:
+    """The tokenizer. Raises ApiError, for the parameter that wants it, if there is none."""
+    if (found := engine.input_processor.tokenizer) is None:
+        raise bad_request("there is no tokenizer (--skip-tokenizer-init); send token ids", param)
+    return found
 
 
 def check_length(num_tokens: int, max_model_len: int, param: str = "prompt") -> None:

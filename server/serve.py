@@ -48,7 +48,7 @@ class Serving:
     seconds: float
     """From the supervisor's start."""
     offers: str
-    """What its requests are mostly: "chat", "completions" or "embeddings"."""
+    """What its requests are mostly: "chat", "completions", "token ids" or "embeddings"."""
 
 
 class _Front:

@@ -140,6 +140,14 @@ _CALLS = {
             "print(reply.choices[0].text)",
         ),
     ),
+    "token ids": _Call(
+        "completions",
+        {"prompt": [1, 2, 3], "max_tokens": 32, "return_token_ids": True},
+        (
+            'reply = client.completions.create(model="MODEL", prompt=[1, 2, 3], max_tokens=32, extra_body={"return_token_ids": True})',
+            "print(reply.choices[0].token_ids)",
+        ),
+    ),
     "embeddings": _Call(
         "embeddings",
         {"input": "Hello!"},

@@ -16,7 +16,7 @@ from server.grpc.interceptor import authorization_of
 from server.grpc.jaxllm_pb2_grpc import InferenceServicer
 from server.grpc.messages import response_of, sampling_fields
 from server.owner import owner_of_key
-from server.prompts import check_length, check_text_length, encode_prompt
+from server.prompts import check_length, check_text_length, encode_prompt, tokenizer_of
 from server.sampling import sampling_params
 
 MAX_REQUEST_ID_LENGTH = 128
@@ -81,7 +81,7 @@ class Inference(InferenceServicer):
         max_model_len = self._engine.max_model_len
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.token_ids.ids)}
         if request.text:
-            tokenizer = self._engine.get_tokenizer()
+            tokenizer = tokenizer_of(self._engine)
             check_text_length(tokenizer, request.text, max_model_len)
             ids = encode_prompt(tokenizer, request.text, add_special_tokens=True)
             prompt = {"prompt": request.text, "prompt_token_ids": ids}

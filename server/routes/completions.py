@@ -24,7 +24,7 @@ from server.endings import end_of
 from server.errors import bad_request, constraint_error
 from server.logprobs import LogprobWriter
 from server.openapi import json_body
-from server.prompts import check_length, check_text_length, encode_prompt, truncated
+from server.prompts import check_length, check_text_length, encode_prompt, tokenizer_of, truncated
 from server.protocol.completions import CompletionRequest
 from server.sampling import constraint_param, sampling_params
 from server.sse import DONE, EventStream, unless_disconnected
@@ -91,7 +91,7 @@ async def prepare(body: CompletionRequest, context: ServerContext, request_id: s
         context.request_log.write(request)
     echoes = []
     if body.echo:
-        tokenizer = engine.get_tokenizer()
+        tokenizer = tokenizer_of(engine, "echo")
         echoes = [tokenizer.decode(ids) if text is None or body.truncate_prompt_tokens else text for text, ids in encoded]
     return CompletionWork(request_id, params, requests, echoes)
 
@@ -147,7 +147,7 @@ def _encode_all(
             raise bad_request("prompt is empty, must have at least 1 token", "prompt")
         text, ids = None, prompt
         if isinstance(prompt, str):
-            tokenizer = engine.get_tokenizer()
+            tokenizer = tokenizer_of(engine)
             if body.truncate_prompt_tokens is None:
                 check_text_length(tokenizer, prompt, engine.max_model_len)
             text, ids = prompt, encode_prompt(tokenizer, prompt, add_special_tokens=body.add_special_tokens)

@@ -1,6 +1,11 @@
 import time
+from pathlib import Path
 
+from jaxllm.async_llm import AsyncLLM
+from server.app import create_app
+from tests.helpers.fake_front import fake_core
 from tests.server.client import Client, events
+from tests.server.conftest import options
 
 
 def test_a_prompt_is_continued(client: Client) -> None:
@@ -81,3 +86,23 @@ def test_errors_have_openais_shape(client: Client) -> None:
             "code": None,
         }
     }
+
+
+def test_without_a_tokenizer_what_needs_one_is_refused_by_name(served_directory: Path) -> None:
+    with (
+        AsyncLLM(core=fake_core(served_directory, skip_tokenizer_init=True)) as engine,
+        Client(create_app(engine, options())) as client,
+    ):
+        for path, body, param in (
+            ("/v1/completions", {"prompt": "one"}, "prompt"),
+            ("/v1/completions", {"prompt": [1, 2], "echo": True}, "echo"),
+            ("/v1/completions", {"prompt": [1, 2], "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "one"}]}, "messages"),
+            ("/v1/embeddings", {"input": "one"}, "input"),
+            ("/score", {"text_1": "one", "text_2": "two"}, "text_1"),
+            ("/tokenize", {"prompt": "one"}, "prompt"),
+        ):
+            reply = client.post(path, json=body)
+            assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
+        reply = client.post("/v1/completions", json={"prompt": [1, 2], "max_tokens": 3, "return_token_ids": True})
+        assert reply.status_code == 200 and len(reply.json()["choices"][0]["token_ids"]) == 3
