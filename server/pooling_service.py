@@ -93,17 +93,17 @@ class PoolingService:
         longest = self._engine.max_model_len
         texts = [each for each in inputs if isinstance(each.prompt, str)]
         for each in texts:
+            tokenizer = tokenizer_of(self._engine, each.param)
             if not each.prompt:
                 raise bad_request(f"{each.param} has an empty text, must have at least 1 token", each.param)
             if each.params.truncate_prompt_tokens is None:
                 assert isinstance(each.prompt, str)
                 try:
-                    check_text_length(tokenizer_of(self._engine, each.param), each.prompt, longest + 1, each.param)
+                    check_text_length(tokenizer, each.prompt, longest + 1, each.param)
                 except ApiError:
                     raise _too_long("far too many", longest, each.param) from None
         by_text: dict[str, list[int]] = {}
         if texts:
-            tokenizer = tokenizer_of(self._engine, texts[0].param)
             unique = list(dict.fromkeys(each.prompt for each in texts if isinstance(each.prompt, str)))
             encoded = encode_prompts(tokenizer, unique) if add_special_tokens else tokenizer.encode_batch(unique, False)
             by_text = dict(zip(unique, encoded, strict=True))

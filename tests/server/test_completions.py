@@ -104,5 +104,6 @@ def test_without_a_tokenizer_what_needs_one_is_refused_by_name(served_directory:
         ):
             reply = client.post(path, json=body)
             assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
+            assert "tokenizer" in reply.json()["error"]["message"]
         reply = client.post("/v1/completions", json={"prompt": [1, 2], "max_tokens": 3, "return_token_ids": True})
         assert reply.status_code == 200 and len(reply.json()["choices"][0]["token_ids"]) == 3
