@@ -10,6 +10,7 @@ import faulthandler
 import os
 import queue
 import re
+import shutil
 import sys
 import threading
 import time
@@ -197,6 +198,7 @@ class Listener:
         elif source == self._parent_fd and self._parent_fd is not None:
             if not os.read(self._parent_fd, 1):
                 logger.warning("the process that started the engine is gone; the engine ends")
+                shutil.rmtree(self.directory, ignore_errors=True)  # which it can no longer do
                 os._exit(EXIT_FAILED)  # no front outlives it either
         elif isinstance(source, int) and source in self._processes:
             self._forget(self._processes[source], source)

@@ -179,6 +179,14 @@ def test_an_engine_that_cannot_start_ends_the_server_with_the_reason(tmp_path: P
         assert not list(server.temporary.iterdir())
 
 
+def test_a_killed_supervisor_leaves_no_process_and_no_directory(model: Path, tmp_path: Path) -> None:
+    with serving(model, tmp_path, **OPTIONS) as server:
+        children = server.wait_ready().children()
+        server.process.kill()
+        wait_until(lambda: not any(map(is_alive, children)), "an orphan is left")
+        assert not list(server.temporary.iterdir())
+
+
 def test_a_front_that_cannot_start_ends_the_server_with_the_reason(model: Path, tmp_path: Path) -> None:
     with serving(model, tmp_path, chat_template="nowhere.jinja") as server:
         assert server.end() == 1
