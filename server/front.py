@@ -90,7 +90,9 @@ class Front:
         texts = await asyncio.to_thread(load_texts, self._start.config)
         from server.app import create_app  # while the engine loads
         from server.grpc.start import start_grpc
+        from server.speech import check_names
 
+        check_names(self._options.chat)  # not only when the engine has loaded
         try:
             engine = await self._unless_stopped(AsyncLLM.connect(self._client, texts))
         except EngineDeadError:

@@ -39,10 +39,7 @@ class Speech:
         found_tool, found_reasoning = find_dialect_names(source, tokenizer)
         self.tool_name = _named(options.tool_call_parser, found_tool)
         self.reasoning_name = _named(options.reasoning_parser, found_reasoning)
-        try:
-            self._tool, self._reasoning = by_name(self.tool_name, self.reasoning_name)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        self._tool, self._reasoning = _dialects(self.tool_name, self.reasoning_name)
         self._special_tokens = special_tokens_of(tokenizer)
         self._keeps_special = any(
             dialect is not None and dialect.needs_special_tokens(tokenizer) for dialect in (self._tool, self._reasoning)
@@ -171,6 +168,18 @@ class AnswerReader:
         if self._reasoning is None:
             return None
         return self._num_reasoning_tokens
+
+
+def check_names(options: ChatOptions) -> None:
+    """Raise ConfigError for names that no dialect has, without a model."""
+    _dialects(_named(options.tool_call_parser, None), _named(options.reasoning_parser, None))
+
+
+def _dialects(tool_name: str | None, reasoning_name: str | None) -> tuple[ToolDialect | None, ReasoningDialect | None]:
+    try:
+        return by_name(tool_name, reasoning_name)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _named(option: str | None, found: str | None) -> str | None:

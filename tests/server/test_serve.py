@@ -188,9 +188,9 @@ def test_a_killed_supervisor_leaves_no_process_and_no_directory(model: Path, tmp
 
 
 def test_a_front_that_cannot_start_ends_the_server_with_the_reason(model: Path, tmp_path: Path) -> None:
-    with serving(model, tmp_path, chat_template="nowhere.jinja") as server:
+    with serving(model, tmp_path, tool_call_parser="nobody's", core_factory=SLOW_FACTORY) as server:  # it never loads
         assert server.end() == 1
-        assert "error: chat_template is 'nowhere.jinja'" in server.log()
+        assert "error: --tool-call-parser nobody's is unknown" in server.log()
 
 
 def test_the_command_serves_the_demo_model_and_ends_with_its_engine(tmp_path: Path) -> None:
