@@ -41,7 +41,7 @@ class Wire:
 
     def __init__(self, engine: AsyncLLM):
         self._runner = asyncio.Runner()
-        chosen = options(host="127.0.0.1", api_key=["k", "other"], max_request_body_bytes=MAX_BYTES, max_n=4)
+        chosen = options(host="127.0.0.1", api_key=["k", "other"], max_request_body_bytes=MAX_BYTES, max_n=4, queue_timeout=60)
         self.context = ServerContext(engine, chosen)
         self.run(self._start())
 
@@ -107,6 +107,7 @@ def test_parameters_reach_the_engine(wire: Wire, core: FakeEngineCore) -> None:
     responses = wire.generate(text="hi", sampling=sampling, cache_salt="s")
     request = core.requests[-1]
     params = request.sampling_params
+    assert request.queue_timeout_seconds == 60
     assert (params.temperature, params.top_k, params.max_tokens, params.stop) == (0.5, 3, 2, ["x"])
     assert (params.logit_bias, params.logprobs, params.seed, params.min_p) == ({5: 1.5}, 1, -7, 0.25)
     assert request.cache_salt == "s"
