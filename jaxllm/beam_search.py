@@ -225,8 +225,13 @@ def step_params(params: BeamSearchParams, max_logprobs: int) -> SamplingParams:
             f"temperature is {params.temperature}, must be 0: beam search ranks answers by the model's own logprobs",
             "temperature",
         )
-    options = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY)
-    options.detokenize = params.logprobs is not None  # the texts of rivals; answers are read at the end
+    options = SamplingParams(
+        max_tokens=1,
+        temperature=0.0,
+        ignore_eos=True,
+        detokenize=params.logprobs is not None,  # for the texts of rivals; those of answers are made at the end
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
     if (allowed := params.allowed_token_ids) is not None:
         if len(allowed) > MAX_LOGPROB_TOKEN_IDS:
             raise InvalidRequestError(
@@ -264,7 +269,7 @@ def _step_request(search: FrontRequest, step: int, place: int, token_ids: list[i
     timeout_seconds = first.timeout_seconds
     if timeout_seconds is not None:
         timeout_seconds = max(0.0, timeout_seconds - (now - search.arrival_time))
-    # The ending alone is unique already; what begins differently is another request.
+    # In front, as the n answers of a request have their numbers: what stands behind is unique among all requests.
     internal_id = f"{step}.{place}_{search.internal_id}"
     child = replace(
         first,

@@ -169,6 +169,7 @@ class ChatService:
         check_length(len(ids), max_model_len, "messages")
         search = conversation.beam_search
         if search is not None:
+            assert params.structured_outputs is None, "a search follows no grammar"
             search = dataclasses.replace(search, skip_special_tokens=params.skip_special_tokens)
         prompt: Any = {"prompt_token_ids": ids}
         if conversation.cache_salt is not None:
