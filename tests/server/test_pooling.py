@@ -231,7 +231,7 @@ def test_inputs_that_nobody_waits_for_are_aborted(served_directory):
             await engine.get_metrics()
             assert len(core.aborted) == 3
 
-    asyncio.run(asyncio.wait_for(leave(), 20))
+    asyncio.run(asyncio.wait_for(leave(), 120))
 
 
 def test_a_model_without_a_head_serves_vectors_alone(served_directory):
