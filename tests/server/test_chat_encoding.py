@@ -94,7 +94,7 @@ def test_a_template_cannot_take_more_than_it_may(encoder: ChatEncoder, template:
     began = time.monotonic()
     with pytest.raises(InvalidRequestError, match=message):
         encoded(encoder, "hi", chat_template=template)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
     assert encoded(encoder, "hi"), "the next conversation is rendered"
 
 

@@ -52,7 +52,7 @@ class Wire:
         self.stub = InferenceStub(self.channel)
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return self._runner.run(asyncio.wait_for(coroutine, 20))
+        return self._runner.run(asyncio.wait_for(coroutine, 120))
 
     def close(self) -> None:
         self.run(self.channel.close())
@@ -327,5 +327,5 @@ def test_a_server_that_stops_lets_calls_end_and_takes_no_more(served_directory: 
                 last = [response async for response in call][-1]
                 assert last.finished and last.outputs[0].finish_reason == "abort"
 
-        asyncio.run(asyncio.wait_for(run(), 30))
+        asyncio.run(asyncio.wait_for(run(), 120))
         assert server.end() == 0

@@ -233,7 +233,7 @@ def test_inputs_that_nobody_waits_for_are_aborted(served_directory):
             await engine.get_metrics()
             assert len(core.aborted) == 3
 
-    asyncio.run(asyncio.wait_for(leave(), 20))
+    asyncio.run(asyncio.wait_for(leave(), 120))
 
 
 def test_an_input_that_waits_too_long_is_answered_as_overload(served_directory):

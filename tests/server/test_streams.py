@@ -40,7 +40,7 @@ def live(engine: AsyncLLM) -> Iterator[LiveServer]:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, "it does not happen"
         time.sleep(0.002)
