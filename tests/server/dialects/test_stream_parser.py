@@ -238,7 +238,7 @@ WORDS = [
 PAIRS = [(tool, reasoning) for tool, reasoning in zip(TOOL_DIALECTS, itertools.cycle(REASONING_DIALECTS), strict=False)]
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@settings(max_examples=150)
 @given(
     st.sampled_from(PAIRS),
     st.lists(st.sampled_from(WORDS), max_size=25).map("".join),
