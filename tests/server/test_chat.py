@@ -46,8 +46,8 @@ def test_chunks_come_in_the_order_that_clients_rely_on(client: Client) -> None:
 
 def test_running_usage_only_grows(client: Client) -> None:
     chunks = events(client.chat(stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True}))
-    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks if chunk["usage"]]
-    assert counts == sorted(counts) and counts[-1] == 4
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and counts[0] == 0 and counts[-1] == 4
 
 
 def test_logprobs_come_per_token_with_their_bytes(client: Client) -> None:
@@ -61,6 +61,9 @@ def test_ids_and_timings_are_told_if_asked(client: Client) -> None:
     assert len(reply["choices"][0]["token_ids"]) == 4 and reply["prompt_token_ids"]
     assert reply["timings"]["total_ms"] >= reply["timings"]["time_to_first_token_ms"] >= 0
     assert "timings" not in client.chat().json()
+    chunks = events(client.chat(return_token_ids=True, stream=True))
+    assert chunks[0]["prompt_token_ids"] == reply["prompt_token_ids"]
+    assert [id for chunk in chunks for id in chunk["choices"][0].get("token_ids", ())] == reply["choices"][0]["token_ids"]
 
 
 @pytest.mark.parametrize(
