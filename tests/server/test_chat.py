@@ -10,6 +10,7 @@ from jaxllm.text.tokenizer import load_tokenizer
 from server.app import create_app
 from tests.helpers.fake_engine_core import FakeEngineCore
 from tests.helpers.fake_front import fake_core
+from tests.helpers.tiny_tokenizers import write_tokenizer
 from tests.server.client import Client, events
 from tests.server.conftest import options
 
@@ -157,3 +158,13 @@ def test_reasoning_that_is_not_wanted_leaks_nowhere(thinking: tuple[Client, Fake
 def test_reasoning_tokens_are_counted(thinking: tuple[Client, FakeEngineCore]) -> None:
     usage = thinking[0].chat(max_tokens=200).json()["usage"]
     assert 0 < usage["completion_tokens_details"]["reasoning_tokens"] < usage["completion_tokens"]
+
+
+def test_a_templates_variables_may_hold_lists_and_objects(tmp_path: Path) -> None:
+    template = "{{ bos_token }}{% for name in shown.names %}{{ name }},{% endfor %}"
+    core = fake_core(write_tokenizer(tmp_path, chat_template=template), max_model_len=100)
+    with AsyncLLM(core=core) as engine, Client(create_app(engine, options())) as client:
+        kwargs = {"shown": {"names": ["one", "two"]}}
+        reply = client.chat(chat_template_kwargs=kwargs, return_token_ids=True).json()
+        assert client.post("/detokenize", {"tokens": reply["prompt_token_ids"]}).json()["prompt"].endswith("one,two,")
+        assert client.chat(chat_template_kwargs={"shown": {"names": [10**30]}}).status_code == 400
