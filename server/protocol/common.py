@@ -44,6 +44,7 @@ UNSUPPORTED = {
     "functions": "tools",
     "function_call": "tool_choice",
     "web_search_options": "tools",
+    "moderation": "nothing: nothing moderates here",
     "adapter_id": "model",
     "lora_request": "model",
 }
