@@ -68,6 +68,14 @@ def test_a_chunked_body_that_never_ends_is_cut_off(guarded: LiveServer) -> None:
     assert status_of(exchange(guarded, head, chunks=(chunk for _ in range(2000)))) == 413
 
 
+@pytest.mark.parametrize("num_first", [0, 1, 40, 10_000])
+def test_a_request_that_offers_http2_is_answered_in_http1(guarded: LiveServer, num_first: int) -> None:
+    offer = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAARAAAAAAAIAAAAA")
+    data = 2 * post("/tokenize", b'{"prompt": "hi"}', f"Authorization: Bearer {guarded.key}", *offer)
+    reply = exchange(guarded, data[:num_first], chunks=iter([data[num_first:]]))
+    assert reply.count(b"HTTP/1.1 200 OK") == 2 and reply.count(b'"tokens"') == 2
+
+
 def test_a_body_that_stalls_is_given_up(guarded: LiveServer) -> None:
     start = time.monotonic()
     data = post("/v1/chat/completions", b'{"model"', f"Authorization: Bearer {guarded.key}", length=100)
