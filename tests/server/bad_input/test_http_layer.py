@@ -1,5 +1,6 @@
 """What comes over the socket before it is a request: broken, endless, huge, or pretending."""
 
+import gzip
 import json
 import socket
 import time
@@ -50,6 +51,12 @@ def test_only_json_is_read(guarded: LiveServer, kind: str | None) -> None:
     headers = guarded.headers | ({} if kind is None else {"content-type": kind})
     reply = guarded.client.post("/v1/chat/completions", content=CHAT_BODY, headers=headers)
     assert reply.status_code in (400, 415) and envelope(reply)
+
+
+def test_a_compressed_body_is_refused_by_its_coding(guarded: LiveServer) -> None:
+    headers = guarded.headers | {"content-type": "application/json", "content-encoding": "gzip"}
+    reply = guarded.client.post("/v1/chat/completions", content=gzip.compress(CHAT_BODY), headers=headers)
+    assert reply.status_code == 415 and "gzip" in envelope(reply)["message"]
 
 
 def test_a_body_over_the_limit_is_refused_before_it_is_read(guarded: LiveServer) -> None:
