@@ -77,6 +77,7 @@ def test_ids_and_timings_are_told_if_asked(client: Client) -> None:
         ({"guided_json": {}}, "guided_json"),
         ({"functions": [{}]}, "functions"),
         ({"chat_template": "x"}, "chat_template"),
+        ({"documents": [{"text": "x"}]}, "documents"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
         ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
         ({"top_logprobs": 3}, "top_logprobs"),
@@ -158,6 +159,13 @@ def test_reasoning_that_is_not_wanted_leaks_nowhere(thinking: tuple[Client, Fake
 def test_reasoning_tokens_are_counted(thinking: tuple[Client, FakeEngineCore]) -> None:
     usage = thinking[0].chat(max_tokens=200).json()["usage"]
     assert 0 < usage["completion_tokens_details"]["reasoning_tokens"] < usage["completion_tokens"]
+
+
+def test_an_answer_that_ends_within_its_reasoning_is_reasoning_to_the_last_token(tmp_path: Path) -> None:
+    core = fake_core(write_tokenizer(tmp_path), "one two three \n", max_model_len=200)
+    with AsyncLLM(core=core) as engine, Client(create_app(engine, options(reasoning_parser="deepseek_r1"))) as client:
+        usage = client.chat().json()["usage"]
+    assert usage["completion_tokens_details"]["reasoning_tokens"] == usage["completion_tokens"]
 
 
 def test_a_templates_variables_may_hold_lists_and_objects(tmp_path: Path) -> None:
