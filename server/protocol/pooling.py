@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from server.protocol.chat import Message
-from server.protocol.common import CacheSalt, Int64, RequestId, RequestModel, ShortText
+from server.protocol.common import CacheSalt, Int64, Items, RequestId, RequestModel, ShortText
 from server.protocol.completions import Ids, Lists, Texts
 
 EmbedDtype = Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"]
@@ -41,7 +41,7 @@ class VectorFields(PoolingFields):
     """Of requests that are answered with vectors: what they are made of, and how they are written."""
 
     input: str | Ids | Texts | Lists | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[Items[Message], Field(min_length=1)] | None = None
     add_generation_prompt: bool = False
     continue_final_message: bool = False
     chat_template: str | None = None
@@ -103,7 +103,7 @@ class RerankRequest(PoolingFields):
     }
 
     query: str
-    documents: Annotated[list[str | Document], Field(min_length=1)]
+    documents: Annotated[Items[str | Document], Field(min_length=1)]
     top_n: int | None = None
     return_documents: bool = True
     max_tokens_per_query: int | None = None

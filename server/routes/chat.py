@@ -10,6 +10,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxllm.sampling_params import RequestOutputKind, SamplingParams
+from server.beam_search import beam_search_params
 from server.body import read_body
 from server.chat_deltas import ChatDelta
 from server.chat_service import ChatService, Conversation, PreparedChat
@@ -60,19 +62,28 @@ def to_conversation(body: ChatCompletionRequest, context: ServerContext, request
     if body.logprobs and not body.logprob_token_ids:
         top = 0 if body.top_logprobs is None else body.top_logprobs
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    params = sampling_params(
-        body,
-        context.defaults,
-        context.options.limits,
-        max_tokens=context.default_max_tokens if max_tokens is None else max_tokens,
-        logprobs=top,
-    )
+    max_tokens = context.default_max_tokens if max_tokens is None else max_tokens
+    limits, search = context.options.limits, None
+    if body.use_beam_search:
+        search = beam_search_params(
+            body,
+            limits,
+            max_tokens=context.engine.max_model_len if max_tokens is None else max_tokens,
+            logprobs=top,
+            max_logprobs=context.engine.config.model.max_logprobs,
+        )
+        params = SamplingParams(
+            n=search.n, skip_special_tokens=search.skip_special_tokens, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+    else:
+        params = sampling_params(body, context.defaults, limits, max_tokens=max_tokens, logprobs=top)
     add_generation_prompt = body.add_generation_prompt
     if add_generation_prompt is None:
         add_generation_prompt = not body.continue_final_message
     return Conversation(
         messages=[to_message(message) for message in body.messages],
         params=params,
+        beam_search=search,
         request_id=f"chatcmpl-{request_id}",
         tools=None if body.tools is None else [tool.model_dump(exclude_none=True) for tool in body.tools],
         tool_choice=_tool_choice(body),
@@ -151,8 +162,6 @@ def _check(body: ChatCompletionRequest, context: ServerContext) -> None:
         raise bad_request("logprob_token_ids needs logprobs to be true", "logprob_token_ids")
     if body.echo and not body.continue_final_message:
         raise bad_request("echo needs continue_final_message to be true", "echo")
-    if body.use_beam_search:
-        raise bad_request("use_beam_search is not supported in chats; use /v1/completions", "use_beam_search")
     check_template(body.chat_template, body.chat_template_kwargs, context.options.chat)
 
 

@@ -14,8 +14,9 @@ from starlette.responses import Response
 
 from jaxllm.errors import InvalidRequestError
 from jaxllm.outputs import CompletionOutput, RequestOutput
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.sampling_params import BeamSearchParams, SamplingParams
 from jaxllm.text.input_processor import FrontRequest
+from server.beam_search import beam_search_params
 from server.body import read_body
 from server.chunk_writer import ChunkWriter
 from server.context import ServerContext, context_of, request_id_of
@@ -56,7 +57,8 @@ class CompletionWork:
     """A request that the engine will take: everything that can be wrong was looked at."""
 
     request_id: str
-    params: SamplingParams
+    n: int
+    """Answers to each prompt."""
     requests: list[FrontRequest]
     """One for each prompt."""
     echoes: list[str]
@@ -93,16 +95,18 @@ async def prepare(body: CompletionRequest, context: ServerContext, request_id: s
     if body.echo:
         tokenizer = engine.get_tokenizer()
         echoes = [tokenizer.decode(ids) if text is None or body.truncate_prompt_tokens else text for text, ids in encoded]
-    return CompletionWork(request_id, params, requests, echoes)
+    return CompletionWork(request_id, params.n, requests, echoes)
 
 
-def _params(body: CompletionRequest, context: ServerContext) -> SamplingParams:
-    if body.use_beam_search:
-        raise bad_request("use_beam_search is not supported by this server", "use_beam_search", "unsupported_parameter")
+def _params(body: CompletionRequest, context: ServerContext) -> SamplingParams | BeamSearchParams:
     max_tokens = 16 if body.max_tokens is None else body.max_tokens
     if body.echo and max_tokens == 0:
         max_tokens = 1  # computed and left out: the engine has no request without output
-    params = sampling_params(body, context.defaults, context.options.limits, max_tokens=max_tokens, logprobs=body.logprobs)
+    limits = context.options.limits
+    if body.use_beam_search:
+        max_logprobs = context.engine.config.model.max_logprobs
+        return beam_search_params(body, limits, max_tokens=max_tokens, logprobs=body.logprobs, max_logprobs=max_logprobs)
+    params = sampling_params(body, context.defaults, limits, max_tokens=max_tokens, logprobs=body.logprobs)
     if body.echo and body.logprobs is not None:
         params.prompt_logprobs = params.logprobs
         params.skip_reading_prefix_cache = True
@@ -225,7 +229,7 @@ class CompletionReply:
             echoed = self._work.echoes[place]
             text = echoed + text
         choice: dict[str, Any] = {
-            "index": place * self._work.params.n + answer.index,
+            "index": place * self._work.n + answer.index,
             "text": text,
             "logprobs": self._logprob_object(output, output.prompt_logprobs, ids, positions)[0],
             "finish_reason": "length" if self._is_prompt_only else end_of(answer),
@@ -306,7 +310,7 @@ class CompletionReply:
         offsets: dict[int, int],
         usage: Mapping[str, Any] | None,
     ) -> list[bytes]:
-        index = place * self._work.params.n + answer.index
+        index = place * self._work.n + answer.index
         is_first = index not in offsets
         offset = offsets.setdefault(index, 0)
         text, ids, positions = answer.text, answer.token_ids, answer.logprobs

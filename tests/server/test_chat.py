@@ -86,13 +86,19 @@ def test_ids_and_timings_are_told_if_asked(client: Client) -> None:
         ({"timeout": 0}, "timeout"),
         ({"priority": 1}, "priority"),
         ({"logprob_token_ids": [1]}, "logprob_token_ids"),
-        ({"use_beam_search": True}, "use_beam_search"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(client: Client, fields: dict[str, Any], param: str) -> None:
     for stream in (False, True):
         reply = client.chat(**{"stream": stream, **fields})
         assert reply.status_code == 400 and reply.json()["error"]["param"] == param, reply.text
+
+
+def test_it_waits_in_the_queue_no_longer_than_the_server_allows(engine: AsyncLLM, core: FakeEngineCore) -> None:
+    with Client(create_app(engine, options(queue_timeout=30))) as client:
+        for ask in (client.chat, client.complete):
+            assert ask().status_code == 200
+            assert core.requests[-1].queue_timeout_seconds == 30
 
 
 def test_unknown_fields_are_ignored(client: Client) -> None:

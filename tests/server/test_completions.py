@@ -77,7 +77,7 @@ def test_a_huge_prompt_is_refused_without_tokenizing_it_all(client: Client) -> N
     began = time.monotonic()
     reply = client.complete(prompt="a" * 20_000_000)
     assert reply.status_code == 400 and reply.json()["error"]["code"] == "context_length_exceeded"
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
 
 
 def test_errors_have_openais_shape(client: Client) -> None:

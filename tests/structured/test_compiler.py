@@ -200,6 +200,6 @@ def test_after_shutdown_everything_is_refused(vocabulary):
     start = time.monotonic()
     compiler.shutdown()
     compiler.shutdown()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 60
     with pytest.raises(InvalidRequestError, match="shut down"):
         compiler.compile(StructuredOutputsParams(regex="a"))
