@@ -295,12 +295,13 @@ class ChatReply:
         yield b"".join([*last, DONE])
 
     def _first_chunks(self, chunks: ChunkWriter, usage: Mapping[str, Any] | None) -> Iterator[bytes]:
-        """Who speaks, for each answer."""
+        """Who speaks, for each answer; the very first tells of the prompt too."""
         role = {"role": self._context.options.chat.response_role, "content": self._echoed}
         extra = {"prompt_token_ids": self._chat.prompt_token_ids} if self._body.return_token_ids else {}
         for index in range(self._chat.conversation.params.n):
             choice = {"index": index, "delta": role, "logprobs": None, "finish_reason": None}
             yield chunks.chunk(choice, usage, extra)
+            extra = {}
 
     def _chunks(self, delta: ChatDelta, chunks: ChunkWriter, usage: Mapping[str, Any] | None) -> list[bytes]:
         is_plain = not (delta.logprobs or delta.reasoning or delta.tool_calls or self._body.return_token_ids or usage)
