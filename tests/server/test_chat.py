@@ -78,6 +78,7 @@ def test_ids_and_timings_are_told_if_asked(client: Client) -> None:
         ({"functions": [{}]}, "functions"),
         ({"chat_template": "x"}, "chat_template"),
         ({"documents": [{"text": "x"}]}, "documents"),
+        ({"response_format": {"type": "json_object", "schema": {"type": "object"}}}, "response_format"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
         ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
         ({"top_logprobs": 3}, "top_logprobs"),
