@@ -79,10 +79,13 @@ def _check_size(raw: bytes) -> None:
 
 
 def check_content_type(request: Request) -> None:
-    """Raise ApiError for what is not sent as JSON."""
+    """Raise ApiError for what is not sent as plain JSON."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise ApiError(415, f"content-type is {kind[:100]!r}, must be application/json", code="unsupported_media_type")
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding != "identity":
+        raise ApiError(415, f"content-encoding is {coding[:100]!r}; send the body as it is", code="unsupported_media_type")
 
 
 def _check_tree(root: Any, name: str) -> None:

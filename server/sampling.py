@@ -143,6 +143,11 @@ def _named(given: StructuredOutputs) -> dict[str, Any]:
 
 def _of_format(formats: ResponseFormat) -> dict[str, Any]:
     """A response_format as fields of StructuredOutputsParams."""
+    if formats.schema_ is not None:
+        raise bad_request(
+            "response_format.schema belongs into json_schema: {type: json_schema, json_schema: {name, schema}}",
+            "response_format",
+        )
     if formats.type == "json_object":
         return {"json_object": True}
     if formats.type == "structural_tag":

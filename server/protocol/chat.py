@@ -97,6 +97,6 @@ class ChatCompletionRequest(SamplingFields):
     add_special_tokens: bool = False
     documents: Items[dict[str, Any]] | None = None
     chat_template: str | None = None
-    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     modalities: Items[str] | None = None
     verbosity: str | None = None

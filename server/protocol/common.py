@@ -48,6 +48,7 @@ UNSUPPORTED = {
     "functions": "tools",
     "function_call": "tool_choice",
     "web_search_options": "tools",
+    "moderation": "nothing: nothing moderates here",
     "adapter_id": "model",
     "lora_request": "model",
 }
@@ -116,6 +117,8 @@ class ResponseFormat(RequestModel):
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
+    schema_: Any = Field(None, alias="schema")
+    """Where some other servers have it; refused, because it would not hold here."""
     structures: Items[dict[str, Any]] | None = None
     triggers: Items[str] | None = None
     format: dict[str, Any] | None = None

@@ -19,6 +19,8 @@ class PoolingFields(RequestModel):
     REFUSED: ClassVar[Mapping[str, str]] = {
         **RequestModel.REFUSED,
         "normalize": "use_activation",
+        "activation": "use_activation",
+        "softmax": "use_activation",
         "padding": "nothing: prompts are never padded",
         "score_template": "the model's own texts, written into the request",
     }
@@ -69,6 +71,7 @@ class ScoreRequest(PoolingFields):
         **PoolingFields.REFUSED,
         "use_activation": "nothing: a score is the cosine of two vectors",
         "activation": "nothing: a score is the cosine of two vectors",
+        "softmax": "nothing: a score is the cosine of two vectors",
         "instruction": "an instruction written before the texts",
         "chat_template": "texts as the model was trained on them",
     }

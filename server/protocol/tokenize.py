@@ -22,7 +22,7 @@ class TokenizeRequest(RequestModel):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template: str | None = None
-    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
 

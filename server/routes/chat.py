@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -277,20 +277,13 @@ class ChatReply:
             context=self._context,
             include_usage=include_usage,
         )
-        n = self._chat.conversation.params.n
-        role = {"role": self._context.options.chat.response_role, "content": self._echoed}
-        first = b"".join(
-            chunks.chunk({"index": index, "delta": role, "logprobs": None, "finish_reason": None}) for index in range(n)
-        )
-        has_calls = set()
+        first = b"".join(self._first_chunks(chunks, self._usage() if continuous else None))
         with self._context.running():
             async with contextlib.aclosing(service.stream(self._chat)) as updates:
                 async for deltas in updates:
                     parts = [first] if first else []
                     first = b""
                     for delta in deltas:
-                        if delta.tool_calls:
-                            has_calls.add(delta.index)
                         usage = self._usage() if continuous else None
                         parts += self._chunks(delta, chunks, usage)
                     if parts:
@@ -300,6 +293,15 @@ class ChatReply:
             extra = {"timings": timings(self._chat.metrics, self._chat.usage.completion_tokens)} if self._has_timings else {}
             last.append(chunks.usage(self._usage(), extra))
         yield b"".join([*last, DONE])
+
+    def _first_chunks(self, chunks: ChunkWriter, usage: Mapping[str, Any] | None) -> Iterator[bytes]:
+        """Who speaks, for each answer; the very first tells of the prompt too."""
+        role = {"role": self._context.options.chat.response_role, "content": self._echoed}
+        extra = {"prompt_token_ids": self._chat.prompt_token_ids} if self._body.return_token_ids else {}
+        for index in range(self._chat.conversation.params.n):
+            choice = {"index": index, "delta": role, "logprobs": None, "finish_reason": None}
+            yield chunks.chunk(choice, usage, extra)
+            extra = {}
 
     def _chunks(self, delta: ChatDelta, chunks: ChunkWriter, usage: Mapping[str, Any] | None) -> list[bytes]:
         is_plain = not (delta.logprobs or delta.reasoning or delta.tool_calls or self._body.return_token_ids or usage)

@@ -182,6 +182,8 @@ class CompletionReply:
         self._is_prompt_only = bool(body.echo) and body.max_tokens == 0
         self._usage_so_far = Usage(prompt_tokens=sum(len(request.prompt_token_ids) for request in work.requests))
         self._metrics: Any = None
+        self._prompt_logprobs: dict[int, Any] = {}
+        """Of the prompts by their places, which come once and belong to each of their answers."""
 
     # Whole
 
@@ -229,7 +231,7 @@ class CompletionReply:
         choice: dict[str, Any] = {
             "index": place * self._work.n + answer.index,
             "text": text,
-            "logprobs": self._logprob_object(output, ids, positions)[0],
+            "logprobs": self._logprob_object(output, output.prompt_logprobs, ids, positions)[0],
             "finish_reason": "length" if self._is_prompt_only else end_of(answer),
             "stop_reason": None if self._is_prompt_only else answer.stop_reason,
         }
@@ -241,14 +243,14 @@ class CompletionReply:
         return choice
 
     def _logprob_object(
-        self, output: RequestOutput, ids: Sequence[int], positions: Any, offset: int = 0, *, with_prompt: bool = True
+        self, output: RequestOutput, of_prompt: Any, ids: Sequence[int], positions: Any, offset: int = 0
     ) -> tuple[dict[str, Any] | None, int]:
-        """The object and the offset where its text ends."""
+        """The object, which begins with the logprobs `of_prompt` if the prompt is repeated, and the offset where its text ends."""
         if (self._body.logprobs is None and not self._body.logprob_token_ids) or positions is None:
             return None, offset
-        if self._body.echo and with_prompt and output.prompt_logprobs is not None:
+        if self._body.echo and of_prompt is not None:
             ids = [*output.prompt_token_ids, *ids]
-            positions = [*output.prompt_logprobs, *positions]
+            positions = [*of_prompt, *positions]
         return self._logprobs.completion(ids, positions, self._num_top, offset)
 
     def _count(self, output: RequestOutput) -> None:
@@ -320,7 +322,10 @@ class CompletionReply:
         rich = self._body.logprobs is not None or self._body.logprob_token_ids or self._body.return_token_ids
         if not rich and usage is None and reason is None:
             return [chunks.text(index, text)] if text else []
-        logprobs, offsets[index] = self._logprob_object(output, ids, positions, offset, with_prompt=is_first)
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs[place] = output.prompt_logprobs
+        of_prompt = self._prompt_logprobs.get(place) if is_first else None
+        logprobs, offsets[index] = self._logprob_object(output, of_prompt, ids, positions, offset)
         choice: dict[str, Any] = {
             "index": index,
             "text": text,

@@ -44,6 +44,16 @@ def test_a_stream_has_the_logprobs_of_a_whole_reply(client: Client) -> None:
         assert [value for piece in pieces if piece["logprobs"] for value in piece["logprobs"][name]] == whole["logprobs"][name]
 
 
+def test_each_streamed_answer_repeats_the_logprobs_of_its_prompt(client: Client) -> None:
+    fields = {"prompt": ["hi", "ho"], "echo": True, "logprobs": 1, "n": 2, "temperature": 1}
+    chunks = events(client.complete(**fields, stream=True))
+    for choice in client.complete(**fields).json()["choices"]:
+        pieces = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == choice["index"]]
+        for name in ("tokens", "text_offset"):
+            streamed = [value for piece in pieces if piece["logprobs"] for value in piece["logprobs"][name]]
+            assert streamed == choice["logprobs"][name]
+
+
 def test_token_ids_are_as_good_as_text(client: Client) -> None:
     ids = client.post("/tokenize", {"prompt": "hi"}).json()["tokens"]
     by_ids = client.complete(prompt=ids, echo=True, return_token_ids=True).json()["choices"][0]

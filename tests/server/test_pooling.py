@@ -179,7 +179,9 @@ def test_texts_that_are_compared_are_cut_each_at_its_own_length(client):
         ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({"input": "a", "truncate_prompt_tokens": 201}, "truncate_prompt_tokens"),
         ({"input": "a", "normalize": True}, "normalize"),
+        ({"input": "a", "softmax": True}, "softmax"),
         ({"messages": [{"role": "user", "content": "a"}], "chat_template": "x"}, "chat_template"),
+        ({"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a": "x" * 5000}}, "chat_template_kwargs"),
     ],
 )
 def test_what_cannot_be_embedded_is_refused(client, body, param):

@@ -76,6 +76,7 @@ def test_a_good_form_becomes_a_grammar(compiler, form):
         ({"json": {"properties": {"a": {"items": {"not": {}}}}}}, ["#/properties/a/items", "not"]),
         ({"json": {"properties": {"x/y": {"type": "string", "pattern": "("}}}}, ["#/properties/x~1y", "unclosed group"]),
         ({"json": {"type": "string", "format": "nonsense"}}, ["nonsense"]),
+        ({"json": {"oneOf": [{"type": "string"}, {"maxLength": 2}]}}, ["oneOf", "use anyOf"]),
         ({"json": {"allOf": [{"type": "string"}, {"type": "integer"}]}}, ["nsatisfiable"]),
         ({"json": MANY_PATTERNS}, ["takes more than"]),
         ({"regex": "("}, ["unclosed group"]),
