@@ -7,10 +7,12 @@ import sys
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxllm.at_exit import shut_down_at_exit
+from jaxllm.beam_search import search_request, step_params
 from jaxllm.config import EngineConfig
 from jaxllm.errors import EngineDeadError, EngineError, RequestFailedError
 from jaxllm.llm_engine import Core, LLMEngine, SleepMode, Texts
@@ -20,7 +22,7 @@ from jaxllm.metrics.metric import Metric
 from jaxllm.outputs import PoolingRequestOutput, RequestMetrics, RequestOutput
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from jaxllm.text.input_processor import FrontRequest, Prompt
 from jaxllm.text.tokenizer import Tokenizer
 
@@ -64,6 +66,8 @@ class AsyncLLM:
         self.input_processor = engine.input_processor
         self._mailboxes: dict[str, Mailbox] = {}
         """By internal id; touched only where the engine is."""
+        self._searches: dict[str, str] = {}
+        """Internal to the callers' ids of the beam searches that go on; what was aborted between two steps is not in it any more."""
         self._sources: list[Callable[[], Iterable[Metric]]] = []
         self._dead: EngineDeadError | None = None
         self._stopping = False
@@ -88,7 +92,7 @@ class AsyncLLM:
     async def prepare(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | PoolingParams | None,
+        sampling_params: SamplingParams | PoolingParams | BeamSearchParams | None,
         request_id: str,
         *,
         priority: int = 0,
@@ -102,6 +106,16 @@ class AsyncLLM:
         """
         self._check_alive()
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        if isinstance(params, BeamSearchParams):
+            first = await self.prepare(
+                prompt,
+                step_params(params, self.config.model.max_logprobs),
+                request_id,
+                priority=priority,
+                queue_timeout_seconds=queue_timeout_seconds,
+                timeout_seconds=timeout_seconds,
+            )
+            return replace(first, beam_search_params=params)
         grammar = None
         has_tokenizer = self.input_processor.tokenizer is not None
         if has_tokenizer and isinstance(params, SamplingParams) and params.structured_outputs is not None:
@@ -118,8 +132,12 @@ class AsyncLLM:
     async def stream(self, request: FrontRequest) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of a prepared request as they come; those that a slow caller has not fetched are put together.
 
-        Cancelling the task or closing the generator aborts the request. Raises EngineError or EngineDeadError if the engine fails.
+        A beam search has one output, at its end. Cancelling the task or closing the generator aborts the request. Raises EngineError
+        or EngineDeadError if the engine fails.
         """
+        if request.beam_search_params is not None:
+            yield await self._search(request)
+            return
         mailbox = Mailbox(asyncio.get_running_loop(), request.params.output_kind)
         self._send(lambda: self._admit(request, mailbox))
         metrics: RequestMetrics | None = None
@@ -149,6 +167,55 @@ class AsyncLLM:
             async for output in outputs:
                 yield output
 
+    async def beam_search(
+        self, prompt: Prompt, params: BeamSearchParams, request_id: str, *, priority: int = 0
+    ) -> RequestOutput:
+        """The likeliest answers that a beam search finds, best first. Cancelling the task aborts the search.
+
+        Raises InvalidRequestError, EngineError or EngineDeadError; a search that was aborted comes back without answers.
+        """
+        output = await self._search(await self.prepare(prompt, params, request_id, priority=priority))
+        answer = output.outputs[0]
+        if answer.finish_reason == "error":
+            raise RequestFailedError(f"the request failed: {answer.stop_reason}", answer.error_kind or "internal")
+        return output
+
+    async def _search(self, request: FrontRequest) -> RequestOutput:
+        """The one output of a beam search."""
+        output: RequestOutput | None = None
+        self._searches[request.internal_id] = request.request_id
+        try:
+            output = await search_request(
+                request,
+                self._run_together,
+                is_aborted=lambda: request.internal_id not in self._searches,
+                eos_token_ids=self.input_processor.eos_token_ids,
+                max_model_len=self.max_model_len,
+                tokenizer=self.input_processor.tokenizer,
+            )
+            return output
+        finally:
+            self._searches.pop(request.internal_id, None)
+            if self.request_ended is not None:
+                self.request_ended(request, None if output is None else output.metrics, sys.exception())
+
+    async def _run_together(self, requests: Sequence[FrontRequest]) -> list[RequestOutput]:
+        """The last outputs of requests that begin in the same step. What ends one by an error, or the waiting, aborts the others."""
+        loop = asyncio.get_running_loop()
+        mailboxes = [Mailbox(loop, RequestOutputKind.FINAL_ONLY) for _ in requests]
+
+        def admit() -> None:
+            for request, mailbox in zip(requests, mailboxes, strict=True):
+                self._admit(request, mailbox)
+
+        try:
+            self._send(admit)
+            return [await mailbox.take() for mailbox in mailboxes]
+        finally:
+            for request, mailbox in zip(requests, mailboxes, strict=True):
+                if not mailbox.is_done:
+                    self._abandon(request.internal_id)
+
     async def pool(
         self, prompt: Prompt, pooling_params: PoolingParams, request_id: str, *, priority: int = 0
     ) -> PoolingRequestOutput:
@@ -171,10 +238,14 @@ class AsyncLLM:
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         """End requests by the ids they were given; their generators yield a last output with finish_reason "abort"."""
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        for internal_id, request_id in list(self._searches.items()):
+            if request_id in ids:
+                self._searches.pop(internal_id, None)
         await self._run(lambda: self._deliver(self._engine.abort_request_with_ids(ids)))
 
     async def abort_all(self) -> None:
         """End every request as `abort` does."""
+        self._searches.clear()
         await self._run(lambda: self._deliver(self._engine.abort_all()))
 
     def get_tokenizer(self) -> Tokenizer:

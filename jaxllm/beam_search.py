@@ -1,14 +1,27 @@
-"""Beam search on top of an engine that only samples: each step asks for one token of every beam, with its likeliest rivals."""
+"""Beam search on top of an engine that only samples: each step asks for one token of every beam, with its likeliest rivals.
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+`BeamSearch` is the search and runs nothing itself; `search_beams` drives it for scripts, `search_request` for asyncio programs.
+"""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import NamedTuple, TypeVar
 
 from jaxllm.errors import InvalidRequestError
-from jaxllm.outputs import Logprob, RequestOutput
-from jaxllm.sampling_params import MAX_LOGPROB_TOKEN_IDS, BeamSearchParams, SamplingParams
+from jaxllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from jaxllm.request import FinishReason
+from jaxllm.sampling_params import MAX_LOGPROB_TOKEN_IDS, BeamSearchParams, RequestOutputKind, SamplingParams
+from jaxllm.text.detokenizer import Detokenizer
+from jaxllm.text.input_processor import FrontRequest
 from jaxllm.text.tokenizer import Tokenizer
 
 RunOneToken = Callable[[list[list[int]], SamplingParams], list[RequestOutput]]
+RunTogether = Callable[[list[FrontRequest]], Awaitable[list[RequestOutput]]]
+_FAILURES = (str(FinishReason.ABORT), str(FinishReason.ERROR))
 
 
 @dataclass
@@ -17,8 +30,8 @@ class BeamSearchSequence:
 
     tokens: list[int]
     """Prompt and answer; without the EOS that ended it, unless include_stop_str_in_output."""
-    logprobs: list[dict[int, Logprob]]
-    """Per token of the answer its own logprob and those of its rivals."""
+    logprobs: list[Mapping[int, Logprob]]
+    """Per token of the answer, the EOS too, its own logprob and those of its rivals."""
     cum_logprob: float = 0.0
     text: str | None = None
     """Of prompt and answer."""
@@ -26,16 +39,96 @@ class BeamSearchSequence:
     stop_reason: int | None = None
     """The EOS id, if it is not the tokenizer's first."""
 
-    def score(self, length_penalty: float) -> float:
-        """Logprob per token of the answer, EOS counted, if length_penalty is 1."""
-        return self.cum_logprob / max(1, len(self.logprobs)) ** length_penalty
-
 
 @dataclass
 class BeamSearchOutput:
     """The best answers to a prompt, best first."""
 
     sequences: list[BeamSearchSequence]
+
+
+@dataclass(frozen=True)
+class Beam:
+    """An answer while it grows, and when it has ended."""
+
+    tokens: list[int]
+    """Prompt and answer, with the EOS that ended it."""
+    logprobs: list[Mapping[int, Logprob]]
+    cum_logprob: float
+    score: float
+    ended: bool = False
+    """By an EOS."""
+
+
+class Extension(NamedTuple):
+    """A beam with one token more, before anybody knows whether it is worth making."""
+
+    score: float
+    beam: Beam
+    token_id: int
+    rivals: Mapping[int, Logprob]
+
+
+_Scored = TypeVar("_Scored", Beam, Extension)
+
+
+class BeamSearch:
+    """The search from one prompt: computing one token after each of `prompts` and handing the outputs to `take` is a step.
+
+    `keeps_logprobs`: whether the beams' logprobs will be asked for.
+    """
+
+    def __init__(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: BeamSearchParams,
+        *,
+        eos_token_ids: Sequence[int],
+        max_model_len: int,
+        keeps_logprobs: bool,
+    ):
+        self._params = params
+        self._max_tokens = min(params.max_tokens, max_model_len - len(prompt_token_ids))
+        self._ends = frozenset(() if params.ignore_eos else eos_token_ids)
+        self._num_rivals = None if params.allowed_token_ids is not None else _num_rivals(params)
+        self._keeps_logprobs = keeps_logprobs
+        self._num_steps = 0
+        self._growing = [Beam(list(prompt_token_ids), [], 0.0, 0.0)]
+        self._ended: list[Beam] = []
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """What needs one token more; nothing: the search is over."""
+        return [beam.tokens for beam in self._growing] if self._num_steps < self._max_tokens else []
+
+    def take(self, outputs: Sequence[RequestOutput]) -> None:
+        """Go on with the outputs of `prompts`."""
+        self._num_steps += 1
+        norm = self._num_steps**self._params.length_penalty
+        ended: list[Extension] = []
+        growing: list[Extension] = []
+        for beam, output in zip(self._growing, outputs, strict=True):
+            logprobs = output.outputs[0].logprobs
+            assert logprobs is not None
+            for token_id, entry in itertools.islice(logprobs[0].items(), self._num_rivals):
+                score = (beam.cum_logprob + entry.logprob) / norm
+                (ended if token_id in self._ends else growing).append(Extension(score, beam, token_id, logprobs[0]))
+        self._growing = [self._extended(each) for each in self._best(growing)]
+        self._ended = self._best([*self._ended, *(self._extended(each, ended=True) for each in self._best(ended))])
+
+    def answers(self) -> list[Beam]:
+        """The best, best first."""
+        return self._best([*self._ended, *self._growing])
+
+    def _best(self, items: list[_Scored]) -> list[_Scored]:
+        return sorted(items, key=attrgetter("score"), reverse=True)[: self._params.beam_width]
+
+    def _extended(self, extension: Extension, *, ended: bool = False) -> Beam:
+        score, beam, token_id, rivals = extension
+        logprobs = beam.logprobs
+        if self._keeps_logprobs:
+            logprobs = [*logprobs, _reported(rivals, token_id, self._params.logprobs)]
+        return Beam([*beam.tokens, token_id], logprobs, beam.cum_logprob + rivals[token_id].logprob, score, ended)
 
 
 def search_beams(
@@ -48,82 +141,203 @@ def search_beams(
     max_logprobs: int,
     tokenizer: Tokenizer | None,
 ) -> list[BeamSearchOutput]:
-    """Search from several prompts at once. `run` computes one token after each of some prompts."""
-    step_params = _step_params(params, max_logprobs)
-    ends = {} if params.ignore_eos else {id: None if place == 0 else id for place, id in enumerate(eos_token_ids)}
+    """Search from several prompts at once. `run` computes one token after each of some prompts. Raises InvalidRequestError."""
+    options = step_params(params, max_logprobs)
+    searches = [
+        BeamSearch(prompt, params, eos_token_ids=eos_token_ids, max_model_len=max_model_len, keeps_logprobs=True)
+        for prompt in prompts
+    ]
+    while any(wanted := [search.prompts for search in searches]):
+        outputs = iter(run(list(itertools.chain.from_iterable(wanted)), options))
+        for search, its_prompts in zip(searches, wanted, strict=True):
+            if its_prompts:
+                search.take(list(itertools.islice(outputs, len(its_prompts))))
+    return [
+        BeamSearchOutput([_sequence(beam, params, eos_token_ids, tokenizer) for beam in search.answers()])
+        for search in searches
+    ]
 
-    def best(beams: list[BeamSearchSequence]) -> list[BeamSearchSequence]:
-        return sorted(beams, key=lambda beam: beam.score(params.length_penalty), reverse=True)[: params.beam_width]
 
-    running = [[BeamSearchSequence(list(prompt), [])] for prompt in prompts]
-    done: list[list[BeamSearchSequence]] = [[] for _ in prompts]
-    for _ in range(params.max_tokens):
-        growing = [beam for beams in running for beam in beams if len(beam.tokens) < max_model_len]
-        if not growing:
+async def search_request(
+    request: FrontRequest,
+    run: RunTogether,
+    *,
+    is_aborted: Callable[[], bool],
+    eos_token_ids: Sequence[int],
+    max_model_len: int,
+    tokenizer: Tokenizer | None,
+) -> RequestOutput:
+    """The answers to a request with beam_search_params. `run` computes the requests of a step, each of which has one output.
+
+    A step that fails, or is aborted, gives all answers its end. Raises what `run` raises.
+    """
+    params = request.beam_search_params
+    assert params is not None
+    search = BeamSearch(
+        request.prompt_token_ids,
+        params,
+        eos_token_ids=eos_token_ids,
+        max_model_len=max_model_len,
+        keeps_logprobs=params.logprobs is not None,
+    )
+    metrics = RequestMetrics(arrival_time=request.arrival_time)
+    num_cached_tokens, num_preemptions = 0, 0
+    failure: CompletionOutput | None = None
+    for step in itertools.count():
+        if not (prompts := search.prompts):
             break
-        outputs = dict(zip(map(id, growing), run([beam.tokens for beam in growing], step_params), strict=True))
-        for place, beams in enumerate(running):
-            longer = [beam for beam in beams if id(beam) not in outputs]
-            for beam in beams:
-                if id(beam) not in outputs:
-                    continue
-                answer = outputs[id(beam)].outputs[0]
-                assert answer.logprobs is not None
-                for extended, is_done in _extensions(beam, dict(answer.logprobs[0]), params, ends):
-                    (done[place] if is_done else longer).append(extended)
-            running[place] = best(longer)
-    found = []
-    for beams, ended in zip(running, done, strict=True):
-        for beam in beams:
-            beam.finish_reason = "length"
-        found.append(BeamSearchOutput(best(ended + beams)))
-    for output in found:
-        for sequence in output.sequences:
-            if tokenizer is not None:
-                sequence.text = tokenizer.decode(sequence.tokens, skip_special_tokens=params.skip_special_tokens)
-    return found
+        if is_aborted():
+            failure = CompletionOutput(0, "", [], finish_reason=str(FinishReason.ABORT))
+            break
+        outputs = await run([_step_request(request, step, place, ids) for place, ids in enumerate(prompts)])
+        if step == 0 and outputs[0].metrics is not None:
+            metrics, num_cached_tokens = replace(outputs[0].metrics), outputs[0].num_cached_tokens
+        num_preemptions += sum(output.metrics.num_preemptions for output in outputs if output.metrics is not None)
+        failure = next((output.outputs[0] for output in outputs if output.outputs[0].finish_reason in _FAILURES), None)
+        if failure is not None:
+            break
+        search.take(outputs)
+    if failure is None:
+        beams = search.answers()
+        answers = await asyncio.to_thread(_completions, beams, request.prompt_token_ids, params, eos_token_ids, tokenizer)
+    else:
+        answers = [
+            replace(failure, index=index, text="", token_ids=[], cumulative_logprob=None, logprobs=None)
+            for index in range(params.beam_width)
+        ]
+    metrics.finished_time, metrics.num_preemptions = time.time(), num_preemptions
+    metrics.num_generation_tokens = sum(len(answer.token_ids) for answer in answers)
+    return RequestOutput(
+        request.request_id,
+        request.prompt,
+        request.prompt_token_ids,
+        answers,
+        finished=True,
+        num_cached_tokens=num_cached_tokens,
+        metrics=metrics,
+    )
 
 
-def _step_params(params: BeamSearchParams, max_logprobs: int) -> SamplingParams:
-    """What one step asks for: twice the width, so that enough rivals are left when all but a few end with EOS."""
+def step_params(params: BeamSearchParams, max_logprobs: int) -> SamplingParams:
+    """What one step asks for. Raises InvalidRequestError for what an engine with this `max_logprobs` cannot search."""
     if params.temperature != 0:
         raise InvalidRequestError(
             f"temperature is {params.temperature}, must be 0: beam search ranks answers by the model's own logprobs",
             "temperature",
         )
-    options = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
+    options = SamplingParams(
+        max_tokens=1,
+        temperature=0.0,
+        ignore_eos=True,
+        detokenize=params.logprobs is not None,  # for the texts of rivals; those of answers are made at the end
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
     if (allowed := params.allowed_token_ids) is not None:
         if len(allowed) > MAX_LOGPROB_TOKEN_IDS:
             raise InvalidRequestError(
-                f"allowed_token_ids has {len(allowed)} ids, beam search takes at most {MAX_LOGPROB_TOKEN_IDS}",
+                f"allowed_token_ids has {len(allowed)} ids, beam search takes at most {MAX_LOGPROB_TOKEN_IDS}; name fewer",
                 "allowed_token_ids",
+            )
+        if params.logprobs:
+            raise InvalidRequestError(
+                f"logprobs is {params.logprobs}, must be 0 in a beam search with allowed_token_ids, which looks at no other "
+                "tokens; leave one of them out",
+                "logprobs",
             )
         options.allowed_token_ids = options.logprob_token_ids = allowed
         return options
-    options.logprobs = 2 * params.beam_width
-    if max_logprobs != -1 and options.logprobs > max_logprobs:
+    count = _num_rivals(params)
+    if max_logprobs != -1 and count > max_logprobs:
         raise InvalidRequestError(
-            f"beam_width is {params.beam_width}, which takes {options.logprobs} logprobs, but this engine reports at most "
+            f"beam_width is {params.beam_width}, which takes {count} logprobs, but this engine reports at most "
             f"{max_logprobs}; lower it or raise --max-logprobs",
             "beam_width",
         )
+    options.logprobs = -1 if params.logprobs == -1 else max(count, params.logprobs or 0)
     return options
 
 
-def _extensions(
-    beam: BeamSearchSequence, rivals: dict[int, Logprob], params: BeamSearchParams, ends: Mapping[int, int | None]
-) -> list[tuple[BeamSearchSequence, bool]]:
-    """A beam with each of the next tokens, and whether that one ends it."""
-    extended = []
-    for token_id, entry in rivals.items():
-        is_end = token_id in ends
-        keeps_token = not is_end or params.include_stop_str_in_output
-        sequence = BeamSearchSequence(
-            tokens=[*beam.tokens, token_id] if keeps_token else list(beam.tokens),
-            logprobs=[*beam.logprobs, rivals],
-            cum_logprob=beam.cum_logprob + entry.logprob,
-            finish_reason="stop" if is_end else None,
-            stop_reason=ends[token_id] if is_end else None,
+def _num_rivals(params: BeamSearchParams) -> int:
+    """How many continuations of a beam are looked at: enough are left when all but a few end with EOS."""
+    return 2 * params.beam_width
+
+
+def _step_request(search: FrontRequest, step: int, place: int, token_ids: list[int]) -> FrontRequest:
+    """The request for one token of one beam. `search` is, in all but its answers, that of the first beam."""
+    now = time.time()
+    (first,) = search.children
+    timeout_seconds = first.timeout_seconds
+    if timeout_seconds is not None:
+        timeout_seconds = max(0.0, timeout_seconds - (now - search.arrival_time))
+    # In front, as the n answers of a request have their numbers: what stands behind is unique among all requests.
+    internal_id = f"{step}.{place}_{search.internal_id}"
+    child = replace(
+        first,
+        request_id=internal_id,
+        prompt_token_ids=token_ids,
+        arrival_time=now,
+        queue_timeout_seconds=first.queue_timeout_seconds if step == 0 else None,  # what has begun has waited
+        timeout_seconds=timeout_seconds,
+    )
+    return FrontRequest(search.request_id, internal_id, None, token_ids, child.sampling_params, [child], now)
+
+
+def _reported(rivals: Mapping[int, Logprob], token_id: int, count: int | None) -> Mapping[int, Logprob]:
+    """The logprobs of a token and of the `count` likeliest at its place (-1 or None: of all that are known)."""
+    if count is None:
+        return rivals
+    likeliest = sorted(rivals.items(), key=lambda item: item[1].logprob, reverse=True)
+    return {token_id: rivals[token_id], **dict(likeliest if count == -1 else likeliest[:count])}
+
+
+def _stop_reason(beam: Beam, eos_token_ids: Sequence[int]) -> int | None:
+    return beam.tokens[-1] if beam.ended and beam.tokens[-1] != eos_token_ids[0] else None
+
+
+def _finish_reason(beam: Beam) -> str:
+    return str(FinishReason.STOP if beam.ended else FinishReason.LENGTH)
+
+
+def _sequence(
+    beam: Beam, params: BeamSearchParams, eos_token_ids: Sequence[int], tokenizer: Tokenizer | None
+) -> BeamSearchSequence:
+    drops_eos = beam.ended and not params.include_stop_str_in_output
+    tokens = beam.tokens[:-1] if drops_eos else beam.tokens
+    text = None if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=params.skip_special_tokens)
+    return BeamSearchSequence(
+        tokens, beam.logprobs, beam.cum_logprob, text, _finish_reason(beam), _stop_reason(beam, eos_token_ids)
+    )
+
+
+def _completions(
+    beams: Sequence[Beam],
+    prompt_token_ids: list[int],
+    params: BeamSearchParams,
+    eos_token_ids: Sequence[int],
+    tokenizer: Tokenizer | None,
+) -> list[CompletionOutput]:
+    """Answers as sampled ones are reported: an EOS is among the ids, and in the text only with include_stop_str_in_output."""
+    options = SamplingParams(
+        skip_special_tokens=params.skip_special_tokens, include_stop_str_in_output=params.include_stop_str_in_output
+    )
+    answers = []
+    for index, beam in enumerate(beams):
+        token_ids = beam.tokens[len(prompt_token_ids) :]
+        text = Detokenizer(tokenizer, prompt_token_ids, options)
+        for token_id in token_ids[:-1] if beam.ended else token_ids:
+            text.push(token_id)
+        if beam.ended:
+            text.push_stop_token(token_ids[-1])
+        text.finish()
+        answers.append(
+            CompletionOutput(
+                index,
+                text.text,
+                token_ids,
+                beam.cum_logprob,
+                None if params.logprobs is None else [dict(position) for position in beam.logprobs],
+                _finish_reason(beam),
+                _stop_reason(beam, eos_token_ids),
+            )
         )
-        extended.append((sequence, is_end))
-    return extended
+    return answers

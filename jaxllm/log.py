@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import sys
-from typing import Any
+from typing import Any, TextIO
 
 from jaxllm import env
 from jaxllm.errors import ConfigError
@@ -31,7 +31,7 @@ def set_up(level: str | None = None, formatter: logging.Formatter | None = None,
     if _known(format, env.LOG_FORMAT, "text", FORMATS) == "json":
         formatter = JsonLines()
     if not logger.handlers:
-        logger.addHandler(logging.StreamHandler(sys.stderr))
+        logger.addHandler(_ToStderr())
         logger.propagate = False
     logger.handlers[0].setFormatter(formatter or logging.Formatter("%(levelname)s %(asctime)s %(message)s", "%H:%M:%S"))
     logger.setLevel(name.upper())
@@ -62,6 +62,17 @@ def safe(text: str, max_chars: int | None = None) -> str:
     num_left_out = 0 if max_chars is None else max(0, len(text) - max_chars)
     shown = _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text[: len(text) - num_left_out])
     return f"{shown}… ({num_left_out} more characters)" if num_left_out else shown
+
+
+class _ToStderr(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to what is stderr when a message comes: notebooks and test runners replace it, and close what it was."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr
 
 
 class JsonLines(logging.Formatter):

@@ -21,6 +21,8 @@ GREEDY_BELOW = 1e-5
 """Temperatures below it mean: take the likeliest token."""
 MAX_LOGIT_BIAS = 100.0
 MAX_LOGPROB_TOKEN_IDS = 128
+MAX_LENGTH_PENALTY = 10.0
+"""And its negative the least: powers of any length stay finite."""
 MAX_BAD_WORDS = 128
 """Token sequences; a word usually is two of them, with and without the space before it."""
 MAX_BAD_WORD_TOKENS = 16
@@ -307,10 +309,13 @@ class BeamSearchParams:
     _: KW_ONLY
     ignore_eos: bool = False
     temperature: float = 0.0
-    length_penalty: Annotated[float, "above 1 favours long answers, below 1 short ones"] = 1.0
+    length_penalty: Annotated[float, "above 1 favours long answers, below 1 short ones; -10 to 10"] = 1.0
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     allowed_token_ids: list[int] | None = None
+    logprobs: int | None = None
+    """Likeliest tokens to report with their logprobs, per output token; -1: all. None: for scripts those that the search looked at,
+    else none."""
     structured_outputs: InitVar[Any] = None
 
     def __post_init__(self, structured_outputs: Any) -> None:
@@ -321,7 +326,8 @@ class BeamSearchParams:
         self.beam_width = _int("beam_width", self.beam_width, 1)
         self.max_tokens = _int("max_tokens", self.max_tokens, 1)
         self.temperature = _float("temperature", self.temperature, 0, MAX_TEMPERATURE)
-        self.length_penalty = _float("length_penalty", self.length_penalty)
+        self.length_penalty = _float("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+        self.logprobs = _logprob_count("logprobs", self.logprobs)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise _wrong(name, getattr(self, name), "true or false")
@@ -329,6 +335,11 @@ class BeamSearchParams:
             self.allowed_token_ids = _token_ids("allowed_token_ids", self.allowed_token_ids)
             if not self.allowed_token_ids:
                 raise InvalidRequestError("allowed_token_ids is empty; name at least one token id", "allowed_token_ids")
+
+    @property
+    def n(self) -> int:
+        """The number of answers, as SamplingParams calls it."""
+        return self.beam_width
 
 
 def _wrong(name: str, value: Any, must_be: str, param: str | None = None) -> InvalidRequestError:

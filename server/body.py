@@ -13,8 +13,13 @@ from server.errors import ApiError, as_api_error, bad_request, shortened
 from server.protocol.common import RequestModel
 
 MAX_DEPTH = 64
+MAX_CONTAINERS = 1 << 16
+"""Objects and lists in a body."""
+MAX_TEXTS = 1 << 17
+"""Texts in a body, names of fields among them. More would hold up the requests of others while they are looked at."""
 _HUGE_EXPONENT = re.compile(rb"[0-9][eE]\+?[0-9]{3}")
 _BRACKET_OR_TEXT = re.compile(rb'"([^"\\]*(?:\\.[^"\\]*)*)"(\s*:)?|[\[\]{}]', re.DOTALL)
+_TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # to the end if it is not closed: never looked at twice
 _POSITION = re.compile(r" at line (\d+) column (\d+)$")
 
 Model = TypeVar("Model", bound=RequestModel)
@@ -43,6 +48,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     """Bytes as a JSON object. Raises ApiError."""
     if not raw:
         raise bad_request("the body is empty, must be a JSON object")
+    _check_size(raw)
     try:
         body = from_json(raw, allow_inf_nan=False)
     except ValueError as error:
@@ -60,11 +66,26 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     return body
 
 
+def _check_size(raw: bytes) -> None:
+    """Raise ApiError for a body of too many parts. Counts them without parsing."""
+    if raw.count(b'"') > 2 * MAX_TEXTS:
+        raw = raw.replace(rb"\\", b"").replace(rb"\"", b"")
+        if raw.count(b'"') > 2 * MAX_TEXTS:
+            raise bad_request(f"the body has more than {MAX_TEXTS} texts and names; send less at a time")
+    if raw.count(b"{") + raw.count(b"[") > MAX_CONTAINERS:
+        raw = _TEXT.sub(b"", raw)
+        if raw.count(b"{") + raw.count(b"[") > MAX_CONTAINERS:
+            raise bad_request(f"the body has more than {MAX_CONTAINERS} objects and lists; send less at a time")
+
+
 def check_content_type(request: Request) -> None:
-    """Raise ApiError for what is not sent as JSON."""
+    """Raise ApiError for what is not sent as plain JSON."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise ApiError(415, f"content-type is {kind[:100]!r}, must be application/json", code="unsupported_media_type")
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding != "identity":
+        raise ApiError(415, f"content-encoding is {coding[:100]!r}; send the body as it is", code="unsupported_media_type")
 
 
 def _check_tree(root: Any, name: str) -> None:

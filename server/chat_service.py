@@ -5,6 +5,7 @@ Knows nothing of HTTP or of how any of these APIs writes its replies.
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from typing import Any
 from jaxllm.async_llm import AsyncLLM
 from jaxllm.errors import InvalidRequestError
 from jaxllm.outputs import Logprob, RequestMetrics
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.sampling_params import BeamSearchParams, SamplingParams
 from jaxllm.text.input_processor import FrontRequest
 from server.chat_deltas import ChatDelta, ToolCallDelta, joined
 from server.chat_encoding import ChatEncoder
@@ -38,6 +39,8 @@ class Conversation:
     """In OpenAI's shape: role, content, tool_calls, tool_call_id, name."""
     params: SamplingParams
     """max_tokens None: as many as the context takes."""
+    beam_search: BeamSearchParams | None = None
+    """Set: answers are searched, and `params` tells only how many there are and how they are written."""
     request_id: str
     tools: Sequence[Mapping[str, Any]] | None = None
     tool_choice: str | Mapping[str, Any] | None = None
@@ -164,11 +167,21 @@ class ChatService:
         max_model_len = self._engine.max_model_len
         ids = truncated(ids, conversation.truncate_prompt_tokens, conversation.truncation_side, max_model_len)
         check_length(len(ids), max_model_len, "messages")
+        search = conversation.beam_search
+        if search is not None:
+            assert params.structured_outputs is None, "a search follows no grammar"
+            search = dataclasses.replace(search, skip_special_tokens=params.skip_special_tokens)
         prompt: Any = {"prompt_token_ids": ids}
         if conversation.cache_salt is not None:
             prompt["cache_salt"] = conversation.cache_salt
         try:
-            request = await self._engine.prepare(prompt, params, conversation.request_id, priority=conversation.priority)
+            request = await self._engine.prepare(
+                prompt,
+                params if search is None else search,
+                conversation.request_id,
+                priority=conversation.priority,
+                queue_timeout_seconds=self._queue_timeout_seconds,
+            )
         except InvalidRequestError as error:
             if error.param == "logprobs":
                 raise bad_request(f"top_{error}", "top_logprobs") from None  # its name in all these APIs

@@ -40,12 +40,17 @@ class ChunkWriter:
         """A chunk with nothing but text."""
         return b'%b,"choices":[{"index":%d%b%b%b' % (self._head, index, self._text_head, _json(text), self._text_tail)
 
-    def chunk(self, choice: Mapping[str, Any], usage: Mapping[str, Any] | None = None) -> bytes:
-        """Any chunk of one choice."""
+    def chunk(
+        self, choice: Mapping[str, Any], usage: Mapping[str, Any] | None = None, extra: Mapping[str, Any] | None = None
+    ) -> bytes:
+        """Any chunk of one choice; `extra` stands beside the choices."""
         told = self._no_usage if usage is None else b',"usage":' + _json(usage)
-        return b'%b,"choices":[%b]%b}\n\n' % (self._head, _json(choice), told)
+        return b'%b,"choices":[%b]%b%b}\n\n' % (self._head, _json(choice), told, _members(extra or {}))
 
     def usage(self, usage: Mapping[str, Any], extra: Mapping[str, Any]) -> bytes:
         """The chunk after the last choice."""
-        more = b"".join(b',"%b":%b' % (name.encode(), _json(value)) for name, value in extra.items())
-        return b'%b,"choices":[],"usage":%b%b}\n\n' % (self._head, _json(usage), more)
+        return b'%b,"choices":[],"usage":%b%b}\n\n' % (self._head, _json(usage), _members(extra))
+
+
+def _members(extra: Mapping[str, Any]) -> bytes:
+    return b"".join(b',"%b":%b' % (name.encode(), _json(value)) for name, value in extra.items())

@@ -5,6 +5,7 @@ import functools
 import uuid
 from typing import Any
 
+import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -43,12 +44,38 @@ class GuardedConnection(HttpToolsProtocol):
         """Bytes came; headers that are too large end the connection before they are complete."""
         if self.transport.is_closing():
             return
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        num_bytes = len(data)
+        try:
+            while data:
+                data = self._parse(data)
+        except httptools.HttpParserError:
+            self.send_400_response("")
+            return
         if self._is_in_headers:
-            self._num_header_bytes += len(data)
+            self._num_header_bytes += num_bytes
             if self._num_header_bytes > MAX_HEADER_BYTES + MAX_URL_BYTES and not self.transport.is_closing():
                 status = 414 if len(self.url) > MAX_URL_BYTES else 431
                 self._refuse(ApiError(status, "the URL is too long" if status == 414 else "the headers are too large"))
+
+    def _parse(self, data: bytes) -> bytes:
+        """Parse bytes. Returns those that are still to be parsed: of a request that asks for another protocol, such as h2c.
+
+        The parser takes the end of its headers for the end of HTTP, so it gets the request again as one that does not ask.
+        """
+        try:
+            self.parser.feed_data(data)
+            return b""
+        except httptools.HttpParserUpgrade as stopped:
+            if not self._asks_for_upgrade():
+                return b""
+            version = self.parser.get_http_version().encode()
+            head = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
+            head += [b"%b: %b" % (name, value) for name, value in self.headers if name != b"upgrade"]
+            return b"\r\n".join([*head, b"", data[stopped.args[0] :]])
+
+    def _asks_for_upgrade(self) -> bool:
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
 
     def on_message_begin(self) -> None:
         """A request begins."""
@@ -62,7 +89,13 @@ class GuardedConnection(HttpToolsProtocol):
         """Its headers are there; the guard takes over."""
         self._is_in_headers = False
         self._stop_timer()
-        super().on_headers_complete()
+        if not self._asks_for_upgrade():
+            super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """So is its body."""
+        if not self._asks_for_upgrade():
+            super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is not HTTP."""

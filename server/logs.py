@@ -2,12 +2,11 @@
 
 import dataclasses
 import logging
-from typing import Any
 
 from starlette.types import Scope
 
 from jaxllm.log import logger, safe
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.sampling_params import BeamSearchParams, SamplingParams
 from jaxllm.text.input_processor import FrontRequest
 from server.options import LoggingOptions
 
@@ -56,19 +55,23 @@ class RequestLog:
             return
         request_id, num_tokens = safe(request.request_id), len(request.prompt_token_ids)
         extra = {"request_id": request_id, "num_prompt_tokens": num_tokens}
-        logger.info("%s: %d prompt tokens, %s", request_id, num_tokens, _numbers(request.params), extra=extra)
+        logger.info(
+            "%s: %d prompt tokens, %s",
+            request_id,
+            num_tokens,
+            _numbers(request.beam_search_params or request.params),
+            extra=extra,
+        )
         if logger.isEnabledFor(logging.DEBUG):
             text = "" if request.prompt is None else safe(request.prompt, self._max_length)
             logger.debug("%s: prompt %r, ids %s", request_id, text, request.prompt_token_ids[: self._max_length])
 
 
-def _numbers(params: Any) -> str:
+def _numbers(params: SamplingParams | BeamSearchParams) -> str:
     """The parameters that are numbers or switches and no defaults: texts are contents."""
-    if not isinstance(params, SamplingParams):
-        return type(params).__name__
     found = []
     for field in dataclasses.fields(params):
         value = getattr(params, field.name)
-        if isinstance(value, (int, float)) and value != getattr(_DEFAULTS, field.name):
+        if isinstance(value, (int, float)) and value != getattr(_DEFAULTS, field.name, field.default):
             found.append(f"{field.name}={value}")
     return ", ".join(found) or "default sampling"

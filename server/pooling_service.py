@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.async_llm import AsyncLLM
-from jaxllm.errors import InvalidRequestError
+from jaxllm.errors import InvalidRequestError, RequestFailedError
 from jaxllm.outputs import PoolingRequestOutput
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.text.input_processor import FrontRequest, encode_prompts
-from server.endings import end_of
+from server.endings import end_of, failure
 from server.errors import ApiError, bad_request
 from server.options import LimitOptions
 from server.prompts import check_text_length, tokenizer_of
@@ -80,6 +80,8 @@ class PoolingService:
         tasks = [asyncio.ensure_future(self._engine.pool_prepared(request)) for request in requests]
         try:
             outputs = await asyncio.gather(*tasks)
+        except RequestFailedError as error:
+            raise failure(error.kind) from error
         finally:
             for task in tasks:
                 task.cancel()

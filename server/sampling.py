@@ -44,7 +44,7 @@ def sampling_params(
     logprobs: int | None,
 ) -> SamplingParams:
     """The parameters that a request asks for; `defaults` are the model's own values. Raises ApiError or InvalidRequestError."""
-    _check_limits(fields, limits)
+    check_limits(fields, limits)
     _check_streaming(fields)
     values = dict(defaults)
     for name in _COPIED:
@@ -72,7 +72,8 @@ def sampling_params(
     return SamplingParams(**values)
 
 
-def _check_limits(fields: SamplingFields, limits: LimitOptions) -> None:
+def check_limits(fields: SamplingFields, limits: LimitOptions) -> None:
+    """Raise ApiError for more than this server takes."""
     if fields.n is not None and fields.n > limits.max_n:
         raise bad_request(f"n is {fields.n}, must be at most {limits.max_n} (--max-n)", "n")
     if fields.best_of not in (None, fields.n or 1):
@@ -142,6 +143,11 @@ def _named(given: StructuredOutputs) -> dict[str, Any]:
 
 def _of_format(formats: ResponseFormat) -> dict[str, Any]:
     """A response_format as fields of StructuredOutputsParams."""
+    if formats.schema_ is not None:
+        raise bad_request(
+            "response_format.schema belongs into json_schema: {type: json_schema, json_schema: {name, schema}}",
+            "response_format",
+        )
     if formats.type == "json_object":
         return {"json_object": True}
     if formats.type == "structural_tag":

@@ -145,12 +145,13 @@ class AnswerReader:
             parser = self._parsers[answer.index] = StreamParser(self._tool, self._reasoning, **self._settings)
         was_reasoning = parser.in_reasoning
         pieces = parser.feed(answer.text)
+        is_all_reasoning = was_reasoning and parser.in_reasoning
         if reason is not None:
             pieces += parser.finish()
             reason = parser.finish_reason(reason)
         num_letters = sum(len(piece.text) for piece in pieces if isinstance(piece, Reasoning))
         has_reasoning = num_letters > 0 or was_reasoning or parser.in_reasoning
-        if was_reasoning and parser.in_reasoning:
+        if is_all_reasoning:
             self._num_reasoning_tokens += len(answer.token_ids)
         elif num_letters:  # tokens on both sides of a marker came together
             share = min(1.0, num_letters / max(1, len(answer.text)))

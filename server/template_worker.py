@@ -67,15 +67,19 @@ def _answer(job: dict[str, Any], tokens: Any, variables: dict[str, set[str]]) ->
 
 
 def _checked_kwargs(job: dict[str, Any], tokens: Any, variables: dict[str, set[str]]) -> dict[str, Any]:
-    """Values for the template's variables: the request's own must exist, hints and the operator's count where they exist."""
+    """Values for the template's variables: the request's own and documents must exist, hints and the operator's count where they do."""
     defaults, hints, given = job.pop("default_kwargs"), job.pop("hints"), job.pop("kwargs")
-    if not (defaults or hints or given):
+    if not (defaults or hints or given or job["documents"]):
         return {}
     source = choose_template(tokens, job["chat_template"], tools=bool(job["tools"]))
     if source not in variables:
         if len(variables) > 8:
             variables.clear()
         variables[source] = template_variables(source)
+    if job["documents"] and "documents" not in variables[source]:
+        raise InvalidRequestError(
+            "documents cannot be given: the chat template does not read them; put their texts into messages", "documents"
+        )
     known = variables[source] - OWN_VARIABLES - set(tokens.special_tokens_map)
     for name in given:
         if name not in known:

@@ -79,6 +79,7 @@ class Tracer:
 def attributes(request: FrontRequest, metrics: RequestMetrics, end: float) -> dict[str, Any]:
     """What a span tells, by the names of the field. Latencies are in seconds; those that never happened are left out."""
     params = request.params
+    search = request.beam_search_params
     decode = None if metrics.first_token_time is None else end - metrics.first_token_time
     first = None if metrics.first_token_time is None else metrics.first_token_time - metrics.arrival_time
     inference = None if decode is None or metrics.prefill_seconds is None else metrics.prefill_seconds + decode
@@ -92,10 +93,10 @@ def attributes(request: FrontRequest, metrics: RequestMetrics, end: float) -> di
         "gen_ai.usage.prompt_tokens": len(request.prompt_token_ids),
         "gen_ai.usage.completion_tokens": metrics.num_generation_tokens,
         "gen_ai.request.id": request.request_id,
-        "gen_ai.request.max_tokens": params.max_tokens,
+        "gen_ai.request.max_tokens": (search or params).max_tokens,
         "gen_ai.request.top_p": params.top_p,
         "gen_ai.request.temperature": params.temperature,
-        "gen_ai.request.n": params.n,
+        "gen_ai.request.n": (search or params).n,
     }
     return {name: value for name, value in found.items() if value is not None}
 

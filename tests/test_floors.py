@@ -45,6 +45,7 @@ SIBLINGS = {
     ("jaxllm.llm", "jaxllm.llm_engine"),
     ("jaxllm.llm", "jaxllm.beam_search"),
     ("jaxllm.async_llm", "jaxllm.llm_engine"),
+    ("jaxllm.async_llm", "jaxllm.beam_search"),
     ("jaxllm.async_llm", "jaxllm.connected_llm"),
     ("jaxllm.connected_llm", "jaxllm.async_llm"),
     ("jaxllm.connected_llm", "jaxllm.llm_engine"),

@@ -63,3 +63,11 @@ def test_text_from_outside_stays_on_its_line_and_commands_nothing() -> None:
         "a\\u000d\\u000aINFO forged\\u001b[2J\\u009b\\u2028\\u202eb\\ud800é漢"
     )
     assert log.safe("x" * 12, 10) == "xxxxxxxxxx… (2 more characters)" and log.safe("short", 10) == "short"
+
+
+def test_messages_go_to_what_is_stderr_when_they_come(stream: io.StringIO) -> None:
+    log.set_up("info")
+    stream.close()
+    log.sys.stderr = later = io.StringIO()  # type: ignore[misc, attr-defined]
+    log.logger.info("hello")
+    assert later.getvalue().endswith("hello\n")

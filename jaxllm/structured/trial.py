@@ -31,6 +31,11 @@ MAX_SEARCH_SECONDS = 1.0
 COMPILE_STACK_BYTES = 32 << 20
 MASK_STACK_BYTES = 1 << 20
 """Less than any thread has that computes masks in the engine."""
+_ONE_OF = (
+    "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf",
+    "oneOf whose schemas may match the same value is not supported; use anyOf",
+)
+"""Words of llguidance for its own callers, and what they mean for those of this project."""
 SIMPLER = "ask for something simpler, such as smaller bounds of repetition"
 
 T = TypeVar("T")
@@ -117,7 +122,7 @@ def readable(message: str, kind: str) -> str:
     message = re.sub(r"^(\d+)\((\d+)\): ", r"at line \1 column \2: ", message)
     message = re.sub(r"\n +\d+ \| .*", "", message, flags=re.DOTALL)
     lines = [line.strip() for line in message.splitlines() if line.strip() and not set(line.strip()) <= {"^"}]
-    message = " ".join(lines)
+    message = " ".join(lines).replace(*_ONE_OF)
     return message if len(message) <= 300 else f"{message[:300]}…"
 
 

@@ -14,7 +14,7 @@ from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.model_config import ModelConfig
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.request import EngineCoreRequest, Grammar
-from jaxllm.sampling_params import RequestOutputKind, SamplingParams
+from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from jaxllm.structured_outputs import PARAM, StructuredOutputsParams
 from jaxllm.text.generation_config import FILE_NAME, GenerationConfig
 from jaxllm.text.tokenizer import Tokenizer
@@ -62,6 +62,8 @@ class FrontRequest:
     arrival_time: float
     pooling_params: PoolingParams | None = None
     """Set: vectors are wanted, and nothing is generated."""
+    beam_search_params: BeamSearchParams | None = None
+    """Set: answers are searched, and everything else is about the search's first step."""
 
 
 class InputProcessor:

@@ -35,7 +35,6 @@ class StreamParser(Reader):
         forced: bool = False,
         parallel: bool = True,
         prompt_text: str = "",
-        include_reasoning: bool = True,
         special_tokens: Iterable[str] = (),
         drop_special_tokens: bool = True,
         hold_calls: bool = False,
@@ -47,9 +46,7 @@ class StreamParser(Reader):
         self.num_calls = 0
         self.in_reasoning = False
         """Whether the text so far ends within reasoning."""
-        self.num_reasoning_tokens = 0
         self._tool, self._parallel, self._hold_calls = tool, parallel, hold_calls
-        self._include_reasoning = include_reasoning
         self._out: list[Delta] = []
         self._num_before_call: int | None = None  # deltas to give out, whatever becomes of the call that is read
         self._num_given = 0  # pieces read of this call that were given out
@@ -71,13 +68,10 @@ class StreamParser(Reader):
 
     # What callers use
 
-    def feed(self, text: str, num_tokens: int = 0) -> list[Delta]:
-        """Take the next piece of text, which these tokens gave. Returns what is certain by now."""
-        reasoning = self.in_reasoning
+    def feed(self, text: str) -> list[Delta]:
+        """Take the next piece of text. Returns what is certain by now."""
         self._add(text)
         self._resume()
-        if reasoning or self.in_reasoning:
-            self.num_reasoning_tokens += num_tokens
         return self._ready()
 
     def finish(self) -> list[Delta]:
@@ -162,7 +156,7 @@ class StreamParser(Reader):
 
     def add_reasoning(self, text: str) -> None:
         """Text of the reasoning."""
-        if text and self._include_reasoning:
+        if text:
             self._out.append(Reasoning(text))
 
     def copy_visible_until(self, ends: Sequence[str], sink: Callable[[str], Any]) -> Reading[str | None]:

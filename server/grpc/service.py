@@ -41,7 +41,13 @@ class Inference(InferenceServicer):
             async with asyncio.timeout(limit):
                 params = self._params(request)
                 prompt = await asyncio.to_thread(self._prompt, request)
-                prepared = await self._engine.prepare(prompt, params, engine_id, priority=request.priority)
+                prepared = await self._engine.prepare(
+                    prompt,
+                    params,
+                    engine_id,
+                    priority=request.priority,
+                    queue_timeout_seconds=self._context.queue_timeout_seconds,
+                )
                 is_first = True
                 async with contextlib.aclosing(self._engine.stream(prepared)) as outputs:
                     async for output in outputs:

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from server.protocol.common import RequestModel
+from server.protocol.common import Items, RequestModel
 from server.protocol.passed_on import NOT_IN_OTHER_APIS, PassedOn
 
 
@@ -30,7 +30,7 @@ class ToolResultBlock(RequestModel):
 
     type: Literal["tool_result"]
     tool_use_id: str = Field(min_length=1)
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Items[dict[str, Any]] | None = None
     is_error: bool | None = None
 
 
@@ -46,7 +46,7 @@ class InputMessage(RequestModel):
     """A turn."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[dict[str, Any]]
+    content: str | Items[dict[str, Any]]
 
 
 class Tool(RequestModel):
@@ -102,7 +102,7 @@ class ContextEdit(RequestModel):
 class ContextManagement(RequestModel):
     """Edits of the conversation, of which only those that leave out nothing are supported."""
 
-    edits: list[ContextEdit] | None = None
+    edits: Items[ContextEdit] | None = None
 
 
 class Prompt(PassedOn):
@@ -120,9 +120,9 @@ class Prompt(PassedOn):
     }
 
     model: str | None = None
-    messages: list[InputMessage] = Field(min_length=1)
-    system: str | list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: Items[InputMessage] = Field(min_length=1)
+    system: str | Items[dict[str, Any]] | None = None
+    tools: Items[dict[str, Any]] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -139,7 +139,7 @@ class MessagesRequest(Prompt):
     max_tokens: int = Field(ge=1)
     metadata: dict[str, Any] | None = None
     """Accepted as OpenAI's `user` is: it changes nothing."""
-    stop_sequences: list[str] | None = None
+    stop_sequences: Items[str] | None = None
     stream: bool | None = None
     temperature: float | None = Field(default=None, ge=0, le=1)
     top_p: float | None = None

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from server.protocol.common import RequestModel, SamplingFields
+from server.protocol.common import Items, RequestModel, SamplingFields
 
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 
@@ -38,9 +38,9 @@ class Message(RequestModel):
     """One message of the conversation."""
 
     role: Role
-    content: str | list[ContentPart | str] | None = None
+    content: str | Items[ContentPart | str] | None = None
     name: str | None = None
-    tool_calls: list[MessageToolCall] | None = None
+    tool_calls: Items[MessageToolCall] | None = None
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
@@ -81,12 +81,12 @@ class ChatCompletionRequest(SamplingFields):
 
     HARMLESS: ClassVar[Mapping[str, Any]] = {"modalities": ["text"], "verbosity": "medium"}
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[Items[Message], Field(min_length=1)]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: Annotated[list[Tool], Field(max_length=512)] | None = None
+    tools: Annotated[Items[Tool], Field(max_length=512)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = True
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
@@ -95,8 +95,8 @@ class ChatCompletionRequest(SamplingFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     add_special_tokens: bool = False
-    documents: list[dict[str, Any]] | None = None
+    documents: Items[dict[str, Any]] | None = None
     chat_template: str | None = None
-    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
-    modalities: list[str] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    modalities: Items[str] | None = None
     verbosity: str | None = None

@@ -1,12 +1,16 @@
 """What the bodies of all generating requests have in common: strict types, finite numbers, sampling fields, refused fields."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from server.errors import bad_request
 
+T = TypeVar("T")
+
+Items = Annotated[list[T], Field(fail_fast=True)]
+"""A list of which the first fault alone is told: a body may have a million, which would take minutes."""
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 ShortText = Annotated[str, Field(max_length=512)]
 """Labels that clients put on requests and that nothing here reads."""
@@ -44,6 +48,7 @@ UNSUPPORTED = {
     "functions": "tools",
     "function_call": "tool_choice",
     "web_search_options": "tools",
+    "moderation": "nothing: nothing moderates here",
     "adapter_id": "model",
     "lora_request": "model",
 }
@@ -89,7 +94,7 @@ class StructuredOutputs(RequestModel):
 
     json_schema: Any = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Items[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: Any = None
@@ -112,8 +117,10 @@ class ResponseFormat(RequestModel):
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
-    structures: list[dict[str, Any]] | None = None
-    triggers: list[str] | None = None
+    schema_: Any = Field(None, alias="schema")
+    """Where some other servers have it; refused, because it would not hold here."""
+    structures: Items[dict[str, Any]] | None = None
+    triggers: Items[str] | None = None
     format: dict[str, Any] | None = None
 
 
@@ -131,23 +138,23 @@ class SamplingFields(RequestModel):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: Int64 | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Items[str] | None = None
+    stop_token_ids: Items[int] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: int | None = None
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: Annotated[list[str], Field(max_length=128)] | None = None
+    allowed_token_ids: Items[int] | None = None
+    bad_words: Annotated[Items[str], Field(max_length=128)] | None = None
     prompt_logprobs: int | None = None
-    logprob_token_ids: list[int] | None = None
+    logprob_token_ids: Items[int] | None = None
     repetition_detection: RepetitionDetection | None = None
     structured_outputs: StructuredOutputs | None = None
     response_format: ResponseFormat | None = None
-    extra_args: dict[str, list[float]] | None = None
-    vllm_xargs: dict[str, list[float]] | None = None
+    extra_args: dict[str, Items[float]] | None = None
+    vllm_xargs: dict[str, Items[float]] | None = None
 
     use_beam_search: bool = False
     length_penalty: float | None = None

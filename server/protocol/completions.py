@@ -1,14 +1,10 @@
 """The body of /v1/completions."""
 
-from typing import Annotated
+from server.protocol.common import Items, SamplingFields
 
-from pydantic import Field
-
-from server.protocol.common import SamplingFields
-
-Ids = Annotated[list[int], Field(fail_fast=True)]
-Texts = Annotated[list[str], Field(fail_fast=True)]
-Lists = Annotated[list[Ids], Field(fail_fast=True)]
+Ids = Items[int]
+Texts = Items[str]
+Lists = Items[Ids]
 
 
 class CompletionRequest(SamplingFields):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from server.protocol.chat import Message
-from server.protocol.common import CacheSalt, Int64, RequestId, RequestModel, ShortText
+from server.protocol.common import CacheSalt, Int64, Items, RequestId, RequestModel, ShortText
 from server.protocol.completions import Ids, Lists, Texts
 
 EmbedDtype = Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"]
@@ -19,6 +19,8 @@ class PoolingFields(RequestModel):
     REFUSED: ClassVar[Mapping[str, str]] = {
         **RequestModel.REFUSED,
         "normalize": "use_activation",
+        "activation": "use_activation",
+        "softmax": "use_activation",
         "padding": "nothing: prompts are never padded",
         "score_template": "the model's own texts, written into the request",
     }
@@ -39,7 +41,7 @@ class VectorFields(PoolingFields):
     """Of requests that are answered with vectors: what they are made of, and how they are written."""
 
     input: str | Ids | Texts | Lists | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[Items[Message], Field(min_length=1)] | None = None
     add_generation_prompt: bool = False
     continue_final_message: bool = False
     chat_template: str | None = None
@@ -69,6 +71,7 @@ class ScoreRequest(PoolingFields):
         **PoolingFields.REFUSED,
         "use_activation": "nothing: a score is the cosine of two vectors",
         "activation": "nothing: a score is the cosine of two vectors",
+        "softmax": "nothing: a score is the cosine of two vectors",
         "instruction": "an instruction written before the texts",
         "chat_template": "texts as the model was trained on them",
     }
@@ -100,7 +103,7 @@ class RerankRequest(PoolingFields):
     }
 
     query: str
-    documents: Annotated[list[str | Document], Field(min_length=1)]
+    documents: Annotated[Items[str | Document], Field(min_length=1)]
     top_n: int | None = None
     return_documents: bool = True
     max_tokens_per_query: int | None = None

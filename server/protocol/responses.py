@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from server.protocol.common import RequestModel, ShortText
+from server.protocol.common import Items, RequestModel, ShortText
 from server.protocol.passed_on import NOT_IN_OTHER_APIS, PassedOn
 
 MAX_METADATA = 16
@@ -64,7 +64,7 @@ class Message(RequestModel):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[dict[str, Any]]
+    content: str | Items[dict[str, Any]]
 
 
 class FunctionCall(RequestModel):
@@ -81,15 +81,15 @@ class FunctionCallOutput(RequestModel):
 
     type: Literal["function_call_output"]
     call_id: str = Field(min_length=1)
-    output: str | list[dict[str, Any]]
+    output: str | Items[dict[str, Any]]
 
 
 class ReasoningItem(RequestModel):
     """An input item: what the model thought."""
 
     type: Literal["reasoning"]
-    content: list[dict[str, Any]] | None = None
-    summary: list[dict[str, Any]] = []
+    content: Items[dict[str, Any]] | None = None
+    summary: Items[dict[str, Any]] = []
 
 
 class ResponsesRequest(PassedOn):
@@ -101,7 +101,8 @@ class ResponsesRequest(PassedOn):
         "conversation": "previous_response_id; conversations are OpenAI's",
         "context_management": "truncation 'auto'",
         "background_options": "background alone, which begins at once",
-        "moderation": "nothing: nothing moderates here",
+        "previous_input_messages": "input, with the whole conversation",
+        "enable_response_messages": "/tokenize with the messages, for what the model reads",
         "image": "text only: this server takes no media",
         "response_format": "text.format",
         "max_tokens": "max_output_tokens",
@@ -112,14 +113,14 @@ class ResponsesRequest(PassedOn):
     }
 
     model: str | None = None
-    input: str | list[Any]
+    input: str | Items[Any]
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
     background: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    include: list[str] | None = None
+    include: Items[str] | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
     max_tool_calls: int | None = Field(default=None, ge=1)
     metadata: dict[str, str] | None = None
@@ -130,9 +131,9 @@ class ResponsesRequest(PassedOn):
     top_p: float | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     text: TextConfig | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Items[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    stop: str | list[str] | None = None
+    stop: str | Items[str] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     service_tier: ShortText | None = None
     user: ShortText | None = None

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from server.protocol.chat import Message, Tool
-from server.protocol.common import RequestModel
+from server.protocol.common import Items, RequestModel
 
 
 class TokenizeRequest(RequestModel):
@@ -13,16 +13,16 @@ class TokenizeRequest(RequestModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=512)] | None = None
-    documents: list[dict[str, Any]] | None = None
+    messages: Annotated[Items[Message], Field(min_length=1)] | None = None
+    tools: Annotated[Items[Tool], Field(max_length=512)] | None = None
+    documents: Items[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
     """Default: true for a prompt, false for a conversation."""
     return_token_strs: bool = False
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template: str | None = None
-    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
 
@@ -30,4 +30,4 @@ class DetokenizeRequest(RequestModel):
     """Token ids whose text is wanted."""
 
     model: str | None = None
-    tokens: Annotated[list[int], Field(fail_fast=True)]
+    tokens: Items[int]

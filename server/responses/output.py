@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 Event = dict[str, Any]
@@ -73,9 +74,16 @@ class ResponseWriter:
         self._pieces.append(fragment)
         return [self._item_event("response.function_call_arguments.delta", None, delta=fragment)]
 
-    def finish(self, *, usage: dict[str, Any] | None, incomplete_reason: str | None = None) -> list[Event]:
-        """The end: whole, or cut for a reason (`max_output_tokens`)."""
+    def finish(
+        self,
+        *,
+        usage: dict[str, Any] | None,
+        incomplete_reason: str | None = None,
+        logprobs: Sequence[dict[str, Any]] = (),
+    ) -> list[Event]:
+        """The end: whole, or cut for a reason (`max_output_tokens`); `logprobs` are those of the last tokens, which gave no text."""
         status = "completed" if incomplete_reason is None else "incomplete"
+        self._logprobs.extend(logprobs)
         events = self._close(status)
         self.response.update(status=status, usage=usage)
         if incomplete_reason is None:

@@ -78,7 +78,7 @@ class Run:
                     events += self.writer.arguments(call.index, call.arguments)
             if delta.finish_reason is not None:
                 cut = "max_output_tokens" if delta.finish_reason == "length" else None
-                events += self.writer.finish(usage=self._usage(), incomplete_reason=cut)
+                events += self.writer.finish(usage=self._usage(), incomplete_reason=cut, logprobs=self.waiting_logprobs)
         return events
 
     def _usage(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -10,6 +10,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxllm.sampling_params import RequestOutputKind, SamplingParams
+from server.beam_search import beam_search_params
 from server.body import read_body
 from server.chat_deltas import ChatDelta
 from server.chat_service import ChatService, Conversation, PreparedChat
@@ -60,19 +62,28 @@ def to_conversation(body: ChatCompletionRequest, context: ServerContext, request
     if body.logprobs and not body.logprob_token_ids:
         top = 0 if body.top_logprobs is None else body.top_logprobs
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    params = sampling_params(
-        body,
-        context.defaults,
-        context.options.limits,
-        max_tokens=context.default_max_tokens if max_tokens is None else max_tokens,
-        logprobs=top,
-    )
+    max_tokens = context.default_max_tokens if max_tokens is None else max_tokens
+    limits, search = context.options.limits, None
+    if body.use_beam_search:
+        search = beam_search_params(
+            body,
+            limits,
+            max_tokens=context.engine.max_model_len if max_tokens is None else max_tokens,
+            logprobs=top,
+            max_logprobs=context.engine.config.model.max_logprobs,
+        )
+        params = SamplingParams(
+            n=search.n, skip_special_tokens=search.skip_special_tokens, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+    else:
+        params = sampling_params(body, context.defaults, limits, max_tokens=max_tokens, logprobs=top)
     add_generation_prompt = body.add_generation_prompt
     if add_generation_prompt is None:
         add_generation_prompt = not body.continue_final_message
     return Conversation(
         messages=[to_message(message) for message in body.messages],
         params=params,
+        beam_search=search,
         request_id=f"chatcmpl-{request_id}",
         tools=None if body.tools is None else [tool.model_dump(exclude_none=True) for tool in body.tools],
         tool_choice=_tool_choice(body),
@@ -151,8 +162,6 @@ def _check(body: ChatCompletionRequest, context: ServerContext) -> None:
         raise bad_request("logprob_token_ids needs logprobs to be true", "logprob_token_ids")
     if body.echo and not body.continue_final_message:
         raise bad_request("echo needs continue_final_message to be true", "echo")
-    if body.use_beam_search:
-        raise bad_request("use_beam_search is not supported in chats; use /v1/completions", "use_beam_search")
     check_template(body.chat_template, body.chat_template_kwargs, context.options.chat)
 
 
@@ -268,20 +277,13 @@ class ChatReply:
             context=self._context,
             include_usage=include_usage,
         )
-        n = self._chat.conversation.params.n
-        role = {"role": self._context.options.chat.response_role, "content": self._echoed}
-        first = b"".join(
-            chunks.chunk({"index": index, "delta": role, "logprobs": None, "finish_reason": None}) for index in range(n)
-        )
-        has_calls = set()
+        first = b"".join(self._first_chunks(chunks, self._usage() if continuous else None))
         with self._context.running():
             async with contextlib.aclosing(service.stream(self._chat)) as updates:
                 async for deltas in updates:
                     parts = [first] if first else []
                     first = b""
                     for delta in deltas:
-                        if delta.tool_calls:
-                            has_calls.add(delta.index)
                         usage = self._usage() if continuous else None
                         parts += self._chunks(delta, chunks, usage)
                     if parts:
@@ -291,6 +293,15 @@ class ChatReply:
             extra = {"timings": timings(self._chat.metrics, self._chat.usage.completion_tokens)} if self._has_timings else {}
             last.append(chunks.usage(self._usage(), extra))
         yield b"".join([*last, DONE])
+
+    def _first_chunks(self, chunks: ChunkWriter, usage: Mapping[str, Any] | None) -> Iterator[bytes]:
+        """Who speaks, for each answer; the very first tells of the prompt too."""
+        role = {"role": self._context.options.chat.response_role, "content": self._echoed}
+        extra = {"prompt_token_ids": self._chat.prompt_token_ids} if self._body.return_token_ids else {}
+        for index in range(self._chat.conversation.params.n):
+            choice = {"index": index, "delta": role, "logprobs": None, "finish_reason": None}
+            yield chunks.chunk(choice, usage, extra)
+            extra = {}
 
     def _chunks(self, delta: ChatDelta, chunks: ChunkWriter, usage: Mapping[str, Any] | None) -> list[bytes]:
         is_plain = not (delta.logprobs or delta.reasoning or delta.tool_calls or self._body.return_token_ids or usage)

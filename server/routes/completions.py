@@ -14,8 +14,9 @@ from starlette.responses import Response
 
 from jaxllm.errors import InvalidRequestError
 from jaxllm.outputs import CompletionOutput, RequestOutput
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.sampling_params import BeamSearchParams, SamplingParams
 from jaxllm.text.input_processor import FrontRequest
+from server.beam_search import beam_search_params
 from server.body import read_body
 from server.chunk_writer import ChunkWriter
 from server.context import ServerContext, context_of, request_id_of
@@ -56,7 +57,8 @@ class CompletionWork:
     """A request that the engine will take: everything that can be wrong was looked at."""
 
     request_id: str
-    params: SamplingParams
+    n: int
+    """Answers to each prompt."""
     requests: list[FrontRequest]
     """One for each prompt."""
     echoes: list[str]
@@ -93,16 +95,18 @@ async def prepare(body: CompletionRequest, context: ServerContext, request_id: s
     if body.echo:
         tokenizer = tokenizer_of(engine, "echo")
         echoes = [tokenizer.decode(ids) if text is None or body.truncate_prompt_tokens else text for text, ids in encoded]
-    return CompletionWork(request_id, params, requests, echoes)
+    return CompletionWork(request_id, params.n, requests, echoes)
 
 
-def _params(body: CompletionRequest, context: ServerContext) -> SamplingParams:
-    if body.use_beam_search:
-        raise bad_request("use_beam_search is not supported by this server", "use_beam_search", "unsupported_parameter")
+def _params(body: CompletionRequest, context: ServerContext) -> SamplingParams | BeamSearchParams:
     max_tokens = 16 if body.max_tokens is None else body.max_tokens
     if body.echo and max_tokens == 0:
         max_tokens = 1  # computed and left out: the engine has no request without output
-    params = sampling_params(body, context.defaults, context.options.limits, max_tokens=max_tokens, logprobs=body.logprobs)
+    limits = context.options.limits
+    if body.use_beam_search:
+        max_logprobs = context.engine.config.model.max_logprobs
+        return beam_search_params(body, limits, max_tokens=max_tokens, logprobs=body.logprobs, max_logprobs=max_logprobs)
+    params = sampling_params(body, context.defaults, limits, max_tokens=max_tokens, logprobs=body.logprobs)
     if body.echo and body.logprobs is not None:
         params.prompt_logprobs = params.logprobs
         params.skip_reading_prefix_cache = True
@@ -178,6 +182,8 @@ class CompletionReply:
         self._is_prompt_only = bool(body.echo) and body.max_tokens == 0
         self._usage_so_far = Usage(prompt_tokens=sum(len(request.prompt_token_ids) for request in work.requests))
         self._metrics: Any = None
+        self._prompt_logprobs: dict[int, Any] = {}
+        """Of the prompts by their places, which come once and belong to each of their answers."""
 
     # Whole
 
@@ -223,9 +229,9 @@ class CompletionReply:
             echoed = self._work.echoes[place]
             text = echoed + text
         choice: dict[str, Any] = {
-            "index": place * self._work.params.n + answer.index,
+            "index": place * self._work.n + answer.index,
             "text": text,
-            "logprobs": self._logprob_object(output, ids, positions)[0],
+            "logprobs": self._logprob_object(output, output.prompt_logprobs, ids, positions)[0],
             "finish_reason": "length" if self._is_prompt_only else end_of(answer),
             "stop_reason": None if self._is_prompt_only else answer.stop_reason,
         }
@@ -237,14 +243,14 @@ class CompletionReply:
         return choice
 
     def _logprob_object(
-        self, output: RequestOutput, ids: Sequence[int], positions: Any, offset: int = 0, *, with_prompt: bool = True
+        self, output: RequestOutput, of_prompt: Any, ids: Sequence[int], positions: Any, offset: int = 0
     ) -> tuple[dict[str, Any] | None, int]:
-        """The object and the offset where its text ends."""
+        """The object, which begins with the logprobs `of_prompt` if the prompt is repeated, and the offset where its text ends."""
         if (self._body.logprobs is None and not self._body.logprob_token_ids) or positions is None:
             return None, offset
-        if self._body.echo and with_prompt and output.prompt_logprobs is not None:
+        if self._body.echo and of_prompt is not None:
             ids = [*output.prompt_token_ids, *ids]
-            positions = [*output.prompt_logprobs, *positions]
+            positions = [*of_prompt, *positions]
         return self._logprobs.completion(ids, positions, self._num_top, offset)
 
     def _count(self, output: RequestOutput) -> None:
@@ -304,7 +310,7 @@ class CompletionReply:
         offsets: dict[int, int],
         usage: Mapping[str, Any] | None,
     ) -> list[bytes]:
-        index = place * self._work.params.n + answer.index
+        index = place * self._work.n + answer.index
         is_first = index not in offsets
         offset = offsets.setdefault(index, 0)
         text, ids, positions = answer.text, answer.token_ids, answer.logprobs
@@ -316,7 +322,10 @@ class CompletionReply:
         rich = self._body.logprobs is not None or self._body.logprob_token_ids or self._body.return_token_ids
         if not rich and usage is None and reason is None:
             return [chunks.text(index, text)] if text else []
-        logprobs, offsets[index] = self._logprob_object(output, ids, positions, offset, with_prompt=is_first)
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs[place] = output.prompt_logprobs
+        of_prompt = self._prompt_logprobs.get(place) if is_first else None
+        logprobs, offsets[index] = self._logprob_object(output, of_prompt, ids, positions, offset)
         choice: dict[str, Any] = {
             "index": index,
             "text": text,

@@ -11,6 +11,7 @@ router = APIRouter(tags=["OpenAI"])
 
 
 @router.get("/v1/models")
+@router.get("/v1/models/", include_in_schema=False)
 async def list_models(request: Request) -> dict[str, Any]:
     """The names that requests may use."""
     context = context_of(request)

@@ -30,7 +30,7 @@ from server.protocol.pooling import (
     ScoreRequest,
     VectorFields,
 )
-from server.routes.chat import to_message
+from server.routes.chat import check_template, to_message
 from server.sse import unless_disconnected
 from server.vectors import as_bytes, as_json
 
@@ -227,11 +227,7 @@ async def _pool(
 
 
 def _conversation(body: VectorFields, context: ServerContext, request_id: str) -> Conversation:
-    if body.chat_template is not None and not context.options.chat.trust_request_chat_template:
-        raise bad_request(
-            "chat_template is refused; this server renders its own (start it with --trust-request-chat-template to change that)",
-            "chat_template",
-        )
+    check_template(body.chat_template, body.chat_template_kwargs, context.options.chat)
     return Conversation(
         messages=[to_message(message) for message in body.messages or ()],
         params=SamplingParams(),

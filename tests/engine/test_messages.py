@@ -49,19 +49,19 @@ def places(value: Any, way: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 @example(b"\x81\xa1x" * 100_000)
 @example(b"\xdd\xff\xff\xff\xff")
 @example(b"\xc6\xff\xff\xff\xff")
-@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@settings(max_examples=200)
 def test_no_bytes_break_a_decoder(frame: bytes) -> None:
     read(frame)
 
 
 @given(VALUES | LIKE_MESSAGES)
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@settings(max_examples=300)
 def test_nothing_like_a_message_breaks_a_decoder(value: Any) -> None:
     read(msgspec.msgpack.encode(value))
 
 
 @given(st.data(), VALUES)
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@settings(max_examples=300)
 def test_a_request_with_any_field_replaced_is_read_or_refused(data: st.DataObject, value: Any) -> None:
     whole = msgspec.msgpack.decode(ADD)
     *way, last = data.draw(st.sampled_from(places(whole)[1:]))

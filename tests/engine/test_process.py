@@ -49,7 +49,7 @@ def shared(model_directory: Path) -> Iterator[Served]:
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(coroutine, 30))
+    return asyncio.run(asyncio.wait_for(coroutine, 120))
 
 
 async def text_of(llm: AsyncLLM, prompt: str = "hi", request_id: str = "r", params: SamplingParams = DELTA) -> str:

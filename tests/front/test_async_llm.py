@@ -35,7 +35,7 @@ def llm(core: FakeEngineCore) -> Iterator[AsyncLLM]:
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(coroutine, 20))
+    return asyncio.run(asyncio.wait_for(coroutine, 120))
 
 
 async def until(condition: Callable[[], bool]) -> None:

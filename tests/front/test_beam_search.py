@@ -1,17 +1,23 @@
+import asyncio
 import itertools
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from jaxllm.async_llm import AsyncLLM
 from jaxllm.beam_search import search_beams
-from jaxllm.errors import InvalidRequestError
+from jaxllm.errors import InvalidRequestError, OverloadedError, RequestFailedError
 from jaxllm.llm import LLM
-from jaxllm.outputs import CompletionOutput, Logprob, RequestOutput
+from jaxllm.outputs import CompletionOutput, EngineCoreOutput, Logprob, RequestOutput
+from jaxllm.request import EngineCoreRequest, ErrorKind, FinishReason
 from jaxllm.sampling_params import BeamSearchParams, SamplingParams
-from tests.helpers.fake_front import fake_core
+from tests.helpers.fake_engine_core import FakeEngineCore
+from tests.helpers.fake_front import fake_core, guessing_core
 
 VOCAB, EOS = 4, 3
 
@@ -129,3 +135,204 @@ def test_through_an_llm_answers_have_text(model_directory: Path) -> None:
         best = output.sequences[0]
         assert best.text == llm.get_tokenizer().decode(best.tokens, skip_special_tokens=True)
     assert all(request.sampling_params.max_tokens == 1 for request in core.requests)
+
+
+# Of asyncio programs
+
+
+@pytest.fixture
+def core(model_directory: Path) -> FakeEngineCore:
+    return guessing_core(model_directory)
+
+
+@pytest.fixture
+def engine(core: FakeEngineCore) -> Iterator[AsyncLLM]:
+    with AsyncLLM(core=core) as engine:
+        yield engine
+        asyncio.run(engine.check_integrity())
+        assert not core.running and not engine._searches
+
+
+@pytest.fixture
+def gate(core: FakeEngineCore) -> Iterator[threading.Semaphore]:
+    """Each step of the engine waits to be released."""
+    gate = threading.Semaphore(0)
+    core.before_step = gate.acquire  # type: ignore[assignment]
+    yield gate
+    gate.release(1000)
+
+
+def run_async(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(coroutine, 20))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0, 3.0])
+def test_a_program_finds_what_a_script_finds(model_directory: Path, engine: AsyncLLM, length_penalty: float) -> None:
+    params = BeamSearchParams(3, 6, length_penalty=length_penalty)
+    llm = LLM.from_config(engine.config, core=guessing_core(model_directory))
+    expected = llm.beam_search("hi", params)[0].sequences
+    output = run_async(engine.beam_search("hi", params, "r"))
+    decode = engine.get_tokenizer().decode
+    assert [decode(output.prompt_token_ids, skip_special_tokens=True) + answer.text for answer in output.outputs] == [
+        sequence.text for sequence in expected
+    ]
+    assert [answer.cumulative_logprob for answer in output.outputs] == [sequence.cum_logprob for sequence in expected]
+    assert [answer.finish_reason for answer in output.outputs] == [sequence.finish_reason for sequence in expected]
+    eos = engine.input_processor.eos_token_ids[0]
+    for answer, sequence in zip(output.outputs, expected, strict=True):
+        assert answer.token_ids == [*sequence.tokens[3:], *([eos] if answer.finish_reason == "stop" else [])]
+    assert output.finished and output.metrics.num_generation_tokens == sum(len(answer.token_ids) for answer in output.outputs)
+
+
+def test_only_the_logprobs_that_were_asked_for_are_reported(engine: AsyncLLM, core: FakeEngineCore) -> None:
+    for asked, num_computed in ((None, 4), (0, 4), (1, 4), (7, 7)):
+        output = run_async(engine.beam_search("hi", BeamSearchParams(2, 4, logprobs=asked), "r"))
+        assert core.requests[-1].sampling_params.logprobs == num_computed
+        for answer in output.outputs:
+            if asked is None:
+                assert answer.logprobs is None
+                continue
+            own = [position[token] for position, token in zip(answer.logprobs, answer.token_ids, strict=True)]
+            assert sum(entry.logprob for entry in own) == pytest.approx(answer.cumulative_logprob)
+            for position, entry in zip(answer.logprobs, own, strict=True):
+                ranks = {each.rank for each in position.values()}
+                assert ranks == {entry.rank, *range(1, asked + 1)}
+                assert all(each.decoded_token is not None for each in position.values())
+
+
+def test_more_logprobs_do_not_change_what_is_found(engine: AsyncLLM) -> None:
+    few, many = (
+        run_async(engine.beam_search("hi", BeamSearchParams(1, 6, logprobs=count), "r")).outputs[0].token_ids
+        for count in (0, 9)
+    )
+    assert few == many
+
+
+def test_all_beams_of_a_step_begin_in_it(engine: AsyncLLM, core: FakeEngineCore) -> None:
+    run_async(engine.beam_search("hi", BeamSearchParams(4, 5, ignore_eos=True), "r"))
+    assert core.num_steps == 5 and len(core.requests) == 1 + 4 * 4
+
+
+def test_cancelling_aborts_all_beams(engine: AsyncLLM, core: FakeEngineCore) -> None:
+    advance = core._advance
+
+    def only_the_first(running: Any) -> EngineCoreOutput:
+        return advance(running) if len(core.requests) == 1 else EngineCoreOutput(running.request.request_id, [])
+
+    core._advance = only_the_first  # type: ignore[method-assign]
+
+    async def main() -> None:
+        task = asyncio.create_task(engine.beam_search("hi", BeamSearchParams(4, 50, ignore_eos=True), "r"))
+        await until(lambda: len(core.requests) == 1 + 4)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await until(lambda: not core.running)
+
+    run_async(main())
+    assert core.aborted == [request.request_id for request in core.requests[1:]]
+
+
+def test_a_search_ends_with_the_error_of_a_step_and_the_other_beams_with_it(engine: AsyncLLM, core: FakeEngineCore) -> None:
+    add = core.add_request
+
+    def refuse_the_third(request: EngineCoreRequest) -> None:
+        if len(core.requests) == 3:
+            raise OverloadedError("the queue is full", 7)
+        add(request)
+
+    core.add_request = refuse_the_third  # type: ignore[method-assign]
+    with pytest.raises(OverloadedError, match="the queue is full"):
+        run_async(engine.beam_search("hi", BeamSearchParams(4, 50, ignore_eos=True), "r"))
+    assert len(core.requests) == 3
+
+
+def test_a_step_that_fails_in_the_engine_fails_the_search(engine: AsyncLLM, core: FakeEngineCore) -> None:
+    advance = core._advance
+
+    def fail_the_third(running: Any) -> EngineCoreOutput:
+        if running.request not in core.requests[2:3]:
+            return advance(running)
+        del core.running[running.request.request_id]
+        return EngineCoreOutput(
+            running.request.request_id, [], FinishReason.ERROR, "no room", error_kind=ErrorKind.OUT_OF_MEMORY
+        )
+
+    core._advance = fail_the_third  # type: ignore[method-assign]
+    params = BeamSearchParams(3, 50, ignore_eos=True)
+    with pytest.raises(RequestFailedError, match="no room") as caught:
+        run_async(engine.beam_search("hi", params, "r"))
+    assert caught.value.kind == "out_of_memory"
+    core.requests.clear()
+
+    async def streamed() -> list[RequestOutput]:
+        return [output async for output in engine.stream(await engine.prepare("hi", params, "r"))]
+
+    [output] = run_async(streamed())
+    assert output.finished and [answer.index for answer in output.outputs] == [0, 1, 2]
+    assert {(answer.finish_reason, answer.error_kind) for answer in output.outputs} == {("error", "out_of_memory")}
+
+
+def test_a_search_can_be_aborted_by_its_id(engine: AsyncLLM, core: FakeEngineCore, gate: threading.Semaphore) -> None:
+    async def main() -> RequestOutput:
+        task = asyncio.create_task(engine.beam_search("hi", BeamSearchParams(4, 50, ignore_eos=True), "r"))
+        gate.release(1)
+        await until(lambda: len(core.requests) == 5)
+        abort = asyncio.create_task(engine.abort("r"))
+        await until(lambda: not engine._searches)
+        gate.release(1000)
+        await abort
+        return await task
+
+    assert [answer.finish_reason for answer in run_async(main()).outputs] == ["abort"] * 4
+    assert len(core.requests) == 5
+
+
+def test_a_search_can_be_aborted_between_two_steps(
+    engine: AsyncLLM, core: FakeEngineCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together = engine._run_together
+
+    async def and_abort(requests: Any) -> list[RequestOutput]:
+        outputs = await together(requests)
+        await engine.abort("r")
+        return outputs
+
+    monkeypatch.setattr(engine, "_run_together", and_abort)
+    output = run_async(engine.beam_search("hi", BeamSearchParams(4, 50, ignore_eos=True), "r"))
+    assert len(core.requests) == 1 and {answer.finish_reason for answer in output.outputs} == {"abort"}
+
+
+def test_its_time_is_that_of_all_steps_and_only_the_first_waits_in_the_queue(engine: AsyncLLM, core: FakeEngineCore) -> None:
+    async def main() -> None:
+        params = BeamSearchParams(2, 3, ignore_eos=True)
+        prompt = {"prompt": "hi", "cache_salt": "s"}
+        request = await engine.prepare(prompt, params, "r", queue_timeout_seconds=30.0, timeout_seconds=60.0)
+        async for _ in engine.stream(request):
+            pass
+
+    run_async(main())
+    first, *others = core.requests
+    assert (first.queue_timeout_seconds, {other.queue_timeout_seconds for other in others}) == (30.0, {None})
+    times = [request.timeout_seconds for request in core.requests]
+    assert times == sorted(times, reverse=True) and times[0] <= 60.0
+    assert {request.cache_salt for request in core.requests} == {"s"}
+
+
+def test_what_cannot_be_searched_is_refused_before_anything_runs(engine: AsyncLLM, core: FakeEngineCore) -> None:
+    for params, match in (
+        (BeamSearchParams(11, 5), "beam_width is 11, which takes 22 logprobs"),
+        (BeamSearchParams(2, 5, logprobs=21), "logprobs is 21"),
+        (BeamSearchParams(2, 5, logprobs=1, allowed_token_ids=[5]), "logprobs is 1, must be 0"),
+        (BeamSearchParams(2, 5, allowed_token_ids=[10**6]), "allowed_token_ids has token id"),
+    ):
+        with pytest.raises(InvalidRequestError, match=match):
+            run_async(engine.beam_search("hi", params, "r"))
+    with pytest.raises(InvalidRequestError, match="length_penalty is"):
+        BeamSearchParams(2, 5, length_penalty=1e300)
+    assert not core.requests

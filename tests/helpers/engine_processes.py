@@ -54,7 +54,7 @@ def served(model_directory: Path, factory: str = FACTORY, **options: Any) -> Ite
             process.stdin.close()
 
 
-async def until(condition: Any, seconds: float = 10.0) -> None:
+async def until(condition: Any, seconds: float = 60.0) -> None:
     """Wait for it, looking every millisecond."""
     async with asyncio.timeout(seconds):
         while not condition():

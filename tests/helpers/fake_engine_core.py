@@ -164,7 +164,8 @@ class FakeEngineCore:
         if reason is not None:
             del self.running[request.request_id]
         vocab_size = self.model_config.vocab_size
-        logprobs = None if params.logprobs is None else self.logprobs(request, new, params.logprobs)
+        count = params.logprobs if params.logprob_token_ids is None else len(params.logprob_token_ids)
+        logprobs = None if count is None else self.logprobs(request, new, count)
         prompt_logprobs = None
         if is_first and params.prompt_logprobs is not None:
             prompt_logprobs = fake_logprobs(request.prompt_token_ids[1:], params.prompt_logprobs, vocab_size)

@@ -114,7 +114,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def wait_until(condition: Callable[[], Any], message: str, seconds: float = 30) -> None:
+def wait_until(condition: Callable[[], Any], message: str, seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, message

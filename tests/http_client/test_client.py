@@ -18,7 +18,7 @@ BODY = msgspec.json.encode({"prompt": "x", "max_tokens": 4, "stream": True, "str
 def with_client(stub: Stub, use: Callable[[ServerClient], Coroutine[Any, Any, Any]], **options: Any) -> Any:
     async def run() -> Any:
         async with ServerClient(stub.url, **options) as client:
-            return await asyncio.wait_for(use(client), 20)
+            return await asyncio.wait_for(use(client), 120)
 
     return asyncio.run(run())
 

@@ -42,7 +42,7 @@ ANSWERS = [
 @example(b'{"error": ' + b"[" * 100_000)
 @example(b'{"unknown": ' + b"[" * 100_000 + b"]" * 100_000 + b"}")
 @example(b'{"choices": [{"index": 1e999}]}')
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@settings(max_examples=150)
 def test_no_event_breaks_the_reader_of_chunks(data: bytes) -> None:
     try:
         read_chunk(data)
@@ -51,7 +51,7 @@ def test_no_event_breaks_the_reader_of_chunks(data: bytes) -> None:
 
 
 @given(st.lists(st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]))), st.data())
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=60)
 def test_what_the_server_writes_is_read_wherever_it_is_cut(texts: list[str], data: st.DataObject) -> None:
     written = b"".join(event(text.encode()) + KEEP_ALIVE for text in texts) + DONE
     cuts = sorted(data.draw(st.lists(st.integers(0, len(written)), max_size=8)))

@@ -15,7 +15,7 @@ def load(stub: Stub, prompts: list[LoadPrompt], backend: Backend = "openai", **o
         maker = RequestMaker(backend, "stub", {"temperature": 0.0}, ignore_eos=True)
         async with ServerClient(stub.url) as client:
             times = [0.0] * len(prompts)
-            return await asyncio.wait_for(run_load(client, maker, ENDPOINTS[backend], prompts, times, **options), 30)
+            return await asyncio.wait_for(run_load(client, maker, ENDPOINTS[backend], prompts, times, **options), 120)
 
     return asyncio.run(run())
 

@@ -69,7 +69,7 @@ def shop():
 
 
 def until(condition) -> None:
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end, "it never came"
         time.sleep(0.001)

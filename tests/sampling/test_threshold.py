@@ -27,7 +27,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 @pytest.mark.parametrize("bits", [1, 4])
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(kind=kinds, seed=seeds)
 def test_the_kth_largest_value_is_found_exactly(bits, kind, seed):
     rng = np.random.default_rng(seed)
@@ -38,7 +38,7 @@ def test_the_kth_largest_value_is_found_exactly(bits, kind, seed):
 
 
 @pytest.mark.parametrize("bits", [1, 4])
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(kind=kinds, seed=seeds)
 def test_the_largest_value_whose_weight_reaches_the_target_is_found(bits, kind, seed):
     rng = np.random.default_rng(seed)

@@ -132,7 +132,7 @@ class _Load:
             assert self.engine.collect() == []
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     seed=st.integers(0, 2**32),
     policy=st.sampled_from(["fcfs", "priority"]),

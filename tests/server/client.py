@@ -24,7 +24,7 @@ class Client:
 
     def run(self, coroutine: Any) -> Any:
         """The result of a coroutine in this client's loop."""
-        return self._runner.run(asyncio.wait_for(coroutine, 20))
+        return self._runner.run(asyncio.wait_for(coroutine, 120))
 
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
         async def send() -> httpx.Response:

@@ -10,6 +10,7 @@ from jaxllm.text.tokenizer import load_tokenizer
 from server.app import create_app
 from tests.helpers.fake_engine_core import FakeEngineCore
 from tests.helpers.fake_front import fake_core
+from tests.helpers.tiny_tokenizers import write_tokenizer
 from tests.server.client import Client, events
 from tests.server.conftest import options
 
@@ -46,8 +47,8 @@ def test_chunks_come_in_the_order_that_clients_rely_on(client: Client) -> None:
 
 def test_running_usage_only_grows(client: Client) -> None:
     chunks = events(client.chat(stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True}))
-    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks if chunk["usage"]]
-    assert counts == sorted(counts) and counts[-1] == 4
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and counts[0] == 0 and counts[-1] == 4
 
 
 def test_logprobs_come_per_token_with_their_bytes(client: Client) -> None:
@@ -61,6 +62,9 @@ def test_ids_and_timings_are_told_if_asked(client: Client) -> None:
     assert len(reply["choices"][0]["token_ids"]) == 4 and reply["prompt_token_ids"]
     assert reply["timings"]["total_ms"] >= reply["timings"]["time_to_first_token_ms"] >= 0
     assert "timings" not in client.chat().json()
+    chunks = events(client.chat(return_token_ids=True, stream=True))
+    assert [chunk.get("prompt_token_ids") for chunk in chunks] == [reply["prompt_token_ids"], *[None] * (len(chunks) - 1)]
+    assert [id for chunk in chunks for id in chunk["choices"][0].get("token_ids", ())] == reply["choices"][0]["token_ids"]
 
 
 @pytest.mark.parametrize(
@@ -73,6 +77,8 @@ def test_ids_and_timings_are_told_if_asked(client: Client) -> None:
         ({"guided_json": {}}, "guided_json"),
         ({"functions": [{}]}, "functions"),
         ({"chat_template": "x"}, "chat_template"),
+        ({"documents": [{"text": "x"}]}, "documents"),
+        ({"response_format": {"type": "json_object", "schema": {"type": "object"}}}, "response_format"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
         ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
         ({"top_logprobs": 3}, "top_logprobs"),
@@ -81,13 +87,19 @@ def test_ids_and_timings_are_told_if_asked(client: Client) -> None:
         ({"timeout": 0}, "timeout"),
         ({"priority": 1}, "priority"),
         ({"logprob_token_ids": [1]}, "logprob_token_ids"),
-        ({"use_beam_search": True}, "use_beam_search"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(client: Client, fields: dict[str, Any], param: str) -> None:
     for stream in (False, True):
         reply = client.chat(**{"stream": stream, **fields})
         assert reply.status_code == 400 and reply.json()["error"]["param"] == param, reply.text
+
+
+def test_it_waits_in_the_queue_no_longer_than_the_server_allows(engine: AsyncLLM, core: FakeEngineCore) -> None:
+    with Client(create_app(engine, options(queue_timeout=30))) as client:
+        for ask in (client.chat, client.complete):
+            assert ask().status_code == 200
+            assert core.requests[-1].queue_timeout_seconds == 30
 
 
 def test_unknown_fields_are_ignored(client: Client) -> None:
@@ -154,3 +166,20 @@ def test_reasoning_that_is_not_wanted_leaks_nowhere(thinking: tuple[Client, Fake
 def test_reasoning_tokens_are_counted(thinking: tuple[Client, FakeEngineCore]) -> None:
     usage = thinking[0].chat(max_tokens=200).json()["usage"]
     assert 0 < usage["completion_tokens_details"]["reasoning_tokens"] < usage["completion_tokens"]
+
+
+def test_an_answer_that_ends_within_its_reasoning_is_reasoning_to_the_last_token(tmp_path: Path) -> None:
+    core = fake_core(write_tokenizer(tmp_path), "one two three \n", max_model_len=200)
+    with AsyncLLM(core=core) as engine, Client(create_app(engine, options(reasoning_parser="deepseek_r1"))) as client:
+        usage = client.chat().json()["usage"]
+    assert usage["completion_tokens_details"]["reasoning_tokens"] == usage["completion_tokens"]
+
+
+def test_a_templates_variables_may_hold_lists_and_objects(tmp_path: Path) -> None:
+    template = "{{ bos_token }}{% for name in shown.names %}{{ name }},{% endfor %}"
+    core = fake_core(write_tokenizer(tmp_path, chat_template=template), max_model_len=100)
+    with AsyncLLM(core=core) as engine, Client(create_app(engine, options())) as client:
+        kwargs = {"shown": {"names": ["one", "two"]}}
+        reply = client.chat(chat_template_kwargs=kwargs, return_token_ids=True).json()
+        assert client.post("/detokenize", {"tokens": reply["prompt_token_ids"]}).json()["prompt"].endswith("one,two,")
+        assert client.chat(chat_template_kwargs={"shown": {"names": [10**30]}}).status_code == 400

@@ -11,7 +11,7 @@ from server.options import ChatOptions
 from server.template_process import TemplateProcesses
 from tests.helpers.tiny_tokenizers import BOS, EOS, write_tokenizer
 
-LIMITS = ChatOptions(chat_template_timeout=0.5, chat_template_memory_bytes=256 << 20)
+LIMITS = ChatOptions(chat_template_timeout=1.0, chat_template_memory_bytes=256 << 20)
 JOB: dict[str, Any] = {
     "tools": None,
     "documents": None,
@@ -85,7 +85,7 @@ def test_what_surrounds_a_broken_token_is_encoded_as_ever(encoder: ChatEncoder, 
     ("template", "message"),
     [
         ("{{ 'a' * 3000000000 }}", "[mM]emory"),
-        ("{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}", "more than 0.5 s"),
+        ("{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}", "more than 1 s"),
         ("{{ ''.__class__.__mro__ }}", "refused|failed"),
         ("{% if %}", "wrong in line 1"),
     ],
@@ -94,7 +94,7 @@ def test_a_template_cannot_take_more_than_it_may(encoder: ChatEncoder, template:
     began = time.monotonic()
     with pytest.raises(InvalidRequestError, match=message):
         encoded(encoder, "hi", chat_template=template)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
     assert encoded(encoder, "hi"), "the next conversation is rendered"
 
 

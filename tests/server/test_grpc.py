@@ -41,7 +41,7 @@ class Wire:
 
     def __init__(self, engine: AsyncLLM):
         self._runner = asyncio.Runner()
-        chosen = options(host="127.0.0.1", api_key=["k", "other"], max_request_body_bytes=MAX_BYTES, max_n=4)
+        chosen = options(host="127.0.0.1", api_key=["k", "other"], max_request_body_bytes=MAX_BYTES, max_n=4, queue_timeout=60)
         self.context = ServerContext(engine, chosen)
         self.run(self._start())
 
@@ -52,7 +52,7 @@ class Wire:
         self.stub = InferenceStub(self.channel)
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return self._runner.run(asyncio.wait_for(coroutine, 20))
+        return self._runner.run(asyncio.wait_for(coroutine, 120))
 
     def close(self) -> None:
         self.run(self.channel.close())
@@ -107,6 +107,7 @@ def test_parameters_reach_the_engine(wire: Wire, core: FakeEngineCore) -> None:
     responses = wire.generate(text="hi", sampling=sampling, cache_salt="s")
     request = core.requests[-1]
     params = request.sampling_params
+    assert request.queue_timeout_seconds == 60
     assert (params.temperature, params.top_k, params.max_tokens, params.stop) == (0.5, 3, 2, ["x"])
     assert (params.logit_bias, params.logprobs, params.seed, params.min_p) == ({5: 1.5}, 1, -7, 0.25)
     assert request.cache_salt == "s"
@@ -326,5 +327,5 @@ def test_a_server_that_stops_lets_calls_end_and_takes_no_more(served_directory: 
                 last = [response async for response in call][-1]
                 assert last.finished and last.outputs[0].finish_reason == "abort"
 
-        asyncio.run(asyncio.wait_for(run(), 30))
+        asyncio.run(asyncio.wait_for(run(), 120))
         assert server.end() == 0

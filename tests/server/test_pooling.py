@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from jaxllm.async_llm import AsyncLLM
+from jaxllm.outputs import EngineCoreOutput
 from jaxllm.pooling_params import PoolingParams
+from jaxllm.request import ErrorKind, FinishReason
 from jaxllm.text.tokenizer import load_tokenizer
 from server.app import create_app
 from server.pooling_service import Input, PoolingService
@@ -177,7 +179,9 @@ def test_texts_that_are_compared_are_cut_each_at_its_own_length(client):
         ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({"input": "a", "truncate_prompt_tokens": 201}, "truncate_prompt_tokens"),
         ({"input": "a", "normalize": True}, "normalize"),
+        ({"input": "a", "softmax": True}, "softmax"),
         ({"messages": [{"role": "user", "content": "a"}], "chat_template": "x"}, "chat_template"),
+        ({"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a": "x" * 5000}}, "chat_template_kwargs"),
     ],
 )
 def test_what_cannot_be_embedded_is_refused(client, body, param):
@@ -231,7 +235,22 @@ def test_inputs_that_nobody_waits_for_are_aborted(served_directory):
             await engine.get_metrics()
             assert len(core.aborted) == 3
 
-    asyncio.run(asyncio.wait_for(leave(), 20))
+    asyncio.run(asyncio.wait_for(leave(), 120))
+
+
+def test_an_input_that_waits_too_long_is_answered_as_overload(served_directory):
+    core = fake_core(served_directory)
+
+    def expired(running):
+        del core.running[running.request.request_id]
+        return EngineCoreOutput(
+            running.request.request_id, [], FinishReason.ERROR, "waited", error_kind=ErrorKind.QUEUE_TIMEOUT
+        )
+
+    core._advance = expired
+    with AsyncLLM(core=core) as engine, Client(create_app(engine, options())) as client:
+        reply = client.post(PATH, {"input": TEXTS})
+    assert reply.status_code == 503 and reply.json()["error"]["code"] == "overloaded"
 
 
 def test_a_model_without_a_head_serves_vectors_alone(served_directory):

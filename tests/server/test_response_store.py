@@ -55,7 +55,7 @@ def test_a_store_of_nothing_keeps_nothing() -> None:
     assert len(store) == 0
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.sampled_from("pgdc"), st.sampled_from("abcdef"), st.integers(1, 60)), max_size=40))
 def test_bounds_hold_whatever_happens(steps: list[tuple[str, str, int]]) -> None:
     store = ResponseStore(4, 100)

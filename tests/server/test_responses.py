@@ -71,6 +71,14 @@ def test_logprobs_come_where_they_are_included(client: Client) -> None:
     assert all(len(each["top_logprobs"]) == 2 for each in part["logprobs"])
 
 
+def test_every_token_has_its_logprobs_however_its_news_comes(client: Client) -> None:
+    for body in ({}, {"stream": True}, {"stop": "three"}):
+        reply = respond(client, include=["message.output_text.logprobs"], **body)
+        response = named_events(reply)[-1]["response"] if "stream" in body else reply.json()
+        logprobs = response["output"][0]["content"][0]["logprobs"]
+        assert len(logprobs) == response["usage"]["output_tokens"]
+
+
 def test_reasoning_and_calls_are_items_of_their_own(caller: Client) -> None:
     tools = [{"type": "function", "name": name, "parameters": WEATHER} for name in ("weather", "time")]
     response = respond(caller, tools=tools).json()
@@ -158,6 +166,7 @@ def test_only_what_runs_in_the_background_can_be_cancelled(client: Client) -> No
         ({"conversation": "c"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"n": 2}, "n"),
+        ({"previous_input_messages": [{"role": "user", "content": "x"}]}, "previous_input_messages"),
         ({"previous_response_id": "resp_x"}, "previous_response_id"),
         ({"text": {"format": {"type": "zzz"}}}, "text"),
         ({"tool_choice": "required"}, "tool_choice"),

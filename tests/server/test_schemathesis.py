@@ -39,9 +39,6 @@ def test_no_request_is_a_fault_of_the_server(whole_client: Client, mode: Any) ->
         @given(operation.as_strategy(generation_mode=mode))
         @settings(
             max_examples=NUM_BODIES if operation.body else NUM_OTHERS,
-            derandomize=True,
-            database=None,
-            deadline=None,
             suppress_health_check=list(HealthCheck),
         )
         def send(case: Any) -> None:

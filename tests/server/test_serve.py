@@ -20,7 +20,7 @@ from tests.helpers.tiny_tokenizers import write_tokenizer
 
 PROMPT = {"model": "model", "prompt": "hi", "max_tokens": 50}
 ENDLESS = {"model": "model", "prompt": "hi", "max_tokens": 15_000, "ignore_eos": True, "stream": True}
-PROMPTLY = 5.0
+PROMPTLY = 10.0
 """Seconds. A machine that has nothing else to do takes a tenth of it."""
 OPTIONS = {"served_model_name": ["model"], "web": False}
 
@@ -195,7 +195,7 @@ def test_a_front_that_cannot_start_ends_the_server_with_the_reason(model: Path, 
 
 def test_the_command_serves_the_demo_model_and_ends_with_its_engine(tmp_path: Path) -> None:
     with serving("demo", tmp_path, command=("serve", "--max-num-seqs", "2", "--max-model-len", "256")) as server:
-        wait_until(lambda: "curl --unix-socket" in server.log(), "the first screen does not come", 60)
+        wait_until(lambda: "curl --unix-socket" in server.log(), "the first screen does not come")
         assert "demo is served at the Unix socket" in server.log() and "ready in" in server.log()
         children = server.children()
         with server.client() as client:

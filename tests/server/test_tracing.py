@@ -60,6 +60,12 @@ def test_each_request_is_a_span_below_that_of_its_caller(spans: Any, stream: boo
     assert span.end_time >= span.start_time
 
 
+def test_a_beam_search_is_one_span(spans: Any) -> None:
+    (span,) = spans({}, {"prompt": "one two", "max_tokens": 4, "n": 2, "use_beam_search": True})
+    told = {name: span.attributes[f"gen_ai.{name}"] for name in ("request.n", "request.max_tokens", "usage.completion_tokens")}
+    assert told == {"request.n": 2, "request.max_tokens": 4, "usage.completion_tokens": 8}
+
+
 def test_a_request_without_a_caller_s_span_is_a_root(spans: Any) -> None:
     (span,) = spans({"traceparent": "nonsense"}, {"model": "m", "prompt": "one", "max_tokens": 2})
     assert span.parent is None

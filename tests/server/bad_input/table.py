@@ -88,6 +88,11 @@ MODEL_AND_MESSAGES = [
     *_each("prompt", COMPLETIONS, "prompt", [ABSENT, "", [], [[]], None, {}]),
     *_each("prompt ids", COMPLETIONS, "prompt", [[-1], [10**6], [2**40], [1.5], [True], ["a", 1], [[1], "a"], [[1], []]]),
     *_each("too many prompts", COMPLETIONS, "prompt", [["a"] * 1025]),
+    *_each("a million wrong messages", CHAT, "messages", [[1] * 1_000_000]),
+    *_each("a million wrong ids", COMPLETIONS, "stop_token_ids", [[""] * 100_000, [0.5] * 1_000_000]),
+    Case("many empty messages", CHAT, {"messages": [{}] * 400_000}, text="65536 objects and lists"),
+    Case("many messages", CHAT, {"messages": [{"role": "user", "content": "a"}] * 60_000}, text="131072 texts and names"),
+    Case("braces and quotes in a text", CHAT, {"messages": [{"role": "user", "content": '{"' * 300_000}]}, param="messages"),
     Case("prompts times n", COMPLETIONS, {"prompt": ["a"] * 1000, "n": 100, "temperature": 1}, (400,)),
     *_each(
         "prompt longer than the context",
