@@ -45,6 +45,12 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
         assert shown.err == ""
 
 
+def test_help_of_a_command_may_be_asked_for_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["serve"], ["bench", "serve"]):
+        assert main(["help", *words]) == 0
+        assert capsys.readouterr().out.startswith(f"usage: jaxllm {' '.join(words)} ")
+
+
 def test_the_overview_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
