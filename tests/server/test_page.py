@@ -59,6 +59,8 @@ class Model:
         self.tokenizer = load_tokenizer(write_tokenizer(directory, chat_template=template))
         self.open = threading.Event()
         self.open.set()
+        self.single_steps = threading.Semaphore(0)
+        """Steps that are made although it is not open."""
         self.step_seconds = 0.0
         self.core: FakeEngineCore = fake_core(directory, self.say, max_model_len=3000)
         self.core.before_step = self._wait
@@ -79,7 +81,8 @@ class Model:
         return str(self.tokenizer.decode(self.last.prompt_token_ids, skip_special_tokens=False))
 
     def _wait(self) -> None:
-        self.open.wait(30)
+        while not self.open.wait(0.002) and not self.single_steps.acquire(blocking=False):
+            pass
         time.sleep(self.step_seconds)
 
 
@@ -170,7 +173,13 @@ def test_a_question_is_answered_by_streaming_and_can_be_stopped_and_asked_again(
     browser.wait(lambda: not model.core.running, "the engine goes on")
     model.step_seconds = 0.0
 
-    assert ask(browser, "hello") == "one two three"
+    model.open.clear()
+    begin(browser, "hello")
+    model.single_steps.release()
+    browser.wait(lambda: browser.text("article.assistant .body") == "one", "the first word does not come alone")
+    model.open.set()
+    browser.wait(lambda: not browser.shows("#stop"), "the answer does not end")
+    assert browser.text("article.assistant .body") == "one two three"
     assert "tokens/s" in browser.text("article.assistant footer") and "out" in browser.text("article.assistant footer")
     assert browser.text("#announced") == "The answer is complete."
     num_asked = len(model.core.requests)
