@@ -99,23 +99,17 @@ class AsyncLLM:
         queue_timeout_seconds: float | None = None,
         timeout_seconds: float | None = None,
     ) -> FrontRequest:
-        """A prompt checked and tokenized, for `stream`: whatever is wrong with it is found here. Raises InvalidRequestError.
+        """A prompt checked and tokenized, for `stream`: whatever is wrong with it is found here.
 
+        Raises InvalidRequestError, or OverloadedError if the machine is too busy to find out whether a grammar can be used.
         A request that waits longer than its queue timeout, or is not done after its timeout, ends with the finish reason
         "error" and that `error_kind`.
         """
         self._check_alive()
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        search = None
         if isinstance(params, BeamSearchParams):
-            first = await self.prepare(
-                prompt,
-                step_params(params, self.config.model.max_logprobs),
-                request_id,
-                priority=priority,
-                queue_timeout_seconds=queue_timeout_seconds,
-                timeout_seconds=timeout_seconds,
-            )
-            return replace(first, beam_search_params=params)
+            search, params = params, step_params(params, self.config.model.max_logprobs)
         grammar = None
         has_tokenizer = self.input_processor.tokenizer is not None
         if has_tokenizer and isinstance(params, SamplingParams) and params.structured_outputs is not None:
@@ -127,7 +121,8 @@ class AsyncLLM:
             timeout_seconds=timeout_seconds,
             grammar=grammar,
         )
-        return await asyncio.to_thread(process, request_id, prompt, params)
+        request = await asyncio.to_thread(process, request_id, prompt, params)
+        return request if search is None else replace(request, beam_search_params=search)
 
     async def stream(self, request: FrontRequest) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of a prepared request as they come; those that a slow caller has not fetched are put together.
