@@ -1,0 +1,34 @@
+"""Which ops were verified on which kinds of device: the records of `scripts/check_gpu.py`, and whether their sources still hold."""
+
+import functools
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+OPS = ("cache_write", "paged_attention", "rope_cache_write", "sampling")
+RECORDS = Path(__file__).parent / "verified.json"
+"""{device kind: record}; a record's "ops" gives the digest of each op's source that passed every check."""
+_ROOT = Path(__file__).parent
+_NO_KERNELS = ("__init__.py", "verified.py")
+
+
+@functools.cache
+def source_digest(op: str) -> str:
+    """A digest of all that an op's kernels are made of: its folder, and the modules that ops share."""
+    digest = hashlib.sha256()
+    shared = [path for path in _ROOT.glob("*.py") if path.name not in _NO_KERNELS]
+    for path in sorted([*shared, *(_ROOT / op).rglob("*.py")]):
+        digest.update(f"{path.relative_to(_ROOT)}\0".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def records() -> dict[str, dict[str, Any]]:
+    """The newest record of each kind of device."""
+    return json.loads(RECORDS.read_text(encoding="utf-8")) if RECORDS.exists() else {}
+
+
+def is_verified(device_kind: str, op: str) -> bool:
+    """Whether the op's source as it stands passed every check on this kind of device."""
+    return records().get(device_kind, {}).get("ops", {}).get(op) == source_digest(op)
