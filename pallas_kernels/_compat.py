@@ -92,6 +92,12 @@ def mosaic() -> Any:
     return importlib.import_module("jax.experimental.pallas.mosaic_gpu")
 
 
+def tile_rows(ref: Any) -> int:
+    """Rows of the tiles that a Mosaic kernel's reference to shared memory is laid out in; 1 if it is not tiled."""
+    tilings = [transform.tiling for transform in getattr(ref, "transforms", ()) if hasattr(transform, "tiling")]
+    return max((tiling[-2] for tiling in tilings), default=1)
+
+
 def mosaic_interpret(interpret: Any, **options: Any) -> Any:
     """The `interpret` argument of `plgpu.kernel` for a flag, or for `InterpretGPUParams` that a test made itself."""
     return mosaic().InterpretGPUParams(**options) if interpret is True else interpret or None

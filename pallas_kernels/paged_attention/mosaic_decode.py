@@ -26,6 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import ArrayLike, DTypeLike
 
+from pallas_kernels import row_copies
 from pallas_kernels._compat import (
     add_wgmma,
     load,
@@ -36,6 +37,7 @@ from pallas_kernels._compat import (
     triton_call,
 )
 from pallas_kernels.paged_attention.triton_decode import cap_scores
+from pallas_kernels.row_copies import Rows
 
 LOG2E = math.log2(math.e)
 MASKED = -1e30  # finite, so that a difference of two maxima is never NaN
@@ -43,6 +45,7 @@ PLACE, ROW, LENGTH, HEAD, TILE, COUNT = range(6)  # columns of Plan.work_W6
 SMEM_BYTES = 228 * 1024  # of a core; a CTA takes 1 KB beside its own
 PAGE_SIZES = (16, 32, 64, 128)
 LAYOUT = plgpu.Layout.WGMMA
+TILE_ROWS = 8  # of the swizzled tiles in shared memory
 CHUNK = 64  # numbers of a row that pass through registers at once
 WIDE = jnp.float16  # what 8-bit numbers become for the products
 
@@ -192,9 +195,12 @@ def decode_items(
     tiles: DecodeTiles,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The main kernel -> the result where a worker saw a whole row and head, the parts of the others, and their softmax sums."""
-    _, num_kv_heads, num_groups, head_dim = q_RKGH.shape
+    num_rows, num_kv_heads, num_groups, head_dim = q_RKGH.shape
     num_workers = plan.work_W6.shape[0]
     padded_groups = -(-num_groups // 8) * 8
+    if TILE_ROWS % num_groups:
+        # Queries of a KV head are loaded as whole tiles of rows, or lie in one: see `row_copies`.
+        q_RKGH = jnp.pad(q_RKGH, ((0, 0), (0, 0), (0, padded_groups - num_groups), (0, 0)))
     q_QH = q_RKGH.reshape(-1, head_dim)
     if q_QH.shape[0] < padded_groups:  # a copy may end past the array, but not be larger than it
         q_QH = jnp.pad(q_QH, ((0, padded_groups - q_QH.shape[0]), (0, 0)))
@@ -222,7 +228,7 @@ def decode_items(
     return plgpu.kernel(
         kernel,
         out_type=(
-            jax.ShapeDtypeStruct(q_RKGH.shape, dtype),
+            jax.ShapeDtypeStruct((num_rows, num_kv_heads, num_groups, head_dim), dtype),
             jax.ShapeDtypeStruct((2 * num_workers, num_groups, head_dim), jnp.float32),
             jax.ShapeDtypeStruct((2 * num_workers, padded_groups), jnp.float32),
         ),
@@ -271,7 +277,7 @@ def combine_items(
 
 def _swizzled(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
     """Shared memory in the form that the tensor cores read: tiles of 8 rows of 64 numbers."""
-    transforms = (plgpu.TilingTransform((8, CHUNK)), plgpu.SwizzleTransform(CHUNK * jnp.dtype(dtype).itemsize))
+    transforms = (plgpu.TilingTransform((TILE_ROWS, CHUNK)), plgpu.SwizzleTransform(CHUNK * jnp.dtype(dtype).itemsize))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
@@ -400,9 +406,10 @@ def _fetch(item: Item, carry, *, q_ref, k_ref, v_ref, table_ref, smem, num_kv_he
 
     slot = lax.rem(num_items, jnp.int32(2))
     pl.when(num_items >= 2)(functools.partial(plgpu.barrier_wait, smem["q_free"].at[slot]))
-    first_query = (item.row * num_kv_heads + item.head) * num_groups
-    # Rows past the group are queries of another, or zeros past the array: columns of the products that are not kept.
-    plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(first_query, padded_groups)], smem["q"].at[slot], smem["q_full"].at[slot])
+    # Rows past the group are queries of another, or zeros: columns of the products that are not kept.
+    unit = padded_groups if TILE_ROWS % num_groups else num_groups
+    queries = Rows(item.row * num_kv_heads + item.head, unit, padded_groups, used=num_groups)
+    row_copies.load(q_ref, queries, smem["q"].at[slot], smem["q_full"].at[slot])
 
     last_page = lax.div(item.length - 1, jnp.int32(page_size))
 
@@ -416,15 +423,13 @@ def _fetch(item: Item, carry, *, q_ref, k_ref, v_ref, table_ref, smem, num_kv_he
         next_pages = page_ids(index + 1)  # one tile ahead: the copies below must not wait for the table
         number = num_tiles + index
         stage = lax.rem(number, jnp.int32(num_stages))
-        offset = lax.rem((item.tile + index) * block_k, jnp.int32(page_size))
+        part = lax.rem(item.tile + index, jnp.int32(page_size // block_k)) if page_size > block_k else 0
         for name, ref in (("k", k_ref), ("v", v_ref)):
             pl.when(number >= num_stages)(functools.partial(plgpu.barrier_wait, smem[name + "_free"].at[stage]))
             for copy, page in enumerate(pages):
-                source = ref.at[page, item.head]
-                if page_size > block_k:
-                    source = source.at[pl.ds(pl.multiple_of(offset, block_k), block_k)]
                 target = smem[name].at[stage, pl.ds(copy * copy_rows, copy_rows)]
-                plgpu.copy_gmem_to_smem(source, target, smem[name + "_full"].at[stage])
+                rows = Rows(part, copy_rows, copy_rows)
+                row_copies.load(ref, rows, target, smem[name + "_full"].at[stage], before=(page, item.head))
         return next_pages
 
     lax.fori_loop(0, item.num_tiles, body, page_ids(0))
@@ -539,21 +544,21 @@ def _attend(
 
 def _store_item(item: Item, acc_HN, max_N, sum_N, out_ref, partial_ref, lse_ref, smem, num_groups: int) -> None:
     """A whole row and head goes to the result, a part with its softmax sum to its place for the combination."""
-    is_whole = item.is_first & item.is_last
+    is_whole, groups = item.is_first & item.is_last, Rows(0, num_groups, num_groups)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the buffers still hold what the item before stores
 
     @pl.when(is_whole)
     def _store_whole():
         _store_transposed(smem["out"], acc_HN.astype(out_ref.dtype))
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(smem["out"].at[pl.ds(0, num_groups)], out_ref.at[item.row, item.head])
+        row_copies.store(smem["out"].at[pl.ds(0, num_groups)], out_ref, groups, before=(item.row, item.head))
 
     @pl.when(jnp.logical_not(is_whole))
     def _store_part():
         part = 2 * lax.axis_index("worker") + item.is_first.astype(jnp.int32)
         _store_transposed(smem["partial"], acc_HN)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(smem["partial"].at[pl.ds(0, num_groups)], partial_ref.at[part])
+        row_copies.store(smem["partial"].at[pl.ds(0, num_groups)], partial_ref, groups, before=(part,))
         lse_ref.at[part][...] = max_N + jnp.log2(sum_N)
 
 

@@ -11,6 +11,9 @@
 A CTA per core stays for the whole launch and walks through work items (tile of tokens x heads), longest first and in snake order,
 so that every CTA gets a like share. The producer runs ahead into the next item. The consumers take turns at the tensor cores: one
 multiplies while the other computes its softmax (FlashAttention-3, Shah et al. 2024).
+
+Tiles in shared memory begin at tokens that are multiples of 8, the rows of a swizzle tile (see `row_copies`): a row's first tile
+may begin with queries of the row before it. They are computed and not stored.
 """
 
 import functools
@@ -24,14 +27,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from pallas_kernels import _compat
+from pallas_kernels import _compat, row_copies
 from pallas_kernels.paged_attention.tiles import COUNT, POSITION, ROW, TOKEN, make_tiles
+from pallas_kernels.row_copies import Rows
 
 LOG2E = math.log2(math.e)
 MASKED = -1e30  # a finite score: a query may see nothing of a tile
 NUM_CONSUMERS = 2
 SWIZZLE_BYTES = 128
 SMEM_BYTES = 227 << 10
+TILE_ROWS = 8  # of the swizzled tiles in shared memory
 HAS_TAIL = 4  # column of the item table after those of a tile table
 
 
@@ -170,7 +175,7 @@ def _scratch(tiles: MosaicPrefillTiles, pieces: int, head_dim: int, dtype: jnp.d
     """Shared memory and barriers by name; a tile of keys or values comes in so many pieces."""
     plgpu = _compat.mosaic()
     transforms = (
-        plgpu.TilingTransform((8, SWIZZLE_BYTES // dtype.itemsize)),
+        plgpu.TilingTransform((TILE_ROWS, SWIZZLE_BYTES // dtype.itemsize)),
         plgpu.SwizzleTransform(SWIZZLE_BYTES),
     )
     stages = tiles.num_stages
@@ -209,7 +214,7 @@ def make_items(
 
     The fifth column, HAS_TAIL, is 1 where the last page that a tile sees has slots that its row does not own.
     """
-    tiles_N4 = make_tiles(query_start_R1, kv_length_R, num_tokens, item_tokens, min_tokens=min_tokens)
+    tiles_N4 = make_tiles(query_start_R1, kv_length_R, num_tokens, item_tokens, min_tokens=min_tokens, align=TILE_ROWS)
     end_N = jnp.where(tiles_N4[:, COUNT] > 0, jnp.maximum(tiles_N4[:, POSITION] + tiles_N4[:, COUNT], 0), 0)
     row_N = jnp.minimum(tiles_N4[:, ROW], kv_length_R.shape[0] - 1)
     tail_N = (end_N > 0) & (-(-end_N // page_size) * page_size > kv_length_R[row_N])
@@ -342,10 +347,12 @@ class _Prefill:
             pl.when(index >= self.tiles.q_slots)(lambda: plgpu.barrier_wait(self.q_free.at[q_slot]))
             for wg in range(NUM_CONSUMERS):
                 group, token = self.q_place(item, wg)
-                plgpu.copy_gmem_to_smem(
-                    self.q_ref.at[pl.ds(token, self.tiles.block_q), item.head, group],
+                row_copies.load(
+                    self.q_ref,
+                    self.full_tile(token),
                     self.q_smem.at[q_slot, wg],
                     self.q_full.at[q_slot],
+                    after=(item.head, group),
                 )
             first, end = self.first_tile(item), self.end_tile(item)
             lax.fori_loop(
@@ -369,8 +376,13 @@ class _Prefill:
             plgpu.barrier_wait(self.q_free.at[lax.rem(index, self.tiles.q_slots)])
 
     def q_place(self, item: _Item, wg: Any) -> tuple[Any, Any]:
-        """Query head within the group, and first token, of a consumer."""
-        return item.group + wg % self.heads_per_item, item.token + wg // self.heads_per_item * self.tiles.block_q
+        """Query head within the group, and the token of the first row in shared memory, of a consumer."""
+        origin = lax.div(item.token, TILE_ROWS) * TILE_ROWS
+        return item.group + wg % self.heads_per_item, origin + wg // self.heads_per_item * self.tiles.block_q
+
+    def full_tile(self, token: Any) -> Rows:
+        """The tile of queries, or results, that begins at a token."""
+        return Rows(lax.div(token, TILE_ROWS), TILE_ROWS, self.tiles.block_q)
 
     def pages(self, item: _Item, tile: jax.Array) -> tuple[jax.Array, ...]:
         """The pages of a tile of keys. Pages outside of what the item sees, which may hold NaN, give way to the nearest inside."""
@@ -391,12 +403,11 @@ class _Prefill:
         rows = min(page_size, block_kv)
         slot = self.slot(step)
         next_pages = self.pages(item, jnp.minimum(tile + 1, end_tile - 1))  # in flight while this tile waits for its place
-        offset = lax.rem(tile * block_kv, page_size) if page_size > block_kv else 0
+        part = Rows(lax.rem(tile, page_size // block_kv) if page_size > block_kv else 0, rows, rows)
 
         def copy(pages_ref, smem, barrier):
             for piece, page in enumerate(pages):
-                source = pages_ref.at[page, item.head, pl.ds(offset, rows)]
-                plgpu.copy_gmem_to_smem(source, smem.at[slot, pl.ds(piece * rows, rows)], barrier)
+                row_copies.load(pages_ref, part, smem.at[slot, pl.ds(piece * rows, rows)], barrier, before=(page, item.head))
 
         pl.when(step >= self.tiles.num_stages)(lambda: plgpu.barrier_wait(self.k_free.at[slot]))
         copy(self.k_ref, self.k_smem, self.k_full.at[slot])
@@ -491,8 +502,8 @@ class _Prefill:
         self.take_turns()  # the other consumer has the tensor cores while this one normalises and stores
         inverse_M = 1.0 / jnp.where(sum_M == 0.0, 1.0, sum_M)
         out_MH = acc_MH * lax.broadcast_in_dim(inverse_M, acc_MH.shape, [0])
-        count = jnp.clip(item.token + item.count - token, 0, block_q)
-        self.store(wg, q_smem, out_MH, item.head, group, token, count)
+        begin, end_row = (jnp.clip(x - token, 0, block_q) for x in (item.token, item.token + item.count))
+        self.store(wg, q_smem, out_MH, item.head, group, token, begin, end_row)
         if self.tiles.q_slots == 1:
             self.release_q(index)
         self.take_turns()
@@ -592,18 +603,20 @@ class _Prefill:
         head: jax.Array,
         group: jax.Array,
         token: jax.Array,
-        count: jax.Array,
+        begin: jax.Array,
+        end: jax.Array,
     ) -> None:
-        """Writes the first `count` rows: a full tile at once, by way of the queries' place, another in runs of powers of two."""
+        """Writes rows begin to end: a full tile at once, by way of the queries' place, another in runs of powers of two."""
         plgpu, block_q = self.plgpu, self.tiles.block_q
         dtype, width = self.out_ref.dtype, self.out_smem.shape[2]
+        count = end - begin
 
         @pl.when(count == block_q)
         def _():
             for left in range(0, out_MH.shape[1], width):
                 q_smem[:, left : left + width] = out_MH[:, left : left + width].astype(dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(q_smem, self.out_ref.at[pl.ds(token, block_q), head, group])
+            row_copies.store(q_smem, self.out_ref, self.full_tile(token), after=(head, group))
 
         @pl.when((count > 0) & (count < block_q))
         def _():
@@ -614,9 +627,9 @@ class _Prefill:
                 plgpu.commit_smem()
                 for bit in range(block_q.bit_length() - 1):
                     size = 1 << bit
-                    offset = count & ~(2 * size - 1)  # longer runs come first
+                    offset = begin + (count & ~(2 * size - 1))  # longer runs come first
 
                     @pl.when((count & size) != 0)
                     def _(size=size, offset=offset, left=left):
-                        target = self.out_ref.at[pl.ds(token + offset, size), head, group, pl.ds(left, width)]
-                        plgpu.copy_smem_to_gmem(staging.at[pl.ds(offset, size)], target)
+                        run, columns = Rows(token + offset, 1, size), pl.ds(left, width)
+                        row_copies.store(staging.at[pl.ds(offset, size)], self.out_ref, run, after=(head, group, columns))

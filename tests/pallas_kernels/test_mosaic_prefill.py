@@ -74,6 +74,7 @@ def run(batch: Batch, tiles: MosaicPrefillTiles = SMALL, interpret: Any = True) 
     "batch",
     [
         pytest.param(Batch(((66, 130), (0, 0), (1, 1), (3, 80))), id="ragged with a continuation"),
+        pytest.param(Batch(((4, 4), (130, 170), (3, 3), (5, 90), (61, 61))), id="prompts that begin off multiples of 8"),
         pytest.param(Batch(((66, 150),), window=40, soft_cap=1.5, num_groups=1), id="window and soft cap, odd number of heads"),
         pytest.param(Batch(((5, 70),), page_size=128, dtype="float16"), id="a tile is part of a page"),
     ],
@@ -125,11 +126,13 @@ def test_items_are_the_tiles_with_those_of_most_keys_first(window, min_tokens):
     )
     expected = {(len(rows) - 1, int(start[-1]), padding, -padding, 0)}
     for row, (new, length) in enumerate(rows):
-        for first in range(0, new if new >= min_tokens else 0, item_tokens):
-            count = min(item_tokens, new - first)
-            end = length - new + first + count
+        begin, last = int(start[row]), int(start[row]) + new
+        # Every tile but a row's first begins at a multiple of 8 tokens.
+        for origin in range(begin // 8 * 8, last if new >= min_tokens else 0, item_tokens):
+            token, stop = max(origin, begin), min(origin + item_tokens, last)
+            end = length - last + stop
             has_tail = -(-end // page_size) * page_size > length
-            expected.add((row, int(start[row]) + first, count, end - count, int(has_tail)))
+            expected.add((row, token, stop - token, end - (stop - token), int(has_tail)))
     used = int(num_items[0]) // 6
     table = np.asarray(table)
     assert {tuple(int(x) for x in line) for line in table[:used, [ROW, TOKEN, COUNT, POSITION, HAS_TAIL]]} == expected
