@@ -56,10 +56,8 @@ def paged_decode(
     interpret: bool = False,
 ) -> jax.Array:
     """By whichever kernel was measured faster: Mosaic's for few rows of wide heads, else that of Triton."""
-    num_rows, _, num_groups, head_dim = q_RKGH.shape
-    # Groups of three gave wrong results on the GPU, though not interpreted; powers of two are right there.
-    is_proven = num_groups.bit_count() == 1
-    if num_rows <= MAX_MOSAIC_DECODE_ROWS and head_dim >= 128 and is_proven:
+    num_rows, _, _, head_dim = q_RKGH.shape
+    if num_rows <= MAX_MOSAIC_DECODE_ROWS and head_dim >= 128:
         # Imported late: it needs Mosaic, and `supports` has to answer where there is none.
         from pallas_kernels.paged_attention import mosaic_decode as kernels
     else:

@@ -43,7 +43,7 @@ LOG2E = math.log2(math.e)
 MASKED = -1e30  # finite, so that a difference of two maxima is never NaN
 PLACE, ROW, LENGTH, HEAD, TILE, COUNT = range(6)  # columns of Plan.work_W6
 SMEM_BYTES = 228 * 1024  # of a core; a CTA takes 1 KB beside its own
-PAGE_SIZES = (16, 32, 64, 128)
+PAGE_SIZES = (8, 16, 32, 64, 128)
 LAYOUT = plgpu.Layout.WGMMA
 TILE_ROWS = 8  # of the swizzled tiles in shared memory
 CHUNK = 64  # numbers of a row that pass through registers at once
@@ -202,8 +202,10 @@ def decode_items(
         # Queries of a KV head are loaded as whole tiles of rows, or lie in one: see `row_copies`.
         q_RKGH = jnp.pad(q_RKGH, ((0, 0), (0, 0), (0, padded_groups - num_groups), (0, 0)))
     q_QH = q_RKGH.reshape(-1, head_dim)
-    if q_QH.shape[0] < padded_groups:  # a copy may end past the array, but not be larger than it
-        q_QH = jnp.pad(q_QH, ((0, padded_groups - q_QH.shape[0]), (0, 0)))
+    # The array has whole tiles, as many as a copy at least.
+    padding = max(-(-q_QH.shape[0] // TILE_ROWS) * TILE_ROWS, padded_groups) - q_QH.shape[0]
+    if padding:
+        q_QH = jnp.pad(q_QH, ((0, padding), (0, 0)))
     kernel = functools.partial(
         _decode_kernel,
         num_kv_heads=num_kv_heads,

@@ -420,29 +420,34 @@ class _Prefill:
 
         @pl.when(has_tail)
         def _():
-            # Zero times NaN is NaN: values past the end are wiped before a consumer sees the tile.
+            # Zero times NaN is NaN: values that nobody sees are wiped before a consumer sees the tile. Those before the window can
+            # be of the last page too, where that is also the first (see `pages`).
             copy(self.v_ref, self.v_smem, self.v_raw.at[0])
             plgpu.barrier_wait(self.v_raw.at[0])
-            self.wipe(self.v_smem.at[slot], item.end() - tile * block_kv)
+            first = None if self.window is None else self.first_key(item) - tile * block_kv
+            self.wipe(self.v_smem.at[slot], first, item.end() - tile * block_kv)
             plgpu.commit_smem()
             for _ in range(self.pieces):
                 plgpu.barrier_arrive(self.v_full.at[slot])
 
         return next_pages
 
-    def wipe(self, smem: Any, num_valid: jax.Array) -> None:
-        """Zeroes the rows of a tile from num_valid on."""
+    def wipe(self, smem: Any, first: jax.Array | None, end: jax.Array) -> None:
+        """Zeroes the rows of a tile before `first`, if there is one, and from `end` on."""
         plgpu = self.plgpu
         size = 64
         for top in range(0, self.tiles.block_kv, size):
 
-            @pl.when(num_valid < top + size)
+            @pl.when((end < top + size) if first is None else (first > top) | (end < top + size))
             def _(top=top):
                 for left in range(0, smem.shape[1], size):
                     part = smem.at[pl.ds(top, size), pl.ds(left, size)]
                     values = plgpu.load(part, layout=plgpu.Layout.WGMMA)
                     row = plgpu.broadcasted_iota(jnp.int32, (size, size), 0, layout=plgpu.Layout.WGMMA)
-                    part[...] = jnp.where(row < num_valid - top, values, jnp.zeros_like(values))
+                    is_seen = row < end - top
+                    if first is not None:
+                        is_seen &= row >= first - top
+                    part[...] = jnp.where(is_seen, values, jnp.zeros_like(values))
 
     # Consumers
 

@@ -42,6 +42,7 @@ CASES = {
     "lengths around a tile, padding between, an odd group": Case((1, 64, 0, 65), num_workers=4, num_kv_heads=1, num_groups=3),
     "more workers than tiles, two heads": Case((70, 5), num_workers=7, tiles=DecodeTiles(64, 2, 1)),
     "window and soft cap": Case((100, 3), num_kv_heads=1, window=40, soft_cap=2.0),
+    "queries that do not fill tiles, pages of 8": Case((9, 20, 1), num_kv_heads=3, num_groups=3, page_size=8),
     "pages larger than a tile, sixteen heads, width 128": Case(
         (150,), num_workers=2, num_kv_heads=1, num_groups=16, head_dim=128, page_size=128, dtype="float16"
     ),
@@ -198,7 +199,7 @@ def test_shapes_that_the_kernel_cannot_take_are_refused() -> None:
         {"head_dim": 80},
         {"head_dim": 256, "num_groups": 32},
         {"platform": "cpu"},
-        {"page_size": 8},
+        {"page_size": 4},
         {"cache_dtype": jnp.float16},
     ):
         assert not mosaic.supports(**case | change)
