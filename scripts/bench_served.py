@@ -83,6 +83,7 @@ class Result:
     report: dict[str, Any]
     idle: float
     num_compiled: int
+    """Programs compiled after warm-up since the server's start."""
 
     def cells(self) -> list[str]:
         """A line of the table, in milliseconds."""
@@ -110,9 +111,11 @@ class Bench:
         report = self._ask(load)
         time.sleep(SETTLE_SECONDS)
         after = self.scrape()
-        grown = {name: after.values.get(name, 0.0) - before.values.get(name, 0.0) for name in after.values}
-        idle = grown["device_idle_seconds"] / max(grown["engine_work_seconds"], 1e-9)
-        self.results.append(Result(load, report, idle, round(grown["programs_compiled_after_warmup"])))
+        idle_seconds, work_seconds = (
+            after.values[name] - before.values[name] for name in ("device_idle_seconds", "engine_work_seconds")
+        )
+        idle = idle_seconds / max(work_seconds, 1e-9)
+        self.results.append(Result(load, report, idle, round(after.values["programs_compiled_after_warmup"])))
 
     @property
     def left(self) -> float:
@@ -188,7 +191,7 @@ def run(bench: Bench, loads: list[Load], model: str, server_flags: str, json_pat
         if json_path is not None:
             found = {"model": model, "server_flags": server_flags, "loads": [_plain(result) for result in bench.results]}
             json_path.write_text(json.dumps(found, indent=1))
-    num_compiled = sum(result.num_compiled for result in bench.results)
+    num_compiled = bench.results[-1].num_compiled if bench.results else 0
     print(f"\n**{model}**, `{server_flags}`, {num_compiled} programs compiled after warm-up; milliseconds\n")
     print(markdown_table(HEADER, [result.cells() for result in bench.results]), "\n", flush=True)
     for load in left_out:
