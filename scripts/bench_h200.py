@@ -6,6 +6,8 @@ usage: bench_h200.py MODEL_DIR … [--recorded FILE] [--mix FILE] [--goals FILE]
 Method, the same as the record's: token-id prompts from numpy default_rng(attempt).integers(0, vocab_size - 256), greedy, ignore_eos,
 no detokenizing, prefix caching off, every row run as often as the record's (else twice) and the fastest kept; time per output
 token (tpot) = (time of +257 tokens minus time of +1 token) / 256; the whole `LLM.generate` call is timed, nothing is left out.
+With many rows tpot can pass its limit, because requests decode beside the prompts of others. A decode row has none of that: all
+prompts are computed, then 256 steps of the engine are timed, each of which must decode every row (else the row says so).
 
 limit: the least time that the row's bytes and operations take (scripts/measuring/limits.py) at the speed of a copy and of a large
 bf16 product in the same run. idle: share of the time without a kernel. Stretches of such work are traced after all rows are timed;
@@ -20,7 +22,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,52 +32,20 @@ from scripts.measuring import trace
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + trace.COMMAND_BUFFERS_WHILE_PROFILING
 
 import jax
-import numpy as np
 
-from jaxllm import LLM, SamplingParams
+from jaxllm import LLM
 from jaxllm.runner.memory import reserve_device_memory
-from jaxllm.sampling_params import RequestOutputKind
+from scripts.measuring.decodes import SETTLING_STEPS, time_decodes
+from scripts.measuring.host_times import HostTimes
+from scripts.measuring.idle import trace_idle_share
 from scripts.measuring.limits import Ceilings, ModelCost, measure_ceilings
+from scripts.measuring.requests import greedy, random_prompts
+from scripts.measuring.rows import HEADER, Row, markdown_table
 
 SECONDS_FOR_TRACES = 25.0
+DECODE = "decode"
+"""Beginning of the name of a row of decodes alone."""
 Lengths = list[tuple[int, int]]
-
-
-@dataclass
-class Row:
-    """One line of the table. `value`, `vllm`, `limit` and `goal` are in the row's unit."""
-
-    name: str
-    unit: str
-    value: float
-    limit: float
-    vllm: float | None = None
-    goal: float | None = None
-    idle: float | None = None
-    seconds: list[float] = field(default_factory=list)
-    details: dict[str, float] = field(default_factory=dict)
-
-    def better(self, than: float | None) -> float | None:
-        """How many times as good as another figure: above 1 is ahead."""
-        if than is None:
-            return None
-        return than / self.value if self.unit == "ms" else self.value / than
-
-    def cells(self) -> list[str]:
-        ratio, share = self.better(self.vllm), self.better(self.limit)
-        return [
-            f"{self.name}, {self.unit}",
-            _figure(self.value),
-            _figure(self.vllm),
-            "–" if ratio is None else f"{ratio:.2f}×",
-            _figure(self.limit),
-            f"{share:.0%}",
-            "–" if self.goal is None else f"{_figure(self.goal)} {'met' if self.better(self.goal) >= 1 else 'missed'}",
-            "–" if self.idle is None else f"{self.idle:.1%}",
-        ]
-
-
-HEADER = ("work", "jaxllm", "vLLM", "ratio", "limit", "of the limit", "goal", "idle")
 
 
 def main() -> None:
@@ -89,7 +58,11 @@ def main() -> None:
     parser.add_argument("--recorded", type=Path, help="JSON with vLLM's rows")
     parser.add_argument("--mix", type=Path, help="JSON with [prompt, output] lengths; without it there is no row 'mixed'")
     parser.add_argument("--goals", type=Path, help="JSON {model: {row: figure in the row's unit}}")
-    parser.add_argument("--rows", default="1,64,mixed,16,256,128", help="batch sizes, mixed, 128; the most important first")
+    parser.add_argument(
+        "--rows",
+        default="1,decode1,64,decode64,mixed,16,decode16,256,decode256,128",
+        help="batch sizes, decode and a batch size, mixed, 128; the most important first",
+    )
     parser.add_argument("--seconds", type=float, default=150.0, help="for all rows of a model, once its engine stands")
     parser.add_argument("--no-traces", action="store_true", help="leave the idle share out")
     parser.add_argument("--prompt", type=int, default=1024, help="prompt tokens of the batch rows")
@@ -171,18 +144,26 @@ class Bench:
     def left(self) -> float:
         return self.args.seconds - (time.perf_counter() - self.started)
 
+    @property
+    def left_for_rows(self) -> float:
+        return self.left - (0 if self.args.no_traces else SECONDS_FOR_TRACES)
+
     def run(self) -> tuple[dict[str, Any], str]:
         """All rows, then all traces."""
         names = [name for name in self.args.rows.split(",") if name != "mixed" or self.args.mix]
         for name in names:
-            if name.isdecimal() and name != "128":
+            if name.startswith(DECODE):
+                self.measure_decode(int(name.removeprefix(DECODE)))
+            elif name.isdecimal() and name != "128":
                 self.measure_batch(int(name))
             else:
                 self.measure_requests(name)
         compiled = self.core.num_compiled_after_warmup
         print(f"compiled after warm-up: {compiled}\n\n{self.table(compiled)}\n", flush=True)  # should the traces be cut off
         for name in () if self.args.no_traces else names:
-            if name.isdecimal() and name != "128":
+            if name.startswith(DECODE):
+                self.trace_decode(int(name.removeprefix(DECODE)))
+            elif name.isdecimal() and name != "128":
                 self.trace_batch(int(name))
             else:
                 self.trace_requests(name)
@@ -206,9 +187,7 @@ class Bench:
             f"**{self.name}**, {jax.devices()[0].device_kind}, {self.ceilings.describe()}; engine start {self.start_seconds:.0f} s, "
             f"{len(self.core.runner.programs)} programs, {compiled} compiled after warm-up",
             "",
-            "| " + " | ".join(HEADER) + " |",
-            "|---" * len(HEADER) + "|",
-            *("| " + " | ".join(row.cells()) + " |" for row in self.rows.values()),
+            markdown_table(HEADER, [row.cells() for row in self.rows.values()]),
         ]
         return "\n".join(lines)
 
@@ -247,6 +226,41 @@ class Bench:
                 vllm=record.get("prefill_tok_s"),
                 seconds=short["seconds"],
                 details=short["details"],
+            )
+        )
+
+    def measure_decode(self, batch: int) -> None:
+        """Decode steps alone of a batch whose prompts are computed."""
+        args = self.args
+        steps, runs = args.output - 1, []
+        tpot = self.rows.get(f"tpot {batch}")
+        expected = min(tpot.seconds) if tpot else 0.0
+        params = [greedy(self.llm.llm_engine.max_model_len - args.prompt)] * batch
+        for attempt in range(2):
+            if self.left_for_rows < expected:
+                break
+            start = time.perf_counter()
+            prompts = self.prompts([(args.prompt, 1)] * batch, seed=attempt)
+            run = time_decodes(self.llm.llm_engine, prompts, params, num_steps=steps)
+            if run is None:
+                print(f"decode {batch} is left out: the engine cannot run so many at once for so long", flush=True)
+                return
+            runs.append(run)
+            expected = time.perf_counter() - start
+        if not runs:
+            print(f"decode {batch} is left out: there is no time for it", flush=True)
+            return
+        best = min(runs, key=lambda run: run.seconds)
+        work = self.cost.work([(n, steps + 1) for n in best.contexts], num_steps=steps, skip_prompts=True)
+        self.add(
+            Row(
+                f"decode {batch}",
+                "ms",
+                value=best.seconds / steps * 1e3,
+                limit=self.ceilings.seconds(work) / steps * 1e3,
+                seconds=[run.seconds for run in runs],
+                details=best.details,
+                note=best.impurity,
             )
         )
 
@@ -298,41 +312,38 @@ class Bench:
         details: dict[str, float] = {}
         expected = 2 * min(record.get("times_s", [0.0]))
         for attempt in range(len(record.get("times_s", [0, 0]))):
-            if self.left - (0 if self.args.no_traces else SECONDS_FOR_TRACES) < expected:
+            if self.left_for_rows < expected:
                 break
             prompts = self.prompts(lengths, seed=attempt)
-            params = [_params(n) for _, n in lengths]
-            runner, loop = self.core.runner, self.core.loop
-            steps, dispatch, wait = runner.num_steps, runner.dispatch_seconds, loop.wait_seconds
-            launch = runner.launch_seconds
+            params = [greedy(n) for _, n in lengths]
+            host = HostTimes(self.core)
             start = time.perf_counter()
             outputs = self.llm.generate(prompts, params, use_tqdm=False)
             expected = time.perf_counter() - start
             num_out = sum(len(output.outputs[0].token_ids) for output in outputs)
             assert num_out == sum(n for _, n in lengths), "not every request got all its tokens"
             if not seconds or expected < min(seconds):
-                steps = runner.num_steps - steps
-                details = {
-                    "steps": steps,
-                    "dispatch_ms_per_step": (runner.dispatch_seconds - dispatch) / steps * 1e3,
-                    "launch_ms_per_step": (runner.launch_seconds - launch) / steps * 1e3,
-                    "wait_ms_per_step": (loop.wait_seconds - wait) / steps * 1e3,
-                }
+                details = host.per_step()
             seconds.append(expected)
         return {"seconds": seconds, "details": details} if seconds else None
 
     def prompts(self, lengths: Lengths, seed: int) -> list[dict[str, list[int]]]:
-        rng = np.random.default_rng(seed)
-        num_ids = max(1, self.core.model_config.vocab_size - 256)  # the last ones may be special
-        return [{"prompt_token_ids": rng.integers(0, num_ids, n).tolist()} for n, _ in lengths]
+        return random_prompts([n for n, _ in lengths], self.core.model_config.vocab_size, seed)
 
     def trace_batch(self, batch: int) -> None:
-        """Idle shares of a prefill and of a decode that has come to speed."""
-        lengths = [(self.args.prompt, self.args.output)] * batch
-        prompt_steps = -(-batch * self.args.prompt // self.core.config.scheduler.max_num_batched_tokens)
-        self.trace_row(f"prefill {batch}x{self.args.prompt}", [(n, 1) for n, _ in lengths], None, None)
-        steps = min(32, max(1, self.args.output - 12))
-        self.trace_row(f"tpot {batch}", lengths, prompt_steps + 3, steps)
+        """Idle shares of a prefill, and of a decode that has come to speed unless a row of decodes alone tells that."""
+        self.trace_row(f"prefill {batch}x{self.args.prompt}", [(self.args.prompt, 1)] * batch, None, None)
+        if f"decode {batch}" not in self.rows:
+            self.trace_decode(batch, "tpot")
+
+    def trace_decode(self, batch: int, kind: str = DECODE) -> None:
+        """Idle share of a decode that has come to speed."""
+        prompt, output = self.args.prompt, self.args.output
+        # Requests that decode already take their tokens from the prompts' steps.
+        room = self.core.config.scheduler.max_num_batched_tokens - batch
+        skip = -(-batch * prompt // max(1, room)) + (3 if kind == "tpot" else SETTLING_STEPS)
+        steps = min(32, max(1, output - 12))
+        self.trace_row(f"{kind} {batch}", [(prompt, output + skip)] * batch, skip, steps)
 
     def trace_requests(self, name: str) -> None:
         """Idle share of some steps in the middle."""
@@ -346,68 +357,13 @@ class Bench:
         row = self.rows.get(name)
         if row is None or self.left < min(row.seconds) * (1 if skip is None else 0.5) + 4:
             return
-        engine = self.llm.llm_engine
-        prompts = self.prompts(lengths, seed=2)
-
-        def add() -> None:
-            for i, (prompt, (_, n)) in enumerate(zip(prompts, lengths, strict=True)):
-                engine.add_request(f"{name} {i}", prompt, _params(n))
-
-        def run(count: int | None) -> None:
-            while engine.has_unfinished_requests() and count != 0:
-                engine.step()
-                count = None if count is None else count - 1
-
-        try:
-            if skip is not None:
-                add()
-                run(skip)
-            with trace.record() as (recording, stretch):
-                if skip is not None:
-                    run(5)
-                with stretch:
-                    if skip is None:
-                        add()
-                    run(num_steps)
-            found = recording.trace
-            if found is not None and found.kernels:
-                row.idle = traced = found.idle_share()
-                untraced = None
-                if skip is None:
-                    untraced = min(row.seconds)
-                elif row.unit == "ms" and num_steps:
-                    untraced = row.value / 1e3 * num_steps
-                if untraced is not None:
-                    # Recording slows the host, not the kernels: what they took there, of the time that the same work takes without.
-                    row.idle = max(0.0, 1 - found.wall / 1e6 * (1 - traced) / untraced)
-                print(
-                    f"{name}: idle {row.idle:.1%}; traced {traced:.1%} of {found.wall / 1e3:.1f} ms, {len(found.kernels)} launches",
-                    flush=True,
-                )
-            else:
-                print(f"{name}: the trace holds no GPU kernels", flush=True)
-        except Exception as problem:  # the figures stand without it
-            print(f"{name}: no idle share: {type(problem).__name__}: {str(problem)[:300]}", flush=True)
-        engine.abort_all()
-        while engine.core.has_unfinished_requests():
-            engine.core.step()
-
-
-def _params(num_tokens: int) -> SamplingParams:
-    return SamplingParams(
-        temperature=0.0, ignore_eos=True, max_tokens=num_tokens, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
-    )
+        prompts, params = self.prompts(lengths, seed=2), [greedy(n) for _, n in lengths]
+        trace_idle_share(self.llm.llm_engine, row, prompts, params, skip=skip, num_steps=num_steps)
 
 
 def _recorded(path: Path | None, model: str) -> dict[str, dict[str, Any]]:
     rows = json.loads(path.read_text()).get(model, []) if path else []
     return {row["name"]: row for row in rows if "name" in row}
-
-
-def _figure(value: float | None) -> str:
-    if value is None:
-        return "–"
-    return f"{value:.2f}" if value < 100 else f"{value:,.0f}".replace(",", " ")
 
 
 if __name__ == "__main__":

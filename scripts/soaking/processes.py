@@ -15,14 +15,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-_RUN = "import sys; from jaxllm.cli.main import main; sys.exit(main())"
-DEFAULT_COMMAND = f"{sys.executable} -c '{_RUN}' serve demo --warmup all --port {{port}}"
+RUN = "import sys; from jaxllm.cli.main import main; sys.exit(main())"
+DEFAULT_COMMAND = f"{sys.executable} -c '{RUN}' serve demo --warmup all --port {{port}}"
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 @contextmanager
-def started_server(command: str, log: Path, *, timeout_seconds: float) -> Iterator[tuple[str, int]]:
-    """Start a server ({port} in the command is replaced), wait until /health is good, stop it at the end: (url, process id)."""
+def started_server(
+    command: str, log: Path, *, timeout_seconds: float, ready_path: str = "/health"
+) -> Iterator[tuple[str, int]]:
+    """Start a server ({port} in the command is replaced), wait until it is ready, stop it at the end: (url, process id)."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -32,7 +34,7 @@ def started_server(command: str, log: Path, *, timeout_seconds: float) -> Iterat
             shlex.split(command.format(port=port)), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
-        wait_until_healthy(url, server, log, timeout_seconds)
+        wait_until_healthy(url, server, log, timeout_seconds, ready_path)
         yield url, server.pid
     finally:
         server.send_signal(signal.SIGTERM)
@@ -43,13 +45,16 @@ def started_server(command: str, log: Path, *, timeout_seconds: float) -> Iterat
             server.wait()
 
 
-def wait_until_healthy(url: str, server: subprocess.Popen[bytes], log: Path, timeout_seconds: float) -> None:
+def wait_until_healthy(
+    url: str, server: subprocess.Popen[bytes], log: Path, timeout_seconds: float, path: str = "/health"
+) -> None:
+    """Until it answers this path with 200. Exits if it ends, or after the timeout."""
     deadline = time.monotonic() + timeout_seconds
     while True:
         if server.poll() is not None:
             sys.exit(f"the server ended with code {server.returncode} before it was ready; see {log}")
         try:
-            with urllib.request.urlopen(f"{url}/health", timeout=5):
+            with urllib.request.urlopen(f"{url}{path}", timeout=5):
                 return
         except (urllib.error.URLError, OSError):
             if time.monotonic() > deadline:

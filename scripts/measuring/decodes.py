@@ -1,0 +1,77 @@
+"""Times decode steps alone: the prompts of all requests are computed before, and no request arrives or ends meanwhile."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxllm.llm_engine import LLMEngine
+from jaxllm.sampling_params import SamplingParams
+from scripts.measuring.host_times import HostTimes
+from scripts.measuring.requests import end_all
+
+SETTLING_STEPS = 12
+"""Decode steps before the clock starts: those in flight with the last prompt, and those by which the loop chooses its depth."""
+
+
+@dataclass(frozen=True)
+class DecodeTimes:
+    """One stretch of steps, from the tokens of one step to those of `num_steps` later."""
+
+    seconds: float
+    num_steps: int
+    contexts: list[int]
+    """Tokens of each request in the cache before the first of these steps."""
+    details: dict[str, float]
+    impurity: str | None
+    """What else happened in the stretch; None if every step was a decode of all requests."""
+
+
+def time_decodes(
+    engine: LLMEngine, prompts: Sequence[Any], params: Sequence[SamplingParams], *, num_steps: int
+) -> DecodeTimes | None:
+    """Steps of an idle engine on these prompts. None if it cannot run them all at once for so long, e.g. for want of cache.
+
+    A request whose prompt is computed early decodes while the others' prompts are: `params` must leave room for it.
+    """
+    core: Any = engine.core
+    for i, (prompt, its) in enumerate(zip(prompts, params, strict=True)):
+        engine.add_request(f"decode {i}", prompt, its)
+    num_rows = len(prompts)
+    try:
+        have_token: set[str] = set()
+
+        def step() -> bool:
+            """Whether it gave each request one token."""
+            news = core.step()
+            engine.take(news)
+            return len(news) == num_rows and all(len(item.new_token_ids) == 1 for item in news)
+
+        while len(have_token) < num_rows or core.scheduler.waiting:
+            if engine.get_num_unfinished_requests() < num_rows:
+                return None
+            news = core.step()
+            engine.take(news)
+            have_token.update(item.request_id for item in news if item.new_token_ids)
+        for _ in range(SETTLING_STEPS):
+            step()
+        if len(core.scheduler.running) < num_rows:
+            return None
+        # The latest token of a request is not in the cache yet.
+        contexts = [len(request.token_ids) - 1 for request in core.scheduler.running]
+        before, host, pure = core.stats(), HostTimes(core), 0
+        start = time.perf_counter()
+        for _ in range(num_steps):
+            pure += step()
+        seconds = time.perf_counter() - start
+        after, details = core.stats(), host.per_step()
+    finally:
+        end_all(engine)
+    details["context"] = sum(contexts) / num_rows + (num_steps - 1) / 2
+    impurity = None
+    num_scheduled = after.num_step_tokens - before.num_step_tokens
+    if pure < num_steps:
+        impurity = f"{num_steps - pure} of {num_steps} steps were not decodes of all {num_rows} rows"
+    elif num_scheduled != details["steps"] * num_rows or after.num_preemptions > before.num_preemptions:
+        impurity = f"{num_scheduled} tokens in {details['steps']:.0f} steps of {num_rows} rows"
+    return DecodeTimes(seconds, num_steps, contexts, details, impurity)

@@ -1,0 +1,63 @@
+"""The share of a row's time in which the device runs no kernel, from a trace of such work."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxllm.llm_engine import LLMEngine
+from jaxllm.sampling_params import SamplingParams
+from scripts.measuring import trace
+from scripts.measuring.requests import end_all
+from scripts.measuring.rows import Row
+
+
+def trace_idle_share(
+    engine: LLMEngine,
+    row: Row,
+    prompts: Sequence[Any],
+    params: Sequence[SamplingParams],
+    *,
+    skip: int | None,
+    num_steps: int | None,
+) -> None:
+    """Set `row.idle`: record `num_steps` steps after `skip` others, or the whole from the first request's arrival."""
+
+    def add() -> None:
+        for i, (prompt, its) in enumerate(zip(prompts, params, strict=True)):
+            engine.add_request(f"{row.name} {i}", prompt, its)
+
+    def run(count: int | None) -> None:
+        while engine.has_unfinished_requests() and count != 0:
+            engine.step()
+            count = None if count is None else count - 1
+
+    try:
+        if skip is not None:
+            add()
+            run(skip)
+        with trace.record() as (recording, stretch):
+            if skip is not None:
+                run(5)
+            with stretch:
+                if skip is None:
+                    add()
+                run(num_steps)
+        found = recording.trace
+        if found is not None and found.kernels:
+            row.idle = traced = found.idle_share()
+            untraced = None
+            if skip is None:
+                untraced = min(row.seconds)
+            elif row.unit == "ms" and num_steps:
+                untraced = row.value / 1e3 * num_steps
+            if untraced is not None:
+                # Recording slows the host, not the kernels: what they took there, of the time that the same work takes without.
+                row.idle = max(0.0, 1 - found.wall / 1e6 * (1 - traced) / untraced)
+            print(
+                f"{row.name}: idle {row.idle:.1%}; traced {traced:.1%} of {found.wall / 1e3:.1f} ms, {len(found.kernels)} launches",
+                flush=True,
+            )
+        else:
+            print(f"{row.name}: the trace holds no GPU kernels", flush=True)
+    except Exception as problem:  # the figures stand without it
+        print(f"{row.name}: no idle share: {type(problem).__name__}: {str(problem)[:300]}", flush=True)
+    end_all(engine)
