@@ -117,9 +117,10 @@ class Bench:
         self.goals = json.loads(args.goals.read_text()).get(model.name, {}) if args.goals else {}
         config = {"load_format": "dummy", "enable_prefix_caching": False, "skip_tokenizer_init": True, "max_model_len": 4096}
         config |= {name: json.loads(value) for name, value in (option.split("=", 1) for option in options)}
+        # The ceilings start the device, the engine comes after.
         reserve_device_memory(
-            config.get("gpu_memory_utilization", 0.92)
-        )  # the ceilings start the device, the engine comes after
+            config.get("gpu_memory_utilization", 0.92), tensor_parallel_size=config.get("tensor_parallel_size", 1)
+        )
         self.ceilings: Ceilings = measure_ceilings(tiny=args.tiny)
         print(f"\n{self.name} on {jax.devices()[0].device_kind}: {self.ceilings.describe()}", flush=True)
         started = time.perf_counter()

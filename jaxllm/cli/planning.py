@@ -29,7 +29,7 @@ def plan(options: Mapping[str, Any]) -> Plan:
     from jaxllm.runner.memory import memory_plan, reserve_device_memory
 
     asked = EngineConfig.from_options(**options)
-    reserve_device_memory(asked.cache.gpu_memory_utilization)
+    reserve_device_memory(asked.cache.gpu_memory_utilization, tensor_parallel_size=asked.parallel.tensor_parallel_size)
     directory = model_directory(asked)
     config, model_config, _ = resolve_for_model(asked, directory)
     return Plan(config, model_config, memory_plan(config, model_config))

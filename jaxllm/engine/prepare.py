@@ -46,7 +46,7 @@ class Prepared:
 
         Raises ConfigError, ModelLoadError or OutOfMemoryError.
         """
-        reserve_device_memory(config.cache.gpu_memory_utilization)
+        reserve_device_memory(config.cache.gpu_memory_utilization, tensor_parallel_size=config.parallel.tensor_parallel_size)
         with times.part("device"):
             on_cpu = _backend() == "cpu"
         if config.compile.compilation_cache and not on_cpu:
