@@ -43,6 +43,19 @@ def fingerprint(config: EngineConfig, model: ModelConfig, mesh: Mesh, plan: Memo
     options = config.flat()
     return {
         "jaxllm version": f"{jaxllm.__version__} ({_source_digest()})",
+        **surroundings(device),
+        **{name: options[name] for name in OPTIONS},
+        "attention_implementation": kernels.paged_attention,
+        **{f"{op} implementation": name for op, name in kernels.by_op().items() if op != "paged_attention"},
+        "max_model_len": plan.max_model_len,
+        "num_gpu_blocks": plan.num_blocks,
+        **{f"model's {name}": value for name, value in dataclasses.asdict(model).items()},
+    }
+
+
+def surroundings(device: jax.Device) -> dict[str, Any]:
+    """What any compiled program depends on: the device, versions and settings, by name, as JSON values."""
+    return {
         **{f"{name} version": importlib.metadata.version(name) for name in _PACKAGES},
         **({f"{name} version": version for name, version in _plugins()} if device.platform != "cpu" else {}),
         "platform": device.platform,
@@ -51,12 +64,6 @@ def fingerprint(config: EngineConfig, model: ModelConfig, mesh: Mesh, plan: Memo
         **({"processor": _processor()} if device.platform == "cpu" else {}),
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
         **{name: getattr(jax.config, name) for name in _JAX_SETTINGS},
-        **{name: options[name] for name in OPTIONS},
-        "attention_implementation": kernels.paged_attention,
-        **{f"{op} implementation": name for op, name in kernels.by_op().items() if op != "paged_attention"},
-        "max_model_len": plan.max_model_len,
-        "num_gpu_blocks": plan.num_blocks,
-        **{f"model's {name}": value for name, value in dataclasses.asdict(model).items()},
     }
 
 

@@ -7,7 +7,6 @@ from jax.sharding import Mesh
 
 from jaxllm.errors import ConfigError
 from jaxllm.model_config import ModelConfig
-from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.memory import MemoryPlan
 from pallas_kernels import paged_attention, rope_cache_write, sampling
 
@@ -62,12 +61,6 @@ def candidates(wanted: str, model: ModelConfig, plan: MemoryPlan, mesh: Mesh, *,
         if name in PLAIN or (one_device and sampling.supports(name, vocab_size=model.padded_vocab_size, interpret=not on_gpu))
     )
     return {"paged_attention": attention, "rope_cache_write": rope, "sampling": sample}
-
-
-def preferred(found: Candidates, *, on_gpu: bool) -> Kernels:
-    """The first of each op."""
-    chosen = {op: names[0] for op, names in found.items()}
-    return Kernels(**chosen, interpret=not on_gpu and any(name not in PLAIN for name in chosen.values()))
 
 
 def _attention_case(model: ModelConfig, page_size: int) -> dict[str, Any]:

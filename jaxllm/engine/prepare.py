@@ -11,8 +11,10 @@ from jax.sharding import Mesh
 from jaxllm import env
 from jaxllm.config import EngineConfig, resolve_platform_defaults
 from jaxllm.engine.fingerprint import fingerprint
-from jaxllm.engine.kernel_choice import attention_implementation, candidates, preferred
+from jaxllm.engine.kernel_check import Choice, choose_kernels
+from jaxllm.engine.kernel_choice import attention_implementation, candidates
 from jaxllm.errors import ConfigError
+from jaxllm.kernel_verdicts import OpReport, VerdictStore
 from jaxllm.loaders.layout import abstract_state
 from jaxllm.log import logger
 from jaxllm.model_config import ModelConfig, load_model_config
@@ -38,6 +40,7 @@ class Prepared:
     model: CausalLM
     plan: MemoryPlan
     kernels: Kernels
+    kernel_report: dict[str, OpReport]
     runner: ModelRunner
     processors: tuple[Processor, ...]
     times: StartTimes
@@ -46,7 +49,7 @@ class Prepared:
     def of(cls, config: EngineConfig, model_dir: Path, processors: tuple[Processor, ...], times: StartTimes) -> "Prepared":
         """Everything for a model. Programs come from the artifact, or from this machine's cache, where new ones go.
 
-        Raises ConfigError, ModelLoadError or OutOfMemoryError.
+        Raises ConfigError, ModelLoadError, KernelCheckError or OutOfMemoryError.
         """
         reserve_device_memory(config.cache.gpu_memory_utilization)
         with times.part("device"):
@@ -59,9 +62,12 @@ class Prepared:
             config, model_config, mesh = resolve(config, model_dir)
             model = build_model(model_config)
             plan = _plan(config, model_config, _weight_bytes(model, mesh))
-            kernels = preferred(candidates(wanted, model_config, plan, mesh, on_gpu=not on_cpu), on_gpu=not on_cpu)
-            runner = _runner(config, model_config, mesh, model, plan, kernels, processors, times)
-        return cls(config, model_config, mesh, model, plan, kernels, runner, processors, times)
+        with times.part("kernel check"):
+            chosen = _choose_kernels(wanted, config, model_config, plan, mesh)
+            config = config.replace(attention_implementation=chosen.kernels.paged_attention)
+        with times.part("config and model"):
+            runner = _runner(config, model_config, mesh, model, plan, chosen.kernels, processors, times)
+        return cls(config, model_config, mesh, model, plan, chosen.kernels, chosen.report, runner, processors, times)
 
     def settled(self, *, rare_later: bool) -> "Prepared":
         """This, or with a smaller cache if the largest program turns out to need more memory than was estimated.
@@ -100,6 +106,20 @@ def _plan(config: EngineConfig, model: ModelConfig, weight_bytes: int, work_byte
             )
     plan.check()
     return plan
+
+
+def _choose_kernels(wanted: str, config: EngineConfig, model: ModelConfig, plan: MemoryPlan, mesh: Mesh) -> Choice:
+    """Those that pass the kernel check. `wanted` is the option attention_implementation as it was given."""
+    device = mesh.devices.flat[0]
+    return choose_kernels(
+        candidates(wanted, model, plan, mesh, on_gpu=device.platform != "cpu"),
+        config,
+        model,
+        plan,
+        device=device,
+        store=VerdictStore(env.cache_dir() / env.KERNEL_VERDICTS),
+        is_named=wanted != "auto",
+    )
 
 
 def _runner(

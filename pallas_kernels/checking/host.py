@@ -1,16 +1,22 @@
 """Random arrays in NumPy, quickly: a check at an engine's start has a second for all of them."""
 
+import functools
+
 import numpy as np
 from jax.typing import DTypeLike
 
 _POOL = 999_983  # a prime: no row, page or head repeats another at the same place
 
 
-class Normals:
-    """Arrays of normal values. Beyond a million they repeat."""
+@functools.cache
+def _pool() -> np.ndarray:
+    return np.random.default_rng(0).standard_normal(_POOL, dtype=np.float32)
 
-    def __init__(self, seed: int):
-        self._pool = np.random.default_rng(seed).standard_normal(_POOL, dtype=np.float32)
+
+class Normals:
+    """Arrays of normal values, the same from each of these. Beyond a million they repeat."""
+
+    def __init__(self) -> None:
         self._next = 0
 
     def __call__(self, *shape: int) -> np.ndarray:
@@ -18,7 +24,7 @@ class Normals:
         size = int(np.prod(shape))
         first = self._next
         self._next = (first + size) % _POOL
-        return np.take(self._pool, np.arange(first, first + size), mode="wrap").reshape(shape)
+        return np.take(_pool(), np.arange(first, first + size), mode="wrap").reshape(shape)
 
     def of(self, dtype: DTypeLike, *shape: int) -> np.ndarray:
         """Rounded to a type."""

@@ -78,7 +78,7 @@ def plain_top_values(logits: jax.Array, own: jax.Array, *, k: int) -> tuple[jax.
 
 def _logits(shapes: Shapes, num_rows: int) -> np.ndarray:
     """With equal values; the last row is -inf but for one column."""
-    logits = np.round(Normals(2)(num_rows, shapes.vocab_size) * (3 * 64)) / 64 + 0.0  # no -0: it is below 0 to lax.top_k
+    logits = np.round(Normals()(num_rows, shapes.vocab_size) * (3 * 64)) / 64 + 0.0  # no -0: it is below 0 to lax.top_k
     logits[-1] = -np.inf
     logits[-1, shapes.vocab_size // 2] = 1.5
     if shapes.num_padded:
@@ -110,7 +110,7 @@ def _draw_arrays(shapes: Shapes) -> tuple[Any, tuple[Any, ...]]:
         (False, 1.0, nothing, 3, 0.5),
     ]
     types = (np.bool_, np.float32, np.float32, np.int32, np.float32)
-    columns = [np.array(column, kind) for column, kind in zip(zip(*rows, strict=True), types, strict=True)]
+    columns: list[Any] = [np.array(column, kind) for column, kind in zip(zip(*rows, strict=True), types, strict=True)]
     words = np.random.default_rng(3).integers(0, 2**32, (2, len(rows)), np.uint32)
     return _logits(shapes, len(rows)), (*columns, *words)
 
@@ -151,7 +151,7 @@ def _kept(scaled_V: np.ndarray, params: sampling.DrawParams, slack: float) -> np
     return kept_V | (scaled_V == highest)
 
 
-def _gumbel(size: int, word_0: np.uint32, word_1: np.uint32) -> np.ndarray:
+def _gumbel(size: int, word_0: Any, word_1: Any) -> np.ndarray:
     """`pallas_kernels.sampling.noise` in NumPy, float64 from its float32 uniforms."""
     bits = _scramble(_scramble(np.arange(size, dtype=np.uint32) ^ word_0) + word_1)
     uniform = np.minimum((bits.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32), np.float32(1 - 2.0**-24))
