@@ -133,8 +133,8 @@ class KernelCheck:
         if self.mode == "off":
             self._keep_verified()
         while todo := [op for op in self.ops if op not in self.passed and self._wants_check(op)]:
-            unknown = [op for op in todo if not self._remembers(op)]
-            self._judge(unknown)
+            if unknown := [op for op in todo if not self._remembers(op)]:
+                self._judge(unknown)
         if self.passed and self.mode != "off":
             names = ", ".join(f"{op} {self.left[op][0]}" for op in self.passed)
             ran = f"{self.num_programs} programs, {time.perf_counter() - started:.1f} s"

@@ -94,7 +94,7 @@ def _run_twice(run: Any, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
     worker.start()
     worker.join(RUN_SECONDS)
     if worker.is_alive():
-        raise HangError(f"it does not end within {RUN_SECONDS:.0f} s")
+        raise HangError(f"it does not end within {RUN_SECONDS:g} s")
     if errors:
         raise errors[0]
     return results[0], results[1]
