@@ -63,7 +63,7 @@ def cases(shapes: Shapes, implementation: str, *, interpret: bool) -> list[Case]
             functools.partial(host_arrays, batch),
             {implementation: call(module, batch, interpret=interpret)},
             functools.partial(host_error, batch),
-            TOLERANCE[batch.dtype],
+            max(TOLERANCE[batch.dtype], TOLERANCE.get(batch.cache_dtype, 0.0)),
         )
         for layer in shapes.layers
         for batch in batches(shapes, layer)
