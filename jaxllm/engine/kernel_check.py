@@ -235,8 +235,8 @@ class KernelCheck:
     def _give_up(self, op: str, case: Case, fault: Fault) -> None:
         raise KernelCheckError(
             f"{op} by {self.left[op][0]} made {self.device.device_kind} unusable for this process in the kernel check "
-            f"({case.name}: {fault.text}); start again: it is then not used, as long as the cache directory can be written, or "
-            "choose another with --attention-implementation"
+            f"({case.name}: {fault.text}); start again: if the cache directory can be written, it is then not used; or start with "
+            "--attention-implementation xla, which uses no kernels"
         )
 
     def _subject(self, op: str) -> Subject:
