@@ -63,6 +63,7 @@ class AsyncLLM:
         self.config = engine.config
         self.model_config = engine.model_config
         self.max_model_len = engine.max_model_len
+        self.kernels = engine.core.kernels
         self.input_processor = engine.input_processor
         self._mailboxes: dict[str, Mailbox] = {}
         """By internal id; touched only where the engine is."""

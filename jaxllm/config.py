@@ -144,6 +144,12 @@ class CompileOptions:
         Literal["auto", "reference", "xla", "triton", "mosaic", "jax_triton"],
         "paged attention kernel; auto: the fastest for the GPU and the model, xla on a CPU; jax_triton needs the extra jax-triton",
     ] = "auto"
+    kernel_check: Annotated[
+        Literal["auto", "always", "off"],
+        "whether kernels are run on edge cases at the start, so that one which fails is replaced; auto: on a GPU, those without "
+        "a verdict in the cache directory; always: at every start; off: never, and auto choices take only kernels that were "
+        "verified on this kind of GPU",
+    ] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)

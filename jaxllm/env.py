@@ -12,6 +12,9 @@ API_KEY = "JAXLLM_API_KEY"  # the key of a server: what clients here send
 OPTION_PREFIX = "JAXLLM_OPT_"  # JAXLLM_OPT_MAX_NUM_SEQS=64 sets --max-num-seqs
 
 
+KERNEL_VERDICTS = "kernel_checks"  # a folder of the cache directory: what kernel checks found
+
+
 def cache_dir() -> Path:
     """The folder for compiled programs: $JAXLLM_CACHE_DIR, else $XDG_CACHE_HOME/jaxllm, else ~/.cache/jaxllm."""
     if path := os.environ.get(CACHE_DIR):

@@ -5,6 +5,7 @@ JaxLLMError
 ├── InvalidRequestError    (ValueError)  one request cannot be served; names the parameter
 ├── GrammarError           (ValueError)  an output's form cannot be compiled, or the output cannot go on in it
 ├── ModelLoadError                       a checkpoint is missing, incomplete, corrupt or of an unknown kind
+├── KernelCheckError                     no implementation of an op gives right results on this device
 ├── OutOfMemoryError                     the device cannot hold what was asked for; names the flag to change
 └── EngineError                          the engine failed in what it was asked; the message says whether to try again
     ├── RequestFailedError               one request ended with an error; has its kind
@@ -36,6 +37,10 @@ class GrammarError(JaxLLMError, ValueError):
 
 class ModelLoadError(JaxLLMError):
     """A checkpoint is missing, incomplete, corrupt or of an unknown kind."""
+
+
+class KernelCheckError(JaxLLMError):
+    """No implementation of an op gives right results on this device, or the one that was asked for does not."""
 
 
 class OutOfMemoryError(JaxLLMError):

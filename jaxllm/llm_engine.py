@@ -12,6 +12,7 @@ from jaxllm.at_exit import shut_down_at_exit
 from jaxllm.config import EngineConfig
 from jaxllm.engine import fault_points
 from jaxllm.errors import ConfigError, EngineDeadError, EngineError, JaxLLMError
+from jaxllm.kernel_verdicts import OpReport
 from jaxllm.metrics.engine_load import LoadStats
 from jaxllm.metrics.engine_metrics import EngineMetrics
 from jaxllm.metrics.metric import Metric
@@ -48,6 +49,8 @@ class Core(Protocol):
     max_model_len: int
     processor_arguments: Mapping[str, int]
     """The logits processors that requests may name, and how many arguments each takes."""
+    kernels: dict[str, OpReport]
+    """What each op runs on, and how its check went."""
 
     @property
     def num_compiled_after_warmup(self) -> int: ...

@@ -16,6 +16,7 @@ from jaxllm import __version__, env
 from jaxllm.cli.parser import Parser
 from jaxllm.cli.terminal import size
 from jaxllm.cli.version import git_sha, package_version
+from jaxllm.kernel_verdicts import VerdictStore
 
 ABOUT = "Versions, devices, variables and caches of this machine, for a bug report."
 PACKAGES = (
@@ -25,6 +26,7 @@ PACKAGES = (
 VARIABLES = re.compile(
     r"(JAX|JAXLLM|XLA|CUDA|NVIDIA|NCCL|HF|TRANSFORMERS|TF_CPP|OMP)_\w+|LD_LIBRARY_PATH|TMPDIR|XDG_CACHE_HOME|NO_COLOR"
 )
+MAX_KERNEL_CHECKS = 24
 SECRET = re.compile(r"TOKEN(?!IZER)|KEY|SECRET|PASSWORD")
 
 
@@ -64,6 +66,7 @@ def gather() -> dict[str, Any]:
             if VARIABLES.fullmatch(name)
         },
         "compilation cache": _cache(env.cache_dir()),
+        "kernel checks": _kernel_checks(env.cache_dir() / env.KERNEL_VERDICTS) or "none",
     }
 
 
@@ -95,6 +98,18 @@ def _cache(folder: Path) -> dict[str, Any]:
         "size": f"{size(sum(path.stat().st_size for path in files))} in {len(files)} files",
         "free": size(shutil.disk_usage(existing).free),
     }
+
+
+def _kernel_checks(folder: Path) -> dict[str, str]:
+    """The newest verdicts of kernel checks. Nothing is compiled, and no device is asked."""
+    found: dict[str, str] = {}
+    for verdict in VerdictStore(folder).all()[:MAX_KERNEL_CHECKS]:
+        subject = verdict.subject
+        shapes = ", ".join(f"{name} {value}" for name, value in subject.shapes.items() if not isinstance(value, (list, bool)))
+        about = f"{subject.device}, jax {subject.surroundings.get('jax version')}; {shapes}"
+        result = "passed" if verdict.fault is None else f"FAILED in {verdict.fault}"
+        found[f"{subject.op} {subject.implementation} ({subject.digest[:6]})"] = f"{result} ({verdict.checked_at} UTC; {about})"
+    return found
 
 
 def _memory_bytes() -> int:

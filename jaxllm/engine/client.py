@@ -230,6 +230,7 @@ class RemoteCore:
         self.model_config: ModelConfig = ready.model_config
         self.max_model_len = ready.max_model_len
         self.processor_arguments: Mapping[str, int] = ready.processor_arguments
+        self.kernels = ready.kernels
         self._client = client
 
     @property

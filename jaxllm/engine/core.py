@@ -40,8 +40,8 @@ class EngineCore:
     """An engine on the devices of this process.
 
     After construction `config` has no "auto" left, `model_config` describes the model, `max_model_len` the longest request
-    and `processor_arguments` the logits processors that requests may name.
-    Raises ConfigError, ModelLoadError or OutOfMemoryError.
+    and `processor_arguments` the logits processors that requests may name, and `kernels` what each op runs on.
+    Raises ConfigError, ModelLoadError, KernelCheckError or OutOfMemoryError.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class EngineCore:
         plan = prepared.plan
         self.config = config.replace(max_model_len=plan.max_model_len)
         self.model_config = prepared.model_config
+        self.kernels = prepared.kernel_report
         self.max_model_len = plan.max_model_len
         self.memory_plan = plan
         logger.debug("options: %s", ", ".join(f"{name}={value}" for name, value in self.config.flat().items()))

@@ -16,6 +16,7 @@ import jaxllm
 import pallas_kernels
 from jaxllm.config import EngineConfig
 from jaxllm.model_config import ModelConfig
+from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.memory import MemoryPlan
 
 OPTIONS = (
@@ -28,7 +29,6 @@ OPTIONS = (
     "tensor_parallel_size",
     "decode_buckets",
     "token_buckets",
-    "attention_implementation",
 )
 """Those that shapes or programs depend on."""
 _JAX_SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable")
@@ -37,12 +37,25 @@ _PLUGIN = "jax-cuda"
 _WITHOUT_PROGRAMS = ("cli", "metrics", "scheduler", "text")
 
 
-def fingerprint(config: EngineConfig, model: ModelConfig, mesh: Mesh, plan: MemoryPlan) -> dict[str, Any]:
+def fingerprint(config: EngineConfig, model: ModelConfig, mesh: Mesh, plan: MemoryPlan, kernels: Kernels) -> dict[str, Any]:
     """Everything, by name, as JSON values. Custom logits processors are left out: programs that contain them are never stored."""
     device = mesh.devices.flat[0]
     options = config.flat()
     return {
         "jaxllm version": f"{jaxllm.__version__} ({_source_digest()})",
+        **surroundings(device),
+        **{name: options[name] for name in OPTIONS},
+        "attention_implementation": kernels.paged_attention,
+        **{f"{op} implementation": name for op, name in kernels.by_op().items() if op != "paged_attention"},
+        "max_model_len": plan.max_model_len,
+        "num_gpu_blocks": plan.num_blocks,
+        **{f"model's {name}": value for name, value in dataclasses.asdict(model).items()},
+    }
+
+
+def surroundings(device: jax.Device) -> dict[str, Any]:
+    """What any compiled program depends on: the device, versions and settings, by name, as JSON values."""
+    return {
         **{f"{name} version": importlib.metadata.version(name) for name in _PACKAGES},
         **({f"{name} version": version for name, version in _plugins()} if device.platform != "cpu" else {}),
         "platform": device.platform,
@@ -51,10 +64,6 @@ def fingerprint(config: EngineConfig, model: ModelConfig, mesh: Mesh, plan: Memo
         **({"processor": _processor()} if device.platform == "cpu" else {}),
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
         **{name: getattr(jax.config, name) for name in _JAX_SETTINGS},
-        **{name: options[name] for name in OPTIONS},
-        "max_model_len": plan.max_model_len,
-        "num_gpu_blocks": plan.num_blocks,
-        **{f"model's {name}": value for name, value in dataclasses.asdict(model).items()},
     }
 
 

@@ -19,6 +19,7 @@ from jaxllm.errors import (
     JaxLLMError,
     OverloadedError,
 )
+from jaxllm.kernel_verdicts import OpReport
 from jaxllm.metrics.metric import Counter, Gauge, Histogram, Metric
 from jaxllm.model_config import ModelConfig
 from jaxllm.outputs import EngineCoreOutput
@@ -183,6 +184,8 @@ class Ready(_Message, tag="ready"):
     processor_arguments: dict[str, int]
     start_seconds: dict[str, float]
     """Where the time until now went, part by part."""
+    kernels: dict[str, OpReport] = {}
+    """What each op runs on, and how its check went."""
 
 
 class Outputs(_Message, tag="outputs"):

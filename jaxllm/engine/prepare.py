@@ -11,20 +11,23 @@ from jax.sharding import Mesh
 from jaxllm import env
 from jaxllm.config import EngineConfig, resolve_platform_defaults
 from jaxllm.engine.fingerprint import fingerprint
+from jaxllm.engine.kernel_check import Choice, choose_kernels
+from jaxllm.engine.kernel_choice import attention_implementation, candidates
 from jaxllm.errors import ConfigError
+from jaxllm.kernel_verdicts import OpReport, VerdictStore
 from jaxllm.loaders.layout import abstract_state
 from jaxllm.log import logger
 from jaxllm.model_config import ModelConfig, load_model_config
 from jaxllm.models.decoder import CausalLM
 from jaxllm.models.registry import build_model
 from jaxllm.parallel.mesh import make_mesh
+from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.memory import MemoryPlan, device_limit, memory_plan, reserve_device_memory
 from jaxllm.runner.program_store import ProgramStore, local_store, open_artifact, read_manifest
 from jaxllm.runner.programs import use_persistent_cache
 from jaxllm.runner.runner import ModelRunner
 from jaxllm.sampling.processors import Processor
 from jaxllm.start_times import StartTimes
-from pallas_kernels import paged_attention
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,8 @@ class Prepared:
     mesh: Mesh
     model: CausalLM
     plan: MemoryPlan
+    kernels: Kernels
+    kernel_report: dict[str, OpReport]
     runner: ModelRunner
     processors: tuple[Processor, ...]
     times: StartTimes
@@ -44,7 +49,7 @@ class Prepared:
     def of(cls, config: EngineConfig, model_dir: Path, processors: tuple[Processor, ...], times: StartTimes) -> "Prepared":
         """Everything for a model. Programs come from the artifact, or from this machine's cache, where new ones go.
 
-        Raises ConfigError, ModelLoadError or OutOfMemoryError.
+        Raises ConfigError, ModelLoadError, KernelCheckError or OutOfMemoryError.
         """
         reserve_device_memory(config.cache.gpu_memory_utilization, tensor_parallel_size=config.parallel.tensor_parallel_size)
         with times.part("device"):
@@ -52,12 +57,17 @@ class Prepared:
         if config.compile.compilation_cache and not on_cpu:
             # For all that is not a program of the step. On a CPU, what XLA read from its own cache could not be stored again.
             use_persistent_cache(env.cache_dir() / "programs")
+        wanted = config.compile.attention_implementation
         with times.part("config and model"):
             config, model_config, mesh = resolve(config, model_dir)
             model = build_model(model_config)
             plan = _plan(config, model_config, _weight_bytes(model, mesh))
-            runner = _runner(config, model_config, mesh, model, plan, processors, times)
-        return cls(config, model_config, mesh, model, plan, runner, processors, times)
+        with times.part("kernel check"):
+            chosen = _choose_kernels(wanted, config, model_config, plan, mesh)
+            config = config.replace(attention_implementation=chosen.kernels.paged_attention)
+        with times.part("config and model"):
+            runner = _runner(config, model_config, mesh, model, plan, chosen.kernels, processors, times)
+        return cls(config, model_config, mesh, model, plan, chosen.kernels, chosen.report, runner, processors, times)
 
     def settled(self, *, rare_later: bool) -> "Prepared":
         """This, or with a smaller cache if the largest program turns out to need more memory than was estimated.
@@ -75,13 +85,13 @@ class Prepared:
             return replace(self, plan=plan)
         logger.info("the largest step needs more memory than estimated: %s", plan.describe())
         self.runner.programs.shutdown()
-        runner = _runner(self.config, self.model_config, self.mesh, self.model, plan, self.processors, self.times)
+        runner = _runner(self.config, self.model_config, self.mesh, self.model, plan, self.kernels, self.processors, self.times)
         runner.start_programs(rare_later=rare_later)
         return replace(self, plan=plan, runner=runner)
 
     def fingerprint(self) -> dict[str, object]:
         """What the programs depend on."""
-        return fingerprint(self.config, self.model_config, self.mesh, self.plan)
+        return fingerprint(self.config, self.model_config, self.mesh, self.plan, self.kernels)
 
 
 def _plan(config: EngineConfig, model: ModelConfig, weight_bytes: int, work_bytes: int | None = None) -> MemoryPlan:
@@ -98,22 +108,37 @@ def _plan(config: EngineConfig, model: ModelConfig, weight_bytes: int, work_byte
     return plan
 
 
+def _choose_kernels(wanted: str, config: EngineConfig, model: ModelConfig, plan: MemoryPlan, mesh: Mesh) -> Choice:
+    """Those that pass the kernel check. `wanted` is the option attention_implementation as it was given."""
+    device = mesh.devices.flat[0]
+    return choose_kernels(
+        candidates(wanted, model, plan, mesh, on_gpu=device.platform != "cpu"),
+        config,
+        model,
+        plan,
+        device=device,
+        store=VerdictStore(env.cache_dir() / env.KERNEL_VERDICTS),
+        is_named=wanted != "auto",
+    )
+
+
 def _runner(
     config: EngineConfig,
     model_config: ModelConfig,
     mesh: Mesh,
     model: CausalLM,
     plan: MemoryPlan,
+    kernels: Kernels,
     processors: tuple[Processor, ...],
     times: StartTimes,
 ) -> ModelRunner:
     store: ProgramStore | None = None
     options, devices = config.compile, list(mesh.devices.flat)
     if options.compiled_artifact is not None:
-        store = open_artifact(Path(options.compiled_artifact), fingerprint(config, model_config, mesh, plan), devices)
+        store = open_artifact(Path(options.compiled_artifact), fingerprint(config, model_config, mesh, plan, kernels), devices)
     elif options.compilation_cache:
-        store = local_store(env.cache_dir() / "engines", fingerprint(config, model_config, mesh, plan), devices)
-    return ModelRunner(config, model_config, model, mesh, plan, processors, store=store, times=times)
+        store = local_store(env.cache_dir() / "engines", fingerprint(config, model_config, mesh, plan, kernels), devices)
+    return ModelRunner(config, model_config, model, mesh, plan, kernels, processors, store=store, times=times)
 
 
 def _weight_bytes(model: CausalLM, mesh: Mesh) -> int:
@@ -142,7 +167,7 @@ def resolve(config: EngineConfig, model_dir: Path) -> tuple[EngineConfig, ModelC
     model_config = model_config.for_tensor_parallel(config.parallel.tensor_parallel_size)
     mesh = make_mesh(config.parallel.tensor_parallel_size)
     config = config.replace(
-        attention_implementation=_attention_implementation(attention, model_config, config.cache.block_size, on_gpu=on_gpu),
+        attention_implementation=attention_implementation(attention, model_config, config.cache.block_size, on_gpu=on_gpu),
         runner="generate" if model_config.generates else "pooling",
     )
     scheduler = config.scheduler
@@ -153,37 +178,6 @@ def resolve(config: EngineConfig, model_dir: Path) -> tuple[EngineConfig, ModelC
             "each running request needs a token a step: raise --max-num-batched-tokens or lower --max-num-seqs"
         )
     return config, model_config, mesh
-
-
-def _attention_implementation(wanted: str, model: ModelConfig, page_size: int, *, on_gpu: bool) -> str:
-    """The wanted implementation if it takes the model's shapes, or for "auto" the fastest that does."""
-    num_groups = model.num_heads // model.num_kv_heads
-    if wanted == "auto":
-        return paged_attention.choose(
-            platform="gpu" if on_gpu else "cpu",
-            dtype=model.dtype,
-            num_groups=num_groups,
-            head_dim=model.head_dim,
-            cache_dtype=model.kv_cache_dtype,
-            page_size=page_size,
-        )
-    missing = paged_attention.missing(wanted)
-    if missing is not None:
-        raise ConfigError(f"attention_implementation is {wanted!r}, which {missing}")
-    if not paged_attention.supports(
-        wanted,
-        dtype=model.dtype,
-        num_groups=num_groups,
-        head_dim=model.head_dim,
-        cache_dtype=model.kv_cache_dtype,
-        page_size=page_size,
-        interpret=not on_gpu,
-    ):
-        raise ConfigError(
-            f"attention_implementation is {wanted!r}, which does not take {num_groups} query heads per key-value head of "
-            f"width {model.head_dim} in {model.dtype} over a cache of {model.kv_cache_dtype} in blocks of {page_size}; use auto"
-        )
-    return wanted
 
 
 def _backend() -> str:

@@ -33,6 +33,7 @@ from jaxllm.engine.messages import (
 )
 from jaxllm.engine.sockets import EXIT_FAILED, Command, Gone, Listener, Outbox, Pulse, Stop
 from jaxllm.errors import EngineDeadError, EngineError, JaxLLMError
+from jaxllm.kernel_verdicts import OpReport
 from jaxllm.log import logger
 from jaxllm.metrics.merge import merged
 from jaxllm.metrics.metric import Metric
@@ -54,6 +55,7 @@ class ServedCore(Protocol):
     max_model_len: int
     processor_arguments: Any
     start_times: StartTimes
+    kernels: dict[str, OpReport]
 
     @property
     def num_compiled_after_warmup(self) -> int: ...
@@ -92,6 +94,7 @@ class EngineLoop:
                 core.max_model_len,
                 dict(core.processor_arguments),
                 dict(core.start_times.seconds),
+                core.kernels,
             )
         )
         pulse.is_compiling = lambda: core.is_compiling

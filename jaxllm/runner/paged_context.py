@@ -7,6 +7,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxllm.layers.attend import Projection
+from jaxllm.runner.kernels import Kernels
 from pallas_kernels.paged_attention import paged_attention, paged_decode
 from pallas_kernels.rope_cache_write import rope_and_write
 
@@ -25,8 +26,7 @@ class PagedContext:
     slot_T: jax.Array
     is_decode: bool
     """Token i is the only token of row i."""
-    implementation: str
-    interpret: bool
+    kernels: Kernels
     mesh: Mesh
 
     def __call__(
@@ -45,8 +45,7 @@ class PagedContext:
         per_shard = partial(
             _write_and_attend,
             is_decode=self.is_decode,
-            implementation=self.implementation,
-            interpret=self.interpret,
+            kernels=self.kernels,
             scale=scale,
             window=window,
             soft_cap=soft_cap,
@@ -77,7 +76,7 @@ class PagedContext:
         return out
 
 
-@partial(jax.jit, static_argnames=("is_decode", "implementation", "interpret", "scale", "window", "soft_cap"))
+@partial(jax.jit, static_argnames=("is_decode", "kernels", "scale", "window", "soft_cap"))
 def _write_and_attend(
     projection: Projection,
     k_pages_PKSH: jax.Array,
@@ -88,8 +87,7 @@ def _write_and_attend(
     slot_T: jax.Array,
     *,
     is_decode: bool,
-    implementation: str,
-    interpret: bool,
+    kernels: Kernels,
     scale: float,
     window: int | None,
     soft_cap: float | None,
@@ -112,9 +110,8 @@ def _write_and_attend(
         eps=projection.eps,
         k_scale=k_scale,
         v_scale=v_scale,
-        # Where attention is a kernel, so is what comes before it.
-        implementation="xla" if implementation in ("reference", "xla") else "triton",
-        interpret=interpret,
+        implementation=kernels.rope_cache_write,
+        interpret=kernels.interpret,
     )
     if is_decode:
         attention = partial(paged_decode, q_TKGH, k_pages, v_pages, page_table_RB, kv_length_R)
@@ -126,7 +123,7 @@ def _write_and_attend(
         soft_cap=soft_cap,
         k_scale=k_scale,
         v_scale=v_scale,
-        implementation=implementation,
-        interpret=interpret,
+        implementation=kernels.paged_attention,
+        interpret=kernels.interpret,
     )
     return out, k_pages, v_pages

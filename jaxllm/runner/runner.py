@@ -18,6 +18,7 @@ from jaxllm.model_config import ModelConfig
 from jaxllm.progress import SILENT, Progress
 from jaxllm.runner.batch import Batch, BatchBuilder, PromptLogprobsChunk, request_failed
 from jaxllm.runner.buckets import Buckets
+from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.launcher import Launcher
 from jaxllm.runner.masked_step import MaskedStep
 from jaxllm.runner.memory import MemoryPlan
@@ -142,13 +143,13 @@ class ModelRunner:
         model: nnx.Module,
         mesh: Mesh,
         plan: MemoryPlan,
+        kernels: Kernels,
         processors: tuple[Any, ...] = (),
         *,
         store: ProgramStore | None = None,
         times: StartTimes | None = None,
     ):
         on_gpu = jax.default_backend() != "cpu"
-        implementation = config.compile.attention_implementation
         max_rows, threads = config.scheduler.max_num_seqs, config.compile.compile_threads
         assert max_rows is not None and threads is not None, "platform defaults are resolved before the runner is made"
         graphdef = nnx.graphdef(model)
@@ -163,8 +164,7 @@ class ModelRunner:
             mesh=mesh,
             block_size=config.cache.block_size,
             max_rows=max_rows,
-            implementation=implementation,
-            interpret=implementation in ("triton", "mosaic") and not on_gpu,
+            kernels=kernels,
             num_logprobs=vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size),
             logprobs_mode=config.model.logprobs_mode,
             processors=processors,

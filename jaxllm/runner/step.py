@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.layout import FROM_ROW, Column, StepLayout, StepViews
 from jaxllm.runner.paged_context import PagedContext
 from jaxllm.runner.rows import LogprobsKind
@@ -17,7 +18,6 @@ from jaxllm.sampling.mask import apply_mask
 from jaxllm.sampling.sampler import sample_full, sample_greedy, sample_random
 from jaxllm.sampling.state import SamplingState
 from jaxllm.sampling.variants import Variant
-from pallas_kernels import sampling as sampling_kernels
 
 Params = tuple[jax.Array, ...]
 Caches = tuple[jax.Array, ...]
@@ -66,8 +66,7 @@ class StepFunctions:
     mesh: Mesh
     block_size: int
     max_rows: int
-    implementation: str
-    interpret: bool
+    kernels: Kernels
     num_logprobs: int
     """Likeliest tokens reported beside the sampled one."""
     logprobs_mode: str
@@ -137,7 +136,7 @@ class StepFunctions:
                 state,
                 columns_RC[:, Column.TOKEN_ROW],
                 self.processors,
-                **self._kernels(logits_RV),
+                **self._sampling_kernels,
             )
             if self.logprobs_mode.startswith("processed"):
                 scored_RV = processed_RV
@@ -158,8 +157,8 @@ class StepFunctions:
         return self._top(logits_CV, target_C)
 
     def _top(self, logits_RV: jax.Array, token_R: jax.Array) -> Logprobs:
-        kernels = self._kernels(logits_RV)
-        return Logprobs(*top_logprobs(logits_RV, token_R, self.num_logprobs, normalize=self._normalize, **kernels))
+        options = self._sampling_kernels
+        return Logprobs(*top_logprobs(logits_RV, token_R, self.num_logprobs, normalize=self._normalize, **options))
 
     @property
     def _normalize(self) -> bool:
@@ -178,8 +177,7 @@ class StepFunctions:
             kv_length_R=tokens.kv_length_R,
             slot_T=tokens.slot_T,
             is_decode=is_decode,
-            implementation=self.implementation,
-            interpret=self.interpret,
+            kernels=self.kernels,
             mesh=self.mesh,
         )
         hidden_TD = self.merge(params)(tokens.token_ids_T, tokens.position_T, context)
@@ -187,19 +185,13 @@ class StepFunctions:
 
     def _draw(self, variant: Variant, logits_RV: jax.Array, columns_RC: jax.Array) -> jax.Array:
         if variant == Variant.GREEDY:
-            return sample_greedy(logits_RV, **self._kernels(logits_RV))
+            return sample_greedy(logits_RV, **self._sampling_kernels)
         sampling = unpack_columns(columns_RC[:, Column.SAMPLING :])
-        return sample_random(logits_RV, sampling, _next_position(columns_RC), **self._kernels(logits_RV))
+        return sample_random(logits_RV, sampling, _next_position(columns_RC), **self._sampling_kernels)
 
-    def _kernels(self, logits_RV: jax.Array) -> dict[str, Any]:
-        """How to sample: where attention runs as a kernel, by kernels too, if one device has all logits.
-
-        Over several devices plain JAX reduces each its part of the vocabulary; a kernel would first gather all of it.
-        """
-        by_kernel = self.implementation not in ("xla", "reference") and self.mesh.size == 1
-        if by_kernel and sampling_kernels.supports("triton", vocab_size=logits_RV.shape[1], interpret=self.interpret):
-            return {"implementation": "triton", "interpret": self.interpret}
-        return {"implementation": "xla"}
+    @property
+    def _sampling_kernels(self) -> dict[str, Any]:
+        return {"implementation": self.kernels.sampling, "interpret": self.kernels.interpret}
 
 
 def _next_position(columns_RC: jax.Array) -> jax.Array:

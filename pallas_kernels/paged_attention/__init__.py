@@ -135,6 +135,25 @@ def missing(implementation: str) -> str | None:
     return module.missing() if hasattr(module, "missing") else None
 
 
+def candidates(
+    *,
+    platform: str,
+    dtype: DTypeLike,
+    num_groups: int,
+    head_dim: int,
+    cache_dtype: DTypeLike | None = None,
+    page_size: int = 16,
+) -> tuple[str, ...]:
+    """The names of PREFERENCE that take a case, the fastest first; "reference" where none does."""
+    case = {"dtype": dtype, "num_groups": num_groups, "head_dim": head_dim, "page_size": page_size}
+    found = [
+        name
+        for name in PREFERENCE
+        if importlib.import_module(IMPLEMENTATIONS[name]).supports(platform=platform, cache_dtype=cache_dtype or dtype, **case)
+    ]
+    return tuple(found) or ("reference",)
+
+
 def choose(
     *,
     platform: str,
@@ -144,19 +163,9 @@ def choose(
     cache_dtype: DTypeLike | None = None,
     page_size: int = 16,
 ) -> str:
-    """The name of the fastest implementation for a case: the first of PREFERENCE that supports it."""
-    for name in PREFERENCE:
-        module = importlib.import_module(IMPLEMENTATIONS[name])
-        if module.supports(
-            platform=platform,
-            dtype=dtype,
-            num_groups=num_groups,
-            head_dim=head_dim,
-            cache_dtype=cache_dtype or dtype,
-            page_size=page_size,
-        ):
-            return name
-    return "reference"
+    """The name of the fastest implementation for a case: the first of `candidates`."""
+    case = {"dtype": dtype, "num_groups": num_groups, "head_dim": head_dim, "cache_dtype": cache_dtype, "page_size": page_size}
+    return candidates(platform=platform, **case)[0]  # type: ignore[arg-type]
 
 
 def _resolve(implementation: str | None, q: jax.Array, pages: jax.Array, interpret: bool) -> ModuleType:

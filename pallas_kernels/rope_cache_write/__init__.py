@@ -83,12 +83,16 @@ def rope_and_write(
     )
 
 
+def candidates(
+    *, platform: str, dtype: DTypeLike, cache_dtype: DTypeLike, cache_size: int, head_dim: int, interpret: bool = False
+) -> tuple[str, ...]:
+    """The names of PREFERENCE that take a case, the fastest first; "xla" takes every case. cache_size: values of a pool."""
+    case: dict[str, Any] = {"dtype": dtype, "cache_dtype": cache_dtype, "cache_size": cache_size, "head_dim": head_dim}
+    modules = {name: importlib.import_module(IMPLEMENTATIONS[name]) for name in PREFERENCE}
+    return tuple(name for name in PREFERENCE if modules[name].supports(platform=platform, interpret=interpret, **case))
+
+
 def choose(*, platform: str, dtype: DTypeLike, cache_dtype: DTypeLike, cache_size: int, head_dim: int) -> str:
-    """The name of the fastest implementation for a case: the first of PREFERENCE that supports it. cache_size: values of a pool."""
-    for name in PREFERENCE:
-        module = importlib.import_module(IMPLEMENTATIONS[name])
-        if module.supports(
-            platform=platform, dtype=dtype, cache_dtype=cache_dtype, cache_size=cache_size, head_dim=head_dim, interpret=False
-        ):
-            return name
-    raise AssertionError("xla takes every case")
+    """The name of the fastest implementation for a case: the first of `candidates`."""
+    case: dict[str, Any] = {"dtype": dtype, "cache_dtype": cache_dtype, "cache_size": cache_size, "head_dim": head_dim}
+    return candidates(platform=platform, **case)[0]

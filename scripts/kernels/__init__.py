@@ -5,9 +5,11 @@ To add an op: a file with both functions, each giving a list of `Case`, and a li
 """
 
 import importlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
+
+from pallas_kernels.checking.case import Case
+
+__all__ = ["OPS", "Case", "cases"]
 
 OPS = {
     "attention": "scripts.kernels.attention",
@@ -16,30 +18,6 @@ OPS = {
     "sampling": "scripts.kernels.sampling",
 }
 """Each module has speed_cases(tiny, tune) and check_cases(tiny)."""
-
-
-def _result(carry: Any, result: Any) -> Any:
-    return result
-
-
-@dataclass(frozen=True)
-class Case:
-    """One op at one shape. `make()` gives (carry, constants); a variant is called as variant(carry, *constants).
-
-    Timed calls are chained: feed(carry, result) is the next carry, and the constants rotate over copies too large for the cache.
-    """
-
-    name: str
-    make: Callable[[], tuple[Any, tuple[Any, ...]]]
-    variants: dict[str, Callable[..., Any]]
-    """By the name that is shown."""
-    error: Callable[[Any, tuple[Any, ...], Any], float]
-    """How far the result of a call with (carry, constants) is off; NaN is wrong too."""
-    tolerance: float
-    bytes: float = 0.0
-    """What one call must read and write."""
-    flops: float = 0.0
-    feed: Callable[[Any, Any], Any] = _result
 
 
 def cases(kind: str, names: Iterable[str], **options: bool) -> list[tuple[str, Case]]:

@@ -2,71 +2,17 @@
 
 import functools
 import importlib
-import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.paged_attention import IMPLEMENTATIONS, reference, triton_decode, triton_prefill
-from scripts.kernels import Case
-
-TOLERANCE = {"float32": 2e-5, "float16": 3e-3, "bfloat16": 1.5e-2}
-"""Of the worst query head's relative error: a few roundings of the result, its weights rounded to the type."""
-REFERENCE_BYTES = 1 << 29
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Rows of one query by the number of their keys, and prompts as (new tokens, keys before them). Without prompts it is a decode.
-
-    A decode row of 0 keys is padding; `padding` counts tokens after the last prompt. poison: every slot that no row owns is NaN.
-    """
-
-    name: str
-    decodes: tuple[int, ...] = ()
-    prompts: tuple[tuple[int, int], ...] = ()
-    num_kv_heads: int = 8
-    num_groups: int = 4
-    head_dim: int = 128
-    page_size: int = 16
-    dtype: str = "bfloat16"
-    window: int | None = None
-    soft_cap: float | None = None
-    padding: int = 0
-    poison: bool = False
-
-    @property
-    def query_lengths(self) -> list[int]:
-        singles = [1 if length or not self.prompts else 0 for length in self.decodes]
-        return singles + [new for new, _ in self.prompts]
-
-    @property
-    def kv_lengths(self) -> list[int]:
-        return list(self.decodes) + [new + before for new, before in self.prompts]
-
-    @property
-    def width(self) -> int:
-        """Pages in a row of the table."""
-        return max(1, *(-(-n // self.page_size) for n in self.kv_lengths))
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"scale": self.head_dim**-0.5, "window": self.window, "soft_cap": self.soft_cap}
-
-    def flops(self) -> float:
-        pairs = 0
-        for new, length in zip(self.query_lengths, self.kv_lengths, strict=True):
-            seen = np.arange(length - new, length) + 1
-            pairs += int(np.minimum(seen, self.window or length).sum())
-        return 4.0 * pairs * self.head_dim * self.num_kv_heads * self.num_groups
-
-    def bytes(self) -> float:
-        keys = sum(min(n, self.window or n) for n in self.kv_lengths)
-        return 2.0 * keys * self.num_kv_heads * self.head_dim * jnp.dtype(self.dtype).itemsize
+from pallas_kernels.checking.attention import TOLERANCE, Batch, call, make_arrays, worst_error
+from pallas_kernels.checking.case import Case
+from pallas_kernels.paged_attention import IMPLEMENTATIONS, triton_decode, triton_prefill
 
 
 def speed_cases(tiny: bool, tune: bool) -> list[Case]:
@@ -159,7 +105,6 @@ def _case(batch: Batch, *, tiny: bool, tune: bool = False) -> Case:
 def _variants(batch: Batch, tune: bool) -> dict[str, Callable[..., jax.Array]]:
     """What the dispatcher could choose, as the engine calls it, and with `tune` other tile sizes of the Triton kernels."""
     on_gpu = jax.default_backend() == "gpu"
-    options = {"interpret": not on_gpu, **batch.options}
     found = {}
     for name, path in IMPLEMENTATIONS.items():
         module = importlib.import_module(path)
@@ -173,29 +118,19 @@ def _variants(batch: Batch, tune: bool) -> dict[str, Callable[..., jax.Array]]:
             interpret=not on_gpu,
         )
         if name != "reference" and takes:
-            found[name] = _call(module, batch, options)
+            found[name] = call(module, batch, interpret=not on_gpu)
     for tiles in _tiles(batch) if tune else []:
         module = triton_prefill if batch.prompts else triton_decode
         label = "triton " + " ".join(f"{key}={value}" for key, value in asdict(tiles).items())
-        found[label] = _call(module, batch, options | {"tiles": tiles})
+        found[label] = call(module, batch, interpret=not on_gpu, tiles=tiles)
     return found
-
-
-def _call(module: Any, batch: Batch, options: dict[str, Any]) -> Callable[..., jax.Array]:
-    def call(q, k, v, table, query_start, kv_length):
-        if batch.prompts:
-            return module.paged_attention(q, k, v, table, query_start, kv_length, **options)
-        return module.paged_decode(q, k, v, table, kv_length, **options)
-
-    return call
 
 
 def _tiles(batch: Batch) -> list[Any]:
     dtype = jnp.dtype(batch.dtype)
     found: list[Any] = []
     if batch.prompts:
-        num_tokens = sum(batch.query_lengths) + batch.padding
-        base: Any = triton_prefill.pick_tiles(num_tokens, batch.num_groups, batch.head_dim, dtype.itemsize)
+        base: Any = triton_prefill.pick_tiles(batch.num_tokens, batch.num_groups, batch.head_dim, dtype.itemsize)
         sizes = ((128, 64, 8), (128, 64, 4), (64, 64, 4), (128, 128, 8), (64, 128, 4), (128, 32, 8), (256, 64, 8))
         for m, k, warps in sizes:
             found += [replace(base, block_m=m, block_k=k, num_warps=warps, num_stages=stages) for stages in (2, 3, 5)]
@@ -209,69 +144,3 @@ def _tiles(batch: Batch) -> list[Any]:
     ):
         found += [replace(base, block_k=block_k, num_warps=warps, num_stages=stages, num_splits=s) for s in splits]
     return found
-
-
-def make_arrays(batch: Batch, seed: int = 0) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """(queries, (keys, values, table, query starts, lengths)): random, in permuted pages; page 0 is nobody's."""
-    rng = np.random.default_rng(seed)
-    num_rows = len(batch.kv_lengths)
-    used = [-(-n // batch.page_size) for n in batch.kv_lengths]
-    num_pages = sum(used) + 2
-    pages = iter(rng.permutation(num_pages - 1) + 1)
-    table = np.zeros((num_rows, batch.width), np.int32)
-    owned = np.zeros((num_pages, batch.page_size), bool)
-    for row, length in enumerate(batch.kv_lengths):
-        table[row, : used[row]] = [next(pages) for _ in range(used[row])]
-        slots = np.arange(length)
-        owned[table[row, slots // batch.page_size], slots % batch.page_size] = True
-    num_tokens = sum(batch.query_lengths) + batch.padding
-    shape = (num_pages, batch.num_kv_heads, batch.page_size, batch.head_dim)
-    q_shape = (num_tokens, batch.num_kv_heads, batch.num_groups, batch.head_dim)
-    hole = ~owned[:, None, :, None] if batch.poison else np.zeros((1, 1, 1, 1), bool)
-    k_key, v_key, q_key = jax.random.split(jax.random.key(seed), 3)
-    query_start = np.concatenate([[0], np.cumsum(batch.query_lengths)]).astype(np.int32)
-    return _random(q_key, q_shape, batch.dtype, np.zeros((1, 1, 1, 1), bool)), (
-        _random(k_key, shape, batch.dtype, hole),
-        _random(v_key, shape, batch.dtype, hole),
-        jnp.asarray(table),
-        jnp.asarray(query_start),
-        jnp.asarray(np.array(batch.kv_lengths, np.int32)),
-    )
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _random(key: jax.Array, shape: tuple[int, ...], dtype: str, hole: jax.Array) -> jax.Array:
-    return jnp.where(hole, jnp.nan, jax.random.normal(key, shape, jnp.dtype(dtype))).astype(dtype)
-
-
-def worst_error(batch: Batch, q: jax.Array, constants: tuple[jax.Array, ...], got: jax.Array, max_tokens: int = 600) -> float:
-    """The worst relative error of a token's query head against the reference in float32; NaN if anything, padding too, is not finite.
-
-    At most max_tokens tokens, spread evenly, are compared: one of a prompt is a decode at its position.
-    """
-    k, v, table, _, _ = constants
-    rows = np.repeat(np.arange(len(batch.kv_lengths)), batch.query_lengths)
-    start = np.concatenate([[0], np.cumsum(batch.query_lengths)])
-    tokens = np.arange(len(rows))
-    lengths = np.array(batch.kv_lengths)[rows] - start[rows + 1] + tokens + 1
-    if not bool(jnp.isfinite(got).all()):
-        return math.nan
-    token_bytes = 8 * batch.width * batch.page_size * batch.num_kv_heads * batch.head_dim
-    chunk = max(1, min(len(tokens), REFERENCE_BYTES // token_bytes))
-    tokens = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), max_tokens, 32 * chunk)).astype(int))
-    worst = 0.0
-    expect = _reference(**batch.options)
-    for first in range(0, len(tokens), chunk):
-        # The last chunk begins earlier, so that all have one shape.
-        some = tokens[max(0, min(first, len(tokens) - chunk)) :][:chunk]
-        expected = expect(q[some].astype(jnp.float32), k, v, table[rows[some]], jnp.asarray(lengths[some], jnp.int32))
-        off = jnp.linalg.norm(got[some].astype(jnp.float32) - expected, axis=-1)
-        size = jnp.linalg.norm(expected, axis=-1)
-        worst = max(worst, float(jnp.where(off == 0, 0.0, off / jnp.maximum(size, 1e-6)).max()))
-    return worst
-
-
-@functools.cache
-def _reference(**options: Any) -> Callable[..., jax.Array]:
-    """Compiled once for all variants of a case."""
-    return jax.jit(functools.partial(reference.paged_decode, **options))

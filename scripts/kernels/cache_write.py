@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.cache_write import IMPLEMENTATIONS, write_cache
-from scripts.kernels import Case
+from pallas_kernels.checking.case import Case
 
 Caches = tuple[jax.Array, jax.Array]
 

@@ -13,11 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.rope_cache_write import IMPLEMENTATIONS, rope_and_write, xla
-from scripts.kernels import Case
-
-TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
-"""Of the largest difference, relative to the largest value: one rounding may fall the other way."""
+from pallas_kernels.checking.case import Case
+from pallas_kernels.checking.rope_cache_write import TOLERANCE, worst_error
+from pallas_kernels.rope_cache_write import IMPLEMENTATIONS, rope_and_write
 
 
 def speed_cases(tiny: bool, tune: bool) -> list[Case]:
@@ -73,7 +71,7 @@ def _case(
         f"rope, write {tokens} tokens k{heads} g{groups} h{dim}{' norm' * norm}{'' if dtype == 'bfloat16' else ' ' + dtype}",
         make,
         {name: functools.partial(_run, name, not on_gpu) for name in IMPLEMENTATIONS if takes[name]},
-        _error,
+        worst_error,
         TOLERANCE[dtype],
         # Queries, keys and values are read and written, the angles read.
         bytes=tokens * (2.0 * heads * (groups + 2) * dim * itemsize + 4 * dim),
@@ -85,18 +83,3 @@ def _run(implementation: str, interpret: bool, carry: Any, cos: Any, sin: Any, s
     options = {"q_norm_H": q_norm, "k_norm_H": k_norm, "implementation": implementation, "interpret": interpret}
     qkv, *caches = carry
     return rope_and_write(qkv, cos, sin, *caches, slot, **options)
-
-
-def _error(carry: Any, constants: Any, got: Any) -> float:
-    qkv, *caches = carry
-    cos, sin, slot, q_norm, k_norm = constants
-    exact = jax.tree.map(lambda x: x.astype(jnp.float32), (qkv, cos, sin, *caches))
-    options = {"k_scale": None, "v_scale": None, "eps": 1e-6}
-    expected = jax.jit(functools.partial(xla.rope_and_write, **options))(*exact, slot, q_norm_H=q_norm, k_norm_H=k_norm)
-    touched = np.zeros(caches[0].shape[0] * caches[0].shape[2], bool)
-    touched[np.asarray(slot)[np.asarray(slot) >= 0]] = True
-    kept = jnp.asarray(~touched.reshape(caches[0].shape[0], caches[0].shape[2]))[:, None, :, None]
-    if any(bool(jnp.any((new != old) & kept)) for old, new in zip(caches, got[1:], strict=True)):
-        return math.inf
-    pairs = zip(got, expected, strict=True)
-    return max(float(jnp.abs(a.astype(jnp.float32) - b).max() / jnp.abs(b).max()) for a, b in pairs)

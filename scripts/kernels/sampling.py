@@ -5,10 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels import sampling
-from scripts.kernels import Case
+from pallas_kernels.checking.case import Case
+from pallas_kernels.checking.sampling import TOLERANCE, plain_argmax, plain_top_values, top_values
 
 TOP = 20
 
@@ -41,8 +41,7 @@ def _case(kind: str, rows: int, size: int) -> Case:
         options: dict[str, Any] = {"implementation": name, "interpret": not on_gpu}
         if kind == "argmax":
             return sampling.argmax(logits, **options)
-        top = sampling.top_values(logits, logits[:, 0], TOP, **options)
-        return top.ids_RK, top.values_RK, top.rank_R, top.logsumexp_R
+        return top_values(logits, logits[:, 0], k=TOP, **options)
 
     takes = [n for n in sampling.IMPLEMENTATIONS if sampling.supports(n, vocab_size=size, interpret=not on_gpu)]
     variants: dict[str, Any] = {name: (lambda *args, name=name: kernel(name, *args)) for name in takes}
@@ -51,7 +50,7 @@ def _case(kind: str, rows: int, size: int) -> Case:
         make,
         variants | {"xla": lambda logits: _plain(kind, logits)},
         lambda logits, _, got: _error(_plain(kind, logits), got),
-        tolerance=1e-5,
+        tolerance=TOLERANCE,
         bytes=4.0 * rows * size,
         feed=_depend,
     )
@@ -63,10 +62,7 @@ def _depend(logits: Any, result: Any) -> Any:
 
 
 def _plain(kind: str, logits: Any) -> Any:
-    if kind == "argmax":
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    values, ids = lax.top_k(logits, TOP)
-    return ids, values, jnp.sum(logits >= logits[:, :1], axis=-1), jax.nn.logsumexp(logits, axis=-1)
+    return plain_argmax(logits) if kind == "argmax" else plain_top_values(logits, logits[:, 0], k=TOP)
 
 
 def _error(expected: Any, got: Any) -> float:

@@ -49,11 +49,13 @@ async def is_sleeping(request: Request) -> dict[str, Any]:
 
 @router.get("/server_info")
 async def server_info(request: Request) -> dict[str, Any]:
-    """Every option of engine and server, without keys."""
+    """Every option of engine and server, without keys, and the kernels that the engine runs on."""
     context = context_of(request)
     access = dataclasses.replace(context.options.access, api_key=None, admin_api_key=None)
     options = dataclasses.replace(context.options, access=access)
-    return {"version": __version__, "engine": context.engine.config.flat(), "server": options.flat()}
+    engine = context.engine
+    kernels = {op: dataclasses.asdict(report) for op, report in engine.kernels.items()}
+    return {"version": __version__, "engine": engine.config.flat(), "kernels": kernels, "server": options.flat()}
 
 
 @router.post("/start_profile")

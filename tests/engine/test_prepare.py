@@ -52,11 +52,21 @@ def test_what_programs_depend_on_shows(options, names):
     assert difference(prepared(), prepared(**options)) == names
 
 
+def test_programs_depend_on_the_implementation_of_every_op():
+    one = prepared()
+    for op, name in {
+        "paged_attention": "attention_implementation",
+        "rope_cache_write": "rope_cache_write implementation",
+        "sampling": "sampling implementation",
+    }.items():
+        assert difference(one, replace(one, kernels=replace(one.kernels, **{op: "triton"}))) == {name}
+
+
 def test_the_source_is_part_of_it(monkeypatch):
     one = prepared()
     before = one.fingerprint()
     monkeypatch.setattr("jaxllm.engine.fingerprint._source_digest", lambda: "other")
-    after = fingerprint(one.config, one.model_config, one.mesh, one.plan)
+    after = fingerprint(one.config, one.model_config, one.mesh, one.plan, one.kernels)
     assert {name for name in after if after[name] != before[name]} == {"jaxllm version"}
 
 

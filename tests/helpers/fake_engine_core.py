@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxllm.config import EngineConfig
 from jaxllm.errors import EngineDeadError, EngineSleepingError
+from jaxllm.kernel_verdicts import OpReport
 from jaxllm.model_config import ModelConfig
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import EngineCoreRequest, FinishReason
@@ -101,6 +102,7 @@ class FakeEngineCore:
         self.is_compiling = False
         self.start_times = StartTimes()
         self.processor_arguments: dict[str, int] = {}
+        self.kernels = {"paged_attention": OpReport("triton", "passed", {"mosaic": "ragged batch: error 0.97, allowed 0.015"})}
         self.requests: list[EngineCoreRequest] = []
         """Every request that was ever added."""
         self.running: dict[str, _Running] = {}

@@ -4,6 +4,7 @@ import math
 import sys
 import time
 import types
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 import scripts.kernels
+from pallas_kernels.paged_attention import reference
 from scripts.bench_kernels import chained
 from scripts.gpu_checks import kernels, logits
 from scripts.kernels import Case, attention, cache_write
@@ -88,9 +90,9 @@ BATCH = attention.Batch(
 
 @pytest.mark.parametrize(("prompts", "padding"), [((), 0), (((4, 5),), 2)])
 def test_attention_is_measured_by_its_worst_head(prompts, padding) -> None:
-    batch = attention.replace(BATCH, prompts=prompts, padding=padding, dtype="float32")
+    batch = replace(BATCH, prompts=prompts, padding=padding, dtype="float32")
     q, constants = attention.make_arrays(batch)
-    call = attention._call(attention.reference, batch, batch.options)
+    call = attention.call(reference, batch)
     got = jax.jit(call)(q, *constants)
     assert attention.worst_error(batch, q, constants, got) < 1e-6
     assert attention.worst_error(batch, q, constants, got.at[-1 - batch.padding, 1, 1].multiply(1.01)) == pytest.approx(
@@ -100,7 +102,7 @@ def test_attention_is_measured_by_its_worst_head(prompts, padding) -> None:
 
 
 def test_slots_of_nobody_are_nan_and_padding_rows_have_no_query_beside_prompts() -> None:
-    assert BATCH.query_lengths == [1, 0, 1, 4] and attention.replace(BATCH, prompts=()).query_lengths == [1, 1, 1]
+    assert BATCH.query_lengths == [1, 0, 1, 4] and replace(BATCH, prompts=()).query_lengths == [1, 1, 1]
     _, (k, _, table, query_start, kv_length) = attention.make_arrays(BATCH)
     assert query_start.tolist() == [0, 1, 1, 2, 6] and kv_length.tolist() == [3, 0, 9, 9]
     finite = np.isfinite(np.asarray(k, np.float32)).all(axis=(1, 3))

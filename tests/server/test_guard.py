@@ -55,6 +55,11 @@ def test_operators_endpoints_need_the_operators_key(guarded: Client) -> None:
         assert guarded.request(method, path, headers=bearer("one")).status_code == 403
     info = guarded.get("/server_info", headers=bearer("boss"))
     assert info.status_code == 200 and "boss" not in info.text and info.json()["server"]["port"] == 8000
+    assert info.json()["kernels"]["paged_attention"] == {
+        "implementation": "triton",
+        "check": "passed",
+        "failed": {"mosaic": "ragged batch: error 0.97, allowed 0.015"},
+    }
     assert guarded.post("/reset_prefix_cache", headers=bearer("boss")).json() == {"success": True}
     assert guarded.post("/sleep?level=7", headers=bearer("boss")).json()["error"]["param"] == "level"
 

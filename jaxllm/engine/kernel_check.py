@@ -1,0 +1,254 @@
+"""Chooses the kernels of an engine: only those that gave right results on this kind of device, in the model's own shapes.
+
+At the start each chosen implementation computes edge cases (`pallas_kernels.checking`), twice; what fails is replaced by the next
+one in preference. Verdicts are kept on disk. A kernel that never ends cannot be stopped within its process: it is given up after a
+minute and the start is refused, but its verdict is kept, so that the next start takes another implementation.
+"""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+import jax
+
+from jaxllm.config import EngineConfig
+from jaxllm.engine.failures import Failure, kind_of
+from jaxllm.engine.fingerprint import surroundings
+from jaxllm.engine.kernel_choice import PLAIN, Candidates
+from jaxllm.errors import KernelCheckError
+from jaxllm.kernel_verdicts import OpReport, Subject, Verdict, VerdictStore
+from jaxllm.log import logger
+from jaxllm.model_config import FP8, ModelConfig
+from jaxllm.runner.kernels import Kernels
+from jaxllm.runner.memory import MemoryPlan
+from pallas_kernels.checking import attention_at_start, rope_cache_write, sampling
+from pallas_kernels.checking.case import Case
+from pallas_kernels.checking.check import Fault, check
+from pallas_kernels.verified import is_verified, source_digest
+
+_SOURCES = {
+    "paged_attention": ("paged_attention",),
+    "rope_cache_write": ("rope_cache_write", "cache_write"),
+    "sampling": ("sampling",),
+}
+"""The folders of `pallas_kernels` that an op's kernels are made of."""
+_CASES: dict[str, Any] = {
+    "paged_attention": attention_at_start.cases,
+    "rope_cache_write": rope_cache_write.cases,
+    "sampling": sampling.cases,
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The kernels of an engine, and why these."""
+
+    kernels: Kernels
+    report: dict[str, OpReport]
+    """By op."""
+
+
+def choose_kernels(
+    found: Candidates,
+    config: EngineConfig,
+    model: ModelConfig,
+    plan: MemoryPlan,
+    *,
+    device: jax.Device,
+    store: VerdictStore,
+    is_named: bool,
+) -> Choice:
+    """The first candidate of each op that passes, as `config.compile.kernel_check` wants it.
+
+    is_named: the user asked for this attention by name, so that nothing replaces it.
+    Raises KernelCheckError if no implementation of an op is left, or the device was lost to a check.
+    """
+    check_ = KernelCheck(
+        found=found,
+        shapes=shapes_of(config, model, plan),
+        mode=config.compile.kernel_check,
+        device=device,
+        store=store,
+        named=frozenset({"paged_attention"} if is_named else ()),
+        ops=tuple(op for op in found if op != "sampling" or model.generates),
+    )
+    return check_.run()
+
+
+def shapes_of(config: EngineConfig, model: ModelConfig, plan: MemoryPlan) -> dict[str, Any]:
+    """By op, what its cases depend on, on one device."""
+    num_kv_heads = model.num_kv_heads // config.parallel.tensor_parallel_size
+    layers = sorted({model.window(layer) for layer in range(model.num_layers)}, key=lambda window: window or 0)
+    max_logprobs = config.model.max_logprobs
+    common: dict[str, Any] = {
+        "dtype": model.dtype,
+        "cache_dtype": model.kv_cache_dtype,
+        "num_kv_heads": num_kv_heads,
+        "num_groups": model.group_size,
+        "head_dim": model.head_dim,
+        "page_size": plan.block_size,
+        "has_scales": model.has_kv_scales and model.kv_cache_dtype == FP8,
+    }
+    return {
+        "paged_attention": attention_at_start.Shapes(
+            **common,
+            table_width=-(-plan.max_model_len // plan.block_size),
+            layers=tuple(attention_at_start.Layer(model.scale, window) for window in layers),
+        ),
+        "rope_cache_write": rope_cache_write.Shapes(**common, eps=model.rms_norm_eps, has_norms=model.qk_norm),
+        "sampling": sampling.Shapes(
+            vocab_size=model.padded_vocab_size,
+            num_padded=model.padded_vocab_size - model.vocab_size,
+            num_top_values=model.vocab_size if max_logprobs == -1 else min(max_logprobs, model.vocab_size),
+        ),
+    }
+
+
+@dataclass
+class KernelCheck:
+    """One start's check, op by op at the same time."""
+
+    found: Candidates
+    shapes: dict[str, Any]
+    mode: str
+    device: jax.Device
+    store: VerdictStore
+    named: frozenset[str]
+    """Ops whose implementation the user asked for."""
+    ops: tuple[str, ...]
+    """Those that the engine runs."""
+    failed: dict[str, dict[str, str]] = field(default_factory=dict)
+    passed: dict[str, str] = field(default_factory=dict)
+    """How each op's first candidate passed."""
+    num_programs: int = 0
+
+    def run(self) -> Choice:
+        """Check until the first candidate of each op is right."""
+        started = time.perf_counter()
+        self.left = {op: list(names) for op, names in self.found.items()}
+        self.failed = {op: {} for op in self.left}
+        if self.mode == "off":
+            self._keep_verified()
+        while todo := [op for op in self.ops if op not in self.passed and self._wants_check(op)]:
+            if unknown := [op for op in todo if not self._remembers(op)]:
+                self._judge(unknown)
+        if self.passed and self.mode != "off":
+            names = ", ".join(f"{op} {self.left[op][0]}" for op in self.passed)
+            ran = f"{self.num_programs} programs, {time.perf_counter() - started:.1f} s"
+            logger.info(
+                "kernel check on %s: %s: right (%s)", self.device.device_kind, names, ran if self.num_programs else "before"
+            )
+        chosen = {op: names[0] for op, names in self.left.items()}
+        interpret = self.device.platform == "cpu" and any(name not in PLAIN for name in chosen.values())
+        report: dict[str, OpReport] = {
+            op: OpReport(chosen[op], self.passed.get(op, "not run"), self.failed[op])  # type: ignore[arg-type]
+            for op in self.ops
+        }
+        return Choice(Kernels(**chosen, interpret=interpret), report)
+
+    def _wants_check(self, op: str) -> bool:
+        """`auto` takes plain JAX as it is, unless it stands in for a kernel that failed."""
+        if self.mode == "auto":
+            return self.device.platform != "cpu" and (self.left[op][0] not in PLAIN or bool(self.failed[op]))
+        return self.mode == "always"
+
+    def _keep_verified(self) -> None:
+        """Without a check: plain JAX, what the user asked for, and what was verified on this kind of device."""
+        kind = self.device.device_kind
+        for op, names in self.left.items():
+            verified = all(is_verified(kind, source) for source in _SOURCES[op])
+            if op in self.named or names[0] in PLAIN:
+                continue
+            if verified:
+                self.passed[op] = "verified"
+                continue
+            kept = [name for name in names if name in PLAIN]
+            logger.warning(
+                "kernel_check is off, and the kernels of %s (%s) were not verified on %s: %s is used, which is slower; start "
+                "with --kernel-check auto to check them and use what is right",
+                *(op, ", ".join(name for name in names if name not in PLAIN), kind, kept[0]),
+            )
+            self.left[op] = kept
+
+    def _remembers(self, op: str) -> bool:
+        """Take over the verdict on an op's first candidate, if there is one."""
+        verdict = self.store.load(self._subject(op)) if self.mode == "auto" else None
+        if verdict is None:
+            return False
+        self._take(op, verdict.fault, "passed before")
+        return True
+
+    def _judge(self, ops: Sequence[str]) -> None:
+        """Check the first candidates of these ops and keep the verdicts."""
+        cases: list[tuple[str, Case]] = []
+        interpret = self.device.platform == "cpu"
+        faults: dict[str, str] = {}
+        for op in ops:
+            try:
+                cases += [(op, case) for case in _CASES[op](self.shapes[op], self.left[op][0], interpret=interpret)]
+            except Exception as error:  # a kernel whose module cannot be imported
+                faults[op] = f"{type(error).__name__}: {error}"
+        found = check([case for _, case in cases], is_fatal=_is_fatal)
+        self.num_programs += len(cases)
+        forgettable: set[str] = set()
+        for (op, case), fault in zip(cases, found, strict=False):
+            if fault is not None and op not in faults:
+                faults[op] = f"{case.name}: {fault.text}"
+                if fault.error is not None and kind_of(fault.error) == Failure.OUT_OF_MEMORY:
+                    forgettable.add(op)  # no fault of the kernel's
+        whole = {op for op in ops if op in faults or [op for op, _ in cases[len(found) :]].count(op) == 0}
+        for op in (op for op in ops if op in whole):
+            if op not in forgettable:
+                now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
+                self.store.save(Verdict(self._subject(op), faults.get(op), now))
+        if found and (last := found[-1]) is not None and (last.hangs or (last.error is not None and _is_fatal(last.error))):
+            self._give_up(*cases[len(found) - 1], last)
+        for op in ops:
+            self._take(op, faults.get(op), "passed")
+
+    def _take(self, op: str, fault: str | None, how: str) -> None:
+        """Draw the consequence of a verdict. Raises KernelCheckError if nothing is left."""
+        if fault is None:
+            self.passed[op] = how
+            return
+        kind, name = self.device.device_kind, self.left[op].pop(0)
+        self.failed[op][name] = fault
+        if op in self.named:
+            raise KernelCheckError(
+                f"attention_implementation is {name!r}, which fails the kernel check on {kind} ({fault}); use auto, or "
+                "--kernel-check off to use it all the same"
+            )
+        if not self.left[op]:
+            tried = "; ".join(f"{name}: {fault}" for name, fault in self.failed[op].items())
+            raise KernelCheckError(
+                f"no implementation of {op} gives right results on {kind} ({tried}); see `jaxllm env` for the versions of JAX and "
+                "the driver and try others, or start with --kernel-check off to use plain JAX unchecked"
+            )
+        logger.warning(
+            "kernel check: %s by %s is not used on %s, because it failed in the case %s; %s takes its place",
+            *(op, name, kind, fault, self.left[op][0]),
+        )
+
+    def _give_up(self, op: str, case: Case, fault: Fault) -> None:
+        raise KernelCheckError(
+            f"{op} by {self.left[op][0]} made {self.device.device_kind} unusable for this process in the kernel check "
+            f"({case.name}: {fault.text}); start again: if the cache directory can be written, it is then not used; or start with "
+            "--attention-implementation xla, which uses no kernels"
+        )
+
+    def _subject(self, op: str) -> Subject:
+        digests = [source_digest(folder) for folder in (*_SOURCES[op], "checking")]
+        return Subject(
+            op=op,
+            implementation=self.left[op][0],
+            source="-".join(digests),
+            surroundings=surroundings(self.device),
+            shapes=dataclasses.asdict(self.shapes[op]),
+        )
+
+
+def _is_fatal(error: BaseException) -> bool:
+    return kind_of(error) == Failure.ENGINE

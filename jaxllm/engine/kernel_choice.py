@@ -1,0 +1,73 @@
+"""Which implementations of each op an engine could be made of, the preferred one first."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jaxllm.errors import ConfigError
+from jaxllm.model_config import ModelConfig
+from jaxllm.runner.memory import MemoryPlan
+from pallas_kernels import paged_attention, rope_cache_write, sampling
+
+PLAIN = ("xla", "reference")
+"""Implementations in plain JAX."""
+SAMPLING_PREFERENCE = ("triton", "xla")
+
+Candidates = Mapping[str, tuple[str, ...]]
+"""By op, the implementations that take the model's shapes, the preferred one first."""
+
+
+def attention_implementation(wanted: str, model: ModelConfig, page_size: int, *, on_gpu: bool) -> str:
+    """The wanted implementation if it takes the model's shapes, or for "auto" the fastest that does. Raises ConfigError."""
+    if wanted == "auto":
+        return attention_candidates(wanted, model, page_size, on_gpu=on_gpu)[0]
+    missing = paged_attention.missing(wanted)
+    if missing is not None:
+        raise ConfigError(f"attention_implementation is {wanted!r}, which {missing}")
+    if not paged_attention.supports(wanted, **_attention_case(model, page_size), interpret=not on_gpu):
+        raise ConfigError(
+            f"attention_implementation is {wanted!r}, which does not take {model.group_size} query heads per key-value head of "
+            f"width {model.head_dim} in {model.dtype} over a cache of {model.kv_cache_dtype} in blocks of {page_size}; use auto"
+        )
+    return wanted
+
+
+def attention_candidates(wanted: str, model: ModelConfig, page_size: int, *, on_gpu: bool) -> tuple[str, ...]:
+    """What may compute attention: the wanted implementation alone, or for "auto" all that take the model's shapes."""
+    if wanted != "auto":
+        return (wanted,)
+    return paged_attention.candidates(platform="gpu" if on_gpu else "cpu", **_attention_case(model, page_size))
+
+
+def candidates(wanted: str, model: ModelConfig, plan: MemoryPlan, mesh: Mesh, *, on_gpu: bool) -> Candidates:
+    """Those of every op. `wanted` is the option attention_implementation; where that is plain, so is all else."""
+    attention = attention_candidates(wanted, model, plan.block_size, on_gpu=on_gpu)
+    if attention[0] in PLAIN:
+        return {"paged_attention": attention, "rope_cache_write": ("xla",), "sampling": ("xla",)}
+    rope = rope_cache_write.candidates(
+        platform="gpu",
+        dtype=model.dtype,
+        cache_dtype=model.kv_cache_dtype,
+        cache_size=plan.num_blocks * plan.block_size * model.head_dim * (model.num_kv_heads // mesh.size),
+        head_dim=model.head_dim,
+        interpret=not on_gpu,
+    )
+    # Over several devices plain JAX reduces each its part of the vocabulary; a kernel would first gather all of it.
+    one_device = mesh.size == 1
+    sample = tuple(
+        name
+        for name in SAMPLING_PREFERENCE
+        if name in PLAIN or (one_device and sampling.supports(name, vocab_size=model.padded_vocab_size, interpret=not on_gpu))
+    )
+    return {"paged_attention": attention, "rope_cache_write": rope, "sampling": sample}
+
+
+def _attention_case(model: ModelConfig, page_size: int) -> dict[str, Any]:
+    return {
+        "dtype": model.dtype,
+        "num_groups": model.group_size,
+        "head_dim": model.head_dim,
+        "cache_dtype": model.kv_cache_dtype,
+        "page_size": page_size,
+    }

@@ -1,0 +1,138 @@
+"""What kernel checks found on this machine: verdicts kept on disk for later starts, and what an engine reports of its kernels."""
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxllm.log import logger
+
+FORMAT = 1
+MAX_VERDICTS = 256
+"""Kept in the directory; the oldest go first."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a verdict is about. Values of the mappings are JSON."""
+
+    op: str
+    implementation: str
+    source: str
+    """Digest of the sources of kernels and checks."""
+    surroundings: Mapping[str, Any]
+    """Device, versions and settings."""
+    shapes: Mapping[str, Any]
+
+    @property
+    def device(self) -> str:
+        return str(self.surroundings.get("device"))
+
+    @cached_property
+    def text(self) -> str:
+        """The same for equal subjects."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.text.encode()).hexdigest()[:24]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of a check."""
+
+    subject: Subject
+    fault: str | None
+    """The case and its error; None: everything was right."""
+    checked_at: str
+    """UTC."""
+
+
+@dataclass(frozen=True)
+class OpReport:
+    """What an engine uses for an op, and why."""
+
+    implementation: str
+    check: Literal["passed", "passed before", "verified", "not run"] = "not run"
+    """passed before: by a verdict on disk; verified: by a record of scripts/check_gpu.py."""
+    failed: dict[str, str] = field(default_factory=dict)
+    """Implementations that would have been preferred, with what was wrong."""
+
+
+class VerdictStore:
+    """Verdicts in a directory, a file each, so that engines that start at the same time do not meet."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+
+    def load(self, subject: Subject) -> Verdict | None:
+        """The verdict on exactly this; None if there is none that can be read."""
+        path = self._path(subject)
+        try:
+            verdict = _read(path)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.info("%s is ignored (%s: %s): the kernels are checked again", path, type(error).__name__, error)
+            return None
+        return verdict if verdict.subject.text == subject.text else None
+
+    def save(self, verdict: Verdict) -> None:
+        """Keep a verdict, whole or not at all. That it cannot be written stops nothing: the next start checks again."""
+        try:
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            descriptor, name = tempfile.mkstemp(dir=self.directory, prefix=".new-")
+            try:
+                with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                    json.dump({"format": FORMAT, **asdict(verdict)}, file, indent=1)
+                os.replace(name, self._path(verdict.subject))
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(name)
+                raise
+            self._remove_oldest()
+        except OSError as error:
+            logger.info("the verdict of the kernel check is not kept: %s", error)
+
+    def all(self) -> list[Verdict]:
+        """Every verdict that can be read, the newest first."""
+        found = []
+        for path in self._paths():
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                found.append(_read(path))
+        return sorted(found, key=lambda verdict: verdict.checked_at, reverse=True)
+
+    def _path(self, subject: Subject) -> Path:
+        return self.directory / f"{subject.op}-{subject.implementation}-{subject.digest}.json"
+
+    def _paths(self) -> list[Path]:
+        with contextlib.suppress(OSError):
+            return sorted(self.directory.glob("*.json"))
+        return []
+
+    def _remove_oldest(self) -> None:
+        paths = self._paths()
+        if len(paths) > MAX_VERDICTS:
+            with contextlib.suppress(OSError):  # another engine may remove the same
+                for path in sorted(paths, key=lambda path: path.stat().st_mtime)[:-MAX_VERDICTS]:
+                    path.unlink()
+
+
+def _read(path: Path) -> Verdict:
+    values = json.loads(path.read_text(encoding="utf-8"))
+    if values["format"] != FORMAT:
+        raise ValueError(f"format {values['format']}, this version reads {FORMAT}")
+    subject, fault, checked_at = Subject(**values["subject"]), values["fault"], values["checked_at"]
+    named = (subject.op, subject.implementation, subject.source, checked_at)
+    if not (all(isinstance(text, str) for text in named) and (fault is None or isinstance(fault, str))):
+        raise ValueError("no verdict")
+    if not (isinstance(subject.surroundings, dict) and isinstance(subject.shapes, dict)):
+        raise ValueError("no verdict")
+    return Verdict(subject, fault, checked_at)

@@ -1,0 +1,21 @@
+"""Which implementation of each op an engine's programs are made of."""
+
+from dataclasses import dataclass
+
+OPS = ("paged_attention", "rope_cache_write", "sampling")
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """An implementation by name for each op of `pallas_kernels` that a step runs."""
+
+    paged_attention: str
+    rope_cache_write: str
+    sampling: str
+    """"xla" is plain JAX (`jaxllm.sampling`)."""
+    interpret: bool = False
+    """Run Pallas kernels as plain JAX: on a CPU."""
+
+    def by_op(self) -> dict[str, str]:
+        """The names alone."""
+        return {op: getattr(self, op) for op in OPS}

@@ -1,0 +1,191 @@
+"""Batches of paged attention: their arrays, how an implementation is called on them, and how far its result is off.
+
+Two ways to the same: on the device in plain JAX, for large batches, and on the host in NumPy, for those checked at an engine's start.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.paged_attention import reference
+
+TOLERANCE = {"float32": 2e-5, "float16": 3e-3, "bfloat16": 1.5e-2}
+"""Of the worst query head's relative error: a few roundings of the result, its weights rounded to the type."""
+REFERENCE_BYTES = 1 << 29
+SCALES = (0.75, 1.5)
+"""What the stored keys and values of a batch with scales stand for, divided by."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of one query by the number of their keys, and prompts as (new tokens, keys before them). Without prompts it is a decode.
+
+    A decode row of 0 keys is padding, as a prompt of (0, 0) is; `padding` counts tokens after the last prompt.
+    """
+
+    name: str
+    decodes: tuple[int, ...] = ()
+    prompts: tuple[tuple[int, int], ...] = ()
+    num_kv_heads: int = 8
+    num_groups: int = 4
+    head_dim: int = 128
+    page_size: int = 16
+    dtype: str = "bfloat16"
+    cache_dtype: str = ""
+    """Empty: that of the queries."""
+    scale: float | None = None
+    """Of the scores; None: 1 / sqrt(head_dim)."""
+    window: int | None = None
+    soft_cap: float | None = None
+    padding: int = 0
+    poison: bool = False
+    """Every slot that no row owns is NaN."""
+    has_scales: bool = False
+    """Keys and values are multiplied by SCALES."""
+    table_width: int = 0
+    """Pages in a row of the table, if more than the longest row needs."""
+
+    @property
+    def query_lengths(self) -> list[int]:
+        singles = [1 if length or not self.prompts else 0 for length in self.decodes]
+        return singles + [new for new, _ in self.prompts]
+
+    @property
+    def kv_lengths(self) -> list[int]:
+        return list(self.decodes) + [new + before for new, before in self.prompts]
+
+    @property
+    def num_tokens(self) -> int:
+        """Padding counted."""
+        return sum(self.query_lengths) + self.padding
+
+    @property
+    def width(self) -> int:
+        """Pages in a row of the table."""
+        return max(1, self.table_width, *(-(-n // self.page_size) for n in self.kv_lengths))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        scale = self.head_dim**-0.5 if self.scale is None else self.scale
+        return {"scale": scale, "window": self.window, "soft_cap": self.soft_cap}
+
+    @property
+    def q_shape(self) -> tuple[int, int, int, int]:
+        return (self.num_tokens, self.num_kv_heads, self.num_groups, self.head_dim)
+
+    def flops(self) -> float:
+        pairs = 0
+        for new, length in zip(self.query_lengths, self.kv_lengths, strict=True):
+            seen = np.arange(length - new, length) + 1
+            pairs += int(np.minimum(seen, self.window or length).sum())
+        return 4.0 * pairs * self.head_dim * self.num_kv_heads * self.num_groups
+
+    def bytes(self) -> float:
+        keys = sum(min(n, self.window or n) for n in self.kv_lengths)
+        return 2.0 * keys * self.num_kv_heads * self.head_dim * jnp.dtype(self.cache_dtype or self.dtype).itemsize
+
+
+class Places(NamedTuple):
+    """Where the rows of a batch lie: in permuted pages, of which page 0 is nobody's."""
+
+    table_RB: np.ndarray
+    query_start_R1: np.ndarray
+    kv_length_R: np.ndarray
+    is_free_PS: np.ndarray
+    """Slots that no row owns."""
+
+
+def places(batch: Batch, rng: np.random.Generator) -> Places:
+    num_rows = len(batch.kv_lengths)
+    used = [-(-n // batch.page_size) for n in batch.kv_lengths]
+    num_pages = sum(used) + 2
+    pages = iter(rng.permutation(num_pages - 1) + 1)
+    table_RB = np.zeros((num_rows, batch.width), np.int32)
+    is_free_PS = np.ones((num_pages, batch.page_size), bool)
+    for row, length in enumerate(batch.kv_lengths):
+        table_RB[row, : used[row]] = [next(pages) for _ in range(used[row])]
+        slots = np.arange(length)
+        is_free_PS[table_RB[row, slots // batch.page_size], slots % batch.page_size] = False
+    query_start_R1 = np.concatenate([[0], np.cumsum(batch.query_lengths)]).astype(np.int32)
+    return Places(table_RB, query_start_R1, np.array(batch.kv_lengths, np.int32), is_free_PS)
+
+
+def call(module: Any, batch: Batch, **options: Any) -> Callable[..., jax.Array]:
+    """An implementation (`paged_attention` and `paged_decode`) as a function of the batch's arrays."""
+
+    def run(q, k, v, table, query_start, kv_length, *scales):
+        stored = dict(zip(("k_scale", "v_scale"), scales, strict=True)) if scales else {}
+        if batch.prompts:
+            return module.paged_attention(q, k, v, table, query_start, kv_length, **batch.options, **stored, **options)
+        return module.paged_decode(q, k, v, table, kv_length, **batch.options, **stored, **options)
+
+    return run
+
+
+# On the device
+
+
+def make_arrays(batch: Batch, seed: int = 0) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """(queries, (keys, values, table, query starts, lengths)): random."""
+    found = places(batch, np.random.default_rng(seed))
+    num_pages = len(found.is_free_PS)
+    shape = (num_pages, batch.num_kv_heads, batch.page_size, batch.head_dim)
+    nowhere = np.zeros((1, 1, 1, 1), bool)
+    hole = found.is_free_PS[:, None, :, None] if batch.poison else nowhere
+    k_key, v_key, q_key = jax.random.split(jax.random.key(seed), 3)
+    cache_dtype = batch.cache_dtype or batch.dtype
+    return _random(q_key, batch.q_shape, batch.dtype, nowhere), (
+        _random(k_key, shape, cache_dtype, hole),
+        _random(v_key, shape, cache_dtype, hole),
+        jnp.asarray(found.table_RB),
+        jnp.asarray(found.query_start_R1),
+        jnp.asarray(found.kv_length_R),
+        *(jnp.float32(scale) for scale in SCALES if batch.has_scales),
+    )
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _random(key: jax.Array, shape: tuple[int, ...], dtype: str, hole: jax.Array) -> jax.Array:
+    drawn = dtype if jnp.dtype(dtype).itemsize > 1 else "float32"
+    return jnp.where(hole, jnp.nan, jax.random.normal(key, shape, jnp.dtype(drawn))).astype(dtype)
+
+
+def worst_error(batch: Batch, q: jax.Array, constants: tuple[jax.Array, ...], got: jax.Array, max_tokens: int = 600) -> float:
+    """The worst relative error of a token's query head against the reference in float32; NaN if anything, padding too, is not finite.
+
+    At most max_tokens tokens, spread evenly, are compared: one of a prompt is a decode at its position.
+    """
+    k, v, table, _, _, *scales = constants
+    rows = np.repeat(np.arange(len(batch.kv_lengths)), batch.query_lengths)
+    start = np.concatenate([[0], np.cumsum(batch.query_lengths)])
+    tokens = np.arange(len(rows))
+    lengths = np.array(batch.kv_lengths)[rows] - start[rows + 1] + tokens + 1
+    if not bool(jnp.isfinite(got).all()):
+        return math.nan
+    token_bytes = 8 * batch.width * batch.page_size * batch.num_kv_heads * batch.head_dim
+    chunk = max(1, min(len(tokens), REFERENCE_BYTES // token_bytes))
+    tokens = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), max_tokens, 32 * chunk)).astype(int))
+    worst = 0.0
+    expect = _reference(**batch.options)
+    for first in range(0, len(tokens), chunk):
+        # The last chunk begins earlier, so that all have one shape.
+        some = tokens[max(0, min(first, len(tokens) - chunk)) :][:chunk]
+        stored = dict(zip(("k_scale", "v_scale"), scales, strict=True)) if scales else {}
+        places_of = jnp.asarray(lengths[some], jnp.int32)
+        expected = expect(q[some].astype(jnp.float32), k, v, table[rows[some]], places_of, **stored)
+        off = jnp.linalg.norm(got[some].astype(jnp.float32) - expected, axis=-1)
+        size = jnp.linalg.norm(expected, axis=-1)
+        worst = max(worst, float(jnp.where(off == 0, 0.0, off / jnp.maximum(size, 1e-6)).max()))
+    return worst
+
+
+@functools.cache
+def _reference(**options: Any) -> Callable[..., jax.Array]:
+    """Compiled once for all variants of a case."""
+    return jax.jit(functools.partial(reference.paged_decode, **options))

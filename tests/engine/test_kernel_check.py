@@ -1,0 +1,347 @@
+"""The kernel check at an engine's start: what is wrong is found, replaced and remembered. Implementations are NumPy behind JAX."""
+
+import dataclasses
+import itertools
+import json
+import logging
+import sys
+import types
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm import env
+from jaxllm.config import EngineConfig
+from jaxllm.engine import kernel_check
+from jaxllm.engine.core import EngineCore
+from jaxllm.engine.kernel_check import Choice, choose_kernels
+from jaxllm.engine.prepare import Prepared
+from jaxllm.errors import KernelCheckError
+from jaxllm.kernel_verdicts import OpReport, VerdictStore
+from jaxllm.start_times import StartTimes
+from pallas_kernels import paged_attention, rope_cache_write
+from pallas_kernels.checking import attention_at_start
+from pallas_kernels.checking.attention import Batch
+from tests.helpers import engines, goldens
+
+DIRECTORY = goldens.golden("llama_gqa").directory
+GPU = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA Test", client=types.SimpleNamespace(platform_version="cuda 13"))
+PLAIN_REST = {"rope_cache_write": ("xla",), "sampling": ("xla",)}
+
+
+def numpy_attention(change=lambda out, query_start: out):
+    """An implementation that computes in NumPy what `change` makes of it."""
+
+    def attend(q, k, v, table, query_start, kv_length, *, scale, window=None, soft_cap=None, interpret=False):
+        def on_host(*arrays):
+            q, k, v, table, query_start, kv_length = map(np.asarray, arrays)
+            shape = {"num_kv_heads": q.shape[1], "num_groups": q.shape[2], "head_dim": q.shape[3], "page_size": k.shape[2]}
+            dtype = str(q.dtype)
+            batch = Batch("", prompts=((1, 0),), **shape, dtype=dtype, scale=scale, window=window, soft_cap=soft_cap)
+            found = attention_at_start.attend(batch, q, (k, v, table, query_start, kv_length))
+            out = np.zeros(q.shape, q.dtype)
+            out[: len(found)] = found
+            return change(out, query_start).astype(q.dtype)
+
+        return jax.pure_callback(on_host, jax.ShapeDtypeStruct(q.shape, q.dtype), q, k, v, table, query_start, kv_length)
+
+    def decode(q, k, v, table, kv_length, **options):
+        return attend(q, k, v, table, jnp.arange(len(q) + 1, dtype=jnp.int32), kv_length, **options)
+
+    return types.SimpleNamespace(paged_attention=attend, paged_decode=decode, supports=lambda **_: True)
+
+
+def zeros_off_eight(out, query_start):
+    """Rows of several tokens that begin off a multiple of 8 are never written."""
+    for begin, end in itertools.pairwise(query_start):
+        if end - begin > 1 and begin % 8:
+            out[begin:end] = 0
+    return out
+
+
+def forgets_padding(out, query_start):
+    out[query_start[-1] :] = np.nan
+    return out
+
+
+def refuses(*_, **__):
+    raise ValueError("shared memory too small")
+
+
+def drifting():
+    counter = itertools.count()
+    return lambda out, _: out * np.float32(1 + 1e-6 * next(counter))
+
+
+BROKEN = {
+    "off eight": (lambda: numpy_attention(zeros_off_eight), "ragged batch: error 1, allowed 2e-05"),
+    "nan": (lambda: numpy_attention(forgets_padding), "ragged batch: error nan, allowed 2e-05"),
+    "differs": (lambda: numpy_attention(drifting()), "ragged batch: two runs give different bits"),
+    "raises": (
+        lambda: types.SimpleNamespace(paged_attention=refuses, paged_decode=refuses),
+        "ragged batch: ValueError: shared memory too small",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    """(config, model config, plan) of a small model."""
+    config = EngineConfig.from_options(model=str(DIRECTORY), **engines.SMALL)
+    prepared = Prepared.of(config, DIRECTORY, (), StartTimes())
+    return prepared.config, prepared.model_config, prepared.plan
+
+
+@pytest.fixture
+def implementations(monkeypatch):
+    """Registers implementations of attention by name."""
+
+    def register(**found) -> tuple[str, ...]:
+        for name, module in found.items():
+            monkeypatch.setitem(sys.modules, f"attention_{name}", module)
+            monkeypatch.setitem(paged_attention.IMPLEMENTATIONS, name, f"attention_{name}")
+        return tuple(found)
+
+    return register
+
+
+@pytest.fixture
+def choose(model, tmp_path, caplog):
+    """Chooses as an engine on a GPU does, with verdicts in tmp_path."""
+    caplog.set_level(logging.INFO, logger="jaxllm")
+    config, model_config, plan = model
+
+    def choose(
+        attention: tuple[str, ...], *, mode="auto", named=False, device=GPU, model_config=model_config, rest=PLAIN_REST
+    ) -> Choice:
+        return choose_kernels(
+            {"paged_attention": attention, **rest},
+            config.replace(kernel_check=mode),
+            model_config,
+            plan,
+            device=device,
+            store=VerdictStore(tmp_path / "kernel_checks"),
+            is_named=named,
+        )
+
+    return choose
+
+
+@pytest.fixture
+def no_check(monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("a kernel was checked")
+
+    return lambda: monkeypatch.setattr(kernel_check, "check", refuse)
+
+
+def warnings(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_the_preferred_kernels_stay_if_all_are_right(choose, implementations, caplog):
+    chosen = choose(implementations(good=numpy_attention(), other=numpy_attention()))
+    assert chosen.kernels.by_op() == {"paged_attention": "good", "rope_cache_write": "xla", "sampling": "xla"}
+    assert chosen.report["paged_attention"] == OpReport("good", "passed")
+    assert chosen.report["sampling"] == OpReport("xla", "not run"), "plain JAX needs no proof where no kernel failed"
+    assert not warnings(caplog)
+    assert "kernel check on NVIDIA Test: paged_attention good: right (3 programs," in caplog.text
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_what_is_broken_is_replaced_and_warned_of(choose, implementations, caplog, kind):
+    make, fault = BROKEN[kind]
+    names = implementations(broken=make(), good=numpy_attention())
+    for how in ("passed", "passed before"):  # the warning is repeated at each start
+        caplog.clear()
+        chosen = choose(names)
+        assert chosen.kernels.paged_attention == "good"
+        assert chosen.report["paged_attention"] == OpReport("good", how, {"broken": fault})
+        (warning,) = warnings(caplog)
+        for part in ("paged_attention", "broken", "NVIDIA Test", fault, "good takes its place"):
+            assert part in warning
+
+
+def test_no_engine_starts_when_nothing_is_right(choose, implementations):
+    names = implementations(one=BROKEN["nan"][0](), two=BROKEN["raises"][0]())
+    with pytest.raises(KernelCheckError, match="no implementation of paged_attention .* NVIDIA Test") as caught:
+        choose(names)
+    for part in ("one: ragged batch: error nan", "two: ragged batch: ValueError", "--kernel-check off"):
+        assert part in str(caught.value)
+
+
+def test_plain_attention_that_stands_in_for_a_kernel_is_checked_too(choose, implementations):
+    names = implementations(broken=BROKEN["nan"][0](), xla=BROKEN["off eight"][0]())
+    with pytest.raises(KernelCheckError, match="xla: ragged batch: error 1"):
+        choose(names)
+
+
+def test_a_verdict_is_kept_for_the_next_start(choose, implementations, no_check):
+    names = implementations(good=numpy_attention())
+    choose(names)
+    no_check()
+    assert choose(names).report["paged_attention"].check == "passed before"
+    with pytest.raises(AssertionError, match="was checked"):
+        choose(names, mode="always")
+
+
+def test_a_verdict_counts_only_for_what_it_was_made_for(choose, implementations, model, no_check, monkeypatch):
+    names = implementations(good=numpy_attention())
+    choose(names)
+    no_check()
+    other_model = dataclasses.replace(model[1], num_kv_heads=1, num_heads=4)
+    device = types.SimpleNamespace(**{**vars(GPU), "device_kind": "NVIDIA Other"})
+    driver = types.SimpleNamespace(**{**vars(GPU), "client": types.SimpleNamespace(platform_version="cuda 12")})
+    for options in ({"model_config": other_model}, {"device": device}, {"device": driver}):
+        with pytest.raises(AssertionError, match="was checked"):
+            choose(names, **options)
+    monkeypatch.setattr(kernel_check, "source_digest", lambda folder: "changed")
+    with pytest.raises(AssertionError, match="was checked"):
+        choose(names)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', '{"format": 7, "subject": {}, "fault": null}'])
+def test_a_corrupt_verdict_is_ignored(choose, implementations, tmp_path, text):
+    names = implementations(good=numpy_attention())
+    choose(names)
+    (path,) = (tmp_path / "kernel_checks").glob("paged_attention-good-*.json")
+    path.write_text(text)
+    assert choose(names).report["paged_attention"].check == "passed"
+    assert json.loads(path.read_text())["fault"] is None, "it is written anew"
+
+
+def test_a_cache_directory_that_cannot_be_written_stops_nothing(choose, implementations, tmp_path, caplog):
+    (tmp_path / "kernel_checks").write_text("a file")
+    names = implementations(good=numpy_attention())
+    for _ in range(2):
+        assert choose(names).report["paged_attention"].check == "passed"
+    assert "is not kept" in caplog.text and not warnings(caplog)
+
+
+def test_without_a_check_only_verified_kernels_are_chosen(choose, implementations, no_check, monkeypatch, caplog):
+    no_check()
+    names = (*implementations(good=numpy_attention()), "xla")
+    rest = {"rope_cache_write": ("triton", "xla"), "sampling": ("triton", "xla")}
+    monkeypatch.setattr(kernel_check, "is_verified", lambda kind, op: kind == "NVIDIA Test" and op == "sampling")
+    chosen = choose(names, mode="off", rest=rest)
+    assert chosen.kernels.by_op() == {"paged_attention": "xla", "rope_cache_write": "xla", "sampling": "triton"}
+    assert chosen.report["sampling"].check == "verified"
+    assert len(warnings(caplog)) == 2
+    for warning, op in zip(warnings(caplog), ("paged_attention (good)", "rope_cache_write (triton)"), strict=True):
+        assert op in warning and "NVIDIA Test" in warning and "--kernel-check auto" in warning
+
+
+def test_the_users_own_choice_is_taken_or_refused_and_never_replaced(choose, implementations, no_check):
+    names = implementations(broken=BROKEN["off eight"][0]())
+    with pytest.raises(
+        KernelCheckError, match="attention_implementation is 'broken'.*NVIDIA Test.*ragged batch: error 1.*use auto"
+    ):
+        choose(names, named=True)
+    no_check()
+    assert choose(names, named=True, mode="off").kernels.paged_attention == "broken"
+    with pytest.raises(KernelCheckError, match="attention_implementation is 'broken'"):
+        choose(names, named=True)  # by the verdict that was kept
+
+
+def test_another_op_is_replaced_by_itself(choose, implementations, monkeypatch, caplog):
+    """A rope that writes a slot too many: found although every written value is right."""
+    real = rope_cache_write.xla.rope_and_write
+
+    def rope_and_write(qkv, cos, sin, k, v, slot, **options):
+        q, k, v = real(qkv, cos, sin, k, v, slot, **options)
+        return q, k, v.at[0, 0, jnp.argmin(jnp.isnan(v[0, 0, :, 0])) - 1].set(0)
+
+    broken = types.SimpleNamespace(rope_and_write=rope_and_write, supports=lambda **_: True)
+    monkeypatch.setitem(sys.modules, "rope_broken", broken)
+    monkeypatch.setitem(rope_cache_write.IMPLEMENTATIONS, "broken", "rope_broken")
+    names = implementations(good=numpy_attention())
+    chosen = choose(names, rest={"rope_cache_write": ("broken", "xla"), "sampling": ("xla",)})
+    assert chosen.kernels.by_op() == {"paged_attention": "good", "rope_cache_write": "xla", "sampling": "xla"}
+    assert chosen.report["rope_cache_write"] == OpReport("xla", "passed", {"broken": "13 tokens: error inf, allowed 1e-05"})
+    (warning,) = warnings(caplog)
+    assert "rope_cache_write by broken" in warning and "xla takes its place" in warning
+
+
+def test_an_error_that_loses_the_device_ends_the_start_and_blames_one_implementation(choose, implementations, tmp_path):
+    def lost(*_, **__):
+        raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered")
+
+    names = implementations(broken=types.SimpleNamespace(paged_attention=lost, paged_decode=lost), good=numpy_attention())
+    rest = {"rope_cache_write": ("triton", "xla"), "sampling": ("xla",)}
+    with pytest.raises(KernelCheckError, match="broken made NVIDIA Test unusable.*ILLEGAL_ADDRESS.*start again"):
+        choose(names, rest=rest)
+    assert [path.name.split("-")[1] for path in (tmp_path / "kernel_checks").iterdir()] == ["broken"]
+    assert choose(names).kernels.paged_attention == "good", "the next start does without it"
+
+
+def test_a_program_that_hangs_is_given_up(choose, implementations, monkeypatch):
+    import threading
+
+    from pallas_kernels.checking import check
+
+    monkeypatch.setattr(check, "RUN_SECONDS", 0.5)
+    released = threading.Event()
+
+    def wait(out, _):
+        released.wait(20)
+        return out
+
+    names = implementations(hangs=numpy_attention(wait), good=numpy_attention())
+    with pytest.raises(KernelCheckError, match="hangs made NVIDIA Test unusable.*does not end within 0.5 s"):
+        choose(names)
+    released.set()
+    monkeypatch.setattr(check, "RUN_SECONDS", 60)
+    assert choose(names).kernels.paged_attention == "good"
+
+
+def test_on_a_cpu_nothing_is_checked_unless_asked(choose, no_check, tmp_path):
+    no_check()
+    cpu = jax.devices("cpu")[0]
+    chosen = choose(("xla",), device=cpu)
+    assert {report.check for report in chosen.report.values()} == {"not run"} and not list(tmp_path.iterdir())
+    with pytest.raises(AssertionError, match="was checked"):
+        choose(("xla",), device=cpu, mode="always")
+
+
+def test_kernels_are_checked_in_the_shapes_of_a_device(model):
+    config, model_config, plan = model
+    split = model_config.for_tensor_parallel(2)
+    shapes = kernel_check.shapes_of(config.replace(tensor_parallel_size=2), split, plan)
+    attention = shapes["paged_attention"]
+    assert attention.num_kv_heads == model_config.num_kv_heads // 2
+    assert attention.num_groups == model_config.group_size
+    assert attention.table_width == -(-plan.max_model_len // plan.block_size)
+
+
+@pytest.mark.parametrize("name", ["llama_gqa", "qwen2_window", "mistral_window"])
+def test_every_kind_of_layer_is_checked(name):
+    config = EngineConfig.from_options(model=str(goldens.golden(name).directory), **engines.SMALL)
+    prepared = Prepared.of(config, goldens.golden(name).directory, (), StartTimes())
+    shapes = kernel_check.shapes_of(prepared.config, prepared.model_config, prepared.plan)
+    windows = [layer.window for layer in shapes["paged_attention"].layers]
+    assert sorted(windows, key=str) == sorted({prepared.model_config.window(i) for i in range(2)}, key=str)
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+def test_an_engine_of_interpreted_kernels_is_checked_and_says_so(monkeypatch, tmp_path, capsys):
+    from jaxllm.cli import env as env_command
+    from pallas_kernels.checking.compiling import Compiler
+
+    def submit(self, function, *shapes, donate=()):
+        options = {"xla_backend_optimization_level": 0}  # quick to compile, not quick to run
+        return self.pool.submit(jax.jit(function).lower(*shapes).compile, options)
+
+    monkeypatch.setattr(Compiler, "submit", submit)
+    monkeypatch.setenv(env.CACHE_DIR, str(tmp_path))
+    options = {**engines.SMALL, "attention_implementation": "triton", "kernel_check": "always"}
+    core = EngineCore(EngineConfig.from_options(model=str(goldens.golden("llama_head_dim").directory), **options))
+    assert core.kernels == {op: OpReport("triton", "passed") for op in ("paged_attention", "rope_cache_write", "sampling")}
+    assert "kernel check" in core.start_times.seconds
+    core.shutdown()
+    found = env_command.gather()["kernel checks"]
+    assert len(found) == 3 and all(text.startswith("passed") for text in found.values())
+    assert {name.rpartition(" (")[0] for name in found} == {f"{op} triton" for op in core.kernels}
+    assert Path(tmp_path / env.KERNEL_VERDICTS).is_dir()

@@ -1,0 +1,178 @@
+"""The cases that an engine checks at its start: their oracles agree with plain JAX, and what they are for is in them."""
+
+import functools
+import math
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.checking import attention_at_start, rope_cache_write, sampling
+from pallas_kernels.checking.attention import Batch, call, make_arrays, worst_error
+from pallas_kernels.checking.attention_at_start import Layer, attend, batches, host_arrays, host_error
+from pallas_kernels.checking.case import Case
+from pallas_kernels.checking.check import check
+from pallas_kernels.paged_attention import reference
+
+TOY = Batch(
+    "toy",
+    decodes=(3, 0, 9),
+    prompts=((4, 5), (0, 0), (3, 0)),
+    num_kv_heads=2,
+    num_groups=2,
+    head_dim=16,
+    page_size=8,
+    dtype="float32",
+    padding=2,
+    poison=True,
+    table_width=5,
+)
+VARIANTS = {
+    "ragged": TOY,
+    "decode": replace(TOY, prompts=(), padding=0),
+    "window and cap": replace(TOY, window=4, soft_cap=2.0, scale=0.4),
+    "fp8": replace(TOY, cache_dtype="float8_e4m3fn", has_scales=True),
+    "bfloat16": replace(TOY, dtype="bfloat16"),
+}
+SHAPES = attention_at_start.Shapes("bfloat16", "bfloat16", 8, 4, 128, 16, 64, (Layer(0.1), Layer(0.1, 100)))
+
+
+def plain(function):
+    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_attention_in_numpy_is_the_reference(name):
+    batch = VARIANTS[name]
+    q, constants = host_arrays(batch)
+    got = np.asarray(plain(call(reference, batch))(q, *constants)).astype(np.float64)
+    exact = 1e-5 if batch.dtype == "float32" else 1e-2
+    np.testing.assert_allclose(got[: len(attend(batch, q, constants))], attend(batch, q, constants), rtol=exact, atol=exact)
+    assert host_error(batch, q, constants, got) < exact
+    assert worst_error(batch, jnp.asarray(q), tuple(map(jnp.asarray, constants)), jnp.asarray(got)) < exact
+
+
+def test_one_wrong_head_shows_and_padding_must_be_finite():
+    q, constants = host_arrays(TOY)
+    got = np.asarray(plain(call(reference, TOY))(q, *constants))
+    wrong, lost = got.copy(), got.copy()
+    wrong[5, 1, 1] *= 1.01
+    lost[-1] = np.nan
+    assert host_error(TOY, q, constants, wrong) == pytest.approx(0.01, rel=0.01)
+    assert math.isnan(host_error(TOY, q, constants, lost))
+
+
+def test_arrays_of_host_and_device_have_the_same_shapes_and_what_nobody_owns_is_nan():
+    host, device = host_arrays(VARIANTS["fp8"]), make_arrays(VARIANTS["fp8"])
+    for a, b in zip(jax.tree.leaves(host), jax.tree.leaves(device), strict=True):
+        assert np.shape(a) == b.shape and a.dtype == b.dtype
+    keys = host[1][0].astype(np.float32)
+    assert np.isnan(keys[0]).all() and np.isfinite(keys).all(axis=(1, 3)).sum() == sum(TOY.kv_lengths)
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 8])
+def test_the_ragged_batch_has_what_once_went_wrong(num_kv_heads):
+    shapes = replace(SHAPES, num_kv_heads=num_kv_heads)
+    for layer in shapes.layers:
+        ragged, small, few, many = batches(shapes, layer)
+        starts = np.concatenate([[0], np.cumsum(ragged.query_lengths)])
+        longer = [(begin, new) for begin, new in zip(starts, ragged.query_lengths, strict=False) if new > 1]
+        assert (6, 130) in longer and sum(begin % 8 > 0 for begin, _ in longer) > len(longer) / 2
+        lengths = ragged.query_lengths
+        assert any(lengths[i] == 1 and lengths[i - 1] > 1 and lengths[i + 1] > 1 for i in range(1, len(lengths) - 1))
+        assert len(longer) * num_kv_heads * shapes.num_groups > 2 * 132, "more work than cores"
+        assert lengths[-1] == 0 and ragged.padding and ragged.poison
+        assert {1, 15, 16, 17} <= {new for new, _ in ragged.prompts if new}
+        assert small.num_tokens == 16 and len(few.decodes) == 8 and len(many.decodes) == 24 and 0 in few.decodes
+        if layer.window:
+            assert {layer.window - 1, layer.window, layer.window + 1} <= {*ragged.kv_lengths, *few.decodes, *many.decodes}
+
+
+def test_a_wide_window_is_checked_at_a_smaller_width():
+    window = attention_at_start.MAX_WINDOW
+    assert {batch.window for batch in batches(SHAPES, Layer(0.1, 10 * window))} == {window}
+
+
+@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype"), [("float32", "float32"), ("bfloat16", "float8_e4m3fn"), ("float32", "bfloat16")]
+)
+def test_plain_rope_and_write_pass_and_a_stray_write_does_not(dtype, cache_dtype, has_norms):
+    scaled = cache_dtype == "float8_e4m3fn"
+    shapes = rope_cache_write.Shapes(dtype, cache_dtype, 2, 2, 16, 8, has_norms=has_norms, has_scales=scaled)
+    case = rope_cache_write.cases(shapes, "xla", interpret=False)[0]
+    carry, constants = case.make()
+    (run,) = case.variants.values()
+    q, k, v = map(np.asarray, plain(run)(carry, *constants))
+    assert case.error(carry, constants, (q, k, v)) <= case.tolerance
+    stray = v.copy()
+    page, slot = np.argwhere(np.isnan(v[:, 0, :, 0].astype(np.float32)))[0]
+    stray[page, :, slot] = 0
+    assert case.error(carry, constants, (q, k, stray)) == math.inf
+    assert case.error(carry, constants, (q, v, k)) > case.tolerance
+    assert math.isnan(case.error(carry, constants, (np.full_like(q, np.nan), k, v)))
+
+
+def of_sampling(name: str) -> Case:
+    shapes = sampling.Shapes(300, num_padded=9, num_top_values=5)
+    (case,) = [case for case in sampling.cases(shapes, "triton", interpret=True) if case.name == name]
+    return case
+
+
+def test_argmax_takes_the_first_of_equals_and_no_padding():
+    case = of_sampling("argmax")
+    logits, _ = case.make()
+    right = sampling.plain_argmax(jnp.asarray(logits))
+    assert case.error(logits, (), right) == 0.0 and case.error(logits, (), right.at[0].add(1)) == math.inf
+    assert np.all(logits[:, -9:] == -np.inf)
+
+
+def test_a_draw_must_be_the_largest_of_what_the_filters_keep():
+    case = of_sampling("draw")
+    logits, params = case.make()
+    (draw,) = case.variants.values()
+    right = np.asarray(plain(draw)(logits, *params))
+    assert case.error(logits, params, right) <= case.tolerance
+    for row in range(len(right)):
+        wrong = right.copy()
+        wrong[row] = (right[row] + 1) % 291
+        assert case.error(logits, params, wrong) > case.tolerance, row
+
+
+def test_top_values_are_exact_but_for_logsumexp():
+    case = of_sampling("top_values")
+    logits, (own,) = case.make()
+    right = plain(functools.partial(sampling.plain_top_values, k=5))(logits, own)
+    assert case.error(logits, (own,), right) <= case.tolerance
+    ids, values, rank, total = right
+    assert case.error(logits, (own,), (ids.at[0, 1].add(1), values, rank, total)) == math.inf
+    assert case.error(logits, (own,), (ids, values, rank.at[3].add(1), total)) == math.inf
+    assert case.error(logits, (own,), (ids, values, rank, total * 1.001)) == pytest.approx(1e-3, rel=0.1)
+
+
+def toy_case(function, tolerance=0.0) -> Case:
+    def make():
+        return np.arange(8.0, dtype=np.float32), (np.float32(2),)
+
+    def error(carry, constants, got):
+        return float(np.abs(np.asarray(got) - carry - constants[0]).max())
+
+    return Case("toy", make, {"one": function}, error, tolerance)
+
+
+def test_cases_are_judged_in_their_order_and_nothing_runs_after_a_fatal_error():
+    def breaks(*_):
+        raise ValueError("no such\ninstruction")
+
+    right, wrong, nan = (toy_case(f) for f in (lambda x, c: x + c, lambda x, c: x, lambda x, c: x * jnp.nan))
+    faults = check([right, wrong, toy_case(breaks), nan])
+    assert [fault and fault.text for fault in faults] == [
+        None,
+        "error 2, allowed 0",
+        "ValueError: no such instruction",
+        "error nan, allowed 0",
+    ]
+    faults = check([right, toy_case(breaks), nan], is_fatal=lambda error: isinstance(error, ValueError))
+    assert len(faults) == 2 and faults[0] is None
