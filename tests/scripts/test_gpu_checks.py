@@ -56,7 +56,7 @@ def test_right_wrong_and_failing_variants_are_told_apart(toy_op) -> None:
         toy_case("b", right=lambda x, c: x + c),
     )
     found = outcomes()
-    assert [name for name, outcome in found.items() if outcome.passed] == ["toy: a, right", "toy: b, right"]
+    assert {name for name, outcome in found.items() if outcome.passed} == {"toy: a, right", "toy: b, right"}
     assert "error 2.0e+00, allowed 1e-06" in found["toy: a, wrong"].detail
     assert "ValueError: shared memory too small" in found["toy: a, broken"].detail
 
@@ -64,7 +64,15 @@ def test_right_wrong_and_failing_variants_are_told_apart(toy_op) -> None:
 def test_cases_without_time_fail_by_name(toy_op) -> None:
     toy_op(toy_case("a", right=lambda x, c: x + c))
     [outcome] = outcomes(deadline=time.perf_counter() - 1).values()
-    assert not outcome.passed and "not run for lack of time (--seconds): toy: a" in outcome.detail
+    assert outcome.name == "toy: 1 cases" and outcome.failed
+    assert "not run for lack of time (--seconds): a" in outcome.detail
+
+
+def test_shares_run_every_case_once(toy_op) -> None:
+    toy_op(*(toy_case(name, right=lambda x, c: x + c) for name in "abcde"))
+    parts = [list(kernels.check(ops=["toy"], tiny=True, deadline=math.inf, repeats=0, share=(i, 2))) for i in range(2)]
+    assert [len(part) for part in parts] == [3, 2]
+    assert sorted(outcome.name for part in parts for outcome in part) == [f"toy: {name}, right" for name in "abcde"]
 
 
 def test_runs_that_differ_in_a_bit_are_counted() -> None:
