@@ -21,36 +21,14 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.core import EngineCore
 from jaxllm.runner.step import Tokens
 from scripts.gpu_checks import Outcome
+from scripts.gpu_checks import shapes as shapes_of
+from scripts.gpu_checks.shapes import LLAMA_8B
 from scripts.kernels.compiling import Compiler
 
 FACTOR, WORST_FACTOR = 1.5, 2.0
 MOST = 0.2
 """If plain XLA is off by more, the comparison says nothing."""
 BLOCK = 16
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 131072,
-    "rope_theta": 500000.0,
-    "rms_norm_eps": 1e-5,
-    "torch_dtype": "bfloat16",
-}
-TINY = LLAMA_8B | {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-}
 
 
 @dataclass(frozen=True)
@@ -108,7 +86,7 @@ class Steps:
 
 def check(*, tiny: bool) -> Iterator[Outcome]:
     """One layer, then the whole model."""
-    shapes = TINY if tiny else LLAMA_8B
+    shapes = shapes_of.tiny(LLAMA_8B) if tiny else LLAMA_8B
     steps = Steps(prompts=(20, 7, 1, 17), num_decodes=2) if tiny else Steps()
     for num_layers in (1, shapes["num_hidden_layers"]):
         with tempfile.TemporaryDirectory() as directory:
