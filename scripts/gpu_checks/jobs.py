@@ -21,7 +21,7 @@ from scripts.gpu_checks import Outcome
 MARK = "\x1echeck_gpu "
 GRACE_SECONDS = 60.0
 """A process that has not ended so long after the limit is killed."""
-SHARE_OF_MEMORY = 0.92
+SHARE_OF_MEMORY = 0.9
 """Of the GPU, for all pools together: contexts and code lie outside."""
 SCRIPT = Path(__file__).resolve().parent.parent / "check_gpu.py"
 
@@ -43,11 +43,12 @@ class Job:
 
 
 JOBS = (
-    *(Job("kernels", i, 3, gib=11, grows=True) for i in range(3)),
-    *(Job("engine", i, 4, gib=17) for i in range(4)),
+    *(Job("kernels", i, 3, gib=10, grows=True) for i in range(3)),
+    Job("logits", gib=40),
+    *(Job("engine", i, 4, gib=15) for i in range(3)),
     Job("tokens", gib=4),
     Job("failures", gib=4),
-    Job("logits", gib=46),
+    Job("engine", 3, 4, gib=15),
     Job("tensor_parallel"),
 )
 """In the order of their starts: a job waits until its memory is free."""

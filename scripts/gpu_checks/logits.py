@@ -5,6 +5,7 @@ error, and the kernels, which round at the same places or at fewer, may be off b
 relative to the float32 logits: of all tokens together, and of the worst token (a wrong page or mask shows in single tokens).
 """
 
+import concurrent.futures
 import json
 import tempfile
 from collections.abc import Iterator
@@ -92,9 +93,15 @@ def check(*, tiny: bool) -> Iterator[Outcome]:
         with tempfile.TemporaryDirectory() as directory:
             Path(directory, "config.json").write_text(json.dumps(shapes | {"num_hidden_layers": num_layers}))
             kernels = {} if jax.default_backend() != "cpu" else {"attention_implementation": "triton"}
-            exact = run(directory, steps, dtype="float32", attention_implementation="xla")
-            plain = run(directory, steps, dtype="bfloat16", attention_implementation="xla")
-            ours = run(directory, steps, dtype="bfloat16", **kernels)
+            engines: tuple[dict[str, Any], ...] = (
+                {"dtype": "float32", "attention_implementation": "xla"},
+                {"dtype": "bfloat16", "attention_implementation": "xla"},
+                {"dtype": "bfloat16", **kernels},
+            )
+            # Engines of one layer fit into memory together: while one compiles, another runs.
+            with concurrent.futures.ThreadPoolExecutor(len(engines) if num_layers == 1 else 1) as pool:
+                runs = [pool.submit(run, directory, steps, **options) for options in engines]
+                exact, plain, ours = (found.result() for found in runs)
         for name in exact:
             yield compare(f"logits, {num_layers} layer{'s' * (num_layers > 1)}, {name}", exact[name], plain[name], ours[name])
 
