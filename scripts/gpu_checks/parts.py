@@ -44,7 +44,7 @@ def _outcomes(part: str, args: argparse.Namespace, until: float) -> Iterator[Out
     elif part == "tensor_parallel":
         from scripts.gpu_checks import tensor_parallel
 
-        yield from tensor_parallel.check(tiny=args.tiny, deadline=until)
+        yield from tensor_parallel.check(tiny=args.tiny, deadline=until, sizes=(2,) if args.tiny else tensor_parallel.SIZES)
     else:
         from scripts.gpu_checks import tokens
 

@@ -22,8 +22,8 @@ Tokens = dict[str, list[list[int]]]
 """Of each request, by the kind of sampling."""
 
 
-def check(*, tiny: bool, deadline: float, sizes: Sequence[int] = SIZES) -> Iterator[Outcome]:
-    """Every size that the visible devices allow; nothing begins after the deadline (`time.perf_counter`)."""
+def check(*, tiny: bool, deadline: float, sizes: Sequence[int] = SIZES, demo: bool = True) -> Iterator[Outcome]:
+    """Every size that the visible devices allow; nothing begins after the deadline (`time.perf_counter`). demo: that model too."""
     num_devices = len(jax.devices())
     allowed = [size for size in sizes if size <= num_devices]
     for size in sizes:
@@ -37,7 +37,7 @@ def check(*, tiny: bool, deadline: float, sizes: Sequence[int] = SIZES) -> Itera
         # First, because the first engine of a process decides how much memory JAX takes.
         for size in allowed:
             yield _guarded(f"{size} devices, default start of {_title(tiny)}", deadline, _starts, directory, size, tiny=tiny)
-        for name, model in ((_title(tiny), directory), ("the demo model", "demo")):
+        for name, model in ((_title(tiny), directory), *([("the demo model", "demo")] if demo else [])):
             expected: Tokens = {}
             for size in (1, *allowed):
                 found = _guarded(
