@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from pallas_kernels import verified
 
+ROOT = Path(__file__).resolve().parent.parent
 PAGES = Path("docs/verified")
 README = Path("README.md")
 COMMAND = "python scripts/verified_pages.py"

@@ -61,7 +61,10 @@ FULL = Load(
         *(100, 111, 120, 127, 128, 129, 137, 150, 163, 180, 200, 211, 230, 255, 256, 257),
         *(700, 800, 1000, 1300, 1700, 2048, 2500, 3000),
     ),
-    shared=((320, (1, 5, 16, 17, 40, 60, 64, 77, 90, 100, 128, 150, 160, 170, 180, 200)), (1008, (1, 2, 15, 16, 17, 30, 48, 64))),
+    shared=(
+        (320, (1, 5, 16, 17, 40, 60, 64, 77, 90, 100, 128, 150, 160, 170, 180, 200)),
+        (1008, (1, 2, 15, 16, 17, 30, 48, 64)),
+    ),
     num_tokens=24,
     num_alone=12,
     num_blocks=720,
@@ -122,7 +125,7 @@ def check(
             yield Outcome(f"engine, {model.name}", False, "not run for lack of time (--seconds)")
             continue
         if tiny:
-            model = Model(model.name, shapes.tiny(model.shapes), 2, model.options)
+            model = Model(model.name, shapes.tiny(model.shapes), 1, model.options)
             if jax.default_backend() == "cpu":
                 options = {"attention_implementation": "triton", **options}  # interpreted
         try:

@@ -40,9 +40,7 @@ class Run:
     """The groups of cases that the part kernels ran."""
     hello: Hello | None = None
     outcomes: dict[str, list[Outcome]] = dataclasses.field(default_factory=dict)
-    digests: dict[str, str] = dataclasses.field(
-        default_factory=lambda: {op: verified.source_digest(op) for op in verified.OPS}
-    )
+    digests: dict[str, str] = dataclasses.field(default_factory=lambda: {op: verified.source_digest(op) for op in verified.OPS})
     """Of the sources when the run began."""
     _begun: float = dataclasses.field(default_factory=time.perf_counter)
     _spans: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
