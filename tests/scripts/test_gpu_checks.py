@@ -1,5 +1,6 @@
 """What check_gpu.py and bench_kernels.py do with right, wrong and failing kernels, on toy ones."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -226,11 +227,41 @@ def test_no_engine_is_begun_after_the_deadline() -> None:
     assert all("not run for lack of time" in outcome.detail for outcome in found)
 
 
-def test_two_devices_start_and_give_the_tokens_of_one(shared_programs) -> None:
-    skipped, started, equal = tensor_parallel.check(tiny=True, deadline=math.inf, sizes=(16, 2), demo=False)
+class ToyLLM:
+    """Answers with tokens that a function of the number of devices gives."""
+
+    def __init__(self, first_token):
+        self.first_token = first_token
+        self.llm_engine = types.SimpleNamespace(
+            core=types.SimpleNamespace(memory_plan=types.SimpleNamespace(num_cache_tokens=99)), check_integrity=lambda: None
+        )
+
+    def generate(self, prompts, params, use_tqdm):
+        all_params = params if isinstance(params, list) else [params] * len(prompts)
+        answers = [
+            types.SimpleNamespace(token_ids=[self.first_token] * params.max_tokens, cumulative_logprob=-1.0)
+            for params in all_params
+        ]
+        return [types.SimpleNamespace(outputs=[answer]) for answer in answers]
+
+
+@pytest.mark.parametrize(("tokens", "passed"), [({1: 5, 2: 5}, True), ({1: 5, 2: 6}, False)])
+def test_tokens_of_two_devices_must_be_those_of_one(tokens, passed, monkeypatch) -> None:
+    monkeypatch.setattr(tensor_parallel, "_engine", lambda model, size, **_: contextlib.nullcontext(ToyLLM(tokens[size])))
+    skipped, started, *equal = tensor_parallel.check(tiny=True, deadline=math.inf, sizes=(16, 2))
     assert skipped.skipped and not skipped.passed and "8 visible" in skipped.detail
     assert started.passed and "8 of 8 requests answered" in started.detail
-    assert equal.passed and "4 of 4 seeded requests equal one device's" in equal.detail
+    assert [outcome.passed for outcome in equal] == [passed] * 2
+    assert f"{4 * passed} of 4 seeded requests equal one device's" in equal[0].detail
+
+
+def test_an_engine_over_devices_that_does_not_start_has_failed(monkeypatch) -> None:
+    def refuse(model, size, **options):
+        raise RuntimeError("Failed to allocate collective memory")
+
+    monkeypatch.setattr(tensor_parallel, "_engine", refuse)
+    found = list(tensor_parallel.check(tiny=True, deadline=math.inf, sizes=(2,)))
+    assert found and all(outcome.failed and "collective memory" in outcome.detail for outcome in found)
 
 
 def scored(rng, count: int = 20, length: int = 30) -> tuple[list[scoring.Answer], dict, dict]:
