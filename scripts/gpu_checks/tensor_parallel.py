@@ -123,8 +123,7 @@ def _equal(model: str, size: int, *, tiny: bool, expected: Tokens) -> tuple[bool
 @contextlib.contextmanager
 def _engine(model: str, size: int, **options: Any) -> Iterator[LLM]:
     dummy = {} if model == "demo" else {"load_format": "dummy", "skip_tokenizer_init": True}
-    # Precision is no part of what stored programs are known by.
-    llm = LLM(model, tensor_parallel_size=size, compilation_cache=False, use_progress_bar=False, **dummy, **options)
+    llm = LLM(model, tensor_parallel_size=size, use_progress_bar=False, **dummy, **options)
     try:
         yield llm
     finally:
