@@ -1,52 +1,118 @@
 """Every variant of every op's check cases against its reference, and that repeated runs give the same bits."""
 
+import concurrent.futures
+import contextlib
+import math
+import os
+import threading
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from scripts.gpu_checks import Outcome
-from scripts.kernels import cases
-from scripts.kernels.compiling import Compiler, first_line
+from scripts.kernels import Case, cases
+from scripts.kernels.compiling import first_line
+
+LARGE_BYTES = 128 << 20
+"""Of a case's arrays: cases beyond run one at a time, because references and plain XLA take several times as much."""
 
 
-def check(*, ops: Iterable[str], tiny: bool, deadline: float, repeats: int) -> Iterator[Outcome]:
-    """An outcome per case and variant. What there is no time for is one failed outcome at the end."""
-    compiler = Compiler()
-    found = cases("check", ops, tiny=tiny)
-    programs = []
-    for op, case in found:
+@dataclass(frozen=True)
+class _Shaped:
+    op: str
+    case: Case
+    shapes: tuple[Any, ...]
+    num_bytes: int
+
+
+def check(
+    *,
+    ops: Iterable[str],
+    tiny: bool,
+    deadline: float,
+    repeats: int,
+    share: tuple[int, int] = (0, 1),
+    threads: int | None = None,
+) -> Iterator[Outcome]:
+    """An outcome per case and variant of this share (index, number of shares), small cases first, in the order of their ends.
+
+    A thread takes a case from lowering to comparing, so that some compile while another runs. Cases that have not begun by the
+    deadline (`time.perf_counter`) are one failed outcome per op.
+    """
+    index, num_shares = share
+    shaped = []
+    for op, case in cases("check", ops, tiny=tiny):
         try:
             carry, constants = jax.eval_shape(case.make)
         except Exception as problem:
-            yield Outcome(f"{op}: {case.name}", False, f"no arrays: {first_line(problem)}")
+            if index == 0:
+                yield Outcome(f"{op}: {case.name}", False, f"no arrays: {first_line(problem)}")
             continue
-        programs.append((op, case, {label: compiler.submit(call, carry, *constants) for label, call in case.variants.items()}))
-    left_out = []
-    for op, case, variants in programs:
-        if time.perf_counter() > deadline:
-            left_out.append(f"{op}: {case.name}")
-            continue
-        carry, constants = case.make()
-        for label, program in variants.items():
-            name = f"{op}: {case.name}, {label}"
+        shapes = (carry, *constants)
+        num_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(shapes))
+        shaped.append(_Shaped(op, case, shapes, num_bytes))
+    shaped = sorted(shaped, key=lambda found: found.num_bytes)[index::num_shares]
+    runner = _Runner(deadline, repeats)
+    left_out: dict[str, list[str]] = {}
+    with concurrent.futures.ThreadPoolExecutor(threads or default_threads(num_shares)) as pool:
+        jobs = {pool.submit(runner.outcomes, found): found for found in shaped}
+        for job in concurrent.futures.as_completed(jobs):
+            found = jobs[job]
+            outcomes = job.result()
+            if outcomes is None:
+                left_out.setdefault(found.op, []).append(found.case.name)
+            else:
+                yield from outcomes
+    for op, names in left_out.items():
+        yield Outcome(f"{op}: {len(names)} cases", False, f"not run for lack of time (--seconds): {', '.join(names)}")
+
+
+def default_threads(num_shares: int) -> int:
+    """So many that all shares together leave two cores."""
+    return max(1, ((os.cpu_count() or 2) - 2) // num_shares)
+
+
+class _Runner:
+    """Runs cases, in several threads at once."""
+
+    def __init__(self, deadline: float, repeats: int):
+        self.deadline, self.repeats = deadline, repeats
+        self._lowering = threading.Lock()  # holds the interpreter anyway
+        self._large = threading.Lock()
+
+    def outcomes(self, found: _Shaped) -> list[Outcome] | None:
+        """Of each variant of a case; None if there is no time for it."""
+        if time.perf_counter() > self.deadline:
+            return None
+        with self._large if found.num_bytes > LARGE_BYTES else contextlib.nullcontext():
+            return self._run(found)
+
+    def _run(self, found: _Shaped) -> list[Outcome]:
+        case, arrays, outcomes = found.case, None, []
+        for label, variant in case.variants.items():
+            name = f"{found.op}: {case.name}, {label}"
             try:
-                run = program.result(timeout=60)
-                got = run(carry, *constants)
-                error = case.error(carry, constants, got)
-                differing = count_differing(run, carry, constants, got, repeats)
-                detail = (
-                    f"error {error:.1e}, allowed {case.tolerance:.0e}"
-                    + f"; {differing} of {repeats} repeats differ" * bool(differing)
-                )
-                yield Outcome(name, error <= case.tolerance and not differing, detail)
+                with self._lowering:
+                    lowered = jax.jit(variant).lower(*found.shapes)
+                run = lowered.compile()
+                arrays = arrays or case.make()
+                outcomes.append(self._compare(name, case, run, *arrays))
             except Exception as problem:
-                yield Outcome(name, False, first_line(problem))
-    compiler.close()
-    if left_out:
-        yield Outcome(f"{len(left_out)} cases", False, f"not run for lack of time (--seconds): {', '.join(left_out)}")
+                outcomes.append(Outcome(name, False, first_line(problem)))
+        return outcomes
+
+    def _compare(self, name: str, case: Case, run: Any, carry: Any, constants: Any) -> Outcome:
+        got = run(carry, *constants)
+        error = case.error(carry, constants, got)
+        differing = count_differing(run, carry, constants, got, self.repeats)
+        detail = f"error {error:.1e}, allowed {case.tolerance:.0e}"
+        if differing:
+            detail += f"; {differing} of {self.repeats} repeats differ"
+        return Outcome(name, error <= case.tolerance and not differing, detail)
 
 
 def count_differing(run: Any, carry: Any, constants: Any, expected: Any, repeats: int) -> int:

@@ -5,6 +5,7 @@ error, and the kernels, which round at the same places or at fewer, may be off b
 relative to the float32 logits: of all tokens together, and of the worst token (a wrong page or mask shows in single tokens).
 """
 
+import concurrent.futures
 import json
 import tempfile
 from collections.abc import Iterator
@@ -21,36 +22,14 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.core import EngineCore
 from jaxllm.runner.step import Tokens
 from scripts.gpu_checks import Outcome
+from scripts.gpu_checks import shapes as shapes_of
+from scripts.gpu_checks.shapes import LLAMA_8B
 from scripts.kernels.compiling import Compiler
 
 FACTOR, WORST_FACTOR = 1.5, 2.0
 MOST = 0.2
 """If plain XLA is off by more, the comparison says nothing."""
 BLOCK = 16
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 131072,
-    "rope_theta": 500000.0,
-    "rms_norm_eps": 1e-5,
-    "torch_dtype": "bfloat16",
-}
-TINY = LLAMA_8B | {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-}
 
 
 @dataclass(frozen=True)
@@ -108,15 +87,21 @@ class Steps:
 
 def check(*, tiny: bool) -> Iterator[Outcome]:
     """One layer, then the whole model."""
-    shapes = TINY if tiny else LLAMA_8B
+    shapes = shapes_of.tiny(LLAMA_8B) if tiny else LLAMA_8B
     steps = Steps(prompts=(20, 7, 1, 17), num_decodes=2) if tiny else Steps()
     for num_layers in (1, shapes["num_hidden_layers"]):
         with tempfile.TemporaryDirectory() as directory:
             Path(directory, "config.json").write_text(json.dumps(shapes | {"num_hidden_layers": num_layers}))
             kernels = {} if jax.default_backend() != "cpu" else {"attention_implementation": "triton"}
-            exact = run(directory, steps, dtype="float32", attention_implementation="xla")
-            plain = run(directory, steps, dtype="bfloat16", attention_implementation="xla")
-            ours = run(directory, steps, dtype="bfloat16", **kernels)
+            engines: tuple[dict[str, Any], ...] = (
+                {"dtype": "float32", "attention_implementation": "xla"},
+                {"dtype": "bfloat16", "attention_implementation": "xla"},
+                {"dtype": "bfloat16", **kernels},
+            )
+            # Engines of one layer fit into memory together: while one compiles, another runs.
+            with concurrent.futures.ThreadPoolExecutor(len(engines) if num_layers == 1 else 1) as pool:
+                runs = [pool.submit(run, directory, steps, **options) for options in engines]
+                exact, plain, ours = (found.result() for found in runs)
         for name in exact:
             yield compare(f"logits, {num_layers} layer{'s' * (num_layers > 1)}, {name}", exact[name], plain[name], ours[name])
 

@@ -1,5 +1,8 @@
 """What check_gpu.py and bench_kernels.py do with right, wrong and failing kernels, on toy ones."""
 
+import contextlib
+import dataclasses
+import json
 import math
 import sys
 import time
@@ -12,9 +15,10 @@ import numpy as np
 import pytest
 
 import scripts.kernels
+from jaxllm.runner import paged_context, program_store
 from pallas_kernels.paged_attention import reference
 from scripts.bench_kernels import chained
-from scripts.gpu_checks import kernels, logits
+from scripts.gpu_checks import engine, jobs, kernels, logits, scoring, tensor_parallel
 from scripts.kernels import Case, attention, cache_write
 
 
@@ -58,7 +62,7 @@ def test_right_wrong_and_failing_variants_are_told_apart(toy_op) -> None:
         toy_case("b", right=lambda x, c: x + c),
     )
     found = outcomes()
-    assert [name for name, outcome in found.items() if outcome.passed] == ["toy: a, right", "toy: b, right"]
+    assert {name for name, outcome in found.items() if outcome.passed} == {"toy: a, right", "toy: b, right"}
     assert "error 2.0e+00, allowed 1e-06" in found["toy: a, wrong"].detail
     assert "ValueError: shared memory too small" in found["toy: a, broken"].detail
 
@@ -66,7 +70,15 @@ def test_right_wrong_and_failing_variants_are_told_apart(toy_op) -> None:
 def test_cases_without_time_fail_by_name(toy_op) -> None:
     toy_op(toy_case("a", right=lambda x, c: x + c))
     [outcome] = outcomes(deadline=time.perf_counter() - 1).values()
-    assert not outcome.passed and "not run for lack of time (--seconds): toy: a" in outcome.detail
+    assert outcome.name == "toy: 1 cases" and outcome.failed
+    assert "not run for lack of time (--seconds): a" in outcome.detail
+
+
+def test_shares_run_every_case_once(toy_op) -> None:
+    toy_op(*(toy_case(name, right=lambda x, c: x + c) for name in "abcde"))
+    parts = [list(kernels.check(ops=["toy"], tiny=True, deadline=math.inf, repeats=0, share=(i, 2))) for i in range(2)]
+    assert [len(part) for part in parts] == [3, 2]
+    assert sorted(outcome.name for part in parts for outcome in part) == [f"toy: {name}, right" for name in "abcde"]
 
 
 def test_runs_that_differ_in_a_bit_are_counted() -> None:
@@ -152,3 +164,178 @@ def test_the_steps_of_the_logits_write_each_slot_once_and_decodes_follow_prompts
     assert parts[1].position_T.tolist()[:3] == [20, 1, 17] and parts[2].kv_length_R.tolist() == [22, 3, 19, *[0] * 5]
     ids = steps.token_ids(64)
     assert parts[2].token_ids_T.tolist()[:3] == [request[-1] for request in ids]
+
+
+@pytest.fixture(scope="module")
+def shared_programs(tmp_path_factory):
+    """The engines of this file's tests keep their programs in one place."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAXLLM_CACHE_DIR", str(tmp_path_factory.mktemp("programs")))
+        yield patch
+
+
+@pytest.fixture
+def wrong_attention(monkeypatch, shared_programs):
+    """The reference attention reads a page of row 0 for row 1 in decodes and drops a key of the others."""
+
+    def wrong_decode(q, k, v, table, length, **options):
+        return decode(q, k, v, table.at[1, 0].set(table[0, 0]), length, **options)
+
+    def wrong_attention(q, k, v, table, start, length, **options):
+        return attention_(q, k, v, table, start, jnp.where(length > 16, length - 1, length), **options)
+
+    decode, attention_ = reference.paged_decode, reference.paged_attention
+    monkeypatch.setattr(reference, "paged_decode", wrong_decode)
+    monkeypatch.setattr(reference, "paged_attention", wrong_attention)
+    # A program of this kernel must neither come from a right one's trace nor stay for others.
+    paged_context._write_and_attend.clear_cache()
+    monkeypatch.setattr(program_store.ProgramStore, "load", only_of("xla", program_store.ProgramStore.load))
+    monkeypatch.setattr(program_store.ProgramStore, "save", only_of("xla", program_store.ProgramStore.save))
+    yield
+    paged_context._write_and_attend.clear_cache()
+
+
+def only_of(implementation: str, function):
+    """A store's function for engines with this attention; for others it does nothing."""
+
+    def call(store, *args):
+        compiled_for = program_store.read_manifest(store.directory)
+        return function(store, *args) if implementation in json.dumps(compiled_for) else None
+
+    return call
+
+
+def engine_outcomes() -> dict[str, kernels.Outcome]:
+    found = engine.check(tiny=True, deadline=math.inf, models=engine.MODELS[:1], attention_implementation="reference")
+    return {outcome.name.partition(": ")[2]: outcome for outcome in found}
+
+
+def test_a_right_engine_passes_with_preemptions_and_cached_prefixes(shared_programs) -> None:
+    found = engine_outcomes()
+    assert len(found) == 5 and not [outcome for outcome in found.values() if outcome.failed]
+    assert "0 preemptions" not in found["together"].detail and "0 tokens from" not in found["together"].detail
+    assert "0 tokens from cached" in found["no prefix caching, prompts scored"].detail
+
+
+def test_wrong_attention_in_prompts_or_decodes_fails_the_engine(wrong_attention) -> None:
+    failed = {name for name, outcome in engine_outcomes().items() if outcome.failed}
+    assert failed >= {"together", "together, tokens only", "alone", "no prefix caching, prompts scored"}
+
+
+def test_no_engine_is_begun_after_the_deadline() -> None:
+    found = list(engine.check(tiny=True, deadline=time.perf_counter() - 1))
+    assert [outcome.failed for outcome in found] == [True] * len(engine.MODELS)
+    assert all("not run for lack of time" in outcome.detail for outcome in found)
+
+
+class ToyLLM:
+    """Answers with tokens that a function of the number of devices gives."""
+
+    def __init__(self, first_token):
+        self.first_token = first_token
+        self.llm_engine = types.SimpleNamespace(
+            core=types.SimpleNamespace(memory_plan=types.SimpleNamespace(num_cache_tokens=99)), check_integrity=lambda: None
+        )
+
+    def generate(self, prompts, params, use_tqdm):
+        all_params = params if isinstance(params, list) else [params] * len(prompts)
+        answers = [
+            types.SimpleNamespace(token_ids=[self.first_token] * params.max_tokens, cumulative_logprob=-1.0)
+            for params in all_params
+        ]
+        return [types.SimpleNamespace(outputs=[answer]) for answer in answers]
+
+
+@pytest.mark.parametrize(("tokens", "passed"), [({1: 5, 2: 5}, True), ({1: 5, 2: 6}, False)])
+def test_tokens_of_two_devices_must_be_those_of_one(tokens, passed, monkeypatch) -> None:
+    monkeypatch.setattr(tensor_parallel, "_engine", lambda model, size, **_: contextlib.nullcontext(ToyLLM(tokens[size])))
+    skipped, started, *equal = tensor_parallel.check(tiny=True, deadline=math.inf, sizes=(16, 2))
+    assert skipped.skipped and not skipped.passed and "8 visible" in skipped.detail
+    assert started.passed and "8 of 8 requests answered" in started.detail
+    assert [outcome.passed for outcome in equal] == [passed] * 2
+    assert f"{4 * passed} of 4 seeded requests equal one device's" in equal[0].detail
+
+
+def test_an_engine_over_devices_that_does_not_start_has_failed(monkeypatch) -> None:
+    def refuse(model, size, **options):
+        raise RuntimeError("Failed to allocate collective memory")
+
+    monkeypatch.setattr(tensor_parallel, "_engine", refuse)
+    found = list(tensor_parallel.check(tiny=True, deadline=math.inf, sizes=(2,)))
+    assert found and all(outcome.failed and "collective memory" in outcome.detail for outcome in found)
+
+
+def scored(rng, count: int = 20, length: int = 30) -> tuple[list[scoring.Answer], dict, dict]:
+    """Answers of 10 tokens by an engine as noisy as the plain one, with the scores of plain and exact."""
+    answers, plain, exact = [], {}, {}
+    for i in range(count):
+        tokens = tuple(int(token) for token in rng.integers(0, 50, length - 1)) + (i,)
+        logprobs, best = -3 - rng.random((2, length - 1))
+        best_ids = np.array(tokens[1:])
+        exact[tokens] = scoring.Scores(logprobs, best_ids, logprobs)
+        plain[tokens] = scoring.Scores(logprobs + 0.01 * rng.normal(size=length - 1), best_ids, best)
+        ours = logprobs + 0.01 * rng.normal(size=length - 1)
+        answers.append(scoring.Answer(tokens[:20], tokens[20:], ours[19:], ours[:19]))
+    return answers, plain, exact
+
+
+def test_noise_like_the_plain_path_passes_and_one_wrong_request_or_token_fails() -> None:
+    answers, plain, exact = scored(np.random.default_rng(0))
+    assert scoring.judge("same", answers, plain, exact).passed
+    first, *others = answers
+    for logprobs in (first.logprobs + 0.06, np.where(np.arange(10) == 3, first.logprobs + 0.12, first.logprobs)):
+        wrong = dataclasses.replace(first, logprobs=logprobs)
+        assert not scoring.judge("wrong", [wrong, *others], plain, exact).passed
+    in_prompt = dataclasses.replace(first, prompt_logprobs=first.prompt_logprobs * np.nan)
+    assert not scoring.judge("nan", [in_prompt, *others], plain, exact).passed
+
+
+def test_a_token_that_exact_finds_unlikely_fails_without_logprobs() -> None:
+    answers, plain, exact = scored(np.random.default_rng(0))
+    answers = [dataclasses.replace(answer, logprobs=None, prompt_logprobs=None) for answer in answers]
+    assert scoring.judge("same", answers, plain, exact).passed
+    first = answers[0].sequence
+    better = exact[first].logprobs.copy()
+    better[-1] += 1.0
+    exact[first] = dataclasses.replace(exact[first], best_logprobs=better)
+    assert not scoring.judge("unlikely", answers, plain, exact).passed
+
+
+JOB = """
+import json, sys
+part, share = sys.argv[sys.argv.index("--parts") + 1], sys.argv[sys.argv.index("--share") + 1]
+print("a line of a library")
+print("\\x1echeck_gpu " + json.dumps({"kind": "Hello", "device_kind": "toy", "num_devices": 1, "backend": "gpu"}))
+print("\\x1echeck_gpu " + json.dumps({"kind": "Outcome", "name": part + share, "passed": True, "detail": "", "skipped": False}))
+sys.exit(7 if part == "crashes" else 0)
+"""
+
+
+def run_jobs(tmp_path, *found: jobs.Job, seconds: float = 60) -> list[tuple[str, object]]:
+    (tmp_path / "job.py").write_text(JOB)
+    until = time.perf_counter() + seconds
+    return [(str(job), event) for job, event in jobs.run(found, [], total_gib=10, until=until, script=tmp_path / "job.py")]
+
+
+def test_processes_report_and_one_that_crashes_has_failed(tmp_path) -> None:
+    found = run_jobs(tmp_path, jobs.Job("a", 0, 2, gib=4), jobs.Job("a", 1, 2, gib=4), jobs.Job("crashes", gib=4))
+    outcomes = [event for _, event in found if isinstance(event, jobs.Outcome)]
+    assert {outcome.name for outcome in outcomes if outcome.passed} == {"a0/2", "a1/2", "crashes0/1"}
+    [failed] = [outcome for outcome in outcomes if outcome.failed]
+    assert failed.name == "crashes" and "status 7 after 1 outcomes; its last line: a line of a library" in failed.detail
+    assert sum(isinstance(event, jobs.Ended) for _, event in found) == 3
+
+
+def test_a_process_without_time_has_failed(tmp_path) -> None:
+    [(_, outcome)] = run_jobs(tmp_path, jobs.Job("a", gib=4), seconds=-1)
+    assert outcome.failed and "not run for lack of time" in outcome.detail
+
+
+def test_a_job_waits_for_memory_and_one_for_the_whole_machine_for_all_others(monkeypatch) -> None:
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    small, large, whole = jobs.Job("small", gib=3), jobs.Job("large", gib=50), jobs.Job("whole")
+    assert jobs._next([large, small], set(), 9) is large and jobs._next([large], {small}, 9) is None
+    assert jobs._next([large, small], {jobs.Job("other", gib=6)}, 9) is small
+    assert jobs._next([whole], {small}, 9) is None and jobs._next([whole], set(), 9) is whole
+    assert jobs.environment(large, 10)["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.9000"
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in jobs.environment(whole, 10)

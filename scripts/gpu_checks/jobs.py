@@ -1,0 +1,171 @@
+"""Runs the parts of `check_gpu.py` as processes that share a GPU: while one traces or compiles, another computes.
+
+Each process takes a stated amount of the GPU's memory, and a part that crashes takes no other with it. A process prints a line
+of JSON per event, behind MARK; whatever else it prints goes to this process's standard error.
+"""
+
+import dataclasses
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from scripts.gpu_checks import Outcome
+
+MARK = "\x1echeck_gpu "
+GRACE_SECONDS = 60.0
+"""A process that has not ended so long after the limit is killed."""
+SHARE_OF_MEMORY = 0.9
+"""Of the GPU, for all pools together: contexts and code lie outside."""
+SCRIPT = Path(__file__).resolve().parent.parent / "check_gpu.py"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A part, or one of several shares of it, as a process."""
+
+    part: str
+    share: int = 0
+    num_shares: int = 1
+    gib: float | None = None
+    """Of the GPU's memory; None: all GPUs, with the default memory setting and no other job beside it."""
+    grows: bool = False
+    """Takes memory as it needs it instead of all at once."""
+
+    def __str__(self) -> str:
+        return self.part + f" ({self.share + 1} of {self.num_shares})" * (self.num_shares > 1)
+
+
+JOBS = (
+    *(Job("kernels", i, 3, gib=10, grows=True) for i in range(3)),
+    Job("logits", gib=40),
+    *(Job("engine", i, 4, gib=15) for i in range(3)),
+    Job("tokens", gib=4),
+    Job("failures", gib=4),
+    Job("engine", 3, 4, gib=15),
+    Job("tensor_parallel"),
+)
+"""In the order of their starts: a job waits until its memory is free."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The last event of a job."""
+
+    job: Job
+
+
+@dataclass(frozen=True)
+class Hello:
+    """The first event of a job: what it runs on."""
+
+    device_kind: str
+    num_devices: int
+    backend: str
+
+
+Event = Outcome | Hello | Ended
+
+
+def write(event: Hello | Outcome) -> None:
+    """Tell the parent process."""
+    print(MARK + json.dumps({"kind": type(event).__name__, **dataclasses.asdict(event)}), flush=True)
+
+
+def read(line: str) -> Hello | Outcome | None:
+    """The event of a line; None if it is none."""
+    if not line.startswith(MARK):
+        return None
+    fields = json.loads(line[len(MARK) :])
+    return {"Hello": Hello, "Outcome": Outcome}[fields.pop("kind")](**fields)
+
+
+def run(
+    jobs: Sequence[Job], arguments: Sequence[str], *, total_gib: float, until: float, script: Path = SCRIPT
+) -> Iterator[tuple[Job, Event]]:
+    """The events of all jobs as they come. No job begins after `until` (`time.perf_counter`): what is left out has failed."""
+    events: queue.Queue[tuple[Job, Event]] = queue.Queue()
+    waiting, running = list(jobs), set[Job]()
+    processes: list[subprocess.Popen[str]] = []
+    limit = total_gib * SHARE_OF_MEMORY
+    try:
+        while waiting or running:
+            while (job := _next(waiting, running, limit)) is not None:
+                waiting.remove(job)
+                if time.perf_counter() > until:
+                    yield job, Outcome(f"{job}", False, "not run for lack of time (--seconds)")
+                    continue
+                running.add(job)
+                process = _start(job, [*arguments, "--seconds", f"{until - time.perf_counter():.1f}"], total_gib, script)
+                processes.append(process)
+                threading.Thread(target=_follow, args=(job, process, until, events), daemon=True).start()
+            if running:
+                job, event = events.get()
+                if isinstance(event, Ended):
+                    running.discard(job)
+                yield job, event
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+
+
+def _next(waiting: Sequence[Job], running: set[Job], limit: float) -> Job | None:
+    """The first job that fits beside those that run; a job for the whole machine waits for all before it."""
+    used = sum(job.gib or limit for job in running)
+    for job in waiting:
+        if job.gib is None:
+            return job if not running and job is waiting[0] else None
+        if used + min(job.gib, limit) <= limit:
+            return job
+    return None
+
+
+def environment(job: Job, total_gib: float) -> dict[str, str]:
+    """What JAX of a job is told of the GPU."""
+    found = dict(os.environ)
+    if job.gib is not None:
+        fraction = min(job.gib / total_gib, SHARE_OF_MEMORY)
+        found["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{fraction:.4f}"
+        found["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false" if job.grows else "true"
+        found["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    return found
+
+
+def _start(job: Job, arguments: Sequence[str], total_gib: float, script: Path) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, str(script), "--as-job", "--parts", job.part, "--share", f"{job.share}/{job.num_shares}", *arguments],
+        env=environment(job, total_gib),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+
+
+def _follow(job: Job, process: "subprocess.Popen[str]", until: float, events: "queue.Queue[tuple[Job, Event]]") -> None:
+    """Pass on the events of one job, to its end."""
+    killer = threading.Timer(until - time.perf_counter() + GRACE_SECONDS, process.kill)
+    killer.start()
+    num_outcomes, last = 0, ""
+    assert process.stdout is not None
+    for line in process.stdout:
+        event = read(line)
+        if event is None:
+            last = line.strip() or last
+            sys.stderr.write(line)
+            continue
+        num_outcomes += isinstance(event, Outcome)
+        events.put((job, event))
+    status = process.wait()
+    killer.cancel()
+    if status != 0:
+        detail = f"the process ended with status {status} after {num_outcomes} outcomes; its last line: {last[:300]}"
+        events.put((job, Outcome(f"{job}", False, detail)))
+    events.put((job, Ended(job)))

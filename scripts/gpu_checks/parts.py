@@ -1,0 +1,59 @@
+"""The parts of `check_gpu.py` by name."""
+
+import argparse
+import traceback
+from collections.abc import Iterator
+
+from scripts.gpu_checks import Outcome
+from scripts.gpu_checks.jobs import Hello
+
+PARTS = ("tokens", "logits", "kernels", "failures", "engine", "tensor_parallel")
+
+
+def outcomes(part: str, args: argparse.Namespace, until: float) -> Iterator[Outcome]:
+    """The outcomes of a part, or of this job's share of it; a part that ends in an exception has failed."""
+    try:
+        yield from _outcomes(part, args, until)
+    except Exception as problem:
+        from scripts.kernels.compiling import first_line
+
+        traceback.print_exc()
+        yield Outcome(part, False, first_line(problem, limit=1000))
+
+
+def _outcomes(part: str, args: argparse.Namespace, until: float) -> Iterator[Outcome]:
+    if part == "kernels":
+        from scripts.gpu_checks import kernels
+
+        # Under compute-sanitizer threads would only wait for each other.
+        threads = 1 if args.sanitize else None
+        options = {"deadline": until, "repeats": args.repeats, "share": args.share, "threads": threads}
+        yield from kernels.check(ops=args.ops.split(","), tiny=args.tiny, **options)
+    elif part == "logits":
+        from scripts.gpu_checks import logits
+
+        yield from logits.check(tiny=args.tiny)
+    elif part == "failures":
+        from scripts.gpu_checks import failures
+
+        yield from failures.check(tiny=args.tiny)
+    elif part == "engine":
+        from scripts.gpu_checks import engine
+
+        yield from engine.check(tiny=args.tiny, share=args.share, deadline=until)
+    elif part == "tensor_parallel":
+        from scripts.gpu_checks import tensor_parallel
+
+        yield from tensor_parallel.check(tiny=args.tiny, deadline=until, sizes=(2,) if args.tiny else tensor_parallel.SIZES)
+    else:
+        from scripts.gpu_checks import tokens
+
+        yield from tokens.check(tiny=args.tiny)
+
+
+def hello() -> Hello:
+    """What JAX finds here."""
+    import jax
+
+    devices = jax.devices()
+    return Hello(devices[0].device_kind, len(devices), jax.default_backend())

@@ -1,0 +1,152 @@
+"""Engines over 2 and 4 devices: they start with the default memory setting, and give one device's tokens in float32."""
+
+import contextlib
+import json
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxllm import LLM, SamplingParams
+from scripts.gpu_checks import Outcome, engine, shapes, skip
+from scripts.kernels.compiling import first_line
+
+SIZES = (2, 4)
+NUM_LAYERS = 2
+Tokens = dict[str, list[list[int]]]
+"""Of each request, by the kind of sampling."""
+
+
+def check(*, tiny: bool, deadline: float, sizes: Sequence[int] = SIZES, demo: bool = True) -> Iterator[Outcome]:
+    """Every size that the visible devices allow; nothing begins after the deadline (`time.perf_counter`). demo: that model too."""
+    num_devices = len(jax.devices())
+    allowed = [size for size in sizes if size <= num_devices]
+    for size in sizes:
+        if size not in allowed:
+            yield skip(f"{size} devices", f"{num_devices} visible, tensor parallelism over {size} was not checked")
+    if not allowed:
+        return
+    shape = shapes.tiny(shapes.LLAMA_8B) if tiny else shapes.LLAMA_8B
+    shape = shape | {"num_hidden_layers": 1 if tiny else NUM_LAYERS}
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory, "config.json").write_text(json.dumps(shape))
+        # First, because the first engine of a process decides how much memory JAX takes.
+        for size in allowed:
+            yield _guarded(f"{size} devices, default start of {_title(tiny)}", deadline, _starts, directory, size, tiny=tiny)
+        for name, model in ((_title(tiny), directory), *([("the demo model", "demo")] if demo else [])):
+            expected: Tokens = {}
+            for size in (1, *allowed):
+                found = _guarded(
+                    f"{size} devices, float32 tokens of {name}", deadline, _equal, model, size, tiny=tiny, expected=expected
+                )
+                if size > 1 or found.failed:
+                    yield found
+
+
+def _title(tiny: bool) -> str:
+    return "a toy model" if tiny else f"Llama-3.1-8B ({NUM_LAYERS} of 32 layers, default sizes)"
+
+
+def _guarded(name: str, deadline: float, function: Any, *args: Any, **options: Any) -> Outcome:
+    """What a function finds; an exception has failed, and so has what there is no time for."""
+    if time.perf_counter() > deadline:
+        return Outcome(name, False, "not run for lack of time (--seconds)")
+    try:
+        passed, detail = function(*args, **options)
+    except Exception as problem:
+        return Outcome(name, False, first_line(problem, limit=1000))
+    return Outcome(name, passed, detail)
+
+
+def _starts(directory: str, size: int, *, tiny: bool) -> tuple[bool, str]:
+    """With default options, and it answers all prompts of the part `engine`."""
+    load = engine.TINY if tiny else engine.FULL
+    options = {**load.options, "num_gpu_blocks_override": load.num_blocks, "max_model_len": load.max_model_len} if tiny else {}
+    prompts = [list(prompt) for prompt in load.prompts(64 if tiny else shapes.LLAMA_8B["vocab_size"])]
+    logprobs = None if tiny else 1  # their program is the slowest to compile
+    params = SamplingParams(temperature=0.0, max_tokens=load.num_tokens, ignore_eos=True, detokenize=False, logprobs=logprobs)
+    begun = time.perf_counter()
+    with _engine(directory, size, **options) as llm:
+        seconds = time.perf_counter() - begun
+        outputs = llm.generate(prompts, params, use_tqdm=False)  # type: ignore[arg-type]
+        core: Any = llm.llm_engine.core
+        memory = _free_memory()
+        num_tokens = core.memory_plan.num_cache_tokens
+        llm.llm_engine.check_integrity()
+    answers = [output.outputs[0] for output in outputs]
+    whole = sum(len(answer.token_ids) == load.num_tokens for answer in answers)
+    finite = all(np.isfinite(answer.cumulative_logprob or 0.0) for answer in answers)
+    detail = f"started in {seconds:.0f} s with a cache of {num_tokens} tokens; {whole} of {len(prompts)} requests answered"
+    return whole == len(prompts) and finite, detail + f"{'' if finite else ', some logprobs not finite'}; {memory}"
+
+
+def _equal(model: str, size: int, *, tiny: bool, expected: Tokens) -> tuple[bool, str]:
+    """Greedy and seeded tokens equal `expected`, which the first call fills."""
+    count, num_tokens = (4, 6) if tiny else (32, 24)
+    prompts = [[1 + (7 * i + j) % 60 for j in range(1 + 5 * i)] for i in range(count)]
+    lengths = [num_tokens - i % 3 for i in range(count)]
+    kinds = {
+        "greedy": [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, detokenize=False) for n in lengths],
+        "seeded": [
+            SamplingParams(temperature=1.0, seed=i, max_tokens=n, ignore_eos=True, detokenize=False)
+            for i, n in enumerate(lengths)
+        ],
+    }
+    rows, tokens = (4, 32) if tiny else (32, 512)
+    options = {
+        "dtype": "float32",
+        "max_num_seqs": rows,
+        "max_num_batched_tokens": tokens,
+        "decode_buckets": [rows],
+        "token_buckets": [tokens],
+        "max_model_len": 64 if tiny else 512,
+        "num_gpu_blocks_override": 33 if tiny else 1025,
+        "warmup": "lazy",
+    }
+    found: Tokens = {}
+    with _full_precision(), _engine(model, size, **options) as llm:
+        for kind, params in kinds.items():
+            outputs = llm.generate(prompts, params, use_tqdm=False)  # type: ignore[arg-type]
+            found[kind] = [list(output.outputs[0].token_ids) for output in outputs]
+    if not expected:
+        expected.update(found)
+    equal = {kind: sum(a == b for a, b in zip(found[kind], expected[kind], strict=True)) for kind in kinds}
+    detail = ", ".join(f"{number} of {count} {kind} requests" for kind, number in equal.items())
+    return all(number == count for number in equal.values()), f"{detail} equal one device's"
+
+
+@contextlib.contextmanager
+def _engine(model: str, size: int, **options: Any) -> Iterator[LLM]:
+    dummy = {} if model == "demo" else {"load_format": "dummy", "skip_tokenizer_init": True}
+    llm = LLM(model, tensor_parallel_size=size, use_progress_bar=False, **dummy, **options)
+    try:
+        yield llm
+    finally:
+        llm.shutdown()
+
+
+@contextlib.contextmanager
+def _full_precision() -> Iterator[None]:
+    """Float32 products in full: sums over devices are made in another order, and TF32 would let that show in tokens."""
+    before = jax.config.jax_default_matmul_precision
+    jax.config.update("jax_default_matmul_precision", "highest")
+    try:
+        yield
+    finally:
+        jax.config.update("jax_default_matmul_precision", before)
+
+
+def _free_memory() -> str:
+    """Of each GPU, outside JAX's pool and all contexts, as the driver says."""
+    command = ["nvidia-smi", "--query-gpu=memory.used,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip().splitlines()
+        free = [int(total) - int(used) for used, total in (line.split(",") for line in lines)]
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return "free memory unknown (no nvidia-smi)"
+    return f"free outside the pool: {', '.join(f'{mib} MiB' for mib in free)}"

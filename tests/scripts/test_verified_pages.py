@@ -1,0 +1,100 @@
+"""What a GPU run verified is recorded, shown on a page, and stands there as unverified when the source has changed since."""
+
+import json
+
+import pytest
+
+from pallas_kernels import verified
+from scripts import verified_pages
+from scripts.gpu_checks import Outcome, record, skip
+from scripts.gpu_checks.jobs import Hello
+
+PASSED = [Outcome(f"{group}: a case, triton", True, "") for group in record.OPS_OF_CASES]
+
+
+def run_of(**outcomes) -> record.Run:
+    run = record.Run(commit="abc", hello=Hello("NVIDIA H200", 1, "gpu"))
+    for part, found in outcomes.items():
+        run.begin(part)
+        for outcome in found:
+            run.add(part, outcome)
+        run.end(part)
+    return run
+
+
+def test_the_pages_and_the_readme_are_what_the_records_and_the_sources_say() -> None:
+    records = verified.records()
+    expected = {verified_pages.page_name(kind): verified_pages.render_page(kind, found) for kind, found in records.items()}
+    folder = verified_pages.ROOT / verified_pages.PAGES
+    found = {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.md")}
+    assert found == expected, f"an op changed, or a record: run {verified_pages.COMMAND}"
+    readme = (verified_pages.ROOT / verified_pages.README).read_text(encoding="utf-8")
+    assert verified_pages.readme_sentence(records) in readme.splitlines(), f"run {verified_pages.COMMAND}"
+
+
+def test_every_group_of_kernel_cases_verifies_an_op() -> None:
+    from scripts.kernels import OPS
+
+    assert set(record.OPS_OF_CASES) == set(OPS) and sorted(record.OPS_OF_CASES.values()) == sorted(verified.OPS)
+
+
+def test_an_op_is_verified_if_all_its_cases_passed() -> None:
+    groups = tuple(record.OPS_OF_CASES)
+    assert record.verified_ops(PASSED, groups) == list(verified.OPS)
+    wrong = Outcome("attention: another, mosaic", False, "")
+    assert record.verified_ops([*PASSED, wrong], groups) == ["cache_write", "rope_cache_write", "sampling"]
+    assert record.verified_ops(PASSED[1:], groups) == ["cache_write", "rope_cache_write", "sampling"]
+    assert record.verified_ops(PASSED, ["rope"]) == ["rope_cache_write"]
+    assert record.verified_ops([*PASSED, Outcome("kernels (1 of 3)", False, "killed")], groups) == []
+
+
+def test_skipped_is_neither_passed_nor_failed() -> None:
+    run = run_of(kernels=PASSED, tensor_parallel=[skip("2 devices", "1 visible")])
+    assert not run.failed and "tensor_parallel 0 of 0 (1 skipped)" in run.summary()
+    part = run.record()["parts"]["tensor_parallel"]
+    assert (part["passed"], part["failed"], part["skipped"], part["note"]) == (0, 0, 1, "1 visible")
+    assert "- Skipped in tensor_parallel: 1 visible." in verified_pages.render_page("NVIDIA H200", run.record())
+
+
+def test_a_later_run_replaces_its_own_parts_and_only_kernels_verify_ops() -> None:
+    both = run_of(kernels=PASSED, tokens=[Outcome("t", True, "")])
+    records = record.merge({}, "NVIDIA H200", both.record())
+    later = run_of(tokens=[Outcome("t", False, "")])
+    later.commit = "def"
+    found = record.merge(records, "NVIDIA H200", later.record())["NVIDIA H200"]
+    assert found["commit"] == found["parts"]["tokens"]["commit"] == "def" and found["parts"]["kernels"]["commit"] == "abc"
+    assert found["parts"]["tokens"]["failed"] == 1 and set(found["ops"]) == set(verified.OPS)
+    failing = run_of(kernels=[Outcome(outcome.name, False, "") for outcome in PASSED])
+    assert record.merge(records, "NVIDIA H200", failing.record())["NVIDIA H200"]["ops"] == {}
+
+
+def test_a_record_is_written_merged_and_rendered_again(tmp_path, monkeypatch) -> None:
+    files = record.write(run_of(kernels=PASSED), str(tmp_path / "out"))
+    assert [path.name for path in files] == ["verified.json", "NVIDIA_H200.md"]
+    monkeypatch.setattr(verified, "RECORDS", tmp_path / "verified.json")
+    monkeypatch.setattr("sys.argv", ["verified_pages.py", "--merge", str(files[0])])
+    monkeypatch.setattr(verified_pages.write_pages, "__defaults__", (tmp_path,))
+    (tmp_path / "README.md").write_text(f"# x\n\n{verified_pages.SENTENCE} no device yet.\n")
+    verified_pages.main()
+    page = (tmp_path / "docs/verified/NVIDIA_H200.md").read_text()
+    assert page == files[1].read_text() and page.count("| verified |") == len(verified.OPS)
+    assert "[NVIDIA H200](docs/verified/NVIDIA_H200.md)." in (tmp_path / "README.md").read_text()
+    assert verified.is_verified("NVIDIA H200", "sampling") and not verified.is_verified("NVIDIA B200", "sampling")
+
+
+def test_an_op_whose_source_changed_stands_as_unverified(monkeypatch) -> None:
+    found = run_of(kernels=PASSED).record()
+    digests = {op: verified.source_digest(op) for op in verified.OPS}
+    monkeypatch.setattr(verified, "source_digest", lambda op: "changed" if op == "sampling" else digests[op])
+    page = verified_pages.render_page("NVIDIA H200", found)
+    assert f"| sampling | {digests['sampling']} | changed | unverified since its source changed |" in page
+    assert page.count("| verified |") == len(verified.OPS) - 1
+
+
+def test_only_a_gpu_is_recorded(tmp_path) -> None:
+    run = run_of(kernels=PASSED)
+    run.meet(Hello("cpu", 1, "cpu"))
+    with pytest.raises(SystemExit, match="no GPU was checked"):
+        record.write(run, str(tmp_path))
+    assert not list(tmp_path.iterdir())
+    assert json.dumps(run.record())
