@@ -14,6 +14,8 @@ from pallas_kernels.checking.attention import TOLERANCE, Batch, call, make_array
 from pallas_kernels.checking.case import Case
 from pallas_kernels.paged_attention import IMPLEMENTATIONS, triton_decode, triton_prefill
 
+FP8 = "float8_e4m3fn"
+
 
 def speed_cases(tiny: bool, tune: bool) -> list[Case]:
     """The shapes of Llama-3.1-8B (head width 128) and Llama-3.2-1B (64)."""
@@ -47,12 +49,16 @@ def check_cases(tiny: bool) -> list[Case]:
             Batch("edges", decodes=edges, head_dim=64, **toy),  # type: ignore[arg-type]
             Batch("mixed", decodes=edges, prompts=((5, 0), (17, 16)), padding=3, head_dim=64, **toy),  # type: ignore[arg-type]
             Batch("window, cap", decodes=(40,), prompts=((9, 8),), window=7, soft_cap=30.0, head_dim=64, **toy),  # type: ignore[arg-type]
+            Batch("h128 decode", decodes=(1, 17, 40), head_dim=128, num_kv_heads=1, num_groups=3, poison=True),
+            Batch("h128", prompts=((4, 0), (70, 20), (3, 0)), head_dim=128, num_kv_heads=1, num_groups=2, poison=True),
         ]
         return [_case(batch, tiny=True) for batch in batches]
     rng = np.random.default_rng(1)
     many = tuple(int(n) for n in rng.integers(1, 700, 512))
     ragged = {"decodes": (300, 1, 77), "prompts": ((130, 40), (7, 0))}
+    rows_of = {" decode": {"decodes": (300, 17, 1)}, "": ragged}
     batches = [
+        Batch("prompts that begin anywhere", prompts=((4, 0), (130, 0), (3, 0), (61, 5), (513, 0), (700, 300)), padding=5),
         Batch("edges", decodes=(*edges, 127, 128, 129, 4095, 4096, 4097)),
         Batch("mixed edges", decodes=edges, prompts=((16, 0), (17, 0), (2, 15), (130, 0), (33, 200), (64, 64)), padding=13),
         Batch("contexts 32 k and 128 k", decodes=(32768, 131072, 1, 5000)),
@@ -62,6 +68,7 @@ def check_cases(tiny: bool) -> list[Case]:
         Batch("one row", decodes=(777,)),
         Batch("padding only", decodes=(0, 0, 0)),
         Batch("window 1", window=1, **ragged),  # type: ignore[arg-type]
+        Batch("window 1 page 128", window=1, page_size=128, **ragged),  # type: ignore[arg-type]
         Batch("window 50", decodes=(300, 49, 50, 51), prompts=((130, 40),), window=50),
         Batch("window decode", decodes=(300, 49, 50, 51, 9000), window=50),
         Batch("window 256", decodes=(1500,), prompts=((700, 600),), window=256),
@@ -75,16 +82,27 @@ def check_cases(tiny: bool) -> list[Case]:
                 (80, 1, 4),
                 (96, 3, 2),
                 (128, 1, 8),
+                (128, 3, 8),
+                (128, 5, 2),
+                (128, 7, 4),
                 (128, 8, 1),
+                (128, 12, 1),
                 (256, 1, 2),
                 (256, 8, 2),
             )
-            for kind, rows in ((" decode", {"decodes": (300, 17)}), ("", ragged))
+            for kind, rows in rows_of.items()
+        ),
+        *(
+            Batch(
+                f"fp8 cache h{dim} g{groups}{kind}", **rows, head_dim=dim, num_groups=groups, cache_dtype=FP8, has_scales=True
+            )  # type: ignore[arg-type]
+            for dim, groups in ((64, 4), (128, 4), (128, 3))
+            for kind, rows in rows_of.items()
         ),
         *(
             Batch(f"{dtype} page {page}{kind}", **rows, dtype=dtype, page_size=page)  # type: ignore[arg-type]
             for dtype, page in (("float32", 16), ("float16", 64), ("bfloat16", 8), ("bfloat16", 128))
-            for kind, rows in ((" decode", {"decodes": (300, 129, 1)}), ("", ragged))
+            for kind, rows in rows_of.items()
         ),
     ]
     return [_case(replace(batch, poison=True), tiny=False) for batch in batches]
@@ -113,7 +131,7 @@ def _variants(batch: Batch, tune: bool) -> dict[str, Callable[..., jax.Array]]:
             dtype=jnp.dtype(batch.dtype),
             num_groups=batch.num_groups,
             head_dim=batch.head_dim,
-            cache_dtype=jnp.dtype(batch.dtype),
+            cache_dtype=jnp.dtype(batch.cache_dtype or batch.dtype),
             page_size=batch.page_size,
             interpret=not on_gpu,
         )

@@ -1,12 +1,14 @@
 """Tokens from logits, by the kernels and by plain JAX: argmax, and the likeliest values with rank and logsumexp. Exact ids."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import sampling
+from pallas_kernels.checking import sampling as checking
 from pallas_kernels.checking.case import Case
 from pallas_kernels.checking.sampling import TOLERANCE, plain_argmax, plain_top_values, top_values
 
@@ -21,12 +23,25 @@ def speed_cases(tiny: bool, tune: bool) -> list[Case]:
 
 
 def check_cases(tiny: bool) -> list[Case]:
-    """Odd widths, equal values, rows that are all -inf but one."""
+    """Odd widths, equal values, rows that are all -inf but one; draws with and without filters."""
     if tiny:
-        return [_case(kind, 3, 300) for kind in ("argmax", "top_values")]
+        return [*(_case(kind, 3, 300) for kind in ("argmax", "top_values")), *_draws(300)]
     return [
-        _case(kind, rows, size) for kind in ("argmax", "top_values") for rows, size in ((1, 1000), (7, 32003), (512, 128256))
+        *(
+            _case(kind, rows, size)
+            for kind in ("argmax", "top_values")
+            for rows, size in ((1, 1000), (7, 32003), (512, 128256))
+        ),
+        *(case for size in (1000, 32003, 128256) for case in _draws(size)),
     ]
+
+
+def _draws(size: int) -> list[Case]:
+    """The draws of an engine's start, by every implementation that takes them."""
+    interpret = jax.default_backend() != "gpu"
+    takes = [n for n in sampling.IMPLEMENTATIONS if sampling.supports(n, vocab_size=size, interpret=interpret)]
+    found = [case for name in takes for case in checking.cases(checking.Shapes(size), name, interpret=interpret)]
+    return [replace(case, name=f"draw {size}") for case in found if case.name == "draw"]
 
 
 def _case(kind: str, rows: int, size: int) -> Case:
