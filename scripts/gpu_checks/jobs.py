@@ -79,10 +79,11 @@ def write(event: Hello | Outcome) -> None:
 
 
 def read(line: str) -> Hello | Outcome | None:
-    """The event of a line; None if it is none."""
-    if not line.startswith(MARK):
+    """The event of a line, behind whatever a library left unfinished there; None if it is none."""
+    _, mark, text = line.partition(MARK)
+    if not mark:
         return None
-    fields = json.loads(line[len(MARK) :])
+    fields = json.loads(text)
     return {"Hello": Hello, "Outcome": Outcome}[fields.pop("kind")](**fields)
 
 

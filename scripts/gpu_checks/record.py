@@ -1,7 +1,8 @@
 """What a run of `check_gpu.py` found, and its record: `pallas_kernels/verified.json`, one record per kind of device.
 
 A record: {"date", "commit", "versions": {name: version}, "parts": {part: {"passed", "failed", "skipped", "seconds", "date",
-"commit", "note"}}, "ops": {op: digest of its source}}. A part that is run alone later replaces its own entry only. An op's digest
+"commit", "note"}}, "ops": {op: digest of its source}}. A part that is run alone later replaces its own entry only, and one that
+was skipped replaces none. An op's digest
 is there exactly if the last run of the part kernels ran all of that op's cases and none failed.
 """
 
@@ -125,9 +126,14 @@ def verified_ops(outcomes: Iterable[Outcome], groups: Iterable[str]) -> list[str
 
 
 def merge(records: Mapping[str, Any], device_kind: str, new: Mapping[str, Any]) -> dict[str, Any]:
-    """The records with a new one of a device: its parts replace those of the same name, its ops all ops if it has any entry."""
+    """The records with a new one of a device. Its parts replace those of the same name, unless all of a part was skipped; if it ran
+    the part kernels, its ops replace all ops."""
     old = records.get(device_kind, {})
-    together = {**old, **new, "parts": {**old.get("parts", {}), **new["parts"]}}
+    parts = dict(old.get("parts", {}))
+    for name, part in new["parts"].items():
+        if part["passed"] or part["failed"] or name not in parts:
+            parts[name] = part
+    together = {**old, **new, "parts": parts}
     together["ops"] = new.get("ops", old.get("ops", {}))
     return {**records, device_kind: together}
 

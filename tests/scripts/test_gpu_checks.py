@@ -306,6 +306,7 @@ import json, sys
 part, share = sys.argv[sys.argv.index("--parts") + 1], sys.argv[sys.argv.index("--share") + 1]
 print("a line of a library")
 print("\\x1echeck_gpu " + json.dumps({"kind": "Hello", "device_kind": "toy", "num_devices": 1, "backend": "gpu"}))
+print("half a line", end="")
 print("\\x1echeck_gpu " + json.dumps({"kind": "Outcome", "name": part + share, "passed": True, "detail": "", "skipped": False}))
 sys.exit(7 if part == "crashes" else 0)
 """

@@ -64,6 +64,8 @@ def test_a_later_run_replaces_its_own_parts_and_only_kernels_verify_ops() -> Non
     found = record.merge(records, "NVIDIA H200", later.record())["NVIDIA H200"]
     assert found["commit"] == found["parts"]["tokens"]["commit"] == "def" and found["parts"]["kernels"]["commit"] == "abc"
     assert found["parts"]["tokens"]["failed"] == 1 and set(found["ops"]) == set(verified.OPS)
+    skipped = record.merge(records, "NVIDIA H200", run_of(tokens=[skip("t", "no")]).record())["NVIDIA H200"]
+    assert skipped["parts"]["tokens"]["passed"] == 1
     failing = run_of(kernels=[Outcome(outcome.name, False, "") for outcome in PASSED])
     assert record.merge(records, "NVIDIA H200", failing.record())["NVIDIA H200"]["ops"] == {}
 
