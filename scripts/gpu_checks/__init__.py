@@ -1,6 +1,9 @@
 """The checks of `check_gpu.py`: each part is a function that yields its `Outcome`s one by one."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from jaxllm.kernel_verdicts import OpReport
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,13 @@ class Outcome:
         """As it is printed."""
         word = "skip" if self.skipped else "ok  " if self.passed else "FAIL"
         return f"{word} {self.name}: {self.detail}"
+
+
+def kernels_in_use(name: str, reports: Mapping[str, OpReport]) -> Outcome:
+    """What an engine chose for each op. If it replaced a kernel that failed, what follows checks less than it should."""
+    failed = [f"{op} by {by} failed: {why}" for op, report in reports.items() for by, why in report.failed.items()]
+    used = ", ".join(f"{op} {report.implementation} ({report.check})" for op, report in reports.items())
+    return Outcome(f"{name}: kernels", not failed, "; ".join([used, *failed]))
 
 
 def skip(name: str, why: str) -> Outcome:

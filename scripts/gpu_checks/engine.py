@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from jaxllm import LLM, SamplingParams
-from scripts.gpu_checks import Outcome, scoring, shapes
+from scripts.gpu_checks import Outcome, kernels_in_use, scoring, shapes
 from scripts.gpu_checks.scoring import Answer, Scores
 from scripts.kernels.compiling import first_line
 
@@ -146,6 +146,8 @@ def check_model(model: Model, load: Load, **options: Any) -> Iterator[Outcome]:
         Path(directory, "config.json").write_text(json.dumps(model.shapes | {"num_hidden_layers": model.num_layers}))
         ours = {**({"max_num_seqs": 1024} if model.default_sizes else load.options), **model.options, **options}
         with _engine(directory, load, dtype="bfloat16", **ours) as llm:
+            core: Any = llm.llm_engine.core
+            yield kernels_in_use(f"engine, {model.title}", core.kernels)
             runs.append(_run(llm, "together", prompts, load, together=True, hits=True, **reported))
             runs.append(_run(llm, "together, tokens only", prompts, load, together=True, hits=True))
             llm.reset_prefix_cache()

@@ -21,7 +21,7 @@ from jax import lax
 from jaxllm.config import EngineConfig
 from jaxllm.engine.core import EngineCore
 from jaxllm.runner.step import Tokens
-from scripts.gpu_checks import Outcome
+from scripts.gpu_checks import Outcome, kernels_in_use
 from scripts.gpu_checks import shapes as shapes_of
 from scripts.gpu_checks.shapes import LLAMA_8B
 from scripts.kernels.compiling import Compiler
@@ -140,6 +140,9 @@ def run(directory: str, steps: Steps, **options: Any) -> dict[str, np.ndarray]:
         )
     )
     try:
+        used = kernels_in_use("logits", core.kernels)
+        if used.failed:
+            raise RuntimeError(used.detail)
         return _logits(core, steps)
     finally:
         core.shutdown()
