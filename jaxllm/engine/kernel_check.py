@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.failures import Failure, kind_of
@@ -120,7 +121,10 @@ class KernelCheck:
     """Ops whose implementation the user asked for."""
     ops: tuple[str, ...]
     """Those that the engine runs."""
+    left: dict[str, list[str]] = field(default_factory=dict)
+    """Candidates of each op that have not failed."""
     failed: dict[str, dict[str, str]] = field(default_factory=dict)
+    """What was wrong with the others."""
     passed: dict[str, str] = field(default_factory=dict)
     """How each op's first candidate passed."""
     num_programs: int = 0
@@ -199,10 +203,10 @@ class KernelCheck:
                 faults[op] = f"{case.name}: {fault.text}"
                 if fault.error is not None and kind_of(fault.error) == Failure.OUT_OF_MEMORY:
                     forgettable.add(op)  # no fault of the kernel's
-        whole = {op for op in ops if op in faults or [op for op, _ in cases[len(found) :]].count(op) == 0}
-        for op in (op for op in ops if op in whole):
-            if op not in forgettable:
-                now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
+        not_run = {op for op, _ in cases[len(found) :]}
+        now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
+        for op in ops:
+            if op not in forgettable and (op in faults or op not in not_run):
                 self.store.save(Verdict(self._subject(op), faults.get(op), now))
         if found and (last := found[-1]) is not None and (last.hangs or (last.error is not None and _is_fatal(last.error))):
             self._give_up(*cases[len(found) - 1], last)
@@ -251,4 +255,12 @@ class KernelCheck:
 
 
 def _is_fatal(error: BaseException) -> bool:
-    return kind_of(error) == Failure.ENGINE
+    """Whether the device is lost: a driver's error alone may be that of one program, which could not be loaded."""
+    return kind_of(error) == Failure.ENGINE and not _device_answers()
+
+
+def _device_answers() -> bool:
+    try:
+        return bool(np.asarray(jax.device_put(np.ones(1, np.float32)))[0] == 1)
+    except Exception:  # whatever it is, there is no answer
+        return False

@@ -65,7 +65,10 @@ def _done(fault: Fault) -> "concurrent.futures.Future[Fault | None]":
 
 
 def _fault(case: Case, carry: Any, constants: tuple[Any, ...], first: Any, second: Any) -> Fault | None:
-    error = case.error(carry, constants, first)
+    try:
+        error = case.error(carry, constants, first)
+    except Exception as problem:  # results of another shape than is right
+        return Fault(first_line(problem), problem)
     if not error <= case.tolerance:
         return Fault(f"error {error:.2g}, allowed {case.tolerance:.2g}")
     if not all(same_bits(a, b) for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)):

@@ -265,10 +265,19 @@ def test_another_op_is_replaced_by_itself(choose, implementations, monkeypatch, 
     assert "rope_cache_write by broken" in warning and "xla takes its place" in warning
 
 
-def test_an_error_that_loses_the_device_ends_the_start_and_blames_one_implementation(choose, implementations, tmp_path):
-    def lost(*_, **__):
-        raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered")
+def lost(*_, **__):
+    raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered")
 
+
+def test_an_error_of_the_driver_after_which_the_device_answers_is_that_of_one_program(choose, implementations):
+    names = implementations(broken=types.SimpleNamespace(paged_attention=lost, paged_decode=lost), good=numpy_attention())
+    assert choose(names).kernels.paged_attention == "good"
+
+
+def test_an_error_that_loses_the_device_ends_the_start_and_blames_one_implementation(
+    choose, implementations, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(kernel_check, "_device_answers", lambda: False)
     names = implementations(broken=types.SimpleNamespace(paged_attention=lost, paged_decode=lost), good=numpy_attention())
     rest = {"rope_cache_write": ("triton", "xla"), "sampling": ("xla",)}
     with pytest.raises(KernelCheckError, match="broken made NVIDIA Test unusable.*ILLEGAL_ADDRESS.*start again"):

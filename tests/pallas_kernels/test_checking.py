@@ -15,6 +15,7 @@ from pallas_kernels.checking.attention_at_start import Layer, attend, batches, h
 from pallas_kernels.checking.case import Case
 from pallas_kernels.checking.check import check
 from pallas_kernels.paged_attention import reference
+from tests.pallas_kernels.test_paged_attention import a_gpu_to_lower_for
 
 TOY = Batch(
     "toy",
@@ -150,6 +151,32 @@ def test_top_values_are_exact_but_for_logsumexp():
     assert case.error(logits, (own,), (ids.at[0, 1].add(1), values, rank, total)) == math.inf
     assert case.error(logits, (own,), (ids, values, rank.at[3].add(1), total)) == math.inf
     assert case.error(logits, (own,), (ids, values, rank, total * 1.001)) == pytest.approx(1e-3, rel=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+def test_the_cases_lower_for_a_gpu():
+    """Where there is none: what an engine on a GPU compiles at its start can at least be lowered."""
+    common = {
+        "dtype": "bfloat16",
+        "cache_dtype": "bfloat16",
+        "num_kv_heads": 2,
+        "num_groups": 4,
+        "head_dim": 64,
+        "page_size": 16,
+    }
+    attention = attention_at_start.Shapes(**common, table_width=8, layers=(Layer(0.1, 50),))
+    found = [
+        *attention_at_start.cases(attention, "triton", interpret=False),
+        *rope_cache_write.cases(rope_cache_write.Shapes(**common, has_norms=True), "triton", interpret=False),
+        *sampling.cases(sampling.Shapes(4096), "triton", interpret=False),
+    ]
+    assert len(found) == 4 + 2 + 3
+    with a_gpu_to_lower_for():
+        for case in found:
+            carry, constants = case.make()
+            (function,) = case.variants.values()
+            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (carry, *constants))
+            assert "triton" in jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text(), case.name
 
 
 def toy_case(function, tolerance=0.0) -> Case:
