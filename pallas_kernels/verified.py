@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 OPS = ("cache_write", "paged_attention", "rope_cache_write", "sampling")
+_USES = {"rope_cache_write": ("cache_write",)}
+"""Ops whose implementations call those of other folders."""
 RECORDS = Path(__file__).parent / "verified.json"
 """{device kind: record}; a record's "ops" gives the digest of each op's source that passed every check."""
 _ROOT = Path(__file__).parent
@@ -15,10 +17,11 @@ _NO_KERNELS = ("__init__.py", "verified.py")
 
 @functools.cache
 def source_digest(op: str) -> str:
-    """A digest of all that an op's kernels are made of: its folder, and the modules that ops share."""
+    """A digest of all that an op's kernels are made of: its folder, those it uses, and the modules that ops share."""
     digest = hashlib.sha256()
     shared = [path for path in _ROOT.glob("*.py") if path.name not in _NO_KERNELS]
-    for path in sorted([*shared, *(_ROOT / op).rglob("*.py")]):
+    own = [path for folder in (op, *_USES.get(op, ())) for path in (_ROOT / folder).rglob("*.py")]
+    for path in sorted([*shared, *own]):
         digest.update(f"{path.relative_to(_ROOT)}\0".encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

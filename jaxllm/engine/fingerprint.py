@@ -81,6 +81,7 @@ def _source_digest() -> str:
     return digest.hexdigest()[:12]
 
 
+@functools.cache
 def _plugins() -> list[tuple[str, str]]:
     """Name and version of JAX's CUDA packages, as far as installed."""
     found = {(d.metadata["Name"] or "").lower(): d.version for d in importlib.metadata.distributions()}

@@ -34,7 +34,9 @@ class Job:
     share: int = 0
     num_shares: int = 1
     gib: float | None = None
-    """Of the GPU's memory; None: all GPUs, with the default memory setting and no other job beside it."""
+    """Of a GPU's memory; None: the default memory setting, and no other job beside it."""
+    all_gpus: bool = False
+    """Use every GPU, not the first alone."""
     grows: bool = False
     """Takes memory as it needs it instead of all at once."""
 
@@ -49,7 +51,8 @@ JOBS = (
     Job("tokens", gib=4),
     Job("failures", gib=4),
     Job("engine", 3, 4, gib=15),
-    Job("tensor_parallel"),
+    Job("tensor_parallel", 1, 2, gib=10, all_gpus=True),
+    Job("tensor_parallel", 0, 2, all_gpus=True),
 )
 """In the order of their starts: a job waits until its memory is free."""
 
@@ -135,6 +138,7 @@ def environment(job: Job, total_gib: float) -> dict[str, str]:
         fraction = min(job.gib / total_gib, SHARE_OF_MEMORY)
         found["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{fraction:.4f}"
         found["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false" if job.grows else "true"
+    if not job.all_gpus:
         found["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     return found
 

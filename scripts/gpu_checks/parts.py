@@ -44,7 +44,8 @@ def _outcomes(part: str, args: argparse.Namespace, until: float) -> Iterator[Out
     elif part == "tensor_parallel":
         from scripts.gpu_checks import tensor_parallel
 
-        yield from tensor_parallel.check(tiny=args.tiny, deadline=until, sizes=(2,) if args.tiny else tensor_parallel.SIZES)
+        sizes = (2,) if args.tiny else tensor_parallel.SIZES
+        yield from tensor_parallel.check(tiny=args.tiny, deadline=until, share=args.share, sizes=sizes)
     else:
         from scripts.gpu_checks import tokens
 

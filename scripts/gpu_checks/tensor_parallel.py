@@ -22,11 +22,17 @@ Tokens = dict[str, list[list[int]]]
 """Of each request, by the kind of sampling."""
 
 
-def check(*, tiny: bool, deadline: float, sizes: Sequence[int] = SIZES, demo: bool = True) -> Iterator[Outcome]:
-    """Every size that the visible devices allow; nothing begins after the deadline (`time.perf_counter`). demo: that model too."""
+def check(
+    *, tiny: bool, deadline: float, sizes: Sequence[int] = SIZES, demo: bool = True, share: tuple[int, int] = (0, 1)
+) -> Iterator[Outcome]:
+    """Every size that the visible devices allow; nothing begins after the deadline (`time.perf_counter`). demo: that model too.
+
+    share (index, number of shares): of two, the first starts engines with the default memory, the second compares tokens.
+    """
+    starts, compares = share[0] == 0, share[0] == share[1] - 1
     num_devices = len(jax.devices())
     allowed = [size for size in sizes if size <= num_devices]
-    for size in sizes:
+    for size in sizes if starts else ():
         if size not in allowed:
             yield skip(f"{size} devices", f"{num_devices} visible, tensor parallelism over {size} was not checked")
     if not allowed:
@@ -36,9 +42,10 @@ def check(*, tiny: bool, deadline: float, sizes: Sequence[int] = SIZES, demo: bo
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, "config.json").write_text(json.dumps(shape))
         # First, because the first engine of a process decides how much memory JAX takes.
-        for size in allowed:
+        for size in allowed if starts else ():
             yield _guarded(f"{size} devices, default start of {_title(tiny)}", deadline, _starts, directory, size, tiny=tiny)
-        for name, model in ((_title(tiny), directory), *([("the demo model", "demo")] if demo else [])):
+        models = [(_title(tiny), directory), *([("the demo model", "demo")] if demo else [])]
+        for name, model in models if compares else ():
             expected: Tokens = {}
             for size in (1, *allowed):
                 found = _guarded(
