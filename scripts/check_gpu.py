@@ -3,7 +3,7 @@
 python scripts/check_gpu.py                        everything, within five minutes on one H200; exit status 0 if all of it holds
 python scripts/check_gpu.py --record               the same, and docs/verified/DEVICE.md says so (--record-to DIR: written there)
 python scripts/check_gpu.py --parts kernels --ops attention
-compute-sanitizer --tool memcheck python scripts/check_gpu.py --sanitize     tiny cases of each kernel, once (racecheck too)
+compute-sanitizer --tool memcheck python scripts/check_gpu.py --sanitize     small cases of each kernel (racecheck, synccheck too)
 python scripts/check_gpu.py --tiny                 toy sizes with interpreted kernels, for a machine without a GPU
 
 tokens           the demo model in float32: greedy and seeded tokens, and vectors, equal those with the reference attention
@@ -86,7 +86,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--ops", default=",".join(OPS), help=f"of {', '.join(OPS)}, for the part kernels")
     parser.add_argument("--seconds", type=float, default=290.0, help="begin nothing after this; what is left out fails")
     parser.add_argument("--repeats", type=int, default=10, help="runs of each kernel whose bits are compared")
-    parser.add_argument("--sanitize", action="store_true", help="tiny cases of the kernels once, each array allocated apart")
+    parser.add_argument("--sanitize", action="store_true", help="small cases of every kernel, each array allocated apart")
     parser.add_argument("--tiny", action="store_true", help="toy sizes")
     parser.add_argument("--in-turn", action="store_true", help="one part after the other, in this process")
     parser.add_argument("--record", action="store_true", help="write pallas_kernels/verified.json and docs/verified/DEVICE.md")

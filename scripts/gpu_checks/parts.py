@@ -22,12 +22,14 @@ def outcomes(part: str, args: argparse.Namespace, until: float) -> Iterator[Outc
 
 
 def _outcomes(part: str, args: argparse.Namespace, until: float) -> Iterator[Outcome]:
-    if part == "kernels":
+    if args.sanitize:
+        from scripts.gpu_checks import sanitizing
+
+        yield from sanitizing.check()
+    elif part == "kernels":
         from scripts.gpu_checks import kernels
 
-        # Under compute-sanitizer threads would only wait for each other.
-        threads = 1 if args.sanitize else None
-        options = {"deadline": until, "repeats": args.repeats, "share": args.share, "threads": threads}
+        options = {"deadline": until, "repeats": args.repeats, "share": args.share}
         yield from kernels.check(ops=args.ops.split(","), tiny=args.tiny, **options)
     elif part == "logits":
         from scripts.gpu_checks import logits

@@ -15,9 +15,10 @@ import pytest
 
 import scripts.kernels
 from jaxllm.runner import paged_context, program_store
+from pallas_kernels.checking.check import Fault
 from pallas_kernels.paged_attention import reference
 from scripts.bench_kernels import chained
-from scripts.gpu_checks import engine, jobs, kernels, logits, scoring, tensor_parallel
+from scripts.gpu_checks import engine, jobs, kernels, logits, sanitizing, scoring, tensor_parallel
 from scripts.kernels import Case, attention, cache_write
 
 
@@ -339,3 +340,28 @@ def test_a_job_waits_for_memory_and_one_for_the_whole_machine_for_all_others(mon
     assert jobs._next([whole], {small}, 9) is None and jobs._next([whole], set(), 9) is whole
     assert jobs.environment(large, 10)["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.9000"
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in jobs.environment(whole, 10)
+
+
+def test_the_sanitizer_sees_every_kernel() -> None:
+    names = [f"{name}: {case.name}" for name, case in sanitizing.kernel_cases(interpret=False)]
+    for kind in ("attention mosaic h128", "attention mosaic h256", "attention mosaic h64", "attention triton h128"):
+        assert {f"{kind}{rest}" for rest in ("ragged batch", "decode of 8 rows", "decode of 24 rows")} <= {
+            kind + name.partition(": ")[2].partition(",")[0] for name in names if name.startswith(kind)
+        }
+    for kernel in (
+        "rope triton",
+        "sampling triton: argmax",
+        "sampling triton: draw",
+        "sampling triton: top_values",
+        "cache write",
+    ):
+        assert any(name.startswith(kernel) for name in names)
+
+
+def test_cases_after_a_lost_device_are_not_passed_over(monkeypatch) -> None:
+    cases = [("a", toy_case("first")), ("a", toy_case("second")), ("b", toy_case("third"))]
+    monkeypatch.setattr(sanitizing, "kernel_cases", lambda interpret: cases)
+    monkeypatch.setattr(sanitizing, "run_cases", lambda found: [None, Fault("lost")])
+    found = list(sanitizing.check())
+    assert [outcome.passed for outcome in found] == [True, False, False]
+    assert "a case before it made the device unusable" in found[2].detail

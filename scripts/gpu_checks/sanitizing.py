@@ -1,0 +1,77 @@
+"""Every Mosaic and Triton kernel once on small batches, for a run under compute-sanitizer.
+
+Arrays and what is right come from NumPy, so that hardly anything but the kernels runs on the device: the sanitizer slows all of it
+down by orders of magnitude.
+"""
+
+from collections.abc import Iterator
+
+import jax
+
+from pallas_kernels.checking import attention_at_start, rope_cache_write, sampling
+from pallas_kernels.checking.attention_at_start import Layer
+from pallas_kernels.checking.case import Case
+from pallas_kernels.checking.check import Fault
+from pallas_kernels.checking.check import check as run_cases
+from scripts.gpu_checks import Outcome
+from scripts.kernels import cases as op_cases
+
+FP8 = "float8_e4m3fn"
+ATTENTION = (
+    # (head width, query heads per key-value head, page size, type of the cache, window, soft cap)
+    (128, 4, 16, "bfloat16", None, None),
+    (128, 3, 8, "bfloat16", 20, None),
+    (64, 4, 128, "bfloat16", None, 20.0),
+    (256, 2, 32, "bfloat16", None, None),
+    (128, 4, 16, FP8, None, None),
+)
+NUM_KV_HEADS = 2
+VOCAB_SIZE = 5000
+
+
+def check() -> Iterator[Outcome]:
+    """An outcome per case: that it is right, too."""
+    found = kernel_cases(interpret=jax.default_backend() != "gpu")
+    faults = run_cases([case for _, case in found])
+    for i, (name, case) in enumerate(found):
+        fault = faults[i] if i < len(faults) else Fault("not run: a case before it made the device unusable")
+        yield Outcome(f"{name}: {case.name}", fault is None, "right, twice" if fault is None else fault.text)
+
+
+def kernel_cases(*, interpret: bool) -> list[tuple[str, Case]]:
+    """The cases by the name of what they run."""
+    found: list[tuple[str, Case]] = []
+    for head_dim, num_groups, page_size, cache_dtype, window, soft_cap in ATTENTION:
+        shapes = attention_at_start.Shapes(
+            dtype="bfloat16",
+            cache_dtype=cache_dtype,
+            num_kv_heads=NUM_KV_HEADS,
+            num_groups=num_groups,
+            head_dim=head_dim,
+            page_size=page_size,
+            table_width=max(8, 1100 // page_size),
+            layers=(Layer(head_dim**-0.5, window, soft_cap),),
+            has_scales=cache_dtype == FP8,
+        )
+        title = f"h{head_dim} g{num_groups} page {page_size} {cache_dtype}"
+        for name in ("mosaic", "triton"):
+            cases = attention_at_start.cases(shapes, name, interpret=interpret)
+            found += [(f"attention {name} {title}", case) for case in cases]
+    for cache_dtype, has_norms in (("bfloat16", True), (FP8, False)):
+        rope = rope_cache_write.Shapes(
+            dtype="bfloat16",
+            cache_dtype=cache_dtype,
+            num_kv_heads=NUM_KV_HEADS,
+            num_groups=4,
+            head_dim=128,
+            page_size=16,
+            has_norms=has_norms,
+            has_scales=cache_dtype == FP8,
+        )
+        title = f"rope triton {cache_dtype}{' norm' * has_norms}"
+        found += [(title, case) for case in rope_cache_write.cases(rope, "triton", interpret=interpret)]
+    found += [("sampling triton", case) for case in sampling.cases(sampling.Shapes(VOCAB_SIZE), "triton", interpret=interpret)]
+    for _, case in op_cases("check", ["write"], tiny=True):
+        kernel = {label: variant for label, variant in case.variants.items() if label != "xla"}
+        found.append(("cache write triton", Case(case.name, case.make, kernel, case.error, case.tolerance)))
+    return found
