@@ -19,6 +19,7 @@ from typing import Any
 from pallas_kernels import verified
 from scripts.gpu_checks import Outcome
 from scripts.gpu_checks.jobs import Hello
+from scripts.gpu_checks.pages import page_name, render_page, write_pages
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 OPS_OF_CASES = {
@@ -140,8 +141,6 @@ def merge(records: Mapping[str, Any], device_kind: str, new: Mapping[str, Any]) 
 
 def write(run: Run, directory: str | None) -> list[Path]:
     """Write the record into the repository, or into a directory. Returns the written files."""
-    from scripts.verified_pages import page_name, render_page, write_pages
-
     if run.hello is None or run.hello.backend != "gpu":
         raise SystemExit("nothing is recorded: no GPU was checked")
     kind = run.hello.device_kind

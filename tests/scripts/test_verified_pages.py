@@ -6,7 +6,7 @@ import pytest
 
 from pallas_kernels import verified
 from scripts import verified_pages
-from scripts.gpu_checks import Outcome, record, skip
+from scripts.gpu_checks import Outcome, pages, record, skip
 from scripts.gpu_checks.jobs import Hello
 
 PASSED = [Outcome(f"{group}: a case, triton", True, "") for group in record.OPS_OF_CASES]
@@ -24,12 +24,12 @@ def run_of(**outcomes) -> record.Run:
 
 def test_the_pages_and_the_readme_are_what_the_records_and_the_sources_say() -> None:
     records = verified.records()
-    expected = {verified_pages.page_name(kind): verified_pages.render_page(kind, found) for kind, found in records.items()}
-    folder = verified_pages.ROOT / verified_pages.PAGES
+    expected = {pages.page_name(kind): pages.render_page(kind, found) for kind, found in records.items()}
+    folder = pages.ROOT / pages.PAGES
     found = {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.md")}
-    assert found == expected, f"an op changed, or a record: run {verified_pages.COMMAND}"
-    readme = (verified_pages.ROOT / verified_pages.README).read_text(encoding="utf-8")
-    assert verified_pages.readme_sentence(records) in readme.splitlines(), f"run {verified_pages.COMMAND}"
+    assert found == expected, f"an op changed, or a record: run {pages.COMMAND}"
+    readme = (pages.ROOT / pages.README).read_text(encoding="utf-8")
+    assert pages.readme_sentence(records) in readme.splitlines(), f"run {pages.COMMAND}"
 
 
 def test_every_group_of_kernel_cases_verifies_an_op() -> None:
@@ -53,7 +53,7 @@ def test_skipped_is_neither_passed_nor_failed() -> None:
     assert not run.failed and "tensor_parallel 0 of 0 (1 skipped)" in run.summary()
     part = run.record()["parts"]["tensor_parallel"]
     assert (part["passed"], part["failed"], part["skipped"], part["note"]) == (0, 0, 1, "1 visible")
-    assert "- Skipped in tensor_parallel: 1 visible." in verified_pages.render_page("NVIDIA H200", run.record())
+    assert "- Skipped in tensor_parallel: 1 visible." in pages.render_page("NVIDIA H200", run.record())
 
 
 def test_a_later_run_replaces_its_own_parts_and_only_kernels_verify_ops() -> None:
@@ -75,8 +75,8 @@ def test_a_record_is_written_merged_and_rendered_again(tmp_path, monkeypatch) ->
     assert [path.name for path in files] == ["verified.json", "NVIDIA_H200.md"]
     monkeypatch.setattr(verified, "RECORDS", tmp_path / "verified.json")
     monkeypatch.setattr("sys.argv", ["verified_pages.py", "--merge", str(files[0])])
-    monkeypatch.setattr(verified_pages.write_pages, "__defaults__", (tmp_path,))
-    (tmp_path / "README.md").write_text(f"# x\n\n{verified_pages.SENTENCE} no device yet.\n")
+    monkeypatch.setattr(pages.write_pages, "__defaults__", (tmp_path,))
+    (tmp_path / "README.md").write_text(f"# x\n\n{pages.SENTENCE} no device yet.\n")
     verified_pages.main()
     page = (tmp_path / "docs/verified/NVIDIA_H200.md").read_text()
     assert page == files[1].read_text() and page.count("| verified |") == len(verified.OPS)
@@ -88,7 +88,7 @@ def test_an_op_whose_source_changed_stands_as_unverified(monkeypatch) -> None:
     found = run_of(kernels=PASSED).record()
     digests = {op: verified.source_digest(op) for op in verified.OPS}
     monkeypatch.setattr(verified, "source_digest", lambda op: "changed" if op == "sampling" else digests[op])
-    page = verified_pages.render_page("NVIDIA H200", found)
+    page = pages.render_page("NVIDIA H200", found)
     assert f"| sampling | {digests['sampling']} | changed | unverified since its source changed |" in page
     assert page.count("| verified |") == len(verified.OPS) - 1
 

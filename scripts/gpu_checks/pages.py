@@ -1,0 +1,73 @@
+"""A device's record as a page, and the README's sentence on verified devices."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pallas_kernels import verified
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PAGES = Path("docs/verified")
+README = Path("README.md")
+COMMAND = "python scripts/verified_pages.py"
+SENTENCE = "Verified with `scripts/check_gpu.py`:"
+"""How the README's line on verified devices begins."""
+
+
+def write_pages(records: Mapping[str, Any], root: Path = ROOT) -> list[Path]:
+    """Write every device's page and the README's sentence. Returns the written files."""
+    written = []
+    (root / PAGES).mkdir(parents=True, exist_ok=True)
+    for device_kind, record in records.items():
+        path = root / PAGES / page_name(device_kind)
+        path.write_text(render_page(device_kind, record), encoding="utf-8")
+        written.append(path)
+    readme = root / README
+    text = readme.read_text(encoding="utf-8")
+    changed = re.sub(rf"^{re.escape(SENTENCE)}.*$", lambda _: readme_sentence(records), text, flags=re.MULTILINE)
+    if changed != text:
+        readme.write_text(changed, encoding="utf-8")
+        written.append(readme)
+    return written
+
+
+def page_name(device_kind: str) -> str:
+    """`NVIDIA_H200.md`"""
+    return re.sub(r"\W+", "_", device_kind).strip("_") + ".md"
+
+
+def readme_sentence(records: Mapping[str, Any]) -> str:
+    """Which devices have a record, with links to their pages."""
+    links = [f"[{kind}]({PAGES}/{page_name(kind)})" for kind in sorted(records)]
+    return f"{SENTENCE} {', '.join(links) or 'no device yet'}."
+
+
+def render_page(device_kind: str, record: Mapping[str, Any]) -> str:
+    """A device's page: what was run when, and which ops have changed since."""
+    lines = [
+        f"# {device_kind}",
+        "",
+        f"Last run of `scripts/check_gpu.py` recorded on {record['date']}, commit {record['commit']}:",
+        ", ".join(f"{name} {version}" for name, version in sorted(record["versions"].items())) + ".",
+        "",
+        "| part | passed | failed | skipped | seconds | date | commit |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    parts = sorted(record["parts"].items())
+    for name, part in parts:
+        counts = f"{part['passed']} | {part['failed']} | {part['skipped']} | {part['seconds']}"
+        lines.append(f"| {name} | {counts} | {part['date']} | {part['commit']} |")
+    notes = [f"- Skipped in {name}: {part['note']}." for name, part in parts if part["note"]]
+    lines += [*([""] if notes else []), *notes]
+    lines += ["", "| op | verified source | source now | status |", "|---|---|---|---|"]
+    for op in verified.OPS:
+        found, now = record["ops"].get(op), verified.source_digest(op)
+        lines.append(f"| {op} | {found or '–'} | {now} | {_status(found, now)} |")
+    return "\n".join([*lines, "", f"Written by `{COMMAND}`.", ""])
+
+
+def _status(found: str | None, now: str) -> str:
+    if found is None:
+        return "unverified: not all of its cases passed"
+    return "verified" if found == now else "unverified since its source changed"
