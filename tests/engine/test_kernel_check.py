@@ -344,6 +344,7 @@ def test_an_engine_of_interpreted_kernels_is_checked_and_says_so(monkeypatch, tm
         return self.pool.submit(jax.jit(function).lower(*shapes).compile, options)
 
     monkeypatch.setattr(Compiler, "submit", submit)
+    monkeypatch.setattr(attention_at_start, "_MANY_ITEMS", 1)  # an interpreter has no cores to keep busy
     monkeypatch.setenv(env.CACHE_DIR, str(tmp_path))
     options = {**engines.SMALL, "attention_implementation": "triton", "kernel_check": "always"}
     core = EngineCore(EngineConfig.from_options(model=str(goldens.golden("llama_head_dim").directory), **options))
