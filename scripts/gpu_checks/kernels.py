@@ -36,7 +36,6 @@ def check(
     deadline: float,
     repeats: int,
     share: tuple[int, int] = (0, 1),
-    threads: int | None = None,
 ) -> Iterator[Outcome]:
     """An outcome per case and variant of this share (index, number of shares), small cases first, in the order of their ends.
 
@@ -58,7 +57,7 @@ def check(
     shaped = sorted(shaped, key=lambda found: found.num_bytes)[index::num_shares]
     runner = _Runner(deadline, repeats)
     left_out: dict[str, list[str]] = {}
-    with concurrent.futures.ThreadPoolExecutor(threads or default_threads(num_shares)) as pool:
+    with concurrent.futures.ThreadPoolExecutor(num_threads(num_shares)) as pool:
         jobs = {pool.submit(runner.outcomes, found): found for found in shaped}
         for job in concurrent.futures.as_completed(jobs):
             found = jobs[job]
@@ -71,7 +70,7 @@ def check(
         yield Outcome(f"{op}: {len(names)} cases", False, f"not run for lack of time (--seconds): {', '.join(names)}")
 
 
-def default_threads(num_shares: int) -> int:
+def num_threads(num_shares: int) -> int:
     """So many that all shares together leave two cores."""
     return max(1, ((os.cpu_count() or 2) - 2) // num_shares)
 

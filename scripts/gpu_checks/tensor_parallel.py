@@ -22,10 +22,8 @@ Tokens = dict[str, list[list[int]]]
 """Of each request, by the kind of sampling."""
 
 
-def check(
-    *, tiny: bool, deadline: float, sizes: Sequence[int] = SIZES, demo: bool = True, share: tuple[int, int] = (0, 1)
-) -> Iterator[Outcome]:
-    """Every size that the visible devices allow; nothing begins after the deadline (`time.perf_counter`). demo: that model too.
+def check(*, tiny: bool, deadline: float, sizes: Sequence[int] = SIZES, share: tuple[int, int] = (0, 1)) -> Iterator[Outcome]:
+    """Every size that the visible devices allow; nothing begins after the deadline (`time.perf_counter`).
 
     share (index, number of shares): of two, the first starts engines with the default memory, the second compares tokens.
     """
@@ -44,7 +42,7 @@ def check(
         # First, because the first engine of a process decides how much memory JAX takes.
         for size in allowed if starts else ():
             yield _guarded(f"{size} devices, default start of {_title(tiny)}", deadline, _starts, directory, size, tiny=tiny)
-        models = [(_title(tiny), directory), *([("the demo model", "demo")] if demo else [])]
+        models = ((_title(tiny), directory), ("the demo model", "demo"))
         for name, model in models if compares else ():
             expected: Tokens = {}
             for size in (1, *allowed):
