@@ -154,7 +154,7 @@ def two_shot(operands: Sequence[str], plan: Plan, *, num_devices: int, dtype: st
         sending = block.both(block.active, mine.where[j])
         for neighbour in range(1, n):
             block.send(neighbour, j, sums[j], sending, phase=1)
-    members = [_Share(block, plan, rank) for rank in range(n)]
+    members = [_Share(block, plan, r) for r in range(n)]
     out = members[0].address("out")
     rows: list[list[Words]] = [[] for _ in range(plan.groups * n)]
     for j in range(plan.num_pieces):
@@ -197,8 +197,8 @@ def to_all(operands: Sequence[str], plan: Plan, *, num_devices: int) -> str:
             block.clamp(words)
         where = [[share.where[j]] * num_devices for j in some]
         for j, by_rank in zip(some, block.receive(some, own, where), strict=True):
-            for rank, words in enumerate(by_rank):
-                at = block.compute("add.s64", out, rank * plan.total * VECTOR_BYTES, kind="b64")
+            for r, words in enumerate(by_rank):
+                at = block.compute("add.s64", out, r * plan.total * VECTOR_BYTES, kind="b64")
                 share.store(at, j, words)
     return block.text()
 

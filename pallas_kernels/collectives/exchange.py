@@ -68,9 +68,7 @@ class Exchange(Block):
         """Read what the workspace says, all in one round trip, which the loads that follow share."""
         self.thread, self.cta = self.compute("mov.u32", "%tid.x"), self.compute("mov.u32", "%ctaid.x")
         ws = self.workspace = self.operand("workspace")
-        self.peers = [
-            self.compute("ld.global.b64", f"[{ws}+{PEERS + 8 * i}]", kind="b64") for i in range(self.num_devices)
-        ]
+        self.peers = [self.compute("ld.global.b64", f"[{ws}+{PEERS + 8 * i}]", kind="b64") for i in range(self.num_devices)]
         self.rank = self.compute("ld.global.b32", f"[{ws}+{RANK}]")
         self._state = self.compute("ld.relaxed.sys.global.b32", f"[{ws}+{STATE}]")
         self._counter = self.compute("mul.wide.u32", self.cta, COUNTER_STRIDE, kind="b64")
@@ -83,9 +81,7 @@ class Exchange(Block):
         copied = self.compute("setp.ne.b64", self.peers[0], self.workspace, kind="pred")
         self.emit(f"@{copied} trap")
         self.active = self.compute("setp.eq.u32", self._state, WAITING, kind="pred")
-        self.others = [
-            self.compute("setp.ne.and.u32", self.rank, r, self.active, kind="pred") for r in range(self.num_devices)
-        ]
+        self.others = [self.compute("setp.ne.and.u32", self.rank, r, self.active, kind="pred") for r in range(self.num_devices)]
         parity = self.compute("and.b32", self._count, 1)
         channel = self.compute("mad.lo.u32", parity, MAX_CTAS, self.cta)
         at_thread = self.compute("mad.lo.u32", self.thread, VECTOR_BYTES, SLOTS)

@@ -105,7 +105,7 @@ def _inline(text: str, refs: Sequence[Any]) -> None:
         pointers = [utils.memref_ptr(reference) for reference in references]
         spaces = [llvm.PointerType(pointer.type).address_space for pointer in pointers]
         kinds = ",".join("l" if space in (0, 1) else "r" for space in spaces)  # 64 bits; shared memory has 32
-        void = ir.Type.parse("!llvm.void")
-        llvm.inline_asm(void, pointers, text, kinds, has_side_effects=True, convergent=True)
+        options: dict[str, Any] = {"has_side_effects": True, "convergent": True}  # barriers stay where they are
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), pointers, text, kinds, **options)
 
     body(*refs)

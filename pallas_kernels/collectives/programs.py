@@ -96,7 +96,9 @@ def all_gather(shape: tuple[int, ...], dtype: str, num_devices: int) -> Program 
         return None
     operands = ("workspace", "x", "out")
     text = bodies.gather(operands, num_words, num_devices=num_devices, threads=threads)
-    return Program(f"all_gather_{num_words}_{num_devices}", text, ctas, threads, operands, {"out": ((num_devices, *shape), dtype)})
+    return Program(
+        f"all_gather_{num_words}_{num_devices}", text, ctas, threads, operands, {"out": ((num_devices, *shape), dtype)}
+    )
 
 
 @functools.cache

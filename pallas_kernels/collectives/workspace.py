@@ -36,7 +36,9 @@ class Communicator:
     def __init__(self, mesh: Mesh):
         """Raises ValueError for a mesh of another form, and where devices cannot read and write each other's memory."""
         if len(mesh.axis_names) != 1 or not 2 <= mesh.size <= MAX_DEVICES:
-            raise ValueError(f"collectives by 'peer' need a mesh of one axis with 2 to {MAX_DEVICES} devices, this is {mesh.shape}")
+            raise ValueError(
+                f"collectives by 'peer' need a mesh of one axis with 2 to {MAX_DEVICES} devices, this is {mesh.shape}"
+            )
         devices = list(mesh.devices.ravel())
         if not peers_can_access(devices):
             raise ValueError(f"the devices {', '.join(map(str, devices))} cannot access each other's memory; use 'xla'")
@@ -67,15 +69,16 @@ class Communicator:
     def reset(self) -> None:
         """As new, also after a failure: nothing is in the slots, and collectives wait. No program may be running."""
         self._expect(self._run_clear(self.workspace), 0)
-        self.set_waiting(True)
+        self._write(WAITING)
 
     def set_waiting(self, waiting: bool) -> None:
         """Whether collectives of later programs exchange and wait, or are silent: their results are then those of one device alone.
 
-        The devices are changed one by one: whatever was started before should have ended.
+        Raises RuntimeError after a failure, which only `reset` ends.
         """
-        state = WAITING if waiting else SILENT
-        self._expect(self._run_write(self.workspace, jax.device_put(self._header(state), self._sharding)), state)
+        if self.failed():
+            raise RuntimeError("a collective gave up waiting, so words of it may still lie in the slots; call reset()")
+        self._write(WAITING if waiting else SILENT)
 
     def first_runs(self, run: Callable[[], Any], count: int = NUM_FIRST_RUNS) -> None:
         """Run a new program (all of `run`) some times silently. Its results are garbage; no other program may be running.
@@ -101,6 +104,9 @@ class Communicator:
     def close(self) -> None:
         """Give back the memory. No program that takes it may be running."""
         self.workspace.delete()
+
+    def _write(self, state: int) -> None:
+        self._expect(self._run_write(self.workspace, jax.device_put(self._header(state), self._sharding)), state)
 
     def _header(self, state: int) -> np.ndarray:
         size = self.mesh.size

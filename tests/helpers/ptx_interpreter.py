@@ -66,7 +66,8 @@ class Machine:
         left = [list(reversed(found)) for found in launches]
         running: list[list[_Cta]] = [[] for _ in left]
         speed = [1.0] * len(left)
-        for self.round in range(self.round, self.round + MAX_ROUNDS):
+        for _ in range(MAX_ROUNDS):
+            self.round += 1
             self._deliver()
             if not any(left) and not any(running):
                 return
