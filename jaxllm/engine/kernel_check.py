@@ -68,7 +68,7 @@ def choose_kernels(
         device=device,
         store=store,
         named=frozenset({"paged_attention"} if is_named else ()),
-        ops=tuple(op for op in found if op != "sampling" or model.generates),
+        ops=tuple(op for op in found if op in _CASES and (op != "sampling" or model.generates)),
     )
     return check_.run()
 

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from jaxllm.parallel.mesh import TENSOR
 from pallas_kernels import collectives
+from pallas_kernels.collectives.exchange import FAILED
 
 T = TypeVar("T")
 
@@ -75,8 +76,8 @@ class Shards(Protocol):
     def from_rows(self, x_R: T, num_rows: int) -> T:
         """The first `num_rows` rows of all devices' shares, whole on every device. Arrays are int32 or float32."""
 
-    def check(self, tokens_R: Array) -> Array:
-        """The tokens, or PEERS_LOST in place of each if an exchange before them failed."""
+    def check(self, x: Array, otherwise: float) -> Array:
+        """x, or `otherwise` in place of each value if an exchange before it failed."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +115,8 @@ class OneDevice:
     def from_rows(self, x_R: T, num_rows: int) -> T:
         return x_R
 
-    def check(self, tokens_R: Array) -> Array:
-        return tokens_R
+    def check(self, x: Array, otherwise: float) -> Array:
+        return x
 
 
 ONE_DEVICE = OneDevice()
@@ -182,11 +183,11 @@ class TensorShards:
 
         return jax.tree.map(whole, x_R)  # type: ignore[no-any-return]
 
-    def check(self, tokens_R: Array) -> Array:
+    def check(self, x: Array, otherwise: float) -> Array:
         if self.workspace is None:
-            return tokens_R
-        status = collectives.status(tokens_R, axis=TENSOR, implementation="peer", workspace=self.workspace)
-        return jnp.where(status == 0, tokens_R, PEERS_LOST)
+            return x
+        status = collectives.status(x, axis=TENSOR, implementation="peer", workspace=self.workspace)
+        return jnp.where(status[0] != FAILED, x, otherwise)
 
     def _gather(self, x: Array) -> Array:
         """Every device's x along a new first dimension, whole on every device."""
