@@ -50,8 +50,8 @@ class Machine:
         self._num_stores = 0
 
     def place(self, device: int, array: np.ndarray) -> int:
-        """The address of a copy of an array in a device's memory."""
-        words = np.frombuffer(array.tobytes().ljust(-(-array.nbytes // 4) * 4, b"\0"), np.uint32).copy()
+        """The address of a copy of an array, whole words, in a device's memory."""
+        words = np.ascontiguousarray(array).reshape(-1).view(np.uint32).copy()
         used = sum(len(found) * 4 + 4096 for _, owner, found in self._arrays if owner == device)
         address = (device + 1 << 40) + (used + 4095) // 4096 * 4096
         self._arrays.append((address, device, words))
