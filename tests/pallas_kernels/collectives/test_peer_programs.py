@@ -58,7 +58,9 @@ class Devices:
         self.machine.run(
             [
                 [
-                    Launch(program.text, tuple(pointers[device][name] for name in program.operands), program.ctas, program.threads)
+                    Launch(
+                        program.text, tuple(pointers[device][name] for name in program.operands), program.ctas, program.threads
+                    )
                     for program, pointers in self.calls
                 ]
                 for device in range(self.size)
@@ -211,7 +213,7 @@ def test_the_bits_of_an_empty_slot_can_be_added_up(dtype, shots) -> None:
     devices.assert_clean()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_calls_of_all_kinds_and_shapes_follow_each_other_in_one_workspace(seed) -> None:
     devices = Devices(3, seed)
     checks = []
@@ -227,9 +229,7 @@ def test_calls_of_all_kinds_and_shapes_follow_each_other_in_one_workspace(seed) 
         else:
             x = devices.normal(3, 600, dtype="float32")
             call = devices.call(programs.all_to_all((3, 600), "float32", 3), x=x)
-            checks.append(
-                lambda call=call, x=x: np.testing.assert_array_equal(devices.results(call), reference.all_to_all(x))
-            )
+            checks.append(lambda call=call, x=x: np.testing.assert_array_equal(devices.results(call), reference.all_to_all(x)))
     devices.run()
     for check in checks:
         check()
