@@ -204,18 +204,16 @@ def _chain(mesh: Mesh, cycles: int) -> _Run:
 
     def all_cycles(workspace: Any, h: Any, *constants: Any) -> Any:
         options: dict[str, Any] = {"axis": mesh.axis_names[0], "workspace": workspace}
+        calls = (
+            lambda shots, x: peer.all_reduce(x, **options, num_shots=shots),
+            lambda shots, x, residual, weight: peer.all_reduce_norm(x, residual, weight, EPS, **options, num_shots=shots),
+            functools.partial(peer.all_to_all, **options),
+            functools.partial(peer.all_gather, **options),
+        )
 
         @jax.jit
         def cycle(h: Any) -> Any:  # traced once
-            return _cycle(
-                jnp,
-                h,
-                *constants,
-                lambda shots, x: peer.all_reduce(x, **options, num_shots=shots),
-                lambda shots, x, residual, weight: peer.all_reduce_norm(x, residual, weight, EPS, **options, num_shots=shots),
-                functools.partial(peer.all_to_all, **options),
-                functools.partial(peer.all_gather, **options),
-            )
+            return _cycle(jnp, h, constants, calls)
 
         kept = []
         for _ in range(cycles):
@@ -228,9 +226,11 @@ def _chain(mesh: Mesh, cycles: int) -> _Run:
 
 
 def _cycle(
-    xp: Any, h: Any, noise: Any, weight: Any, scale: Any, rank: Any, reduce: Any, reduce_norm: Any, to_all: Any, gather: Any
+    xp: Any, h: Any, constants: Sequence[Any], calls: Sequence[Callable[..., Any]]
 ) -> tuple[Any, tuple[list, list, list]]:
     """The next h, and (sums, what is normed, what was exchanged)."""
+    noise, weight, scale, rank = constants
+    reduce, reduce_norm, to_all, gather = calls
     rows, width = h.shape[-2:]
     lead = h.shape[:-2]  # the devices, in NumPy
     size = rows // 6
@@ -268,7 +268,7 @@ def _chain_problem(arrays: Sequence[np.ndarray], cycles: int, results: Any) -> s
         everywhere,
     )
     for number in range(cycles):
-        h, (sums, normed, exchanged) = _cycle(np, h, *constants, *calls)
+        h, (sums, normed, exchanged) = _cycle(np, h, constants, calls)
         pairs = [zip(*pair, strict=True) for pair in zip(results[number], (sums, normed, exchanged), strict=True)]
         problems = [
             *(_sum_problem(found, right[0], True) for found, right in pairs[0]),

@@ -54,6 +54,7 @@ def plain_peer(monkeypatch) -> PlainPeer:
     monkeypatch.setattr(workspace, "WORKSPACE_BYTES", 4096)
     for name in ("all_reduce", "all_reduce_norm", "run"):
         monkeypatch.setattr(peer, name, getattr(found, name))
+    monkeypatch.setattr(peer, "supports", lambda op, **case: True)
     for name in ("all_gather", "all_to_all"):
         monkeypatch.setattr(peer, name, getattr(xla, name))
     return found
