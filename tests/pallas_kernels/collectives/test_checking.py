@@ -27,7 +27,7 @@ def test_the_collectives_of_xla_pass(mesh) -> None:
 
 def test_a_chain_is_followed_to_the_last_bit(mesh, plain_peer) -> None:
     found = dict(checking.check(mesh, cycles=2))
-    assert found.pop("chain of 14 calls") is None
+    assert found.pop("chain of 16 calls") is None
     assert len(found) == len(FEW) and set(found.values()) == {None}
 
 
@@ -45,7 +45,7 @@ def test_wrong_sums_fail(mesh, plain_peer, monkeypatch, kind) -> None:
     found = {name: fault and fault.text for name, fault in checking.check(mesh, cycles=1)}
     text = "1 of 192 sums are not those in rank order" if kind == "a bit" else "devices have different bits"
     assert found["all_reduce [3, 64] bfloat16"] == text
-    assert found["chain of 7 calls"].startswith("cycle 0, result 0: ")
+    assert found["chain of 8 calls"].startswith("cycle 0, result 0: ")
     assert found["all_gather [5, 2] int32"] is None
 
 
