@@ -16,8 +16,8 @@ from pallas_kernels.collectives.exchange import (
 from pallas_kernels.collectives.plans import VECTOR_BYTES, Plan
 from pallas_kernels.collectives.ptx import Block, guarded, vector
 
-PIECES_AT_ONCE = 2
-"""Pieces that a thread waits for together: fewer round trips to the cache, more registers."""
+VECTORS_AT_ONCE = 8
+"""A thread waits for about so many vectors together: with more it makes fewer round trips to the cache, and keeps more registers."""
 
 
 class _Share:
@@ -111,7 +111,7 @@ def one_shot(operands: Sequence[str], plan: Plan, *, num_devices: int, dtype: st
             block.send(neighbour, j, words, sending)
     block.count_call()
     sums: list[Words] = []
-    for some in _batches(plan.num_pieces):
+    for some in _batches(plan.num_pieces, num_devices):
         where = [[share.where[j]] * num_devices for j in some]
         for j, by_rank in zip(some, block.receive(some, [own[j] for j in some], where), strict=True):
             sums.append(add_up(block, by_rank + residual[j : j + 1], dtype))
@@ -184,14 +184,14 @@ def to_all(operands: Sequence[str], plan: Plan, *, num_devices: int) -> str:
         block.emit(f"add.s64 {at}, {at}, {x}")
         slices.append(at)
     block.ready()
-    for some in _batches(plan.num_pieces):
+    for some in _batches(plan.num_pieces, num_devices):
         loaded = [[_load(block, share.at(at, j), share.where[j]) for j in some] for at in slices[1:]]
         for neighbour, pieces in enumerate(loaded, 1):
             for j, words in zip(some, pieces, strict=True):
                 block.clamp(words)
                 block.send(neighbour, j, words, block.both(block.active, share.where[j]))
     block.count_call()
-    for some in _batches(plan.num_pieces):
+    for some in _batches(plan.num_pieces, num_devices):
         own = [_load(block, share.at(slices[0], j), share.where[j]) for j in some]
         for words in own:
             block.clamp(words)
@@ -299,5 +299,7 @@ def _norm(
     )
 
 
-def _batches(count: int) -> list[range]:
-    return [range(first, min(count, first + PIECES_AT_ONCE)) for first in range(0, count, PIECES_AT_ONCE)]
+def _batches(count: int, num_devices: int) -> list[range]:
+    """Pieces that are waited for together."""
+    size = max(1, VECTORS_AT_ONCE // num_devices)
+    return [range(first, min(count, first + size)) for first in range(0, count, size)]

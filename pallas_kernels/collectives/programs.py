@@ -65,13 +65,14 @@ def _all_reduce(
         else:
             plan = plan_rows(shape[0], row_bytes // VECTOR_BYTES, num_devices=num_devices, **sizes)
         if plan is not None:
-            return _reduction(plan, shots, shape, dtype, num_devices, has_residual, eps)
+            return reduction(plan, shots, shape, dtype, num_devices, has_residual, eps)
     return None
 
 
-def _reduction(
+def reduction(
     plan: Plan, shots: int, shape: tuple[int, ...], dtype: str, num_devices: int, has_residual: bool, eps: float | None
 ) -> Program:
+    """An all-reduce by a plan; with eps its rows are those of x."""
     norms = eps is not None
     operands = ["workspace", "x", *["residual"] * has_residual, *["weight"] * norms, "out", *["normed", "scratch"] * norms]
     body = bodies.one_shot if shots == 1 else bodies.two_shot
@@ -108,11 +109,14 @@ def all_to_all(shape: tuple[int, ...], dtype: str, num_devices: int) -> Program 
     if not _takes(num_devices, num_bytes) or shape[0] != num_devices:
         return None
     plan = plan_vectors(num_bytes // VECTOR_BYTES, num_devices=num_devices)
-    if plan is None:
-        return None
+    return None if plan is None else exchange_of_slices(plan, shape, dtype, num_devices)
+
+
+def exchange_of_slices(plan: Plan, shape: tuple[int, ...], dtype: str, num_devices: int) -> Program:
+    """An all-to-all by a plan of one slice."""
     operands = ("workspace", "x", "out")
     text = bodies.to_all(operands, plan, num_devices=num_devices)
-    name = f"all_to_all_{num_bytes}_{num_devices}"
+    name = f"all_to_all_{'x'.join(map(str, shape))}"
     return Program(name, text, plan.ctas, plan.threads, operands, {"out": (shape, dtype)})
 
 

@@ -72,7 +72,7 @@ class Communicator:
         self._write(WAITING)
 
     def set_waiting(self, waiting: bool) -> None:
-        """Whether collectives of later programs exchange and wait, or are silent: their results are then those of one device alone.
+        """Whether collectives of later programs exchange and wait, or are silent: their results are then garbage, of own numbers alone.
 
         Raises RuntimeError after a failure, which only `reset` ends.
         """
