@@ -67,16 +67,41 @@ def singles(num_devices: int) -> list[Single]:
     return [*found, *(Single("all_to_all", (num_devices, rows, 32064), "float32") for rows in (1, 16))]
 
 
-def check(mesh: Mesh, *, implementation: str = "peer", cycles: int = CYCLES) -> Iterator[tuple[str, Fault | None]]:
-    """Of each case its name, and what was wrong. Ends after a wait that was given up."""
+@dataclass(frozen=True)
+class Shapes:
+    """What an engine's steps exchange."""
+
+    num_devices: int
+    width: int
+    """Of the model."""
+    dtype: str
+    vocab_size: int
+    """Columns of the logits, on all devices together."""
+
+
+def singles_at_start(shapes: Shapes) -> list[Single]:
+    """The calls of an engine with these shapes, few and small enough for every start."""
+    sums = [Single("all_reduce_norm", (rows, shapes.width), shapes.dtype, shots) for rows, shots in ((8, 1), (129, 2))]
+    logits = Single("all_to_all", (shapes.num_devices, 2, shapes.vocab_size // shapes.num_devices), "float32")
+    return [*sums, Single("all_gather", (8, 2), "int32"), logits]
+
+
+def check(
+    mesh: Mesh, *, implementation: str = "peer", cases: Sequence[Single] | None = None, cycles: int = CYCLES
+) -> Iterator[tuple[str, Fault | None]]:
+    """Of each case its name, and what was wrong. Ends after a wait that was given up.
+
+    cases: None for all single calls and a chain of so many cycles.
+    """
     communicator = collectives.Communicator(mesh) if implementation == "peer" else None
     size = mesh.size
-    cases: list[tuple[str, Callable[[], _Run]]] = [
-        (str(case), functools.partial(_single, mesh, case, implementation)) for case in singles(size)
+    runs: list[tuple[str, Callable[[], _Run]]] = [
+        (str(case), functools.partial(_single, mesh, case, implementation))
+        for case in (singles(size) if cases is None else cases)
     ]
-    if implementation == "peer":  # XLA adds up in another order, so that a chain leads elsewhere
-        cases += [(f"chain of {8 * cycles} calls", functools.partial(_chain, mesh, cycles))]
-    for name, make in cases:
+    if implementation == "peer" and cases is None:  # XLA adds up in another order, so that a chain leads elsewhere
+        runs += [(f"chain of {8 * cycles} calls", functools.partial(_chain, mesh, cycles))]
+    for name, make in runs:
         try:
             fault = _fault(make(), communicator)
         except Exception as error:  # compilers and drivers raise many types
