@@ -22,6 +22,10 @@ PEERS_LOST = -2
 """In place of every token: a device waited in vain for another's part, so what the step computed is wrong."""
 
 
+MIN_TOKENS_OF_TWO_RUNS = 2048
+"""With fewer tokens a half is too small for its products to be fast, and sums go through the peers' memory."""
+
+
 class Norm(Protocol):
     """A root-mean-square normalisation over the last dimension."""
 
@@ -54,6 +58,9 @@ class Shards(Protocol):
 
     def add_and_norm(self, part_TD: Array, residual_TD: Array | None, norm: Norm) -> tuple[Array, Array]:
         """(residual + sum of the parts, its norm): what stands between any two products of a decoder."""
+
+    def num_runs(self, num_tokens: int) -> int:
+        """In how many runs of equal length a step's tokens are computed, so that one is multiplied while another is added up."""
 
     def likeliest(self, ids_R: Array, values_R: Array, num_columns: int) -> Array:
         """int32[R]: the vocabulary id of the largest value over all devices, the lowest id among equals; NaN counts as +inf.
@@ -99,6 +106,9 @@ class OneDevice:
     def add_and_norm(self, part_TD: Array, residual_TD: Array | None, norm: Norm) -> tuple[Array, Array]:
         x_TD = part_TD if residual_TD is None else residual_TD + part_TD
         return x_TD, norm(x_TD)
+
+    def num_runs(self, num_tokens: int) -> int:
+        return 1
 
     def likeliest(self, ids_R: Array, values_R: Array, num_columns: int) -> Array:
         return ids_R
@@ -149,6 +159,9 @@ class TensorShards:
         if by["implementation"] == "xla":
             return ONE_DEVICE.add_and_norm(self.sum(part_TD), residual_TD, norm)
         return collectives.all_reduce_norm(part_TD, residual_TD, norm.weight[...], norm.eps, **by)
+
+    def num_runs(self, num_tokens: int) -> int:
+        return 2 if num_tokens >= MIN_TOKENS_OF_TWO_RUNS and num_tokens % 2 == 0 else 1
 
     def likeliest(self, ids_R: Array, values_R: Array, num_columns: int) -> Array:
         ids_R = self.index * num_columns + ids_R
