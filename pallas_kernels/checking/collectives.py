@@ -6,6 +6,7 @@ python -m pallas_kernels.checking.collectives [--devices 4] [--implementation pe
 import argparse
 import functools
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from pallas_kernels import collectives
 from pallas_kernels.checking.check import Fault
 from pallas_kernels.checking.compiling import first_line
 from pallas_kernels.checking.host import Normals, same_bits
-from pallas_kernels.collectives import peer, reference
+from pallas_kernels.collectives import exchange, peer, reference
 
 EPS = 1e-5
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
@@ -112,6 +113,36 @@ def check(
             return
     if communicator is not None:
         communicator.close()
+
+
+def check_giving_up(mesh: Mesh) -> Fault | None:
+    """Whether a device that waits for one that does not answer gives up after a time, tells all, and works again after a reset.
+
+    Takes `exchange.WAIT_SECONDS`.
+    """
+    communicator = collectives.Communicator(mesh)
+    options: dict[str, Any] = {"axis": mesh.axis_names[0], "implementation": "peer"}
+
+    def call(workspace: Any, x: Any) -> Any:
+        everything = collectives.all_gather(x, **options, workspace=workspace)
+        return everything, collectives.status(everything, **options, workspace=workspace)
+
+    given = np.arange(2 * mesh.size, dtype=np.int32).reshape(mesh.size, 2)
+    program, (x,) = mapped(mesh, call, 1), put(mesh, given)
+    communicator.first_runs(lambda: program(communicator.workspace, x))
+    communicator.set_waiting(False, ranks=[mesh.size - 1])
+    begun = time.perf_counter()
+    first = np.asarray(program(communicator.workspace, x)[1])[0, 0]
+    seconds = time.perf_counter() - begun
+    if first != exchange.FAILED or set(communicator.states()) != {exchange.FAILED}:
+        return Fault(f"the first device says {first} after {seconds:.1f} s, all devices {communicator.states()}")
+    if not 0.9 < seconds / exchange.WAIT_SECONDS < 1.5:
+        return Fault(f"a wait took {seconds:.1f} s, not {exchange.WAIT_SECONDS:g}")
+    communicator.reset()
+    found, states = map(np.asarray, program(communicator.workspace, x))
+    communicator.close()
+    is_right = all(same_bits(part, given) for part in found) and not states.any()
+    return None if is_right else Fault("after a reset, what is gathered is wrong")
 
 
 @dataclass(frozen=True)
@@ -306,18 +337,27 @@ def _chain_problem(arrays: Sequence[np.ndarray], cycles: int, results: Any) -> s
     return None
 
 
+def _print(name: str, fault: Fault | None) -> None:
+    print(f"{'ok  ' if fault is None else 'FAIL'} {name}" + (f": {fault.text}" if fault else ""), flush=True)
+
+
 def main() -> None:
     """Check this machine's devices."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--devices", type=int, default=len(jax.devices()), help="the first so many")
     parser.add_argument("--implementation", default="peer", choices=sorted(collectives.IMPLEMENTATIONS))
+    parser.add_argument("--giving-up", action="store_true", help="also wait for a device that does not answer: half a minute")
     parser.add_argument("--cycles", type=int, default=CYCLES, help="of the chain")
     args = parser.parse_args()
     mesh = Mesh(np.array(jax.devices()[: args.devices]), ("devices",), axis_types=(AxisType.Auto,))
     failed = 0
     for name, fault in check(mesh, implementation=args.implementation, cycles=args.cycles):
         failed += fault is not None
-        print(f"{'ok  ' if fault is None else 'FAIL'} {name}" + (f": {fault.text}" if fault else ""), flush=True)
+        _print(name, fault)
+    if args.giving_up:
+        fault = check_giving_up(mesh)
+        failed += fault is not None
+        _print("a wait that is given up", fault)
     sys.exit(failed > 0)
 
 

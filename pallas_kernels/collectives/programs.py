@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pallas_kernels.collectives import bodies
+from pallas_kernels.collectives import bodies, control
 from pallas_kernels.collectives.arithmetic import ITEMSIZE, scratch_words
 from pallas_kernels.collectives.exchange import MAX_DEVICES
 from pallas_kernels.collectives.plans import MAX_CTAS, MAX_THREADS, VECTOR_BYTES, Plan, plan_rows, plan_vectors
@@ -128,19 +128,19 @@ def _takes(num_devices: int, num_bytes: int) -> bool:
 def status() -> Program:
     """The state of the own device, after some array is there."""
     operands = ("workspace", "after", "out")
-    return Program("collectives_status", bodies.read_state(operands), 1, 128, operands, {"out": ((1,), "int32")})
+    return Program("collectives_status", control.read_state(operands), 1, 128, operands, {"out": ((1,), "int32")})
 
 
 @functools.cache
 def write_header() -> Program:
     """Writes a header of `exchange.HEADER_WORDS` words into the workspace."""
     operands = ("workspace", "header", "out")
-    return Program("collectives_header", bodies.write_header(operands), 1, 128, operands, {"out": ((1,), "int32")})
+    return Program("collectives_header", control.write_header(operands), 1, 128, operands, {"out": ((1,), "int32")})
 
 
 @functools.cache
 def clear() -> Program:
     """Empties all slots and sets all counters to 0."""
     operands = ("workspace", "out")
-    text = bodies.clear(operands, ctas=MAX_CTAS, threads=MAX_THREADS)
+    text = control.clear(operands, ctas=MAX_CTAS, threads=MAX_THREADS)
     return Program("collectives_clear", text, MAX_CTAS, MAX_THREADS, operands, {"out": ((1,), "int32")})

@@ -40,7 +40,7 @@ class Launch:
 class Machine:
     """Several devices with one address space."""
 
-    def __init__(self, num_devices: int, seed: int = 0, max_delay: int = 60):
+    def __init__(self, num_devices: int, seed: int = 0, max_delay: int = 30):
         self.rng = random.Random(seed)
         self.num_devices, self.max_delay = num_devices, max_delay
         self.round = 0

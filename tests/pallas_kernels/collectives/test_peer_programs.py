@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.collectives import bodies, exchange, programs, reference
+from pallas_kernels.collectives import control, exchange, programs, reference
 from pallas_kernels.collectives.exchange import COUNTERS, EMPTY, FAILED, HEADER_WORDS, RANK, SILENT, SLOTS, STATE, WAITING
 from pallas_kernels.collectives.plans import Plan
 from pallas_kernels.collectives.programs import Program
@@ -302,7 +302,7 @@ def test_clearing_empties_slots_and_counters_and_nothing_else() -> None:
     machine, end = Machine(1), SLOTS + 3 * 4096
     before = np.arange(1, end // 4 + 9, dtype=np.uint32)
     workspace, out = machine.place(0, before), machine.place(0, np.full(1, 5, np.int32))
-    text = bodies.clear(("workspace", "out"), ctas=2, threads=128, slots=COUNTERS + 2048, end=COUNTERS + 2048 + 2 * 4096)
+    text = control.clear(("workspace", "out"), ctas=2, threads=128, slots=COUNTERS + 2048, end=COUNTERS + 2048 + 2 * 4096)
     machine.run([[Launch(text, (workspace, out), 2, 128)]])
     found = machine.words(workspace)
     first, last = COUNTERS // 4, (COUNTERS + 2048) // 4

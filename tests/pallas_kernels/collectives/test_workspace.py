@@ -26,7 +26,7 @@ def test_each_header_has_the_addresses_from_the_own_one_on(mesh, plain_peer) -> 
     communicator = Communicator(mesh)
     parts = sorted(communicator.workspace.addressable_shards, key=lambda shard: shard.index[0].start)
     pointers = [part.data.unsafe_buffer_pointer() for part in parts]
-    for rank, header in enumerate(communicator._header(SILENT)):
+    for rank, header in enumerate(communicator._header([SILENT] * 4)):
         assert header[PEERS // 4 : 8].view(np.uint64).tolist() == pointers[rank:] + pointers[:rank]
         assert (header[RANK // 4], header[STATE // 4]) == (rank, SILENT)
     communicator.close()
@@ -36,7 +36,7 @@ def test_each_header_has_the_addresses_from_the_own_one_on(mesh, plain_peer) -> 
 def test_first_runs_are_silent_and_end_in_waiting(mesh, plain_peer, monkeypatch) -> None:
     communicator = Communicator(mesh)
     events = []
-    monkeypatch.setattr(communicator, "_write", lambda state: events.append(state))
+    monkeypatch.setattr(communicator, "_write", lambda states: events.append(states[0]))
     communicator.first_runs(lambda: events.append("run"), count=2)
     assert events == [SILENT, "run", "run", WAITING]
     with pytest.raises(ZeroDivisionError):
@@ -54,12 +54,19 @@ def test_only_a_reset_follows_a_failure(mesh, plain_peer, monkeypatch) -> None:
     communicator.reset()
 
 
-def test_a_device_that_does_not_take_what_is_written_is_noticed(mesh, plain_peer, monkeypatch) -> None:
-    monkeypatch.setattr(workspace, "SILENT", 7)
+def test_some_devices_can_be_silent_alone(mesh, plain_peer, monkeypatch) -> None:
     communicator = Communicator(mesh)
-    communicator.set_waiting(False)
-    with pytest.raises(RuntimeError, match="after 1 was written"):
-        communicator._expect(jax.numpy.zeros(4, jax.numpy.int32), 1)
+    written = []
+    monkeypatch.setattr(communicator, "_write", written.append)
+    communicator.set_waiting(False, ranks=[1, 3])
+    assert written == [[WAITING, SILENT, WAITING, SILENT]]
+
+
+def test_a_device_that_does_not_take_what_is_written_is_noticed(mesh, plain_peer, monkeypatch) -> None:
+    communicator = Communicator(mesh)
+    monkeypatch.setattr(communicator, "_run_write", lambda workspace, header: jax.numpy.array([0, 0, 2, 0]))
+    with pytest.raises(RuntimeError, match=r"wrote \[0, 0, 2, 0\] into the workspaces of the devices, not \[0, 0, 0, 0\]"):
+        communicator.reset()
 
 
 def test_without_a_driver_nothing_is_accessible(monkeypatch) -> None:
