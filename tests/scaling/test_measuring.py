@@ -6,8 +6,8 @@ import json
 import pytest
 
 from jaxllm.model_config import ModelConfig
-from scripts.measuring.limits import Ceilings, ModelCost, Work
-from scripts.measuring.trace import STRETCH, Kernel, class_of, describe, gaps, merged, parse, read_trace
+from jaxllm.scaling.limits import Ceilings, ModelCost, Work
+from jaxllm.scaling.trace import STRETCH, Kernel, class_of, describe, gaps, merged, parse, read_trace
 
 GPU, OTHER_GPU, HOST = 1, 2, 700
 COMPUTE, SECOND, OPS = 13, 14, 15
