@@ -48,7 +48,7 @@ def break_down(
     if not on_gpu:
         parts["attention"] = None
     talks = [[s for s in by_device[device] if name_part(s.name) == "communication"] for device in sorted(by_device)]
-    waiting = waiting_time(talks)
+    waiting = waiting_time(talks) if on_gpu else None
     return Breakdown(
         tensor_parallel_size=tensor_parallel_size,
         work=work,

@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxllm.errors import RequestFailedError
 from jaxllm.llm_engine import LLMEngine
+from jaxllm.outputs import EngineCoreOutput
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scaling.host_times import HostTimes, num_compiled
 from jaxllm.scaling.requests import end_all
@@ -42,6 +44,7 @@ def time_decodes(
 
     A request whose prompt is computed early decodes while the others' prompts are: `params` must leave room for it, and for what
     `then` does: it is called after the stretch with a function that runs one more step of the same requests.
+    Raises RequestFailedError if the engine ends a request with an error.
     """
     core: Any = engine.core
     for i, (prompt, its) in enumerate(zip(prompts, params, strict=True)):
@@ -50,18 +53,23 @@ def time_decodes(
     try:
         have_token: set[str] = set()
 
+        def take_step() -> list[EngineCoreOutput]:
+            news: list[EngineCoreOutput] = core.step()
+            engine.take(news)
+            for item in news:
+                if item.error_kind is not None:
+                    raise RequestFailedError(f"{item.request_id} failed: {item.stop_reason}", item.error_kind)
+            return news
+
         def step() -> bool:
             """Whether it gave each request one token."""
-            news = core.step()
-            engine.take(news)
+            news = take_step()
             return len(news) == num_rows and all(len(item.new_token_ids) == 1 for item in news)
 
         while len(have_token) < num_rows or core.scheduler.waiting:
             if engine.get_num_unfinished_requests() < num_rows:
                 return None
-            news = core.step()
-            engine.take(news)
-            have_token.update(item.request_id for item in news if item.new_token_ids)
+            have_token.update(item.request_id for item in take_step() if item.new_token_ids)
         for _ in range(SETTLING_STEPS):
             step()
         if len(core.scheduler.running) < num_rows:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from jaxllm.scaling.charts import Bar, Series, line_chart, stacked_bars
 from jaxllm.scaling.figures import Point, points
 from jaxllm.scaling.plan import STRONG, WEAK, Plan
-from jaxllm.scaling.rows import DECODE, PREFILL, Breakdown, Results, Row
+from jaxllm.scaling.rows import CPU_THUNKS, DECODE, PREFILL, Breakdown, Results, Row
 
 DEVICES = "devices"
 LAUNCH = "launch on the host"
@@ -103,11 +103,19 @@ def _bars(plan: Plan, results: Results) -> list[Plot]:
     if decodes:
         batches = sorted({found.num_requests for found in decodes})
         groups = [(f"batch {batch}", _stacks((b for b in decodes if b.num_requests == batch), launches)) for batch in batches]
-        drawn.append(Plot("step_parts_decode", stacked_bars("A decode step, by devices", "ms", groups, mark_name=LAUNCH)))
+        title = "A decode step, by devices" + _traced(decodes)
+        drawn.append(Plot("step_parts_decode", stacked_bars(title, "ms", groups, mark_name=LAUNCH)))
     if prefills:
         groups = [("prefill", _stacks(prefills, {}))]
-        drawn.append(Plot("step_parts_prefill", stacked_bars("A step of prompts, by devices", "ms", groups)))
+        drawn.append(
+            Plot("step_parts_prefill", stacked_bars("A step of prompts, by devices" + _traced(prefills), "ms", groups))
+        )
     return drawn
+
+
+def _traced(found: Sequence[Breakdown]) -> str:
+    """On a CPU the profiler slows what is drawn."""
+    return " (CPU, traced)" if any(each.source == CPU_THUNKS for each in found) else ""
 
 
 def _stacks(found: Iterable[Breakdown], rows: dict[tuple[int, str, int], Row]) -> list[Bar]:

@@ -42,18 +42,20 @@ ABOUT_WEAK = (
 ABOUT_PARTS = (
     "Milliseconds per step, mean over the devices, from a profiler's trace of some steps. A moment in which several kernels run "
     "counts once: for products before attention, others and communication, so communication is what nothing hides. Waiting is the "
-    "part of it in which a device waited for the last one. Gaps: the untraced time of a step less the time in which a kernel runs."
+    "part of it in which a device waited for the last one. Gaps: the untraced time of a step less the time in which a kernel runs. "
+    "Launch: host time of launching a step, beside the device. Traced: a step's time under the profiler, which slows the host."
 )
 ABOUT_THUNKS = (
-    "On a CPU these are the operations that XLA ran, by their names; attention cannot be told from others there, and gaps and "
-    "waiting are not measured, because the devices share the cores."
+    "On a CPU these are the operations that XLA ran under the profiler, by their names. Attention cannot be told from others there; "
+    "gaps and waiting are not measured on a CPU, whose devices share the cores."
 )
 ABOUT_ALL_REDUCES = (
     "A sum of hidden states [rows, width] over all devices, by XLA's own means (NCCL on GPUs), measured alone, one after the other. "
     "Bus: bytes that a device sends by the ring algorithm, per second. Per step: two per layer."
 )
 ABOUT_CPU = (
-    "The devices are parts of one CPU and share its cores: these figures show that the experiment runs, not how a model scales."
+    "The devices are parts of one CPU and share its cores: these figures show that the experiment runs, not how a model scales. "
+    "The limits are those of memory and of large products; a small model stays in the caches, and may be faster."
 )
 
 
@@ -117,8 +119,8 @@ def document(plan: Plan, results: Results, drawn: Sequence[Plot]) -> tuple[str, 
         blocks += [Heading("What is missing"), Points(problems)]
     if results.rows:
         blocks += [Heading("Measurements"), tables.main_table(plan, results.rows), Text(ABOUT_ROWS)]
-        blocks += charts_of("time_per_token", "tokens_per_second", "throughput")
-        blocks += charts_of("speed_up", "efficiency", "tokens_per_second_per_device")
+        blocks += charts_of("time_per_token", "tokens_per_second", "tokens_per_second_per_device", "throughput")
+        blocks += charts_of("speed_up", "efficiency")
     weak = tables.weak_table(plan, results.rows)
     if weak.lines:
         blocks += [Heading("Weak scaling"), weak, Text(ABOUT_WEAK), *charts_of("weak_time_per_token", "weak_efficiency")]

@@ -84,7 +84,7 @@ class Breakdown:
     hidden_communication_ms: float
     """Time of communication beside other kernels; it is in the parts of those."""
     waiting_ms: float | None
-    """How much of communication is waiting for the device that comes last; None if the devices' kernels do not match."""
+    """How much of communication is waiting for the device that comes last; None if the devices' kernels do not match, or on a CPU."""
     gaps_ms: float | None
     """Time of an untraced step in which no kernel runs; None on a CPU."""
     launches: float

@@ -17,7 +17,7 @@ ROW_HEADER = (
 WEAK_HEADER = ("requests per device", "devices", "requests", "ms/token", "tok/s", "tok/s/device", "speed-up", "efficiency")
 PARTS_HEADER = (
     *("devices", "work", "requests", "step ms", "products", "attention", "communication", "waiting", "other", "gaps"),
-    *("kernels", "launch ms"),
+    *("kernels", "launch ms", "traced ms"),
 )
 ALL_REDUCE_HEADER = ("devices", "rows", "width", "bytes", "µs", "bus GB/s", "per step", "ms per step")
 LIMITS_HEADER = ("devices", "copy TB/s", "product TFLOP/s", "type", "weights read per step GB", "cache kB/token", "start s")
@@ -98,6 +98,7 @@ def parts_table(results: Results) -> Table:
             number(found.gaps_ms),
             f"{found.launches:.0f}",
             number(launches.get(_key(found))),
+            number(found.traced_ms),
         ]
         for found in results.breakdowns
     ]
