@@ -100,10 +100,19 @@ def record() -> Iterator[tuple[Recording, Any]]:
     with tempfile.TemporaryDirectory() as directory:
         jax.profiler.start_trace(directory, profiler_options=options)
         try:
-            yield recording, jax.profiler.TraceAnnotation(STRETCH)
+            yield recording, _marked()
         finally:
             jax.profiler.stop_trace()
         recording.trace = read_trace(Path(directory))
+
+
+@contextlib.contextmanager
+def _marked() -> Iterator[None]:
+    """JAX's own annotation begins when it is made, not when it is entered."""
+    import jax
+
+    with jax.profiler.TraceAnnotation(STRETCH):
+        yield
 
 
 def read_trace(directory: Path) -> Trace:
