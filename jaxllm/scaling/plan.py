@@ -1,6 +1,7 @@
 """What the experiment measures at which tensor-parallel size. A plan is plain values: its JSON goes to the processes that measure."""
 
 import dataclasses
+import json
 import math
 import random
 from collections.abc import Mapping, Sequence
@@ -78,8 +79,9 @@ class Plan:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as JSON's values."""
-        return dataclasses.asdict(self)
+        """The plan as JSON's values: lists, no tuples."""
+        values: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        return values
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Plan":
