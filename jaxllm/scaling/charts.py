@@ -1,7 +1,7 @@
 """Line charts and stacked bars as SVG text, which a page holds inline and which needs no library to draw or to show."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -11,6 +11,7 @@ FONT = "font-family='system-ui, sans-serif'"
 HEIGHT, TOP, BOTTOM, LEFT = 320, 44, 52, 66
 WIDTH, LEGEND = 430, 150
 BAR, BAR_GAP, GROUP_GAP = 30, 8, 26
+MAX_TICKS = 8
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,12 @@ class Axis:
     ticks: list[float]
 
 
-def line_chart(title: str, x_label: str, y_label: str, series: Sequence[Series], *, log_y: bool = False) -> str:
-    """Lines over numbers of devices, which stand at equal distances for equal ratios."""
+def line_chart(title: str, x_label: str, y_label: str, series: Sequence[Series], *, log_base: int | None = None) -> str:
+    """Lines over numbers of devices, which stand at equal distances for equal ratios; so do the values with `log_base` 2 or 10."""
     xs = sorted({x for line in series for x, _ in line.values})
     ys = [y for line in series for _, y in line.values]
     left, right = LEFT, LEFT + WIDTH - 90
-    axis = _log_axis(ys) if log_y and min(ys) > 0 else _linear_axis(max(ys))
+    axis = _log_axis(ys, log_base) if log_base is not None and min(ys) > 0 else _linear_axis(max(ys))
     low, high = math.log2(xs[0]), math.log2(xs[-1])
 
     def x_place(x: float) -> float:
@@ -73,10 +74,16 @@ def line_chart(title: str, x_label: str, y_label: str, series: Sequence[Series],
     return _svg(title, right + LEGEND, parts)
 
 
-def stacked_bars(title: str, y_label: str, groups: Sequence[tuple[str, Sequence[Bar]]], *, mark_name: str | None = None) -> str:
-    """Groups of bars, each bar with its label below and its total above. `mark_name`: what the bars' marks are."""
+def stacked_bars(
+    title: str,
+    y_label: str,
+    groups: Sequence[tuple[str, Sequence[Bar]]],
+    *,
+    colour: Mapping[str, str],
+    mark_name: str | None = None,
+) -> str:
+    """Groups of bars, each bar with its label below and its total above. `colour`: of each part; `mark_name`: what the marks are."""
     names = list(dict.fromkeys(name for _, bars in groups for bar in bars for name, _ in bar.parts))
-    colour = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
     tallest = max(sum(value for _, value in bar.parts) for _, bars in groups for bar in bars)
     marks = [bar.mark for _, bars in groups for bar in bars if bar.mark is not None]
     axis = _linear_axis(max([tallest, *marks]) * 1.06)
@@ -105,7 +112,7 @@ def as_file(svg: str) -> str:
     return f"{head}>{rest[:title]}<rect width='100%' height='100%' fill='#fff'/><g color='#000'>{rest[title:-6]}</g></svg>\n"
 
 
-def _stack(bar: Bar, x: float, axis: Axis, colour: dict[str, str]) -> list[str]:
+def _stack(bar: Bar, x: float, axis: Axis, colour: Mapping[str, str]) -> list[str]:
     parts, below = [], 0.0
     for name, value in bar.parts:
         top, bottom = axis.place(below + value), axis.place(below)
@@ -181,18 +188,25 @@ def _linear_axis(highest: float) -> Axis:
     return Axis(lambda y: HEIGHT - BOTTOM - y / (count * step) * span, [i * step for i in range(count + 1)])
 
 
-def _log_axis(ys: Sequence[float]) -> Axis:
-    """Whole powers of ten around the values, with 2 and 5 between them where there are few."""
-    low, high = math.floor(math.log10(min(ys))), math.ceil(math.log10(max(ys)))
-    high = max(high, low + 1)
+def _log_axis(ys: Sequence[float], base: int) -> Axis:
+    """Ticks around the values: 1, 2 and 5 times powers of ten, of these only the powers where there are many, or powers of two."""
+    factors = (1, 2, 5) if base == 10 else (1,)
+    exponents = range(math.floor(math.log(min(ys), base)) - 1, math.ceil(math.log(max(ys), base)) + 2)
+    known = [float(base) ** exponent * factor for exponent in exponents for factor in factors]
+    low = max(tick for tick in known if tick <= min(ys) * (1 + 1e-9))
+    high = min(tick for tick in known if tick >= max(ys) * (1 - 1e-9) and tick > low)
+    ticks = [tick for tick in known if low <= tick <= high]
+    if len(ticks) > MAX_TICKS:
+        powers = {float(base) ** exponent for exponent in exponents}
+        ticks = [tick for tick in ticks if tick in powers or tick in (low, high)]
     span = HEIGHT - BOTTOM - TOP
-    factors = (1, 2, 5) if high - low <= 2 else (1,)
-    ticks = [10.0**power * factor for power in range(low, high) for factor in factors] + [10.0**high]
-    return Axis(lambda y: HEIGHT - BOTTOM - (math.log10(y) - low) / (high - low) * span, ticks)
+    return Axis(lambda y: HEIGHT - BOTTOM - math.log(y / low) / math.log(high / low) * span, ticks)
 
 
 def _short(value: float) -> str:
-    """`12k`, `1.5`, `0.02`"""
+    """`2M`, `12k`, `1.5`, `0.02`"""
+    if abs(value) >= 1_000_000:
+        return f"{value / 1e6:.3g}M"
     if abs(value) >= 10_000:
         return f"{value / 1000:.0f}k"
     if abs(value) >= 100:

@@ -12,6 +12,13 @@ DEVICES = "devices"
 LAUNCH = "launch on the host"
 _PART_NAMES = {"products": "products", "attention": "attention", "communication": "communication", "other": "other kernels"}
 _GAPS = "no kernel runs"
+_PART_COLOURS = {
+    "products": "#0072b2",
+    "attention": "#56b4e9",
+    "communication": "#d55e00",
+    "other kernels": "#009e73",
+    _GAPS: "#999999",
+}
 
 
 @dataclass(frozen=True)
@@ -30,9 +37,9 @@ def plots(plan: Plan, results: Results) -> list[Plot]:
     decodes = [point for point in strong if point.row.work == DECODE]
     drawn: list[Plot | None] = [
         _lines("time_per_token", "Decode: time per token", "ms", decodes, lambda point: point.row.ms_per_step),
-        _lines("tokens_per_second", "Output tokens/s of decode", "tokens/s", decodes, _rate, log_y=True),
-        _lines("throughput", "Prefill and mixed work: tokens/s", "tokens/s", _others(strong), _rate, log_y=True),
-        _lines("speed_up", "Strong scaling: speed-up", "times as fast", strong, lambda point: point.speed_up, ideal=True),
+        _lines("tokens_per_second", "Output tokens/s of decode", "tokens/s", decodes, _rate, log_base=10),
+        _lines("throughput", "Prefill and mixed work: tokens/s", "tokens/s", _others(strong), _rate, log_base=10),
+        _lines("speed_up", "Strong scaling: speed-up", "times as fast", strong, _speed_up, log_base=2, ideal=True),
         _lines("efficiency", "Strong scaling: efficiency", "%", strong, _percent, ideal_value=100.0),
         _lines(
             "tokens_per_second_per_device",
@@ -40,7 +47,7 @@ def plots(plan: Plan, results: Results) -> list[Plot]:
             "tokens/s",
             decodes,
             lambda point: point.row.tokens_per_second_per_device,
-            log_y=True,
+            log_base=10,
         ),
         _lines("weak_time_per_token", "Weak scaling: time per token", "ms", weak, lambda point: point.row.ms_per_step),
         _lines("weak_efficiency", "Weak scaling: efficiency", "%", weak, _percent, ideal_value=100.0),
@@ -51,6 +58,10 @@ def plots(plan: Plan, results: Results) -> list[Plot]:
 
 def _rate(point: Point) -> float:
     return point.row.tokens_per_second
+
+
+def _speed_up(point: Point) -> float:
+    return point.speed_up
 
 
 def _percent(point: Point) -> float:
@@ -68,7 +79,7 @@ def _lines(
     found: Sequence[Point],
     value: Callable[[Point], float],
     *,
-    log_y: bool = False,
+    log_base: int | None = None,
     ideal: bool = False,
     ideal_value: float | None = None,
 ) -> Plot | None:
@@ -85,7 +96,7 @@ def _lines(
         series.append(Series("ideal", [(size, size / sizes[0]) for size in sizes], ideal=True))
     if ideal_value is not None:
         series.append(Series("ideal", [(size, ideal_value) for size in sizes], ideal=True))
-    return Plot(name, line_chart(title, DEVICES, y_label, series, log_y=log_y))
+    return Plot(name, line_chart(title, DEVICES, y_label, series, log_base=log_base))
 
 
 def _name(point: Point) -> str:
@@ -104,12 +115,11 @@ def _bars(plan: Plan, results: Results) -> list[Plot]:
         batches = sorted({found.num_requests for found in decodes})
         groups = [(f"batch {batch}", _stacks((b for b in decodes if b.num_requests == batch), launches)) for batch in batches]
         title = "A decode step, by devices" + _traced(decodes)
-        drawn.append(Plot("step_parts_decode", stacked_bars(title, "ms", groups, mark_name=LAUNCH)))
+        drawn.append(Plot("step_parts_decode", stacked_bars(title, "ms", groups, colour=_PART_COLOURS, mark_name=LAUNCH)))
     if prefills:
         groups = [("prefill", _stacks(prefills, {}))]
-        drawn.append(
-            Plot("step_parts_prefill", stacked_bars("A step of prompts, by devices" + _traced(prefills), "ms", groups))
-        )
+        title = "A step of prompts, by devices" + _traced(prefills)
+        drawn.append(Plot("step_parts_prefill", stacked_bars(title, "ms", groups, colour=_PART_COLOURS)))
     return drawn
 
 

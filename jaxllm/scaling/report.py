@@ -36,8 +36,9 @@ ABOUT_ROWS = (
     "communication is not in the limit. Launch: host time of launching a step, which runs beside the device."
 )
 ABOUT_WEAK = (
-    "The number of requests grows with the devices, so that each device has the same share. Weights are read once per step however "
-    "many requests there are, so the work of each device shrinks a little: an efficiency above 100 % is possible."
+    "The number of requests grows with the devices, so each device reads as many keys and values, and computes as much, at every size. "
+    "Its share of the weights still shrinks, and small batches spend most of their time on weights: an efficiency far above 100 % is "
+    "usual there. The share of the limit takes that into account."
 )
 ABOUT_PARTS = (
     "Milliseconds per step, mean over the devices, from a profiler's trace of some steps. A moment in which several kernels run "

@@ -14,7 +14,17 @@ ROW_HEADER = (
     *("devices", "work", "requests", "result", "unit", "tok/s", "tok/s/device", "speed-up", "efficiency", "of the limit"),
     *("launch ms", "note"),
 )
-WEAK_HEADER = ("requests per device", "devices", "requests", "ms/token", "tok/s", "tok/s/device", "speed-up", "efficiency")
+WEAK_HEADER = (
+    "requests per device",
+    "devices",
+    "requests",
+    "ms/token",
+    "tok/s",
+    "tok/s/device",
+    "speed-up",
+    "efficiency",
+    "of the limit",
+)
 PARTS_HEADER = (
     *("devices", "work", "requests", "step ms", "products", "attention", "communication", "waiting", "other", "gaps"),
     *("kernels", "launch ms", "traced ms"),
@@ -49,7 +59,7 @@ def row_cells(row: Row, point: Point | None) -> list[str]:
         number(row.tokens_per_second_per_device),
         NOT_MEASURED if point is None else f"{point.speed_up:.2f}",
         NOT_MEASURED if point is None else f"{point.efficiency:.0%}",
-        f"{row.share_of_limit:.0%}" if row.share_of_limit >= 0.01 else f"{row.share_of_limit:.1%}",
+        share(row.share_of_limit),
         number(row.host_ms.get("launch")),
         row.note or "",
     ]
@@ -75,6 +85,7 @@ def weak_table(plan: Plan, rows: Sequence[Row]) -> Table:
             number(point.row.tokens_per_second_per_device),
             f"{point.speed_up:.2f}",
             f"{point.efficiency:.0%}",
+            share(point.row.share_of_limit),
         ]
         for point in weak
     ]
@@ -182,6 +193,11 @@ def number(value: float | None) -> str:
     if size >= 1 or size == 0:
         return f"{value:.2f}"
     return f"{value:.3g}" if size >= 1e-3 else f"{value:.1e}"
+
+
+def share(value: float) -> str:
+    """`67%`, `0.4%`"""
+    return f"{value:.0%}" if value >= 0.01 else f"{value:.1%}"
 
 
 def _key(of: Row | Breakdown) -> tuple[int, str, int]:
