@@ -116,11 +116,11 @@ def run(arguments: argparse.Namespace) -> int:
     variables = environment_of(arguments.devices)
     devices = find_devices(variables)
     plan = _plan(arguments, devices)
-    results = Results(plan.to_json())
+    results, sizes = Results(plan.to_json()), plan.tensor_parallel_sizes
     if paths:
         plan, results = experiment.earlier(paths, plan)
     if arguments.dry_run:
-        _print_plan(plan, devices, [size.tensor_parallel_size for size in results.sizes])
+        _print_plan(plan, devices, sizes, results.complete_sizes)
         return 0
     found = {f"{devices['platform']} {number}": devices["kind"] for number in range(devices["count"])}
     results.environment = env.gather(devices=found)
@@ -132,6 +132,7 @@ def run(arguments: argparse.Namespace) -> int:
             experiment.run(
                 plan,
                 results,
+                sizes,
                 variables=variables,
                 timeout_seconds=arguments.timeout,
                 logs=Path(directory) if output is None else output / report.LOGS_FOLDER,
@@ -213,9 +214,9 @@ def _output_directory(path: str | None) -> Path | None:
     return directory
 
 
-def _print_plan(plan: Plan, devices: dict[str, Any], done: list[int]) -> None:
+def _print_plan(plan: Plan, devices: dict[str, Any], sizes: tuple[int, ...], done: set[int]) -> None:
     print(f"{plan.model} on {devices['count']} × {devices['kind']} ({devices['platform']})")
-    for size in plan.tensor_parallel_sizes:
+    for size in sizes:
         if size in done:
             print(f"tensor-parallel size {size}: measured already")
             continue

@@ -1,7 +1,7 @@
 """Runs the experiment size by size, and keeps what is done whatever happens to the rest."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from jaxllm.scaling import report
@@ -13,6 +13,7 @@ from jaxllm.scaling.rows import Results, SizeResult
 def run(
     plan: Plan,
     results: Results,
+    sizes: Sequence[int],
     *,
     variables: Mapping[str, str],
     timeout_seconds: float | None,
@@ -21,16 +22,14 @@ def run(
     output: Path | None,
     hear: Callable[[SizeResult], Hear],
 ) -> None:
-    """Measure every size of the plan that `results` does not have yet, and add it.
+    """Measure these sizes of the plan, and add them to `results`. What it has already, without a failure, is not measured again.
 
     All files are written anew under `output` after each size. A Ctrl-C ends the size that is measured, and leaves out the others;
     `results.interrupted` says so. `hear` is told of each size before it begins, and gives who hears of its results.
     """
-    done = {size.tensor_parallel_size for size in results.sizes}
     logs.mkdir(parents=True, exist_ok=True)
-    for size in plan.tensor_parallel_sizes:
-        if size in done:
-            continue
+    for size in sorted(set(sizes) - results.complete_sizes):
+        results.sizes = [of for of in results.sizes if of.tensor_parallel_size != size]
         try:
             result = measure_size(
                 plan,

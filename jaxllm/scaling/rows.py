@@ -165,6 +165,11 @@ class Results:
         return [breakdown for size in self.sizes for breakdown in size.breakdowns]
 
     @property
+    def complete_sizes(self) -> set[int]:
+        """The sizes that did not fail."""
+        return {size.tensor_parallel_size for size in self.sizes if size.failure is None}
+
+    @property
     def failed(self) -> bool:
         """Whether anything that was asked for is missing."""
         return self.interrupted or any(size.failure or size.skipped for size in self.sizes)

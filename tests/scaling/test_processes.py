@@ -105,6 +105,7 @@ def run(plan: Any, output: Path, hear: Any = lambda size: lambda told: None) -> 
     experiment.run(
         plan,
         results,
+        plan.tensor_parallel_sizes,
         variables=environment_of(None),
         timeout_seconds=None,
         logs=output / "logs",
@@ -148,6 +149,7 @@ def test_earlier_results_are_not_measured_again(tmp_path: Path) -> None:
     experiment.run(
         plan,
         results,
+        plan.tensor_parallel_sizes,
         variables=environment_of(None),
         timeout_seconds=None,
         logs=tmp_path / "logs",
@@ -156,6 +158,23 @@ def test_earlier_results_are_not_measured_again(tmp_path: Path) -> None:
         hear=lambda size: heard.append(size.tensor_parallel_size) or (lambda told: None),  # type: ignore[func-returns-value]
     )
     assert heard == [4] and [size.tensor_parallel_size for size in results.sizes] == [1, 2, 4]
+
+
+def test_a_size_that_failed_is_measured_again_if_asked(tmp_path: Path) -> None:
+    before = run(plan_with("2:crash"), tmp_path)
+    assert before.complete_sizes == {1, 4}
+    heard: list[int] = []
+
+    def hear(size: SizeResult) -> Any:
+        heard.append(size.tensor_parallel_size)
+        return lambda told: None
+
+    results = dataclasses.replace(before, sizes=list(before.sizes))
+    where = {"variables": environment_of(None), "timeout_seconds": None, "logs": tmp_path, "log_level": "info", "output": None}
+    experiment.run(plan_with(""), results, (1,), hear=hear, **where)
+    assert heard == [] and results.complete_sizes == {1, 4}
+    experiment.run(plan_with(""), results, (1, 2), hear=hear, **where)
+    assert heard == [2] and results.complete_sizes == {1, 2, 4} and len(results.sizes) == 3
 
 
 def test_devices_are_found_by_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
