@@ -53,12 +53,10 @@ def candidates(wanted: str, model: ModelConfig, plan: MemoryPlan, mesh: Mesh, *,
         head_dim=model.head_dim,
         interpret=not on_gpu,
     )
-    # Over several devices plain JAX reduces each its part of the vocabulary; a kernel would first gather all of it.
-    one_device = mesh.size == 1
     sample = tuple(
         name
         for name in SAMPLING_PREFERENCE
-        if name in PLAIN or (one_device and sampling.supports(name, vocab_size=model.padded_vocab_size, interpret=not on_gpu))
+        if name in PLAIN or sampling.supports(name, vocab_size=model.padded_vocab_size, interpret=not on_gpu)
     )
     return {"paged_attention": attention, "rope_cache_write": rope, "sampling": sample}
 

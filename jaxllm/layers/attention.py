@@ -7,6 +7,7 @@ from jaxllm.layers.attend import Attend, Projection
 from jaxllm.layers.linear import Linear, abstract_param
 from jaxllm.layers.norm import RMSNorm
 from jaxllm.model_config import ModelConfig
+from jaxllm.parallel.shards import ONE_DEVICE, Shards
 
 
 class Attention(nnx.Module):
@@ -32,7 +33,8 @@ class Attention(nnx.Module):
         )
         self.kv_scale = abstract_param((2,), ("kv",), "float32") if config.has_kv_scales else None
 
-    def __call__(self, x_TD: Array, angles: tuple[Array, Array], attend: Attend) -> Array:
+    def __call__(self, x_TD: Array, angles: tuple[Array, Array], attend: Attend, shards: Shards = ONE_DEVICE) -> Array:
+        """Of several devices, this one's part of the sum."""
         projection = Projection(
             qkv_TKGH=self.qkv(x_TD),
             cos_TH=angles[0],
@@ -43,4 +45,4 @@ class Attention(nnx.Module):
             kv_scale_2=None if self.kv_scale is None else self.kv_scale[...],
         )
         out_TKGH = attend(self.layer, projection, scale=self.scale, window=self.window, soft_cap=None)
-        return self.out(out_TKGH)
+        return self.out(out_TKGH, shards)

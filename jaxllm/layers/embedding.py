@@ -6,6 +6,7 @@ from jax import Array
 
 from jaxllm.layers.linear import abstract_param, precision_of
 from jaxllm.model_config import ModelConfig
+from jaxllm.parallel.shards import ONE_DEVICE, Shards
 
 
 class Embedding(nnx.Module):
@@ -16,17 +17,27 @@ class Embedding(nnx.Module):
         self.vocab_size = config.vocab_size
         self.dtype = config.dtype
 
-    def __call__(self, token_ids_T: Array) -> Array:
-        """The rows of these ids, in the type of the activations; ids must lie in the vocabulary."""
-        rows_TD = self.weight[...].at[token_ids_T].get(mode="clip")
-        return rows_TD.astype(self.dtype)
+    def __call__(self, token_ids_T: Array, shards: Shards = ONE_DEVICE) -> Array:
+        """The rows of these ids, in the type of the activations; ids must lie in the vocabulary.
 
-    def logits(self, hidden_TD: Array) -> Array:
-        """Float32 scores; -inf in the columns that pad the vocabulary."""
+        Of several devices, this one's part of the sum: zeros for ids whose rows are elsewhere.
+        """
+        weight_VD = self.weight[...]
+        if shards.size == 1:
+            return weight_VD.at[token_ids_T].get(mode="clip").astype(self.dtype)
+        ids_T = token_ids_T - shards.index * weight_VD.shape[0]
+        is_here_T = (ids_T >= 0) & (ids_T < weight_VD.shape[0])
+        rows_TD = weight_VD.at[ids_T].get(mode="clip").astype(self.dtype)
+        return jnp.where(is_here_T[:, None], rows_TD, 0)
+
+    def logits(self, hidden_TD: Array, shards: Shards = ONE_DEVICE) -> Array:
+        """Float32 scores of this device's part of the vocabulary; -inf in the columns that pad it."""
         weight_VD = self.weight[...].astype(hidden_TD.dtype)
         logits_TV = jnp.einsum(
             "td,vd->tv", hidden_TD, weight_VD, precision=precision_of(hidden_TD.dtype), preferred_element_type=jnp.float32
         )
-        if weight_VD.shape[0] == self.vocab_size:
+        num_columns = weight_VD.shape[0]
+        if num_columns * shards.size == self.vocab_size:
             return logits_TV
-        return jnp.where(jnp.arange(weight_VD.shape[0]) < self.vocab_size, logits_TV, -jnp.inf)
+        id_V = shards.index * num_columns + jnp.arange(num_columns)
+        return jnp.where(id_V < self.vocab_size, logits_TV, -jnp.inf)

@@ -8,6 +8,7 @@ from flax import nnx
 from jax import Array
 from jax.lax import Precision
 
+from jaxllm.parallel.shards import ONE_DEVICE, Shards
 from jaxllm.quantization.fp8 import DTYPE as FP8
 from jaxllm.quantization.fp8 import Fp8Weight
 
@@ -49,13 +50,21 @@ class Linear(nnx.Module):
         values = abstract_param(shape[n:] + shape[:n], axes[n:] + axes[:n], str(jnp.dtype(FP8)))
         self.weight = Fp8Weight(values, abstract_param(shape[n:], axes[n:], "float32"))
 
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: Array, shards: Shards = ONE_DEVICE) -> Array:
+        """The product of this device's part of the weight.
+
+        shards: of a product whose contracted dimensions are split, those that it is split over; the result is then a part
+        of the sum, with the bias in the part of the first device.
+        """
         # One contracted dimension: XLA would transpose a weight in every step to contract several.
         x = x.reshape(*x.shape[: x.ndim - self.num_contracted], -1)
         if isinstance(self.weight, Fp8Weight):
-            y = self.weight.product(x)
+            y = self.weight.product(x, shards)
         else:
             weight = self.weight[...].astype(x.dtype)
             trailing = weight.shape[self.num_contracted :]
             y = jnp.tensordot(x, weight.reshape(-1, *trailing), 1, precision=precision_of(x.dtype))
-        return y if self.bias is None else y + self.bias[...].astype(x.dtype)
+        if self.bias is None:
+            return y
+        bias = self.bias[...].astype(x.dtype)
+        return y + (bias if shards.size == 1 else jnp.where(shards.index == 0, bias, 0))

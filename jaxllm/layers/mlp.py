@@ -6,6 +6,7 @@ from jax import Array
 
 from jaxllm.layers.linear import Linear
 from jaxllm.model_config import ModelConfig
+from jaxllm.parallel.shards import ONE_DEVICE, Shards
 
 
 class GatedMLP(nnx.Module):
@@ -16,6 +17,7 @@ class GatedMLP(nnx.Module):
         self.gate_up = Linear("td,dcf->tcf", (D, 2, F), ("embed", "gate_up", "mlp"), config.dtype, bias=config.mlp_bias)
         self.down = Linear("tf,fd->td", (F, D), ("mlp", "embed"), config.dtype, bias=config.mlp_bias)
 
-    def __call__(self, x_TD: Array) -> Array:
+    def __call__(self, x_TD: Array, shards: Shards = ONE_DEVICE) -> Array:
+        """Of several devices, this one's part of the sum."""
         gate_up_TCF = self.gate_up(x_TD)
-        return self.down(jax.nn.silu(gate_up_TCF[:, 0]) * gate_up_TCF[:, 1])
+        return self.down(jax.nn.silu(gate_up_TCF[:, 0]) * gate_up_TCF[:, 1], shards)

@@ -10,6 +10,7 @@ from jaxllm.layers.mlp import GatedMLP
 from jaxllm.layers.norm import RMSNorm
 from jaxllm.layers.rope import rope_angles
 from jaxllm.model_config import ModelConfig
+from jaxllm.parallel.shards import ONE_DEVICE, Shards
 
 
 class DecoderBlock(nnx.Module):
@@ -21,9 +22,12 @@ class DecoderBlock(nnx.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, "embed", config.dtype, eps=config.rms_norm_eps)
         self.mlp = GatedMLP(config)
 
-    def __call__(self, x_TD: Array, angles: tuple[Array, Array], attend: Attend) -> Array:
-        x_TD = x_TD + self.attention(self.attention_norm(x_TD), angles, attend)
-        return x_TD + self.mlp(self.mlp_norm(x_TD))
+    def __call__(
+        self, x_TD: Array, normed_TD: Array, next_norm: RMSNorm, angles: tuple[Array, Array], attend: Attend, shards: Shards
+    ) -> tuple[Array, Array]:
+        """From x and attention_norm(x) to the new x and next_norm of it: each sum of partial products ends in a norm."""
+        x_TD, normed_TD = shards.add_and_norm(self.attention(normed_TD, angles, attend, shards), x_TD, self.mlp_norm)
+        return shards.add_and_norm(self.mlp(normed_TD, shards), x_TD, next_norm)
 
 
 class CausalLM(nnx.Module):
@@ -39,14 +43,15 @@ class CausalLM(nnx.Module):
         self.norm = RMSNorm(config.hidden_size, "embed", config.dtype, eps=config.rms_norm_eps)
         self.head = Embedding(config) if config.generates and not config.tie_word_embeddings else None
 
-    def __call__(self, token_ids_T: Array, positions_T: Array, attend: Attend) -> Array:
-        """Hidden states [T, D] after the last norm."""
-        x_TD = self.embedding(token_ids_T)
+    def __call__(self, token_ids_T: Array, positions_T: Array, attend: Attend, shards: Shards = ONE_DEVICE) -> Array:
+        """Hidden states [T, D] after the last norm, whole on every device."""
         angles = rope_angles(self.config, positions_T)
-        for block in self.blocks:
-            x_TD = block(x_TD, angles, attend)
-        return self.norm(x_TD)
+        norms = [*(block.attention_norm for block in self.blocks), self.norm]
+        x_TD, normed_TD = shards.add_and_norm(self.embedding(token_ids_T, shards), None, norms[0])
+        for block, next_norm in zip(self.blocks, norms[1:], strict=True):
+            x_TD, normed_TD = block(x_TD, normed_TD, next_norm, angles, attend, shards)
+        return normed_TD
 
-    def logits(self, hidden_TD: Array) -> Array:
-        """Float32 [T, V], of a model that generates; columns that pad the vocabulary are -inf."""
-        return (self.embedding if self.head is None else self.head).logits(hidden_TD)
+    def logits(self, hidden_TD: Array, shards: Shards = ONE_DEVICE) -> Array:
+        """Float32 [T, V] of this device's part of the vocabulary, of a model that generates; columns that pad it are -inf."""
+        return (self.embedding if self.head is None else self.head).logits(hidden_TD, shards)

@@ -1,9 +1,13 @@
 """Weights and activations as 8-bit floats (float8_e4m3fn, arXiv:2209.05433), and the product of both."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
+
+from jaxllm.parallel.shards import ONE_DEVICE, Shards
 
 DTYPE = jnp.float8_e4m3fn
 LARGEST = 448.0
@@ -23,9 +27,13 @@ class Fp8Weight(nnx.Module):
         self.values = values
         self.scale = scale
 
-    def product(self, x: Array) -> Array:
-        """[..., contracted as one] to [..., *outputs], in x's type; x is quantised with a scale per vector."""
-        values, scale = quantize(x)
+    def product(self, x: Array, shards: Shards = ONE_DEVICE) -> Array:
+        """[..., contracted as one] to [..., *outputs], in x's type; x is quantised with a scale per vector.
+
+        shards: what x and the contracted dimension are split over. A vector's scale is that of the whole of it, so that
+        any number of devices computes with the same values.
+        """
+        values, scale = quantize(x, largest=shards.max)
         outputs = self.scale.shape
         weight = self.values[...].reshape(*outputs, -1)
         y = lax.platform_dependent(values, weight, cpu=_dot_of_wide, default=_dot_for(x.dtype))
@@ -33,11 +41,16 @@ class Fp8Weight(nnx.Module):
         return (y.astype(jnp.float32) * scale * self.scale[...]).astype(x.dtype)
 
 
-def quantize(x: Array, num_contracted: int = 1) -> tuple[Array, Array]:
-    """(values, scale) with x ≈ values * scale: one float32 scale for the last `num_contracted` dimensions together."""
+def quantize(
+    x: Array, num_contracted: int = 1, *, largest: Callable[[Array], Array] = ONE_DEVICE.max
+) -> tuple[Array, Array]:
+    """(values, scale) with x ≈ values * scale: one float32 scale for the last `num_contracted` dimensions together.
+
+    largest: from the largest absolute values here to those of the whole vectors, of which x may be a part.
+    """
     axes = tuple(range(-num_contracted, 0))
     wide = x.astype(jnp.float32)
-    scale = jnp.maximum(jnp.max(jnp.abs(wide), axis=axes, keepdims=True), _TINY) / LARGEST
+    scale = jnp.maximum(largest(jnp.max(jnp.abs(wide), axis=axes, keepdims=True)), _TINY) / LARGEST
     return narrow(wide / scale), scale.reshape(x.shape[:-num_contracted])
 
 

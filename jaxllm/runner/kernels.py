@@ -13,6 +13,8 @@ class Kernels:
     rope_cache_write: str
     sampling: str
     """"xla" is plain JAX (`jaxllm.sampling`)."""
+    collectives: str = "xla"
+    """What several devices exchange sums and logits by: "peer" reads and writes the peers' memory."""
     interpret: bool = False
     """Run Pallas kernels as plain JAX: on a CPU."""
 

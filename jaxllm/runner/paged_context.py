@@ -4,15 +4,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
 
 from jaxllm.layers.attend import Projection
 from jaxllm.runner.kernels import Kernels
 from pallas_kernels.paged_attention import paged_attention, paged_decode
 from pallas_kernels.rope_cache_write import rope_and_write
 
-_HEADS_SECOND = PartitionSpec(None, "tensor")
-_REPLICATED = PartitionSpec()
 
 
 @dataclass
@@ -27,7 +24,6 @@ class PagedContext:
     is_decode: bool
     """Token i is the only token of row i."""
     kernels: Kernels
-    mesh: Mesh
 
     def __call__(
         self,
@@ -38,32 +34,11 @@ class PagedContext:
         window: int | None,
         soft_cap: float | None,
     ) -> jax.Array:
-        """Attention output [T, K, G, H], sharded as the queries. A cache of a wide type takes keys and values as they are."""
+        """Attention output [T, K, G, H]. A cache of a wide type takes keys and values as they are."""
         k_pages, v_pages = self.caches[2 * layer : 2 * layer + 2]
         if k_pages.dtype.itemsize > 1:
             projection = replace(projection, kv_scale_2=None)
-        per_shard = partial(
-            _write_and_attend,
-            is_decode=self.is_decode,
-            kernels=self.kernels,
-            scale=scale,
-            window=window,
-            soft_cap=soft_cap,
-        )
-        if self.mesh.size > 1:
-            # Kernels are opaque to the partitioner: each device runs them on its own heads.
-            per_shard = jax.shard_map(
-                per_shard,
-                mesh=self.mesh,
-                in_specs=(
-                    replace(jax.tree.map(lambda _: _REPLICATED, projection), qkv_TKGH=_HEADS_SECOND),
-                    *(_HEADS_SECOND,) * 2,
-                    *(_REPLICATED,) * 4,
-                ),
-                out_specs=(_HEADS_SECOND,) * 3,
-                check_vma=False,
-            )
-        out, k_pages, v_pages = per_shard(
+        out, k_pages, v_pages = _write_and_attend(
             projection,
             k_pages,
             v_pages,
@@ -71,6 +46,11 @@ class PagedContext:
             self.query_start_R1,
             self.kv_length_R,
             self.slot_T,
+            is_decode=self.is_decode,
+            kernels=self.kernels,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
         )
         self.caches[2 * layer : 2 * layer + 2] = [k_pages, v_pages]
         return out
@@ -92,7 +72,7 @@ def _write_and_attend(
     window: int | None,
     soft_cap: float | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One layer's share of one device. Returns outputs and caches.
+    """One layer, over the heads of this device. Returns outputs and caches.
 
     A jit of its own, though always inside a step's program: layers that are alike share one trace and one lowering of the kernels.
     """

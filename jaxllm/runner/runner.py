@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jaxllm.config import EngineConfig
 from jaxllm.loaders.layout import abstract_state
 from jaxllm.model_config import ModelConfig
+from jaxllm.parallel.shards import make_shards
 from jaxllm.progress import SILENT, Progress
 from jaxllm.runner.batch import Batch, BatchBuilder, PromptLogprobsChunk, request_failed
 from jaxllm.runner.buckets import Buckets
@@ -161,7 +162,7 @@ class ModelRunner:
         functions = StepFunctions(
             # Flattened once: walking the module tree in each step would cost milliseconds.
             merge=lambda params: nnx.merge(graphdef, jax.tree.unflatten(structure, params)),
-            mesh=mesh,
+            shards=make_shards(mesh),
             block_size=config.cache.block_size,
             max_rows=max_rows,
             kernels=kernels,

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
+from jaxllm.parallel.shards import Shards
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.layout import FROM_ROW, Column, StepLayout, StepViews
 from jaxllm.runner.paged_context import PagedContext
@@ -59,11 +59,15 @@ class Scores(NamedTuple):
 
 @dataclass(frozen=True)
 class StepFunctions:
-    """The programs of one engine, as functions to compile. Everything here is static."""
+    """The programs of one engine, as functions to compile. Everything here is static.
+
+    With several devices each function runs inside one `shard_map`: weights, caches and logits are this device's parts,
+    all else is whole.
+    """
 
     merge: Callable[[Params], Any]
     """Weights -> model."""
-    mesh: Mesh
+    shards: Shards
     block_size: int
     max_rows: int
     kernels: Kernels
@@ -102,8 +106,8 @@ class StepFunctions:
         rows = _update_block_table(rows, views)
         tokens = _locate_decode_tokens(rows, views, self.block_size)
         hidden_RD, caches = self._run_model(params, caches, tokens, is_decode=True)
-        logits_RV = self.merge(params).logits(hidden_RD)
-        token_R = self._draw(variant, logits_RV, views.columns_RC)
+        logits_RV = self.merge(params).logits(hidden_RD, self.shards)
+        token_R = self._draw_shared(variant, logits_RV, views.columns_RC)
         return caches, _store_tokens(rows, views.columns_RC, token_R), token_R
 
     def sample(
@@ -122,7 +126,12 @@ class StepFunctions:
         """Sample the first `num_rows` rows after `forward`. Full sampling takes and returns its state, NAMED takes the named ids,
         MASKED and above the mask. A token of -1: the row has none left to draw."""
         columns_RC = columns_NC[:num_rows]
-        logits_RV = scored_RV = self.merge(params).logits(hidden_ND[:num_rows])
+        logits_RV = self.merge(params).logits(hidden_ND[:num_rows], self.shards)
+        if variant < Variant.FULL and kind == LogprobsKind.NONE:
+            token_R = self._draw_shared(variant, logits_RV, columns_RC, mask_RW)
+            return _store_tokens(rows, columns_RC, token_R), token_R, state, Scores(None, None)
+        # Every device holds the state of all rows: each needs all logits, and draws all rows.
+        logits_RV = scored_RV = self.shards.all_columns(logits_RV)
         if variant >= Variant.MASKED:
             assert mask_RW is not None, "masked sampling needs a mask"
             logits_RV = apply_mask(logits_RV, mask_RW)
@@ -153,8 +162,9 @@ class StepFunctions:
     def prompt_logprobs(self, params: Params, hidden_TD: jax.Array, chunk_2C: jax.Array) -> Logprobs:
         """Logprobs of prompt tokens (second row of the chunk) that follow tokens of the step (first row: their index)."""
         index_C, target_C = chunk_2C
-        logits_CV = self.merge(params).logits(hidden_TD[index_C])
-        return self._top(logits_CV, target_C)
+        logits_CV = self.merge(params).logits(hidden_TD[index_C], self.shards)
+        scores = self._top(self.shards.to_rows(logits_CV), self.shards.own_rows(target_C))
+        return self.shards.from_rows(scores, len(target_C))
 
     def _top(self, logits_RV: jax.Array, token_R: jax.Array) -> Logprobs:
         options = self._sampling_kernels
@@ -178,10 +188,25 @@ class StepFunctions:
             slot_T=tokens.slot_T,
             is_decode=is_decode,
             kernels=self.kernels,
-            mesh=self.mesh,
         )
-        hidden_TD = self.merge(params)(tokens.token_ids_T, tokens.position_T, context)
+        hidden_TD = self.merge(params)(tokens.token_ids_T, tokens.position_T, context, self.shards)
         return hidden_TD, tuple(context.caches)
+
+    def _draw_shared(
+        self, variant: Variant, logits_RV: jax.Array, columns_RC: jax.Array, mask_RW: jax.Array | None = None
+    ) -> jax.Array:
+        """A token for each row, from this device's columns of the logits: the likeliest by comparing the devices' own,
+        a random one by the device that has the row's share of the work, with the row's whole logits."""
+        if variant == Variant.GREEDY:
+            own_R = self._draw(variant, logits_RV, columns_RC)
+            value_R = jnp.take_along_axis(logits_RV, own_R[:, None], axis=1)[:, 0]
+            return self.shards.likeliest(own_R, value_R, logits_RV.shape[1])
+        logits_rV = self.shards.to_rows(logits_RV)
+        if variant == Variant.MASKED:
+            assert mask_RW is not None, "masked sampling needs a mask"
+            logits_rV = apply_mask(logits_rV, self.shards.own_rows(mask_RW))
+        token_r = self._draw(variant, logits_rV, self.shards.own_rows(columns_RC))
+        return self.shards.from_rows(token_r, len(columns_RC))
 
     def _draw(self, variant: Variant, logits_RV: jax.Array, columns_RC: jax.Array) -> jax.Array:
         if variant == Variant.GREEDY:

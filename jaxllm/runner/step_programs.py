@@ -133,17 +133,25 @@ class StepPrograms:
         """Trace one program."""
         return getattr(self, f"_lower_{key.kind}")(key)
 
+    def _lower_on_each(self, function: Callable[..., Any], arguments: tuple[Any, ...], out: Any, *, donate: Any) -> jax.stages.Lowered:
+        """Trace a function that each device runs on its own parts of the arrays. out: shardings of the results."""
+        if self.mesh.size > 1:
+            in_specs = jax.tree.map(lambda argument: argument.sharding.spec, arguments)
+            out_specs = jax.tree.map(lambda sharding: sharding.spec, out)
+            function = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        return jax.jit(function, donate_argnums=donate, out_shardings=out).lower(*arguments)
+
     def _lower_forward(self, key: ProgramKey) -> jax.stages.Lowered:
         layout, same = self.layout(key), self.replicated
+        arguments = (self.params, self._caches, self._rows, self._ints(layout.size))
         out = (self._cache_shardings, same, same, same, same)
-        program = jax.jit(partial(self.functions.forward, layout), donate_argnums=(1, 2), out_shardings=out)
-        return program.lower(self.params, self._caches, self._rows, self._ints(layout.size))
+        return self._lower_on_each(partial(self.functions.forward, layout), arguments, out, donate=(1, 2))
 
     def _lower_decode(self, key: ProgramKey) -> jax.stages.Lowered:
         layout, same = self.layout(key), self.replicated
-        function = partial(self.functions.decode, layout, key.variant)
-        program = jax.jit(function, donate_argnums=(1, 2), out_shardings=(self._cache_shardings, same, same))
-        return program.lower(self.params, self._caches, self._rows, self._ints(layout.size))
+        arguments = (self.params, self._caches, self._rows, self._ints(layout.size))
+        out = (self._cache_shardings, same, same)
+        return self._lower_on_each(partial(self.functions.decode, layout, key.variant), arguments, out, donate=(1, 2))
 
     def _lower_sample(self, key: ProgramKey) -> jax.stages.Lowered:
         max_rows = self.buckets.max_rows
@@ -151,15 +159,15 @@ class StepPrograms:
         named_ids = self._ints(key.size, MAX_LOGPROB_TOKEN_IDS) if key.logprobs == LogprobsKind.NAMED else None
         mask = self._ints(key.size, num_words(self.model.padded_vocab_size)) if key.variant >= Variant.MASKED else None
         function = partial(self.functions.sample, key.size, key.variant, key.logprobs)
-        program = jax.jit(function, donate_argnums=(1, 4), out_shardings=self.replicated)
         hidden_ND = self._shape((max_rows, self.model.hidden_size), self.model.dtype)
         columns_NC = self._ints(max_rows, NUM_ROW_COLUMNS)
-        return program.lower(self.params, self._rows, hidden_ND, columns_NC, state, named_ids, mask)
+        arguments = (self.params, self._rows, hidden_ND, columns_NC, state, named_ids, mask)
+        return self._lower_on_each(function, arguments, self.replicated, donate=(1, 4))
 
     def _lower_prompt_logprobs(self, key: ProgramKey) -> jax.stages.Lowered:
         hidden_TD = self._shape((key.size, self.model.hidden_size), self.model.dtype)
-        program = jax.jit(self.functions.prompt_logprobs, out_shardings=self.replicated)
-        return program.lower(self.params, hidden_TD, self._ints(2, PROMPT_LOGPROBS_CHUNK))
+        arguments = (self.params, hidden_TD, self._ints(2, PROMPT_LOGPROBS_CHUNK))
+        return self._lower_on_each(self.functions.prompt_logprobs, arguments, self.replicated, donate=())
 
     def _lower_pool(self, key: ProgramKey) -> jax.stages.Lowered:
         is_mean = self.model.pooling.pooling_type == "mean"

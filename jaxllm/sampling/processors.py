@@ -56,8 +56,11 @@ def check_processors(processors: Sequence[Processor]) -> dict[str, int]:
 
 
 def num_argument_columns(processors: Sequence[Processor]) -> int:
-    """Width of the state's arguments: for each processor whether the row wants it, then its arguments."""
-    return sum(1 + processor.num_arguments for processor in processors)
+    """Width of the state's arguments: for each processor whether the row wants it, then its arguments.
+
+    At least 1: XLA crashes while it compiles a shard_map that takes an empty array (jaxlib 0.11.2).
+    """
+    return max(1, sum(1 + processor.num_arguments for processor in processors))
 
 
 def pack_arguments(params: SamplingParams, processors: Sequence[Processor]) -> np.ndarray:
@@ -67,7 +70,7 @@ def pack_arguments(params: SamplingParams, processors: Sequence[Processor]) -> n
     for processor in processors:
         arguments = wanted.get(processor.name)
         packed += [0.0] * (1 + processor.num_arguments) if arguments is None else [1.0, *arguments]
-    return np.array(packed, np.float32)
+    return np.array(packed or [0.0], np.float32)
 
 
 def apply_processors(
