@@ -41,9 +41,7 @@ class Fp8Weight(nnx.Module):
         return (y.astype(jnp.float32) * scale * self.scale[...]).astype(x.dtype)
 
 
-def quantize(
-    x: Array, num_contracted: int = 1, *, largest: Callable[[Array], Array] = ONE_DEVICE.max
-) -> tuple[Array, Array]:
+def quantize(x: Array, num_contracted: int = 1, *, largest: Callable[[Array], Array] = ONE_DEVICE.max) -> tuple[Array, Array]:
     """(values, scale) with x ≈ values * scale: one float32 scale for the last `num_contracted` dimensions together.
 
     largest: from the largest absolute values here to those of the whole vectors, of which x may be a part.

@@ -11,7 +11,6 @@ from pallas_kernels.paged_attention import paged_attention, paged_decode
 from pallas_kernels.rope_cache_write import rope_and_write
 
 
-
 @dataclass
 class PagedContext:
     """One step's attention. `caches` (K and V of each layer in turn) is replaced layer by layer as the model is traced."""

@@ -133,7 +133,9 @@ class StepPrograms:
         """Trace one program."""
         return getattr(self, f"_lower_{key.kind}")(key)
 
-    def _lower_on_each(self, function: Callable[..., Any], arguments: tuple[Any, ...], out: Any, *, donate: Any) -> jax.stages.Lowered:
+    def _lower_on_each(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], out: Any, *, donate: Any
+    ) -> jax.stages.Lowered:
         """Trace a function that each device runs on its own parts of the arrays. out: shardings of the results."""
         if self.mesh.size > 1:
             in_specs = jax.tree.map(lambda argument: argument.sharding.spec, arguments)

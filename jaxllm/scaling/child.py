@@ -100,8 +100,8 @@ def measure_size(plan: Plan, size: int, log_level: str, teller: Teller) -> None:
     llm = LLM.from_config(EngineConfig.from_options(**options))
     core: Any = llm.llm_engine.core
     if core.config.compile.warmup == "background":
-        teller("compiling the rare programs")
-        llm.llm_engine.finish_compiling()
+        # Rare programs are not needed here, and would compile, and be tuned on the device, beside what is measured.
+        core.runner.programs.shutdown()
     measurer = Measurer(plan, llm, ceilings, teller)
     devices = jax.devices()
     teller.tell(

@@ -3,6 +3,7 @@
 from typing import Any
 
 from jaxllm.config import AUTO_MODEL_LEN, EngineConfig, resolve_platform_defaults
+from jaxllm.runner.buckets import Buckets
 from jaxllm.scaling.decodes import SETTLING_STEPS
 from jaxllm.scaling.plan import Plan
 from jaxllm.scaling.rows import DECODE, MIXED, PREFILL
@@ -16,10 +17,9 @@ SPARE_STEPS = 16
 def engine_options(
     plan: Plan, tensor_parallel_size: int, *, on_gpu: bool, device_bytes: int, max_position: int
 ) -> dict[str, Any]:
-    """Flat options. They are the same at every size but for the size itself and the batch sizes that are compiled.
+    """Flat options: the same at every size, but for the size itself and the batch sizes that are compiled.
 
-    Without mixed work only the programs of the planned batch sizes are made, each when it is first needed: most of the time that a
-    size takes would be compilation otherwise.
+    Without mixed work only the programs that the planned work runs in are made: most of a size's time would be compilation otherwise.
     """
     options = {
         "model": plan.model,
@@ -28,23 +28,35 @@ def engine_options(
         **plan.options,
         "tensor_parallel_size": tensor_parallel_size,
     }
+
+    def concrete() -> EngineConfig:
+        asked = EngineConfig.from_options(**options)
+        return resolve_platform_defaults(asked, on_gpu=on_gpu, device_bytes=device_bytes)
+
     if "max_num_seqs" not in options:
-        usual = resolve_platform_defaults(EngineConfig(), on_gpu=on_gpu, device_bytes=device_bytes).scheduler.max_num_seqs
-        options["max_num_seqs"] = max(plan.largest_batch(), usual if MIXED in plan.works and usual is not None else 1)
+        usual = concrete().scheduler.max_num_seqs or 1
+        options["max_num_seqs"] = max(plan.largest_batch(), usual if MIXED in plan.works else 1)
     if MIXED not in plan.works:
         least = SMALLEST_GPU_BUCKET if on_gpu else 1
-        buckets = {max(least, batch) for batch in plan.decode_batches(tensor_parallel_size)}
-        if buckets and "decode_buckets" not in options:
-            options["decode_buckets"] = tuple(sorted(buckets))
-        options.setdefault("warmup", "lazy")
+        if batches := plan.decode_batches(tensor_parallel_size):
+            options.setdefault("decode_buckets", tuple(sorted({max(least, batch) for batch in batches})))
+        options.setdefault("token_buckets", _token_buckets(plan, Buckets.choose(concrete(), on_gpu=on_gpu)))
     if "max_model_len" not in options:
-        config = EngineConfig.from_options(**options)
-        concrete = resolve_platform_defaults(config, on_gpu=on_gpu, device_bytes=device_bytes).scheduler
-        assert concrete.max_num_batched_tokens is not None
-        options["max_model_len"] = min(max_position, longest_request(plan, concrete.max_num_batched_tokens))
+        step_tokens = concrete().scheduler.max_num_batched_tokens
+        assert step_tokens is not None
+        options["max_model_len"] = min(max_position, longest_request(plan, step_tokens))
     elif options["max_model_len"] == AUTO_MODEL_LEN:
         options["max_model_len"] = max_position
     return options
+
+
+def _token_buckets(plan: Plan, usual: Buckets) -> tuple[int, ...]:
+    """Those of the usual sizes that the planned work needs: one prompt, whole steps, and the last step of a prefill."""
+    largest = usual.tokens[-1]
+    found = {usual.fit_tokens(min(plan.input_len, largest)), largest}
+    if rest := plan.prefill_prompts * plan.input_len % largest:
+        found.add(usual.fit_tokens(rest))
+    return tuple(sorted(found))
 
 
 def longest_request(plan: Plan, max_num_batched_tokens: int) -> int:

@@ -27,6 +27,6 @@ class HostTimes:
 
 def num_compiled(core: Any) -> int:
     """Programs that requests of an engine core have waited for so far: a run in which it grows is not the engine's speed."""
-    if core.config.compile.warmup == "lazy":
-        return int(core.runner.programs.num_compiled)  # nothing counts as warmed up
+    if core.config.compile.warmup == "lazy":  # no program counts as warmed up
+        return int(core.runner.programs.num_compiled + core.runner.programs.num_loaded)
     return int(core.num_compiled_after_warmup)

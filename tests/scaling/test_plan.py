@@ -59,7 +59,8 @@ def options(plan: Plan, *, on_gpu: bool = True, max_position: int = 100_000) -> 
 def test_the_engine_has_what_the_work_needs() -> None:
     plan = dataclasses.replace(PLAN, options={"load_format": "dummy"})
     found = options(plan)
-    assert (found["max_num_seqs"], found["decode_buckets"], found["warmup"]) == (32, (8, 32), "lazy")
+    assert (found["max_num_seqs"], found["decode_buckets"]) == (32, (8, 32))
+    assert found["token_buckets"] == (16, 1024, 3072)  # a prompt, the 1024 tokens of the whole prefill, a whole step
     assert found["max_model_len"] == longest_request(plan, 3072) > plan.input_len + plan.output_len
     assert options(plan, on_gpu=False)["decode_buckets"] == (1, 4, 8, 32)
     assert options(plan, max_position=20)["max_model_len"] == 20
@@ -68,12 +69,13 @@ def test_the_engine_has_what_the_work_needs() -> None:
 def test_mixed_work_runs_as_in_service() -> None:
     plan = dataclasses.replace(PLAN, works=("mixed",), requests=((50, 7), (10, 90)), options={})
     found = options(plan)
-    assert found["max_num_seqs"] == 1024 and "decode_buckets" not in found and "warmup" not in found
+    assert found["max_num_seqs"] == 1024 and "decode_buckets" not in found and "token_buckets" not in found
     assert found["max_model_len"] == 100
 
 
 def test_what_somebody_set_is_kept() -> None:
     asked = {"max_num_seqs": 9, "max_model_len": -1, "warmup": "all", "enable_prefix_caching": True, "decode_buckets": (3,)}
+    asked["token_buckets"] = (64,)
     found = options(dataclasses.replace(PLAN, options=asked), max_position=77)
     assert found == {
         **asked,
