@@ -34,11 +34,15 @@ EXAMPLES = """examples:
 DEFAULT_BATCH_SIZES = (1, 16, 64, 256)
 DEFAULT_INPUT_LEN, DEFAULT_OUTPUT_LEN = 1024, 256
 DEFAULT_MIXED_REQUESTS = 200
+NO_FLAGS = (
+    *("tensor_parallel_size", "use_progress_bar", "profiler_dir"),
+    *("tokenizer", "skip_tokenizer_init", "chat_template"),  # prompts are token ids, and outputs get no text
+)
 
 
 def scaling_flags() -> list[Flag]:
-    """The engine's options, without the one that the experiment sets."""
-    return [flag for flag in engine_flags() if flag.name != "tensor_parallel_size"]
+    """The engine's options, without those that the experiment sets or has no use for."""
+    return [flag for flag in engine_flags() if flag.name not in NO_FLAGS]
 
 
 def add_arguments(parser: Parser) -> None:
@@ -101,7 +105,9 @@ def add_arguments(parser: Parser) -> None:
         "MODEL and --tensor-parallel-sizes nothing is measured",
     )
     parser.add_argument("--json", action="store_true", help="the results as a JSON object")
-    options.add_common_arguments(parser)
+    options.add_log_arguments(parser)
+    parser.add_argument("--config", metavar="FILE", help="YAML file with options; default: $JAXLLM_CONFIG")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be measured, measure nothing")
     parser.add_flags(scaling_flags())
 
 

@@ -22,7 +22,10 @@ STRETCH = "measured stretch"
 """Name of the host's annotation that marks the stretch."""
 
 CLASSES = (
-    ("communication", r"nccl|all[-_]?reduce|all[-_]?gather|all[-_]?to[-_]?all|reduce[-_]?scatter|collective|multimem|\bp(sum|max|min|permute)"),
+    (
+        "communication",
+        r"nccl|all[-_]?reduce|all[-_]?gather|all[-_]?to[-_]?all|reduce[-_]?scatter|collective|multimem|\bp(sum|max|min|permute)",
+    ),
     ("attention", r"attention|paged|decode_combine|prefill|flash|fmha"),
     ("cache write, rope", r"write_cache|cache_write|rope"),
     ("sampling", r"argmax|sample|gumbel|top_?k|logprob|threshold|sort"),
