@@ -13,7 +13,7 @@ from jaxllm.llm import LLM
 from jaxllm.parallel.mesh import make_mesh
 from jaxllm.scaling import trace
 from jaxllm.scaling.breakdown import break_down
-from jaxllm.scaling.collective import time_all_reduce
+from jaxllm.scaling.collective import time_all_reduces
 from jaxllm.scaling.decodes import SETTLING_STEPS, DecodeTimes, time_decodes
 from jaxllm.scaling.engine_options import SPARE_STEPS
 from jaxllm.scaling.host_times import HostTimes, num_compiled
@@ -237,18 +237,13 @@ class Measurer:
     def all_reduces(self) -> None:
         """The time of an all-reduce of the hidden states of each batch size, and of a whole step of prompt tokens."""
         config, scheduler = self.core.model_config, self.core.config.scheduler
-        mesh = make_mesh(self.size)
-        itemsize = jax.numpy.dtype(config.dtype).itemsize
-        for rows in sorted({*self.plan.decode_batches(self.size), scheduler.max_num_batched_tokens}):
+        dtype = jax.numpy.dtype(config.dtype)
+        sizes = sorted({*self.plan.decode_batches(self.size), scheduler.max_num_batched_tokens})
+        for implementation, rows, seconds in time_all_reduces(make_mesh(self.size), sizes, config.hidden_size, str(dtype)):
+            num_bytes, per_step = rows * config.hidden_size * dtype.itemsize, 2 * config.num_layers
             self.tell(
                 AllReduce(
-                    self.size,
-                    rows,
-                    config.hidden_size,
-                    str(jax.numpy.dtype(config.dtype)),
-                    rows * config.hidden_size * itemsize,
-                    time_all_reduce(mesh, (rows, config.hidden_size), config.dtype),
-                    per_step=2 * config.num_layers,
+                    self.size, rows, config.hidden_size, str(dtype), num_bytes, seconds, per_step, implementation=implementation
                 )
             )
 

@@ -51,7 +51,8 @@ ABOUT_THUNKS = (
     "gaps and waiting are not measured on a CPU, whose devices share the cores."
 )
 ABOUT_ALL_REDUCES = (
-    "A sum of hidden states [rows, width] over all devices, by XLA's own means (NCCL on GPUs), measured alone, one after the other. "
+    "A sum of hidden states [rows, width] over all devices, measured alone, one after the other: by XLA's own means (xla, NCCL on "
+    "GPUs), and where GPUs can access each other's memory by kernels that do so (peer). "
     "Bus: bytes that a device sends by the ring algorithm, per second. Per step: two per layer."
 )
 ABOUT_CPU = (

@@ -99,7 +99,7 @@ class Breakdown:
 
 @dataclass(frozen=True)
 class AllReduce:
-    """A sum over all devices of an array [rows, width], by XLA's own means (NCCL on GPUs)."""
+    """A sum over all devices of an array [rows, width]."""
 
     tensor_parallel_size: int
     rows: int
@@ -109,6 +109,8 @@ class AllReduce:
     seconds: float
     per_step: int
     """How many a step of the model needs: two per layer."""
+    implementation: str = "xla"
+    """xla: by XLA's own means, NCCL on GPUs; peer: by kernels that write into each other's memory."""
 
     @property
     def bus_bytes_per_second(self) -> float:

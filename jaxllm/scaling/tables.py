@@ -29,7 +29,7 @@ PARTS_HEADER = (
     *("devices", "work", "requests", "step ms", "products", "attention", "communication", "waiting", "other", "gaps"),
     *("kernels", "launch ms", "traced ms"),
 )
-ALL_REDUCE_HEADER = ("devices", "rows", "width", "bytes", "µs", "bus GB/s", "per step", "ms per step")
+ALL_REDUCE_HEADER = ("devices", "by", "rows", "width", "bytes", "µs", "bus GB/s", "per step", "ms per step")
 LIMITS_HEADER = ("devices", "copy TB/s", "product TFLOP/s", "type", "weights read per step GB", "cache kB/token", "start s")
 CSV_COLUMNS = (
     *("tensor_parallel_size", "work", "num_requests", "num_prompt_tokens", "num_tokens", "num_steps", "seconds", "ms_per_step"),
@@ -121,6 +121,7 @@ def all_reduce_table(results: Results) -> Table:
     lines = [
         [
             str(found.tensor_parallel_size),
+            found.implementation,
             str(found.rows),
             str(found.width),
             f"{found.num_bytes:,}".replace(",", " "),
