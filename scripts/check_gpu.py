@@ -9,6 +9,7 @@ python scripts/check_gpu.py --tiny                 toy sizes with interpreted ke
 tokens           the demo model in float32: greedy and seeded tokens, and vectors, equal those with the reference attention
 logits           Llama-3.1-8B's shapes in bfloat16, one layer and all, no further from float32 than plain XLA (a stated factor)
 kernels          edge cases of every op by every implementation, and the same bits in repeated runs
+collectives      sums, norms and exchanges between 2 and 4 GPUs to the last bit, alone and in a long chain; skipped on one GPU
 failures         the demo model: the same tokens after the device ran out of memory in a step, and after sleep
 engine           four models with random weights through LLM: 64 prompts together, alone, preempted, with and without cached
                  prefixes; logprobs no further from float32, and top-1 agreement no lower, than the plain path's (stated factors)

@@ -42,6 +42,7 @@ FLOORS = {
 SIBLINGS = {
     ("jaxllm.structured", "jaxllm.text"),
     ("jaxllm.layers", "jaxllm.quantization"),
+    ("jaxllm.parallel", "pallas_kernels"),
     ("jaxllm.loaders", "jaxllm.models"),
     ("jaxllm.llm", "jaxllm.llm_engine"),
     ("jaxllm.llm", "jaxllm.beam_search"),

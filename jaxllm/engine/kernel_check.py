@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.failures import Failure, kind_of
@@ -25,11 +26,12 @@ from jaxllm.log import logger
 from jaxllm.model_config import FP8, ModelConfig
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.memory import MemoryPlan
-from pallas_kernels.checking import attention_at_start, rope_cache_write, sampling
+from pallas_kernels.checking import attention_at_start, collectives, rope_cache_write, sampling
 from pallas_kernels.checking.case import Case
 from pallas_kernels.checking.check import Fault, check
 from pallas_kernels.verified import is_verified, source_digest
 
+COLLECTIVES = "collectives"
 _CASES: dict[str, Any] = {
     "paged_attention": attention_at_start.cases,
     "rope_cache_write": rope_cache_write.cases,
@@ -55,20 +57,25 @@ def choose_kernels(
     device: jax.Device,
     store: VerdictStore,
     is_named: bool,
+    mesh: Mesh | None = None,
 ) -> Choice:
     """The first candidate of each op that passes, as `config.compile.kernel_check` wants it.
 
+    device: the first of the mesh, on which all but collectives is checked. mesh: None for one device.
     is_named: the user asked for this attention by name, so that nothing replaces it.
     Raises KernelCheckError if no implementation of an op is left, or the device was lost to a check.
     """
+    is_one = mesh is None or mesh.size == 1
+    skipped = {*(() if model.generates else ("sampling",)), *((COLLECTIVES,) if is_one else ())}
     check_ = KernelCheck(
         found=found,
         shapes=shapes_of(config, model, plan),
         mode=config.compile.kernel_check,
         device=device,
+        mesh=mesh,
         store=store,
         named=frozenset({"paged_attention"} if is_named else ()),
-        ops=tuple(op for op in found if op != "sampling" or model.generates),
+        ops=tuple(op for op in found if op not in skipped),
     )
     return check_.run()
 
@@ -94,6 +101,12 @@ def shapes_of(config: EngineConfig, model: ModelConfig, plan: MemoryPlan) -> dic
             layers=tuple(attention_at_start.Layer(model.scale, window) for window in layers),
         ),
         "rope_cache_write": rope_cache_write.Shapes(**common, eps=model.rms_norm_eps, has_norms=model.qk_norm),
+        COLLECTIVES: collectives.Shapes(
+            num_devices=config.parallel.tensor_parallel_size,
+            width=model.hidden_size,
+            dtype=model.dtype,
+            vocab_size=model.padded_vocab_size,
+        ),
         "sampling": sampling.Shapes(
             vocab_size=model.padded_vocab_size,
             num_padded=model.padded_vocab_size - model.vocab_size,
@@ -109,6 +122,7 @@ class KernelCheck:
     found: Candidates
     shapes: dict[str, Any]
     mode: str
+    mesh: Mesh | None
     device: jax.Device
     store: VerdictStore
     named: frozenset[str]
@@ -184,6 +198,9 @@ class KernelCheck:
         interpret = self.device.platform == "cpu"
         faults: dict[str, str] = {}
         for op in ops:
+            if op == COLLECTIVES:
+                faults |= self._faults_of_collectives()
+                continue
             try:
                 cases += [(op, case) for case in _CASES[op](self.shapes[op], self.left[op][0], interpret=interpret)]
             except Exception as error:  # a kernel whose module cannot be imported
@@ -205,6 +222,16 @@ class KernelCheck:
             self._give_up(*cases[len(found) - 1], last)
         for op in ops:
             self._take(op, faults.get(op), "passed")
+
+    def _faults_of_collectives(self) -> dict[str, str]:
+        """What was first found wrong between the devices, by op."""
+        assert self.mesh is not None, "one device has nothing to exchange"
+        cases = collectives.singles_at_start(self.shapes[COLLECTIVES])
+        self.num_programs += len(cases)
+        for name, fault in collectives.check(self.mesh, implementation=self.left[COLLECTIVES][0], cases=cases):
+            if fault is not None:
+                return {COLLECTIVES: f"{name}: {fault.text}"}
+        return {}
 
     def _take(self, op: str, fault: str | None, how: str) -> None:
         """Draw the consequence of a verdict. Raises KernelCheckError if nothing is left."""

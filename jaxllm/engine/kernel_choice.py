@@ -6,9 +6,10 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxllm.errors import ConfigError
+from jaxllm.log import logger
 from jaxllm.model_config import ModelConfig
 from jaxllm.runner.memory import MemoryPlan
-from pallas_kernels import paged_attention, rope_cache_write, sampling
+from pallas_kernels import collectives, paged_attention, rope_cache_write, sampling
 
 PLAIN = ("xla", "reference")
 """Implementations in plain JAX."""
@@ -44,7 +45,7 @@ def candidates(wanted: str, model: ModelConfig, plan: MemoryPlan, mesh: Mesh, *,
     """Those of every op. `wanted` is the option attention_implementation; where that is plain, so is all else."""
     attention = attention_candidates(wanted, model, plan.block_size, on_gpu=on_gpu)
     if attention[0] in PLAIN:
-        return {"paged_attention": attention, "rope_cache_write": ("xla",), "sampling": ("xla",)}
+        return {"paged_attention": attention, "rope_cache_write": ("xla",), "sampling": ("xla",), "collectives": ("xla",)}
     rope = rope_cache_write.candidates(
         platform="gpu",
         dtype=model.dtype,
@@ -58,7 +59,24 @@ def candidates(wanted: str, model: ModelConfig, plan: MemoryPlan, mesh: Mesh, *,
         for name in SAMPLING_PREFERENCE
         if name in PLAIN or sampling.supports(name, vocab_size=model.padded_vocab_size, interpret=not on_gpu)
     )
-    return {"paged_attention": attention, "rope_cache_write": rope, "sampling": sample}
+    return {
+        "paged_attention": attention,
+        "rope_cache_write": rope,
+        "sampling": sample,
+        "collectives": _collectives(mesh, on_gpu=on_gpu),
+    }
+
+
+def _collectives(mesh: Mesh, *, on_gpu: bool) -> tuple[str, ...]:
+    """Through the peers' memory where there are peers whose memory can be reached."""
+    if mesh.size == 1 or not on_gpu:
+        return ("xla",)
+    if not collectives.peers_can_access(list(mesh.devices.flat)):
+        logger.info(
+            "the GPUs cannot read each other's memory: sums over devices are left to NCCL, which is slower for small steps"
+        )
+        return ("xla",)
+    return ("peer", "xla")
 
 
 def _attention_case(model: ModelConfig, page_size: int) -> dict[str, Any]:

@@ -117,6 +117,7 @@ def _choose_kernels(wanted: str, config: EngineConfig, model: ModelConfig, plan:
         model,
         plan,
         device=device,
+        mesh=mesh,
         store=VerdictStore(env.cache_dir() / env.KERNEL_VERDICTS),
         is_named=wanted != "auto",
     )

@@ -1,5 +1,9 @@
 """The attention layer around whatever computes attention itself."""
 
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 
@@ -33,10 +37,12 @@ class Attention(nnx.Module):
         )
         self.kv_scale = abstract_param((2,), ("kv",), "float32") if config.has_kv_scales else None
 
-    def __call__(self, x_TD: Array, angles: tuple[Array, Array], attend: Attend, shards: Shards = ONE_DEVICE) -> Array:
-        """Of several devices, this one's part of the sum."""
+    def __call__(
+        self, runs: Sequence[Array], angles: tuple[Array, Array], attend: Attend, shards: Shards = ONE_DEVICE
+    ) -> list[Array]:
+        """Of runs of tokens [T, D], one after the other, the output of each; of several devices, this one's part of the sum."""
         projection = Projection(
-            qkv_TKGH=self.qkv(x_TD),
+            qkv_TKGH=_joined([self.qkv(x_TD) for x_TD in runs]),
             cos_TH=angles[0],
             sin_TH=angles[1],
             q_norm_H=None if self.q_norm is None else self.q_norm.weight[...],
@@ -45,4 +51,9 @@ class Attention(nnx.Module):
             kv_scale_2=None if self.kv_scale is None else self.kv_scale[...],
         )
         out_TKGH = attend(self.layer, projection, scale=self.scale, window=self.window, soft_cap=None)
-        return self.out(out_TKGH, shards)
+        ends = np.cumsum([len(x_TD) for x_TD in runs])
+        return [self.out(out_TKGH[end - len(x_TD) : end], shards) for x_TD, end in zip(runs, ends, strict=True)]
+
+
+def _joined(runs: Sequence[Array]) -> Array:
+    return runs[0] if len(runs) == 1 else jnp.concatenate(runs)

@@ -1,5 +1,8 @@
 """The decoder that the families share: every difference so far is a field of ModelConfig."""
 
+from collections.abc import Sequence
+
+import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
@@ -12,6 +15,9 @@ from jaxllm.layers.rope import rope_angles
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.shards import ONE_DEVICE, Shards
 
+Run = tuple[Array, Array]
+"""Some of a step's tokens, one after the other: their x [T, D] and its norm, which is what the next layer takes."""
+
 
 class DecoderBlock(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
@@ -23,11 +29,12 @@ class DecoderBlock(nnx.Module):
         self.mlp = GatedMLP(config)
 
     def __call__(
-        self, x_TD: Array, normed_TD: Array, next_norm: RMSNorm, angles: tuple[Array, Array], attend: Attend, shards: Shards
-    ) -> tuple[Array, Array]:
+        self, runs: Sequence[Run], next_norm: RMSNorm, angles: tuple[Array, Array], attend: Attend, shards: Shards
+    ) -> list[Run]:
         """From x and attention_norm(x) to the new x and next_norm of it: each sum of partial products ends in a norm."""
-        x_TD, normed_TD = shards.add_and_norm(self.attention(normed_TD, angles, attend, shards), x_TD, self.mlp_norm)
-        return shards.add_and_norm(self.mlp(normed_TD, shards), x_TD, next_norm)
+        attended = self.attention([normed_TD for _, normed_TD in runs], angles, attend, shards)
+        runs = [shards.add_and_norm(part_TD, x_TD, self.mlp_norm) for part_TD, (x_TD, _) in zip(attended, runs, strict=True)]
+        return [shards.add_and_norm(self.mlp(normed_TD, shards), x_TD, next_norm) for x_TD, normed_TD in runs]
 
 
 class CausalLM(nnx.Module):
@@ -47,10 +54,13 @@ class CausalLM(nnx.Module):
         """Hidden states [T, D] after the last norm, whole on every device."""
         angles = rope_angles(self.config, positions_T)
         norms = [*(block.attention_norm for block in self.blocks), self.norm]
-        x_TD, normed_TD = shards.add_and_norm(self.embedding(token_ids_T, shards), None, norms[0])
+        runs = [
+            shards.add_and_norm(self.embedding(ids_T, shards), None, norms[0])
+            for ids_T in jnp.split(token_ids_T, shards.num_runs(len(token_ids_T)))
+        ]
         for block, next_norm in zip(self.blocks, norms[1:], strict=True):
-            x_TD, normed_TD = block(x_TD, normed_TD, next_norm, angles, attend, shards)
-        return normed_TD
+            runs = block(runs, next_norm, angles, attend, shards)
+        return runs[0][1] if len(runs) == 1 else jnp.concatenate([normed_TD for _, normed_TD in runs])
 
     def logits(self, hidden_TD: Array, shards: Shards = ONE_DEVICE) -> Array:
         """Float32 [T, V] of this device's part of the vocabulary, of a model that generates; columns that pad it are -inf."""

@@ -14,11 +14,16 @@ from jax.sharding import Mesh
 
 from jaxllm.parallel.mesh import TENSOR
 from pallas_kernels import collectives
+from pallas_kernels.collectives.exchange import FAILED
 
 T = TypeVar("T")
 
 PEERS_LOST = -2
 """In place of every token: a device waited in vain for another's part, so what the step computed is wrong."""
+
+
+MIN_TOKENS_OF_TWO_RUNS = 2048
+"""With fewer tokens a half is too small for its products to be fast, and sums go through the peers' memory."""
 
 
 class Norm(Protocol):
@@ -54,6 +59,9 @@ class Shards(Protocol):
     def add_and_norm(self, part_TD: Array, residual_TD: Array | None, norm: Norm) -> tuple[Array, Array]:
         """(residual + sum of the parts, its norm): what stands between any two products of a decoder."""
 
+    def num_runs(self, num_tokens: int) -> int:
+        """In how many runs of equal length a step's tokens are computed, so that one is multiplied while another is added up."""
+
     def likeliest(self, ids_R: Array, values_R: Array, num_columns: int) -> Array:
         """int32[R]: the vocabulary id of the largest value over all devices, the lowest id among equals; NaN counts as +inf.
 
@@ -75,8 +83,8 @@ class Shards(Protocol):
     def from_rows(self, x_R: T, num_rows: int) -> T:
         """The first `num_rows` rows of all devices' shares, whole on every device. Arrays are int32 or float32."""
 
-    def check(self, tokens_R: Array) -> Array:
-        """The tokens, or PEERS_LOST in place of each if an exchange before them failed."""
+    def check(self, x: Array, otherwise: float) -> Array:
+        """x, or `otherwise` in place of each value if an exchange before it failed."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +107,9 @@ class OneDevice:
         x_TD = part_TD if residual_TD is None else residual_TD + part_TD
         return x_TD, norm(x_TD)
 
+    def num_runs(self, num_tokens: int) -> int:
+        return 1
+
     def likeliest(self, ids_R: Array, values_R: Array, num_columns: int) -> Array:
         return ids_R
 
@@ -114,8 +125,8 @@ class OneDevice:
     def from_rows(self, x_R: T, num_rows: int) -> T:
         return x_R
 
-    def check(self, tokens_R: Array) -> Array:
-        return tokens_R
+    def check(self, x: Array, otherwise: float) -> Array:
+        return x
 
 
 ONE_DEVICE = OneDevice()
@@ -148,6 +159,9 @@ class TensorShards:
         if by["implementation"] == "xla":
             return ONE_DEVICE.add_and_norm(self.sum(part_TD), residual_TD, norm)
         return collectives.all_reduce_norm(part_TD, residual_TD, norm.weight[...], norm.eps, **by)
+
+    def num_runs(self, num_tokens: int) -> int:
+        return 2 if num_tokens >= MIN_TOKENS_OF_TWO_RUNS and num_tokens % 2 == 0 else 1
 
     def likeliest(self, ids_R: Array, values_R: Array, num_columns: int) -> Array:
         ids_R = self.index * num_columns + ids_R
@@ -182,11 +196,11 @@ class TensorShards:
 
         return jax.tree.map(whole, x_R)  # type: ignore[no-any-return]
 
-    def check(self, tokens_R: Array) -> Array:
+    def check(self, x: Array, otherwise: float) -> Array:
         if self.workspace is None:
-            return tokens_R
-        status = collectives.status(tokens_R, axis=TENSOR, implementation="peer", workspace=self.workspace)
-        return jnp.where(status == 0, tokens_R, PEERS_LOST)
+            return x
+        status = collectives.status(x, axis=TENSOR, implementation="peer", workspace=self.workspace)
+        return jnp.where(status[0] != FAILED, x, otherwise)
 
     def _gather(self, x: Array) -> Array:
         """Every device's x along a new first dimension, whole on every device."""

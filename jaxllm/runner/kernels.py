@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-OPS = ("paged_attention", "rope_cache_write", "sampling")
+OPS = ("paged_attention", "rope_cache_write", "sampling", "collectives")
 
 
 @dataclass(frozen=True)

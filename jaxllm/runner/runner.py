@@ -1,5 +1,6 @@
 """ModelRunner: owns weights, caches and rows on the device and runs one step at a time without waiting for it. Knows no scheduler."""
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -15,7 +16,7 @@ from jax.sharding import Mesh
 from jaxllm.config import EngineConfig
 from jaxllm.loaders.layout import abstract_state
 from jaxllm.model_config import ModelConfig
-from jaxllm.parallel.shards import make_shards
+from jaxllm.parallel.shards import PEERS_LOST, make_shards
 from jaxllm.progress import SILENT, Progress
 from jaxllm.runner.batch import Batch, BatchBuilder, PromptLogprobsChunk, request_failed
 from jaxllm.runner.buckets import Buckets
@@ -36,11 +37,15 @@ from jaxllm.sampling.variants import Variant
 from jaxllm.sampling_params import MAX_LOGPROB_TOKEN_IDS
 from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 from jaxllm.start_times import StartTimes
+from pallas_kernels.collectives import Communicator
 
 T = TypeVar("T")
 
 WARM_UP_RUNS = 2
 """The first run of a program loads it on the device; the second records its CUDA graphs, which all later ones launch."""
+
+NUM_SMALL_PLACES, SMALL_PLACE_BYTES = 48, 128 << 10
+"""Kept free for what each step sends and returns: more than all steps in flight need, and as large as the buffer of any decode."""
 
 MAX_THREAD_ROWS = 64
 """Steps of so few requests are launched by a thread: a launch takes the host longer than planning and reading such a step, and on a
@@ -70,6 +75,8 @@ class PendingStep:
     def result(self) -> ModelRunnerOutput:
         """What the step computed. Waits for the device."""
         tokens = np.asarray(self.token_R)[: len(self.sampled)].tolist()
+        if PEERS_LOST in tokens:
+            raise RuntimeError("a device waited too long for its part of a sum from another: the step's results are lost")
         sampled = {row.data.request_id: [token] for row, token in zip(self.sampled, tokens, strict=True)}
         logprobs: dict[str, TokenLogprobs] = {}
         for i, row in enumerate(self.sampled):
@@ -202,6 +209,12 @@ class ModelRunner:
         self._sampling_state: SamplingState | None = None
         self._open_masks: dict[int, jax.Array] = {}
         """Masks that allow everything, by rows."""
+        self._spacers: list[jax.Array] = []
+        """Small arrays between free places: see `_small_places`."""
+        self._communicator: Communicator | None = None
+        """Of devices that exchange through each other's memory."""
+        self._known_programs: set[ProgramKey] = set()
+        """Those that had their first runs; kept only where there is a communicator."""
         self._on_gpu, self._on_one_gpu = on_gpu, on_gpu and mesh.size == 1
         # A CPU has no launches that would be worth a thread.
         self._launcher = Launcher() if on_gpu else None
@@ -256,7 +269,25 @@ class ModelRunner:
         """Take the memory of the KV cache, zeroed: a masked NaN would still poison a sum."""
         program = self.programs.get(ProgramKey("new_caches"))
         with self.times.part("cache"):
+            if self._communicator is None and self.shapes.workspace is not None:
+                self._communicator = Communicator(self.shapes.mesh)
             self.caches = program()
+            if self._on_gpu and not self._spacers:
+                self._spacers = self._small_places()
+
+    def _small_places(self) -> list[jax.Array]:
+        """Leave free places of SMALL_PLACE_BYTES between small arrays, which are returned and to be kept.
+
+        JAX's pool then gives each step's input and result these places, and the step's temporary arrays the beginning of
+        the large free region: the same in every step, so that its CUDA graph stays as it is.
+        """
+        places, spacers = [], []
+        for _ in range(NUM_SMALL_PLACES):
+            places.append(self._put(np.zeros(SMALL_PLACE_BYTES // 4, np.int32)))
+            spacers.append(self._put(np.zeros(1, np.int32)))
+        jax.block_until_ready((places, spacers))
+        _delete(places)
+        return spacers
 
     def start_over(self) -> None:
         """Free all rows and take new memory for what steps change, after a failure that may have lost any of it.
@@ -265,6 +296,10 @@ class ModelRunner:
         """
         if self._launcher is not None:
             self._launcher.drain()
+        if self._communicator is not None:
+            with contextlib.suppress(Exception):  # what went wrong in the steps is known
+                jax.block_until_ready((self.row_arrays, self.caches))
+            self._communicator.reset()
         self.drop_caches()
         self.row_arrays = self._new_row_arrays()
         self.allocate_caches()
@@ -284,29 +319,53 @@ class ModelRunner:
         self.caches, self._sampling_state, self._open_masks = (), None, {}
 
     def _new_row_arrays(self) -> RowArrays:
-        num_rows, max_blocks = self.rows.trash + 1, self.batches.max_blocks
-        return self._put(RowArrays(np.zeros(num_rows, np.int32), np.zeros((num_rows, max_blocks), np.int32)))  # type: ignore[arg-type, no-any-return]
+        return self._put(RowArrays(*(np.zeros(shape, np.int32) for shape in self.shapes.row_shapes())))  # type: ignore[arg-type, no-any-return]
 
     def warm_up(self) -> None:
         """Run the programs of a step on nothing. From now on a compilation that a request waits for is one too many."""
-        for number in range(1, WARM_UP_RUNS + 1):
-            with self.times.part(f"warm-up run {number}"):
-                self._run_step_programs()
+        keys = self.shapes.common_keys()
+        if self._communicator is None:
+            for number in range(1, WARM_UP_RUNS + 1):
+                with self.times.part(f"warm-up run {number}"):
+                    self._run_on_nothing(keys)
+        else:
+            with self.times.part("warm-up runs"):
+                self._communicator.first_runs(partial(self._run_on_nothing, keys))
+            self._known_programs.update(keys)
         self.programs.is_warm = True
 
-    def _run_step_programs(self) -> None:
-        state: Any = (self.caches, self.row_arrays)
-        for key in self.shapes.common_keys():
-            if key.kind in ("forward", "decode"):
-                buffer = self._send(self.batches.empty(self.shapes.layout(key)))
-                state = self.programs.get(key)(self.params, self.caches, self.row_arrays, buffer)
-                self.caches, self.row_arrays, *_ = state
+    def _run_on_nothing(self, keys: Sequence[ProgramKey]) -> None:
+        """Run programs of a step that compute nothing and write to trash alone, and wait until they are through."""
+        for key in keys:
+            program = self.programs.get(key)
             if key.kind == "forward":
-                hidden_ND, columns_NC = state[3:]
-            if key.kind == "sample":
-                sample = self.programs.get(key)
-                self.row_arrays, *_ = sample(self.params, self.row_arrays, hidden_ND, columns_NC, None, None, None)
-        jax.block_until_ready(self.row_arrays)
+                buffer = self._send(self.batches.empty(self.shapes.layout(key)))
+                self.caches, self.row_arrays, *_ = program(self.params, self.caches, self.row_arrays, buffer, self._workspace)
+            if key.kind == "decode":
+                stage, take = (self.programs.get(ProgramKey(kind, key.size)) for kind in ("stage", "take"))
+                self.row_arrays = stage(self.row_arrays, self._send(self.batches.empty(self.shapes.layout(key))))
+                self.caches, self.row_arrays = program(self.params, self.caches, self.row_arrays, self._workspace)
+                self.row_arrays, _ = take(self.row_arrays)
+            if key.kind == "sample" and key.variant < Variant.MASKED:
+                hidden_ND, columns_NC = self._put(self.shapes.nothing_to_sample())
+                self.row_arrays, *_ = program(
+                    self.params, self.row_arrays, hidden_ND, columns_NC, None, None, None, self._workspace
+                )
+        jax.block_until_ready((self.row_arrays, self.caches))
+
+    @property
+    def _workspace(self) -> jax.Array | None:
+        return None if self._communicator is None else self._communicator.workspace
+
+    def _program(self, key: ProgramKey) -> jax.stages.Compiled:
+        """A program of a step, ready to run. Where devices wait for each other in kernels, its first runs are by itself."""
+        program = self.programs.get(key)
+        if self._communicator is not None and key not in self._known_programs:
+            jax.block_until_ready((self.row_arrays, self.caches))
+            if self.shapes.uses_peers(key):
+                self._communicator.first_runs(partial(self._run_on_nothing, [key]))
+            self._known_programs.add(key)
+        return program
 
     def delete_arrays(self) -> None:
         """Give the device's memory back, after the last program has been compiled."""
@@ -315,6 +374,10 @@ class ModelRunner:
             self._launcher.shutdown()
         _delete((self.params, self.caches, self.row_arrays, self._sampling_state, self._open_masks))
         self._pooler.delete_arrays()
+        _delete(self._spacers)
+        if self._communicator is not None:
+            self._communicator.close()
+            self._communicator = None
         self.caches = ()
 
     def dispatch(self, plan: SchedulerOutput) -> PendingStep | LaunchingStep | MaskedStep:
@@ -403,8 +466,17 @@ class ModelRunner:
         return errors
 
     def _decode(self, batch: Batch, errors: dict[str, str]) -> PendingStep:
-        program = self.programs.get(ProgramKey("decode", batch.layout.num_rows, batch.variant))
-        self.caches, self.row_arrays, token_R = program(self.params, self.caches, self.row_arrays, self._send(batch.buffer))
+        size = batch.layout.num_rows
+        decode, stage, take = keys = [
+            ProgramKey("decode", size, batch.variant),
+            ProgramKey("stage", size),
+            ProgramKey("take", size),
+        ]
+        self.programs.expect(keys)
+        program = self._program(decode)
+        self.row_arrays = self.programs.get(stage)(self.row_arrays, self._send(batch.buffer))
+        self.caches, self.row_arrays = program(self.params, self.caches, self.row_arrays, self._workspace)
+        self.row_arrays, token_R = self.programs.get(take)(self.row_arrays)
         return PendingStep(batch.sampled, token_R, Scores(None, None), [], errors)
 
     def _sample_key(self, batch: Batch) -> ProgramKey:
@@ -418,11 +490,12 @@ class ModelRunner:
         expected += self._pooler.keys(batch.pooling, batch.layout.num_tokens)
         if batch.sampled and batch.variant < Variant.MASKED:
             # What follows, unless other requests come.
-            expected.append(ProgramKey("decode", self.buckets.fit_decode(len(batch.sampled)), batch.variant))
+            size = self.buckets.fit_decode(len(batch.sampled))
+            expected += [ProgramKey("decode", size, batch.variant), ProgramKey("stage", size), ProgramKey("take", size)]
         self.programs.expect(expected)
-        forward = self.programs.get(forward_key)
+        forward = self._program(forward_key)
         self.caches, self.row_arrays, hidden_TD, hidden_ND, columns_NC = forward(
-            self.params, self.caches, self.row_arrays, self._send(batch.buffer)
+            self.params, self.caches, self.row_arrays, self._send(batch.buffer), self._workspace
         )
         vectors = self._pooler.run(batch.pooling, hidden_TD, hidden_ND) if batch.pooling else None
         parts = [part for chunk in batch.prompt_logprobs for part in self._score_prompt(chunk, hidden_TD)]
@@ -432,13 +505,20 @@ class ModelRunner:
         token_R, scores = hidden.columns_NC, Scores(None, None)
         if batch.sampled or not batch.pooling:
             key = self._sample_key(batch)
-            sample = self.programs.get(key)
+            sample = self._program(key)
             state = self._state() if batch.variant == Variant.FULL else None
             named_ids = self._named_ids(batch.sampled, key.size) if batch.logprobs == LogprobsKind.NAMED else None
             if batch.variant >= Variant.MASKED and mask_RW is None:
                 mask_RW = self._open_mask(key.size)
             self.row_arrays, token_R, state, scores = sample(
-                self.params, self.row_arrays, hidden.hidden_ND, hidden.columns_NC, state, named_ids, mask_RW
+                self.params,
+                self.row_arrays,
+                hidden.hidden_ND,
+                hidden.columns_NC,
+                state,
+                named_ids,
+                mask_RW,
+                self._workspace,
             )
             if state is not None:
                 self._sampling_state = state
@@ -457,7 +537,7 @@ class ModelRunner:
         return self._put(ids)
 
     def _score_prompt(self, chunk: PromptLogprobsChunk, hidden_TD: jax.Array) -> list[PendingPromptLogprobs]:
-        program = self.programs.get(ProgramKey("prompt_logprobs", hidden_TD.shape[0]))
+        program = self._program(ProgramKey("prompt_logprobs", hidden_TD.shape[0]))
         parts = []
         for first in range(0, len(chunk.targets), PROMPT_LOGPROBS_CHUNK):
             targets = chunk.targets[first : first + PROMPT_LOGPROBS_CHUNK]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxllm.parallel.shards import Shards
+from jaxllm.parallel.shards import PEERS_LOST, Shards
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.layout import FROM_ROW, Column, StepLayout, StepViews
 from jaxllm.runner.paged_context import PagedContext
@@ -24,10 +24,18 @@ Caches = tuple[jax.Array, ...]
 
 
 class RowArrays(NamedTuple):
-    """What the device keeps of every running request; the last row is trash."""
+    """What the device keeps of every running request, and from one program of a step to the next; the last row is trash."""
 
     last_token_N: jax.Array
     block_table_NB: jax.Array
+    buffer_S: jax.Array
+    """The buffer of a decode step, which `stage` puts there."""
+    sampled_R: jax.Array
+    """The tokens of a decode step, which `take` takes out again.
+
+    A decode itself has no other input or result that is new. So every array has the same address in each step, and XLA need
+    not write addresses into the nodes of the program's CUDA graph, which takes the host longer than all else of a launch.
+    """
 
 
 class Tokens(NamedTuple):
@@ -77,13 +85,21 @@ class StepFunctions:
     processors: tuple[Any, ...] = ()
 
     def forward(
-        self, layout: StepLayout, params: Params, caches: Caches, rows: RowArrays, buffer: jax.Array
+        self,
+        layout: StepLayout,
+        params: Params,
+        caches: Caches,
+        rows: RowArrays,
+        buffer: jax.Array,
+        workspace: jax.Array | None,
     ) -> tuple[Caches, RowArrays, jax.Array, jax.Array, jax.Array]:
         """Run the model over a mixed step. Returns caches, rows, hidden_TD, and for sampling hidden_ND and columns_NC (N = max_rows)."""
         views = layout.views(buffer)
         rows = _update_block_table(rows, views)
         tokens = _locate_tokens(rows, views, self.block_size)
-        hidden_TD, caches = self._run_model(params, caches, tokens, is_decode=False)
+        shards = self.shards.through(workspace)
+        hidden_TD, caches = self._run_model(params, caches, tokens, shards, is_decode=False)
+        hidden_TD = shards.check(hidden_TD, jnp.nan)
         last_R = jnp.maximum(tokens.query_start_R1[1:] - 1, 0)
         pad = self.max_rows - layout.num_rows
         hidden_ND = jnp.pad(hidden_TD[last_R], ((0, pad), (0, 0)))
@@ -99,16 +115,26 @@ class StepFunctions:
         params: Params,
         caches: Caches,
         rows: RowArrays,
-        buffer: jax.Array,
-    ) -> tuple[Caches, RowArrays, jax.Array]:
-        """One token for every row, in one program. Returns caches, rows and the tokens."""
-        views = layout.views(buffer)
+        workspace: jax.Array | None,
+    ) -> tuple[Caches, RowArrays]:
+        """One token for every row, between `stage` and `take`. Returns caches and rows."""
+        views = layout.views(rows.buffer_S[: layout.size])
         rows = _update_block_table(rows, views)
         tokens = _locate_decode_tokens(rows, views, self.block_size)
-        hidden_RD, caches = self._run_model(params, caches, tokens, is_decode=True)
-        logits_RV = self.merge(params).logits(hidden_RD, self.shards)
-        token_R = self._draw_shared(variant, logits_RV, views.columns_RC)
-        return caches, _store_tokens(rows, views.columns_RC, token_R), token_R
+        shards = self.shards.through(workspace)
+        hidden_RD, caches = self._run_model(params, caches, tokens, shards, is_decode=True)
+        logits_RV = self.merge(params).logits(hidden_RD, shards)
+        token_R = shards.check(self._draw_shared(variant, logits_RV, views.columns_RC, shards), PEERS_LOST)
+        rows = _store_tokens(rows, views.columns_RC, token_R)
+        return caches, rows._replace(sampled_R=_set_first(rows.sampled_R, token_R))
+
+    def stage(self, rows: RowArrays, buffer: jax.Array) -> RowArrays:
+        """Put the buffer of a decode step where `decode` reads it."""
+        return rows._replace(buffer_S=_set_first(rows.buffer_S, buffer))
+
+    def take(self, num_rows: int, rows: RowArrays) -> tuple[RowArrays, jax.Array]:
+        """The tokens that `decode` left, as an array of their own."""
+        return rows, jnp.copy(rows.sampled_R[:num_rows])
 
     def sample(
         self,
@@ -122,13 +148,17 @@ class StepFunctions:
         state: SamplingState | None,
         named_ids_RI: jax.Array | None,
         mask_RW: jax.Array | None,
+        workspace: jax.Array | None,
     ) -> tuple[RowArrays, jax.Array, SamplingState | None, Scores]:
         """Sample the first `num_rows` rows after `forward`. Full sampling takes and returns its state, NAMED takes the named ids,
         MASKED and above the mask. A token of -1: the row has none left to draw."""
         columns_RC = columns_NC[:num_rows]
         logits_RV = self.merge(params).logits(hidden_ND[:num_rows], self.shards)
+        peers = self.shards.through(workspace)
         if variant < Variant.FULL and kind == LogprobsKind.NONE:
-            token_R = self._draw_shared(variant, logits_RV, columns_RC, mask_RW)
+            # The masked variant is made late, when the devices may be busy: see `uses_peers`.
+            shards = peers if variant < Variant.MASKED else self.shards
+            token_R = peers.check(self._draw_shared(variant, logits_RV, columns_RC, shards, mask_RW), PEERS_LOST)
             return _store_tokens(rows, columns_RC, token_R), token_R, state, Scores(None, None)
         # Every device holds the state of all rows: each needs all logits, and draws all rows.
         logits_RV = scored_RV = self.shards.all_columns(logits_RV)
@@ -151,6 +181,7 @@ class StepFunctions:
                 scored_RV = processed_RV
         else:
             token_R = self._draw(variant, logits_RV, columns_RC)
+        token_R = peers.check(token_R, PEERS_LOST)
         top = named = None
         if kind >= LogprobsKind.TOP:
             top = self._top(scored_RV, token_R)
@@ -179,7 +210,9 @@ class StepFunctions:
         index_U, block_U = update_2U
         return rows._replace(block_table_NB=_set_flat(rows.block_table_NB, index_U, block_U))
 
-    def _run_model(self, params: Params, caches: Caches, tokens: Tokens, *, is_decode: bool) -> tuple[jax.Array, Caches]:
+    def _run_model(
+        self, params: Params, caches: Caches, tokens: Tokens, shards: Shards, *, is_decode: bool
+    ) -> tuple[jax.Array, Caches]:
         context = PagedContext(
             caches=list(caches),
             page_table_RB=tokens.page_table_RB,
@@ -189,24 +222,29 @@ class StepFunctions:
             is_decode=is_decode,
             kernels=self.kernels,
         )
-        hidden_TD = self.merge(params)(tokens.token_ids_T, tokens.position_T, context, self.shards)
+        hidden_TD = self.merge(params)(tokens.token_ids_T, tokens.position_T, context, shards)
         return hidden_TD, tuple(context.caches)
 
     def _draw_shared(
-        self, variant: Variant, logits_RV: jax.Array, columns_RC: jax.Array, mask_RW: jax.Array | None = None
+        self,
+        variant: Variant,
+        logits_RV: jax.Array,
+        columns_RC: jax.Array,
+        shards: Shards,
+        mask_RW: jax.Array | None = None,
     ) -> jax.Array:
         """A token for each row, from this device's columns of the logits: the likeliest by comparing the devices' own,
         a random one by the device that has the row's share of the work, with the row's whole logits."""
         if variant == Variant.GREEDY:
             own_R = self._draw(variant, logits_RV, columns_RC)
             value_R = jnp.take_along_axis(logits_RV, own_R[:, None], axis=1)[:, 0]
-            return self.shards.likeliest(own_R, value_R, logits_RV.shape[1])
-        logits_rV = self.shards.to_rows(logits_RV)
+            return shards.likeliest(own_R, value_R, logits_RV.shape[1])
+        logits_rV = shards.to_rows(logits_RV)
         if variant == Variant.MASKED:
             assert mask_RW is not None, "masked sampling needs a mask"
-            logits_rV = apply_mask(logits_rV, self.shards.own_rows(mask_RW))
-        token_r = self._draw(variant, logits_rV, self.shards.own_rows(columns_RC))
-        return self.shards.from_rows(token_r, len(columns_RC))
+            logits_rV = apply_mask(logits_rV, shards.own_rows(mask_RW))
+        token_r = self._draw(variant, logits_rV, shards.own_rows(columns_RC))
+        return shards.from_rows(token_r, len(columns_RC))
 
     def _draw(self, variant: Variant, logits_RV: jax.Array, columns_RC: jax.Array) -> jax.Array:
         if variant == Variant.GREEDY:
@@ -217,6 +255,11 @@ class StepFunctions:
     @property
     def _sampling_kernels(self) -> dict[str, Any]:
         return {"implementation": self.kernels.sampling, "interpret": self.kernels.interpret}
+
+
+def _set_first(array: jax.Array, first: jax.Array) -> jax.Array:
+    """The array with other first values. Indexing would be a scatter with empty indices, at which XLA crashes in a shard_map."""
+    return jax.lax.dynamic_update_slice(array, first, (0,))
 
 
 def _next_position(columns_RC: jax.Array) -> jax.Array:

@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.model_config import ModelConfig
+from jaxllm.parallel.mesh import TENSOR
 from jaxllm.runner.buckets import Buckets
-from jaxllm.runner.layout import NUM_ROW_COLUMNS, StepLayout, decode_layout, mixed_layout
+from jaxllm.runner.layout import NUM_ROW_COLUMNS, Column, StepLayout, decode_layout, mixed_layout
 from jaxllm.runner.pooling_step import POOL_COLUMNS, add_up, pool
 from jaxllm.runner.rows import LogprobsKind
 from jaxllm.runner.step import Caches, RowArrays, StepFunctions
@@ -20,6 +22,7 @@ from jaxllm.sampling.mask import num_words
 from jaxllm.sampling.state import SamplingState, admit
 from jaxllm.sampling.variants import Variant
 from jaxllm.sampling_params import MAX_LOGPROB_TOKEN_IDS
+from pallas_kernels import collectives
 
 _MAX_TRITON_ROWS = 16
 """Up to here XLA may multiply with Triton kernels of its own, which for 8 rows are the fastest."""
@@ -30,7 +33,7 @@ PROMPT_LOGPROBS_CHUNK = 64
 
 
 class ProgramKey(NamedTuple):
-    """Which program. `size` is tokens for forward, prompt_logprobs and add_up, rows for decode, sample and pool."""
+    """Which program. `size` is tokens for forward, prompt_logprobs and add_up, rows for decode, stage, take, sample and pool."""
 
     kind: str
     size: int = 0
@@ -77,6 +80,7 @@ class StepPrograms:
         return [
             *forward,
             *(ProgramKey("decode", size, variant) for size in reversed(buckets.decode_rows) for variant in simple),
+            *(ProgramKey(kind, size) for size in reversed(buckets.decode_rows) for kind in ("stage", "take")),
             *(ProgramKey("sample", size, variant) for size in reversed(buckets.sample_rows) for variant in simple),
             ProgramKey("write_blocks"),
         ]
@@ -106,6 +110,19 @@ class StepPrograms:
         has_processors = key.variant == Variant.FULL or key.kind in ("new_state", "admit")
         return not (self.functions.processors and has_processors)
 
+    def uses_peers(self, key: ProgramKey) -> bool:
+        """Whether devices wait for each other inside the program's kernels. Its first runs must then be silent
+        (`Communicator.first_runs`), so those are the programs of every engine, which are there before the first request."""
+        return self.workspace is not None and (
+            key.kind in ("forward", "decode") or (key.kind == "sample" and key.variant < Variant.MASKED)
+        )
+
+    def nothing_to_sample(self) -> tuple[np.ndarray, np.ndarray]:
+        """hidden_ND and columns_NC of a step without requests."""
+        columns_NC = np.zeros((self.buckets.max_rows, NUM_ROW_COLUMNS), np.int32)
+        columns_NC[:, Column.TOKEN_ROW] = self.buckets.max_rows
+        return np.zeros((self.buckets.max_rows, self.model.hidden_size), jnp.dtype(self.model.dtype)), columns_NC
+
     def layout(self, key: ProgramKey) -> StepLayout:
         """The step buffer of a forward or decode program."""
         if key.kind == "decode":
@@ -119,12 +136,17 @@ class StepPrograms:
         chosen by timing beside other work, is now and then far slower (13 ms instead of 0.4 for the head at 256 rows, measured).
         All-reduces go to NCCL: XLA's own kernel for them keeps buffers outside of JAX's memory pool for each all-reduce of each
         program (13 GiB with the programs of Llama-3.1-8B, measured), for which nothing is left, and is no faster.
+        In a large step of several devices one run of tokens is multiplied while another is added up (`Shards.num_runs`): XLA
+        must not merge the products of both, and must look for what it can compute during an all-reduce.
         """
         options: dict[str, str | bool] = {}
         if self.mesh.devices.flat[0].platform not in ("gpu", "cuda"):
             return options
         if key.size > _MAX_TRITON_ROWS:
             options["xla_gpu_enable_triton_gemm"] = False
+        if self.mesh.size > 1 and key.kind == "forward":
+            options["xla_gpu_dot_merger_threshold_mb"] = "0"
+            options["xla_gpu_enable_latency_hiding_scheduler"] = True
         if self.mesh.size > 1 and jax.__version_info__ >= (0, 11):
             options["xla_gpu_experimental_use_collective_kernels"] = ""
         return options
@@ -145,15 +167,23 @@ class StepPrograms:
 
     def _lower_forward(self, key: ProgramKey) -> jax.stages.Lowered:
         layout, same = self.layout(key), self.replicated
-        arguments = (self.params, self._caches, self._rows, self._ints(layout.size))
+        arguments = (self.params, self._caches, self._rows, self._ints(layout.size), self.workspace)
         out = (self._cache_shardings, same, same, same, same)
         return self._lower_on_each(partial(self.functions.forward, layout), arguments, out, donate=(1, 2))
 
     def _lower_decode(self, key: ProgramKey) -> jax.stages.Lowered:
-        layout, same = self.layout(key), self.replicated
-        arguments = (self.params, self._caches, self._rows, self._ints(layout.size))
-        out = (self._cache_shardings, same, same)
-        return self._lower_on_each(partial(self.functions.decode, layout, key.variant), arguments, out, donate=(1, 2))
+        arguments = (self.params, self._caches, self._rows, self.workspace)
+        out = (self._cache_shardings, self.replicated)
+        function = partial(self.functions.decode, self.layout(key), key.variant)
+        return self._lower_on_each(function, arguments, out, donate=(1, 2))
+
+    def _lower_stage(self, key: ProgramKey) -> jax.stages.Lowered:
+        program = jax.jit(self.functions.stage, donate_argnums=0, out_shardings=self.replicated)
+        return program.lower(self._rows, self._ints(decode_layout(key.size).size))
+
+    def _lower_take(self, key: ProgramKey) -> jax.stages.Lowered:
+        program = jax.jit(partial(self.functions.take, key.size), donate_argnums=0, out_shardings=self.replicated)
+        return program.lower(self._rows)
 
     def _lower_sample(self, key: ProgramKey) -> jax.stages.Lowered:
         max_rows = self.buckets.max_rows
@@ -163,7 +193,7 @@ class StepPrograms:
         function = partial(self.functions.sample, key.size, key.variant, key.logprobs)
         hidden_ND = self._shape((max_rows, self.model.hidden_size), self.model.dtype)
         columns_NC = self._ints(max_rows, NUM_ROW_COLUMNS)
-        arguments = (self.params, self._rows, hidden_ND, columns_NC, state, named_ids, mask)
+        arguments = (self.params, self._rows, hidden_ND, columns_NC, state, named_ids, mask, self.workspace)
         return self._lower_on_each(function, arguments, self.replicated, donate=(1, 4))
 
     def _lower_prompt_logprobs(self, key: ProgramKey) -> jax.stages.Lowered:
@@ -201,6 +231,14 @@ class StepPrograms:
         return program.lower(self._state, self._ints(), self._ints(num_words))
 
     @property
+    def workspace(self) -> jax.ShapeDtypeStruct | None:
+        """What the devices exchange through; None if that is left to XLA."""
+        if self.mesh.size == 1 or self.functions.kernels.collectives == "xla":
+            return None
+        shape = (self.mesh.size, collectives.WORKSPACE_BYTES // 4)
+        return jax.ShapeDtypeStruct(shape, jnp.uint32, sharding=NamedSharding(self.mesh, PartitionSpec(TENSOR)))
+
+    @property
     def _state(self) -> Any:
         return jax.tree.map(lambda x: self._shape(x.shape, x.dtype), jax.eval_shape(self.make_state))
 
@@ -215,8 +253,13 @@ class StepPrograms:
 
     @property
     def _rows(self) -> Any:
-        num_rows = self.buckets.max_rows + 1
-        return RowArrays(self._ints(num_rows), self._ints(num_rows, self.max_blocks))  # type: ignore[arg-type]
+        return RowArrays(*(self._ints(*shape) for shape in self.row_shapes()))  # type: ignore[arg-type]
+
+    def row_shapes(self) -> RowArrays:
+        """The shapes of the rows' arrays, all of them int32."""
+        max_rows = self.buckets.max_rows
+        shapes = ((max_rows + 1,), (max_rows + 1, self.max_blocks), (decode_layout(max_rows).size,), (max_rows,))
+        return RowArrays(*shapes)  # type: ignore[arg-type]
 
     def _ints(self, *shape: int) -> jax.ShapeDtypeStruct:
         return self._shape(shape, jnp.int32)

@@ -3,21 +3,12 @@
 from collections.abc import Sequence
 
 from pallas_kernels.collectives.arithmetic import ITEMSIZE, add_up, norm_rows
-from pallas_kernels.collectives.exchange import (
-    COUNTERS,
-    EMPTY,
-    HEADER_WORDS,
-    SLOTS,
-    STATE,
-    WORKSPACE_BYTES,
-    Exchange,
-    Words,
-)
+from pallas_kernels.collectives.exchange import Exchange, Words
 from pallas_kernels.collectives.plans import VECTOR_BYTES, Plan
 from pallas_kernels.collectives.ptx import Block, guarded, vector
 
-PIECES_AT_ONCE = 2
-"""Pieces that a thread waits for together: fewer round trips to the cache, more registers."""
+VECTORS_AT_ONCE = 8
+"""A thread waits for about so many vectors together: with more it makes fewer round trips to the cache, and keeps more registers."""
 
 
 class _Share:
@@ -111,7 +102,7 @@ def one_shot(operands: Sequence[str], plan: Plan, *, num_devices: int, dtype: st
             block.send(neighbour, j, words, sending)
     block.count_call()
     sums: list[Words] = []
-    for some in _batches(plan.num_pieces):
+    for some in _batches(plan.num_pieces, num_devices):
         where = [[share.where[j]] * num_devices for j in some]
         for j, by_rank in zip(some, block.receive(some, [own[j] for j in some], where), strict=True):
             sums.append(add_up(block, by_rank + residual[j : j + 1], dtype))
@@ -184,14 +175,14 @@ def to_all(operands: Sequence[str], plan: Plan, *, num_devices: int) -> str:
         block.emit(f"add.s64 {at}, {at}, {x}")
         slices.append(at)
     block.ready()
-    for some in _batches(plan.num_pieces):
+    for some in _batches(plan.num_pieces, num_devices):
         loaded = [[_load(block, share.at(at, j), share.where[j]) for j in some] for at in slices[1:]]
         for neighbour, pieces in enumerate(loaded, 1):
             for j, words in zip(some, pieces, strict=True):
                 block.clamp(words)
                 block.send(neighbour, j, words, block.both(block.active, share.where[j]))
     block.count_call()
-    for some in _batches(plan.num_pieces):
+    for some in _batches(plan.num_pieces, num_devices):
         own = [_load(block, share.at(slices[0], j), share.where[j]) for j in some]
         for words in own:
             block.clamp(words)
@@ -230,59 +221,6 @@ def gather(operands: Sequence[str], num_words: int, *, num_devices: int, threads
     return block.text()
 
 
-def read_state(operands: Sequence[str]) -> str:
-    """Operands: workspace, after (not read), out."""
-    block = Block(operands)
-    state = block.compute("ld.relaxed.sys.global.b32", f"[{block.operand('workspace')}+{STATE}]")
-    block.emit(f"st.global.b32 [{block.operand('out')}], {state}")  # by every thread, the same
-    return block.text()
-
-
-def write_header(operands: Sequence[str]) -> str:
-    """Operands: workspace, header, out (the state)."""
-    block = Block(operands)
-    thread = block.compute("mov.u32", "%tid.x")
-    writes = block.compute("setp.lt.u32", thread, HEADER_WORDS, kind="pred")
-    last = block.compute("setp.eq.u32", thread, HEADER_WORDS - 1, kind="pred")
-    source, target = (block.compute("mul.wide.u32", thread, 4, kind="b64") for _ in range(2))
-    block.emit(f"add.s64 {source}, {source}, {block.operand('header')}")
-    block.emit(f"add.s64 {target}, {target}, {block.operand('workspace')}")
-    word = block.reg()
-    block.emit(f"@{writes} ld.global.b32 {word}, [{source}]", f"@{writes} st.global.b32 [{target}], {word}")
-    block.emit(f"@{last} st.global.b32 [{block.operand('out')}], {word}")
-    return block.text()
-
-
-def clear(operands: Sequence[str], *, ctas: int, threads: int, slots: int = SLOTS, end: int = WORKSPACE_BYTES) -> str:
-    """All slots empty, all counters 0. Operands: workspace, out (0). slots, end: bytes."""
-    block = Block(operands)
-    thread, cta = block.compute("mov.u32", "%tid.x"), block.compute("mov.u32", "%ctaid.x")
-    offset = block.compute("mad.lo.u32", cta, threads, thread)
-    block.emit(f"mul.lo.u32 {offset}, {offset}, {VECTOR_BYTES}")
-    at = block.compute("cvt.u64.u32", offset, kind="b64")
-    block.emit(f"add.s64 {at}, {at}, {block.operand('workspace')}")
-    zero, empty = block.compute("mov.b32", 0), block.compute("mov.b32", EMPTY)
-    first = block.compute("setp.eq.u32", offset, 0, kind="pred")
-    block.emit(f"@{first} st.global.b32 [{block.operand('out')}], {zero}")
-    in_counters, more = block.regs(2, "pred")
-    block.emit(
-        f"setp.lt.u32 {in_counters}, {offset}, {slots - COUNTERS}",
-        f"@{in_counters} st.global.v4.b32 [{at}+{COUNTERS}], {vector([zero] * 4)}",
-    )
-    stride = ctas * threads * VECTOR_BYTES
-    assert slots - COUNTERS <= stride and (end - slots) % stride == 0
-    again = block.label()
-    block.place(again)
-    block.emit(
-        f"st.global.v4.b32 [{at}+{slots}], {vector([empty] * 4)}",
-        f"add.s64 {at}, {at}, {stride}",
-        f"add.u32 {offset}, {offset}, {stride}",
-        f"setp.lt.u32 {more}, {offset}, {end - slots}",
-        f"@{more} bra {again}",
-    )
-    return block.text()
-
-
 def _norm(
     block: Exchange, plan: Plan, rows: Sequence[Sequence[Words]], weights: Sequence[Words], eps: float, dtype: str
 ) -> list[list[Words]]:
@@ -299,5 +237,7 @@ def _norm(
     )
 
 
-def _batches(count: int) -> list[range]:
-    return [range(first, min(count, first + PIECES_AT_ONCE)) for first in range(0, count, PIECES_AT_ONCE)]
+def _batches(count: int, num_devices: int) -> list[range]:
+    """Pieces that are waited for together."""
+    size = max(1, VECTORS_AT_ONCE // num_devices)
+    return [range(first, min(count, first + size)) for first in range(0, count, size)]

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pallas_kernels.collectives import bodies
+from pallas_kernels.collectives import bodies, control
 from pallas_kernels.collectives.arithmetic import ITEMSIZE, scratch_words
 from pallas_kernels.collectives.exchange import MAX_DEVICES
 from pallas_kernels.collectives.plans import MAX_CTAS, MAX_THREADS, VECTOR_BYTES, Plan, plan_rows, plan_vectors
@@ -65,13 +65,14 @@ def _all_reduce(
         else:
             plan = plan_rows(shape[0], row_bytes // VECTOR_BYTES, num_devices=num_devices, **sizes)
         if plan is not None:
-            return _reduction(plan, shots, shape, dtype, num_devices, has_residual, eps)
+            return reduction(plan, shots, shape, dtype, num_devices, has_residual, eps)
     return None
 
 
-def _reduction(
+def reduction(
     plan: Plan, shots: int, shape: tuple[int, ...], dtype: str, num_devices: int, has_residual: bool, eps: float | None
 ) -> Program:
+    """An all-reduce by a plan; with eps its rows are those of x."""
     norms = eps is not None
     operands = ["workspace", "x", *["residual"] * has_residual, *["weight"] * norms, "out", *["normed", "scratch"] * norms]
     body = bodies.one_shot if shots == 1 else bodies.two_shot
@@ -108,11 +109,14 @@ def all_to_all(shape: tuple[int, ...], dtype: str, num_devices: int) -> Program 
     if not _takes(num_devices, num_bytes) or shape[0] != num_devices:
         return None
     plan = plan_vectors(num_bytes // VECTOR_BYTES, num_devices=num_devices)
-    if plan is None:
-        return None
+    return None if plan is None else exchange_of_slices(plan, shape, dtype, num_devices)
+
+
+def exchange_of_slices(plan: Plan, shape: tuple[int, ...], dtype: str, num_devices: int) -> Program:
+    """An all-to-all by a plan of one slice."""
     operands = ("workspace", "x", "out")
     text = bodies.to_all(operands, plan, num_devices=num_devices)
-    name = f"all_to_all_{num_bytes}_{num_devices}"
+    name = f"all_to_all_{'x'.join(map(str, shape))}"
     return Program(name, text, plan.ctas, plan.threads, operands, {"out": (shape, dtype)})
 
 
@@ -124,19 +128,19 @@ def _takes(num_devices: int, num_bytes: int) -> bool:
 def status() -> Program:
     """The state of the own device, after some array is there."""
     operands = ("workspace", "after", "out")
-    return Program("collectives_status", bodies.read_state(operands), 1, 128, operands, {"out": ((1,), "int32")})
+    return Program("collectives_status", control.read_state(operands), 1, 128, operands, {"out": ((1,), "int32")})
 
 
 @functools.cache
 def write_header() -> Program:
     """Writes a header of `exchange.HEADER_WORDS` words into the workspace."""
     operands = ("workspace", "header", "out")
-    return Program("collectives_header", bodies.write_header(operands), 1, 128, operands, {"out": ((1,), "int32")})
+    return Program("collectives_header", control.write_header(operands), 1, 128, operands, {"out": ((1,), "int32")})
 
 
 @functools.cache
 def clear() -> Program:
     """Empties all slots and sets all counters to 0."""
     operands = ("workspace", "out")
-    text = bodies.clear(operands, ctas=MAX_CTAS, threads=MAX_THREADS)
+    text = control.clear(operands, ctas=MAX_CTAS, threads=MAX_THREADS)
     return Program("collectives_clear", text, MAX_CTAS, MAX_THREADS, operands, {"out": ((1,), "int32")})

@@ -68,17 +68,20 @@ class Communicator:
 
     def reset(self) -> None:
         """As new, also after a failure: nothing is in the slots, and collectives wait. No program may be running."""
-        self._expect(self._run_clear(self.workspace), 0)
-        self._write(WAITING)
+        self._expect(self._run_clear(self.workspace), [0] * self.mesh.size)
+        self._write([WAITING] * self.mesh.size)
 
-    def set_waiting(self, waiting: bool) -> None:
-        """Whether collectives of later programs exchange and wait, or are silent: their results are then those of one device alone.
+    def set_waiting(self, waiting: bool, ranks: Sequence[int] | None = None) -> None:
+        """Whether collectives of later programs exchange and wait, or are silent: their results are then garbage, of own numbers alone.
 
-        Raises RuntimeError after a failure, which only `reset` ends.
+        ranks: of the devices that change, None for all. Raises RuntimeError after a failure, which only `reset` ends.
         """
-        if self.failed():
+        states = self.states()
+        if FAILED in states:
             raise RuntimeError("a collective gave up waiting, so words of it may still lie in the slots; call reset()")
-        self._write(WAITING if waiting else SILENT)
+        for rank in range(self.mesh.size) if ranks is None else ranks:
+            states[rank] = WAITING if waiting else SILENT
+        self._write(states)
 
     def first_runs(self, run: Callable[[], Any], count: int = NUM_FIRST_RUNS) -> None:
         """Run a new program (all of `run`) some times silently. Its results are garbage; no other program may be running.
@@ -105,22 +108,22 @@ class Communicator:
         """Give back the memory. No program that takes it may be running."""
         self.workspace.delete()
 
-    def _write(self, state: int) -> None:
-        self._expect(self._run_write(self.workspace, jax.device_put(self._header(state), self._sharding)), state)
+    def _write(self, states: Sequence[int]) -> None:
+        header = jax.device_put(self._header(states), self._sharding)
+        self._expect(self._run_write(self.workspace, header), states)
 
-    def _header(self, state: int) -> np.ndarray:
+    def _header(self, states: Sequence[int]) -> np.ndarray:
         size = self.mesh.size
         header = np.zeros((size, HEADER_WORDS), np.uint32)
         for rank in range(size):
             neighbours = [self._addresses[(rank + i) % size] for i in range(size)]
             header[rank, : 2 * size] = np.array(neighbours, np.uint64).view(np.uint32)
-            header[rank, RANK // 4], header[rank, STATE // 4] = rank, state
+            header[rank, RANK // 4], header[rank, STATE // 4] = rank, states[rank]
         return header
 
-    def _expect(self, result: jax.Array, value: int) -> None:
-        found = np.asarray(result).tolist()
-        if found != [value] * self.mesh.size:
-            raise RuntimeError(f"the workspace says {found} after {value} was written on each device")
+    def _expect(self, result: jax.Array, values: Sequence[int]) -> None:
+        if (found := np.asarray(result).tolist()) != list(values):
+            raise RuntimeError(f"kernels say that they wrote {found} into the workspaces of the devices, not {list(values)}")
 
 
 def peers_can_access(devices: Sequence[jax.Device]) -> bool:

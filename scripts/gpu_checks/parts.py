@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from scripts.gpu_checks import Outcome
 from scripts.gpu_checks.jobs import Hello
 
-PARTS = ("tokens", "logits", "kernels", "failures", "engine", "tensor_parallel")
+PARTS = ("tokens", "logits", "kernels", "collectives", "failures", "engine", "tensor_parallel")
 
 
 def outcomes(part: str, args: argparse.Namespace, until: float) -> Iterator[Outcome]:
@@ -31,6 +31,11 @@ def _outcomes(part: str, args: argparse.Namespace, until: float) -> Iterator[Out
 
         options = {"deadline": until, "repeats": args.repeats, "share": args.share}
         yield from kernels.check(ops=args.ops.split(","), tiny=args.tiny, **options)
+    elif part == "collectives":
+        from scripts.gpu_checks import collectives
+
+        sizes = (2,) if args.tiny else collectives.SIZES
+        yield from collectives.check(tiny=args.tiny, deadline=until, sizes=sizes)
     elif part == "logits":
         from scripts.gpu_checks import logits
 

@@ -2,8 +2,8 @@
 
 A record: {"date", "commit", "versions": {name: version}, "parts": {part: {"passed", "failed", "skipped", "seconds", "date",
 "commit", "note"}}, "ops": {op: digest of its source}}. A part that is run alone later replaces its own entry only, and one that
-was skipped replaces none. An op's digest
-is there exactly if the last run of the part kernels ran all of that op's cases and none failed.
+was skipped replaces none. An op's digest is there exactly if the last run of the part that verifies it (kernels, or collectives)
+ran all of that op's cases and none failed.
 """
 
 import dataclasses
@@ -29,6 +29,8 @@ OPS_OF_CASES = {
     "sampling": "sampling",
 }
 """The op whose source a group of kernel cases (scripts/kernels) verifies."""
+OPS_OF_PARTS = {"kernels": tuple(OPS_OF_CASES.values()), "collectives": ("collectives",)}
+"""The ops whose sources a part verifies."""
 PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax")
 
 
@@ -104,8 +106,11 @@ class Run:
                 "note": "; ".join(dict.fromkeys(outcome.detail for outcome in skipped)),
             }
         found: dict[str, Any] = {"date": today, "commit": commit, "versions": versions(), "parts": parts}
-        if "kernels" in self.outcomes:
-            found["ops"] = {op: self.digests[op] for op in verified_ops(self.outcomes["kernels"], self.ops)}
+        ops = verified_ops(self.outcomes.get("kernels", ()), self.ops)
+        among_devices = self.outcomes.get("collectives", ())
+        if any(outcome.passed for outcome in among_devices) and not any(outcome.failed for outcome in among_devices):
+            ops = [*ops, *OPS_OF_PARTS["collectives"]]
+        found["ops"] = {op: self.digests[op] for op in sorted(ops)}
         return found
 
     def _seconds(self, part: str) -> float:
@@ -127,15 +132,15 @@ def verified_ops(outcomes: Iterable[Outcome], groups: Iterable[str]) -> list[str
 
 
 def merge(records: Mapping[str, Any], device_kind: str, new: Mapping[str, Any]) -> dict[str, Any]:
-    """The records with a new one of a device. Its parts replace those of the same name, unless all of a part was skipped; if it ran
-    the part kernels, its ops replace all ops."""
+    """The records with a new one of a device. Its parts replace those of the same name, unless all of a part was skipped, and its
+    ops those that such a part verifies."""
     old = records.get(device_kind, {})
-    parts = dict(old.get("parts", {}))
+    parts, ops = dict(old.get("parts", {})), dict(old.get("ops", {}))
     for name, part in new["parts"].items():
         if part["passed"] or part["failed"] or name not in parts:
             parts[name] = part
-    together = {**old, **new, "parts": parts}
-    together["ops"] = new.get("ops", old.get("ops", {}))
+            ops = {op: digest for op, digest in ops.items() if op not in OPS_OF_PARTS.get(name, ())}
+    together = {**old, **new, "parts": parts, "ops": dict(sorted((ops | new["ops"]).items()))}
     return {**records, device_kind: together}
 
 

@@ -40,7 +40,7 @@ class Launch:
 class Machine:
     """Several devices with one address space."""
 
-    def __init__(self, num_devices: int, seed: int = 0, max_delay: int = 60):
+    def __init__(self, num_devices: int, seed: int = 0, max_delay: int = 30):
         self.rng = random.Random(seed)
         self.num_devices, self.max_delay = num_devices, max_delay
         self.round = 0
@@ -50,8 +50,8 @@ class Machine:
         self._num_stores = 0
 
     def place(self, device: int, array: np.ndarray) -> int:
-        """The address of a copy of an array in a device's memory."""
-        words = np.frombuffer(array.tobytes().ljust(-(-array.nbytes // 4) * 4, b"\0"), np.uint32).copy()
+        """The address of a copy of an array, whole words, in a device's memory."""
+        words = np.ascontiguousarray(array).reshape(-1).view(np.uint32).copy()
         used = sum(len(found) * 4 + 4096 for _, owner, found in self._arrays if owner == device)
         address = (device + 1 << 40) + (used + 4095) // 4096 * 4096
         self._arrays.append((address, device, words))
@@ -145,14 +145,18 @@ class _Cta:
         self.waits: list[Any] = [None] * launch.threads
         """What each thread paused for: None, "barrier", or a shuffle's (value, distance)."""
         self.answers: list[int | None] = [None] * launch.threads
+        self.slow_warp = machine.rng.randrange(launch.threads // 32)
 
     @property
     def has_ended(self) -> bool:
         return not any(self.threads)
 
     def advance(self) -> None:
-        """Every thread that can goes on to its next pause."""
-        order = [t for t, wait in enumerate(self.waits) if wait is None and self.threads[t] is not None]
+        """Every thread that can goes on to its next pause, those of one warp seldom."""
+        left_behind = self.slow_warp if self.machine.rng.random() < 0.8 else -1
+        order = [
+            t for t, wait in enumerate(self.waits) if wait is None and self.threads[t] is not None and t // 32 != left_behind
+        ]
         self.machine.rng.shuffle(order)
         for t in order:
             thread: Any = self.threads[t]

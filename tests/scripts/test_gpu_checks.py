@@ -15,9 +15,10 @@ import pytest
 
 import scripts.kernels
 from jaxllm.runner import paged_context, program_store
+from pallas_kernels.checking import collectives as checking_collectives
 from pallas_kernels.paged_attention import reference
 from scripts.bench_kernels import chained
-from scripts.gpu_checks import engine, jobs, kernels, logits, sanitizing, scoring, tensor_parallel
+from scripts.gpu_checks import collectives, engine, jobs, kernels, logits, sanitizing, scoring, tensor_parallel
 from scripts.kernels import Case, attention, cache_write
 
 
@@ -355,3 +356,16 @@ def test_the_sanitizer_sees_every_kernel() -> None:
         "cache write",
     ):
         assert any(name.startswith(kernel) for name in names)
+
+
+def test_collectives_are_checked_between_as_many_devices_as_there_are(monkeypatch) -> None:
+    few = [checking_collectives.Single("all_reduce", (3, 64)), checking_collectives.Single("all_gather", (5, 2), "int32")]
+    monkeypatch.setattr(checking_collectives, "singles", lambda num_devices: few)
+    skipped, *found = collectives.check(tiny=True, deadline=math.inf, sizes=(16, 2))
+    assert skipped.skipped and "8 visible, collectives between 16 were not checked" in skipped.detail
+    assert [outcome.name for outcome in found] == [f"2 devices: {case}" for case in few]
+    assert all(outcome.passed for outcome in found)
+    first, last = collectives.check(tiny=True, deadline=-math.inf, sizes=(2,))
+    assert first.passed and last.failed and "for lack of time" in last.detail
+    (alone,) = collectives.check(tiny=False, deadline=math.inf, sizes=(2,))
+    assert alone.skipped and "cannot access each other's memory" in alone.detail

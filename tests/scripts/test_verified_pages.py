@@ -8,8 +8,11 @@ from pallas_kernels import verified
 from scripts import verified_pages
 from scripts.gpu_checks import Outcome, pages, record, skip
 from scripts.gpu_checks.jobs import Hello
+from scripts.gpu_checks.parts import PARTS
 
 PASSED = [Outcome(f"{group}: a case, triton", True, "") for group in record.OPS_OF_CASES]
+BETWEEN = [Outcome("2 devices: a case", True, ""), skip("4 devices", "2 visible")]
+OF_KERNELS = sorted(record.OPS_OF_CASES.values())
 
 
 def run_of(**outcomes) -> record.Run:
@@ -32,20 +35,35 @@ def test_the_pages_and_the_readme_are_what_the_records_and_the_sources_say() -> 
     assert pages.readme_sentence(records) in readme.splitlines(), f"run {pages.COMMAND}"
 
 
-def test_every_group_of_kernel_cases_verifies_an_op() -> None:
+def test_every_op_is_verified_by_a_part_and_every_group_of_kernel_cases_verifies_one() -> None:
     from scripts.kernels import OPS
 
-    assert set(record.OPS_OF_CASES) == set(OPS) and sorted(record.OPS_OF_CASES.values()) == sorted(verified.OPS)
+    assert set(record.OPS_OF_CASES) == set(OPS) and set(record.OPS_OF_PARTS) <= set(PARTS)
+    assert sorted(op for ops in record.OPS_OF_PARTS.values() for op in ops) == sorted(verified.OPS)
 
 
 def test_an_op_is_verified_if_all_its_cases_passed() -> None:
     groups = tuple(record.OPS_OF_CASES)
-    assert record.verified_ops(PASSED, groups) == list(verified.OPS)
+    assert record.verified_ops(PASSED, groups) == OF_KERNELS
     wrong = Outcome("attention: another, mosaic", False, "")
     assert record.verified_ops([*PASSED, wrong], groups) == ["cache_write", "rope_cache_write", "sampling"]
     assert record.verified_ops(PASSED[1:], groups) == ["cache_write", "rope_cache_write", "sampling"]
     assert record.verified_ops(PASSED, ["rope"]) == ["rope_cache_write"]
     assert record.verified_ops([*PASSED, Outcome("kernels (1 of 3)", False, "killed")], groups) == []
+
+
+def test_collectives_are_verified_by_their_own_part() -> None:
+    assert list(run_of(collectives=BETWEEN).record()["ops"]) == ["collectives"]
+    assert not run_of(collectives=[*BETWEEN, Outcome("2 devices: another", False, "")]).record()["ops"]
+    assert not run_of(collectives=BETWEEN[1:]).record()["ops"]
+    records = record.merge({}, "NVIDIA H200", run_of(kernels=PASSED, collectives=BETWEEN).record())
+    assert list(records["NVIDIA H200"]["ops"]) == list(verified.OPS)
+    for later, left in (
+        (run_of(kernels=[Outcome("attention: a case", False, "")]), ["collectives"]),
+        (run_of(collectives=[Outcome("2 devices: a case", False, "")]), OF_KERNELS),
+        (run_of(collectives=BETWEEN[1:]), list(verified.OPS)),
+    ):
+        assert list(record.merge(records, "NVIDIA H200", later.record())["NVIDIA H200"]["ops"]) == left
 
 
 def test_skipped_is_neither_passed_nor_failed() -> None:
@@ -56,14 +74,14 @@ def test_skipped_is_neither_passed_nor_failed() -> None:
     assert "- Skipped in tensor_parallel: 1 visible." in pages.render_page("NVIDIA H200", run.record())
 
 
-def test_a_later_run_replaces_its_own_parts_and_only_kernels_verify_ops() -> None:
+def test_a_later_run_replaces_its_own_parts_and_what_they_verify() -> None:
     both = run_of(kernels=PASSED, tokens=[Outcome("t", True, "")])
     records = record.merge({}, "NVIDIA H200", both.record())
     later = run_of(tokens=[Outcome("t", False, "")])
     later.commit = "def"
     found = record.merge(records, "NVIDIA H200", later.record())["NVIDIA H200"]
     assert found["commit"] == found["parts"]["tokens"]["commit"] == "def" and found["parts"]["kernels"]["commit"] == "abc"
-    assert found["parts"]["tokens"]["failed"] == 1 and set(found["ops"]) == set(verified.OPS)
+    assert found["parts"]["tokens"]["failed"] == 1 and list(found["ops"]) == OF_KERNELS
     skipped = record.merge(records, "NVIDIA H200", run_of(tokens=[skip("t", "no")]).record())["NVIDIA H200"]
     assert skipped["parts"]["tokens"]["passed"] == 1
     failing = run_of(kernels=[Outcome(outcome.name, False, "") for outcome in PASSED])
@@ -79,7 +97,7 @@ def test_a_record_is_written_merged_and_rendered_again(tmp_path, monkeypatch) ->
     (tmp_path / "README.md").write_text(f"# x\n\n{pages.SENTENCE} no device yet.\n")
     verified_pages.main()
     page = (tmp_path / "docs/verified/NVIDIA_H200.md").read_text()
-    assert page == files[1].read_text() and page.count("| verified |") == len(verified.OPS)
+    assert page == files[1].read_text() and page.count("| verified |") == len(OF_KERNELS)
     assert "[NVIDIA H200](docs/verified/NVIDIA_H200.md)." in (tmp_path / "README.md").read_text()
     assert verified.is_verified("NVIDIA H200", "sampling") and not verified.is_verified("NVIDIA B200", "sampling")
 
@@ -90,7 +108,7 @@ def test_an_op_whose_source_changed_stands_as_unverified(monkeypatch) -> None:
     monkeypatch.setattr(verified, "source_digest", lambda op: "changed" if op == "sampling" else digests[op])
     page = pages.render_page("NVIDIA H200", found)
     assert f"| sampling | {digests['sampling']} | changed | unverified since its source changed |" in page
-    assert page.count("| verified |") == len(verified.OPS) - 1
+    assert page.count("| verified |") == len(OF_KERNELS) - 1
 
 
 def test_only_a_gpu_is_recorded(tmp_path) -> None:
