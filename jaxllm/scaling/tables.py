@@ -193,7 +193,7 @@ def number(value: float | None) -> str:
         return f"{value:.1f}"
     if size >= 1 or size == 0:
         return f"{value:.2f}"
-    return f"{value:.3g}" if size >= 1e-3 else f"{value:.1e}"
+    return f"{value:#.3g}" if size >= 1e-3 else f"{value:.1e}"
 
 
 def share(value: float) -> str:
