@@ -98,7 +98,7 @@ class Measurer:
         if needed > there:
             self.skip(DECODE, batch, f"needs {needed} tokens of KV cache, {there} are there")
             return
-        traces: list[trace.Trace] = []
+        traces: list[tuple[trace.Trace, int]] = []
         runs: list[DecodeTimes] = []
         for attempt in range(plan.repeats):
             is_last = attempt == plan.repeats - 1 and plan.trace_steps > 0
@@ -130,10 +130,10 @@ class Measurer:
             note=best.impurity,
         )
         self.tell(row)
-        for found in traces:
-            self._tell_breakdown(found, DECODE, batch, plan.trace_steps, row.seconds / num_steps)
+        for found, num_traced in traces:
+            self._tell_breakdown(found, DECODE, batch, num_traced, row.seconds / num_steps)
 
-    def _trace_steps(self, traces: list[trace.Trace], step: Callable[[], bool]) -> None:
+    def _trace_steps(self, traces: list[tuple[trace.Trace, int]], step: Callable[[], bool]) -> None:
         """Trace some more decode steps of the requests that run. What fails here costs the breakdown only."""
         try:
             with trace.record() as (recording, stretch):
@@ -141,6 +141,7 @@ class Measurer:
                     step()
                 # Steps that are under way must not be counted with those of the stretch, nor these be left out.
                 self.core.runner.wait()
+                before = self.core.runner.num_steps
                 with stretch:
                     for _ in range(self.plan.trace_steps):
                         step()
@@ -150,7 +151,8 @@ class Measurer:
             self.skip("breakdown of decode", num_requests, one_line(error))
             return
         if recording.trace is not None:
-            traces.append(recording.trace)
+            # Not always as many as were read: the loop may have changed how many are in flight.
+            traces.append((recording.trace, self.core.runner.num_steps - before))
 
     # Prefill and mixed work
 
