@@ -9,7 +9,7 @@ token (tpot) = (time of +257 tokens minus time of +1 token) / 256; the whole `LL
 With many rows tpot can pass its limit, because requests decode beside the prompts of others. A decode row has none of that: all
 prompts are computed, then 256 steps of the engine are timed, each of which must decode every row (else the row says so).
 
-limit: the least time that the row's bytes and operations take (scripts/measuring/limits.py) at the speed of a copy and of a large
+limit: the least time that the row's bytes and operations take (jaxllm/scaling/limits.py) at the speed of a copy and of a large
 bf16 product in the same run. idle: share of the time without a kernel. Stretches of such work are traced after all rows are timed;
 what the kernels took there is set against the time that the same work takes untraced (against the traced time, to which the
 profiler adds, where no row tells that: mixed and 128). Each of several models runs in a process of its own.
@@ -27,7 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.measuring import trace
+from jaxllm.scaling import trace
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + trace.COMMAND_BUFFERS_WHILE_PROFILING
 
@@ -35,11 +35,11 @@ import jax
 
 from jaxllm import LLM
 from jaxllm.runner.memory import reserve_device_memory
-from scripts.measuring.decodes import SETTLING_STEPS, time_decodes
-from scripts.measuring.host_times import HostTimes
+from jaxllm.scaling.decodes import SETTLING_STEPS, time_decodes
+from jaxllm.scaling.host_times import HostTimes
+from jaxllm.scaling.limits import Ceilings, ModelCost, measure_ceilings
+from jaxllm.scaling.requests import greedy, random_prompts
 from scripts.measuring.idle import trace_idle_share
-from scripts.measuring.limits import Ceilings, ModelCost, measure_ceilings
-from scripts.measuring.requests import greedy, random_prompts
 from scripts.measuring.rows import HEADER, Row, markdown_table
 
 SECONDS_FOR_TRACES = 25.0

@@ -26,9 +26,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxllm.scaling.limits import Work, measure_ceilings, median_seconds
 from scripts.kernels import OPS, Case, cases
 from scripts.kernels.compiling import Compiler, first_line
-from scripts.measuring.limits import Work, measure_ceilings, median_seconds
 
 L2_BYTES = 60 << 20
 SECONDS_PER_PROGRAM = 4e-3  # the host's part of a program's start does not show beside this

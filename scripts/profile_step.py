@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.measuring import trace
+from jaxllm.scaling import trace
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + trace.COMMAND_BUFFERS_WHILE_PROFILING
 

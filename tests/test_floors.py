@@ -34,6 +34,7 @@ FLOORS = {
     "jaxllm.connected_llm": 7,
     "jaxllm.beam_search": 7,
     "server": 8,
+    "jaxllm.scaling": 8,
     "jaxllm.cli": 9,
 }
 """A module lives where its longest prefix here says."""

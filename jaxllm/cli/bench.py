@@ -27,6 +27,8 @@ EXAMPLES = """examples:
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logprobs")
 """The sampling values that change the speed; lengths and ends are the benchmark's own."""
+SEPARATE = ("serve", "scaling")
+"""What is a subcommand with a module of its own."""
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
@@ -46,9 +48,9 @@ def bench_flags() -> list[Flag]:
 def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "what",
-        metavar="throughput|latency|serve",
-        choices=["throughput", "latency", "serve"],
-        help="what to measure; `jaxllm bench serve --help` for the options of serve",
+        metavar="throughput|latency|serve|scaling",
+        choices=["throughput", "latency", *SEPARATE],
+        help="what to measure; serve and scaling have options of their own: `jaxllm bench serve --help`",
     )
     parser.add_argument("--input-len", type=positive, metavar="N", help="tokens of each prompt (default: 128)")
     parser.add_argument("--output-len", type=positive, metavar="N", help="tokens written for each prompt (default: 128)")
@@ -72,8 +74,8 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print. Returns the exit code."""
-    if arguments.what == "serve":
-        raise UsageError("`serve` must follow `bench` at once: jaxllm bench serve …")
+    if arguments.what in SEPARATE:
+        raise UsageError(f"`{arguments.what}` must follow `bench` at once: jaxllm bench {arguments.what} …")
     engine_options = options.engine_options(arguments)
     sampling = options.sampling_options(arguments, bench_flags())
     lengths = _lengths(arguments)

@@ -50,15 +50,15 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def gather() -> dict[str, Any]:
-    """Everything, as plain values."""
+def gather(*, devices: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Everything, as plain values. `devices`: what another process found; default: JAX is started and asked."""
     return {
         "jaxllm": __version__ + (f" (git {sha})" if (sha := git_sha()) else ""),
         "python": f"{platform.python_version()} ({sys.executable})",
         "platform": platform.platform(),
         "processor": {"cores": os.cpu_count(), "memory": size(_memory_bytes())},
         "packages": {name: found for name in PACKAGES if (found := package_version(name))},
-        "devices": _devices(),
+        "devices": _devices() if devices is None else dict(devices),
         "driver": _driver(),
         "variables": {
             name: "(hidden)" if SECRET.search(name) else value

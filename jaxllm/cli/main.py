@@ -32,7 +32,7 @@ COMMANDS = {
     "chat": Command("chat", "talk with a model"),
     "serve": Command("serve", "answer requests over HTTP, as OpenAI's API does"),
     "run-batch": Command("run_batch", "answer the requests of an OpenAI batch file"),
-    "bench": Command("bench", "measure throughput or latency, offline or of a server"),
+    "bench": Command("bench", "measure throughput or latency, offline or of a server, or how they scale"),
     "top": Command("top", "a live view of a running server"),
     "compile": Command("compile", "compile an engine's programs ahead of time"),
     "models": Command("models", "supported architectures, models on this machine"),
@@ -43,7 +43,7 @@ COMMANDS = {
 }
 
 
-SUBCOMMANDS = {("bench", "serve"): "bench_serve"}
+SUBCOMMANDS = {("bench", "serve"): "bench_serve", ("bench", "scaling"): "bench_scaling"}
 """Commands whose second word has a module of its own."""
 
 

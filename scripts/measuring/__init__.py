@@ -1,1 +1,1 @@
-"""What the benchmarks share: reading a profiler's trace, and the limits that a device sets to a piece of work."""
+"""What the benchmarks share beside `jaxllm/scaling/`: idle shares from traces, rows of tables, an engine core with a set pace."""

@@ -5,8 +5,8 @@ from typing import Any
 
 from jaxllm.llm_engine import LLMEngine
 from jaxllm.sampling_params import SamplingParams
-from scripts.measuring import trace
-from scripts.measuring.requests import end_all
+from jaxllm.scaling import trace
+from jaxllm.scaling.requests import end_all
 from scripts.measuring.rows import Row
 
 

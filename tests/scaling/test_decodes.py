@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from jaxllm.llm import LLM
-from scripts.measuring.decodes import SETTLING_STEPS, time_decodes
-from scripts.measuring.requests import greedy, random_prompts
+from jaxllm.scaling.decodes import SETTLING_STEPS, time_decodes
+from jaxllm.scaling.requests import greedy, random_prompts
 from scripts.measuring.rows import Row
 from tests.helpers import engines
 

@@ -2,7 +2,8 @@
 
 A GPU is a process "/device:GPU:0" of the trace whose threads "Stream #…" hold what the device ran; its other threads ("XLA Ops",
 "XLA Modules") tell the same time again by other names. Copies between host and device run beside the kernels and count as no
-kernel. Times are microseconds.
+kernel. A CPU has no such process: what XLA ran there, its thunks, are events of the host's threads that name an operation of the
+program and a device. Times are microseconds.
 """
 
 import collections
@@ -11,15 +12,20 @@ import gzip
 import json
 import re
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+Key = TypeVar("Key")
 STRETCH = "measured stretch"
 """Name of the host's annotation that marks the stretch."""
 
 CLASSES = (
+    (
+        "communication",
+        r"nccl|all[-_]?reduce|all[-_]?gather|all[-_]?to[-_]?all|reduce[-_]?scatter|collective|multimem|\bp(sum|max|min|permute)",
+    ),
     ("attention", r"attention|paged|decode_combine|prefill|flash|fmha"),
     ("cache write, rope", r"write_cache|cache_write|rope"),
     ("sampling", r"argmax|sample|gumbel|top_?k|logprob|threshold|sort"),
@@ -49,6 +55,8 @@ class Trace:
     end: float
     kernels: list[Kernel]
     transfers: list[Kernel]
+    thunks: list[Kernel] = field(default_factory=list)
+    """What XLA ran on CPU devices."""
 
     @property
     def devices(self) -> list[str]:
@@ -95,10 +103,19 @@ def record() -> Iterator[tuple[Recording, Any]]:
     with tempfile.TemporaryDirectory() as directory:
         jax.profiler.start_trace(directory, profiler_options=options)
         try:
-            yield recording, jax.profiler.TraceAnnotation(STRETCH)
+            yield recording, _marked()
         finally:
             jax.profiler.stop_trace()
         recording.trace = read_trace(Path(directory))
+
+
+@contextlib.contextmanager
+def _marked() -> Iterator[None]:
+    """JAX's own annotation begins when it is made, not when it is entered."""
+    import jax
+
+    with jax.profiler.TraceAnnotation(STRETCH):
+        yield
 
 
 def read_trace(directory: Path) -> Trace:
@@ -119,19 +136,24 @@ def parse(events: Iterable[dict[str, Any]]) -> Trace:
         raise ValueError("the trace does not hold the measured stretch; it may have been cut off for its size")
     start = min(e["ts"] for e in marks)
     end = max(e["ts"] + e["dur"] for e in marks)
-    kernels, transfers = [], []
+    kernels: list[Kernel] = []
+    transfers: list[Kernel] = []
+    thunks: list[Kernel] = []
     for event in events:
-        if event.get("ph") != "X" or "GPU" not in processes.get(event["pid"], ""):
-            continue
-        if "Stream" not in threads.get((event["pid"], event["tid"]), ""):
+        if event.get("ph") != "X":
             continue
         first, last = max(start, event["ts"]), min(end, event["ts"] + event.get("dur", 0.0))
-        if first < last:
+        if first >= last:
+            continue
+        process = processes.get(event["pid"], "")
+        if "GPU" in process and "Stream" in threads.get((event["pid"], event["tid"]), ""):
             is_transfer = re.match(r"Memcpy(H2D|D2H)", event["name"]) is not None
-            kernel = Kernel(event["name"], first, last, processes[event["pid"]])
-            (transfers if is_transfer else kernels).append(kernel)
-    kernels.sort(key=lambda kernel: (kernel.start, kernel.end))
-    return Trace(start, end, kernels, transfers)
+            (transfers if is_transfer else kernels).append(Kernel(event["name"], first, last, process))
+        elif "GPU" not in process and "hlo_op" in (about := event.get("args") or {}):
+            thunks.append(Kernel(event["name"], first, last, f"CPU:{about.get('device_ordinal', 0)}"))
+    for spans in (kernels, thunks):
+        spans.sort(key=lambda span: (span.start, span.end))
+    return Trace(start, end, kernels, transfers, thunks)
 
 
 def merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -162,19 +184,24 @@ def class_of(name: str) -> str:
     return next((kind for kind, pattern in CLASSES if re.search(pattern, name, re.IGNORECASE)), "other")
 
 
+def most(times: Mapping[Key, float]) -> list[tuple[Key, float]]:
+    """The longest first."""
+    return sorted(times.items(), key=lambda item: -item[1])
+
+
 def describe(trace: Trace, *, num_steps: int, num_layers: int, top: int = 20) -> str:
     """Where the time of each of some steps went: busy and idle, classes, kernels, gaps by neighbours (first device)."""
     if not trace.kernels:
         return "  the trace holds no GPU kernels"
     kernels = [kernel for kernel in trace.kernels if kernel.device == trace.devices[0]]
-    total: collections.Counter[str] = collections.Counter()
+    total: collections.defaultdict[str, float] = collections.defaultdict(float)
     count: collections.Counter[str] = collections.Counter()
-    by_class: collections.Counter[str] = collections.Counter()
+    by_class: collections.defaultdict[str, float] = collections.defaultdict(float)
     for kernel in kernels:
         total[kernel.name] += kernel.end - kernel.start
         count[kernel.name] += 1
         by_class[class_of(kernel.name)] += kernel.end - kernel.start
-    pauses: collections.Counter[tuple[str, str]] = collections.Counter()
+    pauses: collections.defaultdict[tuple[str, str], float] = collections.defaultdict(float)
     num_pauses: collections.Counter[tuple[str, str]] = collections.Counter()
     for before, after, length in gaps(kernels):
         pauses[before, after] += length
@@ -186,14 +213,14 @@ def describe(trace: Trace, *, num_steps: int, num_layers: int, top: int = 20) ->
         f"  per step: wall {trace.wall / num_steps:.0f} us, a kernel running {trace.busy() / num_steps:.0f}, "
         f"none {(trace.wall - trace.busy()) / num_steps:.0f} ({trace.idle_share():.1%}); sum of kernels {in_kernels / num_steps:.0f} in "
         f"{launches:.1f} launches, {launches / num_layers:.1f} a layer; transfers {moved / num_steps:.0f}",
-        "  " + ", ".join(f"{kind} {time / in_kernels:.1%}" for kind, time in by_class.most_common()),
+        "  " + ", ".join(f"{kind} {time / in_kernels:.1%}" for kind, time in most(by_class)),
     ]
-    for name, time in total.most_common(top):
+    for name, time in most(total)[:top]:
         lines.append(f"  {time / num_steps:9.1f} us x{count[name] / num_steps:6.1f}  {class_of(name):18} {name[:100]}")
     lines.append(
         f"  gaps between kernels: {sum(pauses.values()) / num_steps:.1f} us in {sum(num_pauses.values()) / num_steps:.1f}"
     )
-    for (before, after), length in pauses.most_common(max(1, top // 2)):
+    for (before, after), length in most(pauses)[: max(1, top // 2)]:
         times = num_pauses[before, after]
         lines.append(f"  {length / num_steps:9.1f} us x{times / num_steps:6.1f}  {before[:50]} -> {after[:50]}")
     return "\n".join(lines)

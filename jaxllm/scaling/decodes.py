@@ -1,14 +1,17 @@
 """Times decode steps alone: the prompts of all requests are computed before, and no request arrives or ends meanwhile."""
 
+import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxllm.errors import RequestFailedError
 from jaxllm.llm_engine import LLMEngine
+from jaxllm.outputs import EngineCoreOutput
 from jaxllm.sampling_params import SamplingParams
-from scripts.measuring.host_times import HostTimes
-from scripts.measuring.requests import end_all
+from jaxllm.scaling.host_times import HostTimes, num_compiled
+from jaxllm.scaling.requests import end_all
 
 SETTLING_STEPS = 12
 """Decode steps before the clock starts: those in flight with the last prompt, and those by which the loop chooses its depth."""
@@ -25,14 +28,23 @@ class DecodeTimes:
     details: dict[str, float]
     impurity: str | None
     """What else happened in the stretch; None if every step was a decode of all requests."""
+    step_seconds: list[float]
+    """From the tokens of one step to those of the next: `num_steps` of them, `seconds` together."""
 
 
 def time_decodes(
-    engine: LLMEngine, prompts: Sequence[Any], params: Sequence[SamplingParams], *, num_steps: int
+    engine: LLMEngine,
+    prompts: Sequence[Any],
+    params: Sequence[SamplingParams],
+    *,
+    num_steps: int,
+    then: Callable[[Callable[[], bool]], None] | None = None,
 ) -> DecodeTimes | None:
     """Steps of an idle engine on these prompts. None if it cannot run them all at once for so long, e.g. for want of cache.
 
-    A request whose prompt is computed early decodes while the others' prompts are: `params` must leave room for it.
+    A request whose prompt is computed early decodes while the others' prompts are: `params` must leave room for it, and for what
+    `then` does: it is called after the stretch with a function that runs one more step of the same requests.
+    Raises RequestFailedError if the engine ends a request with an error.
     """
     core: Any = engine.core
     for i, (prompt, its) in enumerate(zip(prompts, params, strict=True)):
@@ -41,30 +53,37 @@ def time_decodes(
     try:
         have_token: set[str] = set()
 
+        def take_step() -> list[EngineCoreOutput]:
+            news: list[EngineCoreOutput] = core.step()
+            engine.take(news)
+            for item in news:
+                if item.error_kind is not None:
+                    raise RequestFailedError(f"{item.request_id} failed: {item.stop_reason}", item.error_kind)
+            return news
+
         def step() -> bool:
             """Whether it gave each request one token."""
-            news = core.step()
-            engine.take(news)
+            news = take_step()
             return len(news) == num_rows and all(len(item.new_token_ids) == 1 for item in news)
 
         while len(have_token) < num_rows or core.scheduler.waiting:
             if engine.get_num_unfinished_requests() < num_rows:
                 return None
-            news = core.step()
-            engine.take(news)
-            have_token.update(item.request_id for item in news if item.new_token_ids)
+            have_token.update(item.request_id for item in take_step() if item.new_token_ids)
         for _ in range(SETTLING_STEPS):
             step()
         if len(core.scheduler.running) < num_rows:
             return None
         # The latest token of a request is not in the cache yet.
         contexts = [len(request.token_ids) - 1 for request in core.scheduler.running]
-        before, host, pure = core.stats(), HostTimes(core), 0
-        start = time.perf_counter()
+        before, host, compiled, pure = core.stats(), HostTimes(core), num_compiled(core), 0
+        ends = [time.perf_counter()]
         for _ in range(num_steps):
             pure += step()
-        seconds = time.perf_counter() - start
-        after, details = core.stats(), host.per_step()
+            ends.append(time.perf_counter())
+        after, details, compiled = core.stats(), host.per_step(), num_compiled(core) - compiled
+        if then is not None:
+            then(step)
     finally:
         end_all(engine)
     details["context"] = sum(contexts) / num_rows + (num_steps - 1) / 2
@@ -74,4 +93,7 @@ def time_decodes(
         impurity = f"{num_steps - pure} of {num_steps} steps were not decodes of all {num_rows} rows"
     elif num_scheduled != details["steps"] * num_rows or after.num_preemptions > before.num_preemptions:
         impurity = f"{num_scheduled} tokens in {details['steps']:.0f} steps of {num_rows} rows"
-    return DecodeTimes(seconds, num_steps, contexts, details, impurity)
+    elif compiled:
+        impurity = f"{compiled} programs were compiled meanwhile"
+    step_seconds = [end - start for start, end in itertools.pairwise(ends)]
+    return DecodeTimes(ends[-1] - ends[0], num_steps, contexts, details, impurity, step_seconds)

@@ -2,12 +2,13 @@
 
 import gzip
 import json
+import time
 
 import pytest
 
 from jaxllm.model_config import ModelConfig
-from scripts.measuring.limits import Ceilings, ModelCost, Work
-from scripts.measuring.trace import STRETCH, Kernel, class_of, describe, gaps, merged, parse, read_trace
+from jaxllm.scaling.limits import Ceilings, ModelCost, Work
+from jaxllm.scaling.trace import STRETCH, Kernel, class_of, describe, gaps, merged, parse, read_trace, record
 
 GPU, OTHER_GPU, HOST = 1, 2, 700
 COMPUTE, SECOND, OPS = 13, 14, 15
@@ -93,6 +94,14 @@ def test_a_trace_is_read_from_its_file(tmp_path) -> None:
     assert read_trace(tmp_path).busy() == pytest.approx(60)
     with pytest.raises(ValueError, match="does not hold the measured stretch"):
         parse(NAMES)
+
+
+def test_a_stretch_begins_where_it_is_entered() -> None:
+    with record() as (recording, stretch):
+        time.sleep(0.2)
+        with stretch:
+            time.sleep(0.02)
+    assert recording.trace is not None and 20_000 <= recording.trace.wall < 150_000
 
 
 @pytest.mark.parametrize(

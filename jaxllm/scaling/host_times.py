@@ -23,3 +23,10 @@ class HostTimes:
     def _now(self) -> tuple[float, ...]:
         runner, loop = self._core.runner, self._core.loop
         return runner.num_steps, runner.dispatch_seconds, runner.launch_seconds, loop.wait_seconds
+
+
+def num_compiled(core: Any) -> int:
+    """Programs that requests of an engine core have waited for so far: a run in which it grows is not the engine's speed."""
+    if core.config.compile.warmup == "lazy":  # no program counts as warmed up
+        return int(core.runner.programs.num_compiled + core.runner.programs.num_loaded)
+    return int(core.num_compiled_after_warmup)

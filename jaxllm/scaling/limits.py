@@ -13,6 +13,8 @@ from jax import lax
 
 from jaxllm.model_config import ModelConfig, num_parameters
 
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
 
 @dataclass(frozen=True)
 class Ceilings:
@@ -21,13 +23,17 @@ class Ceilings:
     copy_bytes_per_second: float
     """Read and written together."""
     gemm_flops_per_second: float
+    gemm_dtype: str = "bfloat16"
 
     def seconds(self, work: "Work") -> float:
         """The least time for the work: neither its bytes nor its operations can be had faster."""
         return max(work.bytes / self.copy_bytes_per_second, work.flops / self.gemm_flops_per_second)
 
     def describe(self) -> str:
-        return f"copy {self.copy_bytes_per_second / 1e12:.2f} TB/s, bf16 GEMM {self.gemm_flops_per_second / 1e12:.0f} TFLOP/s"
+        dtype = _SHORT.get(self.gemm_dtype, self.gemm_dtype)
+        return (
+            f"copy {self.copy_bytes_per_second / 1e12:.2f} TB/s, {dtype} GEMM {self.gemm_flops_per_second / 1e12:.0f} TFLOP/s"
+        )
 
 
 @dataclass(frozen=True)
@@ -38,19 +44,19 @@ class Work:
     flops: float
 
 
-def measure_ceilings(*, tiny: bool = False) -> Ceilings:
-    """A copy of 1 GiB and a bf16 product of 8192 cubed, about a second with compilation."""
-    num_bytes, size, times = (1 << 20, 128, 2) if tiny else (1 << 30, 8192, 16)
+def measure_ceilings(*, tiny: bool = False, dtype: str = "bfloat16") -> Ceilings:
+    """A copy of 1 GiB and a product of 8192 cubed in `dtype`, about a second with compilation; `tiny`: of 64 MiB and 512 cubed."""
+    num_bytes, size, times = (1 << 26, 512, 2) if tiny else (1 << 30, 8192, 16)
     x = jnp.zeros((num_bytes // 4,), jnp.float32)
     copies = jax.jit(lambda x: lax.fori_loop(0, times, lambda _, x: x + 1, x))
     copy = 2 * num_bytes * times / median_seconds(copies, x, repeats=5)
     del x
     # Values of one deviation stay so through the products: constant or vanishing operands draw less power and run faster.
-    a, w = (jax.random.normal(key, (size, size), jnp.bfloat16) for key in jax.random.split(jax.random.key(0)))
+    a, w = (jax.random.normal(key, (size, size), dtype) for key in jax.random.split(jax.random.key(0)))
     w = w / math.sqrt(size)
     products = jax.jit(lambda a, w: lax.fori_loop(0, times, lambda _, a: a @ w, a))
     gemm = 2 * size**3 * times / median_seconds(products, a, w, repeats=5)
-    return Ceilings(copy, gemm)
+    return Ceilings(copy, gemm, dtype)
 
 
 def median_seconds(run: Callable[..., Any], *args: Any, repeats: int) -> float:

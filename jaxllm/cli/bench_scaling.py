@@ -1,0 +1,255 @@
+"""`jaxllm bench scaling`: how a model's speed grows with the devices that its layers are split over."""
+
+import argparse
+import datetime
+import json
+import re
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from jaxllm.cli import env, options, terminal
+from jaxllm.cli.bench_scaling_screen import Screen
+from jaxllm.cli.flags import engine_flags
+from jaxllm.cli.numbers import above_zero, count, positive
+from jaxllm.cli.parser import Parser, UsageError
+from jaxllm.config import Flag
+from jaxllm.errors import ConfigError
+from jaxllm.scaling import experiment, report
+from jaxllm.scaling.plan import SCALINGS, Plan, check_sizes, mixed_requests, powers_of_two
+from jaxllm.scaling.processes import environment_of, find_devices
+from jaxllm.scaling.rows import DECODE, MIXED, WORKS, Results, to_json
+
+ABOUT = (
+    "Measure decode, prefill and mixed work with the layers split over 1, 2, 4 … devices, each size in a process of its own: "
+    "speed-up, efficiency, the share of what the devices allow, and where the time of a step goes."
+)
+EXAMPLES = """examples:
+  jaxllm bench scaling meta-llama/Llama-3.1-8B --load-format dummy --output scaling/
+  jaxllm bench scaling MODEL_DIR --tensor-parallel-sizes 1,2,4 --batch-sizes 1,64 --work decode,prefill --timeout 240 --output a/
+  jaxllm bench scaling --with a/results.json b/results.json --output both/      one report of several runs, nothing is measured
+  jaxllm bench scaling demo --devices cpu:4 --batch-sizes 1,4 --input-len 32 --output-len 16       without a GPU"""
+DEFAULT_BATCH_SIZES = (1, 16, 64, 256)
+DEFAULT_INPUT_LEN, DEFAULT_OUTPUT_LEN = 1024, 256
+DEFAULT_MIXED_REQUESTS = 200
+NO_FLAGS = (
+    *("tensor_parallel_size", "use_progress_bar", "profiler_dir"),
+    *("tokenizer", "skip_tokenizer_init", "chat_template"),  # prompts are token ids, and outputs get no text
+)
+
+
+def scaling_flags() -> list[Flag]:
+    """The engine's options, without those that the experiment sets or has no use for."""
+    return [flag for flag in engine_flags() if flag.name not in NO_FLAGS]
+
+
+def add_arguments(parser: Parser) -> None:
+    options.add_model_argument(parser)
+    parser.add_argument(
+        "--tensor-parallel-sizes",
+        type=_numbers,
+        metavar="N,N",
+        help="numbers of devices to split layers over; default: the powers of two up to the devices there are",
+    )
+    parser.add_argument(
+        "--batch-sizes",
+        type=_numbers,
+        metavar="N,N",
+        help="requests that decode at once; in weak scaling for each device (default: 1,16,64,256)",
+    )
+    parser.add_argument("--input-len", type=positive, metavar="N", help="tokens of each prompt (default: 1024)")
+    parser.add_argument(
+        "--output-len", type=positive, metavar="N", help="tokens of each request; decode times one step less (default: 256)"
+    )
+    parser.add_argument("--work", type=_names(WORKS), metavar="NAMES", help=f"which of {','.join(WORKS)} (default: all)")
+    parser.add_argument(
+        "--scaling",
+        type=_names(SCALINGS),
+        metavar="NAMES",
+        help="strong: the same batch sizes at each size; weak: decode with batch size times devices (default: strong,weak)",
+    )
+    parser.add_argument("--num-prompts", type=positive, metavar="N", help="prompts of prefill (default: 64)")
+    parser.add_argument(
+        "--requests", metavar="FILE", help='lengths of the mixed work from a JSON file: {"requests": [[prompt, output], …]}'
+    )
+    parser.add_argument(
+        "--num-requests",
+        type=positive,
+        metavar="N",
+        help="requests of the mixed work, of a file the first ones; default: the whole file, else 200 of random lengths",
+    )
+    parser.add_argument(
+        "--repeats", type=positive, metavar="N", help="runs of each piece of work; the fastest counts (default: 2)"
+    )
+    parser.add_argument(
+        "--trace-steps", type=count, metavar="N", help="steps traced to see where their time goes; 0: none (default: 8)"
+    )
+    parser.add_argument(
+        "--timeout", type=above_zero, metavar="SECONDS", help="end a size that takes longer, and keep its results so far"
+    )
+    parser.add_argument(
+        "--devices", type=_cpu_devices, metavar="cpu:N", help="N devices that share this machine's CPU; default: what JAX finds"
+    )
+    parser.add_argument(
+        "--output", metavar="DIR", help="write results.json, results.csv, report.md, report.html, charts and logs there"
+    )
+    parser.add_argument(
+        "--with",
+        dest="earlier",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="earlier results.json of the same experiment: their sizes join the report and are not measured again; without "
+        "MODEL and --tensor-parallel-sizes nothing is measured",
+    )
+    parser.add_argument("--json", action="store_true", help="the results as a JSON object")
+    options.add_log_arguments(parser)
+    parser.add_argument("--config", metavar="FILE", help="YAML file with options; default: $JAXLLM_CONFIG")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be measured, measure nothing")
+    parser.add_flags(scaling_flags())
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, print, write. Returns the exit code: 1 if anything that was asked for is missing, 130 after Ctrl-C."""
+    options.use_model_argument(arguments)
+    output = _output_directory(arguments.output)
+    paths = [Path(path) for path in arguments.earlier]
+    if paths and "model" not in arguments and arguments.tensor_parallel_sizes is None:
+        plan, results = experiment.earlier(paths, None)
+        return _finish(arguments, plan, results, output)
+    variables = environment_of(arguments.devices)
+    devices = find_devices(variables)
+    plan = _plan(arguments, devices)
+    results, sizes = Results(plan.to_json()), plan.tensor_parallel_sizes
+    if paths:
+        plan, results = experiment.earlier(paths, plan)
+    if arguments.dry_run:
+        _print_plan(plan, devices, sizes, results.complete_sizes)
+        return 0
+    found = {f"{devices['platform']} {number}": devices["kind"] for number in range(devices["count"])}
+    results.environment = env.gather(devices=found)
+    results.command = shlex.join(["jaxllm", *sys.argv[1:]])
+    results.started_at = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S")
+    screen = Screen(plan, results, quiet=arguments.quiet, has_table=not arguments.json)
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            experiment.run(
+                plan,
+                results,
+                sizes,
+                variables=variables,
+                timeout_seconds=arguments.timeout,
+                logs=Path(directory) if output is None else output / report.LOGS_FOLDER,
+                log_level="debug" if arguments.verbose else "info",
+                output=output,
+                hear=screen.begin,
+            )
+        finally:
+            screen.end()
+    return _finish(arguments, plan, results, output)
+
+
+def _finish(arguments: argparse.Namespace, plan: Plan, results: Results, output: Path | None) -> int:
+    if output is not None:
+        report.write(output, plan, results)
+    if arguments.json:
+        print(json.dumps(to_json(results)))
+    else:
+        Screen.summary(plan, results)
+    if not arguments.quiet and output is not None:
+        terminal.note(f"report written to {output / report.HTML_FILE}")
+    if results.interrupted:
+        return 130
+    return 1 if results.failed else 0
+
+
+def _plan(arguments: argparse.Namespace, devices: dict[str, Any]) -> Plan:
+    asked = options.engine_options(arguments)
+    if asked.pop("tensor_parallel_size", None) is not None:
+        raise UsageError("tensor_parallel_size is what the experiment varies: unset it, and give --tensor-parallel-sizes")
+    works = arguments.work or WORKS
+    input_len = arguments.input_len or DEFAULT_INPUT_LEN
+    output_len = arguments.output_len or DEFAULT_OUTPUT_LEN
+    if DECODE in works and output_len < 2:
+        raise UsageError("decode times the tokens after the first: give --output-len 2 or more")
+    if MIXED not in works and (arguments.requests or arguments.num_requests):
+        raise UsageError("--requests and --num-requests are for the mixed work; add it to --work")
+    where = f"this machine ({devices['kind']})" if arguments.devices is None else f"--devices cpu:{arguments.devices}"
+    sizes = arguments.tensor_parallel_sizes or powers_of_two(devices["count"])
+    check_sizes(sizes, devices["count"], where=where)
+    return Plan(
+        model=asked.pop("model", "demo"),
+        tensor_parallel_sizes=sizes,
+        batch_sizes=arguments.batch_sizes or DEFAULT_BATCH_SIZES,
+        input_len=input_len,
+        output_len=output_len,
+        works=works,
+        scalings=arguments.scaling or SCALINGS,
+        prefill_prompts=arguments.num_prompts or Plan.prefill_prompts,
+        requests=_requests(arguments, input_len, output_len) if MIXED in works else (),
+        repeats=arguments.repeats or Plan.repeats,
+        trace_steps=Plan.trace_steps if arguments.trace_steps is None else arguments.trace_steps,
+        options=asked,
+    )
+
+
+def _requests(arguments: argparse.Namespace, input_len: int, output_len: int) -> tuple[tuple[int, int], ...]:
+    if arguments.requests is None:
+        return mixed_requests(arguments.num_requests or DEFAULT_MIXED_REQUESTS, input_len, output_len)
+    from jaxllm.http_client.datasets import read_mix
+
+    requests = read_mix(arguments.requests)
+    if arguments.num_requests and arguments.num_requests > len(requests):
+        raise UsageError(f"--num-requests is {arguments.num_requests}, {arguments.requests} has {len(requests)} requests")
+    return tuple(requests[: arguments.num_requests])
+
+
+def _output_directory(path: str | None) -> Path | None:
+    """The directory, made if need be. Raises ConfigError if it holds results, which may have been costly."""
+    if path is None:
+        return None
+    directory = Path(path)
+    if (directory / report.JSON_FILE).exists():
+        raise ConfigError(f"{directory / report.JSON_FILE} exists already; give another --output, or move it away")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the directory {directory}: {error.strerror}") from None
+    return directory
+
+
+def _print_plan(plan: Plan, devices: dict[str, Any], sizes: tuple[int, ...], done: set[int]) -> None:
+    print(f"{plan.model} on {devices['count']} × {devices['kind']} ({devices['platform']})")
+    for size in sizes:
+        if size in done:
+            print(f"tensor-parallel size {size}: measured already")
+            continue
+        work = [f"decode of {batch}" for batch in plan.decode_batches(size)]
+        work += ["prefill"] * ("prefill" in plan.works) + ["mixed"] * (MIXED in plan.works) + ["all-reduce"] * (size > 1)
+        print(f"tensor-parallel size {size}: {', '.join(work)}")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    found = tuple(sorted({positive(part) for part in text.split(",") if part.strip()}))
+    if not found:
+        raise argparse.ArgumentTypeError("must be numbers with commas between them, e.g. 1,2,4")
+    return found
+
+
+def _names(known: tuple[str, ...]) -> Any:
+    def read(text: str) -> tuple[str, ...]:
+        asked = {part.strip() for part in text.split(",") if part.strip()}
+        if not asked or (wrong := sorted(asked - set(known))):
+            raise argparse.ArgumentTypeError(f"{wrong[0] if asked else text!r} is none of {', '.join(known)}")
+        return tuple(name for name in known if name in asked)
+
+    return read
+
+
+def _cpu_devices(text: str) -> int:
+    match = re.fullmatch(r"cpu:(\d+)", text)
+    if match is None or not 1 <= int(match[1]) <= 64:
+        raise argparse.ArgumentTypeError(f"{text!r} must be cpu:N with N from 1 to 64; without it JAX's devices are used")
+    return int(match[1])

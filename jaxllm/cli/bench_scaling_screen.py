@@ -1,0 +1,103 @@
+"""What `jaxllm bench scaling` shows while it runs: rows of a table on stdout, what is done now on stderr."""
+
+import sys
+import time
+from typing import Any
+
+from jaxllm.cli import terminal
+from jaxllm.scaling import report, tables
+from jaxllm.scaling.plan import Plan
+from jaxllm.scaling.processes import Hear
+from jaxllm.scaling.rows import Results, Row, SizeResult, Skipped
+
+MIN_WIDTH = 9
+WORDS = ("work", "unit", "note")
+"""Columns that stand left."""
+
+
+class Screen:
+    """Hears of results as they come."""
+
+    def __init__(self, plan: Plan, results: Results, *, quiet: bool, has_table: bool):
+        self._plan, self._rows = plan, list(results.rows)
+        self._quiet, self._has_table = quiet, has_table
+        self._is_terminal = sys.stderr.isatty()
+        self._began = time.monotonic()
+        self._print_lines([list(tables.ROW_HEADER), *tables.main_table(plan, self._rows).lines])
+
+    def begin(self, size: SizeResult) -> Hear:
+        """Who hears of a size that begins."""
+        number = size.tensor_parallel_size
+
+        def hear(told: Any) -> None:
+            if isinstance(told, str):
+                self._say(f"{terminal.counted(number, 'device')}: {told}")
+            elif isinstance(told, Row):
+                self._rows.append(told)
+                self._print_lines(tables.main_table(self._plan, self._rows).lines[-1:])
+            elif isinstance(told, Skipped):
+                count = f" of {told.num_requests}" if told.num_requests else ""
+                self._note(f"{terminal.counted(number, 'device')}, {told.work}{count} left out: {told.reason}")
+
+        return hear
+
+    def end(self) -> None:
+        """Nothing more comes."""
+        self._clear()
+
+    @staticmethod
+    def summary(plan: Plan, results: Results) -> None:
+        """What the rows say beside each other, and what is missing."""
+        named = [
+            ("weak scaling", tables.weak_table(plan, results.rows)),
+            ("where a step's time goes, ms", tables.parts_table(results)),
+            ("all-reduces", tables.all_reduce_table(results)),
+        ]
+        for name, table in named:
+            if table.lines:
+                print(f"\n{name}")
+                _print_aligned(list(table.header), table.lines)
+        if short := report.in_short(plan, results):
+            print("\n" + "\n".join(short))
+        for size in results.sizes:
+            if size.failure:
+                terminal.note(f"tensor-parallel size {size.tensor_parallel_size} failed: {size.failure}", "red")
+
+    def _print_lines(self, lines: list[list[str]]) -> None:
+        if not self._has_table:
+            return
+        self._clear()
+        for line in lines:
+            cells = [
+                cell.ljust(MIN_WIDTH) if name in WORDS else cell.rjust(max(MIN_WIDTH, len(name)))
+                for name, cell in zip(tables.ROW_HEADER, line, strict=True)
+            ]
+            print("  ".join(cells).rstrip(), flush=True)
+
+    def _say(self, text: str) -> None:
+        """On a terminal one line that the next one replaces, with the time since the start; else a line each."""
+        if self._quiet:
+            return
+        line = f"[{terminal.duration(time.monotonic() - self._began)}] {text}"
+        if self._is_terminal:
+            self._clear()
+            sys.stderr.write(terminal.styled(line, "dim", sys.stderr))
+            sys.stderr.flush()
+        else:
+            terminal.note(line)
+
+    def _note(self, text: str) -> None:
+        if not self._quiet:
+            self._clear()
+            terminal.note(text, "red")
+
+    def _clear(self) -> None:
+        if self._is_terminal and not self._quiet:
+            sys.stderr.write("\r\033[K")
+            sys.stderr.flush()
+
+
+def _print_aligned(header: list[str], lines: list[list[str]]) -> None:
+    widths = [max(len(line[i]) for line in [header, *lines]) for i in range(len(header))]
+    for line in [header, *lines]:
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))

@@ -1,0 +1,140 @@
+"""The process that measures one tensor-parallel size: `python -m jaxllm.scaling.child`.
+
+The first line of its input is JSON: `{"plan": …, "tensor_parallel_size": n, "log_level": …}`, or `{"find_devices": true}`. It writes
+a JSON object per line, `{"kind": …, "value": …}`: kinds are doing, engine, limits, Row, Breakdown, AllReduce, Skipped, failed and
+done; or devices. It ends when its input does.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from typing import IO, Any
+
+from jaxllm.scaling.plan import Plan
+from jaxllm.scaling.rows import to_json
+
+
+def main() -> int:
+    """Do what the first line asks. Returns the exit code."""
+    # What libraries print must not come between the lines.
+    lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    teller = Teller(lines)
+    asked = json.loads(sys.stdin.readline())
+    if asked.get("find_devices"):
+        teller.tell("devices", find_devices())
+        return 0
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    try:
+        measure_size(Plan.from_json(asked["plan"]), asked["tensor_parallel_size"], asked["log_level"], teller)
+    except BaseException as error:
+        from jaxllm.scaling.measure import one_line
+
+        traceback.print_exc()
+        teller.tell("failed", one_line(error))
+        return 1
+    teller.tell("done", None)
+    return 0
+
+
+class Teller:
+    """Writes the lines."""
+
+    def __init__(self, lines: IO[str]):
+        self._lines = lines
+
+    def __call__(self, value: Any) -> None:
+        """A result, or a text about what is done now."""
+        if isinstance(value, str):
+            self.tell("doing", value)
+        else:
+            self.tell(type(value).__name__, to_json(value))
+
+    def tell(self, kind: str, value: Any) -> None:
+        self._lines.write(json.dumps({"kind": kind, "value": value}) + "\n")
+        self._lines.flush()
+
+
+def find_devices() -> dict[str, Any]:
+    """The devices that JAX finds."""
+    import jax
+
+    devices = jax.devices()
+    return {"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices)}
+
+
+def measure_size(plan: Plan, size: int, log_level: str, teller: Teller) -> None:
+    """Start an engine and measure the plan's work. Raises what keeps it from being measured."""
+    import jax
+
+    from jaxllm import log
+    from jaxllm.config import EngineConfig
+    from jaxllm.hub import resolve_model
+    from jaxllm.llm import LLM
+    from jaxllm.model_config import load_model_config
+    from jaxllm.runner.memory import device_limit, reserve_device_memory
+    from jaxllm.scaling.engine_options import engine_options
+    from jaxllm.scaling.limits import measure_ceilings
+    from jaxllm.scaling.measure import Measurer
+
+    log.set_up(log_level)
+    asked = EngineConfig.from_options(**{"model": plan.model, **plan.options, "tensor_parallel_size": size})
+    teller("starting the device")
+    reserve_device_memory(asked.cache.gpu_memory_utilization, tensor_parallel_size=size)
+    on_gpu = jax.default_backend() != "cpu"
+    directory = resolve_model(asked.model.model, asked.model.revision, asked.model.download_dir)
+    described = load_model_config(
+        directory, overrides=asked.model.hf_overrides, dtype=asked.model.dtype, on_gpu=on_gpu, runner=asked.model.runner
+    )
+    options = engine_options(plan, size, on_gpu=on_gpu, device_bytes=device_limit()[1], max_position=described.max_position)
+    # An engine that cannot be should say so before anything is measured.
+    described.for_tensor_parallel(size)
+    teller("measuring the device's limits")
+    ceilings = measure_ceilings(tiny=not on_gpu, dtype="bfloat16" if on_gpu else "float32")
+    teller.tell("limits", to_json(ceilings))
+    teller("starting the engine")
+    start = time.perf_counter()
+    llm = LLM.from_config(EngineConfig.from_options(**options))
+    core: Any = llm.llm_engine.core
+    if core.config.compile.warmup == "background":
+        # Rare programs are not needed here, and would compile, and be tuned on the device, beside what is measured.
+        core.runner.programs.shutdown()
+    measurer = Measurer(plan, llm, ceilings, teller)
+    devices = jax.devices()
+    teller.tell(
+        "engine",
+        {
+            "device": devices[0].device_kind,
+            "platform": devices[0].platform,
+            "num_devices": len(devices),
+            "jax": jax.__version__,
+            "start_seconds": time.perf_counter() - start,
+            "start_times": core.start_times.describe(),
+            "num_programs": len(core.runner.programs),
+            "weight_bytes": sum(x.nbytes for x in core.runner.params),
+            "read_bytes_per_step": measurer.cost.weight_bytes,
+            "cache_bytes_per_token": measurer.cost.cache_bytes_per_token,
+            "num_cache_tokens": core.memory_plan.num_cache_tokens,
+            "num_layers": core.model_config.num_layers,
+            "hidden_size": core.model_config.hidden_size,
+            "kernels": {op: f"{report.implementation} ({report.check})" for op, report in core.kernels.items()},
+            "options": {name: value for name, value in core.config.flat().items() if value is not None},
+        },
+    )
+    measurer.measure_all()
+    teller("ending the engine")
+    llm.shutdown()
+
+
+def _end_with_input() -> None:
+    """A process whose parent is gone would hold the GPUs."""
+    while sys.stdin.buffer.read(4096):
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

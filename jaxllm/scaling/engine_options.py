@@ -1,0 +1,72 @@
+"""The engine options of an experiment's processes: what somebody set, and for the rest what the planned work needs."""
+
+from typing import Any
+
+from jaxllm.config import AUTO_MODEL_LEN, EngineConfig, resolve_platform_defaults
+from jaxllm.runner.buckets import Buckets
+from jaxllm.scaling.decodes import SETTLING_STEPS
+from jaxllm.scaling.plan import Plan
+from jaxllm.scaling.rows import DECODE, MIXED, PREFILL
+
+SMALLEST_GPU_BUCKET = 8
+"""On a GPU decodes of fewer rows run in a program of 8, which is faster (`runner/buckets.py`)."""
+SPARE_STEPS = 16
+"""Steps beside the counted ones: those in flight when the clock starts and when a trace begins."""
+
+
+def engine_options(
+    plan: Plan, tensor_parallel_size: int, *, on_gpu: bool, device_bytes: int, max_position: int
+) -> dict[str, Any]:
+    """Flat options: the same at every size, but for the size itself and the batch sizes that are compiled.
+
+    Without mixed work only the programs that the planned work runs in are made: most of a size's time would be compilation otherwise.
+    """
+    options = {
+        "model": plan.model,
+        "enable_prefix_caching": False,
+        "skip_tokenizer_init": True,
+        **plan.options,
+        "tensor_parallel_size": tensor_parallel_size,
+    }
+
+    def concrete() -> EngineConfig:
+        asked = EngineConfig.from_options(**options)
+        return resolve_platform_defaults(asked, on_gpu=on_gpu, device_bytes=device_bytes)
+
+    if "max_num_seqs" not in options:
+        usual = concrete().scheduler.max_num_seqs or 1
+        options["max_num_seqs"] = max(plan.largest_batch(), usual if MIXED in plan.works else 1)
+    if MIXED not in plan.works:
+        least = SMALLEST_GPU_BUCKET if on_gpu else 1
+        if batches := plan.decode_batches(tensor_parallel_size):
+            options.setdefault("decode_buckets", tuple(sorted({max(least, batch) for batch in batches})))
+        options.setdefault("token_buckets", _token_buckets(plan, Buckets.choose(concrete(), on_gpu=on_gpu)))
+    if "max_model_len" not in options:
+        step_tokens = concrete().scheduler.max_num_batched_tokens
+        assert step_tokens is not None
+        options["max_model_len"] = min(max_position, longest_request(plan, step_tokens))
+    elif options["max_model_len"] == AUTO_MODEL_LEN:
+        options["max_model_len"] = max_position
+    return options
+
+
+def _token_buckets(plan: Plan, usual: Buckets) -> tuple[int, ...]:
+    """Those of the usual sizes that the planned work needs: one prompt, whole steps, and the last step of a prefill."""
+    largest = usual.tokens[-1]
+    found = {usual.fit_tokens(min(plan.input_len, largest)), largest}
+    if rest := plan.prefill_prompts * plan.input_len % largest:
+        found.add(usual.fit_tokens(rest))
+    return tuple(sorted(found))
+
+
+def longest_request(plan: Plan, max_num_batched_tokens: int) -> int:
+    """Tokens of the longest request of all sizes: the first to decode of a batch gets tokens while the others' prompts are computed."""
+    longest = plan.input_len + 1 if PREFILL in plan.works else 1
+    if DECODE in plan.works:
+        batch = plan.largest_batch()
+        room = max(1, max_num_batched_tokens - batch)
+        steps = -(-batch * plan.input_len // room) + SETTLING_STEPS + plan.output_len + plan.trace_steps + SPARE_STEPS
+        longest = max(longest, plan.input_len + steps)
+    if MIXED in plan.works:
+        longest = max(longest, *(prompt + output for prompt, output in plan.requests))
+    return longest

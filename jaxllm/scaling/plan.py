@@ -1,0 +1,132 @@
+"""What the experiment measures at which tensor-parallel size. A plan is plain values: its JSON goes to the processes that measure."""
+
+import dataclasses
+import json
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxllm.errors import ConfigError
+from jaxllm.scaling.rows import DECODE, MIXED, WORKS
+
+STRONG, WEAK = SCALINGS = ("strong", "weak")
+SAME_IN_ALL = ("model", "input_len", "output_len", "prefill_prompts", "requests", "options")
+"""What results must have in common to stand in one report."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One experiment."""
+
+    model: str
+    tensor_parallel_sizes: tuple[int, ...]
+    batch_sizes: tuple[int, ...]
+    input_len: int
+    """Tokens of each prompt of decode and prefill."""
+    output_len: int
+    """A decode's stretch has one step less: the first token is the prompt's."""
+    works: tuple[str, ...] = WORKS
+    scalings: tuple[str, ...] = SCALINGS
+    prefill_prompts: int = 64
+    requests: tuple[tuple[int, int], ...] = ()
+    """(prompt, output) tokens of each request of the mixed work."""
+    repeats: int = 2
+    """Runs that count of each piece of work; the fastest is the result."""
+    trace_steps: int = 8
+    """Steps that are traced for each breakdown; 0: no traces."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of the engine, as somebody set them."""
+
+    def decode_batches(self, tensor_parallel_size: int) -> list[int]:
+        """Batch sizes to measure at a size, for strong and for weak scaling, in ascending order."""
+        if DECODE not in self.works:
+            return []
+        found: set[int] = set()
+        if STRONG in self.scalings:
+            found |= set(self.batch_sizes)
+        if WEAK in self.scalings:
+            found |= {batch * tensor_parallel_size for batch in self.batch_sizes}
+        return sorted(found)
+
+    def largest_batch(self) -> int:
+        """Of decode, over all sizes; 1 without decode."""
+        return max((batch for size in self.tensor_parallel_sizes for batch in self.decode_batches(size)), default=1)
+
+    def differences(self, other: "Plan") -> list[str]:
+        """Why the results of two plans cannot stand in one report; empty if they can."""
+        found = []
+        for name in SAME_IN_ALL:
+            mine, its = getattr(self, name), getattr(other, name)
+            if name == "requests" and not (MIXED in self.works and MIXED in other.works):
+                continue
+            if mine != its:
+                found.append(f"{name} is {_short(mine)} here and {_short(its)} there")
+        return found
+
+    def joined(self, other: "Plan") -> "Plan":
+        """A plan of all that two plans measure. Raises ConfigError if their results cannot stand in one report."""
+        if differences := self.differences(other):
+            raise ConfigError(f"the earlier results are of another experiment: {'; '.join(differences)}")
+        return dataclasses.replace(
+            self,
+            tensor_parallel_sizes=_union(self.tensor_parallel_sizes, other.tensor_parallel_sizes),
+            batch_sizes=_union(self.batch_sizes, other.batch_sizes),
+            works=tuple(work for work in WORKS if work in self.works or work in other.works),
+            scalings=tuple(name for name in SCALINGS if name in self.scalings or name in other.scalings),
+            requests=self.requests if MIXED in self.works else other.requests,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as JSON's values: lists, no tuples."""
+        values: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        return values
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "Plan":
+        """A plan from JSON's values. Raises ConfigError."""
+        try:
+            values: dict[str, Any] = {name: _as_tuple(entry) for name, entry in value.items()}
+            values["requests"] = tuple((int(prompt), int(output)) for prompt, output in values.get("requests", ()))
+            options = {name: _as_tuple(entry) for name, entry in value["options"].items()}
+            return cls(**(values | {"options": options}))
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise ConfigError(f"this is no plan of a scaling experiment: {error}") from None
+
+
+def check_sizes(sizes: Sequence[int], num_devices: int, *, where: str) -> None:
+    """Refuse sizes for which there are too few devices. Raises ConfigError that names them."""
+    if too_large := [size for size in sizes if size > num_devices]:
+        raise ConfigError(
+            f"tensor-parallel size {', '.join(map(str, too_large))} needs more devices than the {num_devices} of {where}; "
+            f"give --tensor-parallel-sizes {','.join(str(size) for size in sizes if size <= num_devices) or '1'}"
+        )
+
+
+def powers_of_two(limit: int) -> tuple[int, ...]:
+    """1, 2, 4, … up to `limit`."""
+    return tuple(2**i for i in range(int(math.log2(max(1, limit))) + 1))
+
+
+def mixed_requests(count: int, input_len: int, output_len: int) -> tuple[tuple[int, int], ...]:
+    """(prompt, output) lengths of a mix, the same each time: uniform from a quarter of each length to twice of it."""
+    rng = random.Random(0)
+
+    def length(middle: int) -> int:
+        return rng.randint(max(1, middle // 4), max(1, middle * 2))
+
+    return tuple((length(input_len), length(output_len)) for _ in range(count))
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _union(some: Sequence[int], others: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sorted({*some, *others}))
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 120 else f"{text[:117]}…"

@@ -1,0 +1,207 @@
+"""What the experiment measured, as plain values that a JSON file holds: rows, breakdowns, times of collectives, one result per size."""
+
+import dataclasses
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from jaxllm.errors import ConfigError
+
+T = TypeVar("T")
+DECODE, PREFILL, MIXED = WORKS = ("decode", "prefill", "mixed")
+PARTS = ("products", "attention", "communication", "other")
+"""Into which a step's time on the device is divided."""
+GPU_KERNELS, CPU_THUNKS = "gpu kernels", "cpu thunks"
+"""What a breakdown adds up. Thunks are what XLA runs on a CPU."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One piece of work at one tensor-parallel size."""
+
+    tensor_parallel_size: int
+    work: str
+    """One of WORKS."""
+    num_requests: int
+    """At once for decode, in all for prefill and mixed."""
+    num_tokens: int
+    """Of each run: output tokens of decode and mixed, prompt tokens of prefill."""
+    num_steps: int
+    """Of the fastest run."""
+    run_seconds: list[float]
+    """Of every run that counts; the fastest is the result."""
+    least_seconds: float
+    """What the run's bytes and operations take at the device's measured limits; communication is not in it."""
+    num_prompt_tokens: int
+    """Of all requests."""
+    mean_context: float | None = None
+    """Tokens in the cache of a request, mean over requests and steps of a decode."""
+    step_seconds: list[float] = field(default_factory=list)
+    """Of each step of the fastest decode."""
+    host_ms: dict[str, float] = field(default_factory=dict)
+    """Per step: planning and launching (`dispatch`), launching alone (`launch`), waiting for the device (`wait`)."""
+    note: str | None = None
+    """What keeps the figure from being what the row says."""
+
+    @property
+    def seconds(self) -> float:
+        return min(self.run_seconds)
+
+    @property
+    def ms_per_step(self) -> float:
+        """For decode the time per token of each request."""
+        return self.seconds / self.num_steps * 1e3
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.seconds
+
+    @property
+    def tokens_per_second_per_device(self) -> float:
+        return self.tokens_per_second / self.tensor_parallel_size
+
+    @property
+    def share_of_limit(self) -> float:
+        """1 would be as fast as bytes and operations allow."""
+        return self.least_seconds / self.seconds
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Where the time of a step goes, by a profiler's trace. Milliseconds per step, mean over the devices."""
+
+    tensor_parallel_size: int
+    work: str
+    num_requests: int
+    num_steps: int
+    """Traced."""
+    source: str
+    """GPU_KERNELS or CPU_THUNKS."""
+    parts_ms: dict[str, float | None]
+    """By PARTS. Where kernels of several parts run at once the time counts for products, attention, other or communication, the
+    first of these. None: cannot be told."""
+    hidden_communication_ms: float
+    """Time of communication beside other kernels; it is in the parts of those."""
+    waiting_ms: float | None
+    """How much of communication is waiting for the device that comes last; None if the devices' kernels do not match, or on a CPU."""
+    gaps_ms: float | None
+    """Time of an untraced step in which no kernel runs; None on a CPU."""
+    launches: float
+    """Kernels per step and device."""
+    traced_ms: float
+    """Of a traced step; the profiler slows the host."""
+    step_ms: float
+    """Of an untraced step."""
+    top: list[list[Any]] = field(default_factory=list)
+    """The longest kernels of the first device: [name, part, ms per step, launches per step]."""
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """A sum over all devices of an array [rows, width]."""
+
+    tensor_parallel_size: int
+    rows: int
+    width: int
+    dtype: str
+    num_bytes: int
+    seconds: float
+    per_step: int
+    """How many a step of the model needs: two per layer."""
+    implementation: str = "xla"
+    """xla: by XLA's own means, NCCL on GPUs; peer: by kernels that write into each other's memory."""
+
+    @property
+    def bus_bytes_per_second(self) -> float:
+        """What each device sends and receives, by the algorithm of a ring."""
+        n = self.tensor_parallel_size
+        return self.num_bytes * 2 * (n - 1) / n / self.seconds
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """Work that could not be measured."""
+
+    tensor_parallel_size: int
+    work: str
+    num_requests: int
+    reason: str
+
+
+@dataclass
+class SizeResult:
+    """All of one tensor-parallel size. `failure` ends it early; what came before counts."""
+
+    tensor_parallel_size: int
+    seconds: float = 0.0
+    """Of the process, from start to end."""
+    engine: dict[str, Any] = field(default_factory=dict)
+    """What the process says of device, versions, memory plan and start."""
+    limits: dict[str, Any] = field(default_factory=dict)
+    """Of one device, measured: copy_bytes_per_second, gemm_flops_per_second, gemm_dtype."""
+    rows: list[Row] = field(default_factory=list)
+    breakdowns: list[Breakdown] = field(default_factory=list)
+    all_reduces: list[AllReduce] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
+    failure: str | None = None
+
+
+@dataclass
+class Results:
+    """An experiment, as results.json holds it."""
+
+    plan: dict[str, Any]
+    environment: dict[str, Any] = field(default_factory=dict)
+    command: str = ""
+    started_at: str = ""
+    sizes: list[SizeResult] = field(default_factory=list)
+    interrupted: bool = False
+
+    @property
+    def rows(self) -> list[Row]:
+        return [row for size in self.sizes for row in size.rows]
+
+    @property
+    def breakdowns(self) -> list[Breakdown]:
+        return [breakdown for size in self.sizes for breakdown in size.breakdowns]
+
+    @property
+    def complete_sizes(self) -> set[int]:
+        """The sizes that did not fail."""
+        return {size.tensor_parallel_size for size in self.sizes if size.failure is None}
+
+    @property
+    def failed(self) -> bool:
+        """Whether anything that was asked for is missing."""
+        return self.interrupted or any(size.failure or size.skipped for size in self.sizes)
+
+
+def to_json(value: Any) -> Any:
+    """A result as JSON's values."""
+    return dataclasses.asdict(value)
+
+
+def from_json(kind: type[T], value: Mapping[str, Any]) -> T:
+    """A result of one of these classes. Raises ConfigError if the values are not those of one."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{kind.__name__} is {type(value).__name__}, must be an object")
+    hints = typing.get_type_hints(kind)
+    known = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    if unknown := sorted(set(value) - set(known)):
+        raise ConfigError(f"{kind.__name__} has no {', '.join(unknown)}")
+    values = {name: _nested(hints[name], entry) for name, entry in value.items()}
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise ConfigError(f"{kind.__name__}: {error}") from None
+
+
+def _nested(hint: Any, value: Any) -> Any:
+    arguments = typing.get_args(hint)
+    if typing.get_origin(hint) is list and dataclasses.is_dataclass(arguments[0]):
+        kind: Any = arguments[0]
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise ConfigError(f"a list of {kind.__name__} is {type(value).__name__}")
+        return [from_json(kind, entry) for entry in value]
+    return value

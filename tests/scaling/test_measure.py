@@ -1,0 +1,101 @@
+"""Real engines over tiny checkpoints, one and two devices: each piece of work is told with figures that fit together."""
+
+from typing import Any
+
+import pytest
+
+from jaxllm.llm import LLM
+from jaxllm.scaling.limits import Ceilings
+from jaxllm.scaling.measure import Measurer, one_line
+from jaxllm.scaling.plan import Plan
+from jaxllm.scaling.rows import AllReduce, Breakdown, Row, Skipped
+from tests.helpers import engines
+
+CEILINGS = Ceilings(1e12, 1e12, "float32")
+
+
+def plan_of(size: int, **changes: Any) -> Plan:
+    values: dict[str, Any] = {
+        "batch_sizes": (2,),
+        "input_len": 12,
+        "output_len": 6,
+        "scalings": ("strong",),
+        "prefill_prompts": 3,
+        "requests": ((9, 4), (20, 2), (5, 7)),
+        "trace_steps": 2,
+    }
+    return Plan(model="tiny", tensor_parallel_sizes=(size,), **(values | changes))
+
+
+def measure(plan: Plan, **options: Any) -> list[Any]:
+    """What a measurer tells of a plan's only size."""
+    [size] = plan.tensor_parallel_sizes
+    core = engines.make_core("llama_gqa", tensor_parallel_size=size, enable_prefix_caching=False, **options)
+    llm = LLM.from_config(core.config, core=core)
+    told: list[Any] = []
+    try:
+        Measurer(plan, llm, CEILINGS, told.append).measure_all()
+        llm.llm_engine.check_integrity()
+        assert not llm.llm_engine.has_unfinished_requests()
+    finally:
+        llm.shutdown()
+    return told
+
+
+def of_kind(told: list[Any], kind: type) -> list[Any]:
+    return [each for each in told if type(each) is kind]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_every_piece_of_work_is_measured(size: int) -> None:
+    told = measure(plan_of(size))
+    assert not of_kind(told, Skipped)
+    decode, prefill, mixed = of_kind(told, Row)
+    assert (decode.work, decode.num_requests, decode.num_steps, decode.num_tokens) == ("decode", 2, 5, 10)
+    assert decode.note is None and len(decode.run_seconds) == 2
+    assert sum(decode.step_seconds) == pytest.approx(decode.seconds)
+    assert decode.mean_context is not None and 12 < decode.mean_context < 60
+    assert (prefill.num_requests, prefill.num_tokens, prefill.num_prompt_tokens) == (3, 36, 36)
+    assert (mixed.num_requests, mixed.num_tokens, mixed.num_prompt_tokens) == (3, 13, 34)
+    for row in (decode, prefill, mixed):
+        assert row.tensor_parallel_size == size and 0 < row.least_seconds < row.seconds
+        assert set(row.host_ms) == {"dispatch", "launch", "wait"} and all(ms >= 0 for ms in row.host_ms.values())
+    breakdowns = of_kind(told, Breakdown)
+    assert [(found.work, found.source) for found in breakdowns] == [("decode", "cpu thunks"), ("prefill", "cpu thunks")]
+    for found in breakdowns:
+        assert (found.parts_ms["communication"] > 0) == (size > 1)
+        assert found.parts_ms["attention"] is None and found.gaps_ms is None and found.launches > 1
+    all_reduces = of_kind(told, AllReduce)
+    assert [found.rows for found in all_reduces] == ([] if size == 1 else [2, 112])
+    assert all(found.seconds > 0 and found.num_bytes == found.rows * found.width * 4 for found in all_reduces)
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "reason"),
+    [
+        ({"batch_sizes": (5,)}, {}, "max_num_seqs is 4; raise --max-num-seqs"),
+        ({"output_len": 90}, {}, "max_model_len is 112, a prompt of 12 and"),
+        ({"batch_sizes": (4,)}, {"num_gpu_blocks_override": 8}, "needs 188 tokens of KV cache, 112 are there"),
+    ],
+)
+def test_what_cannot_be_measured_says_why(changes: dict[str, Any], options: dict[str, Any], reason: str) -> None:
+    [skipped] = of_kind(measure(plan_of(1, works=("decode",), **changes), **options), Skipped)
+    assert skipped.reason.startswith(reason) and skipped.work == "decode"
+
+
+def test_work_that_fails_leaves_the_rest() -> None:
+    told = measure(plan_of(1, works=("prefill", "mixed"), requests=((100, 40),), trace_steps=0))
+    [skipped], [row] = of_kind(told, Skipped), of_kind(told, Row)
+    assert skipped.work == "mixed" and row.work == "prefill"
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("first\nsecond"), "ValueError: first"),
+        (RuntimeError("RESOURCE_EXHAUSTED: no more\nx"), "out of memory: RESOURCE_EXHAUSTED: no more"),
+        (KeyError(), "KeyError"),
+    ],
+)
+def test_errors_in_one_line(error: Exception, line: str) -> None:
+    assert one_line(error) == line

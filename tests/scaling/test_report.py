@@ -1,0 +1,91 @@
+"""The files say what the results say."""
+
+import csv
+import io
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from jaxllm.errors import ConfigError
+from jaxllm.scaling import report, tables
+from jaxllm.scaling.rows import Results, SizeResult, from_json, to_json
+from tests.scaling.samples import PLAN, results
+
+
+def test_results_survive_json() -> None:
+    assert from_json(Results, json.loads(json.dumps(to_json(results())))) == results()
+    for wrong in ({"plan": {}, "colour": 1}, {}, {"plan": {}, "sizes": "x"}, {"plan": {}, "sizes": [1]}):
+        with pytest.raises(ConfigError):
+            from_json(Results, wrong)
+
+
+def test_the_csv_holds_every_row_with_full_precision() -> None:
+    lines = list(csv.DictReader(io.StringIO(report.as_csv(PLAN, results()))))
+    assert len(lines) == len(results().rows)
+    for line, row in zip(lines, results().rows, strict=True):
+        assert (int(line["tensor_parallel_size"]), line["work"], int(line["num_requests"])) == (
+            row.tensor_parallel_size,
+            row.work,
+            row.num_requests,
+        )
+        assert float(line["tokens_per_second"]) == row.tokens_per_second
+        assert float(line["ms_per_step"]) == row.ms_per_step
+    by_key = {(line["tensor_parallel_size"], line["num_requests"]): line for line in lines if line["work"] == "decode"}
+    assert float(by_key["2", "8"]["strong_efficiency"]) == pytest.approx(0.8)
+    assert float(by_key["2", "16"]["weak_efficiency"]) == pytest.approx(0.8)
+    assert by_key["2", "16"]["strong_speed_up"] == "" and by_key["2", "16"]["weak_requests_per_device"] == "8"
+    assert float(by_key["2", "8"]["communication_ms"]) == 0.5 and by_key["1", "8"]["waiting_ms"] == ""
+    assert by_key["4", "8"]["note"] == "7 of 10 steps | odd"
+
+
+def test_the_files_agree(tmp_path: Path) -> None:
+    report.write(tmp_path, PLAN, results())
+    plan, read = report.read(tmp_path / "results.json")
+    assert (plan, read) == (PLAN, results())
+    markdown = (tmp_path / "report.md").read_text(encoding="utf-8")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    root = ElementTree.fromstring(page.removeprefix("<!doctype html>\n"))
+    cells = [["".join(cell.itertext()) for cell in line] for line in root.iter("tr")]
+    for table in (tables.main_table(PLAN, read.rows), tables.weak_table(PLAN, read.rows), tables.parts_table(read)):
+        assert all(line in cells for line in table.lines)
+        assert tables.as_markdown(table) in markdown
+    for text in ("the process ended by SIGKILL", "needs 900 tokens of KV cache", "efficiency 80%"):
+        assert text in markdown and text in page
+    assert "7 of 10 steps \\| odd" in markdown
+    named = {path.stem for path in (tmp_path / "plots").glob("*.svg")}
+    assert named == {figure.get("id") for figure in root.iter("figure")} >= {"time_per_token", "speed_up", "step_parts_decode"}
+    for path in (tmp_path / "plots").glob("*.svg"):
+        assert ElementTree.fromstring(path.read_text(encoding="utf-8")).tag.endswith("svg")
+        assert f"(plots/{path.name})" in markdown
+
+
+def test_a_page_needs_nothing_beside_it(tmp_path: Path) -> None:
+    report.write(tmp_path, PLAN, results())
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "<script" not in page and "src=" not in page and "@import" not in page and "<link" not in page
+
+
+def test_little_or_nothing_is_reported_too(tmp_path: Path) -> None:
+    nothing = Results(PLAN.to_json(), sizes=[SizeResult(1, failure="out of memory: 3 < 4")])
+    report.write(tmp_path, PLAN, nothing)
+    assert "out of memory: 3 &lt; 4" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    one = Results(PLAN.to_json(), sizes=results().sizes[:1])
+    report.write(tmp_path, PLAN, one)
+    assert "In short" not in (tmp_path / "report.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"plan": {}}', '{"plan": 3}'])
+def test_other_files_are_no_results(tmp_path: Path, content: str) -> None:
+    (tmp_path / "results.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"results\.json"):
+        report.read(tmp_path / "results.json")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "–"), (0.0, "0.00"), (1234.5, "1 234"), (123.45, "123"), (12.345, "12.3"), (1.2345, "1.23"), (0.01234, "0.0123")],
+)
+def test_numbers(value: float | None, text: str) -> None:
+    assert tables.number(value) == text
