@@ -279,7 +279,8 @@ class ModelRunner:
         """Leave free places of SMALL_PLACE_BYTES between small arrays, which are returned and to be kept.
 
         JAX's pool then gives each step's input and result these places, and the step's temporary arrays the beginning of
-        the large free region: the same in every step, so that its CUDA graph stays as it is.
+        the large free region: the same in every step. Before a CUDA graph is launched again XLA writes the addresses that
+        have changed into its nodes, and of the nodes of a decode nine of ten read or write temporary arrays.
         """
         places, spacers = [], []
         for _ in range(NUM_SMALL_PLACES):
@@ -319,7 +320,8 @@ class ModelRunner:
         self.caches, self._sampling_state, self._open_masks = (), None, {}
 
     def _new_row_arrays(self) -> RowArrays:
-        return self._put(RowArrays(*(np.zeros(shape, np.int32) for shape in self.shapes.row_shapes())))  # type: ignore[arg-type, no-any-return]
+        num_rows, max_blocks = self.rows.trash + 1, self.batches.max_blocks
+        return self._put(RowArrays(np.zeros(num_rows, np.int32), np.zeros((num_rows, max_blocks), np.int32)))  # type: ignore[arg-type, no-any-return]
 
     def warm_up(self) -> None:
         """Run the programs of a step on nothing. From now on a compilation that a request waits for is one too many."""
@@ -338,14 +340,11 @@ class ModelRunner:
         """Run programs of a step that compute nothing and write to trash alone, and wait until they are through."""
         for key in keys:
             program = self.programs.get(key)
-            if key.kind == "forward":
+            if key.kind in ("forward", "decode"):
                 buffer = self._send(self.batches.empty(self.shapes.layout(key)))
-                self.caches, self.row_arrays, *_ = program(self.params, self.caches, self.row_arrays, buffer, self._workspace)
-            if key.kind == "decode":
-                stage, take = (self.programs.get(ProgramKey(kind, key.size)) for kind in ("stage", "take"))
-                self.row_arrays = stage(self.row_arrays, self._send(self.batches.empty(self.shapes.layout(key))))
-                self.caches, self.row_arrays = program(self.params, self.caches, self.row_arrays, self._workspace)
-                self.row_arrays, _ = take(self.row_arrays)
+                self.caches, self.row_arrays, *_ = program(
+                    self.params, self.caches, self.row_arrays, buffer, self._workspace
+                )
             if key.kind == "sample" and key.variant < Variant.MASKED:
                 hidden_ND, columns_NC = self._put(self.shapes.nothing_to_sample())
                 self.row_arrays, *_ = program(
@@ -466,17 +465,10 @@ class ModelRunner:
         return errors
 
     def _decode(self, batch: Batch, errors: dict[str, str]) -> PendingStep:
-        size = batch.layout.num_rows
-        decode, stage, take = keys = [
-            ProgramKey("decode", size, batch.variant),
-            ProgramKey("stage", size),
-            ProgramKey("take", size),
-        ]
-        self.programs.expect(keys)
-        program = self._program(decode)
-        self.row_arrays = self.programs.get(stage)(self.row_arrays, self._send(batch.buffer))
-        self.caches, self.row_arrays = program(self.params, self.caches, self.row_arrays, self._workspace)
-        self.row_arrays, token_R = self.programs.get(take)(self.row_arrays)
+        program = self._program(ProgramKey("decode", batch.layout.num_rows, batch.variant))
+        self.caches, self.row_arrays, token_R = program(
+            self.params, self.caches, self.row_arrays, self._send(batch.buffer), self._workspace
+        )
         return PendingStep(batch.sampled, token_R, Scores(None, None), [], errors)
 
     def _sample_key(self, batch: Batch) -> ProgramKey:
@@ -490,8 +482,7 @@ class ModelRunner:
         expected += self._pooler.keys(batch.pooling, batch.layout.num_tokens)
         if batch.sampled and batch.variant < Variant.MASKED:
             # What follows, unless other requests come.
-            size = self.buckets.fit_decode(len(batch.sampled))
-            expected += [ProgramKey("decode", size, batch.variant), ProgramKey("stage", size), ProgramKey("take", size)]
+            expected.append(ProgramKey("decode", self.buckets.fit_decode(len(batch.sampled)), batch.variant))
         self.programs.expect(expected)
         forward = self._program(forward_key)
         self.caches, self.row_arrays, hidden_TD, hidden_ND, columns_NC = forward(

@@ -24,18 +24,10 @@ Caches = tuple[jax.Array, ...]
 
 
 class RowArrays(NamedTuple):
-    """What the device keeps of every running request, and from one program of a step to the next; the last row is trash."""
+    """What the device keeps of every running request; the last row is trash."""
 
     last_token_N: jax.Array
     block_table_NB: jax.Array
-    buffer_S: jax.Array
-    """The buffer of a decode step, which `stage` puts there."""
-    sampled_R: jax.Array
-    """The tokens of a decode step, which `take` takes out again.
-
-    A decode itself has no other input or result that is new. So every array has the same address in each step, and XLA need
-    not write addresses into the nodes of the program's CUDA graph, which takes the host longer than all else of a launch.
-    """
 
 
 class Tokens(NamedTuple):
@@ -115,26 +107,18 @@ class StepFunctions:
         params: Params,
         caches: Caches,
         rows: RowArrays,
+        buffer: jax.Array,
         workspace: jax.Array | None,
-    ) -> tuple[Caches, RowArrays]:
-        """One token for every row, between `stage` and `take`. Returns caches and rows."""
-        views = layout.views(rows.buffer_S[: layout.size])
+    ) -> tuple[Caches, RowArrays, jax.Array]:
+        """One token for every row, in one program. Returns caches, rows and the tokens."""
+        views = layout.views(buffer)
         rows = _update_block_table(rows, views)
         tokens = _locate_decode_tokens(rows, views, self.block_size)
         shards = self.shards.through(workspace)
         hidden_RD, caches = self._run_model(params, caches, tokens, shards, is_decode=True)
         logits_RV = self.merge(params).logits(hidden_RD, shards)
         token_R = shards.check(self._draw_shared(variant, logits_RV, views.columns_RC, shards), PEERS_LOST)
-        rows = _store_tokens(rows, views.columns_RC, token_R)
-        return caches, rows._replace(sampled_R=_set_first(rows.sampled_R, token_R))
-
-    def stage(self, rows: RowArrays, buffer: jax.Array) -> RowArrays:
-        """Put the buffer of a decode step where `decode` reads it."""
-        return rows._replace(buffer_S=_set_first(rows.buffer_S, buffer))
-
-    def take(self, num_rows: int, rows: RowArrays) -> tuple[RowArrays, jax.Array]:
-        """The tokens that `decode` left, as an array of their own."""
-        return rows, jnp.copy(rows.sampled_R[:num_rows])
+        return caches, _store_tokens(rows, views.columns_RC, token_R), token_R
 
     def sample(
         self,
@@ -255,11 +239,6 @@ class StepFunctions:
     @property
     def _sampling_kernels(self) -> dict[str, Any]:
         return {"implementation": self.kernels.sampling, "interpret": self.kernels.interpret}
-
-
-def _set_first(array: jax.Array, first: jax.Array) -> jax.Array:
-    """The array with other first values. Indexing would be a scatter with empty indices, at which XLA crashes in a shard_map."""
-    return jax.lax.dynamic_update_slice(array, first, (0,))
 
 
 def _next_position(columns_RC: jax.Array) -> jax.Array:

@@ -33,7 +33,7 @@ PROMPT_LOGPROBS_CHUNK = 64
 
 
 class ProgramKey(NamedTuple):
-    """Which program. `size` is tokens for forward, prompt_logprobs and add_up, rows for decode, stage, take, sample and pool."""
+    """Which program. `size` is tokens for forward, prompt_logprobs and add_up, rows for decode, sample and pool."""
 
     kind: str
     size: int = 0
@@ -80,7 +80,6 @@ class StepPrograms:
         return [
             *forward,
             *(ProgramKey("decode", size, variant) for size in reversed(buckets.decode_rows) for variant in simple),
-            *(ProgramKey(kind, size) for size in reversed(buckets.decode_rows) for kind in ("stage", "take")),
             *(ProgramKey("sample", size, variant) for size in reversed(buckets.sample_rows) for variant in simple),
             ProgramKey("write_blocks"),
         ]
@@ -172,18 +171,10 @@ class StepPrograms:
         return self._lower_on_each(partial(self.functions.forward, layout), arguments, out, donate=(1, 2))
 
     def _lower_decode(self, key: ProgramKey) -> jax.stages.Lowered:
-        arguments = (self.params, self._caches, self._rows, self.workspace)
-        out = (self._cache_shardings, self.replicated)
-        function = partial(self.functions.decode, self.layout(key), key.variant)
-        return self._lower_on_each(function, arguments, out, donate=(1, 2))
-
-    def _lower_stage(self, key: ProgramKey) -> jax.stages.Lowered:
-        program = jax.jit(self.functions.stage, donate_argnums=0, out_shardings=self.replicated)
-        return program.lower(self._rows, self._ints(decode_layout(key.size).size))
-
-    def _lower_take(self, key: ProgramKey) -> jax.stages.Lowered:
-        program = jax.jit(partial(self.functions.take, key.size), donate_argnums=0, out_shardings=self.replicated)
-        return program.lower(self._rows)
+        layout, same = self.layout(key), self.replicated
+        arguments = (self.params, self._caches, self._rows, self._ints(layout.size), self.workspace)
+        out = (self._cache_shardings, same, same)
+        return self._lower_on_each(partial(self.functions.decode, layout, key.variant), arguments, out, donate=(1, 2))
 
     def _lower_sample(self, key: ProgramKey) -> jax.stages.Lowered:
         max_rows = self.buckets.max_rows
@@ -253,13 +244,8 @@ class StepPrograms:
 
     @property
     def _rows(self) -> Any:
-        return RowArrays(*(self._ints(*shape) for shape in self.row_shapes()))  # type: ignore[arg-type]
-
-    def row_shapes(self) -> RowArrays:
-        """The shapes of the rows' arrays, all of them int32."""
-        max_rows = self.buckets.max_rows
-        shapes = ((max_rows + 1,), (max_rows + 1, self.max_blocks), (decode_layout(max_rows).size,), (max_rows,))
-        return RowArrays(*shapes)  # type: ignore[arg-type]
+        num_rows = self.buckets.max_rows + 1
+        return RowArrays(self._ints(num_rows), self._ints(num_rows, self.max_blocks))  # type: ignore[arg-type]
 
     def _ints(self, *shape: int) -> jax.ShapeDtypeStruct:
         return self._shape(shape, jnp.int32)
