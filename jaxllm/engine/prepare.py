@@ -22,7 +22,7 @@ from jaxllm.models.decoder import CausalLM
 from jaxllm.models.registry import build_model
 from jaxllm.parallel.mesh import make_mesh
 from jaxllm.runner.kernels import Kernels
-from jaxllm.runner.memory import MemoryPlan, device_limit, memory_plan, reserve_device_memory
+from jaxllm.runner.memory import MemoryPlan, check_free_memory, check_pool, device_limit, memory_plan, reserve_device_memory
 from jaxllm.runner.program_store import ProgramStore, local_store, open_artifact, read_manifest
 from jaxllm.runner.programs import use_persistent_cache
 from jaxllm.runner.runner import ModelRunner
@@ -51,7 +51,9 @@ class Prepared:
 
         Raises ConfigError, ModelLoadError, KernelCheckError or OutOfMemoryError.
         """
-        reserve_device_memory(config.cache.gpu_memory_utilization, tensor_parallel_size=config.parallel.tensor_parallel_size)
+        num_devices = config.parallel.tensor_parallel_size
+        reserve_device_memory(config.cache.gpu_memory_utilization, tensor_parallel_size=num_devices)
+        check_free_memory(tensor_parallel_size=num_devices)
         with times.part("device"):
             on_cpu = _backend() == "cpu"
         if config.compile.compilation_cache and not on_cpu:
@@ -62,6 +64,7 @@ class Prepared:
             config, model_config, mesh = resolve(config, model_dir)
             model = build_model(model_config)
             plan = _plan(config, model_config, _weight_bytes(model, mesh))
+            check_pool(plan, list(mesh.devices.flat))
         with times.part("kernel check"):
             chosen = _choose_kernels(wanted, config, model_config, plan, mesh)
             config = config.replace(attention_implementation=chosen.kernels.paged_attention)
@@ -151,7 +154,9 @@ def resolve(config: EngineConfig, model_dir: Path) -> tuple[EngineConfig, ModelC
     """Make a config concrete for a model and this machine's devices."""
     on_gpu = _backend() != "cpu"
     attention = config.compile.attention_implementation
-    config = resolve_platform_defaults(config, on_gpu=on_gpu, device_bytes=device_limit()[1])
+    config = resolve_platform_defaults(
+        config, on_gpu=on_gpu, device_bytes=device_limit(config.parallel.tensor_parallel_size)[1]
+    )
     model_config = load_model_config(
         model_dir,
         overrides=config.model.hf_overrides,

@@ -24,6 +24,7 @@ def test_a_layer_of_single_bytes_is_never_of_a_size_that_kernels_cannot_count(gi
 def test_the_pool_leaves_room_for_collectives(monkeypatch, size, total_gibibytes, fraction):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "")
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
-    monkeypatch.setattr(memory, "_total_device_bytes", lambda: total_gibibytes and total_gibibytes << 30)
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
+    monkeypatch.setattr(memory.gpus, "smallest_total_bytes", lambda count: total_gibibytes and total_gibibytes << 30)
     memory.reserve_device_memory(0.92, tensor_parallel_size=size)
     assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == fraction
