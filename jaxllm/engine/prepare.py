@@ -10,10 +10,11 @@ from jax.sharding import Mesh
 
 from jaxllm import env
 from jaxllm.config import EngineConfig, resolve_platform_defaults
+from jaxllm.engine.failures import explain, is_out_of_memory
 from jaxllm.engine.fingerprint import fingerprint
 from jaxllm.engine.kernel_check import Choice, choose_kernels
 from jaxllm.engine.kernel_choice import attention_implementation, candidates
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, OutOfMemoryError
 from jaxllm.kernel_verdicts import OpReport, VerdictStore
 from jaxllm.loaders.layout import abstract_state
 from jaxllm.log import logger
@@ -190,6 +191,8 @@ def _backend() -> str:
     try:
         return jax.default_backend()
     except Exception as error:  # a plugin that is missing, or a driver that is broken, shows in many types
+        if is_out_of_memory(error):
+            raise OutOfMemoryError(f"JAX cannot start: {explain(error)}") from error
         asked = os.environ.get("JAX_PLATFORMS")
         raise ConfigError(
             f"JAX finds no device{f' for JAX_PLATFORMS={asked}' if asked else ''} "

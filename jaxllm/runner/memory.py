@@ -237,7 +237,7 @@ def _needed_unused() -> str:
 
 def _will_start_on_gpus() -> bool:
     """Whether JAX has not started yet, and will do so on NVIDIA GPUs if there are any."""
-    asked = os.environ.get("JAX_PLATFORMS") or jax.config.jax_platforms or ""
+    asked = jax.config.jax_platforms or ""  # type: ignore[attr-defined]
     if asked and not {"cuda", "gpu"} & set(asked.split(",")):
         return False
     if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
