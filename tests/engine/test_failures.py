@@ -173,9 +173,15 @@ def test_errors_are_told_apart_by_their_texts(error, kind):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12 bytes", "lower --max-num-batched-tokens, --max-num-seqs, "),
+        (
+            "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12 bytes",
+            "lower --max-num-batched-tokens, --max-num-seqs, ",
+        ),
         ("INTERNAL: CUDA_ERROR_OUT_OF_MEMORY: out of memory", "beside JAX's pool .* lower --gpu-memory-utilization"),
-        ("INTERNAL: NCCL operation ncclCommInitRankConfig failed: Cuda failure 'out of memory'", "beside JAX's pool .*collectives"),
+        (
+            "INTERNAL: NCCL operation ncclCommInitRankConfig failed: Cuda failure 'out of memory'",
+            "beside JAX's pool .*collectives",
+        ),
         ("INTERNAL: NCCL operation failed: Failed to CUDA calloc async 608 bytes", "beside JAX's pool"),
         ("INTERNAL: Failed to allocate collective memory", "beside JAX's pool"),
     ],

@@ -36,7 +36,10 @@ class NewArrays:
 def test_an_engine_that_has_ended_holds_nothing(size) -> None:
     alive = NewArrays()
     llm = open_llm(size)
-    params = [SamplingParams(temperature=1.0, seed=1, presence_penalty=0.5, logprobs=1, max_tokens=3), SamplingParams(max_tokens=3)]
+    params = [
+        SamplingParams(temperature=1.0, seed=1, presence_penalty=0.5, logprobs=1, max_tokens=3),
+        SamplingParams(max_tokens=3),
+    ]
     llm.generate([[1, 2, 3], [4, 5]], params, use_tqdm=False)
     assert alive()
     llm.shutdown()

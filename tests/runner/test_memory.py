@@ -43,7 +43,9 @@ def test_the_cache_is_planned_for_that_device(monkeypatch):
 
 
 def test_arrays_of_another_engine_in_the_pool_are_named():
-    plan = memory.MemoryPlan("Toy", 100, weight_bytes=50, work_bytes=10, block_bytes=1, block_size=8, num_blocks=40, max_model_len=8)
+    plan = memory.MemoryPlan(
+        "Toy", 100, weight_bytes=50, work_bytes=10, block_bytes=1, block_size=8, num_blocks=40, max_model_len=8
+    )
     check_pool(plan, [Device(0, 100), Device(1, 100, 10)])
     with pytest.raises(OutOfMemoryError, match=r"hold 0.0 MiB .* of device 1, .* end the engine .* before \(LLM.shutdown\)"):
         check_pool(plan, [Device(0, 100), Device(1, 100, 11)])
