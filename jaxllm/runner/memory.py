@@ -46,6 +46,7 @@ class MemoryPlan:
     """The option that set the size of the cache, if it was not the device's memory."""
     collective_bytes: int = 0
     """What collectives take beside `limit_bytes`."""
+    num_devices: int = 1
 
     @property
     def cache_bytes(self) -> int:
@@ -59,9 +60,10 @@ class MemoryPlan:
     def describe(self) -> str:
         """The plan in a few lines for people."""
         beside = f", {_size(self.collective_bytes)} beside it for collectives" if self.collective_bytes else ""
+        each = f", the same on each of {self.num_devices} devices" if self.num_devices > 1 else ""
         return "\n".join(
             [
-                f"memory plan for {self.device}: {_size(self.limit_bytes)} to use{beside}",
+                f"memory plan for {self.device}{each}: {_size(self.limit_bytes)} to use{beside}",
                 f"  weights   {_size(self.weight_bytes)}",
                 f"  work      {_size(self.work_bytes)} (largest step)",
                 f"  KV cache  {_size(self.cache_bytes)}: {self.num_blocks} blocks of {self.block_size} tokens, "
@@ -96,12 +98,29 @@ class MemoryPlan:
         )
 
 
+def usable_bytes(config: EngineConfig, device_bytes: int) -> int:
+    """What the engine may take of a GPU with so much memory: its share, less what collectives take beside it."""
+    return int(config.cache.gpu_memory_utilization * device_bytes) - _collective_bytes(config.parallel.tensor_parallel_size)
+
+
 def memory_plan(
-    config: EngineConfig, model: ModelConfig, *, weight_bytes: int | None = None, work_bytes: int | None = None
+    config: EngineConfig,
+    model: ModelConfig,
+    *,
+    weight_bytes: int | None = None,
+    work_bytes: int | None = None,
+    device_bytes: int | None = None,
 ) -> MemoryPlan:
-    """The plan for a config with platform defaults resolved. Known byte counts replace the estimates."""
+    """The plan for a config with platform defaults resolved. Known byte counts replace the estimates.
+
+    device_bytes: plan for GPUs with so much memory instead of for this machine's devices.
+    """
     tensor_parallel = config.parallel.tensor_parallel_size
-    device, limit = device_limit(tensor_parallel)
+    on_gpu = device_bytes is not None or jax.default_backend() != "cpu"
+    if device_bytes is None:
+        device, limit = device_limit(tensor_parallel)
+    else:
+        device, limit = f"a GPU of {_size(device_bytes)}", usable_bytes(config, device_bytes)
     if weight_bytes is None:
         weight_bytes = registry.weight_bytes(model) // tensor_parallel
     if work_bytes is None:
@@ -125,7 +144,7 @@ def memory_plan(
         if config.cache.kv_cache_memory_bytes is not None:
             sized_by = "kv_cache_memory_bytes"
             cache_bytes = config.cache.kv_cache_memory_bytes
-        elif jax.default_backend() == "cpu":
+        elif not on_gpu:
             cache_bytes = int(limit * _CPU_CACHE_FRACTION) // tensor_parallel
         else:
             cache_bytes = limit - weight_bytes - work_bytes
@@ -146,7 +165,8 @@ def memory_plan(
         num_blocks,
         max_len,
         sized_by,
-        _collective_bytes(tensor_parallel) if jax.default_backend() != "cpu" else 0,
+        _collective_bytes(tensor_parallel) if on_gpu else 0,
+        tensor_parallel,
     )
 
 
