@@ -82,7 +82,9 @@ def kinds(num_tokens: int) -> dict[str, dict[str, Any]]:
     }
     if importlib.util.find_spec("llguidance"):
         regex = StructuredOutputsParams(regex="[a-z]{3,8}( [a-z]{3,8}){2,40}")
-        schema = '{"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "boolean"}}, "required": ["a", "b"]}'
+        schema = (
+            '{"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "boolean"}}, "required": ["a", "b"]}'
+        )
         found["structured"] = {"structured_outputs": regex}
         found["structured, seeded"] = {**seeded, "structured_outputs": StructuredOutputsParams(json=schema)}
     return {name: {"temperature": 0.0, "max_tokens": num_tokens, **params} for name, params in found.items()}
@@ -129,7 +131,9 @@ def differing(found: Mapping[str, Sequence[Answer]], expected: Mapping[str, Sequ
     """How many requests of each kind have other tokens, or logprobs that are off by more than `TOLERANCE`; kinds without any are left
     out."""
     counts = {
-        kind: sum(not _equal(a, b) for a, b in zip(found[kind], expected[kind], strict=True)) for kind in expected if kind in found
+        kind: sum(not _equal(a, b) for a, b in zip(found[kind], expected[kind], strict=True))
+        for kind in expected
+        if kind in found
     }
     return {kind: count for kind, count in counts.items() if count}
 
