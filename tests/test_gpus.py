@@ -120,7 +120,7 @@ def machine(monkeypatch):
 def start(fraction: float = 0.92, size: int = 1) -> None:
     """What an engine does before JAX finds its devices."""
     memory.reserve_device_memory(fraction, tensor_parallel_size=size)
-    memory.check_free_memory(tensor_parallel_size=size)
+    memory.check_free_memory(tensor_parallel_size=size, patience_seconds=0)
 
 
 def test_gpus_come_in_the_order_of_cuda_with_the_memory_that_nvml_says(machine) -> None:
@@ -158,6 +158,14 @@ def test_a_busy_gpu_is_named_with_its_numbers_and_the_ways_out(machine) -> None:
         "GPU when it starts): end what holds the rest (nvidia-smi lists programs), use --gpu-memory-utilization 0.5 or less, or choose "
         "free GPUs: CUDA_VISIBLE_DEVICES=0,2"
     )
+
+
+def test_a_program_that_is_ending_is_waited_for(machine, monkeypatch) -> None:
+    made = machine(1)
+    monkeypatch.setattr(memory.time, "sleep", lambda seconds: made.free_gibibytes.__setitem__(0, 99))
+    memory.reserve_device_memory(0.92)
+    memory.check_free_memory()
+    assert made.free_gibibytes == [99]
 
 
 def test_a_busy_gpu_that_is_not_used_is_let_be(machine) -> None:

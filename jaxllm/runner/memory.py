@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -219,22 +220,32 @@ def reserve_device_memory(fraction: float, *, tensor_parallel_size: int = 1) -> 
     os.environ.setdefault(_FRACTION, f"{fraction:.3f}")
 
 
-def check_free_memory(*, tensor_parallel_size: int = 1) -> None:
+def check_free_memory(*, tensor_parallel_size: int = 1, patience_seconds: float = 3.0) -> None:
     """Refuse to start JAX on GPUs whose memory another program holds. Raises OutOfMemoryError that names each with its numbers.
 
-    After `reserve_device_memory` and before JAX finds its devices: then their memory is JAX's own. Checks nothing where NVML is missing,
-    JAX does not use GPUs, or takes memory only as it needs it.
+    After `reserve_device_memory` and before JAX finds its devices: then their memory is JAX's own. Waits a little first, because a
+    program that has just ended may still be giving its memory back. Checks nothing where NVML is missing, JAX does not use GPUs, or takes
+    memory only as it needs it.
     """
     if not _will_start_on_gpus() or not _takes_all_at_once():
         return
-    visible, beside = gpus.visible_gpus(), _collective_bytes(tensor_parallel_size)
+    until = time.monotonic() + patience_seconds
+    while (fault := _busy_gpus(gpus.visible_gpus(), tensor_parallel_size)) is not None:
+        if time.monotonic() >= until:
+            raise OutOfMemoryError(fault)
+        time.sleep(0.25)
+
+
+def _busy_gpus(visible: Sequence[gpus.Gpu], tensor_parallel_size: int) -> str | None:
+    """Which GPUs have too little memory free for JAX to start, and the ways out; None if all have enough."""
+    beside = _collective_bytes(tensor_parallel_size)
     fraction = float(os.environ.get(_NEWER_FRACTION) or os.environ[_FRACTION])
     used = visible[:tensor_parallel_size]
     busy = [gpu for gpu in used if gpu.free_bytes < fraction * gpu.total_bytes + beside]
     # JAX starts on all that are visible, and without a context on one of them on none.
     full = [gpu for gpu in visible[tensor_parallel_size:] if gpu.free_bytes < CONTEXT_BYTES]
     if not busy and not full:
-        return
+        return None
     told = "; ".join(f"{gpu} has {_size(gpu.free_bytes)} of {_size(gpu.total_bytes)} free" for gpu in (*busy, *full))
     needed = f"{_size(int(fraction * busy[0].total_bytes) + beside)} are needed there" if busy else _needed_unused()
     ways = ["end what holds the rest (nvidia-smi lists programs)"]
@@ -248,7 +259,7 @@ def check_free_memory(*, tensor_parallel_size: int = 1) -> None:
     else:
         ways.append("choose others with CUDA_VISIBLE_DEVICES")
     because = f" (--gpu-memory-utilization, JAX takes {fraction:.3f} of each GPU when it starts)" if busy else ""
-    raise OutOfMemoryError(f"{told}; {needed}{because}: {', '.join(ways[:-1])}, or {ways[-1]}")
+    return f"{told}; {needed}{because}: {', '.join(ways[:-1])}, or {ways[-1]}"
 
 
 def _needed_unused() -> str:
