@@ -101,6 +101,7 @@ def machine(monkeypatch):
         made = Machine(list(free_gibibytes), visible, **options)
         monkeypatch.setattr(gpus, "_library", made.library)
         monkeypatch.setattr(memory, "_will_start_on_gpus", lambda: True)
+        monkeypatch.setattr(memory, "PATIENCE_SECONDS", 0.0)
         if visible is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, visible)))
         return made
@@ -120,7 +121,7 @@ def machine(monkeypatch):
 def start(fraction: float = 0.92, size: int = 1) -> None:
     """What an engine does before JAX finds its devices."""
     memory.reserve_device_memory(fraction, tensor_parallel_size=size)
-    memory.check_free_memory(tensor_parallel_size=size, patience_seconds=0)
+    memory.check_free_memory(tensor_parallel_size=size)
 
 
 def test_gpus_come_in_the_order_of_cuda_with_the_memory_that_nvml_says(machine) -> None:
@@ -162,6 +163,7 @@ def test_a_busy_gpu_is_named_with_its_numbers_and_the_ways_out(machine) -> None:
 
 def test_a_program_that_is_ending_is_waited_for(machine, monkeypatch) -> None:
     made = machine(1)
+    monkeypatch.setattr(memory, "PATIENCE_SECONDS", 3.0)
     monkeypatch.setattr(memory.time, "sleep", lambda seconds: made.free_gibibytes.__setitem__(0, 99))
     memory.reserve_device_memory(0.92)
     memory.check_free_memory()

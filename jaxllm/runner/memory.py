@@ -21,6 +21,9 @@ COLLECTIVE_BYTES = 1536 << 20
 CONTEXT_BYTES = 512 << 20
 """What CUDA takes of each GPU that JAX finds before any program runs, whether the engine uses it or not."""
 
+PATIENCE_SECONDS = 3.0
+"""How long a program that has just ended may still hold memory of a GPU."""
+
 _FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _NEWER_FRACTION = "XLA_CLIENT_MEM_FRACTION"
 """JAX refuses to start if both are set."""
@@ -220,7 +223,7 @@ def reserve_device_memory(fraction: float, *, tensor_parallel_size: int = 1) -> 
     os.environ.setdefault(_FRACTION, f"{fraction:.3f}")
 
 
-def check_free_memory(*, tensor_parallel_size: int = 1, patience_seconds: float = 3.0) -> None:
+def check_free_memory(*, tensor_parallel_size: int = 1) -> None:
     """Refuse to start JAX on GPUs whose memory another program holds. Raises OutOfMemoryError that names each with its numbers.
 
     After `reserve_device_memory` and before JAX finds its devices: then their memory is JAX's own. Waits a little first, because a
@@ -229,7 +232,7 @@ def check_free_memory(*, tensor_parallel_size: int = 1, patience_seconds: float 
     """
     if not _will_start_on_gpus() or not _takes_all_at_once():
         return
-    until = time.monotonic() + patience_seconds
+    until = time.monotonic() + PATIENCE_SECONDS
     while (fault := _busy_gpus(gpus.visible_gpus(), tensor_parallel_size)) is not None:
         if time.monotonic() >= until:
             raise OutOfMemoryError(fault)
