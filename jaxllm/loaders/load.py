@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import Array
+from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.loaders import orbax
@@ -239,7 +239,9 @@ def _fuser(
     """The tensors of a source to its parameter. One program per distinct shape, not per parameter."""
 
     def fuse(parts: tuple[Array, ...]) -> Array:
-        return jnp.concatenate(parts, axis).transpose(permutation).astype(dtype)
+        # Apart, because one kernel for both reads what it transposes piece by piece.
+        fused = lax.optimization_barrier(jnp.concatenate(parts, axis)) if len(parts) > 1 else parts[0]
+        return fused.transpose(permutation).astype(dtype)
 
     return jax.jit(fuse, out_shardings=place)
 
