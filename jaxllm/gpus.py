@@ -53,9 +53,16 @@ def smallest_total_bytes(num_devices: int = 1) -> int | None:
 
 
 def hidden_gpus(num_visible: int) -> str | None:
-    """`CUDA_VISIBLE_DEVICES=0 hides 3 of 4 GPUs`, if it is set and hides any; `num_visible`: the GPUs that JAX found."""
-    asked = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if asked is None:
+    """`CUDA_VISIBLE_DEVICES=0 hides 3 of 4 GPUs`, if it is set and hides any; `num_visible`: the GPUs that JAX found.
+
+    None too if JAX found fewer than CUDA shows: then it is not the variable that hides them.
+    """
+    asked, cuda, shown = os.environ.get("CUDA_VISIBLE_DEVICES"), _library(_CUDA), ctypes.c_int()
+    if asked is None or cuda is None:
+        return None
+    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(shown)):
+        shown.value = 0  # cuInit fails if all are hidden
+    if shown.value != num_visible:
         return None
     with _nvml() as nvml:
         count = ctypes.c_uint()

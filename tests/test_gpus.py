@@ -251,6 +251,13 @@ def test_gpus_that_are_hidden_are_mentioned_where_too_few_are_found(machine, vis
         make_mesh(2, [Device()])
 
 
+def test_gpus_that_jax_does_not_use_are_not_called_hidden(machine) -> None:
+    machine(9, 9, visible=[0])
+    assert gpus.hidden_gpus(0) is None
+    machine(9, 9, visible=[])
+    assert gpus.hidden_gpus(0) == "CUDA_VISIBLE_DEVICES= hides 2 of 2 GPUs"
+
+
 def test_a_missing_library_is_no_error() -> None:
     assert gpus._library("libno-such-library.so.1") is None
     assert ctypes.sizeof(gpus._Memory) == 24
