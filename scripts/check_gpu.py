@@ -13,7 +13,8 @@ collectives      sums, norms and exchanges between 2 and 4 GPUs to the last bit,
 failures         the demo model: the same tokens after the device ran out of memory in a step, and after sleep
 engine           four models with random weights through LLM: 64 prompts together, alone, preempted, with and without cached
                  prefixes; logprobs no further from float32, and top-1 agreement no lower, than the plain path's (stated factors)
-tensor_parallel  on 2 and 4 GPUs: starts with the default memory, and one GPU's tokens; skipped on one GPU
+tensor_parallel  on 2 and 4 GPUs: starts with the default memory, twice in one process; one GPU's tokens with requests of every kind,
+                 mixed, preempted, from cached prefixes, after failed steps and sleep, with fp8 weights and cache; skipped on one GPU
 
 The parts run as processes that share a GPU (--in-turn: one after the other in this process). "skip" is not "ok": the record says
 so too. Whatever is left out for lack of time has failed.

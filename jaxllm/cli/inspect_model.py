@@ -7,21 +7,29 @@ from typing import Any
 
 from jaxllm.cli import options, planning
 from jaxllm.cli.flags import engine_flags
+from jaxllm.cli.numbers import positive
 from jaxllm.cli.parser import Parser
 from jaxllm.cli.terminal import size
-from jaxllm.errors import OutOfMemoryError
+from jaxllm.errors import ConfigError, OutOfMemoryError
 
 ABOUT = (
     "The numbers of a model: architecture, parameters, bytes of weights, bytes of KV cache per token, and whether it fits here."
 )
 EXAMPLES = """examples:
   jaxllm inspect demo
-  jaxllm inspect Qwen/Qwen3-0.6B --dtype bfloat16 --max-model-len 8k"""
+  jaxllm inspect Qwen/Qwen3-0.6B --dtype bfloat16 --max-model-len 8k
+  jaxllm inspect meta-llama/Llama-3.1-70B --tensor-parallel-size 4 --device-memory 140G     on GPUs that are elsewhere"""
 
 
 def add_arguments(parser: Parser) -> None:
     options.add_model_argument(parser)
     parser.add_argument("--json", action="store_true", help="as a JSON object")
+    parser.add_argument(
+        "--device-memory",
+        type=positive,
+        metavar="BYTES",
+        help="plan for GPUs with so much memory (80G, 140G) instead of for this machine",
+    )
     options.add_log_arguments(parser)
     parser.add_argument("--config", metavar="FILE", help="YAML file with options; default: $JAXLLM_CONFIG")
     parser.add_flags(engine_flags())
@@ -30,15 +38,15 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the numbers. Returns the exit code."""
     options.use_model_argument(arguments)
-    plan = planning.plan(options.engine_options(arguments))
-    report, fault = describe(plan), _why_it_does_not_fit(plan.memory)
+    plan = planning.plan(options.engine_options(arguments), device_bytes=arguments.device_memory)
+    report, fault = describe(plan), _why_it_does_not_fit(plan)
     if arguments.json:
         memory = {**dataclasses.asdict(plan.memory), "fits": fault is None}
-        print(json.dumps({**report, "memory_plan": memory}))
+        print(json.dumps({**report, "memory_plan": memory, "host_bytes_while_loading": plan.host_bytes}))
         return 0
     for name, value in report.items():
         print(f"{name.replace('_', ' '):<26}{_as_text(name, value)}")
-    print(plan.memory.describe())
+    print(plan.describe())
     print("it fits" if fault is None else f"it does not fit: {fault}")
     return 0
 
@@ -57,10 +65,10 @@ def describe(plan: planning.Plan) -> dict[str, Any]:
     }
 
 
-def _why_it_does_not_fit(memory: Any) -> str | None:
+def _why_it_does_not_fit(plan: planning.Plan) -> str | None:
     try:
-        memory.check()
-    except OutOfMemoryError as error:
+        plan.check()
+    except (OutOfMemoryError, ConfigError) as error:
         return str(error)
     return None
 

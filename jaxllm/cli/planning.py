@@ -1,12 +1,13 @@
 """What an engine would be: everything resolved and the memory planned, without loading weights (`--dry-run`, `inspect`)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxllm.cli.terminal import size
 from jaxllm.config import EngineConfig, unknown_name
-from jaxllm.errors import ModelLoadError
+from jaxllm.errors import JaxLLMError, ModelLoadError
 
 if TYPE_CHECKING:
     from jaxllm.model_config import ModelConfig
@@ -21,18 +22,56 @@ class Plan:
     """Without any "auto" that does not depend on the weights."""
     model_config: "ModelConfig"
     memory: "MemoryPlan"
+    host_bytes: int
+    """What the host holds at most while weights are loaded onto GPUs, beside what the system caches of files."""
+    faults: tuple[JaxLLMError, ...] = ()
+    """Why this machine could not start it, but for the memory that it needs."""
+
+    def describe(self) -> str:
+        """The memory plan, and the host's part, in a few lines for people."""
+        return f"{self.memory.describe()}\n  host      {size(self.host_bytes)} at most while weights are loaded onto GPUs"
+
+    def check(self) -> None:
+        """Raise why it does not fit, or could not start here."""
+        self.memory.check()
+        for fault in self.faults:
+            raise fault
 
 
-def plan(options: Mapping[str, Any]) -> Plan:
-    """Resolve the model and all options, and compute the memory plan."""
-    from jaxllm.engine.prepare import resolve as resolve_for_model
-    from jaxllm.runner.memory import memory_plan, reserve_device_memory
+def plan(options: Mapping[str, Any], *, device_bytes: int | None = None) -> Plan:
+    """Resolve the model and all options, and compute the memory plan, be there as many devices as it takes or not.
+
+    device_bytes: plan for GPUs with so much memory instead of for this machine's devices.
+    """
+    from jaxllm.engine import prepare
+    from jaxllm.loaders.load import loading_bytes
+    from jaxllm.models.registry import build_model
+    from jaxllm.parallel.mesh import make_mesh
+    from jaxllm.runner import memory
 
     asked = EngineConfig.from_options(**options)
-    reserve_device_memory(asked.cache.gpu_memory_utilization, tensor_parallel_size=asked.parallel.tensor_parallel_size)
+    num_devices = asked.parallel.tensor_parallel_size
+    faults: list[JaxLLMError] = []
+    if device_bytes is None:
+        memory.reserve_device_memory(asked.cache.gpu_memory_utilization, tensor_parallel_size=num_devices)
+        _note(faults, lambda: memory.check_free_memory(tensor_parallel_size=num_devices))
     directory = model_directory(asked)
-    config, model_config, _ = resolve_for_model(asked, directory)
-    return Plan(config, model_config, memory_plan(config, model_config))
+    usable_bytes = None if device_bytes is None else memory.usable_bytes(asked, device_bytes)
+    config, model_config = prepare.resolve_sizes(asked, directory, device_bytes=usable_bytes)
+    if device_bytes is None:
+        _note(faults, lambda: make_mesh(num_devices))
+    model = build_model(model_config)
+    planned = memory.memory_plan(
+        config, model_config, weight_bytes=prepare.weight_bytes(model, num_devices), device_bytes=device_bytes
+    )
+    return Plan(config, model_config, planned, loading_bytes(model_config, model, num_devices), tuple(faults))
+
+
+def _note(faults: list[JaxLLMError], check: Callable[[], object]) -> None:
+    try:
+        check()
+    except JaxLLMError as error:
+        faults.append(error)
 
 
 def model_directory(config: EngineConfig, *, files: Sequence[str] | None = None) -> Path:
@@ -54,8 +93,8 @@ def dry_run(options: Mapping[str, Any]) -> int:
     for name, value in planned.config.flat().items():
         if value != defaults[name]:
             print(f"{name}: {value}")
-    print(planned.memory.describe())
-    planned.memory.check()
+    print(planned.describe())
+    planned.check()
     return 0
 
 

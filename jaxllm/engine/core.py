@@ -10,14 +10,15 @@ from flax import nnx
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine import fault_points
-from jaxllm.engine.failures import FailurePolicy, explain
+from jaxllm.engine.failures import FailurePolicy, explain, is_out_of_memory
 from jaxllm.engine.grammars import Grammars
 from jaxllm.engine.loop import StepLoop
 from jaxllm.engine.prepare import Prepared
 from jaxllm.engine.profiler import Profiler
 from jaxllm.engine.sleep import Sleep, check_level
-from jaxllm.errors import EngineDeadError, EngineError, EngineSleepingError, OutOfMemoryError
+from jaxllm.errors import EngineDeadError, EngineError, EngineSleepingError, JaxLLMError, OutOfMemoryError
 from jaxllm.hub import resolve_model
+from jaxllm.loaders.layout import delete
 from jaxllm.loaders.load import load_weights
 from jaxllm.log import logger
 from jaxllm.outputs import EngineCoreOutput
@@ -58,9 +59,11 @@ class EngineCore:
         self.processor_arguments: Mapping[str, int] = check_processors(processors)
         started = time.perf_counter()
         self.model_dir = resolve_model(config.model.model, config.model.revision, config.model.download_dir)
-        prepared = Prepared.of(config, self.model_dir, tuple(processors), self.start_times)
+        with _explained_out_of_memory():
+            prepared = Prepared.of(config, self.model_dir, tuple(processors), self.start_times)
         config, warmup = prepared.config, prepared.config.compile.warmup
         logger.info("%s", prepared.plan.describe())
+        weights: nnx.State | None = None
         try:
             if warmup != "lazy":
                 prepared.runner.start_programs(rare_later=warmup == "background")
@@ -73,10 +76,13 @@ class EngineCore:
                 self.runner = prepared.runner
                 self.runner.set_weights(weights)
                 self.runner.allocate_caches()
+                jax.block_until_ready(self.runner.caches)  # what keeps a device from allocating its part comes out here
                 if warmup != "lazy":
                     self.runner.warm_up()
         except BaseException:
-            prepared.runner.programs.shutdown()
+            # The error keeps this call's variables alive, and whoever catches it may start a smaller engine in the same pool.
+            prepared.runner.delete_arrays()
+            delete(weights)
             raise
         plan = prepared.plan
         self.config = config.replace(max_model_len=plan.max_model_len)
@@ -301,5 +307,5 @@ class _explained_out_of_memory:
         return None
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None and "RESOURCE_EXHAUSTED" in str(error):
+        if isinstance(error, Exception) and not isinstance(error, JaxLLMError) and is_out_of_memory(error):
             raise OutOfMemoryError(explain(error)) from error

@@ -24,14 +24,26 @@ MAX_DIVISOR = 64
 CALM_STEPS = 64
 """After so many good steps in a row, the next may be twice as large."""
 
-_OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "CUDA_ERROR_OUT_OF_MEMORY")
+_OUT_OF_POOL = "RESOURCE_EXHAUSTED"
+"""What XLA says when its pool has no memory left."""
+_OUT_OF_DEVICE = (
+    "CUDA_ERROR_OUT_OF_MEMORY",
+    "cudaErrorMemoryAllocation",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "Failed to allocate collective memory",
+)
+"""What libraries say that allocate beside the pool: CUDA itself, for code and graphs, and those of NVIDIA."""
+_COLLECTIVES = ("NCCL", "nccl")
+_OUT_OF_COLLECTIVES = ("out of memory", "Failed to CUDA", "calloc", "alloc failed", "failed to allocate")
+"""What NCCL says beside its name when it found no memory for a communicator, which then is lost."""
 _DEVICE_IS_LOST = (
     "CUDA_ERROR",
     "cudaError",
     "illegal memory access",
     "unspecified launch failure",
     "device-side assert",
-    "NCCL",
+    *_COLLECTIVES,
     "DATA_LOSS",
 )
 """Parts of the texts of errors after which every later call to the device fails too."""
@@ -47,16 +59,35 @@ class Failure(enum.Enum):
 
 def kind_of(error: BaseException) -> Failure:
     """What an error in a step means, by its text and those of its causes."""
+    texts = _texts(error)
+    if isinstance(error, OutOfMemoryError) or _has(texts, _OUT_OF_POOL):
+        return Failure.OUT_OF_MEMORY
+    if _has(texts, *_OUT_OF_DEVICE) and not _has(texts, *_COLLECTIVES):
+        return Failure.OUT_OF_MEMORY
+    if _has(texts, *_DEVICE_IS_LOST):
+        return Failure.ENGINE
+    return Failure.STEP
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device had too little memory, be it for a step or for what collectives need before the first one."""
+    texts = _texts(error)
+    for_collectives = any(_has([text], *_COLLECTIVES) and _has([text], *_OUT_OF_COLLECTIVES) for text in texts)
+    return isinstance(error, OutOfMemoryError) or for_collectives or _has(texts, _OUT_OF_POOL, *_OUT_OF_DEVICE)
+
+
+def _texts(error: BaseException) -> list[str]:
+    """Of an error and its causes."""
     texts: list[str] = []
     cause: BaseException | None = error
     while cause is not None and len(texts) < 8:
         texts.append(str(cause))
         cause = cause.__cause__
-    if isinstance(error, OutOfMemoryError) or any(part in text for text in texts for part in _OUT_OF_MEMORY):
-        return Failure.OUT_OF_MEMORY
-    if any(part in text for text in texts for part in _DEVICE_IS_LOST):
-        return Failure.ENGINE
-    return Failure.STEP
+    return texts
+
+
+def _has(texts: list[str], *parts: str) -> bool:
+    return any(part in text for text in texts for part in parts)
 
 
 class FailurePolicy:
@@ -163,14 +194,19 @@ class FailurePolicy:
 
 
 def explain(error: BaseException) -> str:
-    """A failed step for the log and for who runs the engine."""
-    if kind_of(error) is Failure.OUT_OF_MEMORY:
-        first_line = str(error).splitlines()[0]
+    """A failed step, or a failed start, for the log and for who runs the engine."""
+    if not is_out_of_memory(error):
+        return f"a step failed: {type(error).__name__}: {error}"
+    first_line = (str(error).splitlines() or [type(error).__name__])[0]
+    if not _has(_texts(error), _OUT_OF_POOL):
         return (
-            f"the device ran out of memory ({first_line}); lower --gpu-memory-utilization (the cache took what it allows), "
-            "--max-num-batched-tokens or --max-num-seqs"
+            f"the device ran out of memory beside JAX's pool ({first_line}); lower --gpu-memory-utilization, which leaves more for what "
+            "collectives and compiled programs take there, or end other programs on the device"
         )
-    return f"a step failed: {type(error).__name__}: {error}"
+    return (
+        f"the device ran out of memory ({first_line}); lower --max-num-batched-tokens, --max-num-seqs, --max-model-len or "
+        "--gpu-memory-utilization (the cache took what these leave), or raise --tensor-parallel-size"
+    )
 
 
 def _message(error: BaseException) -> str:

@@ -6,23 +6,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxllm import env
 from jaxllm.config import EngineConfig, resolve_platform_defaults
+from jaxllm.engine.failures import explain, is_out_of_memory
 from jaxllm.engine.fingerprint import fingerprint
 from jaxllm.engine.kernel_check import Choice, choose_kernels
 from jaxllm.engine.kernel_choice import attention_implementation, candidates
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, OutOfMemoryError
 from jaxllm.kernel_verdicts import OpReport, VerdictStore
-from jaxllm.loaders.layout import abstract_state
+from jaxllm.loaders.layout import axes_of, parameters
 from jaxllm.log import logger
 from jaxllm.model_config import ModelConfig, load_model_config
 from jaxllm.models.decoder import CausalLM
 from jaxllm.models.registry import build_model
+from jaxllm.parallel.axes import MESH_AXES
 from jaxllm.parallel.mesh import make_mesh
 from jaxllm.runner.kernels import Kernels
-from jaxllm.runner.memory import MemoryPlan, device_limit, memory_plan, reserve_device_memory
+from jaxllm.runner.memory import MemoryPlan, check_free_memory, check_pool, device_limit, memory_plan, reserve_device_memory
 from jaxllm.runner.program_store import ProgramStore, local_store, open_artifact, read_manifest
 from jaxllm.runner.programs import use_persistent_cache
 from jaxllm.runner.runner import ModelRunner
@@ -51,7 +54,9 @@ class Prepared:
 
         Raises ConfigError, ModelLoadError, KernelCheckError or OutOfMemoryError.
         """
-        reserve_device_memory(config.cache.gpu_memory_utilization, tensor_parallel_size=config.parallel.tensor_parallel_size)
+        num_devices = config.parallel.tensor_parallel_size
+        reserve_device_memory(config.cache.gpu_memory_utilization, tensor_parallel_size=num_devices)
+        check_free_memory(tensor_parallel_size=num_devices)
         with times.part("device"):
             on_cpu = _backend() == "cpu"
         if config.compile.compilation_cache and not on_cpu:
@@ -61,7 +66,8 @@ class Prepared:
         with times.part("config and model"):
             config, model_config, mesh = resolve(config, model_dir)
             model = build_model(model_config)
-            plan = _plan(config, model_config, _weight_bytes(model, mesh))
+            plan = _plan(config, model_config, weight_bytes(model, mesh.size))
+            check_pool(plan, list(mesh.devices.flat))
         with times.part("kernel check"):
             chosen = _choose_kernels(wanted, config, model_config, plan, mesh)
             config = config.replace(attention_implementation=chosen.kernels.paged_attention)
@@ -142,17 +148,31 @@ def _runner(
     return ModelRunner(config, model_config, model, mesh, plan, kernels, processors, store=store, times=times)
 
 
-def _weight_bytes(model: CausalLM, mesh: Mesh) -> int:
-    """What the weights take on each device."""
-    leaves = jax.tree.leaves(abstract_state(model, mesh))
-    return sum(x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in leaves)
+def weight_bytes(model: CausalLM, num_devices: int) -> int:
+    """What the weights take on each of so many devices."""
+    found = 0
+    for _, variable in parameters(model):
+        is_split = any(MESH_AXES[axis] for axis in axes_of(variable))
+        found += math.prod(variable.shape) * jnp.dtype(variable.dtype).itemsize // (num_devices if is_split else 1)
+    return found
 
 
 def resolve(config: EngineConfig, model_dir: Path) -> tuple[EngineConfig, ModelConfig, Mesh]:
-    """Make a config concrete for a model and this machine's devices."""
-    on_gpu = _backend() != "cpu"
+    """Make a config concrete for a model and this machine's devices. Raises ConfigError if there are too few."""
+    config, model_config = resolve_sizes(config, model_dir)
+    return config, model_config, make_mesh(config.parallel.tensor_parallel_size)
+
+
+def resolve_sizes(
+    config: EngineConfig, model_dir: Path, *, device_bytes: int | None = None
+) -> tuple[EngineConfig, ModelConfig]:
+    """Make a config concrete for a model and the kind of device that this machine has, however many. device_bytes: for GPUs on which the
+    engine may use so much memory instead."""
+    on_gpu = device_bytes is not None or _backend() != "cpu"
+    if device_bytes is None:
+        device_bytes = device_limit(config.parallel.tensor_parallel_size)[1]
     attention = config.compile.attention_implementation
-    config = resolve_platform_defaults(config, on_gpu=on_gpu, device_bytes=device_limit()[1])
+    config = resolve_platform_defaults(config, on_gpu=on_gpu, device_bytes=device_bytes)
     model_config = load_model_config(
         model_dir,
         overrides=config.model.hf_overrides,
@@ -166,7 +186,6 @@ def resolve(config: EngineConfig, model_dir: Path) -> tuple[EngineConfig, ModelC
     if model_config.pooling.prompt_names:
         logger.info("prompts of the checkpoint, for clients to write before their texts: %s", model_config.pooling.prompt_names)
     model_config = model_config.for_tensor_parallel(config.parallel.tensor_parallel_size)
-    mesh = make_mesh(config.parallel.tensor_parallel_size)
     config = config.replace(
         attention_implementation=attention_implementation(attention, model_config, config.cache.block_size, on_gpu=on_gpu),
         runner="generate" if model_config.generates else "pooling",
@@ -178,7 +197,7 @@ def resolve(config: EngineConfig, model_dir: Path) -> tuple[EngineConfig, ModelC
             f"max_num_batched_tokens is {scheduler.max_num_batched_tokens}, less than max_num_seqs {scheduler.max_num_seqs}; "
             "each running request needs a token a step: raise --max-num-batched-tokens or lower --max-num-seqs"
         )
-    return config, model_config, mesh
+    return config, model_config
 
 
 def _backend() -> str:
@@ -186,6 +205,8 @@ def _backend() -> str:
     try:
         return jax.default_backend()
     except Exception as error:  # a plugin that is missing, or a driver that is broken, shows in many types
+        if is_out_of_memory(error):
+            raise OutOfMemoryError(f"JAX cannot start: {explain(error)}") from error
         asked = os.environ.get("JAX_PLATFORMS")
         raise ConfigError(
             f"JAX finds no device{f' for JAX_PLATFORMS={asked}' if asked else ''} "

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 from flax import nnx
 
-from jaxllm.engine.failures import Failure, explain, kind_of
+from jaxllm.engine.failures import explain, is_out_of_memory
 from jaxllm.errors import InvalidRequestError, OutOfMemoryError
 from jaxllm.log import logger
 from jaxllm.runner.runner import ModelRunner
@@ -59,7 +59,7 @@ class Sleep:
         except Exception as error:
             self._runner.drop_caches()
             self._runner.drop_weights()
-            if kind_of(error) is Failure.OUT_OF_MEMORY:
+            if is_out_of_memory(error):
                 raise OutOfMemoryError(f"the engine cannot wake up: {explain(error)}") from error
             raise
         self._weights, self.level = None, 0

@@ -134,6 +134,13 @@ def _some(names: Collection[str], limit: int = 20) -> str:
     return ", ".join(ordered[:limit]) + (f" and {len(ordered) - limit} more" if len(ordered) > limit else "")
 
 
+def delete(arrays: Any) -> None:
+    """Give the devices' memory of a tree of arrays back at once, whoever still holds them."""
+    for array in jax.tree.leaves(arrays):
+        if isinstance(array, Array) and not array.is_deleted():
+            array.delete()
+
+
 def on_cpu(mesh: Mesh) -> bool:
     """Whether the mesh's memory is the host's."""
     device: jax.Device = mesh.devices.flat[0]

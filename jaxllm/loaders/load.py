@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import Array
+from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.loaders import orbax
@@ -19,15 +19,14 @@ from jaxllm.loaders.layout import (
     ParamPath,
     Progress,
     axes_of,
+    delete,
     expand,
-    expand_on_devices,
     on_cpu,
     parameters,
     raise_on_misfit,
     state_of,
-    stored_sharding,
 )
-from jaxllm.loaders.names import HARMLESS, Source, source_of
+from jaxllm.loaders.names import HARMLESS, Index, Source, Tensor, source_of
 from jaxllm.loaders.quantized import (
     BESIDE_WEIGHTS,
     block_scales,
@@ -41,8 +40,12 @@ from jaxllm.loaders.safetensors import DTYPES, Checkpoint
 from jaxllm.log import logger
 from jaxllm.model_config import ModelConfig
 from jaxllm.models.decoder import CausalLM
-from jaxllm.parallel.axes import sharding
+from jaxllm.parallel.axes import MESH_AXES, sharding
+from jaxllm.parallel.mesh import TENSOR
 from jaxllm.quantization.fp8 import quantize
+
+Reader = Callable[[Tensor, Index], np.ndarray]
+"""Reads a part of a tensor of the checkpoint, as its view with copies and padding."""
 
 
 def load_weights(
@@ -79,9 +82,9 @@ def load_safetensors(
     progress: Progress | None = None,
     transform_on_device: bool | None = None,
 ) -> nnx.State:
-    """Load a Hugging Face checkpoint. The host holds one parameter at a time; each device reads the slices that it keeps.
+    """Load a Hugging Face checkpoint. Each device gets the slices that it keeps and no others; the host holds one tensor at a time.
 
-    Transposing and casting is done on the devices unless they are the host (`transform_on_device` says otherwise).
+    Transposing, casting and fusing is done on the devices unless they are the host (`transform_on_device` says otherwise).
     """
     checkpoint = Checkpoint(directory)
     if "embed_tokens.weight" in checkpoint.entries:  # saved as a bare decoder, as embedding models are
@@ -97,40 +100,70 @@ def load_safetensors(
     total, done = sum(sizes.values()), 0
     variables = dict(parameters(model))
     arrays: dict[ParamPath, Array] = {}
-    for path, variable in variables.items():
-        source, axes, dtype = sources[path], axes_of(variable), jnp.dtype(variable.dtype)
-        tensor = _tensor_reader(checkpoint, path, source, config)
-        if path[-1] == "kv_scale":
-            arrays[path] = jax.device_put(kv_scale(checkpoint, int(path[1])), sharding(mesh, axes))
-        elif not is_quantized_here(path, config):
-            arrays[path] = read_stored(tensor, source, axes, variable.shape, dtype, mesh)
-        elif path[-1] == "values":
-            scale_path = (*path[:-1], "scale")
-            stored = _read(tensor, source, axes, mesh)
-            quantize = _quantizer(axes, variable.shape, axes_of(variables[scale_path]), variables[scale_path].shape, mesh)
-            # One weight at a time is in memory both ways.
-            arrays[path], arrays[scale_path] = jax.block_until_ready(quantize(stored))
-        done += sizes[path]
-        if progress is not None:
-            progress(done, total)
+    try:
+        for path, variable in variables.items():
+            source, axes, dtype = sources[path], axes_of(variable), jnp.dtype(variable.dtype)
+            read = _tensor_reader(checkpoint, path, source, config)
+            if path[-1] == "kv_scale":
+                arrays[path] = jax.device_put(kv_scale(checkpoint, int(path[1])), sharding(mesh, axes))
+            elif not is_quantized_here(path, config):
+                arrays[path] = read_stored(read, source, axes, variable.shape, dtype, mesh)
+            elif path[-1] == "values":
+                scale_path = (*path[:-1], "scale")
+                parts = _place(read, source.placed(axes, variable.shape), axes, mesh)
+                quantize = _quantizer(source.axis, axes, len(axes_of(variables[scale_path])), mesh)
+                # One weight at a time is in memory both ways.
+                arrays[path], arrays[scale_path] = jax.block_until_ready(quantize(parts))
+                del parts
+            done += sizes[path]
+            if progress is not None:
+                progress(done, total)
+    except BaseException:
+        delete(arrays)
+        raise
     return state_of(model, arrays)
+
+
+def loading_bytes(config: ModelConfig, model: CausalLM, num_devices: int) -> int:
+    """What the host holds at most while `load_safetensors` loads onto so many GPUs, beside what the system caches of files: of one
+    tensor the slices on their way to the devices.
+
+    Estimated without a checkpoint: its types are those of the config.
+    """
+    largest = 0
+    for path, variable in parameters(model):
+        source, axes = source_of(path, config), axes_of(variable)
+        if path[-1] in ("scale", "kv_scale"):
+            continue
+        has_blocks = bool(list(block_scales(path, source, config)))
+        is_stored_fp8 = path[-1] == "values" and config.stored_fp8 is not None
+        itemsize = 4 if has_blocks else 1 if is_stored_fp8 else jnp.dtype(config.dtype).itemsize
+        source = source.placed(axes, variable.shape)
+        split = _split_dimension(source, axes)
+        for tensor in source.tensors:
+            num_bytes = math.prod(tensor.placed_shape) * itemsize
+            if has_blocks or (num_devices > 1 and split is not None and math.prod(tensor.placed_shape[:split]) > 1):
+                num_bytes = 2 * num_bytes // (num_devices if split is not None else 1)  # copied, then sent, device by device
+            largest = max(largest, num_bytes)
+    return largest
 
 
 def _num_bytes(checkpoint: Checkpoint, name: str) -> int:
     return checkpoint.entries[name].num_bytes if name in checkpoint.entries else 0
 
 
-def _tensor_reader(checkpoint: Checkpoint, path: ParamPath, source: Source, config: ModelConfig) -> Callable[[str], np.ndarray]:
-    """How a parameter's tensors are read by name: as they are, or without the checkpoint's quantisation."""
+def _tensor_reader(checkpoint: Checkpoint, path: ParamPath, source: Source, config: ModelConfig) -> Reader:
+    """How parts of a parameter's tensors are read: as they are, or without the checkpoint's quantisation."""
     if path[-1] == "scale":
-        shapes = {tensor.name: tensor.shape for tensor in source.tensors}
-        return lambda name: scale_of_outputs(checkpoint.tensor(name), shapes[name])
+        return lambda tensor, index: tensor.read(scale_of_outputs(checkpoint.tensor(tensor.name), tensor.shape), index)
     scales = {tensor.name: scale for tensor, scale, _ in block_scales(path, source, config)}
     if not scales:
-        return checkpoint.tensor
+        return lambda tensor, index: tensor.read(checkpoint.tensor(tensor.name), index)
     assert config.stored_fp8 is not None and config.stored_fp8.block_shape is not None
     block_shape = config.stored_fp8.block_shape
-    return lambda name: without_blocks(checkpoint.tensor(name), checkpoint.tensor(scales[name]), block_shape)
+    return lambda tensor, index: without_blocks(
+        tensor, checkpoint.tensor(tensor.name), checkpoint.tensor(scales[tensor.name]), block_shape, index
+    )
 
 
 def _check(checkpoint: Checkpoint, sources: Mapping[ParamPath, Source], config: ModelConfig) -> None:
@@ -158,40 +191,67 @@ def _check(checkpoint: Checkpoint, sources: Mapping[ParamPath, Source], config: 
     raise_on_misfit(checkpoint.directory, config, wanted, found, ignored=ignored, unreadable=unreadable)
 
 
-def _read_by_host(
-    tensor: Callable[[str], np.ndarray], source: Source, axes: Axes, shape: tuple[int, ...], dtype: np.dtype, mesh: Mesh
-) -> Array:
-    stored = source.read(tensor, (slice(None),) * len(source.shape))
-    array = expand(np, stored.transpose(source.permutation).astype(dtype), axes, shape)
+def _read_by_host(read: Reader, source: Source, axes: Axes, shape: tuple[int, ...], dtype: np.dtype, mesh: Mesh) -> Array:
+    array = expand(np, source.read(read).transpose(source.permutation).astype(dtype), axes, shape)
     return jax.device_put(array, sharding(mesh, axes))
 
 
-def _read_by_device(
-    tensor: Callable[[str], np.ndarray], source: Source, axes: Axes, shape: tuple[int, ...], dtype: np.dtype, mesh: Mesh
-) -> Array:
-    array = expand_on_devices(_read(tensor, source, axes, mesh), axes, shape, mesh, source.permutation, dtype)
-    # Transfers run behind; without waiting, host copies of many parameters would be alive at once.
-    return jax.block_until_ready(array)
+def _read_by_device(read: Reader, source: Source, axes: Axes, shape: tuple[int, ...], dtype: np.dtype, mesh: Mesh) -> Array:
+    parts = _place(read, source.placed(axes, shape), axes, mesh)
+    # Without waiting, what was sent of many parameters would be alive at once, there and here.
+    return jax.block_until_ready(_fuser(source.axis, source.permutation, dtype, sharding(mesh, axes))(parts))
 
 
-def _read(tensor: Callable[[str], np.ndarray], source: Source, axes: Axes, mesh: Mesh) -> Array:
-    """The concatenation of a source, in the type of the file; each device gets about what it will keep."""
-    stored_shape = tuple(source.shape[i] for i in source.permutation)
-    spec = stored_sharding(mesh, axes, stored_shape).spec
-    by_host_dimension = dict(zip(source.permutation, spec, strict=True))
-    host_sharding = NamedSharding(mesh, PartitionSpec(*(by_host_dimension[i] for i in range(len(spec)))))
-    read = functools.partial(source.read, tensor)
-    return jax.make_array_from_callback(source.shape, host_sharding, read)  # type: ignore[arg-type]
+def _place(read: Reader, source: Source, axes: Axes, mesh: Mesh) -> tuple[Array, ...]:
+    """The tensors of a source, each in the type of the file and split as the parameter is."""
+    spec: list[str | None] = [None] * len(axes)
+    if (split := _split_dimension(source, axes)) is not None:
+        spec[split] = TENSOR
+    return tuple(_place_tensor(read, tensor, NamedSharding(mesh, PartitionSpec(*spec))) for tensor in source.tensors)
+
+
+def _split_dimension(source: Source, axes: Axes) -> int | None:
+    """The dimension of the tensors that is split over devices."""
+    return next((dimension for dimension, axis in zip(source.permutation, axes, strict=True) if MESH_AXES[axis]), None)
+
+
+def _place_tensor(read: Reader, tensor: Tensor, place: NamedSharding) -> Array:
+    """A tensor on the devices, each of which is sent its slice alone. Nothing of it is on the host afterwards."""
+    if place.is_fully_replicated:
+        return jax.block_until_ready(jax.device_put(read(tensor, (slice(None),) * len(tensor.view)), place))
+    slices = []
+    for device, index in place.addressable_devices_indices_map(tensor.placed_shape).items():
+        assert index is not None
+        part = read(tensor, index)
+        # What is contiguous in the file is sent from there, to all devices at once. A copy is gone before the next is made.
+        is_copy = part.flags.writeable or not part.flags.c_contiguous
+        slices.append(jax.device_put(np.ascontiguousarray(part), device))
+        if is_copy:
+            jax.block_until_ready(slices[-1])
+        del part
+    return jax.block_until_ready(jax.make_array_from_single_device_arrays(tensor.placed_shape, place, slices))
 
 
 @functools.lru_cache(maxsize=256)
-def _quantizer(
-    axes: Axes, shape: tuple[int, ...], scale_axes: Axes, scale_shape: tuple[int, ...], mesh: Mesh
-) -> Callable[[Array], tuple[Array, Array]]:
-    """Output-major weights of the stored shape to fp8 values and scale. One program per distinct shape."""
+def _fuser(
+    axis: int, permutation: tuple[int, ...], dtype: np.dtype, place: NamedSharding
+) -> Callable[[tuple[Array, ...]], Array]:
+    """The tensors of a source to its parameter. One program per distinct shape, not per parameter."""
 
-    def quantize_and_expand(stored: Array) -> tuple[Array, Array]:
-        values, scale = quantize(stored, len(axes) - len(scale_axes))
-        return expand(jnp, values, axes, shape), expand(jnp, scale, scale_axes, scale_shape)
+    def fuse(parts: tuple[Array, ...]) -> Array:
+        # Apart, because one kernel for both reads what it transposes piece by piece.
+        fused = lax.optimization_barrier(jnp.concatenate(parts, axis)) if len(parts) > 1 else parts[0]
+        return fused.transpose(permutation).astype(dtype)
 
-    return jax.jit(quantize_and_expand, out_shardings=(sharding(mesh, axes), sharding(mesh, scale_axes)))
+    return jax.jit(fuse, out_shardings=place)
+
+
+@functools.lru_cache(maxsize=256)
+def _quantizer(axis: int, axes: Axes, num_scale_axes: int, mesh: Mesh) -> Callable[[tuple[Array, ...]], tuple[Array, Array]]:
+    """The tensors of a source to fp8 values, output-major, and scale. One program per distinct shape."""
+
+    def quantize_fused(parts: tuple[Array, ...]) -> tuple[Array, Array]:
+        # Copied heads get the scales of the first.
+        return quantize(jnp.concatenate(parts, axis), len(axes) - num_scale_axes)
+
+    return jax.jit(quantize_fused, out_shardings=(sharding(mesh, axes), sharding(mesh, axes[:num_scale_axes])))

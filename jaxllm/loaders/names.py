@@ -27,13 +27,39 @@ _PER_LAYER = {
 }
 
 
+Index = tuple[slice, ...]
+"""A part of an array: a slice without step for each dimension."""
+
+
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of the checkpoint: its name, its shape there, and the shape to see it with."""
+    """A tensor of the checkpoint: its name, its shape there, the shape to see it with, and what a mesh wants of that."""
 
     name: str
     shape: tuple[int, ...]
     view: tuple[int, ...]
+    copies: int = 1
+    """Each index of the view's first dimension comes so often, one after the other: KV heads of several devices."""
+    padding: int = 0
+    """Zeros behind the view's first dimension: tokens that fill up a vocabulary."""
+
+    @property
+    def placed_shape(self) -> tuple[int, ...]:
+        """Of the view with copies and padding."""
+        return (self.view[0] * self.copies + self.padding, *self.view[1:])
+
+    def read(self, array: np.ndarray, index: Index) -> np.ndarray:
+        """A part of the view with copies and padding. Of the array only what is needed is touched; a view of it if that can be."""
+        seen = array.reshape(self.view)
+        if self.copies == 1 and not self.padding:
+            return seen[index]
+        start, stop, _ = index[0].indices(self.placed_shape[0])
+        if self.copies > 1:
+            rows = np.arange(start, stop) // self.copies
+            return seen[(slice(rows[0], rows[-1] + 1), *index[1:])][rows - rows[0]]
+        part = seen[(slice(start, min(stop, self.view[0])), *index[1:])]
+        missing = stop - start - len(part)
+        return np.concatenate([part, np.zeros((missing, *part.shape[1:]), part.dtype)]) if missing else part
 
 
 @dataclass(frozen=True)
@@ -49,14 +75,28 @@ class Source:
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the concatenation."""
-        views = [t.view for t in self.tensors]
+        views = [t.placed_shape for t in self.tensors]
         return tuple(sum(v[i] for v in views) if i == self.axis else n for i, n in enumerate(views[0]))
 
-    def read(self, tensor: Callable[[str], np.ndarray], index: tuple[slice, ...]) -> np.ndarray:
-        """That part of the concatenation, in memory; of the tensors only what is needed is touched."""
-        across = tuple(slice(None) if i == self.axis else part for i, part in enumerate(index))
-        along = tuple(part if i == self.axis else slice(None) for i, part in enumerate(index))
-        return np.concatenate([tensor(t.name).reshape(t.view)[across] for t in self.tensors], axis=self.axis)[along]
+    def read(self, tensor: Callable[[Tensor, Index], np.ndarray]) -> np.ndarray:
+        """The whole concatenation, in memory. `tensor` reads a part of a tensor."""
+        whole = (slice(None),) * len(self.permutation)
+        return np.concatenate([tensor(t, whole) for t in self.tensors], axis=self.axis)
+
+    def placed(self, axes: Sequence[str], shape: Sequence[int]) -> "Source":
+        """The same for a parameter of `shape`, which differs from the stored one as `layout.expand` says: the tensors are read so
+        that each device gets its own part without the rest."""
+        stored = tuple(self.shape[i] for i in self.permutation)
+        if stored == tuple(shape):
+            return self
+        if "vocab" in axes:
+            axis = axes.index("vocab")
+            assert self.permutation[axis] == 0, "the vocabulary comes first in a checkpoint"
+            (tensor,) = self.tensors
+            return replace(self, tensors=(replace(tensor, padding=shape[axis] - stored[axis]),))
+        axis = axes.index("heads")
+        copies, where = shape[axis] // stored[axis], self.permutation[axis]
+        return replace(self, tensors=tuple(_with_copies(tensor, copies, where) for tensor in self.tensors))
 
     def output_major(self) -> "Source":
         """The same without permutation: the parameter as fp8 weights hold it."""
@@ -67,6 +107,16 @@ class Source:
         ends = np.cumsum([t.view[self.axis] for t in self.tensors])[:-1]
         pieces = np.split(parameter.transpose(np.argsort(self.permutation)), ends, axis=self.axis)
         return {t.name: piece.reshape(t.shape) for t, piece in zip(self.tensors, pieces, strict=True)}
+
+
+def _with_copies(tensor: Tensor, copies: int, where: int) -> Tensor:
+    """A tensor whose KV heads, dimension `where` of its view, are `copies` times as many: keys and values come as often, queries are
+    distributed."""
+    before, heads, group, after = tensor.view[:where], tensor.view[where], tensor.view[where + 1], tensor.view[where + 2 :]
+    if group == 1:
+        assert where == 0, "only projections to keys and values are copied"
+        return replace(tensor, copies=copies)
+    return replace(tensor, view=(*before, heads * copies, group // copies, *after))
 
 
 def source_of(path: ParamPath, config: ModelConfig) -> Source:

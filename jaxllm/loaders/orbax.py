@@ -1,6 +1,7 @@
 """JAX-native checkpoints of converted models: restored straight into sharded arrays, without renaming or transposing."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,8 +61,10 @@ def restore(
         name: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=stored_sharding(mesh, axes_of(v), v.shape))
         for name, v in stored.items()
     }
+    # Arrays are read side by side; without a limit of its own orbax would hold up to 96 GB of them on the host.
+    largest_gb = math.ceil(max(math.prod(v.shape) for v in wanted.values()) * 4 / 1e9)  # in the checkpoint float32, perhaps
     try:
-        with ocp.StandardCheckpointer() as checkpointer:
+        with ocp.StandardCheckpointer(restore_concurrent_gb=largest_gb + 1) as checkpointer:
             arrays = checkpointer.restore((directory / WEIGHTS).absolute(), wanted)
     except Exception as error:  # orbax and tensorstore document no exception types
         raise ModelLoadError(f"{directory / WEIGHTS} is truncated or corrupt; convert it again ({error})") from error

@@ -1,13 +1,15 @@
 """Fp8 weights of a checkpoint: the scales that belong to them, and how they are read as plain numbers."""
 
+import itertools
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
 from jaxllm.loaders.layout import ParamPath
-from jaxllm.loaders.names import Source, Tensor
+from jaxllm.loaders.names import Index, Source, Tensor
 from jaxllm.loaders.safetensors import Checkpoint
 from jaxllm.log import logger
 from jaxllm.model_config import ModelConfig
@@ -43,15 +45,24 @@ def scale_of_outputs(scale: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     return np.broadcast_to(wide.reshape(()), shape) if wide.size == 1 else wide.reshape(shape)
 
 
-def without_blocks(values: np.ndarray, scale: np.ndarray, block_shape: tuple[int, int]) -> np.ndarray:
-    """Float32 weights of values [outputs, inputs] that come with a scale per block."""
-    wide = values.astype(np.float32)
+def without_blocks(
+    tensor: Tensor, values: np.ndarray, scale: np.ndarray, block_shape: tuple[int, int], index: Index
+) -> np.ndarray:
+    """Float32 weights: that part of a tensor whose values [outputs, inputs] come with a scale per block."""
     rows, columns = block_shape
-    for row in range(scale.shape[0]):
+    outputs, inputs = tensor.shape
+    # The view's first dimensions are the outputs.
+    split = next(i for i in range(len(tensor.view)) if math.prod(tensor.view[:i]) == outputs)
+    by_output = replace(tensor, view=tensor.view[:split])
+    row = by_output.read(np.arange(outputs) // rows, index[:split]).ravel()
+    column = (np.arange(inputs) // columns).reshape(tensor.view[split:])[index[split:]].ravel()
+    part = tensor.read(values, index)
+    wide = part.astype(np.float32).reshape(len(row), len(column))
+    starts = [0, *(np.flatnonzero(np.diff(row)) + 1), len(row)]
+    for start, stop in itertools.pairwise(starts):
         # A row of blocks at a time: a scale for every value would take as much memory as the weights.
-        per_input = np.repeat(scale[row].astype(np.float32), columns)[: wide.shape[1]]
-        wide[row * rows : (row + 1) * rows] *= per_input
-    return wide
+        wide[start:stop] *= scale[row[start]].astype(np.float32)[column]
+    return wide.reshape(part.shape)
 
 
 def kv_scale(checkpoint: Checkpoint, layer: int) -> np.ndarray:

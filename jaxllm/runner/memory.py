@@ -1,12 +1,15 @@
 """How much memory a model needs and how many KV-cache blocks that leaves. Estimates before loading, exact after compiling."""
 
-import ctypes
+import importlib.util
 import os
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
+from jaxllm import gpus
 from jaxllm.config import AUTO_MODEL_LEN, EngineConfig
 from jaxllm.errors import ConfigError, OutOfMemoryError
 from jaxllm.model_config import ModelConfig, kv_bytes_per_token
@@ -14,6 +17,16 @@ from jaxllm.models import registry
 
 COLLECTIVE_BYTES = 1536 << 20
 """What NCCL takes of each device outside of JAX's memory pool: 1.1 GiB on each of two H200s (measured), and some to spare."""
+
+CONTEXT_BYTES = 512 << 20
+"""What CUDA takes of each GPU that JAX finds before any program runs, whether the engine uses it or not."""
+
+PATIENCE_SECONDS = 3.0
+"""How long a program that has just ended may still hold memory of a GPU."""
+
+_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+_NEWER_FRACTION = "XLA_CLIENT_MEM_FRACTION"
+"""JAX refuses to start if both are set."""
 
 _CPU_CACHE_FRACTION = 0.25
 """Of the machine's memory: other programs live there too."""
@@ -37,6 +50,7 @@ class MemoryPlan:
     """The option that set the size of the cache, if it was not the device's memory."""
     collective_bytes: int = 0
     """What collectives take beside `limit_bytes`."""
+    num_devices: int = 1
 
     @property
     def cache_bytes(self) -> int:
@@ -50,9 +64,10 @@ class MemoryPlan:
     def describe(self) -> str:
         """The plan in a few lines for people."""
         beside = f", {_size(self.collective_bytes)} beside it for collectives" if self.collective_bytes else ""
+        each = f", the same on each of {self.num_devices} devices" if self.num_devices > 1 else ""
         return "\n".join(
             [
-                f"memory plan for {self.device}: {_size(self.limit_bytes)} to use{beside}",
+                f"memory plan for {self.device}{each}: {_size(self.limit_bytes)} to use{beside}",
                 f"  weights   {_size(self.weight_bytes)}",
                 f"  work      {_size(self.work_bytes)} (largest step)",
                 f"  KV cache  {_size(self.cache_bytes)}: {self.num_blocks} blocks of {self.block_size} tokens, "
@@ -87,12 +102,29 @@ class MemoryPlan:
         )
 
 
+def usable_bytes(config: EngineConfig, device_bytes: int) -> int:
+    """What the engine may take of a GPU with so much memory: its share, less what collectives take beside it."""
+    return int(config.cache.gpu_memory_utilization * device_bytes) - _collective_bytes(config.parallel.tensor_parallel_size)
+
+
 def memory_plan(
-    config: EngineConfig, model: ModelConfig, *, weight_bytes: int | None = None, work_bytes: int | None = None
+    config: EngineConfig,
+    model: ModelConfig,
+    *,
+    weight_bytes: int | None = None,
+    work_bytes: int | None = None,
+    device_bytes: int | None = None,
 ) -> MemoryPlan:
-    """The plan for a config with platform defaults resolved. Known byte counts replace the estimates."""
+    """The plan for a config with platform defaults resolved. Known byte counts replace the estimates.
+
+    device_bytes: plan for GPUs with so much memory instead of for this machine's devices.
+    """
     tensor_parallel = config.parallel.tensor_parallel_size
-    device, limit = device_limit()
+    on_gpu = device_bytes is not None or jax.default_backend() != "cpu"
+    if device_bytes is None:
+        device, limit = device_limit(tensor_parallel)
+    else:
+        device, limit = f"a GPU of {_size(device_bytes)}", usable_bytes(config, device_bytes)
     if weight_bytes is None:
         weight_bytes = registry.weight_bytes(model) // tensor_parallel
     if work_bytes is None:
@@ -116,7 +148,7 @@ def memory_plan(
         if config.cache.kv_cache_memory_bytes is not None:
             sized_by = "kv_cache_memory_bytes"
             cache_bytes = config.cache.kv_cache_memory_bytes
-        elif jax.default_backend() == "cpu":
+        elif not on_gpu:
             cache_bytes = int(limit * _CPU_CACHE_FRACTION) // tensor_parallel
         else:
             cache_bytes = limit - weight_bytes - work_bytes
@@ -137,7 +169,8 @@ def memory_plan(
         num_blocks,
         max_len,
         sized_by,
-        _collective_bytes(tensor_parallel) if jax.default_backend() != "cpu" else 0,
+        _collective_bytes(tensor_parallel) if on_gpu else 0,
+        tensor_parallel,
     )
 
 
@@ -164,37 +197,116 @@ def estimate_work_bytes(config: EngineConfig, model: ModelConfig) -> int:
     return int(1.25 * (scheduler.max_num_batched_tokens * per_token * itemsize + sampling)) + (64 << 20)
 
 
-def device_limit() -> tuple[str, int]:
-    """Name of a device and the bytes on it that the engine may use."""
-    device = jax.local_devices()[0]
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    if stats:
-        return device.device_kind, int(stats["bytes_limit"])
-    return "CPU", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def device_limit(num_devices: int = 1, devices: Sequence[jax.Device] | None = None) -> tuple[str, int]:
+    """Name of a device and the bytes on it that the engine may use: of the first `num_devices` the one with the least memory."""
+    found = list(jax.local_devices() if devices is None else devices)[:num_devices]
+    limits = [(int(stats["bytes_limit"]), i) for i, device in enumerate(found) if (stats := _stats(device))]
+    if not limits:
+        return "CPU", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit, index = min(limits)
+    differ = any(other != limit for other, _ in limits)
+    return found[index].device_kind + f" {found[index].id}, the smallest of {len(found)} devices" * differ, limit
+
+
+def _stats(device: jax.Device) -> dict[str, int]:
+    """What a device tells of its memory pool; nothing on a CPU."""
+    return (device.memory_stats() if device.platform != "cpu" else None) or {}
 
 
 def reserve_device_memory(fraction: float, *, tensor_parallel_size: int = 1) -> None:
     """Have JAX take this fraction of each GPU when it starts, less what collectives take. Without effect once a device has been used."""
-    beside, total = _collective_bytes(tensor_parallel_size), _total_device_bytes()
+    if _NEWER_FRACTION in os.environ:
+        return
+    beside, total = _collective_bytes(tensor_parallel_size), gpus.smallest_total_bytes(tensor_parallel_size)
     if beside and total:
         fraction = max(fraction - beside / total, 0.01)
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{fraction:.3f}")
+    os.environ.setdefault(_FRACTION, f"{fraction:.3f}")
+
+
+def check_free_memory(*, tensor_parallel_size: int = 1) -> None:
+    """Refuse to start JAX on GPUs whose memory another program holds. Raises OutOfMemoryError that names each with its numbers.
+
+    After `reserve_device_memory` and before JAX finds its devices: then their memory is JAX's own. Waits a little first, because a
+    program that has just ended may still be giving its memory back. Checks nothing where NVML is missing, JAX does not use GPUs, or takes
+    memory only as it needs it.
+    """
+    if not _will_start_on_gpus() or not _takes_all_at_once():
+        return
+    until = time.monotonic() + PATIENCE_SECONDS
+    while (fault := _busy_gpus(gpus.visible_gpus(), tensor_parallel_size)) is not None:
+        if time.monotonic() >= until:
+            raise OutOfMemoryError(fault)
+        time.sleep(0.25)
+
+
+def _busy_gpus(visible: Sequence[gpus.Gpu], tensor_parallel_size: int) -> str | None:
+    """Which GPUs have too little memory free for JAX to start, and the ways out; None if all have enough."""
+    beside = _collective_bytes(tensor_parallel_size)
+    fraction = float(os.environ.get(_NEWER_FRACTION) or os.environ[_FRACTION])
+    used = visible[:tensor_parallel_size]
+    busy = [gpu for gpu in used if gpu.free_bytes < fraction * gpu.total_bytes + beside]
+    # JAX starts on all that are visible, and without a context on one of them on none.
+    full = [gpu for gpu in visible[tensor_parallel_size:] if gpu.free_bytes < CONTEXT_BYTES]
+    if not busy and not full:
+        return None
+    told = "; ".join(f"{gpu} has {_size(gpu.free_bytes)} of {_size(gpu.total_bytes)} free" for gpu in (*busy, *full))
+    needed = f"{_size(int(fraction * busy[0].total_bytes) + beside)} are needed there" if busy else _needed_unused()
+    ways = ["end what holds the rest (nvidia-smi lists programs)"]
+    # Half a GiB for the context, which this process has not made yet.
+    fits = min((gpu.free_bytes - CONTEXT_BYTES) / gpu.total_bytes for gpu in used)
+    if busy and int(100 * fits) >= 10:
+        ways.append(f"use --gpu-memory-utilization {int(100 * fits) / 100:g} or less")
+    free = [gpu for gpu in visible if gpu not in busy and gpu not in full]
+    if len(free) >= tensor_parallel_size:
+        ways.append(f"choose free GPUs: CUDA_VISIBLE_DEVICES={','.join(str(gpu.index) for gpu in free[:tensor_parallel_size])}")
+    else:
+        ways.append("choose others with CUDA_VISIBLE_DEVICES")
+    because = f" (--gpu-memory-utilization, JAX takes {fraction:.3f} of each GPU when it starts)" if busy else ""
+    return f"{told}; {needed}{because}: {', '.join(ways[:-1])}, or {ways[-1]}"
+
+
+def _needed_unused() -> str:
+    return f"the engine does not use it, but JAX starts on every visible GPU and needs {_size(CONTEXT_BYTES)}"
+
+
+def _will_start_on_gpus() -> bool:
+    """Whether JAX has not started yet, and will do so on NVIDIA GPUs if there are any."""
+    asked = jax.config.jax_platforms or ""  # type: ignore[attr-defined]
+    if asked and not {"cuda", "gpu"} & set(asked.split(",")):
+        return False
+    if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
+        return False
+    try:
+        from jax._src.xla_bridge import backends_are_initialized
+    except ImportError:  # not a public name
+        return False
+    return not backends_are_initialized()
+
+
+def _takes_all_at_once() -> bool:
+    """Whether JAX takes its fraction when it starts, as it does unless its variables say otherwise."""
+    at_once = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "true") not in ("false", "False", "0")
+    return at_once and os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default").lower() in ("default", "bfc")
+
+
+def check_pool(plan: MemoryPlan, devices: Sequence[jax.Device]) -> None:
+    """Refuse a plan for memory that other arrays of this process hold, such as those of another engine. Raises OutOfMemoryError.
+
+    JAX's pool is one for the whole process. Before anything of the plan has been allocated.
+    """
+    wanted = plan.weight_bytes + plan.cache_bytes
+    for device in devices:
+        in_use = _stats(device).get("bytes_in_use", 0)
+        if wanted <= plan.limit_bytes < wanted + in_use:
+            raise OutOfMemoryError(
+                f"other arrays of this process hold {_size(in_use)} of the {_size(plan.limit_bytes)} of device {device.id}, weights and KV "
+                f"cache need {_size(wanted)}; end the engine that this process had before (LLM.shutdown), "
+                "delete the arrays, or set --kv-cache-memory-bytes lower"
+            )
 
 
 def _collective_bytes(tensor_parallel_size: int) -> int:
     return COLLECTIVE_BYTES if tensor_parallel_size > 1 else 0
-
-
-def _total_device_bytes() -> int | None:
-    """The memory of the first GPU, asked of the driver without starting the device; None if there is no GPU."""
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    device, size = ctypes.c_int(), ctypes.c_size_t()
-    if cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), 0) or cuda.cuDeviceTotalMem_v2(ctypes.byref(size), device):
-        return None
-    return size.value
 
 
 def _size(num_bytes: int) -> str:

@@ -1,6 +1,7 @@
 """The demo model in float32: failed steps and sleep change no token, and sleep gives the memory back."""
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -46,19 +47,9 @@ def check(*, tiny: bool) -> Iterator[Outcome]:
     with injected("step:3:oom,result:7:oom,draw:2:oom"):
         yield compared("injected out of memory", run())
     if jax.default_backend() != "cpu":
-        recover, hog, errors = core._failures.recover, _all_memory(), []
-
-        def recovering(loop: Any, error: Exception) -> Any:
-            errors.append(error)
-            hog.clear()
-            return recover(loop, error)
-
-        core._failures.recover = recovering
-        found = run()
-        core._failures.recover = recover
-        is_real = bool(errors) and all(kind_of(error) is Failure.OUT_OF_MEMORY for error in errors)
-        yield compared("real out of memory", found, f" after {len(errors)} failed steps", passed=is_real)
-        hog.clear()
+        with no_memory(core, jax.devices()[0]) as errors:
+            found = run()
+        yield compared("real out of memory", found, f" after {len(errors)} failed steps", passed=is_out_of_memory(errors))
     for level in (1, 2):
         before = _bytes_in_use()
         llm.sleep(level)
@@ -73,15 +64,37 @@ def check(*, tiny: bool) -> Iterator[Outcome]:
     llm.shutdown()
 
 
-def _all_memory() -> list[jax.Array]:
+@contextlib.contextmanager
+def no_memory(core: Any, device: jax.Device) -> Iterator[list[Exception]]:
+    """Takes a device's memory from an engine until its first step fails. Gives the errors of the steps that failed."""
+    recover, hog, errors = core._failures.recover, _all_memory(device), list[Exception]()
+
+    def recovering(loop: Any, error: Exception) -> Any:
+        errors.append(error)
+        hog.clear()
+        return recover(loop, error)
+
+    core._failures.recover = recovering
+    try:
+        yield errors
+    finally:
+        core._failures.recover = recover
+        hog.clear()
+
+
+def is_out_of_memory(errors: Sequence[Exception]) -> bool:
+    """Whether steps failed, and all of them for want of memory."""
+    return bool(errors) and all(kind_of(error) is Failure.OUT_OF_MEMORY for error in errors)
+
+
+def _all_memory(device: jax.Device) -> list[jax.Array]:
     """Arrays that take nearly all memory left in the device's pool. Hardly any is tried that cannot fit: XLA waits ten seconds for each."""
-    device = jax.devices()[0]
     arrays, size = [], 1 << 36
     while size >= SMALLEST_BYTES:
         stats = device.memory_stats()
         try:
             if size <= stats["bytes_limit"] - stats["bytes_in_use"]:
-                arrays.append(jax.block_until_ready(jnp.zeros(size, jnp.int8)))
+                arrays.append(jax.block_until_ready(jnp.zeros(size, jnp.int8, device=device)))
                 continue
         except jax.errors.JaxRuntimeError:  # what is left is in pieces
             pass

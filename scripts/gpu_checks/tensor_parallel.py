@@ -1,4 +1,4 @@
-"""Engines over 2 and 4 devices: they start with the default memory setting, and give one device's tokens in float32."""
+"""Engines over 2 and 4 devices: they start with the default memory setting, and give one device's answers in float32."""
 
 import contextlib
 import json
@@ -13,8 +13,8 @@ import jax
 import numpy as np
 
 from jaxllm import LLM, SamplingParams
-from scripts.gpu_checks import Outcome, engine, shapes, skip
-from scripts.kernels.compiling import first_line
+from scripts.gpu_checks import Outcome, engine, shapes, skip, tensor_parallel_traffic
+from scripts.gpu_checks.tensor_parallel_traffic import full_precision, guarded
 
 SIZES = (2, 4)
 NUM_LAYERS = 2
@@ -25,7 +25,7 @@ Tokens = dict[str, list[list[int]]]
 def check(*, tiny: bool, deadline: float, sizes: Sequence[int] = SIZES, share: tuple[int, int] = (0, 1)) -> Iterator[Outcome]:
     """Every size that the visible devices allow; nothing begins after the deadline (`time.perf_counter`).
 
-    share (index, number of shares): of two, the first starts engines with the default memory, the second compares tokens.
+    share (index, number of shares): of two, the first starts engines with the default memory, the second compares answers.
     """
     starts, compares = share[0] == 0, share[0] == share[1] - 1
     num_devices = len(jax.devices())
@@ -41,31 +41,33 @@ def check(*, tiny: bool, deadline: float, sizes: Sequence[int] = SIZES, share: t
         Path(directory, "config.json").write_text(json.dumps(shape))
         # First, because the first engine of a process decides how much memory JAX takes.
         for size in allowed if starts else ():
-            yield _guarded(f"{size} devices, default start of {_title(tiny)}", deadline, _starts, directory, size, tiny=tiny)
-        models = ((_title(tiny), directory), ("the demo model", "demo"))
-        for name, model in models if compares else ():
-            expected: Tokens = {}
-            for size in (1, *allowed):
-                found = _guarded(
-                    f"{size} devices, float32 tokens of {name}", deadline, _equal, model, size, tiny=tiny, expected=expected
+            yield guarded(f"{size} devices, default start of {_title(tiny)}", deadline, _starts, directory, size, tiny=tiny)
+        if starts:
+            # All that the engines before had must be there again: JAX's pool is one for the process.
+            name = f"{size} devices, default start again in the same process"
+            yield guarded(name, deadline, _starts, directory, size, tiny=tiny)
+        if compares:
+            yield from _tokens(directory, _title(tiny), (1, *allowed), deadline, tiny=tiny)
+            if allowed[-1] == 2:  # over four devices the demo model's two KV heads are copied
+                Path(directory, "config.json").write_text(
+                    json.dumps(shape | {"num_key_value_heads": 1, "num_hidden_layers": 1})
                 )
-                if size > 1 or found.failed:
-                    yield found
+                yield from _tokens(directory, "the same with one layer and one KV head", (1, 2), deadline, tiny=tiny)
+            yield from tensor_parallel_traffic.check(tiny=tiny, deadline=deadline, sizes=allowed)
+
+
+def _tokens(directory: str, name: str, sizes: Sequence[int], deadline: float, *, tiny: bool) -> Iterator[Outcome]:
+    expected: Tokens = {}
+    for size in sizes:
+        found = guarded(
+            f"{size} devices, float32 tokens of {name}", deadline, _equal, directory, size, tiny=tiny, expected=expected
+        )
+        if size > 1 or found.failed:
+            yield found
 
 
 def _title(tiny: bool) -> str:
     return "a toy model" if tiny else f"Llama-3.1-8B ({NUM_LAYERS} of 32 layers, default sizes)"
-
-
-def _guarded(name: str, deadline: float, function: Any, *args: Any, **options: Any) -> Outcome:
-    """What a function finds; an exception has failed, and so has what there is no time for."""
-    if time.perf_counter() > deadline:
-        return Outcome(name, False, "not run for lack of time (--seconds)")
-    try:
-        passed, detail = function(*args, **options)
-    except Exception as problem:
-        return Outcome(name, False, first_line(problem, limit=1000))
-    return Outcome(name, passed, detail)
 
 
 def _starts(directory: str, size: int, *, tiny: bool) -> tuple[bool, str]:
@@ -114,7 +116,7 @@ def _equal(model: str, size: int, *, tiny: bool, expected: Tokens) -> tuple[bool
         "warmup": "lazy",
     }
     found: Tokens = {}
-    with _full_precision(), _engine(model, size, **options) as llm:
+    with full_precision(), _engine(model, size, **options) as llm:
         for kind, params in kinds.items():
             outputs = llm.generate(prompts, params, use_tqdm=False)  # type: ignore[arg-type]
             found[kind] = [list(output.outputs[0].token_ids) for output in outputs]
@@ -127,23 +129,12 @@ def _equal(model: str, size: int, *, tiny: bool, expected: Tokens) -> tuple[bool
 
 @contextlib.contextmanager
 def _engine(model: str, size: int, **options: Any) -> Iterator[LLM]:
-    dummy = {} if model == "demo" else {"load_format": "dummy", "skip_tokenizer_init": True}
+    dummy = {"load_format": "dummy", "skip_tokenizer_init": True}
     llm = LLM(model, tensor_parallel_size=size, use_progress_bar=False, **dummy, **options)
     try:
         yield llm
     finally:
         llm.shutdown()
-
-
-@contextlib.contextmanager
-def _full_precision() -> Iterator[None]:
-    """Float32 products in full: sums over devices are made in another order, and TF32 would let that show in tokens."""
-    before = jax.config.jax_default_matmul_precision
-    jax.config.update("jax_default_matmul_precision", "highest")
-    try:
-        yield
-    finally:
-        jax.config.update("jax_default_matmul_precision", before)
 
 
 def _free_memory() -> str:

@@ -228,6 +228,41 @@ def test_inspect_tells_the_numbers_of_a_model(planned: str, capsys: pytest.Captu
     assert "it does not fit: the KV cache is too small" in capsys.readouterr().out
 
 
+@pytest.fixture
+def large(planned: str) -> str:
+    """A model of 70 billion parameters, as far as its config.json says."""
+    path = Path(planned, "config.json")
+    sizes = {"vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
+    heads = {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "torch_dtype": "bfloat16"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | sizes | heads | {"max_position_embeddings": 131072}))
+    return planned
+
+
+def test_inspect_plans_for_gpus_that_are_elsewhere(large: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["inspect", large, "--tensor-parallel-size", "4", "--device-memory", "140G"]
+    assert main([*command, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    plan = report["memory_plan"]
+    replicated = 161 * 8192 * 2  # the norms
+    assert plan["weight_bytes"] == (report["weight_bytes"] - replicated) // 4 + replicated
+    assert plan["limit_bytes"] == int(0.92 * (140 << 30)) - plan["collective_bytes"] and plan["collective_bytes"] > 1 << 30
+    assert plan["block_bytes"] == 16 * report["kv_cache_bytes_per_token"] // 4 and plan["num_blocks"] > 70_000 and plan["fits"]
+    assert report["host_bytes_while_loading"] == 128256 * 8192 * 2
+    assert main(command) == 0
+    shown = capsys.readouterr().out
+    assert "memory plan for a GPU of 140.00 GiB, the same on each of 4 devices: 127.30 GiB to use" in shown
+    assert "  weights   32.86 GiB\n" in shown and "  host      2.0 GiB at most while weights are loaded" in shown
+
+
+def test_a_dry_run_plans_for_more_devices_than_there_are_and_says_so(planned: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(planned, "config.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_attention_heads": 16, "intermediate_size": 64}))
+    assert main(["generate", "x", "--dry-run", "--model", planned, "--tensor-parallel-size", "16"]) == 1
+    shown = capsys.readouterr()
+    assert "the same on each of 16 devices" in shown.out and "KV cache" in shown.out
+    assert shown.err == "error: tensor_parallel_size is 16, this machine has 8 devices (cpu); choose 1 to 8\n"
+
+
 def test_a_misspelt_model_gets_a_suggestion(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(planning, "cached_models", lambda *_: [SimpleNamespace(repo_id="Qwen/Qwen3-0.6B")])

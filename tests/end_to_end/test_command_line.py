@@ -95,6 +95,13 @@ def test_ctrl_c_in_a_batch_prints_what_was_finished(cache: Path, tmp_path: Path)
         (["generate", "x", "-m", "tests"], 1, "tests is not a model directory: it has no config.json"),
         (["generate", "x", "-tp", "3"], 1, "tensor_parallel_size is 3, which does not divide"),
         (["generate", "x", "-tp", "2"], 1, "tensor_parallel_size is 2, this machine has 1 device (cpu); leave it out"),
+        (["bench", "latency", "-tp", "2"], 1, "tensor_parallel_size is 2, this machine has 1 device (cpu); leave it out"),
+        (
+            ["serve", "-tp", "3"],
+            1,
+            "tensor_parallel_size is 3, which does not divide 8 query heads and 2 KV heads; this model takes",
+        ),
+        (["serve", "-tp", "2", "--port", "0"], 1, "tensor_parallel_size is 2, this machine has 1 device (cpu); leave it out"),
         (["generate", "x", "--num-gpu-blocks-override", "3"], 1, "use --max-model-len 32 or less"),
         (["generate", "x", "y", "word " * 3000], 1, "1 of 3 prompts cannot be served, none was run: prompt 2: prompt has 3001"),
         (["generate", "x", "--stop-token-ids", "9999"], 1, "stop_token_ids has token id 9999; the vocabulary has 0 to 4095"),

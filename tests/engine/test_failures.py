@@ -1,12 +1,13 @@
 """What becomes of requests when a step fails, on a tiny model: their tokens are those of an engine in which nothing failed."""
 
+import re
 from dataclasses import replace
 
 import pytest
 from llguidance import LLMatcher
 
 from jaxllm.engine import failures
-from jaxllm.engine.failures import Failure, FailurePolicy, kind_of
+from jaxllm.engine.failures import Failure, FailurePolicy, explain, is_out_of_memory, kind_of
 from jaxllm.engine.fault_points import injected
 from jaxllm.errors import EngineDeadError, OutOfMemoryError
 from jaxllm.request import ErrorKind, FinishReason, Grammar
@@ -158,6 +159,8 @@ def test_a_lost_device_ends_the_engine_at_once(core):
         (OutOfMemoryError("too large"), Failure.OUT_OF_MEMORY),
         (RuntimeError("INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access"), Failure.ENGINE),
         (RuntimeError("INTERNAL: NCCL operation ncclAllReduce failed: unhandled system error"), Failure.ENGINE),
+        (RuntimeError("INTERNAL: NCCL operation ncclCommInitRankConfig failed: Cuda failure 'out of memory'"), Failure.ENGINE),
+        (RuntimeError("INTERNAL: failed to create cublas handle: CUBLAS_STATUS_ALLOC_FAILED"), Failure.OUT_OF_MEMORY),
         (AssertionError("a bug"), Failure.STEP),
         (MemoryError(), Failure.STEP),
     ],
@@ -165,6 +168,35 @@ def test_a_lost_device_ends_the_engine_at_once(core):
 )
 def test_errors_are_told_apart_by_their_texts(error, kind):
     assert kind_of(error) is kind
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12 bytes",
+            "lower --max-num-batched-tokens, --max-num-seqs, ",
+        ),
+        ("INTERNAL: CUDA_ERROR_OUT_OF_MEMORY: out of memory", "beside JAX's pool .* lower --gpu-memory-utilization"),
+        (
+            "INTERNAL: NCCL operation ncclCommInitRankConfig failed: Cuda failure 'out of memory'",
+            "beside JAX's pool .*collectives",
+        ),
+        ("INTERNAL: NCCL operation failed: Failed to CUDA calloc async 608 bytes", "beside JAX's pool"),
+        ("INTERNAL: Failed to allocate collective memory", "beside JAX's pool"),
+    ],
+)
+def test_memory_that_ran_out_is_told_with_what_to_lower(text, told):
+    error = RuntimeError("the launch failed")
+    error.__cause__ = RuntimeError(text)
+    assert is_out_of_memory(error) and is_out_of_memory(error.__cause__)
+    assert re.search(told, explain(error.__cause__))
+
+
+@pytest.mark.parametrize("text", ["INTERNAL: NCCL operation ncclAllReduce failed: unhandled system error", "no memory of that"])
+def test_other_errors_are_not_called_out_of_memory(text):
+    assert not is_out_of_memory(RuntimeError(text))
+    assert explain(RuntimeError(text)) == f"a step failed: RuntimeError: {text}"
 
 
 # Errors in what is done for one request

@@ -57,25 +57,6 @@ def test_transforming_on_the_devices_gives_what_the_host_gives(name, size):
             assert placed.is_equivalent_to(sharding(mesh, axes_of(variable)), variable.ndim), path
 
 
-def test_a_device_reads_only_the_rows_that_it_keeps(monkeypatch):
-    from jaxllm.loaders.names import Source
-
-    largest = {}
-    plain = Source.read
-
-    def read(self, tensor, index):
-        part = plain(self, tensor, index)
-        name = self.tensors[0].name
-        largest[name] = max(largest.get(name, 0), part.size / np.prod(self.shape))
-        return part
-
-    monkeypatch.setattr(Source, "read", read)
-    load(goldens.FOLDER / "llama_mha", 8, transform_on_device=True)
-    for projection in ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"):
-        assert largest[f"model.layers.0.{projection}.weight"] == 1 / 8
-    assert largest["model.embed_tokens.weight"] == 1 / 8
-
-
 def test_checkpoint_is_cast_to_the_type_of_the_config():
     directory = goldens.FOLDER / "llama_tied"
     config = load_model_config(directory, dtype="float16")

@@ -1,9 +1,54 @@
 import os
+from dataclasses import dataclass
 
 import pytest
 
+from jaxllm.config import EngineConfig
+from jaxllm.errors import OutOfMemoryError
+from jaxllm.model_config import load_model_config
 from jaxllm.runner import memory
-from jaxllm.runner.memory import countable_blocks
+from jaxllm.runner.memory import check_pool, countable_blocks, device_limit, memory_plan
+from tests.helpers import engines, goldens
+
+
+@dataclass
+class Device:
+    """A GPU whose pool has these bytes."""
+
+    id: int
+    bytes_limit: int
+    bytes_in_use: int = 0
+    platform = "gpu"
+    device_kind = "Toy"
+
+    def memory_stats(self):
+        return {"bytes_limit": self.bytes_limit, "bytes_in_use": self.bytes_in_use}
+
+
+def test_the_device_with_the_least_memory_decides():
+    devices = [Device(0, 90), Device(1, 70), Device(2, 80), Device(3, 10)]
+    assert device_limit(3, devices) == ("Toy 1, the smallest of 3 devices", 70)
+    assert device_limit(1, devices) == ("Toy", 90)
+    assert device_limit(2, [Device(0, 90), Device(1, 90)]) == ("Toy", 90)
+
+
+def test_the_cache_is_planned_for_that_device(monkeypatch):
+    monkeypatch.setattr(memory.jax, "local_devices", lambda: [Device(0, 1 << 30), Device(1, 300 << 20), Device(2, 1 << 20)])
+    monkeypatch.setattr(memory.jax, "default_backend", lambda: "gpu")
+    config = EngineConfig.from_options(**engines.SMALL, tensor_parallel_size=2)
+    model = load_model_config(goldens.FOLDER / "llama_gqa").for_tensor_parallel(2)
+    plan = memory_plan(config, model, weight_bytes=100 << 20, work_bytes=200 << 20)
+    assert plan.limit_bytes == 300 << 20 and plan.num_blocks == 0 and plan.collective_bytes == memory.COLLECTIVE_BYTES
+    assert memory_plan(config, model, weight_bytes=100 << 20, work_bytes=100 << 20).num_blocks > 0
+
+
+def test_arrays_of_another_engine_in_the_pool_are_named():
+    plan = memory.MemoryPlan(
+        "Toy", 100, weight_bytes=50, work_bytes=10, block_bytes=1, block_size=8, num_blocks=40, max_model_len=8
+    )
+    check_pool(plan, [Device(0, 100), Device(1, 100, 10)])
+    with pytest.raises(OutOfMemoryError, match=r"hold 0.0 MiB .* of device 1, .* end the engine .* before \(LLM.shutdown\)"):
+        check_pool(plan, [Device(0, 100), Device(1, 100, 11)])
 
 
 @pytest.mark.parametrize(
@@ -24,6 +69,7 @@ def test_a_layer_of_single_bytes_is_never_of_a_size_that_kernels_cannot_count(gi
 def test_the_pool_leaves_room_for_collectives(monkeypatch, size, total_gibibytes, fraction):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "")
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
-    monkeypatch.setattr(memory, "_total_device_bytes", lambda: total_gibibytes and total_gibibytes << 30)
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
+    monkeypatch.setattr(memory.gpus, "smallest_total_bytes", lambda count: total_gibibytes and total_gibibytes << 30)
     memory.reserve_device_memory(0.92, tensor_parallel_size=size)
     assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == fraction

@@ -18,7 +18,17 @@ from jaxllm.runner import paged_context, program_store
 from pallas_kernels.checking import collectives as checking_collectives
 from pallas_kernels.paged_attention import reference
 from scripts.bench_kernels import chained
-from scripts.gpu_checks import collectives, engine, jobs, kernels, logits, sanitizing, scoring, tensor_parallel
+from scripts.gpu_checks import (
+    collectives,
+    engine,
+    jobs,
+    kernels,
+    logits,
+    sanitizing,
+    scoring,
+    tensor_parallel,
+    tensor_parallel_traffic,
+)
 from scripts.kernels import Case, attention, cache_write
 
 
@@ -249,20 +259,46 @@ class ToyLLM:
 @pytest.mark.parametrize(("tokens", "passed"), [({1: 5, 2: 5}, True), ({1: 5, 2: 6}, False)])
 def test_tokens_of_two_devices_must_be_those_of_one(tokens, passed, monkeypatch) -> None:
     monkeypatch.setattr(tensor_parallel, "_engine", lambda model, size, **_: contextlib.nullcontext(ToyLLM(tokens[size])))
-    skipped, started, *equal = tensor_parallel.check(tiny=True, deadline=math.inf, sizes=(16, 2))
+    monkeypatch.setattr(tensor_parallel_traffic, "check", lambda **_: ())
+    skipped, started, again, *equal = tensor_parallel.check(tiny=True, deadline=math.inf, sizes=(16, 2))
     assert skipped.skipped and not skipped.passed and "8 visible" in skipped.detail
     assert started.passed and "8 of 8 requests answered" in started.detail
+    assert again.passed and "again" in again.name and "one KV head" in equal[1].name
     assert [outcome.passed for outcome in equal] == [passed] * 2
     assert f"{4 * passed} of 4 seeded requests equal one device's" in equal[0].detail
 
 
 def test_an_engine_over_devices_that_does_not_start_has_failed(monkeypatch) -> None:
-    def refuse(model, size, **options):
+    def refuse(*args, **options):
         raise RuntimeError("Failed to allocate collective memory")
 
     monkeypatch.setattr(tensor_parallel, "_engine", refuse)
+    monkeypatch.setattr(tensor_parallel_traffic, "LLM", refuse)
     found = list(tensor_parallel.check(tiny=True, deadline=math.inf, sizes=(2,)))
     assert found and all(outcome.failed and "collective memory" in outcome.detail for outcome in found)
+
+
+def test_requests_of_every_kind_over_two_devices(shared_programs) -> None:
+    found = list(tensor_parallel_traffic.check(tiny=True, deadline=math.inf, sizes=(2,)))
+    assert not [outcome.line() for outcome in found if not outcome.passed]
+    names = [outcome.name.partition(": ")[2] for outcome in found]
+    assert names == [
+        "requests of every kind",
+        "the same from cached prefixes",
+        "vectors",
+        "injected out of memory",
+        "after sleep at level 1",
+        "after sleep at level 2",
+        "",  # fp8
+    ]
+    assert "14 of 14 requests answered as by one device" in found[0].detail and " 0 preemptions" not in found[0].detail
+
+
+def test_a_line_without_answers_to_compare_with_or_that_took_too_long_has_failed(monkeypatch) -> None:
+    passed, detail = tensor_parallel_traffic._Run(True, math.inf)._compare(None, {})
+    assert not passed and "no answers to compare with" in detail
+    monkeypatch.setattr(tensor_parallel_traffic, "LINE_SECONDS", 0.0)
+    assert tensor_parallel_traffic.guarded("slow", math.inf, lambda: (True, "right")).failed
 
 
 def scored(rng, count: int = 20, length: int = 30) -> tuple[list[scoring.Answer], dict, dict]:

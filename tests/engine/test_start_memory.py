@@ -1,0 +1,59 @@
+"""Memory at an engine's start and end: it is given back whole, and what there is too little of is told."""
+
+import gc
+
+import jax
+import pytest
+
+from jaxllm import LLM, SamplingParams
+from jaxllm.errors import OutOfMemoryError
+from jaxllm.runner.runner import ModelRunner
+from tests.helpers import engines, goldens
+
+TEXTS = {
+    "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12 bytes": "lower --max-num-batched-tokens",
+    "INTERNAL: NCCL operation ncclCommInitRankConfig failed: Cuda failure 2 'out of memory'": "lower --gpu-memory-utilization",
+}
+
+
+def open_llm(size: int, **options) -> LLM:
+    return LLM(str(goldens.FOLDER / "llama_gqa"), tensor_parallel_size=size, **{**engines.SMALL, **options})
+
+
+class NewArrays:
+    """The arrays of this process on its devices that have come since."""
+
+    def __init__(self) -> None:
+        gc.collect()  # other tests may have left some to be collected
+        self._known = jax.live_arrays()
+
+    def __call__(self) -> list[jax.Array]:
+        known = set(map(id, self._known))
+        return [array for array in jax.live_arrays() if id(array) not in known and not array.is_deleted()]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_engine_that_has_ended_holds_nothing(size) -> None:
+    alive = NewArrays()
+    llm = open_llm(size)
+    params = [
+        SamplingParams(temperature=1.0, seed=1, presence_penalty=0.5, logprobs=1, max_tokens=3),
+        SamplingParams(max_tokens=3),
+    ]
+    llm.generate([[1, 2, 3], [4, 5]], params, use_tqdm=False)
+    assert alive()
+    llm.shutdown()
+    assert not alive()
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("place", ["allocate_caches", "warm_up", "_new_row_arrays", "set_weights"])
+def test_a_start_without_memory_is_told_and_holds_nothing(monkeypatch, place, text) -> None:
+    def fail(self, *args):
+        raise RuntimeError(text)
+
+    alive = NewArrays()
+    monkeypatch.setattr(ModelRunner, place, fail)
+    with pytest.raises(OutOfMemoryError, match=TEXTS[text]) as held:
+        open_llm(2, warmup="background" if place == "warm_up" else "lazy")
+    assert not alive() and held.value.__cause__ is not None
