@@ -41,7 +41,8 @@ class Shards(Protocol):
     T tokens, D model width, R rows, V vocabulary; `size` devices in the order of their ranks.
     """
 
-    size: int
+    @property
+    def size(self) -> int: ...
 
     @property
     def index(self) -> Array | int:
@@ -49,6 +50,9 @@ class Shards(Protocol):
 
     def through(self, workspace: Array | None) -> "Shards":
         """These devices, exchanging through each other's memory: see `pallas_kernels.collectives`."""
+
+    def of_first(self, x_1M: Array) -> Array:
+        """What the first device has, [M], on every device. Without a workspace x is [M] and whole on every device already."""
 
     def sum(self, part: Array) -> Array:
         """The sum of all devices' parts: the same bits on every device."""
@@ -96,6 +100,9 @@ class OneDevice:
 
     def through(self, workspace: Array | None) -> "OneDevice":
         return self
+
+    def of_first(self, x_1M: Array) -> Array:
+        return x_1M
 
     def sum(self, part: Array) -> Array:
         return part
@@ -147,6 +154,9 @@ class TensorShards:
 
     def through(self, workspace: Array | None) -> "TensorShards":
         return replace(self, workspace=workspace)
+
+    def of_first(self, x_1M: Array) -> Array:
+        return x_1M if self.workspace is None else self._gather(x_1M)[0, 0]
 
     def sum(self, part: Array) -> Array:
         return collectives.all_reduce(part, **self._by("all_reduce", part))

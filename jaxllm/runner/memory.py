@@ -14,6 +14,7 @@ from jaxllm.config import AUTO_MODEL_LEN, EngineConfig
 from jaxllm.errors import ConfigError, OutOfMemoryError
 from jaxllm.model_config import ModelConfig, kv_bytes_per_token
 from jaxllm.models import registry
+from pallas_kernels.collectives import WORKSPACE_BYTES
 
 COLLECTIVE_BYTES = 1536 << 20
 """What NCCL takes of each device outside of JAX's memory pool: 1.1 GiB on each of two H200s (measured), and some to spare."""
@@ -151,7 +152,7 @@ def memory_plan(
         elif not on_gpu:
             cache_bytes = int(limit * _CPU_CACHE_FRACTION) // tensor_parallel
         else:
-            cache_bytes = limit - weight_bytes - work_bytes
+            cache_bytes = limit - weight_bytes - work_bytes - _other_bytes(tensor_parallel)
         # The cache is indexed by 32-bit slots.
         num_blocks = min(max(0, cache_bytes // block_bytes), useful, (2**31 - 1) // block_size)
         num_heads = model.num_kv_heads // tensor_parallel
@@ -303,6 +304,11 @@ def check_pool(plan: MemoryPlan, devices: Sequence[jax.Device]) -> None:
                 f"cache need {_size(wanted)}; end the engine that this process had before (LLM.shutdown), "
                 "delete the arrays, or set --kv-cache-memory-bytes lower"
             )
+
+
+def _other_bytes(tensor_parallel_size: int) -> int:
+    """What the runner keeps in the pool of each GPU: spacers, and what GPUs exchange through."""
+    return (8 << 20) + (WORKSPACE_BYTES if tensor_parallel_size > 1 else 0)
 
 
 def _collective_bytes(tensor_parallel_size: int) -> int:

@@ -22,6 +22,7 @@ from jaxllm.runner.batch import Batch, BatchBuilder, PromptLogprobsChunk, reques
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.launcher import Launcher
+from jaxllm.runner.layout import StepLayout
 from jaxllm.runner.masked_step import MaskedStep
 from jaxllm.runner.memory import MemoryPlan
 from jaxllm.runner.pooler import NOT_FINITE, PendingVectors, Pooler
@@ -209,6 +210,8 @@ class ModelRunner:
         self._sampling_state: SamplingState | None = None
         self._open_masks: dict[int, jax.Array] = {}
         """Masks that allow everything, by rows."""
+        self._blanks: dict[StepLayout, list[jax.Array]] = {}
+        """What stands in place of a step's buffer on all devices but the first."""
         self._spacers: list[jax.Array] = []
         """Small arrays between free places: see `_small_places`."""
         self._communicator: Communicator | None = None
@@ -341,10 +344,9 @@ class ModelRunner:
         for key in keys:
             program = self.programs.get(key)
             if key.kind in ("forward", "decode"):
-                buffer = self._send(self.batches.empty(self.shapes.layout(key)))
-                self.caches, self.row_arrays, *_ = program(
-                    self.params, self.caches, self.row_arrays, buffer, self._workspace
-                )
+                layout = self.shapes.layout(key)
+                buffer = self._send(layout, self.batches.empty(layout))
+                self.caches, self.row_arrays, *_ = program(self.params, self.caches, self.row_arrays, buffer, self._workspace)
             if key.kind == "sample" and key.variant < Variant.MASKED:
                 hidden_ND, columns_NC = self._put(self.shapes.nothing_to_sample())
                 self.row_arrays, *_ = program(
@@ -373,7 +375,7 @@ class ModelRunner:
             self._launcher.shutdown()
         _delete((self.params, self.caches, self.row_arrays, self._sampling_state, self._open_masks))
         self._pooler.delete_arrays()
-        _delete(self._spacers)
+        _delete((self._spacers, list(self._blanks.values())))
         if self._communicator is not None:
             self._communicator.close()
             self._communicator = None
@@ -467,7 +469,7 @@ class ModelRunner:
     def _decode(self, batch: Batch, errors: dict[str, str]) -> PendingStep:
         program = self._program(ProgramKey("decode", batch.layout.num_rows, batch.variant))
         self.caches, self.row_arrays, token_R = program(
-            self.params, self.caches, self.row_arrays, self._send(batch.buffer), self._workspace
+            self.params, self.caches, self.row_arrays, self._send(batch.layout, batch.buffer), self._workspace
         )
         return PendingStep(batch.sampled, token_R, Scores(None, None), [], errors)
 
@@ -486,7 +488,7 @@ class ModelRunner:
         self.programs.expect(expected)
         forward = self._program(forward_key)
         self.caches, self.row_arrays, hidden_TD, hidden_ND, columns_NC = forward(
-            self.params, self.caches, self.row_arrays, self._send(batch.buffer), self._workspace
+            self.params, self.caches, self.row_arrays, self._send(batch.layout, batch.buffer), self._workspace
         )
         vectors = self._pooler.run(batch.pooling, hidden_TD, hidden_ND) if batch.pooling else None
         parts = [part for chunk in batch.prompt_logprobs for part in self._score_prompt(chunk, hidden_TD)]
@@ -574,11 +576,23 @@ class ModelRunner:
     def _new_state(self) -> SamplingState:
         return SamplingState.zeros(self.rows.trash + 1, self.vocab_size, self.processors)
 
-    def _send(self, buffer: np.ndarray) -> Any:
+    def _send(self, layout: StepLayout, buffer: np.ndarray) -> Any:
         """A step's buffer as its program takes it."""
+        if self.shapes.workspace is not None:
+            return self._send_to_first(layout, buffer)
         # Called with the host's array, a program for one GPU sends it in half the time of a device_put. A CPU's would keep the
         # array until after its results are there, and abort a process that exits meanwhile.
         return buffer if self._on_one_gpu else self._put(buffer)
+
+    def _send_to_first(self, layout: StepLayout, buffer: np.ndarray) -> jax.Array:
+        """One transfer in place of one to each device: the others get it from the first, and hold the buffer of an empty step."""
+        assert self.shapes.workspace is not None, "every device takes the buffer from the host"
+        first, *others = self.shapes.mesh.devices.flat
+        if layout not in self._blanks:
+            blank = self.batches.empty(layout)[None]
+            self._blanks[layout] = [jax.device_put(blank, device) for device in others]
+        parts = [jax.device_put(buffer[None], first), *self._blanks[layout]]
+        return jax.make_array_from_single_device_arrays((len(parts), layout.size), self.shapes.workspace.sharding, parts)
 
     def _put(self, arrays: Any) -> Any:
         return jax.device_put(arrays, self.shapes.replicated)

@@ -86,10 +86,10 @@ class StepFunctions:
         workspace: jax.Array | None,
     ) -> tuple[Caches, RowArrays, jax.Array, jax.Array, jax.Array]:
         """Run the model over a mixed step. Returns caches, rows, hidden_TD, and for sampling hidden_ND and columns_NC (N = max_rows)."""
-        views = layout.views(buffer)
+        shards = self.shards.through(workspace)
+        views = layout.views(shards.of_first(buffer))
         rows = _update_block_table(rows, views)
         tokens = _locate_tokens(rows, views, self.block_size)
-        shards = self.shards.through(workspace)
         hidden_TD, caches = self._run_model(params, caches, tokens, shards, is_decode=False)
         hidden_TD = shards.check(hidden_TD, jnp.nan)
         last_R = jnp.maximum(tokens.query_start_R1[1:] - 1, 0)
@@ -111,10 +111,10 @@ class StepFunctions:
         workspace: jax.Array | None,
     ) -> tuple[Caches, RowArrays, jax.Array]:
         """One token for every row, in one program. Returns caches, rows and the tokens."""
-        views = layout.views(buffer)
+        shards = self.shards.through(workspace)
+        views = layout.views(shards.of_first(buffer))
         rows = _update_block_table(rows, views)
         tokens = _locate_decode_tokens(rows, views, self.block_size)
-        shards = self.shards.through(workspace)
         hidden_RD, caches = self._run_model(params, caches, tokens, shards, is_decode=True)
         logits_RV = self.merge(params).logits(hidden_RD, shards)
         token_R = shards.check(self._draw_shared(variant, logits_RV, views.columns_RC, shards), PEERS_LOST)

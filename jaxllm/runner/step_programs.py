@@ -166,13 +166,13 @@ class StepPrograms:
 
     def _lower_forward(self, key: ProgramKey) -> jax.stages.Lowered:
         layout, same = self.layout(key), self.replicated
-        arguments = (self.params, self._caches, self._rows, self._ints(layout.size), self.workspace)
+        arguments = (self.params, self._caches, self._rows, self._buffer(layout), self.workspace)
         out = (self._cache_shardings, same, same, same, same)
         return self._lower_on_each(partial(self.functions.forward, layout), arguments, out, donate=(1, 2))
 
     def _lower_decode(self, key: ProgramKey) -> jax.stages.Lowered:
         layout, same = self.layout(key), self.replicated
-        arguments = (self.params, self._caches, self._rows, self._ints(layout.size), self.workspace)
+        arguments = (self.params, self._caches, self._rows, self._buffer(layout), self.workspace)
         out = (self._cache_shardings, same, same)
         return self._lower_on_each(partial(self.functions.decode, layout, key.variant), arguments, out, donate=(1, 2))
 
@@ -246,6 +246,12 @@ class StepPrograms:
     def _rows(self) -> Any:
         num_rows = self.buckets.max_rows + 1
         return RowArrays(self._ints(num_rows), self._ints(num_rows, self.max_blocks))  # type: ignore[arg-type]
+
+    def _buffer(self, layout: StepLayout) -> jax.ShapeDtypeStruct:
+        """A step's buffer; of devices that exchange through their memory the first has it, and gives it to the others."""
+        if self.workspace is None:
+            return self._ints(layout.size)
+        return jax.ShapeDtypeStruct((self.mesh.size, layout.size), jnp.int32, sharding=self.workspace.sharding)
 
     def _ints(self, *shape: int) -> jax.ShapeDtypeStruct:
         return self._shape(shape, jnp.int32)

@@ -1,0 +1,96 @@
+"""Steps of devices that exchange through each other's memory, with a stand-in for what only GPUs have: XLA's collectives, and a
+workspace whose first word is the state."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxllm import LLM, SamplingParams
+from jaxllm.engine import kernel_choice, prepare
+from jaxllm.errors import RequestFailedError
+from jaxllm.runner import runner as runner_module
+from jaxllm.runner.step_programs import ProgramKey
+from pallas_kernels import collectives
+from pallas_kernels.collectives.exchange import FAILED, SILENT, WAITING
+
+PROMPTS = ["The capital of France is", "1 + 1 =", "a b c d e f g"]
+PARAMS = [
+    SamplingParams(max_tokens=8, temperature=0),
+    SamplingParams(max_tokens=8, temperature=1, seed=3, top_p=0.9),
+    SamplingParams(max_tokens=8, temperature=1, seed=4, logprobs=1, repetition_penalty=1.1),
+]
+OPTIONS = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64, "compilation_cache": False}
+
+
+class StandIn:
+    """A Communicator of CPU devices."""
+
+    def __init__(self, mesh):
+        self._sharding = NamedSharding(mesh, PartitionSpec("tensor"))
+        self._shape = (mesh.size, collectives.WORKSPACE_BYTES // 4)
+        self.num_first_runs = self.num_resets = 0
+        self.set_state(WAITING)
+
+    def set_state(self, state):
+        words = np.zeros(self._shape, np.uint32)
+        words[:, 0] = state
+        self.workspace = jax.device_put(words, self._sharding)
+
+    def first_runs(self, run):
+        self.set_state(SILENT)
+        run()
+        self.num_first_runs += 1
+        self.set_state(WAITING)
+
+    def reset(self):
+        self.num_resets += 1
+        self.set_state(WAITING)
+
+    def close(self):
+        self.workspace.delete()
+
+
+@pytest.fixture
+def llm(monkeypatch):
+    def status(after, *, axis, implementation, workspace):
+        return workspace[0, :1].astype(jnp.int32)
+
+    def candidates(*args, **options):
+        return {**kernel_choice.candidates(*args, **options), "collectives": ("peer", "xla")}
+
+    monkeypatch.setattr(prepare, "candidates", candidates)
+    monkeypatch.setattr(collectives, "WORKSPACE_BYTES", 4096)
+    monkeypatch.setattr(collectives, "choose", lambda op, **case: "xla")
+    monkeypatch.setattr(collectives, "status", status)
+    monkeypatch.setattr(runner_module, "Communicator", StandIn)
+    llm = LLM("demo", tensor_parallel_size=2, **OPTIONS)
+    yield llm
+    llm.shutdown()
+
+
+def tokens(llm, params):
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+
+
+def test_steps_through_peers_draw_the_same_tokens_and_survive_a_wait_that_was_given_up(llm):
+    one = LLM("demo", **OPTIONS)
+    expected = [tokens(one, params) for params in PARAMS]
+    one.shutdown()
+    runner = llm.llm_engine.core.runner
+    communicator = runner._communicator
+    assert runner.shapes.functions.kernels.collectives == "peer"
+    assert [tokens(llm, params) for params in PARAMS] == expected
+
+    peers = {key for key in runner._known_programs if runner.shapes.uses_peers(key)}
+    assert {key.kind for key in peers} == {"forward", "decode", "sample"}
+    assert communicator.num_first_runs == len(peers), "each program has its first runs, once"
+    late = {key for key in runner._known_programs if not runner.shapes.uses_peers(key)}
+    assert {ProgramKey(*key[:2]).kind for key in late} >= {"sample"}, "the full sampler leaves its exchanges to XLA"
+
+    communicator.set_state(FAILED)
+    with pytest.raises(RequestFailedError, match="goes on"):
+        tokens(llm, PARAMS[0])
+    assert communicator.num_resets >= 1
+    assert [tokens(llm, params) for params in PARAMS] == expected
