@@ -93,9 +93,9 @@ class SchedulerOptions:
         int | None,
         "most requests running at once; default: 1024 on a GPU with 64 GiB to use, 256 on a smaller one, 32 on a CPU",
     ] = None
-    max_num_batched_tokens: Annotated[int | None, "most tokens computed in one step; default: 3072 on a GPU, 512 on a CPU"] = (
-        None
-    )
+    max_num_batched_tokens: Annotated[
+        int | None, "most tokens computed in one step; default: 3072 for each GPU up to 8192 in all, 512 on a CPU"
+    ] = None
     enable_chunked_prefill: Annotated[bool, "let a long prompt be computed over several steps"] = True
     long_prefill_token_threshold: Annotated[
         int, "most tokens of one prompt in a step while other requests wait; 0: no limit"
@@ -342,7 +342,9 @@ def resolve_platform_defaults(config: EngineConfig, *, on_gpu: bool, device_byte
     max_num_seqs = scheduler.max_num_seqs or usual
     options["max_num_seqs"] = max_num_seqs
     if scheduler.max_num_batched_tokens is None:
-        options["max_num_batched_tokens"] = max(3072 if on_gpu else 512, max_num_seqs)
+        # A step of so many tokens takes about as long on several GPUs as one of 3072 does on one.
+        on_gpus = min(3072 * config.parallel.tensor_parallel_size, 8192)
+        options["max_num_batched_tokens"] = max(on_gpus if on_gpu else 512, max_num_seqs)
     if compile_.warmup == "auto":
         options["warmup"] = "background" if on_gpu else "lazy"
     if compile_.attention_implementation == "auto":
