@@ -14,7 +14,7 @@ from scripts.gpu_checks.traffic import Answer
 from scripts.kernels.compiling import first_line
 
 LINE_SECONDS = 90.0
-"""A line that takes longer has failed."""
+"""A line that takes longer has failed. One in which a device fails alone takes 40 s: the others wait for it for 30."""
 PLAIN = ("greedy", "seeded", "long")
 """Kinds with few programs."""
 SCORED = "prompt logprobs"
