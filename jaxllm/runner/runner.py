@@ -75,9 +75,6 @@ class PendingStep:
 
     def result(self) -> ModelRunnerOutput:
         """What the step computed. Waits for the device."""
-        # A device that could not begin has the reason; the first may only know that it waited for that one in vain.
-        for index in reversed(range(1, len(self.token_R.sharding.addressable_devices))):
-            self.token_R.addressable_data(index).block_until_ready()
         tokens = np.asarray(self.token_R)[: len(self.sampled)].tolist()
         if PEERS_LOST in tokens:
             raise RuntimeError("a device waited too long for its part of a sum from another: the step's results are lost")

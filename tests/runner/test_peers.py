@@ -1,8 +1,6 @@
 """Steps of devices that exchange through each other's memory, with a stand-in for what only GPUs have: XLA's collectives, and a
 workspace whose first word is the state."""
 
-import types
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,9 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxllm import LLM, SamplingParams
 from jaxllm.engine import kernel_choice, prepare
 from jaxllm.errors import RequestFailedError
-from jaxllm.parallel.shards import PEERS_LOST
 from jaxllm.runner import runner as runner_module
-from jaxllm.runner.step import Scores
 from jaxllm.runner.step_programs import ProgramKey
 from pallas_kernels import collectives
 from pallas_kernels.collectives.exchange import FAILED, SILENT, WAITING
@@ -72,28 +68,6 @@ def llm(monkeypatch):
     llm = LLM("demo", tensor_parallel_size=2, **OPTIONS)
     yield llm
     llm.shutdown()
-
-
-class Lost:
-    """The tokens of a step that one device could not begin."""
-
-    sharding = types.SimpleNamespace(addressable_devices=range(3))
-
-    def addressable_data(self, index):
-        def wait():
-            if index == 1:
-                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: device 1")
-
-        return types.SimpleNamespace(block_until_ready=wait)
-
-    def __array__(self, dtype=None, copy=None):
-        return np.full(1, PEERS_LOST, np.int32)
-
-
-def test_the_error_of_the_device_that_failed_is_raised_and_not_that_others_waited():
-    step = runner_module.PendingStep([None], Lost(), Scores(None, None), [])
-    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED: device 1"):
-        step.result()
 
 
 def tokens(llm, params):
