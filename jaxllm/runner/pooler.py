@@ -12,7 +12,6 @@ from jaxllm.pooling_params import PoolingParams
 from jaxllm.runner.batch import PoolingChunk
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.pooling_step import POOL_COLUMNS
-from jaxllm.runner.programs import Programs
 from jaxllm.runner.step_programs import ProgramKey
 
 NOT_FINITE = "the model's hidden states for this prompt are not finite numbers; try another dtype"
@@ -56,11 +55,17 @@ class PendingVectors:
 class Pooler:
     """Holds the running sums of requests that want the mean over their tokens."""
 
-    def __init__(self, model: ModelConfig, buckets: Buckets, programs: Programs[ProgramKey], put: Callable[[Any], Any]):
+    def __init__(
+        self,
+        model: ModelConfig,
+        buckets: Buckets,
+        program: Callable[[ProgramKey], jax.stages.Compiled],
+        put: Callable[[Any], Any],
+    ):
         self._is_mean = model.pooling.pooling_type == "mean"
         self._width = model.hidden_size
         self._buckets = buckets
-        self._programs = programs
+        self._program = program
         self._put = put
         self._sums_ND: jax.Array | None = None
 
@@ -92,7 +97,7 @@ class Pooler:
         for chunk in chunks:
             owner_T[chunk.first_token : chunk.first_token + chunk.count] = chunk.row.index
             first_N[chunk.row.index] = chunk.start == 0
-        self._sums_ND = self._programs.get(ProgramKey("add_up", num_tokens))(self._sums_ND, hidden_TD, self._put(packed))
+        self._sums_ND = self._program(ProgramKey("add_up", num_tokens))(self._sums_ND, hidden_TD, self._put(packed))
         return self._sums_ND
 
     def _pool(self, finished: Sequence[PoolingChunk], source_XD: jax.Array) -> jax.Array:
@@ -103,7 +108,7 @@ class Pooler:
             assert params is not None
             index, divisor = (row.index, row.num_known) if self._is_mean else (chunk.place, 1)
             requests[i] = index, divisor, params.dimensions or self._width, bool(params.use_activation)
-        return self._programs.get(ProgramKey("pool", size))(source_XD, self._put(requests))
+        return self._program(ProgramKey("pool", size))(source_XD, self._put(requests))
 
     def delete_arrays(self) -> None:
         """Give the sums' memory back; they are made anew when they are next needed."""

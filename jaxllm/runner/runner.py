@@ -204,7 +204,7 @@ class ModelRunner:
             is_storable=self.shapes.is_storable,
             times=self.times,
         )
-        self._pooler = Pooler(model_config, self.buckets, self.programs, self._put)
+        self._pooler = Pooler(model_config, self.buckets, self._program, self._put)
         self.caches: Caches = ()
         self.row_arrays = self._new_row_arrays()
         self._sampling_state: SamplingState | None = None
@@ -336,7 +336,7 @@ class ModelRunner:
         else:
             with self.times.part("warm-up runs"):
                 self._communicator.first_runs(partial(self._run_on_nothing, keys))
-            self._known_programs.update(keys)
+            self._known_programs.update(key for key in keys if self.shapes.uses_peers(key))
         self.programs.is_warm = True
 
     def _run_on_nothing(self, keys: Sequence[ProgramKey]) -> None:
@@ -359,7 +359,7 @@ class ModelRunner:
         return None if self._communicator is None else self._communicator.workspace
 
     def _program(self, key: ProgramKey) -> jax.stages.Compiled:
-        """A program of a step, ready to run. Where devices wait for each other in kernels, its first runs are by itself."""
+        """A program, ready to run. Where devices wait for each other in kernels, its first runs are when no other runs."""
         program = self.programs.get(key)
         if self._communicator is not None and key not in self._known_programs:
             jax.block_until_ready((self.row_arrays, self.caches))
@@ -540,7 +540,7 @@ class ModelRunner:
         return parts
 
     def _write_blocks(self, index: np.ndarray, block: np.ndarray) -> None:
-        program = self.programs.get(ProgramKey("write_blocks"))
+        program = self._program(ProgramKey("write_blocks"))
         for first in range(0, len(index), UPDATES_PER_WRITE):
             part = slice(first, first + UPDATES_PER_WRITE)
             arrays = _padded(index[part], block[part], UPDATES_PER_WRITE, padding=np.iinfo(np.int32).max)
@@ -553,7 +553,7 @@ class ModelRunner:
         except Exception as error:
             errors[row.data.request_id] = request_failed(row.data.request_id, error)
             return
-        program = self.programs.get(ProgramKey("admit"))
+        program = self._program(ProgramKey("admit"))
         self._sampling_state = program(self._state(), self._put(np.int32(row.index)), self._put(packed))
 
     def _pack_admission(self, row: Row) -> Any:
@@ -570,7 +570,7 @@ class ModelRunner:
     def _state(self) -> SamplingState:
         """The arrays of full sampling: made when the first request wants them."""
         if self._sampling_state is None:
-            self._sampling_state = self.programs.get(ProgramKey("new_state"))()
+            self._sampling_state = self._program(ProgramKey("new_state"))()
         return self._sampling_state
 
     def _new_state(self) -> SamplingState:
