@@ -77,6 +77,8 @@ class PendingStep:
         """What the step computed. Waits for the device."""
         tokens = np.asarray(self.token_R)[: len(self.sampled)].tolist()
         if PEERS_LOST in tokens:
+            for shard in self.token_R.addressable_shards:
+                shard.data.block_until_ready()  # raises what kept a device from its part, if that is why the others waited
             raise RuntimeError("a device waited too long for its part of a sum from another: the step's results are lost")
         sampled = {row.data.request_id: [token] for row, token in zip(self.sampled, tokens, strict=True)}
         logprobs: dict[str, TokenLogprobs] = {}

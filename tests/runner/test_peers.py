@@ -1,6 +1,8 @@
 """Steps of devices that exchange through each other's memory, with a stand-in for what only GPUs have: XLA's collectives, and a
 workspace whose first word is the state."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxllm import LLM, SamplingParams
 from jaxllm.engine import kernel_choice, prepare
 from jaxllm.errors import RequestFailedError
+from jaxllm.parallel.shards import PEERS_LOST
 from jaxllm.runner import runner as runner_module
+from jaxllm.runner.step import Scores
 from jaxllm.runner.step_programs import ProgramKey
 from pallas_kernels import collectives
 from pallas_kernels.collectives.exchange import FAILED, SILENT, WAITING
@@ -68,6 +72,31 @@ def llm(monkeypatch):
     llm = LLM("demo", tensor_parallel_size=2, **OPTIONS)
     yield llm
     llm.shutdown()
+
+
+class Lost:
+    """The tokens of a step: those of the first device, which waited in vain, and the error of the second."""
+
+    def __init__(self, error):
+        def wait():
+            if error is not None:
+                raise error
+
+        self.addressable_shards = [types.SimpleNamespace(data=types.SimpleNamespace(block_until_ready=wait))]
+
+    def __array__(self, dtype=None, copy=None):
+        return np.full(1, PEERS_LOST, np.int32)
+
+
+def test_a_step_that_waited_in_vain_says_what_kept_the_other_device():
+    def failing(error):
+        return runner_module.PendingStep([None], Lost(error), Scores(None, None), []).result
+
+    memory = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: device 1")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED: device 1"):
+        failing(memory)()
+    with pytest.raises(RuntimeError, match="waited too long"):
+        failing(None)()
 
 
 def tokens(llm, params):
