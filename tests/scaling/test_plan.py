@@ -60,8 +60,8 @@ def test_the_engine_has_what_the_work_needs() -> None:
     plan = dataclasses.replace(PLAN, options={"load_format": "dummy"})
     found = options(plan)
     assert (found["max_num_seqs"], found["decode_buckets"]) == (32, (8, 32))
-    assert found["token_buckets"] == (16, 1024, 3072)  # a prompt, the 1024 tokens of the whole prefill, a whole step
-    assert found["max_model_len"] == longest_request(plan, 3072) > plan.input_len + plan.output_len
+    assert found["token_buckets"] == (16, 1024, 8192)  # a prompt, the 1024 tokens of the whole prefill, a whole step
+    assert found["max_model_len"] == longest_request(plan, 8192) > plan.input_len + plan.output_len
     assert options(plan, on_gpu=False)["decode_buckets"] == (1, 4, 8, 32)
     assert options(plan, max_position=20)["max_model_len"] == 20
 
