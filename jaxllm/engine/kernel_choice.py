@@ -63,13 +63,14 @@ def candidates(wanted: str, model: ModelConfig, plan: MemoryPlan, mesh: Mesh, *,
         "paged_attention": attention,
         "rope_cache_write": rope,
         "sampling": sample,
-        "collectives": _collectives(mesh, on_gpu=on_gpu),
+        "collectives": _collectives(model, mesh, on_gpu=on_gpu),
     }
 
 
-def _collectives(mesh: Mesh, *, on_gpu: bool) -> tuple[str, ...]:
-    """Through the peers' memory where there are peers whose memory can be reached."""
-    if mesh.size == 1 or not on_gpu:
+def _collectives(model: ModelConfig, mesh: Mesh, *, on_gpu: bool) -> tuple[str, ...]:
+    """Through the peers' memory where the kernels take the model on this GPU, and peers' memory can be reached."""
+    case: dict[str, Any] = {"shape": (1, model.hidden_size), "dtype": model.dtype, "num_devices": mesh.size}
+    if mesh.size == 1 or not on_gpu or not collectives.supports("peer", "all_reduce_norm", **case):
         return ("xla",)
     if not collectives.peers_can_access(list(mesh.devices.flat)):
         logger.info(

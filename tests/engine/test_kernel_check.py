@@ -15,12 +15,13 @@ import pytest
 
 from jaxllm import env
 from jaxllm.config import EngineConfig
-from jaxllm.engine import kernel_check
+from jaxllm.engine import kernel_check, kernel_choice
 from jaxllm.engine.core import EngineCore
 from jaxllm.engine.kernel_check import Choice, choose_kernels
 from jaxllm.engine.prepare import Prepared
 from jaxllm.errors import KernelCheckError
 from jaxllm.kernel_verdicts import OpReport, VerdictStore
+from jaxllm.parallel.mesh import make_mesh
 from jaxllm.start_times import StartTimes
 from pallas_kernels import paged_attention, rope_cache_write
 from pallas_kernels.checking import attention_at_start
@@ -370,3 +371,20 @@ def test_an_engine_of_interpreted_kernels_is_checked_and_says_so(monkeypatch, tm
     assert len(found) == 3 and all(text.startswith("passed") for text in found.values())
     assert {name.rpartition(" (")[0] for name in found} == {f"{op} triton" for op in core.kernels}
     assert Path(tmp_path / env.KERNEL_VERDICTS).is_dir()
+
+
+@pytest.mark.parametrize(
+    ("size", "takes", "reach", "expected"),
+    [
+        (1, True, True, ("xla",)),
+        (2, True, True, ("peer", "xla")),
+        (2, True, False, ("xla",)),
+        (2, False, True, ("xla",)),  # an older JAX, another GPU, a type that has no kernel
+    ],
+)
+def test_devices_exchange_through_memory_where_kernels_take_the_model_and_reach_it(
+    model, monkeypatch, size, takes, reach, expected
+):
+    monkeypatch.setattr(kernel_choice.collectives, "supports", lambda implementation, op, **case: takes)
+    monkeypatch.setattr(kernel_choice.collectives, "peers_can_access", lambda devices: reach)
+    assert kernel_choice._collectives(model[1], make_mesh(size), on_gpu=True) == expected
