@@ -1,6 +1,7 @@
 """What a driver would say, by stand-ins for its libraries: this machine need not have a GPU."""
 
 import ctypes
+import os
 import shutil
 import uuid
 from dataclasses import dataclass, field
@@ -118,10 +119,11 @@ def machine(monkeypatch):
     return make
 
 
-def start(fraction: float = 0.92, size: int = 1) -> None:
-    """What an engine does before JAX finds its devices."""
+def start(fraction: float = 0.92, size: int = 1) -> str | None:
+    """What an engine does before JAX finds its devices. The fraction of each that JAX will take."""
     memory.reserve_device_memory(fraction, tensor_parallel_size=size)
     memory.check_free_memory(tensor_parallel_size=size)
+    return os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 def test_gpus_come_in_the_order_of_cuda_with_the_memory_that_nvml_says(machine) -> None:
@@ -146,8 +148,7 @@ def test_nothing_is_known_or_refused_without_the_libraries(machine, monkeypatch,
 
 def test_free_gpus_are_taken(machine) -> None:
     machine(99, 98.5)
-    start()
-    start(size=2)
+    assert start() == start(size=2) == "0.920"  # the first one counts
 
 
 def test_a_busy_gpu_is_named_with_its_numbers_and_the_ways_out(machine) -> None:
@@ -172,7 +173,7 @@ def test_a_program_that_is_ending_is_waited_for(machine, monkeypatch) -> None:
 
 def test_a_busy_gpu_that_is_not_used_is_let_be(machine) -> None:
     machine(99, 50)
-    start()
+    assert start() == "0.920"
 
 
 @pytest.mark.parametrize("arguments", [["generate", "x"], ["bench", "latency"]])
@@ -191,7 +192,7 @@ def test_an_engine_refuses_before_it_reads_weights(machine, tmp_path) -> None:
 
 def test_a_smaller_share_is_taken_beside_another_program(machine) -> None:
     machine(50)
-    start(0.4)
+    assert start(0.4) == "0.400"
 
 
 def test_several_busy_gpus_are_all_named_and_none_is_promised(machine) -> None:
@@ -215,7 +216,7 @@ def test_a_full_gpu_that_is_not_used_keeps_jax_from_starting(machine) -> None:
 def test_memory_that_is_taken_as_needed_is_not_asked_for(machine, monkeypatch, name, value) -> None:
     machine(5)
     monkeypatch.setenv(name, value)
-    start()
+    assert start() == "0.920"
 
 
 @pytest.mark.parametrize("name", ["XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"])

@@ -21,7 +21,6 @@ T = TypeVar("T")
 PEERS_LOST = -2
 """In place of every token: a device waited in vain for another's part, so what the step computed is wrong."""
 
-
 MIN_TOKENS_OF_TWO_RUNS = 2048
 """With fewer tokens a half is too small for its products to be fast, and sums go through the peers' memory."""
 
@@ -54,14 +53,11 @@ class Shards(Protocol):
     def of_first(self, x_1M: Array) -> Array:
         """What the first device has, [M], on every device. Without a workspace x is [M] and whole on every device already."""
 
-    def sum(self, part: Array) -> Array:
-        """The sum of all devices' parts: the same bits on every device."""
-
     def max(self, x: Array) -> Array:
         """The elementwise maximum over all devices."""
 
     def add_and_norm(self, part_TD: Array, residual_TD: Array | None, norm: Norm) -> tuple[Array, Array]:
-        """(residual + sum of the parts, its norm): what stands between any two products of a decoder."""
+        """(residual + sum of the parts, its norm): what stands between any two products of a decoder. The same bits everywhere."""
 
     def num_runs(self, num_tokens: int) -> int:
         """In how many runs of equal length a step's tokens are computed, so that one is multiplied while another is added up."""
@@ -103,9 +99,6 @@ class OneDevice:
 
     def of_first(self, x_1M: Array) -> Array:
         return x_1M
-
-    def sum(self, part: Array) -> Array:
-        return part
 
     def max(self, x: Array) -> Array:
         return x
@@ -158,16 +151,14 @@ class TensorShards:
     def of_first(self, x_1M: Array) -> Array:
         return x_1M if self.workspace is None else self._gather(x_1M)[0, 0]
 
-    def sum(self, part: Array) -> Array:
-        return collectives.all_reduce(part, **self._by("all_reduce", part))
-
     def max(self, x: Array) -> Array:
         return jnp.max(self._gather(x), axis=0)
 
     def add_and_norm(self, part_TD: Array, residual_TD: Array | None, norm: Norm) -> tuple[Array, Array]:
         by = self._by("all_reduce_norm", part_TD)
         if by["implementation"] == "xla":
-            return ONE_DEVICE.add_and_norm(self.sum(part_TD), residual_TD, norm)
+            sum_TD = collectives.all_reduce(part_TD, **self._by("all_reduce", part_TD))
+            return ONE_DEVICE.add_and_norm(sum_TD, residual_TD, norm)
         return collectives.all_reduce_norm(part_TD, residual_TD, norm.weight[...], norm.eps, **by)
 
     def num_runs(self, num_tokens: int) -> int:

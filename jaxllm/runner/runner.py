@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxllm.config import EngineConfig
-from jaxllm.loaders.layout import abstract_state
+from jaxllm.loaders.layout import abstract_state, delete
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.shards import PEERS_LOST, make_shards
 from jaxllm.progress import SILENT, Progress
@@ -25,6 +25,7 @@ from jaxllm.runner.launcher import Launcher
 from jaxllm.runner.layout import StepLayout
 from jaxllm.runner.masked_step import MaskedStep
 from jaxllm.runner.memory import MemoryPlan
+from jaxllm.runner.peers import Peers
 from jaxllm.runner.pooler import NOT_FINITE, PendingVectors, Pooler
 from jaxllm.runner.program_store import ProgramStore
 from jaxllm.runner.programs import Programs
@@ -38,7 +39,6 @@ from jaxllm.sampling.variants import Variant
 from jaxllm.sampling_params import MAX_LOGPROB_TOKEN_IDS
 from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 from jaxllm.start_times import StartTimes
-from pallas_kernels.collectives import Communicator
 
 T = TypeVar("T")
 
@@ -212,14 +212,10 @@ class ModelRunner:
         self._sampling_state: SamplingState | None = None
         self._open_masks: dict[int, jax.Array] = {}
         """Masks that allow everything, by rows."""
-        self._blanks: dict[StepLayout, list[jax.Array]] = {}
-        """What stands in place of a step's buffer on all devices but the first."""
         self._spacers: list[jax.Array] = []
         """Small arrays between free places: see `_small_places`."""
-        self._communicator: Communicator | None = None
-        """Of devices that exchange through each other's memory."""
-        self._known_programs: set[ProgramKey] = set()
-        """Those that had their first runs; kept only where there is a communicator."""
+        self._peers: Peers | None = None
+        """Devices that exchange through each other's memory."""
         self._on_gpu, self._on_one_gpu = on_gpu, on_gpu and mesh.size == 1
         # A CPU has no launches that would be worth a thread.
         self._launcher = Launcher() if on_gpu else None
@@ -267,15 +263,15 @@ class ModelRunner:
 
     def drop_weights(self) -> None:
         """Give the memory of the weights back."""
-        _delete(self.params)
+        delete(self.params)
         self.params = ()
 
     def allocate_caches(self) -> None:
         """Take the memory of the KV cache, zeroed: a masked NaN would still poison a sum."""
         program = self.programs.get(ProgramKey("new_caches"))
         with self.times.part("cache"):
-            if self._communicator is None and self.shapes.workspace is not None:
-                self._communicator = Communicator(self.shapes.mesh)
+            if self._peers is None and self.shapes.workspace is not None:
+                self._peers = Peers(self.shapes.mesh)
             self.caches = program()
             if self._on_gpu and not self._spacers:
                 self._spacers = self._small_places()
@@ -292,7 +288,7 @@ class ModelRunner:
             places.append(self._put(np.zeros(SMALL_PLACE_BYTES // 4, np.int32)))
             spacers.append(self._put(np.zeros(1, np.int32)))
         jax.block_until_ready((places, spacers))
-        _delete(places)
+        delete(places)
         return spacers
 
     def start_over(self) -> None:
@@ -302,10 +298,10 @@ class ModelRunner:
         """
         if self._launcher is not None:
             self._launcher.drain()
-        if self._communicator is not None:
+        if self._peers is not None:
             with contextlib.suppress(Exception):  # what went wrong in the steps is known
                 jax.block_until_ready((self.row_arrays, self.caches))
-            self._communicator.reset()
+            self._peers.reset()
         self.drop_caches()
         self.row_arrays = self._new_row_arrays()
         self.allocate_caches()
@@ -320,7 +316,7 @@ class ModelRunner:
     def drop_caches(self) -> None:
         """Free all rows and the memory of what steps change: the KV cache, the rows' arrays, the state of full sampling."""
         self.rows.clear()
-        _delete((self.caches, self.row_arrays, self._sampling_state, self._open_masks))
+        delete((self.caches, self.row_arrays, self._sampling_state, self._open_masks))
         self._pooler.delete_arrays()
         self.caches, self._sampling_state, self._open_masks = (), None, {}
 
@@ -331,14 +327,14 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Run the programs of a step on nothing. From now on a compilation that a request waits for is one too many."""
         keys = self.shapes.common_keys()
-        if self._communicator is None:
+        if self._peers is None:
             for number in range(1, WARM_UP_RUNS + 1):
                 with self.times.part(f"warm-up run {number}"):
                     self._run_on_nothing(keys)
         else:
             with self.times.part("warm-up runs"):
-                self._communicator.first_runs(partial(self._run_on_nothing, keys))
-            self._known_programs.update(key for key in keys if self.shapes.uses_peers(key))
+                self._peers.first_runs(partial(self._run_on_nothing, keys))
+            self._peers.note(key for key in keys if self.shapes.uses_peers(key))
         self.programs.is_warm = True
 
     def _run_on_nothing(self, keys: Sequence[ProgramKey]) -> None:
@@ -358,16 +354,16 @@ class ModelRunner:
 
     @property
     def _workspace(self) -> jax.Array | None:
-        return None if self._communicator is None else self._communicator.workspace
+        return None if self._peers is None else self._peers.workspace
 
     def _program(self, key: ProgramKey) -> jax.stages.Compiled:
         """A program, ready to run. Where devices wait for each other in kernels, its first runs are when no other runs."""
         program = self.programs.get(key)
-        if self._communicator is not None and key not in self._known_programs:
+        if self._peers is not None and not self._peers.knows(key):
             jax.block_until_ready((self.row_arrays, self.caches))
             if self.shapes.uses_peers(key):
-                self._communicator.first_runs(partial(self._run_on_nothing, [key]))
-            self._known_programs.add(key)
+                self._peers.first_runs(partial(self._run_on_nothing, [key]))
+            self._peers.note([key])
         return program
 
     def delete_arrays(self) -> None:
@@ -375,12 +371,11 @@ class ModelRunner:
         self.programs.shutdown()
         if self._launcher is not None:
             self._launcher.shutdown()
-        _delete((self.params, self.caches, self.row_arrays, self._sampling_state, self._open_masks))
+        delete((self.params, self.caches, self.row_arrays, self._sampling_state, self._open_masks, self._spacers))
         self._pooler.delete_arrays()
-        _delete((self._spacers, list(self._blanks.values())))
-        if self._communicator is not None:
-            self._communicator.close()
-            self._communicator = None
+        if self._peers is not None:
+            self._peers.delete_arrays()
+            self._peers = None
         self.caches = ()
 
     def dispatch(self, plan: SchedulerOutput) -> PendingStep | LaunchingStep | MaskedStep:
@@ -580,31 +575,14 @@ class ModelRunner:
 
     def _send(self, layout: StepLayout, buffer: np.ndarray) -> Any:
         """A step's buffer as its program takes it."""
-        if self.shapes.workspace is not None:
-            return self._send_to_first(layout, buffer)
+        if self._peers is not None:
+            return self._peers.send(layout, buffer, self.batches.empty)
         # Called with the host's array, a program for one GPU sends it in half the time of a device_put. A CPU's would keep the
         # array until after its results are there, and abort a process that exits meanwhile.
         return buffer if self._on_one_gpu else self._put(buffer)
 
-    def _send_to_first(self, layout: StepLayout, buffer: np.ndarray) -> jax.Array:
-        """One transfer in place of one to each device: the others get it from the first, and hold the buffer of an empty step."""
-        assert self.shapes.workspace is not None, "every device takes the buffer from the host"
-        first, *others = self.shapes.mesh.devices.flat
-        if layout not in self._blanks:
-            blank = self.batches.empty(layout)[None]
-            self._blanks[layout] = [jax.device_put(blank, device) for device in others]
-        parts = [jax.device_put(buffer[None], first), *self._blanks[layout]]
-        return jax.make_array_from_single_device_arrays((len(parts), layout.size), self.shapes.workspace.sharding, parts)
-
     def _put(self, arrays: Any) -> Any:
         return jax.device_put(arrays, self.shapes.replicated)
-
-
-def _delete(arrays: Any) -> None:
-    """Give the memory of arrays back, except of those that were."""
-    for array in jax.tree.leaves(arrays):
-        if not array.is_deleted():
-            array.delete()
 
 
 def _padded(first: Any, second: Any, size: int, *, padding: int) -> np.ndarray:

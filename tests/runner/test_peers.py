@@ -13,6 +13,7 @@ from jaxllm import LLM, SamplingParams
 from jaxllm.engine import kernel_choice, prepare
 from jaxllm.errors import RequestFailedError
 from jaxllm.parallel.shards import PEERS_LOST
+from jaxllm.runner import peers as peers_module
 from jaxllm.runner import runner as runner_module
 from jaxllm.runner.step import Scores
 from jaxllm.runner.step_programs import ProgramKey
@@ -68,7 +69,7 @@ def llm(monkeypatch):
     monkeypatch.setattr(collectives, "WORKSPACE_BYTES", 4096)
     monkeypatch.setattr(collectives, "choose", lambda op, **case: "xla")
     monkeypatch.setattr(collectives, "status", status)
-    monkeypatch.setattr(runner_module, "Communicator", StandIn)
+    monkeypatch.setattr(peers_module, "Communicator", StandIn)
     llm = LLM("demo", tensor_parallel_size=2, **OPTIONS)
     yield llm
     llm.shutdown()
@@ -108,14 +109,14 @@ def test_steps_through_peers_draw_the_same_tokens_and_survive_a_wait_that_was_gi
     expected = [tokens(one, params) for params in PARAMS]
     one.shutdown()
     runner = llm.llm_engine.core.runner
-    communicator = runner._communicator
+    communicator, known = runner._peers._communicator, runner._peers._known
     assert runner.shapes.functions.kernels.collectives == "peer"
     assert [tokens(llm, params) for params in PARAMS] == expected
 
-    peers = {key for key in runner._known_programs if runner.shapes.uses_peers(key)}
+    peers = {key for key in known if runner.shapes.uses_peers(key)}
     assert {key.kind for key in peers} == {"forward", "decode", "sample"}
     assert communicator.num_first_runs == len(peers), "each program has its first runs, once"
-    late = {key for key in runner._known_programs if not runner.shapes.uses_peers(key)}
+    late = {key for key in known if not runner.shapes.uses_peers(key)}
     assert {ProgramKey(*key[:2]).kind for key in late} >= {"sample"}, "the full sampler leaves its exchanges to XLA"
 
     communicator.set_state(FAILED)

@@ -105,8 +105,9 @@ def test_a_ctrl_c_ends_the_process_and_keeps_its_rows(tmp_path: Path) -> None:
         os.kill(pids[0], 0)
 
 
-def run(plan: Any, output: Path, hear: Any = lambda size: lambda told: None) -> Results:
-    results = Results(plan.to_json())
+def run(plan: Any, output: Path, hear: Any = lambda size: lambda told: None, results: Results | None = None) -> Results:
+    """The experiment; `results` are those of sizes that were measured before."""
+    results = results or Results(plan.to_json())
     experiment.run(
         plan,
         results,
@@ -119,6 +120,16 @@ def run(plan: Any, output: Path, hear: Any = lambda size: lambda told: None) -> 
         hear=hear,
     )
     return results
+
+
+def sizes_into(heard: list[int]) -> Any:
+    """A `hear` that notes which sizes are measured."""
+
+    def hear(size: SizeResult) -> Any:
+        heard.append(size.tensor_parallel_size)
+        return lambda told: None
+
+    return hear
 
 
 def test_the_other_sizes_go_on(tmp_path: Path) -> None:
@@ -150,18 +161,8 @@ def test_earlier_results_are_not_measured_again(tmp_path: Path) -> None:
     plan, results = experiment.earlier(paths, None)
     assert plan.tensor_parallel_sizes == (1, 2, 4) and len(results.rows) == 6 and not results.failed
     plan, results = experiment.earlier(paths[:1], plan_with("", tensor_parallel_sizes=(2, 4)))
-    heard = []
-    experiment.run(
-        plan,
-        results,
-        plan.tensor_parallel_sizes,
-        variables=environment_of(None),
-        timeout_seconds=None,
-        logs=tmp_path / "logs",
-        log_level="info",
-        output=None,
-        hear=lambda size: heard.append(size.tensor_parallel_size) or (lambda told: None),  # type: ignore[func-returns-value]
-    )
+    heard: list[int] = []
+    run(plan, tmp_path / "c", sizes_into(heard), results)
     assert heard == [4] and [size.tensor_parallel_size for size in results.sizes] == [1, 2, 4]
 
 
@@ -169,11 +170,7 @@ def test_a_size_that_failed_is_measured_again_if_asked(tmp_path: Path) -> None:
     before = run(plan_with("2:crash"), tmp_path)
     assert before.complete_sizes == {1, 4}
     heard: list[int] = []
-
-    def hear(size: SizeResult) -> Any:
-        heard.append(size.tensor_parallel_size)
-        return lambda told: None
-
+    hear = sizes_into(heard)
     results = dataclasses.replace(before, sizes=list(before.sizes))
     where = {"variables": environment_of(None), "timeout_seconds": None, "logs": tmp_path, "log_level": "info", "output": None}
     experiment.run(plan_with(""), results, (1,), hear=hear, **where)

@@ -1,0 +1,61 @@
+"""Devices that exchange through each other's memory, as the runner drives them: first runs by themselves, one transfer of a step's
+buffer. Why: `pallas_kernels.collectives`."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxllm.loaders.layout import delete
+from jaxllm.runner.layout import StepLayout
+from jaxllm.runner.step_programs import ProgramKey
+from pallas_kernels.collectives import Communicator
+
+
+class Peers:
+    """The devices of a mesh, each of which can access the others' memory."""
+
+    def __init__(self, mesh: Mesh):
+        self._devices = list(mesh.devices.flat)
+        self._communicator = Communicator(mesh)
+        self._known: set[ProgramKey] = set()
+        """Programs that had their first runs."""
+        self._blanks: dict[StepLayout, list[jax.Array]] = {}
+        """What stands in place of a step's buffer on all devices but the first."""
+
+    @property
+    def workspace(self) -> jax.Array:
+        """What programs exchange through."""
+        return self._communicator.workspace
+
+    def knows(self, key: ProgramKey) -> bool:
+        """Whether a program had its first runs."""
+        return key in self._known
+
+    def note(self, keys: Iterable[ProgramKey]) -> None:
+        """These need no silent first runs, or have had them."""
+        self._known.update(keys)
+
+    def first_runs(self, run: Callable[[], Any]) -> None:
+        """Run new programs some times without exchanging anything: their results are garbage. Nothing else may be running."""
+        self._communicator.first_runs(run)
+
+    def send(self, layout: StepLayout, buffer: np.ndarray, empty: Callable[[StepLayout], np.ndarray]) -> jax.Array:
+        """A step's buffer, in one transfer: to the first device, which gives it to the others. They hold that of an empty step."""
+        first, *others = self._devices
+        if layout not in self._blanks:
+            blank = empty(layout)[None]
+            self._blanks[layout] = [jax.device_put(blank, device) for device in others]
+        parts = [jax.device_put(buffer[None], first), *self._blanks[layout]]
+        return jax.make_array_from_single_device_arrays((len(parts), layout.size), self.workspace.sharding, parts)
+
+    def reset(self) -> None:
+        """Exchange as new, also after a wait that was given up. Nothing may be running."""
+        self._communicator.reset()
+
+    def delete_arrays(self) -> None:
+        """Give the devices' memory back."""
+        delete(list(self._blanks.values()))
+        self._communicator.close()
