@@ -133,8 +133,9 @@ class StepPrograms:
 
         Products of more than a few rows go to cuBLAS alone: it adds the residual in passing, and a Triton product, which is
         chosen by timing beside other work, is now and then far slower (13 ms instead of 0.4 for the head at 256 rows, measured).
-        All-reduces that are left to XLA go to NCCL: XLA's own kernel for them keeps buffers outside of JAX's memory pool for each all-reduce of each
-        program (13 GiB with the programs of Llama-3.1-8B, measured), for which nothing is left, and is no faster.
+        All-reduces that are left to XLA go to NCCL: XLA's own kernel for them keeps buffers outside of JAX's memory pool for
+        each all-reduce of each program (13 GiB with the programs of Llama-3.1-8B, measured), for which nothing is left, and is
+        no faster.
         In a large step of several devices one run of tokens is multiplied while another is added up (`Shards.num_runs`): XLA
         must not merge the products of both, and must look for what it can compute during an all-reduce.
         """

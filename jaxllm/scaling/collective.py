@@ -23,12 +23,12 @@ def time_all_reduces(mesh: Mesh, sizes: Sequence[int], width: int, dtype: str) -
     """(implementation, rows, seconds) of sums of [rows, width] for each of these numbers of rows, those by XLA first."""
     for rows in sizes:
         yield XLA, rows, time_all_reduce(mesh, rows, width, dtype)
-    if PeerAllReduces.can_run(mesh):
+    taken = [rows for rows in sizes if PeerAllReduces.takes(mesh, rows, width, dtype)]
+    if taken and PeerAllReduces.can_run(mesh):
         peer = PeerAllReduces(mesh)
         try:
-            for rows in sizes:
-                if peer.takes(rows, width, dtype):
-                    yield PEER, rows, peer.time(rows, width, dtype)
+            for rows in taken:
+                yield PEER, rows, peer.time(rows, width, dtype)
         finally:
             peer.close()
 
@@ -58,9 +58,10 @@ class PeerAllReduces:
         """Whether the devices can access each other's memory."""
         return collectives.peers_can_access(list(mesh.devices.ravel()))
 
-    def takes(self, rows: int, width: int, dtype: str) -> bool:
-        """Whether there is a kernel for this shape."""
-        return collectives.supports(PEER, "all_reduce", shape=(rows, width), dtype=dtype, num_devices=self.mesh.size)
+    @staticmethod
+    def takes(mesh: Mesh, rows: int, width: int, dtype: str) -> bool:
+        """Whether there is a kernel for this shape on this kind of device."""
+        return collectives.supports(PEER, "all_reduce", shape=(rows, width), dtype=dtype, num_devices=mesh.size)
 
     def time(self, rows: int, width: int, dtype: str) -> float:
         """Seconds of one sum. Raises RuntimeError if a device gave up waiting for the others."""

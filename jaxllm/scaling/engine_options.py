@@ -17,7 +17,8 @@ SPARE_STEPS = 16
 def engine_options(
     plan: Plan, tensor_parallel_size: int, *, on_gpu: bool, device_bytes: int, max_position: int
 ) -> dict[str, Any]:
-    """Flat options: the same at every size, but for the size itself and the batch sizes that are compiled.
+    """Flat options: the same at every size, but for the size itself, the batch sizes that are compiled, and, where it is not set, a
+    step's most tokens.
 
     Without mixed work only the programs that the planned work runs in are made: most of a size's time would be compilation otherwise.
     """
