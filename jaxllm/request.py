@@ -67,6 +67,8 @@ class ErrorKind(enum.StrEnum):
     """It was not done after its `timeout_seconds`."""
     CONSTRAINT = "constraint"
     """What it asks of its tokens leaves none to go on with."""
+    NOT_FINITE = "not_finite"
+    """The model computed NaN or infinity for it."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,11 @@ import numpy as np
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import SamplingParams
 
+NO_TOKEN = -1
+"""In place of a token: what the request allows leaves none to draw."""
+NOT_FINITE = -3
+"""In place of a token: its logit is NaN or infinite, as all of the row are after an overflow in the model."""
+
 
 @dataclass(frozen=True)
 class NewRequestData:
@@ -82,3 +87,5 @@ class ModelRunnerOutput:
     """For pooling requests whose prompt is computed: `EngineCoreOutput.pooled`."""
     errors: dict[str, str] = field(default_factory=dict)
     """Requests that failed alone in this step, with the reason."""
+    not_finite: frozenset[str] = frozenset()
+    """Requests for which the model computed logits or vectors that are not finite numbers."""

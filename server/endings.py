@@ -30,4 +30,7 @@ def failure(kind: str | None) -> ApiError:
     if kind == ErrorKind.CONSTRAINT:
         message = "what the request allows, biases and forbids leaves no token to go on with; loosen one of them"
         return ApiError(400, message, code="no_token_left", retry=False)
+    if kind == ErrorKind.NOT_FINITE:
+        message = "the model computed NaN or infinity for this request: its weights are damaged, or too large for its dtype"
+        return ApiError(500, message, code="not_finite", retry=False)
     return ApiError(500, "the engine failed on this request", code="engine_error", retry=False)

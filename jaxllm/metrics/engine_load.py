@@ -34,6 +34,8 @@ class LoadStats(Protocol):
     @property
     def num_lost_steps(self) -> int: ...
     @property
+    def num_not_finite(self) -> int: ...
+    @property
     def sleep_level(self) -> int: ...
     @property
     def num_cache_blocks(self) -> int: ...
@@ -66,6 +68,7 @@ def add_load(found: Collected, load: LoadStats) -> None:
     failed = "steps that failed, by what became of their requests: computed again, or ended"
     found.counter("failed_steps", load.num_retried_steps, failed, outcome="retried")
     found.counter("failed_steps", load.num_lost_steps, failed, outcome="ended")
+    found.counter("corrupted_requests", load.num_not_finite, "requests for which the model computed NaN or infinity")
     for level, state in enumerate(SLEEP_STATES):
         found.gauge("engine_sleep_state", int(level == load.sleep_level), "1 for the state that it is in", sleep_state=state)
     steps = Observations(STEP_TOKENS, load.step_token_counts, load.num_step_tokens)

@@ -62,8 +62,9 @@ class Shards(Protocol):
     def num_runs(self, num_tokens: int) -> int:
         """In how many runs of equal length a step's tokens are computed, so that one is multiplied while another is added up."""
 
-    def likeliest(self, ids_R: Array, values_R: Array, num_columns: int) -> Array:
-        """int32[R]: the vocabulary id of the largest value over all devices, the lowest id among equals; NaN counts as +inf.
+    def likeliest(self, ids_R: Array, values_R: Array, num_columns: int) -> tuple[Array, Array]:
+        """The vocabulary id, int32[R], of the largest value over all devices, the lowest id among equals, and that value,
+        float32[R]; NaN counts as +inf.
 
         ids_R and values_R are this device's own winner of each row, out of its `num_columns` columns.
         """
@@ -110,8 +111,8 @@ class OneDevice:
     def num_runs(self, num_tokens: int) -> int:
         return 1
 
-    def likeliest(self, ids_R: Array, values_R: Array, num_columns: int) -> Array:
-        return ids_R
+    def likeliest(self, ids_R: Array, values_R: Array, num_columns: int) -> tuple[Array, Array]:
+        return ids_R, values_R
 
     def all_columns(self, x_RV: Array) -> Array:
         return x_RV
@@ -164,14 +165,14 @@ class TensorShards:
     def num_runs(self, num_tokens: int) -> int:
         return 2 if num_tokens >= MIN_TOKENS_OF_TWO_RUNS and num_tokens % 2 == 0 else 1
 
-    def likeliest(self, ids_R: Array, values_R: Array, num_columns: int) -> Array:
+    def likeliest(self, ids_R: Array, values_R: Array, num_columns: int) -> tuple[Array, Array]:
         ids_R = self.index * num_columns + ids_R
         own_R2 = jnp.stack([ids_R, jax.lax.bitcast_convert_type(values_R, jnp.int32)], axis=1)
         all_SR2 = self._gather(own_R2)
         ids_SR, values_SR = all_SR2[..., 0], jax.lax.bitcast_convert_type(all_SR2[..., 1], jnp.float32)
-        values_SR = jnp.where(jnp.isnan(values_SR), jnp.inf, values_SR)
         # Ranks are in the order of ids, and argmax takes the first of equals.
-        return jnp.take_along_axis(ids_SR, jnp.argmax(values_SR, axis=0)[None], axis=0)[0]
+        rank_1R = jnp.argmax(jnp.where(jnp.isnan(values_SR), jnp.inf, values_SR), axis=0)[None]
+        return tuple(jnp.take_along_axis(x_SR, rank_1R, axis=0)[0] for x_SR in (ids_SR, values_SR))  # type: ignore[return-value]
 
     def all_columns(self, x_RV: Array) -> Array:
         return jax.lax.all_gather(x_RV, TENSOR, axis=1, tiled=True)

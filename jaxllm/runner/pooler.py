@@ -14,7 +14,6 @@ from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.pooling_step import POOL_COLUMNS
 from jaxllm.runner.step_programs import ProgramKey
 
-NOT_FINITE = "the model's hidden states for this prompt are not finite numbers; try another dtype"
 _SHORTEST = np.float32(1e-12)
 
 

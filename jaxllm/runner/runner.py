@@ -26,7 +26,7 @@ from jaxllm.runner.layout import StepLayout
 from jaxllm.runner.masked_step import MaskedStep
 from jaxllm.runner.memory import MemoryPlan
 from jaxllm.runner.peers import Peers
-from jaxllm.runner.pooler import NOT_FINITE, PendingVectors, Pooler
+from jaxllm.runner.pooler import PendingVectors, Pooler
 from jaxllm.runner.program_store import ProgramStore
 from jaxllm.runner.programs import Programs
 from jaxllm.runner.prompt_logprobs import PendingPromptLogprobs, trim
@@ -37,7 +37,7 @@ from jaxllm.sampling.mask import num_words
 from jaxllm.sampling.state import SamplingState, pack_admission
 from jaxllm.sampling.variants import Variant
 from jaxllm.sampling_params import MAX_LOGPROB_TOKEN_IDS
-from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
+from jaxllm.scheduler_output import NOT_FINITE, ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 from jaxllm.start_times import StartTimes
 
 T = TypeVar("T")
@@ -81,6 +81,7 @@ class PendingStep:
                 shard.data.block_until_ready()  # raises what kept a device from its part, if that is why the others waited
             raise RuntimeError("a device waited too long for its part of a sum from another: the step's results are lost")
         sampled = {row.data.request_id: [token] for row, token in zip(self.sampled, tokens, strict=True)}
+        not_finite = {request_id for request_id, (token,) in sampled.items() if token == NOT_FINITE}
         logprobs: dict[str, TokenLogprobs] = {}
         for i, row in enumerate(self.sampled):
             try:
@@ -105,10 +106,8 @@ class PendingStep:
         pooled: dict[str, np.ndarray] = {}
         if self.vectors is not None:
             pooled = self.vectors.collect()
-            for request_id, vector in pooled.items():
-                if not np.isfinite(vector).all():
-                    self.errors[request_id] = NOT_FINITE
-        return ModelRunnerOutput(sampled, logprobs, prompt_logprobs, pooled, self.errors)
+            not_finite.update(request_id for request_id, vector in pooled.items() if not np.isfinite(vector).all())
+        return ModelRunnerOutput(sampled, logprobs, prompt_logprobs, pooled, self.errors, frozenset(not_finite))
 
     def _scores_of(self, row: Row, index: int) -> TokenLogprobs | None:
         """The logprobs that the sampled request of this index asked for."""

@@ -15,7 +15,7 @@ from jaxllm.runner.rows import LogprobsKind
 from jaxllm.sampling.columns import unpack_columns
 from jaxllm.sampling.logprobs import named_logprobs, top_logprobs
 from jaxllm.sampling.mask import apply_mask
-from jaxllm.sampling.sampler import sample_full, sample_greedy, sample_random
+from jaxllm.sampling.sampler import logit_of, mark_not_finite, sample_full, sample_greedy, sample_random
 from jaxllm.sampling.state import SamplingState
 from jaxllm.sampling.variants import Variant
 
@@ -135,7 +135,7 @@ class StepFunctions:
         workspace: jax.Array | None,
     ) -> tuple[RowArrays, jax.Array, SamplingState | None, Scores]:
         """Sample the first `num_rows` rows after `forward`. Full sampling takes and returns its state, NAMED takes the named ids,
-        MASKED and above the mask. A token of -1: the row has none left to draw."""
+        MASKED and above the mask. Tokens may be NO_TOKEN or NOT_FINITE."""
         columns_RC = columns_NC[:num_rows]
         logits_RV = self.merge(params).logits(hidden_ND[:num_rows], self.shards)
         peers = self.shards.through(workspace)
@@ -145,7 +145,7 @@ class StepFunctions:
             token_R = peers.check(self._draw_shared(variant, logits_RV, columns_RC, shards, mask_RW), PEERS_LOST)
             return _store_tokens(rows, columns_RC, token_R), token_R, state, Scores(None, None)
         # Every device holds the state of all rows: each needs all logits, and draws all rows.
-        logits_RV = scored_RV = self.shards.all_columns(logits_RV)
+        logits_RV = raw_RV = scored_RV = self.shards.all_columns(logits_RV)
         if variant >= Variant.MASKED:
             assert mask_RW is not None, "masked sampling needs a mask"
             logits_RV = apply_mask(logits_RV, mask_RW)
@@ -165,7 +165,7 @@ class StepFunctions:
                 scored_RV = processed_RV
         else:
             token_R = self._draw(variant, logits_RV, columns_RC)
-        token_R = peers.check(token_R, PEERS_LOST)
+        token_R = peers.check(mark_not_finite(token_R, logit_of(token_R, raw_RV)), PEERS_LOST)
         top = named = None
         if kind >= LogprobsKind.TOP:
             top = self._top(scored_RV, token_R)
@@ -221,13 +221,13 @@ class StepFunctions:
         a random one by the device that has the row's share of the work, with the row's whole logits."""
         if variant == Variant.GREEDY:
             own_R = self._draw(variant, logits_RV, columns_RC)
-            value_R = jnp.take_along_axis(logits_RV, own_R[:, None], axis=1)[:, 0]
-            return shards.likeliest(own_R, value_R, logits_RV.shape[1])
-        logits_rV = shards.to_rows(logits_RV)
+            return mark_not_finite(*shards.likeliest(own_R, logit_of(own_R, logits_RV), logits_RV.shape[1]))
+        logits_rV = raw_rV = shards.to_rows(logits_RV)
         if variant == Variant.MASKED:
             assert mask_RW is not None, "masked sampling needs a mask"
             logits_rV = apply_mask(logits_rV, shards.own_rows(mask_RW))
         token_r = self._draw(variant, logits_rV, shards.own_rows(columns_RC))
+        token_r = mark_not_finite(token_r, logit_of(token_r, raw_rV))
         return shards.from_rows(token_r, len(columns_RC))
 
     def _draw(self, variant: Variant, logits_RV: jax.Array, columns_RC: jax.Array) -> jax.Array:

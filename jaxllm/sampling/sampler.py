@@ -14,11 +14,25 @@ from jaxllm.sampling.noise import gumbel_RV, key_words
 from jaxllm.sampling.processors import Processor, apply_processors
 from jaxllm.sampling.stages import STAGES, factor, scale, threshold
 from jaxllm.sampling.state import SamplingState, gather, record
+from jaxllm.scheduler_output import NO_TOKEN, NOT_FINITE
 from pallas_kernels import sampling as kernels
 
 
+def mark_not_finite(token_R: jax.Array, logit_R: jax.Array) -> jax.Array:
+    """The tokens, NOT_FINITE where the token's own logit is not a finite number.
+
+    NaN counts as the highest logit in every draw, so a row with one anywhere is found without another pass over the logits.
+    """
+    return jnp.where((token_R < 0) | jnp.isfinite(logit_R), token_R, NOT_FINITE)
+
+
+def logit_of(token_R: jax.Array, logits_RV: jax.Array) -> jax.Array:
+    """Each row's logit of its token; of the first one where there is no token."""
+    return jnp.take_along_axis(logits_RV, jnp.maximum(token_R, 0)[:, None], axis=1)[:, 0]
+
+
 def sample_greedy(logits_RV: jax.Array, *, implementation: str = "xla", interpret: bool = False) -> jax.Array:
-    """int32[R]: the likeliest token of each row, the lowest id among equals."""
+    """int32[R]: the likeliest token of each row, the lowest id among equals; NaN counts as the highest logit."""
     if implementation != "xla":
         return kernels.argmax(logits_RV, implementation=implementation, interpret=interpret)
     # One fused pass on a GPU. On a CPU that reduction is not vectorised, the two plain ones are.
@@ -55,8 +69,8 @@ def sample_full(
 ) -> tuple[jax.Array, SamplingState, jax.Array]:
     """As `sample_random`, after all that the requests' rows of the state ask for.
 
-    Returns the tokens int32[R] (-1 where every logit is -inf), the state with them added, and the logits that were drawn from,
-    -inf where dropped. Rows of the batch that draw nothing in this step must have neutral columns, else their state takes in a
+    Returns the tokens int32[R] (NO_TOKEN where every logit is -inf), the state with them added, and the logits that were drawn
+    from, -inf where dropped. Rows of the batch that draw nothing in this step must have neutral columns, else their state takes in a
     token.
     """
     rows = gather(state, row_R, columns.uses_state)
@@ -69,9 +83,8 @@ def sample_full(
     else:
         token_R = _draw_by_kernel(logits_RV, columns, position_R, implementation, interpret)
         # The two may differ by a rounding in what top_p keeps; a drawn token was kept.
-        own_R = jnp.take_along_axis(scaled_RV, token_R[:, None], axis=1)[:, 0]
-        threshold_R = jnp.minimum(threshold_R, own_R)
-    token_R = jnp.where(jnp.max(logits_RV, axis=1) == -jnp.inf, -1, token_R)
+        threshold_R = jnp.minimum(threshold_R, logit_of(token_R, scaled_RV))
+    token_R = jnp.where(jnp.max(logits_RV, axis=1) == -jnp.inf, NO_TOKEN, token_R)
     processed_RV = jnp.where(scaled_RV >= threshold_R[:, None], scaled_RV, -jnp.inf)
     return token_R, record(state, row_R, columns.uses_state, token_R), processed_RV
 
@@ -80,7 +93,7 @@ def _draw(logits_RV: jax.Array, threshold_R: jax.Array, columns: SamplingColumns
     # The largest of logits plus Gumbel noise is a draw from their softmax.
     noise_RV = gumbel_RV(columns.seed_low, columns.seed_high, position_R, logits_RV.shape[1])
     noisy_RV = jnp.where(columns.temperature[:, None] > 0, logits_RV + noise_RV, logits_RV)
-    return sample_greedy(jnp.where(logits_RV >= threshold_R[:, None], noisy_RV, -jnp.inf))
+    return sample_greedy(jnp.where(logits_RV < threshold_R[:, None], -jnp.inf, noisy_RV))  # a NaN is kept
 
 
 def _draw_by_kernel(
@@ -106,5 +119,5 @@ def _argmax(logits_RV: jax.Array) -> jax.Array:
 def _argmax_in_two_passes(logits_RV: jax.Array) -> jax.Array:
     highest_R1 = jnp.max(logits_RV, axis=1, keepdims=True)
     token_RV = jax.lax.broadcasted_iota(jnp.int32, logits_RV.shape, 1)
-    token_R = jnp.min(jnp.where(logits_RV == highest_R1, token_RV, logits_RV.shape[1]), axis=1)
-    return jnp.where(token_R < logits_RV.shape[1], token_R, 0)  # a row with NaN has no highest
+    is_highest_RV = (logits_RV == highest_R1) | jnp.isnan(logits_RV)
+    return jnp.min(jnp.where(is_highest_RV, token_RV, logits_RV.shape[1]), axis=1)

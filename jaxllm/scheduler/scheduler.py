@@ -28,6 +28,8 @@ from jaxllm.scheduler.stop import check_stop
 from jaxllm.scheduler.waiting_queue import make_waiting_queue
 from jaxllm.scheduler_output import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput, TokenLogprobs
 
+_NOT_FINITE = "the model computed NaN or infinity for this request; check its weights, or choose a dtype with a larger range"
+
 _Share = tuple[Request, int, int, list[int]]
 """One request's part of a step: the request, its tokens, how many of them are sampled from (1 if the step reaches the
 end of the known tokens, else 0; a pooled vector counts like a token), its new blocks. Plain, because one is made for every
@@ -92,6 +94,7 @@ class Scheduler:
         self._num_preemptions = 0
         self._step_tokens = Observations(STEP_TOKENS)
         self._num_rejected = {"max_num_queued_reqs": 0, "max_num_queued_tokens": 0}
+        self._num_not_finite = 0
         # [queried, found] tokens of first admissions, and of admissions after preemption.
         self._prefix_totals, self._resumed_prefix_totals = [0, 0], [0, 0]
 
@@ -428,6 +431,9 @@ class Scheduler:
             new_logprobs = new_prompt_logprobs = None
             if errors and request_id in errors:
                 new_token_ids, end = _fail(request, errors[request_id])
+            elif result.not_finite and request_id in result.not_finite:
+                new_token_ids, end = _fail(request, _NOT_FINITE, ErrorKind.NOT_FINITE)
+                self._num_not_finite += 1
             elif sampled := sampled_token_ids.get(request_id):
                 try:
                     new_token_ids, end = _append_until_stop(request, sampled)
@@ -525,6 +531,7 @@ class Scheduler:
             resumed_prefix_cache_hits=self._resumed_prefix_totals[1],
             num_rejected_for_requests=self._num_rejected["max_num_queued_reqs"],
             num_rejected_for_tokens=self._num_rejected["max_num_queued_tokens"],
+            num_not_finite=self._num_not_finite,
             num_cache_blocks=self.cache_manager.pool.num_usable_blocks,
             step_token_counts=tuple(self._step_tokens.counts),
             num_step_tokens=int(self._step_tokens.sum),

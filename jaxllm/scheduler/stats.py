@@ -26,6 +26,8 @@ class SchedulerStats:
     """Requests turned away by --max-num-queued-reqs."""
     num_rejected_for_tokens: int = 0
     """By --max-num-queued-tokens."""
+    num_not_finite: int = 0
+    """Requests that ended because the model computed NaN or infinity for them."""
     sleep_level: int = 0
     """0 awake, 1 weights offloaded, 2 all discarded (the core's to tell)."""
     num_cache_blocks: int = 0

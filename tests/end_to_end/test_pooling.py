@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxllm.request import FinishReason
+from jaxllm.request import ErrorKind, FinishReason
 from tests.helpers import engines, goldens
 
 NAME, LONGEST = "qwen3", 112
@@ -145,16 +145,17 @@ def test_vectors_that_are_not_numbers_fail_their_request_alone(core, monkeypatch
     long, short = prompts([12, 9])
     run = core.runner._pooler.run
 
-    def broken(chunks, hidden_TD, hidden_ND):
+    def with_nan(chunks, hidden_TD, hidden_ND):
         pending = run(chunks, hidden_TD, hidden_ND)
         places = [i for i, chunk in enumerate(pending.finished) if chunk.row.data.request_id == "broken"]
         vectors_RD = pending.vectors_RD if not places else pending.vectors_RD.at[places[0]].set(np.nan)
         return type(pending)(pending.finished, vectors_RD, pending.by_token, pending.hidden_TD)
 
-    monkeypatch.setattr(core.runner._pooler, "run", broken)
+    monkeypatch.setattr(core.runner._pooler, "run", with_nan)
     answers = engines.run(core, [engines.pooling_request("broken", long), engines.pooling_request("short", short)])
-    assert answers["broken"].finish_reason is FinishReason.ERROR and "not finite" in str(answers["broken"].stop_reason)
-    assert answers["broken"].pooled is None
+    broken = answers["broken"]
+    assert (broken.finish_reason, broken.error_kind) == (FinishReason.ERROR, ErrorKind.NOT_FINITE)
+    assert broken.pooled is None
     check(answers["short"], hidden(core, short)[-1])
 
 

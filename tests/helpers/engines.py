@@ -14,7 +14,7 @@ from jaxllm.engine.loop import StepLoop
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
-from jaxllm.request import EngineCoreRequest, FinishReason, RequestStatus
+from jaxllm.request import EngineCoreRequest, ErrorKind, FinishReason, RequestStatus
 from jaxllm.runner.step_programs import ProgramKey
 from jaxllm.sampling.processors import Processor
 from jaxllm.sampling_params import SamplingParams
@@ -104,6 +104,7 @@ class Answer:
     num_preemptions: int = 0
     pooled: np.ndarray | None = None
     stop_reason: int | str | None = None
+    error_kind: ErrorKind | None = None
 
     def take(self, output: EngineCoreOutput) -> None:
         """Add the news of a step."""
@@ -114,7 +115,7 @@ class Answer:
         if output.new_prompt_logprobs is not None:
             assert self.prompt_logprobs is None, "prompt logprobs come once"
             self.prompt_logprobs = output.new_prompt_logprobs
-        self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+        self.finish_reason, self.stop_reason, self.error_kind = output.finish_reason, output.stop_reason, output.error_kind
         self.pooled = output.pooled
         self.num_cached_tokens = output.num_cached_tokens
         self.num_preemptions = output.num_preemptions

@@ -33,6 +33,7 @@ class FakeStats:
     num_rejected_for_tokens: int = 0
     num_retried_steps: int = 0
     num_lost_steps: int = 0
+    num_not_finite: int = 0
     sleep_level: int = 0
     num_cache_blocks: int = 0
     step_token_counts: tuple[int, ...] = ()

@@ -45,8 +45,10 @@ def test_the_likeliest_token_is_that_of_the_whole_row(special):
         value_R = jnp.take_along_axis(logits_RV, own_R[:, None], axis=1)[:, 0]
         return SHARDS.likeliest(own_R, value_R, logits_RV.shape[1])
 
-    found = on_devices(draw, logits_RV, specs=COLUMNS)
-    np.testing.assert_array_equal(found, np.argmax(np.where(np.isnan(logits_RV), np.inf, logits_RV), axis=1))
+    ids, values = on_devices(draw, logits_RV, specs=COLUMNS)
+    expected = np.argmax(np.where(np.isnan(logits_RV), np.inf, logits_RV), axis=1)
+    np.testing.assert_array_equal(ids, expected)
+    np.testing.assert_array_equal(values, logits_RV[np.arange(5), expected])
 
 
 @pytest.mark.parametrize("num_rows", [1, 4, 7])

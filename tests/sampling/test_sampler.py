@@ -195,15 +195,13 @@ def test_padding_rows_of_zeros_are_greedy_and_touch_no_state():
     jax.tree.map(np.testing.assert_array_equal, state, after)
 
 
-def test_greedy_takes_the_lowest_of_equals_and_survives_nan():
+def test_greedy_takes_the_lowest_of_equals_and_nan_counts_as_the_highest():
     logits = np.zeros((R, V), np.float32)
     logits[1, [7, 9]] = 1
     logits[2] = -np.inf
     logits[3, 5:] = -np.inf
-    logits[4] = np.nan
-    token = np.asarray(greedy(logits))
-    assert token[:4].tolist() == [0, 7, 0, 0]
-    assert 0 <= token[4] < V
+    logits[4, 6:] = np.nan
+    assert np.asarray(greedy(logits))[:5].tolist() == [0, 7, 0, 0, 6]
 
 
 def run_alone(params, token_ids, logits_SV, *, num_prompt_tokens=None, row=2):
