@@ -63,7 +63,6 @@ class ModelConfig:
     sliding_window: int | None = None
     sliding_window_layers: tuple[bool, ...] | None = None
     """Per layer whether the window applies; None: in every layer if sliding_window is set."""
-    hidden_act: str = "silu"
     dtype: str = "bfloat16"
     """Concrete: bfloat16, float16 or float32."""
     eos_token_ids: tuple[int, ...] = ()

@@ -31,9 +31,8 @@ class RequestStatus(enum.IntEnum):
     FINISHED_STOPPED = 4
     FINISHED_LENGTH_CAPPED = 5
     FINISHED_ABORTED = 6
-    FINISHED_IGNORED = 7
-    FINISHED_ERROR = 8
-    FINISHED_REPETITION = 9
+    FINISHED_ERROR = 7
+    FINISHED_REPETITION = 8
 
     @property
     def is_finished(self) -> bool:
@@ -48,7 +47,6 @@ _REASONS = {
     RequestStatus.FINISHED_STOPPED: FinishReason.STOP,
     RequestStatus.FINISHED_LENGTH_CAPPED: FinishReason.LENGTH,
     RequestStatus.FINISHED_ABORTED: FinishReason.ABORT,
-    RequestStatus.FINISHED_IGNORED: FinishReason.LENGTH,
     RequestStatus.FINISHED_ERROR: FinishReason.ERROR,
     RequestStatus.FINISHED_REPETITION: FinishReason.REPETITION,
 }
@@ -69,15 +67,6 @@ class ErrorKind(enum.StrEnum):
     """What it asks of its tokens leaves none to go on with."""
     NOT_FINITE = "not_finite"
     """The model computed NaN or infinity for it."""
-
-
-@dataclass(frozen=True)
-class MediaSpan:
-    """A media item's place in the prompt, for the keys of the prefix cache."""
-
-    content_hash: str
-    offset: int
-    num_tokens: int
 
 
 @dataclass(frozen=True)
@@ -118,9 +107,6 @@ class EngineCoreRequest:
     arrival_time: float = field(default_factory=time.time)
     priority: int = 0
     cache_salt: str | None = None
-    adapter: tuple[str, str] | None = None
-    """(name, path) of the adapter, for the keys of the prefix cache."""
-    media: tuple[MediaSpan, ...] = ()
     queue_timeout_seconds: float | None = None
     """Ended with an error if it has no place in the batch so long after it was added."""
     timeout_seconds: float | None = None

@@ -51,7 +51,7 @@ def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "hidden_act": config.hidden_act,
+        "hidden_act": "silu",
         "max_position_embeddings": before_scaling,
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": rope.theta,

@@ -8,7 +8,7 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from jaxllm.request import EngineCoreRequest, Request
+from jaxllm.request import Request
 
 HashAlgorithm = Literal["sha256", "sha256_cbor"]
 ExtraKey = tuple[str | int, ...]
@@ -30,22 +30,6 @@ def hash_block(
     return hashlib.sha256(content).digest()
 
 
-def extra_keys_of_block(spec: EngineCoreRequest, start: int, end: int) -> tuple[ExtraKey, ...]:
-    """What besides tokens shapes the block of positions start…end-1. Tagged, so that a salt never equals an adapter's name.
-
-    The salt goes into the first block only: the chain of parents carries it on.
-    """
-    keys: list[ExtraKey] = []
-    if spec.adapter is not None:
-        keys.append(("adapter", *spec.adapter))
-    for item in spec.media:
-        if item.offset < end and item.offset + item.num_tokens > start:
-            keys.append(("media", item.content_hash, item.offset - start))
-    if spec.cache_salt is not None and start == 0:
-        keys.append(("cache_salt", spec.cache_salt))
-    return tuple(keys)
-
-
 def block_hasher(block_size: int, algorithm: HashAlgorithm) -> Callable[[Request], None]:
     """A function that brings `request.block_hashes` up to date with the full blocks of its tokens."""
 
@@ -54,12 +38,12 @@ def block_hasher(block_size: int, algorithm: HashAlgorithm) -> Callable[[Request
         num_hashed = len(hashes) * block_size
         if len(token_ids) - num_hashed < block_size:
             return
-        spec = request.spec
-        plain = spec.adapter is None and spec.cache_salt is None and not spec.media
+        salt = request.spec.cache_salt
         parent = hashes[-1] if hashes else NO_PARENT
         for start in range(num_hashed, len(token_ids) - block_size + 1, block_size):
             end = start + block_size
-            keys = () if plain else extra_keys_of_block(spec, start, end)
+            # The chain of parents carries what the first block has.
+            keys: tuple[ExtraKey, ...] = (("cache_salt", salt),) if start == 0 and salt is not None else ()
             parent = hash_block(parent, token_ids[start:end], keys, algorithm)
             hashes.append(parent)
 

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from jaxllm.request import EngineCoreRequest, MediaSpan, Request
+from jaxllm.request import EngineCoreRequest, Request
 from jaxllm.sampling_params import SamplingParams
-from jaxllm.scheduler.block_hash import NO_PARENT, block_hasher, cbor, extra_keys_of_block, hash_block
+from jaxllm.scheduler.block_hash import NO_PARENT, block_hasher, cbor, hash_block
 
 ALGORITHMS = ["sha256", "sha256_cbor"]
 
@@ -48,53 +48,12 @@ def test_output_tokens_extend_the_names():
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_salt_enters_through_the_first_block_only(algorithm):
-    spec = EngineCoreRequest(request_id="r", prompt_token_ids=[], sampling_params=SamplingParams(), cache_salt="s")
-    assert extra_keys_of_block(spec, 0, 4) == (("cache_salt", "s"),)
-    assert extra_keys_of_block(spec, 4, 8) == ()
+    first = hash_block(NO_PARENT, range(4), (("cache_salt", "s"),), algorithm)
+    assert hashes(list(range(8)), algorithm, cache_salt="s") == [first, hash_block(first, range(4, 8), (), algorithm)]
     plain, salted = hashes(list(range(12)), algorithm), hashes(list(range(12)), algorithm, cache_salt="s")
     assert not set(plain) & set(salted)
     assert salted == hashes(list(range(12)), algorithm, cache_salt="s", request_id="other")
     assert not set(salted) & set(hashes(list(range(12)), algorithm, cache_salt="t"))
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_adapter_name_and_path_both_count_and_differ_from_a_salt(algorithm):
-    variants = [
-        hashes([1, 2, 3, 4], algorithm, **fields)[0]
-        for fields in (
-            {},
-            {"adapter": ("a", "/p")},
-            {"adapter": ("a", "/q")},
-            {"adapter": ("b", "/p")},
-            {"cache_salt": "a"},
-            {"adapter": ("a", "/p"), "cache_salt": "a"},
-        )
-    ]
-    assert len(set(variants)) == len(variants)
-
-
-def test_adapter_is_a_key_of_every_block():
-    spec = EngineCoreRequest(request_id="r", prompt_token_ids=[], sampling_params=SamplingParams(), adapter=("a", "/p"))
-    assert extra_keys_of_block(spec, 0, 4) == extra_keys_of_block(spec, 4, 8) == (("adapter", "a", "/p"),)
-
-
-def test_media_is_a_key_of_each_block_that_it_touches_with_its_offset_there():
-    media = (MediaSpan("cat", offset=6, num_tokens=4), MediaSpan("dog", offset=10, num_tokens=1))
-    spec = EngineCoreRequest(request_id="r", prompt_token_ids=[], sampling_params=SamplingParams(), media=media)
-    assert extra_keys_of_block(spec, 0, 4) == ()
-    assert extra_keys_of_block(spec, 4, 8) == (("media", "cat", 2),)
-    assert extra_keys_of_block(spec, 8, 12) == (("media", "cat", -2), ("media", "dog", 2))
-    assert extra_keys_of_block(spec, 12, 16) == ()
-
-
-def test_another_image_or_another_place_of_it_misses_from_the_first_block_that_it_touches():
-    def with_image(content_hash, offset):
-        return hashes([7] * 16, media=(MediaSpan(content_hash, offset, 3),))
-
-    base = with_image("cat", 5)
-    for other in (with_image("dog", 5), with_image("cat", 4)):
-        assert base[0] == other[0] and all(x != y for x, y in zip(base[1:], other[1:], strict=True))
-    assert base == with_image("cat", 5)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
