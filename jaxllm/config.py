@@ -129,9 +129,10 @@ class CompileOptions:
     """Compilation"""
 
     warmup: Annotated[
-        Literal["auto", "all", "background", "lazy"],
-        "programs compiled at start: all, all but those of rare sampling options, which follow behind the engine's back "
-        "(background), or each when first needed (lazy); auto: background on a GPU, lazy on a CPU",
+        Literal["auto", "all", "background", "idle", "lazy"],
+        "programs compiled before the first request: all, or all but those of rare sampling options, which follow in a thread "
+        "(background); or none, and each when first needed (lazy), others meanwhile whenever nothing runs (idle); auto: background "
+        "on a GPU; on a CPU idle in `jaxllm serve` and lazy elsewhere",
     ] = "auto"
     decode_buckets: Annotated[tuple[int, ...] | None, "batch sizes that decode is compiled for; default: chosen"] = None
     token_buckets: Annotated[tuple[int, ...] | None, "token counts that mixed steps are compiled for"] = None

@@ -62,14 +62,15 @@ class EngineCore:
         with _explained_out_of_memory():
             prepared = Prepared.of(config, self.model_dir, tuple(processors), self.start_times)
         config, warmup = prepared.config, prepared.config.compile.warmup
+        eager = warmup in ("all", "background")
         logger.info("%s", prepared.plan.describe())
         weights: nnx.State | None = None
         try:
-            if warmup != "lazy":
+            if eager:
                 prepared.runner.start_programs(rare_later=warmup == "background")
             with _explained_out_of_memory():
                 weights = self._load_weights(prepared, progress)
-                if warmup != "lazy":
+                if eager:
                     with self.start_times.part("waiting for programs"):
                         prepared = prepared.settled(rare_later=warmup == "background")
                         prepared.runner.wait_for_programs(progress, rare=warmup == "all")
@@ -77,7 +78,7 @@ class EngineCore:
                 self.runner.set_weights(weights)
                 self.runner.allocate_caches()
                 jax.block_until_ready(self.runner.caches)  # what keeps a device from allocating its part comes out here
-                if warmup != "lazy":
+                if eager:
                     self.runner.warm_up()
         except BaseException:
             # The error keeps this call's variables alive, and whoever catches it may start a smaller engine in the same pool.
@@ -107,6 +108,8 @@ class EngineCore:
         self._failures = FailurePolicy()
         self._sleep = Sleep(self.runner, partial(self._load_weights, prepared, SILENT))
         self._profiler = Profiler(self.config.observe.profiler_dir)
+        if warmup == "idle":
+            self.runner.start_programs_when_idle()
         self._news: list[EngineCoreOutput] = []
         """Of requests that ended between two steps."""
         self._dead: BaseException | None = None
@@ -251,8 +254,8 @@ class EngineCore:
         return self.runner.programs.num_waiting > 0
 
     def finish_compiling(self) -> None:
-        """Wait for the rare programs, if they are compiled in the background."""
-        if self.config.compile.warmup == "background":
+        """Wait for the programs that are compiled behind the engine's back, if any are."""
+        if self.config.compile.warmup in ("background", "idle"):
             self.runner.wait_for_programs(SILENT, rare=True)
 
     def shutdown(self) -> None:

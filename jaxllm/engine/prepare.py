@@ -58,7 +58,7 @@ class Prepared:
         reserve_device_memory(config.cache.gpu_memory_utilization, tensor_parallel_size=num_devices)
         check_free_memory(tensor_parallel_size=num_devices)
         with times.part("device"):
-            on_cpu = _backend() == "cpu"
+            on_cpu = backend() == "cpu"
         if config.compile.compilation_cache and not on_cpu:
             # For all that is not a program of the step. On a CPU, what XLA read from its own cache could not be stored again.
             use_persistent_cache(env.cache_dir() / "programs")
@@ -168,7 +168,7 @@ def resolve_sizes(
 ) -> tuple[EngineConfig, ModelConfig]:
     """Make a config concrete for a model and the kind of device that this machine has, however many. device_bytes: for GPUs on which the
     engine may use so much memory instead."""
-    on_gpu = device_bytes is not None or _backend() != "cpu"
+    on_gpu = device_bytes is not None or backend() != "cpu"
     if device_bytes is None:
         device_bytes = device_limit(config.parallel.tensor_parallel_size)[1]
     attention = config.compile.attention_implementation
@@ -200,7 +200,7 @@ def resolve_sizes(
     return config, model_config
 
 
-def _backend() -> str:
+def backend() -> str:
     """The kind of device that JAX found. Raises ConfigError if it cannot use what it was told to use."""
     try:
         return jax.default_backend()

@@ -319,7 +319,14 @@ def _load_core(start: EngineStart, pulse: Pulse) -> ServedCore:
         times.add("process before the engine", age)
     with times.part("imports"):
         from jaxllm.engine.core import EngineCore  # imports JAX
-    return EngineCore(start.config, pulse.progress, (), times)
+    return EngineCore(_for_serving(start.config), pulse.progress, (), times)
+
+
+def _for_serving(config: EngineConfig) -> EngineConfig:
+    """On a CPU, where programs are compiled when first needed, those of later requests are better made while nobody waits."""
+    from jaxllm.engine.prepare import backend
+
+    return config.replace(warmup="idle") if config.compile.warmup == "auto" and backend() == "cpu" else config
 
 
 def main() -> int:

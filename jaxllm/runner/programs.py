@@ -20,7 +20,7 @@ StoreKey = TypeVar("StoreKey", contravariant=True)
 
 _SLOW_SECONDS = 1.0
 _QUIET_SECONDS = 1.0
-"""Nothing is traced behind the engine's back until no program was called for so long: tracing holds the interpreter."""
+"""Nothing is compiled behind the engine's back until no program was called for so long: tracing holds the interpreter."""
 
 
 class Store(Protocol[StoreKey]):
@@ -90,9 +90,11 @@ class Programs(Generic[Key]):
         with self._lock:
             for queue, wanted in ((self._queue, keys), (self._rare, rare)):
                 for key in wanted:
-                    if key not in self._compiled and key not in self._jobs:
-                        queue[key] = None
-                        self._jobs[key] = Future()
+                    if key in self._compiled or (key in self._jobs and key not in self._rare):
+                        continue
+                    self._jobs.setdefault(key, Future())
+                    self._rare.pop(key, None)
+                    queue[key] = None
             # One more than compile: it traces meanwhile.
             wanted_workers = min(self._threads + 1, len(self._queue) + bool(self._rare))
             for _ in range(wanted_workers - len(self._workers)):
@@ -180,12 +182,16 @@ class Programs(Generic[Key]):
                     return None
                 if queue is self._rare:
                     self._rare_worker = me
-                pause = self._last_use + _QUIET_SECONDS - time.monotonic() if queue is self._rare and self.is_warm else 0.0
+                pause = self._pause() if queue is self._rare else 0.0
                 if pause <= 0:
                     key = next(iter(queue))
                     del queue[key]
                     return key, self._jobs[key]
             self._stop.wait(pause)
+
+    def _pause(self) -> float:
+        """Seconds until the engine may have been idle for long enough."""
+        return _QUIET_SECONDS if self.num_waiting else self._last_use + _QUIET_SECONDS - time.monotonic()
 
     def _make(self, key: Key, job: "Future[jax.stages.Compiled]") -> bool:
         """Fill a job that was taken from the queue. Whether it had to be compiled."""

@@ -229,6 +229,10 @@ class ModelRunner:
         common, rare = [*self.shapes.common_keys(), ProgramKey("new_caches")], self.shapes.rare_keys()
         self.programs.start(common if rare_later else [*common, *rare], rare if rare_later else ())
 
+    def start_programs_when_idle(self) -> None:
+        """Have a thread load or compile all programs whenever nothing runs."""
+        self.programs.start((), self.shapes.keys_by_use())
+
     def wait_for_programs(self, progress: Progress, *, rare: bool) -> None:
         """Until the common programs are there, with the rare ones if asked."""
         self.programs.wait(

@@ -71,6 +71,10 @@ class StepPrograms:
         """Every program that traffic can reach."""
         return [*self.common_keys(), *self.rare_keys()]
 
+    def keys_by_use(self) -> list[ProgramKey]:
+        """Every program, what the first requests need first: common ones before rare ones, few tokens and rows before many."""
+        return [*sorted(self.common_keys(), key=lambda key: key.size), *self.rare_keys()]
+
     def common_keys(self) -> list[ProgramKey]:
         """What almost every request needs, the slowest to compile first."""
         buckets, simple = self.buckets, (Variant.GREEDY, Variant.RANDOM)

@@ -133,6 +133,15 @@ def test_nothing_is_traced_behind_a_busy_engine(shop, monkeypatch):
     assert at.programs.num_compiled_after_warmup == 0, "nobody waited"
 
 
+def test_a_program_that_is_needed_does_not_wait_for_an_idle_engine(shop, monkeypatch):
+    monkeypatch.setattr(module, "_QUIET_SECONDS", 60.0)
+    at = shop()
+    at.programs.get("step")
+    at.programs.start([], rare=["a", "b", "c"])
+    at.programs.expect(["a", "b"])
+    assert set(at.compiled) == {"step", "a", "b"}
+
+
 def test_only_compilations_that_somebody_waits_for_are_late(shop):
     at = shop(store=Store("stored"))
     at.programs.is_warm = True
