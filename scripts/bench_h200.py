@@ -183,7 +183,7 @@ class Bench:
         return result, table
 
     def table(self, compiled: int) -> str:
-        """Markdown for docs/PERFORMANCE.md."""
+        """Markdown for docs/MEASUREMENTS.md."""
         lines = [
             f"**{self.name}**, {jax.devices()[0].device_kind}, {self.ceilings.describe()}; engine start {self.start_seconds:.0f} s, "
             f"{len(self.core.runner.programs)} programs, {compiled} compiled after warm-up",

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _MAX_IN_FLIGHT = {False: 2, True: 3}
 """Steps in flight by whether they run on a GPU. There the news of a finished step takes up to a millisecond to reach the host (measured,
-docs/PERFORMANCE.md): with two in flight a step of 1.5 ms is over before the next but one is dispatched."""
+docs/MEASUREMENTS.md): with two in flight a step of 1.5 ms is over before the next but one is dispatched."""
 
 
 class EngineCore:
