@@ -51,6 +51,9 @@ class ModelOptions:
     generation_config: Annotated[
         str, "where default sampling values come from: auto (the model's generation_config.json), none, or a directory"
     ] = "auto"
+    override_generation_config: Annotated[
+        dict[str, Any] | None, "JSON object of default sampling values, over those of the generation config"
+    ] = None
     chat_template: Annotated[str | None, "file or text of a Jinja chat template; default: the tokenizer's own"] = None
     runner: Annotated[
         Literal["auto", "generate", "pooling"],
@@ -116,6 +119,7 @@ class SchedulerOptions:
     async_scheduling: Annotated[bool, "schedule the next step before this one's tokens are known"] = True
     scheduler_reserve_full_isl: Annotated[bool, "admit a request only if its whole prompt fits the cache"] = True
     watermark: Annotated[float, "fraction of blocks kept free when a request is admitted, so that running ones can grow"] = 0.01
+    stream_interval: Annotated[int, "tokens of an answer between two outputs of a stream; the first comes alone"] = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -361,6 +365,7 @@ _RANGES: dict[str, Range] = {
     "max_num_queued_reqs": at_least(0),
     "max_num_queued_tokens": at_least(0),
     "watermark": (lambda v: 0 <= v < 1, "at least 0 and below 1"),
+    "stream_interval": at_least(1),
     "tensor_parallel_size": at_least(1),
     "compile_threads": at_least(1),
     "decode_buckets": (lambda v: len(v) > 0 and min(v) >= 1, "a list of positive sizes"),
