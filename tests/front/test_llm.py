@@ -340,3 +340,10 @@ def test_metrics_tell_what_was_done(model_directory: Path) -> None:
     assert metrics["jaxllm:time_to_first_token_seconds", None].count == 2
     with pytest.raises(ConfigError, match="disable_log_stats"):
         llm_of(model_directory, disable_log_stats=True).get_metrics()
+
+
+def test_an_engine_may_tell_of_every_second_token_alone(model_directory: Path) -> None:
+    llm = llm_of(model_directory, "one two three four five", stream_interval=2)
+    deltas = SamplingParams(max_tokens=50, output_kind=RequestOutputKind.DELTA)
+    counts = [len(output.outputs[0].token_ids) for _, output in llm.generate_iter("a", deltas)]
+    assert counts[0] == 1 and set(counts[1:-1]) == {2}
