@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from jaxllm.at_exit import shut_down_at_exit
 from jaxllm.beam_search import search_request, step_params
 from jaxllm.config import EngineConfig
+from jaxllm.engine_args import EngineArgs
 from jaxllm.errors import EngineDeadError, EngineError, RequestFailedError
 from jaxllm.llm_engine import Core, LLMEngine, SleepMode, Texts
 from jaxllm.log import logger
@@ -23,7 +24,7 @@ from jaxllm.outputs import PoolingRequestOutput, RequestMetrics, RequestOutput
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
 from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
-from jaxllm.text.input_processor import FrontRequest, Prompt
+from jaxllm.text.input_processor import FrontRequest, Prompt, refuse_adapter
 from jaxllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -87,6 +88,11 @@ class AsyncLLM:
     def from_options(cls, **options: Any) -> "AsyncLLM":
         """An AsyncLLM from flat options, e.g. `AsyncLLM.from_options(model="demo", max_num_seqs=8)`."""
         return cls(EngineConfig.from_options(**options))
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> "AsyncLLM":
+        """The same from EngineArgs."""
+        return cls(engine_args.create_engine_config())
 
     # For callers
 
@@ -154,10 +160,12 @@ class AsyncLLM:
         prompt: Prompt,
         sampling_params: SamplingParams | None,
         request_id: str,
+        lora_request: None = None,
         *,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """`prepare` and `stream` in one. Raises InvalidRequestError, EngineError or EngineDeadError."""
+        refuse_adapter(lora_request)
         request = await self.prepare(prompt, sampling_params, request_id, priority=priority)
         async with contextlib.aclosing(self.stream(request)) as outputs:
             async for output in outputs:
@@ -458,3 +466,7 @@ class AsyncLLM:
                 continue  # answered its caller already
         mailboxes, self._mailboxes = self._mailboxes, {}
         self._hand_over([(mailbox, error) for mailbox in mailboxes.values()])
+
+
+AsyncLLMEngine = AsyncLLM
+"""The name that scripts written for vLLM import."""

@@ -6,6 +6,7 @@ Knows nothing of JAX: what depends on the model or the device is made concrete b
 import dataclasses
 import difflib
 import os
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -50,6 +51,9 @@ class ModelOptions:
     generation_config: Annotated[
         str, "where default sampling values come from: auto (the model's generation_config.json), none, or a directory"
     ] = "auto"
+    override_generation_config: Annotated[
+        dict[str, Any] | None, "JSON object of default sampling values, over those of the generation config"
+    ] = None
     chat_template: Annotated[str | None, "file or text of a Jinja chat template; default: the tokenizer's own"] = None
     runner: Annotated[
         Literal["auto", "generate", "pooling"],
@@ -115,6 +119,7 @@ class SchedulerOptions:
     async_scheduling: Annotated[bool, "schedule the next step before this one's tokens are known"] = True
     scheduler_reserve_full_isl: Annotated[bool, "admit a request only if its whole prompt fits the cache"] = True
     watermark: Annotated[float, "fraction of blocks kept free when a request is admitted, so that running ones can grow"] = 0.01
+    stream_interval: Annotated[int, "tokens of an answer between two outputs of a stream; the first comes alone"] = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,8 +239,44 @@ def flags(*kinds: type) -> list[Flag]:
 
 def unknown_name(what: str, name: str, known: typing.Iterable[str]) -> str:
     """`unknown engine option 'max_seq'; did you mean 'max_num_seqs'?`"""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"unknown {what} {name!r}" + (f"; did you mean {close[0]!r}?" if close else "")
+    close = nearest(name, known)
+    return f"unknown {what} {name!r}" + (f"; did you mean {close!r}?" if close else "")
+
+
+def nearest(name: str, known: typing.Iterable[str]) -> str | None:
+    """The known name that may have been meant: nearly the same as a whole, or word by word with at most one word more.
+
+    So 'max_seq' is near 'max_num_seqs'; 'pipeline_parallel_size' is near no option of tensor parallelism.
+    """
+    likeness = {candidate: _likeness(name.lower(), candidate.lower()) for candidate in known}
+    near = [other for other in likeness if likeness[other] >= 0.9 or _words_are_near(_words(name), _words(other))]
+    return max(near, key=lambda candidate: likeness[candidate], default=None)
+
+
+def _words_are_near(words: list[str], others: list[str]) -> bool:
+    is_long_enough = 0 <= len(others) - len(words) <= 1 and bool(words)
+    return is_long_enough and all(any(_word_is_near(word, other) for other in others) for word in words)
+
+
+def _word_is_near(word: str, other: str) -> bool:
+    if len(word) < 3:
+        return other.startswith(word)
+    is_misspelt = _likeness(word, other) >= 0.8 or sorted(word) == sorted(other)
+    return is_misspelt or _abbreviates(word, other) or _abbreviates(other, word)
+
+
+def _abbreviates(short: str, long: str) -> bool:
+    """Whether `seqs` is short for `sequences`: its letters in their order, the first one at the front."""
+    letters = iter(long)
+    return len(short) >= 3 and short[0] == long[0] and all(letter in letters for letter in short)
+
+
+def _likeness(name: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, name, other).ratio()
+
+
+def _words(name: str) -> list[str]:
+    return [word for word in re.split(r"[^a-z0-9]+", name.lower()) if word]
 
 
 def type_matches(value: Any, of_type: Any) -> bool:
@@ -325,6 +366,7 @@ _RANGES: dict[str, Range] = {
     "max_num_queued_reqs": at_least(0),
     "max_num_queued_tokens": at_least(0),
     "watermark": (lambda v: 0 <= v < 1, "at least 0 and below 1"),
+    "stream_interval": at_least(1),
     "tensor_parallel_size": at_least(1),
     "compile_threads": at_least(1),
     "decode_buckets": (lambda v: len(v) > 0 and min(v) >= 1, "a list of positive sizes"),

@@ -1,11 +1,11 @@
 """From what the user calls a model to a directory on this machine."""
 
-import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import jaxllm
+from jaxllm.config import nearest
 from jaxllm.errors import ModelLoadError
 
 DEMO = "demo"
@@ -75,4 +75,4 @@ def _first_line(error: Exception) -> str:
 
 
 def _hint(name: str) -> str:
-    return f"; did you mean {DEMO!r}?" if difflib.get_close_matches(name, [DEMO]) else ""
+    return f"; did you mean {DEMO!r}?" if nearest(name, [DEMO]) else ""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from jaxllm.at_exit import shut_down_at_exit
 from jaxllm.beam_search import BeamSearchOutput, search_beams
 from jaxllm.config import EngineConfig
-from jaxllm.errors import ConfigError, InvalidRequestError, RequestFailedError
+from jaxllm.errors import InvalidRequestError, RequestFailedError
 from jaxllm.interrupt import DeferredInterrupt
 from jaxllm.llm_engine import Core, LLMEngine
 from jaxllm.metrics.metric import Metric
@@ -29,28 +29,14 @@ from jaxllm.pooling_params import PoolingParams, PoolingTask
 from jaxllm.progress import Progress
 from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from jaxllm.scoring import as_texts, cosine, pairs
-from jaxllm.text.input_processor import FrontRequest, Prompt, TokensPrompt
+from jaxllm.text.input_processor import FrontRequest, Prompt, TokensPrompt, refuse_adapter
 from jaxllm.text.tokenizer import Tokenizer
+from jaxllm.vllm_flags import as_options
 
 if TYPE_CHECKING:
     from jaxllm.sampling.processors import Processor
     from jaxllm.text.chat_template import ContentFormat
 
-_OTHER_ENGINES_OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
-    "trust_remote_code": ((False,), "code of a checkpoint is never run"),
-    "enforce_eager": ((False,), "every step is a compiled program; warmup='lazy' makes a quick start"),
-    "tokenizer_mode": (("auto",), "the tokenizer's files decide"),
-    "task": (("auto", "generate", "embed"), "models generate text or make embeddings"),
-    "convert": (("auto", "none", "embed"), "models generate text or make embeddings"),
-    "pipeline_parallel_size": ((1,), "only tensor_parallel_size splits a model"),
-    "data_parallel_size": ((1,), "one engine runs one copy of the model"),
-    "distributed_executor_backend": ((None, "mp", "uni"), "one process drives all devices"),
-    "enable_lora": ((False,), "adapters are not supported yet"),
-    "cpu_offload_gb": ((0,), "weights stay on the device"),
-    "swap_space": ((0,), "preempted requests are computed again"),
-    "speculative_config": ((None,), "speculative decoding is not supported yet"),
-}
-"""Options that scripts written for vLLM set: the values that say what is so anyway, and why there is no other."""
 _REPORTED_FAULTS = 10
 
 Messages = Sequence[Mapping[str, Any]]
@@ -59,12 +45,13 @@ Messages = Sequence[Mapping[str, Any]]
 class LLM:
     """A model with its engine, for use from one thread.
 
-    Keyword arguments are the engine's options (`jaxllm.config`). `logits_processors`: functions that requests may have applied
-    to their logits (`jaxllm.sampling.processors`). Raises ConfigError, ModelLoadError or OutOfMemoryError.
+    Keyword arguments are the engine's options (`jaxllm.config`); docs/VLLM_FLAGS.md says which of vLLM's are taken too.
+    `logits_processors`: functions that requests may have applied to their logits (`jaxllm.sampling.processors`). Raises
+    ConfigError, ModelLoadError or OutOfMemoryError.
     """
 
     def __init__(self, model: str = "demo", *, logits_processors: "Sequence[Processor]" = (), **options: Any):
-        config = EngineConfig.from_options(model=model, **_own_options(options))
+        config = EngineConfig.from_options(model=model, **as_options(options))
         self._start(config, _LoadingBar() if config.observe.use_progress_bar else None, None, logits_processors)
 
     @classmethod
@@ -104,6 +91,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """The answers to prompts, in their order.
@@ -113,6 +101,7 @@ class LLM:
         in tqdm's place. All prompts are checked before any runs: InvalidRequestError names the places of the wrong ones.
         EngineError or a Ctrl-C ends all of them.
         """
+        refuse_adapter(lora_request)
         return self._finish(self._checked(prompts, sampling_params, priority, RequestOutputKind.FINAL_ONLY), use_tqdm)
 
     def generate_iter(
@@ -137,10 +126,12 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
         priority: Sequence[int] | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """The answers to conversations (one, or a list of them). Template options: see `render_conversations`."""
+        refuse_adapter(lora_request)
         prompts = self.render_conversations(messages, **template_options)
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority)
 
@@ -211,6 +202,7 @@ class LLM:
         *,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
     ) -> list[EmbeddingRequestOutput]:
         """One vector for each prompt, in their order. Prompts and errors: as for `generate`."""
         return [
@@ -220,7 +212,9 @@ class LLM:
                 EmbeddingOutput(output.outputs.data.tolist()),
                 output.num_cached_tokens,
             )
-            for output in self.encode(prompts, pooling_params, pooling_task="embed", use_tqdm=use_tqdm)
+            for output in self.encode(
+                prompts, pooling_params, pooling_task="embed", use_tqdm=use_tqdm, lora_request=lora_request
+            )
         ]
 
     def encode(
@@ -230,11 +224,13 @@ class LLM:
         *,
         pooling_task: PoolingTask | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
     ) -> list[PoolingRequestOutput]:
         """The vector of each prompt (task embed) or those of its tokens (token_embed) as NumPy arrays.
 
         The task is that of the parameters, or `pooling_task`. Prompts and errors: as for `generate`.
         """
+        refuse_adapter(lora_request)
         all_prompts = _prompt_list(prompts)
         params_list = _one_each(pooling_params or PoolingParams(), len(all_prompts), "pooling_params")
         requests = self._requests(all_prompts, [_with_task(params, pooling_task) for params in params_list], None)
@@ -247,11 +243,14 @@ class LLM:
         *,
         pooling_params: PoolingParams | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
     ) -> list[ScoringRequestOutput]:
         """The cosine of the vectors of two texts: one with each of many, or pair by pair."""
         first, second = as_texts(data_1, "data_1"), as_texts(data_2, "data_2")
         wanted = pairs(len(first), len(second), ("data_1", "data_2"))
-        found = self.encode([*first, *second], pooling_params, pooling_task="embed", use_tqdm=use_tqdm)
+        found = self.encode(
+            [*first, *second], pooling_params, pooling_task="embed", use_tqdm=use_tqdm, lora_request=lora_request
+        )
         scores = []
         for i, j in wanted:
             a, b = found[i], found[len(first) + j]
@@ -444,21 +443,6 @@ def _open_bar(use_tqdm: bool | Callable[..., Any], total: int | None, descriptio
     options: dict[str, Any] = {} if use_tqdm else {"disable": True}
     options |= {"unit": "B", "unit_scale": True, "unit_divisor": 1024} if unit == "B" else {"unit": f" {unit}"}
     return make(total=total, desc=description, dynamic_ncols=True, **options)
-
-
-def _own_options(options: dict[str, Any]) -> dict[str, Any]:
-    """The options that are this engine's. Raises ConfigError for what only other engines can do."""
-    own = {}
-    for name, value in options.items():
-        if name not in _OTHER_ENGINES_OPTIONS:
-            own[name] = value
-            continue
-        harmless, reason = _OTHER_ENGINES_OPTIONS[name]
-        if value == "embed":
-            own.setdefault("runner", "pooling")  # how older scripts say it
-        if value not in harmless:
-            raise ConfigError(f"{name} is {value!r}, can only be {' or '.join(map(repr, harmless))}: {reason}")
-    return own
 
 
 def _prompt_list(prompts: Any) -> list[Prompt]:

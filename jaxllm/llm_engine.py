@@ -11,6 +11,7 @@ from jaxllm import log
 from jaxllm.at_exit import shut_down_at_exit
 from jaxllm.config import EngineConfig
 from jaxllm.engine import fault_points
+from jaxllm.engine_args import EngineArgs
 from jaxllm.errors import ConfigError, EngineDeadError, EngineError, JaxLLMError
 from jaxllm.kernel_verdicts import OpReport
 from jaxllm.metrics.engine_load import LoadStats
@@ -85,7 +86,7 @@ def load_texts(config: EngineConfig, times: StartTimes | None = None) -> Texts:
     """Tokenizer, chat template and generation config. Raises ConfigError or ModelLoadError."""
     options = config.model
     directory = text_files(options.model, revision=options.revision, download_dir=options.download_dir)
-    generation_config = load_generation_config(options.generation_config, directory)
+    generation_config = load_generation_config(options.generation_config, directory, options.override_generation_config)
     tokenizer: Tokenizer | None = None
     if not options.skip_tokenizer_init:
         if options.tokenizer is not None:
@@ -152,13 +153,20 @@ class LLMEngine:
         )
         self._grammar_compiler: GrammarCompiler | None = None
         self._grammar_lock = threading.Lock()
-        self._outputs = OutputProcessor(self.tokenizer, observer=self.metrics)
+        self._outputs = OutputProcessor(
+            self.tokenizer, observer=self.metrics, stream_interval=self.config.scheduler.stream_interval
+        )
         shut_down_at_exit(self)
 
     @classmethod
     def from_options(cls, **options: Any) -> "LLMEngine":
         """An engine from flat options, e.g. `LLMEngine.from_options(model="demo", max_num_seqs=8)`."""
         return cls(EngineConfig.from_options(**options))
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> "LLMEngine":
+        """The same from EngineArgs."""
+        return cls(engine_args.create_engine_config())
 
     # Requests
 

@@ -103,6 +103,12 @@ def warn_once(message: str) -> None:
     logger.warning(message)
 
 
+@functools.cache
+def info_once(message: str) -> None:
+    """The same for what is no cause for concern."""
+    logger.info(message)
+
+
 def _known(given: str | None, variable: str, default: str, names: tuple[str, ...]) -> str:
     name = (given or os.environ.get(variable) or default).lower()
     if name not in names:

@@ -1,7 +1,6 @@
 """The architecture of a model, read from a Hugging Face config.json: plain numbers, no arrays."""
 
 import dataclasses
-import difflib
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -263,10 +262,8 @@ def _architecture(raw: dict[str, Any], directory: Path) -> tuple[str, bool]:
     known = ", ".join(sorted(FAMILIES))
     if not name:
         raise ModelLoadError(f"{directory / 'config.json'} names no architecture; known: {known}")
-    heads = {family.removesuffix("ForCausalLM"): family for family in FAMILIES}  # the common ending makes all names alike
-    close = difflib.get_close_matches(name.removesuffix("ForCausalLM"), heads, n=1, cutoff=0.7)
-    hint = f"; did you mean {heads[close[0]]}?" if close else ""
-    raise ModelLoadError(f"{directory} has the unknown architecture {name}{hint}; known: {known}")
+    # No "did you mean": Mixtral is a letter away from Mistral, and another model.
+    raise ModelLoadError(f"{directory} has the unknown architecture {name}; known: {known}")
 
 
 class _Reader:

@@ -85,8 +85,16 @@ class SamplingParams:
     """End the output when it closes with min_count equal runs of min_pattern_size to max_pattern_size tokens (these keys)."""
     structured_outputs: StructuredOutputsParams | None = None
     """The form that the output must have; a dict of its fields is taken too."""
+    guided_decoding: StructuredOutputsParams | None = field(default=None, repr=False)
+    """The older name of `structured_outputs`, which gets its value."""
 
     def __post_init__(self) -> None:
+        if self.guided_decoding is not None:
+            if self.structured_outputs is not None:
+                raise InvalidRequestError(
+                    "guided_decoding is the older name of structured_outputs; give one", "guided_decoding"
+                )
+            self.structured_outputs, self.guided_decoding = self.guided_decoding, None
         if self.structured_outputs is not None:
             self.structured_outputs = StructuredOutputsParams.of(self.structured_outputs)
         self._check_numbers()

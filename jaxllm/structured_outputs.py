@@ -200,3 +200,7 @@ def _start_tokens(ids: Any) -> tuple[int, ...]:
     if not 1 <= len(ids) <= MAX_START_TOKENS:
         raise _wrong(name, f"has {len(ids)} token ids, must have 1 to {MAX_START_TOKENS}")
     return tuple(ids)
+
+
+GuidedDecodingParams = StructuredOutputsParams
+"""The name that older scripts import."""

@@ -21,6 +21,7 @@ from server.errors import ApiError, as_api_error, validation_error
 from server.guard import Guard
 from server.http_metrics import HttpMetricsMiddleware
 from server.messages.errors import in_shape_of
+from server.middleware import install_middleware
 from server.openapi import install_openapi
 from server.options import ServerOptions
 from server.routes import chat, completions, dev, docs, health, messages, metrics, models, page, pooling, responses, tokenize
@@ -80,8 +81,9 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAP
     responses.install(app, context)
     for room in rooms:
         app.router.routes += room.routes  # as they are: an included router is one more step for every request
-    install_openapi(app)
+    install_openapi(app, root_path=options.network.root_path)
     install_errors(app)
+    install_middleware(app, options.network.middleware or ())
     return app
 
 

@@ -61,7 +61,7 @@ def address_of(listening: socket.socket) -> tuple[str, int]:
 
 
 def _listen_tcp(network: NetworkOptions, port: int, *, shared: bool = False) -> socket.socket:
-    host = network.host or "0.0.0.0"
+    host = network.host
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:

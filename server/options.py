@@ -20,11 +20,18 @@ ADMIN_KEY_VARIABLE = "JAXLLM_ADMIN_API_KEY"
 class NetworkOptions:
     """Network"""
 
-    host: Annotated[str | None, "address to listen on; default: all of this machine's"] = None
+    host: Annotated[str, "address to listen on; 0.0.0.0: every network of this machine, for clients on other machines"] = (
+        "127.0.0.1"
+    )
     port: Annotated[int, "port to listen on; 0: any free one"] = 8000
     grpc_port: Annotated[int | None, "port of the gRPC service beside HTTP; 0: any free one; default: no gRPC"] = None
     uds: Annotated[str | None, "path of a Unix socket to listen on instead"] = None
     root_path: Annotated[str, "path under which a proxy serves this server"] = ""
+    middleware: Annotated[
+        list[str] | None,
+        "import path (package.module.name) of an ASGI middleware class, or of a function of request and call_next, that each "
+        "request passes once it is let in; may be given several times, the last is outermost",
+    ] = None
     ssl_keyfile: Annotated[str | None, "file of the TLS key"] = None
     ssl_certfile: Annotated[str | None, "file of the TLS certificate"] = None
     ssl_ca_certs: Annotated[str | None, "file of the certificates that clients' are checked against"] = None
@@ -136,7 +143,8 @@ class LoggingOptions:
     uvicorn_log_level: Annotated[Literal["critical", "error", "warning", "info", "debug"], "of the HTTP library"] = "warning"
     disable_uvicorn_access_log: Annotated[bool, "log no line for each HTTP request"] = False
     disable_access_log_for_endpoints: Annotated[
-        list[str] | None, "path without such lines; may be given several times; default: probes and /metrics"
+        list[str] | None,
+        "path without such lines; may be given several times, or several with commas; default: probes and /metrics",
     ] = None
     enable_log_requests: Annotated[bool, "log each request's parameters; its text only at debug level"] = False
     max_log_len: Annotated[int | None, "most characters or token ids of a prompt in the log; default: all"] = None
@@ -145,6 +153,9 @@ class LoggingOptions:
         "URL that a trace span of each request is sent to, e.g. http://127.0.0.1:4317; $OTEL_EXPORTER_OTLP_TRACES_PROTOCOL is grpc "
         "(the default) or http/protobuf, whose URL ends in /v1/traces; needs the extra otel",
     ] = None
+    metrics_prefix: Annotated[
+        Literal["jaxllm", "vllm"], "first word of the metrics' names; vllm: for dashboards that were made for it"
+    ] = "jaxllm"
     enable_server_load_tracking: Annotated[bool, "count running requests for /load"] = True
 
 
@@ -192,6 +203,9 @@ class ServerOptions:
         for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
             if options.get(name) is not None:
                 options[name] = _flattened(options[name])
+        if options.get("disable_access_log_for_endpoints") is not None:
+            texts = options["disable_access_log_for_endpoints"]
+            options["disable_access_log_for_endpoints"] = [path for text in texts for path in text.split(",")]
         found = cls(**in_groups(_GROUPS, options, "server option"))
         flat = found.flat()
         faults = [*type_faults(server_flags(), flat), *range_faults(_RANGES, flat, secret={"api_key"})]

@@ -131,7 +131,7 @@ def test_model_type_stands_in_for_a_missing_architecture(read):
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"architectures": ["LamaForCausalLM"]}, "LamaForCausalLM; did you mean LlamaForCausalLM.*; known: Llama"),
+        ({"architectures": ["MixtralForCausalLM"]}, "the unknown architecture MixtralForCausalLM; known: Llama"),
         ({"architectures": []}, "names no architecture; known: Llama"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', supported: silu"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type is 'longrope', supported: default, linear"),

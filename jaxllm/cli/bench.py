@@ -56,15 +56,31 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--output-len", type=positive, metavar="N", help="tokens written for each prompt (default: 128)")
     parser.add_argument("--mix", metavar="FILE", help='lengths from a JSON file: {"requests": [[prompt, output], …]}')
     parser.add_argument(
+        "--dataset-name",
+        choices=["random", "sharegpt"],
+        default="random",
+        help="random: token ids of the lengths given; sharegpt: questions and the lengths of their answers (default: random)",
+    )
+    parser.add_argument("--dataset-path", metavar="FILE", help="the conversations of sharegpt, a JSON list")
+    parser.add_argument(
         "--num-prompts",
         "--batch-size",
         type=positive,
         metavar="N",
         help="prompts of a run, all given at once; default: 100 for throughput (or the whole mix), 1 for latency",
     )
-    parser.add_argument("--warmup-runs", type=count, default=1, metavar="N", help="runs before the timed ones (default: 1)")
     parser.add_argument(
-        "--iterations", type=positive, metavar="N", help="timed runs; default: 1 for throughput, 10 for latency"
+        *("--warmup-runs", "--num-iters-warmup"),
+        type=count,
+        default=1,
+        metavar="N",
+        help="runs before the timed ones (default: 1)",
+    )
+    parser.add_argument(
+        *("--iterations", "--num-iters"),
+        type=positive,
+        metavar="N",
+        help="timed runs; default: 1 for throughput, 10 for latency",
     )
     parser.add_argument("--json", action="store_true", help="the result as a JSON object")
     options.add_common_arguments(parser)
@@ -86,7 +102,10 @@ def run(arguments: argparse.Namespace) -> int:
     iterations = arguments.iterations or (1 if arguments.what == "throughput" else 10)
     try:
         llm.llm_engine.finish_compiling()
-        prompts = random_prompts(lengths, llm.llm_engine.model_config.vocab_size)
+        if lengths:
+            prompts = random_prompts(lengths, llm.llm_engine.model_config.vocab_size)
+        else:
+            prompts, lengths = _conversations(arguments, llm)
         params = [
             SamplingParams(
                 **sampling,
@@ -200,6 +219,12 @@ def _measure(llm: "LLM", prompts: Sequence[Any], params: Sequence[SamplingParams
 
 
 def _lengths(arguments: argparse.Namespace) -> list[Lengths]:
+    if arguments.dataset_name == "sharegpt":
+        if arguments.what == "latency" or arguments.mix or arguments.input_len or not arguments.dataset_path:
+            raise UsageError("--dataset-name sharegpt is for throughput; it needs --dataset-path, and no --mix or --input-len")
+        return []  # the tokenizer counts them
+    if arguments.dataset_path:
+        raise UsageError("--dataset-path is for --dataset-name sharegpt")
     if arguments.mix is None:
         count = arguments.num_prompts or (100 if arguments.what == "throughput" else 1)
         return [Lengths(arguments.input_len or 128, arguments.output_len or 128)] * count
@@ -211,6 +236,23 @@ def _lengths(arguments: argparse.Namespace) -> list[Lengths]:
     if arguments.num_prompts and arguments.num_prompts > len(mix):
         raise UsageError(f"--num-prompts is {arguments.num_prompts}, the mix has {len(mix)} requests")
     return mix[: arguments.num_prompts]
+
+
+def _conversations(arguments: argparse.Namespace, llm: "LLM") -> tuple[list[dict[str, list[int]]], list[Lengths]]:
+    """Questions of ShareGPT conversations as token ids, with the lengths of their answers."""
+    import numpy as np
+
+    from jaxllm.cli.bench_serve import PlainTokenizer
+    from jaxllm.http_client import datasets
+
+    tokenizer, rng = llm.get_tokenizer(), np.random.default_rng(0)
+    found = datasets.sharegpt_prompts(
+        arguments.dataset_path, arguments.num_prompts or 100, rng, PlainTokenizer(tokenizer), arguments.output_len
+    )
+    prompts = [{"prompt_token_ids": tokenizer.encode(str(entry.prompt))} for entry in found]
+    return prompts, [
+        Lengths(len(prompt["prompt_token_ids"]), entry.num_output_tokens) for prompt, entry in zip(prompts, found, strict=True)
+    ]
 
 
 def read_mix(path: str) -> list[Lengths]:

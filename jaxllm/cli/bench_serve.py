@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         check_installed()
     prompts, warm_up = _prompts(arguments)
-    progress = make_progress(quiet=arguments.quiet)
+    progress = make_progress(quiet=arguments.quiet or arguments.disable_tqdm)
     try:
         model, load = run_async(_measure(arguments, prompts, warm_up, progress))
     finally:
@@ -84,11 +84,11 @@ async def _measure(
         maker = RequestMaker(backend, model, _extra_body(arguments), arguments.ignore_eos)  # type: ignore[arg-type]
         first = maker.body(warm_up)
         if arguments.ready_check_timeout_sec:
-            await wait_until_ready(client, path, first, arguments.ready_check_timeout_sec)
+            await wait_until_ready(client, path, first, arguments.ready_check_timeout_sec, streams=maker.streams)
             progress.advance()
         if arguments.num_warmups:
             progress.start("warming up", arguments.num_warmups, "request")
-            await asyncio.gather(*(ask(client, path, first) for _ in range(arguments.num_warmups)))
+            await asyncio.gather(*(ask(client, path, first, streams=maker.streams) for _ in range(arguments.num_warmups)))
         times = start_times(
             len(prompts),
             arguments.request_rate,
@@ -97,16 +97,22 @@ async def _measure(
             seed=arguments.seed,
         )
         progress.start("measuring", len(prompts), "request")
-        return model, await run_load(
-            client,
-            maker,
-            path,
-            prompts,
-            times,
-            max_concurrency=arguments.max_concurrency,
-            request_id_prefix=arguments.request_id_prefix,
-            done=progress.advance,
-        )
+        if arguments.profile:
+            await client.post("/start_profile")
+        try:
+            return model, await run_load(
+                client,
+                maker,
+                path,
+                prompts,
+                times,
+                max_concurrency=arguments.max_concurrency,
+                request_id_prefix=arguments.request_id_prefix,
+                done=progress.advance,
+            )
+        finally:
+            if arguments.profile:
+                await client.post("/stop_profile")
 
 
 async def _first_model(client: "ServerClient", timeout_seconds: float) -> str:
@@ -183,10 +189,10 @@ def _load_tokenizer(name: str) -> "Tokenizer":
     from jaxllm.text.model_files import text_files
     from jaxllm.text.tokenizer import load_tokenizer
 
-    return _PlainTokenizer(load_tokenizer(text_files(name), name=name))
+    return PlainTokenizer(load_tokenizer(text_files(name), name=name))
 
 
-class _PlainTokenizer:
+class PlainTokenizer:
     """A tokenizer that adds no special tokens and writes none."""
 
     def __init__(self, tokenizer: Any):
@@ -201,6 +207,8 @@ class _PlainTokenizer:
 
 
 def _extra_body(arguments: argparse.Namespace) -> dict[str, Any]:
+    if BACKENDS[arguments.backend] == "openai-embeddings":
+        return arguments.extra_body
     body: dict[str, Any] = {"temperature": arguments.temperature}
     body |= {name: value for name in (*SAMPLING, "top_k") if (value := getattr(arguments, name)) is not None}
     if arguments.logprobs is not None:

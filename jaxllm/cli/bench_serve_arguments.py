@@ -11,7 +11,7 @@ from jaxllm.cli.parser import Parser
 from jaxllm.cli.server_arguments import add_connection_arguments
 
 DATASETS = ("random", "mix", "sharegpt", "custom", "prefix_repetition")
-BACKENDS = {"openai": "openai", "vllm": "openai", "openai-chat": "openai-chat"}
+BACKENDS = {"openai": "openai", "vllm": "openai", "openai-chat": "openai-chat", "openai-embeddings": "openai-embeddings"}
 SAMPLING = ("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 METRICS = ("ttft", "tpot", "itl", "e2el")
 
@@ -31,12 +31,12 @@ def _add_server_arguments(parser: Parser) -> None:
         "--backend",
         choices=sorted(BACKENDS),
         default="openai",
-        help="openai (= vllm): completions; openai-chat: chat completions (default: openai)",
+        help="openai (= vllm): completions; openai-chat: chat completions; openai-embeddings: vectors (default: openai)",
     )
     group.add_argument("--base-url", metavar="URL", help="the server, e.g. http://127.0.0.1:8000; instead of --host and --port")
     group.add_argument("--host", default="127.0.0.1", metavar="NAME", help="(default: 127.0.0.1)")
     group.add_argument("--port", type=positive, default=8000, metavar="N", help="(default: 8000)")
-    group.add_argument("--endpoint", metavar="PATH", help="default: /v1/completions or /v1/chat/completions, by the backend")
+    group.add_argument("--endpoint", metavar="PATH", help="default: the backend's, such as /v1/completions")
     group.add_argument("-m", "--model", metavar="NAME", help="model to ask for; default: the first that /v1/models lists")
     group.add_argument(
         "--tokenizer", metavar="NAME", help="directory or hub id; needed only for random text and for ShareGPT lengths"
@@ -163,6 +163,10 @@ def _add_result_arguments(parser: Parser) -> None:
     group.add_argument("--result-filename", metavar="NAME", help="default: from label, rate, model and time")
     group.add_argument("--label", metavar="TEXT", help="name of this run in result and file name; default: the backend")
     group.add_argument("--metadata", nargs="*", default=[], metavar="KEY=VALUE", help="kept in the result")
+    group.add_argument("--disable-tqdm", action="store_true", help="show no progress")
+    group.add_argument(
+        "--profile", action="store_true", help="have the server trace the run (its --profiler-dir and --enable-dev-endpoints)"
+    )
     group.add_argument("--plot", metavar="FILE", help="draw the run (png, svg or pdf; extra: plot)")
 
 

@@ -22,6 +22,7 @@ EXAMPLES = """examples:
   jaxllm chat                                  with the demo model
   jaxllm chat Qwen/Qwen3-0.6B --temperature 0.7 --system "Answer in one sentence."
   jaxllm chat --url http://127.0.0.1:8000      with the model of a running server
+  jaxllm chat --quick "What is 27 + 15?"       one answer, and the end
   echo "What is 27 + 15?" | jaxllm chat -q     one answer for each line of stdin"""
 
 QUOTES = '"""'
@@ -37,7 +38,8 @@ def chat_flags() -> list[Flag]:
 
 def add_arguments(parser: Parser) -> None:
     options.add_model_argument(parser)
-    parser.add_argument("--system", metavar="TEXT", help="system message to begin with")
+    parser.add_argument("--system", "--system-prompt", metavar="TEXT", help="system message to begin with")
+    parser.add_argument("--quick", metavar="TEXT", help="answer this message and end")
     parser.add_argument("--load", metavar="FILE", help="go on with a conversation that /save wrote")
     parser.add_argument("--url", metavar="URL", help="talk with the model of this server, e.g. http://127.0.0.1:8000")
     add_connection_arguments(parser)
@@ -82,6 +84,9 @@ def _begin(conversation: Conversation, arguments: argparse.Namespace, messages: 
     conversation.messages = messages
     if arguments.system is not None:
         conversation.set_system(arguments.system)
+    if arguments.quick is not None:
+        conversation.answer(arguments.quick)
+        return 0
     return converse(conversation)
 
 
@@ -90,16 +95,25 @@ def converse(conversation: Conversation) -> int:
 
     Returns the exit code: 1 if a piped message failed, since nobody was there to see it.
     """
+    if sys.stdin.isatty():
+        terminal.note("/help for commands, Ctrl-D to leave")
+    return _take_texts(lambda text: obey(conversation, text) if text.startswith("/") else conversation.answer(text) is None)
+
+
+def converse_plainly(conversation: Conversation) -> int:
+    """The same without commands: a text may begin with a slash."""
+    return _take_texts(lambda text: conversation.answer(text) is None)
+
+
+def _take_texts(take: Callable[[str], bool]) -> int:
+    """Hand each text of the input over, until it ends or False comes back."""
     interactive = sys.stdin.isatty()
     failed = False
     if interactive:
         _use_line_editing()
-        terminal.note("/help for commands, Ctrl-D to leave")
     for text in _messages_from(_read_terminal if interactive else _read_pipe, interactive=interactive):
         try:
-            if not text.startswith("/"):
-                conversation.answer(text)
-            elif not obey(conversation, text):
+            if not take(text):
                 break
         except EngineDeadError:
             raise

@@ -8,6 +8,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from jaxllm import vllm_flags
 from jaxllm.config import Flag, flags, type_matches, unknown_name
 from jaxllm.errors import ConfigError
 from jaxllm.sampling_params import SamplingParams
@@ -19,6 +20,7 @@ NOT_IN_FILES: Mapping[str, str] = {
     "output_kind": "follows from whether the command streams",
     "stream_interval": "a terminal is written to at every token",
     "flat_logprobs": "a choice of Python container",
+    "guided_decoding": "the older name of structured_outputs",
     "bad_words_token_ids": "filled by the front from bad_words",
 }
 """Fields of SamplingParams that a line of a prompt file cannot set, with the reason."""
@@ -26,9 +28,9 @@ MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"
 """Sampling values that a model's generation_config.json may set; the default only counts where it does not."""
 MAX_TOKENS_HELP = "most tokens of each answer; default: the model's own, else 256, in chat as many as the context has room for"
 
-SHORT_NAMES: Mapping[str, str] = {"model": "-m", "tensor_parallel_size": "-tp"}
-WORDS: Mapping[str, Mapping[str, Any]] = {"max_model_len": {"auto": -1}}
-"""Words that stand for a value, by option."""
+SHORT_NAMES: Mapping[str, str] = {"model": "-m", **vllm_flags.SHORT_NAMES}
+SEVERAL_WORDS = ("api_key", "served_model_name")
+"""Options whose flag may be followed by several texts, as vLLM has it: `--api-key one two`."""
 
 _SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
@@ -98,8 +100,8 @@ def is_repeated(flag: Flag) -> bool:
 
 def read_text(flag: Flag, text: str) -> Any:
     """The value of an option written as text. Raises ValueError that says what is expected."""
-    if text in WORDS.get(flag.name, {}):
-        return WORDS[flag.name][text]
+    if text in vllm_flags.WORDS.get(flag.name, {}):
+        return vllm_flags.WORDS[flag.name][text]
     kind, optional = without_none(flag.type)
     if optional and text.lower() in ("none", "null"):
         return None
@@ -163,6 +165,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 def join_sub_keys(arguments: list[str], known: Mapping[str, Flag]) -> list[str]:
     """The arguments with names in kebab spelling and `--object.a.b value` turned into `--object={"a": {"b": value}}`."""
     objects = {spelling(name) for name, flag in known.items() if is_object(flag)}
+    objects |= {spelling(flag.name) for flag in vllm_flags.TABLE.values() if flag.kind == "object"}
     joined: list[str] = []
     rest = iter(arguments)
     for argument in rest:

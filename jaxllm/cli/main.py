@@ -30,6 +30,7 @@ class Command:
 COMMANDS = {
     "generate": Command("generate", "write on from prompts, or answer them"),
     "chat": Command("chat", "talk with a model"),
+    "complete": Command("complete", "have a running server write on from prompts"),
     "serve": Command("serve", "answer requests over HTTP, as OpenAI's API does"),
     "run-batch": Command("run_batch", "answer the requests of an OpenAI batch file"),
     "bench": Command("bench", "measure throughput or latency, offline or of a server, or how they scale"),
@@ -43,6 +44,8 @@ COMMANDS = {
 }
 
 
+OTHER_NAMES = {"collect-env": "env"}
+"""What vLLM calls some of them."""
 SUBCOMMANDS = {("bench", "serve"): "bench_serve", ("bench", "scaling"): "bench_scaling"}
 """Commands whose second word has a module of its own."""
 
@@ -94,23 +97,24 @@ def _dispatch(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_overview())
         return 0 if arguments else 2
-    if arguments[0] in ("-V", "--version"):
+    if arguments[0] in ("-v", "-V", "--version"):
         from jaxllm.cli.version import version_line
 
         print(version_line())
         return 0
-    name = arguments[0]
+    name = OTHER_NAMES.get(arguments[0], arguments[0])
     if name not in COMMANDS:
         kind = "option" if name.startswith("-") else "command"
         known = ["--help", "--version"] if kind == "option" else COMMANDS
         print(f"jaxllm: error: {unknown_name(kind, name, known)}\nrun `jaxllm --help` for the commands", file=sys.stderr)
         return 2
-    words = arguments[:2] if tuple(arguments[:2]) in SUBCOMMANDS else arguments[:1]
+    words = arguments[:2] if tuple(arguments[:2]) in SUBCOMMANDS else [name]
     parser = command_parser(*words)
     found = parser.parse(arguments[len(words) :])
     try:
         if "quiet" in found:
             set_up_log(found)
+        parser.take_vllm_flags(found)
         code = _module(*words).run(found)
         sys.stdout.flush()
         return code

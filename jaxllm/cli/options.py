@@ -32,6 +32,7 @@ def use_model_argument(arguments: argparse.Namespace) -> None:
 
 def add_common_arguments(parser: Parser) -> None:
     """What every command has that runs or plans a model."""
+    parser.takes_vllm_flags = True
     add_log_arguments(parser)
     parser.add_argument("--config", metavar="FILE", help="YAML file with options; default: $JAXLLM_CONFIG")
     parser.add_argument("--dry-run", action="store_true", help="resolve everything, print the memory plan, load nothing")
@@ -46,10 +47,11 @@ def add_log_arguments(parser: Parser) -> None:
 
 def set_up_log(arguments: argparse.Namespace) -> None:
     """Make the project's log, and the libraries', as talkative as --quiet and -v ask."""
+    form = getattr(arguments, "log_format", None)
     if arguments.verbose:
-        log.set_up("debug")
+        log.set_up("debug", format=form)
     else:
-        log.set_up("error" if arguments.quiet else None, terminal.LogLines())
+        log.set_up("error" if arguments.quiet else None, terminal.LogLines(), form)
     if arguments.quiet:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

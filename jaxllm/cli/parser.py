@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NoReturn
 
 from jaxllm.cli.flags import (
+    SEVERAL_WORDS,
     SHORT_NAMES,
     all_flags,
     is_object,
@@ -20,7 +21,9 @@ from jaxllm.cli.flags import (
     spelling,
     without_none,
 )
+from jaxllm.cli.vllm_arguments import add_vllm_arguments, help_lines, rewritten, take_vllm_arguments
 from jaxllm.config import Flag, unknown_name
+from jaxllm.errors import ConfigError
 
 
 class UsageError(Exception):
@@ -41,6 +44,8 @@ class Parser(argparse.ArgumentParser):
         )
         self.brief_groups: dict[str, argparse._ArgumentGroup] = {}
         """Groups that plain `--help` only names."""
+        self.takes_vllm_flags = False
+        """Whether vLLM's flags for an engine are accepted or refused with the reason, instead of being unknown."""
         self._short_usage = ""
         self.add_argument(
             "-h",
@@ -62,6 +67,9 @@ class Parser(argparse.ArgumentParser):
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """The arguments as a namespace; exits with code 2 and one clear line if they are wrong."""
         try:
+            if self.takes_vllm_flags:
+                add_vllm_arguments(self)
+                arguments = rewritten(arguments)
             joined = join_sub_keys(list(arguments), all_flags())
         except ValueError as error:
             self.error(str(error))
@@ -71,7 +79,15 @@ class Parser(argparse.ArgumentParser):
         found, unknown = self.parse_known_intermixed_args(joined)
         if unknown:
             self._refuse(unknown[0])
+        self._refuse_doubtful(found, joined)
         return found
+
+    def take_vllm_flags(self, found: argparse.Namespace) -> None:
+        """Apply what vLLM's flags say; exits with code 2 if one is refused. Comes after the log is set up, for it may log."""
+        try:
+            take_vllm_arguments(found)
+        except ConfigError as error:
+            self.error(str(error))
 
     def help_for(self, word: str) -> str:
         """Help for everything ("all"), for a group by its name, or for the flags whose name or text has the word."""
@@ -88,9 +104,10 @@ class Parser(argparse.ArgumentParser):
                 a for a in actions if wanted in " ".join(a.option_strings).lower() or word.lower() in (a.help or "").lower()
             ]:
                 sections[title] = found
-        if not sections:
+        of_vllm = help_lines(word) if self.takes_vllm_flags else []
+        if not sections and not of_vllm:
             self.error(f"nothing about {word!r}; groups: {', '.join(names)}")
-        return self._help_of(sections)
+        return self._help_of(sections) + ("\n".join(["\nFlags of vLLM:", *of_vllm, ""]) if of_vllm else "")
 
     def brief_help(self) -> str:
         """The command's own arguments in full; of the generated groups only the names of their flags."""
@@ -121,6 +138,15 @@ class Parser(argparse.ArgumentParser):
             formatter.end_section()
         return formatter.format_help()
 
+    def _refuse_doubtful(self, found: argparse.Namespace, arguments: Sequence[str]) -> None:
+        """`--api-key KEY MODEL` is two keys and no model, which was hardly meant."""
+        if getattr(found, "positional_model", "") is not None or "model" in found:
+            return
+        for flag in map(spelling, SEVERAL_WORDS):
+            words = [*arguments, ""][arguments.index(flag) + 1 :] if flag in arguments else []
+            if len(words) > 2 and not words[1].startswith("-"):
+                self.error(f"{flag} takes every word after it, {words[1]!r} too; write the model before it or with --model")
+
     def _refuse(self, argument: str) -> NoReturn:
         if not argument.startswith("-"):
             self.error(f"unexpected argument {argument!r}")
@@ -148,6 +174,8 @@ class _Extend(argparse.Action):
     """Texts given one after another are gathered in a list."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if self.nargs == "+":
+            values = [text for texts in values for text in texts]
         setattr(namespace, self.dest, None if values is None else [*(getattr(namespace, self.dest, None) or []), *values])
 
 
@@ -176,6 +204,8 @@ def _add_flag(group: argparse._ArgumentGroup, flag: Flag) -> None:
     action = _Merge if is_object(flag) else _Extend if is_repeated(flag) else None
     if action is not None:
         common["action"] = action
+    if flag.name in SEVERAL_WORDS:
+        common["nargs"] = "+"
     group.add_argument(*names, type=_reader(flag), metavar=_metavar(kind), **common)
 
 

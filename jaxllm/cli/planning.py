@@ -87,6 +87,10 @@ def model_directory(config: EngineConfig, *, files: Sequence[str] | None = None)
 
 def dry_run(options: Mapping[str, Any]) -> int:
     """Print what the engine would be. Returns the exit code."""
+    if options.get("chat_template") is not None:
+        from jaxllm.text.chat_template import load_chat_template  # imports Jinja
+
+        load_chat_template(options["chat_template"])
     planned = plan(options)
     print(f"model: {planned.config.model.model} ({planned.model_config.architecture}, {planned.model_config.dtype})")
     defaults = EngineConfig().flat()

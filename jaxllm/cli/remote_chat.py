@@ -1,4 +1,4 @@
-"""The conversation of `jaxllm chat --url`: a running server answers."""
+"""The conversation of `jaxllm chat --url` and the texts of `jaxllm complete`: a running server answers."""
 
 import asyncio
 import contextlib
@@ -80,10 +80,15 @@ class ServerConversation(Conversation):
         answer.stats.total_seconds = time.perf_counter() - began
         self.keep(asked, answer.text, answer.stats, finished=answer.finished)
 
-    async def _stream(self, messages: list[dict[str, Any]], answer: _Answer, began: float) -> None:
+    def _request(self, asked: list[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
+        """The path, and what of the body depends on it."""
         values = {NAMES_OF_SERVERS.get(name, name): value for name, value in self.sampling.items() if value is not None}
-        body = {"model": self.model, "messages": messages, "stream": True, "stream_options": {"include_usage": True}} | values
-        async with contextlib.aclosing(self._client.stream(PATH, msgspec.json.encode(body))) as pieces:
+        return PATH, {"messages": asked} | values
+
+    async def _stream(self, asked: list[dict[str, Any]], answer: _Answer, began: float) -> None:
+        path, values = self._request(asked)
+        body = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}} | values
+        async with contextlib.aclosing(self._client.stream(path, msgspec.json.encode(body))) as pieces:
             async for chunks in pieces:
                 for chunk in chunks:
                     self._show(chunk, answer, began)
@@ -112,6 +117,18 @@ class ServerConversation(Conversation):
         if not names:
             raise ConfigError("the server lists no models; name one: jaxllm chat --url URL MODEL")
         return names[0]
+
+
+class ServerCompletions(ServerConversation):
+    """Each text is written on from by itself; nothing of it is kept for the next."""
+
+    def _request(self, asked: list[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
+        values = {name: value for name, value in self.sampling.items() if value is not None}
+        return "/v1/completions", {"prompt": asked[-1]["content"]} | values
+
+    def keep(self, asked: list[dict[str, Any]], answer: str, stats: terminal.RunStats, *, finished: bool) -> None:
+        super().keep([], answer, stats, finished=finished)
+        self.messages = []
 
 
 def printable(text: str) -> str:

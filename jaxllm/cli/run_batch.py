@@ -84,6 +84,9 @@ def run(arguments: argparse.Namespace) -> int:
     if target.exists() and target.samefile(source):
         raise UsageError("--output-file is the input file; choose another")
     if arguments.dry_run:
+        from server.speech import check_names
+
+        check_names(server.chat)
         return planning.dry_run(options)
     try:
         if arguments.overwrite:

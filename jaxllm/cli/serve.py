@@ -45,10 +45,15 @@ def run(arguments: argparse.Namespace) -> int:
     if server_options.logging.log_format == "json":
         log.set_up(level, format="json")
     if arguments.dry_run:
+        from server.speech import check_names
+
+        check_names(server_options.chat)
         return planning.dry_run(engine_options)
+    from server.middleware import load_middleware
     from server.serve import serve
 
     config = EngineConfig.from_options(**engine_options)
+    load_middleware(server_options.network.middleware or ())  # its faults are told before anything is started
     _check_model(config)
     progress = options.progress_for(arguments, engine_options)
     try:

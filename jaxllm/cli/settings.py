@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxllm import env
+from jaxllm import env, vllm_flags
 from jaxllm.cli.flags import all_flags, read_file_setting, read_text
 from jaxllm.config import Flag, unknown_name
 from jaxllm.errors import ConfigError
@@ -80,10 +80,15 @@ def read_config_file(path: str | None) -> dict[str, tuple[Any, str]]:
     found: dict[str, tuple[Any, str]] = {}
     for key, value, line in _yaml_pairs(text, path):
         where = f"{path}:{line}"
-        name, typed = read_file_setting(key, value, known, where)
-        if name in found:
-            raise ConfigError(f"{where}: {key} is set already at {found[name][1]}")
-        found[name] = (typed, where)
+        name = key.replace("-", "_")
+        if name in vllm_flags.TABLE and name not in known:
+            settings = vllm_flags.translated(name, value, f"{where}: {key}")
+        else:
+            settings = dict([read_file_setting(key, value, known, where)])
+        for name, typed in settings.items():
+            if name in found:
+                raise ConfigError(f"{where}: {key} is set already at {found[name][1]}")
+            found[name] = (typed, where)
     return found
 
 

@@ -79,8 +79,12 @@ class ServerClient:
 
     async def post_json(self, path: str, body: Any) -> Any:
         """The JSON answer to a JSON body. Raises ServerError."""
-        async with self._ask("POST", path, msgspec.json.encode(body)) as response:
-            return _decoded(await response.read(), path)
+        return _decoded(await self.post(path, msgspec.json.encode(body)), path)
+
+    async def post(self, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None) -> bytes:
+        """The answer to a POST. Raises ServerError."""
+        async with self._ask("POST", path, body, headers) as response:
+            return await response.read()
 
     async def models(self) -> list[str]:
         """The names of the models that the server serves. Raises ServerError."""

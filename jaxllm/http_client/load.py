@@ -11,8 +11,12 @@ import msgspec
 from jaxllm.http_client.client import ServerClient, ServerError
 from jaxllm.http_client.datasets import LoadPrompt
 
-Backend = Literal["openai", "openai-chat"]
-ENDPOINTS: Mapping[str, str] = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
+Backend = Literal["openai", "openai-chat", "openai-embeddings"]
+ENDPOINTS: Mapping[str, str] = {
+    "openai": "/v1/completions",
+    "openai-chat": "/v1/chat/completions",
+    "openai-embeddings": "/v1/embeddings",
+}
 
 
 @dataclass(slots=True)
@@ -53,8 +57,15 @@ class RequestMaker:
     """Laid over every body; may replace what stands there."""
     ignore_eos: bool = False
 
+    @property
+    def streams(self) -> bool:
+        """Whether answers come in pieces."""
+        return self.backend != "openai-embeddings"
+
     def body(self, prompt: LoadPrompt) -> bytes:
         """The JSON of one request."""
+        if self.backend == "openai-embeddings":
+            return msgspec.json.encode({"model": self.model, "input": prompt.prompt, **self.extra_body})
         body: dict[str, Any] = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
         if self.backend == "openai":
             body |= {"prompt": prompt.prompt, "max_tokens": prompt.num_output_tokens}
@@ -68,14 +79,26 @@ class RequestMaker:
 
 
 async def ask(
-    client: ServerClient, path: str, body: bytes, *, num_prompt_tokens: int | None = None, request_id: str | None = None
+    client: ServerClient,
+    path: str,
+    body: bytes,
+    *,
+    streams: bool = True,
+    num_prompt_tokens: int | None = None,
+    request_id: str | None = None,
 ) -> Outcome:
-    """Send one request and follow its stream to the end. Never raises ServerError: the outcome has it."""
+    """Send one request and follow its stream to the end, or wait for an answer that does not stream.
+
+    Never raises ServerError: the outcome has it.
+    """
     headers = None if request_id is None else {"X-Request-Id": request_id}
     outcome = Outcome(time.perf_counter(), num_prompt_tokens)
     times, parts = outcome.token_times, outcome.text_parts
     has_choices = False
     try:
+        if not streams:
+            await _ask_at_once(client, path, body, headers, outcome)
+            return outcome
         async for chunks in client.stream(path, body, headers):
             now = time.perf_counter()
             for chunk in chunks:
@@ -96,6 +119,29 @@ async def ask(
         outcome.error = str(error)
         outcome.is_final_error = error.is_final
     return outcome
+
+
+async def _ask_at_once(
+    client: ServerClient, path: str, body: bytes, headers: Mapping[str, str] | None, outcome: Outcome
+) -> None:
+    """The same for a request whose answer comes as a whole and has no tokens: an embedding."""
+    try:
+        answer = msgspec.json.decode(await client.post(path, body, headers), type=_Whole)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ServerError(f"the answer to {path} makes no sense: {error}") from None
+    outcome.token_times.append(time.perf_counter())
+    outcome.num_output_tokens = 0
+    if answer.usage.prompt_tokens is not None:
+        outcome.num_prompt_tokens = answer.usage.prompt_tokens
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+
+
+class _Whole(msgspec.Struct):
+    data: list[msgspec.Raw]
+    usage: _Usage = msgspec.field(default_factory=_Usage)
 
 
 @dataclass(frozen=True)
@@ -127,7 +173,12 @@ async def run_load(
         try:
             request_id = None if request_id_prefix is None else f"{request_id_prefix}{index}"
             return await ask(
-                client, path, bodies[index], num_prompt_tokens=prompts[index].num_prompt_tokens, request_id=request_id
+                client,
+                path,
+                bodies[index],
+                streams=maker.streams,
+                num_prompt_tokens=prompts[index].num_prompt_tokens,
+                request_id=request_id,
             )
         finally:
             if places is not None:
@@ -145,12 +196,18 @@ async def run_load(
 
 
 async def wait_until_ready(
-    client: ServerClient, path: str, body: bytes, timeout_seconds: float, *, pause_seconds: float = 1.0
+    client: ServerClient,
+    path: str,
+    body: bytes,
+    timeout_seconds: float,
+    *,
+    streams: bool = True,
+    pause_seconds: float = 1.0,
 ) -> Outcome:
     """Ask until an answer comes. Raises ServerError when the time is over, or at once where the request itself is refused."""
     deadline = time.monotonic() + timeout_seconds
     while True:
-        outcome = await ask(client, path, body)
+        outcome = await ask(client, path, body, streams=streams)
         if outcome.error is None:
             return outcome
         if outcome.is_final_error or time.monotonic() + pause_seconds > deadline:

@@ -1,6 +1,7 @@
 """Offers an engine's metrics to Prometheus. Values are read when a scrape asks, so recording stays plain."""
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -8,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
+from jaxllm.metrics.collect import PREFIX
 from jaxllm.metrics.metric import Counter, Gauge, Histogram, Metric
 
 EXPOSITION_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -46,12 +48,16 @@ def registry(snapshot: Callable[[], list[Metric]]) -> CollectorRegistry:
     return own
 
 
-def exposition(metrics: Iterable[Metric]) -> bytes:
-    """The metrics, and those of this process, in Prometheus's text format.
+def exposition(metrics: Iterable[Metric], *, prefix: str = "jaxllm") -> bytes:
+    """The metrics, and those of this process, in Prometheus's text format; `prefix` stands in the names in place of jaxllm.
 
     Never in OpenMetrics, whose encoder turns the colon after the prefix into an underscore, so that names would depend on the scraper.
     """
-    listed = list(metrics)
+    listed = [replace(metric, name=_renamed(metric.name, prefix)) for metric in metrics]
     own = registry(lambda: listed)
     ProcessCollector(registry=own)
     return generate_latest(own)
+
+
+def _renamed(name: str, prefix: str) -> str:
+    return f"{prefix}:{name.removeprefix(PREFIX)}" if name.startswith(PREFIX) else name

@@ -101,13 +101,21 @@ def template_variables(source: str) -> set[str]:
 
 
 def load_chat_template(text_or_file: str) -> str:
-    """The template that an option gives, as its text or as the path of a file. Raises ConfigError."""
-    if "{" in text_or_file or "\n" in text_or_file:
-        return text_or_file
-    file = Path(text_or_file).expanduser()
-    if not file.is_file():
-        raise ConfigError(f"chat_template is {text_or_file!r}, must be an existing file or the text of a Jinja template")
-    return file.read_text(encoding="utf-8")
+    """The template that an option gives, as its text or as the path of a file. Raises ConfigError if it is no template."""
+    source = text_or_file
+    if "{" not in source and "\n" not in source:
+        file = Path(source).expanduser()
+        if not file.is_file():
+            raise ConfigError(f"chat_template is {source!r}, must be an existing file or the text of a Jinja template")
+        try:
+            source = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"chat_template: cannot read {file}: {getattr(error, 'strerror', None) or error}") from None
+    try:
+        _compiled(source)
+    except ChatTemplateError as error:
+        raise ConfigError(str(error)) from error
+    return source
 
 
 def choose_template(tokenizer: "Tokenizer", given: str | None = None, *, tools: bool = False) -> str:

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, InvalidRequestError
+from jaxllm.sampling_params import SamplingParams
 from jaxllm.text.model_files import read_json
 
 FILE_NAME = "generation_config.json"
@@ -28,8 +29,13 @@ class GenerationConfig:
     eos_token_ids: tuple[int, ...] = ()
 
 
-def load_generation_config(option: str, model_directory: Path | None) -> GenerationConfig:
-    """`option` is "auto", "none" (no sampling values; the model's EOS ids still count) or a directory. Raises ConfigError."""
+def load_generation_config(
+    option: str, model_directory: Path | None, override: Mapping[str, Any] | None = None
+) -> GenerationConfig:
+    """`option` is "auto", "none" (no sampling values; the model's EOS ids still count) or a directory.
+
+    `override` has sampling values, under the file's names or those of SamplingParams, that win. Raises ConfigError.
+    """
     directory = model_directory
     if option not in ("auto", "none"):
         directory = Path(option).expanduser()
@@ -39,4 +45,15 @@ def load_generation_config(option: str, model_directory: Path | None) -> Generat
     values = {ours: found[theirs] for theirs, ours in _SAMPLING_FIELDS.items() if found.get(theirs) is not None}
     eos = found.get("eos_token_id")
     eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
-    return GenerationConfig({} if option == "none" else values, eos_ids)
+    return GenerationConfig(({} if option == "none" else values) | _checked(override or {}), eos_ids)
+
+
+def _checked(override: Mapping[str, Any]) -> dict[str, Any]:
+    values = {_SAMPLING_FIELDS.get(name, name): value for name, value in override.items()}
+    if unknown := values.keys() - set(_SAMPLING_FIELDS.values()):
+        raise ConfigError(f"override_generation_config has {min(unknown)!r}, can have {', '.join(_SAMPLING_FIELDS)}")
+    try:
+        SamplingParams(**values)
+    except InvalidRequestError as error:
+        raise ConfigError(f"override_generation_config: {error}") from error
+    return values

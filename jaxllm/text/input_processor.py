@@ -46,6 +46,14 @@ _NOTHING_SAMPLED = SamplingParams(
 """In a pooling request."""
 
 
+def refuse_adapter(lora_request: object) -> None:
+    """Raise InvalidRequestError for the adapter that vLLM's methods take; None asks for none."""
+    if lora_request is not None:
+        raise InvalidRequestError(
+            "lora_request must be None: adapters are not supported yet; merge the adapter into the weights", "lora_request"
+        )
+
+
 @dataclass(frozen=True)
 class FrontRequest:
     """One prompt, checked, with a request to the engine core for each of its n answers."""

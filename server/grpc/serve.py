@@ -104,8 +104,7 @@ def _key_in(authorization: str | None) -> bytes | None:
 
 def address_of(network: NetworkOptions, port: int) -> str:
     """Where gRPC listens."""
-    host = network.host or "0.0.0.0"
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return f"[{network.host}]:{port}" if ":" in network.host else f"{network.host}:{port}"
 
 
 def credentials_of(network: NetworkOptions) -> grpc.ServerCredentials | None:

@@ -28,7 +28,7 @@ def check_grpc(network: NetworkOptions) -> None:
     from server.grpc.serve import address_of, credentials_of
 
     credentials_of(network)
-    host = network.host or "0.0.0.0"
+    host = network.host
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

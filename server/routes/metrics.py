@@ -19,4 +19,4 @@ async def metrics(request: Request) -> Response:
         found = await context.engine.get_metrics()
     except (EngineError, ConfigError):
         found = context.http_metrics.snapshot()
-    return Response(exposition(found), media_type=EXPOSITION_TYPE)
+    return Response(exposition(found, prefix=context.options.logging.metrics_prefix), media_type=EXPOSITION_TYPE)

@@ -39,8 +39,10 @@ def test_latency_reports_average_and_percentiles(opened: Any, capsys: pytest.Cap
                 "8",
                 "--output-len",
                 "3",
-                "--iterations",
+                "--num-iters",
                 "4",
+                "--num-iters-warmup",
+                "1",
                 "--json",
                 "-q",
             ]
@@ -102,3 +104,17 @@ def test_a_bad_mix_is_refused(tmp_path: Path, content: str) -> None:
     path.write_text(content)
     with pytest.raises(bench.ConfigError):
         bench.read_mix(str(path))
+
+
+def test_throughput_of_conversations(opened: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "talks.json"
+    turns = [{"value": "one two three four five"}, {"value": "six seven eight nine"}]
+    path.write_text(json.dumps([{"conversations": turns}]))
+    asked = ["--dataset-name", "sharegpt", "--dataset-path", str(path)]
+    assert main(["bench", "throughput", *asked, "--num-prompts", "2", "--json", "-q"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["num_requests"], report["num_output_tokens"]) == (2, 2 * 4)
+    for wrong in (["throughput", *asked[:2]], ["throughput", *asked[2:]], ["latency", *asked]):
+        assert main(["bench", *wrong]) == 2
+    lengths = ["--num-prompts", "1", "--input-len", "4", "--output-len", "2"]
+    assert main(["bench", "throughput", "--dataset-name", "random", *lengths, "-q"]) == 0

@@ -162,3 +162,13 @@ def test_serve_is_named_where_bench_is_explained(capsys: pytest.CaptureFixture[s
     assert "must follow `bench` at once" in capsys.readouterr().err
     assert main(["bench", "serve", "--help=ramp"]) == 0
     assert "--ramp-up-strategy" in capsys.readouterr().out
+
+
+def test_embeddings_are_asked_for_within_a_trace(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--backend", "openai-embeddings", "--num-prompts", "3", "--input-len", "9", "--disable-tqdm", "--profile"]
+    found = measured(stub, capsys, *arguments, "--extra-body", '{"dimensions": 8}')
+    assert (found["completed"], found["total_input_tokens"], found["total_output_tokens"]) == (3, 27, 0)
+    assert found["mean_e2el_ms"] > 0
+    first, begin, *asked, end = stub.bodies
+    assert (begin, end) == ({"path": "/start_profile"}, {"path": "/stop_profile"}) and len(asked) == 3
+    assert set(asked[0]) == set(first) == {"model", "input", "dimensions"}

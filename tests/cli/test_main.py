@@ -67,8 +67,9 @@ def test_an_unknown_command_or_option_is_told_with_the_nearest(capsys: pytest.Ca
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out.startswith(f"jaxllm {__version__}")
+    for word in ("--version", "-V", "-v"):
+        assert main([word]) == 0
+        assert capsys.readouterr().out.startswith(f"jaxllm {__version__}")
 
 
 def test_exit_codes_of_the_process() -> None:
@@ -146,7 +147,7 @@ def test_env_hides_secrets_and_says_what_matters(monkeypatch: pytest.MonkeyPatch
     assert report["packages"]["jax"]
     assert report["devices"]
     assert report["compilation cache"]["size"] == "0 B in 0 files"
-    assert main(["env"]) == 0
+    assert main(["collect-env"]) == 0
     assert "devices:" in capsys.readouterr().out
 
 
@@ -261,6 +262,24 @@ def test_a_dry_run_plans_for_more_devices_than_there_are_and_says_so(planned: st
     shown = capsys.readouterr()
     assert "the same on each of 16 devices" in shown.out and "KV cache" in shown.out
     assert shown.err == "error: tensor_parallel_size is 16, this machine has 8 devices (cpu); choose 1 to 8\n"
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "told"),
+    [
+        ("--chat-template", "/no/such.jinja", "must be an existing file"),
+        ("--chat-template", "{% for %}", "the chat template is wrong in line 1"),
+        ("--reasoning-parser", "no_such", "no_such"),
+        ("--tool-call-parser", "no_such", "no_such"),
+    ],
+)
+def test_a_dry_run_checks_what_serving_would_refuse(
+    flag: str, value: str, told: str, planned: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in").write_text("")
+    for command in (["serve"], ["run-batch", "-i", str(tmp_path / "in"), "-o", str(tmp_path / "out")]):
+        assert main([*command, "--dry-run", "--model", planned, flag, value]) == 1
+        assert told in capsys.readouterr().err
 
 
 def test_a_misspelt_model_gets_a_suggestion(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -100,3 +100,21 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(
     assert shown.out.endswith("word word word \n") and "(stopped)" in shown.err
     assert stub.cut_off.wait(10)
     assert stub.bodies[1]["messages"][0]["content"] == "one"
+
+
+def test_one_message_and_the_end(stub: Stub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert chat(stub, monkeypatch, "never read", "--quick", "one", "--system-prompt", "brief", "-q") == 0
+    assert capsys.readouterr().out == "word word word \n"
+    assert [message["content"] for message in stub.bodies[0]["messages"]] == ["brief", "one"] and len(stub.bodies) == 1
+
+
+def test_texts_are_written_on_one_by_one(
+    stub: Stub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["complete", "--url", stub.url, "--quick", "one", "--max-tokens", "2", "-q"]) == 0
+    monkeypatch.setattr("sys.stdin", io.StringIO("two\n/three\n"))
+    assert main(["complete", "--url", stub.url, "--model-name", "mine"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "word word \n" + "word word word \n" * 2 and "3 output tokens" in shown.err
+    assert [(body["prompt"], body["model"]) for body in stub.bodies] == [("one", "stub"), ("two", "mine"), ("/three", "mine")]
+    assert stub.bodies[0]["max_tokens"] == 2 and "max_completion_tokens" not in stub.bodies[0]

@@ -1,3 +1,4 @@
+import dataclasses
 import signal
 from pathlib import Path
 from typing import Any
@@ -269,8 +270,55 @@ def test_options_are_the_engine_s(monkeypatch: pytest.MonkeyPatch, model_directo
     assert seen[0][0].parallel.tensor_parallel_size == 2 and seen[0][1] is not None and seen[0][2] == ["a processor"]
     with pytest.raises(ConfigError, match="unknown engine option 'max_num_sequences'; did you mean 'max_num_seqs'"):
         LLM(model=str(model_directory), max_num_sequences=3)
-    with pytest.raises(ConfigError, match="enforce_eager is True, can only be False: .*warmup"):
-        LLM(model=str(model_directory), enforce_eager=True)
+    with pytest.raises(ConfigError, match="pipeline_parallel_size=2 is refused .only 1 is taken.: only --tensor-parallel-size"):
+        LLM(model=str(model_directory), pipeline_parallel_size=2)
+
+
+def test_the_names_that_scripts_for_vllm_use(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import jaxllm
+
+    built: list[EngineConfig] = []
+    monkeypatch.setattr("jaxllm.llm_engine._build_core", lambda config, *_: built.append(config) or fake_core(model_directory))
+    monkeypatch.setattr("jaxllm.llm_engine.check_model", lambda *_: None)
+    options: dict[str, Any] = {
+        "enforce_eager": True,
+        "trust_remote_code": True,
+        "dtype": "half",
+        "swap_space": 4,
+        "enable_sleep_mode": True,
+        "compilation_config": {"level": 3},
+        "override_generation_config": {"temperature": 0.25},
+        "max_seq_len_to_capture": 8192,
+        "structured_outputs_config": {"backend": "xgrammar"},
+        "model_impl": "auto",
+        "disable_custom_all_reduce": True,
+        "served_model_name": "mine",
+        "enable_lora": False,
+    }
+    args = jaxllm.AsyncEngineArgs(str(model_directory), **options)
+    assert args.dtype == "float16" and args.create_engine_config().model.dtype == "float16"
+    llm = LLM(str(model_directory), **options)
+    jaxllm.LLMEngine.from_engine_args(args)
+    LLM(**dataclasses.asdict(args))
+    assert len(built) == 3 and built[0] == built[1] == built[2]
+    assert llm.get_default_sampling_params().temperature == 0.25
+    assert "enforce_eager=True changes nothing here: every step is a compiled program" in caplog.text
+    assert llm.generate(jaxllm.TextPrompt(prompt="a b"), LONG, use_tqdm=False, lora_request=None)
+    assert llm.generate(jaxllm.TokensPrompt(prompt_token_ids=[5]), LONG, use_tqdm=False)
+    with pytest.raises(InvalidRequestError, match="adapters are not supported yet"):
+        llm.generate("a", lora_request=object())  # type: ignore[arg-type]
+    assert jaxllm.AsyncLLMEngine is jaxllm.AsyncLLM
+
+
+def test_guided_decoding_is_the_older_name_of_structured_outputs() -> None:
+    import jaxllm
+
+    older = SamplingParams(guided_decoding=jaxllm.GuidedDecodingParams(choice=["a", "b"]))
+    assert older == SamplingParams(structured_outputs={"choice": ["a", "b"]})  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="older name"):
+        SamplingParams(guided_decoding=older.structured_outputs, structured_outputs=older.structured_outputs)
 
 
 def test_a_context_manager_shuts_down(model_directory: Path) -> None:
@@ -292,3 +340,10 @@ def test_metrics_tell_what_was_done(model_directory: Path) -> None:
     assert metrics["jaxllm:time_to_first_token_seconds", None].count == 2
     with pytest.raises(ConfigError, match="disable_log_stats"):
         llm_of(model_directory, disable_log_stats=True).get_metrics()
+
+
+def test_an_engine_may_tell_of_every_second_token_alone(model_directory: Path) -> None:
+    llm = llm_of(model_directory, "one two three four five", stream_interval=2)
+    deltas = SamplingParams(max_tokens=50, output_kind=RequestOutputKind.DELTA)
+    counts = [len(output.outputs[0].token_ids) for _, output in llm.generate_iter("a", deltas)]
+    assert counts[0] == 1 and set(counts[1:-1]) == {2}

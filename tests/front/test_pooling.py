@@ -10,12 +10,13 @@ import pytest
 
 from jaxllm.async_llm import AsyncLLM
 from jaxllm.errors import EngineError, InvalidRequestError
-from jaxllm.llm import LLM, _own_options
+from jaxllm.llm import LLM
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.pooling_config import PoolingConfig
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.request import EngineCoreRequest, FinishReason
 from jaxllm.sampling_params import SamplingParams
+from jaxllm.vllm_flags import as_options
 from tests.helpers.fake_engine_core import WIDTH, FakeEngineCore
 from tests.helpers.fake_front import fake_core
 
@@ -190,4 +191,4 @@ def test_asyncio_programs_pool_many_at_once(model_directory: Path) -> None:
 
 @pytest.mark.parametrize("option", [{"task": "embed"}, {"convert": "embed"}, {"runner": "pooling", "convert": "none"}])
 def test_scripts_may_say_in_several_ways_that_they_want_vectors(option: dict[str, Any]) -> None:
-    assert _own_options(option) == {"runner": "pooling"}
+    assert as_options(option) == {"runner": "pooling"}

@@ -71,6 +71,15 @@ class Stub:
             self.num_open -= 1
         return response
 
+    async def embed(self, request: web.Request) -> web.Response:
+        self.bodies.append(await request.json())
+        count = len(self.bodies[-1]["input"])
+        return web.json_response({"data": [{"embedding": [1.0]}], "usage": {"prompt_tokens": count, "total_tokens": count}})
+
+    async def note(self, request: web.Request) -> web.Response:
+        self.bodies.append({"path": request.path})
+        return web.Response()
+
     async def _stream(self, response: web.StreamResponse, body: dict[str, Any], *, is_chat: bool) -> None:
         count = body.get("max_completion_tokens" if is_chat else "max_tokens") or 3
         broken = self.break_after(body)
@@ -124,6 +133,8 @@ def running_stub() -> Iterator[Stub]:
         app.router.add_get("/v1/models", stub.models)
         app.router.add_post("/v1/completions", stub.answer)
         app.router.add_post("/v1/chat/completions", stub.answer)
+        app.router.add_post("/v1/embeddings", stub.embed)
+        app.router.add_post("/{path:st[a-z]+_profile}", stub.note)
         app.router.add_get("/{path:.*}", stub.page)
         runner = web.AppRunner(app, shutdown_timeout=0, handler_cancellation=True)
         await runner.setup()

@@ -1,0 +1,37 @@
+"""`jaxllm complete`: a running server writes on from each text, without a chat template."""
+
+import argparse
+
+from jaxllm.cli import options
+from jaxllm.cli.chat import chat_flags, converse_plainly
+from jaxllm.cli.parser import Parser
+from jaxllm.cli.server_arguments import add_connection_arguments, make_client
+
+ABOUT = "Have a running server write on from texts: --quick, or each line of the terminal or of stdin."
+EXAMPLES = """examples:
+  jaxllm complete --quick "Once upon a time" --max-tokens 32
+  jaxllm complete --url http://127.0.0.1:8000 < lines.txt
+  jaxllm generate "Once upon a time"           the same with a model in this process"""
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("--url", default="http://127.0.0.1:8000", metavar="URL", help="(default: http://127.0.0.1:8000)")
+    parser.add_argument("-m", "--model", "--model-name", metavar="NAME", help="default: the first that the server lists")
+    parser.add_argument("--quick", metavar="TEXT", help="write on from this text and end")
+    parser.add_argument("--config", metavar="FILE", help="YAML file with options; default: $JAXLLM_CONFIG")
+    add_connection_arguments(parser)
+    options.add_log_arguments(parser)
+    parser.add_flags(chat_flags())
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write on from each text until the input ends. Returns the exit code."""
+    from jaxllm.cli.remote_chat import ServerCompletions  # imports aiohttp
+
+    sampling = options.sampling_options(arguments, chat_flags())
+    client = make_client(arguments, arguments.url)
+    with ServerCompletions(client, arguments.model, sampling, quiet=arguments.quiet) as server:
+        if arguments.quick is None:
+            return converse_plainly(server)
+        server.answer(arguments.quick)
+        return 0

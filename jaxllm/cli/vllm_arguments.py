@@ -1,0 +1,88 @@
+"""vLLM's flags on the command line: accepted as `jaxllm.vllm_flags` says, or refused with the reason."""
+
+import argparse
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from jaxllm.cli.flags import merge, spelling
+from jaxllm.vllm_flags import QUANTIZATIONS, SHORT_NAMES, TABLE, VllmFlag, translated
+
+DEST = "vllm_flags"
+
+
+def rewritten(arguments: Iterable[str]) -> list[str]:
+    """The arguments with `-q fp8` as --quantization fp8 (`-q` alone is --quiet) and `-cc.key` as --compilation-config.key."""
+    found: list[str] = []
+    for argument in arguments:
+        short, dot, key = argument.partition(".")
+        if argument in QUANTIZATIONS and found and found[-1] == "-q":
+            found[-1] = "--quantization"
+        elif dot and short in _LONG_NAMES:
+            argument = f"{_LONG_NAMES[short]}.{key}"
+        found.append(argument)
+    return found
+
+
+def add_vllm_arguments(parser: argparse.ArgumentParser) -> None:
+    """An argument for each of vLLM's flags that the parser does not have; help does not list them."""
+    for flag in TABLE.values():
+        if spelling(flag.name) in parser._option_string_actions:
+            continue
+        names = [name for name in (SHORT_NAMES.get(flag.name),) if name] + [spelling(flag.name)]
+        if flag.kind == "switch":
+            names.append("--no-" + spelling(flag.name)[2:])
+        nargs: int | str | None = {"switch": 0, "list": "+"}.get(flag.kind)  # type: ignore[assignment]
+        parser.add_argument(
+            *names, action=_Keep, nargs=nargs, dest=flag.name, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+        )
+
+
+def take_vllm_arguments(found: argparse.Namespace) -> None:
+    """Set the options that vLLM's flags stand for; own flags win. Logs what changes nothing; raises ConfigError for the refused."""
+    for name, (value, how) in vars(found).pop(DEST, {}).items():
+        for option, translation in translated(name, value, how).items():
+            if option not in found:
+                setattr(found, option, translation)
+
+
+def help_lines(word: str) -> list[str]:
+    """A line for each of vLLM's flags whose name has the word: what becomes of it."""
+    wanted = word.lower().lstrip("-").replace("_", "-")
+    return [_about(flag) for flag in TABLE.values() if wanted in spelling(flag.name)]
+
+
+def _about(flag: VllmFlag) -> str:
+    if flag.option is not None:
+        return f"  {spelling(flag.name)}: as {spelling(flag.option)} ({flag.text})"
+    only = f", but for {' or '.join(map(str, flag.harmless))}" if flag.harmless else ""
+    return f"  {spelling(flag.name)}: {f'refused{only}' if flag.refused else 'no effect'}: {flag.text}"
+
+
+class _Keep(argparse.Action):
+    """Keeps what was given, and how, for `take_vllm_arguments`."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        kept = getattr(namespace, DEST, None) or {}
+        flag = TABLE[self.dest]
+        if flag.kind == "switch":
+            value: Any = not str(option_string).startswith("--no-")
+            how = str(option_string)
+        else:
+            value = [_value(entry) for entry in values] if flag.kind == "list" else _value(values)
+            how = f"{option_string} {' '.join(values) if flag.kind == 'list' else values}"
+        if isinstance(value, dict) and isinstance(before := kept.get(self.dest, ({},))[0], dict):
+            value = merge(before, value)
+        setattr(namespace, DEST, {**kept, self.dest: (value, how)})
+
+
+def _value(text: str) -> Any:
+    if text.lower() == "none":
+        return None
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+_LONG_NAMES = {SHORT_NAMES[flag.name]: spelling(flag.name) for flag in TABLE.values() if flag.name in SHORT_NAMES}

@@ -1,0 +1,367 @@
+"""vLLM's flags, once: which are taken, which change nothing here, and which are refused, with the reason and the way out.
+
+The command line, YAML files, `LLM(...)`, `EngineArgs` and docs/VLLM_FLAGS.md derive from `TABLE`. Flags of ours that have
+vLLM's name and meaning are in TAKEN. Names are those of vLLM 0.33, and older ones that scripts still use (OLDER).
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from jaxllm.errors import ConfigError
+from jaxllm.log import info_once, warn_once
+
+Kind = Literal["switch", "value", "list", "object"]
+
+
+@dataclass(frozen=True)
+class VllmFlag:
+    """A flag of vLLM that is no option of ours under that name."""
+
+    name: str
+    """As a keyword: enforce_eager."""
+    kind: Kind
+    """How the command line writes it: alone (or with no-), with a value, with several, or as a JSON object."""
+    text: str
+    """What is made of it, or why it is refused and what to do instead."""
+    refused: bool = False
+    """Whether it is refused for every value but the harmless ones."""
+    harmless: tuple[Any, ...] = ()
+    """Values that say what is so anyway."""
+    harmless_keys: tuple[str, ...] = ()
+    """Keys of an object that may have any value."""
+    option: str | None = None
+    """The option of ours that it sets."""
+    words: Mapping[str, Any] = field(default_factory=dict)
+    """How values of that option are called here; None: the option is left alone."""
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+WORDS: Mapping[str, Mapping[str, Any]] = {
+    "max_model_len": {"auto": -1},
+    "dtype": {"half": "float16", "float": "float32"},
+    "generation_config": {"vllm": "none"},
+}
+"""What vLLM calls values of options that both have."""
+
+SHORT_NAMES: Mapping[str, str] = {
+    "tensor_parallel_size": "-tp",
+    "api_server_count": "-asc",
+    "pipeline_parallel_size": "-pp",
+    "data_parallel_size": "-dp",
+    "data_parallel_rank": "-dpn",
+    "data_parallel_start_rank": "-dpr",
+    "data_parallel_size_local": "-dpl",
+    "data_parallel_address": "-dpa",
+    "data_parallel_rpc_port": "-dpp",
+    "data_parallel_backend": "-dpb",
+    "data_parallel_hybrid_lb": "-dph",
+    "data_parallel_external_lb": "-dpe",
+    "data_parallel_multi_port_external_lb": "-dpm",
+    "enable_expert_parallel": "-ep",
+    "decode_context_parallel_size": "-dcp",
+    "prefill_context_parallel_size": "-pcp",
+    "nnodes": "-n",
+    "node_rank": "-r",
+    "attention_config": "-ac",
+    "compilation_config": "-cc",
+    "speculative_config": "-sc",
+    "optimization_level": "-O",
+}
+QUANTIZATIONS = _names("""
+    fp8 awq awq_marlin gptq gptq_marlin bitsandbytes gguf compressed-tensors modelopt modelopt_fp4 mxfp4 quark torchao fp_quant
+    ptpc_fp8 fbgemm_fp8 experts_int8 deepspeedfp moe_wna16 int8 mxfp8 nvfp4
+""")
+"""Words after `-q`, which alone is --quiet, that make it vLLM's short form of --quantization."""
+
+TAKEN = _names("""
+    model tokenizer dtype seed max_model_len quantization runner pooler_config hf_overrides revision generation_config
+    override_generation_config max_logprobs logprobs_mode skip_tokenizer_init load_format download_dir tensor_parallel_size
+    gpu_memory_utilization kv_cache_memory_bytes block_size kv_cache_dtype enable_prefix_caching prefix_caching_hash_algo
+    num_gpu_blocks_override max_num_batched_tokens max_num_seqs max_num_queued_reqs max_num_queued_tokens
+    enable_chunked_prefill long_prefill_token_threshold long_prefill_token_threshold_adaptive scheduling_policy
+    scheduler_reserve_full_isl watermark async_scheduling stream_interval disable_log_stats chat_template config
+""")
+"""Flags that the engine's commands take under the same name with the same meaning."""
+TAKEN_BY_SERVER = _names("""
+    host port uds grpc_port uvicorn_log_level disable_uvicorn_access_log disable_access_log_for_endpoints allow_credentials
+    allowed_origins allowed_methods allowed_headers api_key ssl_keyfile ssl_certfile ssl_ca_certs ssl_cert_reqs ssl_ciphers
+    root_path middleware enable_request_id_headers disable_fastapi_docs chat_template_content_format
+    trust_request_chat_template default_chat_template_kwargs response_role return_tokens_as_token_ids enable_auto_tool_choice
+    exclude_tools_when_tool_choice_none tool_call_parser reasoning_parser max_log_len enable_prompt_tokens_details
+    enable_per_request_metrics enable_server_load_tracking enable_force_include_usage sse_keep_alive_interval
+    enable_log_requests fingerprint_mode shutdown_timeout served_model_name otlp_traces_endpoint api_server_count
+""")
+"""The same for `jaxllm serve`."""
+OLDER = _names("""
+    swap_space disable_log_requests max_seq_len_to_capture task guided_decoding_backend device use_v2_block_manager
+    num_scheduler_steps multi_step_stream_outputs disable_frontend_multiprocessing disable_async_output_proc preemption_mode
+    num_lookahead_slots tokenizer_pool_size tokenizer_pool_type tokenizer_pool_extra_config enable_reasoning rope_scaling
+    rope_theta speculative_model num_speculative_tokens disable_mm_preprocessor_cache enable_lora_bias cuda_graph_sizes
+    max_num_partial_prefills max_long_partial_prefills enable_prompt_adapter quantization_param_path worker_use_ray
+""")
+"""Names that vLLM had before 0.33."""
+
+
+def _flags(
+    text: str, *, switches: str = "", values: str = "", lists: str = "", objects: str = "", **more: Any
+) -> Iterator[VllmFlag]:
+    kinds: dict[Kind, str] = {"switch": switches, "value": values, "list": lists, "object": objects}
+    for kind, names in kinds.items():
+        yield from (VllmFlag(name, kind, text, **more) for name in names.split())
+
+
+def _refused(text: str, **more: Any) -> Iterator[VllmFlag]:
+    return _flags(text, refused=True, **more)
+
+
+_ENGINE = (
+    # Model
+    *_flags("a checkpoint's own code is never run; models that need it are refused by name", switches="trust_remote_code"),
+    *_flags("a checkpoint's own code is never run", values="code_revision"),
+    *_flags("the tokenizer's files say which kind it is", values="tokenizer_mode", refused=True, harmless=("auto", "hf")),
+    *_refused("the tokenizer is read at --revision; for another, download it and name its directory with --tokenizer",
+              values="tokenizer_revision"),
+    *_refused("set $HF_TOKEN or run `hf auth login`: a token on the command line is seen in the list of processes",
+              values="hf_token", harmless=(True,)),
+    *_refused("config.json is read from the model's directory; --hf-overrides changes it", values="hf_config_path"),
+    *_refused("configs are read in the hub's format", values="config_format", harmless=("auto", "hf")),
+    *_refused("every model is an implementation of jaxllm's own; `jaxllm models` lists them",
+              values="model_impl", harmless=("auto", "vllm")),
+    *_refused("register the family in the source (docs/ARCHITECTURE.md, To add)", objects="model_class_overrides"),
+    *_flags("--runner pooling makes embeddings", values="convert", option="runner",
+            words={"auto": None, "none": None, "embed": "pooling"}),
+    *_flags("the older name of --runner", values="task", option="runner",
+            words={"auto": "auto", "generate": "generate", "embed": "pooling", "embedding": "pooling"}),
+    *_refused("--quantization fp8 quantises all linear layers of the decoder alike", objects="quantization_config"),
+    *_flags("nothing that is quantised here is deprecated", switches="allow_deprecated_quantization"),
+    *_refused("give the scales in the checkpoint", values="quantization_param_path"),
+    *_flags("every step is a compiled program; --warmup lazy starts sooner", switches="enforce_eager"),
+    *_flags("XLA compiles every step; --warmup says when, --decode-buckets and --token-buckets say for which sizes",
+            objects="compilation_config", values="optimization_level max_cudagraph_capture_size max_seq_len_to_capture",
+            lists="cudagraph_capture_sizes cuda_graph_sizes"),
+    *_flags("there is one mode, for throughput and latency alike", values="performance_mode"),
+    *_refused("attention in a sliding window is part of the model; --max-model-len keeps requests within it",
+              switches="disable_sliding_window"),
+    *_refused("write --hf-overrides.rope_theta X or --hf-overrides.rope_scaling JSON", values="rope_theta", objects="rope_scaling"),
+    *_refused("prompts are text or token ids", switches="enable_prompt_embeds enable_prompt_adapter"),
+    *_flags("sleep and wake_up need no option in Python, and --enable-dev-endpoints over HTTP",
+            switches="enable_sleep_mode sleep_mode_offload_cudagraph enable_cumem_allocator enable_nccl_comm_suspend",
+            values="sleep_mode_backend sleep_preserve_parameter_names"),
+    *_refused("noise is drawn in float32", switches="use_fp64_gumbel"),
+    *_refused("answers do not report it", switches="return_sampling_mask enable_return_routed_experts"),
+    *_refused("traces cannot be replayed", switches="enable_trace_replay"),
+    *_refused("there are no plugins for inputs and outputs", values="io_processor_plugin"),
+    *_refused("give functions to LLM(logits_processors=…) in Python", lists="logits_processors"),
+    *_flags("texts are tokenized in threads; --api-server-count adds processes",
+            values="renderer_num_workers tokenizer_pool_size tokenizer_pool_type", objects="tokenizer_pool_extra_config"),
+    # Loading
+    *_flags("weights are read slice by slice from memory-mapped files, and only the files that are needed",
+            values="safetensors_load_strategy safetensors_prefetch_num_threads safetensors_prefetch_block_size "
+            "pt_load_map_location max_parallel_loading_workers", lists="ignore_patterns"),
+    *_refused("the loaders have no further options", objects="model_loader_extra_config"),
+    *_flags("the older name of --use-progress-bar", switches="use_tqdm_on_load", option="use_progress_bar"),
+    *_refused("weights stay on the device; --quantization fp8 or --tensor-parallel-size makes room",
+              values="cpu_offload_gb offload_group_size", harmless=(0,)),
+    *_flags("only matters where weights are offloaded, which is refused",
+            values="offload_backend offload_num_in_group offload_prefetch_step", lists="cpu_offload_params offload_params"),
+    # Kernels
+    *_flags("kernels are chosen for the GPU and the model and checked at the start; --attention-implementation names one",
+            values="attention_backend moe_backend linear_backend sparse_indexer_topk_backend gdn_prefill_backend "
+            "kda_prefill_backend kda_decode_backend", objects="attention_config kernel_config ir_op_priority",
+            switches="enable_flashinfer_autotune enable_bf16x3_router_gemm monokernel disable_cascade_attn"),
+    *_flags("sums over GPUs run in a kernel that is checked at the start, and through NCCL where that cannot be",
+            switches="disable_custom_all_reduce"),
+    *_flags("no model here has state-space layers",
+            values="mamba_backend mamba_ssu_algorithm mamba_cache_philox_rounds mamba_cache_dtype mamba_ssm_cache_dtype "
+            "mamba_block_size mamba_cache_mode replayssm_buffer_len",
+            switches="enable_mamba_cache_stochastic_rounding enable_mamba_shared_prefix_checkpoint use_replayssm",
+            objects="mamba_config"),
+    # Structured output and reasoning
+    *_refused("llguidance constrains every output; whitespace and the like are said in the request", objects="structured_outputs_config",
+              harmless_keys=("backend", "disable_fallback")),
+    *_flags("llguidance constrains every output", values="guided_decoding_backend"),
+    *_refused("--reasoning-parser chooses among the known formats", values="reasoning_parser_plugin", objects="reasoning_config"),
+    *_flags("reasoning is found by the chat template; --reasoning-parser names its format", switches="enable_reasoning"),
+    # Parallelism
+    *_refused("only --tensor-parallel-size splits a model", values="pipeline_parallel_size", harmless=(1,)),
+    *_refused("start a server for each GPU (CUDA_VISIBLE_DEVICES) behind a proxy", values="data_parallel_size", harmless=(1,)),
+    *_refused("start a server for each GPU (CUDA_VISIBLE_DEVICES) behind a proxy",
+              values="data_parallel_rank data_parallel_start_rank", harmless=(0,)),
+    *_refused("start a server for each GPU (CUDA_VISIBLE_DEVICES) behind a proxy",
+              switches="data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb"),
+    *_flags("only matters with --data-parallel-size, of which there is 1",
+            values="data_parallel_size_local data_parallel_address data_parallel_rpc_port data_parallel_backend dp_sync_interval "
+            "data_parallel_supervisor_port dp_supervisor_probe_interval_s dp_supervisor_probe_timeout_s "
+            "dp_supervisor_probe_failure_threshold", switches="disable_nccl_for_dp_synchronization"),
+    *_refused("a context stays on one GPU's heads; --tensor-parallel-size splits the heads",
+              values="decode_context_parallel_size prefill_context_parallel_size", harmless=(1,)),
+    *_flags("only matters with context parallelism, which is refused", switches="dcp_q_replicate",
+            values="dcp_comm_backend dcp_kv_cache_interleave_size cp_kv_cache_interleave_size"),
+    *_refused("no mixture of experts is supported yet", switches="enable_expert_parallel enable_eplb enable_elastic_ep"),
+    *_flags("only matters for mixtures of experts, of which none is supported yet", objects="eplb_config",
+            values="expert_placement_strategy all2all_backend elastic_ep_max_dp_size", switches="enable_ep_weight_filter"),
+    *_refused("one process drives all GPUs of this machine", values="distributed_executor_backend", harmless=("mp", "uni")),
+    *_refused("one process drives all GPUs of this machine", switches="ray_workers_use_nsight worker_use_ray"),
+    *_refused("a model runs on one machine", values="nnodes", harmless=(1,)),
+    *_refused("a model runs on one machine", values="node_rank", harmless=(0,)),
+    *_flags("only matters on several machines; a model runs on one", values="master_addr master_port "
+            "distributed_timeout_seconds cpu_distributed_timeout_seconds"),
+    *_refused("set $CUDA_VISIBLE_DEVICES", lists="device_ids"),
+    *_refused("set $JAX_PLATFORMS", values="device", harmless=("auto", "cuda", "gpu")),
+    *_refused("start the command under numactl", switches="numa_bind", lists="numa_bind_nodes numa_bind_cpus"),
+    *_flags("each GPU always draws the tokens of its share of the requests", switches="enable_batch_sharded_sampling"),
+    *_refused("steps are not split into micro-batches", switches="enable_dbo"),
+    *_flags("only matters with --enable-dbo, which is refused",
+            values="ubatch_size dbo_decode_token_threshold dbo_prefill_token_threshold"),
+    *_refused("activations are not split along the sequence", switches="enable_hc_sp"),
+    *_flags("nothing is passed between processes in tensors", switches="enable_shm_tensor_arena"),
+    *_refused("there are no workers whose class could be changed", values="worker_cls", harmless=("auto",)),
+    *_refused("there are no workers whose class could be changed", values="worker_extension_cls"),
+    *_refused("docs/FAULTS.md says what happens when something fails", switches="enable_fault_tolerance",
+              objects="fault_tolerance_config watchdog_config"),
+    # KV cache
+    *_flags("preempted requests are computed again, so nothing is swapped out", values="swap_space preemption_mode"),
+    *_refused("all layers have one type of cache, --kv-cache-dtype", lists="kv_cache_dtype_skip_layers"),
+    *_refused("prefixes match by blocks of --block-size tokens", values="prefix_match_unit prefix_cache_retention_interval", harmless=(0,)),
+    *_refused("layers do not share caches", switches="kv_sharing_fast_prefill"),
+    *_flags("every layer keeps its whole context", switches="swa_bounded_replay disable_hybrid_kv_cache_manager"),
+    *_refused("blocks stay on the device", values="kv_offloading_size", harmless=(0,)),
+    *_flags("only matters with --kv-offloading-size, which is refused", values="kv_offloading_backend"),
+    *_flags("there is one block manager", switches="use_v2_block_manager"),
+    # Scheduler
+    *_refused("--max-num-batched-tokens limits a step", values="max_num_scheduled_tokens"),
+    *_refused("--max-num-seqs limits running requests", values="max_num_active_seqs"),
+    *_refused("prompts are admitted in every step", values="prefill_schedule_interval", harmless=(1,)),
+    *_refused("the scheduler cannot be replaced", values="scheduler_cls"),
+    *_flags("the host plans while the device computes (--async-scheduling)", values="num_scheduler_steps",
+            switches="multi_step_stream_outputs disable_async_output_proc"),
+    *_flags("--long-prefill-token-threshold limits long prompts", values="max_num_partial_prefills max_long_partial_prefills"),
+    # LoRA
+    *_refused("adapters are not supported yet; merge the adapter into the weights",
+              switches="enable_lora enable_lora_bias", lists="lora_modules", objects="default_mm_loras"),
+    *_flags("only matters with --enable-lora, which is refused", lists="lora_target_modules",
+            values="max_loras max_lora_rank max_cpu_loras lora_dtype max_lora_cls_labels",
+            switches="fully_sharded_loras enable_tower_connector_lora specialize_active_lora enable_mixed_moe_lora_format "
+            "enable_moe_shared_loras"),
+    # Speculative decoding and transfer
+    *_refused("speculative decoding is not supported yet", objects="speculative_config",
+              values="spec_method spec_model spec_tokens speculative_model num_speculative_tokens"),
+    *_flags("only matters for speculative decoding, which is refused", values="num_lookahead_slots"),
+    *_refused("answers report no figures of speculative decoding", values="per_request_spec_decode_metrics", harmless=("none",)),
+    *_refused("caches and weights are not passed between servers",
+              objects="kv_transfer_config kv_events_config ec_transfer_config ec_manager_config weight_transfer_config"),
+    *_refused("no model here has use for it", objects="diffusion_config engram_config aux_output_config additional_config"),
+    *_refused("--watermark is a fraction of the blocks", objects="watermark_config"),
+    # Images, audio, video
+    *_flags("models read text alone; requests with images, audio or video are refused",
+            values="mm_processor_cache_gb mm_processor_cache_type mm_hasher_algorithm mm_shm_cache_max_object_size_mb "
+            "mm_encoder_tp_mode mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path "
+            "mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin video_pruning_rate video_pruning_method mm_tensor_ipc "
+            "mm_processor_device mm_ipc_gpu_memory_gb allowed_local_media_path", lists="allowed_media_domains",
+            objects="limit_mm_per_prompt media_io_kwargs mm_processor_kwargs",
+            switches="language_model_only interleave_mm_strings skip_mm_profiling mm_device_do_normalize disable_chunked_mm_input "
+            "disable_mm_preprocessor_cache enable_mm_processor_stats trust_request_mm_kwargs"),
+    *_refused("models read text alone", switches="enable_mm_embeds mm_encoder_only"),
+    # Observation
+    *_refused("--otlp-traces-endpoint sends a span for each request", lists="collect_detailed_traces"),
+    *_flags("no metric is hidden", values="show_hidden_metrics_for_version"),
+    *_refused("docs/METRICS.md lists what is measured", switches="kv_cache_metrics cudagraph_metrics enable_mfu_metrics "
+              "enable_logging_iteration_details", objects="custom_histogram_buckets"),
+    *_flags("only matters with --kv-cache-metrics, which is refused", values="kv_cache_metrics_sample"),
+    *_refused("--profiler-dir records traces by JAX's profiler", switches="enable_layerwise_nvtx_tracing", objects="profiler_config"),
+    *_refused("the metric programs_compiled_after_warmup counts them", values="jit_monitor_mode", harmless=("warn",)),
+    *_flags("the metric programs_compiled_after_warmup counts compilations", switches="jit_monitor_verbose"),
+    *_refused("set $JAXLLM_LOG_LEVEL, or -v for debug", values="log_level", harmless=("info", "INFO")),
+    *_refused("set $JAXLLM_LOG_LEVEL and $JAXLLM_LOG_FORMAT, or --log-format", values="log_config_file", objects="logging_config"),
+    *_flags("there is one engine, with one log", switches="aggregate_engine_logging"),
+    *_flags("unknown options in the environment are always errors", switches="fail_on_environ_validation"),
+    *_flags("requests are logged only with --enable-log-requests", switches="disable_log_requests"),
+)  # fmt: skip
+_SERVER = (
+    *_refused("the engine and its HTTP processes start together", switches="headless"),
+    *_refused("--grpc-port N offers gRPC beside HTTP", switches="grpc"),
+    *_refused("start the server again when its certificate changes", switches="enable_ssl_refresh"),
+    *_refused("headers have fixed limits; --max-request-body-bytes limits bodies",
+              values="h11_max_incomplete_event_size h11_max_header_count"),
+    *_flags("/docs needs nothing from other hosts", switches="enable_offline_docs"),
+    *_refused("--tool-call-parser chooses among the known formats", values="tool_parser_plugin"),
+    *_refused("calls are constrained when tool_choice is required or names a function", values="tool_strict_level", harmless=("auto",)),
+    *_refused("the server runs no tools", values="tool_server"),
+    *_refused("--default-chat-template-kwargs sets what the template reads", objects="reasoning_effort_map",
+              values="anthropic_disabled_thinking_effort"),
+    *_refused("there is no such route", switches="enable_tokenizer_info_endpoint tokens_only enable_scale_out"),
+    *_refused("outputs are never logged", switches="enable_log_outputs"),
+    *_flags("only matters with --enable-log-outputs, which is refused", switches="enable_log_deltas"),
+    *_flags("unexpected errors are always logged with their stack", switches="log_error_stack"),
+    *_refused("--fingerprint-mode full, hash or none says what system_fingerprint holds", values="fingerprint_value"),
+    *_flags("scores of many vectors are not offered", switches="enable_flash_late_interaction"),
+    *_flags("there is no API in Cohere's form", switches="cohere_is_reasoning_model", values="cohere_format"),
+    *_flags("HTTP always has processes of its own", switches="disable_frontend_multiprocessing"),
+)  # fmt: skip
+TABLE: Mapping[str, VllmFlag] = {flag.name: flag for flag in (*_ENGINE, *_SERVER)}
+
+
+def spelled(name: str) -> str:
+    """`enforce_eager` as `--enforce-eager`."""
+    return "--" + name.replace("_", "-")
+
+
+def translated(name: str, value: Any, how: str | None = None) -> dict[str, Any]:
+    """The options of ours that a flag in TABLE sets: usually none, and a line of the log.
+
+    `how` it was written, for messages; default: as a keyword. Raises ConfigError for what is refused.
+    """
+    flag, how = TABLE[name], how or f"{name}={value!r}"
+    if value is None:
+        return {}
+    if flag.option is not None:
+        return _set_by(flag, value, how)
+    if _asks_for_nothing(value):
+        return {}
+    if not _is_harmless(flag, value):
+        allowed = " or ".join(str(entry) for entry in flag.harmless)
+        raise ConfigError(f"{how} is refused{f' (only {allowed} is taken)' if allowed else ''}: {flag.text}")
+    tell = info_once if flag.harmless or flag.harmless_keys else warn_once
+    tell(f"{how} changes nothing here: {flag.text}")
+    return {}
+
+
+def as_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords of vLLM's constructors as engine options; those that nobody knows stay. Raises ConfigError for refused ones."""
+    found: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in TABLE:
+            for option, translation in translated(name, value).items():
+                found.setdefault(option, translation)
+        elif name in TAKEN_BY_SERVER:
+            if not _asks_for_nothing(value):
+                warn_once(f"{name}={value!r} changes nothing here: it is for clients of `jaxllm serve`")
+        else:
+            found[name] = WORDS[name].get(value, value) if name in WORDS and isinstance(value, str) else value
+    return found
+
+
+def _set_by(flag: VllmFlag, value: Any, how: str) -> dict[str, Any]:
+    assert flag.option is not None
+    if not flag.words:
+        return {flag.option: value}
+    if value not in flag.words:
+        raise ConfigError(f"{how} is refused: {flag.name} can only be {', '.join(flag.words)}; {flag.text}")
+    word = flag.words[value]
+    return {} if word is None else {flag.option: word}
+
+
+def _is_harmless(flag: VllmFlag, value: Any) -> bool:
+    if not flag.refused:
+        return True
+    if flag.harmless_keys and isinstance(value, Mapping):
+        return all(key in flag.harmless_keys or _asks_for_nothing(entry) for key, entry in value.items())
+    return not isinstance(value, Mapping) and any(value == entry and type(value) is type(entry) for entry in flag.harmless)
+
+
+def _asks_for_nothing(value: Any) -> bool:
+    return value is None or value is False or (isinstance(value, (str, list, tuple, dict, set, frozenset)) and not value)

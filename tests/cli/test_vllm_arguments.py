@@ -1,0 +1,95 @@
+"""What people type who come from vLLM."""
+
+from pathlib import Path
+
+import pytest
+
+from jaxllm.cli.main import command_parser, main
+from jaxllm.cli.options import engine_options
+from jaxllm.errors import ConfigError
+from jaxllm.log import info_once, warn_once
+
+
+@pytest.fixture(autouse=True)
+def forget_messages() -> None:
+    info_once.cache_clear()
+    warn_once.cache_clear()
+
+
+def options_of(line: str) -> dict[str, object]:
+    """The engine options that `jaxllm serve LINE` sets."""
+    parser = command_parser("serve")
+    found = parser.parse(line.split())
+    parser.take_vllm_flags(found)
+    return engine_options(found)
+
+
+NOTHING = (
+    "--trust-remote-code --enforce-eager --swap-space 4 --disable-log-requests --tokenizer-mode auto "
+    "--pipeline-parallel-size 1 --structured-outputs-config.backend xgrammar --compilation-config {} -O3 -cc.mode 3 "
+    "--distributed-executor-backend mp --enable-sleep-mode --model-impl auto --max-seq-len-to-capture 8192 "
+    "--disable-custom-all-reduce --no-enable-lora --cudagraph-capture-sizes 1 2 4 --limit-mm-per-prompt.image 2"
+)
+
+
+@pytest.mark.parametrize(
+    ("line", "options"),
+    [
+        (NOTHING, {}),
+        ("-pp 1 -dp 1 -tp 2 --tokenizer-mode hf", {"tensor_parallel_size": 2}),
+        ("--dtype half", {"dtype": "float16"}),
+        ("--dtype float", {"dtype": "float32"}),
+        ("-q fp8", {"quantization": "fp8"}),
+        ("-q", {}),
+        ("--stream-interval 2", {"stream_interval": 2}),
+        ("--task embed", {"runner": "pooling"}),
+        ("--task embed --runner generate", {"runner": "generate"}),
+        ("--generation-config vllm", {"generation_config": "none"}),
+        ('--override-generation-config {"top_k":5}', {"override_generation_config": {"top_k": 5}}),
+        ("--override-generation-config.top_k 5", {"override_generation_config": {"top_k": 5}}),
+    ],
+)
+def test_flags_of_vllm_are_accepted(line: str, options: dict[str, object], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "jaxllm")
+    assert options_of(line) == options
+    if line == NOTHING:
+        for given in ("--enforce-eager", "-O 3", "--cudagraph-capture-sizes 1 2 4", '--compilation-config {"mode": 3}'):
+            assert f"{given} changes nothing here" in caplog.text
+        assert "--no-enable-lora" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("-pp 2", "-pp 2 is refused (only 1 is taken): only --tensor-parallel-size splits a model"),
+        ("--enable-lora", "--enable-lora is refused: adapters are not supported yet"),
+        ("--lora-modules a=b c=d", "--lora-modules a=b c=d is refused"),
+        ("-q awq", "unknown value 'awq'"),
+        ("--structured-outputs-config.disable_any_whitespace true", "is refused: llguidance"),
+        ("--enforce-eagr", "did you mean '--enforce-eager'?"),
+        ("--api-key one ./model", "--api-key takes every word after it, './model' too; write the model before it"),
+    ],
+)
+def test_flags_of_vllm_are_refused_with_the_reason(line: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", *line.split()]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_several_words_after_one_flag() -> None:
+    found = command_parser("serve").parse(["demo", "--api-key", "a", "b", "--served-model-name", "x", "y", "--api-key", "c"])
+    assert found.positional_model == "demo" and found.api_key == ["a", "b", "c"] and found.served_model_name == ["x", "y"]
+    assert command_parser("serve").parse(["--api-key", "a", "--served-model-name", "x"]).api_key == ["a"]
+
+
+def test_a_config_file_of_vllm(tmp_path: Path) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text("enforce-eager: true\ntask: embed\ndtype: half\nserved_model_name: [a, b]\n")
+    assert options_of(f"--config {path}") == {"runner": "pooling", "dtype": "float16"}
+    path.write_text("seed: 1\nenable-lora: true\n")
+    with pytest.raises(ConfigError, match=rf"{path}:2: enable-lora is refused: adapters"):
+        options_of(f"--config {path}")
+
+
+def test_help_says_what_becomes_of_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--help=eager"]) == 0
+    assert "--enforce-eager: no effect: every step is a compiled program" in capsys.readouterr().out

@@ -1,0 +1,89 @@
+"""Every flag of vLLM is taken, without effect or refused, and what its text recommends exists."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxllm.cli.flags import all_flags, spelling
+from jaxllm.errors import ConfigError
+from jaxllm.vllm_flags import OLDER, QUANTIZATIONS, SHORT_NAMES, TABLE, TAKEN, TAKEN_BY_SERVER, WORDS, as_options, translated
+
+NAMES = {
+    name
+    for line in (Path(__file__).parent / "vllm_flags_0_33.txt").read_text(encoding="utf-8").splitlines()
+    if not line.startswith("#")
+    for name in line.split()
+}
+OPTIONS_OF_COMMANDS = {"config"}
+OURS = set(all_flags()) | OPTIONS_OF_COMMANDS
+
+
+def test_every_flag_of_vllm_is_in_exactly_one_list() -> None:
+    lists: list[set[str]] = [set(TABLE), set(TAKEN), set(TAKEN_BY_SERVER)]
+    assert set.union(*lists) == NAMES | OLDER
+    assert sum(map(len, lists)) == len(set.union(*lists))
+    assert set(TABLE) >= OLDER and not OLDER & NAMES
+
+
+def test_taken_flags_are_options_of_ours_and_the_others_are_not() -> None:
+    assert TAKEN | TAKEN_BY_SERVER <= OURS
+    assert not set(TABLE) & OURS, "now that there is an option of this name, move the flag to TAKEN"
+    assert {flag.option for flag in TABLE.values() if flag.option} <= OURS
+    assert set(WORDS) <= TAKEN and set(SHORT_NAMES) <= TAKEN | TAKEN_BY_SERVER | set(TABLE)
+    assert "fp8" in QUANTIZATIONS
+
+
+def test_what_texts_recommend_exists() -> None:
+    options = {spelling(name) for name in OURS | set(TABLE)}
+    root = Path(__file__).parent.parent
+    for flag in TABLE.values():
+        assert set(re.findall(r"--[a-z][a-z-]*[a-z]", flag.text)) <= options, flag.name
+        assert all((root / page).is_file() for page in re.findall(r"docs/\w+\.md", flag.text)), flag.name
+        named = re.findall(r"--[a-z][a-z-]*", flag.text)
+        if flag.text.startswith("only matters with --") and flag.text.endswith("which is refused"):
+            assert TABLE[named[0][2:].replace("-", "_")].refused
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("enforce_eager", True, "changes nothing here: every step is a compiled program"),
+        ("enforce_eager", False, None),
+        ("pipeline_parallel_size", 1, "changes nothing here"),
+        ("pipeline_parallel_size", 2, "refused (only 1 is taken): only --tensor-parallel-size"),
+        ("pipeline_parallel_size", True, "refused"),
+        ("structured_outputs_config", {"backend": "guidance", "enable_in_reasoning": False}, "changes nothing here"),
+        ("structured_outputs_config", {"disable_any_whitespace": True}, "refused"),
+        ("speculative_config", None, None),
+        ("speculative_config", {"method": "ngram"}, "refused: speculative decoding is not supported yet"),
+        ("distributed_executor_backend", "ray", "refused (only mp or uni is taken)"),
+        ("task", "classify", "refused: task can only be auto, generate, embed, embedding"),
+    ],
+)
+def test_a_flag_changes_nothing_or_is_refused(
+    name: str, value: Any, told: str | None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from jaxllm import log, vllm_flags
+
+    monkeypatch.setattr(vllm_flags, "info_once", log.logger.warning)
+    monkeypatch.setattr(vllm_flags, "warn_once", log.logger.warning)
+    try:
+        assert translated(name, value) == {}
+        said = caplog.text
+    except ConfigError as error:
+        said = str(error)
+    assert told in said if told else not said
+
+
+def test_flags_of_other_names_set_options_of_ours() -> None:
+    given = {"task": "embed", "use_tqdm_on_load": False, "dtype": "float", "generation_config": "vllm", "max_model_len": "auto"}
+    assert as_options(given) == {
+        "runner": "pooling",
+        "use_progress_bar": False,
+        "dtype": "float32",
+        "generation_config": "none",
+        "max_model_len": -1,
+    }
+    assert as_options({"no_such": 1}) == {"no_such": 1}
