@@ -88,13 +88,28 @@ def test_against_dense(core, dense, schedule):
                 check_rows(expected[len(prompt) - 1 : -1], answer.token_logprobs, answer.tokens, params["logprobs"])
             else:
                 assert not answer.logprobs
-            if "prompt_logprobs" in params and len(prompt) > 1:
+            if "prompt_logprobs" in params:
                 check_rows(expected[: len(prompt) - 1], answer.prompt_logprobs, prompt[1:], params["prompt_logprobs"])
             else:
                 assert answer.prompt_logprobs is None
     assert (core.stats().num_preemptions > 0) == (schedule == "preemption")
     if schedule in ("whole", "no cache"):
         assert (core.stats().prefix_cache_hits > 0) == (schedule == "whole")
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 3])
+@pytest.mark.parametrize("params", [{}, {"logprobs": 1}], ids=["decode program", "full sampling"])
+def test_the_last_chunk_of_a_prompt_may_be_one_token(core, dense, params, max_in_flight):
+    engines.reschedule(core, max_num_batched_tokens=16, max_in_flight=max_in_flight)
+    prompts = {length: [5, *range(20, 19 + length)] for length in (1, 2, 16, 17, 33, 81)}
+    for length, prompt in prompts.items():
+        answer = engines.run(core, [engines.request("a", prompt, max_tokens=3, prompt_logprobs=2, **params)])["a"]
+        assert answer.prompt_logprobs is not None
+        check_rows(dense(prompt)[: length - 1], answer.prompt_logprobs, prompt[1:], 2)
+    engines.reschedule(core)
+    llm = LLM.from_config(core.config, core=core)
+    (output,) = llm.generate([[5]], SamplingParams(max_tokens=2, prompt_logprobs=1, **params), use_tqdm=False)
+    assert output.prompt_logprobs == [None]
 
 
 def test_named_tokens(core, dense):
