@@ -273,8 +273,9 @@ class Scheduler:
         try:
             while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
                 request = self.waiting.peek()
-                # Preempted, and its last token is still on the way; or its grammar is being compiled.
-                if request.num_output_placeholders or request.status == RequestStatus.WAITING_FOR_GRAMMAR:
+                if request.num_output_placeholders:
+                    break  # preempted, its last tokens are in flight: the blocks that it gave back are not for those behind it
+                if request.status == RequestStatus.WAITING_FOR_GRAMMAR:
                     skipped.append(self.waiting.pop())
                     continue
                 num_reserved = num_promised + (self._num_watermark_blocks if self.running else 0)
