@@ -157,7 +157,7 @@ class ObserveOptions:
     """Observation"""
 
     disable_log_stats: Annotated[bool, "keep no statistics for `get_metrics` and the log"] = False
-    use_progress_bar: Annotated[bool, "show progress while loading and compiling"] = True
+    use_progress_bar: Annotated[bool, "show progress while loading and compiling, and in `LLM.generate`"] = True
     profiler_dir: Annotated[str | None, "directory for traces of JAX's profiler; without it `start_profile` is refused"] = None
 
 

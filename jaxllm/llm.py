@@ -103,15 +103,15 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool | Callable[..., Any] = True,
+        use_tqdm: bool | Callable[..., Any] | None = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """The answers to prompts, in their order.
 
         A prompt is a text, a list of token ids, or an object with `prompt` or `prompt_token_ids` and perhaps `cache_salt`.
         `sampling_params`: one for all or one each; default: the model's own. `use_tqdm`: whether to show a bar, or what to call
-        in tqdm's place. All prompts are checked before any runs: InvalidRequestError names the places of the wrong ones.
-        EngineError or a Ctrl-C ends all of them.
+        in tqdm's place; default: the engine's `use_progress_bar`. All prompts are checked before any runs: InvalidRequestError
+        names the places of the wrong ones. EngineError or a Ctrl-C ends all of them.
         """
         return self._finish(self._checked(prompts, sampling_params, priority, RequestOutputKind.FINAL_ONLY), use_tqdm)
 
@@ -136,7 +136,7 @@ class LLM:
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool | Callable[..., Any] = True,
+        use_tqdm: bool | Callable[..., Any] | None = None,
         priority: Sequence[int] | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
@@ -210,7 +210,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         *,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        use_tqdm: bool | Callable[..., Any] = True,
+        use_tqdm: bool | Callable[..., Any] | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """One vector for each prompt, in their order. Prompts and errors: as for `generate`."""
         return [
@@ -229,7 +229,7 @@ class LLM:
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
         pooling_task: PoolingTask | None = None,
-        use_tqdm: bool | Callable[..., Any] = True,
+        use_tqdm: bool | Callable[..., Any] | None = None,
     ) -> list[PoolingRequestOutput]:
         """The vector of each prompt (task embed) or those of its tokens (token_embed) as NumPy arrays.
 
@@ -246,7 +246,7 @@ class LLM:
         data_2: str | Sequence[Prompt],
         *,
         pooling_params: PoolingParams | None = None,
-        use_tqdm: bool | Callable[..., Any] = True,
+        use_tqdm: bool | Callable[..., Any] | None = None,
     ) -> list[ScoringRequestOutput]:
         """The cosine of the vectors of two texts: one with each of many, or pair by pair."""
         first, second = as_texts(data_1, "data_1"), as_texts(data_2, "data_2")
@@ -358,9 +358,11 @@ class LLM:
             return [_with_kind(params, output_kind) for params in _one_each(sampling_params, count, "sampling_params")]
         return [_with_kind(sampling_params, output_kind)] * count
 
-    def _finish(self, requests: list[FrontRequest], use_tqdm: bool | Callable[..., Any]) -> list[Any]:
+    def _finish(self, requests: list[FrontRequest], use_tqdm: bool | Callable[..., Any] | None) -> list[Any]:
         """Run requests to their end."""
         results: dict[int, Any] = {}
+        if use_tqdm is None:
+            use_tqdm = self.llm_engine.config.observe.use_progress_bar
         bar = _open_bar(use_tqdm, len(requests), "Processed prompts", "prompt")
         running = self._run(requests)
         start, num_in, num_out = time.perf_counter(), 0, 0
