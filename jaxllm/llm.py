@@ -60,10 +60,11 @@ class LLM:
     """A model with its engine, for use from one thread.
 
     Keyword arguments are the engine's options (`jaxllm.config`). `logits_processors`: functions that requests may have applied
-    to their logits (`jaxllm.sampling.processors`). Raises ConfigError, ModelLoadError or OutOfMemoryError.
+    to their logits (`jaxllm.sampling.processors`), or where to import them, as "module:Name".
+    Raises ConfigError, ModelLoadError or OutOfMemoryError.
     """
 
-    def __init__(self, model: str = "demo", *, logits_processors: "Sequence[Processor]" = (), **options: Any):
+    def __init__(self, model: str = "demo", *, logits_processors: "Sequence[Processor | str]" = (), **options: Any):
         config = EngineConfig.from_options(model=model, **_own_options(options))
         self._start(config, _LoadingBar() if config.observe.use_progress_bar else None, None, logits_processors)
 
@@ -74,7 +75,7 @@ class LLM:
         *,
         progress: Progress | None = None,
         core: Core | None = None,
-        logits_processors: "Sequence[Processor]" = (),
+        logits_processors: "Sequence[Processor | str]" = (),
     ) -> "LLM":
         """An LLM from a whole config. `progress` hears how far loading and compiling are; `core` is a built engine core."""
         llm = cls.__new__(cls)
@@ -86,7 +87,7 @@ class LLM:
         config: EngineConfig,
         progress: Progress | None,
         core: Core | None,
-        logits_processors: "Sequence[Processor]",
+        logits_processors: "Sequence[Processor | str]",
     ) -> None:
         self.llm_engine = LLMEngine(config, progress=progress, core=core, log_stats=False, logits_processors=logits_processors)
         self._request_numbers = itertools.count()
