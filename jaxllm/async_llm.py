@@ -49,7 +49,7 @@ class AsyncLLM:
         *,
         progress: Progress | None = None,
         core: Core | None = None,
-        logits_processors: "Sequence[Processor]" = (),
+        logits_processors: "Sequence[Processor | str]" = (),
     ):
         self._take_over(LLMEngine(config, progress=progress, core=core, logits_processors=logits_processors))
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()

@@ -70,6 +70,11 @@ class ModelOptions:
         Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"],
         "whether logprobs are taken before or after penalties, temperature and masks",
     ] = "raw_logprobs"
+    logits_processors: Annotated[
+        tuple[str, ...] | None,
+        "logits processors that requests may name in extra_args, each as module:Name of a jaxllm.sampling.processors.Processor; "
+        "the engine imports them, so they are trusted like code",
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +168,7 @@ class ObserveOptions:
     """Observation"""
 
     disable_log_stats: Annotated[bool, "keep no statistics for `get_metrics` and the log"] = False
-    use_progress_bar: Annotated[bool, "show progress while loading and compiling"] = True
+    use_progress_bar: Annotated[bool, "show progress while loading and compiling, and in `LLM.generate`"] = True
     profiler_dir: Annotated[str | None, "directory for traces of JAX's profiler; without it `start_profile` is refused"] = None
 
 
@@ -356,6 +361,7 @@ def range_faults(ranges: Mapping[str, Range], flat: Mapping[str, Any], secret: t
 _RANGES: dict[str, Range] = {
     "max_model_len": (lambda v: v >= 1 or v == AUTO_MODEL_LEN, "at least 1, or -1 for the largest that fits"),
     "max_logprobs": at_least(-1),
+    "logits_processors": (lambda v: all(re.fullmatch(r"[\w.]+:[\w.]+", name) for name in v), "a list of module:Name"),
     "block_size": (lambda v: v in (8, 16, 32, 64, 128), "8, 16, 32, 64 or 128"),
     "gpu_memory_utilization": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
     "num_gpu_blocks_override": at_least(2),

@@ -46,11 +46,11 @@ class LLM:
     """A model with its engine, for use from one thread.
 
     Keyword arguments are the engine's options (`jaxllm.config`); docs/VLLM_FLAGS.md says which of vLLM's are taken too.
-    `logits_processors`: functions that requests may have applied to their logits (`jaxllm.sampling.processors`). Raises
-    ConfigError, ModelLoadError or OutOfMemoryError.
+    `logits_processors`: functions that requests may have applied to their logits (`jaxllm.sampling.processors`), or where to
+    import them, as "module:Name". Raises ConfigError, ModelLoadError or OutOfMemoryError.
     """
 
-    def __init__(self, model: str = "demo", *, logits_processors: "Sequence[Processor]" = (), **options: Any):
+    def __init__(self, model: str = "demo", *, logits_processors: "Sequence[Processor | str]" = (), **options: Any):
         config = EngineConfig.from_options(model=model, **as_options(options))
         self._start(config, _LoadingBar() if config.observe.use_progress_bar else None, None, logits_processors)
 
@@ -61,7 +61,7 @@ class LLM:
         *,
         progress: Progress | None = None,
         core: Core | None = None,
-        logits_processors: "Sequence[Processor]" = (),
+        logits_processors: "Sequence[Processor | str]" = (),
     ) -> "LLM":
         """An LLM from a whole config. `progress` hears how far loading and compiling are; `core` is a built engine core."""
         llm = cls.__new__(cls)
@@ -73,7 +73,7 @@ class LLM:
         config: EngineConfig,
         progress: Progress | None,
         core: Core | None,
-        logits_processors: "Sequence[Processor]",
+        logits_processors: "Sequence[Processor | str]",
     ) -> None:
         self.llm_engine = LLMEngine(config, progress=progress, core=core, log_stats=False, logits_processors=logits_processors)
         self._request_numbers = itertools.count()
@@ -90,7 +90,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool | Callable[..., Any] = True,
+        use_tqdm: bool | Callable[..., Any] | None = None,
         lora_request: None = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
@@ -98,8 +98,8 @@ class LLM:
 
         A prompt is a text, a list of token ids, or an object with `prompt` or `prompt_token_ids` and perhaps `cache_salt`.
         `sampling_params`: one for all or one each; default: the model's own. `use_tqdm`: whether to show a bar, or what to call
-        in tqdm's place. All prompts are checked before any runs: InvalidRequestError names the places of the wrong ones.
-        EngineError or a Ctrl-C ends all of them.
+        in tqdm's place; default: the engine's `use_progress_bar`. All prompts are checked before any runs: InvalidRequestError
+        names the places of the wrong ones. EngineError or a Ctrl-C ends all of them.
         """
         refuse_adapter(lora_request)
         return self._finish(self._checked(prompts, sampling_params, priority, RequestOutputKind.FINAL_ONLY), use_tqdm)
@@ -125,7 +125,7 @@ class LLM:
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool | Callable[..., Any] = True,
+        use_tqdm: bool | Callable[..., Any] | None = None,
         lora_request: None = None,
         priority: Sequence[int] | None = None,
         **template_options: Any,
@@ -201,7 +201,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         *,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        use_tqdm: bool | Callable[..., Any] = True,
+        use_tqdm: bool | Callable[..., Any] | None = None,
         lora_request: None = None,
     ) -> list[EmbeddingRequestOutput]:
         """One vector for each prompt, in their order. Prompts and errors: as for `generate`."""
@@ -223,7 +223,7 @@ class LLM:
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
         pooling_task: PoolingTask | None = None,
-        use_tqdm: bool | Callable[..., Any] = True,
+        use_tqdm: bool | Callable[..., Any] | None = None,
         lora_request: None = None,
     ) -> list[PoolingRequestOutput]:
         """The vector of each prompt (task embed) or those of its tokens (token_embed) as NumPy arrays.
@@ -242,7 +242,7 @@ class LLM:
         data_2: str | Sequence[Prompt],
         *,
         pooling_params: PoolingParams | None = None,
-        use_tqdm: bool | Callable[..., Any] = True,
+        use_tqdm: bool | Callable[..., Any] | None = None,
         lora_request: None = None,
     ) -> list[ScoringRequestOutput]:
         """The cosine of the vectors of two texts: one with each of many, or pair by pair."""
@@ -357,9 +357,11 @@ class LLM:
             return [_with_kind(params, output_kind) for params in _one_each(sampling_params, count, "sampling_params")]
         return [_with_kind(sampling_params, output_kind)] * count
 
-    def _finish(self, requests: list[FrontRequest], use_tqdm: bool | Callable[..., Any]) -> list[Any]:
+    def _finish(self, requests: list[FrontRequest], use_tqdm: bool | Callable[..., Any] | None) -> list[Any]:
         """Run requests to their end."""
         results: dict[int, Any] = {}
+        if use_tqdm is None:
+            use_tqdm = self.llm_engine.config.observe.use_progress_bar
         bar = _open_bar(use_tqdm, len(requests), "Processed prompts", "prompt")
         running = self._run(requests)
         start, num_in, num_out = time.perf_counter(), 0, 0

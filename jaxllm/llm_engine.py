@@ -113,7 +113,7 @@ class LLMEngine:
         progress: Progress | None = None,
         core: Core | None = None,
         log_stats: bool = True,
-        logits_processors: "Sequence[Processor]" = (),
+        logits_processors: "Sequence[Processor | str]" = (),
         texts: Texts | None = None,
         namespace: str = "",
     ):
@@ -379,7 +379,9 @@ def _load_chat_template(text_or_file: str) -> str:
     return load_chat_template(text_or_file)
 
 
-def _build_core(config: EngineConfig, progress: Progress | None, processors: "Sequence[Processor]", times: StartTimes) -> Core:
+def _build_core(
+    config: EngineConfig, progress: Progress | None, processors: "Sequence[Processor | str]", times: StartTimes
+) -> Core:
     with times.part("imports"):
         from jaxllm.engine.core import EngineCore  # imports JAX
 

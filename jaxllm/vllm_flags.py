@@ -79,11 +79,12 @@ QUANTIZATIONS = _names("""
 
 TAKEN = _names("""
     model tokenizer dtype seed max_model_len quantization runner pooler_config hf_overrides revision generation_config
-    override_generation_config max_logprobs logprobs_mode skip_tokenizer_init load_format download_dir tensor_parallel_size
-    gpu_memory_utilization kv_cache_memory_bytes block_size kv_cache_dtype enable_prefix_caching prefix_caching_hash_algo
-    num_gpu_blocks_override max_num_batched_tokens max_num_seqs max_num_queued_reqs max_num_queued_tokens
-    enable_chunked_prefill long_prefill_token_threshold long_prefill_token_threshold_adaptive scheduling_policy
-    scheduler_reserve_full_isl watermark async_scheduling stream_interval disable_log_stats chat_template config
+    override_generation_config max_logprobs logprobs_mode logits_processors skip_tokenizer_init load_format download_dir
+    tensor_parallel_size gpu_memory_utilization kv_cache_memory_bytes block_size kv_cache_dtype enable_prefix_caching
+    prefix_caching_hash_algo num_gpu_blocks_override max_num_batched_tokens max_num_seqs max_num_queued_reqs
+    max_num_queued_tokens enable_chunked_prefill long_prefill_token_threshold long_prefill_token_threshold_adaptive
+    scheduling_policy scheduler_reserve_full_isl watermark async_scheduling stream_interval disable_log_stats
+    chat_template config
 """)
 """Flags that the engine's commands take under the same name with the same meaning."""
 TAKEN_BY_SERVER = _names("""
@@ -155,7 +156,6 @@ _ENGINE = (
     *_refused("answers do not report it", switches="return_sampling_mask enable_return_routed_experts"),
     *_refused("traces cannot be replayed", switches="enable_trace_replay"),
     *_refused("there are no plugins for inputs and outputs", values="io_processor_plugin"),
-    *_refused("give functions to LLM(logits_processors=…) in Python", lists="logits_processors"),
     *_flags("texts are tokenized in threads; --api-server-count adds processes",
             values="renderer_num_workers tokenizer_pool_size tokenizer_pool_type", objects="tokenizer_pool_extra_config"),
     # Loading

@@ -48,9 +48,11 @@ def plan(options: Mapping[str, Any], *, device_bytes: int | None = None) -> Plan
     from jaxllm.models.registry import build_model
     from jaxllm.parallel.mesh import make_mesh
     from jaxllm.runner import memory
+    from jaxllm.sampling.processors import load_processors
 
     asked = EngineConfig.from_options(**options)
     num_devices = asked.parallel.tensor_parallel_size
+    load_processors(asked.model.logits_processors or ())
     faults: list[JaxLLMError] = []
     if device_bytes is None:
         memory.reserve_device_memory(asked.cache.gpu_memory_utilization, tensor_parallel_size=num_devices)

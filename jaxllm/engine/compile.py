@@ -5,6 +5,7 @@ from pathlib import Path
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.prepare import Prepared
+from jaxllm.log import logger
 from jaxllm.progress import Progress
 from jaxllm.runner.program_store import new_artifact, write_manifest
 from jaxllm.runner.step_programs import ProgramKey
@@ -26,6 +27,8 @@ def compile_artifact(config: EngineConfig, model_dir: Path, output: Path, progre
     Raises ConfigError, ModelLoadError or OutOfMemoryError.
     """
     times = StartTimes()
+    if config.model.logits_processors:
+        logger.info("programs with logits processors are no part of an artifact: the engine compiles them at its start")
     prepared = Prepared.of(config.replace(compiled_artifact=None), model_dir, (), times)
     artifact = new_artifact(output, list(prepared.mesh.devices.flat))
     try:

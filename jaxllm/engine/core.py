@@ -24,7 +24,7 @@ from jaxllm.log import logger
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.progress import SILENT, Progress
 from jaxllm.request import EngineCoreRequest, Request, RequestStatus
-from jaxllm.sampling.processors import Processor, check_processors
+from jaxllm.sampling.processors import Processor, check_processors, load_processors
 from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.scheduler.stats import SchedulerStats
 from jaxllm.start_times import StartTimes
@@ -49,18 +49,19 @@ class EngineCore:
         self,
         config: EngineConfig,
         progress: Progress | None = None,
-        processors: Sequence[Processor] = (),
+        processors: Sequence[Processor | str] = (),
         times: StartTimes | None = None,
     ):
         fault_points.install_from_environment("core")
         progress = progress or Progress()
         self.start_times = times or StartTimes()
         """Where the time until the engine was ready went."""
-        self.processor_arguments: Mapping[str, int] = check_processors(processors)
+        loaded = load_processors((*(config.model.logits_processors or ()), *processors))
+        self.processor_arguments: Mapping[str, int] = check_processors(loaded)
         started = time.perf_counter()
         self.model_dir = resolve_model(config.model.model, config.model.revision, config.model.download_dir)
         with _explained_out_of_memory():
-            prepared = Prepared.of(config, self.model_dir, tuple(processors), self.start_times)
+            prepared = Prepared.of(config, self.model_dir, loaded, self.start_times)
         config, warmup = prepared.config, prepared.config.compile.warmup
         eager = warmup in ("all", "background")
         logger.info("%s", prepared.plan.describe())

@@ -20,7 +20,9 @@ class PromptLogprobsChunk:
     first_token: int
     """Index among the step's tokens of the first position."""
     targets: list[int]
-    """The prompt tokens that follow those positions."""
+    """The prompt tokens that follow those positions; none follows the last position of a prompt."""
+    is_last: bool
+    """Whether the prompt ends with them."""
 
 
 @dataclass(frozen=True)
@@ -116,10 +118,13 @@ class BatchBuilder:
         columns[:num_rows, Column.TOKEN_ROW] = index_R
         columns[num_rows:] = rows.columns[rows.trash]
         views.token_ids_T[:num_rows] = FROM_ROW
+        prefills = []
         for i in np.flatnonzero(start_R < num_known_R):  # the last token of a prompt, computed alone
             views.token_ids_T[i] = scheduled[i].data.token_ids[start_R[i]]
+            prefills.append((scheduled[i], int(start_R[i]), 1))
         extra = self._fill_updates(layout, buffer, update_index, update_block)
-        return Batch(buffer, layout, True, scheduled, variant, LogprobsKind.NONE, [], [], extra)
+        prompt_logprobs = self._prompt_logprobs(prefills)
+        return Batch(buffer, layout, True, scheduled, variant, LogprobsKind.NONE, [], prompt_logprobs, extra)
 
     def _build_mixed(self, plan: SchedulerOutput) -> Batch:
         """A step of any other kind."""
@@ -159,7 +164,8 @@ class BatchBuilder:
         if plan.masked_request_ids:
             variant = max(variant, Variant.MASKED)
         logprobs = LogprobsKind.of(sampled) if variant == Variant.FULL else LogprobsKind.NONE
-        is_decode = not partial and num_tokens == len(scheduled) and variant < Variant.MASKED and not prompt_logprobs
+        is_decode = not partial and num_tokens == len(scheduled) and variant < Variant.MASKED
+        is_decode = is_decode and not any(chunk.targets for chunk in prompt_logprobs)
         if is_decode:
             layout = decode_layout(self.buckets.fit_decode(len(scheduled)))
         else:
@@ -222,11 +228,11 @@ class BatchBuilder:
     def _prompt_logprobs(self, scheduled: list[tuple[Row, int, int]]) -> list[PromptLogprobsChunk]:
         chunks, first = [], 0
         for row, start, count in scheduled:
-            # The last prompt position predicts the first output token, which is no prompt logprob.
-            stop = min(start + count, row.data.num_prompt_tokens - 1)
-            resumed = row.num_known > row.data.num_prompt_tokens  # then they were delivered before
-            if row.num_prompt_logprobs is not None and start < stop and not resumed:
-                chunks.append(PromptLogprobsChunk(row, first, row.data.token_ids[start + 1 : stop + 1]))
+            num_prompt, stop = row.data.num_prompt_tokens, start + count
+            resumed = row.num_known > num_prompt  # then they were delivered before
+            if row.num_prompt_logprobs is not None and start < num_prompt and not resumed:
+                targets = row.data.token_ids[start + 1 : stop + 1]
+                chunks.append(PromptLogprobsChunk(row, first, targets, is_last=stop >= num_prompt))
             first += count
         return chunks
 

@@ -471,7 +471,9 @@ class ModelRunner:
         self.caches, self.row_arrays, token_R = program(
             self.params, self.caches, self.row_arrays, self._send(batch.layout, batch.buffer), self._workspace
         )
-        return PendingStep(batch.sampled, token_R, Scores(None, None), [], errors)
+        # No prompt token follows those that this program computes: it only ends prompts.
+        ended = [PendingPromptLogprobs(chunk.row, 0, [], chunk.is_last) for chunk in batch.prompt_logprobs]
+        return PendingStep(batch.sampled, token_R, Scores(None, None), ended, errors)
 
     def _sample_key(self, batch: Batch) -> ProgramKey:
         num_rows = self.buckets.fit_sample(max(1, len(batch.sampled)))
@@ -491,7 +493,7 @@ class ModelRunner:
             self.params, self.caches, self.row_arrays, self._send(batch.layout, batch.buffer), self._workspace
         )
         vectors = self._pooler.run(batch.pooling, hidden_TD, hidden_ND) if batch.pooling else None
-        parts = [part for chunk in batch.prompt_logprobs for part in self._score_prompt(chunk, hidden_TD)]
+        parts = [self._score_prompt(chunk, hidden_TD) for chunk in batch.prompt_logprobs]
         return _Hidden(hidden_ND, columns_NC, parts, vectors, errors)
 
     def _sample(self, batch: Batch, hidden: _Hidden, mask_RW: jax.Array | None) -> PendingStep:
@@ -529,15 +531,15 @@ class ModelRunner:
             ids[i, : len(row.named_ids or ())] = row.named_ids or ()
         return self._put(ids)
 
-    def _score_prompt(self, chunk: PromptLogprobsChunk, hidden_TD: jax.Array) -> list[PendingPromptLogprobs]:
-        program = self._program(ProgramKey("prompt_logprobs", hidden_TD.shape[0]))
-        parts = []
+    def _score_prompt(self, chunk: PromptLogprobsChunk, hidden_TD: jax.Array) -> PendingPromptLogprobs:
+        scores = []
         for first in range(0, len(chunk.targets), PROMPT_LOGPROBS_CHUNK):
+            program = self._program(ProgramKey("prompt_logprobs", hidden_TD.shape[0]))
             targets = chunk.targets[first : first + PROMPT_LOGPROBS_CHUNK]
             index = chunk.first_token + first + np.arange(len(targets))
             arrays = _padded(index, targets, PROMPT_LOGPROBS_CHUNK, padding=0)
-            parts.append(PendingPromptLogprobs(chunk.row, len(targets), program(self.params, hidden_TD, self._put(arrays))))
-        return parts
+            scores.append(program(self.params, hidden_TD, self._put(arrays)))
+        return PendingPromptLogprobs(chunk.row, len(chunk.targets), scores, chunk.is_last)
 
     def _write_blocks(self, index: np.ndarray, block: np.ndarray) -> None:
         program = self._program(ProgramKey("write_blocks"))

@@ -28,7 +28,8 @@ def top_logprobs(
     implementation, interpret: as in `sampler`; kernels take 1 ≤ k ≤ kernels.MAX_TOP_VALUES, beyond it is plain JAX.
     """
     if implementation == "xla" or not 1 <= k <= kernels.MAX_TOP_VALUES:
-        likeliest_RK, ids_RK = jax.lax.top_k(logits_RV, k)
+        # To lax.top_k, -0 is less than 0; here they are equals.
+        likeliest_RK, ids_RK = jax.lax.top_k(jnp.where(logits_RV == 0, 0.0, logits_RV), k)
         return _report(logits_RV, token_R, ids_RK.astype(jnp.int32), likeliest_RK, normalize)
     token_R1 = token_R.astype(jnp.int32)[:, None]
     own_R1 = jnp.take_along_axis(logits_RV, token_R1, axis=1)

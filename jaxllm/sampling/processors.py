@@ -3,13 +3,16 @@
 def no_repeats(logits_RV, context):
     return jnp.where(context.output_count_RV > context.arguments_RA[:, :1], -jnp.inf, logits_RV)
 
-Processor("no_repeats", no_repeats, num_arguments=1)      # given to the engine when it is constructed
+processor = Processor("no_repeats", no_repeats, num_arguments=1)
+LLM(logits_processors=[processor])                        # or "my_module:processor", as in --logits-processors
 SamplingParams(extra_args={"no_repeats": [2.0]})          # a request that wants it; all others are untouched
 """
 
+import importlib
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +48,36 @@ class Processor:
     name: str
     function: Callable[[jax.Array, ProcessorContext], jax.Array]
     num_arguments: int = 0
+
+
+def load_processors(given: Sequence[Processor | str]) -> tuple[Processor, ...]:
+    """The processors, with those given as "module:Name" imported: a Processor, or a class of which one is made.
+
+    Raises ConfigError for what cannot be imported or is no Processor.
+    """
+    loaded = []
+    for each in given:
+        found = _imported(each) if isinstance(each, str) else each
+        if not isinstance(found, Processor):
+            raise ConfigError(
+                f"logits processor {each!r} is not a jaxllm.sampling.processors.Processor but of type {type(found).__name__}; wrap a "
+                "pure JAX function from logits to logits in one (processors that work on torch tensors cannot be compiled)"
+            )
+        loaded.append(found)
+    return tuple(loaded)
+
+
+def _imported(path: str) -> Any:
+    module, _, name = path.partition(":")
+    try:
+        found = operator.attrgetter(name)(importlib.import_module(module))
+        is_class = isinstance(found, type) and issubclass(found, Processor)
+        return found() if is_class else found
+    except Exception as error:  # whatever the module raises
+        raise ConfigError(
+            f"logits processor {path!r} cannot be imported: {type(error).__name__}: {error}; name it as module:Name, and install "
+            "the module or put its directory into PYTHONPATH"
+        ) from error
 
 
 def check_processors(processors: Sequence[Processor]) -> dict[str, int]:

@@ -38,9 +38,9 @@ class BlockPool:
         return [block.block_id for block in self._free]
 
     def find(self, block_hash: bytes) -> KVCacheBlock | None:
-        """A block with this content, used or free."""
+        """A block with this content; a free one, which taking it would cost, only if none is used."""
         found = self._cached.get(block_hash)
-        return next(iter(found.values())) if isinstance(found, dict) else found
+        return max(found.values(), key=lambda block: block.ref_count) if isinstance(found, dict) else found
 
     def allocate(self, count: int) -> list[KVCacheBlock]:
         """Hand out the first free blocks, which lose their content. Raises IndexError if there are fewer."""

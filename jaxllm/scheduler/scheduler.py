@@ -42,7 +42,8 @@ class _Refusal(NamedTuple):
     request: Request
     num_spare_blocks: int
     next_block_hash: bytes | None
-    """Of its first block that was not cached."""
+    """Of its first block that no running request held. Those before it cost nothing; a cached one that nobody holds leaves
+    the free queue, so it costs as much as a new one."""
 
 
 class PlanError(Exception):
@@ -276,8 +277,9 @@ class Scheduler:
         try:
             while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
                 request = self.waiting.peek()
-                # Preempted, and its last token is still on the way; or its grammar is being compiled.
-                if request.num_output_placeholders or request.status == RequestStatus.WAITING_FOR_GRAMMAR:
+                if request.num_output_placeholders:
+                    break  # preempted, its last tokens are in flight: the blocks that it gave back are not for those behind it
+                if request.status == RequestStatus.WAITING_FOR_GRAMMAR:
                     skipped.append(self.waiting.pop())
                     continue
                 num_reserved = num_promised + (self._num_watermark_blocks if self.running else 0)
@@ -316,36 +318,27 @@ class Scheduler:
         return self.cache_manager.num_blocks_for(request.num_tokens) - self.cache_manager.num_blocks_of(request.request_id)
 
     def _still_refused(self, request: Request, num_spare_blocks: int) -> bool:
-        """Whether a request that did not fit cannot fit now: no more blocks are free, no more of it is cached.
+        """Whether a request that did not fit cannot fit now: no more blocks are free, and it needs as many as before.
 
         Spares the walk through its whole prompt in every step that it waits.
         """
         refusal = self._refusal
-        return (
-            refusal is not None
-            and refusal.request is request
-            and num_spare_blocks <= refusal.num_spare_blocks
-            and (refusal.next_block_hash is None or self.cache_manager.pool.find(refusal.next_block_hash) is None)
-        )
+        if refusal is None or refusal.request is not request or num_spare_blocks > refusal.num_spare_blocks:
+            return False
+        next_block = None if refusal.next_block_hash is None else self.cache_manager.pool.find(refusal.next_block_hash)
+        return next_block is None or next_block.ref_count == 0
 
     def _remember_refusal(self, request: Request, prefix: CachedPrefix, num_spare_blocks: int) -> None:
         if not self.options.scheduler_reserve_full_isl:
             return  # what it needs then depends on the step's budget too
-        num_hits, reads = len(prefix.blocks), self.cache_manager.reads_cache(request)
-        next_hash = request.block_hashes[num_hits] if reads and num_hits < len(request.block_hashes) else None
+        # Who holds a block of a prompt holds those before it too.
+        num_held = next((index for index, block in enumerate(prefix.blocks) if block.ref_count == 0), len(prefix.blocks))
+        reads = self.cache_manager.reads_cache(request)
+        next_hash = request.block_hashes[num_held] if reads and num_held < len(request.block_hashes) else None
         self._refusal = _Refusal(request, num_spare_blocks, next_hash)
 
     def _admit(self, request: Request, prefix: CachedPrefix) -> NewRequestData:
         self._refusal = None
-        if self.cache_manager.reads_cache(request):
-            totals = self._resumed_prefix_totals if request.num_preemptions else self._prefix_totals
-            totals[0] += request.num_tokens
-            totals[1] += prefix.num_cached_tokens
-        if request.num_cached_tokens < 0:
-            request.num_cached_tokens = prefix.num_cached_tokens
-            request.scheduled_at = time.monotonic()
-        request.num_computed_tokens = prefix.num_computed_tokens
-        request.status = RequestStatus.RUNNING
         self.running.append(request)
         return NewRequestData(
             request_id=request.request_id,
@@ -360,9 +353,24 @@ class Scheduler:
             pooling_params=request.pooling_params,
         )
 
+    def _note_admission(self, request: Request, data: NewRequestData) -> None:
+        """What a request becomes once the plan that admits it is whole."""
+        if self.cache_manager.reads_cache(request):
+            totals = self._resumed_prefix_totals if request.num_preemptions else self._prefix_totals
+            totals[0] += request.num_tokens
+            totals[1] += data.num_cached_tokens
+        if request.num_cached_tokens < 0:
+            request.num_cached_tokens = data.num_cached_tokens
+            request.scheduled_at = time.monotonic()
+        request.num_computed_tokens = data.num_computed_tokens
+        request.status = RequestStatus.RUNNING
+
     def _commit(self, shares: list[_Share], new_requests: list[NewRequestData]) -> SchedulerOutput:
         """Write the plan down and count its tokens as computed. The shares of the new requests are the last."""
-        known = shares[: len(shares) - len(new_requests)]
+        num_known = len(shares) - len(new_requests)
+        known = shares[:num_known]
+        for (request, _, _, _), data in zip(shares[num_known:], new_requests, strict=True):
+            self._note_admission(request, data)
         cached = CachedRequestData(
             [request.request_id for request, _, _, _ in known],
             [new_block_ids for _, _, _, new_block_ids in known],

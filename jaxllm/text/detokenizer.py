@@ -14,6 +14,9 @@ MAX_HELD_TOKENS = 8
 """No character takes more tokens; after so many, text that still looks broken is broken."""
 
 
+_MAX_CHARACTER_BYTES = 4
+
+
 class TextStream(Protocol):
     """Text of tokens, one by one."""
 
@@ -34,7 +37,8 @@ def text_stream(
     if tokenizer.is_byte_level:
         return ByteTextStream(tokenizer, prompt_ids, skipped)
     glued = frozenset() if skip_special_tokens or spaces_between_special_tokens else frozenset(tokenizer.added_tokens)
-    return WindowTextStream(tokenizer, prompt_ids, skipped, glued)
+    make = FallbackTextStream if tokenizer.fallback_bytes else WindowTextStream
+    return make(tokenizer, prompt_ids, skipped, glued)
 
 
 class ByteTextStream(TextStream):
@@ -44,7 +48,7 @@ class ByteTextStream(TextStream):
         self._bytes_of = tokenizer.token_bytes
         self._skipped = skipped
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        for token_id in _visible_tail(prompt_ids, skipped, 4):  # a character has at most four bytes
+        for token_id in _visible_tail(prompt_ids, skipped, _MAX_CHARACTER_BYTES):
             self.push(token_id)
 
     def push(self, token_id: int) -> str:
@@ -104,6 +108,51 @@ class WindowTextStream(TextStream):
     def flush(self) -> str:
         text = self._added_text(self._decode(self._context + self._held)) if self._held else ""
         return self._advance(text, self._context + self._held)
+
+    def continue_after(self, token_ids: list[int]) -> str:
+        """Go on as if these tokens were the last. Returns what was held back."""
+        return self._advance(self.flush(), token_ids)
+
+
+class FallbackTextStream(TextStream):
+    """For tokenizers with a token for each byte of characters that the vocabulary lacks: decodes bytes as they come, the rest by a window.
+
+    Decoders turn a whole run of byte tokens into U+FFFD if one character of it is incomplete, so no window may begin in a run.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skipped: frozenset[int], glued: frozenset[int] = frozenset()
+    ):
+        self._bytes_of = tokenizer.fallback_bytes
+        self._anchor, _ = tokenizer.anchor
+        self._skipped = skipped
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._others = WindowTextStream(tokenizer, prompt_ids, skipped, glued)
+        self._in_bytes = False
+        for token_id in _visible_tail(prompt_ids, skipped, _MAX_CHARACTER_BYTES):
+            if token_id in self._bytes_of:
+                self.push(token_id)
+            else:
+                self._end_bytes()
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._skipped:
+            return ""
+        if (byte := self._bytes_of.get(token_id)) is None:
+            return self._end_bytes() + self._others.push(token_id)
+        text = ""
+        if not self._in_bytes:
+            self._in_bytes = True
+            # To tokens after the bytes it only matters that some text precedes them.
+            text = self._others.continue_after(self._anchor)
+        return text + self._decoder.decode(byte)
+
+    def _end_bytes(self) -> str:
+        self._in_bytes = False
+        return self._decoder.decode(b"", final=True)
+
+    def flush(self) -> str:
+        return self._end_bytes() + self._others.flush()
 
 
 def _visible_tail(token_ids: Sequence[int], skipped: frozenset[int], length: int) -> list[int]:

@@ -126,19 +126,28 @@ class Tokenizer:
             self._token_bytes[id] = found
         return found
 
+    @cached_property
+    def fallback_bytes(self) -> dict[int, bytes]:
+        """The tokens that stand for single bytes of characters which the vocabulary lacks (<0xE4>); none in most vocabularies."""
+        letter = self.convert_token_to_id("<0x61>")
+        if letter is None or self.decode([letter]) != "a":  # where it is text as it stands
+            return {}
+        ids = ((byte, self.convert_token_to_id(f"<0x{byte:02X}>")) for byte in range(256))
+        return {id: bytes([byte]) for byte, id in ids if id is not None}
+
     def token_text(self, id: int) -> str:
         """The text of a token in the middle of a text. It has U+FFFD where the token holds only a part of a character."""
         found = self._token_texts.get(id)
         if found is None:
-            anchor, anchor_text = self._anchor
+            anchor, anchor_text = self.anchor
             text = self.decode([*anchor, id])
             found = text[len(anchor_text) :] if text.startswith(anchor_text) else self.decode([id])
             self._token_texts[id] = found
         return found
 
     @cached_property
-    def _anchor(self) -> tuple[list[int], str]:
-        """A token before which others show their leading space, which many decoders drop at the start of a text."""
+    def anchor(self) -> tuple[list[int], str]:
+        """A token after which others show their leading space, which many decoders drop at the start of a text; and its text."""
         ids = self.encode("a", add_special_tokens=False)[-1:]
         return ids, self.decode(ids)
 
@@ -223,9 +232,13 @@ class SlowTokenizer(Tokenizer):
         return self._slow.encode(text, add_special_tokens=False, split_special_tokens=True)
 
     def convert_token_to_id(self, token: str) -> int | None:
-        return self.get_vocab().get(token)
+        return self._vocab.get(token)
 
     def get_vocab(self) -> dict[str, int]:
+        return dict(self._vocab)
+
+    @cached_property
+    def _vocab(self) -> dict[str, int]:
         return self._slow.get_vocab()
 
     @cached_property

@@ -212,6 +212,11 @@ def test_dry_run_prints_the_memory_plan_and_loads_nothing(
     assert opened.core is None
 
 
+def test_dry_run_says_what_cannot_be_imported(planned: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", planned, "--dry-run", "--logits-processors", "no_such_module:Name"]) == 1
+    assert "No module named 'no_such_module'" in capsys.readouterr().err
+
+
 def test_dry_run_says_what_does_not_fit(planned: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "x", "--dry-run", "--model", planned, "--num-gpu-blocks-override", "3"]) == 1
     assert "the KV cache is too small for one request" in capsys.readouterr().err

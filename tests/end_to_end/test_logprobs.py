@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, SamplingParams
+from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError, InvalidRequestError
-from jaxllm.sampling.processors import Processor
+from jaxllm.sampling.processors import Processor, load_processors
 from tests.helpers import engines, goldens
 
 NAME = "llama_gqa"
@@ -23,7 +24,14 @@ def unseen(logits_RV, context):
     return jnp.where(context.output_count_RV > 0, -jnp.inf, logits_RV)
 
 
-PROCESSORS = (Processor("below", below, num_arguments=1), Processor("unseen", unseen))
+UNSEEN = Processor("unseen", unseen)
+PROCESSORS = (Processor("below", below, num_arguments=1), UNSEEN)
+
+
+class Below(Processor):
+    def __init__(self):
+        super().__init__("below", below, num_arguments=1)
+
 
 SCHEDULES = {
     "whole": {},
@@ -88,13 +96,28 @@ def test_against_dense(core, dense, schedule):
                 check_rows(expected[len(prompt) - 1 : -1], answer.token_logprobs, answer.tokens, params["logprobs"])
             else:
                 assert not answer.logprobs
-            if "prompt_logprobs" in params and len(prompt) > 1:
+            if "prompt_logprobs" in params:
                 check_rows(expected[: len(prompt) - 1], answer.prompt_logprobs, prompt[1:], params["prompt_logprobs"])
             else:
                 assert answer.prompt_logprobs is None
     assert (core.stats().num_preemptions > 0) == (schedule == "preemption")
     if schedule in ("whole", "no cache"):
         assert (core.stats().prefix_cache_hits > 0) == (schedule == "whole")
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 3])
+@pytest.mark.parametrize("params", [{}, {"logprobs": 1}], ids=["decode program", "full sampling"])
+def test_the_last_chunk_of_a_prompt_may_be_one_token(core, dense, params, max_in_flight):
+    engines.reschedule(core, max_num_batched_tokens=16, max_in_flight=max_in_flight)
+    prompts = {length: [5, *range(20, 19 + length)] for length in (1, 2, 16, 17, 33, 81)}
+    for length, prompt in prompts.items():
+        answer = engines.run(core, [engines.request("a", prompt, max_tokens=3, prompt_logprobs=2, **params)])["a"]
+        assert answer.prompt_logprobs is not None
+        check_rows(dense(prompt)[: length - 1], answer.prompt_logprobs, prompt[1:], 2)
+    engines.reschedule(core)
+    llm = LLM.from_config(core.config, core=core)
+    (output,) = llm.generate([[5]], SamplingParams(max_tokens=2, prompt_logprobs=1, **params), use_tqdm=False)
+    assert output.prompt_logprobs == [None]
 
 
 def test_named_tokens(core, dense):
@@ -148,6 +171,24 @@ def test_processors_through_llm(core):
         LLM(core.config.model.model, **engines.SMALL, logits_processors=[PROCESSORS[0], PROCESSORS[0]])
 
 
+def test_processors_are_imported_by_name(monkeypatch, tmp_path):
+    (tmp_path / "breaks.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(tmp_path)
+    loaded = load_processors([f"{__name__}:Below", f"{__name__}:UNSEEN", PROCESSORS[0]])
+    assert [processor.name for processor in loaded] == ["below", "unseen", "below"]
+    wrong = {
+        f"{__name__}:NAME": "but of type str",
+        f"{__name__}:nothing": "has no attribute",
+        "nowhere:X": "PYTHONPATH",
+        "breaks:X": "ZeroDivisionError",
+    }
+    for name, message in wrong.items():
+        with pytest.raises(ConfigError, match=message):
+            LLM(str(goldens.golden(NAME).directory), logits_processors=[name], **engines.SMALL)
+    with pytest.raises(ConfigError, match="must be a list of module:Name"):
+        EngineConfig.from_options(logits_processors=("module",))
+
+
 def test_processed_logprobs_of_an_llm_with_processors(dense):
     """Taken after processors, temperature and top-k: what was drawn from."""
     prompt = goldens.golden(NAME).results[0].prompt
@@ -162,7 +203,8 @@ def test_processed_logprobs_of_an_llm_with_processors(dense):
         extra_args={"below": [64]},
     )
     model = str(goldens.golden(NAME).directory)
-    with LLM(model, logits_processors=[PROCESSORS[0]], logprobs_mode="processed_logprobs", **engines.SMALL) as llm:
+    options = {**engines.SMALL, "logprobs_mode": "processed_logprobs", "logits_processors": (f"{__name__}:Below",)}
+    with LLM.from_config(EngineConfig.from_options(model=model, **options)) as llm:
         output = llm.generate(prompt, params, use_tqdm=False)[0]
     tokens = output.outputs[0].token_ids
     raw = dense(prompt + tokens)

@@ -146,6 +146,12 @@ def test_the_bar_counts_prompts_and_tokens(model_directory: Path, capsys: pytest
     assert capsys.readouterr().err == ""
     llm.generate(["a", "b"], LONG)
     assert "Processed prompts: 100%" in capsys.readouterr().err
+    quiet = llm_of(model_directory, use_progress_bar=False)
+    quiet.generate(["a", "b"], LONG)
+    quiet.chat([{"role": "user", "content": "a"}], LONG)
+    assert capsys.readouterr().err == ""
+    quiet.generate("a", LONG, use_tqdm=True)
+    assert "Processed prompts: 100%" in capsys.readouterr().err
 
 
 def test_outputs_stream(model_directory: Path) -> None:

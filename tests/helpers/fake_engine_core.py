@@ -63,7 +63,9 @@ def fake_logprobs(token_ids: Sequence[int], count: int, vocab_size: int) -> Toke
     """A token t has the logprob -0.5 and rank 2; the likeliest others are t+1, t+2, …"""
     ids = [[(token + offset) % vocab_size for offset in range(1 + count)] for token in token_ids]
     logprobs = [[-0.5, *(-0.1 * (offset + 1) for offset in range(count))] for _ in token_ids]
-    return TokenLogprobs(np.array(ids, np.int32), np.array(logprobs, np.float32), np.full(len(ids), 2, np.int32))
+    shape = (len(ids), 1 + count)
+    ranks = np.full(len(ids), 2, np.int32)
+    return TokenLogprobs(np.array(ids, np.int32).reshape(shape), np.array(logprobs, np.float32).reshape(shape), ranks)
 
 
 def fake_vectors(request: EngineCoreRequest) -> np.ndarray:

@@ -25,7 +25,7 @@ def check(name: str, core: EngineCore, *, prompt_logprobs: bool = True) -> dict[
         answer = answers[str(i)]
         assert len(result.tokens) == NUM_TOKENS
         assert answer.tokens == result.tokens, f"prompt {i} of {len(result.prompt)} tokens"
-        if prompt_logprobs and len(result.prompt) > 1:
+        if prompt_logprobs:
             found = answer.prompt_logprobs
             assert found is not None and found.token_ids[:, 0].tolist() == result.prompt[1:]
             np.testing.assert_allclose(found.logprobs[:, 0], result.prompt_logprobs, rtol=0, atol=1e-4)

@@ -89,6 +89,18 @@ def byte_fallback_json() -> str:
 
 
 @functools.cache
+def unigram_json() -> str:
+    """As other SentencePiece models look: scored pieces, with bytes for the rest."""
+    pieces = sorted({piece for text in CORPUS if text.isascii() for word in text.split() for piece in ("▁" + word, *word)})
+    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+    vocab = [("<unk>", 0.0), *((token, -20.0) for token in byte_tokens), ("▁", -3.0), *((piece, -5.0) for piece in pieces)]
+    tokenizer = Tokenizer(models.Unigram(vocab, unk_id=0, byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="first")])
+    return _finished(tokenizer, None)
+
+
+@functools.cache
 def words_json() -> str:
     """Without a decoder, so that tokens are joined by spaces."""
     words = sorted({word for text in CORPUS for word in text.split()})
@@ -108,7 +120,13 @@ def _finished(tokenizer: Tokenizer, trainer: Any) -> str:
     return tokenizer.to_str()
 
 
-KINDS = {"ascii": ascii_json, "byte_level": byte_level_json, "byte_fallback": byte_fallback_json, "words": words_json}
+KINDS = {
+    "ascii": ascii_json,
+    "byte_level": byte_level_json,
+    "byte_fallback": byte_fallback_json,
+    "unigram": unigram_json,
+    "words": words_json,
+}
 
 
 def write_tokenizer(

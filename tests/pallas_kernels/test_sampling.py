@@ -29,7 +29,7 @@ def logits_of(kind, shape, seed=0):
     rng = np.random.default_rng(seed)
     logits = rng.normal(size=shape) * {"flat": 0.3, "peaked": 6.0}.get(kind, 3.0)
     if kind == "ties":
-        logits = np.round(logits) + 0.0  # no -0: lax.top_k puts it below 0, here they are equals
+        logits = np.round(logits)  # with -0, which is equal to 0
     if kind == "equal":
         logits = np.ones(shape)
     if kind == "masked":

@@ -108,12 +108,19 @@ def test_the_batch_takes_the_cheapest_program_that_serves_every_row(builder, par
     assert (batch.variant, batch.is_decode) == (variant, is_decode)
 
 
-def test_prompt_logprobs_cover_each_prompt_token_but_the_first_once_over_chunks(builder):
-    prompt = list(range(50, 90))
-    first = builder.build(plan([new("a", prompt, [1, 2, 3], prompt_logprobs=0)], counts={"a": 16}))
-    second = builder.build(plan(cached=[("a", [], 16)], counts={"a": 24}))
-    targets = [target for batch in (first, second) for chunk in batch.prompt_logprobs for target in chunk.targets]
-    assert targets == prompt[1:]
+@pytest.mark.parametrize("counts", [(40,), (16, 24), (20, 19, 1), (1,)])
+def test_prompt_logprobs_cover_each_prompt_token_but_the_first_once_over_chunks(builder, counts):
+    prompt, computed, chunks = list(range(50, 50 + sum(counts))), 0, []
+    for count in counts:
+        first = [new("a", prompt, [1, 2, 3], prompt_logprobs=0)] if not computed else []
+        cached = [("a", [], computed)] if computed else []
+        batch = builder.build(plan(first, cached, counts={"a": count}))
+        assert batch.is_decode == (count == 1)
+        chunks += batch.prompt_logprobs
+        computed += count
+    assert [target for chunk in chunks for target in chunk.targets] == prompt[1:]
+    assert [chunk.is_last for chunk in chunks] == [*[False] * (len(counts) - 1), True]
+    assert builder.build(plan(cached=[("a", [], computed)], counts={"a": 1})).prompt_logprobs == []
 
 
 def test_freed_rows_are_given_again(builder):

@@ -28,6 +28,13 @@ def test_the_token_comes_first_then_the_likeliest_in_order(k):
     np.testing.assert_array_equal(rank, [(row >= row[token]).sum() for row, token in zip(LOGITS, TOKEN, strict=True)])
 
 
+def test_minus_zero_and_zero_are_equals():
+    logits = np.float32([[-1.0, -0.0, 0.0, -0.0, 0.0, 1.0]])
+    ids, values, rank = jax.jit(partial(top_logprobs, k=5, normalize=False))(logits, np.int32([3]))
+    assert ids.tolist() == [[3, 5, 1, 2, 3, 4]] and rank.tolist() == [5]
+    np.testing.assert_array_equal(values, [[0, 1, 0, 0, 0, 0]])
+
+
 def test_the_unique_likeliest_has_rank_1():
     logits = rng.normal(size=(R, V)).astype(np.float32)
     ids, _, rank = top_logprobs(logits, logits.argmax(axis=1), 1)

@@ -106,10 +106,10 @@ def test_a_whole_block_of_history_is_found_up_to_its_last_computed_token():
     assert engine.scheduler.schedule().num_scheduled_tokens == {"b": 1}
 
 
-def preempt_with_token_in_flight():
+def preempt_with_token_in_flight(**options):
     """Two requests whose seventh block comes due while both have a token on the way: "b" has to go."""
-    a, b = make_request("a", 44, max_tokens=30), make_request("b", 44, max_tokens=30)
-    engine = engine_of(a, b, num_blocks=7)
+    a, b = make_request("a", 44, max_tokens=30), make_request("b", 44, max_tokens=30, priority=1)
+    engine = engine_of(a, b, num_blocks=7, **options)
     while not b.num_preemptions:
         engine.dispatch()
         if not b.num_preemptions:
@@ -143,15 +143,24 @@ def test_a_token_in_flight_at_preemption_may_be_the_last():
     engine.run()
 
 
-def test_who_waits_for_a_token_does_not_hold_up_the_next_and_keeps_its_place():
-    engine, a, b = preempt_with_token_in_flight()
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_preempted_request_is_not_overtaken_while_its_tokens_are_in_flight(policy, depth):
+    requests = [make_request(name, 15, arrival=place, max_tokens=22) for place, name in enumerate("ab")]
+    waiting = make_request("w", 8, arrival=2, max_tokens=4)
+    engine = engine_of(*requests, waiting, num_blocks=11, block_size=4, max_num_seqs=2, depth=depth, scheduling_policy=policy)
+    engine.run()
+    admissions = [data.request_id for plan in engine.plans for data in plan.scheduled_new_reqs]
+    assert admissions == ["a", "b", "b", "w"]
+
+
+def test_only_the_more_urgent_pass_a_request_whose_tokens_are_in_flight():
+    engine, a, b = preempt_with_token_in_flight(scheduling_policy="priority")
     scheduler = engine.scheduler
-    scheduler.add_request(make_request("c", 5, max_tokens=1))
-    scheduler.add_request(make_request("d", 90, max_tokens=1))
     scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
-    plan = scheduler.schedule()
-    assert list(plan.num_scheduled_tokens) == ["c"]
-    assert [request.request_id for request in scheduler.waiting] == ["b", "d"]
+    for priority in (2, 0):
+        scheduler.add_request(make_request(f"priority {priority}", 5, priority=priority, max_tokens=1))
+    assert list(scheduler.schedule().num_scheduled_tokens) == ["priority 0"]
 
 
 def test_several_that_wait_for_a_token_keep_their_order():

@@ -21,6 +21,8 @@ def test_two_blocks_with_the_same_content_are_both_kept_and_the_other_survives_o
         pool.publish(block, b"same")
     assert pool.find(b"same") is a
     pool.check_integrity()
+    pool.free([a])
+    assert pool.find(b"same") is b  # taking one that is used costs nothing
     pool.forget(a)
     assert pool.find(b"same") is b
     pool.forget(b)

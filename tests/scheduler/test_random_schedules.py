@@ -5,6 +5,7 @@ The fake runner checks in each step that every position read holds the keys of t
 
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.request import FinishReason, Request, RequestStatus
-from jaxllm.scheduler_output import ModelRunnerOutput
+from jaxllm.scheduler.scheduler import Scheduler
+from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from tests.helpers.fake_runner import FakeEngine, digests, oracle_tokens
 from tests.helpers.scheduling import make_request, make_scheduler
 
@@ -132,6 +134,33 @@ class _Load:
             assert self.engine.collect() == []
 
 
+def watch(scheduler: Scheduler) -> None:
+    """Fail where a request overtakes another, or where one that would fit is not looked at."""
+    schedule, still_refused = scheduler.schedule, scheduler._still_refused
+
+    def place(request: Request) -> Any:
+        by_priority = scheduler.options.scheduling_policy == "priority"
+        return request.sort_key() if by_priority else list(scheduler.requests).index(request.request_id)
+
+    def watched_schedule() -> SchedulerOutput:
+        plan = schedule()
+        admitted = [place(scheduler.requests[data.request_id]) for data in plan.scheduled_new_reqs]
+        if admitted and scheduler.waiting:
+            assert max(admitted) < min(map(place, scheduler.waiting)), "a request was overtaken"
+        return plan
+
+    def watched_refusal(request: Request, num_spare_blocks: int) -> bool:
+        refused = still_refused(request, num_spare_blocks)
+        if refused:
+            prefix = scheduler.cache_manager.get_computed_blocks(request)
+            num_reserved = scheduler.cache_manager.pool.num_free_blocks - num_spare_blocks
+            options = {"num_reserved_blocks": num_reserved, "whole_sequence_must_fit": True}
+            assert scheduler.cache_manager.allocate_slots(request, 1, prefix, **options) is None, "a request that fits waits"
+        return refused
+
+    scheduler.schedule, scheduler._still_refused = watched_schedule, watched_refusal
+
+
 @settings(max_examples=120)
 @given(
     seed=st.integers(0, 2**32),
@@ -164,6 +193,7 @@ def test_random_schedules(
         watermark=watermark,
         scheduler_reserve_full_isl=whole,
     )
+    watch(scheduler)
     engine = FakeEngine(scheduler, vocab_size=VOCAB, depth=depth)
     load = _Load(engine, random.Random(seed), max_model_len, reuse_ids)
     for _ in range(80):

@@ -4,6 +4,7 @@ import pytest
 
 from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.request import FinishReason, RequestStatus
+from jaxllm.scheduler.scheduler import PlanError
 from jaxllm.scheduler_output import ModelRunnerOutput
 from tests.helpers.scheduling import make_request, make_scheduler, result_of, run_to_end, step
 
@@ -241,6 +242,19 @@ def test_a_refused_request_enters_as_soon_as_another_has_computed_its_beginning(
     assert scheduler.requests["b"].num_cached_tokens == 128
 
 
+@pytest.mark.parametrize(("num_blocks", "num_waited"), [(14, 1), (13, 1), (12, 2)])
+def test_a_refused_request_enters_as_soon_as_its_cached_beginning_is_used(num_blocks, num_waited):
+    prompt = list(range(80))
+    scheduler = make_scheduler(num_blocks=num_blocks, max_num_batched_tokens=64, long_prefill_token_threshold=32)
+    add(scheduler, make_request("earlier", prompt, max_tokens=1))
+    run_to_end(scheduler)
+    # a fills 2 blocks of its own a step, up to 10. b needs 6 less those that a has filled; always 3 (or 2, or 1) are spare.
+    add(scheduler, make_request("a", [*prompt, *prompt], max_tokens=9, skip_reading_prefix_cache=True))
+    add(scheduler, make_request("b", [*prompt, 5], max_tokens=2))
+    expected = [["a"]] * num_waited + [["a", "b"]]
+    assert [list(step(scheduler)[0].num_scheduled_tokens) for _ in expected] == expected
+
+
 # Prefix caching
 
 
@@ -424,6 +438,25 @@ def test_starting_over_keeps_the_order_of_arrival_and_the_tokens_so_far():
     assert [scheduler.requests[name].num_preemptions for name in "abc"] == [1, 1, 0]
     assert scheduler.cache_manager.pool.usage == 0.0
     assert len({output.request_id for output in run_to_end(scheduler)}) == 3
+
+
+def test_a_plan_that_broke_off_changes_no_request(monkeypatch):
+    scheduler = make_scheduler()
+    add(scheduler, make_request("earlier", [1] * 40, max_tokens=1))
+    run_to_end(scheduler)
+    a, b = add(scheduler, make_request("a", [1] * 50), make_request("b", 20))
+    admit = scheduler._admit
+    monkeypatch.setattr(scheduler, "_admit", lambda request, prefix: admit(request, prefix) if request is a else 1 // 0)
+    with pytest.raises(PlanError, match="'b'"):
+        scheduler.schedule()
+    monkeypatch.undo()
+    scheduler.start_over()
+    for request in (a, b):
+        assert (request.status, request.num_cached_tokens, request.num_preemptions) == (RequestStatus.WAITING, -1, 0)
+    stats = scheduler.stats()
+    assert (stats.prefix_cache_queries, stats.resumed_prefix_cache_queries, stats.num_preemptions) == (40, 0, 0)
+    _, outputs = step(scheduler)
+    assert [output.num_cached_tokens for output in outputs] == [0, 0]  # the cache was lost
 
 
 def test_limited_steps_have_fewer_requests_and_tokens():

@@ -1,6 +1,8 @@
 import time
 from pathlib import Path
 
+import pytest
+
 from jaxllm.async_llm import AsyncLLM
 from server.app import create_app
 from tests.helpers.fake_front import fake_core
@@ -38,6 +40,14 @@ def test_echo_without_output_gives_the_prompt_with_its_logprobs(client: Client) 
     assert choice["logprobs"]["tokens"] == ["<s>", "h", "i"]
     assert choice["logprobs"]["text_offset"] == [0, 0, 1]
     assert choice["logprobs"]["token_logprobs"][0] is None
+
+
+@pytest.mark.parametrize("fields", [{"max_tokens": 0}, {"max_tokens": 2}])
+def test_echo_of_a_prompt_of_one_token_has_its_logprobs_too(client: Client, fields: dict[str, int]) -> None:
+    choice = client.complete(prompt=[104], echo=True, logprobs=1, prompt_logprobs=1, **fields).json()["choices"][0]
+    assert len(choice["logprobs"]["tokens"]) == 1 + fields["max_tokens"]
+    assert choice["logprobs"]["token_logprobs"][0] is None and choice["logprobs"]["top_logprobs"][0] is None
+    assert choice["prompt_logprobs"] == [None]
 
 
 def test_a_stream_has_the_logprobs_of_a_whole_reply(client: Client) -> None:
