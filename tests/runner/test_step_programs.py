@@ -24,7 +24,9 @@ def test_large_products_go_to_cublas_and_all_reduces_to_nccl(platform, num_devic
     assert StepPrograms.compiler_options(programs, ProgramKey("decode", rows)) == options
 
 
-@pytest.mark.parametrize("options", [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"dtype": "float32", "kv_cache_dtype": "fp8"}])
+@pytest.mark.parametrize(
+    "options", [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"dtype": "float32", "kv_cache_dtype": "fp8"}]
+)
 def test_no_step_copies_the_cache_on_a_cpu(options: dict[str, str]) -> None:
     core = make_core("qwen2", num_gpu_blocks_override=8192, **options)
     try:
