@@ -11,6 +11,7 @@ import pytest
 from jaxllm import __version__
 from jaxllm.cli import planning
 from jaxllm.cli.main import COMMANDS, main
+from jaxllm.runner import memory
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("jax", "flax", "numpy", "transformers", "tokenizers", "huggingface_hub", "rich", "yaml", "shtab")
@@ -224,8 +225,23 @@ def test_inspect_tells_the_numbers_of_a_model(planned: str, capsys: pytest.Captu
     assert report["weight_bytes"] == 4 * report["num_parameters"]
     assert report["kv_cache_bytes_per_token"] == 2 * 2 * 2 * 8 * 4
     assert report["memory_plan"]["fits"] is True
-    assert main(["inspect", planned, "--num-gpu-blocks-override", "2"]) == 0
-    assert "it does not fit: the KV cache is too small" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        (["--num-gpu-blocks-override", "2"], "the KV cache is too small"),
+        (["--num-gpu-blocks-override", "999999999"], "weights take "),
+        (["--hf-overrides", '{"intermediate_size": 999999999}'], "the weights take "),
+    ],
+)
+@pytest.mark.parametrize("output", [[], ["--json"]])
+def test_inspect_fails_if_it_does_not_fit(
+    planned: str, options: list[str], fault: str, output: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", planned, *options, *output]) == 1
+    shown = capsys.readouterr().out
+    assert json.loads(shown)["memory_plan"]["fits"] is False if output else f"it does not fit: {fault}" in shown
 
 
 @pytest.fixture
@@ -236,6 +252,17 @@ def large(planned: str) -> str:
     heads = {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "torch_dtype": "bfloat16"}
     path.write_text(json.dumps(json.loads(path.read_text()) | sizes | heads | {"max_position_embeddings": 131072}))
     return planned
+
+
+def test_weights_larger_than_the_memory_are_refused_before_any_is_read(
+    large: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(memory, "_machine_bytes", lambda: 23 << 30)
+    generate = ["generate", "x", "--model", large, "--tokenizer", "demo"]
+    for command in (["inspect", large], [*generate, "--dry-run"], generate):
+        assert main(command) == 1
+        shown = capsys.readouterr()
+        assert "the weights take 262.83 GiB, CPU has 23.00 GiB for the engine" in shown.out + shown.err
 
 
 def test_inspect_plans_for_gpus_that_are_elsewhere(large: str, capsys: pytest.CaptureFixture[str]) -> None:
