@@ -11,7 +11,9 @@ import pytest
 from jaxllm import __version__
 from jaxllm.cli import planning
 from jaxllm.cli.main import COMMANDS, main
+from jaxllm.hub import resolve_model
 from jaxllm.runner import memory
+from tests.helpers import stand_in_hub
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("jax", "flax", "numpy", "transformers", "tokenizers", "huggingface_hub", "rich", "yaml", "shtab")
@@ -263,6 +265,25 @@ def test_weights_larger_than_the_memory_are_refused_before_any_is_read(
         assert main(command) == 1
         shown = capsys.readouterr()
         assert "the weights take 262.83 GiB, CPU has 23.00 GiB for the engine" in shown.out + shown.err
+
+
+@pytest.mark.parametrize(
+    ("command", "num_weight_files"),
+    [
+        (["inspect", "owner/name"], 0),
+        (["generate", "x", "--model", "owner/name", "--dry-run"], 0),
+        (["generate", "x", "--model", "owner/name", "--load-format", "dummy", "--max-tokens", "1", "--ignore-eos"], 0),
+        (["generate", "x", "--model", "owner/name", "--num-gpu-blocks-override", "2"], 0),
+        (["generate", "x", "--model", "owner/name", "--max-tokens", "1", "--ignore-eos"], 1),
+    ],
+)
+def test_only_what_runs_a_model_downloads_its_weights(
+    command: list[str], num_weight_files: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    hub = stand_in_hub.install(monkeypatch, resolve_model("demo"), tmp_path)
+    options = [] if command[0] == "inspect" else ["--no-use-progress-bar"]
+    assert main([*command, *options, "--max-model-len", "64"]) == ("--num-gpu-blocks-override" in command)
+    assert "config.json" in hub.fetched and len(hub.fetched_weights) == num_weight_files
 
 
 def test_inspect_plans_for_gpus_that_are_elsewhere(large: str, capsys: pytest.CaptureFixture[str]) -> None:
