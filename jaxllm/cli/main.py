@@ -3,6 +3,7 @@
 0 done · 1 an error of the project · 2 wrong usage · 130 Ctrl-C · 141 the reader of stdout went away
 """
 
+import errno
 import importlib
 import os
 import sys
@@ -43,6 +44,8 @@ COMMANDS = {
 }
 
 
+_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
 SUBCOMMANDS = {("bench", "serve"): "bench_serve", ("bench", "scaling"): "bench_scaling"}
 """Commands whose second word has a module of its own."""
 
@@ -56,15 +59,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"jaxllm: error: argument {argument!a} is not UTF-8", file=sys.stderr)
             return 2
     try:
-        return _dispatch(list(arguments))
-    except SystemExit as stop:  # argparse ends this way
-        return stop.code if isinstance(stop.code, int) else 1
+        try:
+            code = _dispatch(list(arguments))
+        except SystemExit as stop:  # argparse ends this way
+            code = stop.code if isinstance(stop.code, int) else 1
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the interpreter's last flush is quiet
+        _drop_output()
         return 141
+    except OSError as error:
+        if error.errno not in _CANNOT_WRITE:
+            raise
+        _drop_output()
+        _print_error(f"cannot write{f' {error.filename}' if error.filename else ' the output'}: {error.strerror}")
+        return 1
+
+
+def _drop_output() -> None:
+    """What is left to write goes nowhere, so that the interpreter's last flush is quiet."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _print_error(text: str) -> None:
+    if log.writes_json():
+        log.logger.error("%s", text)
+    else:
+        print(styled("error", "red", sys.stderr) + f": {text}", file=sys.stderr)
 
 
 def _open_missing_streams() -> None:
@@ -111,9 +135,7 @@ def _dispatch(arguments: list[str]) -> int:
     try:
         if "quiet" in found:
             set_up_log(found)
-        code = _module(*words).run(found)
-        sys.stdout.flush()
-        return code
+        return _module(*words).run(found)
     except UsageError as error:
         parser.error(str(error))
     except JaxLLMError as error:
@@ -123,7 +145,7 @@ def _dispatch(arguments: list[str]) -> int:
             return 1
         if verbose:
             traceback.print_exc()
-        print(styled("error", "red", sys.stderr) + f": {error}", file=sys.stderr)
+        _print_error(str(error))
         return 1
 
 

@@ -331,6 +331,26 @@ def test_closed_standard_streams_are_as_good_as_empty_ones() -> None:
     assert done.returncode == 0
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["generate", "--help"],
+        ["inspect", "demo"],
+        ["generate", "x", "--max-num-seqs", "1", "--max-num-batched-tokens", "16"],
+    ],
+)
+def test_a_full_device_is_an_error_in_one_line(arguments: list[str]) -> None:
+    code = "import sys; from jaxllm.cli.main import main; sys.exit(main())"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1] == "error: cannot write the output: No space left on device"
+
+
 def test_errors_are_lines_of_a_log_of_json_lines() -> None:
     done = run("serve", "--port", "99999", JAXLLM_LOG_FORMAT="json")
     assert done.returncode == 1 and json.loads(done.stderr)["message"] == "port is 99999, must be 0 to 65535"
