@@ -3,6 +3,7 @@
 0 done · 1 an error of the project · 2 wrong usage · 130 Ctrl-C · 141 the reader of stdout went away
 """
 
+import contextlib
 import errno
 import importlib
 import os
@@ -80,7 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _drop_output() -> None:
-    """What is left to write goes nowhere, so that the interpreter's last flush is quiet."""
+    """Write what can be written; the rest goes nowhere, so that the interpreter's last flush is quiet."""
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

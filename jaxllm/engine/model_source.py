@@ -27,7 +27,7 @@ def describe_source(model: CausalLM) -> str:
     for cls in classes:
         try:
             inspect.getsource(cls)
-        except (OSError, TypeError):
+        except (OSError, TypeError, SyntaxError):
             raise ConfigError(
                 f"compiled programs of {name} cannot be kept: {cls.__qualname__} has no source file that would tell when it "
                 "changes; write the class into a Python file"
@@ -51,7 +51,8 @@ def _files(packages: Iterable[str]) -> Iterator[tuple[str, Path]]:
         seen.add(package)
         module = sys.modules[package]
         roots = [Path(path) for path in getattr(module, "__path__", ())]
-        yield from ((f"{package}/{file.relative_to(root)}", file) for root in roots for file in root.rglob("*.py"))
+        found = [(root, file) for root in roots for file in root.rglob("*.py") if file.is_file()]  # editors leave broken links
+        yield from ((f"{package}/{file.relative_to(root)}", file) for root, file in found)
         if not roots and (source := getattr(module, "__file__", None)) is not None:
             yield package, Path(source)
         if not _is_installed(package):

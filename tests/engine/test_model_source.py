@@ -67,6 +67,7 @@ def test_a_changed_source_is_another_engine(outside: Path, pattern: str, matters
     before = engine.fingerprint()
     assert before["model class"].startswith("outside_") and ".model:Mine (" in before["model class"]
     [file] = outside.glob(pattern)
+    file.with_name(".#lock.py").symlink_to("nowhere")
     file.write_text(file.read_text() + "\n# changed\n")
     after = engine.fingerprint()
     assert {name for name in before if before[name] != after[name]} == ({"model class"} if matters else set())
