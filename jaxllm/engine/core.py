@@ -28,6 +28,7 @@ from jaxllm.sampling.processors import Processor, check_processors, load_process
 from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.scheduler.stats import SchedulerStats
 from jaxllm.start_times import StartTimes
+from jaxllm.text.model_files import text_files
 
 if TYPE_CHECKING:
     from jaxllm.structured.token_table import Vocabulary
@@ -59,7 +60,8 @@ class EngineCore:
         loaded = load_processors((*(config.model.logits_processors or ()), *processors))
         self.processor_arguments: Mapping[str, int] = check_processors(loaded)
         started = time.perf_counter()
-        self.model_dir = resolve_model(config.model.model, config.model.revision, config.model.download_dir)
+        model = config.model
+        self.model_dir = text_files(model.model, revision=model.revision, download_dir=model.download_dir)
         with _explained_out_of_memory():
             prepared = Prepared.of(config, self.model_dir, loaded, self.start_times)
         config, warmup = prepared.config, prepared.config.compile.warmup
@@ -69,6 +71,9 @@ class EngineCore:
         try:
             if eager:
                 prepared.runner.start_programs(rare_later=warmup == "background")
+            if model.load_format != "dummy":
+                # Now that they are known to fit, and while programs are compiled.
+                self.model_dir = resolve_model(model.model, model.revision, model.download_dir)
             with _explained_out_of_memory():
                 weights = self._load_weights(prepared, progress)
                 if eager:
@@ -271,7 +276,6 @@ class EngineCore:
     def _vocabulary(self, eos_token_ids: tuple[int, ...]) -> "Vocabulary":
         # With the first grammar only: llguidance and tokenizers take a tenth of a second to import.
         from jaxllm.structured.token_table import Vocabulary
-        from jaxllm.text.model_files import text_files
         from jaxllm.text.tokenizer import load_tokenizer
 
         options = self.config.model

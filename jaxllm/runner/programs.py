@@ -73,7 +73,8 @@ class Programs(Generic[Key]):
         self.num_loaded = 0
         self.num_waiting = 0
         """Callers that wait for a program now."""
-        self._told = False
+        self._num_compiling = 0
+        self._told: set[bool] = set()
         shut_down_at_exit(self)
 
     def __len__(self) -> int:
@@ -219,10 +220,16 @@ class Programs(Generic[Key]):
         return is_compiled
 
     def _compile(self, key: Key) -> jax.stages.Compiled:
-        with self._tracing, self._times.part("tracing"):
-            lowered = self._lower(key)
-        with self._times.part("compiling"):
-            program = lowered.compile(compiler_options=self._compiler_options(key))
+        with self._lock:
+            self._num_compiling += 1
+        try:
+            with self._tracing, self._times.part("tracing"):
+                lowered = self._lower(key)
+            with self._times.part("compiling"):
+                program = lowered.compile(compiler_options=self._compiler_options(key))
+        finally:
+            with self._lock:
+                self._num_compiling -= 1
         if self._store is not None and self._is_storable(key):
             with self._times.part("storing programs"):
                 self._store.save(key, program)
@@ -232,7 +239,7 @@ class Programs(Generic[Key]):
 
     @contextlib.contextmanager
     def _told_if_slow(self, keys: Sequence[Key]) -> Iterator[None]:
-        """Say once why nothing happens, if a compilation takes its time. With a program from the cache it does not."""
+        """Say once why nothing happens, if programs take their time."""
         start = time.perf_counter()
         timer = threading.Timer(_SLOW_SECONDS, self._tell)
         timer.daemon = True
@@ -248,9 +255,12 @@ class Programs(Generic[Key]):
             logger.debug("waited %.2f s for %s", time.perf_counter() - start, ", ".join(map(str, keys)))
 
     def _tell(self) -> None:
-        if not self._told:
-            self._told = True
-            logger.info("compiling or loading programs as they are needed for the first time; the next run starts sooner")
+        is_compiling = self._num_compiling > 0
+        if is_compiling not in self._told:
+            self._told.add(is_compiling)
+            sooner = "; the next run starts sooner" if is_compiling and self._store is not None else ""
+            done = "compiling" if is_compiling else "loading"
+            logger.info("%s programs as they are needed for the first time%s", done, sooner)
 
 
 def use_persistent_cache(directory: Path) -> None:

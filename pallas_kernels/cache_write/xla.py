@@ -1,8 +1,10 @@
-"""The cache write as an XLA scatter: the plain truth, and in place on every platform when the caches are donated."""
+"""The cache write as an XLA scatter: the plain truth, and in place when the caches are donated (on CPUs see bits.py)."""
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
+
+from pallas_kernels.cache_write.bits import as_stored, value_type
 
 LARGEST_FP8 = 448.0
 
@@ -27,7 +29,8 @@ def write_cache(
     offset_T = jnp.maximum(slot_T, 0) % page_size
 
     def write(pages_PKSH: jax.Array, x_TKH: jax.Array, scale: ArrayLike | None) -> jax.Array:
-        return pages_PKSH.at[page_T, :, offset_T].set(to_cache_type(x_TKH, pages_PKSH.dtype, scale), mode="drop")
+        new_TKH = as_stored(to_cache_type(x_TKH, value_type(pages_PKSH.dtype), scale), pages_PKSH.dtype)
+        return pages_PKSH.at[page_T, :, offset_T].set(new_TKH, mode="drop")
 
     return write(k_pages_PKSH, k_TKH, k_scale), write(v_pages_PKSH, v_TKH, v_scale)
 

@@ -172,6 +172,29 @@ def test_a_store_is_asked_first_and_filled(shop):
     assert (at.programs.num_loaded, at.programs.num_compiled) == (1, 1)
 
 
+def test_a_slow_start_says_whether_programs_are_loaded_or_compiled(shop, monkeypatch, caplog):
+    monkeypatch.setattr(module, "_SLOW_SECONDS", 0.2)
+    caplog.set_level("INFO", logger="jaxllm")
+    store = Store("stored")
+    load = store.load
+
+    def slow_load(key):
+        if key == "stored":
+            until(lambda: caplog.text)
+        return load(key)
+
+    store.load = slow_load
+    work = shop(store=store)
+    work.programs.get("stored")
+    assert "loading programs" in caplog.text and "compiling" not in caplog.text
+    work.gates["new"] = threading.Event()
+    thread = threading.Thread(target=work.programs.get, args=("new",))
+    thread.start()
+    until(lambda: "compiling programs as they are needed for the first time; the next run starts sooner" in caplog.text)
+    work.gates["new"].set()
+    thread.join()
+
+
 def test_shutdown_begins_nothing_more(shop):
     at = shop(threads=1)
     at.gates = {"a": threading.Event(), "b": threading.Event()}
