@@ -9,7 +9,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import cache_write
 from pallas_kernels.cache_write import write_cache
 from pallas_kernels.paged_attention import choose, paged_attention, paged_decode
 from tests.pallas_kernels.test_paged_attention import Batch, a_gpu_to_lower_for, as_decode, assert_close, make_arrays, oracle
@@ -87,15 +86,14 @@ def test_decode(name: str, implementation: str) -> None:
     assert_close(batch, got, np.asarray(expected, np.float64))
 
 
-@pytest.mark.parametrize("implementation", cache_write.IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("scaled", [False, True])
-def test_written_keys_are_the_nearest_values(implementation: str, dtype: str, scaled: bool) -> None:
+def test_written_keys_are_the_nearest_values(dtype: str, scaled: bool) -> None:
     rng = np.random.default_rng(0)
     caches = [jnp.zeros((3, 2, 8, 16), FP8)] * 2
     new = [jnp.asarray(rng.normal(size=(4, 2, 16)) * [[[1.0]], [[100]], [[1000]], [[1e-3]]], dtype) for _ in range(2)]
     slots = jnp.array([3, 9, 23, -1], jnp.int32)
-    got = jit(write_cache, implementation=implementation, interpret=True)(*caches, *new, slots, **(SCALES if scaled else {}))
+    got = jit(write_cache)(*caches, *new, slots, **(SCALES if scaled else {}))
     for cache, x, name in zip(got, new, SCALES, strict=True):
         divided = np.asarray(x, np.float32) / (np.asarray(SCALES[name]) if scaled else 1)
         expected = np.zeros(cache.shape, np.float32)
