@@ -26,9 +26,9 @@ from server.options import ServerOptions
 from server.routes import chat, completions, dev, docs, health, messages, metrics, models, page, pooling, responses, tokenize
 from server.sse import ClientDisconnected
 from server.tracing import TraceHeaders, make_tracer
+from server.unknown_paths import no_such_method, no_such_path
 
 ADMIN_PATHS = frozenset(route.path for route in dev.router.routes if isinstance(route, Route))
-_SENTENCES = {404: "there is nothing at this path", 405: "this path does not take this method"}
 
 
 class _Application(FastAPI):
@@ -95,8 +95,13 @@ def install_errors(app: FastAPI) -> None:
         return found.response()
 
     async def of_framework(request: Request, error: Any) -> Response:
-        sentence = _SENTENCES.get(error.status_code, "the request was refused")
-        return in_shape_of(request.url.path, ApiError(error.status_code, sentence, headers=error.headers)).response()
+        path, sentence = request.scope["path"], "the request was refused"
+        if error.status_code == 404:
+            replies = request.app.state.context.options.replies
+            sentence = no_such_path(path, app.routes, dev_paths=ADMIN_PATHS, docs=not replies.disable_fastapi_docs)
+        elif error.status_code == 405:
+            sentence = no_such_method(request.method, path, (error.headers or {}).get("Allow", ""))
+        return in_shape_of(path, ApiError(error.status_code, sentence, headers=error.headers)).response()
 
     async def of_parameters(request: Request, error: Any) -> Response:
         return validation_error([{**fault, "loc": fault["loc"][1:]} for fault in error.errors()]).response()

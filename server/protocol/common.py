@@ -56,7 +56,7 @@ _NOTHING: tuple[Any, ...] = (False, "", [], {})
 
 
 class RequestModel(BaseModel):
-    """A body: strict types, no NaN or infinity; unknown fields are ignored, known ones that cannot be honoured are refused."""
+    """A body: strict types, no NaN or infinity; known fields that cannot be honoured are refused, unknown ones see `server/body.py`."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore", populate_by_name=True)
 
@@ -127,8 +127,8 @@ class ResponseFormat(RequestModel):
 class SamplingFields(RequestModel):
     """The fields that say how tokens are chosen and what is reported of them. Ranges are checked by SamplingParams."""
 
-    model: str = Field(default=None)  # type: ignore[assignment]
-    """None: the one that is served. A request may leave it out but not send null."""
+    model: str | None = None
+    """None or empty: the one that is served."""
     n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -153,8 +153,8 @@ class SamplingFields(RequestModel):
     repetition_detection: RepetitionDetection | None = None
     structured_outputs: StructuredOutputs | None = None
     response_format: ResponseFormat | None = None
-    extra_args: dict[str, Items[float]] | None = None
-    vllm_xargs: dict[str, Items[float]] | None = None
+    extra_args: dict[str, float | Items[float]] | None = None
+    vllm_xargs: dict[str, float | Items[float]] | None = None
 
     use_beam_search: bool = False
     length_penalty: float | None = None
