@@ -49,7 +49,8 @@ class AccessOptions:
         str | None, f"key for the endpoints of operators; default: ${ADMIN_KEY_VARIABLE}, else those of --api-key"
     ] = None
     enable_dev_endpoints: Annotated[
-        bool, "offer reset_prefix_cache, sleep, wake_up, is_sleeping, server_info, start_profile and stop_profile"
+        bool,
+        "offer reset_prefix_cache, sleep, wake_up, is_sleeping, pause, resume, is_paused, server_info, start_profile and stop_profile",
     ] = False
     allowed_origins: Annotated[list[str] | None, "origin whose pages may call this server (CORS); '*': any; default: none"] = (
         None

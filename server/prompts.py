@@ -67,7 +67,7 @@ def encode_prompt(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) 
 def truncated(
     ids: Sequence[int], length: int | None, side: str | None, max_model_len: int, max_tokens: int | None = None
 ) -> list[int]:
-    """At most `length` ids (-1: as many as fit beside an answer of `max_tokens`), of which the last are kept unless the side to cut is "right"."""
+    """At most `length` ids (-1: as many as fit beside an answer of `max_tokens`), the last ones unless the side to cut is "right"."""
     if length is None:
         return list(ids)
     if length < -1 or length == 0:

@@ -98,10 +98,26 @@ class Sleep(_Message, tag="sleep"):
 
 
 class WakeUp(_Message, tag="wake_up"):
-    pass
+    tags: list[str] | None = None
 
 
 class IsSleeping(_Message, tag="is_sleeping"):
+    pass
+
+
+class Pause(_Message, tag="pause"):
+    mode: Literal["abort", "wait", "keep"] = "abort"
+
+
+class Resume(_Message, tag="resume"):
+    pass
+
+
+class IsPaused(_Message, tag="is_paused"):
+    pass
+
+
+class IsDraining(_Message, tag="is_draining"):
     pass
 
 
@@ -139,7 +155,20 @@ class ShareMetrics(_Message, tag="share_metrics"):
     own: list[MetricRecord]
 
 
-CoreCall = ResetPrefixCache | Sleep | WakeUp | IsSleeping | StartProfile | StopProfile | CheckIntegrity | FinishCompiling
+CoreCall = (
+    ResetPrefixCache
+    | Sleep
+    | WakeUp
+    | IsSleeping
+    | Pause
+    | Resume
+    | IsPaused
+    | IsDraining
+    | StartProfile
+    | StopProfile
+    | CheckIntegrity
+    | FinishCompiling
+)
 """Each is a method or property of the engine core, named by its tag."""
 
 

@@ -158,6 +158,20 @@ def test_an_engine_that_sleeps_ends_and_refuses_requests_of_every_front(shared: 
     run(main())
 
 
+def test_a_pause_is_that_of_every_front(shared: Served) -> None:
+    async def main() -> None:
+        async with shared.front(0) as one, shared.front(1) as other:
+            running = await begun(one)
+            await other.pause("abort")
+            await running
+            assert await one.is_paused() and await other.is_paused()
+            await one.resume()
+            assert await text_of(other) == "one two three" and not await other.is_paused()
+            await one.check_integrity()
+
+    run(main())
+
+
 def test_what_the_core_refuses_ends_that_request_alone(shared: Served) -> None:
     async def main() -> None:
         async with shared.front() as llm:

@@ -1,7 +1,6 @@
 """Calls that a request enforces, whole and cut by max_tokens, as each chat API reports them."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest

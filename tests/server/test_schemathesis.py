@@ -18,7 +18,7 @@ schemathesis = pytest.importorskip("schemathesis")
 
 NUM_BODIES, NUM_OTHERS = 12, 3
 """Requests to each route in each mode: with bodies, and without."""
-ELSEWHERE = {"/sleep", "/wake_up", "/start_profile", "/stop_profile"}
+ELSEWHERE = {"/sleep", "/wake_up", "/pause", "/start_profile", "/stop_profile"}
 """What would keep the engine from answering the rest, or write files."""
 
 
