@@ -18,6 +18,7 @@ from jaxllm.errors import EngineDeadError, EngineError, RequestFailedError
 from jaxllm.llm_engine import Core, LLMEngine, PauseMode, SleepMode, Texts
 from jaxllm.log import logger
 from jaxllm.mailbox import Letter, Mailbox, post
+from jaxllm.metrics.engine_load import LoadStats
 from jaxllm.metrics.metric import Metric
 from jaxllm.outputs import PoolingRequestOutput, RequestMetrics, RequestOutput
 from jaxllm.pooling_params import PoolingParams
@@ -262,6 +263,10 @@ class AsyncLLM:
     async def get_metrics(self) -> list[Metric]:
         """All metrics now."""
         return [*await self._run(self._engine.get_metrics), *self._added_metrics()]
+
+    async def load(self) -> LoadStats:
+        """What runs and waits, and how full the cache is."""
+        return await self._run(lambda: self._engine.core.stats())
 
     def prometheus_registry(self) -> Any:
         """The metrics for a Prometheus exporter, as of the latest step; each call makes a registry."""

@@ -20,10 +20,27 @@ from server.context import ServerContext
 from server.errors import ApiError, as_api_error, validation_error
 from server.guard import Guard
 from server.http_metrics import HttpMetricsMiddleware
+from server.load_header import LoadHeader
 from server.messages.errors import in_shape_of
 from server.openapi import install_openapi
 from server.options import ServerOptions
-from server.routes import chat, completions, dev, docs, health, messages, metrics, models, page, pooling, responses, tokenize
+from server.routes import (
+    chat,
+    chat_batch,
+    completions,
+    dev,
+    docs,
+    health,
+    invocations,
+    messages,
+    metrics,
+    models,
+    page,
+    pooling,
+    responses,
+    tokenize,
+    tokenizer_info,
+)
 from server.sse import ClientDisconnected
 from server.tracing import TraceHeaders, make_tracer
 from server.unknown_paths import no_such_method, no_such_path
@@ -46,7 +63,9 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAP
     context = ServerContext(engine, options)
     public_paths: set[str] = set()
     rooms: list[Router] = [completions.router, chat.router, responses.router, messages.router, tokenize.router, models.router]
-    rooms += [pooling.router, health.router, metrics.router]
+    rooms += [chat_batch.router, pooling.router, invocations.router, health.router, metrics.router]
+    if options.access.enable_tokenizer_info_endpoint:
+        rooms.append(tokenizer_info.router)
     if options.access.enable_dev_endpoints:
         rooms.append(dev.router)
     if not options.replies.disable_fastapi_docs:
@@ -72,7 +91,7 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAP
     app = _Application(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
 
     def guarded(inner: ASGIApp) -> ASGIApp:
-        guard = Guard(inner, context, public_paths=public_paths, admin_paths=ADMIN_PATHS)
+        guard = Guard(LoadHeader(inner, engine), context, public_paths=public_paths, admin_paths=ADMIN_PATHS)
         return HttpMetricsMiddleware(guard if tracer is None else TraceHeaders(guard), context.http_metrics)
 
     app.guard = guarded
@@ -80,7 +99,7 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAP
     responses.install(app, context)
     for room in rooms:
         app.router.routes += room.routes  # as they are: an included router is one more step for every request
-    install_openapi(app)
+    install_openapi(app, root_path=options.network.root_path)
     install_errors(app)
     return app
 

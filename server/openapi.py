@@ -19,12 +19,13 @@ def json_body(model: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def install_openapi(app: FastAPI) -> None:
-    """Let the application describe itself with the bodies of all its routes."""
+def install_openapi(app: FastAPI, *, root_path: str = "") -> None:
+    """Let the application describe itself with the bodies of all its routes, which a proxy may serve under a path."""
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
-            found = get_openapi(title="jaxllm", version=__version__, routes=app.routes)
+            servers = [{"url": root_path}] if root_path else None
+            found = get_openapi(title="jaxllm", version=__version__, routes=app.routes, servers=servers)
             schemas = found.setdefault("components", {}).setdefault("schemas", {})
             for name, model in _MODELS.items():
                 schema = model.model_json_schema(ref_template=_REF)

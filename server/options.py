@@ -52,6 +52,9 @@ class AccessOptions:
         bool,
         "offer reset_prefix_cache, sleep, wake_up, is_sleeping, pause, resume, is_paused, server_info, start_profile and stop_profile",
     ] = False
+    enable_tokenizer_info_endpoint: Annotated[
+        bool, "offer tokenizer_info: the tokenizer's configuration, with the chat template"
+    ] = False
     allowed_origins: Annotated[list[str] | None, "origin whose pages may call this server (CORS); '*': any; default: none"] = (
         None
     )
