@@ -1,7 +1,7 @@
 """What fronts and the engine process say to each other: typed msgpack messages, never pickles. Fields are positional: only append.
 
-A front sends `Hello`, `Add`, `Abort` and `Call`; the engine process sends `Status`, `Ready`, `Outputs`, `Refused`, `Failed`, `Reply`
-and `Dead`. What cannot be decoded raises MessageError, whatever it was.
+A front sends `Hello`, `Add`, `Abort` and `Call`; the engine process sends `Status`, `Ready`, `Outputs`, `Refused`, `Failed`, `Reply`,
+`WantMetrics` and `Dead`. What cannot be decoded raises MessageError, whatever it was.
 """
 
 from typing import Any, Literal
@@ -150,9 +150,10 @@ class MetricRecord(msgspec.Struct, array_like=True):
 
 
 class ShareMetrics(_Message, tag="share_metrics"):
-    """The metrics of this front so far; answered with those of all others together."""
+    """The metrics of this front so far; answered with those of all others together, which are asked for theirs first if `fresh`."""
 
     own: list[MetricRecord]
+    fresh: bool = False
 
 
 CoreCall = (
@@ -256,6 +257,10 @@ class Reply(_Message, tag="reply"):
     """With metrics."""
 
 
+class WantMetrics(_Message, tag="want_metrics"):
+    """Another front is asked for the metrics of all: share yours now."""
+
+
 class Dead(_Message, tag="dead"):
     """The engine cannot go on and its process ends."""
 
@@ -263,7 +268,7 @@ class Dead(_Message, tag="dead"):
 
 
 FrontMessage = Hello | Add | Abort | Call
-EngineMessage = Status | Ready | Outputs | Refused | Failed | Reply | Dead
+EngineMessage = Status | Ready | Outputs | Refused | Failed | Reply | WantMetrics | Dead
 
 
 def encode(message: Any) -> bytes:

@@ -53,6 +53,7 @@ UNSUPPORTED = {
     "lora_request": "model",
 }
 _NOTHING: tuple[Any, ...] = (False, "", [], {})
+_NO_BUDGET = -1
 
 
 class RequestModel(BaseModel):
@@ -69,7 +70,8 @@ class RequestModel(BaseModel):
         for name in body:
             if name not in cls.REFUSED or name in cls.model_fields or body[name] is None:
                 continue
-            if name in REMOVED or body[name] not in _NOTHING:
+            asks_nothing = (_NO_BUDGET,) if name == "thinking_token_budget" else _NOTHING
+            if name in REMOVED or body[name] not in asks_nothing:
                 verb = "was removed" if name in REMOVED else "is not supported"
                 raise bad_request(f"{name} {verb}; use {cls.REFUSED[name]}", name, "unsupported_parameter")
 
