@@ -17,11 +17,11 @@ from jaxllm.async_llm import AsyncLLM
 from jaxllm.errors import JaxLLMError
 from jaxllm.log import logger
 from server.context import ServerContext
+from server.error_shapes import in_shape_of
 from server.errors import ApiError, as_api_error, validation_error
 from server.guard import Guard
 from server.http_metrics import HttpMetricsMiddleware
 from server.load_header import LoadHeader
-from server.messages.errors import in_shape_of
 from server.openapi import install_openapi
 from server.options import ServerOptions
 from server.routes import (
@@ -35,6 +35,7 @@ from server.routes import (
     messages,
     metrics,
     models,
+    ollama,
     page,
     pooling,
     responses,
@@ -63,7 +64,7 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAP
     context = ServerContext(engine, options)
     public_paths: set[str] = set()
     rooms: list[Router] = [completions.router, chat.router, responses.router, messages.router, tokenize.router, models.router]
-    rooms += [chat_batch.router, pooling.router, invocations.router, health.router, metrics.router]
+    rooms += [chat_batch.router, pooling.router, invocations.router, ollama.router, health.router, metrics.router]
     if options.access.enable_tokenizer_info_endpoint:
         rooms.append(tokenizer_info.router)
     if options.access.enable_dev_endpoints:

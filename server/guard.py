@@ -18,9 +18,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxllm.log import logger, safe
 from server.context import ServerContext
+from server.error_shapes import in_shape_of
 from server.errors import ApiError, as_api_error
 from server.logs import AccessLog
-from server.messages.errors import in_shape_of
 
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 64 << 10
