@@ -20,7 +20,7 @@ def json_body(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def install_openapi(app: FastAPI, *, root_path: str = "") -> None:
-    """Let the application describe itself with the bodies of all its routes, which a proxy may serve under a path."""
+    """Let the application describe itself with the bodies of all its routes. `root_path`: where a proxy serves it."""
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
