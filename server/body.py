@@ -40,11 +40,7 @@ async def read_body(request: Request, model: type[Model]) -> Model:
 
 def parse_body(raw: bytes, model: type[Model], *, ignore_unknown: bool = False) -> Model:
     """Bytes as a model. Raises ApiError."""
-    return parse_fields(parse_object(raw), model, ignore_unknown=ignore_unknown)
-
-
-def parse_fields(body: dict[str, Any], model: type[Model], *, ignore_unknown: bool = False) -> Model:
-    """A JSON object as a model. Raises ApiError."""
+    body = parse_object(raw)
     model.refuse_unsupported(body)
     if unknown := sorted(body.keys() - _names(model) - model.REFUSED.keys()):
         if not ignore_unknown:

@@ -30,7 +30,7 @@ UNSUPPORTED = {
     "suffix": "a prompt in the model's own fill-in-the-middle format",
     "prompt_embeds": "text or token ids",
     "watermarking": "nothing: outputs carry no watermark",
-    "thinking_token_budget": "max_tokens",
+    "thinking_token_budget": "reasoning_effort or chat_template_kwargs where the chat template reads them, or max_tokens",
     "media_io_kwargs": "text only: this server takes no media",
     "mm_processor_kwargs": "text only: this server takes no media",
     "mm_payload": "text only: this server takes no media",
