@@ -12,6 +12,7 @@ from starlette.requests import Request
 
 from jaxllm.log import logger
 from server.errors import ApiError, as_api_error, bad_request, shortened
+from server.openapi import bodies
 from server.protocol.common import RequestModel
 
 LIKENESS = 0.81
@@ -156,13 +157,8 @@ def _noun(value: Any) -> str:
 
 @functools.cache
 def _names_of_all() -> set[str]:
-    """The fields of all bodies and of what they hold: those of another API are no misspelt ones of this."""
-    todo, names = [RequestModel], set()
-    while todo:
-        model = todo.pop()
-        todo += model.__subclasses__()
-        names |= _names(model)
-    return names
+    """The fields of the bodies of all routes: those of another API are no misspelt ones of this."""
+    return {name for model in bodies() if issubclass(model, RequestModel) for name in _names(model)}
 
 
 @functools.cache

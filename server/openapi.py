@@ -19,6 +19,11 @@ def json_body(model: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
+def bodies() -> list[type[BaseModel]]:
+    """The models of all bodies."""
+    return list(_MODELS.values())
+
+
 def install_openapi(app: FastAPI, *, root_path: str = "") -> None:
     """Let the application describe itself with the bodies of all its routes. `root_path`: where a proxy serves it."""
 
