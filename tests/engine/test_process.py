@@ -158,6 +158,20 @@ def test_an_engine_that_sleeps_ends_and_refuses_requests_of_every_front(shared: 
     run(main())
 
 
+def test_a_pause_is_that_of_every_front(shared: Served) -> None:
+    async def main() -> None:
+        async with shared.front(0) as one, shared.front(1) as other:
+            running = await begun(one)
+            await other.pause("abort")
+            await running
+            assert await one.is_paused() and await other.is_paused()
+            await one.resume()
+            assert await text_of(other) == "one two three" and not await other.is_paused()
+            await one.check_integrity()
+
+    run(main())
+
+
 def test_what_the_core_refuses_ends_that_request_alone(shared: Served) -> None:
     async def main() -> None:
         async with shared.front() as llm:
@@ -196,7 +210,6 @@ def test_two_fronts_may_use_the_same_ids_and_share_metrics(shared: Served) -> No
             before = succeeded(await one.get_metrics())
             texts = await asyncio.gather(*(text_of(llm, request_id="same") for llm in (one, two) for _ in range(5)))
             assert texts == ["one two three"] * 10
-            await two.get_metrics()
             assert succeeded(await one.get_metrics()) - before == 10
             two.shutdown()
             await until_idle(one)

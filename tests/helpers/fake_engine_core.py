@@ -115,6 +115,7 @@ class FakeEngineCore:
         """Called at each step; may raise."""
         self.is_shut_down = False
         self._sleeps = False
+        self.paused: str | None = None
         self.news: list[EngineCoreOutput] = []
         """What the next step reports besides."""
         self._script = script
@@ -138,7 +139,7 @@ class FakeEngineCore:
         """There is nothing to compile."""
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self.running or self.news)
+        return bool(self.news or (self.running and self.paused != "keep"))
 
     def step(self) -> list[EngineCoreOutput]:
         self.num_steps += 1
@@ -192,8 +193,23 @@ class FakeEngineCore:
         self.running.clear()
         self._sleeps = True
 
-    def wake_up(self) -> None:
-        self._sleeps = False
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        self._sleeps = bool(tags) and set(tags or ()) != {"weights", "kv_cache"}
+
+    def pause(self, mode: str = "abort") -> None:
+        self.paused = mode
+        if mode == "abort":
+            self.news += [EngineCoreOutput(request_id, [], FinishReason.ABORT) for request_id in self.running]
+            self.running.clear()
+
+    def resume(self) -> None:
+        self.paused = None
+
+    def is_paused(self) -> bool:
+        return self.paused is not None
+
+    def is_draining(self) -> bool:
+        return self.paused == "wait" and bool(self.running)
 
     def is_sleeping(self) -> bool:
         return self._sleeps
