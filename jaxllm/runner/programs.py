@@ -71,8 +71,8 @@ class Programs(Generic[Key]):
         self.num_compiled_after_warmup = 0
         self.num_compiled = 0
         self.num_loaded = 0
-        self.num_waiting = 0
-        """Callers that wait for a program now."""
+        self._awaited: list[list[Key]] = []
+        """The missing programs of each caller that waits now."""
         self._told = False
         shut_down_at_exit(self)
 
@@ -135,6 +135,13 @@ class Programs(Generic[Key]):
             workers = list(self._workers)
         for worker in workers:
             worker.join()
+
+    @property
+    def awaited(self) -> tuple[int, int]:
+        """How many of the programs that callers wait for now are ready, and how many there are in all. May be read by any thread."""
+        with self._lock:
+            keys = {key for missing in self._awaited for key in missing}
+            return sum(key in self._compiled for key in keys), len(keys)
 
     # How a program is made
 
@@ -232,13 +239,14 @@ class Programs(Generic[Key]):
         timer.daemon = True
         timer.start()
         with self._lock:
-            self.num_waiting += 1
+            missing = [key for key in keys if key not in self._compiled]
+            self._awaited.append(missing)
         try:
             yield
         finally:
             timer.cancel()
             with self._lock:
-                self.num_waiting -= 1
+                self._awaited.remove(missing)
             logger.debug("waited %.2f s for %s", time.perf_counter() - start, ", ".join(map(str, keys)))
 
     def _tell(self) -> None:

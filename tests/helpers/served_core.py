@@ -67,9 +67,9 @@ class ServedFakeCore(FakeEngineCore):
         raise EngineError("bad step")
 
     def _compile(self) -> None:
-        self.is_compiling = True
+        self.awaited_programs = (1, 3)
         time.sleep(1.0)
-        self.is_compiling = False
+        self.awaited_programs = (0, 0)
 
 
 def make(config: EngineConfig, progress: Progress) -> ServedFakeCore:
