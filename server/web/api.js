@@ -73,7 +73,17 @@ export async function metrics() {
     if (!found) continue;
     const labels = {};
     for (const [, name, value] of (found[2] || '').matchAll(/(\w+)="((?:[^"\\]|\\.)*)"/g)) labels[name] = value;
-    samples.push({ name: found[1].replace(/^jaxllm:/, ''), labels, value: Number(found[3].replace('Inf', 'Infinity')) });
+    samples.push({ name: found[1].replace(/^\w+:/, ''), labels, value: Number(found[3].replace('Inf', 'Infinity')) });
   }
   return samples;
+}
+
+/** The sum of a metric's samples, of those with a label's value if one is named. */
+export const sum = (samples, name, label, wanted) =>
+  samples.filter((sample) => sample.name === name && (!label || sample.labels[label] === wanted)).reduce((total, { value }) => total + value, 0);
+
+/** What requests wait for, as text; empty unless they wait for programs to be compiled. */
+export function compiling(samples) {
+  const [ready, missing] = ['ready', 'missing'].map((state) => sum(samples, 'awaited_programs', 'state', state));
+  return missing ? `Compiling program ${ready + 1} of ${ready + missing}` : '';
 }
