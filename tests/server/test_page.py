@@ -40,7 +40,7 @@ MARKDOWN = (
     "| a | b |\n|---|---|\n| 1 | 2 |\n\n```python\nprint('<hi>')\n```\n\n> quoted"
 )
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
-TOO_LONG = "too long " * 3000
+TOO_LONG = "too long " * 1000
 TOOLS = '[{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]'
 ANSWERS = {
     "hello": "one two three",
@@ -421,10 +421,13 @@ def test_a_phone_shows_the_whole_name_of_the_model_and_every_button(
 
 
 CUT_OFF = """
-const shown = (selector) => [...document.querySelectorAll(selector)].filter((e) => e.checkVisibility()).map((e) => [e, e.getBoundingClientRect()]);
+const shown = (selector) => [...document.querySelectorAll(selector)].filter((e) => e.checkVisibility());
 const overlap = (a, b) => b.left < a.right && a.left < b.right && b.top < a.bottom && a.top < b.bottom;
-return shown('#model-name, button').filter(([e, box]) => box.left < 0 || box.right > innerWidth || e.scrollWidth > e.clientWidth + 1
-  || e.closest('article') && shown('pre').some(([_, code]) => overlap(box, code))).map(([e]) => e.outerHTML.slice(0, 80));
+return shown('#model-name, button').filter((e) => {
+  const box = e.getBoundingClientRect();
+  const isOverCode = e.closest('article') && shown('pre').some((code) => overlap(box, code.getBoundingClientRect()));
+  return box.left < 0 || box.right > innerWidth || e.scrollWidth > e.clientWidth + 1 || isOverCode;
+}).map((e) => e.outerHTML.slice(0, 80));
 """
 """Buttons, and the model's name, that leave the screen, are narrower than their text or lie over code."""
 
