@@ -82,8 +82,9 @@ export async function metrics() {
 export const sum = (samples, name, label, wanted) =>
   samples.filter((sample) => sample.name === name && (!label || sample.labels[label] === wanted)).reduce((total, { value }) => total + value, 0);
 
-/** What requests wait for, as text; empty unless they wait for programs to be compiled. */
+/** The program that requests wait for, as text, and how many percent of those that they wait for are ready; null if they wait for none. */
 export function compiling(samples) {
   const [ready, missing] = ['ready', 'missing'].map((state) => sum(samples, 'awaited_programs', 'state', state));
-  return missing ? `Compiling program ${ready + 1} of ${ready + missing}` : '';
+  const total = ready + missing;
+  return missing ? { text: `Compiling program ${ready + 1} of ${total}`, percent: (100 * ready) / total } : null;
 }

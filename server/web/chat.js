@@ -63,7 +63,7 @@ export function startChat(chosenModel) {
   });
   $('undo').addEventListener('click', () => {
     replace(removed);
-    $('prompt').focus();
+    $('messages').focus();
   });
   $('export').addEventListener('click', () => {
     const link = document.createElement('a');
@@ -98,20 +98,20 @@ const curl = (json) =>
 
 // Changing turns
 
-/** Puts other messages in place of the conversation's; what was removed can be had back if `said` says what it was. */
-function replace(messages, said = '') {
+/** Puts other messages in place of the conversation's. With a notice of what was removed, Undo is offered. */
+function replace(messages, notice = '') {
   const before = conversation.messages;
   const { scrollTop } = $('messages');
   conversation.messages = messages;
-  offerUndo(said ? before : null, said);
+  offerUndo(notice ? before : null, notice);
   editing = null;
   redraw();
   $('messages').scrollTop = scrollTop;
 }
 
-function offerUndo(messages, said = '') {
+function offerUndo(messages, notice = '') {
   removed = messages;
-  $('removed').querySelector('span').textContent = said;
+  $('removed-text').textContent = notice;
   $('removed').hidden = !messages;
 }
 
@@ -126,6 +126,7 @@ function retry(message, question = null) {
   while (kept.at(-1).role === 'assistant') kept.pop();
   replace(kept, count ? `Removed ${laterTurns(count)}.` : '');
   $('messages').scrollTop = $('messages').scrollHeight;
+  $('messages').focus(); // the button that had the focus is gone
   answer();
 }
 
@@ -175,15 +176,15 @@ async function answer() {
     fill(article, message);
   };
   const explainWait = async () => {
-    let reason = '';
+    let program;
     try {
-      reason = compiling(await metrics());
+      program = compiling(await metrics());
     } catch {
-      return; // no metrics: nothing to explain it with
+      return; // no metrics, no explanation
     }
     if (firstToken || running !== mine) return;
-    if (reason) $('announced').textContent = reason;
-    fill(article, message, reason && `${reason} …`);
+    if (program) $('announced').textContent = program.text;
+    fill(article, message, program ? `${program.text} …` : '');
     wait = setTimeout(explainWait, 1000);
   };
   let wait = setTimeout(explainWait, FIRST_LOOK_MS);
@@ -321,7 +322,6 @@ function editor(message) {
   form.addEventListener('submit', (event) => {
     event.preventDefault();
     if (!field.value.trim() || running || !isReady) return;
-    $('prompt').focus();
     retry(message, { role: 'user', content: field.value });
   });
   return form;
@@ -351,12 +351,25 @@ function resultForm(message, call) {
 async function copy(text, button) {
   const label = button.textContent;
   try {
-    await navigator.clipboard.writeText(text);
+    await writeToClipboard(text);
     button.textContent = 'Copied';
   } catch {
     button.textContent = 'Copying is not allowed';
   }
   setTimeout(() => (button.textContent = label), 1200);
+}
+
+async function writeToClipboard(text) {
+  if (navigator.clipboard) return navigator.clipboard.writeText(text);
+  // browsers have no clipboard API on pages without HTTPS, except from this machine
+  const focused = document.activeElement;
+  const field = element('textarea', { className: 'unseen', value: text });
+  document.body.append(field);
+  field.select();
+  const isDone = document.execCommand('copy');
+  field.remove();
+  focused.focus();
+  if (!isDone) throw new Error('not allowed');
 }
 
 function redraw() {

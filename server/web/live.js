@@ -37,9 +37,9 @@ async function tick(notify) {
     readings = [...readings.filter(({ time }) => now.time - time <= WINDOW_SECONDS), now];
     draw(now);
     before = now;
-    const reason = compiling(now.samples);
-    const [done, all] = reason.match(/\d+/g) || [];
-    notify(reason && `${reason}; requests wait for it.`, reason && { percent: (100 * (done - 1)) / all });
+    const program = compiling(now.samples);
+    if (program) notify(`${program.text}; requests wait for it.`, program);
+    else notify('');
   } catch (error) {
     if (timer) notify(`Cannot read the metrics: ${error.message}`);
   }

@@ -242,6 +242,10 @@ def test_markdown_is_shown_and_what_looks_like_a_page_stays_text(browser: Browse
     missing = [tag for tag in tags if not browser.all(f"article.assistant .body {tag}")]
     assert not missing
     assert browser.text("article.assistant pre code") == "print('<hi>')"
+    browser.run("Object.defineProperty(navigator, 'clipboard', { value: undefined })")  # as on a page without HTTPS
+    browser.click(".copy-code")
+    browser.find("#prompt").send_keys(Keys.CONTROL, "v")
+    assert browser.find("#prompt").get_attribute("value") == "print('<hi>')", "the code is not copied"
     assert browser.find("article.assistant a").get_attribute("href") == "https://example.org/"
 
     title = browser.driver.title
@@ -414,7 +418,6 @@ def test_a_phone_shows_the_whole_name_of_the_model_and_every_button(
     with served(engine, name=name) as server:
         browser.open(f"http://127.0.0.1:{server.port}/", size)
         ask(browser, "wide")
-        browser.click(".copy-code")
         browser.click("article.user .edit")
         assert browser.text("#model-name") == name
         assert not browser.run(CUT_OFF)
@@ -483,7 +486,7 @@ def test_turns_are_edited_and_deleted_from_the_keyboard_and_what_was_removed_com
     assert texts() == ["hello first", "hello third"] and browser.text("#removed-text") == "Turn deleted."
     assert browser.focus == "undo"
     browser.press(Keys.ENTER)
-    assert texts() == ["hello first", "hello second", "hello third"] and browser.focus == "prompt"
+    assert texts() == ["hello first", "hello second", "hello third"] and browser.focus == "messages"
     browser.all("article .delete")[1].send_keys(Keys.ENTER)
     ask(browser, "hello fourth")
     assert "hello second" not in model.last_prompt() and not browser.shows("#undo")
