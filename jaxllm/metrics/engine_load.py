@@ -83,7 +83,7 @@ def add_load(found: Collected, load: LoadStats) -> None:
         "time with unfinished requests and no step on the device or queued there",
     )
     num_ready, num_awaited = load.awaited_programs
-    awaited = "programs that requests wait for now: compiled or loaded already, or missing"
+    awaited = "programs that requests wait for now, by whether they are ready"
     found.gauge("awaited_programs", num_ready, awaited, state="ready")
     found.gauge("awaited_programs", num_awaited - num_ready, awaited, state="missing")
     fraction = load.device_idle_seconds / load.work_seconds if load.work_seconds > 0 else 0.0

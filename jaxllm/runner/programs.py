@@ -137,6 +137,11 @@ class Programs(Generic[Key]):
             worker.join()
 
     @property
+    def num_waiting(self) -> int:
+        """Callers that wait for a program now."""
+        return len(self._awaited)
+
+    @property
     def awaited(self) -> tuple[int, int]:
         """How many of the programs that callers wait for now are ready, and how many there are in all. May be read by any thread."""
         with self._lock:

@@ -112,7 +112,7 @@ function replace(messages, notice = '') {
 function offerUndo(messages, notice = '') {
   removed = messages;
   $('removed-text').textContent = notice;
-  $('removed').hidden = !messages;
+  $('undo').hidden = !messages;
 }
 
 const laterTurns = (count) => `${count} later turn${count === 1 ? '' : 's'}`;

@@ -143,8 +143,8 @@ function chart(now, title, value, top) {
   line.setAttribute('points', path);
   area.setAttribute('points', `${from},100 ${path} ${to},100`);
   [highest, highest / 2, 0].forEach((mark, n) => (marks[n].textContent = mark.toLocaleString('en', { notation: 'compact' })));
-  latest.textContent = `${short(value)} · peak ${short(peak)}`;
-  picture.setAttribute('aria-label', `${title}: now ${short(value)}, peak ${short(peak)} in the last two minutes`);
+  latest.textContent = points.length ? `${short(value)} · peak ${short(peak)}` : '–';
+  picture.setAttribute('aria-label', points.length ? `${title}: now ${short(value)}, peak ${short(peak)} in the last two minutes` : `${title}: no data yet`);
 }
 
 function newChart(title) {
