@@ -61,6 +61,8 @@ class Programs(Generic[Key]):
         self._rare: dict[Key, None] = {}
         self._jobs: dict[Key, Future[jax.stages.Compiled]] = {}
         """What is queued, or being made."""
+        self._awaited: set[Key] = set()
+        """What was missing when callers that wait now began to."""
         self._workers: list[threading.Thread] = []
         self._rare_worker: threading.Thread | None = None
         self._tracing = threading.Lock()
@@ -71,8 +73,8 @@ class Programs(Generic[Key]):
         self.num_compiled_after_warmup = 0
         self.num_compiled = 0
         self.num_loaded = 0
-        self._awaited: list[list[Key]] = []
-        """The missing programs of each caller that waits now."""
+        self.num_waiting = 0
+        """Callers that wait for a program now."""
         self._told = False
         shut_down_at_exit(self)
 
@@ -137,16 +139,10 @@ class Programs(Generic[Key]):
             worker.join()
 
     @property
-    def num_waiting(self) -> int:
-        """Callers that wait for a program now."""
-        return len(self._awaited)
-
-    @property
     def awaited(self) -> tuple[int, int]:
         """How many of the programs that callers wait for now are ready, and how many there are in all. May be read by any thread."""
         with self._lock:
-            keys = {key for missing in self._awaited for key in missing}
-            return sum(key in self._compiled for key in keys), len(keys)
+            return sum(key in self._compiled for key in self._awaited), len(self._awaited)
 
     # How a program is made
 
@@ -244,14 +240,16 @@ class Programs(Generic[Key]):
         timer.daemon = True
         timer.start()
         with self._lock:
-            missing = [key for key in keys if key not in self._compiled]
-            self._awaited.append(missing)
+            self.num_waiting += 1
+            self._awaited.update(key for key in keys if key not in self._compiled)
         try:
             yield
         finally:
             timer.cancel()
             with self._lock:
-                self._awaited.remove(missing)
+                self.num_waiting -= 1
+                if not self.num_waiting:
+                    self._awaited.clear()
             logger.debug("waited %.2f s for %s", time.perf_counter() - start, ", ".join(map(str, keys)))
 
     def _tell(self) -> None:
