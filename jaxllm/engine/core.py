@@ -303,9 +303,9 @@ class EngineCore:
         return self.runner.programs.num_compiled_after_warmup
 
     @property
-    def is_compiling(self) -> bool:
-        """Whether a step waits for a program."""
-        return self.runner.programs.num_waiting > 0
+    def awaited_programs(self) -> tuple[int, int]:
+        """How many of the programs that a step waits for now are ready, and how many there are in all. May be read by any thread."""
+        return self.runner.programs.awaited
 
     def finish_compiling(self) -> None:
         """Wait for the programs that are compiled behind the engine's back, if any are."""

@@ -60,7 +60,7 @@ class ServedCore(Protocol):
     @property
     def num_compiled_after_warmup(self) -> int: ...
     @property
-    def is_compiling(self) -> bool: ...
+    def awaited_programs(self) -> tuple[int, int]: ...
     @property
     def sleep_level(self) -> int: ...
     def add_request(self, request: EngineCoreRequest) -> None: ...
@@ -99,7 +99,7 @@ class EngineLoop:
                 core.kernels,
             )
         )
-        pulse.is_compiling = lambda: core.is_compiling
+        pulse.awaited_programs = lambda: core.awaited_programs
         pulse.load = self._load()
         pulse.is_loaded = True
 

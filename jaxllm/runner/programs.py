@@ -61,6 +61,8 @@ class Programs(Generic[Key]):
         self._rare: dict[Key, None] = {}
         self._jobs: dict[Key, Future[jax.stages.Compiled]] = {}
         """What is queued, or being made."""
+        self._awaited: set[Key] = set()
+        """What was missing when callers that wait now began to."""
         self._workers: list[threading.Thread] = []
         self._rare_worker: threading.Thread | None = None
         self._tracing = threading.Lock()
@@ -138,6 +140,12 @@ class Programs(Generic[Key]):
             workers = list(self._workers)
         for worker in workers:
             worker.join()
+
+    @property
+    def awaited(self) -> tuple[int, int]:
+        """How many of the programs that callers wait for now are ready, and how many there are in all. May be read by any thread."""
+        with self._lock:
+            return sum(key in self._compiled for key in self._awaited), len(self._awaited)
 
     # How a program is made
 
@@ -246,12 +254,15 @@ class Programs(Generic[Key]):
         timer.start()
         with self._lock:
             self.num_waiting += 1
+            self._awaited.update(key for key in keys if key not in self._compiled)
         try:
             yield
         finally:
             timer.cancel()
             with self._lock:
                 self.num_waiting -= 1
+                if not self.num_waiting:
+                    self._awaited.clear()
             logger.debug("waited %.2f s for %s", time.perf_counter() - start, ", ".join(map(str, keys)))
 
     def _tell(self) -> None:

@@ -372,11 +372,23 @@ def test_metrics_are_told_while_a_step_does_not_end(model_directory: Path, monke
     run(main())
 
 
-def test_a_step_that_hangs_is_found_but_not_one_that_compiles(model_directory: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_step_that_hangs_is_found_but_not_one_that_compiles(
+    model_directory: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connected_llm, "SHARE_SECONDS", 0.05)
+
+    async def programs(llm: AsyncLLM) -> dict[str, float]:
+        metrics = await llm.get_metrics()
+        return {metric.labels["state"]: metric.value for metric in metrics if metric.name == "jaxllm:awaited_programs"}
+
     async def main() -> None:
         with served(model_directory, step_timeout_seconds=0.5) as engine:
             async with engine.front() as llm:
-                assert await text_of(llm, "compile first") == "one two three"
+                task = asyncio.create_task(text_of(llm, "compile first"))
+                while await programs(llm) != {"ready": 1, "missing": 2}:
+                    assert not task.done(), "the programs that the request waits for are not reported"
+                assert await task == "one two three"
+                assert await programs(llm) == {"ready": 0, "missing": 0}
                 with pytest.raises(EngineDeadError, match="--step-timeout 0"):
                     await text_of(llm, "hang now")
             assert await asyncio.to_thread(engine.process.wait, 10) == EXIT_HUNG

@@ -41,6 +41,7 @@ class FakeStats:
     work_seconds: float = 0.0
     device_wait_seconds: float = 0.0
     device_idle_seconds: float = 0.0
+    awaited_programs: tuple[int, int] = (0, 0)
 
 
 def tiny_model_config(vocab_size: int, eos_token_ids: tuple[int, ...] = ()) -> ModelConfig:
@@ -102,7 +103,7 @@ class FakeEngineCore:
         self.model_config = tiny_model_config(vocab_size, eos_token_ids)
         self.max_model_len = max_model_len
         self.num_compiled_after_warmup = 0
-        self.is_compiling = False
+        self.awaited_programs = (0, 0)
         self.start_times = StartTimes()
         self.processor_arguments: dict[str, int] = {}
         self.kernels = {"paged_attention": OpReport("triton", "passed", {"mosaic": "ragged batch: error 0.97, allowed 0.015"})}

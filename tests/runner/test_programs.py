@@ -204,3 +204,15 @@ def test_shutdown_begins_nothing_more(shop):
     at.programs.shutdown()
     at.programs.shutdown()
     assert at.compiled and "c" not in at.traced and "d" not in at.traced
+
+
+def test_what_callers_wait_for_can_be_asked_meanwhile(shop):
+    at = shop(threads=1)
+    at.programs.compile_all(["old"], SILENT)
+    at.gates = {"b": threading.Event()}
+    waiting = threading.Thread(target=at.programs.expect, args=[["a", "b", "old"]])
+    waiting.start()
+    until(lambda: at.programs.awaited == (1, 2))
+    at.gates["b"].set()
+    waiting.join()
+    assert at.programs.awaited == (0, 0)
