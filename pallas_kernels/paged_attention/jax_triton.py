@@ -1,9 +1,11 @@
 """Paged attention by plain Triton kernels, called through jax-triton: where Triton kernels go when Pallas-Triton is gone.
 
-An optional extra (`pip install 'jaxllm[jax-triton]'`), never chosen by itself. The kernels are in jax_triton_kernels.py.
+An optional extra (`pip install 'jaxllm[jax-triton]'`), never chosen by itself: Pallas-Triton is as fast and needs nothing more. It
+stays for the day on which JAX drops Pallas-Triton, and `scripts/check_gpu.py` checks it where the extra is installed. The
+kernels are in jax_triton_kernels.py.
 """
 
-import importlib.util
+import importlib.metadata
 import sys
 from typing import Any
 
@@ -16,18 +18,31 @@ from pallas_kernels.paged_attention.tiles import make_tiles
 from pallas_kernels.paged_attention.triton_decode import LOG2E
 from pallas_kernels.sizes import next_power_of_two
 
+LEAST_VERSIONS = {"jax-triton": (0, 4), "triton": (3, 7)}
+"""Older ones import too, and fail when a kernel is called."""
+
 
 def missing() -> str | None:
     """What has to be installed before this implementation can be used, in words; None if nothing."""
-    absent = [name for name, module in (("jax-triton", "jax_triton"), ("triton", "triton")) if not _is_installed(module)]
+    absent = []
+    for name, least in LEAST_VERSIONS.items():
+        found = _installed(name)
+        if found is None:
+            absent.append(name)
+        elif tuple(map(int, found.split(".")[:2])) < least:
+            absent.append(f"{name} {least[0]}.{least[1]} or later ({found})")
     if not absent:
         return None
     python = "" if sys.version_info >= (3, 12) else f" under Python 3.12 or later (this is {sys.version.split()[0]})"
     return f"needs {' and '.join(absent)}: pip install 'jaxllm[jax-triton]'{python}"
 
 
-def _is_installed(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
+def _installed(name: str) -> str | None:
+    """The version of a package; None if it is not there."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def supports(

@@ -156,8 +156,8 @@ def _logits(core: EngineCore, steps: Steps) -> dict[str, np.ndarray]:
     runner.params = tuple(rounded(x) for x in runner.params)
 
     def forward(is_decode: bool, params: Any, caches: Any, tokens: Tokens) -> tuple[jax.Array, Any]:
-        hidden_TD, caches = functions._run_model(params, caches, tokens, is_decode=is_decode)
-        return functions.merge(params).logits(hidden_TD).astype(jnp.float32)[:, :vocab_size], caches
+        hidden_TD, caches = functions._run_model(params, caches, tokens, functions.shards, is_decode=is_decode)
+        return functions.merge(params).logits(hidden_TD, functions.shards).astype(jnp.float32)[:, :vocab_size], caches
 
     prefill, decodes = steps.prefill(vocab_size), [steps.decode(vocab_size, step) for step in range(steps.num_decodes)]
     compiler = Compiler()

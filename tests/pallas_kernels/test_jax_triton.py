@@ -24,7 +24,7 @@ needs_extra = pytest.mark.skipif(jax_triton.missing() is not None, reason="the e
 
 @pytest.fixture
 def without_packages(monkeypatch):
-    monkeypatch.setattr(jax_triton, "_is_installed", lambda module: False)
+    monkeypatch.setattr(jax_triton, "_installed", lambda name: None)
 
 
 def arrays(rows: int = 3, dtype=jnp.bfloat16) -> list[jax.Array]:
@@ -41,13 +41,18 @@ def test_without_the_extra_it_says_what_to_install(without_packages) -> None:
     assert not dispatcher.supports("jax_triton", **CASE)
 
 
+def test_a_version_that_is_too_old_is_named(monkeypatch) -> None:
+    monkeypatch.setattr(jax_triton, "_installed", {"jax-triton": "0.4.1", "triton": "3.6.0"}.get)
+    assert str(jax_triton.missing()).startswith("needs triton 3.7 or later (3.6.0): pip install")
+
+
 def test_an_engine_says_it_too(without_packages) -> None:
     with pytest.raises(ConfigError, match="attention_implementation is 'jax_triton', which needs jax-triton and triton"):
         LLM("demo", attention_implementation="jax_triton", use_progress_bar=False)
 
 
 def test_it_is_never_chosen_by_itself(monkeypatch) -> None:
-    monkeypatch.setattr(jax_triton, "_is_installed", lambda module: True)
+    monkeypatch.setattr(jax_triton, "_installed", lambda name: "9.9.9")
     assert dispatcher.supports("jax_triton", **CASE)
     assert dispatcher.choose(platform="gpu", **CASE) != "jax_triton"
     assert not dispatcher.supports("jax_triton", **CASE, interpret=True)

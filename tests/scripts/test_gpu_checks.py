@@ -30,6 +30,7 @@ from scripts.gpu_checks import (
     tensor_parallel_traffic,
 )
 from scripts.kernels import Case, attention
+from tests.helpers import goldens
 
 
 def toy_case(name: str, **variants) -> Case:
@@ -154,6 +155,14 @@ def test_logits_may_be_off_as_far_as_plain_xla_and_a_little_more() -> None:
     assert not logits.compare("one token", exact, plain, one_wrong).passed
     assert not logits.compare("nan", exact, plain, plain * np.nan).passed
     assert not logits.compare("plain is nonsense", exact, exact + noise, exact).passed
+
+
+def test_logits_come_from_the_step_functions_of_an_engine() -> None:
+    steps = logits.Steps(prompts=(20, 1, 17), num_decodes=2)
+    directory = str(goldens.golden("llama_gqa").directory)
+    found = logits.run(directory, steps, dtype="float32", attention_implementation="reference", compilation_cache=False)
+    assert [x.shape for x in found.values()] == [(38, 128), (6, 128)]
+    assert all(np.isfinite(x).all() and x.std() > 0 for x in found.values())
 
 
 def test_the_steps_of_the_logits_write_each_slot_once_and_decodes_follow_prompts() -> None:
