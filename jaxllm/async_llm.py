@@ -16,9 +16,10 @@ from jaxllm.beam_search import search_request, step_params
 from jaxllm.config import EngineConfig
 from jaxllm.engine_args import EngineArgs
 from jaxllm.errors import EngineDeadError, EngineError, RequestFailedError
-from jaxllm.llm_engine import Core, LLMEngine, SleepMode, Texts
+from jaxllm.llm_engine import Core, LLMEngine, PauseMode, SleepMode, Texts
 from jaxllm.log import logger
 from jaxllm.mailbox import Letter, Mailbox, post
+from jaxllm.metrics.engine_load import LoadStats
 from jaxllm.metrics.metric import Metric
 from jaxllm.outputs import PoolingRequestOutput, RequestMetrics, RequestOutput
 from jaxllm.pooling_params import PoolingParams
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from jaxllm.sampling.processors import Processor
 
 Result = TypeVar("Result")
+DRAIN_POLL_SECONDS = 0.02
+"""How often an engine that is to pause is asked whether its requests have ended."""
 
 
 class AsyncLLM:
@@ -269,6 +272,10 @@ class AsyncLLM:
         """All metrics now."""
         return [*await self._run(self._engine.get_metrics), *self._added_metrics()]
 
+    async def load(self) -> LoadStats:
+        """What runs and waits, and how full the cache is."""
+        return await self._run(lambda: self._engine.core.stats())
+
     def prometheus_registry(self) -> Any:
         """The metrics for a Prometheus exporter, as of the latest step; each call makes a registry."""
         from jaxllm.metrics.prometheus import registry
@@ -294,9 +301,38 @@ class AsyncLLM:
         """
         await self._run(lambda: self._engine.sleep(level, mode))
 
-    async def wake_up(self) -> None:
-        """Serve again. Raises OutOfMemoryError or ModelLoadError, and sleeps on, if that cannot be."""
-        await self._run(self._engine.wake_up)
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Serve again, once weights and kv_cache (the `tags`; None: both) have their memory.
+
+        Raises InvalidRequestError for another tag. Raises OutOfMemoryError or ModelLoadError, and sleeps on, if that cannot be.
+        """
+        await self._run(lambda: self._engine.wake_up(tags))
+
+    async def pause(self, mode: PauseMode = "abort", *, clear_cache: bool = True) -> None:
+        """Hold new requests back until `resume`; those that are not finished are aborted, waited for ("wait") or stand still ("keep").
+
+        Cached prompt beginnings are forgotten (`clear_cache`), unless requests that stand still may hold them. Raises
+        InvalidRequestError for another mode.
+        """
+        await self._begin_pause(mode)
+        while await self._is_draining():
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
+        if clear_cache and mode != "keep":
+            await self.reset_prefix_cache()
+
+    async def _begin_pause(self, mode: PauseMode) -> None:
+        await self._run(lambda: self._engine.core.pause(mode))
+
+    async def resume(self) -> None:
+        """Compute again, and take up the requests that came meanwhile."""
+        await self._run(self._engine.core.resume)
+
+    async def is_paused(self) -> bool:
+        """Whether requests are held back."""
+        return await self._run(self._engine.core.is_paused)  # type: ignore[no-any-return]
+
+    async def _is_draining(self) -> bool:
+        return await self._run(self._engine.core.is_draining)  # type: ignore[no-any-return]
 
     async def is_sleeping(self) -> bool:
         """Whether the engine sleeps."""

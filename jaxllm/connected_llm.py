@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from jaxllm.async_llm import AsyncLLM
@@ -11,7 +11,7 @@ from jaxllm.engine import messages
 from jaxllm.engine.client import EngineClient, RemoteCore
 from jaxllm.engine.messages import Failed, Outputs, Refused
 from jaxllm.errors import ConfigError, EngineDeadError, EngineError
-from jaxllm.llm_engine import Core, LLMEngine, SleepMode, Texts
+from jaxllm.llm_engine import Core, LLMEngine, PauseMode, SleepMode, Texts
 from jaxllm.log import logger
 from jaxllm.mailbox import Letter, put_all
 from jaxllm.metrics.merge import merged
@@ -39,8 +39,11 @@ class ConnectedLLM(AsyncLLM):
         self._metrics_of_others: list[Metric] = []
         client.on_outputs, client.on_refused = self._take_outputs, self._take_refusal
         client.on_failed, client.on_dead = self._take_failure, self._die
+        client.on_want_metrics = self._wake_sharing
         if client.dead_error is not None:  # just now
             self._die(client.dead_error)
+        self._must_share = asyncio.Event()
+        """Set while another front waits for the metrics of this one."""
         self._sharing = asyncio.create_task(self._share_metrics())
         shut_down_at_exit(self)
 
@@ -61,7 +64,7 @@ class ConnectedLLM(AsyncLLM):
         self._check_alive()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SHARE_SECONDS):
-                await self._share_now()
+                await self._share_now(fresh=True)
         return self._merged_metrics()
 
     def prometheus_registry(self) -> Any:
@@ -79,19 +82,25 @@ class ConnectedLLM(AsyncLLM):
         engine = [] if self._engine.metrics is None else self._engine.metrics.snapshot(of_engine=False)
         return [*engine, *self._added_metrics()]
 
-    async def _share_now(self) -> None:
-        records = await self._client.call(messages.ShareMetrics(messages.metric_records(self._own_metrics())))
+    async def _share_now(self, *, fresh: bool = False) -> None:
+        records = await self._client.call(messages.ShareMetrics(messages.metric_records(self._own_metrics()), fresh))
         self._metrics_of_others = messages.metrics_of(records)
+
+    def _wake_sharing(self) -> None:
+        self._must_share.set()
 
     async def _share_metrics(self) -> None:
         while True:
-            await asyncio.sleep(SHARE_SECONDS)
+            self._must_share.clear()
             try:
                 await self._share_now()
             except EngineDeadError:
                 return
             except (EngineError, ConfigError) as error:
                 logger.debug("metrics were not shared: %s", error)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(SHARE_SECONDS):
+                    await self._must_share.wait()
 
     # What the core does between two steps
 
@@ -101,11 +110,23 @@ class ConnectedLLM(AsyncLLM):
     async def sleep(self, level: int = 1, mode: SleepMode = "abort") -> None:
         await self._client.call(messages.Sleep(level, mode))
 
-    async def wake_up(self) -> None:
-        await self._client.call(messages.WakeUp())
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        await self._client.call(messages.WakeUp(None if tags is None else list(tags)))
 
     async def is_sleeping(self) -> bool:
         return bool(await self._client.call(messages.IsSleeping()))
+
+    async def _begin_pause(self, mode: PauseMode) -> None:
+        await self._client.call(messages.Pause(mode))
+
+    async def resume(self) -> None:
+        await self._client.call(messages.Resume())
+
+    async def is_paused(self) -> bool:
+        return bool(await self._client.call(messages.IsPaused()))
+
+    async def _is_draining(self) -> bool:
+        return bool(await self._client.call(messages.IsDraining()))
 
     async def start_profile(self) -> None:
         await self._client.call(messages.StartProfile())

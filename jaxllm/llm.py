@@ -284,9 +284,12 @@ class LLM:
         """
         self.llm_engine.sleep(level)
 
-    def wake_up(self) -> None:
-        """Serve again. Raises OutOfMemoryError or ModelLoadError, and sleeps on, if that cannot be."""
-        self.llm_engine.wake_up()
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Serve again, once "weights" and "kv_cache" (the `tags`; None: both) have their memory.
+
+        Raises InvalidRequestError for another tag. Raises OutOfMemoryError or ModelLoadError, and sleeps on, if that cannot be.
+        """
+        self.llm_engine.wake_up(tags)
 
     def start_profile(self) -> None:
         """Begin a trace by JAX's profiler. Raises ConfigError without `profiler_dir`, EngineError during a trace."""

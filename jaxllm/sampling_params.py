@@ -14,7 +14,8 @@ from jaxllm.structured_outputs import StructuredOutputsParams
 
 MAX_N = 16384
 """Most answers to one prompt."""
-MAX_TEMPERATURE = 2.0
+MAX_TEMPERATURE = 1e6
+"""Far beyond it 1 / temperature is 0 in float32, which makes NaN of the logits of masked tokens."""
 MIN_TEMPERATURE = 0.01
 """Lower temperatures above zero are raised to it: logits divided by less lose the noise's last bits."""
 GREEDY_BELOW = 1e-5
@@ -51,7 +52,7 @@ class SamplingParams:
     repetition_penalty: Annotated[
         float, "weakens tokens of the prompt and the output; above 1 discourages, below 1 encourages"
     ] = 1.0
-    temperature: Annotated[float, "randomness, 0 to 2; 0: always the likeliest token"] = 1.0
+    temperature: Annotated[float, "randomness, at least 0; 0: always the likeliest token"] = 1.0
     top_p: Annotated[float, "sample from the likeliest tokens that together have this probability"] = 1.0
     top_k: Annotated[int, "sample from this many likeliest tokens; 0: all"] = 0
     min_p: Annotated[float, "drop tokens less likely than this fraction of the likeliest one's probability"] = 0.0

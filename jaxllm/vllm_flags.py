@@ -94,7 +94,8 @@ TAKEN_BY_SERVER = _names("""
     trust_request_chat_template default_chat_template_kwargs response_role return_tokens_as_token_ids enable_auto_tool_choice
     exclude_tools_when_tool_choice_none tool_call_parser reasoning_parser max_log_len enable_prompt_tokens_details
     enable_per_request_metrics enable_server_load_tracking enable_force_include_usage sse_keep_alive_interval
-    enable_log_requests fingerprint_mode shutdown_timeout served_model_name otlp_traces_endpoint api_server_count
+    enable_log_requests enable_tokenizer_info_endpoint fingerprint_mode shutdown_timeout served_model_name
+    otlp_traces_endpoint api_server_count
 """)
 """The same for `jaxllm serve`."""
 OLDER = _names("""
@@ -293,7 +294,7 @@ _SERVER = (
     *_refused("the server runs no tools", values="tool_server"),
     *_refused("--default-chat-template-kwargs sets what the template reads", objects="reasoning_effort_map",
               values="anthropic_disabled_thinking_effort"),
-    *_refused("there is no such route", switches="enable_tokenizer_info_endpoint tokens_only enable_scale_out"),
+    *_refused("there is no such route", switches="tokens_only enable_scale_out"),
     *_refused("outputs are never logged", switches="enable_log_outputs"),
     *_flags("only matters with --enable-log-outputs, which is refused", switches="enable_log_deltas"),
     *_flags("unexpected errors are always logged with their stack", switches="log_error_stack"),

@@ -37,7 +37,7 @@ lower bound, because the device may finish its last step a little before the hos
 `device_wait_seconds` is an upper bound. The gauge `device_idle_fraction` is the lower bound since the start.
 
 **Compiled while serving.** With `--warmup all` and `background`, `programs_compiled_after_warmup` must stay at 0: each one made a request
-wait.
+wait. While requests wait for programs, `awaited_programs` counts these.
 """
 
 

@@ -17,19 +17,37 @@ from jaxllm.async_llm import AsyncLLM
 from jaxllm.errors import JaxLLMError
 from jaxllm.log import logger
 from server.context import ServerContext
+from server.error_shapes import in_shape_of
 from server.errors import ApiError, as_api_error, validation_error
 from server.guard import Guard
 from server.http_metrics import HttpMetricsMiddleware
-from server.messages.errors import in_shape_of
+from server.load_header import LoadHeader
 from server.middleware import install_middleware
 from server.openapi import install_openapi
 from server.options import ServerOptions
-from server.routes import chat, completions, dev, docs, health, messages, metrics, models, page, pooling, responses, tokenize
+from server.routes import (
+    chat,
+    chat_batch,
+    completions,
+    dev,
+    docs,
+    health,
+    invocations,
+    messages,
+    metrics,
+    models,
+    ollama,
+    page,
+    pooling,
+    responses,
+    tokenize,
+    tokenizer_info,
+)
 from server.sse import ClientDisconnected
 from server.tracing import TraceHeaders, make_tracer
+from server.unknown_paths import no_such_method, no_such_path
 
 ADMIN_PATHS = frozenset(route.path for route in dev.router.routes if isinstance(route, Route))
-_SENTENCES = {404: "there is nothing at this path", 405: "this path does not take this method"}
 
 
 class _Application(FastAPI):
@@ -47,7 +65,9 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAP
     context = ServerContext(engine, options)
     public_paths: set[str] = set()
     rooms: list[Router] = [completions.router, chat.router, responses.router, messages.router, tokenize.router, models.router]
-    rooms += [pooling.router, health.router, metrics.router]
+    rooms += [chat_batch.router, pooling.router, invocations.router, ollama.router, health.router, metrics.router]
+    if options.access.enable_tokenizer_info_endpoint:
+        rooms.append(tokenizer_info.router)
     if options.access.enable_dev_endpoints:
         rooms.append(dev.router)
     if not options.replies.disable_fastapi_docs:
@@ -73,7 +93,7 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAP
     app = _Application(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
 
     def guarded(inner: ASGIApp) -> ASGIApp:
-        guard = Guard(inner, context, public_paths=public_paths, admin_paths=ADMIN_PATHS)
+        guard = Guard(LoadHeader(inner, engine), context, public_paths=public_paths, admin_paths=ADMIN_PATHS)
         return HttpMetricsMiddleware(guard if tracer is None else TraceHeaders(guard), context.http_metrics)
 
     app.guard = guarded
@@ -97,8 +117,13 @@ def install_errors(app: FastAPI) -> None:
         return found.response()
 
     async def of_framework(request: Request, error: Any) -> Response:
-        sentence = _SENTENCES.get(error.status_code, "the request was refused")
-        return in_shape_of(request.url.path, ApiError(error.status_code, sentence, headers=error.headers)).response()
+        path, sentence = request.scope["path"], "the request was refused"
+        if error.status_code == 404:
+            replies = request.app.state.context.options.replies
+            sentence = no_such_path(path, app.routes, dev_paths=ADMIN_PATHS, docs=not replies.disable_fastapi_docs)
+        elif error.status_code == 405:
+            sentence = no_such_method(request.method, path, (error.headers or {}).get("Allow", ""))
+        return in_shape_of(path, ApiError(error.status_code, sentence, headers=error.headers)).response()
 
     async def of_parameters(request: Request, error: Any) -> Response:
         return validation_error([{**fault, "loc": fault["loc"][1:]} for fault in error.errors()]).response()

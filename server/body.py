@@ -1,17 +1,24 @@
 """Reads a request's body: JSON of bounded depth with finite numbers, then the model's strict validation. Every fault is a 400."""
 
+import difflib
+import functools
 import math
 import re
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import AliasChoices, ValidationError
 from pydantic_core import from_json
 from starlette.requests import Request
 
 from jaxllm.log import logger
 from server.errors import ApiError, as_api_error, bad_request, shortened
+from server.openapi import bodies
 from server.protocol.common import RequestModel
 
+LIKENESS = 0.81
+"""From which on two names are taken for the same one, misspelt. Fields unlike any other are ignored: many clients send some."""
+MAX_NAME, MAX_COMPARED = 64, 32
+"""Characters of an unknown field's name, and such fields of a body, up to which they are compared with known ones."""
 MAX_DEPTH = 64
 MAX_CONTAINERS = 1 << 16
 """Objects and lists in a body."""
@@ -28,20 +35,37 @@ Model = TypeVar("Model", bound=RequestModel)
 async def read_body(request: Request, model: type[Model]) -> Model:
     """The body as a model. Raises ApiError."""
     check_content_type(request)
-    return parse_body(await request.body(), model)
+    limits = request.app.state.context.options.limits
+    return parse_body(await request.body(), model, ignore_unknown=limits.ignore_unknown_fields)
 
 
-def parse_body(raw: bytes, model: type[Model]) -> Model:
+def parse_body(raw: bytes, model: type[Model], *, ignore_unknown: bool = False) -> Model:
     """Bytes as a model. Raises ApiError."""
     body = parse_object(raw)
     model.refuse_unsupported(body)
+    if unknown := sorted(body.keys() - _names(model) - model.REFUSED.keys()):
+        if not ignore_unknown:
+            _refuse_misspelt(unknown, model)
+        _log_ignored(model.__name__, shortened(", ".join(map(repr, unknown)), 200))
     try:
-        found = model.model_validate(body)
+        return model.model_validate(body)
     except ValidationError as error:
         raise as_api_error(error) from None
-    if logger.isEnabledFor(10) and (unknown := body.keys() - _names(model)):
-        logger.debug("ignored unknown fields: %s", shortened(", ".join(sorted(map(repr, unknown))), 200))
-    return found
+
+
+def _refuse_misspelt(unknown: list[str], model: type[RequestModel]) -> None:
+    """Raise ApiError for a field whose name is close to one that the model has."""
+    suspects = [name for name in unknown if len(name) <= MAX_NAME and name not in _names_of_all()]
+    for name in suspects[:MAX_COMPARED]:
+        if close := difflib.get_close_matches(name, sorted(_names(model)), 1, LIKENESS):
+            hint = f"did you mean {close[0]}? (--ignore-unknown-fields ignores such fields)"
+            raise bad_request(f"{name} is unknown; {hint}", name, "unknown_parameter")
+
+
+@functools.lru_cache(256)
+def _log_ignored(model: str, names: str) -> None:
+    """Once, not with every request of a client that always sends them."""
+    logger.info("ignored unknown fields of a %s: %s", model, names)
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
@@ -131,5 +155,16 @@ def _noun(value: Any) -> str:
     return {list: "a list", str: "a text", bool: "true or false", type(None): "null"}.get(type(value), "a number")
 
 
+@functools.cache
+def _names_of_all() -> set[str]:
+    """The fields of the bodies of all routes: those of another API are no misspelt ones of this."""
+    return {name for model in bodies() if issubclass(model, RequestModel) for name in _names(model)}
+
+
+@functools.cache
 def _names(model: type[RequestModel]) -> set[str]:
-    return {*model.model_fields, *(field.alias for field in model.model_fields.values() if field.alias)}
+    names = set(model.model_fields)
+    for field in model.model_fields.values():
+        others = field.validation_alias.choices if isinstance(field.validation_alias, AliasChoices) else [field.alias]
+        names.update(name for name in others if isinstance(name, str))
+    return names

@@ -23,7 +23,7 @@ from server.dialects import check_tools
 from server.endings import end_of
 from server.errors import bad_request, constraint_error
 from server.options import ChatOptions
-from server.prompts import check_length, truncated
+from server.prompts import check_length, check_room, truncated
 from server.speech import AnswerReader, Speech
 from server.template_process import MAX_PROCESSES, TemplateProcesses
 from server.usage import Usage
@@ -62,6 +62,8 @@ class Conversation:
     truncation_side: str | None = None
     constraint_param: str = "structured_outputs"
     """What the client calls the constraint of the answer."""
+    max_tokens_param: str | None = None
+    """What the client calls the most tokens of an answer, if so many must fit the context; None: answers end where it does."""
     cache_salt: str | None = None
     priority: int = 0
 
@@ -165,9 +167,12 @@ class ChatService:
             include_reasoning=conversation.include_reasoning,
         )
         max_model_len = self._engine.max_model_len
-        ids = truncated(ids, conversation.truncate_prompt_tokens, conversation.truncation_side, max_model_len)
-        check_length(len(ids), max_model_len, "messages")
         search = conversation.beam_search
+        asked = None if conversation.max_tokens_param is None else (search or params).max_tokens
+        ids = truncated(ids, conversation.truncate_prompt_tokens, conversation.truncation_side, max_model_len, asked)
+        check_length(len(ids), max_model_len, "messages")
+        if conversation.max_tokens_param is not None and asked is not None:
+            check_room(len(ids), asked, max_model_len, conversation.max_tokens_param)
         if search is not None:
             assert params.structured_outputs is None, "a search follows no grammar"
             search = dataclasses.replace(search, skip_special_tokens=params.skip_special_tokens)

@@ -60,8 +60,8 @@ class ServerContext:
         return self.model_names[0]
 
     def check_model(self, name: str | None) -> None:
-        """Raise ApiError for a model that is not served; none given means the one there is."""
-        if name is not None and name not in self.model_names:
+        """Raise ApiError for a model that is not served; null or empty means the one there is."""
+        if name and name not in self.model_names:
             known = ", ".join(repr(known) for known in self.model_names)
             raise ApiError(
                 404,

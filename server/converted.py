@@ -27,6 +27,7 @@ def conversation_of(fields: Mapping[str, Any], context: ServerContext, request_i
         request_id,
     )
     conversation.request_id = request_id
+    conversation.max_tokens_param = None  # the other APIs have a word for an answer that the context ends
     return conversation
 
 

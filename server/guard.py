@@ -18,9 +18,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxllm.log import logger, safe
 from server.context import ServerContext
+from server.error_shapes import in_shape_of
 from server.errors import ApiError, as_api_error
 from server.logs import AccessLog
-from server.messages.errors import in_shape_of
 
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 64 << 10
@@ -28,6 +28,8 @@ MAX_URL_BYTES = 8 << 10
 LINGER_SECONDS = 1.0
 """So long a refused body is still read and thrown away, so that the client, which is sending, comes to read the refusal."""
 PROBES = frozenset({"/live", "/ready", "/health", "/ping"})
+METRICS = "/metrics"
+"""Counts and times alone, nothing of requests; Prometheus is seldom set up to send a key."""
 _HOST = re.compile(rb"[A-Za-z0-9._:\[\]-]+")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
 
@@ -42,7 +44,7 @@ class Guard:
         self._context = context
         self._app = self._with_cors(app)
         self._limits = options.limits
-        self._public = PROBES | set(public_paths) | ({"/metrics"} if options.access.public_metrics else set())
+        self._public = PROBES | {METRICS} | set(public_paths)
         self._public_folders = tuple(path for path in public_paths if path.endswith("/") and path != "/")
         self._admin = frozenset(admin_paths)
         self._keys = key_digests(options.access.api_key or ())
@@ -72,7 +74,7 @@ class Guard:
             headers = _checked_headers(scope)
             path = scope["path"]
             self._check_key(scope, path, headers)
-            if self._context.refusal is not None and path not in PROBES and path != "/metrics":
+            if self._context.refusal is not None and path not in PROBES and path != METRICS:
                 raise self._context.refusal
             receive = await self._with_body(headers, receive)
         except ApiError as error:

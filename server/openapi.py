@@ -12,6 +12,11 @@ _MODELS: dict[str, type[BaseModel]] = {}
 _REF = "#/components/schemas/{model}"
 
 
+def bodies() -> list[type[BaseModel]]:
+    """The models of all bodies."""
+    return list(_MODELS.values())
+
+
 def json_body(model: type[BaseModel]) -> dict[str, Any]:
     """`openapi_extra` of a route whose body is this model."""
     _MODELS[model.__name__] = model

@@ -56,9 +56,12 @@ class AccessOptions:
         str | None, f"key for the endpoints of operators; default: ${ADMIN_KEY_VARIABLE}, else those of --api-key"
     ] = None
     enable_dev_endpoints: Annotated[
-        bool, "offer reset_prefix_cache, sleep, wake_up, is_sleeping, server_info, start_profile and stop_profile"
+        bool,
+        "offer reset_prefix_cache, sleep, wake_up, is_sleeping, pause, resume, is_paused, server_info, start_profile and stop_profile",
     ] = False
-    public_metrics: Annotated[bool, "answer /metrics without a key"] = False
+    enable_tokenizer_info_endpoint: Annotated[
+        bool, "offer tokenizer_info: the tokenizer's configuration, with the chat template"
+    ] = False
     allowed_origins: Annotated[list[str] | None, "origin whose pages may call this server (CORS); '*': any; default: none"] = (
         None
     )
@@ -80,7 +83,10 @@ class LimitOptions:
     max_n: Annotated[int, "most answers to one prompt"] = 128
     max_prompts_per_request: Annotated[int, "most prompts in one request"] = 1024
     max_sequences_per_request: Annotated[int, "most answers in one request, all prompts together"] = 4096
-    max_stop_strings: Annotated[int, "most stop strings of a request"] = 4
+    max_stop_strings: Annotated[int, "most stop strings of a request"] = 64
+    ignore_unknown_fields: Annotated[
+        bool, "ignore fields of requests that look like misspelt ones, as those that look like none; the log names them"
+    ] = False
     max_stored_responses: Annotated[
         int,
         "responses of /v1/responses kept for previous_response_id and retrieval; 0: none (as with several --api-server-count)",

@@ -33,6 +33,18 @@ def check_length(num_tokens: int, max_model_len: int, param: str = "prompt") -> 
         raise too_long(num_tokens, max_model_len, param=param)
 
 
+def check_room(num_tokens: int, max_tokens: int, max_model_len: int, param: str = "max_tokens") -> None:
+    """Raise ApiError if an answer of as many tokens as were asked for does not fit behind the prompt."""
+    room = max_model_len - num_tokens
+    if max_tokens > room:
+        raise bad_request(
+            f"{param} is {max_tokens}, but the prompt has {num_tokens} tokens and this model's maximum context length is "
+            f"{max_model_len} tokens; {param} may be at most {room} here; lower it, shorten the prompt, or leave {param} out",
+            param,
+            "context_length_exceeded",
+        )
+
+
 def check_text_length(tokenizer: Tokenizer, text: str, max_model_len: int, param: str = "prompt") -> None:
     """Raise ApiError for a text that is far too long, having tokenized only as much of it as shows that."""
     if len(text) <= max(PROBE_CHARACTERS, 8 * max_model_len):
@@ -52,15 +64,17 @@ def encode_prompt(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) 
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def truncated(ids: Sequence[int], length: int | None, side: str | None, max_model_len: int) -> list[int]:
-    """At most `length` ids (-1: as many as fit), of which the last are kept unless the side to cut is "right"."""
+def truncated(
+    ids: Sequence[int], length: int | None, side: str | None, max_model_len: int, max_tokens: int | None = None
+) -> list[int]:
+    """At most `length` ids (-1: as many as fit beside an answer of `max_tokens`), the last ones unless the side to cut is "right"."""
     if length is None:
         return list(ids)
     if length < -1 or length == 0:
         raise bad_request(
             f"truncate_prompt_tokens is {length}, must be at least 1, or -1 for as many as fit", "truncate_prompt_tokens"
         )
-    keep = max_model_len - 1 if length == -1 else length
+    keep = max(1, max_model_len - (max_tokens or 1)) if length == -1 else length
     if keep >= max_model_len:
         raise bad_request(
             f"truncate_prompt_tokens is {length}, must be below the model's {max_model_len}", "truncate_prompt_tokens"

@@ -57,7 +57,7 @@ def sampling_params(
     if fields.repetition_detection is not None:
         values["repetition_detection"] = fields.repetition_detection.model_dump()
     if (extra := fields.extra_args or fields.vllm_xargs) is not None:
-        values["extra_args"] = extra
+        values["extra_args"] = {name: value if isinstance(value, list) else [value] for name, value in extra.items()}
     if (constraint := _constraint(fields)) is not None:
         values["structured_outputs"] = constraint
     values.update(
@@ -80,7 +80,9 @@ def check_limits(fields: SamplingFields, limits: LimitOptions) -> None:
         raise bad_request("best_of is not supported; use n and choose among the answers", "best_of", "unsupported_parameter")
     stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
     if len(stops) > limits.max_stop_strings:
-        raise bad_request(f"stop has {len(stops)} texts, at most {limits.max_stop_strings} are possible", "stop")
+        raise bad_request(
+            f"stop has {len(stops)} texts, at most {limits.max_stop_strings} are possible (--max-stop-strings)", "stop"
+        )
     if any(len(stop) > MAX_STOP_CHARACTERS for stop in stops):
         raise bad_request(f"stop has a text of more than {MAX_STOP_CHARACTERS} characters", "stop")
     if isinstance(fields.stop, str) and not fields.stop:
@@ -89,7 +91,7 @@ def check_limits(fields: SamplingFields, limits: LimitOptions) -> None:
         raise bad_request(f"stop_token_ids has {len(fields.stop_token_ids or ())} ids, at most {MAX_IDS}", "stop_token_ids")
     if fields.extra_args is not None and fields.vllm_xargs is not None:
         raise bad_request("extra_args and vllm_xargs are two names of the same; use one", "vllm_xargs")
-    if fields.length_penalty is not None and not fields.use_beam_search:
+    if fields.length_penalty not in (None, 1.0) and not fields.use_beam_search:
         raise bad_request("length_penalty is for beam search; set use_beam_search or leave it out", "length_penalty")
 
 

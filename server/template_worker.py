@@ -18,6 +18,8 @@ from jaxllm.text.chat_template import choose_template, render_chat, template_var
 
 MAX_TEXT_CHARACTERS = 64 << 20
 """Longest prompt that a template may make."""
+SWITCHES = {"enable_thinking", "thinking"}
+"""Many clients switch reasoning off for every model; one whose template has no such switch does as it is asked anyway."""
 OWN_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
 
 
@@ -82,7 +84,7 @@ def _checked_kwargs(job: dict[str, Any], tokens: Any, variables: dict[str, set[s
         )
     known = variables[source] - OWN_VARIABLES - set(tokens.special_tokens_map)
     for name in given:
-        if name not in known:
+        if name not in known and not (name in SWITCHES and given[name] is False):
             text = ", ".join(sorted(known)) or "none"
             raise InvalidRequestError(
                 f"chat_template_kwargs has {name[:100]!r}, which the chat template does not read; it reads: {text}",

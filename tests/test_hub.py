@@ -2,7 +2,7 @@ import pytest
 
 from jaxllm.errors import ModelLoadError
 from jaxllm.hub import resolve_model
-from tests.helpers import goldens
+from tests.helpers import goldens, stand_in_hub
 
 
 def test_local_directory_is_taken_as_it_is():
@@ -55,3 +55,14 @@ def test_refusals_of_the_hub_are_told_apart(monkeypatch, kind):
     told = {"RepositoryNotFoundError": "knows no such", "RevisionNotFoundError": "no revision", "GatedRepoError": "gated"}
     with pytest.raises(ModelLoadError, match=told[kind]):
         resolve_model("owner/name", revision="abc")
+
+
+def test_weights_are_downloaded_once(monkeypatch, tmp_path):
+    repository = tmp_path / "repository"
+    names = ("config.json", "tokenizer.json", "model.safetensors", "consolidated.safetensors", "original/model.safetensors")
+    for name in names:
+        (repository / name).parent.mkdir(parents=True, exist_ok=True)
+        (repository / name).write_bytes(b"{}")
+    hub = stand_in_hub.install(monkeypatch, repository, tmp_path / "cache")
+    assert resolve_model("owner/name") == tmp_path / "cache"
+    assert hub.fetched == ["config.json", "model.safetensors", "tokenizer.json"]

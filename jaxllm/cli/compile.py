@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     config, started = EngineConfig.from_options(**chosen), time.perf_counter()
     progress = options.progress_for(arguments, chosen)
     try:
-        made = compile_artifact(config, planning.model_directory(config, files=("*.json",)), Path(arguments.output), progress)
+        made = compile_artifact(config, planning.model_directory(config), Path(arguments.output), progress)
     finally:
         progress.finish()  # a bar must not outlive an error
     seconds = time.perf_counter() - started

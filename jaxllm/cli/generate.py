@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.cli import planning, prompts, running, terminal
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from jaxllm.llm import LLM
     from jaxllm.outputs import RequestOutput
 
+_LIKE_A_MODEL = re.compile(r"(\.{0,2}|~)/\S+|[A-Za-z0-9][\w.-]*/[\w.-]+")
+"""A path, or owner/name as on the hub."""
+
 ABOUT = "Write on from each prompt, or answer it with --chat."
 EXAMPLES = """examples:
   jaxllm generate                                       a demo prompt, written on by the demo model
@@ -37,7 +41,12 @@ EXAMPLES = """examples:
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to write on from; - reads all of stdin")
+    parser.add_argument(
+        "prompts",
+        nargs="*",
+        metavar="PROMPT",
+        help="text to write on from; - reads all of stdin; a model's directory before all prompts is taken for --model",
+    )
     parser.add_argument(
         "-f",
         "--file",
@@ -56,6 +65,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Generate, print in the order of the prompts, close with a line of statistics. Returns the exit code."""
+    _take_model(arguments)
     options = engine_options(arguments)
     sampling = sampling_options(arguments, sampling_flags())
     if (form := read_form(arguments)) is not None:
@@ -65,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     for job in jobs:
         _check_sampling(job, sampling, options.get("max_logprobs", ModelOptions().max_logprobs))
     if not arguments.json:
-        _refuse_what_text_cannot_show(options, [{**sampling, **job.sampling} for job in jobs])
+        _refuse_what_text_cannot_show(options, sampling, jobs)
     if arguments.dry_run:
         return planning.dry_run(options)
     if jobs[0].origin == "demo" and not arguments.quiet:
@@ -78,7 +88,10 @@ def run(arguments: argparse.Namespace) -> int:
         if len(jobs) == 1 and params[0].n == 1 and not arguments.json:
             params[0].output_kind = RequestOutputKind.DELTA
             after = "" if arguments.quiet else _beginning_on_terminal(jobs[0])
-            streamed = stream(llm, running.as_input(llm, jobs[0]), params[0], after=after)
+            try:
+                streamed = stream(llm, running.as_input(llm, jobs[0]), params[0], after=after)
+            except InvalidRequestError as error:
+                raise _with_origins(error, jobs) from error
             outcome = _Outcome(streamed.stats, int(streamed.finished), [streamed.fault] if streamed.fault else [])
         else:
             outcome = _run_batch(llm, jobs, params, progress, as_json=arguments.json)
@@ -101,6 +114,24 @@ class _Outcome:
     """Fewer than there are prompts: Ctrl-C ended the run."""
     faults: list[str]
     """Requests that failed alone."""
+
+
+def _take_model(arguments: argparse.Namespace) -> None:
+    """Take a directory of a model for --model where other commands take MODEL, and say so of what only looks like a model."""
+    if "model" in arguments or not arguments.prompts:
+        return
+    first = arguments.prompts[0]
+    if _has_config(first):
+        arguments.model, arguments.prompts = first, arguments.prompts[1:]
+    elif not arguments.quiet and _LIKE_A_MODEL.fullmatch(first):
+        terminal.note(f"{first!r} is taken for a prompt; name a model with --model")
+
+
+def _has_config(name: str) -> bool:
+    try:
+        return Path(name).expanduser().joinpath("config.json").is_file()
+    except (OSError, ValueError, RuntimeError):  # a prompt may be no path at all
+        return False
 
 
 def _gather(arguments: argparse.Namespace) -> list[prompts.Prompt]:
@@ -134,7 +165,7 @@ def _refuse_empty(jobs: Sequence[prompts.Prompt]) -> None:
         return
     fault = "prompt is empty, must have at least 1 token"
     if len(jobs) == 1:
-        raise InvalidRequestError(fault, "prompt")
+        raise _with_origins(InvalidRequestError(fault, "prompt"), jobs)
     named = "; ".join(f"{origin}: {fault}" for origin in empty[: prompts.MAX_FAULTS_SHOWN])
     more = f"; and {len(empty) - prompts.MAX_FAULTS_SHOWN} more" if len(empty) > prompts.MAX_FAULTS_SHOWN else ""
     raise InvalidRequestError(f"{len(empty)} of {len(jobs)} prompts cannot be served, none was run: {named}{more}", "prompt")
@@ -153,12 +184,18 @@ def _beginning_on_terminal(job: prompts.Prompt) -> str:
     return job.text or "" if is_shown else ""
 
 
-def _refuse_what_text_cannot_show(options: Mapping[str, Any], sampling: Sequence[Mapping[str, Any]]) -> None:
-    for name in ("logprobs", "prompt_logprobs", "logprob_token_ids"):
-        if any(values.get(name) is not None for values in sampling):
-            raise UsageError(f"{spelling(name)} shows only with --json")
-    if options.get("skip_tokenizer_init") or any(values.get("detokenize") is False for values in sampling):
-        raise UsageError("without a tokenizer there is no text to print; add --json for token ids")
+def _refuse_what_text_cannot_show(
+    options: Mapping[str, Any], sampling: Mapping[str, Any], jobs: Sequence[prompts.Prompt]
+) -> None:
+    wordless = "without a tokenizer there is no text to print; add --json for token ids"
+    if options.get("skip_tokenizer_init"):
+        raise UsageError(wordless)
+    for where, values in (("", sampling), *((f"{job.origin}: ", {**sampling, **job.sampling}) for job in jobs)):
+        for name in ("logprobs", "prompt_logprobs", "logprob_token_ids"):
+            if values.get(name) is not None:
+                raise UsageError(f"{where}{spelling(name)} shows only with --json")
+        if values.get("detokenize") is False:
+            raise UsageError(f"{where}{wordless}")
 
 
 def _run_batch(
@@ -202,7 +239,12 @@ def _run_batch(
 
 
 def _with_origins(error: InvalidRequestError, jobs: Sequence[prompts.Prompt]) -> InvalidRequestError:
-    """The front counts prompts; whoever wrote a file counts its lines."""
+    """The front counts prompts, and does not if there is one; whoever wrote a file counts its lines."""
+    if len(jobs) == 1:
+        [job] = jobs
+        if not job.is_line or str(error).startswith(f"{job.origin}: "):
+            return error
+        return InvalidRequestError(f"{job.origin}: {error}", error.param)
     text = re.sub(r"\bprompt (\d+):", lambda match: f"{jobs[int(match[1])].origin}:", str(error))
     return InvalidRequestError(text, error.param)
 

@@ -36,19 +36,19 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the numbers. Returns the exit code."""
+    """Print the numbers. Returns the exit code: 1 if it does not fit."""
     options.use_model_argument(arguments)
     plan = planning.plan(options.engine_options(arguments), device_bytes=arguments.device_memory)
     report, fault = describe(plan), _why_it_does_not_fit(plan)
     if arguments.json:
         memory = {**dataclasses.asdict(plan.memory), "fits": fault is None}
         print(json.dumps({**report, "memory_plan": memory, "host_bytes_while_loading": plan.host_bytes}))
-        return 0
+        return 0 if fault is None else 1
     for name, value in report.items():
         print(f"{name.replace('_', ' '):<26}{_as_text(name, value)}")
     print(plan.describe())
     print("it fits" if fault is None else f"it does not fit: {fault}")
-    return 0
+    return 0 if fault is None else 1
 
 
 def describe(plan: planning.Plan) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 0 done · 1 an error of the project · 2 wrong usage · 130 Ctrl-C · 141 the reader of stdout went away
 """
 
+import contextlib
+import errno
 import importlib
 import os
 import sys
@@ -46,6 +48,8 @@ COMMANDS = {
 
 OTHER_NAMES = {"collect-env": "env"}
 """What vLLM calls some of them."""
+_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
 SUBCOMMANDS = {("bench", "serve"): "bench_serve", ("bench", "scaling"): "bench_scaling"}
 """Commands whose second word has a module of its own."""
 
@@ -59,15 +63,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"jaxllm: error: argument {argument!a} is not UTF-8", file=sys.stderr)
             return 2
     try:
-        return _dispatch(list(arguments))
-    except SystemExit as stop:  # argparse ends this way
-        return stop.code if isinstance(stop.code, int) else 1
+        try:
+            code = _dispatch(list(arguments))
+        except SystemExit as stop:  # argparse ends this way
+            code = stop.code if isinstance(stop.code, int) else 1
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the interpreter's last flush is quiet
+        _drop_output()
         return 141
+    except OSError as error:
+        if error.errno not in _CANNOT_WRITE:
+            raise
+        _drop_output()
+        _print_error(f"cannot write{f' {error.filename}' if error.filename else ' the output'}: {error.strerror}")
+        return 1
+
+
+def _drop_output() -> None:
+    """Write what can be written; the rest goes nowhere, so that the interpreter's last flush is quiet."""
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _print_error(text: str) -> None:
+    if log.writes_json():
+        log.logger.error("%s", text)
+    else:
+        print(styled("error", "red", sys.stderr) + f": {text}", file=sys.stderr)
 
 
 def _open_missing_streams() -> None:
@@ -115,9 +142,7 @@ def _dispatch(arguments: list[str]) -> int:
         if "quiet" in found:
             set_up_log(found)
         parser.take_vllm_flags(found)
-        code = _module(*words).run(found)
-        sys.stdout.flush()
-        return code
+        return _module(*words).run(found)
     except UsageError as error:
         parser.error(str(error))
     except JaxLLMError as error:
@@ -127,7 +152,7 @@ def _dispatch(arguments: list[str]) -> int:
             return 1
         if verbose:
             traceback.print_exc()
-        print(styled("error", "red", sys.stderr) + f": {error}", file=sys.stderr)
+        _print_error(str(error))
         return 1
 
 

@@ -1,6 +1,6 @@
 """What an engine would be: everything resolved and the memory planned, without loading weights (`--dry-run`, `inspect`)."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,13 +76,13 @@ def _note(faults: list[JaxLLMError], check: Callable[[], object]) -> None:
         faults.append(error)
 
 
-def model_directory(config: EngineConfig, *, files: Sequence[str] | None = None) -> Path:
-    """Where the model is, downloaded if need be (`files`: patterns of what is needed; default: all of it)."""
-    from jaxllm import hub
+def model_directory(config: EngineConfig) -> Path:
+    """Where the model's small files are, downloaded if need be; weights are not."""
+    from jaxllm.text.model_files import text_files
 
     options = config.model
     try:
-        return hub.resolve_model(options.model, options.revision, options.download_dir, files=files or hub.FILES)
+        return text_files(options.model, revision=options.revision, download_dir=options.download_dir)
     except ModelLoadError as error:
         raise ModelLoadError(f"{error}{meant_model(options.model, error)}") from error
 

@@ -29,6 +29,8 @@ class Prompt:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     origin: str = "prompt"
     """How messages call it: "prompt 0", "prompts.jsonl:7"."""
+    is_line: bool = False
+    """Whether it is a line of a file, which `origin` names."""
 
     def as_json(self) -> dict[str, Any]:
         """The key and value that the prompt had in its file."""
@@ -67,7 +69,7 @@ def from_file(path: str) -> list[Prompt]:
     if not lines:
         raise ConfigError(f"{name} holds no prompts")
     if not is_json:
-        return [Prompt(text=line.rstrip("\r"), origin=f"{name}:{number}") for number, line in lines]
+        return [Prompt(text=line.rstrip("\r"), origin=f"{name}:{number}", is_line=True) for number, line in lines]
     known = request_flags()
     prompts: list[Prompt] = []
     faults: list[str] = []
@@ -89,9 +91,12 @@ def _read(path: str) -> str:
             return sys.stdin.read()
         with open(path, encoding="utf-8") as file:
             return file.read()
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ConfigError(f"{'stdin' if path == '-' else path}:{line}: not UTF-8 ({error.reason})") from None
+    except OSError as error:
         name = "the prompts on stdin" if path == "-" else f"the prompt file {path}"
-        raise ConfigError(f"cannot read {name}: {getattr(error, 'strerror', None) or error}") from None
+        raise ConfigError(f"cannot read {name}: {error.strerror or error}") from None
 
 
 def _from_json(line: str, known: Mapping[str, Flag], where: str) -> Prompt:
@@ -118,7 +123,7 @@ def _from_json(line: str, known: Mapping[str, Flag], where: str) -> Prompt:
     if not _is_kind(kind, entry[kind]):
         raise ConfigError(f"{where}: {kind} must be {_KINDS[kind]}")
     attribute = {"prompt": "text", "prompt_token_ids": "token_ids", "messages": "messages"}[kind]
-    return Prompt(**{attribute: entry[kind]}, sampling=sampling, origin=where)
+    return Prompt(**{attribute: entry[kind]}, sampling=sampling, origin=where, is_line=True)
 
 
 def _is_kind(kind: str, value: Any) -> bool:

@@ -28,7 +28,7 @@ a line of the input:
   {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [{"role": "user", "content": "Hi"}]}}
 urls: /v1/chat/completions, /v1/completions, /v1/responses, /v1/embeddings, /v1/score, /v1/rerank
 
-The exit code is 0 if every request was answered with status 200, else 1."""
+The exit code is 0 if the whole file was processed; what failed has its error in the output and is counted at the end."""
 
 REPLY_FLAGS = ("served_model_name", "return_tokens_as_token_ids", "enable_prompt_tokens_details", "enable_per_request_metrics")
 
@@ -102,10 +102,13 @@ def run(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         terminal.note(f"interrupted: {target} has the answers so far, and the same command goes on from there", "red")
         return 130
-    if not arguments.quiet:
+    if not arguments.quiet or result.num_failed:
         skipped = f", {result.num_skipped} were there already" if result.num_skipped else ""
-        terminal.note(f"{terminal.counted(result.num_answered, 'request')} answered, {result.num_failed} failed{skipped}")
-    return 1 if result.num_failed else 0
+        where = f"; {target} has the errors" if result.num_failed else ""
+        terminal.note(
+            f"{terminal.counted(result.num_answered, 'request')} answered, {result.num_failed} failed{skipped}{where}"
+        )
+    return 0
 
 
 def _count(source: Path) -> int:

@@ -113,6 +113,7 @@ def as_lines(found: Mapping[str, Any]) -> list[str]:
         ("model", ", ".join(found["models"])),
         ("running", f"{found['num_requests_running']:.0f} requests"),
         ("waiting", f"{found['num_requests_waiting']:.0f} requests"),
+        *([("compiling", _compiling(found["compiling"]))] if found["compiling"] else []),
         ("KV cache", f"{found['kv_cache_usage']:.1%}"),
         ("prefix cache hits", "–" if hit_rate is None else f"{hit_rate:.1%}"),
         ("prompt", f"{found['prompt_tokens_per_second']:.1f} tokens/s"),
@@ -154,11 +155,16 @@ def _bar(fraction: float) -> str:
 
 
 def _one_line(found: Mapping[str, Any]) -> str:
-    return (
+    compiling = f"compiling {_compiling(found['compiling'])}, " if found["compiling"] else ""
+    return compiling + (
         f"running {found['num_requests_running']:.0f}, waiting {found['num_requests_waiting']:.0f}, "
         f"KV cache {found['kv_cache_usage']:.1%}, prompt {found['prompt_tokens_per_second']:.1f} tokens/s, "
         f"generation {found['generation_tokens_per_second']:.1f} tokens/s"
     )
+
+
+def _compiling(programs: Mapping[str, float]) -> str:
+    return f"program {programs['ready'] + 1:.0f} of {programs['total']:.0f}; requests wait for it"
 
 
 def _counts(found: Mapping[str, Mapping[str, float]]) -> str:

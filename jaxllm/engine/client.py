@@ -31,6 +31,7 @@ from jaxllm.engine.messages import (
     Refused,
     Reply,
     Status,
+    WantMetrics,
 )
 from jaxllm.engine.sockets import ENGINE_SOCKET, MAX_QUEUED_MESSAGES, socket_address
 from jaxllm.errors import EngineDeadError, EngineError
@@ -58,6 +59,7 @@ class EngineClient:
         self.on_outputs: Callable[[Outputs], None] = lambda message: None
         self.on_refused: Callable[[Refused], None] = lambda message: None
         self.on_failed: Callable[[Failed], None] = lambda message: None
+        self.on_want_metrics: Callable[[], None] = lambda: None
         self.on_dead: Callable[[EngineDeadError], None] = lambda error: None
         self.status: Status | None = None
         """The latest heartbeat."""
@@ -186,6 +188,8 @@ class EngineClient:
             self.on_refused(message)
         elif isinstance(message, Failed):
             self.on_failed(message)
+        elif isinstance(message, WantMetrics):
+            self.on_want_metrics()
         elif isinstance(message, Dead):
             self._die(EngineDeadError(message.message))
 

@@ -30,6 +30,7 @@ def compile_artifact(config: EngineConfig, model_dir: Path, output: Path, progre
     if config.model.logits_processors:
         logger.info("programs with logits processors are no part of an artifact: the engine compiles them at its start")
     prepared = Prepared.of(config.replace(compiled_artifact=None), model_dir, (), times)
+    prepared.fingerprint()  # what cannot have one is refused before it is compiled
     artifact = new_artifact(output, list(prepared.mesh.devices.flat))
     try:
         prepared.runner.start_programs(rare_later=False)

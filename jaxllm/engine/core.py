@@ -13,21 +13,23 @@ from jaxllm.engine import fault_points
 from jaxllm.engine.failures import FailurePolicy, explain, is_out_of_memory
 from jaxllm.engine.grammars import Grammars
 from jaxllm.engine.loop import StepLoop
+from jaxllm.engine.pause import Pause, PauseMode
 from jaxllm.engine.prepare import Prepared
 from jaxllm.engine.profiler import Profiler
 from jaxllm.engine.sleep import Sleep, check_level
-from jaxllm.errors import EngineDeadError, EngineError, EngineSleepingError, JaxLLMError, OutOfMemoryError
+from jaxllm.errors import EngineDeadError, EngineError, EngineSleepingError, JaxLLMError, OutOfMemoryError, OverloadedError
 from jaxllm.hub import resolve_model
 from jaxllm.loaders.layout import delete
 from jaxllm.loaders.load import load_weights
 from jaxllm.log import logger
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.progress import SILENT, Progress
-from jaxllm.request import EngineCoreRequest, Request, RequestStatus
+from jaxllm.request import EngineCoreRequest, ErrorKind, FinishReason, Request, RequestStatus
 from jaxllm.sampling.processors import Processor, check_processors, load_processors
 from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.scheduler.stats import SchedulerStats
 from jaxllm.start_times import StartTimes
+from jaxllm.text.model_files import text_files
 
 if TYPE_CHECKING:
     from jaxllm.structured.token_table import Vocabulary
@@ -59,7 +61,8 @@ class EngineCore:
         loaded = load_processors((*(config.model.logits_processors or ()), *processors))
         self.processor_arguments: Mapping[str, int] = check_processors(loaded)
         started = time.perf_counter()
-        self.model_dir = resolve_model(config.model.model, config.model.revision, config.model.download_dir)
+        model = config.model
+        self.model_dir = text_files(model.model, revision=model.revision, download_dir=model.download_dir)
         with _explained_out_of_memory():
             prepared = Prepared.of(config, self.model_dir, loaded, self.start_times)
         config, warmup = prepared.config, prepared.config.compile.warmup
@@ -69,6 +72,9 @@ class EngineCore:
         try:
             if eager:
                 prepared.runner.start_programs(rare_later=warmup == "background")
+            if model.load_format != "dummy":
+                # Now that they are known to fit, and while programs are compiled.
+                self.model_dir = resolve_model(model.model, model.revision, model.download_dir)
             with _explained_out_of_memory():
                 weights = self._load_weights(prepared, progress)
                 if eager:
@@ -108,6 +114,7 @@ class EngineCore:
         self.loop = StepLoop(self.scheduler, self.runner, max_in_flight=max_in_flight)
         self._failures = FailurePolicy()
         self._sleep = Sleep(self.runner, partial(self._load_weights, prepared, SILENT))
+        self._pause = Pause(self.config.scheduler.max_num_queued_reqs)
         self._profiler = Profiler(self.config.observe.profiler_dir)
         if warmup == "idle":
             self.runner.start_programs_when_idle()
@@ -132,13 +139,19 @@ class EngineCore:
         return weights
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Queue a request.
+        """Queue a request; while the engine is paused it waits outside the queue.
 
         Raises InvalidRequestError if it could never run, OverloadedError if too much waits already, EngineSleepingError.
         """
         self._check_alive()
         if self._sleep.level:
             raise EngineSleepingError("the engine sleeps and takes no requests; wake it up first")
+        if self._pause.mode is not None:
+            self._pause.hold(request)
+            return
+        self._queue(request)
+
+    def _queue(self, request: EngineCoreRequest) -> None:
         admitted = Request(request)
         self.scheduler.add_request(admitted)
         try:
@@ -149,11 +162,14 @@ class EngineCore:
 
     def abort_requests(self, request_ids: list[str]) -> None:
         """End requests now; unknown ids are ignored."""
+        for request_id in request_ids:
+            self._pause.held.pop(request_id, None)
         self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
         self.loop.note_work()
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self._news) or self.loop.has_work
+        """Whether a step has something to do, be it only news to tell."""
+        return bool(self._news) or (self._pause.mode != "keep" and self.loop.has_work)
 
     def step(self) -> list[EngineCoreOutput]:
         """Run until the next step's results are there. A step that failed has news too: the requests that end with it.
@@ -164,6 +180,8 @@ class EngineCore:
         news = self.scheduler.fail_expired() + self.grammars.settle(self.scheduler)
         if self._news:
             news, self._news = self._news + news, []
+        if self._pause.mode == "keep":
+            return news
         try:
             news += self.loop.step()
         except Exception as error:
@@ -193,20 +211,26 @@ class EngineCore:
         self._check_alive()
         check_level(level)
         unfinished = list(self.scheduler.requests)
-        if unfinished and mode == "refuse":
+        num_unfinished = len(unfinished) + len(self._pause.held)
+        if num_unfinished and mode == "refuse":
             raise EngineError(
-                f"{len(unfinished)} requests are not finished; wait for them or abort them before the engine sleeps"
+                f"{num_unfinished} requests are not finished; wait for them or abort them before the engine sleeps"
             )
         self._news += self.scheduler.abort_requests(unfinished)
+        self._news += [EngineCoreOutput(request_id, [], FinishReason.ABORT) for request_id in self._pause.held]
+        self._pause.held.clear()
         self.loop.forget()
         self.scheduler.start_over()
         self.loop.note_work()
         self._sleep.fall_asleep(level)
 
-    def wake_up(self) -> None:
-        """Serve again. Raises OutOfMemoryError or ModelLoadError, and sleeps on, if that cannot be."""
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Serve again, once weights and kv_cache (the `tags`; None: both) have their memory.
+
+        Raises InvalidRequestError for another tag. Raises OutOfMemoryError or ModelLoadError, and sleeps on, if that cannot be.
+        """
         self._check_alive()
-        self._sleep.wake_up()
+        self._sleep.wake_up(tags)
 
     def is_sleeping(self) -> bool:
         """Whether the engine sleeps."""
@@ -215,6 +239,34 @@ class EngineCore:
     @property
     def sleep_level(self) -> int:
         return self._sleep.level
+
+    def pause(self, mode: PauseMode = "abort") -> None:
+        """Hold new requests back until `resume`; those that are not finished are aborted, go on to their ends ("wait"; see
+        `is_draining`) or stand still ("keep"). Raises InvalidRequestError for another mode.
+        """
+        self._check_alive()
+        self._pause.begin(mode)
+        if mode == "abort":
+            self._news += self.scheduler.abort_requests(list(self.scheduler.requests))
+            self.loop.note_work()
+
+    def resume(self) -> None:
+        """Compute again, and queue what came meanwhile."""
+        self._check_alive()
+        for request in self._pause.end():
+            try:
+                self._queue(request)
+            except JaxLLMError as error:
+                kind = ErrorKind.QUEUE_TIMEOUT if isinstance(error, OverloadedError) else ErrorKind.INTERNAL
+                self._news.append(EngineCoreOutput(request.request_id, [], FinishReason.ERROR, str(error), error_kind=kind))
+
+    def is_paused(self) -> bool:
+        """Whether requests are held back."""
+        return self._pause.mode is not None
+
+    def is_draining(self) -> bool:
+        """Whether the engine is paused and requests of before go on."""
+        return self._pause.mode in ("abort", "wait") and self.loop.has_work
 
     def start_profile(self) -> None:
         """Begin a trace by JAX's profiler. Raises ConfigError without `profiler_dir`, EngineError during a trace."""
@@ -231,6 +283,7 @@ class EngineCore:
         pool = self.scheduler.cache_manager.pool
         assert not self.scheduler.requests, f"{len(self.scheduler.requests)} requests are not finished"
         assert not self._news, f"{len(self._news)} news were not told"
+        assert not self._pause.held, f"{len(self._pause.held)} requests wait until the engine resumes"
         while self.loop.has_work:  # steps that were on their way when the last request ended
             assert not self.loop.step(), "a step has news of a request that is gone"
         assert pool.num_free_blocks == pool.num_usable_blocks, "blocks are held by nobody"
@@ -250,9 +303,9 @@ class EngineCore:
         return self.runner.programs.num_compiled_after_warmup
 
     @property
-    def is_compiling(self) -> bool:
-        """Whether a step waits for a program."""
-        return self.runner.programs.num_waiting > 0
+    def awaited_programs(self) -> tuple[int, int]:
+        """How many of the programs that a step waits for now are ready, and how many there are in all. May be read by any thread."""
+        return self.runner.programs.awaited
 
     def finish_compiling(self) -> None:
         """Wait for the programs that are compiled behind the engine's back, if any are."""
@@ -271,7 +324,6 @@ class EngineCore:
     def _vocabulary(self, eos_token_ids: tuple[int, ...]) -> "Vocabulary":
         # With the first grammar only: llguidance and tokenizers take a tenth of a second to import.
         from jaxllm.structured.token_table import Vocabulary
-        from jaxllm.text.model_files import text_files
         from jaxllm.text.tokenizer import load_tokenizer
 
         options = self.config.model

@@ -15,7 +15,9 @@ from jax.sharding import Mesh
 import jaxllm
 import pallas_kernels
 from jaxllm.config import EngineConfig
+from jaxllm.engine.model_source import describe_source
 from jaxllm.model_config import ModelConfig
+from jaxllm.models.decoder import CausalLM
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.memory import MemoryPlan
 
@@ -37,19 +39,25 @@ _PLUGIN = "jax-cuda"
 _WITHOUT_PROGRAMS = ("cli", "metrics", "scheduler", "text")
 
 
-def fingerprint(config: EngineConfig, model: ModelConfig, mesh: Mesh, plan: MemoryPlan, kernels: Kernels) -> dict[str, Any]:
-    """Everything, by name, as JSON values. Custom logits processors are left out: programs that contain them are never stored."""
+def fingerprint(
+    config: EngineConfig, model_config: ModelConfig, model: CausalLM, mesh: Mesh, plan: MemoryPlan, kernels: Kernels
+) -> dict[str, Any]:
+    """Everything, by name, as JSON values. Custom logits processors are left out: programs that contain them are never stored.
+
+    Raises ConfigError for a model whose source is unknown.
+    """
     device = mesh.devices.flat[0]
     options = config.flat()
     return {
         "jaxllm version": f"{jaxllm.__version__} ({_source_digest()})",
+        "model class": describe_source(model),
         **surroundings(device),
         **{name: options[name] for name in OPTIONS},
         "attention_implementation": kernels.paged_attention,
         **{f"{op} implementation": name for op, name in kernels.by_op().items() if op != "paged_attention"},
         "max_model_len": plan.max_model_len,
         "num_gpu_blocks": plan.num_blocks,
-        **{f"model's {name}": value for name, value in dataclasses.asdict(model).items()},
+        **{f"model's {name}": value for name, value in dataclasses.asdict(model_config).items()},
     }
 
 

@@ -1,7 +1,7 @@
 """What fronts and the engine process say to each other: typed msgpack messages, never pickles. Fields are positional: only append.
 
-A front sends `Hello`, `Add`, `Abort` and `Call`; the engine process sends `Status`, `Ready`, `Outputs`, `Refused`, `Failed`, `Reply`
-and `Dead`. What cannot be decoded raises MessageError, whatever it was.
+A front sends `Hello`, `Add`, `Abort` and `Call`; the engine process sends `Status`, `Ready`, `Outputs`, `Refused`, `Failed`, `Reply`,
+`WantMetrics` and `Dead`. What cannot be decoded raises MessageError, whatever it was.
 """
 
 from typing import Any, Literal
@@ -98,10 +98,26 @@ class Sleep(_Message, tag="sleep"):
 
 
 class WakeUp(_Message, tag="wake_up"):
-    pass
+    tags: list[str] | None = None
 
 
 class IsSleeping(_Message, tag="is_sleeping"):
+    pass
+
+
+class Pause(_Message, tag="pause"):
+    mode: Literal["abort", "wait", "keep"] = "abort"
+
+
+class Resume(_Message, tag="resume"):
+    pass
+
+
+class IsPaused(_Message, tag="is_paused"):
+    pass
+
+
+class IsDraining(_Message, tag="is_draining"):
     pass
 
 
@@ -134,12 +150,26 @@ class MetricRecord(msgspec.Struct, array_like=True):
 
 
 class ShareMetrics(_Message, tag="share_metrics"):
-    """The metrics of this front so far; answered with those of all others together."""
+    """The metrics of this front so far; answered with those of all others together, which are asked for theirs first if `fresh`."""
 
     own: list[MetricRecord]
+    fresh: bool = False
 
 
-CoreCall = ResetPrefixCache | Sleep | WakeUp | IsSleeping | StartProfile | StopProfile | CheckIntegrity | FinishCompiling
+CoreCall = (
+    ResetPrefixCache
+    | Sleep
+    | WakeUp
+    | IsSleeping
+    | Pause
+    | Resume
+    | IsPaused
+    | IsDraining
+    | StartProfile
+    | StopProfile
+    | CheckIntegrity
+    | FinishCompiling
+)
 """Each is a method or property of the engine core, named by its tag."""
 
 
@@ -227,6 +257,10 @@ class Reply(_Message, tag="reply"):
     """With metrics."""
 
 
+class WantMetrics(_Message, tag="want_metrics"):
+    """Another front is asked for the metrics of all: share yours now."""
+
+
 class Dead(_Message, tag="dead"):
     """The engine cannot go on and its process ends."""
 
@@ -234,7 +268,7 @@ class Dead(_Message, tag="dead"):
 
 
 FrontMessage = Hello | Add | Abort | Call
-EngineMessage = Status | Ready | Outputs | Refused | Failed | Reply | Dead
+EngineMessage = Status | Ready | Outputs | Refused | Failed | Reply | WantMetrics | Dead
 
 
 def encode(message: Any) -> bytes:

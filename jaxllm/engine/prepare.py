@@ -3,6 +3,7 @@
 import math
 import os
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -97,7 +98,7 @@ class Prepared:
 
     def fingerprint(self) -> dict[str, object]:
         """What the programs depend on."""
-        return fingerprint(self.config, self.model_config, self.mesh, self.plan, self.kernels)
+        return fingerprint(self.config, self.model_config, self.model, self.mesh, self.plan, self.kernels)
 
 
 def _plan(config: EngineConfig, model: ModelConfig, weight_bytes: int, work_bytes: int | None = None) -> MemoryPlan:
@@ -141,10 +142,14 @@ def _runner(
 ) -> ModelRunner:
     store: ProgramStore | None = None
     options, devices = config.compile, list(mesh.devices.flat)
+    made_of = partial(fingerprint, config, model_config, model, mesh, plan, kernels)
     if options.compiled_artifact is not None:
-        store = open_artifact(Path(options.compiled_artifact), fingerprint(config, model_config, mesh, plan, kernels), devices)
+        store = open_artifact(Path(options.compiled_artifact), made_of(), devices)
     elif options.compilation_cache:
-        store = local_store(env.cache_dir() / "engines", fingerprint(config, model_config, mesh, plan, kernels), devices)
+        try:
+            store = local_store(env.cache_dir() / "engines", made_of(), devices)
+        except ConfigError as error:
+            logger.warning("%s", error)
     return ModelRunner(config, model_config, model, mesh, plan, kernels, processors, store=store, times=times)
 
 

@@ -60,7 +60,7 @@ class ServedCore(Protocol):
     @property
     def num_compiled_after_warmup(self) -> int: ...
     @property
-    def is_compiling(self) -> bool: ...
+    def awaited_programs(self) -> tuple[int, int]: ...
     @property
     def sleep_level(self) -> int: ...
     def add_request(self, request: EngineCoreRequest) -> None: ...
@@ -86,6 +86,8 @@ class EngineLoop:
         """Fronts to be told that their requests were ended, once they listen again."""
         self._metrics: dict[str, list[Metric]] = {}
         self._metrics_of_gone: list[Metric] = []
+        self._gatherings: list[tuple[Call, set[str]]] = []
+        """Fronts' questions for the metrics of all, with the fronts that have yet to share theirs."""
         self._stopping = False
         self._ready = messages.encode(
             Ready(
@@ -97,7 +99,7 @@ class EngineLoop:
                 core.kernels,
             )
         )
-        pulse.is_compiling = lambda: core.is_compiling
+        pulse.awaited_programs = lambda: core.awaited_programs
         pulse.load = self._load()
         pulse.is_loaded = True
 
@@ -151,6 +153,8 @@ class EngineLoop:
             self._lagging.discard(command.client)
             self._outbox.disconnect(command.client)
             self._metrics_of_gone = merged([self._metrics_of_gone, self._metrics.pop(command.client, [])])
+            self._gatherings = [(call, wanted) for call, wanted in self._gatherings if call.client != command.client]
+            self._has_shared(command.client)
         elif isinstance(command, Stop):
             self._stopping = True
         else:
@@ -184,10 +188,7 @@ class EngineLoop:
 
     def _call(self, command: Call) -> None:
         if isinstance(command.call, ShareMetrics):
-            self._metrics[command.client] = messages.metrics_of(command.call.own)
-            others = [metrics for client, metrics in self._metrics.items() if client != command.client]
-            records = messages.metric_records(merged([*others, self._metrics_of_gone]))
-            self._answer(command, Reply(command.number, records, load=self._load()))
+            self._share(command, command.call)
         elif isinstance(command.call, messages.FinishCompiling):  # may take minutes
 
             def wait() -> None:
@@ -197,6 +198,26 @@ class EngineLoop:
             threading.Thread(target=wait, name="finish-compiling", daemon=True).start()
         else:
             self._answer(command, self._result_of(command))
+
+    def _share(self, command: Call, call: ShareMetrics) -> None:
+        self._metrics[command.client] = messages.metrics_of(call.own)
+        wanted: set[str] = set()
+        if call.fresh:
+            question = messages.encode(messages.WantMetrics())
+            wanted = {client for client in self._metrics if client != command.client and self._outbox.send(client, question)}
+        self._gatherings.append((command, wanted))
+        self._has_shared(command.client)
+
+    def _has_shared(self, client: str) -> None:
+        """The metrics of this front are here, or will never come: answer who waited for no other."""
+        for _, wanted in self._gatherings:
+            wanted.discard(client)
+        ready = [command for command, wanted in self._gatherings if not wanted]
+        self._gatherings = [(command, wanted) for command, wanted in self._gatherings if wanted]
+        for command in ready:
+            others = [metrics for client, metrics in self._metrics.items() if client != command.client]
+            records = messages.metric_records(merged([*others, self._metrics_of_gone]))
+            self._answer(command, Reply(command.number, records, load=self._load()))
 
     def _result_of(self, command: Call) -> Reply:
         name = str(type(command.call).__struct_config__.tag)

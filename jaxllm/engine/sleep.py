@@ -5,7 +5,7 @@ to JAX's pool, for other arrays of this process; what the pool has reserved of a
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from flax import nnx
@@ -16,6 +16,8 @@ from jaxllm.log import logger
 from jaxllm.runner.runner import ModelRunner
 
 LEVELS = (1, 2)
+TAGS = ("weights", "kv_cache")
+"""What can be woken up alone, in this order."""
 
 
 class Sleep:
@@ -28,42 +30,71 @@ class Sleep:
         """On the host, at level 1."""
         self.level = 0
         """0: awake."""
+        self._awake = set(TAGS)
+        """What has its memory."""
 
     def fall_asleep(self, level: int) -> None:
         """Give the memory back. No step may be in flight, and a deeper level than the present one deepens the sleep."""
         check_level(level)
-        if level <= self.level:
+        if level <= self.level and not self._awake:
             return
         runner = self._runner
-        if level == 1:
+        if level == 2:
+            self._weights = None
+        elif "weights" in self._awake:
             # Copied whole before any is dropped: with too little memory nothing is lost.
             self._weights = [np.array(array) for array in runner.params]
-        else:
-            self._weights = None
         runner.drop_caches()
         runner.drop_weights()
-        self.level = level
-        logger.info("the engine sleeps at level %d", level)
+        self._awake = set()
+        self.level = 2 if self._weights is None else 1
+        logger.info("the engine sleeps at level %d", self.level)
 
-    def wake_up(self) -> None:
-        """Take the memory again. Raises OutOfMemoryError or ModelLoadError, and sleeps on, if that cannot be."""
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take the memory again, or that of some TAGS alone; the engine sleeps until all have theirs.
+
+        Raises InvalidRequestError for an unknown tag. Raises OutOfMemoryError or ModelLoadError, and sleeps on, if that cannot be.
+        """
+        check_tags(tags)
         if not self.level:
             return
         start = time.perf_counter()
+        wanted = [tag for tag in TAGS if tag not in self._awake and (not tags or tag in tags)]
         try:
-            if self._weights is None:
-                self._runner.set_weights(self._load_weights())
-            else:
-                self._runner.put_weights(self._weights)
-            self._runner.start_over()
+            for tag in wanted:
+                self._take(tag)
         except Exception as error:
-            self._runner.drop_caches()
-            self._runner.drop_weights()
+            for tag in wanted:
+                self._drop(tag)
             if is_out_of_memory(error):
                 raise OutOfMemoryError(f"the engine cannot wake up: {explain(error)}") from error
             raise
-        self._weights, self.level = None, 0
-        logger.info("the engine is awake again after %.1f s", time.perf_counter() - start)
+        self._awake.update(wanted)
+        if "weights" in self._awake:
+            self._weights = None
+        if len(self._awake) == len(TAGS):
+            self.level = 0
+            logger.info("the engine is awake again after %.1f s", time.perf_counter() - start)
+
+    def _take(self, tag: str) -> None:
+        if tag == "kv_cache":
+            self._runner.start_over()
+        elif self._weights is None:
+            self._runner.set_weights(self._load_weights())
+        else:
+            self._runner.put_weights(self._weights)
+
+    def _drop(self, tag: str) -> None:
+        if tag == "kv_cache":
+            self._runner.drop_caches()
+        else:
+            self._runner.drop_weights()
+
+
+def check_tags(tags: Sequence[str] | None) -> None:
+    """Raise InvalidRequestError unless all of these can be woken up alone."""
+    if unknown := [tag for tag in tags or () if tag not in TAGS]:
+        raise InvalidRequestError(f"tags has {unknown[0]!r}, known are {' and '.join(TAGS)}", "tags")
 
 
 def check_level(level: int) -> None:

@@ -15,9 +15,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import msgspec
 import zmq
 
 from jaxllm.engine import messages
@@ -61,7 +62,8 @@ class Pulse:
     is_loaded: bool = False
     work_began: float | None = None
     """When the step began that is under way."""
-    is_compiling: Callable[[], bool] = lambda: False
+    awaited_programs: Callable[[], tuple[int, int]] = lambda: (0, 0)
+    """How many of the programs that the step waits for are ready, and how many there are in all."""
     load: Load | None = None
     progress: "PhaseProgress" = field(default_factory=lambda: PhaseProgress())
 
@@ -70,7 +72,14 @@ class Pulse:
             return "loading"
         if self.work_began is None:
             return "idle"
-        return "compiling" if self.is_compiling() else "running"
+        return "compiling" if self.awaited_programs()[1] else "running"
+
+    def load_now(self) -> Load | None:
+        """The load before the step that is under way, and the programs that this step waits for."""
+        load, awaited = self.load, self.awaited_programs()
+        if load is None or not awaited[1]:
+            return load
+        return msgspec.structs.replace(load, stats=replace(load.stats, awaited_programs=awaited))
 
 
 class PhaseProgress(Progress):
@@ -247,7 +256,7 @@ class Listener:
         if state == "loading":
             status = Status(state, now - progress.began, progress.phase, progress.done, progress.total, progress.unit)
         else:
-            status = Status(state, 0.0 if began is None else now - began, load=pulse.load)
+            status = Status(state, 0.0 if began is None else now - began, load=pulse.load_now())
             self._watch(state, began, now)
         frame = messages.encode(status)
         for client in self._outbox.clients:

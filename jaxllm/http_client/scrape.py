@@ -33,7 +33,7 @@ class Scrape:
     num_engines: int = 1
 
 
-LABELS: Mapping[str, str] = {"request_success": "finished_reason", "http_requests": "status"}
+LABELS: Mapping[str, str] = {"request_success": "finished_reason", "http_requests": "status", "awaited_programs": "state"}
 """The metrics that are kept apart by a label."""
 
 
@@ -78,6 +78,7 @@ def view(before: Scrape, now: Scrape) -> dict[str, Any]:
         "interval_seconds": seconds,
         "num_requests_running": now.values.get("num_requests_running", 0.0),
         "num_requests_waiting": now.values.get("num_requests_waiting", 0.0),
+        "compiling": _compiling(now),
         "kv_cache_usage": now.values.get("kv_cache_usage_perc", 0.0) / now.num_engines,
         "prefix_cache_hit_rate": grown("prefix_cache_hits") / queries if queries else None,
         "prompt_tokens_per_second": grown("prompt_tokens") / seconds,
@@ -115,6 +116,12 @@ def _percentiles(before: Mapping[float, float], now: Mapping[float, float]) -> d
     grown = {bound: _growth(before.get(bound, 0.0), count) for bound, count in now.items()}
     found = {f"p{percent}": quantile(grown, percent / 100) for percent in PERCENTILES}
     return {name: value * 1000 for name, value in found.items() if value is not None} or None
+
+
+def _compiling(now: Scrape) -> dict[str, float] | None:
+    """The programs that requests wait for: ready, and in all. None while none is missing."""
+    awaited = now.by_label.get("awaited_programs", {})
+    return {"ready": awaited.get("ready", 0.0), "total": sum(awaited.values())} if awaited.get("missing") else None
 
 
 def _by_label(before: Scrape, now: Scrape, name: str) -> dict[str, dict[str, float]]:

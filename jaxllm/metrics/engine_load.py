@@ -49,6 +49,8 @@ class LoadStats(Protocol):
     def device_wait_seconds(self) -> float: ...
     @property
     def device_idle_seconds(self) -> float: ...
+    @property
+    def awaited_programs(self) -> tuple[int, int]: ...
 
 
 def add_load(found: Collected, load: LoadStats) -> None:
@@ -80,5 +82,9 @@ def add_load(found: Collected, load: LoadStats) -> None:
         load.device_idle_seconds,
         "time with unfinished requests and no step on the device or queued there",
     )
+    num_ready, num_awaited = load.awaited_programs
+    awaited = "programs that requests wait for now, by whether they are ready"
+    found.gauge("awaited_programs", num_ready, awaited, state="ready")
+    found.gauge("awaited_programs", num_awaited - num_ready, awaited, state="missing")
     fraction = load.device_idle_seconds / load.work_seconds if load.work_seconds > 0 else 0.0
     found.gauge("device_idle_fraction", fraction, "device_idle_seconds per engine_work_seconds since the start")

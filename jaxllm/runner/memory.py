@@ -52,6 +52,7 @@ class MemoryPlan:
     collective_bytes: int = 0
     """What collectives take beside `limit_bytes`."""
     num_devices: int = 1
+    on_gpu: bool = True
 
     @property
     def cache_bytes(self) -> int:
@@ -78,7 +79,11 @@ class MemoryPlan:
         )
 
     def check(self) -> None:
-        """Refuse a cache that cannot hold one request of max_model_len. Raises OutOfMemoryError with the numbers."""
+        """Refuse weights and a cache that are more than the device has, and a cache that cannot hold one request of max_model_len.
+
+        Raises OutOfMemoryError with the numbers.
+        """
+        self._check_limit()
         needed = -(-self.max_model_len // self.block_size)
         usable = max(0, self.num_blocks - 1)
         if usable >= needed:
@@ -86,14 +91,14 @@ class MemoryPlan:
         if usable == 0 and self.sized_by is None:
             raise OutOfMemoryError(
                 f"no memory is left for the KV cache: {self.device} has {_size(self.limit_bytes)} for the engine, weights take "
-                f"{_size(self.weight_bytes)} and the largest step {_size(self.work_bytes)}; raise --gpu-memory-utilization, "
-                "lower --max-num-batched-tokens, or raise --tensor-parallel-size"
+                f"{_size(self.weight_bytes)} and the largest step {_size(self.work_bytes)}; lower --max-num-batched-tokens, "
+                f"{self._ways_out()}"
             )
         # Block 0 is the null block, so one more is needed than a request has.
         enough = {
             "num_gpu_blocks_override": f"--num-gpu-blocks-override {needed + 1} or more",
             "kv_cache_memory_bytes": f"--kv-cache-memory-bytes {(needed + 1) * self.block_bytes} or more",
-            None: "more memory (--gpu-memory-utilization, --kv-cache-memory-bytes)",
+            None: f"more memory ({'--gpu-memory-utilization, ' * self.on_gpu}--kv-cache-memory-bytes)",
         }[self.sized_by]
         shorter = f", or use --max-model-len {usable * self.block_size} or less (-1: the largest that fits)" if usable else ""
         raise OutOfMemoryError(
@@ -101,6 +106,31 @@ class MemoryPlan:
             f"{self.block_size} tokens ({_size(needed * self.block_bytes)}), {usable} are there besides the null block "
             f"({_size(usable * self.block_bytes)}); give it {enough}{shorter}"
         )
+
+    def _check_limit(self) -> None:
+        if self.weight_bytes > self.limit_bytes:
+            raise OutOfMemoryError(
+                f"the weights take {_size(self.weight_bytes)}{self._on_each()}, {self.device} has {_size(self.limit_bytes)} "
+                f"for the engine; {self._ways_out()}"
+            )
+        left = self.limit_bytes - self.weight_bytes
+        if self.sized_by is not None and self.cache_bytes > left:
+            enough = {
+                "num_gpu_blocks_override": f"--num-gpu-blocks-override {left // self.block_bytes}",
+                "kv_cache_memory_bytes": f"--kv-cache-memory-bytes {left}",
+            }[self.sized_by]
+            raise OutOfMemoryError(
+                f"weights take {_size(self.weight_bytes)} and the KV cache {_size(self.cache_bytes)}{self._on_each()}, {self.device} "
+                f"has {_size(self.limit_bytes)} for the engine; use {enough} or less"
+            )
+
+    def _on_each(self) -> str:
+        return f" on each of {self.num_devices} devices" if self.num_devices > 1 else ""
+
+    def _ways_out(self) -> str:
+        """How to make the weights fit."""
+        more = "raise --gpu-memory-utilization or --tensor-parallel-size" if self.on_gpu else "use a machine with more memory"
+        return f"{more}, or use a smaller model or narrower weights (--dtype bfloat16, --quantization fp8)"
 
 
 def usable_bytes(config: EngineConfig, device_bytes: int) -> int:
@@ -150,7 +180,7 @@ def memory_plan(
             sized_by = "kv_cache_memory_bytes"
             cache_bytes = config.cache.kv_cache_memory_bytes
         elif not on_gpu:
-            cache_bytes = int(limit * _CPU_CACHE_FRACTION) // tensor_parallel
+            cache_bytes = min(int(limit * _CPU_CACHE_FRACTION), limit - weight_bytes - work_bytes)
         else:
             cache_bytes = limit - weight_bytes - work_bytes - _other_bytes(tensor_parallel)
         # The cache is indexed by 32-bit slots.
@@ -172,6 +202,7 @@ def memory_plan(
         sized_by,
         _collective_bytes(tensor_parallel) if on_gpu else 0,
         tensor_parallel,
+        on_gpu,
     )
 
 
@@ -199,14 +230,21 @@ def estimate_work_bytes(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def device_limit(num_devices: int = 1, devices: Sequence[jax.Device] | None = None) -> tuple[str, int]:
-    """Name of a device and the bytes on it that the engine may use: of the first `num_devices` the one with the least memory."""
+    """Name of a device and the bytes on it that the engine may use: of the first `num_devices` the one with the least memory.
+
+    On a CPU the devices share the machine's memory.
+    """
     found = list(jax.local_devices() if devices is None else devices)[:num_devices]
     limits = [(int(stats["bytes_limit"]), i) for i, device in enumerate(found) if (stats := _stats(device))]
     if not limits:
-        return "CPU", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return "CPU", _machine_bytes() // num_devices
     limit, index = min(limits)
     differ = any(other != limit for other, _ in limits)
     return found[index].device_kind + f" {found[index].id}, the smallest of {len(found)} devices" * differ, limit
+
+
+def _machine_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _stats(device: jax.Device) -> dict[str, int]:

@@ -61,6 +61,8 @@ class Programs(Generic[Key]):
         self._rare: dict[Key, None] = {}
         self._jobs: dict[Key, Future[jax.stages.Compiled]] = {}
         """What is queued, or being made."""
+        self._awaited: set[Key] = set()
+        """What was missing when callers that wait now began to."""
         self._workers: list[threading.Thread] = []
         self._rare_worker: threading.Thread | None = None
         self._tracing = threading.Lock()
@@ -73,7 +75,8 @@ class Programs(Generic[Key]):
         self.num_loaded = 0
         self.num_waiting = 0
         """Callers that wait for a program now."""
-        self._told = False
+        self._num_compiling = 0
+        self._told: set[bool] = set()
         shut_down_at_exit(self)
 
     def __len__(self) -> int:
@@ -137,6 +140,12 @@ class Programs(Generic[Key]):
             workers = list(self._workers)
         for worker in workers:
             worker.join()
+
+    @property
+    def awaited(self) -> tuple[int, int]:
+        """How many of the programs that callers wait for now are ready, and how many there are in all. May be read by any thread."""
+        with self._lock:
+            return sum(key in self._compiled for key in self._awaited), len(self._awaited)
 
     # How a program is made
 
@@ -219,10 +228,16 @@ class Programs(Generic[Key]):
         return is_compiled
 
     def _compile(self, key: Key) -> jax.stages.Compiled:
-        with self._tracing, self._times.part("tracing"):
-            lowered = self._lower(key)
-        with self._times.part("compiling"):
-            program = lowered.compile(compiler_options=self._compiler_options(key))
+        with self._lock:
+            self._num_compiling += 1
+        try:
+            with self._tracing, self._times.part("tracing"):
+                lowered = self._lower(key)
+            with self._times.part("compiling"):
+                program = lowered.compile(compiler_options=self._compiler_options(key))
+        finally:
+            with self._lock:
+                self._num_compiling -= 1
         if self._store is not None and self._is_storable(key):
             with self._times.part("storing programs"):
                 self._store.save(key, program)
@@ -232,25 +247,31 @@ class Programs(Generic[Key]):
 
     @contextlib.contextmanager
     def _told_if_slow(self, keys: Sequence[Key]) -> Iterator[None]:
-        """Say once why nothing happens, if a compilation takes its time. With a program from the cache it does not."""
+        """Say once why nothing happens, if programs take their time."""
         start = time.perf_counter()
         timer = threading.Timer(_SLOW_SECONDS, self._tell)
         timer.daemon = True
         timer.start()
         with self._lock:
             self.num_waiting += 1
+            self._awaited.update(key for key in keys if key not in self._compiled)
         try:
             yield
         finally:
             timer.cancel()
             with self._lock:
                 self.num_waiting -= 1
+                if not self.num_waiting:
+                    self._awaited.clear()
             logger.debug("waited %.2f s for %s", time.perf_counter() - start, ", ".join(map(str, keys)))
 
     def _tell(self) -> None:
-        if not self._told:
-            self._told = True
-            logger.info("compiling or loading programs as they are needed for the first time; the next run starts sooner")
+        is_compiling = self._num_compiling > 0
+        if is_compiling not in self._told:
+            self._told.add(is_compiling)
+            sooner = "; the next run starts sooner" if is_compiling and self._store is not None else ""
+            done = "compiling" if is_compiling else "loading"
+            logger.info("%s programs as they are needed for the first time%s", done, sooner)
 
 
 def use_persistent_cache(directory: Path) -> None:

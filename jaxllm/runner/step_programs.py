@@ -23,6 +23,7 @@ from jaxllm.sampling.state import SamplingState, admit
 from jaxllm.sampling.variants import Variant
 from jaxllm.sampling_params import MAX_LOGPROB_TOKEN_IDS
 from pallas_kernels import collectives
+from pallas_kernels.cache_write.bits import bits_type
 
 _MAX_TRITON_ROWS = 16
 """Up to here XLA may multiply with Triton kernels of its own, which for 8 rows are the fastest."""
@@ -240,7 +241,10 @@ class StepPrograms:
 
     @property
     def _caches(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        cache = jax.ShapeDtypeStruct(self.cache_shape, self.model.kv_cache_dtype, sharding=self.by_heads)
+        dtype = jnp.dtype(self.model.kv_cache_dtype)
+        if self.mesh.devices.flat[0].platform == "cpu" and not self.functions.kernels.interpret:
+            dtype = bits_type(dtype)
+        cache = jax.ShapeDtypeStruct(self.cache_shape, dtype, sharding=self.by_heads)
         return (cache,) * (2 * self.model.num_layers)
 
     @property

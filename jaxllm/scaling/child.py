@@ -72,20 +72,20 @@ def measure_size(plan: Plan, size: int, log_level: str, teller: Teller) -> None:
 
     from jaxllm import log
     from jaxllm.config import EngineConfig
-    from jaxllm.hub import resolve_model
     from jaxllm.llm import LLM
     from jaxllm.model_config import load_model_config
     from jaxllm.runner.memory import device_limit, reserve_device_memory
     from jaxllm.scaling.engine_options import engine_options
     from jaxllm.scaling.limits import measure_ceilings
     from jaxllm.scaling.measure import Measurer
+    from jaxllm.text.model_files import text_files
 
     log.set_up(log_level)
     asked = EngineConfig.from_options(**{"model": plan.model, **plan.options, "tensor_parallel_size": size})
     teller("starting the device")
     reserve_device_memory(asked.cache.gpu_memory_utilization, tensor_parallel_size=size)
     on_gpu = jax.default_backend() != "cpu"
-    directory = resolve_model(asked.model.model, asked.model.revision, asked.model.download_dir)
+    directory = text_files(asked.model.model, revision=asked.model.revision, download_dir=asked.model.download_dir)
     described = load_model_config(
         directory, overrides=asked.model.hf_overrides, dtype=asked.model.dtype, on_gpu=on_gpu, runner=asked.model.runner
     )

@@ -46,3 +46,5 @@ class SchedulerStats:
     """Time in which the loop waited for the device."""
     device_idle_seconds: float = 0.0
     """Time with unfinished requests and no step in flight."""
+    awaited_programs: tuple[int, int] = (0, 0)
+    """Programs that the step under way waits for: ready, and in all. Set in heartbeats only."""

@@ -213,7 +213,7 @@ def _normalised(message: Any, number: int, *, as_parts: bool, keep_strings: bool
         raise InvalidRequestError(f"{where} has the role {role!r}, must be a text like 'user' or 'assistant'", "messages")
     normalised = dict(message)
     if content is None:
-        if not (role == "assistant" and message.get("tool_calls")):
+        if not (role in ("tool", "function") or (role == "assistant" and message.get("tool_calls"))):
             raise InvalidRequestError(f"{where} ({role}) has no content", "messages")
         normalised["content"] = ""
     elif isinstance(content, str):
@@ -248,9 +248,12 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
         raise InvalidRequestError(f"{where} has a tool call without a function", "messages")
     function = dict(call["function"])
     arguments = function.get("arguments")
-    if isinstance(arguments, str):
+    if arguments is None:
+        function["arguments"] = {}
+    elif isinstance(arguments, str):
         try:
-            function["arguments"] = json.loads(arguments) if arguments.strip() else {}
+            parsed = json.loads(arguments) if arguments.strip() else {}
+            function["arguments"] = {} if parsed is None else parsed
         except ValueError as error:
             raise InvalidRequestError(f"{where} has a tool call whose arguments are not JSON: {error}", "messages") from error
     return {**call, "function": function}

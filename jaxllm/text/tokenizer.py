@@ -24,6 +24,8 @@ class Tokenizer:
         backend.no_padding()
         config = config or {}
         self.name_or_path = name
+        self.config = dict(config)
+        """tokenizer_config.json, with the special tokens and chat templates of other files."""
         self._backend = backend
         self.special_tokens_map: dict[str, str] = {
             key: text for key in NAMED_SPECIAL_TOKENS if (text := _token_text(config.get(key))) is not None
@@ -213,6 +215,7 @@ class SlowTokenizer(Tokenizer):
 
     def __init__(self, slow: Any, *, name: str = ""):
         self.name_or_path = name
+        self.config = {key: value for key, value in slow.init_kwargs.items() if isinstance(value, str | int | float)}
         self._slow = slow
         self.special_tokens_map = {key: str(text) for key in NAMED_SPECIAL_TOKENS if (text := getattr(slow, key, None))}
         self.chat_templates = _chat_templates(getattr(slow, "chat_template", None))

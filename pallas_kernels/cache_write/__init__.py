@@ -1,19 +1,15 @@
-"""Writes new keys and values into a paged cache, in place when the caches are donated.
+"""Writes new keys and values into a paged cache by an XLA scatter, in place when the caches are donated (on CPUs see bits.py).
 
-k_pages_PKSH, v_pages_PKSH   the pools of pages      k_TKH, v_TKH   one key and value per token
-slot_T   int32: page * S + offset of each token; a negative slot is dropped (padding), written nowhere
+Beside rotation and norm it is part of one kernel: `rope_cache_write`.
 """
 
-import importlib
-
 import jax
-from jax.typing import ArrayLike
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
 
-IMPLEMENTATIONS = {
-    "xla": "pallas_kernels.cache_write.xla",
-    "triton": "pallas_kernels.cache_write.triton",
-}
-"""Each module has write_cache and supports(platform, dtype, head_dim, interpret)."""
+from pallas_kernels.cache_write.bits import as_stored, value_type
+
+LARGEST_FP8 = 448.0
 
 
 def write_cache(
@@ -25,17 +21,28 @@ def write_cache(
     *,
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
-    implementation: str = "xla",
-    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """The caches with the tokens written into their slots. No slot may appear twice, the result there would be either token.
+    """The pools of pages with one key and value per token written into their slots, int32: page * S + offset.
 
+    A negative slot is dropped (padding). No slot may appear twice, the result there would be either token.
     k_scale, v_scale: float32 scalars that keys and values are divided by; None: nothing. A float8_e4m3fn cache gets the nearest
     value, and the largest, 448, for what lies beyond it.
     """
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"no cache writer {implementation!r}; there are {', '.join(IMPLEMENTATIONS)}")
-    module = importlib.import_module(IMPLEMENTATIONS[implementation])
-    return module.write_cache(
-        k_pages_PKSH, v_pages_PKSH, k_TKH, v_TKH, slot_T, k_scale=k_scale, v_scale=v_scale, interpret=interpret
-    )
+    num_pages, _, page_size, _ = k_pages_PKSH.shape
+    page_T = jnp.where(slot_T < 0, num_pages, slot_T // page_size)  # past the end: dropped
+    offset_T = jnp.maximum(slot_T, 0) % page_size
+
+    def write(pages_PKSH: jax.Array, x_TKH: jax.Array, scale: ArrayLike | None) -> jax.Array:
+        new_TKH = as_stored(to_cache_type(x_TKH, value_type(pages_PKSH.dtype), scale), pages_PKSH.dtype)
+        return pages_PKSH.at[page_T, :, offset_T].set(new_TKH, mode="drop")
+
+    return write(k_pages_PKSH, k_TKH, k_scale), write(v_pages_PKSH, v_TKH, v_scale)
+
+
+def to_cache_type(x: jax.Array, dtype: DTypeLike, scale: ArrayLike | None) -> jax.Array:
+    """Divided by the scale, and rounded to a value of the cache's type; float8_e4m3fn has no infinity but NaN beyond its largest."""
+    if scale is not None:
+        x = x.astype(jnp.float32) / scale
+    if jnp.dtype(dtype) == jnp.float8_e4m3fn:
+        x = jnp.clip(x.astype(jnp.float32), -LARGEST_FP8, LARGEST_FP8)
+    return x.astype(dtype)

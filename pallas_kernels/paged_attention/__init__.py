@@ -8,7 +8,8 @@ Shapes, common to all of them:
 
 A padding row has kv_length 0 and no tokens. Tokens from query_start[R] on are padding, their results finite.
 Only slots below kv_length of the pages in a row's table are read, or what else is read cannot reach a result (it may be NaN).
-The caches have the type of the queries, another of 16 or 32 bits, or float8_e4m3fn.
+The caches have the type of the queries, another of 16 or 32 bits, or float8_e4m3fn; "xla" and "reference" also take the bits of
+such floats (`cache_write.bits`).
 Products accumulate in float32, float32 operands are multiplied in full precision, the softmax is float32.
 """
 

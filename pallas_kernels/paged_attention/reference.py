@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from pallas_kernels.cache_write.bits import as_values
+
 MASKED = -1e30  # a finite score: a row without any valid position must give zeros, not NaN
 
 
@@ -78,7 +80,7 @@ def _attend(
     read_TB = valid_TL.reshape(num_tokens, -1, page_size).any(axis=-1)
 
     def gather(pages_PKSH: jax.Array, stored_scale: ArrayLike | None) -> jax.Array:
-        x_TBKSH = pages_PKSH[jnp.where(read_TB, page_table_TB, 0)]
+        x_TBKSH = as_values(pages_PKSH[jnp.where(read_TB, page_table_TB, 0)])
         x_TKLH = x_TBKSH.swapaxes(1, 2).reshape(num_tokens, num_kv_heads, num_slots, head_dim)
         # Not a multiplication by zero: slots of others may hold NaN.
         x_TKLH = jnp.where(valid_TL[:, None, :, None], x_TKLH.astype(jnp.float32), 0.0)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
+from pallas_kernels.cache_write.bits import as_values
 from pallas_kernels.paged_attention.tiles import COUNT, POSITION, ROW, TOKEN, make_tiles
 
 MASKED = -1e30  # finite, so that a wholly masked chunk gives no NaN; the first valid score wipes what it added
@@ -206,7 +207,7 @@ def _gather(pages_PKSH: jax.Array, index_Rc: jax.Array) -> jax.Array:
     heads = pages_PKSH.reshape(num_pages * num_kv_heads, page_size, head_dim)
     index_RKc = index_Rc[:, None, :] * num_kv_heads + jnp.arange(num_kv_heads, dtype=jnp.int32)[None, :, None]
     num_rows, num_chunk_pages = index_Rc.shape
-    x = heads.at[index_RKc].get(mode="clip").astype(jnp.float32)
+    x = as_values(heads.at[index_RKc].get(mode="clip")).astype(jnp.float32)
     return x.reshape(num_rows, num_kv_heads, num_chunk_pages * page_size, head_dim)
 
 

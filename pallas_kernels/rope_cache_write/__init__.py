@@ -7,7 +7,8 @@ Shapes, common to all implementations:
     slot_T          int32: page * S + offset of each token; a negative slot is written nowhere, its queries are computed all the same
 
 Norm and rotation are computed in float32; each is rounded to the type of qkv. A cache of float8_e4m3fn holds values divided by
-their scale, limited to ±448; a cache of another type holds them as they are.
+their scale, limited to ±448; a cache of another type holds them as they are. "xla" also
+takes caches of the bits of such floats (`cache_write.bits`).
 """
 
 import importlib
@@ -16,6 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
+
+from pallas_kernels.cache_write.bits import value_type
 
 IMPLEMENTATIONS = {
     "xla": "pallas_kernels.rope_cache_write.xla",
@@ -52,7 +55,7 @@ def rope_and_write(
     cache_dtype = k_pages_PKSH.dtype
     if (q_norm_H is None) != (k_norm_H is None):
         raise ValueError("only one of q_norm_H and k_norm_H is given; give both or neither")
-    if cache_dtype != jnp.float8_e4m3fn and not (k_scale is None and v_scale is None):
+    if value_type(cache_dtype) != jnp.float8_e4m3fn and not (k_scale is None and v_scale is None):
         raise ValueError(f"k_scale and v_scale are for a cache of float8_e4m3fn, this one is {cache_dtype}; leave them out")
     case: dict[str, Any] = {"dtype": qkv_TKGH.dtype, "cache_dtype": cache_dtype, "cache_size": k_pages_PKSH.size}
     case["head_dim"] = qkv_TKGH.shape[-1]

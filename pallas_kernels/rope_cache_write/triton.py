@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.typing import ArrayLike, DTypeLike
 
 from pallas_kernels._compat import load, store, triton_call
-from pallas_kernels.cache_write.xla import to_cache_type
+from pallas_kernels.cache_write import to_cache_type
 from pallas_kernels.sizes import next_power_of_two
 
 _COMPUTED = (jnp.float32, jnp.bfloat16, jnp.float16)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from pallas_kernels.cache_write import xla as cache_write
+from pallas_kernels.cache_write import write_cache
 
 
 def supports(**_: object) -> bool:
@@ -27,7 +27,7 @@ def rope_and_write(
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     q_TKGH, k_TKH, v_TKH = rotated_heads(qkv_TKGH, cos_TH, sin_TH, q_norm_H=q_norm_H, k_norm_H=k_norm_H, eps=eps)
-    caches = cache_write.write_cache(k_pages_PKSH, v_pages_PKSH, k_TKH, v_TKH, slot_T, k_scale=k_scale, v_scale=v_scale)
+    caches = write_cache(k_pages_PKSH, v_pages_PKSH, k_TKH, v_TKH, slot_T, k_scale=k_scale, v_scale=v_scale)
     return q_TKGH, *caches
 
 

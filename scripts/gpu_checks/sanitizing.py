@@ -13,7 +13,6 @@ from pallas_kernels.checking.attention_at_start import Layer
 from pallas_kernels.checking.case import Case
 from pallas_kernels.checking.check import check as run_cases
 from scripts.gpu_checks import Outcome
-from scripts.kernels import cases as op_cases
 
 FP8 = "float8_e4m3fn"
 ATTENTION = (
@@ -71,7 +70,4 @@ def kernel_cases(*, interpret: bool) -> list[tuple[str, Case]]:
         title = f"rope triton {cache_dtype}{' norm' * has_norms}"
         found += [(title, case) for case in rope_cache_write.cases(rope, "triton", interpret=interpret)]
     found += [("sampling triton", case) for case in sampling.cases(sampling.Shapes(VOCAB_SIZE), "triton", interpret=interpret)]
-    for _, case in op_cases("check", ["write"], tiny=True):
-        kernel = {label: variant for label, variant in case.variants.items() if label != "xla"}
-        found.append(("cache write triton", Case(case.name, case.make, kernel, case.error, case.tolerance)))
     return attention[:7] + found + attention[7:]

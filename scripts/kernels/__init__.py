@@ -13,7 +13,6 @@ __all__ = ["OPS", "Case", "cases"]
 
 OPS = {
     "attention": "scripts.kernels.attention",
-    "write": "scripts.kernels.cache_write",
     "rope": "scripts.kernels.rope_cache_write",
     "sampling": "scripts.kernels.sampling",
 }

@@ -93,9 +93,12 @@ def _enforced(tools: Sequence[Tool], frame: Frame, several: bool, lines_before: 
     return {"type": "sequence", "elements": parts}
 
 
+_ANY = {"additionalProperties": True}
+
+
 def _where_triggered(tools: Sequence[Tool], frame: Frame, trigger: str, parallel: bool) -> dict[str, Any]:
     """Free text in which a marker begins calls. Tools that are not strict take any object."""
-    lax = [tool if tool.strict else dataclasses.replace(tool, parameters={}) for tool in tools]
+    lax = [tool if tool.strict else dataclasses.replace(tool, parameters=_ANY) for tool in tools]
     if frame.before_calls:
         several = parallel and frame.several
         tags = [{"type": "tag", "begin": trigger, "content": _calls(lax, frame, several), "end": frame.after_calls}]

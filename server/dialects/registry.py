@@ -10,6 +10,7 @@ from server.dialects.llama_json import LlamaJson
 from server.dialects.marked_json import GRANITE, HERMES, JAMBA, PHI4_MINI
 from server.dialects.mistral import Mistral
 from server.dialects.pythonic import Pythonic
+from server.dialects.xlam import Xlam
 from server.dialects.xml import GLM45, MINIMAX_M2, QWEN3_CODER, SEED_OSS, XmlCalls
 
 TOOL_DIALECTS: dict[str, ToolDialect] = {
@@ -34,6 +35,7 @@ TOOL_DIALECTS: dict[str, ToolDialect] = {
     "qwen3_json": HERMES,
     "qwen3_xml": XmlCalls(QWEN3_CODER, section_optional=True),
     "seed_oss": XmlCalls(SEED_OSS),
+    "xlam": Xlam(),
 }
 
 _THINK = ("<think>",), ("</think>",)

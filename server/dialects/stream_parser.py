@@ -46,7 +46,7 @@ class StreamParser(Reader):
         self.num_calls = 0
         self.in_reasoning = False
         """Whether the text so far ends within reasoning."""
-        self._tool, self._parallel, self._hold_calls = tool, parallel, hold_calls
+        self._tool, self._parallel, self._hold_calls, self._forced = tool, parallel, hold_calls, forced
         self._out: list[Delta] = []
         self._num_before_call: int | None = None  # deltas to give out, whatever becomes of the call that is read
         self._num_given = 0  # pieces read of this call that were given out
@@ -131,7 +131,12 @@ class StreamParser(Reader):
             self._num_before_call = len(self._out)
 
     def add_content(self, text: str) -> None:
-        """Text of the answer. White space next to calls and to the reasoning is left out."""
+        """Text of the answer. White space next to calls and to the reasoning is left out.
+
+        Where calls are enforced there is none: what is no call is the beginning of one that was cut.
+        """
+        if self._forced:
+            return
         body = text.rstrip(SPACE)
         if not body:
             self._space.append(text)

@@ -13,6 +13,9 @@ MAX_TOOLS = 128
 MAX_NAME_LENGTH = 64
 MAX_PATTERN_LENGTH = 4096
 
+_NAMING_NONE = {"type", "properties", "required", "title", "description", "$schema", "$id", "$comment", "$defs", "definitions"}
+"""Keywords of a schema that allow no member of an object by name or pattern, if those called properties and required are empty."""
+
 NAME = re.compile(r"[A-Za-z0-9_.-]+")
 """How functions may be named."""
 _NOT_PYTHON = re.compile(r"\\[pP]\{[^{}]*\}|\\u\{[0-9A-Fa-f]+\}|\\c[A-Za-z]")
@@ -25,14 +28,16 @@ class Tool:
 
     name: str
     parameters: Mapping[str, Any] = field(default_factory=dict)
-    """JSON Schema of the arguments, an object; empty: any object."""
+    """JSON Schema of the arguments, an object."""
     description: str | None = None
     strict: bool = False
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The schema, which says that it is an object's."""
-        return {**self.parameters, "type": "object"}
+        """The schema, which says that it is an object's; of a function that names no parameters, it is the empty object's."""
+        takes_none = self.parameters.keys() <= _NAMING_NONE and not any(map(self.parameters.get, ("properties", "required")))
+        closed = {"properties": {}, "additionalProperties": False} if takes_none else {}
+        return {**self.parameters, "type": "object", **closed}
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from server.grpc.interceptor import authorization_of
 from server.grpc.jaxllm_pb2_grpc import InferenceServicer
 from server.grpc.messages import response_of, sampling_fields
 from server.owner import owner_of_key
-from server.prompts import check_length, check_text_length, encode_prompt, tokenizer_of
+from server.prompts import check_length, check_room, check_text_length, encode_prompt, tokenizer_of
 from server.sampling import sampling_params
 
 MAX_REQUEST_ID_LENGTH = 128
@@ -93,7 +93,10 @@ class Inference(InferenceServicer):
             prompt = {"prompt": request.text, "prompt_token_ids": ids}
         if not prompt["prompt_token_ids"]:
             raise bad_request("prompt is empty, must have at least 1 token; set text or token_ids", "prompt")
-        check_length(len(prompt["prompt_token_ids"]), max_model_len)
+        num_tokens = len(prompt["prompt_token_ids"])
+        check_length(num_tokens, max_model_len)
+        if request.sampling.HasField("max_tokens"):
+            check_room(num_tokens, request.sampling.max_tokens, max_model_len)
         if request.HasField("cache_salt"):
             prompt["cache_salt"] = request.cache_salt
         return prompt

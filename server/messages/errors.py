@@ -1,15 +1,8 @@
 """Errors in Anthropic's shape: {"type": "error", "error": {"type", "message"}}."""
 
-from collections.abc import Awaitable, Callable
-
 import msgspec
-from fastapi.routing import APIRoute
-from starlette.requests import Request
-from starlette.responses import Response
 
-from jaxllm.log import logger
 from server.errors import MAX_MESSAGE_LENGTH, ApiError, as_api_error, shortened
-from server.sse import ClientDisconnected
 
 _TYPES = {
     400: "invalid_request_error",
@@ -39,29 +32,3 @@ class AnthropicError(ApiError):
 def as_anthropic_error(error: BaseException) -> AnthropicError:
     """What a client may know of an exception."""
     return error if isinstance(error, AnthropicError) else AnthropicError(as_api_error(error))
-
-
-def in_shape_of(path: str, error: ApiError) -> ApiError:
-    """An error in the shape that the clients of a path understand; for what no route has seen."""
-    return as_anthropic_error(error) if "/v1/messages" in path else error
-
-
-class MessagesRoute(APIRoute):
-    """A route whose errors are Anthropic's."""
-
-    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
-        """The route's own handler, with its errors turned."""
-        handler = super().get_route_handler()
-
-        async def turned(request: Request) -> Response:
-            try:
-                return await handler(request)
-            except ClientDisconnected:
-                raise
-            except Exception as error:
-                told = as_anthropic_error(error)
-                if told.code == "internal_error":
-                    logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-                return told.response()
-
-        return turned

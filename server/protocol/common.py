@@ -30,7 +30,7 @@ UNSUPPORTED = {
     "suffix": "a prompt in the model's own fill-in-the-middle format",
     "prompt_embeds": "text or token ids",
     "watermarking": "nothing: outputs carry no watermark",
-    "thinking_token_budget": "max_tokens",
+    "thinking_token_budget": "reasoning_effort or chat_template_kwargs where the chat template reads them, or max_tokens",
     "media_io_kwargs": "text only: this server takes no media",
     "mm_processor_kwargs": "text only: this server takes no media",
     "mm_payload": "text only: this server takes no media",
@@ -53,10 +53,11 @@ UNSUPPORTED = {
     "lora_request": "model",
 }
 _NOTHING: tuple[Any, ...] = (False, "", [], {})
+_NO_BUDGET = -1
 
 
 class RequestModel(BaseModel):
-    """A body: strict types, no NaN or infinity; unknown fields are ignored, known ones that cannot be honoured are refused."""
+    """A body: strict types, no NaN or infinity; known fields that cannot be honoured are refused, unknown ones see `server/body.py`."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore", populate_by_name=True)
 
@@ -69,7 +70,8 @@ class RequestModel(BaseModel):
         for name in body:
             if name not in cls.REFUSED or name in cls.model_fields or body[name] is None:
                 continue
-            if name in REMOVED or body[name] not in _NOTHING:
+            asks_nothing = (_NO_BUDGET,) if name == "thinking_token_budget" else _NOTHING
+            if name in REMOVED or body[name] not in asks_nothing:
                 verb = "was removed" if name in REMOVED else "is not supported"
                 raise bad_request(f"{name} {verb}; use {cls.REFUSED[name]}", name, "unsupported_parameter")
 
@@ -127,8 +129,8 @@ class ResponseFormat(RequestModel):
 class SamplingFields(RequestModel):
     """The fields that say how tokens are chosen and what is reported of them. Ranges are checked by SamplingParams."""
 
-    model: str = Field(default=None)  # type: ignore[assignment]
-    """None: the one that is served. A request may leave it out but not send null."""
+    model: str | None = None
+    """None or empty: the one that is served."""
     n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -153,8 +155,8 @@ class SamplingFields(RequestModel):
     repetition_detection: RepetitionDetection | None = None
     structured_outputs: StructuredOutputs | None = None
     response_format: ResponseFormat | None = None
-    extra_args: dict[str, Items[float]] | None = None
-    vllm_xargs: dict[str, Items[float]] | None = None
+    extra_args: dict[str, float | Items[float]] | None = None
+    vllm_xargs: dict[str, float | Items[float]] | None = None
 
     use_beam_search: bool = False
     length_penalty: float | None = None

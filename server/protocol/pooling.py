@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import AliasChoices, Field
 
 from server.protocol.chat import Message
 from server.protocol.common import CacheSalt, Int64, Items, RequestId, RequestModel, ShortText
@@ -18,9 +18,6 @@ class PoolingFields(RequestModel):
 
     REFUSED: ClassVar[Mapping[str, str]] = {
         **RequestModel.REFUSED,
-        "normalize": "use_activation",
-        "activation": "use_activation",
-        "softmax": "use_activation",
         "padding": "nothing: prompts are never padded",
         "score_template": "the model's own texts, written into the request",
     }
@@ -50,7 +47,10 @@ class VectorFields(PoolingFields):
     encoding_format: Literal["float", "base64", "bytes", "bytes_only"] = "float"
     embed_dtype: EmbedDtype = "float32"
     endianness: Endianness = "native"
-    use_activation: bool | None = None
+    use_activation: Annotated[
+        bool | None, Field(validation_alias=AliasChoices("use_activation", "activation", "softmax", "normalize"))
+    ] = None
+    """The others are its older names."""
     dimensions: int | None = None
 
 
@@ -72,6 +72,7 @@ class ScoreRequest(PoolingFields):
         "use_activation": "nothing: a score is the cosine of two vectors",
         "activation": "nothing: a score is the cosine of two vectors",
         "softmax": "nothing: a score is the cosine of two vectors",
+        "normalize": "nothing: a score is the cosine of two vectors",
         "instruction": "an instruction written before the texts",
         "chat_template": "texts as the model was trained on them",
     }

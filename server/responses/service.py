@@ -138,6 +138,16 @@ class ResponsesService:
         logprobs = LogprobWriter(tokenizer, as_ids=False) if wants_logprobs(request) else None
         return Run(owner, request, new_items, chat, ResponseWriter(response), limit, logprobs)
 
+    async def count(self, request: ResponsesRequest, owner: str, num_bytes: int) -> int:
+        """Tokens of a request's input, with those of the turns before it. Raises ApiError or InvalidRequestError."""
+        check(request)
+        self._context.check_model(request.model)
+        new_items = await unless_small(num_bytes, as_items, request.input)
+        items = [*self._history(request.previous_response_id, owner), *new_items]
+        with renamed_params(RENAMED):
+            fields = await unless_small(num_bytes + BYTES_PER_ITEM * len(items), chat_fields, request, items)
+            return len(await self._context.chat.encode(conversation_of(fields, self._context, "input_tokens")))
+
     async def stream(self, run: Run) -> AsyncGenerator[list[Event], None]:
         """The events of a run from its beginning to its end, and the response into the store. Closing it aborts the run.
 

@@ -61,8 +61,8 @@ def to_conversation(body: ChatCompletionRequest, context: ServerContext, request
     top = None
     if body.logprobs and not body.logprob_token_ids:
         top = 0 if body.top_logprobs is None else body.top_logprobs
-    max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    max_tokens = context.default_max_tokens if max_tokens is None else max_tokens
+    named = next((name for name in ("max_completion_tokens", "max_tokens") if getattr(body, name) is not None), None)
+    max_tokens = context.default_max_tokens if named is None else getattr(body, named)
     limits, search = context.options.limits, None
     if body.use_beam_search:
         search = beam_search_params(
@@ -99,6 +99,7 @@ def to_conversation(body: ChatCompletionRequest, context: ServerContext, request
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         truncation_side=body.truncation_side,
         constraint_param=constraint_param(body),
+        max_tokens_param=named,
         cache_salt=body.cache_salt,
         priority=body.priority,
     )
@@ -124,7 +125,7 @@ def to_message(message: Message) -> dict[str, Any]:
 def _content(message: Message) -> Any:
     content = message.content
     if content is None:
-        if message.role != "assistant":
+        if message.role in ("system", "developer", "user"):
             raise bad_request(f"messages has a {message.role} message without content", "messages")
         return message.refusal or ("" if not message.tool_calls else None)
     if isinstance(content, str):
@@ -215,9 +216,8 @@ class ChatReply:
             "choices": [self._choice(answer) for answer in answers],
             "usage": self._usage(),
             "system_fingerprint": self._context.fingerprint,
+            "prompt_logprobs": None if chat.prompt_logprobs is None else self._logprobs.prompt(chat.prompt_logprobs),
         }
-        if chat.prompt_logprobs is not None:
-            reply["prompt_logprobs"] = self._logprobs.prompt(chat.prompt_logprobs)
         if self._body.return_token_ids:
             reply["prompt_token_ids"] = chat.prompt_token_ids
         if self._has_timings:
@@ -242,12 +242,17 @@ class ChatReply:
             "index": answer.index,
             "message": message,
             "logprobs": self._logprob_object(answer),
-            "finish_reason": answer.finish_reason,
+            "finish_reason": self._finish_reason(answer),
             "stop_reason": answer.stop_reason,
         }
         if self._body.return_token_ids:
             choice["token_ids"] = answer.token_ids
         return choice
+
+    def _finish_reason(self, answer: ChatDelta) -> str | None:
+        """As OpenAI has it: a call of the function that the request names ends with "stop", other calls with "tool_calls"."""
+        is_named = isinstance(self._body.tool_choice, NamedToolChoice)
+        return "stop" if is_named and answer.finish_reason == "tool_calls" else answer.finish_reason
 
     def _logprob_object(self, answer: ChatDelta) -> dict[str, Any] | None:
         if not self._body.logprobs or answer.logprobs is None:
@@ -316,7 +321,7 @@ class ChatReply:
                 "index": delta.index,
                 "delta": {},
                 "logprobs": None,
-                "finish_reason": delta.finish_reason,
+                "finish_reason": self._finish_reason(delta),
                 "stop_reason": delta.stop_reason,
             }
             parts.append(chunks.chunk(end, usage))

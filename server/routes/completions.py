@@ -25,7 +25,7 @@ from server.endings import end_of
 from server.errors import bad_request, constraint_error
 from server.logprobs import LogprobWriter
 from server.openapi import json_body
-from server.prompts import check_length, check_text_length, encode_prompt, tokenizer_of, truncated
+from server.prompts import check_length, check_room, check_text_length, encode_prompt, tokenizer_of, truncated
 from server.protocol.completions import CompletionRequest
 from server.sampling import constraint_param, sampling_params
 from server.sse import DONE, EventStream, unless_disconnected
@@ -155,8 +155,11 @@ def _encode_all(
             if body.truncate_prompt_tokens is None:
                 check_text_length(tokenizer, prompt, engine.max_model_len)
             text, ids = prompt, encode_prompt(tokenizer, prompt, add_special_tokens=body.add_special_tokens)
-        ids = truncated(ids, body.truncate_prompt_tokens, body.truncation_side, engine.max_model_len)  # type: ignore[arg-type]
+        asked = body.max_tokens if "max_tokens" in body.model_fields_set else None
+        ids = truncated(ids, body.truncate_prompt_tokens, body.truncation_side, engine.max_model_len, asked)  # type: ignore[arg-type]
         check_length(len(ids), engine.max_model_len)
+        if asked is not None:
+            check_room(len(ids), asked, engine.max_model_len)
         found.append((text, ids))
     return found
 
@@ -234,9 +237,10 @@ class CompletionReply:
             "logprobs": self._logprob_object(output, output.prompt_logprobs, ids, positions)[0],
             "finish_reason": "length" if self._is_prompt_only else end_of(answer),
             "stop_reason": None if self._is_prompt_only else answer.stop_reason,
+            "prompt_logprobs": None
+            if output.prompt_logprobs is None or self._body.prompt_logprobs is None
+            else self._logprobs.prompt(output.prompt_logprobs),
         }
-        if output.prompt_logprobs is not None and self._body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = self._logprobs.prompt(output.prompt_logprobs)
         if self._body.return_token_ids:
             choice["token_ids"] = ids
             choice["prompt_token_ids"] = output.prompt_token_ids

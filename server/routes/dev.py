@@ -1,6 +1,8 @@
 """Endpoints for those who operate the server; there only with --enable-dev-endpoints, and behind the operator's key."""
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
@@ -8,10 +10,24 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxllm import __version__
+from jaxllm.errors import ConfigError, EngineDeadError, EngineError, EngineSleepingError, OverloadedError
 from server.context import context_of
-from server.errors import ApiError
+from server.errors import ApiError, without_leaks
 
 router = APIRouter(tags=["Operator"])
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """Tell operators, in the engine's own words, why what they ask for cannot be done now, or with these options."""
+    try:
+        yield
+    except (EngineDeadError, EngineSleepingError, OverloadedError):
+        raise
+    except EngineError as error:
+        raise ApiError(409, without_leaks(str(error)), code="not_possible_now") from None
+    except ConfigError as error:
+        raise ApiError(400, without_leaks(str(error)), code="not_configured") from None
 
 
 @router.post("/reset_prefix_cache")
@@ -30,14 +46,15 @@ async def sleep(
 
     Running requests are aborted, or keep the engine from sleeping (mode "refuse").
     """
-    await context_of(request).engine.sleep(level, mode)
+    with _told():
+        await context_of(request).engine.sleep(level, mode)
     return Response(status_code=200)
 
 
 @router.post("/wake_up")
-async def wake_up(request: Request) -> Response:
-    """Take requests again."""
-    await context_of(request).engine.wake_up()
+async def wake_up(request: Request, tags: Annotated[list[Literal["weights", "kv_cache"]] | None, Query()] = None) -> Response:
+    """Take requests again; with `tags` only those take their memory, and requests are taken once both have."""
+    await context_of(request).engine.wake_up(tags)
     return Response(status_code=200)
 
 
@@ -45,6 +62,29 @@ async def wake_up(request: Request) -> Response:
 async def is_sleeping(request: Request) -> dict[str, Any]:
     """Whether the engine sleeps."""
     return {"is_sleeping": await context_of(request).engine.is_sleeping()}
+
+
+@router.post("/pause")
+async def pause(request: Request, mode: Literal["abort", "wait", "keep"] = "abort", clear_cache: bool = True) -> dict[str, Any]:
+    """Hold new requests back until /resume.
+
+    Running requests are aborted, waited for ("wait") or stand still ("keep").
+    """
+    await context_of(request).engine.pause(mode, clear_cache=clear_cache)
+    return {"status": "paused"}
+
+
+@router.post("/resume")
+async def resume(request: Request) -> dict[str, Any]:
+    """Compute again, and take up the requests that came meanwhile."""
+    await context_of(request).engine.resume()
+    return {"status": "resumed"}
+
+
+@router.get("/is_paused")
+async def is_paused(request: Request) -> dict[str, Any]:
+    """Whether requests are held back."""
+    return {"is_paused": await context_of(request).engine.is_paused()}
 
 
 @router.get("/server_info")
@@ -60,13 +100,15 @@ async def server_info(request: Request) -> dict[str, Any]:
 
 @router.post("/start_profile")
 async def start_profile(request: Request) -> Response:
-    """Begin to record a trace of the device."""
-    await context_of(request).engine.start_profile()
+    """Begin to record a trace of the device, in the directory of --profiler-dir."""
+    with _told():
+        await context_of(request).engine.start_profile()
     return Response(status_code=200)
 
 
 @router.post("/stop_profile")
 async def stop_profile(request: Request) -> Response:
     """End the trace and write it."""
-    await context_of(request).engine.stop_profile()
+    with _told():
+        await context_of(request).engine.stop_profile()
     return Response(status_code=200)

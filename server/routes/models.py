@@ -35,5 +35,23 @@ def _card(name: str, context: ServerContext) -> dict[str, Any]:
         "root": context.model_name,
         "parent": None,
         "max_model_len": context.engine.max_model_len,
-        "permission": [],
+        "permission": [_permission(name, context)],
+    }
+
+
+def _permission(name: str, context: ServerContext) -> dict[str, Any]:
+    """As OpenAI's older clients expect it: whoever may use the server may use the model."""
+    return {
+        "id": f"modelperm-{name}",
+        "object": "model_permission",
+        "created": context.created,
+        "allow_create_engine": False,
+        "allow_sampling": True,
+        "allow_logprobs": True,
+        "allow_search_indices": False,
+        "allow_view": True,
+        "allow_fine_tuning": False,
+        "organization": "*",
+        "group": None,
+        "is_blocking": False,
     }

@@ -48,6 +48,14 @@ async def create_response(request: Request) -> Response:
     return _reply(await unless_disconnected(request.receive, service.whole(run)))
 
 
+@router.post("/v1/responses/input_tokens", openapi_extra=json_body(ResponsesRequest))
+async def count_input_tokens(request: Request) -> Response:
+    """How many tokens the input has, without answering it."""
+    body = await read_body(request, ResponsesRequest)
+    num_tokens = await _service_of(request).count(body, owner_of(request), len(await request.body()))
+    return _reply({"object": "response.input_tokens", "input_tokens": num_tokens})
+
+
 @router.get("/v1/responses/{response_id}")
 async def retrieve_response(
     request: Request,

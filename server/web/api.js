@@ -73,7 +73,18 @@ export async function metrics() {
     if (!found) continue;
     const labels = {};
     for (const [, name, value] of (found[2] || '').matchAll(/(\w+)="((?:[^"\\]|\\.)*)"/g)) labels[name] = value;
-    samples.push({ name: found[1].replace(/^jaxllm:/, ''), labels, value: Number(found[3].replace('Inf', 'Infinity')) });
+    samples.push({ name: found[1].replace(/^\w+:/, ''), labels, value: Number(found[3].replace('Inf', 'Infinity')) });
   }
   return samples;
+}
+
+/** The sum of a metric's samples, of those with a label's value if one is named. */
+export const sum = (samples, name, label, wanted) =>
+  samples.filter((sample) => sample.name === name && (!label || sample.labels[label] === wanted)).reduce((total, { value }) => total + value, 0);
+
+/** The program that requests wait for, as text, and how many percent of those that they wait for are ready; null if they wait for none. */
+export function compiling(samples) {
+  const [ready, missing] = ['ready', 'missing'].map((state) => sum(samples, 'awaited_programs', 'state', state));
+  const total = ready + missing;
+  return missing ? { text: `Compiling program ${ready + 1} of ${total}`, percent: (100 * ready) / total } : null;
 }

@@ -1,83 +1,84 @@
 // The live view: figures and charts drawn from /metrics while it is open.
 
-import { metrics } from './api.js';
+import { compiling, metrics, sum } from './api.js';
+import { $, element } from './dom.js';
 
 const INTERVAL_SECONDS = 2;
-const NUM_POINTS = 60;
+const CHART_SECONDS = 120;
 const WINDOW_SECONDS = 60;
-const $ = (id) => document.getElementById(id);
-const series = new Map();
+const TIMES = ['2 min ago', '1 min ago', 'now'];
+const charts = new Map();
 let before = null;
 let readings = []; // those of the last minute
 let timer = 0;
 
-export function startLive(onFault) {
+/** `notify(text, {percent})` shows a line above the view. */
+export function startLive(notify) {
   return {
     open() {
-      if (!timer) tick(onFault);
+      if (!timer) tick(notify);
     },
     close() {
       clearTimeout(timer);
       timer = 0;
       before = null;
       readings = [];
-      for (const { points } of series.values()) points.length = 0;
+      for (const { points } of charts.values()) points.length = 0;
+      notify('');
     },
   };
 }
 
-async function tick(onFault) {
-  timer = setTimeout(() => tick(onFault), INTERVAL_SECONDS * 1000);
+async function tick(notify) {
+  timer = setTimeout(() => tick(notify), INTERVAL_SECONDS * 1000);
   try {
     const now = { time: performance.now() / 1000, samples: await metrics() };
     if (!timer) return; // closed meanwhile
     readings = [...readings.filter(({ time }) => now.time - time <= WINDOW_SECONDS), now];
     draw(now);
     before = now;
-    onFault('');
+    const program = compiling(now.samples);
+    if (program) notify(`${program.text}; requests wait for it.`, program);
+    else notify('');
   } catch (error) {
-    onFault(`The metrics cannot be read: ${error.message}`);
+    if (timer) notify(`Cannot read the metrics: ${error.message}`);
   }
 }
 
-const sum = (samples, name, holds = () => true) =>
-  samples.filter((sample) => sample.name === name && holds(sample.labels)).reduce((total, sample) => total + sample.value, 0);
-
-const since = (now, name, holds) => (before ? sum(now.samples, name, holds) - sum(before.samples, name, holds) : 0);
-
 function draw(now) {
-  const seconds = before ? now.time - before.time : 1;
-  const rate = (name) => Math.max(0, since(now, name)) / seconds;
-  const queries = sum(now.samples, 'prefix_cache_queries_total');
-  const hits = sum(now.samples, 'prefix_cache_hits_total');
-  const running = sum(now.samples, 'num_requests_running');
-  const waiting = sum(now.samples, 'num_requests_waiting');
-  const cache = 100 * sum(now.samples, 'kv_cache_usage_perc');
+  const total = (name) => sum(now.samples, name);
+  const rate = (name) => (before ? Math.max(0, total(name) - sum(before.samples, name)) / (now.time - before.time) : null);
+  const percent = (part) => `${(100 * part).toFixed(1)} %`;
+  const queries = total('prefix_cache_queries_total');
+  const cache = total('kv_cache_usage_perc');
   const output = rate('generation_tokens_total');
+  const prompt = rate('prompt_tokens_total');
   const gap = quantile(now, 'inter_token_latency_seconds', 0.5);
-  figures({
-    Running: running,
-    Waiting: waiting,
-    'KV cache': `${cache.toFixed(1)} %`,
-    'Prefix hits': queries ? `${((100 * hits) / queries).toFixed(1)} %` : '–',
+  figures('figures', {
+    'Running requests': short(total('num_requests_running')),
+    'Waiting requests': short(total('num_requests_waiting')),
     'Output tokens/s': short(output),
-    'Prompt tokens/s': short(rate('prompt_tokens_total')),
     'First token, median': duration(quantile(now, 'time_to_first_token_seconds', 0.5)),
-    'First token, p99': duration(quantile(now, 'time_to_first_token_seconds', 0.99)),
-    'Token gap, median': duration(gap),
-    Preemptions: sum(now.samples, 'num_preemptions_total'),
-    'Output tokens': short(sum(now.samples, 'generation_tokens_total')),
-    'Ended requests': short(sum(now.samples, 'request_success_total')),
+    'Between tokens, median': duration(gap),
+    'KV cache in use': percent(cache),
   });
-  chart('Output tokens/s', output);
-  chart('Prompt tokens/s', rate('prompt_tokens_total'));
-  chart('Running requests', running);
-  chart('Waiting requests', waiting);
-  chart('KV cache, %', cache, 100);
-  chart('Token gap, median, ms', 1000 * (gap ?? 0));
+  figures('more-figures', {
+    'Prompt tokens/s': short(prompt),
+    'First token, p99': duration(quantile(now, 'time_to_first_token_seconds', 0.99)),
+    'Prefix cache hits': queries ? percent(total('prefix_cache_hits_total') / queries) : '–',
+    'Output tokens': short(total('generation_tokens_total')),
+    'Finished requests': short(total('request_success_total')),
+    Preemptions: short(total('num_preemptions_total')),
+  });
+  chart(now, 'Output tokens/s', output);
+  chart(now, 'Running requests', total('num_requests_running'));
+  chart(now, 'Waiting requests', total('num_requests_waiting'));
+  chart(now, 'Between tokens, median, ms', gap && 1000 * gap);
+  chart(now, 'KV cache in use, %', 100 * cache, 100);
+  chart(now, 'Prompt tokens/s', prompt);
 }
 
-/** A quantile of what was observed in the last minute, else ever, from the histogram's buckets; null without any. */
+/** A quantile of the observations of the last minute, else of all, from the histogram's buckets; null without any. */
 function quantile(now, name, wanted) {
   const first = readings[0];
   const count = (reading) => sum(reading.samples, `${name}_count`);
@@ -105,48 +106,58 @@ function quantile(now, name, wanted) {
   return low;
 }
 
-const duration = (seconds) => (seconds === null ? '–' : seconds < 1 ? `${(1000 * seconds).toFixed(0)} ms` : `${seconds.toFixed(2)} s`);
+const duration = (seconds) => (seconds === null ? '–' : seconds < 1 ? `${(1000 * seconds).toFixed(seconds < 0.01 ? 1 : 0)} ms` : `${seconds.toFixed(2)} s`);
 
-const short = (value) => value.toLocaleString('en', { maximumFractionDigits: value < 10 ? 1 : 0 });
+const short = (value) => (value === null ? '–' : value.toLocaleString('en', { maximumFractionDigits: value < 10 ? 1 : 0 }));
 
-function figures(values) {
-  $('figures').replaceChildren(
-    ...Object.entries(values).map(([title, value]) => {
-      const group = document.createElement('div');
-      group.append(
-        Object.assign(document.createElement('dt'), { textContent: title }),
-        Object.assign(document.createElement('dd'), { textContent: value }),
-      );
-      return group;
-    }),
+const shape = (name, attributes = {}) => {
+  const node = document.createElementNS('http://www.w3.org/2000/svg', name);
+  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+  return node;
+};
+
+function figures(id, values) {
+  const groups = Object.entries(values).map(([title, value]) =>
+    element('div', {}, element('dt', { textContent: title }), element('dd', { textContent: value })),
   );
+  $(id).replaceChildren(...groups);
 }
 
-function chart(title, value, top) {
-  if (!series.has(title)) {
-    const figure = document.createElement('figure');
-    const picture = document.createElementNS('http://www.w3.org/2000/svg', 'svg');
-    picture.setAttribute('viewBox', `0 0 ${NUM_POINTS - 1} 100`);
-    picture.setAttribute('preserveAspectRatio', 'none');
-    picture.setAttribute('role', 'img');
-    const [area, line] = ['polygon', 'polyline'].map((kind) => document.createElementNS('http://www.w3.org/2000/svg', kind));
-    picture.append(area, line);
-    const [name, figures] = ['span', 'strong'].map((kind) => document.createElement(kind));
-    name.textContent = title;
-    const caption = document.createElement('figcaption');
-    caption.append(name, figures);
-    figure.append(caption, picture);
-    $('charts').append(figure);
-    series.set(title, { points: [], area, line, figures, picture });
-  }
-  const { points, area, line, figures, picture } = series.get(title);
-  points.push(value);
-  if (points.length > NUM_POINTS) points.shift();
-  const highest = top ?? Math.max(1, ...points);
-  const offset = NUM_POINTS - points.length;
-  const path = points.map((each, n) => `${n + offset},${98 - (96 * each) / highest}`).join(' ');
+/** The smallest round number that is not below the value. */
+function roundUp(value) {
+  const unit = 10 ** Math.floor(Math.log10(value));
+  return unit * [1, 2, 4, 6, 8, 10].find((factor) => factor * unit >= value);
+}
+
+/** Adds a value, if there is one, to the chart of this title and draws it. The value axis ends at `top`, else above the highest value. */
+function chart(now, title, value, top) {
+  if (!charts.has(title)) charts.set(title, newChart(title));
+  const { points, area, line, latest, picture, marks } = charts.get(title);
+  if (value !== null) points.push({ time: now.time, value });
+  while (points.length && now.time - points[0].time > CHART_SECONDS) points.shift();
+  const peak = Math.max(0, ...points.map((point) => point.value));
+  const highest = top ?? roundUp(Math.max(2, peak));
+  const place = (point) => `${(CHART_SECONDS - now.time + point.time).toFixed(2)},${(100 - (100 * point.value) / highest).toFixed(2)}`;
+  const path = points.map(place).join(' ');
+  const [from, to] = [points.at(0), points.at(-1)].map((point) => CHART_SECONDS - now.time + (point?.time ?? now.time));
   line.setAttribute('points', path);
-  area.setAttribute('points', `${offset},100 ${path} ${NUM_POINTS - 1},100`);
-  figures.textContent = `${short(value)} · peak ${short(Math.max(...points))}`;
-  picture.setAttribute('aria-label', `${title}: ${figures.textContent}, over the last two minutes`);
+  area.setAttribute('points', `${from},100 ${path} ${to},100`);
+  [highest, highest / 2, 0].forEach((mark, n) => (marks[n].textContent = mark.toLocaleString('en', { notation: 'compact' })));
+  latest.textContent = points.length ? `${short(value)} · peak ${short(peak)}` : '–';
+  picture.setAttribute('aria-label', points.length ? `${title}: now ${short(value)}, peak ${short(peak)} in the last two minutes` : `${title}: no data yet`);
+}
+
+function newChart(title) {
+  const picture = shape('svg', { viewBox: `0 0 ${CHART_SECONDS} 100`, preserveAspectRatio: 'none', role: 'img' });
+  const grid = [0, 50, 100].map((y) => shape('line', { x1: 0, x2: CHART_SECONDS, y1: y, y2: y }));
+  grid.push(shape('line', { x1: CHART_SECONDS / 2, x2: CHART_SECONDS / 2, y1: 0, y2: 100 }));
+  const [area, line] = [shape('polygon'), shape('polyline')];
+  picture.append(...grid, area, line);
+  const marks = [0, 1, 2].map(() => element('span', {}));
+  const times = TIMES.map((time) => element('span', { textContent: time }));
+  const latest = element('strong', {});
+  const values = element('div', { className: 'values', ariaHidden: 'true' }, ...marks);
+  const plot = element('div', { className: 'plot' }, values, picture, element('div', { className: 'times', ariaHidden: 'true' }, ...times));
+  $('charts').append(element('figure', {}, element('figcaption', {}, element('span', { textContent: title }), latest), plot));
+  return { points: [], area, line, latest, picture, marks };
 }

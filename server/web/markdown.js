@@ -50,12 +50,12 @@ const takeWhile = (lines, at, holds) => {
 function codeBlock(parent, lines, at, [, fence, language]) {
   const code = [];
   for (at += 1; at < lines.length && !lines[at].trimStart().startsWith(fence); at += 1) code.push(lines[at]);
-  const inner = element('code', code.join('\n'));
-  if (language) inner.dataset.language = language;
   const copy = element('button', 'Copy');
   copy.type = 'button';
   copy.className = 'copy-code';
-  parent.append(element('pre', inner, copy));
+  const block = element('div', element('div', element('span', language), copy), element('pre', element('code', code.join('\n'))));
+  block.className = 'code';
+  parent.append(block);
   return at + 1;
 }
 

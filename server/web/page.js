@@ -1,20 +1,30 @@
-// Puts the page together: model list, tabs, and what is told while the server loads or asks for a key.
+// Puts the page together: model list, tabs, and the line that says that the server loads or requires a key.
 
 import { ApiError, key, models } from './api.js';
 import { setReady, startChat } from './chat.js';
+import { $ } from './dom.js';
 import { startLive } from './live.js';
 import { startSettings } from './settings.js';
 
-const $ = (id) => document.getElementById(id);
-/** Shows a line above everything, with a bar if it says how many percent are done; an empty text takes it away. */
-function tell(text, asksForKey = false) {
-  const percent = /(\d+) %/.exec(text);
+const notices = { server: {}, live: {} };
+
+/** Shows a line above everything, with a bar if `percent` is given; an empty text removes it. The server's line comes before the live view's. */
+function notify(source, text, { percent = null, asksForKey = false } = {}) {
+  notices[source] = { text, percent, asksForKey };
+  const shown = notices.server.text ? notices.server : notices.live;
   const [line, bar, button] = $('notice').children;
-  if (line.textContent !== text) line.textContent = text;
-  bar.hidden = !percent;
-  if (percent) bar.value = Number(percent[1]);
-  button.hidden = !asksForKey;
-  $('notice').hidden = !text;
+  if (line.textContent !== shown.text) line.textContent = shown.text ?? '';
+  bar.hidden = shown.percent == null;
+  if (!bar.hidden) bar.value = shown.percent;
+  button.hidden = !shown.asksForKey;
+  $('notice').hidden = !shown.text;
+}
+
+function nameModel() {
+  $('model').hidden = $('model').options.length < 2;
+  $('model-name').hidden = !$('model').hidden;
+  $('model-name').textContent = $('model').title = $('model').value;
+  document.title = `${$('model').value} – jaxllm`;
 }
 
 let isAsking = 0;
@@ -23,20 +33,24 @@ async function findModels() {
   clearTimeout(isAsking);
   try {
     $('model').replaceChildren(...(await models()).map((name) => new Option(name)));
-    document.title = `${$('model').value} – jaxllm`;
-    tell('');
+    nameModel();
+    notify('server', '');
     setReady(true);
   } catch (error) {
     setReady(false);
-    if (error.status === 401) return tell(key.get() ? 'The server does not know this API key.' : 'This server asks for an API key.', true);
+    if (error.status === 401) {
+      notify('server', key.get() ? 'The server rejected this API key.' : 'This server requires an API key.', { asksForKey: true });
+      return;
+    }
     const isLoading = error.code === 'loading';
-    if (isLoading) tell(`${error.message[0].toUpperCase()}${error.message.slice(1)} …`);
-    else tell(error instanceof ApiError ? `Not available: ${error.message}` : 'The server cannot be reached; trying again …');
+    const percent = /(\d+) %/.exec(error.message)?.[1];
+    if (isLoading) notify('server', `${error.message[0].toUpperCase()}${error.message.slice(1)} …`, { percent });
+    else notify('server', error instanceof ApiError ? `Not available: ${error.message}` : 'Cannot reach the server. Trying again …');
     isAsking = setTimeout(findModels, isLoading ? 500 : 1000 * (error.retryAfter || 2));
   }
 }
 
-const live = startLive(tell);
+const live = startLive((...notice) => notify('live', ...notice));
 const tabs = ['chat', 'live'];
 function select(name) {
   for (const each of tabs) {
@@ -61,6 +75,6 @@ for (const name of tabs) {
 const openSettings = startSettings(findModels);
 $('open-settings').addEventListener('click', () => openSettings());
 $('enter-key').addEventListener('click', () => openSettings('key'));
-$('model').addEventListener('change', () => (document.title = `${$('model').value} – jaxllm`));
+$('model').addEventListener('change', nameModel);
 startChat(() => $('model').value);
 findModels();

@@ -1,15 +1,15 @@
-// What the person chose: kept in this browser; the key only until the tab is closed.
+// The settings, kept in this browser; the API key only until the tab is closed.
 
 import { key } from './api.js';
+import { $ } from './dom.js';
 
 const STORE = 'jaxllm-settings';
 const NUMBERS = ['temperature', 'top_p', 'top_k', 'min_p', 'presence_penalty', 'frequency_penalty', 'max_tokens', 'seed'];
-const $ = (id) => document.getElementById(id);
 let current = {};
 try {
   current = JSON.parse(localStorage.getItem(STORE)) || {};
 } catch {
-  // never saved, or not by us
+  // never saved, or not by this page
 }
 
 export const settings = () => current;
@@ -22,7 +22,7 @@ export function sampling() {
   return found;
 }
 
-/** Returns what opens the dialog, at a field if one is named; `onKey` is called when the key has changed. */
+/** Returns a function that opens the dialog, with the focus in a field if one is named; `onKey` is called when the key has changed. */
 export function startSettings(onKey) {
   const dialog = $('settings');
   const form = dialog.querySelector('form');
@@ -48,7 +48,7 @@ export function startSettings(onKey) {
     try {
       localStorage.setItem(STORE, JSON.stringify(current));
     } catch {
-      // forbidden: they hold as long as the page
+      // forbidden: they last as long as the page
     }
     if (changed) onKey();
   });

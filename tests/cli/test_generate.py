@@ -15,6 +15,12 @@ from jaxllm.request import FinishReason
 from tests.helpers.fake_engine_core import FakeEngineCore
 
 
+def _written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "prompts.txt"
+    path.write_text(text)
+    return path
+
+
 def test_one_prompt_streams_its_text_and_closes_with_statistics(opened: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "one two three four"]) == 0
     shown = capsys.readouterr()
@@ -122,6 +128,52 @@ def test_a_bad_prompt_of_many_is_named_before_anything_runs(
     assert f"none was run: {path}:3: " in capsys.readouterr().err
     assert opened.core.requests == []
     assert opened.core.is_shut_down
+
+
+@pytest.mark.parametrize(
+    ("line", "options", "code", "fault"),
+    [
+        (b'{"prompt": ""}', [], 1, "prompt is empty"),
+        (b'{"prompt_token_ids": [1, 99999]}', [], 1, "prompt has the token id 99999"),
+        (b'{"prompt_token_ids": [1, 99999]}', ["--json"], 1, "prompt has the token id 99999"),
+        (b'{"prompt": "one", "logprobs": 2}', [], 2, "--logprobs shows only with --json"),
+        (b'{"prompt": "one", "detokenize": false}', [], 2, "without a tokenizer there is no text"),
+        (b'{"prompt": "one\xff"}', [], 1, "not UTF-8"),
+        (b'{"messages": [{"role": "user", "content": 5}]}', [], 1, "message 0 has content of type int"),
+    ],
+)
+def test_faults_of_a_file_name_the_line_also_of_the_only_one(
+    opened: Any, tmp_path: Path, line: bytes, options: list[str], code: int, fault: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(b"\n\n" + line + b"\n")
+    assert main(["generate", "--file", str(path), *options]) == code
+    shown = capsys.readouterr().err
+    assert shown.count(f"{path}:3: ") == 1 and f"{path}:3: {fault}" in shown
+
+
+def test_a_directory_of_a_model_before_the_prompts_is_the_model(
+    opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("llama").mkdir()
+    Path("llama", "config.json").write_text("{}")
+    assert main(["generate", "./llama", "one two"]) == 0
+    assert opened.options == {"model": "./llama"} and capsys.readouterr().out == " two one\n"
+    assert main(["generate", "llama", "--file", str(_written(tmp_path, "one two\n"))]) == 0
+    assert opened.options == {"model": "llama"} and capsys.readouterr().out == " two one\n"
+    assert main(["generate", "--model", "other", "./llama"]) == 0
+    assert opened.options == {"model": "other"} and len(opened.core.requests) == 1
+
+
+@pytest.mark.parametrize(("prompt", "is_told"), [("./lama", True), ("Qwen/Qwen3-0.6B", True), ("one / two", False)])
+def test_a_prompt_that_looks_like_a_model_is_told(
+    opened: Any, prompt: str, is_told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", prompt, "one"]) == 0
+    assert (f"{prompt!r} is taken for a prompt; name a model with --model\n" in capsys.readouterr().err) == is_told
+    assert main(["generate", prompt, "--model", "x", "-q"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_ctrl_c_ends_one_answer_with_what_was_written(opened: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,9 @@ import pytest
 from jaxllm import __version__
 from jaxllm.cli import planning
 from jaxllm.cli.main import COMMANDS, main
+from jaxllm.hub import resolve_model
+from jaxllm.runner import memory
+from tests.helpers import stand_in_hub
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("jax", "flax", "numpy", "transformers", "tokenizers", "huggingface_hub", "rich", "yaml", "shtab")
@@ -230,8 +233,23 @@ def test_inspect_tells_the_numbers_of_a_model(planned: str, capsys: pytest.Captu
     assert report["weight_bytes"] == 4 * report["num_parameters"]
     assert report["kv_cache_bytes_per_token"] == 2 * 2 * 2 * 8 * 4
     assert report["memory_plan"]["fits"] is True
-    assert main(["inspect", planned, "--num-gpu-blocks-override", "2"]) == 0
-    assert "it does not fit: the KV cache is too small" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        (["--num-gpu-blocks-override", "2"], "the KV cache is too small"),
+        (["--num-gpu-blocks-override", "999999999"], "weights take "),
+        (["--hf-overrides", '{"intermediate_size": 999999999}'], "the weights take "),
+    ],
+)
+@pytest.mark.parametrize("output", [[], ["--json"]])
+def test_inspect_fails_if_it_does_not_fit(
+    planned: str, options: list[str], fault: str, output: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", planned, *options, *output]) == 1
+    shown = capsys.readouterr().out
+    assert json.loads(shown)["memory_plan"]["fits"] is False if output else f"it does not fit: {fault}" in shown
 
 
 @pytest.fixture
@@ -242,6 +260,36 @@ def large(planned: str) -> str:
     heads = {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "torch_dtype": "bfloat16"}
     path.write_text(json.dumps(json.loads(path.read_text()) | sizes | heads | {"max_position_embeddings": 131072}))
     return planned
+
+
+def test_weights_larger_than_the_memory_are_refused_before_any_is_read(
+    large: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(memory, "_machine_bytes", lambda: 23 << 30)
+    generate = ["generate", "x", "--model", large, "--tokenizer", "demo"]
+    for command in (["inspect", large], [*generate, "--dry-run"], generate):
+        assert main(command) == 1
+        shown = capsys.readouterr()
+        assert "the weights take 262.83 GiB, CPU has 23.00 GiB for the engine" in shown.out + shown.err
+
+
+@pytest.mark.parametrize(
+    ("command", "num_weight_files"),
+    [
+        (["inspect", "owner/name"], 0),
+        (["generate", "x", "--model", "owner/name", "--dry-run"], 0),
+        (["generate", "x", "--model", "owner/name", "--load-format", "dummy", "--max-tokens", "1", "--ignore-eos"], 0),
+        (["generate", "x", "--model", "owner/name", "--num-gpu-blocks-override", "2"], 0),
+        (["generate", "x", "--model", "owner/name", "--max-tokens", "1", "--ignore-eos"], 1),
+    ],
+)
+def test_only_what_runs_a_model_downloads_its_weights(
+    command: list[str], num_weight_files: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    hub = stand_in_hub.install(monkeypatch, resolve_model("demo"), tmp_path)
+    options = [] if command[0] == "inspect" else ["--no-use-progress-bar"]
+    assert main([*command, *options, "--max-model-len", "64"]) == ("--num-gpu-blocks-override" in command)
+    assert "config.json" in hub.fetched and len(hub.fetched_weights) == num_weight_files
 
 
 def test_inspect_plans_for_gpus_that_are_elsewhere(large: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -305,6 +353,26 @@ def test_closed_standard_streams_are_as_good_as_empty_ones() -> None:
     code = "import os, sys; from jaxllm.cli.main import main; code = main(['--help']); os._exit(code or os.open('.', 0) < 3)"
     done = subprocess.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code], cwd=ROOT, check=False)
     assert done.returncode == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["generate", "--help"],
+        ["inspect", "demo"],
+        ["generate", "x", "--max-num-seqs", "1", "--max-num-batched-tokens", "16"],
+    ],
+)
+def test_a_full_device_is_an_error_in_one_line(arguments: list[str]) -> None:
+    code = "import sys; from jaxllm.cli.main import main; sys.exit(main())"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1] == "error: cannot write the output: No space left on device"
 
 
 def test_errors_are_lines_of_a_log_of_json_lines() -> None:

@@ -54,9 +54,12 @@ def test_a_file_is_answered_and_then_only_what_is_new(
     assert all(core.is_shut_down for core in cores)
 
 
-def test_a_failed_request_shows_in_the_exit_code(cores: list[Any], tmp_path: Path) -> None:
+def test_a_failed_request_is_counted_and_fails_no_other(
+    cores: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write(tmp_path / "in", {"prompt": "one"}, {"prompt": []}, {"prompt": "one", "model": "m"})
-    assert batch(tmp_path, "--served-model-name", "m") == 1
+    assert batch(tmp_path, "--served-model-name", "m", "-q") == 0
+    assert capsys.readouterr().err.splitlines()[-1] == f"2 requests answered, 1 failed; {tmp_path / 'out'} has the errors"
     statuses = [json.loads(line)["response"]["status_code"] for line in (tmp_path / "out").read_text().splitlines()]
     assert statuses == [200, 400, 200]
 

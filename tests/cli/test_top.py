@@ -36,6 +36,13 @@ def test_once_tells_the_load(stub: Stub, capsys: pytest.CaptureFixture[str]) -> 
     assert lines["ended"] == "stop 4 (+0)" and lines["HTTP"] == "200 7 (+0)"
 
 
+def test_programs_that_requests_wait_for_are_shown(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
+    awaited = 'jaxllm:awaited_programs{{engine="0",model_name="m",state="{}"}} {}\n'
+    stub.pages["/metrics"] = PAGE + awaited.format("ready", 1) + awaited.format("missing", 3)
+    assert top(stub) == 0
+    assert "compiling           program 2 of 4; requests wait for it" in capsys.readouterr().out.splitlines()
+
+
 def test_once_as_json_is_for_scripts(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
     stub.pages["/metrics"] = PAGE
     assert top(stub, "--json") == 0

@@ -30,3 +30,4 @@ def core(tiny_core: EngineCore, caplog: pytest.LogCaptureFixture, monkeypatch: p
         yield tiny_core
     tiny_core._dead = None
     tiny_core.wake_up()
+    tiny_core.resume()

@@ -7,7 +7,6 @@ import pytest
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine import prepare
-from jaxllm.engine.fingerprint import fingerprint
 from jaxllm.engine.prepare import Prepared
 from jaxllm.errors import ConfigError
 from jaxllm.loaders.load import load_weights
@@ -66,7 +65,7 @@ def test_the_source_is_part_of_it(monkeypatch):
     one = prepared()
     before = one.fingerprint()
     monkeypatch.setattr("jaxllm.engine.fingerprint._source_digest", lambda: "other")
-    after = fingerprint(one.config, one.model_config, one.mesh, one.plan, one.kernels)
+    after = one.fingerprint()
     assert {name for name in after if after[name] != before[name]} == {"jaxllm version"}
 
 

@@ -158,6 +158,20 @@ def test_an_engine_that_sleeps_ends_and_refuses_requests_of_every_front(shared: 
     run(main())
 
 
+def test_a_pause_is_that_of_every_front(shared: Served) -> None:
+    async def main() -> None:
+        async with shared.front(0) as one, shared.front(1) as other:
+            running = await begun(one)
+            await other.pause("abort")
+            await running
+            assert await one.is_paused() and await other.is_paused()
+            await one.resume()
+            assert await text_of(other) == "one two three" and not await other.is_paused()
+            await one.check_integrity()
+
+    run(main())
+
+
 def test_what_the_core_refuses_ends_that_request_alone(shared: Served) -> None:
     async def main() -> None:
         async with shared.front() as llm:
@@ -196,7 +210,6 @@ def test_two_fronts_may_use_the_same_ids_and_share_metrics(shared: Served) -> No
             before = succeeded(await one.get_metrics())
             texts = await asyncio.gather(*(text_of(llm, request_id="same") for llm in (one, two) for _ in range(5)))
             assert texts == ["one two three"] * 10
-            await two.get_metrics()
             assert succeeded(await one.get_metrics()) - before == 10
             two.shutdown()
             await until_idle(one)
@@ -359,11 +372,23 @@ def test_metrics_are_told_while_a_step_does_not_end(model_directory: Path, monke
     run(main())
 
 
-def test_a_step_that_hangs_is_found_but_not_one_that_compiles(model_directory: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_step_that_hangs_is_found_but_not_one_that_compiles(
+    model_directory: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connected_llm, "SHARE_SECONDS", 0.05)
+
+    async def programs(llm: AsyncLLM) -> dict[str, float]:
+        metrics = await llm.get_metrics()
+        return {metric.labels["state"]: metric.value for metric in metrics if metric.name == "jaxllm:awaited_programs"}
+
     async def main() -> None:
         with served(model_directory, step_timeout_seconds=0.5) as engine:
             async with engine.front() as llm:
-                assert await text_of(llm, "compile first") == "one two three"
+                task = asyncio.create_task(text_of(llm, "compile first"))
+                while await programs(llm) != {"ready": 1, "missing": 2}:
+                    assert not task.done(), "the programs that the request waits for are not reported"
+                assert await task == "one two three"
+                assert await programs(llm) == {"ready": 0, "missing": 0}
                 with pytest.raises(EngineDeadError, match="--step-timeout 0"):
                     await text_of(llm, "hang now")
             assert await asyncio.to_thread(engine.process.wait, 10) == EXIT_HUNG

@@ -36,6 +36,36 @@ def test_the_same_tokens_come_after_waking_up(core, levels):
     check_answers(core)
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_weights_and_cache_wake_up_by_themselves(core, level):
+    core.sleep(level)
+    core.wake_up(["weights"])
+    assert core.is_sleeping() and core.runner.params and not core.runner.caches
+    with pytest.raises(EngineSleepingError):
+        core.add_request(requests()[0])
+    core.sleep(1)  # what is awake sleeps again
+    assert not core.runner.params
+    core.wake_up(["kv_cache"])
+    assert core.is_sleeping() and core.runner.caches and not core.runner.params
+    with pytest.raises(InvalidRequestError, match="tags has 'kv', known are weights and kv_cache"):
+        core.wake_up(["kv"])
+    core.wake_up(["weights"])
+    assert not core.is_sleeping()
+    check_answers(core)
+
+
+def test_weights_that_are_awake_stay_if_there_is_no_memory_for_the_cache(core, monkeypatch):
+    core.sleep(1)
+    core.wake_up(["weights"])
+    with monkeypatch.context() as patch:
+        patch.setattr(core.runner, "allocate_caches", lambda: (_ for _ in ()).throw(RuntimeError("RESOURCE_EXHAUSTED: no")))
+        with pytest.raises(OutOfMemoryError):
+            core.wake_up()
+    assert core.is_sleeping() and core.runner.params
+    core.wake_up()
+    check_answers(core)
+
+
 def test_requests_that_come_while_the_engine_sleeps_are_refused(core):
     core.sleep()
     with pytest.raises(EngineSleepingError, match="wake it up"):

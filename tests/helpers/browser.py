@@ -20,7 +20,7 @@ FLAGS = (
     "--disable-component-update --disable-sync --disable-dev-shm-usage --hide-scrollbars"
 )
 PATIENCE_SECONDS = 10.0
-DESKTOP, PHONE = (1280, 800), (390, 844)
+DESKTOP, PHONE, SMALL_PHONE = (1280, 800), (390, 844), (320, 640)
 
 
 def programs() -> tuple[str, str] | None:
@@ -82,7 +82,8 @@ class Browser:
         """Put a text into a field in the place of what it has."""
         field = self.find(selector)
         field.send_keys(Keys.CONTROL, "a")
-        field.send_keys(text or Keys.DELETE)
+        field.send_keys(Keys.DELETE)
+        self.command("Input.insertText", text=text)
 
     # What there is to see
 
@@ -95,6 +96,10 @@ class Browser:
     def text(self, selector: str = "body") -> str:
         """The visible text of the last element of this kind; nothing if there is none."""
         return str(self.run("return [...document.querySelectorAll(arguments[0])].at(-1)?.innerText ?? ''", selector))
+
+    def texts(self, selector: str) -> list[str]:
+        """The visible texts of all elements of this kind."""
+        return list(self.run("return [...document.querySelectorAll(arguments[0])].map((each) => each.innerText)", selector))
 
     def shows(self, selector: str) -> bool:
         """Whether there is such an element that can be seen."""

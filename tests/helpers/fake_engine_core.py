@@ -41,6 +41,7 @@ class FakeStats:
     work_seconds: float = 0.0
     device_wait_seconds: float = 0.0
     device_idle_seconds: float = 0.0
+    awaited_programs: tuple[int, int] = (0, 0)
 
 
 def tiny_model_config(vocab_size: int, eos_token_ids: tuple[int, ...] = ()) -> ModelConfig:
@@ -102,7 +103,7 @@ class FakeEngineCore:
         self.model_config = tiny_model_config(vocab_size, eos_token_ids)
         self.max_model_len = max_model_len
         self.num_compiled_after_warmup = 0
-        self.is_compiling = False
+        self.awaited_programs = (0, 0)
         self.start_times = StartTimes()
         self.processor_arguments: dict[str, int] = {}
         self.kernels = {"paged_attention": OpReport("triton", "passed", {"mosaic": "ragged batch: error 0.97, allowed 0.015"})}
@@ -115,6 +116,7 @@ class FakeEngineCore:
         """Called at each step; may raise."""
         self.is_shut_down = False
         self._sleeps = False
+        self.paused: str | None = None
         self.news: list[EngineCoreOutput] = []
         """What the next step reports besides."""
         self._script = script
@@ -138,7 +140,7 @@ class FakeEngineCore:
         """There is nothing to compile."""
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self.running or self.news)
+        return bool(self.news or (self.running and self.paused != "keep"))
 
     def step(self) -> list[EngineCoreOutput]:
         self.num_steps += 1
@@ -192,8 +194,23 @@ class FakeEngineCore:
         self.running.clear()
         self._sleeps = True
 
-    def wake_up(self) -> None:
-        self._sleeps = False
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        self._sleeps = bool(tags) and set(tags or ()) != {"weights", "kv_cache"}
+
+    def pause(self, mode: str = "abort") -> None:
+        self.paused = mode
+        if mode == "abort":
+            self.news += [EngineCoreOutput(request_id, [], FinishReason.ABORT) for request_id in self.running]
+            self.running.clear()
+
+    def resume(self) -> None:
+        self.paused = None
+
+    def is_paused(self) -> bool:
+        return self.paused is not None
+
+    def is_draining(self) -> bool:
+        return self.paused == "wait" and bool(self.running)
 
     def is_sleeping(self) -> bool:
         return self._sleeps

@@ -37,7 +37,8 @@ class ServedFakeCore(FakeEngineCore):
             "die": self._die,
             "fail": self._fail,
             "hang": lambda: time.sleep(3600),
-            "compile": self._compile,
+            "compile": lambda: self._compile(lambda: False, 1.0),
+            "build": lambda: self._compile((Path(config.model.model) / "built").exists, 60.0),
             "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
             "bug": lambda: [][0],
         }
@@ -66,10 +67,12 @@ class ServedFakeCore(FakeEngineCore):
         self.running.clear()
         raise EngineError("bad step")
 
-    def _compile(self) -> None:
-        self.is_compiling = True
-        time.sleep(1.0)
-        self.is_compiling = False
+    def _compile(self, is_done: Callable[[], bool], seconds: float) -> None:
+        self.awaited_programs = (1, 3)
+        end = time.monotonic() + seconds
+        while not is_done() and time.monotonic() < end:
+            time.sleep(0.01)
+        self.awaited_programs = (0, 0)
 
 
 def make(config: EngineConfig, progress: Progress) -> ServedFakeCore:

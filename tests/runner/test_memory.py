@@ -42,6 +42,16 @@ def test_the_cache_is_planned_for_that_device(monkeypatch):
     assert memory_plan(config, model, weight_bytes=100 << 20, work_bytes=100 << 20).num_blocks > 0
 
 
+def test_on_a_cpu_the_cache_takes_a_quarter_of_the_memory_and_no_more_than_weights_leave(monkeypatch):
+    monkeypatch.setattr(memory, "_machine_bytes", lambda: 2 << 20)
+    config = EngineConfig.from_options(**{**engines.SMALL, "max_num_seqs": 64}, tensor_parallel_size=2)
+    model = load_model_config(goldens.FOLDER / "llama_gqa").for_tensor_parallel(2)
+    for weight_kib, cache_kib in ((100, 256), (800, 124), (1100, 0)):
+        plan = memory_plan(config, model, weight_bytes=weight_kib << 10, work_bytes=100 << 10)
+        assert plan.limit_bytes == 1 << 20, "two devices share the memory of the machine"
+        assert plan.num_blocks == (cache_kib << 10) // plan.block_bytes
+
+
 def test_arrays_of_another_engine_in_the_pool_are_named():
     plan = memory.MemoryPlan(
         "Toy", 100, weight_bytes=50, work_bytes=10, block_bytes=1, block_size=8, num_blocks=40, max_model_len=8

@@ -172,6 +172,29 @@ def test_a_store_is_asked_first_and_filled(shop):
     assert (at.programs.num_loaded, at.programs.num_compiled) == (1, 1)
 
 
+def test_a_slow_start_says_whether_programs_are_loaded_or_compiled(shop, monkeypatch, caplog):
+    monkeypatch.setattr(module, "_SLOW_SECONDS", 0.2)
+    caplog.set_level("INFO", logger="jaxllm")
+    store = Store("stored")
+    load = store.load
+
+    def slow_load(key):
+        if key == "stored":
+            until(lambda: caplog.text)
+        return load(key)
+
+    store.load = slow_load
+    work = shop(store=store)
+    work.programs.get("stored")
+    assert "loading programs" in caplog.text and "compiling" not in caplog.text
+    work.gates["new"] = threading.Event()
+    thread = threading.Thread(target=work.programs.get, args=("new",))
+    thread.start()
+    until(lambda: "compiling programs as they are needed for the first time; the next run starts sooner" in caplog.text)
+    work.gates["new"].set()
+    thread.join()
+
+
 def test_shutdown_begins_nothing_more(shop):
     at = shop(threads=1)
     at.gates = {"a": threading.Event(), "b": threading.Event()}
@@ -181,3 +204,15 @@ def test_shutdown_begins_nothing_more(shop):
     at.programs.shutdown()
     at.programs.shutdown()
     assert at.compiled and "c" not in at.traced and "d" not in at.traced
+
+
+def test_what_callers_wait_for_can_be_asked_meanwhile(shop):
+    at = shop(threads=1)
+    at.programs.compile_all(["old"], SILENT)
+    at.gates = {"b": threading.Event()}
+    waiting = threading.Thread(target=at.programs.expect, args=[["a", "b", "old"]])
+    waiting.start()
+    until(lambda: at.programs.awaited == (1, 2))
+    at.gates["b"].set()
+    waiting.join()
+    assert at.programs.awaited == (0, 0)

@@ -1,4 +1,4 @@
-"""What XLA is told beside a program."""
+"""What XLA is told beside a program, and what memory a step takes."""
 
 from types import SimpleNamespace
 
@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxllm.runner.step_programs import ProgramKey, StepPrograms
+from tests.helpers.engines import make_core
 
 NCCL = {"xla_gpu_experimental_use_collective_kernels": ""}
 CUBLAS = {"xla_gpu_enable_triton_gemm": False}
@@ -21,3 +22,18 @@ def test_large_products_go_to_cublas_and_all_reduces_to_nccl(platform, num_devic
     devices = np.array([SimpleNamespace(platform=platform)] * num_devices)
     programs = SimpleNamespace(mesh=SimpleNamespace(devices=devices, size=num_devices))
     assert StepPrograms.compiler_options(programs, ProgramKey("decode", rows)) == options
+
+
+@pytest.mark.parametrize(
+    "options", [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"dtype": "float32", "kv_cache_dtype": "fp8"}]
+)
+def test_no_step_copies_the_cache_on_a_cpu(options: dict[str, str]) -> None:
+    core = make_core("qwen2", num_gpu_blocks_override=8192, **options)
+    try:
+        pool_bytes = core.runner.caches[0].nbytes
+        for key in (ProgramKey("forward", 112), ProgramKey("decode", 4)):
+            used = core.runner.programs.get(key).memory_analysis()
+            assert used.alias_size_in_bytes >= len(core.runner.caches) * pool_bytes
+            assert used.temp_size_in_bytes < pool_bytes, f"{key} needs {used.temp_size_in_bytes} bytes"
+    finally:
+        core.shutdown()

@@ -128,7 +128,7 @@ def test_openai_runs_in_the_background(of_openai: Any) -> None:
 
 def test_openai_reports_errors_as_its_classes(of_openai: Any, server: LiveServer) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        of_openai.responses.create(model="m", input="hi", temperature=3)
+        of_openai.responses.create(model="m", input="hi", temperature=-3)
     assert caught.value.param == "temperature"
     with pytest.raises(openai.NotFoundError):
         of_openai.responses.create(model="other", input="hi")

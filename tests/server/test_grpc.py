@@ -131,10 +131,10 @@ def test_several_answers_have_their_index(wire: Wire) -> None:
     [
         ({}, "INVALID_ARGUMENT", "prompt is empty"),
         ({"text": "hi", "sampling": pb.SamplingParams(temperature=float("nan"))}, "INVALID_ARGUMENT", "temperature"),
-        ({"text": "hi", "sampling": pb.SamplingParams(temperature=9)}, "INVALID_ARGUMENT", "temperature is 9.0, must be"),
+        ({"text": "hi", "sampling": pb.SamplingParams(temperature=-9)}, "INVALID_ARGUMENT", "temperature is -9.0, must be"),
         ({"text": "hi", "sampling": pb.SamplingParams(n=5)}, "INVALID_ARGUMENT", "n is 5, must be at most 4"),
         ({"text": "hi", "sampling": pb.SamplingParams(max_tokens=0)}, "INVALID_ARGUMENT", "max_tokens"),
-        ({"text": "hi", "sampling": pb.SamplingParams(stop=["a"] * 5)}, "INVALID_ARGUMENT", "stop has 5 texts"),
+        ({"text": "hi", "sampling": pb.SamplingParams(stop=["a"] * 65)}, "INVALID_ARGUMENT", "stop has 65 texts"),
         ({"text": "hi", "cache_salt": "a/b"}, "INVALID_ARGUMENT", "cache_salt"),
         ({"text": "hi", "priority": -3}, "INVALID_ARGUMENT", "priority is -3"),
         ({"text": "hi", "request_id": "x" * 129}, "INVALID_ARGUMENT", "request_id"),

@@ -3,11 +3,14 @@ from collections.abc import Iterator
 import pytest
 
 from jaxllm.async_llm import AsyncLLM
+from jaxllm.errors import ConfigError, EngineError
 from server.app import create_app
+from tests.helpers.fake_engine_core import FakeEngineCore
 from tests.server.client import Client
 from tests.server.conftest import options
 
 DEV = ["/reset_prefix_cache", "/sleep", "/wake_up", "/is_sleeping", "/server_info", "/start_profile", "/stop_profile"]
+DEV += ["/pause", "/resume", "/is_paused"]
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -50,7 +53,7 @@ def test_each_key_opens_and_nothing_else(guarded: Client, headers: dict[str, str
 
 def test_operators_endpoints_need_the_operators_key(guarded: Client) -> None:
     for path in DEV:
-        method = "GET" if path in ("/is_sleeping", "/server_info") else "POST"
+        method = "GET" if path in ("/is_sleeping", "/is_paused", "/server_info") else "POST"
         assert guarded.request(method, path).status_code == 401
         assert guarded.request(method, path, headers=bearer("one")).status_code == 403
     info = guarded.get("/server_info", headers=bearer("boss"))
@@ -103,3 +106,43 @@ def test_the_document_describes_bodies_without_foreign_assets(guarded: Client) -
     assert body["$ref"].rpartition("/")[2] in document["components"]["schemas"]
     for path in ("/docs", "/docs.js"):
         assert "http://" not in guarded.get(path).text and "https://" not in guarded.get(path).text
+
+
+@pytest.fixture(scope="module")
+def operator(engine: AsyncLLM) -> Iterator[Client]:
+    with Client(create_app(engine, options(enable_dev_endpoints=True))) as client:
+        yield client
+
+
+def test_an_engine_is_paused_and_resumed(operator: Client) -> None:
+    assert operator.post("/pause?mode=wait&clear_cache=false").json() == {"status": "paused"}
+    assert operator.get("/is_paused").json() == {"is_paused": True}
+    assert operator.post("/resume").json() == {"status": "resumed"}
+    assert operator.get("/is_paused").json() == {"is_paused": False}
+    assert operator.post("/pause?mode=stop").json()["error"]["param"] == "mode"
+
+
+def test_what_is_not_tagged_sleeps_on(operator: Client) -> None:
+    operator.post("/sleep")
+    for query, sleeps in (("?tags=weights", True), ("?tags=weights&tags=kv_cache", False)):
+        assert operator.post(f"/wake_up{query}").status_code == 200
+        assert operator.get("/is_sleeping").json() == {"is_sleeping": sleeps}
+    assert operator.post("/wake_up?tags=cache").json()["error"]["param"] == "tags"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "text"),
+    [
+        (ConfigError("start the engine with --profiler-dir DIRECTORY"), 400, "--profiler-dir"),
+        (EngineError("a trace is being written already; stop it first"), 409, "stop it first"),
+    ],
+)
+def test_operators_are_told_why_there_is_no_trace(
+    operator: Client, core: FakeEngineCore, monkeypatch: pytest.MonkeyPatch, error: Exception, status: int, text: str
+) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(core, "start_profile", fail)
+    reply = operator.post("/start_profile")
+    assert reply.status_code == status and text in reply.json()["error"]["message"]

@@ -18,7 +18,7 @@ from jaxllm.async_llm import AsyncLLM
 from jaxllm.request import EngineCoreRequest
 from jaxllm.text.tokenizer import load_tokenizer
 from server.routes.page import page_replies
-from tests.helpers.browser import PHONE, Browser, programs
+from tests.helpers.browser import PHONE, SMALL_PHONE, Browser, programs
 from tests.helpers.fake_engine_core import FakeEngineCore
 from tests.helpers.fake_front import fake_core
 from tests.helpers.live_server import LiveServer
@@ -40,6 +40,7 @@ MARKDOWN = (
     "| a | b |\n|---|---|\n| 1 | 2 |\n\n```python\nprint('<hi>')\n```\n\n> quoted"
 )
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
+TOO_LONG = "too long " * 1000
 TOOLS = '[{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]'
 ANSWERS = {
     "hello": "one two three",
@@ -97,10 +98,10 @@ def engine(model: Model) -> Iterator[AsyncLLM]:
         yield engine
 
 
-def served(engine: AsyncLLM, **options: Any) -> Any:
+def served(engine: AsyncLLM, name: str = "tiny", **options: Any) -> Any:
     return LiveServer.start(
         engine,
-        served_model_name=["tiny"],
+        served_model_name=[name],
         tool_call_parser="hermes",
         reasoning_parser="think",
         enable_auto_tool_choice=True,
@@ -169,7 +170,7 @@ def test_a_question_is_answered_by_streaming_and_can_be_stopped_and_asked_again(
     browser.wait(lambda: "word word" in browser.text("article.assistant .body"), "nothing streams")
     assert browser.shows("#stop"), "it is shown only when it is whole"
     browser.click("#stop")
-    browser.wait(lambda: "stopped by you" in browser.text("article.assistant footer"), "it was not stopped")
+    browser.wait(lambda: "stopped" in browser.text("article.assistant footer"), "it was not stopped")
     browser.wait(lambda: not model.core.running, "the engine goes on")
     model.step_seconds = 0.0
 
@@ -183,7 +184,7 @@ def test_a_question_is_answered_by_streaming_and_can_be_stopped_and_asked_again(
     assert "tokens/s" in browser.text("article.assistant footer") and "out" in browser.text("article.assistant footer")
     assert browser.text("#announced") == "The answer is complete."
     num_asked = len(model.core.requests)
-    browser.click("#regenerate")
+    browser.click("article:last-child .retry")
     browser.wait(lambda: len(model.core.requests) == num_asked + 1 and not browser.shows("#stop"), "it is not asked again")
     assert len(browser.all("article")) == 4 and browser.text("article.assistant .body") == "one two three"
 
@@ -202,7 +203,7 @@ def test_settings_change_the_request(browser: Browser, url: str, model: Model) -
     params = model.last.sampling_params
     assert (params.temperature, params.top_p, params.top_k, params.max_tokens, params.seed) == (0.33, 0.9, 7, 2, 5)
     assert "Be brief." in model.last_prompt() and "tools" in model.last_prompt()
-    assert "no more tokens" in browser.text("article.assistant footer")
+    assert "token limit" in browser.text("article.assistant footer")
 
     browser.click("#open-settings")
     browser.write("#settings [name=tools]", "{not JSON")
@@ -219,18 +220,18 @@ def test_settings_change_the_request(browser: Browser, url: str, model: Model) -
 def test_reasoning_and_tool_calls_are_folded_and_a_tool_is_answered_for(browser: Browser, url: str, model: Model) -> None:
     browser.open(url)
     assert ask(browser, "think") == "Let me see."
-    assert browser.text("details summary") == "Thoughts" and not browser.shows("details .body")
+    assert browser.text("details summary") == "Reasoning" and not browser.shows("details .body")
     browser.click("details summary")
     assert browser.text("details .body") == "I must look it up."
     set_up(browser, tools=TOOLS)
     ask(browser, "weather")
-    assert browser.text("article:last-child details summary") == "Calls weather"
+    assert browser.text("article:last-child details summary") == "Tool call: weather"
     browser.click("article:last-child details summary")
     assert "Oslo" in browser.text("article:last-child details .body")
     browser.write(".result input", "sunny: hello")
     browser.press(Keys.ENTER)
     browser.wait(lambda: browser.text("article:last-child .body") == "one two three", "the model does not go on")
-    assert "sunny" in model.last_prompt() and browser.text("article.tool summary") == "Result of weather"
+    assert "sunny" in model.last_prompt() and browser.text("article.tool summary") == "Tool result: weather"
     assert not browser.all(".result")
 
 
@@ -241,6 +242,10 @@ def test_markdown_is_shown_and_what_looks_like_a_page_stays_text(browser: Browse
     missing = [tag for tag in tags if not browser.all(f"article.assistant .body {tag}")]
     assert not missing
     assert browser.text("article.assistant pre code") == "print('<hi>')"
+    browser.run("Object.defineProperty(navigator, 'clipboard', { value: undefined })")  # as on a page without HTTPS
+    browser.click(".copy-code")
+    browser.find("#prompt").send_keys(Keys.CONTROL, "v")
+    assert browser.find("#prompt").get_attribute("value") == "print('<hi>')", "the code is not copied"
     assert browser.find("article.assistant a").get_attribute("href") == "https://example.org/"
 
     title = browser.driver.title
@@ -253,12 +258,12 @@ def test_markdown_is_shown_and_what_looks_like_a_page_stays_text(browser: Browse
 def test_a_server_with_keys_asks_for_one(browser: Browser, engine: AsyncLLM) -> None:
     with served(engine, api_key=["secret"]) as server:
         browser.open(f"http://127.0.0.1:{server.port}/")
-        browser.wait(lambda: "asks for an API key" in browser.text("#notice"), "no key is asked for")
+        browser.wait(lambda: "requires an API key" in browser.text("#notice"), "no key is asked for")
         assert not browser.find("#send").is_enabled()
         browser.click("#enter-key")
         assert browser.run("return document.activeElement.name") == "key"
         browser.press("wrong", Keys.ENTER)
-        browser.wait(lambda: "does not know" in browser.text("#notice"), "a wrong key is not told")
+        browser.wait(lambda: "rejected" in browser.text("#notice"), "a wrong key is not reported")
         browser.click("#enter-key")
         browser.write("#settings [name=key]", "secret")
         browser.press(Keys.ENTER)
@@ -269,7 +274,7 @@ def test_a_server_with_keys_asks_for_one(browser: Browser, engine: AsyncLLM) -> 
         assert browser.run("return JSON.stringify(localStorage)").find("secret") == -1, "the key outlives the tab"
 
 
-def test_while_the_server_loads_the_page_says_how_far_it_is(browser: Browser, tmp_path: Path) -> None:
+def test_the_page_shows_how_far_loading_is_and_what_programs_a_request_waits_for(browser: Browser, tmp_path: Path) -> None:
     directory = write_tokenizer(tmp_path / "model")
     port = free_port()
     with serving(directory, tmp_path, port=port, served_model_name=["slow"], core_factory=SLOW_FACTORY) as server:
@@ -289,14 +294,28 @@ def test_while_the_server_loads_the_page_says_how_far_it_is(browser: Browser, tm
         browser.wait(lambda: not browser.shows("#notice") and browser.find("#send").is_enabled(), "the notice stays")
         assert ask(browser, "hello") == "one two three"
 
+        browser.click("#new-chat")
+        begin(browser, "build it")
+        browser.wait(
+            lambda: browser.text("article.assistant .body") == "Compiling program 2 of 3 …",
+            "the chat does not explain the wait",
+        )
+        browser.click("#tab-live")
+        browser.wait(lambda: "Compiling program 2 of 3; requests" in browser.text("#notice"), "the live view does not")
+        assert browser.find("#notice progress").get_attribute("value").startswith("33.3")
+        (directory / "built").touch()
+        browser.wait(lambda: not browser.shows("#notice"), "the notice stays")
+        browser.click("#tab-chat")
+        browser.wait(lambda: browser.text("article.assistant .body") == "one two three", "the answer does not come")
 
-def test_the_live_view_shows_figures_and_its_charts_move(browser: Browser, url: str, model: Model) -> None:
+
+def test_the_live_view_shows_figures_and_charts_with_axes(browser: Browser, url: str, model: Model) -> None:
     browser.open(url)
     model.step_seconds = 0.005
     begin(browser, "forever")
     browser.click("#tab-live")
-    browser.wait(lambda: "Running\n1" in browser.text("#figures"), "the running request is not shown")
-    assert "KV cache\n25.0 %" in browser.text("#figures")
+    browser.wait(lambda: "Running requests\n1" in browser.text("#figures"), "the running request is not shown")
+    assert "KV cache in use\n25.0 %" in browser.text("#figures")
 
     def lines() -> list[str]:
         return [str(line.get_attribute("points")) for line in browser.all("#charts polyline")]
@@ -304,12 +323,15 @@ def test_the_live_view_shows_figures_and_its_charts_move(browser: Browser, url: 
     before = lines()
     assert len(before) == 6
     browser.wait(
-        lambda: browser.text("#figures").partition("Output tokens/s\n")[2][:1] not in ("", "0"), "no tokens are counted"
+        lambda: browser.text("#figures").partition("Output tokens/s\n")[2][:1] not in ("", "0", "–"), "no tokens are counted"
     )
+    for title, values in (("Running requests", ["2", "1", "0"]), ("KV cache in use, %", ["100", "50", "0"])):
+        (chart,) = [each for each in browser.all("#charts figure") if each.text.startswith(title)]
+        assert chart.text.splitlines()[2:] == [*values, "2 min ago", "1 min ago", "now"]
     assert all(new != old for new, old in zip(lines(), before, strict=True))
     assert str(browser.find("#charts svg").get_attribute("aria-label")).startswith("Output tokens/s: ")
     browser.press(Keys.ESCAPE)
-    browser.wait(lambda: "Running\n0" in browser.text("#figures"), "the end is not shown")
+    browser.wait(lambda: "Running requests\n0" in browser.text("#figures"), "the end is not shown")
 
 
 def test_everything_works_from_the_keyboard(browser: Browser, url: str, model: Model) -> None:
@@ -321,7 +343,7 @@ def test_everything_works_from_the_keyboard(browser: Browser, url: str, model: M
     browser.wait(lambda: "three" in browser.text("article.assistant"), "Enter does not send")
     begin(browser, "forever")
     browser.press(Keys.ESCAPE)
-    browser.wait(lambda: "stopped by you" in browser.text("article.assistant footer"), "Esc does not stop")
+    browser.wait(lambda: "stopped" in browser.text("article.assistant footer"), "Esc does not stop")
 
     browser.run("document.getElementById('tab-chat').focus()")
     for key, tab in ((Keys.ARROW_RIGHT, "live"), (Keys.ARROW_LEFT, "chat"), (Keys.END, "live"), (Keys.HOME, "chat")):
@@ -355,7 +377,7 @@ def test_everything_works_from_the_keyboard(browser: Browser, url: str, model: M
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_phone_needs_no_sideways_scrolling_and_every_text_can_be_read(browser: Browser, url: str, scheme: str) -> None:
     browser.open(url, PHONE, scheme)
-    for word in ("wide", "format", "think"):
+    for word in ("wide", "format", "think", TOO_LONG):
         ask(browser, word)
     for view in ("#tab-live", "#tab-chat", "#open-settings"):
         browser.click(view)
@@ -388,19 +410,95 @@ return [...document.querySelectorAll('body *')].filter((e) => e.checkVisibility(
 """Elements whose text has less contrast to what is behind it than WCAG AA asks for."""
 
 
+@pytest.mark.parametrize("size", [SMALL_PHONE, PHONE])
+def test_a_phone_shows_the_whole_name_of_the_model_and_every_button(
+    engine: AsyncLLM, browser: Browser, size: tuple[int, int]
+) -> None:
+    name = "an-organisation-with-a-name/A-Model-With-A-Very-Long-Name-70B-Instruct-v0.3"
+    with served(engine, name=name) as server:
+        browser.open(f"http://127.0.0.1:{server.port}/", size)
+        ask(browser, "wide")
+        browser.click("article.user .edit")
+        assert browser.text("#model-name") == name
+        assert not browser.run(CUT_OFF)
+
+
+CUT_OFF = """
+const shown = (selector) => [...document.querySelectorAll(selector)].filter((e) => e.checkVisibility());
+const overlap = (a, b) => b.left < a.right && a.left < b.right && b.top < a.bottom && a.top < b.bottom;
+return shown('#model-name, button').filter((e) => {
+  const box = e.getBoundingClientRect();
+  const isOverCode = e.closest('article') && shown('pre').some((code) => overlap(box, code.getBoundingClientRect()));
+  return box.left < 0 || box.right > innerWidth || e.scrollWidth > e.clientWidth + 1 || isOverCode;
+}).map((e) => e.outerHTML.slice(0, 80));
+"""
+"""Buttons, and the model's name, that leave the screen, are narrower than their text or lie over code."""
+
+
 def channels(colour: str) -> list[int]:
     return [int(part) for part in colour.removeprefix("rgb(").rstrip(")").split(",")]
 
 
-def test_a_failure_is_told_where_it_happened(browser: Browser, url: str) -> None:
+def test_a_turn_that_failed_is_left_out_of_later_requests_and_can_be_retried_edited_and_deleted(
+    browser: Browser, url: str, model: Model
+) -> None:
     browser.open(url)
+    ask(browser, "hello first")
+    ask(browser, TOO_LONG)
+    assert "maximum context length is 3000 tokens" in browser.text("article.assistant .fault")
+    assert "left out of later requests. Shorten your message" in browser.text("article.assistant")
+    assert "The request failed" in browser.text("#announced")
+    assert ask(browser, "hello second") == "one two three", "the turn that failed made the next one fail"
+    assert "hello first" in model.last_prompt() and "too long" not in model.last_prompt()
+    browser.driver.refresh()
+    browser.wait(lambda: len(browser.all("article.left-out")) == 2, "what failed is not kept apart")
+
+    browser.click(".left-out .edit")
+    browser.write(".editor textarea", "hello instead")
+    assert "removes 1 later turn." in browser.text(".editor")
+    browser.press(Keys.ENTER)
+    browser.wait(lambda: browser.texts("article .body")[2:] == ["hello instead", "one two three"], "it cannot be edited")
+    assert "hello first" in model.last_prompt() and "Removed 1 later turn." in browser.text("#removed")
+
     set_up(browser, tools='[{"type": "telepathy"}]')
-    begin(browser, "hello")
-    browser.wait(lambda: "This failed:" in browser.text("article.assistant .fault"), "the refusal is not shown")
-    assert "tools" in browser.text("article.assistant .fault")
+    ask(browser, "hello again")
+    assert "tools" in browser.text("article.assistant .fault") and "Shorten" not in browser.text("article.assistant")
     set_up(browser, tools="")
-    browser.click("#regenerate")
-    browser.wait(lambda: browser.text("article.assistant .body").startswith("one"), "it cannot be asked again")
+    browser.click(".left-out .retry")
+    browser.wait(lambda: browser.text("article.assistant .body").startswith("one"), "it cannot be retried")
+    assert not browser.all(".left-out") and "hello again" in model.last_prompt()
+
+
+def test_turns_are_edited_and_deleted_from_the_keyboard_and_what_was_removed_comes_back(
+    browser: Browser, url: str, model: Model
+) -> None:
+    def texts() -> list[str]:
+        return browser.texts("article.user .body")
+
+    browser.open(url)
+    for word in ("hello first", "hello second", "hello third"):
+        ask(browser, word)
+    browser.all("article .edit")[1].send_keys(Keys.ENTER)
+    browser.press(" edited", Keys.ESCAPE)
+    assert texts() == ["hello first", "hello second", "hello third"], "what was cancelled is kept"
+    assert browser.run("return document.activeElement.className") == "edit"
+    browser.all("article .delete")[1].send_keys(Keys.ENTER)
+    assert texts() == ["hello first", "hello third"] and browser.text("#removed-text") == "Turn deleted."
+    assert browser.focus == "undo"
+    browser.press(Keys.ENTER)
+    assert texts() == ["hello first", "hello second", "hello third"] and browser.focus == "messages"
+    browser.all("article .delete")[1].send_keys(Keys.ENTER)
+    ask(browser, "hello fourth")
+    assert "hello second" not in model.last_prompt() and not browser.shows("#undo")
+
+    browser.all("article .retry")[0].send_keys(Keys.ENTER)
+    browser.wait(lambda: texts() == ["hello first"] and not browser.shows("#stop"), "the first turn is not retried")
+    assert browser.text("#removed-text") == "Removed 2 later turns."
+    browser.click("#undo")
+    assert texts() == ["hello first", "hello third", "hello fourth"]
+    browser.click("#new-chat")
+    browser.click("#undo")
+    assert texts() == ["hello first", "hello third", "hello fourth"]
 
 
 def test_the_page_is_small_and_can_be_left_out(engine: AsyncLLM) -> None:

@@ -161,7 +161,7 @@ def test_only_what_runs_in_the_background_can_be_cancelled(client: Client) -> No
         ({"input": None}, "input"),
         ({"input": "x" * 3000}, "input"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"temperature": 9.0}, "temperature"),
+        ({"temperature": -9.0}, "temperature"),
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"conversation": "c"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),

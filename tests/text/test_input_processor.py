@@ -213,4 +213,4 @@ def test_defaults_come_from_the_generation_config(tmp_path: Path, tokenizer: Tok
     with pytest.raises(ConfigError, match="must be auto, none or a directory"):
         load_generation_config("nowhere", tmp_path)
     with pytest.raises(ConfigError, match="generation_config.json.*temperature"):
-        processor_of(tokenizer, GenerationConfig({"temperature": 9.0})).default_sampling_params()
+        processor_of(tokenizer, GenerationConfig({"temperature": -9.0})).default_sampling_params()

@@ -99,7 +99,19 @@ def tagged(call: str, parameter: str, *values: tuple[str, str], name: str = "run
 CODE_VALUES = (("code", CODE_TEXT), ("options", '{"deep": [1, {"x": null}]}'), ("dry", "true"))
 PARIS_VALUES = (("city", "Paris"), ("days", "3"))
 
+XLAM = '[{"name": "%s", "arguments": %s}, {"name": "%s", "arguments": %s}]'
+
 SAMPLES = {
+    "xlam, bare": calls_in("xlam", XLAM % (PARIS + TIME), PARIS, TIME),
+    "xlam, marked": calls_in("xlam", f"I look. [TOOL_CALLS]{XLAM % (PARIS + TIME)}", PARIS, TIME, content="I look."),
+    "xlam, tagged": calls_in("xlam", f"<tool_call>{XLAM % (PARIS + CODE)}</tool_call>", PARIS, CODE),
+    "xlam, in a block of code": calls_in("xlam", f"Well:\n```json\n{XLAM % (ROME + TIME)}\n```", ROME, TIME, content="Well:"),
+    "xlam, an answer in JSON": calls_in(
+        "xlam", '```json\n[{"name": "Ann", "age": 3}]\n```', content='```json\n[{"name": "Ann", "age": 3}]\n```'
+    ),
+    "xlam, after thoughts": Sample(
+        "xlam", "deepseek_r1", f"Hm.</think>{XLAM % (PARIS + TIME)}", Message("", "Hm.", [PARIS, TIME])
+    ),
     "hermes": calls_in("hermes", HERMES % PARIS, PARIS),
     "hermes, several with text": calls_in(
         "hermes", f"I look.\n\n{HERMES % PARIS}\n{HERMES % CODE}\n{HERMES % TIME}\n", PARIS, CODE, TIME, content="I look."

@@ -67,6 +67,7 @@ FORMATS: dict[str, tuple[str, str, str, str, str, tuple[str, ...]]] = {
     "deepseek v3.1": ("deepseek_v31", *DEEPSEEK.split("%s")[:1], V31, "", *DEEPSEEK.split("%s")[1:], ()),
     "kimi": ("kimi_k2", *KIMI_SECTION.split("%s")[:1], KIMI.replace("%d", "7"), "", *KIMI_SECTION.split("%s")[1:], ALL_SPECIAL),
     "plain JSON for pythonic": ("pythonic", "[", LIST, ", ", "]", ()),
+    "plain JSON for xlam": ("xlam", "[", LIST, ", ", "]", ()),
     "plain JSON for qwen3 coder": ("qwen3_coder", "[", LIST, ", ", "]", ()),
 }
 """Dialect, what stands before, a call, between and after calls, and the tokenizer's special tokens."""

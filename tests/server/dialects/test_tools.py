@@ -107,4 +107,22 @@ def test_common_schemas_are_taken() -> None:
     }
     (tool, bare), _ = check_tools([function("a.b-c_D", parameters=schema, strict=True), function(parameters=None)], None)
     assert (tool.name, tool.parameters, tool.strict) == ("a.b-c_D", schema, True)
-    assert bare.schema == {"type": "object"}
+    assert bare.schema == {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "takes_none"),
+    [
+        ({}, True),
+        ({"type": "object"}, True),
+        ({"type": "object", "properties": {}, "required": []}, True),
+        ({"additionalProperties": True}, False),
+        ({"additionalProperties": {"type": "integer"}}, False),
+        ({"required": ["a"]}, False),
+        ({"anyOf": [{"required": ["a"]}]}, False),
+        ({"properties": {"a": {}}}, False),
+    ],
+)
+def test_a_function_that_names_no_parameters_takes_none(parameters: dict[str, Any], takes_none: bool) -> None:
+    (tool,), _ = check_tools([function(parameters=parameters)], None)
+    assert (tool.schema.get("additionalProperties") is False) == takes_none

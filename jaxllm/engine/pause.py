@@ -1,0 +1,38 @@
+"""Pause: an engine whose weights or memory somebody else is to change takes requests and computes none until it resumes."""
+
+from typing import Literal
+
+from jaxllm.errors import EngineError, InvalidRequestError, OverloadedError
+from jaxllm.request import EngineCoreRequest
+
+PauseMode = Literal["abort", "wait", "keep"]
+MODES = ("abort", "wait", "keep")
+
+
+class Pause:
+    """Whether an engine is paused, and the requests that came meanwhile. `max_held`: most of them; None: any number."""
+
+    def __init__(self, max_held: int | None):
+        self._max_held = max_held
+        self.mode: PauseMode | None = None
+        """What becomes of the requests that are not finished: they are aborted, end first, or stand still. None: not paused."""
+        self.held: dict[str, EngineCoreRequest] = {}
+
+    def begin(self, mode: PauseMode) -> None:
+        """Hold requests back from now on. Raises InvalidRequestError for an unknown mode."""
+        if mode not in MODES:
+            raise InvalidRequestError(f"mode is {mode!r}, must be one of {', '.join(MODES)}", "mode")
+        self.mode = mode
+
+    def hold(self, request: EngineCoreRequest) -> None:
+        """Keep a request until the engine resumes. Raises OverloadedError if too many are kept."""
+        if self._max_held is not None and len(self.held) >= self._max_held:
+            raise OverloadedError(f"the engine is paused and {len(self.held)} requests wait already", 1, "max_num_queued_reqs")
+        if request.request_id in self.held:
+            raise EngineError("there is a request of this id already")
+        self.held[request.request_id] = request
+
+    def end(self) -> list[EngineCoreRequest]:
+        """The requests that came meanwhile, in their order: they are no longer held."""
+        held, self.mode, self.held = list(self.held.values()), None, {}
+        return held

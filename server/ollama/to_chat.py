@@ -1,0 +1,76 @@
+"""ollama's requests as the chat and completion requests that mean the same."""
+
+from typing import Any
+
+from server.errors import bad_request
+from server.protocol.ollama import (
+    LOADING,
+    NEUTRAL,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaMessage,
+    OllamaRequest,
+    Options,
+)
+
+_SAME = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
+
+
+def sampling_fields(body: OllamaRequest, max_tokens: str) -> dict[str, Any]:
+    """What `options` and `format` ask for; the most tokens of an answer go by the name of `max_tokens`."""
+    fields: dict[str, Any] = {"stream": body.stream is not False}
+    if body.options is not None:
+        _check(body.options)
+        fields |= body.options.model_dump(include=set(_SAME), exclude_none=True)
+        fields["repetition_penalty"] = body.options.repeat_penalty
+        limit = body.options.num_predict
+        fields[max_tokens] = None if limit is None or limit < 0 else limit  # -1: any number, -2: as the context takes
+    if body.format == "json":
+        fields["response_format"] = {"type": "json_object"}
+    elif isinstance(body.format, dict):
+        fields["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": body.format}}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _check(options: Options) -> None:
+    for name, value in (options.model_extra or {}).items():
+        if name not in LOADING and (name not in NEUTRAL or value != NEUTRAL[name]):
+            hint = f"; it may be {NEUTRAL[name]}" if name in NEUTRAL else f"; known are {', '.join(Options.model_fields)}"
+            raise bad_request(f"options has {name[:100]!r}, which is not supported{hint}", "options", "unsupported_parameter")
+
+
+def chat_fields(body: OllamaChatRequest | OllamaGenerateRequest) -> dict[str, Any]:
+    """The fields of a chat request. Raises ApiError."""
+    fields = sampling_fields(body, "max_completion_tokens")
+    if isinstance(body.think, str):
+        fields["reasoning_effort"] = body.think
+    if isinstance(body, OllamaGenerateRequest):
+        system = [] if not body.system else [{"role": "system", "content": body.system}]
+        return {**fields, "messages": [*system, {"role": "user", "content": body.prompt or ""}]}
+    if body.tools:
+        fields["tools"] = body.tools
+    return {**fields, "messages": _messages(body.messages)}
+
+
+def _messages(given: list[OllamaMessage]) -> list[dict[str, Any]]:
+    """Messages in OpenAI's shape. Calls have no ids here: results belong to calls by their order."""
+    found, open_ids, num_calls = [], [], 0
+    for message in given:
+        if message.images:
+            raise bad_request("messages has images; this server takes text only", "messages")
+        fields: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+        if message.thinking:
+            fields["reasoning"] = message.thinking
+        if message.tool_calls:
+            calls = []
+            for call in message.tool_calls:
+                num_calls += 1
+                open_ids.append(f"call{num_calls:05d}")
+                calls.append({**call.model_dump(exclude_none=True), "id": open_ids[-1]})
+            fields["tool_calls"] = calls
+        if message.role == "tool":
+            fields["tool_call_id"] = open_ids.pop(0) if open_ids else "call00000"
+            if message.tool_name:
+                fields["name"] = message.tool_name
+        found.append(fields)
+    return found

@@ -1,0 +1,98 @@
+"""Bodies of ollama's /api/chat and /api/generate."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field
+
+from server.protocol.chat import MessageToolCall
+from server.protocol.common import Int64, Items, RequestModel
+
+_MEDIA = "text only: this server takes no media"
+
+
+LOADING = frozenset(
+    (
+        "num_ctx",
+        "num_batch",
+        "num_gpu",
+        "main_gpu",
+        "num_thread",
+        "num_keep",
+        "numa",
+        "use_mmap",
+        "use_mlock",
+        "low_vram",
+        "f16_kv",
+    )
+)
+"""Options of loading a model, which was decided when the server started: without effect."""
+NEUTRAL: Mapping[str, Any] = {"typical_p": 1.0, "tfs_z": 1.0, "mirostat": 0, "penalize_newline": True, "repeat_last_n": -1}
+"""Options that are taken with these values alone, which say what happens anyway."""
+
+
+class Options(RequestModel):
+    """`options`: how tokens are chosen."""
+
+    model_config = ConfigDict(extra="allow")
+
+    num_predict: int | None = None
+    temperature: float | None = None
+    top_k: Int64 | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: Int64 | None = None
+    stop: str | Items[str] | None = None
+    repeat_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+
+
+class OllamaRequest(RequestModel):
+    """What both have in common."""
+
+    REFUSED: ClassVar[Mapping[str, str]] = {"images": _MEDIA}
+
+    model: str | None = None
+    stream: bool | None = None
+    """None: yes."""
+    format: Literal["json", ""] | dict[str, Any] | None = None
+    """"json", or a JSON schema."""
+    options: Options | None = None
+    think: bool | Literal["low", "medium", "high"] | None = None
+    keep_alive: str | int | float | None = None
+    """Of no effect: the model stays."""
+
+
+class OllamaMessage(RequestModel):
+    """A message of /api/chat."""
+
+    role: str = Field(min_length=1, max_length=64)
+    content: str | None = None
+    thinking: str | None = None
+    tool_calls: Items[MessageToolCall] | None = None
+    tool_name: str | None = None
+    images: Items[str] | None = None
+
+
+class OllamaChatRequest(OllamaRequest):
+    """POST /api/chat."""
+
+    messages: Items[OllamaMessage] = []
+    tools: Items[dict[str, Any]] | None = None
+
+
+class OllamaGenerateRequest(OllamaRequest):
+    """POST /api/generate."""
+
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        "images": _MEDIA,
+        "suffix": "a prompt in the model's own fill-in-the-middle format, with raw",
+        "template": "raw, with a prompt that has the template's text",
+        "context": "/api/chat, with the messages so far",
+    }
+
+    prompt: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+    """The prompt is what the model reads: no chat template."""

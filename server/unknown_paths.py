@@ -1,0 +1,27 @@
+"""What a client is told that asks at a path, or with a method, that this server does not have."""
+
+import difflib
+from collections.abc import Iterable
+
+from starlette.routing import BaseRoute, Route
+
+LIKENESS = 0.75
+MAX_LENGTH = 100
+"""Characters of a path that are compared with others, and sent back."""
+
+
+def no_such_path(path: str, routes: Iterable[BaseRoute], *, dev_paths: Iterable[str] = (), docs: bool = True) -> str:
+    """The sentence of a 404: what is near, else where all is listed. `dev_paths` are those of --enable-dev-endpoints."""
+    shown = path[:MAX_LENGTH]
+    known = sorted({route.path for route in routes if isinstance(route, Route) and route.include_in_schema})
+    if path in set(dev_paths) - set(known):
+        return f"{shown} is there only with --enable-dev-endpoints"
+    if near := difflib.get_close_matches(shown, known, 1, LIKENESS):
+        return f"there is nothing at {shown}; did you mean {near[0]}?"
+    main = ", ".join(one for one in known if one.startswith("/v1/") and "{" not in one and one.count("/") < 4)
+    return f"there is nothing at {shown}; there is {main}" + ("; /docs shows everything" if docs else "")
+
+
+def no_such_method(method: str, path: str, allowed: str) -> str:
+    """The sentence of a 405."""
+    return f"{path[:MAX_LENGTH]} does not take {method[:20]}; use {allowed or 'another method'}"

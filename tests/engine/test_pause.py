@@ -1,0 +1,90 @@
+"""A paused engine holds new requests back; those of before are aborted, end, or stand still, and nobody's tokens change."""
+
+import pytest
+
+from jaxllm.errors import InvalidRequestError, OverloadedError
+from jaxllm.request import FinishReason
+from tests.engine.test_sleep import RESULTS, check_answers, requests
+from tests.helpers import engines
+
+LATE = "late"
+
+
+def late():
+    return engines.request(LATE, RESULTS[0].prompt, max_tokens=6)
+
+
+def begin(core, mode):
+    """Three requests that run, then a pause, then one that comes late."""
+    for request in requests():
+        core.add_request(request)
+    core.step()
+    core.pause(mode)
+    core.add_request(late())
+    assert core.is_paused()
+
+
+def run_on(core):
+    """The tokens and the ends of all requests, as long as the engine has something to do."""
+    tokens, ends = {}, {}
+    while core.has_unfinished_requests():
+        for news in core.step():
+            tokens.setdefault(news.request_id, []).extend(news.new_token_ids)
+            if news.finish_reason is not None:
+                ends[news.request_id] = news.finish_reason
+    return tokens, ends
+
+
+def check_late_one(core, tokens, ends):
+    assert tokens[LATE] == RESULTS[0].tokens[:6] and ends[LATE] == FinishReason.LENGTH
+    assert not core.is_paused()
+    core.check_integrity()
+    check_answers(core)
+
+
+def test_what_runs_is_aborted(core):
+    begin(core, "abort")
+    assert run_on(core)[1] == dict.fromkeys("012", FinishReason.ABORT)
+    assert not core.is_draining()
+    core.resume()
+    check_late_one(core, *run_on(core))
+
+
+def test_what_runs_ends_first(core):
+    begin(core, "wait")
+    assert core.is_draining()
+    assert run_on(core)[1] == dict.fromkeys("012", FinishReason.LENGTH)
+    assert not core.is_draining()
+    core.resume()
+    check_late_one(core, *run_on(core))
+
+
+def test_what_runs_stands_still(core):
+    begin(core, "keep")
+    assert not core.has_unfinished_requests() and not core.is_draining() and core.step() == []
+    core.resume()
+    tokens, ends = run_on(core)
+    assert ends == dict.fromkeys(["0", "1", "2", LATE], FinishReason.LENGTH)
+    check_late_one(core, tokens, ends)
+
+
+def test_requests_that_are_held_can_be_aborted_put_to_sleep_and_bounded(core, monkeypatch):
+    core.pause()
+    core.add_request(late())
+    core.abort_requests([LATE])
+    core.add_request(late())
+    monkeypatch.setattr(core._pause, "_max_held", 1)
+    with pytest.raises(OverloadedError):
+        core.add_request(requests()[0])
+    core.sleep(1)
+    assert [news.finish_reason for news in core.step()] == [FinishReason.ABORT]
+    core.wake_up()
+    assert core.is_paused()
+    core.resume()
+    check_answers(core)
+
+
+def test_there_are_three_modes(core):
+    with pytest.raises(InvalidRequestError, match="must be one of abort, wait, keep"):
+        core.pause("stop")
+    assert not core.is_paused()
