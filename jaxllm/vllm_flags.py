@@ -133,7 +133,7 @@ _ENGINE = (
     *_refused("configs are read in the hub's format", values="config_format", harmless=("auto", "hf")),
     *_refused("every model is an implementation of jaxllm's own; `jaxllm models` lists them",
               values="model_impl", harmless=("auto", "vllm")),
-    *_refused("register the family in the source (docs/ARCHITECTURE.md, To add)", objects="model_class_overrides"),
+    *_refused("register the family in the source (docs/HOW_TO_ADD.md)", objects="model_class_overrides"),
     *_flags("--runner pooling makes embeddings", values="convert", option="runner",
             words={"auto": None, "none": None, "embed": "pooling"}),
     *_flags("the older name of --runner", values="task", option="runner",

@@ -1,13 +1,17 @@
-"""The Python examples in the README run as they stand."""
+"""The Python examples in the README and docs/PYTHON.md run as they stand."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-EXAMPLES = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-EXPECTED = ("27 + 15 = 42", "length", "return n % 2 == 0")
+ROOT = Path(__file__).parents[2]
+EXAMPLES = [
+    example
+    for page in ("README.md", "docs/PYTHON.md")
+    for example in re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+]
+EXPECTED = ('{"name": "Anna", "age": 31, "city": "Rome"}', "27 + 15 = 42", "stop", "return n % 2 == 0")
 
 
 @pytest.fixture(scope="module")
@@ -24,5 +28,5 @@ def test_example(
     example: str, expected: str, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("JAXLLM_CACHE_DIR", str(cache))
-    exec(compile(example, "README.md", "exec"), {"__name__": "__main__"})
+    exec(compile(example, "example", "exec"), {"__name__": "__main__"})
     assert expected in capsys.readouterr().out
