@@ -13,6 +13,8 @@ import pytest
 from jaxllm.cli.main import command_parser, main
 from jaxllm.scaling import processes, report, tables
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 TINY = (
     *("--batch-sizes", "1,2", "--input-len", "16", "--output-len", "8", "--num-prompts", "4", "--num-requests", "4"),

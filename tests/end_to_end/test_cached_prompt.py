@@ -6,6 +6,8 @@ import pytest
 
 from tests.helpers import engines, goldens
 
+pytestmark = pytest.mark.slow
+
 NAME, PLACE = "qwen3", 5
 """The golden's prompt of 40 tokens: five whole blocks of 8."""
 

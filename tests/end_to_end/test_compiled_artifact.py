@@ -14,6 +14,8 @@ from jaxllm.engine.core import EngineCore
 from jaxllm.errors import ConfigError
 from tests.helpers import engines, goldens
 
+pytestmark = pytest.mark.slow
+
 NAME = "llama_gqa"
 START = """
 import json, sys

@@ -14,6 +14,8 @@ from jaxllm.sampling.variants import Variant
 from tests.helpers import engines, goldens
 from tests.helpers.tiny_tokenizers import write_tokenizer
 
+pytestmark = pytest.mark.slow
+
 NAME = "llama_gqa"
 _COMPILED: list[str] = []
 

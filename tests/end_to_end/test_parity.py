@@ -64,6 +64,7 @@ def test_chunks_and_preemption(variant, max_in_flight, enable_prefix_caching):
     assert (core.stats().resumed_prefix_cache_hits > 0) == enable_prefix_caching
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [

@@ -5,6 +5,8 @@ import pytest
 from tests.helpers import engines, goldens
 from tests.helpers.parity import check
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("size", [2, 8])
 @pytest.mark.parametrize("name", goldens.NAMES)

@@ -6,6 +6,8 @@ import pytest
 from jaxllm import LLM, SamplingParams
 from tests.helpers import engines
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [17, 4, 99, 23, 56, 2, 81]
 TARGETS = {
     "random": {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "seed": 1234},

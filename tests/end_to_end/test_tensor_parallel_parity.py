@@ -10,6 +10,8 @@ from jaxllm import LLM
 from jaxllm.engine.fault_points import injected
 from scripts.gpu_checks import traffic
 
+pytestmark = pytest.mark.slow
+
 SIZE = traffic.TINY
 # The demo model's tokenizer and two KV heads, but a single layer.
 SMALL = {"hf_overrides": {"num_hidden_layers": 1}, "load_format": "dummy"}

@@ -10,6 +10,8 @@ from jaxllm.errors import OutOfMemoryError
 from jaxllm.runner.runner import ModelRunner
 from tests.helpers import engines, goldens
 
+pytestmark = pytest.mark.slow
+
 TEXTS = {
     "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12 bytes": "lower --max-num-batched-tokens",
     "INTERNAL: NCCL operation ncclCommInitRankConfig failed: Cuda failure 2 'out of memory'": "lower --gpu-memory-utilization",

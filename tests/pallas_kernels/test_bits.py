@@ -11,6 +11,8 @@ from pallas_kernels.paged_attention import paged_attention, paged_decode
 from pallas_kernels.rope_cache_write import rope_and_write
 from tests.pallas_kernels.test_paged_attention import Batch, make_arrays
 
+pytestmark = pytest.mark.slow
+
 BATCH = Batch(rows=((1, 1), (7, 7), (1, 40), (20, 33)))
 SCALES = {"k_scale": jnp.float32(0.75), "v_scale": jnp.float32(3.0)}
 

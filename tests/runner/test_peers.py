@@ -20,6 +20,8 @@ from jaxllm.runner.step_programs import ProgramKey
 from pallas_kernels import collectives
 from pallas_kernels.collectives.exchange import FAILED, SILENT, WAITING
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = ["The capital of France is", "1 + 1 =", "a b c d e f g"]
 PARAMS = [
     SamplingParams(max_tokens=8, temperature=0),

@@ -4,6 +4,8 @@ import pytest
 
 from tests.helpers import engines
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(("name", "num_kinds"), [("llama_gqa", 1), ("qwen2_window", 2)])
 def test_layers_that_are_alike_share_one_lowering_of_their_attention(name: str, num_kinds: int) -> None:

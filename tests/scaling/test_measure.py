@@ -11,6 +11,8 @@ from jaxllm.scaling.plan import Plan
 from jaxllm.scaling.rows import AllReduce, Breakdown, Row, Skipped
 from tests.helpers import engines
 
+pytestmark = pytest.mark.slow
+
 CEILINGS = Ceilings(1e12, 1e12, "float32")
 
 

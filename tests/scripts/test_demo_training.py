@@ -18,6 +18,8 @@ from scripts.demo_data.direct import DirectModel
 from scripts.demo_data.packing import STARTS, TRAINED
 from scripts.demo_data.training import Recipe, Trainer, row_losses
 
+pytestmark = pytest.mark.slow
+
 CONFIG = ModelConfig(
     architecture="LlamaForCausalLM",
     vocab_size=96,

@@ -111,6 +111,7 @@ BATCH = attention.Batch(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("prompts", "padding"), [((), 0), (((4, 5),), 2)])
 def test_attention_is_measured_by_its_worst_head(prompts, padding) -> None:
     batch = replace(BATCH, prompts=prompts, padding=padding, dtype="float32")
@@ -221,6 +222,7 @@ def engine_outcomes() -> dict[str, kernels.Outcome]:
     return {outcome.name.partition(": ")[2]: outcome for outcome in found}
 
 
+@pytest.mark.slow
 def test_a_right_engine_passes_with_preemptions_and_cached_prefixes(shared_programs) -> None:
     found = engine_outcomes()
     assert len(found) == 6 and not [outcome for outcome in found.values() if outcome.failed]
@@ -228,6 +230,7 @@ def test_a_right_engine_passes_with_preemptions_and_cached_prefixes(shared_progr
     assert "0 tokens from cached" in found["no prefix caching, prompts scored"].detail
 
 
+@pytest.mark.slow
 def test_wrong_attention_in_prompts_or_decodes_fails_the_engine(wrong_attention) -> None:
     failed = {name for name, outcome in engine_outcomes().items() if outcome.failed}
     assert failed >= {"together", "together, tokens only", "alone", "no prefix caching, prompts scored"}
@@ -279,6 +282,7 @@ def test_an_engine_over_devices_that_does_not_start_has_failed(monkeypatch) -> N
     assert found and all(outcome.failed and "collective memory" in outcome.detail for outcome in found)
 
 
+@pytest.mark.slow
 def test_requests_of_every_kind_over_two_devices(shared_programs) -> None:
     found = list(tensor_parallel_traffic.check(tiny=True, deadline=math.inf, sizes=(2,)))
     assert not [outcome.line() for outcome in found if not outcome.passed]

@@ -14,6 +14,8 @@ from server.app import create_app
 from tests.server.client import Client
 from tests.server.conftest import options
 
+pytestmark = pytest.mark.slow
+
 schemathesis = pytest.importorskip("schemathesis")
 
 NUM_BODIES, NUM_OTHERS = 12, 3

@@ -18,6 +18,8 @@ from tests.helpers.serve_processes import is_alive, serving, wait_until
 from tests.helpers.served_core import SLOW_FACTORY
 from tests.helpers.tiny_tokenizers import write_tokenizer
 
+pytestmark = pytest.mark.slow
+
 PROMPT = {"model": "model", "prompt": "hi", "max_tokens": 50}
 ENDLESS = {"model": "model", "prompt": "hi", "max_tokens": 15_000, "ignore_eos": True, "stream": True}
 PROMPTLY = 10.0

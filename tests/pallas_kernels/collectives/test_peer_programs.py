@@ -13,6 +13,8 @@ from pallas_kernels.collectives.plans import Plan
 from pallas_kernels.collectives.programs import Program
 from tests.helpers.ptx_interpreter import Launch, Machine, TrapError
 
+pytestmark = pytest.mark.slow
+
 EPS = 1e-5
 
 
