@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from jaxllm.errors import InvalidRequestError
 from jaxllm.log import warn_once
+from jaxllm.sampling_fields import InRequests, Range, read_fields
 from jaxllm.structured_outputs import StructuredOutputsParams
 
 MAX_N = 16384
@@ -46,45 +47,83 @@ class SamplingParams:
     `verify` checks what depends on the model. Fields changed later are not checked again by themselves.
     """
 
-    n: Annotated[int, "answers to each prompt"] = 1
-    presence_penalty: Annotated[float, "subtracted from the logits of tokens already in the output, -2 to 2"] = 0.0
-    frequency_penalty: Annotated[float, "subtracted once per occurrence in the output, -2 to 2"] = 0.0
+    n: Annotated[int, "answers to each prompt", Range(1, MAX_N), InRequests(passed_on=False)] = 1
+    presence_penalty: Annotated[
+        float, "subtracted from the logits of tokens already in the output, -2 to 2", Range(-2, 2), InRequests(neutral=(0,))
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float, "subtracted once per occurrence in the output, -2 to 2", Range(-2, 2), InRequests(neutral=(0,))
+    ] = 0.0
     repetition_penalty: Annotated[
-        float, "weakens tokens of the prompt and the output; above 1 discourages, below 1 encourages"
+        float,
+        "weakens tokens of the prompt and the output; above 1 discourages, below 1 encourages",
+        Range(0, low_open=True),
+        InRequests(model_default=True, neutral=(1,)),
     ] = 1.0
-    temperature: Annotated[float, "randomness, at least 0; 0: always the likeliest token"] = 1.0
-    top_p: Annotated[float, "sample from the likeliest tokens that together have this probability"] = 1.0
-    top_k: Annotated[int, "sample from this many likeliest tokens; 0: all"] = 0
-    min_p: Annotated[float, "drop tokens less likely than this fraction of the likeliest one's probability"] = 0.0
-    seed: Annotated[int | None, "seed of this request: the same seed gives the same tokens; default: random"] = None
-    stop: Annotated[str | list[str] | None, "text that ends the output; may be given several times"] = None
-    stop_token_ids: Annotated[list[int] | None, "token ids that end the output"] = None
-    ignore_eos: Annotated[bool, "go on after the model's end-of-text token"] = False
-    max_tokens: Annotated[int | None, "most tokens of each answer; None: as many as the model takes"] = 16
-    min_tokens: Annotated[int, "tokens before which nothing ends the output"] = 0
+    temperature: Annotated[
+        float,
+        "randomness, at least 0; 0: always the likeliest token",
+        Range(0, MAX_TEMPERATURE),
+        InRequests(passed_on=False, model_default=True, neutral=(0,)),
+    ] = 1.0
+    top_p: Annotated[
+        float,
+        "sample from the likeliest tokens that together have this probability",
+        Range(0, 1, low_open=True),
+        InRequests(passed_on=False, model_default=True, neutral=(1,)),
+    ] = 1.0
+    top_k: Annotated[
+        int,
+        "sample from this many likeliest tokens; 0: all",
+        Range(-1),
+        InRequests(model_default=True, neutral=(0, -1)),
+    ] = 0
+    min_p: Annotated[
+        float,
+        "drop tokens less likely than this fraction of the likeliest one's probability",
+        Range(0, 1),
+        InRequests(model_default=True, neutral=(0,)),
+    ] = 0.0
+    seed: Annotated[
+        int | None,
+        "seed of this request: the same seed gives the same tokens; default: random",
+        Range(-(2**63), 2**63 - 1),
+        InRequests(neutral=(-1,)),
+    ] = None
+    stop: Annotated[
+        str | list[str] | None,
+        "text that ends the output; may be given several times",
+        InRequests(passed_on=False, neutral=([],)),
+    ] = None
+    stop_token_ids: Annotated[list[int] | None, "token ids that end the output", InRequests(neutral=([],))] = None
+    ignore_eos: Annotated[bool, "go on after the model's end-of-text token", InRequests()] = False
+    max_tokens: Annotated[int | None, "most tokens of each answer; None: as many as the model takes", Range(1)] = 16
+    min_tokens: Annotated[int, "tokens before which nothing ends the output", Range(0), InRequests(neutral=(0,))] = 0
     logprobs: Annotated[int | None, "likeliest tokens to report with their logprobs, per output token; -1: all"] = None
-    prompt_logprobs: Annotated[int | None, "the same for each prompt token"] = None
-    logprob_token_ids: list[int] | None = None
+    prompt_logprobs: Annotated[int | None, "the same for each prompt token", InRequests(passed_on=False)] = None
+    logprob_token_ids: Annotated[list[int] | None, InRequests(passed_on=False)] = None
     """Report the logprobs of exactly these tokens instead of the likeliest."""
     flat_logprobs: bool = False
     detokenize: bool = True
-    skip_special_tokens: Annotated[bool, "leave special tokens out of the text"] = True
-    spaces_between_special_tokens: Annotated[bool, "put spaces between special tokens in the text"] = True
-    include_stop_str_in_output: Annotated[bool, "keep the text that ended the output"] = False
+    skip_special_tokens: Annotated[bool, "leave special tokens out of the text", InRequests()] = True
+    spaces_between_special_tokens: Annotated[bool, "put spaces between special tokens in the text", InRequests()] = True
+    include_stop_str_in_output: Annotated[bool, "keep the text that ended the output", InRequests()] = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    stream_interval: int | None = None
+    stream_interval: Annotated[int | None, Range(1), InRequests(passed_on=False)] = None
     """Output tokens between two RequestOutputs."""
-    logit_bias: Annotated[dict[int, float] | None, "JSON object of token id to a number added to its logit"] = None
-    allowed_token_ids: Annotated[list[int] | None, "the only token ids that may be sampled"] = None
-    bad_words: Annotated[list[str] | None, "words that may not appear in the output"] = None
+    logit_bias: Annotated[
+        dict[int, float] | None, "JSON object of token id to a number added to its logit", InRequests(neutral=({},))
+    ] = None
+    allowed_token_ids: Annotated[list[int] | None, "the only token ids that may be sampled", InRequests()] = None
+    bad_words: Annotated[list[str] | None, "words that may not appear in the output", InRequests(neutral=([],))] = None
     bad_words_token_ids: list[list[int]] | None = field(default=None, repr=False)
     """Filled by the front, which has the tokenizer."""
-    extra_args: dict[str, Any] | None = None
+    extra_args: Annotated[dict[str, Any] | None, InRequests(neutral=({},))] = None
     """Custom logits processors to apply, by name, with their arguments: {name: [floats]}."""
     skip_reading_prefix_cache: bool | None = None
-    repetition_detection: dict[str, int] | None = None
+    repetition_detection: Annotated[dict[str, int] | None, InRequests()] = None
     """End the output when it closes with min_count equal runs of min_pattern_size to max_pattern_size tokens (these keys)."""
-    structured_outputs: StructuredOutputsParams | None = None
+    structured_outputs: Annotated[StructuredOutputsParams | None, InRequests()] = None
     """The form that the output must have; a dict of its fields is taken too."""
     guided_decoding: StructuredOutputsParams | None = field(default=None, repr=False)
     """The older name of `structured_outputs`, which gets its value."""
@@ -104,27 +143,17 @@ class SamplingParams:
         self._check_agreement()
 
     def _check_numbers(self) -> None:
-        self.n = _int("n", self.n, 1, MAX_N)
-        self.presence_penalty = _float("presence_penalty", self.presence_penalty, -2, 2)
-        self.frequency_penalty = _float("frequency_penalty", self.frequency_penalty, -2, 2)
-        self.repetition_penalty = _float("repetition_penalty", self.repetition_penalty, 0, low_open=True)
-        self.temperature = _float("temperature", self.temperature, 0, MAX_TEMPERATURE)
-        self.top_p = _float("top_p", self.top_p, 0, 1, low_open=True)
-        self.top_k = max(0, _int("top_k", self.top_k, -1))
-        self.min_p = _float("min_p", self.min_p, 0, 1)
-        if self.seed is not None:
-            self.seed = _int("seed", self.seed, -(2**63), 2**63 - 1)
-            if self.seed == -1:
-                self.seed = None
-        if self.max_tokens is not None:
-            self.max_tokens = _int("max_tokens", self.max_tokens, 1)
-        self.min_tokens = _int("min_tokens", self.min_tokens, 0)
-        if self.stream_interval is not None:
-            self.stream_interval = _int("stream_interval", self.stream_interval, 1)
+        for name, described in FIELDS.items():
+            value = getattr(self, name)
+            if described.range is not None and not (value is None and described.takes_none):
+                setattr(self, name, _in_range(name, value, described.type, described.range))
+        self.top_k = max(0, self.top_k)
+        if self.seed == -1:
+            self.seed = None
         self.logprobs = _logprob_count("logprobs", self.logprobs)
         self.prompt_logprobs = _logprob_count("prompt_logprobs", self.prompt_logprobs)
         self.repetition_detection = _repetition_detection(self.repetition_detection)
-        if self.temperature < GREEDY_BELOW:
+        if self.is_greedy:
             self.temperature, self.top_p, self.top_k, self.min_p = 0.0, 1.0, 0, 0.0
         elif self.temperature < MIN_TEMPERATURE:
             warn_once(f"temperature {self.temperature} is raised to {MIN_TEMPERATURE}, the lowest above 0")
@@ -305,6 +334,13 @@ class SamplingParams:
                 )
 
 
+FIELDS = read_fields(SamplingParams)
+IN_REQUESTS = {name: described.in_requests for name, described in FIELDS.items() if described.in_requests is not None}
+"""The fields that requests to a server may set."""
+MODEL_DEFAULTS = tuple(name for name, described in IN_REQUESTS.items() if described.model_default)
+"""Fields whose default a model's generation_config.json may set; its max_new_tokens is another matter."""
+
+
 @dataclass
 class BeamSearchParams:
     """Beam search
@@ -355,13 +391,19 @@ def _wrong(name: str, value: Any, must_be: str, param: str | None = None) -> Inv
     return InvalidRequestError(f"{name} is {value!r}, must be {must_be}", param or name)
 
 
-def _int(name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
+def _int(name: str, value: Any, low: float | None = None, high: float | None = None) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise _wrong(name, value, "an integer")
     number = int(value)
     if (low is not None and number < low) or (high is not None and number > high):
         raise _wrong(name, number, _range_text(low, high))
     return number
+
+
+def _in_range(name: str, value: Any, kind: type, range: Range) -> int | float:
+    if kind is float:
+        return _float(name, value, range.low, range.high, low_open=range.low_open)
+    return _int(name, value, range.low, range.high)
 
 
 def _float(

@@ -14,6 +14,7 @@ import pytest
 
 from jaxllm.async_llm import AsyncLLM
 from jaxllm.errors import ConfigError, EngineError, OverloadedError
+from jaxllm.sampling_params import IN_REQUESTS
 from server.context import ServerContext
 from tests.helpers.fake_engine_core import FakeEngineCore
 from tests.helpers.serve_processes import serving
@@ -290,6 +291,14 @@ def test_the_code_in_the_repository_is_that_of_the_proto(tmp_path: Path) -> None
     )
     for name in ("jaxllm_pb2.py", "jaxllm_pb2.pyi", "jaxllm_pb2_grpc.py"):
         assert (tmp_path / "server/grpc" / name).read_text() == (ROOT / "server/grpc" / name).read_text()
+
+
+def test_the_proto_lists_the_sampling_parameters_of_requests() -> None:
+    assert {field.name for field in pb.SamplingParams.DESCRIPTOR.fields} == (
+        IN_REQUESTS.keys()
+        | {"max_tokens", "logprobs"}  # of which each HTTP endpoint has its own form
+        - {"stream_interval", "repetition_detection", "extra_args"}  # not over gRPC
+    )
 
 
 def test_what_keeps_it_from_starting_is_told_before_a_model_is_loaded(wire: Wire) -> None:
