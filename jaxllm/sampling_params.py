@@ -84,6 +84,12 @@ class SamplingParams:
         Range(0, 1),
         InRequests(model_default=True, neutral=(0,)),
     ] = 0.0
+    top_n_sigma: Annotated[
+        float,
+        "drop tokens whose logit is more than so many standard deviations below the highest; 0: all stay",
+        Range(-1),
+        InRequests(neutral=(0, -1)),
+    ] = 0.0
     seed: Annotated[
         int | None,
         "seed of this request: the same seed gives the same tokens; default: random",
@@ -147,14 +153,14 @@ class SamplingParams:
             value = getattr(self, name)
             if described.range is not None and not (value is None and described.takes_none):
                 setattr(self, name, _in_range(name, value, described.type, described.range))
-        self.top_k = max(0, self.top_k)
+        self.top_k, self.top_n_sigma = max(0, self.top_k), max(0.0, self.top_n_sigma)
         if self.seed == -1:
             self.seed = None
         self.logprobs = _logprob_count("logprobs", self.logprobs)
         self.prompt_logprobs = _logprob_count("prompt_logprobs", self.prompt_logprobs)
         self.repetition_detection = _repetition_detection(self.repetition_detection)
         if self.is_greedy:
-            self.temperature, self.top_p, self.top_k, self.min_p = 0.0, 1.0, 0, 0.0
+            self.temperature, self.top_p, self.top_k, self.min_p, self.top_n_sigma = 0.0, 1.0, 0, 0.0, 0.0
         elif self.temperature < MIN_TEMPERATURE:
             warn_once(f"temperature {self.temperature} is raised to {MIN_TEMPERATURE}, the lowest above 0")
             self.temperature = MIN_TEMPERATURE

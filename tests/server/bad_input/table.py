@@ -120,6 +120,7 @@ SAMPLING = [
     *_each("top_k", CHAT, "top_k", [-2, 2**63, 1.5]),
     *_each("min_p", CHAT, "min_p", [1.5, -0.1]),
     *_raw("min_p", CHAT, "min_p", ["NaN"]),
+    *_each("top_n_sigma", CHAT, "top_n_sigma", [-2, "1"]),
     *_each("presence_penalty", CHAT, "presence_penalty", [3, -3]),
     *_each("frequency_penalty", CHAT, "frequency_penalty", [3, -3]),
     *_raw("frequency_penalty", CHAT, "frequency_penalty", ["NaN"]),
