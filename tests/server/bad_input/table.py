@@ -254,6 +254,22 @@ TOOLS = [
     ),
     Case("odd tool_choice", CHAT, {"tools": [TOOL], "tool_choice": "perhaps"}, param="tool_choice"),
     *[Case(f"tool name {name[:12]!r}", CHAT, {"tools": [_tool(name=name)]}, param="tools") for name in ("a b", "n" * 65, "")],
+    *[
+        Case(f"tools {value!r:.20}", CHAT, {"tools": value}, param="tools")
+        for value in ({"a": 1}, "tools", ["f"], [{"type": "browser"}])
+    ],
+    *[
+        Case(f"function {value!r}", CHAT, {"tools": [{"type": "function", "function": value}]}, param="tools")
+        for value in (None, {}, "f")
+    ],
+    *[
+        Case(f"function with {field}", CHAT, {"tools": [_tool(**field)]}, param="tools")
+        for field in ({"name": 3}, {"description": 3}, {"strict": "yes"})
+    ],
+    *[
+        Case(f"tool_choice {value!r}", CHAT, {"tools": [TOOL], "tool_choice": value}, param="tool_choice")
+        for value in (3, {"type": "function"})
+    ],
     *[Case(f"parameters {value!r}", CHAT, {"tools": [_tool(parameters=value)]}, param="tools") for value in ("x", [], 5)],
     Case("malformed type", CHAT, {"tools": [_tool(parameters={"type": "objct"})], "tool_choice": "required"}, param="tools"),
     Case(
