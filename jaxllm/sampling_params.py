@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from jaxllm.errors import InvalidRequestError
 from jaxllm.log import warn_once
-from jaxllm.sampling_fields import InRequests, Range, read_fields
+from jaxllm.sampling_fields import InRequests, Range, check_plain, checked_float, checked_int, read_fields, wrong
 from jaxllm.structured_outputs import StructuredOutputsParams
 
 MAX_N = 16384
@@ -143,16 +143,12 @@ class SamplingParams:
             self.structured_outputs, self.guided_decoding = self.guided_decoding, None
         if self.structured_outputs is not None:
             self.structured_outputs = StructuredOutputsParams.of(self.structured_outputs)
-        self._check_numbers()
-        self._check_switches()
+        check_plain(self, FIELDS)
+        self._simplify()
         self._check_tokens()
         self._check_agreement()
 
-    def _check_numbers(self) -> None:
-        for name, described in FIELDS.items():
-            value = getattr(self, name)
-            if described.range is not None and not (value is None and described.takes_none):
-                setattr(self, name, _in_range(name, value, described.type, described.range))
+    def _simplify(self) -> None:
         self.top_k, self.top_n_sigma = max(0, self.top_k), max(0.0, self.top_n_sigma)
         if self.seed == -1:
             self.seed = None
@@ -164,25 +160,11 @@ class SamplingParams:
         elif self.temperature < MIN_TEMPERATURE:
             warn_once(f"temperature {self.temperature} is raised to {MIN_TEMPERATURE}, the lowest above 0")
             self.temperature = MIN_TEMPERATURE
-
-    def _check_switches(self) -> None:
-        for name in (
-            "ignore_eos",
-            "flat_logprobs",
-            "detokenize",
-            "skip_special_tokens",
-            "spaces_between_special_tokens",
-            "include_stop_str_in_output",
-        ):
-            if not isinstance(getattr(self, name), bool):
-                raise _wrong(name, getattr(self, name), "true or false")
         if not isinstance(self.output_kind, RequestOutputKind):
-            raise _wrong("output_kind", self.output_kind, "a RequestOutputKind")
+            raise wrong("output_kind", self.output_kind, "a RequestOutputKind")
         if self.skip_reading_prefix_cache is None:
             # A cached prompt token has no logits to report.
             self.skip_reading_prefix_cache = self.prompt_logprobs is not None
-        elif not isinstance(self.skip_reading_prefix_cache, bool):
-            raise _wrong("skip_reading_prefix_cache", self.skip_reading_prefix_cache, "true, false or None")
 
     def _check_tokens(self) -> None:
         self.stop = _strings("stop", [self.stop] if isinstance(self.stop, str) else self.stop)
@@ -201,7 +183,7 @@ class SamplingParams:
         if self.extra_args is not None and not (
             isinstance(self.extra_args, Mapping) and all(isinstance(name, str) for name in self.extra_args)
         ):
-            raise _wrong("extra_args", self.extra_args, "a dict of names to arguments")
+            raise wrong("extra_args", self.extra_args, "a dict of names to arguments")
 
     def _check_agreement(self) -> None:
         if self.is_greedy and self.n > 1:
@@ -331,9 +313,9 @@ class SamplingParams:
                     f"extra_args names {name!r}, which is no logits processor; known: {known}", "extra_args"
                 )
             if not isinstance(arguments, (list, tuple)):
-                raise _wrong(f"extra_args[{name!r}]", arguments, "a list of numbers", "extra_args")
+                raise wrong(f"extra_args[{name!r}]", arguments, "a list of numbers", "extra_args")
             for number in arguments:
-                _float(f"extra_args[{name!r}]", number, param="extra_args")
+                checked_float(f"extra_args[{name!r}]", number, param="extra_args")
             if len(arguments) != processors[name]:
                 raise InvalidRequestError(
                     f"extra_args[{name!r}] has {len(arguments)} numbers, the processor takes {processors[name]}", "extra_args"
@@ -355,12 +337,16 @@ class BeamSearchParams:
     its length to the power of length_penalty.
     """
 
-    beam_width: Annotated[int, "answers kept at each token, and returned"]
-    max_tokens: Annotated[int, "most tokens of each answer"]
+    beam_width: Annotated[int, "answers kept at each token, and returned", Range(1)]
+    max_tokens: Annotated[int, "most tokens of each answer", Range(1)]
     _: KW_ONLY
     ignore_eos: bool = False
-    temperature: float = 0.0
-    length_penalty: Annotated[float, "above 1 favours long answers, below 1 short ones; -10 to 10"] = 1.0
+    temperature: Annotated[float, Range(0, MAX_TEMPERATURE)] = 0.0
+    length_penalty: Annotated[
+        float,
+        "above 1 favours long answers, below 1 short ones; -10 to 10",
+        Range(-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY),
+    ] = 1.0
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     allowed_token_ids: list[int] | None = None
@@ -374,14 +360,8 @@ class BeamSearchParams:
             raise InvalidRequestError(
                 "structured_outputs cannot be combined with beam search; sample with SamplingParams", "structured_outputs"
             )
-        self.beam_width = _int("beam_width", self.beam_width, 1)
-        self.max_tokens = _int("max_tokens", self.max_tokens, 1)
-        self.temperature = _float("temperature", self.temperature, 0, MAX_TEMPERATURE)
-        self.length_penalty = _float("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+        check_plain(self, _BEAM_FIELDS)
         self.logprobs = _logprob_count("logprobs", self.logprobs)
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise _wrong(name, getattr(self, name), "true or false")
         if self.allowed_token_ids is not None:
             self.allowed_token_ids = _token_ids("allowed_token_ids", self.allowed_token_ids)
             if not self.allowed_token_ids:
@@ -393,58 +373,14 @@ class BeamSearchParams:
         return self.beam_width
 
 
-def _wrong(name: str, value: Any, must_be: str, param: str | None = None) -> InvalidRequestError:
-    return InvalidRequestError(f"{name} is {value!r}, must be {must_be}", param or name)
-
-
-def _int(name: str, value: Any, low: float | None = None, high: float | None = None) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise _wrong(name, value, "an integer")
-    number = int(value)
-    if (low is not None and number < low) or (high is not None and number > high):
-        raise _wrong(name, number, _range_text(low, high))
-    return number
-
-
-def _in_range(name: str, value: Any, kind: type, range: Range) -> int | float:
-    if kind is float:
-        return _float(name, value, range.low, range.high, low_open=range.low_open)
-    return _int(name, value, range.low, range.high)
-
-
-def _float(
-    name: str,
-    value: Any,
-    low: float | None = None,
-    high: float | None = None,
-    *,
-    low_open: bool = False,
-    param: str | None = None,
-) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise _wrong(name, value, "a number", param)
-    number = float(value)
-    too_low = low is not None and (number <= low if low_open else number < low)
-    if not math.isfinite(number) or too_low or (high is not None and number > high):
-        must_be = _range_text(low, high, low_open) if low is not None else ""
-        raise _wrong(name, number, f"finite{' and ' * bool(must_be)}{must_be}" if high is None else must_be, param)
-    return number
-
-
-def _range_text(low: float | None, high: float | None, low_open: bool = False) -> str:
-    bounds = []
-    if low is not None:
-        bounds.append(f"{'above' if low_open else 'at least'} {low}")
-    if high is not None:
-        bounds.append(f"at most {high}")
-    return " and ".join(bounds)
+_BEAM_FIELDS = read_fields(BeamSearchParams)
 
 
 def _items(name: str, values: Any, of: str) -> list[Any]:
     if values is None:
         return []
     if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__iter__"):
-        raise _wrong(name, values, f"a list of {of}")
+        raise wrong(name, values, f"a list of {of}")
     return list(values)
 
 
@@ -469,14 +405,14 @@ def _strings(name: str, values: Any) -> list[str]:
 def _logprob_count(name: str, value: Any) -> int | None:
     if value is None or value is False:
         return None
-    return 1 if value is True else _int(name, value, -1)
+    return 1 if value is True else checked_int(name, value, -1)
 
 
 def _logit_bias(bias: Any) -> dict[int, float] | None:
     if not bias:
         return None
     if not isinstance(bias, Mapping):
-        raise _wrong("logit_bias", bias, "a dict of token id to number")
+        raise wrong("logit_bias", bias, "a dict of token id to number")
     ids, bad = {}, []
     for key in bias:
         try:
@@ -490,7 +426,7 @@ def _logit_bias(bias: Any) -> dict[int, float] | None:
     clamped = {}
     for key, number in bias.items():
         if isinstance(number, bool) or not isinstance(number, numbers.Real) or math.isnan(number):
-            raise _wrong(f"logit_bias[{key!r}]", number, "a number", "logit_bias")
+            raise wrong(f"logit_bias[{key!r}]", number, "a number", "logit_bias")
         clamped[ids[key]] = max(-MAX_LOGIT_BIAS, min(MAX_LOGIT_BIAS, float(number)))
     return clamped
 
@@ -500,12 +436,12 @@ def _repetition_detection(rule: Any) -> dict[str, int] | None:
         return None
     known = {"max_pattern_size", "min_pattern_size", "min_count"}
     if not isinstance(rule, Mapping) or not set(rule) <= known or "max_pattern_size" not in rule or "min_count" not in rule:
-        raise _wrong("repetition_detection", rule, "a dict with max_pattern_size, min_count and, if wanted, min_pattern_size")
+        raise wrong("repetition_detection", rule, "a dict with max_pattern_size, min_count and, if wanted, min_pattern_size")
     name = "repetition_detection"
     try:
-        smallest = _int("repetition_detection.min_pattern_size", rule.get("min_pattern_size", 1), 1)
-        largest = _int("repetition_detection.max_pattern_size", rule["max_pattern_size"], smallest)
-        count = _int("repetition_detection.min_count", rule["min_count"], 2)
+        smallest = checked_int("repetition_detection.min_pattern_size", rule.get("min_pattern_size", 1), 1)
+        largest = checked_int("repetition_detection.max_pattern_size", rule["max_pattern_size"], smallest)
+        count = checked_int("repetition_detection.min_count", rule["min_count"], 2)
     except InvalidRequestError as error:
         raise InvalidRequestError(str(error), name) from None
     return {"max_pattern_size": largest, "min_pattern_size": smallest, "min_count": count}
