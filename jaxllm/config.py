@@ -228,7 +228,7 @@ class Flag:
 
 
 def flags(*kinds: type) -> list[Flag]:
-    """The fields of annotated dataclasses as flags; the group is the class's docstring. Default: all engine options."""
+    """The fields annotated with a help text as flags; the group is the class's docstring. Default: all engine options."""
     found = []
     for kind in kinds or _GROUPS.values():
         hints = typing.get_type_hints(kind, include_extras=True)
@@ -238,7 +238,8 @@ def flags(*kinds: type) -> list[Flag]:
                 continue
             default = f.default if f.default is not dataclasses.MISSING else f.default_factory()  # type: ignore[operator, misc]
             of_type, text = typing.get_args(annotated)[:2]
-            found.append(Flag(f.name, (kind.__doc__ or kind.__name__).splitlines()[0], text, default, of_type))
+            if isinstance(text, str):
+                found.append(Flag(f.name, (kind.__doc__ or kind.__name__).splitlines()[0], text, default, of_type))
     return found
 
 

@@ -11,9 +11,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+
 from jaxllm.log import logger
 
-FORMAT = 1
 MAX_VERDICTS = 256
 """Kept in the directory; the oldest go first."""
 
@@ -53,6 +54,8 @@ class Verdict:
     """The case and its error; None: everything was right."""
     checked_at: str
     """UTC."""
+    format: Literal[1] = 1
+    """Of the file; one of another format is not read."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ class VerdictStore:
             verdict = _read(path)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError) as error:
             logger.info("%s is ignored (%s: %s): the kernels are checked again", path, type(error).__name__, error)
             return None
         return verdict if verdict.subject.text == subject.text else None
@@ -91,7 +94,7 @@ class VerdictStore:
             descriptor, name = tempfile.mkstemp(dir=self.directory, prefix=".new-")
             try:
                 with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                    json.dump({"format": FORMAT, **asdict(verdict)}, file, indent=1)
+                    json.dump(asdict(verdict), file, indent=1)
                 os.replace(name, self._path(verdict.subject))
             except BaseException:
                 with contextlib.suppress(OSError):
@@ -105,7 +108,7 @@ class VerdictStore:
         """Every verdict that can be read, the newest first."""
         found = []
         for path in self._paths():
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            with contextlib.suppress(OSError, ValueError):
                 found.append(_read(path))
         return sorted(found, key=lambda verdict: verdict.checked_at, reverse=True)
 
@@ -126,13 +129,4 @@ class VerdictStore:
 
 
 def _read(path: Path) -> Verdict:
-    values = json.loads(path.read_text(encoding="utf-8"))
-    if values["format"] != FORMAT:
-        raise ValueError(f"format {values['format']}, this version reads {FORMAT}")
-    subject, fault, checked_at = Subject(**values["subject"]), values["fault"], values["checked_at"]
-    named = (subject.op, subject.implementation, subject.source, checked_at)
-    if not (all(isinstance(text, str) for text in named) and (fault is None or isinstance(fault, str))):
-        raise ValueError("no verdict")
-    if not (isinstance(subject.surroundings, dict) and isinstance(subject.shapes, dict)):
-        raise ValueError("no verdict")
-    return Verdict(subject, fault, checked_at)
+    return msgspec.json.decode(path.read_bytes(), type=Verdict)

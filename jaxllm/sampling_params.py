@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from jaxllm.errors import InvalidRequestError
 from jaxllm.log import warn_once
+from jaxllm.sampling_fields import InRequests, Range, check_plain, checked_float, checked_int, read_fields, wrong
 from jaxllm.structured_outputs import StructuredOutputsParams
 
 MAX_N = 16384
@@ -46,45 +47,89 @@ class SamplingParams:
     `verify` checks what depends on the model. Fields changed later are not checked again by themselves.
     """
 
-    n: Annotated[int, "answers to each prompt"] = 1
-    presence_penalty: Annotated[float, "subtracted from the logits of tokens already in the output, -2 to 2"] = 0.0
-    frequency_penalty: Annotated[float, "subtracted once per occurrence in the output, -2 to 2"] = 0.0
+    n: Annotated[int, "answers to each prompt", Range(1, MAX_N), InRequests(passed_on=False)] = 1
+    presence_penalty: Annotated[
+        float, "subtracted from the logits of tokens already in the output, -2 to 2", Range(-2, 2), InRequests(neutral=(0,))
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float, "subtracted once per occurrence in the output, -2 to 2", Range(-2, 2), InRequests(neutral=(0,))
+    ] = 0.0
     repetition_penalty: Annotated[
-        float, "weakens tokens of the prompt and the output; above 1 discourages, below 1 encourages"
+        float,
+        "weakens tokens of the prompt and the output; above 1 discourages, below 1 encourages",
+        Range(0, low_open=True),
+        InRequests(model_default=True, neutral=(1,)),
     ] = 1.0
-    temperature: Annotated[float, "randomness, at least 0; 0: always the likeliest token"] = 1.0
-    top_p: Annotated[float, "sample from the likeliest tokens that together have this probability"] = 1.0
-    top_k: Annotated[int, "sample from this many likeliest tokens; 0: all"] = 0
-    min_p: Annotated[float, "drop tokens less likely than this fraction of the likeliest one's probability"] = 0.0
-    seed: Annotated[int | None, "seed of this request: the same seed gives the same tokens; default: random"] = None
-    stop: Annotated[str | list[str] | None, "text that ends the output; may be given several times"] = None
-    stop_token_ids: Annotated[list[int] | None, "token ids that end the output"] = None
-    ignore_eos: Annotated[bool, "go on after the model's end-of-text token"] = False
-    max_tokens: Annotated[int | None, "most tokens of each answer; None: as many as the model takes"] = 16
-    min_tokens: Annotated[int, "tokens before which nothing ends the output"] = 0
+    temperature: Annotated[
+        float,
+        "randomness, at least 0; 0: always the likeliest token",
+        Range(0, MAX_TEMPERATURE),
+        InRequests(passed_on=False, model_default=True, neutral=(0,)),
+    ] = 1.0
+    top_p: Annotated[
+        float,
+        "sample from the likeliest tokens that together have this probability",
+        Range(0, 1, low_open=True),
+        InRequests(passed_on=False, model_default=True, neutral=(1,)),
+    ] = 1.0
+    top_k: Annotated[
+        int,
+        "sample from this many likeliest tokens; 0: all",
+        Range(-1),
+        InRequests(model_default=True, neutral=(0, -1)),
+    ] = 0
+    min_p: Annotated[
+        float,
+        "drop tokens less likely than this fraction of the likeliest one's probability",
+        Range(0, 1),
+        InRequests(model_default=True, neutral=(0,)),
+    ] = 0.0
+    top_n_sigma: Annotated[
+        float,
+        "drop tokens whose logit is more than so many standard deviations below the highest; 0: all stay",
+        Range(-1),
+        InRequests(neutral=(0, -1)),
+    ] = 0.0
+    seed: Annotated[
+        int | None,
+        "seed of this request: the same seed gives the same tokens; default: random",
+        Range(-(2**63), 2**63 - 1),
+        InRequests(neutral=(-1,)),
+    ] = None
+    stop: Annotated[
+        str | list[str] | None,
+        "text that ends the output; may be given several times",
+        InRequests(passed_on=False, neutral=([],)),
+    ] = None
+    stop_token_ids: Annotated[list[int] | None, "token ids that end the output", InRequests(neutral=([],))] = None
+    ignore_eos: Annotated[bool, "go on after the model's end-of-text token", InRequests()] = False
+    max_tokens: Annotated[int | None, "most tokens of each answer; None: as many as the model takes", Range(1)] = 16
+    min_tokens: Annotated[int, "tokens before which nothing ends the output", Range(0), InRequests(neutral=(0,))] = 0
     logprobs: Annotated[int | None, "likeliest tokens to report with their logprobs, per output token; -1: all"] = None
-    prompt_logprobs: Annotated[int | None, "the same for each prompt token"] = None
-    logprob_token_ids: list[int] | None = None
+    prompt_logprobs: Annotated[int | None, "the same for each prompt token", InRequests(passed_on=False)] = None
+    logprob_token_ids: Annotated[list[int] | None, InRequests(passed_on=False)] = None
     """Report the logprobs of exactly these tokens instead of the likeliest."""
     flat_logprobs: bool = False
     detokenize: bool = True
-    skip_special_tokens: Annotated[bool, "leave special tokens out of the text"] = True
-    spaces_between_special_tokens: Annotated[bool, "put spaces between special tokens in the text"] = True
-    include_stop_str_in_output: Annotated[bool, "keep the text that ended the output"] = False
+    skip_special_tokens: Annotated[bool, "leave special tokens out of the text", InRequests()] = True
+    spaces_between_special_tokens: Annotated[bool, "put spaces between special tokens in the text", InRequests()] = True
+    include_stop_str_in_output: Annotated[bool, "keep the text that ended the output", InRequests()] = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    stream_interval: int | None = None
+    stream_interval: Annotated[int | None, Range(1), InRequests(passed_on=False)] = None
     """Output tokens between two RequestOutputs."""
-    logit_bias: Annotated[dict[int, float] | None, "JSON object of token id to a number added to its logit"] = None
-    allowed_token_ids: Annotated[list[int] | None, "the only token ids that may be sampled"] = None
-    bad_words: Annotated[list[str] | None, "words that may not appear in the output"] = None
+    logit_bias: Annotated[
+        dict[int, float] | None, "JSON object of token id to a number added to its logit", InRequests(neutral=({},))
+    ] = None
+    allowed_token_ids: Annotated[list[int] | None, "the only token ids that may be sampled", InRequests()] = None
+    bad_words: Annotated[list[str] | None, "words that may not appear in the output", InRequests(neutral=([],))] = None
     bad_words_token_ids: list[list[int]] | None = field(default=None, repr=False)
     """Filled by the front, which has the tokenizer."""
-    extra_args: dict[str, Any] | None = None
+    extra_args: Annotated[dict[str, Any] | None, InRequests(neutral=({},))] = None
     """Custom logits processors to apply, by name, with their arguments: {name: [floats]}."""
     skip_reading_prefix_cache: bool | None = None
-    repetition_detection: dict[str, int] | None = None
+    repetition_detection: Annotated[dict[str, int] | None, InRequests()] = None
     """End the output when it closes with min_count equal runs of min_pattern_size to max_pattern_size tokens (these keys)."""
-    structured_outputs: StructuredOutputsParams | None = None
+    structured_outputs: Annotated[StructuredOutputsParams | None, InRequests()] = None
     """The form that the output must have; a dict of its fields is taken too."""
     guided_decoding: StructuredOutputsParams | None = field(default=None, repr=False)
     """The older name of `structured_outputs`, which gets its value."""
@@ -98,56 +143,28 @@ class SamplingParams:
             self.structured_outputs, self.guided_decoding = self.guided_decoding, None
         if self.structured_outputs is not None:
             self.structured_outputs = StructuredOutputsParams.of(self.structured_outputs)
-        self._check_numbers()
-        self._check_switches()
+        check_plain(self, FIELDS)
+        self._simplify()
         self._check_tokens()
         self._check_agreement()
 
-    def _check_numbers(self) -> None:
-        self.n = _int("n", self.n, 1, MAX_N)
-        self.presence_penalty = _float("presence_penalty", self.presence_penalty, -2, 2)
-        self.frequency_penalty = _float("frequency_penalty", self.frequency_penalty, -2, 2)
-        self.repetition_penalty = _float("repetition_penalty", self.repetition_penalty, 0, low_open=True)
-        self.temperature = _float("temperature", self.temperature, 0, MAX_TEMPERATURE)
-        self.top_p = _float("top_p", self.top_p, 0, 1, low_open=True)
-        self.top_k = max(0, _int("top_k", self.top_k, -1))
-        self.min_p = _float("min_p", self.min_p, 0, 1)
-        if self.seed is not None:
-            self.seed = _int("seed", self.seed, -(2**63), 2**63 - 1)
-            if self.seed == -1:
-                self.seed = None
-        if self.max_tokens is not None:
-            self.max_tokens = _int("max_tokens", self.max_tokens, 1)
-        self.min_tokens = _int("min_tokens", self.min_tokens, 0)
-        if self.stream_interval is not None:
-            self.stream_interval = _int("stream_interval", self.stream_interval, 1)
+    def _simplify(self) -> None:
+        self.top_k, self.top_n_sigma = max(0, self.top_k), max(0.0, self.top_n_sigma)
+        if self.seed == -1:
+            self.seed = None
         self.logprobs = _logprob_count("logprobs", self.logprobs)
         self.prompt_logprobs = _logprob_count("prompt_logprobs", self.prompt_logprobs)
         self.repetition_detection = _repetition_detection(self.repetition_detection)
-        if self.temperature < GREEDY_BELOW:
-            self.temperature, self.top_p, self.top_k, self.min_p = 0.0, 1.0, 0, 0.0
+        if self.is_greedy:
+            self.temperature, self.top_p, self.top_k, self.min_p, self.top_n_sigma = 0.0, 1.0, 0, 0.0, 0.0
         elif self.temperature < MIN_TEMPERATURE:
             warn_once(f"temperature {self.temperature} is raised to {MIN_TEMPERATURE}, the lowest above 0")
             self.temperature = MIN_TEMPERATURE
-
-    def _check_switches(self) -> None:
-        for name in (
-            "ignore_eos",
-            "flat_logprobs",
-            "detokenize",
-            "skip_special_tokens",
-            "spaces_between_special_tokens",
-            "include_stop_str_in_output",
-        ):
-            if not isinstance(getattr(self, name), bool):
-                raise _wrong(name, getattr(self, name), "true or false")
         if not isinstance(self.output_kind, RequestOutputKind):
-            raise _wrong("output_kind", self.output_kind, "a RequestOutputKind")
+            raise wrong("output_kind", self.output_kind, "a RequestOutputKind")
         if self.skip_reading_prefix_cache is None:
             # A cached prompt token has no logits to report.
             self.skip_reading_prefix_cache = self.prompt_logprobs is not None
-        elif not isinstance(self.skip_reading_prefix_cache, bool):
-            raise _wrong("skip_reading_prefix_cache", self.skip_reading_prefix_cache, "true, false or None")
 
     def _check_tokens(self) -> None:
         self.stop = _strings("stop", [self.stop] if isinstance(self.stop, str) else self.stop)
@@ -166,7 +183,7 @@ class SamplingParams:
         if self.extra_args is not None and not (
             isinstance(self.extra_args, Mapping) and all(isinstance(name, str) for name in self.extra_args)
         ):
-            raise _wrong("extra_args", self.extra_args, "a dict of names to arguments")
+            raise wrong("extra_args", self.extra_args, "a dict of names to arguments")
 
     def _check_agreement(self) -> None:
         if self.is_greedy and self.n > 1:
@@ -296,13 +313,20 @@ class SamplingParams:
                     f"extra_args names {name!r}, which is no logits processor; known: {known}", "extra_args"
                 )
             if not isinstance(arguments, (list, tuple)):
-                raise _wrong(f"extra_args[{name!r}]", arguments, "a list of numbers", "extra_args")
+                raise wrong(f"extra_args[{name!r}]", arguments, "a list of numbers", "extra_args")
             for number in arguments:
-                _float(f"extra_args[{name!r}]", number, param="extra_args")
+                checked_float(f"extra_args[{name!r}]", number, param="extra_args")
             if len(arguments) != processors[name]:
                 raise InvalidRequestError(
                     f"extra_args[{name!r}] has {len(arguments)} numbers, the processor takes {processors[name]}", "extra_args"
                 )
+
+
+FIELDS = read_fields(SamplingParams)
+IN_REQUESTS = {name: described.in_requests for name, described in FIELDS.items() if described.in_requests is not None}
+"""The fields that requests to a server may set."""
+MODEL_DEFAULTS = tuple(name for name, described in IN_REQUESTS.items() if described.model_default)
+"""Fields whose default a model's generation_config.json may set; its max_new_tokens is another matter."""
 
 
 @dataclass
@@ -313,12 +337,16 @@ class BeamSearchParams:
     its length to the power of length_penalty.
     """
 
-    beam_width: Annotated[int, "answers kept at each token, and returned"]
-    max_tokens: Annotated[int, "most tokens of each answer"]
+    beam_width: Annotated[int, "answers kept at each token, and returned", Range(1)]
+    max_tokens: Annotated[int, "most tokens of each answer", Range(1)]
     _: KW_ONLY
     ignore_eos: bool = False
-    temperature: float = 0.0
-    length_penalty: Annotated[float, "above 1 favours long answers, below 1 short ones; -10 to 10"] = 1.0
+    temperature: Annotated[float, Range(0, MAX_TEMPERATURE)] = 0.0
+    length_penalty: Annotated[
+        float,
+        "above 1 favours long answers, below 1 short ones; -10 to 10",
+        Range(-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY),
+    ] = 1.0
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     allowed_token_ids: list[int] | None = None
@@ -332,14 +360,8 @@ class BeamSearchParams:
             raise InvalidRequestError(
                 "structured_outputs cannot be combined with beam search; sample with SamplingParams", "structured_outputs"
             )
-        self.beam_width = _int("beam_width", self.beam_width, 1)
-        self.max_tokens = _int("max_tokens", self.max_tokens, 1)
-        self.temperature = _float("temperature", self.temperature, 0, MAX_TEMPERATURE)
-        self.length_penalty = _float("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+        check_plain(self, _BEAM_FIELDS)
         self.logprobs = _logprob_count("logprobs", self.logprobs)
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise _wrong(name, getattr(self, name), "true or false")
         if self.allowed_token_ids is not None:
             self.allowed_token_ids = _token_ids("allowed_token_ids", self.allowed_token_ids)
             if not self.allowed_token_ids:
@@ -351,52 +373,14 @@ class BeamSearchParams:
         return self.beam_width
 
 
-def _wrong(name: str, value: Any, must_be: str, param: str | None = None) -> InvalidRequestError:
-    return InvalidRequestError(f"{name} is {value!r}, must be {must_be}", param or name)
-
-
-def _int(name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise _wrong(name, value, "an integer")
-    number = int(value)
-    if (low is not None and number < low) or (high is not None and number > high):
-        raise _wrong(name, number, _range_text(low, high))
-    return number
-
-
-def _float(
-    name: str,
-    value: Any,
-    low: float | None = None,
-    high: float | None = None,
-    *,
-    low_open: bool = False,
-    param: str | None = None,
-) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise _wrong(name, value, "a number", param)
-    number = float(value)
-    too_low = low is not None and (number <= low if low_open else number < low)
-    if not math.isfinite(number) or too_low or (high is not None and number > high):
-        must_be = _range_text(low, high, low_open) if low is not None else ""
-        raise _wrong(name, number, f"finite{' and ' * bool(must_be)}{must_be}" if high is None else must_be, param)
-    return number
-
-
-def _range_text(low: float | None, high: float | None, low_open: bool = False) -> str:
-    bounds = []
-    if low is not None:
-        bounds.append(f"{'above' if low_open else 'at least'} {low}")
-    if high is not None:
-        bounds.append(f"at most {high}")
-    return " and ".join(bounds)
+_BEAM_FIELDS = read_fields(BeamSearchParams)
 
 
 def _items(name: str, values: Any, of: str) -> list[Any]:
     if values is None:
         return []
     if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__iter__"):
-        raise _wrong(name, values, f"a list of {of}")
+        raise wrong(name, values, f"a list of {of}")
     return list(values)
 
 
@@ -421,14 +405,14 @@ def _strings(name: str, values: Any) -> list[str]:
 def _logprob_count(name: str, value: Any) -> int | None:
     if value is None or value is False:
         return None
-    return 1 if value is True else _int(name, value, -1)
+    return 1 if value is True else checked_int(name, value, -1)
 
 
 def _logit_bias(bias: Any) -> dict[int, float] | None:
     if not bias:
         return None
     if not isinstance(bias, Mapping):
-        raise _wrong("logit_bias", bias, "a dict of token id to number")
+        raise wrong("logit_bias", bias, "a dict of token id to number")
     ids, bad = {}, []
     for key in bias:
         try:
@@ -442,7 +426,7 @@ def _logit_bias(bias: Any) -> dict[int, float] | None:
     clamped = {}
     for key, number in bias.items():
         if isinstance(number, bool) or not isinstance(number, numbers.Real) or math.isnan(number):
-            raise _wrong(f"logit_bias[{key!r}]", number, "a number", "logit_bias")
+            raise wrong(f"logit_bias[{key!r}]", number, "a number", "logit_bias")
         clamped[ids[key]] = max(-MAX_LOGIT_BIAS, min(MAX_LOGIT_BIAS, float(number)))
     return clamped
 
@@ -452,12 +436,12 @@ def _repetition_detection(rule: Any) -> dict[str, int] | None:
         return None
     known = {"max_pattern_size", "min_pattern_size", "min_count"}
     if not isinstance(rule, Mapping) or not set(rule) <= known or "max_pattern_size" not in rule or "min_count" not in rule:
-        raise _wrong("repetition_detection", rule, "a dict with max_pattern_size, min_count and, if wanted, min_pattern_size")
+        raise wrong("repetition_detection", rule, "a dict with max_pattern_size, min_count and, if wanted, min_pattern_size")
     name = "repetition_detection"
     try:
-        smallest = _int("repetition_detection.min_pattern_size", rule.get("min_pattern_size", 1), 1)
-        largest = _int("repetition_detection.max_pattern_size", rule["max_pattern_size"], smallest)
-        count = _int("repetition_detection.min_count", rule["min_count"], 2)
+        smallest = checked_int("repetition_detection.min_pattern_size", rule.get("min_pattern_size", 1), 1)
+        largest = checked_int("repetition_detection.max_pattern_size", rule["max_pattern_size"], smallest)
+        count = checked_int("repetition_detection.min_count", rule["min_count"], 2)
     except InvalidRequestError as error:
         raise InvalidRequestError(str(error), name) from None
     return {"max_pattern_size": largest, "min_pattern_size": smallest, "min_count": count}

@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxllm.beam_search import step_params
 from jaxllm.errors import InvalidRequestError
-from jaxllm.sampling_params import BeamSearchParams
+from jaxllm.sampling_params import IN_REQUESTS, BeamSearchParams
 from server.errors import ApiError, bad_request
 from server.options import LimitOptions
 from server.protocol.chat import ChatCompletionRequest
@@ -39,21 +39,8 @@ HONOURED = frozenset(
 )
 """Fields that mean in a search what they mean when sampling. All others are refused, unless they ask for nothing."""
 _ASKS_NOTHING: Mapping[str, tuple[Any, ...]] = {
+    **{name: where.neutral for name, where in IN_REQUESTS.items()},
     "stream": (False,),
-    "temperature": (0,),
-    "top_p": (1,),
-    "top_k": (0, -1),
-    "min_p": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "seed": (-1,),
-    "stop": ([],),
-    "stop_token_ids": ([],),
-    "min_tokens": (0,),
-    "logit_bias": ({},),
-    "bad_words": ([],),
-    "extra_args": ({},),
     "vllm_xargs": ({},),
 }
 """Values that clients send of their own accord."""

@@ -19,7 +19,7 @@ from jaxllm.sampling_params import BeamSearchParams, SamplingParams
 from jaxllm.text.input_processor import FrontRequest
 from server.chat_deltas import ChatDelta, ToolCallDelta, joined
 from server.chat_encoding import ChatEncoder
-from server.dialects import check_tools
+from server.dialects import AskedChoice, check_tools
 from server.endings import end_of
 from server.errors import bad_request, constraint_error
 from server.options import ChatOptions
@@ -43,7 +43,7 @@ class Conversation:
     """Set: answers are searched, and `params` tells only how many there are and how they are written."""
     request_id: str
     tools: Sequence[Mapping[str, Any]] | None = None
-    tool_choice: str | Mapping[str, Any] | None = None
+    tool_choice: AskedChoice | None = None
     """Both in OpenAI's shape."""
     parallel_tool_calls: bool = True
     include_reasoning: bool = True

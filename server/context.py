@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from jaxllm import __version__
 from jaxllm.async_llm import AsyncLLM
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.sampling_params import MODEL_DEFAULTS, SamplingParams
 from jaxllm.text.tokenizer import Tokenizer
 from server.chat_service import ChatService
 from server.errors import ApiError, shortened
@@ -19,8 +19,6 @@ from server.http_metrics import HttpMetrics
 from server.logs import RequestLog
 from server.options import ServerOptions
 from server.prompts import tokenizer_of
-
-_MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class ServerContext:
@@ -36,7 +34,7 @@ class ServerContext:
         self.refusal: ApiError | None = None
         """Why no requests are taken now, e.g. because the server is going to stop; set from outside."""
         own = engine.get_default_sampling_params()
-        self.defaults: dict[str, Any] = {name: getattr(own, name) for name in _MODEL_DEFAULTS}
+        self.defaults: dict[str, Any] = {name: getattr(own, name) for name in MODEL_DEFAULTS}
         self.default_max_tokens = own.max_tokens if own.max_tokens != SamplingParams().max_tokens else None
         """What the model's generation config says."""
         self.http_metrics = HttpMetrics()

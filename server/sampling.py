@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxllm.errors import InvalidRequestError
-from jaxllm.sampling_params import MAX_LOGIT_BIAS, RequestOutputKind, SamplingParams
+from jaxllm.sampling_params import IN_REQUESTS, MAX_LOGIT_BIAS, RequestOutputKind, SamplingParams
 from jaxllm.structured_outputs import StructuredOutputsParams
 from server.errors import bad_request, constraint_error
 from server.options import LimitOptions
@@ -14,25 +14,6 @@ MAX_STOP_CHARACTERS = 1000
 MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_IDS = 4096
 """Entries of stop_token_ids."""
-_COPIED = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "stop_token_ids",
-    "min_tokens",
-    "prompt_logprobs",
-    "logprob_token_ids",
-    "allowed_token_ids",
-    "bad_words",
-    "stream_interval",
-)
-"""Fields that mean the same in both; what a request leaves out comes from the model's generation config."""
 
 
 def sampling_params(
@@ -46,30 +27,20 @@ def sampling_params(
     """The parameters that a request asks for; `defaults` are the model's own values. Raises ApiError or InvalidRequestError."""
     check_limits(fields, limits)
     _check_streaming(fields)
-    values = dict(defaults)
-    for name in _COPIED:
-        if (value := getattr(fields, name)) is not None:
-            values[name] = value
-    if fields.stop is not None:
-        values["stop"] = fields.stop
+    values = {name: value for name in IN_REQUESTS if (value := getattr(fields, name)) is not None}
     if fields.logit_bias:
         values["logit_bias"] = _logit_bias(fields.logit_bias)
     if fields.repetition_detection is not None:
         values["repetition_detection"] = fields.repetition_detection.model_dump()
     if (extra := fields.extra_args or fields.vllm_xargs) is not None:
         values["extra_args"] = {name: value if isinstance(value, list) else [value] for name, value in extra.items()}
-    if (constraint := _constraint(fields)) is not None:
-        values["structured_outputs"] = constraint
-    values.update(
-        max_tokens=max_tokens,
-        logprobs=logprobs,
-        include_stop_str_in_output=fields.include_stop_str_in_output,
-        ignore_eos=fields.ignore_eos,
-        skip_special_tokens=fields.skip_special_tokens,
-        spaces_between_special_tokens=fields.spaces_between_special_tokens,
-        output_kind=RequestOutputKind.DELTA if fields.stream else RequestOutputKind.FINAL_ONLY,
-    )
-    return SamplingParams(**values)
+    values |= {
+        "structured_outputs": _constraint(fields),
+        "max_tokens": max_tokens,
+        "logprobs": logprobs,
+        "output_kind": RequestOutputKind.DELTA if fields.stream else RequestOutputKind.FINAL_ONLY,
+    }
+    return SamplingParams(**{**defaults, **values})
 
 
 def check_limits(fields: SamplingFields, limits: LimitOptions) -> None:

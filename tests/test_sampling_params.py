@@ -37,6 +37,9 @@ from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, Sampling
         ({"stop": [1]}, ["1", "strings"]),
         ({"stop": "x", "detokenize": False}, ["detokenize"]),
         ({"stop_token_ids": ["a"]}, ["'a'", "integers"]),
+        ({"top_n_sigma": -1.5}, ["top_n_sigma is -1.5", "finite and at least -1"]),
+        ({"top_n_sigma": math.inf}, ["inf"]),
+        ({"n": None}, ["n is None", "an integer"]),
         ({"stop_token_ids": 3}, ["3", "list"]),
         ({"ignore_eos": 1}, ["ignore_eos is 1"]),
         ({"max_tokens": 0}, ["max_tokens is 0", "at least 1"]),
@@ -81,6 +84,7 @@ def test_values_are_brought_into_one_form():
     params = SamplingParams(
         temperature=np.float32(1),
         top_k=-1,
+        top_n_sigma=-1,
         seed=-1,
         stop="end",
         stop_token_ids=(5, 3, 5),
@@ -91,7 +95,7 @@ def test_values_are_brought_into_one_form():
         max_tokens=np.int64(9),
         repetition_detection={"max_pattern_size": 4, "min_count": 3},
     )
-    assert (params.temperature, params.top_k, params.seed, params.max_tokens) == (1.0, 0, None, 9)
+    assert (params.temperature, params.top_k, params.top_n_sigma, params.seed, params.max_tokens) == (1.0, 0, 0, None, 9)
     assert type(params.max_tokens) is int and type(params.temperature) is float
     assert (params.stop, params.stop_token_ids, params.bad_words) == (["end"], [5, 3], [])
     assert (params.logprobs, params.prompt_logprobs) == (1, None)
@@ -102,9 +106,9 @@ def test_values_are_brought_into_one_form():
 
 
 def test_greedy_resets_the_filters():
-    params = SamplingParams(temperature=1e-6, top_p=0.5, top_k=7, min_p=0.2)
+    params = SamplingParams(temperature=1e-6, top_p=0.5, top_k=7, min_p=0.2, top_n_sigma=1)
     assert params.is_greedy
-    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.0, 1.0, 0, 0.0)
+    assert params == SamplingParams(temperature=0)
 
 
 def test_a_tiny_temperature_is_raised_with_a_warning(caplog):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.cli import options, planning, running
-from jaxllm.cli.flags import engine_flags, sampling_flags
+from jaxllm.cli.flags import engine_flags, sampling_flags, shaping_flags
 from jaxllm.cli.numbers import count, positive
 from jaxllm.cli.parser import Parser, UsageError
 from jaxllm.config import Flag
@@ -25,8 +25,6 @@ EXAMPLES = """examples:
   jaxllm bench throughput --mix lengths.json --json      {"requests": [[prompt, output], …]}
   jaxllm bench latency -m Qwen/Qwen3-0.6B --load-format dummy --num-prompts 8 --output-len 256"""
 
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logprobs")
-"""The sampling values that change the speed; lengths and ends are the benchmark's own."""
 SEPARATE = ("serve", "scaling")
 """What is a subcommand with a module of its own."""
 PERCENTILES = (10, 25, 50, 75, 90, 99)
@@ -41,8 +39,8 @@ class Lengths:
 
 
 def bench_flags() -> list[Flag]:
-    """The sampling flags of a benchmark."""
-    return [flag for flag in sampling_flags() if flag.name in SAMPLING]
+    """The sampling flags that change the speed; lengths and ends are the benchmark's own."""
+    return [flag for flag in sampling_flags() if flag in shaping_flags() or flag.name == "logprobs"]
 
 
 def add_arguments(parser: Parser) -> None:

@@ -210,7 +210,7 @@ def _extra_body(arguments: argparse.Namespace) -> dict[str, Any]:
     if BACKENDS[arguments.backend] == "openai-embeddings":
         return arguments.extra_body
     body: dict[str, Any] = {"temperature": arguments.temperature}
-    body |= {name: value for name in (*SAMPLING, "top_k") if (value := getattr(arguments, name)) is not None}
+    body |= {name: value for name in SAMPLING if (value := getattr(arguments, name)) is not None}
     if arguments.logprobs is not None:
         is_chat = BACKENDS[arguments.backend] == "openai-chat"
         body |= {"logprobs": True, "top_logprobs": arguments.logprobs} if is_chat else {"logprobs": arguments.logprobs}

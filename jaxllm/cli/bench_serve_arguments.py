@@ -6,13 +6,14 @@ import math
 from typing import Any
 
 from jaxllm.cli import options
+from jaxllm.cli.flags import shaping_flags, spelling
 from jaxllm.cli.numbers import above_zero, count, fraction, not_negative, positive, rate
 from jaxllm.cli.parser import Parser
 from jaxllm.cli.server_arguments import add_connection_arguments
 
 DATASETS = ("random", "mix", "sharegpt", "custom", "prefix_repetition")
 BACKENDS = {"openai": "openai", "vllm": "openai", "openai-chat": "openai-chat", "openai-embeddings": "openai-embeddings"}
-SAMPLING = ("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+SAMPLING = {flag.name: flag.type for flag in shaping_flags() if flag.name != "temperature"}
 METRICS = ("ttft", "tpot", "itl", "e2el")
 
 
@@ -132,9 +133,8 @@ def _add_request_arguments(parser: Parser) -> None:
     group = parser.add_argument_group("requests")
     group.add_argument("--ignore-eos", action="store_true", help="write exactly as many tokens as asked for (vLLM, jaxllm)")
     group.add_argument("--temperature", type=float, default=0.0, metavar="X", help="(default: 0)")
-    for name in SAMPLING:
-        group.add_argument("--" + name.replace("_", "-"), type=float, metavar="X", help="default: the server's")
-    group.add_argument("--top-k", type=int, metavar="N", help="default: the server's")
+    for name, kind in SAMPLING.items():
+        group.add_argument(spelling(name), type=kind, metavar="N" if kind is int else "X", help="default: the server's")
     group.add_argument("--logprobs", type=count, metavar="N", help="logprobs of so many likely tokens")
     group.add_argument(
         "--extra-body", type=_json_object, default={}, metavar="JSON", help="laid over the body of every request"

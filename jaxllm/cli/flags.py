@@ -11,7 +11,7 @@ from typing import Any, Literal
 from jaxllm import vllm_flags
 from jaxllm.config import Flag, flags, type_matches, unknown_name
 from jaxllm.errors import ConfigError
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.sampling_params import MODEL_DEFAULTS, SamplingParams
 from jaxllm.structured_outputs import StructuredOutputsParams
 
 NO_FLAGS: Mapping[str, str] = {"seed": "the engine's --seed seeds every request that has none"}
@@ -24,8 +24,6 @@ NOT_IN_FILES: Mapping[str, str] = {
     "bad_words_token_ids": "filled by the front from bad_words",
 }
 """Fields of SamplingParams that a line of a prompt file cannot set, with the reason."""
-MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Sampling values that a model's generation_config.json may set; the default only counts where it does not."""
 MAX_TOKENS_HELP = "most tokens of each answer; default: the model's own, else 256, in chat as many as the context has room for"
 
 SHORT_NAMES: Mapping[str, str] = {"model": "-m", **vllm_flags.SHORT_NAMES}
@@ -52,6 +50,11 @@ def sampling_flags() -> list[Flag]:
         if flag.name not in NO_FLAGS:
             found.append(flag)
     return found
+
+
+def shaping_flags() -> list[Flag]:
+    """The sampling flags that shape the distribution a token is drawn from, and so the work of a step."""
+    return [flag for flag in sampling_flags() if flag.type is float or flag.name == "top_k"]
 
 
 def request_flags() -> dict[str, Flag]:

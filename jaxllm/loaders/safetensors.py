@@ -9,9 +9,10 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import ml_dtypes
+import msgspec
 import numpy as np
 
 from jaxllm.errors import ModelLoadError
@@ -38,6 +39,17 @@ class TensorEntry:
     start: int
     """Byte of the file where the data begins."""
     num_bytes: int
+
+
+_Natural = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _HeaderEntry(msgspec.Struct):
+    """A tensor as a header has it; offsets count from the end of the header."""
+
+    dtype: str
+    shape: tuple[_Natural, ...]
+    data_offsets: tuple[_Natural, _Natural]
 
 
 class Checkpoint:
@@ -121,22 +133,14 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
 
 def _entry(file: Path, fields: Any, data_start: int) -> TensorEntry | None:
     """None if the fields are not those of a tensor. Tensors of types that we do not know are kept: they may be unused."""
-    if not isinstance(fields, Mapping):
+    try:
+        tensor = msgspec.convert(fields, _HeaderEntry)
+    except msgspec.ValidationError:
         return None
-    dtype, shape, offsets = fields.get("dtype"), _naturals(fields.get("shape")), _naturals(fields.get("data_offsets"))
-    if not isinstance(dtype, str) or shape is None or offsets is None or len(offsets) != 2:
-        return None
-    start, end = offsets
+    dtype, shape, (start, end) = tensor.dtype, tensor.shape, tensor.data_offsets
     if start > end or (dtype in DTYPES and end - start != math.prod(shape) * DTYPES[dtype].itemsize):
         return None
     return TensorEntry(file, dtype, shape, data_start + start, end - start)
-
-
-def _naturals(value: Any) -> tuple[int, ...] | None:
-    """The list as a tuple if it is one of integers from 0 on."""
-    if isinstance(value, list) and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value):
-        return tuple(value)
-    return None
 
 
 def write(file: Path, tensors: Mapping[str, np.ndarray]) -> None:

@@ -30,6 +30,8 @@ class SamplingColumns:
     presence_penalty: jax.Array
     min_tokens: jax.Array
     """int32; tokens before which no stop token is drawn."""
+    top_n_sigma: jax.Array
+    """0: off."""
     uses_state: jax.Array
     """int32; 1 if the request was admitted to the SamplingState. Otherwise its row there is somebody else's remains."""
 
@@ -45,6 +47,7 @@ _COLUMNS: dict[str, tuple[str, float, Callable[[SamplingParams], float]]] = {
     "frequency_penalty": ("float32", 0, lambda params: params.frequency_penalty),
     "presence_penalty": ("float32", 0, lambda params: params.presence_penalty),
     "min_tokens": ("int32", 0, lambda params: params.min_tokens),
+    "top_n_sigma": ("float32", 0, lambda params: min(params.top_n_sigma, 1e6)),  # so far from the highest is no logit
     "uses_state": ("int32", 0, needs_state),
 }
 """Of each column: its type, the value that asks for nothing, and where it comes from."""

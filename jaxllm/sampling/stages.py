@@ -66,7 +66,30 @@ def mask_bad_words(logits_RV: jax.Array, columns: SamplingColumns, rows: Samplin
     return jax.lax.cond(jnp.any(completes_RB), mask, lambda logits: logits, logits_RV)
 
 
-STAGES: tuple[Stage, ...] = (add_bias, mask_early_stops, penalize_repetition, penalize_frequency_and_presence, mask_bad_words)
+def mask_below_sigmas(logits_RV: jax.Array, columns: SamplingColumns, rows: SamplingState, position_R: jax.Array) -> jax.Array:
+    """Forbid tokens whose logit is more than top_n_sigma standard deviations below the highest.
+
+    Forbidden tokens and the vocabulary's padding, which are -inf, count neither in the mean nor in the deviation.
+    """
+
+    def mask(logits_RV: jax.Array) -> jax.Array:
+        counts_RV = logits_RV > -jnp.inf
+        deviation_R1 = jnp.std(logits_RV, axis=1, keepdims=True, where=counts_RV)
+        lowest_R1 = jnp.max(logits_RV, axis=1, keepdims=True) - columns.top_n_sigma[:, None] * deviation_R1
+        # A NaN is kept, and so is everything beside it: the row is reported as not finite.
+        return jnp.where((columns.top_n_sigma[:, None] > 0) & (logits_RV < lowest_R1), -jnp.inf, logits_RV)
+
+    return jax.lax.cond(jnp.any(columns.top_n_sigma > 0), mask, lambda logits: logits, logits_RV)
+
+
+STAGES: tuple[Stage, ...] = (
+    add_bias,
+    mask_early_stops,
+    penalize_repetition,
+    penalize_frequency_and_presence,
+    mask_bad_words,
+    mask_below_sigmas,
+)
 
 
 def scale(logits_RV: jax.Array, columns: SamplingColumns) -> jax.Array:

@@ -21,7 +21,7 @@ class Variant(enum.IntEnum):
 def variant_of(params: SamplingParams, *, processed_logprobs: bool = False) -> Variant:
     """The lowest program that serves a request. `processed_logprobs`: the engine reports logprobs after processing
     (logprobs_mode processed_*), which only FULL returns."""
-    if needs_state(params) or (processed_logprobs and needs_logprobs(params)):
+    if needs_state(params) or params.top_n_sigma > 0 or (processed_logprobs and needs_logprobs(params)):
         return Variant.FULL
     return Variant.GREEDY if params.is_greedy else Variant.RANDOM
 

@@ -6,18 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.errors import ConfigError, InvalidRequestError
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.sampling_params import MODEL_DEFAULTS, SamplingParams
 from jaxllm.text.model_files import read_json
 
 FILE_NAME = "generation_config.json"
-_SAMPLING_FIELDS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
+_SAMPLING_FIELDS = {**{name: name for name in MODEL_DEFAULTS}, "max_new_tokens": "max_tokens"}
+"""Names in the file to those of SamplingParams."""
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,12 @@ from server.dialects.deltas import Content, Delta, Reasoning, ToolCallArguments,
 from server.dialects.dialect import ReasoningDialect, ToolDialect, special_tokens_of
 from server.dialects.registry import REASONING_DIALECTS, TOOL_DIALECTS, by_name, find_dialect, find_dialect_names
 from server.dialects.stream_parser import StreamParser
-from server.dialects.tools import Tool, ToolChoice, check_tools
+from server.dialects.tools import AskedChoice, Tool, ToolChoice, check_tools
 
 __all__ = [
     "REASONING_DIALECTS",
     "TOOL_DIALECTS",
+    "AskedChoice",
     "Content",
     "Delta",
     "Reasoning",

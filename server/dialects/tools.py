@@ -10,7 +10,6 @@ from jaxllm.structured.json_schema import check_keywords, walk
 from jaxllm.structured_outputs import MAX_NESTING, MAX_NODES
 
 MAX_TOOLS = 128
-MAX_NAME_LENGTH = 64
 MAX_PATTERN_LENGTH = 4096
 
 _NAMING_NONE = {"type", "properties", "required", "title", "description", "$schema", "$id", "$comment", "$defs", "definitions"}
@@ -20,6 +19,10 @@ NAME = re.compile(r"[A-Za-z0-9_.-]+")
 """How functions may be named."""
 _NOT_PYTHON = re.compile(r"\\[pP]\{[^{}]*\}|\\u\{[0-9A-Fa-f]+\}|\\c[A-Za-z]")
 """What ECMA's patterns have and Python's lack."""
+
+
+AskedChoice = Literal["none", "auto", "required"] | Mapping[str, Any]
+"""A request's tool_choice: a word, or the object that names a function."""
 
 
 @dataclass(frozen=True)
@@ -53,23 +56,23 @@ class ToolChoice:
         return self.kind in ("required", "named")
 
 
-def check_tools(tools: Any, tool_choice: Any) -> tuple[tuple[Tool, ...], ToolChoice]:
-    """The request's fields `tools` and `tool_choice` (plain JSON values or None), checked. Raises InvalidRequestError.
+def check_tools(
+    tools: Sequence[Mapping[str, Any]] | None, tool_choice: AskedChoice | None
+) -> tuple[tuple[Tool, ...], ToolChoice]:
+    """The request's fields `tools` and `tool_choice`, whose shape `server.protocol.chat` has checked.
 
-    A choice "function:NAME" is the same as the object that names this function.
+    Raises InvalidRequestError.
     """
     checked = () if tools is None else _tools(tools)
     return checked, _choice(tool_choice, [tool.name for tool in checked])
 
 
-def _tools(tools: Any) -> tuple[Tool, ...]:
-    if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):
-        raise InvalidRequestError("tools must be an array of functions", "tools")
+def _tools(tools: Sequence[Mapping[str, Any]]) -> tuple[Tool, ...]:
     if not tools:
         raise InvalidRequestError("tools is empty; name at least one function or leave tools out", "tools")
     if len(tools) > MAX_TOOLS:
         raise InvalidRequestError(f"tools has {len(tools)} functions; at most {MAX_TOOLS} are possible", "tools")
-    checked = tuple(_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools))
+    checked = tuple(_tool(tool["function"], f"tools[{index}].function") for index, tool in enumerate(tools))
     names: set[str] = set()
     for index, tool in enumerate(checked):
         if tool.name in names:
@@ -78,74 +81,31 @@ def _tools(tools: Any) -> tuple[Tool, ...]:
     return checked
 
 
-def _tool(tool: Any, param: str) -> Tool:
-    if not isinstance(tool, Mapping):
-        raise InvalidRequestError(f"{param} must be an object", param)
-    if tool.get("type", "function") != "function":
-        raise InvalidRequestError(f'{param}.type must be "function": no other tools are supported', f"{param}.type")
-    function = tool.get("function")
-    if not isinstance(function, Mapping):
-        raise InvalidRequestError(f"{param}.function must be an object", f"{param}.function")
-    param += ".function"
-    name = _tool_name(function.get("name"), f"{param}.name")
-    description = function.get("description")
-    if description is not None and not isinstance(description, str):
-        raise InvalidRequestError(f"{param}.description must be a string", f"{param}.description")
-    strict = function.get("strict")
-    if strict is not None and not isinstance(strict, bool):
-        raise InvalidRequestError(f"{param}.strict must be true or false", f"{param}.strict")
-    parameters = function.get("parameters")
-    if parameters is None:
-        parameters = {}
-    check_parameters(parameters, f"{param}.parameters")
-    return Tool(name, parameters, description, bool(strict))
-
-
-def _tool_name(name: Any, param: str) -> str:
-    if not isinstance(name, str) or not name:
-        raise InvalidRequestError(f"{param} must be a string that is not empty", param)
-    if len(name) > MAX_NAME_LENGTH:
-        raise InvalidRequestError(f"{param} has {len(name)} characters; at most {MAX_NAME_LENGTH} are possible", param)
+def _tool(function: Mapping[str, Any], param: str) -> Tool:
+    name, parameters = function["name"], function.get("parameters") or {}
     if not NAME.fullmatch(name):
-        raise InvalidRequestError(f"{param} may consist of letters, digits, '_', '-' and '.' only", param)
-    return name
+        raise InvalidRequestError(f"{param}.name may consist of letters, digits, '_', '-' and '.' only", f"{param}.name")
+    check_parameters(parameters, f"{param}.parameters")
+    return Tool(name, parameters, function.get("description"), bool(function.get("strict")))
 
 
-def _choice(choice: Any, names: Sequence[str]) -> ToolChoice:
+def _choice(choice: AskedChoice | None, names: Sequence[str]) -> ToolChoice:
     if choice is None:
         return ToolChoice("auto" if names else "none")
     if choice == "none":
         return ToolChoice("none")
-    name = None
-    if isinstance(choice, str) and choice.startswith("function:"):
-        name = choice.removeprefix("function:")
-    elif isinstance(choice, Mapping):
-        function = choice.get("function")
-        if choice.get("type") != "function" or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise InvalidRequestError(
-                'tool_choice must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}',
-                "tool_choice",
-            )
-        name = function["name"]
-    elif choice not in ("auto", "required"):
-        raise InvalidRequestError(
-            'tool_choice must be "none", "auto", "required" or an object naming a function', "tool_choice"
-        )
     if not names:
         raise InvalidRequestError("tool_choice needs tools; name at least one function in tools", "tool_choice")
-    if name is None:
+    if isinstance(choice, str):
         return ToolChoice(choice)
+    name = choice["function"]["name"]
     if name not in names:
-        raise InvalidRequestError(
-            f"tool_choice names the function {name[:MAX_NAME_LENGTH]!r}, which tools lacks", "tool_choice"
-        )
+        raise InvalidRequestError(f"tool_choice names the function {name[:64]!r}, which tools lacks", "tool_choice")
     return ToolChoice("named", name)
 
 
-def check_parameters(schema: Any, param: str) -> None:
+def check_parameters(schema: Mapping[str, Any], param: str) -> None:
     """Refuse what is no JSON Schema of an object, without compiling it. Raises InvalidRequestError."""
-    if not isinstance(schema, Mapping):
-        raise InvalidRequestError(f"{param} must be an object: a JSON Schema", param)
     if schema.get("type", "object") != "object":
         raise InvalidRequestError(f'{param}.type must be "object"', f"{param}.type")
     _check_size(schema, param)

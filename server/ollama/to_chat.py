@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from jaxllm.sampling_params import IN_REQUESTS
 from server.errors import bad_request
 from server.protocol.ollama import (
     LOADING,
@@ -13,7 +14,7 @@ from server.protocol.ollama import (
     Options,
 )
 
-_SAME = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
+_SAME = Options.model_fields.keys() & IN_REQUESTS.keys()
 
 
 def sampling_fields(body: OllamaRequest, max_tokens: str) -> dict[str, Any]:
@@ -21,7 +22,7 @@ def sampling_fields(body: OllamaRequest, max_tokens: str) -> dict[str, Any]:
     fields: dict[str, Any] = {"stream": body.stream is not False}
     if body.options is not None:
         _check(body.options)
-        fields |= body.options.model_dump(include=set(_SAME), exclude_none=True)
+        fields |= body.options.model_dump(include=_SAME, exclude_none=True)
         fields["repetition_penalty"] = body.options.repeat_penalty
         limit = body.options.num_predict
         fields[max_tokens] = None if limit is None or limit < 0 else limit  # -1: any number, -2: as the context takes

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
+from jaxllm.sampling_params import FIELDS, IN_REQUESTS, MAX_BAD_WORDS
 from server.errors import bad_request
 
 T = TypeVar("T")
@@ -126,36 +127,39 @@ class ResponseFormat(RequestModel):
     format: dict[str, Any] | None = None
 
 
-class SamplingFields(RequestModel):
-    """The fields that say how tokens are chosen and what is reported of them. Ranges are checked by SamplingParams."""
+_JSON_TYPES: Mapping[str, Any] = {
+    "top_k": Int64,
+    "seed": Int64,
+    "stop": str | Items[str],
+    "stop_token_ids": Items[int],
+    "logprob_token_ids": Items[int],
+    "allowed_token_ids": Items[int],
+    "bad_words": Annotated[Items[str], Field(max_length=MAX_BAD_WORDS)],
+    "logit_bias": dict[str, float],
+    "extra_args": dict[str, float | Items[float]],
+    "repetition_detection": RepetitionDetection,
+    "structured_outputs": StructuredOutputs,
+}
+"""Types in JSON of fields of SamplingParams, where they differ from those in Python."""
+
+
+def _body_field(name: str) -> Any:
+    """Type and default in a body. A switch has its default; all else is null unless it is set, as models may have defaults."""
+    described = FIELDS[name]
+    if described.type is bool:
+        return bool, described.default
+    return _JSON_TYPES.get(name, described.type) | None, None
+
+
+_Sampling = create_model("_Sampling", __base__=RequestModel, **{name: _body_field(name) for name in IN_REQUESTS})
+
+
+class SamplingFields(_Sampling):  # type: ignore[misc, valid-type]
+    """The fields that say how tokens are chosen, from SamplingParams, which checks their ranges, and what is reported of them."""
 
     model: str | None = None
     """None or empty: the one that is served."""
-    n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Int64 | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: Int64 | None = None
-    stop: str | Items[str] | None = None
-    stop_token_ids: Items[int] | None = None
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    min_tokens: int | None = None
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: Items[int] | None = None
-    bad_words: Annotated[Items[str], Field(max_length=128)] | None = None
-    prompt_logprobs: int | None = None
-    logprob_token_ids: Items[int] | None = None
-    repetition_detection: RepetitionDetection | None = None
-    structured_outputs: StructuredOutputs | None = None
     response_format: ResponseFormat | None = None
-    extra_args: dict[str, float | Items[float]] | None = None
     vllm_xargs: dict[str, float | Items[float]] | None = None
 
     use_beam_search: bool = False
@@ -164,7 +168,6 @@ class SamplingFields(RequestModel):
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stream_interval: int | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] | None = None
     return_token_ids: bool | None = None

@@ -5,28 +5,12 @@ from typing import Any
 
 from pydantic import create_model
 
+from jaxllm.sampling_params import IN_REQUESTS
 from server.protocol.chat import ChatCompletionRequest
 from server.protocol.common import RequestModel
 
 NAMES = (
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "min_tokens",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "logit_bias",
-    "allowed_token_ids",
-    "bad_words",
-    "repetition_detection",
-    "structured_outputs",
-    "extra_args",
+    *(name for name, where in IN_REQUESTS.items() if where.passed_on),
     "vllm_xargs",
     "truncate_prompt_tokens",
     "truncation_side",

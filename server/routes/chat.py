@@ -18,6 +18,7 @@ from server.chat_service import ChatService, Conversation, PreparedChat
 from server.chunk_writer import ChunkWriter
 from server.context import ServerContext, context_of, request_id_of
 from server.deadline import deadline
+from server.dialects import AskedChoice
 from server.errors import bad_request
 from server.logprobs import LogprobWriter
 from server.openapi import json_body
@@ -179,7 +180,7 @@ def check_template(template: str | None, kwargs: Mapping[str, Any] | None, optio
         raise bad_request(f"chat_template has more than {MAX_TEMPLATE_CHARACTERS} characters", "chat_template")
 
 
-def _tool_choice(body: ChatCompletionRequest) -> str | dict[str, Any] | None:
+def _tool_choice(body: ChatCompletionRequest) -> AskedChoice | None:
     choice = body.tool_choice
     return choice.model_dump() if isinstance(choice, NamedToolChoice) else choice
 

@@ -13,6 +13,7 @@ TARGETS = {
     "random": {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "seed": 1234},
     "full": {"temperature": 1.1, "top_p": 0.9, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "seed": -5},
     "min_p": {"temperature": 0.8, "min_p": 0.02, "seed": 2**62},
+    "top_n_sigma": {"temperature": 2.0, "top_n_sigma": 1.5, "seed": 77},
 }
 NUM_TOKENS = 40
 
@@ -48,6 +49,7 @@ def strangers(count: int, seed: int):
         {"temperature": 1.0, "presence_penalty": 1.5},
         {"repetition_penalty": 1.5},
         {"temperature": 1.3, "top_p": 0.5, "min_p": 0.1},
+        {"temperature": 1.5, "top_n_sigma": 1.0},
     ]
     for i in range(count):
         prompt = rng.integers(128, size=rng.integers(1, 40)).tolist()

@@ -26,6 +26,9 @@ def processed_logits(logits, params: SamplingParams, token_ids=(), num_prompt_to
     for *beginning, last in params.bad_words_token_ids or []:
         if outputs[len(outputs) - len(beginning) :] == beginning:
             logits[last] = -np.inf
+    if params.top_n_sigma > 0 and np.any(logits > -np.inf):
+        lowest = logits.max() - params.top_n_sigma * np.std(logits[logits > -np.inf])
+        logits[logits < lowest] = -np.inf
     return logits
 
 

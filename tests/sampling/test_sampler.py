@@ -13,6 +13,7 @@ from jaxllm.sampling.columns import NUM_COLUMNS, pack_columns, unpack_columns
 from jaxllm.sampling.sampler import sample_full, sample_greedy, sample_random
 from jaxllm.sampling.state import SamplingState, admit, pack_admission
 from jaxllm.sampling_params import SamplingParams
+from jaxllm.scheduler_output import NO_TOKEN
 from tests.helpers import sampling_oracle as oracle
 
 R, V, ROWS = 6, 64, 9
@@ -67,6 +68,7 @@ def random_params(rng):
         frequency_penalty=float(rng.choice([0, 0, 0.25, -math.pi / 10])),
         presence_penalty=float(rng.choice([0, 0, 0.5, math.pi / 10])),
         min_tokens=int(rng.choice([0, 0, 2, 9])),
+        top_n_sigma=float(rng.choice([0, 0, 0, math.sqrt(2) / 2, math.sqrt(3), 1e30])),
         stop_token_ids=sometimes(ids(4)),
         ignore_eos=bool(rng.random() < 0.3),
         logit_bias=sometimes({token: float(rng.choice([-100, 100, 0.5, -0.25])) for token in ids(6)}),
@@ -252,6 +254,18 @@ def test_bias_of_100_forces_and_of_minus_100_bans():
     best = logits.argmax(axis=1)
     banned, _ = run_alone(SamplingParams(temperature=0, logit_bias={int(token): -100 for token in best}), [1], logits)
     assert not set(banned[1:]) & set(best.tolist())
+
+
+def test_top_n_sigma_looks_at_the_tokens_that_may_be_drawn():
+    logits = np.full((R, V), -np.inf, np.float32)
+    logits[:5, 10:14] = [4, 3, 1, 0]  # σ is √2.5: more than 1 and less than 2 below the highest
+    logits[4, 11] = np.nan
+    all_params = [SamplingParams(seed=1, top_n_sigma=n) for n in (1, 2, 0.5, 0, 1, 1)]
+    token, _, processed = full(logits, columns_of(all_params), np.zeros(R, np.int32), empty_state(), np.arange(R))
+    kept = [np.flatnonzero(row > -np.inf).tolist() for row in np.asarray(processed)]
+    assert kept[:4] == [[10, 11], [10, 11, 12], [10], [10, 11, 12, 13]]
+    assert token[4] == 11, "a NaN is drawn, so that it is found"
+    assert token[5] == NO_TOKEN
 
 
 def test_min_tokens_mask_eos_and_stop_tokens_until_reached():

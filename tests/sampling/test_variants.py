@@ -33,6 +33,13 @@ def test_each_request_gets_the_plainest_program_that_serves_it(values, variant):
     assert needs_state(params) == (variant is Variant.FULL)
 
 
+def test_top_n_sigma_needs_the_full_program_but_no_state():
+    params = SamplingParams(top_n_sigma=1.0)
+    assert variant_of(params) is Variant.FULL and not needs_state(params)
+    assert variant_of(SamplingParams(top_n_sigma=-1)) is Variant.RANDOM
+    assert variant_of(SamplingParams(top_n_sigma=1.0, temperature=0)) is Variant.GREEDY
+
+
 def test_a_batch_takes_the_highest_variant():
     assert max(Variant.GREEDY, Variant.FULL, Variant.RANDOM) is Variant.FULL
 

@@ -14,6 +14,7 @@ import pytest
 
 from jaxllm.async_llm import AsyncLLM
 from jaxllm.errors import ConfigError, EngineError, OverloadedError
+from jaxllm.sampling_params import IN_REQUESTS
 from server.context import ServerContext
 from tests.helpers.fake_engine_core import FakeEngineCore
 from tests.helpers.serve_processes import serving
@@ -102,14 +103,14 @@ def test_token_ids_are_a_prompt_too_and_final_only_answers_once(wire: Wire, core
 
 def test_parameters_reach_the_engine(wire: Wire, core: FakeEngineCore) -> None:
     sampling = pb.SamplingParams(
-        temperature=0.5, top_k=3, max_tokens=2, stop=["x"], logit_bias={5: 1.5}, logprobs=1, seed=-7, min_p=0.25
+        temperature=0.5, top_k=3, max_tokens=2, stop=["x"], logit_bias={5: 1.5}, logprobs=1, seed=-7, min_p=0.25, top_n_sigma=2
     )
     responses = wire.generate(text="hi", sampling=sampling, cache_salt="s")
     request = core.requests[-1]
     params = request.sampling_params
     assert request.queue_timeout_seconds == 60
     assert (params.temperature, params.top_k, params.max_tokens, params.stop) == (0.5, 3, 2, ["x"])
-    assert (params.logit_bias, params.logprobs, params.seed, params.min_p) == ({5: 1.5}, 1, -7, 0.25)
+    assert (params.logit_bias, params.logprobs, params.seed, params.min_p, params.top_n_sigma) == ({5: 1.5}, 1, -7, 0.25, 2)
     assert request.cache_salt == "s"
     places = [place for response in responses for place in response.outputs[0].logprobs]
     assert [len(place.entries) for place in places] == [2, 2]
@@ -290,6 +291,13 @@ def test_the_code_in_the_repository_is_that_of_the_proto(tmp_path: Path) -> None
     )
     for name in ("jaxllm_pb2.py", "jaxllm_pb2.pyi", "jaxllm_pb2_grpc.py"):
         assert (tmp_path / "server/grpc" / name).read_text() == (ROOT / "server/grpc" / name).read_text()
+
+
+def test_the_proto_lists_the_sampling_parameters_of_requests() -> None:
+    over_http_alone = {"stream_interval", "repetition_detection", "extra_args"}
+    of_each_endpoint = {"max_tokens", "logprobs"}
+    listed = {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
+    assert listed == (IN_REQUESTS.keys() - over_http_alone) | of_each_endpoint
 
 
 def test_what_keeps_it_from_starting_is_told_before_a_model_is_loaded(wire: Wire) -> None:

@@ -207,7 +207,7 @@ def test_defaults_come_from_the_generation_config(tmp_path: Path, tokenizer: Tok
     overridden = found.sampling_values | {"temperature": 0.1, "max_tokens": 7, "min_p": 0.5}
     assert load_generation_config("auto", tmp_path, over) == GenerationConfig(overridden, (4, 5))
     assert load_generation_config("none", tmp_path, {"top_k": 3}).sampling_values == {"top_k": 3}
-    for wrong, told in [({"beams": 3}, "has 'beams', can have temperature"), ({"temperature": -9}, "temperature is -9")]:
+    for wrong, told in [({"beams": 3}, "can have .*temperature, top_p"), ({"temperature": -9}, "temperature is -9")]:
         with pytest.raises(ConfigError, match=f"override_generation_config.*{told}"):
             load_generation_config("auto", tmp_path, wrong)
     with pytest.raises(ConfigError, match="must be auto, none or a directory"):

@@ -120,6 +120,7 @@ SAMPLING = [
     *_each("top_k", CHAT, "top_k", [-2, 2**63, 1.5]),
     *_each("min_p", CHAT, "min_p", [1.5, -0.1]),
     *_raw("min_p", CHAT, "min_p", ["NaN"]),
+    *_each("top_n_sigma", CHAT, "top_n_sigma", [-2, "1"]),
     *_each("presence_penalty", CHAT, "presence_penalty", [3, -3]),
     *_each("frequency_penalty", CHAT, "frequency_penalty", [3, -3]),
     *_raw("frequency_penalty", CHAT, "frequency_penalty", ["NaN"]),
@@ -253,6 +254,22 @@ TOOLS = [
     ),
     Case("odd tool_choice", CHAT, {"tools": [TOOL], "tool_choice": "perhaps"}, param="tool_choice"),
     *[Case(f"tool name {name[:12]!r}", CHAT, {"tools": [_tool(name=name)]}, param="tools") for name in ("a b", "n" * 65, "")],
+    *[
+        Case(f"tools {value!r:.20}", CHAT, {"tools": value}, param="tools")
+        for value in ({"a": 1}, "tools", ["f"], [{"type": "browser"}])
+    ],
+    *[
+        Case(f"function {value!r}", CHAT, {"tools": [{"type": "function", "function": value}]}, param="tools")
+        for value in (None, {}, "f")
+    ],
+    *[
+        Case(f"function with {field}", CHAT, {"tools": [_tool(**field)]}, param="tools")
+        for field in ({"name": 3}, {"description": 3}, {"strict": "yes"})
+    ],
+    *[
+        Case(f"tool_choice {value!r}", CHAT, {"tools": [TOOL], "tool_choice": value}, param="tool_choice")
+        for value in (3, {"type": "function"})
+    ],
     *[Case(f"parameters {value!r}", CHAT, {"tools": [_tool(parameters=value)]}, param="tools") for value in ("x", [], 5)],
     Case("malformed type", CHAT, {"tools": [_tool(parameters={"type": "objct"})], "tool_choice": "required"}, param="tools"),
     Case(
