@@ -204,8 +204,8 @@ class ResponsesService:
         while True:
             news = background.news
             if place < len(background.events):
-                yield b"".join(background.events[place:])
-                place = len(background.events)
+                events, place = background.events[place:], len(background.events)  # more may come while these are sent
+                yield b"".join(events)
             elif background.is_done:
                 return
             else:

@@ -112,6 +112,7 @@ def test_fp8_weights_and_cache(token_ids, exact):
     llm.shutdown()
 
 
+@pytest.mark.slow
 def test_scales_of_a_checkpoint_on_two_devices(token_ids, exact, tmp_path):
     """Keys and values are divided by these scales when written and multiplied when read."""
     config, state = demo("fp8")

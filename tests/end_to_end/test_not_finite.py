@@ -62,6 +62,7 @@ def test_only_the_requests_whose_logits_are_not_finite_end(core, damage):
     assert core.stats().num_not_finite == len(REQUESTS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("name", REQUESTS)
 def test_one_bad_column_of_the_head_is_found_too(core, damage, name, value):

@@ -159,6 +159,7 @@ def test_vectors_that_are_not_numbers_fail_their_request_alone(core, monkeypatch
     check(answers["short"], hidden(core, short)[-1])
 
 
+@pytest.mark.slow
 def test_means_over_chunks_on_two_devices_with_preemption(mean_core):
     """A model that only pools: no program of generation is there, and none is made late."""
     assert {key.kind for key in mean_core.runner.programs._compiled} == {

@@ -350,6 +350,7 @@ def test_every_kind_of_layer_is_checked(name):
     assert sorted(windows, key=str) == sorted({prepared.model_config.window(i) for i in range(2)}, key=str)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 def test_an_engine_of_interpreted_kernels_is_checked_and_says_so(monkeypatch, tmp_path, capsys):
     from jaxllm.cli import env as env_command

@@ -49,6 +49,7 @@ def test_logits_are_float32_and_padding_is_minus_infinity():
     assert np.isfinite(logits[:, :131]).all() and (np.asarray(logits[:, 131:]) == -np.inf).all()
 
 
+@pytest.mark.slow
 def test_gradients_in_float32_flow_through_a_batch_of_sequences_computed_in_bfloat16():
     config = load_model_config(goldens.FOLDER / "qwen3", overrides={"num_hidden_layers": 1}, dtype="bfloat16")
     model = build_model(config)

@@ -171,6 +171,7 @@ def assert_close(batch: Batch, got: jax.Array, expected: np.ndarray) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", GENERAL)
 @pytest.mark.parametrize("name", RAGGED)
 def test_ragged_attention_matches_the_oracle(name: str, implementation: str) -> None:

@@ -85,6 +85,7 @@ def draw_with(vocab_size, num_rows, max_groups):
 plain_draw = jax.jit(lambda logits, columns, position: sample_random(logits, unpack_columns(columns), position))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_groups", LISTED.values(), ids=LISTED)
 @pytest.mark.parametrize("kind", KINDS)
 def test_seeded_draws_are_those_of_plain_jax(kind, max_groups):
@@ -112,6 +113,7 @@ def test_rows_with_nothing_to_draw_give_a_token_of_the_vocabulary(max_groups):
     assert np.all((found >= 0) & (found < 1000))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 50257), (2, 37)])
 def test_default_tiles_draw_the_same_too(num_rows, vocab_size):
     params = [SamplingParams(seed=r, top_k=20 * (r % 2 == 0), top_p=0.9 if r % 3 else 1.0) for r in range(num_rows)]
@@ -162,6 +164,7 @@ def test_greedy_sampling_runs_the_kernel():
     np.testing.assert_array_equal(jax.jit(partial(sample_greedy, **KERNELS))(logits), logits.argmax(axis=1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("vocab_size", "k"), [(1000, 1), (1000, 20), (37, 37), (50257, 5)])
 def test_top_logprobs_are_those_of_plain_jax(vocab_size, k):
     plain, kernel = jax.jit(partial(top_logprobs, k=k)), jax.jit(partial(top_logprobs, k=k, **KERNELS))

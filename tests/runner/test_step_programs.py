@@ -24,6 +24,7 @@ def test_large_products_go_to_cublas_and_all_reduces_to_nccl(platform, num_devic
     assert StepPrograms.compiler_options(programs, ProgramKey("decode", rows)) == options
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"dtype": "float32", "kv_cache_dtype": "fp8"}]
 )

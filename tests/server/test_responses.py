@@ -13,6 +13,7 @@ from jaxllm.async_llm import AsyncLLM
 from jaxllm.errors import EngineError
 from server.app import create_app
 from server.chat_deltas import ChatDelta
+from server.responses.service import BackgroundRun, ResponsesService
 from tests.helpers.fake_engine_core import FakeEngineCore
 from tests.server.canned import WEATHER, answer_with, caller_app
 from tests.server.client import Client
@@ -258,6 +259,19 @@ def test_a_background_stream_is_followed_from_any_event(client: Client) -> None:
             assert (await web.get(f"/v1/responses/{plain}", params={"stream": True})).status_code == 400
 
     client.run(run())
+
+
+def test_events_that_come_while_others_are_sent_are_not_lost() -> None:
+    async def run() -> None:
+        background = BackgroundRun(None, events=[b"0", b"1"])  # type: ignore[arg-type]
+        follower = ResponsesService.follow(None, background)  # type: ignore[arg-type]
+        assert await anext(follower) == b"01"
+        background.events += [b"2", b"3"]
+        assert await anext(follower) == b"23"
+        background.end()
+        assert [part async for part in follower] == []
+
+    asyncio.run(asyncio.wait_for(run(), 10))
 
 
 def test_a_cancelled_response_ends_its_request(client: Client, core: FakeEngineCore, gate: threading.Semaphore) -> None:
