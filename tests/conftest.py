@@ -2,8 +2,12 @@
 
 import os
 import signal
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+from jaxllm import log
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, which some of them are about.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -16,3 +20,16 @@ settings.register_profile(
     "repeatable", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True)
+def _untouched_log() -> Iterator[None]:
+    """Commands that run in the tests' process set up the log, which would hide its messages from `caplog` in later tests."""
+    logger = log.logger
+    before = logger.level, logger.propagate, list(logger.handlers)
+    log.warn_once.cache_clear()
+    log.info_once.cache_clear()
+    yield
+    logger.setLevel(before[0])
+    logger.propagate = before[1]
+    logger.handlers[:] = before[2]
