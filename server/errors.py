@@ -139,5 +139,5 @@ def shortened(text: str, length: int) -> str:
 
 
 def without_leaks(text: str) -> str:
-    """Remove addresses, frames and file paths from a message."""
+    """Replace addresses, frames and file paths in a message."""
     return _LEAKS.sub("…", text)

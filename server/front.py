@@ -170,7 +170,7 @@ def _offers(engine: AsyncLLM) -> str:
 
 
 def main() -> int:
-    """Entry point of `python -m server.front`: reads a FrontStart from stdin; end of input means that the supervisor is gone."""
+    """Entry point of `python -m server.front`: reads a FrontStart from stdin; end of input means the supervisor has ended."""
     import uvloop
 
     start = msgspec.msgpack.decode(read_first_message(sys.stdin.fileno()), type=FrontStart)

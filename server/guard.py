@@ -35,7 +35,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
 
 
 class Guard:
-    """Wraps the application. `admin_paths` require the operator's key, `public_paths` none ("/x/" includes what is below it)."""
+    """Wraps the application. `admin_paths` require the operator's key, `public_paths` none ("/x/" includes paths below it)."""
 
     def __init__(
         self, app: ASGIApp, context: ServerContext, *, public_paths: Collection[str] = (), admin_paths: Collection[str] = ()

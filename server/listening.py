@@ -16,14 +16,14 @@ _LISTEN_STATE = "0A"
 
 
 def listen(network: NetworkOptions) -> list[socket.socket]:
-    """Open a listening socket for each front. Raises ConfigError if the address is in use, and names the process that uses it."""
+    """Open a listening socket for each front. Raises ConfigError if the address is in use, naming the process that has it."""
     if network.uds is not None:
         shared = _listen_unix(network.uds)
         return [shared, *(shared.dup() for _ in range(network.api_server_count - 1))]
     first = _listen_tcp(network, network.port)
     sockets = [first]
     if network.api_server_count > 1:
-        # The kernel balances connections among sockets of one port. It would also let another program join, hence the first try.
+        # The kernel balances connections among sockets of one port. It would let other programs join, hence the first try.
         port = first.getsockname()[1]
         first.close()
         sockets = [_listen_tcp(network, port, shared=True) for _ in range(network.api_server_count)]

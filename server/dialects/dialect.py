@@ -50,7 +50,7 @@ class ToolDialect:
     """Format of forced calls; None: plain JSON (`server.dialects.json_calls`)."""
 
     def read(self, parser: "StreamParser", opening: str) -> Reading[None]:
-        """Read what follows an opening marker, which is a letter not yet read if the call has no marker. Raises Broken, or Ended."""
+        """Read what follows an opening marker: an unread letter if the call has no marker. Raises Broken, or Ended."""
         raise NotImplementedError
 
     def call_id(self, name: str, index: int) -> str:
@@ -88,7 +88,7 @@ class ReasoningDialect:
         return not special_tokens_of(tokenizer).isdisjoint((*self.start, *self.end, *self.markers))
 
     def state_after(self, prompt_text: str, special_tokens: Iterable[str] = ()) -> bool | None:
-        """Whether reasoning is open at the end of a rendered prompt: True, False (just closed), or None if the prompt does not show it."""
+        """Whether reasoning is open at the end of a rendered prompt: True, False (just closed), or None (not shown)."""
         tail = prompt_text.rstrip()
         if any(tail.endswith(end) for end in self.end):
             return False

@@ -64,7 +64,7 @@ def _open_header(prompt_text: str) -> str | None:
 
 
 def _read_header(parser: "StreamParser", begun: str) -> Reading[str | None]:
-    """Read up to a message's body; `begun` was read already. Returns the header, empty for text without one, None at the end."""
+    """Read up to a message's body; `begun` is already read. Returns the header, empty for text without one, None at the end."""
     while True:
         if not begun:
             space = yield from parser.space()

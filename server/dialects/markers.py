@@ -6,7 +6,7 @@ from functools import lru_cache
 
 
 class Markers:
-    """A set of literal strings to search for. Of two that begin at one place it finds the shorter, wherever the text is split."""
+    """A set of literal strings to search for. Of two with the same start it finds the shorter, wherever the text is split."""
 
     def __init__(self, markers: Iterable[str]):
         tree: dict[str, dict] = {}
@@ -28,7 +28,7 @@ class Markers:
         return found.span() if found else None
 
     def held_from(self, text: str, start: int) -> int:
-        """The first index at which an incomplete marker may begin, in text without a marker; the text's length if there is none."""
+        """The first index where an incomplete marker may begin, in text without a marker; the text's length if none."""
         if self._first is None:
             return len(text)
         for found in self._first.finditer(text, max(start, len(text) - self._reach)):

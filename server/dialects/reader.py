@@ -1,7 +1,7 @@
 """Reads text that arrives in pieces: reading functions are generators that wait for more text.
 
-Every step looks ahead by a bounded length and goes over each character a bounded number of times, so that any text takes linear time,
-and none depends on where the text was cut.
+Every step has a bounded lookahead and scans each character a bounded number of times, so any text takes linear time.
+Results do not depend on where the text is split.
 """
 
 import json

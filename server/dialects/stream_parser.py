@@ -20,10 +20,10 @@ MAX_CALLS = 512
 class StreamParser(Reader):
     """Parses one answer's text into deltas.
 
-    `tools` are the request's; without a tool dialect no calls are found (tool_choice "none"). `forced`: `tool_constraint` forces
-    calls. `special_tokens` are the model's; `drop_special_tokens` removes them from text that contains them. `hold_calls`: emit a
-    call only when it is complete, so that a broken one becomes content as a whole; for answers that are not streamed. Without
-    it, emitted fragments stay, and the rest becomes content.
+    `tools` are the request's; without a tool dialect no calls are found (tool_choice "none"). `forced`: `tool_constraint`
+    forces calls. `special_tokens` are the model's; `drop_special_tokens` removes them from text that contains them.
+    `hold_calls`: emit a call only when it is complete, so that a broken one becomes content as a whole; for answers that are
+    not streamed. Without it, emitted fragments stay, and the rest becomes content.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Calls in tags, with one tag for each parameter: Qwen3-Coder, Seed-OSS, GLM 4.5, MiniMax M2. Values are typed by the tool's schema."""
+"""Calls in tags, one tag per parameter: Qwen3-Coder, Seed-OSS, GLM 4.5, MiniMax M2. The tool's schema gives the types."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
