@@ -1,7 +1,7 @@
-"""A process that renders conversations, so that a template that runs too long or uses too much memory ends only this process.
+"""A process that renders conversations: a template that takes too much time or memory ends only this process.
 
-Reads frames of msgpack from its input: first {"seconds", "memory_bytes", "special_tokens_map", "chat_templates"}, then jobs, the
-arguments of `render_chat`; answers each with {"text"} or {"error", "param"}. Imports neither a web framework nor JAX.
+Reads msgpack frames from its input: first {"seconds", "memory_bytes", "special_tokens_map", "chat_templates"}, then jobs,
+the arguments of `render_chat`; answers each with {"text"} or {"error", "param"}. Imports neither a web framework nor JAX.
 """
 
 import resource
@@ -69,7 +69,10 @@ def _answer(job: dict[str, Any], tokens: Any, variables: dict[str, set[str]]) ->
 
 
 def _checked_kwargs(job: dict[str, Any], tokens: Any, variables: dict[str, set[str]]) -> dict[str, Any]:
-    """Values for the template's variables: rejects unknown ones of the request, and documents; drops unknown hints and defaults."""
+    """Values for the template's variables.
+
+    Rejects unknown variables of the request, and documents that the template does not read; drops unknown hints and defaults.
+    """
     defaults, hints, given = job.pop("default_kwargs"), job.pop("hints"), job.pop("kwargs")
     if not (defaults or hints or given or job["documents"]):
         return {}

@@ -1,4 +1,4 @@
-"""One OpenTelemetry span per request, exported by OTLP. Needs the extra `otel`, which is imported only if tracing is enabled."""
+"""One OpenTelemetry span per request, exported by OTLP. Needs the extra `otel`, imported only if tracing is enabled."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""Line charts and stacked bars as SVG text, which a page holds inline and which needs no library to draw or to show."""
+"""Line charts and stacked bars as SVG text, for inline use in a page; needs no library."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from html import escape
 
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8a6d00", "#6a51a3")
-"""Told apart by people who see colours differently (Okabe and Ito), on white and on black."""
+"""Colours that colour-blind readers can distinguish (Okabe and Ito), on white and on black."""
 FONT = "font-family='system-ui, sans-serif'"
 HEIGHT, TOP, BOTTOM, LEFT = 320, 44, 52, 66
 WIDTH, LEGEND = 430, 150
@@ -34,7 +34,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Axis:
-    """Where values lie on the y axis, and its ticks."""
+    """The scale of the y axis, and its ticks."""
 
     place: Callable[[float], float]
     ticks: list[float]

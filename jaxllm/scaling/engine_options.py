@@ -1,4 +1,4 @@
-"""The engine options of an experiment's processes: what somebody set, and for the rest what the planned work needs."""
+"""Engine options of an experiment's processes: the explicitly set ones, and those derived from the planned work."""
 
 from typing import Any
 

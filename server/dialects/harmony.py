@@ -2,7 +2,7 @@
 
 <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>
 
-The library openai-harmony reads token ids, and downloads its vocabulary when it starts; here text is read, as in every dialect.
+Reads text, like every dialect; the library openai-harmony reads token ids, and downloads its vocabulary when it starts.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Calls written as Python: [get_weather(city="Paris", days=3), get_time()]; Llama 4 adds <|python_start|> and <|python_end|>."""
+"""Calls written as Python: [get_weather(city="Paris", days=3), get_time()]; Llama 4 adds <|python_start|>, <|python_end|>."""
 
 import re
 from typing import TYPE_CHECKING

@@ -58,7 +58,7 @@ _NO_BUDGET = -1
 
 
 class RequestModel(BaseModel):
-    """A body: strict types, no NaN or infinity; known fields that cannot be honoured are refused, unknown ones see `server/body.py`."""
+    """A body: strict types, no NaN or infinity. Rejects known unsupported fields; `server/body.py` handles unknown ones."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore", populate_by_name=True)
 
@@ -78,7 +78,7 @@ class RequestModel(BaseModel):
 
 
 class StreamOptions(RequestModel):
-    """What a stream tells beside the text."""
+    """What a stream reports beside the text."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -144,7 +144,7 @@ _JSON_TYPES: Mapping[str, Any] = {
 
 
 def _body_field(name: str) -> Any:
-    """JSON type and default. A switch has its default; all other fields are null unless set, because models may have defaults."""
+    """JSON type and default. A switch has its default; other fields are null unless set, because models may have defaults."""
     described = FIELDS[name]
     if described.type is bool:
         return bool, described.default

@@ -35,7 +35,7 @@ RENAMED = {
 }
 SWITCHED_OFF = "this server stores no responses (that takes --max-stored-responses and a single --api-server-count)"
 BYTES_PER_ITEM = 100
-"""Maximum number of items of earlier turns, because their processing takes time."""
+"""Assumed bytes per item of earlier turns, to estimate the work on them."""
 MAX_BACKGROUND_RUNS = 1024
 """Maximum number of background runs at once; the engine's own queue may be shorter."""
 

@@ -8,7 +8,7 @@ Made = TypeVar("Made")
 
 
 async def longest_that_fits(items: Items, attempt: Callable[[Items], Awaitable[Made | None]]) -> Made | None:
-    """The result of `attempt` for the most turns that fit (it returns None if too long); None if even the last turn does not fit.
+    """The result of `attempt` for the most turns that fit (None: too long); None if even the last turn does not fit.
 
     Starts with few turns, so that the work depends on what fits, not on what was sent.
     """

@@ -251,7 +251,10 @@ class ChatReply:
         return choice
 
     def _finish_reason(self, answer: ChatDelta) -> str | None:
-        """The finish reason as in OpenAI's API: a call of the function named by the request ends with "stop", others with "tool_calls"."""
+        """The finish reason as in OpenAI's API: a call of the function that the request names ends with "stop".
+
+        Other calls end with "tool_calls".
+        """
         is_named = isinstance(self._body.tool_choice, NamedToolChoice)
         return "stop" if is_named and answer.finish_reason == "tool_calls" else answer.finish_reason
 

@@ -249,7 +249,7 @@ class CompletionReply:
     def _logprob_object(
         self, output: RequestOutput, of_prompt: Any, ids: Sequence[int], positions: Any, offset: int = 0
     ) -> tuple[dict[str, Any] | None, int]:
-        """The logprobs object, beginning with the prompt's `of_prompt` if the prompt is echoed, and the text offset at its end."""
+        """The logprobs object and its end's text offset; begins with the prompt's `of_prompt` if the prompt is echoed."""
         if (self._body.logprobs is None and not self._body.logprob_token_ids) or positions is None:
             return None, offset
         if self._body.echo and of_prompt is not None:

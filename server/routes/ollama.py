@@ -198,7 +198,7 @@ class _Reply:
         return {**self._head(), **self._shown(answer), **self._end(reason)}
 
     async def lines(self) -> AsyncGenerator[bytes, None]:
-        """Yield the reply as JSON objects, one per line; tool calls come whole, after the answer has ended. Raises OllamaError."""
+        """Yield the reply as JSON objects, one per line; tool calls come whole, after the answer. Raises OllamaError."""
         calls, reason = ChatDelta(0), "stop"
         try:
             with self._context.running():

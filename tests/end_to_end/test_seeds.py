@@ -1,4 +1,4 @@
-"""A seeded request gives the same tokens whoever shares its batch, whatever happens to it on the way."""
+"""A seeded request gives the same tokens in any batch, and after preemption or failure."""
 
 import numpy as np
 import pytest

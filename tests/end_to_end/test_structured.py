@@ -73,7 +73,7 @@ def structured(vocabulary):
 
 
 def several(structured) -> list[EngineCoreRequest]:
-    """Requests of every kind, one without a grammar. Those for the full sampler all want logprobs: one program less to compile."""
+    """Requests of every kind, one without a grammar. All for the full sampler ask for logprobs: one program less to compile."""
     return [
         structured("json 0", JSON),
         structured("json 1", JSON, seed=4, prompt=PROMPT[:3]),

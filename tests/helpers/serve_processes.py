@@ -101,7 +101,7 @@ def serving(model: Path | str, directory: Path, **options: Any) -> Iterator[Serv
 
 
 def free_port() -> int:
-    """A port that nobody listens at now."""
+    """A free port."""
     with socket.create_server(("127.0.0.1", 0)) as found:
         return int(found.getsockname()[1])
 

@@ -1,4 +1,4 @@
-"""A fake engine core for an engine process of its own: words of the prompt tell what it does."""
+"""A fake engine core for a separate engine process: words of the prompt select its behaviour."""
 
 import os
 import signal

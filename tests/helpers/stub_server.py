@@ -39,7 +39,7 @@ class Stub:
     """Set when a client went away before its stream was over."""
 
     def reset(self) -> None:
-        """Behave well again, and forget what was asked."""
+        """Restore normal behaviour, and clear the recorded requests."""
         fresh = Stub(url=self.url)
         fresh.num_open = self.num_open
         self.__dict__.update(vars(fresh))

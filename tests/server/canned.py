@@ -1,4 +1,4 @@
-"""Applications whose answers are given."""
+"""Applications with canned answers."""
 
 import contextlib
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -37,7 +37,7 @@ SAID = (
     '<tool_call>{"name": "weather", "arguments": {"city": "Köln"}}</tool_call>'
     '<tool_call>{"name": "time", "arguments": {}}</tool_call>'
 )
-"""Thinks, speaks, calls twice."""
+"""Answers with reasoning, text and two calls."""
 
 
 @contextlib.contextmanager

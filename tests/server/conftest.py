@@ -34,7 +34,7 @@ def engine(core: FakeEngineCore) -> Iterator[AsyncLLM]:
 
 @pytest.fixture(scope="module")
 def client(engine: AsyncLLM) -> Iterator[Client]:
-    """Speaks with an application of default options, without sockets."""
+    """A client of an application with default options, without sockets."""
     with Client(create_app(engine, options())) as client:
         yield client
 

@@ -22,7 +22,7 @@ from tests.server.conftest import options
 
 @pytest.fixture(scope="module")
 def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    """Speaks with a model that thinks, speaks and calls."""
+    """A client of a model that answers with reasoning, text and calls."""
     with caller_app(tmp_path_factory.mktemp("caller")) as app, Client(app) as client:
         yield client
 

@@ -1,4 +1,4 @@
-"""What comes over the socket before it is a request: broken, endless, huge, or pretending."""
+"""Socket input that is not a valid request: malformed, endless, too large, or of another protocol."""
 
 import gzip
 import json
