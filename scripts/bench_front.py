@@ -134,7 +134,7 @@ def serve_front(directory: str, engine_pid: int, port: int, profile: str | None)
 
 
 async def wait_for(port: int) -> None:
-    """Until somebody listens."""
+    """Wait until the port accepts connections."""
     for _ in range(3000):
         try:
             _, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -147,7 +147,7 @@ async def wait_for(port: int) -> None:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Start everything, measure, end everything."""
+    """Start all processes, measure, stop them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -39,7 +39,7 @@ QUIET_SECONDS = 20.0
 SETTLED_AFTER = 1000
 """Requests in which caches fill and every kind of work is done for the first time: memory counts from there."""
 FEWEST_TO_JUDGE = 4000
-"""With fewer requests the memory is told and not judged."""
+"""With fewer requests the memory is reported and not judged."""
 MAX_GROWTH = 1.05
 SLACK_BYTES = 8 << 20
 """Growth that is no leak however small the process: an allocator's arena, a lazy import."""
@@ -118,7 +118,7 @@ async def gauges_at_rest(url: str, timeout_seconds: float = QUIET_SECONDS) -> di
 
 
 def memory_report(curve: MemoryCurve, count: int) -> dict[str, Any]:
-    """Memory of each process once it has settled and at the end, and whether it stayed flat (None: too few requests to tell)."""
+    """Memory of each process once settled and at the end, and whether it stayed flat (None: too few requests)."""
     settled = min(SETTLED_AFTER, count // 2)
     growth = curve.growth((settled, settled + count // 20), (count - count // 20, count))
     processes = [

@@ -51,9 +51,9 @@ class Processor:
 
 
 def load_processors(given: Sequence[Processor | str]) -> tuple[Processor, ...]:
-    """The processors, with those given as "module:Name" imported: a Processor, or a class of which one is made.
+    """The processors; imports those given as "module:Name": a Processor, or a class that makes one.
 
-    Raises ConfigError for what cannot be imported or is no Processor.
+    Raises ConfigError for an import error or an object that is not a Processor.
     """
     loaded = []
     for each in given:

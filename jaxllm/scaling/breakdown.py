@@ -32,7 +32,7 @@ def part_of_thunk(name: str) -> str:
 def break_down(
     trace: Trace, *, tensor_parallel_size: int, work: str, num_requests: int, num_steps: int, step_seconds: float
 ) -> Breakdown | None:
-    """The breakdown of `num_steps` traced steps, which take `step_seconds` each without the profiler. None if the trace holds nothing."""
+    """The breakdown of `num_steps` traced steps of `step_seconds` each without the profiler. None for an empty trace."""
     on_gpu = bool(trace.kernels)
     spans = trace.kernels if on_gpu else [span for span in trace.thunks if not _CPU_CONTAINER.match(span.name)]
     if not spans:

@@ -1,8 +1,8 @@
 """The process that measures one tensor-parallel size: `python -m jaxllm.scaling.child`.
 
-The first line of its input is JSON: `{"plan": …, "tensor_parallel_size": n, "log_level": …}`, or `{"find_devices": true}`. It writes
-a JSON object per line, `{"kind": …, "value": …}`: kinds are doing, engine, limits, Row, Breakdown, AllReduce, Skipped, failed and
-done; or devices. It ends when its input does.
+The first line of its input is JSON: `{"plan": …, "tensor_parallel_size": n, "log_level": …}`, or `{"find_devices": true}`.
+It writes a JSON object per line, `{"kind": …, "value": …}`: kinds are doing, engine, limits, Row, Breakdown, AllReduce,
+Skipped, failed and done; or devices. It ends at the end of its input.
 """
 
 import json

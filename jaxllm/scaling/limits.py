@@ -45,7 +45,7 @@ class Work:
 
 
 def measure_ceilings(*, tiny: bool = False, dtype: str = "bfloat16") -> Ceilings:
-    """A copy of 1 GiB and a product of 8192 cubed in `dtype`, about a second with compilation; `tiny`: of 64 MiB and 512 cubed."""
+    """Measure a copy of 1 GiB and a product of 8192 cubed in `dtype`, in about a second; `tiny`: 64 MiB and 512 cubed."""
     num_bytes, size, times = (1 << 26, 512, 2) if tiny else (1 << 30, 8192, 16)
     x = jnp.zeros((num_bytes // 4,), jnp.float32)
     copies = jax.jit(lambda x: lax.fori_loop(0, times, lambda _, x: x + 1, x))

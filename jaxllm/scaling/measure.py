@@ -51,7 +51,7 @@ class Measurer:
         self.cost = ModelCost.of_arrays(core.model_config, core.runner.params, per_token, self.size)
 
     def measure_all(self) -> None:
-        """Measure decodes, prefill, mixed work, all-reduces. Raises errors that end the engine; reports and skips other failures."""
+        """Measure decodes, prefill, mixed work, all-reduces. Raises errors that end the engine; skips and reports others."""
         for batch in self.plan.decode_batches(self.size):
             self._guarded(DECODE, batch, partial(self.decode, batch))
         if PREFILL in self.plan.works:

@@ -1,4 +1,4 @@
-"""What the experiment measured, as plain values that a JSON file holds: rows, breakdowns, times of collectives, one result per size."""
+"""The experiment's results as plain values for JSON: rows, breakdowns, times of collectives, one result per size."""
 
 import dataclasses
 import typing

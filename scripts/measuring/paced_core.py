@@ -16,7 +16,7 @@ SAID = "The quick brown fox jumps over the lazy dog, and then it writes a functi
 
 
 class PacedCore(FakeEngineCore):
-    """Says the same sentence over and over."""
+    """Outputs the same sentence repeatedly."""
 
     def __init__(self, config: EngineConfig, directory: Path, step_seconds: float):
         tokenizer = load_tokenizer(directory)

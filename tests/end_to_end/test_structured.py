@@ -89,7 +89,7 @@ def several(structured) -> list[EngineCoreRequest]:
 
 @pytest.fixture(scope="module")
 def alone(core, vocabulary):
-    """What each of `several` says alone, each step read before the next is planned: the simplest way there is."""
+    """The output of each of `several` alone, with each step read before the next is planned: the simplest schedule."""
     engines.reschedule(core, async_scheduling=False, enable_prefix_caching=False)
 
     def make(*arguments, **options):

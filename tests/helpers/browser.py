@@ -1,4 +1,4 @@
-"""Headless Chromium: what a person would press and see, and what the page asked of the network and said on the console."""
+"""Headless Chromium: drives a page as a user does, and records its network requests and console messages."""
 
 import contextlib
 import json

@@ -42,7 +42,7 @@ SAID = (
 
 @contextlib.contextmanager
 def caller_app(directory: Path) -> Iterator[Any]:
-    """An application whose model says `SAID`, in a directory that is made for it."""
+    """An application whose model outputs `SAID`, in a directory that is made for it."""
     template = "{{ tools }}{{ enable_thinking }}" + CHAT_TEMPLATE
     core = fake_core(write_tokenizer(directory, chat_template=template), SAID, max_model_len=1000)
     with AsyncLLM(core=core) as engine:

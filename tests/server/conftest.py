@@ -22,7 +22,7 @@ def served_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def core(served_directory: Path) -> FakeEngineCore:
-    """Every request says "one two three", and then EOS."""
+    """Every request outputs "one two three", and then EOS."""
     return fake_core(served_directory, max_model_len=200)
 
 

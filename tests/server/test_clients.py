@@ -62,7 +62,7 @@ def of_anthropic(server: LiveServer) -> Iterator[Any]:
 
 
 class Weather(BaseModel):
-    """What the speaker says."""
+    """The output of the speaker."""
 
     city: str
     degrees: int

@@ -1,4 +1,4 @@
-"""The web page over the real application, in headless Chromium, as a person uses it."""
+"""The web page over the real application, in headless Chromium, used like a person does."""
 
 import itertools
 import threading

@@ -1,4 +1,4 @@
-"""Requests made from the OpenAPI document, good ones and bad ones: none is a fault of the server, and every refusal has its envelope."""
+"""Requests generated from the OpenAPI document, valid and invalid: no server errors, and every refusal has its envelope."""
 
 import json
 import re

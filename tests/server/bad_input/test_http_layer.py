@@ -21,7 +21,7 @@ def exchange(server: LiveServer, data: bytes, *, seconds: float = 10, chunks: It
             for chunk in chunks or ():
                 connection.sendall(chunk)
         except (BrokenPipeError, ConnectionResetError):
-            pass  # the server has had enough, and has said why
+            pass  # the server has refused the rest and sent its error
         reply = b""
         try:
             while piece := connection.recv(65536):
