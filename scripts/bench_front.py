@@ -1,4 +1,4 @@
-"""Measures what the process that speaks HTTP costs: CPU time for each streamed token, and for each short request.
+"""Measures the cost of the process that handles HTTP: CPU time for each streamed token, and for each short request.
 
 Three processes: a fake engine that gives every stream a token at each step, the front as it serves (uvicorn, guard, routes,
 detokenizing, messages from the engine), and this one, whose sockets read the streams. Counted is the front's CPU time alone.

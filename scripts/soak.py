@@ -1,4 +1,4 @@
-"""Proves that a server stays well under long, mixed and rude load.
+"""Checks that a server stays healthy under long, mixed load with misbehaving clients.
 
 soak         20 000 requests of all kinds (scripts/soaking/kinds.py): each is answered as it must be, memory stays flat, nothing is left
 hold         1 000 streams at the same time: every one gets all its tokens

@@ -17,7 +17,7 @@ from server.prompts import check_text_length, tokenizer_of
 from server.usage import Usage
 
 MAX_VALUES = 1 << 24
-"""Maximum number of numbers in one reply: vectors of all tokens soon exceed a useful text reply."""
+"""Maximum number of numbers in one reply: vectors of all tokens make a very large text."""
 
 
 @dataclass(frozen=True)

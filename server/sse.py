@@ -142,7 +142,7 @@ class EventStream(Response):
 
 
 class _Commented:
-    """Yield pieces, and comments while none comes."""
+    """Yields pieces, and comments while none comes."""
 
     def __init__(self, pieces: AsyncIterator[bytes], stream: EventStream, send: Send):
         self._pieces = pieces

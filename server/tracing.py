@@ -102,7 +102,7 @@ def attributes(request: FrontRequest, metrics: RequestMetrics, end: float) -> di
 
 
 def make_tracer(endpoint: str | None, *, service_name: str = "jaxllm", exporter: Any = None) -> Tracer | None:
-    """A tracer that exports to `endpoint` (a URL), or None without one. `exporter` replaces the one that the endpoint needs.
+    """A tracer that exports to `endpoint` (a URL), or None without one. `exporter` replaces the endpoint's.
 
     The protocol is grpc, or http/protobuf if $OTEL_EXPORTER_OTLP_TRACES_PROTOCOL says so. Raises ConfigError.
     """

@@ -33,7 +33,7 @@ class PacedCore(FakeEngineCore):
 
 
 def make(config: EngineConfig, progress: Progress) -> PacedCore:
-    """As the engine process wants it."""
+    """In the form that the engine process requires."""
     from jaxllm.text.model_files import text_files
 
     return PacedCore(config, text_files(config.model.model), float(os.environ.get(STEP_VARIABLE, "0.01")))

@@ -98,7 +98,7 @@ class ReasoningDialect:
         after = prompt_text[place + len(marker) :]
         if not after.strip():
             return True
-        # An assistant message to be continued is the same turn, so no special token precedes the output.
+        # An assistant message to be continued is in the same turn, so no special token follows the marker.
         special = tuple(special_tokens)
         return True if special and not any(token in after for token in special) else None
 

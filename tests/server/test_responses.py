@@ -219,7 +219,7 @@ def test_an_engine_that_fails_at_once_is_a_status_and_later_an_event(client: Cli
 
 
 async def until(condition: Any) -> Any:
-    """What a request says once it says what is waited for."""
+    """Poll a condition until it holds; return its result."""
     while not (found := await condition()):
         await asyncio.sleep(0)
     return found
