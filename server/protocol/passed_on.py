@@ -22,7 +22,7 @@ NAMES = (
     "cache_salt",
     "timeout",
 )
-"""They have the meaning of the chat request's fields, which checks them."""
+"""These fields mean the same as in a chat request, whose model checks them."""
 
 NOT_IN_OTHER_APIS: Mapping[str, str] = {
     **RequestModel.REFUSED,
