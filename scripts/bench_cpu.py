@@ -32,7 +32,7 @@ except ImportError as error:
 
 WORKS = ["batch 1", "mixed", "mix", "equal"]
 TOLERANCE = 1e-3
-"""Logits nearer than this are a tie in float32, which two engines may break in two ways."""
+"""Logits closer than this are a tie in float32, which two engines may break differently."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def fastest(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, fl
 
 
 def check_equal(work: Work, theirs: Theirs, ours: list[list[int]], reference: list[list[int]]) -> int:
-    """Compare tokens. Returns how many requests parted at a tie; fails where they part at anything else."""
+    """Compare tokens. Returns how many requests diverged at a tie; fails where they diverge elsewhere."""
     ties = 0
     for prompt, mine, other, length in zip(work.prompts, ours, reference, work.lengths, strict=True):
         assert len(mine) == len(other) == length, f"{len(mine)} and {len(other)} tokens, asked for {length}"
@@ -117,7 +117,7 @@ def check_equal(work: Work, theirs: Theirs, ours: list[list[int]], reference: li
 
 
 def works(llm: LLM, num_requests: int, mix: Sequence[Lengths] = ()) -> list[Work]:
-    """The measurements; prompts are Python source, as the demo model knows it. `mix`: lengths of prompt and output."""
+    """The measurements; prompts are Python source, which suits the demo model. `mix`: lengths of prompt and output."""
     source = llm.get_tokenizer().encode(inspect.getsource(argparse) + inspect.getsource(textwrap))
     rng = np.random.default_rng(0)
 

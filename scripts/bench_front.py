@@ -1,4 +1,4 @@
-"""Measures what the process that speaks HTTP costs: CPU time for each streamed token, and for each short request.
+"""Measures the cost of the process that handles HTTP: CPU time for each streamed token, and for each short request.
 
 Three processes: a fake engine that gives every stream a token at each step, the front as it serves (uvicorn, guard, routes,
 detokenizing, messages from the engine), and this one, whose sockets read the streams. Counted is the front's CPU time alone.
@@ -134,7 +134,7 @@ def serve_front(directory: str, engine_pid: int, port: int, profile: str | None)
 
 
 async def wait_for(port: int) -> None:
-    """Until somebody listens."""
+    """Wait until the port accepts connections."""
     for _ in range(3000):
         try:
             _, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -147,7 +147,7 @@ async def wait_for(port: int) -> None:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Start everything, measure, end everything."""
+    """Start all processes, measure, stop them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -160,7 +160,7 @@ class Bench:
             else:
                 self.measure_requests(name)
         compiled = self.core.num_compiled_after_warmup
-        print(f"compiled after warm-up: {compiled}\n\n{self.table(compiled)}\n", flush=True)  # should the traces be cut off
+        print(f"compiled after warm-up: {compiled}\n\n{self.table(compiled)}\n", flush=True)  # in case a trace fails
         for name in () if self.args.no_traces else names:
             if name.startswith(DECODE):
                 self.trace_decode(int(name.removeprefix(DECODE)))
@@ -308,7 +308,7 @@ class Bench:
         )
 
     def timed(self, lengths: Lengths, record: dict[str, Any]) -> dict[str, Any] | None:
-        """Seconds of each attempt, and how the host spent the fastest; None if there is no time."""
+        """Seconds of each attempt, and the host times of the fastest; None if there is no time."""
         seconds: list[float] = []
         details: dict[str, float] = {}
         expected = 2 * min(record.get("times_s", [0.0]))
@@ -332,13 +332,13 @@ class Bench:
         return random_prompts([n for n, _ in lengths], self.core.model_config.vocab_size, seed)
 
     def trace_batch(self, batch: int) -> None:
-        """Idle shares of a prefill, and of a decode that has come to speed unless a row of decodes alone tells that."""
+        """Idle shares of a prefill, and of a steady decode unless a row of decodes alone gives it."""
         self.trace_row(f"prefill {batch}x{self.args.prompt}", [(self.args.prompt, 1)] * batch, None, None)
         if f"decode {batch}" not in self.rows:
             self.trace_decode(batch, "tpot")
 
     def trace_decode(self, batch: int, kind: str = DECODE) -> None:
-        """Idle share of a decode that has come to speed."""
+        """Idle share of a steady decode."""
         prompt, output = self.args.prompt, self.args.output
         # Requests that decode already take their tokens from the prompts' steps.
         room = self.core.config.scheduler.max_num_batched_tokens - batch

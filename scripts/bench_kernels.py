@@ -31,7 +31,7 @@ from scripts.kernels import OPS, Case, cases
 from scripts.kernels.compiling import Compiler, first_line
 
 L2_BYTES = 60 << 20
-SECONDS_PER_PROGRAM = 4e-3  # the host's part of a program's start does not show beside this
+SECONDS_PER_PROGRAM = 4e-3  # long enough to hide the host's part of a program's start
 
 
 def main() -> None:
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 class Bench:
-    """One run: its ceilings, its time, what it found so far."""
+    """One run: its measured limits, its time, its results so far."""
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
@@ -141,7 +141,7 @@ class Bench:
 
 
 class Repeated:
-    """A program that is given its own result as carry again, since its carry is donated."""
+    """A program that gets its own result as the next carry, because its carry is donated."""
 
     def __init__(self, program: Callable[..., Any], carry: Any):
         self.program = program

@@ -49,7 +49,7 @@ HEADER = (
     "idle",
 )
 SETTLE_SECONDS = 1.5
-"""Until the metrics tell of the last step: heartbeats come four times a second, the counts of fronts each second."""
+"""Seconds until the metrics include the last step: heartbeats come four times a second, the fronts' counts each second."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Result:
-    """What clients saw of a load, and what the server counted meanwhile."""
+    """The clients' measurements of a load, and the server's counts during it."""
 
     load: Load
     report: dict[str, Any]
@@ -152,7 +152,7 @@ def main() -> None:
     loads = args.loads or [Load.parse(text) for text in (TINY_LOADS if args.tiny else LOADS).split()]
     server_flags = (*(TINY_SERVER_FLAGS if args.tiny else SERVER_FLAGS), *args.server_flags)
     client_flags = TINY_CLIENT_FLAGS if args.tiny else CLIENT_FLAGS
-    # What ends a script from outside must pass through what stops the server.
+    # A signal that ends the script must still stop the server.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     began = time.monotonic()
@@ -175,7 +175,7 @@ def main() -> None:
 
 
 def run(bench: Bench, loads: list[Load], model: str, server_flags: str, json_path: Path | None) -> bool:
-    """Measure what the time allows and write each result as it comes. Returns whether that was all."""
+    """Measure as many loads as time allows, and write each result as it comes. Returns whether all were measured."""
     left_out = []
     bench.warm_up()
     for load in loads:

@@ -28,7 +28,7 @@ COMMAND = "import sys; from jaxllm.cli.main import main; sys.exit(main(sys.argv[
 
 
 def measure(options: dict[str, Any], warm_up_runs: int | None) -> None:
-    """In the process that is measured: print what one start took, as JSON."""
+    """In the measured process: print the times of one start, as JSON."""
     from jaxllm import LLM, SamplingParams
     from jaxllm.start_times import process_age_seconds
 
@@ -68,7 +68,7 @@ def measure(options: dict[str, Any], warm_up_runs: int | None) -> None:
 
 
 def run_case(case: str, options: dict[str, Any], directory: Path, seconds: float, warm_up_runs: int | None) -> dict[str, Any]:
-    """Run one case in a process of its own."""
+    """Run one case in a separate process."""
     caches = {"artifact": directory / "other machine"}
     cache, artifact = caches.get(case, directory / "cache"), directory / "artifact"
     environment = {**os.environ, "JAXLLM_CACHE_DIR": str(cache)}

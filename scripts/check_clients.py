@@ -33,7 +33,7 @@ HERE = Path(__file__).resolve().parent
 MAX_START_SECONDS, MAX_INSTALL_SECONDS, MAX_CLIENT_SECONDS = 120, 300, 300
 SERVE = "import sys; from jaxllm.cli.main import main; sys.exit(main())"
 FEW_PROGRAMS = ["--max-num-seqs", "8", "--decode-buckets", "1,8"]
-"""Most of the time would go into compiling."""
+"""Most of the time would be spent compiling."""
 
 
 def main() -> int:
@@ -94,7 +94,7 @@ def _served() -> Iterator[str]:
 
 
 def _install(name: str, home: Path) -> str | None:
-    """Make a client's environment if there is none. Returns what went wrong."""
+    """Create a client's environment if it is missing. Returns the error."""
     python = home / name / "bin" / "python"
     if python.exists():
         return None
@@ -118,7 +118,7 @@ def _run(name: str, home: Path, url: str, model: str, api_key: str) -> bool:
         "MODEL": model,
         "KEY": api_key,
         "HF_HUB_OFFLINE": "1",
-        "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # it would fetch a price list
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # it would download a price list
     }
     start = time.perf_counter()
     program = HERE / "clients" / f"{name.removesuffix('-1').replace('-', '_')}_client.py"

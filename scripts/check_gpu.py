@@ -40,12 +40,12 @@ def main() -> None:
     """Run the parts, print what they find, and record it if asked."""
     args = _arguments()
     if args.sanitize:
-        # In one big pool a read past an array's end is a read of another's; and autotuning would run for hours.
+        # In one big pool a read past an array's end reads another array; and autotuning would run for hours.
         os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"] = "platform"
         os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
         args.parts, args.seconds, args.in_turn = ["kernels"], 3600.0, True
     if args.tiny and "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        # For tensor parallelism; and the interpreter of Mosaic kernels waits for ever where a CPU has few threads.
+        # For tensor parallelism; and the interpreter of Mosaic kernels blocks forever if a CPU has few threads.
         os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
     until = time.perf_counter() + args.seconds
     if args.as_job:
@@ -55,7 +55,7 @@ def main() -> None:
         for outcome in outcomes(args.parts[0], args, until):
             jobs.write(outcome)
         return
-    # What is checked is compiled from these sources, and nobody's stored programs are pushed out.
+    # Compile from these sources, and do not evict other stored programs.
     with tempfile.TemporaryDirectory(prefix="check_gpu-") as directory:
         os.environ[env.CACHE_DIR] = directory
         print_and_record(args, until)

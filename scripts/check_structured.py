@@ -74,7 +74,7 @@ def check(llm: LLM, schemas: list[Any], num_generations: int, max_tokens: int) -
 
 
 def fault_of(schema: Any, text: str) -> str | None:
-    """Why a text is not an instance of a schema; None if it is one."""
+    """The reason why a text is not an instance of a schema; None if it is one."""
     try:
         value = json.loads(text)
         kind = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)

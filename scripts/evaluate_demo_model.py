@@ -116,7 +116,7 @@ class ThroughEngine:
 
 
 def main() -> None:
-    """Prints both scores."""
+    """Print both scores."""
     arguments = parse_arguments()
     from jaxllm.hub import resolve_model
 

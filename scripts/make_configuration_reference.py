@@ -1,4 +1,4 @@
-"""Writes docs/CONFIGURATION.md from the annotated option classes, or with `--check` only says whether it is up to date."""
+"""Writes docs/CONFIGURATION.md from the annotated option classes, or with `--check` only reports whether it is up to date."""
 
 import argparse
 import sys

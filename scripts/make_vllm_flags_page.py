@@ -1,4 +1,4 @@
-"""Writes docs/VLLM_FLAGS.md from the table of vLLM's flags, or with `--check` only says whether it is up to date."""
+"""Writes docs/VLLM_FLAGS.md from the table of vLLM's flags, or with `--check` only reports whether it is up to date."""
 
 import argparse
 import sys

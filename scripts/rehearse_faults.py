@@ -1,7 +1,7 @@
-"""Breaks a server on purpose, in every way that it must bear, and tells what its clients saw: the table in docs/FAULTS.md.
+"""Breaks a server on purpose, in every way that it must survive, and reports its clients' view: the table in docs/FAULTS.md.
 
-Each fault has a fresh `jaxllm serve demo` (its real processes) and 32 streams at the same time, unless said otherwise. Ends with 1 if
-a client saw what it must not see, heard of it too late, or anything was left behind.
+Each fault has a fresh `jaxllm serve demo` (its real processes) and 32 concurrent streams, unless stated otherwise. Exits
+with 1 if a client got a wrong result, was informed too late, or anything was left behind.
 """
 
 import argparse

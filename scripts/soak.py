@@ -1,4 +1,4 @@
-"""Proves that a server stays well under long, mixed and rude load.
+"""Checks that a server stays healthy under long, mixed load with misbehaving clients.
 
 soak         20 000 requests of all kinds (scripts/soaking/kinds.py): each is answered as it must be, memory stays flat, nothing is left
 hold         1 000 streams at the same time: every one gets all its tokens
@@ -39,7 +39,7 @@ QUIET_SECONDS = 20.0
 SETTLED_AFTER = 1000
 """Requests in which caches fill and every kind of work is done for the first time: memory counts from there."""
 FEWEST_TO_JUDGE = 4000
-"""With fewer requests the memory is told and not judged."""
+"""With fewer requests the memory is reported and not judged."""
 MAX_GROWTH = 1.05
 SLACK_BYTES = 8 << 20
 """Growth that is no leak however small the process: an allocator's arena, a lazy import."""
@@ -118,7 +118,7 @@ async def gauges_at_rest(url: str, timeout_seconds: float = QUIET_SECONDS) -> di
 
 
 def memory_report(curve: MemoryCurve, count: int) -> dict[str, Any]:
-    """Memory of each process once it has settled and at the end, and whether it stayed flat (None: too few requests to tell)."""
+    """Memory of each process once settled and at the end, and whether it stayed flat (None: too few requests)."""
     settled = min(SETTLED_AFTER, count // 2)
     growth = curve.growth((settled, settled + count // 20), (count - count // 20, count))
     processes = [

@@ -1,4 +1,4 @@
-"""The FastAPI application over an engine."""
+"""Builds the FastAPI application over an engine."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -51,7 +51,7 @@ ADMIN_PATHS = frozenset(route.path for route in dev.router.routes if isinstance(
 
 
 class _Application(FastAPI):
-    """A FastAPI application with something in front of everything, even of what answers its errors."""
+    """A FastAPI application with one outermost middleware, which also covers the error responses."""
 
     guard: Callable[[ASGIApp], ASGIApp]
 
@@ -60,7 +60,7 @@ class _Application(FastAPI):
 
 
 def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
-    """The application: routes, errors in one shape, and the guard in front of everything."""
+    """Build the application: routes, exception handlers, and the guard as outermost middleware."""
     options = options or ServerOptions.from_options()
     context = ServerContext(engine, options)
     public_paths: set[str] = set()
@@ -100,7 +100,7 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAP
     app.state.context = context
     responses.install(app, context)
     for room in rooms:
-        app.router.routes += room.routes  # as they are: an included router is one more step for every request
+        app.router.routes += room.routes  # added one by one: an included router costs every request one more step
     install_openapi(app, root_path=options.network.root_path)
     install_errors(app)
     install_middleware(app, options.network.middleware or ())
@@ -108,7 +108,7 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAP
 
 
 def install_errors(app: FastAPI) -> None:
-    """Every exception becomes OpenAI's envelope."""
+    """Answer every exception with OpenAI's error envelope."""
 
     async def told(request: Request, error: Exception) -> Response:
         found = as_api_error(error)
@@ -129,7 +129,7 @@ def install_errors(app: FastAPI) -> None:
         return validation_error([{**fault, "loc": fault["loc"][1:]} for fault in error.errors()]).response()
 
     async def gone(request: Request, error: Exception) -> Response:
-        return Response(status_code=499)  # nobody reads it
+        return Response(status_code=499)  # the client has left
 
     app.add_exception_handler(ApiError, told)
     app.add_exception_handler(JaxLLMError, told)

@@ -1,4 +1,4 @@
-"""From the fields of a request to BeamSearchParams. What a search does not honour is refused by name."""
+"""Builds BeamSearchParams from a request's fields. Rejects by name each field that a search does not support."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +15,7 @@ from server.sampling import check_limits
 
 FIELD = "use_beam_search"
 HONOURED = frozenset(
-    # How to search.
+    # How to search
     (
         "use_beam_search",
         "n",
@@ -26,24 +26,24 @@ HONOURED = frozenset(
         "ignore_eos",
         "allowed_token_ids",
     )
-    # What to search from.
+    # Input
     + ("model", "prompt", "messages", "tools", "tool_choice", "documents", "chat_template", "chat_template_kwargs")
     + ("add_generation_prompt", "continue_final_message", "add_special_tokens", "reasoning_effort")
     + ("truncate_prompt_tokens", "truncation_side", "priority", "request_id", "cache_salt", "timeout")
-    # What to tell of it.
+    # What to return
     + ("include_stop_str_in_output", "skip_special_tokens", "logprobs", "top_logprobs", "echo", "include_reasoning")
     + ("parallel_tool_calls", "modalities", "verbosity")
     + ("return_token_ids", "return_tokens_as_token_ids", "include_timings")
-    # Labels, which mean nothing to any request.
+    # Labels without effect on any request
     + ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
 )
-"""Fields that mean in a search what they mean when sampling. All others are refused, unless they ask for nothing."""
+"""Fields with the same meaning in a search as in sampling. All others are rejected unless they have no effect."""
 _ASKS_NOTHING: Mapping[str, tuple[Any, ...]] = {
     **{name: where.neutral for name, where in IN_REQUESTS.items()},
     "stream": (False,),
     "vllm_xargs": ({},),
 }
-"""Values that clients send of their own accord."""
+"""Values that clients send by default."""
 _WHY: Mapping[str, str] = {
     "stream": "the best answers are known at the end alone; leave stream out",
     "temperature": "answers are ranked by the model's own logprobs; leave temperature out or send 0",
@@ -60,7 +60,7 @@ def beam_search_params(
     logprobs: int | None,
     max_logprobs: int,
 ) -> BeamSearchParams:
-    """The search that a request asks for, on an engine with this `max_logprobs` (-1: any). Raises ApiError."""
+    """The search that a request asks for, on an engine with this `max_logprobs` (-1: no limit). Raises ApiError."""
     check_limits(fields, limits)
     _refuse_others(fields)
     try:

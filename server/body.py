@@ -1,4 +1,4 @@
-"""Reads a request's body: JSON of bounded depth with finite numbers, then the model's strict validation. Every fault is a 400."""
+"""Reads a request's body: JSON of bounded depth with finite numbers, then the model's strict validation. Errors are 400s."""
 
 import difflib
 import functools
@@ -16,31 +16,31 @@ from server.openapi import bodies
 from server.protocol.common import RequestModel
 
 LIKENESS = 0.81
-"""From which on two names are taken for the same one, misspelt. Fields unlike any other are ignored: many clients send some."""
+"""Similarity above which an unknown name counts as a typo. Other unknown fields are ignored, because many clients send some."""
 MAX_NAME, MAX_COMPARED = 64, 32
-"""Characters of an unknown field's name, and such fields of a body, up to which they are compared with known ones."""
+"""Maximum length of an unknown field's name, and maximum number of such fields per body, that are compared with known names."""
 MAX_DEPTH = 64
 MAX_CONTAINERS = 1 << 16
-"""Objects and lists in a body."""
+"""Maximum number of objects and lists in a body."""
 MAX_TEXTS = 1 << 17
-"""Texts in a body, names of fields among them. More would hold up the requests of others while they are looked at."""
+"""Maximum number of strings in a body, field names included. Checking more would delay other requests."""
 _HUGE_EXPONENT = re.compile(rb"[0-9][eE]\+?[0-9]{3}")
 _BRACKET_OR_TEXT = re.compile(rb'"([^"\\]*(?:\\.[^"\\]*)*)"(\s*:)?|[\[\]{}]', re.DOTALL)
-_TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # to the end if it is not closed: never looked at twice
+_TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # an open string ends with the text: no second scan
 _POSITION = re.compile(r" at line (\d+) column (\d+)$")
 
 Model = TypeVar("Model", bound=RequestModel)
 
 
 async def read_body(request: Request, model: type[Model]) -> Model:
-    """The body as a model. Raises ApiError."""
+    """Read the body as a model. Raises ApiError."""
     check_content_type(request)
     limits = request.app.state.context.options.limits
     return parse_body(await request.body(), model, ignore_unknown=limits.ignore_unknown_fields)
 
 
 def parse_body(raw: bytes, model: type[Model], *, ignore_unknown: bool = False) -> Model:
-    """Bytes as a model. Raises ApiError."""
+    """Parse bytes as a model. Raises ApiError."""
     body = parse_object(raw)
     model.refuse_unsupported(body)
     if unknown := sorted(body.keys() - _names(model) - model.REFUSED.keys()):
@@ -54,7 +54,7 @@ def parse_body(raw: bytes, model: type[Model], *, ignore_unknown: bool = False) 
 
 
 def _refuse_misspelt(unknown: list[str], model: type[RequestModel]) -> None:
-    """Raise ApiError for a field whose name is close to one that the model has."""
+    """Raise ApiError for a field whose name is close to one of the model's."""
     suspects = [name for name in unknown if len(name) <= MAX_NAME and name not in _names_of_all()]
     for name in suspects[:MAX_COMPARED]:
         if close := difflib.get_close_matches(name, sorted(_names(model)), 1, LIKENESS):
@@ -64,12 +64,12 @@ def _refuse_misspelt(unknown: list[str], model: type[RequestModel]) -> None:
 
 @functools.lru_cache(256)
 def _log_ignored(model: str, names: str) -> None:
-    """Once, not with every request of a client that always sends them."""
+    """Log once, because a client may send the field with every request."""
     logger.info("ignored unknown fields of a %s: %s", model, names)
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
-    """Bytes as a JSON object. Raises ApiError."""
+    """Parse bytes as a JSON object. Raises ApiError."""
     if not raw:
         raise bad_request("the body is empty, must be a JSON object")
     _check_size(raw)
@@ -91,7 +91,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 
 
 def _check_size(raw: bytes) -> None:
-    """Raise ApiError for a body of too many parts. Counts them without parsing."""
+    """Raise ApiError for a body with too many parts. Counts them without parsing."""
     if raw.count(b'"') > 2 * MAX_TEXTS:
         raw = raw.replace(rb"\\", b"").replace(rb"\"", b"")
         if raw.count(b'"') > 2 * MAX_TEXTS:
@@ -103,7 +103,7 @@ def _check_size(raw: bytes) -> None:
 
 
 def check_content_type(request: Request) -> None:
-    """Raise ApiError for what is not sent as plain JSON."""
+    """Raise ApiError for a body that is not sent as plain JSON."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise ApiError(415, f"content-type is {kind[:100]!r}, must be application/json", code="unsupported_media_type")
@@ -113,7 +113,7 @@ def check_content_type(request: Request) -> None:
 
 
 def _check_tree(root: Any, name: str) -> None:
-    """Walks through the containers of a field, level by level."""
+    """Iterate over the containers of a field, level by level."""
     level, name = [root], shortened(name, 100)
     for _ in range(MAX_DEPTH - 1):
         below: list[Any] = []
@@ -130,7 +130,7 @@ def _check_tree(root: Any, name: str) -> None:
 
 
 def _field_at(raw: bytes, reason: str) -> str | None:
-    """The field of the body in which the parser gave up."""
+    """The field of the body at which the parser stopped."""
     found = _POSITION.search(reason)
     lines = raw.split(b"\n", int(found[1])) if found else []
     end = sum(len(line) + 1 for line in lines[: int(found[1]) - 1]) + int(found[2]) if found else 0
@@ -157,7 +157,7 @@ def _noun(value: Any) -> str:
 
 @functools.cache
 def _names_of_all() -> set[str]:
-    """The fields of the bodies of all routes: those of another API are no misspelt ones of this."""
+    """The fields of all routes' bodies: a field of another API is not a typo."""
     return {name for model in bodies() if issubclass(model, RequestModel) for name in _names(model)}
 
 

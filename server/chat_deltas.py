@@ -1,4 +1,4 @@
-"""What is new in the answers of a conversation, as every chat API tells it."""
+"""Increments of the answers of a conversation, shared by all chat APIs."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ class ToolCallDelta:
 
 @dataclass(slots=True)
 class ChatDelta:
-    """What is new of one of the n answers. If it has several, reasoning comes before content before tool calls."""
+    """An increment of one of the n answers. Its parts are ordered: reasoning, content, tool calls."""
 
     index: int
     content: str = ""
@@ -34,9 +34,9 @@ class ChatDelta:
 
 
 def with_pieces(first: ChatDelta, pieces: list[Delta]) -> list[ChatDelta]:
-    """A delta that has no text yet, with the pieces of text that belong to it; more deltas where their order asks for it.
+    """Merge pieces of text into a delta that has no text yet; use more deltas if the order of the pieces requires it.
 
-    The last one has the end of the answer, the first one the tokens.
+    The first delta gets the tokens, the last one the finish reason.
     """
     deltas = [first]
     for piece in pieces:
@@ -64,7 +64,7 @@ def with_pieces(first: ChatDelta, pieces: list[Delta]) -> list[ChatDelta]:
 
 
 def joined(earlier: ChatDelta, later: ChatDelta) -> ChatDelta:
-    """Two deltas of an answer as one."""
+    """Merge two deltas of one answer."""
     calls = {call.index: dataclasses.replace(call) for call in earlier.tool_calls}
     for call in later.tool_calls:
         if call.index in calls:

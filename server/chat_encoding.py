@@ -1,7 +1,7 @@
-"""Conversations to token ids. Nothing that a message says becomes a special token: those are the template's alone.
+"""Encodes conversations to token ids. Only the template can produce special tokens; message text never becomes one.
 
-Special tokens that stand in messages are broken by a mark before the template is rendered. Between two special tokens of the
-template a text is encoded by itself anyway, so a text with marks can be encoded as mere text without changing what is around it.
+A mark is inserted into special tokens that occur in messages before the template is rendered. The text between two special
+tokens is encoded by itself anyway, so marked text can be encoded as plain text without changing the tokens around it.
 """
 
 import re
@@ -15,7 +15,7 @@ from server.template_process import TemplateProcesses
 
 
 class SpecialTokenTexts:
-    """The texts of a tokenizer's special tokens, to be found in other texts."""
+    """Finds the texts of a tokenizer's special tokens in other texts."""
 
     def __init__(self, tokenizer: Tokenizer):
         texts = {tokenizer.added_tokens[id] for id in tokenizer.all_special_ids if id in tokenizer.added_tokens}
@@ -24,7 +24,7 @@ class SpecialTokenTexts:
         self._pattern = re.compile("|".join(map(re.escape, self._texts)) or r"(?!)")
 
     def occurs_in(self, value: Any) -> bool:
-        """Whether any text in a JSON value, or the joined texts of the parts of a message, has one."""
+        """Whether any string in a JSON value, or the concatenated parts of a message, contains one."""
         if isinstance(value, str):
             return any(each in value for each in self._beginnings) and self._pattern.search(value) is not None
         if isinstance(value, Mapping):
@@ -34,7 +34,7 @@ class SpecialTokenTexts:
         return False
 
     def broken(self, value: Any, mark: str) -> Any:
-        """The value with the mark inside of each one."""
+        """The value with the mark inserted into each special token's text."""
         if isinstance(value, str):
             return self._pattern.sub(lambda found: found[0][:1] + mark + found[0][1:], value)
         if isinstance(value, Mapping):
@@ -47,7 +47,7 @@ class SpecialTokenTexts:
         return [self.broken(each, mark) for each in value]
 
     def split(self, text: str) -> list[str]:
-        """The texts between special tokens, and these, in turn."""
+        """Split at special tokens: yields the texts between them and the special tokens, alternately."""
         pieces, end = [], 0
         for found in self._pattern.finditer(text):
             pieces += [text[end : found.start()], found[0]]
@@ -56,7 +56,7 @@ class SpecialTokenTexts:
 
 
 class ChatEncoder:
-    """Renders with one model's templates and encodes with its tokenizer. May be used from any thread."""
+    """Renders with one model's templates and encodes with its tokenizer. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, templates: TemplateProcesses, max_model_len: int):
         self._tokenizer = tokenizer
@@ -65,7 +65,7 @@ class ChatEncoder:
         self._specials = SpecialTokenTexts(tokenizer)
 
     def encode(self, job: dict[str, Any], *, add_special_tokens: bool) -> tuple[str, list[int]]:
-        """The text and the ids of a conversation; `job` has the arguments of `render_chat`. Raises ApiError or InvalidRequestError."""
+        """The text and ids of a conversation; `job`: the arguments of `render_chat`. Raises ApiError or InvalidRequestError."""
         written_by_clients = {name: job[name] for name in ("messages", "tools", "documents", "kwargs")}
         mark = None
         if self._specials.occurs_in(written_by_clients):

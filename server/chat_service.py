@@ -1,6 +1,6 @@
-"""Conversations to deltas of messages: what chat completions, responses, messages and batches have in common.
+"""Turns conversations into message deltas: shared by chat completions, responses, messages and batches.
 
-Knows nothing of HTTP or of how any of these APIs writes its replies.
+Independent of HTTP and of the reply formats of these APIs.
 """
 
 import asyncio
@@ -33,14 +33,14 @@ __all__ = ["ChatDelta", "ChatService", "Conversation", "PreparedChat", "ToolCall
 
 @dataclass(kw_only=True)
 class Conversation:
-    """What to answer, and how."""
+    """A conversation with all its settings."""
 
     messages: Sequence[Mapping[str, Any]]
     """In OpenAI's shape: role, content, tool_calls, tool_call_id, name."""
     params: SamplingParams
-    """max_tokens None: as many as the context takes."""
+    """max_tokens None: up to the context length."""
     beam_search: BeamSearchParams | None = None
-    """Set: answers are searched, and `params` tells only how many there are and how they are written."""
+    """If set, runs a beam search; `params` then gives only the number of answers and the output format."""
     request_id: str
     tools: Sequence[Mapping[str, Any]] | None = None
     tool_choice: AskedChoice | None = None
@@ -55,36 +55,36 @@ class Conversation:
     chat_template_kwargs: Mapping[str, Any] | None = None
     """Values of the template's variables; a name that it does not read is an error."""
     reasoning_effort: str | None = None
-    """A hint to templates that read it."""
+    """A hint for templates that read it."""
     enable_thinking: bool | None = None
-    """The same."""
+    """A hint for templates that read it."""
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
     constraint_param: str = "structured_outputs"
-    """What the client calls the constraint of the answer."""
+    """The client's name for the field that constrains the answer, for errors."""
     max_tokens_param: str | None = None
-    """What the client calls the most tokens of an answer, if so many must fit the context; None: answers end where it does."""
+    """The client's name for max_tokens if that many must fit the context; None: the answer is cut at the context length."""
     cache_salt: str | None = None
     priority: int = 0
 
 
 @dataclass
 class PreparedChat:
-    """A conversation that the engine will take: everything that can be wrong was looked at."""
+    """A fully checked conversation that the engine accepts."""
 
     conversation: Conversation
     request: FrontRequest
     usage: Usage
-    """Grows while the answer is streamed."""
+    """Updated while the answer is streamed."""
     reader: AnswerReader | None = None
-    """Who finds tool calls and reasoning in the answers; None: they are plain text."""
+    """Extracts tool calls and reasoning from the answers; None: they are plain text."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """Filled with the first output."""
+    """Set by the first output."""
     metrics: RequestMetrics | None = None
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """The conversation as the model reads it."""
+        """The rendered conversation as token ids."""
         return self.request.prompt_token_ids
 
 
@@ -96,7 +96,7 @@ class ChatService:
         self._queue_timeout_seconds = queue_timeout_seconds
         self._options = options
         self.note_request: Callable[[FrontRequest], None] = lambda request: None
-        """Called for each request that is prepared."""
+        """Called for each prepared request."""
         self._templates: TemplateProcesses | None = None
         self._encoder: ChatEncoder | None = None
         tokenizer = engine.input_processor.tokenizer
@@ -105,25 +105,25 @@ class ChatService:
             self.speech = Speech(tokenizer, engine.chat_template, options)
             self._encoder = ChatEncoder(tokenizer, self._templates, engine.max_model_len)
         self._threads = ThreadPoolExecutor(MAX_PROCESSES, "jaxllm-chat")
-        """Of their own, so that slow templates hold up no other requests."""
+        """Separate threads, so that slow templates do not delay other requests."""
 
     def warm_up(self) -> None:
-        """Have a template's process ready before the first request."""
+        """Start a template process before the first request."""
         if self._templates is not None:
             self._threads.submit(self._templates.warm_up)
 
     def close(self) -> None:
-        """End threads and processes."""
+        """Stop threads and processes."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         if self._templates is not None:
             self._templates.close()
 
     async def encode(self, conversation: Conversation) -> list[int]:
-        """The conversation as token ids. Raises ApiError or InvalidRequestError."""
+        """Encode the conversation to token ids. Raises ApiError or InvalidRequestError."""
         return (await self._rendered(conversation))[1]
 
     async def _rendered(self, conversation: Conversation) -> tuple[str, list[int]]:
-        """Text and token ids."""
+        """The rendered text and its token ids."""
         if self._encoder is None:
             raise bad_request("there is no tokenizer (--skip-tokenizer-init); send token ids to /v1/completions", "messages")
         if conversation.add_generation_prompt and conversation.continue_final_message:
@@ -189,7 +189,7 @@ class ChatService:
             )
         except InvalidRequestError as error:
             if error.param == "logprobs":
-                raise bad_request(f"top_{error}", "top_logprobs") from None  # its name in all these APIs
+                raise bad_request(f"top_{error}", "top_logprobs") from None  # the same name in all these APIs
             if error.param == "structured_outputs":
                 raise constraint_error(error, "tools" if choice.is_forced else conversation.constraint_param) from None
             raise
@@ -197,7 +197,7 @@ class ChatService:
         return PreparedChat(conversation, request, Usage(prompt_tokens=len(ids)), reader)
 
     async def stream(self, chat: PreparedChat) -> AsyncGenerator[list[ChatDelta], None]:
-        """The answer as it comes; with output_kind FINAL_ONLY all at once. Closing it aborts the request.
+        """Stream the answer; with output_kind FINAL_ONLY yield it once. Closing the generator aborts the request.
 
         Raises ApiError, EngineError or EngineDeadError.
         """
@@ -222,7 +222,7 @@ class ChatService:
                 yield deltas
 
     async def complete(self, chat: PreparedChat) -> list[ChatDelta]:
-        """The whole answers, in order. Raises ApiError, EngineError or EngineDeadError."""
+        """Return the complete answers, in order. Raises ApiError, EngineError or EngineDeadError."""
         answers: dict[int, ChatDelta] = {}
         async with contextlib.aclosing(self.stream(chat)) as updates:
             async for deltas in updates:

@@ -1,4 +1,4 @@
-"""Writes the chunks of a streamed chat or completion; what is the same in all chunks of a stream is written once."""
+"""Writes the chunks of a streamed chat or completion; serializes the common part of a stream's chunks once."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ _json = msgspec.json.encode
 
 
 class ChunkWriter:
-    """Chunks of one stream. `kind` is their "object"; a chunk with nothing but text has it between `text_head` and `text_tail`."""
+    """Chunks of one stream. `kind` is their "object"; a text-only chunk has its text between `text_head` and `text_tail`."""
 
     def __init__(
         self,
@@ -37,13 +37,13 @@ class ChunkWriter:
         self._text_tail = text_tail + b',"logprobs":null,"finish_reason":null}]' + self._no_usage + b"}\n\n"
 
     def text(self, index: int, text: str) -> bytes:
-        """A chunk with nothing but text."""
+        """A text-only chunk."""
         return b'%b,"choices":[{"index":%d%b%b%b' % (self._head, index, self._text_head, _json(text), self._text_tail)
 
     def chunk(
         self, choice: Mapping[str, Any], usage: Mapping[str, Any] | None = None, extra: Mapping[str, Any] | None = None
     ) -> bytes:
-        """Any chunk of one choice; `extra` stands beside the choices."""
+        """Any chunk of one choice; `extra` is added beside the choices."""
         told = self._no_usage if usage is None else b',"usage":' + _json(usage)
         return b'%b,"choices":[%b]%b%b}\n\n' % (self._head, _json(choice), told, _members(extra or {}))
 

@@ -1,4 +1,4 @@
-"""uvicorn's connections with limits of their own: time and size of headers, number of connections, errors as JSON."""
+"""uvicorn connections with additional limits: time for and size of headers, number of connections; errors as JSON."""
 
 import asyncio
 import functools
@@ -28,7 +28,7 @@ class GuardedConnection(HttpToolsProtocol):
         self._num_header_bytes = 0
 
     def connection_made(self, transport: Any) -> None:
-        """A client came; it has to say what it wants within the time limit."""
+        """Accept a connection; the headers must arrive within the time limit."""
         super().connection_made(transport)
         if len(self.connections) > self._max_connections:
             self._refuse(ApiError(503, "there are too many connections"))
@@ -36,12 +36,12 @@ class GuardedConnection(HttpToolsProtocol):
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client, or this side, hung up."""
+        """The connection is closed, by either side."""
         self._stop_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Bytes came; headers that are too large end the connection before they are complete."""
+        """Receive bytes; close the connection as soon as headers are too large, even if incomplete."""
         if self.transport.is_closing():
             return
         self._unset_keepalive_if_required()
@@ -59,9 +59,9 @@ class GuardedConnection(HttpToolsProtocol):
                 self._refuse(ApiError(status, "the URL is too long" if status == 414 else "the headers are too large"))
 
     def _parse(self, data: bytes) -> bytes:
-        """Parse bytes. Returns those that are still to be parsed: of a request that asks for another protocol, such as h2c.
+        """Parse bytes. Returns unparsed bytes of a request that asks for a protocol upgrade, such as h2c.
 
-        The parser takes the end of its headers for the end of HTTP, so it gets the request again as one that does not ask.
+        The parser stops HTTP after such headers, so it gets the request again without the upgrade.
         """
         try:
             self.parser.feed_data(data)
@@ -86,19 +86,19 @@ class GuardedConnection(HttpToolsProtocol):
             self._start_timer()
 
     def on_headers_complete(self) -> None:
-        """Its headers are there; the guard takes over."""
+        """The headers are complete; the guard takes over."""
         self._is_in_headers = False
         self._stop_timer()
         if not self._asks_for_upgrade():
             super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """So is its body."""
+        """The body is complete."""
         if not self._asks_for_upgrade():
             super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is not HTTP."""
+        """Answer input that is not HTTP."""
         if len(getattr(self, "url", b"")) > MAX_URL_BYTES:
             self._refuse(ApiError(414, f"the URL is longer than {MAX_URL_BYTES} bytes"))
         else:
@@ -138,7 +138,7 @@ class GuardedConnection(HttpToolsProtocol):
 
 
 def uvicorn_config(app: Any, options: ServerOptions, **more: Any) -> uvicorn.Config:
-    """uvicorn's settings for an application; `more` are settings of uvicorn that win."""
+    """uvicorn's settings for an application; `more` overrides them."""
     network = options.network
     connection = functools.partial(
         GuardedConnection,

@@ -1,4 +1,4 @@
-"""What all routes share: the engine, the options, the names of the model, and what is counted over all requests."""
+"""State shared by all routes: engine, options, model names, and counters over all requests."""
 
 import contextlib
 import hashlib
@@ -30,13 +30,13 @@ class ServerContext:
         self.model_names = options.replies.served_model_name or [engine.config.model.model]
         self.created = int(time.time())
         self.num_running = 0
-        """Requests that are being answered."""
+        """Number of requests that are being answered."""
         self.refusal: ApiError | None = None
-        """Why no requests are taken now, e.g. because the server is going to stop; set from outside."""
+        """Why requests are refused now, e.g. because the server is stopping; set from outside."""
         own = engine.get_default_sampling_params()
         self.defaults: dict[str, Any] = {name: getattr(own, name) for name in MODEL_DEFAULTS}
         self.default_max_tokens = own.max_tokens if own.max_tokens != SamplingParams().max_tokens else None
-        """What the model's generation config says."""
+        """Defaults from the model's generation config."""
         self.http_metrics = HttpMetrics()
         engine.add_metrics(self.http_metrics.snapshot)
         self.request_log = RequestLog(options.logging)
@@ -54,11 +54,11 @@ class ServerContext:
 
     @property
     def model_name(self) -> str:
-        """The name in replies."""
+        """The model name in replies."""
         return self.model_names[0]
 
     def check_model(self, name: str | None) -> None:
-        """Raise ApiError for a model that is not served; null or empty means the one there is."""
+        """Raise ApiError for a model that is not served; null or empty means the served model."""
         if name and name not in self.model_names:
             known = ", ".join(repr(known) for known in self.model_names)
             raise ApiError(
@@ -69,13 +69,13 @@ class ServerContext:
             )
 
     def time_limit(self, asked: float | None) -> float | None:
-        """Seconds that a request may take: what it asks for, but no more than the server allows; None: any time."""
+        """Time limit of a request in seconds: the requested one, capped by the server's; None: no limit."""
         allowed = self.options.limits.request_timeout or None
         return min(filter(None, (asked, allowed)), default=None)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Counts a request while it is answered."""
+        """Count a request while it is answered."""
         self.num_running += 1
         try:
             yield
@@ -84,17 +84,17 @@ class ServerContext:
 
 
 def context_of(request: Request) -> ServerContext:
-    """The context of the application that a request came to."""
+    """The context of the application that received a request."""
     return request.app.state.context
 
 
 def request_id_of(request: Request, given: str | None) -> str:
-    """The id of a request: the body's own, else that of the header x-request-id, else a new one."""
+    """The id of a request: from the body, else from the header x-request-id, else a new one."""
     return given or getattr(request.state, "request_id", None) or uuid.uuid4().hex
 
 
 def _fingerprint(engine: AsyncLLM, mode: str) -> str | None:
-    """Equal where the same request with a seed gives the same answer: version, model and what its numbers depend on."""
+    """The same value means the same answer to a seeded request: made of version, model and the settings that affect numbers."""
     if mode == "none":
         return None
     config = engine.config

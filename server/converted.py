@@ -1,4 +1,4 @@
-"""Chat requests that requests of other APIs are turned into, and errors that speak of the fields that the client sent."""
+"""Converts requests of other APIs to chat requests, and maps errors back to the fields that the client sent."""
 
 import asyncio
 import contextlib
@@ -16,23 +16,23 @@ from server.routes.chat import to_conversation
 
 Result = TypeVar("Result")
 LARGE_BYTES = 64 << 10
-"""Some milliseconds of work."""
+"""Body size whose processing takes some milliseconds."""
 
 
 def conversation_of(fields: Mapping[str, Any], context: ServerContext, request_id: str) -> Conversation:
-    """The conversation that a chat request with these fields asks for. Raises ApiError, InvalidRequestError or ValidationError."""
+    """Build the conversation of a chat request with these fields. Raises ApiError, InvalidRequestError or ValidationError."""
     conversation = to_conversation(
         ChatCompletionRequest.model_validate({name: value for name, value in fields.items() if value is not None}),
         context,
         request_id,
     )
     conversation.request_id = request_id
-    conversation.max_tokens_param = None  # the other APIs have a word for an answer that the context ends
+    conversation.max_tokens_param = None  # the other APIs have a stop reason for an answer cut at the context length
     return conversation
 
 
 async def unless_small(num_bytes: int, work: Callable[..., Result], *arguments: Any) -> Result:
-    """The result of work on a body; a large one is worked on in a thread, so that other requests go on meanwhile."""
+    """Process a body and return the result; a large one is processed in a thread, so that other requests are not delayed."""
     if num_bytes < LARGE_BYTES:
         return work(*arguments)
     return await asyncio.to_thread(work, *arguments)
@@ -40,7 +40,7 @@ async def unless_small(num_bytes: int, work: Callable[..., Result], *arguments: 
 
 @contextlib.contextmanager
 def renamed_params(names: Mapping[str, str]) -> Iterator[None]:
-    """Let errors about fields of the chat request name the client's own."""
+    """Rename fields of the chat request in errors to the client's own."""
     try:
         yield
     except (ValidationError, InvalidRequestError) as error:

@@ -1,4 +1,4 @@
-"""The time limit of a request, over all the pieces of work that it consists of."""
+"""The time limit of a request, shared by all its parts."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -12,7 +12,7 @@ Piece = TypeVar("Piece")
 
 
 class Deadline(AbstractAsyncContextManager["Deadline"]):
-    """Ends what runs inside with a 408 when the time is over. May be entered again: it is the same moment."""
+    """Ends its block with a 408 at the deadline. Reusable: every use has the same deadline."""
 
     def __init__(self, seconds: float | None):
         self._seconds = seconds
@@ -36,7 +36,7 @@ class Deadline(AbstractAsyncContextManager["Deadline"]):
             ) from None
 
     async def applied(self, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[Piece, None]:
-        """The pieces, each of which must come before the deadline."""
+        """Yield the items, each of which must arrive before the deadline."""
         async with aclosing(pieces):
             if self._when is None:
                 async for piece in pieces:
@@ -52,5 +52,5 @@ class Deadline(AbstractAsyncContextManager["Deadline"]):
 
 
 def deadline(seconds: float | None) -> Deadline:
-    """A limit that begins now; None: there is none."""
+    """A deadline that starts now; None: no limit."""
     return Deadline(seconds)

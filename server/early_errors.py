@@ -1,4 +1,4 @@
-"""A wait for the first news of a stream, so that what fails at once is a real HTTP status and not an event."""
+"""Waits for the first update of a stream, so that an immediate failure gives an HTTP error status instead of an event."""
 
 import asyncio
 import contextlib
@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from typing import TypeVar
 
 SECONDS = 0.5
-"""An engine that takes no more requests says so before its next step."""
+"""Seconds to wait: an engine that accepts no more requests reports it before its next step."""
 
 News = TypeVar("News")
 
@@ -14,13 +14,13 @@ News = TypeVar("News")
 async def after_early_errors(
     updates: AsyncGenerator[News, None], seconds: float = SECONDS
 ) -> AsyncGenerator[News | None, None]:
-    """None, then the updates. None comes when the first of them is there or the time is over; an error before raises instead of it."""
+    """Yields None, then the updates. None comes with the first update or after the wait; an earlier error is raised instead."""
     async with contextlib.aclosing(updates):
         coming = asyncio.ensure_future(_next(updates))
         try:
             done, _ = await asyncio.wait({coming}, timeout=seconds)
             if done:
-                coming.result()  # raises what went wrong
+                coming.result()  # raises the error
             yield None
             first, is_over = await coming
         finally:
@@ -36,7 +36,7 @@ async def after_early_errors(
 
 
 async def _next(updates: AsyncGenerator[News, None]) -> tuple[News | None, bool]:
-    """The next update, and whether there was none: a future cannot carry StopAsyncIteration."""
+    """Return the next update and whether the stream ended: a future cannot carry StopAsyncIteration."""
     try:
         return await anext(updates), False
     except StopAsyncIteration:

@@ -1,4 +1,4 @@
-"""Why an answer ended, as OpenAI's clients know it."""
+"""Maps the engine's finish reasons to OpenAI's."""
 
 from jaxllm.log import logger, safe
 from jaxllm.outputs import CompletionOutput, PoolingRequestOutput
@@ -7,7 +7,7 @@ from server.errors import ApiError, overloaded
 
 
 def end_of(answer: CompletionOutput | PoolingRequestOutput) -> str | None:
-    """The finish reason, "stop" or "length"; None before the end. Raises ApiError for ends that are failures."""
+    """The finish reason, "stop" or "length"; None before the end. Raises ApiError for failures."""
     reason = answer.finish_reason
     if reason in (None, "stop", "length"):
         return reason
@@ -20,7 +20,7 @@ def end_of(answer: CompletionOutput | PoolingRequestOutput) -> str | None:
 
 
 def failure(kind: str | None) -> ApiError:
-    """What a client is told of a request that ended with an error of this kind (`jaxllm.request.ErrorKind`)."""
+    """The client's error for a request that ended with this kind of error (`jaxllm.request.ErrorKind`)."""
     if kind == ErrorKind.QUEUE_TIMEOUT:
         return overloaded("the request waited longer than requests may; try again later")
     if kind == ErrorKind.TIMEOUT:

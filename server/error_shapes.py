@@ -1,4 +1,4 @@
-"""The shape that the clients of a path expect errors in: OpenAI's, unless the path is that of another API."""
+"""Chooses the error format by path: OpenAI's, unless the path belongs to another API."""
 
 from collections.abc import Awaitable, Callable
 
@@ -14,17 +14,17 @@ from server.sse import ClientDisconnected
 
 
 def in_shape_of(path: str, error: ApiError) -> ApiError:
-    """An error in the shape that the clients of a path understand."""
+    """Convert an error to the format of a path's API."""
     if "/v1/messages" in path:
         return as_anthropic_error(error)
     return as_ollama_error(error) if path.startswith("/api/") else error
 
 
 class ShapedRoute(APIRoute):
-    """A route whose errors have the shape of its path."""
+    """A route whose errors have the format of its path's API."""
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
-        """The route's own handler, with its errors turned."""
+        """Wrap the route's handler to convert its errors."""
         handler = super().get_route_handler()
 
         async def turned(request: Request) -> Response:

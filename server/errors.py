@@ -1,4 +1,4 @@
-"""Every error that a client sees, in OpenAI's envelope: {"error": {"message", "type", "param", "code"}}."""
+"""Every error that a client receives, in OpenAI's envelope: {"error": {"message", "type", "param", "code"}}."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -12,9 +12,9 @@ from jaxllm.errors import EngineDeadError, EngineError, EngineSleepingError, Inv
 
 MAX_MESSAGE_LENGTH = 1000
 MAX_ECHO_LENGTH = 200
-"""Characters of a client's own input that are sent back."""
+"""Maximum number of characters of client input that an error repeats."""
 MAX_FAULTS = 10
-"""Faults of one body that are told."""
+"""Maximum number of faults reported per body."""
 RETRY_AFTER_SECONDS = 1
 
 _TYPES = {
@@ -32,11 +32,11 @@ _TYPES = {
     431: "invalid_request_error",
 }
 _LEAKS = re.compile(r"0x[0-9a-fA-F]{6,}|File \"[^\"]*\"|(?<![\w.])(?:/[\w.@+-]+){2,}\.\w+")
-"""Addresses, frames of tracebacks and paths of files, which foreign libraries put into their messages."""
+"""Matches addresses, traceback frames and file paths, which third-party libraries put into their messages."""
 
 
 class ApiError(Exception):
-    """An error for the client. `retry` says whether trying again can help; None leaves that to the client."""
+    """An error for the client. `retry` says whether retrying can help; None leaves that to the client."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class ApiError(Exception):
         return msgspec.json.encode({"error": error})
 
     def response(self) -> Response:
-        """The envelope as a reply."""
+        """The envelope as a response."""
         return Response(self.body(), self.status, self.headers, media_type="application/json")
 
 
@@ -78,7 +78,7 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """What a client may know of an exception. What is not the client's affair becomes one neutral sentence."""
+    """Convert an exception to a client error. Internal errors become one neutral sentence."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ValidationError):
@@ -99,26 +99,26 @@ def as_api_error(error: BaseException) -> ApiError:
 
 
 def constraint_error(error: InvalidRequestError, param: str) -> ApiError:
-    """An error of structured outputs in the words of the field that asked for them."""
+    """Reword a structured-output error for the request field that caused it."""
     return bad_request(
         without_leaks(str(error).replace("structured_outputs.json", param).replace("structured_outputs", param)), param
     )
 
 
 def overloaded(message: str, retry_after_seconds: int = RETRY_AFTER_SECONDS) -> ApiError:
-    """503: too much to do now, try again later."""
+    """503: the server is overloaded; try again later."""
     return ApiError(503, message, code="overloaded", headers={"retry-after": str(retry_after_seconds)}, retry=True)
 
 
 def validation_error(faults: Sequence[Mapping[str, Any]]) -> ApiError:
-    """One 400 for the faults that pydantic found, of which the first gives `param`."""
+    """Build one 400 from pydantic's errors; the first one gives `param`."""
     told = [_fault_text(fault) for fault in faults[:MAX_FAULTS]]
     more = f" (and {len(faults) - MAX_FAULTS} more faults)" if len(faults) > MAX_FAULTS else ""
     return bad_request("; ".join(dict.fromkeys(told)) + more, _field_of(faults[0]) if faults else None)
 
 
 def _field_of(fault: Mapping[str, Any]) -> str | None:
-    """The field of the body in which a fault lies; the names of union branches are no fields."""
+    """The field of the body at fault, without the names of union branches."""
     location = fault["loc"]
     return str(location[0]) if location else None
 
@@ -134,10 +134,10 @@ def _fault_text(fault: Mapping[str, Any]) -> str:
 
 
 def shortened(text: str, length: int) -> str:
-    """A text that is not longer than it may be."""
+    """Truncate a text to the maximum length."""
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
 def without_leaks(text: str) -> str:
-    """A message without addresses, frames and paths of files."""
+    """Replace addresses, frames and file paths in a message."""
     return _LEAKS.sub("…", text)

@@ -1,4 +1,4 @@
-"""A front process: HTTP, tokenizing and detokenizing for clients of one listening socket. Run by the supervisor as `python -m`."""
+"""A front process: HTTP, tokenizing and detokenizing for one listening socket. The supervisor runs it with `python -m`."""
 
 import asyncio
 import contextlib
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from server.context import ServerContext
 
 LAST_WORDS_SECONDS = 2.0
-"""Time to write the ends of streams whose requests were aborted."""
+"""Seconds to write the last events of aborted streams."""
 READY = "ready "
 MAX_OPEN_FILES = 1 << 16
 
 
 class FrontStart(msgspec.Struct):
-    """All that a front is told. `socket_fd` listens; to `report_fd` it writes READY once it serves, or what is wrong."""
+    """The configuration of a front. `socket_fd` listens; the front writes READY or its error to `report_fd`."""
 
     index: int
     directory: str
@@ -49,7 +49,7 @@ class FrontStart(msgspec.Struct):
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without handlers of signals: here they mean to drain."""
+    """uvicorn without its signal handlers: signals drain the front instead."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -57,7 +57,7 @@ class _Server(uvicorn.Server):
 
 
 class Front:
-    """One front, from its start to its end."""
+    """Runs one front."""
 
     def __init__(self, start: FrontStart):
         self._start = start
@@ -68,7 +68,7 @@ class Front:
         self._gate = Gate(lambda: self._client.status, lambda: self._client.dead_error, page, start.options.network.root_path)
 
     async def run(self) -> None:
-        """Serve until told to stop, then drain. Raises JaxLLMError if the application cannot be made."""
+        """Serve until stopped, then drain. Raises JaxLLMError if the application cannot be built."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
@@ -78,7 +78,7 @@ class Front:
         settings: dict[str, Any] = {"lifespan": "off", "timeout_graceful_shutdown": 1}
         server = _Server(uvicorn_config(self._gate, self._options, **settings))
         serving = asyncio.create_task(server.serve(sockets=[socket.socket(fileno=self._start.socket_fd)]))
-        serving.add_done_callback(lambda _: self._stop.set())  # a front that cannot serve must not seem ready
+        serving.add_done_callback(lambda _: self._stop.set())  # a front that cannot serve must not report READY
         try:
             await self._serve(serving)
         finally:
@@ -88,15 +88,15 @@ class Front:
 
     async def _serve(self, serving: "asyncio.Task[None]") -> None:
         texts = await asyncio.to_thread(load_texts, self._start.config)
-        from server.app import create_app  # while the engine loads
+        from server.app import create_app  # import while the engine loads
         from server.grpc.start import start_grpc
         from server.speech import check_names
 
-        check_names(self._options.chat)  # not only when the engine has loaded
+        check_names(self._options.chat)  # fail before the engine has loaded
         try:
             engine = await self._unless_stopped(AsyncLLM.connect(self._client, texts))
         except EngineDeadError:
-            await self._stop.wait()  # the supervisor knows, and decides
+            await self._stop.wait()  # the supervisor detects it too and decides
             return
         if engine is None:
             return
@@ -113,7 +113,7 @@ class Front:
             engine.shutdown()
 
     async def _unless_stopped(self, work: Any) -> Any:
-        """The result of a coroutine, or None if the front is to stop before."""
+        """Return the result of a coroutine, or None if the front is stopped first."""
         task, stop = asyncio.ensure_future(work), asyncio.ensure_future(self._stop.wait())
         await asyncio.wait((task, stop), return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
@@ -123,12 +123,12 @@ class Front:
         return None
 
     async def _drain(self, engine: AsyncLLM, context: "ServerContext") -> None:
-        """Refuse what is new, let what runs end in time, and abort the rest, each with a last event."""
+        """Refuse new requests, let running ones finish in time, and abort the rest, each with a last event."""
         seconds = self._options.network.shutdown_timeout
         context.refusal = self._gate.drain(seconds)
 
         def num_running() -> int:
-            return max(self._gate.num_running, context.num_running)  # gRPC, and responses in the background, pass no gate
+            return max(self._gate.num_running, context.num_running)  # gRPC calls and background responses bypass the gate
 
         if await _until_idle(num_running, seconds):
             return
@@ -143,7 +143,7 @@ class Front:
 
 
 async def _until_idle(num_running: Callable[[], int], seconds: float) -> bool:
-    """Whether all requests ended in time."""
+    """Wait, and return whether all requests ended in time."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             while num_running():
@@ -152,7 +152,7 @@ async def _until_idle(num_running: Callable[[], int], seconds: float) -> bool:
 
 
 def _allow_many_connections() -> None:
-    """As many open files as the system lets this user have: many shells allow 1024, and each connection is one."""
+    """Raise the limit of open files to the hard limit: many shells set 1024, and each connection needs one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -160,7 +160,7 @@ def _allow_many_connections() -> None:
 
 
 def _offers(engine: AsyncLLM) -> str:
-    """What most requests will be: a word for the first screen."""
+    """The kind of most requests, as one word for the start screen."""
     if not engine.model_config.generates:
         return "embeddings"
     if engine.config.model.skip_tokenizer_init:
@@ -170,7 +170,7 @@ def _offers(engine: AsyncLLM) -> str:
 
 
 def main() -> int:
-    """What `python -m server.front` does: a FrontStart comes by standard input, whose end means that the supervisor is gone."""
+    """Entry point of `python -m server.front`: reads a FrontStart from stdin; end of input means the supervisor has ended."""
     import uvloop
 
     start = msgspec.msgpack.decode(read_first_message(sys.stdin.fileno()), type=FrontStart)

@@ -1,4 +1,4 @@
-"""What stands in front of the application: answers while the engine loads and while the server drains. Pure ASGI."""
+"""Outermost ASGI layer: answers while the engine loads and while the server drains."""
 
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from types import MappingProxyType
@@ -18,10 +18,10 @@ LOADING_RETRY_SECONDS = 5
 
 
 class Gate:
-    """An application that is 503 until `open` is called, and again after `drain`. Counts the requests that are being answered.
+    """Answers 503 until `open` is called with an application, and again after `drain`. Counts running requests.
 
-    `page` is what answers GET at some paths from the beginning: the web page, which then shows how far loading is. `root_path` is
-    what a proxy may have left in front of paths: within, nobody sees it.
+    `page` holds the replies to GET that are available from the start: the web page, which then shows loading progress.
+    `root_path` is a prefix that a proxy may leave on paths; it is removed here.
     """
 
     def __init__(
@@ -40,11 +40,11 @@ class Gate:
         self.num_running = 0
 
     def open(self, app: App) -> None:
-        """Let requests through."""
+        """Start to forward requests to the application."""
         self._app = app
 
     def drain(self, seconds: float) -> ApiError:
-        """Refuse new requests, because the server stops within so many seconds. Returns what they are told."""
+        """Refuse new requests, because the server stops within this many seconds. Returns the message for clients."""
         self._retry_seconds = seconds
         return _stopping(seconds)
 

@@ -1,7 +1,7 @@
-"""What stands in front of every route: sizes, times, hosts, keys and request ids. Pure ASGI.
+"""Middleware before every route: checks sizes, times, hosts, keys and request ids. Pure ASGI.
 
-It decides by `scope["path"]` alone, never by a URL that the Host header has a part in, and what is not named as public needs
-a key as soon as there is one.
+Decides by `scope["path"]` alone, never by a URL built from the Host header. If any key is set, every path that is not
+listed as public requires one.
 """
 
 import asyncio
@@ -26,16 +26,16 @@ MAX_HEADERS = 100
 MAX_HEADER_BYTES = 64 << 10
 MAX_URL_BYTES = 8 << 10
 LINGER_SECONDS = 1.0
-"""So long a refused body is still read and thrown away, so that the client, which is sending, comes to read the refusal."""
+"""Seconds to read and discard a refused body, so that a client that is still sending gets to read the refusal."""
 PROBES = frozenset({"/live", "/ready", "/health", "/ping"})
 METRICS = "/metrics"
-"""Counts and times alone, nothing of requests; Prometheus is seldom set up to send a key."""
+"""Serves only counts and times, no request data; public because Prometheus is seldom set up to send a key."""
 _HOST = re.compile(rb"[A-Za-z0-9._:\[\]-]+")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
 
 
 class Guard:
-    """Wraps the application. `admin_paths` want the operator's key, `public_paths` none; of them "/x/" is all below it, too."""
+    """Wraps the application. `admin_paths` require the operator's key, `public_paths` none ("/x/" includes paths below it)."""
 
     def __init__(
         self, app: ASGIApp, context: ServerContext, *, public_paths: Collection[str] = (), admin_paths: Collection[str] = ()
@@ -84,7 +84,7 @@ class Guard:
         await self._app(scope, receive, send)
 
     async def _refuse(self, error: ApiError, scope: Scope, receive: Receive, send: Send, *, is_unread: bool = False) -> None:
-        """Send an error. If the body was not read to its end, the connection ends with it."""
+        """Send an error. Closes the connection if the body was not read completely."""
 
         async def reply(scope: Scope, receive: Receive, send: Send) -> None:
             response = in_shape_of(scope["path"], error).response()
@@ -143,7 +143,7 @@ class Guard:
     # Bodies
 
     async def _with_body(self, headers: dict[bytes, bytes], receive: Receive) -> Receive:
-        """The request's body, read whole; what the application receives then. Raises ApiError."""
+        """Read the request's body; return a `receive` for the application. Raises ApiError."""
         length = headers.get(b"content-length")
         if length is None and b"transfer-encoding" not in headers:
             return receive
@@ -166,13 +166,13 @@ class Guard:
 
 
 class _Answer:
-    """`send`, with the request's id as a header, and the status kept."""
+    """`send` that adds the request's id as a header and records the status."""
 
     def __init__(self, send: Send, request_id: str | None):
         self._send = send
         self._header = None if request_id is None else (b"x-request-id", request_id.encode("latin-1"))
         self.status = 499
-        """As it is called when the client leaves before an answer."""
+        """Record that the client left before an answer."""
         self.has_begun = False
 
     async def __call__(self, message: Message) -> None:
@@ -185,7 +185,7 @@ class _Answer:
 
 
 def _checked_headers(scope: Scope) -> dict[bytes, bytes]:
-    """The headers by name. Raises ApiError for too many, too large ones, and for a Host that is none."""
+    """The headers by name. Raises ApiError for too many or too large headers, and for an invalid Host."""
     if len(scope.get("raw_path") or scope["path"]) + len(scope.get("query_string", b"")) > MAX_URL_BYTES:
         raise ApiError(414, f"the URL is longer than {MAX_URL_BYTES} bytes")
     pairs = scope["headers"]
@@ -205,7 +205,7 @@ def _checked_headers(scope: Scope) -> dict[bytes, bytes]:
 
 
 def key_digests(keys: Iterable[str]) -> tuple[bytes, ...]:
-    """What is kept of keys to compare others with."""
+    """Digests of the keys, for comparison."""
     return tuple(hashlib.sha256(key.encode()).digest() for key in keys)
 
 
@@ -213,11 +213,11 @@ def _given_key(headers: dict[bytes, bytes]) -> bytes | None:
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
     if scheme.lower() == b"bearer":
         return key.strip(b" \t")
-    return headers.get(b"x-api-key")  # as Anthropic's clients send it
+    return headers.get(b"x-api-key")  # Anthropic's clients send this header
 
 
 def holds_key(given: bytes | None, wanted: Iterable[bytes]) -> bool:
-    """Whether a key is one of those; takes the same time whichever it is."""
+    """Whether a key is one of those, in constant time."""
     digest = hashlib.sha256(given or b"").digest()
     found = False
     for each in wanted:

@@ -1,4 +1,4 @@
-"""Counts HTTP requests: ASGI middleware in front of everything, so that what the guard refuses is counted too."""
+"""Counts HTTP requests: outermost ASGI middleware, so that requests refused by the guard are counted too."""
 
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -17,14 +17,14 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 NOT_COUNTED = frozenset({"/metrics", "/health", "/live", "/ready", "/ping", "/load", "/version", "/server_info"})
 NO_HANDLER = "none"
-"""Of requests that reached no route: paths that clients invent must not become labels."""
+"""Path label of requests that match no route: arbitrary paths must not become labels."""
 CLIENT_GONE = 499
-"""The status of a request whose client went away before an answer began."""
+"""Status of a request whose client disconnected before an answer began."""
 METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH"})
 
 
 class HttpMetrics:
-    """What one front counts over all its requests. Touched only by its event loop."""
+    """Counters of one front. Used only by its event loop."""
 
     def __init__(self) -> None:
         self._requests: dict[tuple[str, str, str], int] = {}
@@ -32,18 +32,18 @@ class HttpMetrics:
         self._tool_calls: dict[str, int] = {}
 
     def request_done(self, method: str, status: int, handler: str, seconds: float) -> None:
-        """A request was answered, or its client went away."""
+        """Count a request that was answered or whose client disconnected."""
         method = method if method in METHODS else "other"
         key = (method, str(status), handler)
         self._requests[key] = self._requests.get(key, 0) + 1
         self._seconds.setdefault((method, handler), Observations(HTTP_SECONDS)).add(seconds)
 
     def tool_calls_parsed(self, parser: str) -> None:
-        """The output of a request was searched for tool calls in the form of this name."""
+        """Count a request whose output is searched for tool calls in this dialect."""
         self._tool_calls[parser] = self._tool_calls.get(parser, 0) + 1
 
     def snapshot(self) -> list[Metric]:
-        """Every metric as it is now."""
+        """The current value of every metric."""
         found = Collected({}, prefix="")
         for (method, status, handler), count in self._requests.items():
             found.counter("http_requests", count, "HTTP requests", method=method, status=status, handler=handler)

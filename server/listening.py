@@ -1,4 +1,4 @@
-"""The sockets that clients connect to. They belong to the supervisor, so that a front that dies takes no connection attempt with it."""
+"""The listening sockets. The supervisor owns them, so that no connection attempt is lost when a front dies."""
 
 import contextlib
 import errno
@@ -16,14 +16,14 @@ _LISTEN_STATE = "0A"
 
 
 def listen(network: NetworkOptions) -> list[socket.socket]:
-    """A listening socket for each front. Raises ConfigError if the address cannot be had, with who has it."""
+    """Open a listening socket for each front. Raises ConfigError if the address is in use, naming the process that has it."""
     if network.uds is not None:
         shared = _listen_unix(network.uds)
         return [shared, *(shared.dup() for _ in range(network.api_server_count - 1))]
     first = _listen_tcp(network, network.port)
     sockets = [first]
     if network.api_server_count > 1:
-        # The kernel deals connections out evenly among sockets of one port. It would also let a stranger's in, hence the first try.
+        # The kernel balances connections among sockets of one port. It would let other programs join, hence the first try.
         port = first.getsockname()[1]
         first.close()
         sockets = [_listen_tcp(network, port, shared=True) for _ in range(network.api_server_count)]
@@ -43,7 +43,7 @@ def check_tls(network: NetworkOptions) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     fault = "ssl_certfile and ssl_keyfile are no certificate with its key, unencrypted"
     try:
-        context.load_cert_chain(network.ssl_certfile, network.ssl_keyfile, password="")  # asks nobody for the real one
+        context.load_cert_chain(network.ssl_certfile, network.ssl_keyfile, password="")  # never prompts for the password
         if network.ssl_ca_certs is not None:
             fault = f"ssl_ca_certs is {network.ssl_ca_certs!r}, which holds no certificates"
             context.load_verify_locations(network.ssl_ca_certs)
@@ -55,7 +55,7 @@ def check_tls(network: NetworkOptions) -> None:
 
 
 def address_of(listening: socket.socket) -> tuple[str, int]:
-    """Host and port under which this machine reaches the server."""
+    """Host and port for connections from this machine."""
     host, port = listening.getsockname()[:2]
     return ("127.0.0.1" if host in ("0.0.0.0", "::") else host), port
 
@@ -93,7 +93,7 @@ def _explain(error: OSError, host: str, port: int) -> str:
 
 
 def _free_port(taken: int) -> int:
-    """The next port that is free now."""
+    """The next free port."""
     for port in range(taken + 1, min(taken + 100, 65536)):
         with socket.socket() as probe:
             try:
@@ -105,7 +105,7 @@ def _free_port(taken: int) -> int:
 
 
 def owner_of_port(port: int) -> str | None:
-    """`python3 (process 1234)`, if this user may know who listens on a port."""
+    """`python3 (process 1234)`, the process that listens on a port, if this user may see it."""
     inodes = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError, ValueError, IndexError):
@@ -129,7 +129,7 @@ def _listen_unix(path: str) -> socket.socket:
             try:
                 probe.connect(path)
             except OSError:
-                os.unlink(path)  # left behind by a server that was killed
+                os.unlink(path)  # left behind by a killed server
             else:
                 raise ConfigError(f"uds is {path!r}, where another server listens; choose another path")
     listening = socket.socket(socket.AF_UNIX)

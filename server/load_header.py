@@ -1,4 +1,4 @@
-"""The header `endpoint-load-metrics` (ORCA), by which balancers learn with each answer how busy the engine is. Pure ASGI."""
+"""The header `endpoint-load-metrics` (ORCA), which reports the engine's load to balancers with each answer. Pure ASGI."""
 
 import msgspec
 from starlette.datastructures import Headers, MutableHeaders
@@ -11,7 +11,7 @@ ASKED_BY, TOLD_BY = "endpoint-load-metrics-format", "endpoint-load-metrics"
 
 
 class LoadHeader:
-    """Adds it to answers of /v1 whose request asks for TEXT or JSON."""
+    """Adds the header to answers of /v1 whose request asks for TEXT or JSON."""
 
     def __init__(self, app: ASGIApp, engine: AsyncLLM):
         self._app = app

@@ -1,4 +1,4 @@
-"""Logprobs in the two shapes that OpenAI's APIs have. JSON knows no infinity: -inf becomes -9999."""
+"""Logprobs in the formats of OpenAI's two APIs. JSON has no infinity: -inf becomes -9999."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,32 +12,32 @@ Position = Mapping[int, Logprob] | None
 
 
 def finite(logprob: float) -> float:
-    """A logprob that JSON can carry."""
+    """A logprob that JSON can represent."""
     return logprob if logprob > LEAST else LEAST  # NaN too
 
 
 class LogprobWriter:
-    """Turns the engine's logprobs into replies' objects. `as_ids`: tokens are written as 'token_id:N'."""
+    """Converts the engine's logprobs to reply objects. `as_ids`: tokens are written as 'token_id:N'."""
 
     def __init__(self, tokenizer: Tokenizer | None, *, as_ids: bool, skip_special_tokens: bool = True):
         self._tokenizer = tokenizer
         skips = tokenizer is not None and skip_special_tokens
         self._hidden = tokenizer.all_special_ids if skips and tokenizer is not None else frozenset()
-        """Tokens that have no place in the text."""
+        """Tokens that are not part of the text."""
         self._as_ids = as_ids
 
     def token(self, token_id: int, text: str | None) -> str:
-        """How a token is written."""
+        """The text form of a token."""
         return f"token_id:{token_id}" if self._as_ids or text is None else text
 
     def token_bytes(self, token_id: int, text: str | None) -> list[int] | None:
-        """The bytes that a token stands for."""
+        """The bytes of a token."""
         if self._tokenizer is not None and self._tokenizer.is_byte_level:
             return list(self._tokenizer.token_bytes(token_id))
         return None if text is None else list(text.encode("utf-8", "replace"))
 
     def chat(self, token_ids: Sequence[int], positions: Sequence[Position], num_top: int) -> list[dict[str, Any]]:
-        """`choices[].logprobs.content` of chat completions: each token with its num_top likeliest rivals (-1: all)."""
+        """`choices[].logprobs.content` of chat completions: each token with its num_top most likely alternatives (-1: all)."""
         content = []
         for token_id, position in zip(token_ids, positions, strict=True):
             own = position.get(token_id) if position else None
@@ -56,7 +56,7 @@ class LogprobWriter:
     def completion(
         self, token_ids: Sequence[int], positions: Sequence[Position], num_top: int, first_offset: int
     ) -> tuple[dict[str, Any], int]:
-        """`choices[].logprobs` of completions, and the offset in the text where they end."""
+        """`choices[].logprobs` of completions, and the text offset at their end."""
         tokens: list[str] = []
         token_logprobs: list[float | None] = []
         top_logprobs: list[dict[str, float] | None] = []
@@ -83,7 +83,7 @@ class LogprobWriter:
         return None if self._tokenizer is None else self._tokenizer.token_text(token_id)
 
     def prompt(self, positions: Sequence[Position]) -> list[dict[str, Any] | None]:
-        """`prompt_logprobs`, vLLM's own: per prompt token a mapping from ids to logprob, rank and text; null for the first."""
+        """`prompt_logprobs` of vLLM: per prompt token a map from ids to logprob, rank and text; null for the first token."""
         return [
             None
             if position is None
@@ -100,7 +100,7 @@ class LogprobWriter:
 
 
 def _top(position: Position, num_top: int) -> list[tuple[int, Logprob]]:
-    """The likeliest tokens of a position, in order; the sampled one only if it is one of them."""
+    """The most likely tokens of a position, in order; the sampled one only if it is among them."""
     if not position or num_top == 0:
         return []
     items = sorted(position.items(), key=lambda item: -item[1].logprob)

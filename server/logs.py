@@ -1,4 +1,4 @@
-"""The server's own log lines: one for each HTTP request, and, if asked for, one for each prompt. Never contents above debug level."""
+"""The server's log lines: one per HTTP request, and optionally one per prompt. Contents are logged at debug level only."""
 
 import dataclasses
 import logging
@@ -24,7 +24,7 @@ class AccessLog:
         self._quiet = QUIET_PATHS if given is None else frozenset(given)
 
     def write(self, scope: Scope, status: int, seconds: float) -> None:
-        """Log a request that was answered, unless all is well with one that nobody wants to read of."""
+        """Log an answered request, unless it is a successful one that is excluded from the log."""
         if self._is_off or not logger.isEnabledFor(logging.INFO) or (scope["path"] in self._quiet and status < 400):
             return
         client = scope.get("client")
@@ -43,14 +43,14 @@ class AccessLog:
 
 
 class RequestLog:
-    """A line for each prompt that the engine takes, with --enable-log-requests."""
+    """Log a line for each prompt that the engine accepts, with --enable-log-requests."""
 
     def __init__(self, options: LoggingOptions):
         self._is_on = options.enable_log_requests
         self._max_length = options.max_log_len
 
     def write(self, request: FrontRequest) -> None:
-        """Log what a request asks of sampling; at debug level also its prompt."""
+        """Log a request's sampling parameters, and its prompt at debug level."""
         if not self._is_on:
             return
         request_id, num_tokens = safe(request.request_id), len(request.prompt_token_ids)
@@ -68,7 +68,7 @@ class RequestLog:
 
 
 def _numbers(params: SamplingParams | BeamSearchParams) -> str:
-    """The parameters that are numbers or switches and no defaults: texts are contents."""
+    """The non-default parameters that are numbers or switches: texts count as contents."""
     found = []
     for field in dataclasses.fields(params):
         value = getattr(params, field.name)

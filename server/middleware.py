@@ -1,4 +1,4 @@
-"""Middleware that --middleware names by import path. It runs behind the guard: only for requests that are let in."""
+"""Middleware named by --middleware. It runs inside the guard: only for admitted requests."""
 
 import importlib
 import inspect
@@ -12,12 +12,12 @@ from jaxllm.errors import ConfigError
 
 
 def load_middleware(paths: Sequence[str]) -> list[Any]:
-    """The classes and coroutine functions at import paths. Raises ConfigError that names the path."""
+    """Import classes and coroutine functions by path. Raises ConfigError that names the path."""
     return [_load(path) for path in paths]
 
 
 def install_middleware(app: FastAPI, paths: Sequence[str]) -> None:
-    """Put what is at the import paths around the application, the last outermost. Raises ConfigError."""
+    """Wrap the application in the middleware at the import paths, the last outermost. Raises ConfigError."""
     for found in load_middleware(paths):
         is_function = inspect.iscoroutinefunction(found)
         app.add_middleware(BaseHTTPMiddleware, dispatch=found) if is_function else app.add_middleware(found)

@@ -1,4 +1,4 @@
-"""JSON as the Responses and the Messages API send it: whole, or as server-sent events with a name."""
+"""JSON for the Responses and the Messages API: whole, or as named server-sent events."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -8,7 +8,7 @@ import msgspec
 
 
 def encoded(value: Any) -> bytes:
-    """A value as JSON. What clients sent is in some replies again, so integers may be of any size."""
+    """Encode a value as JSON. Replies repeat client input, so integers may have any size."""
     try:
         return msgspec.json.encode(value)
     except OverflowError:
@@ -21,5 +21,5 @@ def named_event(event: Mapping[str, Any]) -> bytes:
 
 
 def named_events(events: Iterable[Mapping[str, Any]]) -> bytes:
-    """Events one after the other."""
+    """Concatenated events."""
     return b"".join(map(named_event, events))

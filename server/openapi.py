@@ -1,4 +1,4 @@
-"""The OpenAPI document: bodies are read by hand (`server/body.py`), so their schemas are put in here."""
+"""The OpenAPI document: bodies are parsed by `server/body.py` instead of FastAPI, so their schemas are added here."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def json_body(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def install_openapi(app: FastAPI, *, root_path: str = "") -> None:
-    """Let the application describe itself with the bodies of all its routes. `root_path`: where a proxy serves it."""
+    """Add the bodies of all routes to the application's OpenAPI document. `root_path`: the proxy's prefix."""
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:

@@ -1,6 +1,6 @@
-"""Every option of the server, once: the command line, its help, the YAML file and the environment are generated from these fields.
+"""Every option of the server, once: the command line, its help, the YAML file and the environment are generated from these.
 
-Knows nothing of FastAPI or JAX. Names are those of `vllm serve` where it has the same option.
+Imports neither FastAPI nor JAX. Names are those of `vllm serve` where it has the same option.
 """
 
 import json

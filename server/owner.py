@@ -1,4 +1,4 @@
-"""Who a caller is, as far as keeping things apart needs it: a digest of the key that was sent, never the key."""
+"""Identifies callers by a digest of their key, to keep their data apart; the key itself is not stored."""
 
 import hashlib
 
@@ -6,12 +6,12 @@ from starlette.requests import Request
 
 
 def owner_of(request: Request) -> str:
-    """The owner of what a request makes. Callers without a key are one owner."""
+    """The owner of a request's data. All callers without a key are one owner."""
     return owner_of_key(request.headers.get("authorization") or request.headers.get("x-api-key"))
 
 
 def owner_of_key(authorization: str | None) -> str:
-    """The same for `Bearer KEY` and for KEY alone."""
+    """The owner for `Bearer KEY` or KEY alone."""
     scheme, _, rest = (authorization or "").partition(" ")
     key = rest.strip() if scheme.lower() == "bearer" else authorization or ""
     return hashlib.sha256(key.encode("utf-8", "replace")).hexdigest()

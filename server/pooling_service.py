@@ -1,4 +1,4 @@
-"""Prompts to vectors: what embeddings, pooling, scores and ranks have in common. Knows nothing of HTTP."""
+"""Turns prompts into vectors: shared by embeddings, pooling, scores and ranks. Independent of HTTP."""
 
 import asyncio
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ from server.prompts import check_text_length, tokenizer_of
 from server.usage import Usage
 
 MAX_VALUES = 1 << 24
-"""Numbers in one reply: of vectors of tokens there are soon more than anybody wants as text."""
+"""Maximum number of numbers in one reply: vectors of all tokens make a very large text."""
 
 
 @dataclass(frozen=True)
 class Input:
-    """One prompt, and what the request calls it."""
+    """One prompt, and its name in the request."""
 
     prompt: str | list[int]
     param: str
@@ -30,7 +30,7 @@ class Input:
 
 
 class PoolingService:
-    """Makes vectors with one engine."""
+    """Computes vectors with one engine."""
 
     def __init__(self, engine: AsyncLLM, limits: LimitOptions):
         self._engine = engine
@@ -46,7 +46,7 @@ class PoolingService:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> list[FrontRequest]:
-        """Tokenize and check all inputs before any runs. Raises ApiError."""
+        """Tokenize and check all inputs before any of them runs. Raises ApiError."""
         limit = self._limits.max_prompts_per_request
         if len(inputs) > limit:
             raise bad_request(
@@ -73,7 +73,7 @@ class PoolingService:
         return requests
 
     async def run(self, requests: Sequence[FrontRequest]) -> list[PoolingRequestOutput]:
-        """The vectors of prepared requests, in order. Cancelling it, or the failure of one, aborts the others.
+        """Return the vectors of prepared requests, in order. If it is cancelled or one request fails, the others are aborted.
 
         Raises ApiError, EngineError or EngineDeadError.
         """
@@ -91,7 +91,7 @@ class PoolingService:
         return outputs
 
     def _encode(self, inputs: Sequence[Input], add_special_tokens: bool) -> list[Any]:
-        """Prompts with their token ids. Of a text that is far too long only as much is tokenized as shows that."""
+        """Prompts with their token ids. Tokenizes only as much of an overlong text as is needed to reject it."""
         longest = self._engine.max_model_len
         texts = [each for each in inputs if isinstance(each.prompt, str)]
         for each in texts:
@@ -135,7 +135,7 @@ class PoolingService:
 
 
 def usage_of(outputs: Sequence[PoolingRequestOutput], *, tells_cached: bool) -> dict[str, Any]:
-    """The tokens of a request as OpenAI writes them."""
+    """Token counts of a request in OpenAI's format."""
     num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     num_cached = sum(output.num_cached_tokens for output in outputs) if tells_cached else None
     return Usage(prompt_tokens=num_tokens, cached_tokens=num_cached).as_dict()

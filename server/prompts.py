@@ -1,4 +1,4 @@
-"""From a request's prompt to token ids within the context, without ever tokenizing much more than fits."""
+"""Converts a request's prompt to token ids that fit the context, without tokenizing much more than that."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ PROBE_CHARACTERS = 1 << 18
 
 
 def too_long(num_tokens: int, max_model_len: int, *, at_least: bool = False, param: str = "prompt") -> ApiError:
-    """The error for a prompt that leaves no room for an answer."""
+    """The error for a prompt that leaves no space for an answer."""
     return bad_request(
         f"the prompt has {'at least ' * at_least}{num_tokens} tokens; this model's maximum context length is {max_model_len} tokens, "
         "with at least 1 for the answer; shorten it",
@@ -21,20 +21,20 @@ def too_long(num_tokens: int, max_model_len: int, *, at_least: bool = False, par
 
 
 def tokenizer_of(engine: AsyncLLM, param: str = "prompt") -> Tokenizer:
-    """The tokenizer. Raises ApiError, for the parameter that wants it, if there is none."""
+    """The tokenizer. Raises ApiError, for the parameter that needs it, if there is none."""
     if (found := engine.input_processor.tokenizer) is None:
         raise bad_request("there is no tokenizer (--skip-tokenizer-init); send token ids", param)
     return found
 
 
 def check_length(num_tokens: int, max_model_len: int, param: str = "prompt") -> None:
-    """Raise ApiError for a prompt that leaves no room."""
+    """Raise ApiError for a prompt that leaves no space for an answer."""
     if num_tokens >= max_model_len:
         raise too_long(num_tokens, max_model_len, param=param)
 
 
 def check_room(num_tokens: int, max_tokens: int, max_model_len: int, param: str = "max_tokens") -> None:
-    """Raise ApiError if an answer of as many tokens as were asked for does not fit behind the prompt."""
+    """Raise ApiError if prompt and requested output tokens together exceed the context."""
     room = max_model_len - num_tokens
     if max_tokens > room:
         raise bad_request(
@@ -46,12 +46,12 @@ def check_room(num_tokens: int, max_tokens: int, max_model_len: int, param: str 
 
 
 def check_text_length(tokenizer: Tokenizer, text: str, max_model_len: int, param: str = "prompt") -> None:
-    """Raise ApiError for a text that is far too long, having tokenized only as much of it as shows that."""
+    """Raise ApiError for an overlong text, after tokenizing only as much of it as is needed."""
     if len(text) <= max(PROBE_CHARACTERS, 8 * max_model_len):
         return
     num_tokens = 0
     for start in range(0, len(text), PROBE_CHARACTERS):
-        # A cut can only split a token in two.
+        # A cut can at most split one token in two.
         num_tokens += len(tokenizer.encode(text[start : start + PROBE_CHARACTERS], add_special_tokens=False)) - 1
         if num_tokens >= max_model_len:
             raise too_long(num_tokens, max_model_len, at_least=True, param=param)
@@ -67,7 +67,7 @@ def encode_prompt(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) 
 def truncated(
     ids: Sequence[int], length: int | None, side: str | None, max_model_len: int, max_tokens: int | None = None
 ) -> list[int]:
-    """At most `length` ids (-1: as many as fit beside an answer of `max_tokens`), the last ones unless the side to cut is "right"."""
+    """Truncate to `length` ids (-1: what fits beside `max_tokens`), from the left unless the side to cut is "right"."""
     if length is None:
         return list(ids)
     if length < -1 or length == 0:

@@ -1,4 +1,4 @@
-"""From the fields of a request to SamplingParams. What cannot be honoured is refused here; ranges are SamplingParams' affair."""
+"""Builds SamplingParams from a request's fields. Rejects unsupported fields; SamplingParams checks the ranges."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from server.protocol.common import ResponseFormat, SamplingFields, StructuredOut
 MAX_STOP_CHARACTERS = 1000
 MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_IDS = 4096
-"""Entries of stop_token_ids."""
+"""Maximum number of stop_token_ids."""
 
 
 def sampling_params(
@@ -24,7 +24,7 @@ def sampling_params(
     max_tokens: int | None,
     logprobs: int | None,
 ) -> SamplingParams:
-    """The parameters that a request asks for; `defaults` are the model's own values. Raises ApiError or InvalidRequestError."""
+    """A request's sampling parameters; `defaults` are the model's own values. Raises ApiError or InvalidRequestError."""
     check_limits(fields, limits)
     _check_streaming(fields)
     values = {name: value for name in IN_REQUESTS if (value := getattr(fields, name)) is not None}
@@ -44,7 +44,7 @@ def sampling_params(
 
 
 def check_limits(fields: SamplingFields, limits: LimitOptions) -> None:
-    """Raise ApiError for more than this server takes."""
+    """Raise ApiError for values above the server's limits."""
     if fields.n is not None and fields.n > limits.max_n:
         raise bad_request(f"n is {fields.n}, must be at most {limits.max_n} (--max-n)", "n")
     if fields.best_of not in (None, fields.n or 1):
@@ -87,7 +87,7 @@ def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
 
 
 def _constraint(fields: SamplingFields) -> StructuredOutputsParams | None:
-    """What response_format or structured_outputs ask for, as StructuredOutputsParams."""
+    """Convert response_format or structured_outputs to StructuredOutputsParams."""
     formats = fields.response_format
     has_format = formats is not None and formats.type != "text"
     if fields.structured_outputs is not None and has_format:
@@ -103,7 +103,7 @@ def _constraint(fields: SamplingFields) -> StructuredOutputsParams | None:
 
 
 def constraint_param(fields: SamplingFields) -> str:
-    """The field that says what the answer must be."""
+    """The name of the field that constrains the answer."""
     return "response_format" if fields.structured_outputs is None and fields.response_format else "structured_outputs"
 
 
@@ -115,7 +115,7 @@ def _named(given: StructuredOutputs) -> dict[str, Any]:
 
 
 def _of_format(formats: ResponseFormat) -> dict[str, Any]:
-    """A response_format as fields of StructuredOutputsParams."""
+    """Convert a response_format to fields of StructuredOutputsParams."""
     if formats.schema_ is not None:
         raise bad_request(
             "response_format.schema belongs into json_schema: {type: json_schema, json_schema: {name, schema}}",

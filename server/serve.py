@@ -1,4 +1,4 @@
-"""The supervisor: listens, starts the engine process and the fronts, watches them, and ends them in order. Speaks no HTTP itself."""
+"""The supervisor: listens, starts and watches the engine process and the fronts, and stops them in order. Handles no HTTP."""
 
 import asyncio
 import contextlib
@@ -28,31 +28,31 @@ from server.options import ServerOptions
 
 MAX_RESTARTS = 5
 RESTART_WINDOW_SECONDS = 60.0
-"""A front that ends more often within this time is not restarted again."""
+"""A front that ends more than MAX_RESTARTS times within this many seconds is not restarted."""
 LAST_ERRORS_SECONDS = 1.0
-"""How long fronts go on after the engine's death, to tell every client."""
+"""Seconds that fronts continue after the engine's death, to send every client an error."""
 POLL_SECONDS = 0.05
 END_SECONDS = 5.0
-"""A process that does not end within this time after it was told to is killed."""
+"""Seconds after which a process that was asked to end is killed."""
 
 
 @dataclass(frozen=True)
 class Serving:
-    """What there is to tell once requests are taken."""
+    """Facts to report once requests are accepted."""
 
     config: EngineConfig
     options: ServerOptions
     socket: socket.socket
     start_seconds: dict[str, float]
-    """Where the time went, part by part."""
+    """Duration of each part of the start."""
     seconds: float
-    """From the supervisor's start."""
+    """Since the supervisor's start."""
     offers: str
-    """What its requests are mostly: "chat", "completions", "token ids" or "embeddings"."""
+    """The kind of most requests: "chat", "completions", "token ids" or "embeddings"."""
 
 
 class _Front:
-    """A front process and its place: the listening socket stays when the process ends."""
+    """A front process and its listening socket, which outlives the process."""
 
     def __init__(self, index: int, listening: socket.socket):
         self.index = index
@@ -66,7 +66,7 @@ class _Front:
 
 
 class Supervisor:
-    """One server. `on_ready` is called when requests are taken; `core_factory` is for tests."""
+    """One server. `on_ready` is called when requests are accepted; `core_factory` is for tests."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class Supervisor:
 
     @property
     def _silence_seconds(self) -> float:
-        """The heartbeat ends only when the whole process stands still; otherwise the process finds a hang itself."""
+        """Seconds without a heartbeat: it stops only if the whole process hangs; the process itself detects other hangs."""
         timeout = self._options.processes.step_timeout
         return timeout + 30.0 if timeout else float("inf")
 
@@ -171,7 +171,7 @@ class Supervisor:
         self._watch(self._watch_front(front))
 
     async def _watch_front(self, front: _Front) -> None:
-        """Until it ends; then start it again, if it ever served and does not end all the time."""
+        """Wait until a front ends; restart it if it was ready before and has not ended too often."""
         assert front.process is not None
         while (code := front.process.poll()) is None:
             self._read_report(front)
@@ -194,7 +194,7 @@ class Supervisor:
         self._start_front(front)
 
     def _read_report(self, front: _Front) -> None:
-        """Take what the front says of its start. Notes if it serves."""
+        """Read a front's start report; record whether it is ready."""
         with contextlib.suppress(BlockingIOError):
             front.told += os.read(front.report, 4096).decode(errors="replace")
         if front.told.startswith(READY):
@@ -204,7 +204,7 @@ class Supervisor:
     # The engine
 
     async def _watch_engine(self, client: EngineClient) -> None:
-        """Until its process ends or hangs."""
+        """Wait until the engine's process ends or hangs."""
         dead: asyncio.Future[EngineDeadError] = asyncio.get_running_loop().create_future()
         client.on_dead = lambda error: None if dead.done() else dead.set_result(error)
         if client.dead_error is not None:
@@ -223,7 +223,7 @@ class Supervisor:
         self._fail(f"{error}{by_whom}")
 
     async def _tell_when_ready(self, client: EngineClient) -> None:
-        """Show how far loading is, then what is served."""
+        """Show loading progress, then the served endpoints."""
         loading = asyncio.create_task(self._show_loading(client))
         try:
             ready: Ready = await client.ready()
@@ -251,7 +251,7 @@ class Supervisor:
                     done = status.done
             await asyncio.sleep(0.1)
 
-    # The end
+    # Shutdown
 
     def _take_signal(self, number: signal.Signals) -> None:
         if self._stopping.is_set():
@@ -272,7 +272,7 @@ class Supervisor:
             self._stopping.set()
 
     async def _end_all(self) -> None:
-        """First the fronts, which drain, then the engine."""
+        """Stop the fronts, which drain, then the engine."""
         drain_seconds = 0.0 if self._failure else self._options.network.shutdown_timeout + LAST_WORDS_SECONDS
         fronts = [front.process for front in self._fronts if front.process is not None]
         await asyncio.gather(*(_end(process, drain_seconds + END_SECONDS) for process in fronts))
@@ -292,7 +292,7 @@ class Supervisor:
 
 
 async def _end(process: "subprocess.Popen[bytes]", seconds: float) -> None:
-    """Tell a process to end, and kill it if it does not in time."""
+    """Ask a process to end, and kill it after a time limit."""
     if process.poll() is None:
         process.terminate()
     deadline = time.monotonic() + seconds

@@ -1,4 +1,4 @@
-"""How the model that is served writes tool calls and reasoning: found once, applied to each conversation."""
+"""Formats of tool calls and reasoning of the served model: determined once, applied to each conversation."""
 
 import dataclasses
 import math
@@ -29,7 +29,7 @@ from server.options import ChatOptions
 
 
 class Speech:
-    """The dialects of one model. Raises ConfigError for names that no dialect has."""
+    """The dialects of one model. Raises ConfigError for unknown dialect names."""
 
     def __init__(self, tokenizer: Tokenizer, chat_template: str | None, options: ChatOptions):
         self._tokenizer = tokenizer
@@ -48,7 +48,7 @@ class Speech:
         """Called for each request whose output is searched for tool calls."""
 
     def check(self, tools: Any, tool_choice: Any) -> tuple[tuple[Tool, ...], ToolChoice]:
-        """The tools and the choice of a request, if this model can serve them. Raises ApiError or InvalidRequestError."""
+        """Check a request's tools and tool choice against this model. Raises ApiError or InvalidRequestError."""
         checked, choice = check_tools(tools, tool_choice)
         if choice.kind == "auto" and checked:
             if not self._options.enable_auto_tool_choice:
@@ -71,7 +71,7 @@ class Speech:
         parallel: bool,
         include_reasoning: bool,
     ) -> tuple[SamplingParams, "AnswerReader | None"]:
-        """The parameters with all that follows from tools and reasoning, and who reads the answers (None: they are plain)."""
+        """Adapt the parameters to tools and reasoning; return them with the reader of the answers (None: plain text)."""
         tool = self._tool if tools and choice.kind != "none" else None
         if choice.is_forced and params.structured_outputs is not None:
             raise bad_request(
@@ -139,7 +139,7 @@ class AnswerReader:
         self._parsers: dict[int, StreamParser] = {}
 
     def read(self, answer: CompletionOutput, reason: str | None) -> list[ChatDelta]:
-        """The news of an answer; `reason` is why it ended, if it did."""
+        """Parse an update of an answer; `reason` is its finish reason, if it ended."""
         parser = self._parsers.get(answer.index)
         if parser is None:
             parser = self._parsers[answer.index] = StreamParser(self._tool, self._reasoning, **self._settings)
@@ -153,11 +153,11 @@ class AnswerReader:
         has_reasoning = num_letters > 0 or was_reasoning or parser.in_reasoning
         if is_all_reasoning:
             self._num_reasoning_tokens += len(answer.token_ids)
-        elif num_letters:  # tokens on both sides of a marker came together
+        elif num_letters:  # one update has tokens from both sides of a marker
             share = min(1.0, num_letters / max(1, len(answer.text)))
             self._num_reasoning_tokens += math.ceil(share * len(answer.token_ids))
         delta = ChatDelta(answer.index, finish_reason=reason, stop_reason=answer.stop_reason)
-        if has_reasoning and not self._include_reasoning:  # nor may tokens tell what is to be left out
+        if has_reasoning and not self._include_reasoning:  # nor may tokens reveal text that is left out
             pieces = [piece for piece in pieces if not isinstance(piece, Reasoning)]
         else:
             delta.token_ids, delta.logprobs = answer.token_ids, answer.logprobs
@@ -165,14 +165,14 @@ class AnswerReader:
 
     @property
     def num_reasoning_tokens(self) -> int | None:
-        """Tokens of all answers that were reasoning; None for a model that does not reason."""
+        """Number of reasoning tokens of all answers; None for a model that does not reason."""
         if self._reasoning is None:
             return None
         return self._num_reasoning_tokens
 
 
 def check_names(options: ChatOptions) -> None:
-    """Raise ConfigError for names that no dialect has, without a model."""
+    """Raise ConfigError for unknown dialect names, without a model."""
     _dialects(_named(options.tool_call_parser, None), _named(options.reasoning_parser, None))
 
 
@@ -184,5 +184,5 @@ def _dialects(tool_name: str | None, reasoning_name: str | None) -> tuple[ToolDi
 
 
 def _named(option: str | None, found: str | None) -> str | None:
-    """The dialect's name: what the option says, else what the chat template shows."""
+    """The dialect's name: the option's value, else the one detected in the chat template."""
     return found if option is None else None if option == "none" else option

@@ -1,4 +1,4 @@
-"""Server-sent events: replies that are written piece by piece, and end when the client goes away."""
+"""Server-sent events: replies written piece by piece, cancelled when the client disconnects."""
 
 import asyncio
 import contextlib
@@ -14,13 +14,13 @@ from server.errors import ApiError, as_api_error
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 START_GRACE_SECONDS = 2.0
-"""So long the status waits for the first piece, so that an error before it is a real status."""
+"""Seconds that the response's status waits for the first piece, so that an error before it gives an HTTP error status."""
 
 Result = TypeVar("Result")
 
 
 class ClientDisconnected(Exception):
-    """The client went away: there is nobody to answer."""
+    """The client disconnected; no answer is sent."""
 
 
 def event(json: bytes) -> bytes:
@@ -34,7 +34,7 @@ async def _until_disconnect(receive: Receive) -> None:
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of the work; if the client leaves before, the work is cancelled and ClientDisconnected raised."""
+    """Return the result of the work; if the client disconnects first, cancel the work and raise ClientDisconnected."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_until_disconnect(receive))
     try:
@@ -53,8 +53,8 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result
 class EventStream(Response):
     """A reply whose body is an async iterator of bytes, each of one or more whole events.
 
-    An error before the first piece is answered with its status; later it becomes the last event. The iterator is closed when
-    the client leaves. `keep_alive_seconds`: silence after which a comment is sent; 0: never.
+    An error before the first piece is answered with its status; a later one becomes the last event. The iterator is closed
+    when the client disconnects. `keep_alive_seconds`: silence after which a comment is sent; 0: never.
     """
 
     media_type = "text/event-stream"
@@ -115,7 +115,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _first(self, pieces: AsyncIterator[bytes]) -> Any:
-        """The first piece, or, if it takes long, the future of it."""
+        """Return the first piece, or its future if it takes long."""
         coming = asyncio.ensure_future(_next(pieces))
         try:
             done, _ = await asyncio.wait({coming}, timeout=START_GRACE_SECONDS)
@@ -127,7 +127,7 @@ class EventStream(Response):
         return coming.result() if done else coming
 
     async def _with_comments(self, coming: "asyncio.Future[bytes]", send: Send) -> bytes:
-        """The piece that is coming, with comments while it does not come."""
+        """Wait for a pending piece; send comments meanwhile."""
         try:
             while True:
                 done, _ = await asyncio.wait({coming}, timeout=self._keep_alive_seconds or None)
@@ -142,7 +142,7 @@ class EventStream(Response):
 
 
 class _Commented:
-    """Pieces, with comments sent while none comes."""
+    """Yields pieces, and comments while none comes."""
 
     def __init__(self, pieces: AsyncIterator[bytes], stream: EventStream, send: Send):
         self._pieces = pieces
@@ -158,7 +158,7 @@ class _Commented:
 
 
 async def _next(pieces: AsyncIterator[bytes]) -> bytes:
-    return await anext(pieces)  # a future wants a coroutine
+    return await anext(pieces)  # ensure_future requires a coroutine
 
 
 async def _close(pieces: AsyncIterator[bytes]) -> None:

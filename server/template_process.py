@@ -1,4 +1,4 @@
-"""Renders conversations in processes of their own, kept warm, which end when a template takes too long or too much."""
+"""Renders conversations in separate, warm processes, which end when a template exceeds its time or memory limit."""
 
 import contextlib
 import queue
@@ -18,7 +18,7 @@ MAX_PROCESSES = 4
 
 
 class TemplateProcesses:
-    """Up to MAX_PROCESSES workers, each rendering one conversation at a time; may be used from any thread."""
+    """Up to MAX_PROCESSES workers, each rendering one conversation at a time; thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, options: ChatOptions):
         self._seconds = options.chat_template_timeout
@@ -35,7 +35,7 @@ class TemplateProcesses:
         self._is_closed = False
 
     def render(self, job: dict[str, Any]) -> str:
-        """The prompt of a conversation. Raises InvalidRequestError."""
+        """Render the prompt of a conversation. Raises InvalidRequestError."""
         try:
             body = msgspec.msgpack.encode(job)
         except OverflowError:
@@ -60,7 +60,7 @@ class TemplateProcesses:
         return found["text"]
 
     def warm_up(self) -> None:
-        """Have a process ready, so that the first request need not wait for it."""
+        """Start a process, so that the first request need not wait for it."""
         with self._places:
             self._idle.put(self._taken())
 
@@ -93,7 +93,7 @@ class _Process:
         return self._process.poll() is None
 
     def ask(self, body: bytes) -> bytes | None:
-        """The answer to a job; None if the process ended over it."""
+        """The answer to a job; None if the process ended during it."""
         self._send(body)
         assert self._process.stdout is not None
         return worker_pipe.read(self._process.stdout)
@@ -108,5 +108,5 @@ class _Process:
             logger.warning("a chat template was ended by signal %d", -self._process.returncode)
 
     def _send(self, body: bytes) -> None:
-        with contextlib.suppress(OSError):  # the missing answer tells
+        with contextlib.suppress(OSError):  # the missing answer is the error
             worker_pipe.write(self._process.stdin, body)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
-"""The process that renders conversations: what a template does wrong, however long or large, ends this process and no other.
+"""A process that renders conversations: a template that takes too much time or memory ends only this process.
 
-Reads frames of msgpack from its input: first {"seconds", "memory_bytes", "special_tokens_map", "chat_templates"}, then jobs, the
-arguments of `render_chat`; answers each with {"text"} or {"error", "param"}. Imports neither a web framework nor JAX.
+Reads msgpack frames from its input: first {"seconds", "memory_bytes", "special_tokens_map", "chat_templates"}, then jobs,
+the arguments of `render_chat`; answers each with {"text"} or {"error", "param"}. Imports neither a web framework nor JAX.
 """
 
 import resource
@@ -17,22 +17,22 @@ from jaxllm.errors import InvalidRequestError
 from jaxllm.text.chat_template import choose_template, render_chat, template_variables
 
 MAX_TEXT_CHARACTERS = 64 << 20
-"""Longest prompt that a template may make."""
+"""Maximum number of characters of a rendered prompt."""
 SWITCHES = {"enable_thinking", "thinking"}
-"""Many clients switch reasoning off for every model; one whose template has no such switch does as it is asked anyway."""
+"""Many clients disable reasoning for every model; templates without such a switch ignore it."""
 OWN_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
 
 
 @dataclass(frozen=True)
 class _Tokens:
-    """What rendering needs of a tokenizer."""
+    """The parts of a tokenizer that rendering needs."""
 
     special_tokens_map: dict[str, str]
     chat_templates: dict[str, str]
 
 
 def main() -> None:
-    """Render until the input ends."""
+    """Render jobs until the input ends."""
     first = worker_pipe.read(sys.stdin.buffer)
     if first is None:
         return
@@ -44,7 +44,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     variables: dict[str, set[str]] = {}
     while (frame := worker_pipe.read(sys.stdin.buffer)) is not None:
-        signal.setitimer(signal.ITIMER_REAL, settings["seconds"])  # SIGALRM ends the process wherever it is
+        signal.setitimer(signal.ITIMER_REAL, settings["seconds"])  # SIGALRM ends the process at any point
         answer = _answer(msgspec.msgpack.decode(frame), tokens, variables)
         signal.setitimer(signal.ITIMER_REAL, 0)
         worker_pipe.write(sys.stdout.buffer, msgspec.msgpack.encode(answer))
@@ -69,7 +69,10 @@ def _answer(job: dict[str, Any], tokens: Any, variables: dict[str, set[str]]) ->
 
 
 def _checked_kwargs(job: dict[str, Any], tokens: Any, variables: dict[str, set[str]]) -> dict[str, Any]:
-    """Values for the template's variables: the request's own and documents must exist, hints and the operator's count where they do."""
+    """Values for the template's variables.
+
+    Rejects unknown variables of the request, and documents that the template does not read; drops unknown hints and defaults.
+    """
     defaults, hints, given = job.pop("default_kwargs"), job.pop("hints"), job.pop("kwargs")
     if not (defaults or hints or given or job["documents"]):
         return {}

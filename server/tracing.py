@@ -1,4 +1,4 @@
-"""One OpenTelemetry span per request, exported by OTLP. Needs the extra `otel`, which is imported only if traces are asked for."""
+"""One OpenTelemetry span per request, exported by OTLP. Needs the extra `otel`, imported only if tracing is enabled."""
 
 import os
 import time
@@ -19,11 +19,11 @@ _NANOSECONDS = 1_000_000_000
 _W3C_HEADERS = (b"traceparent", b"tracestate")
 _MAX_HEADER_BYTES = 1024
 _headers: ContextVar[Mapping[str, str]] = ContextVar("trace headers")
-"""Of the HTTP request that the current task answers."""
+"""Trace headers of the HTTP request that the current task serves."""
 
 
 class TraceHeaders:
-    """ASGI middleware that remembers the W3C trace headers of each request for the spans that come of it."""
+    """ASGI middleware that stores the W3C trace headers of each request for its spans."""
 
     def __init__(self, app: App):
         self._app = app
@@ -40,7 +40,7 @@ class TraceHeaders:
 
 
 class Tracer:
-    """Sends spans to an OTLP collector, in batches, from a thread of its own."""
+    """Sends spans to an OTLP collector, in batches, from a separate thread."""
 
     def __init__(self, provider: Any):
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -50,9 +50,9 @@ class Tracer:
         self._propagator = TraceContextTextMapPropagator()
 
     def request_ended(self, request: FrontRequest, metrics: RequestMetrics | None, error: BaseException | None) -> None:
-        """Record a request that is over, as a child of the span that its HTTP request's headers name.
+        """Record a finished request as a child of the span in its HTTP request's headers.
 
-        `error` is what ended it, if anything did. No metrics: it was over before anything came of it.
+        `error` is the cause of its end, if any. Without metrics the request ended before it produced anything.
         """
         from opentelemetry.trace import SpanKind
         from opentelemetry.trace.status import Status, StatusCode
@@ -67,17 +67,17 @@ class Tracer:
             start_time=int(request.arrival_time * _NANOSECONDS),
             attributes=attributes(request, metrics, end),
         )
-        if isinstance(error, JaxLLMError):  # everything else is the client's going away
+        if isinstance(error, JaxLLMError):  # every other exception means that the client disconnected
             span.set_status(Status(StatusCode.ERROR, str(error)))
         span.end(int(end * _NANOSECONDS))
 
     def shutdown(self) -> None:
-        """Send what is left."""
+        """Send the remaining spans."""
         self._provider.shutdown()
 
 
 def attributes(request: FrontRequest, metrics: RequestMetrics, end: float) -> dict[str, Any]:
-    """What a span tells, by the names of the field. Latencies are in seconds; those that never happened are left out."""
+    """A span's attributes, by OpenTelemetry's names. Latencies are in seconds; those that do not apply are left out."""
     params = request.params
     search = request.beam_search_params
     decode = None if metrics.first_token_time is None else end - metrics.first_token_time
@@ -102,7 +102,7 @@ def attributes(request: FrontRequest, metrics: RequestMetrics, end: float) -> di
 
 
 def make_tracer(endpoint: str | None, *, service_name: str = "jaxllm", exporter: Any = None) -> Tracer | None:
-    """A tracer that exports to `endpoint` (a URL), or None without one. `exporter` replaces the one that the endpoint needs.
+    """A tracer that exports to `endpoint` (a URL), or None without one. `exporter` replaces the endpoint's.
 
     The protocol is grpc, or http/protobuf if $OTEL_EXPORTER_OTLP_TRACES_PROTOCOL says so. Raises ConfigError.
     """

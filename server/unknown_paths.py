@@ -1,4 +1,4 @@
-"""What a client is told that asks at a path, or with a method, that this server does not have."""
+"""Error messages for paths and methods that the server does not have."""
 
 import difflib
 from collections.abc import Iterable
@@ -7,11 +7,11 @@ from starlette.routing import BaseRoute, Route
 
 LIKENESS = 0.75
 MAX_LENGTH = 100
-"""Characters of a path that are compared with others, and sent back."""
+"""Maximum number of characters of a path that are compared and echoed."""
 
 
 def no_such_path(path: str, routes: Iterable[BaseRoute], *, dev_paths: Iterable[str] = (), docs: bool = True) -> str:
-    """The sentence of a 404: what is near, else where all is listed. `dev_paths` are those of --enable-dev-endpoints."""
+    """The message of a 404: a similar path, else all main ones. `dev_paths` are those of --enable-dev-endpoints."""
     shown = path[:MAX_LENGTH]
     known = sorted({route.path for route in routes if isinstance(route, Route) and route.include_in_schema})
     if path in set(dev_paths) - set(known):
@@ -23,5 +23,5 @@ def no_such_path(path: str, routes: Iterable[BaseRoute], *, dev_paths: Iterable[
 
 
 def no_such_method(method: str, path: str, allowed: str) -> str:
-    """The sentence of a 405."""
+    """The message of a 405."""
     return f"{path[:MAX_LENGTH]} does not take {method[:20]}; use {allowed or 'another method'}"

@@ -1,4 +1,4 @@
-"""What a reply tells of its cost: tokens and, on request, times."""
+"""Usage in a reply: tokens and, if requested, times."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,17 +9,17 @@ from jaxllm.outputs import RequestMetrics
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens of one HTTP request, all its prompts and answers together."""
+    """Token counts of one HTTP request, over all its prompts and answers."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int | None = None
-    """None: not to be told."""
+    """None: not reported."""
     reasoning_tokens: int | None = None
     """None: the model does not reason."""
 
     def as_dict(self) -> dict[str, Any]:
-        """As OpenAI writes it."""
+        """In OpenAI's format."""
         found: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
@@ -33,7 +33,7 @@ class Usage:
 
 
 def timings(metrics: RequestMetrics | None, num_tokens: int) -> Mapping[str, Any] | None:
-    """Times of a request in milliseconds, and its speed in tokens a second."""
+    """Timings of a request in milliseconds, and its speed in tokens per second."""
     if metrics is None or metrics.first_token_time is None or metrics.finished_time is None:
         return None
     decode = metrics.finished_time - metrics.first_token_time

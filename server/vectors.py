@@ -1,4 +1,4 @@
-"""Vectors on the wire: as JSON numbers, base64 or bytes, in the number format and byte order that a client wants."""
+"""Serializes vectors: as JSON numbers, base64 or bytes, in the requested number format and byte order."""
 
 import asyncio
 import base64
@@ -16,11 +16,11 @@ _DTYPES = {
     "fp8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
 }
 _ROWS_AT_ONCE = 8
-"""Vectors that are written before others get their turn: writing one takes some tenths of a millisecond."""
+"""Number of vectors written before other tasks run: writing one takes some tenths of a millisecond."""
 
 
 def as_bytes(vectors: np.ndarray, dtype: str, endianness: str) -> bytes:
-    """The numbers one after the other, row by row."""
+    """The numbers as bytes, row by row."""
     array = np.ascontiguousarray(_cast(vectors, dtype))
     if endianness not in ("native", sys.byteorder) and array.itemsize > 1:
         array = array.view(f"u{array.itemsize}").byteswap()
@@ -28,7 +28,7 @@ def as_bytes(vectors: np.ndarray, dtype: str, endianness: str) -> bytes:
 
 
 async def as_json(vectors: np.ndarray, encoding: str, dtype: str, endianness: str) -> list[bytes]:
-    """A JSON value in pieces: for base64 a text, else lists of numbers as they are in `dtype`. Lets others run in between."""
+    """A JSON value in pieces: for base64 a string, else lists of numbers in `dtype`. Lets other tasks run in between."""
     await asyncio.sleep(0)
     if encoding == "base64":
         return [b'"', base64.b64encode(as_bytes(vectors, dtype, endianness)), b'"']
@@ -44,7 +44,7 @@ async def as_json(vectors: np.ndarray, encoding: str, dtype: str, endianness: st
 
 
 def _cast(vectors: np.ndarray, dtype: str) -> np.ndarray:
-    """In a narrower type, numbers beyond its range become its largest: JSON has no infinity."""
+    """Clip numbers to the range of a narrower type: JSON has no infinity."""
     if dtype == "float32":
         return vectors
     largest = float(ml_dtypes.finfo(_DTYPES[dtype]).max)

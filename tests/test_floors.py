@@ -1,4 +1,7 @@
-"""The house stands: imports go downward only, and the host wing never meets JAX. Reads the source, imports nothing of it."""
+"""Import order of the packages: imports go to lower levels only, and packages without JAX never reach it.
+
+Reads the source without importing it.
+"""
 
 import ast
 from collections.abc import Iterator
@@ -37,7 +40,7 @@ FLOORS = {
     "jaxllm.scaling": 8,
     "jaxllm.cli": 9,
 }
-"""A module lives where its longest prefix here says."""
+"""Level of each package; a module belongs to its longest prefix here."""
 
 SIBLINGS = {
     ("jaxllm.structured", "jaxllm.text"),
@@ -52,7 +55,7 @@ SIBLINGS = {
     ("jaxllm.connected_llm", "jaxllm.async_llm"),
     ("jaxllm.connected_llm", "jaxllm.llm_engine"),
 }
-"""(importer, imported) on the same floor that may; within one of these packages everything may."""
+"""Allowed (importer, imported) pairs on the same level; imports within one of these packages are free."""
 
 WITHOUT_JAX = {
     "jaxllm",
@@ -79,7 +82,7 @@ def modules() -> dict[str, Path]:
 
 
 def room_of(module: str) -> str:
-    """The longest prefix of a module that has a floor."""
+    """The longest prefix of a module that has a level."""
     parts = module.split(".")
     return next(room for end in range(len(parts), 0, -1) if (room := ".".join(parts[:end])) in FLOORS)
 

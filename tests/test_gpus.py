@@ -1,4 +1,4 @@
-"""What a driver would say, by stand-ins for its libraries: this machine need not have a GPU."""
+"""GPU driver queries, with stand-ins for the driver's libraries: the machine needs no GPU."""
 
 import ctypes
 import os

@@ -1,4 +1,4 @@
-"""The README and the pages in docs/ say what is so: commands exist, options are accepted, links lead somewhere."""
+"""The README and the pages in docs/ are correct: commands exist, options are accepted, links resolve."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""The parts of a start: summed by name, told in a line."""
+"""Durations of the parts of a start: summed by name, and formatted as one line."""
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"""The form of an output as callers give it: one constraint, within limits, said clearly if not."""
+"""Structured output as callers give it: one constraint, within limits, with clear errors."""
 
 import json
 import math

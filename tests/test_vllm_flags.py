@@ -1,4 +1,4 @@
-"""Every flag of vLLM is taken, without effect or refused, and what its text recommends exists."""
+"""Every flag of vLLM is accepted, ignored or refused, and the options that its text recommends exist."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`jaxllm bench throughput|latency`: how fast the engine is, offline, on random prompts of given lengths."""
+"""`jaxllm bench throughput|latency`: measures the engine offline, on random prompts of given lengths."""
 
 import argparse
 import json
@@ -26,20 +26,20 @@ EXAMPLES = """examples:
   jaxllm bench latency -m Qwen/Qwen3-0.6B --load-format dummy --num-prompts 8 --output-len 256"""
 
 SEPARATE = ("serve", "scaling")
-"""What is a subcommand with a module of its own."""
+"""The subcommands with modules of their own."""
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """One request: tokens of the prompt, tokens to write."""
+    """Prompt tokens and output tokens of one request."""
 
     prompt: int
     output: int
 
 
 def bench_flags() -> list[Flag]:
-    """The sampling flags that change the speed; lengths and ends are the benchmark's own."""
+    """The sampling flags that affect speed; the benchmark sets lengths and stop conditions itself."""
     return [flag for flag in sampling_flags() if flag in shaping_flags() or flag.name == "logprobs"]
 
 
@@ -131,7 +131,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Run:
-    """One timed run. The two lists hold one number per request, if the engine kept statistics."""
+    """One timed run. The two lists have one number per request, if the engine recorded statistics."""
 
     seconds: float
     first_token_seconds: Sequence[float]
@@ -140,7 +140,7 @@ class Run:
 
 
 def random_prompts(lengths: Sequence[Lengths], vocab_size: int) -> list[dict[str, list[int]]]:
-    """The same random token ids each time; the last 256 ids stay out, because special tokens often lie there."""
+    """The same random token ids each time, without the last 256 ids, which are often special tokens."""
     import numpy as np
 
     rng = np.random.default_rng(0)
@@ -148,7 +148,7 @@ def random_prompts(lengths: Sequence[Lengths], vocab_size: int) -> list[dict[str
 
 
 def throughput_report(lengths: Sequence[Lengths], runs: Sequence[Run]) -> dict[str, Any]:
-    """Rates over the timed runs, by their median."""
+    """Rates at the median time of the timed runs."""
     seconds = statistics.median(run.seconds for run in runs)
     num_prompt, num_output = sum(entry.prompt for entry in lengths), sum(entry.output for entry in lengths)
     return {
@@ -165,7 +165,7 @@ def throughput_report(lengths: Sequence[Lengths], runs: Sequence[Run]) -> dict[s
 
 
 def latency_report(lengths: Sequence[Lengths], runs: Sequence[Run]) -> dict[str, Any]:
-    """Average and percentiles of the time that a whole batch takes."""
+    """Average and percentiles of the time of a whole batch."""
     seconds = [run.seconds for run in runs]
     return {
         "batch_size": len(lengths),
@@ -179,7 +179,7 @@ def latency_report(lengths: Sequence[Lengths], runs: Sequence[Run]) -> dict[str,
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The value below which `percent` of the values lie, between two of them in proportion."""
+    """A percentile, linearly interpolated."""
     ordered = sorted(values)
     place = (len(ordered) - 1) * percent / 100
     low = int(place)
@@ -197,7 +197,7 @@ def _per_request(runs: Sequence[Run]) -> dict[str, float]:
 
 
 def _measure(llm: "LLM", prompts: Sequence[Any], params: Sequence[SamplingParams]) -> Run:
-    """One run over all prompts, without what earlier runs left in the prefix cache."""
+    """Run all prompts once, with an empty prefix cache."""
     llm.reset_prefix_cache()
     began = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -220,7 +220,7 @@ def _lengths(arguments: argparse.Namespace) -> list[Lengths]:
     if arguments.dataset_name == "sharegpt":
         if arguments.what == "latency" or arguments.mix or arguments.input_len or not arguments.dataset_path:
             raise UsageError("--dataset-name sharegpt is for throughput; it needs --dataset-path, and no --mix or --input-len")
-        return []  # the tokenizer counts them
+        return []  # token counts need the tokenizer
     if arguments.dataset_path:
         raise UsageError("--dataset-path is for --dataset-name sharegpt")
     if arguments.mix is None:

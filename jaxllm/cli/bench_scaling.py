@@ -1,4 +1,4 @@
-"""`jaxllm bench scaling`: how a model's speed grows with the devices that its layers are split over."""
+"""`jaxllm bench scaling`: measures how a model's speed grows with the devices that its layers are split over."""
 
 import argparse
 import datetime
@@ -36,12 +36,12 @@ DEFAULT_INPUT_LEN, DEFAULT_OUTPUT_LEN = 1024, 256
 DEFAULT_MIXED_REQUESTS = 200
 NO_FLAGS = (
     *("tensor_parallel_size", "use_progress_bar", "profiler_dir"),
-    *("tokenizer", "skip_tokenizer_init", "chat_template"),  # prompts are token ids, and outputs get no text
+    *("tokenizer", "skip_tokenizer_init", "chat_template"),  # prompts are token ids, and outputs are not detokenized
 )
 
 
 def scaling_flags() -> list[Flag]:
-    """The engine's options, without those that the experiment sets or has no use for."""
+    """The engine's options, without those that the experiment sets or does not use."""
     return [flag for flag in engine_flags() if flag.name not in NO_FLAGS]
 
 
@@ -112,7 +112,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print, write. Returns the exit code: 1 if anything that was asked for is missing, 130 after Ctrl-C."""
+    """Measure, print, write. Returns the exit code: 1 if any requested result is missing, 130 after Ctrl-C."""
     options.use_model_argument(arguments)
     output = _output_directory(arguments.output)
     paths = [Path(path) for path in arguments.earlier]
@@ -207,7 +207,7 @@ def _requests(arguments: argparse.Namespace, input_len: int, output_len: int) ->
 
 
 def _output_directory(path: str | None) -> Path | None:
-    """The directory, made if need be. Raises ConfigError if it holds results, which may have been costly."""
+    """Create the directory if it is missing. Raises ConfigError if it holds results, which may have taken long."""
     if path is None:
         return None
     directory = Path(path)

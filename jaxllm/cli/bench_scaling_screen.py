@@ -1,4 +1,4 @@
-"""What `jaxllm bench scaling` shows while it runs: rows of a table on stdout, what is done now on stderr."""
+"""Output of a running `jaxllm bench scaling`: table rows on stdout, the current activity on stderr."""
 
 import sys
 import time
@@ -12,11 +12,11 @@ from jaxllm.scaling.rows import Results, Row, SizeResult, Skipped
 
 MIN_WIDTH = 9
 WORDS = ("work", "unit", "note")
-"""Columns that stand left."""
+"""Left-aligned columns."""
 
 
 class Screen:
-    """Hears of results as they come."""
+    """Receives results as they come."""
 
     def __init__(self, plan: Plan, results: Results, *, quiet: bool, has_table: bool):
         self._plan, self._rows = plan, list(results.rows)
@@ -26,7 +26,7 @@ class Screen:
         self._print_lines([list(tables.ROW_HEADER), *tables.main_table(plan, self._rows).lines])
 
     def begin(self, size: SizeResult) -> Hear:
-        """Who hears of a size that begins."""
+        """The receiver for a size that begins."""
         number = size.tensor_parallel_size
 
         def hear(told: Any) -> None:
@@ -42,12 +42,12 @@ class Screen:
         return hear
 
     def end(self) -> None:
-        """Nothing more comes."""
+        """End of the output."""
         self._clear()
 
     @staticmethod
     def summary(plan: Plan, results: Results) -> None:
-        """What the rows say beside each other, and what is missing."""
+        """Summarize the rows and list missing results."""
         named = [
             ("weak scaling", tables.weak_table(plan, results.rows)),
             ("where a step's time goes, ms", tables.parts_table(results)),
@@ -75,7 +75,7 @@ class Screen:
             print("  ".join(cells).rstrip(), flush=True)
 
     def _say(self, text: str) -> None:
-        """On a terminal one line that the next one replaces, with the time since the start; else a line each."""
+        """On a terminal a single line, updated in place, with the time since the start; else one line per activity."""
         if self._quiet:
             return
         line = f"[{terminal.duration(time.monotonic() - self._began)}] {text}"

@@ -1,4 +1,4 @@
-"""`jaxllm bench serve`: put load on a running OpenAI-compatible server and measure what clients see."""
+"""`jaxllm bench serve`: puts load on a running OpenAI-compatible server and measures it from the client's side."""
 
 import argparse
 import asyncio
@@ -116,7 +116,7 @@ async def _measure(
 
 
 async def _first_model(client: "ServerClient", timeout_seconds: float) -> str:
-    """The first model that the server names, waiting while it is not there or still loads."""
+    """The first model that the server lists; waits while the server is unreachable or loading."""
     from jaxllm.http_client.client import ServerError
 
     deadline = asyncio.get_running_loop().time() + timeout_seconds
@@ -134,7 +134,7 @@ async def _first_model(client: "ServerClient", timeout_seconds: float) -> str:
 
 
 def _prompts(arguments: argparse.Namespace) -> "tuple[list[LoadPrompt], LoadPrompt]":
-    """The measured prompts, and one for the requests before them."""
+    """The measured prompts, and one for the warm-up requests."""
     import numpy as np
 
     from jaxllm.http_client import datasets
@@ -193,7 +193,7 @@ def _load_tokenizer(name: str) -> "Tokenizer":
 
 
 class PlainTokenizer:
-    """A tokenizer that adds no special tokens and writes none."""
+    """A tokenizer that neither adds nor writes special tokens."""
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
@@ -240,7 +240,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _header(arguments: argparse.Namespace, model: str, num_prompts: int) -> dict[str, Any]:
-    """What was measured, under the names that vLLM's benchmark uses."""
+    """The results, under the names that vLLM's benchmark uses."""
     rate = arguments.request_rate
     header = {
         "date": datetime.datetime.now().strftime("%Y%m%d-%H%M%S"),

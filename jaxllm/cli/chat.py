@@ -28,11 +28,11 @@ EXAMPLES = """examples:
 QUOTES = '"""'
 _HELP_WIDTH = 20
 NOT_IN_CHAT = ("n", "logprobs", "prompt_logprobs")
-"""Sampling values of which a conversation would show nothing."""
+"""Sampling values without a visible effect in a conversation."""
 
 
 def chat_flags() -> list[Flag]:
-    """The sampling flags that a conversation has use for."""
+    """The sampling flags that apply to a conversation."""
     return [flag for flag in sampling_flags() if flag.name not in NOT_IN_CHAT]
 
 
@@ -49,7 +49,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Open the model, or turn to a server, and converse until the input ends. Returns the exit code."""
+    """Open the model, or connect to a server, and converse until the input ends. Returns the exit code."""
     options.use_model_argument(arguments)
     sampling = options.sampling_options(arguments, chat_flags())
     messages = load_messages(arguments.load) if arguments.load else []
@@ -91,9 +91,9 @@ def _begin(conversation: Conversation, arguments: argparse.Namespace, messages: 
 
 
 def converse(conversation: Conversation) -> int:
-    """Answer each message of the input, and obey each command, until the input ends or /exit.
+    """Answer messages and run commands until the input ends or /exit.
 
-    Returns the exit code: 1 if a piped message failed, since nobody was there to see it.
+    Returns the exit code: 1 if a piped message failed, because no user saw the error.
     """
     if sys.stdin.isatty():
         terminal.note("/help for commands, Ctrl-D to leave")
@@ -101,12 +101,12 @@ def converse(conversation: Conversation) -> int:
 
 
 def converse_plainly(conversation: Conversation) -> int:
-    """The same without commands: a text may begin with a slash."""
+    """Answer messages without commands: a text may begin with a slash."""
     return _take_texts(lambda text: conversation.answer(text) is None)
 
 
 def _take_texts(take: Callable[[str], bool]) -> int:
-    """Hand each text of the input over, until it ends or False comes back."""
+    """Pass each input text to a function, until the input ends or it returns False."""
     interactive = sys.stdin.isatty()
     failed = False
     if interactive:
@@ -124,7 +124,7 @@ def _take_texts(take: Callable[[str], bool]) -> int:
 
 
 def obey(conversation: Conversation, line: str) -> bool:
-    """Carry out a command. Returns whether the conversation goes on. Raises ConfigError for one that cannot be."""
+    """Run a command. Returns whether the conversation continues. Raises ConfigError for an invalid one."""
     name, _, argument = line[1:].partition(" ")
     argument = argument.strip()
     if name in ("exit", "quit", "bye"):
@@ -136,7 +136,7 @@ def obey(conversation: Conversation, line: str) -> bool:
 
 
 def load_messages(path: str) -> list[dict[str, Any]]:
-    """The conversation in a file. Raises ConfigError."""
+    """Load a conversation from a file. Raises ConfigError."""
     try:
         messages = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -261,7 +261,7 @@ def _read_pipe(prompt: str) -> str:
 
 
 def _use_line_editing() -> None:
-    """Arrow keys and a history that survives the program, where Python has readline."""
+    """Enable arrow keys and a persistent history, where Python has readline."""
     try:
         import atexit
         import readline

@@ -1,4 +1,4 @@
-"""`jaxllm compile MODEL --output DIR`: an engine's programs, compiled ahead of time for machines of this kind."""
+"""`jaxllm compile MODEL --output DIR`: compiles an engine's programs ahead of time for machines of this kind."""
 
 import argparse
 import time
@@ -26,7 +26,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compile and say what was written. Returns the exit code."""
+    """Compile and report what was written. Returns the exit code."""
     options.use_model_argument(arguments)
     chosen = options.engine_options(arguments)
     if arguments.dry_run:
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         made = compile_artifact(config, planning.model_directory(config), Path(arguments.output), progress)
     finally:
-        progress.finish()  # a bar must not outlive an error
+        progress.finish()  # remove the bar before an error is printed
     seconds = time.perf_counter() - started
     print(f"{made.num_programs} programs, {size(made.num_bytes)}, in {arguments.output} ({seconds:.1f} s)")
     return 0

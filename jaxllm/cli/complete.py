@@ -1,4 +1,4 @@
-"""`jaxllm complete`: a running server writes on from each text, without a chat template."""
+"""`jaxllm complete`: a running server continues each text, without a chat template."""
 
 import argparse
 
@@ -25,7 +25,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write on from each text until the input ends. Returns the exit code."""
+    """Continue each text until the input ends. Returns the exit code."""
     from jaxllm.cli.remote_chat import ServerCompletions  # imports aiohttp
 
     sampling = options.sampling_options(arguments, chat_flags())

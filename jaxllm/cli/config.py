@@ -1,4 +1,4 @@
-"""`jaxllm config show`: every option, its value, and where the value comes from."""
+"""`jaxllm config show`: every option, its value, and the origin of the value."""
 
 import argparse
 import json
@@ -48,12 +48,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _shown(setting: Setting) -> Any:
-    """The value, but for keys: what this command prints goes into bug reports."""
+    """The value, with keys hidden: this output goes into bug reports."""
     return HIDDEN if setting.value is not None and setting.flag.name in SECRETS else setting.value
 
 
 def _line(name: str, setting: Setting) -> str:
-    """A line that a config file may hold; a key is a comment, and so is what nobody has set and has no value."""
+    """A line for a config file; commented out for keys, and for options that are neither set nor have a value."""
     value = _shown(setting)
     line = f"{'# ' if value == HIDDEN else ''}{name.replace('_', '-')}: {json.dumps(value)}"
     if setting.origin != DEFAULT:

@@ -1,4 +1,4 @@
-"""The conversation of `jaxllm chat`, and the one that a model in this process answers."""
+"""The conversation of `jaxllm chat`, and its subclass for a model in this process."""
 
 import abc
 import dataclasses
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Conversation(abc.ABC):
-    """The messages so far and the sampling values; subclasses know who answers."""
+    """The messages so far and the sampling values; subclasses produce the answers."""
 
     def __init__(self, sampling: dict[str, Any], *, quiet: bool):
         self.messages: list[dict[str, Any]] = []
@@ -23,15 +23,15 @@ class Conversation(abc.ABC):
 
     @abc.abstractmethod
     def values(self) -> dict[str, Any]:
-        """The sampling values of the next answer, as far as they are known here."""
+        """The sampling values of the next answer, as far as the client has them."""
 
     @abc.abstractmethod
     def check(self) -> None:
-        """Raise InvalidRequestError for a sampling value that /set made wrong."""
+        """Raise InvalidRequestError for an invalid value from /set."""
 
     @abc.abstractmethod
     def answer(self, text: str) -> None:
-        """Print the answer to a message as it comes, and keep both. Ctrl-C ends the answer and keeps what was said."""
+        """Stream the answer to a message to the terminal, and store both. Ctrl-C ends the answer and keeps its text so far."""
 
     def set_system(self, text: str) -> None:
         """Replace the system message; an empty text removes it."""
@@ -39,18 +39,18 @@ class Conversation(abc.ABC):
         self.messages = [{"role": "system", "content": text}, *others] if text else others
 
     def reset(self) -> None:
-        """Forget everything but the system message."""
+        """Remove all messages but the system message."""
         self.messages = [message for message in self.messages if message["role"] == "system"]
 
     def keep(self, asked: list[dict[str, Any]], answer: str, stats: terminal.RunStats, *, finished: bool) -> None:
-        """Take over what was said, and tell how fast."""
+        """Store the answer, and print its speed."""
         self.messages = [*asked, {"role": "assistant", "content": answer}]
         if not self.quiet:
             terminal.note(stats.line() + ("" if finished else " (stopped)"))
 
 
 class LocalConversation(Conversation):
-    """A model in this process answers."""
+    """A conversation with a model in this process."""
 
     def __init__(self, llm: "LLM", sampling: dict[str, Any], *, quiet: bool):
         super().__init__(sampling, quiet=quiet)

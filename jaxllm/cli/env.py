@@ -1,4 +1,4 @@
-"""`jaxllm env`: what a bug report needs to say about the machine."""
+"""`jaxllm env`: information about the machine for bug reports."""
 
 import argparse
 import json
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def gather(*, devices: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Everything, as plain values. `devices`: what another process found; default: JAX is started and asked."""
+    """The whole report as plain values. `devices`: found by another process; default: start JAX and query it."""
     return {
         "jaxllm": __version__ + (f" (git {sha})" if (sha := git_sha()) else ""),
         "python": f"{platform.python_version()} ({sys.executable})",
@@ -75,7 +75,7 @@ def _devices() -> dict[str, Any] | str:
         import jax
 
         return {f"{device.platform}:{device.id}": device.device_kind for device in jax.devices()}
-    except Exception as error:  # a broken installation is what this report is for
+    except Exception as error:  # the report must also work on a broken installation
         return f"JAX finds none: {type(error).__name__}: {error}"
 
 
@@ -101,7 +101,7 @@ def _cache(folder: Path) -> dict[str, Any]:
 
 
 def _kernel_checks(folder: Path) -> dict[str, str]:
-    """The newest verdicts of kernel checks. Nothing is compiled, and no device is asked."""
+    """The latest results of kernel checks. Does not compile, and does not use a device."""
     found: dict[str, str] = {}
     for verdict in VerdictStore(folder).all()[:MAX_KERNEL_CHECKS]:
         subject = verdict.subject

@@ -1,4 +1,4 @@
-"""Options as the command line knows them: which exist, and how the text of a value is read. Imports nothing heavy."""
+"""The command line's options, and parsers for the text of their values. Imports only light modules."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ from jaxllm.sampling_params import MODEL_DEFAULTS, SamplingParams
 from jaxllm.structured_outputs import StructuredOutputsParams
 
 NO_FLAGS: Mapping[str, str] = {"seed": "the engine's --seed seeds every request that has none"}
-"""Annotated fields of SamplingParams that are no flags, with the reason."""
+"""Annotated fields of SamplingParams without a flag, with the reason."""
 NOT_IN_FILES: Mapping[str, str] = {
     "output_kind": "follows from whether the command streams",
     "stream_interval": "a terminal is written to at every token",
@@ -40,7 +40,7 @@ def engine_flags() -> list[Flag]:
 
 
 def sampling_flags() -> list[Flag]:
-    """The annotated fields of SamplingParams, with the defaults that count on the command line."""
+    """The annotated fields of SamplingParams, with the command line's defaults."""
     found = []
     for flag in flags(SamplingParams):
         if flag.name == "max_tokens":
@@ -53,12 +53,12 @@ def sampling_flags() -> list[Flag]:
 
 
 def shaping_flags() -> list[Flag]:
-    """The sampling flags that shape the distribution a token is drawn from, and so the work of a step."""
+    """The sampling flags that shape the distribution of tokens, and so affect the work of a step."""
     return [flag for flag in sampling_flags() if flag.type is float or flag.name == "top_k"]
 
 
 def request_flags() -> dict[str, Flag]:
-    """What a line of a prompt file may set for its own request: nearly every field of SamplingParams."""
+    """The request settings allowed in a line of a prompt file: nearly every field of SamplingParams."""
     hints = typing.get_type_hints(SamplingParams)
     names = [f.name for f in dataclasses.fields(SamplingParams) if f.name not in NOT_IN_FILES]
     return {name: Flag(name, "Sampling", "", None, hints[name]) for name in names}
@@ -77,7 +77,7 @@ def all_flags() -> dict[str, Flag]:
 
 
 def spelling(name: str) -> str:
-    """`max_num_seqs` as `--max-num-seqs`."""
+    """Turn `max_num_seqs` into `--max-num-seqs`."""
     return "--" + name.replace("_", "-")
 
 
@@ -102,7 +102,7 @@ def is_repeated(flag: Flag) -> bool:
 
 
 def read_text(flag: Flag, text: str) -> Any:
-    """The value of an option written as text. Raises ValueError that says what is expected."""
+    """Parse the text of an option's value. Raises ValueError that names the expected form."""
     if text in vllm_flags.WORDS.get(flag.name, {}):
         return vllm_flags.WORDS[flag.name][text]
     kind, optional = without_none(flag.type)
@@ -112,7 +112,7 @@ def read_text(flag: Flag, text: str) -> Any:
 
 
 def read_value(flag: Flag, value: Any) -> Any:
-    """The value of an option from a YAML or JSON file: of the right type already, or text as on the command line."""
+    """The value of an option from a YAML or JSON file: already of the right type, or text as on the command line."""
     kind, _ = without_none(flag.type)
     if isinstance(value, str) and not type_matches(value, flag.type):
         return read_text(flag, value)
@@ -156,7 +156,7 @@ def whole_number(text: str) -> int:
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Two JSON objects as one; where both have a value, `over` wins, and objects inside are merged the same way."""
+    """Merge two JSON objects; where both have a value, `over` wins. Nested objects are merged recursively."""
     merged = dict(base)
     for key, value in over.items():
         if isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
@@ -225,7 +225,7 @@ def _read(kind: Any, text: str) -> Any:
 
 
 def _with_typed_keys(kind: Any, value: dict[Any, Any]) -> dict[Any, Any]:
-    """JSON has text keys only; `dict[int, …]` gets its numbers back."""
+    """Convert keys of `dict[int, …]` to numbers: JSON has text keys only."""
     arguments = typing.get_args(kind)
     if not arguments or arguments[0] is not int:
         return value

@@ -1,4 +1,4 @@
-"""The form of the output as the command line asks for it: --json-schema, --regex, --choice, --grammar."""
+"""Flags for structured output: --json-schema, --regex, --choice, --grammar."""
 
 import argparse
 from pathlib import Path
@@ -27,7 +27,7 @@ def add_form_arguments(parser: Parser) -> None:
 
 
 def read_form(arguments: argparse.Namespace) -> StructuredOutputsParams | None:
-    """What they ask for. Raises UsageError for a file that cannot be read, InvalidRequestError for what cannot be meant."""
+    """Build the structured output. Raises UsageError for an unreadable file, InvalidRequestError for an invalid constraint."""
     if arguments.json_schema is not None:
         is_text = arguments.json_schema.lstrip().startswith("{")
         return StructuredOutputsParams(json=arguments.json_schema if is_text else _read("--json-schema", arguments.json_schema))

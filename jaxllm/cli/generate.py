@@ -111,13 +111,13 @@ def run(arguments: argparse.Namespace) -> int:
 class _Outcome:
     stats: terminal.RunStats
     num_finished: int
-    """Fewer than there are prompts: Ctrl-C ended the run."""
+    """Fewer than prompts if Ctrl-C ended the run."""
     faults: list[str]
-    """Requests that failed alone."""
+    """Number of requests that failed individually."""
 
 
 def _take_model(arguments: argparse.Namespace) -> None:
-    """Take a directory of a model for --model where other commands take MODEL, and say so of what only looks like a model."""
+    """Use a model directory in place of the first prompt as --model; note a prompt that only looks like a model."""
     if "model" in arguments or not arguments.prompts:
         return
     first = arguments.prompts[0]
@@ -130,7 +130,7 @@ def _take_model(arguments: argparse.Namespace) -> None:
 def _has_config(name: str) -> bool:
     try:
         return Path(name).expanduser().joinpath("config.json").is_file()
-    except (OSError, ValueError, RuntimeError):  # a prompt may be no path at all
+    except (OSError, ValueError, RuntimeError):  # a prompt may not be a valid path
         return False
 
 
@@ -149,7 +149,7 @@ def _gather(arguments: argparse.Namespace) -> list[prompts.Prompt]:
 
 
 def _as_message(job: prompts.Prompt, system: str | None) -> prompts.Prompt:
-    """A text prompt as the message of a user; messages stay what they are, after the system message."""
+    """Convert a text prompt to a user message; keep messages unchanged, after the system message."""
     if job.token_ids is not None:
         raise UsageError(f"{job.origin}: --chat takes text or messages, not prompt_token_ids")
     messages = job.messages if job.messages is not None else [{"role": "user", "content": job.text}]
@@ -159,7 +159,7 @@ def _as_message(job: prompts.Prompt, system: str | None) -> prompts.Prompt:
 
 
 def _refuse_empty(jobs: Sequence[prompts.Prompt]) -> None:
-    """What needs no tokenizer to be seen is said before the model is loaded."""
+    """Report the errors that need no tokenizer before the model is loaded."""
     empty = [job.origin for job in jobs if job.text == ""]
     if not empty:
         return
@@ -179,7 +179,7 @@ def _check_sampling(job: prompts.Prompt, sampling: Mapping[str, Any], max_logpro
 
 
 def _beginning_on_terminal(job: prompts.Prompt) -> str:
-    """What the text goes on from, where people read both as one; never part of the output."""
+    """The text that the output continues, where people read both as one; never part of the output."""
     is_shown = job.text is not None and job.origin != "demo" and sys.stdout.isatty() and sys.stderr.isatty()
     return job.text or "" if is_shown else ""
 
@@ -201,11 +201,11 @@ def _refuse_what_text_cannot_show(
 def _run_batch(
     llm: "LLM", jobs: Sequence[prompts.Prompt], params: Sequence[SamplingParams], progress: Progress, *, as_json: bool
 ) -> _Outcome:
-    """Print each answer as soon as all before it are printed; after Ctrl-C or an error, whatever else was finished."""
+    """Print each answer once all before it are printed; after Ctrl-C or an error, print all other finished ones."""
     for one in params:
         one.output_kind = RequestOutputKind.FINAL_ONLY
     if sys.stdout.isatty():
-        progress = SILENT  # the answers themselves show how far it is
+        progress = SILENT  # the printed answers show the progress
     finished: dict[int, RequestOutput] = {}
     next_index = 0
     began = time.perf_counter()
@@ -217,7 +217,7 @@ def _run_batch(
     try:
         with contextlib.suppress(KeyboardInterrupt), contextlib.closing(outputs):
             for index, output in outputs:
-                with llm.interrupt:  # no answer is torn, lost or printed twice
+                with llm.interrupt:  # no answer is truncated, lost or printed twice
                     finished[index] = output
                     progress.advance()
                     while next_index in finished:
@@ -239,7 +239,7 @@ def _run_batch(
 
 
 def _with_origins(error: InvalidRequestError, jobs: Sequence[prompts.Prompt]) -> InvalidRequestError:
-    """The front counts prompts, and does not if there is one; whoever wrote a file counts its lines."""
+    """Name a prompt in an error by its origin: the engine numbers prompts (only if there are several)."""
     if len(jobs) == 1:
         [job] = jobs
         if not job.is_line or str(error).startswith(f"{job.origin}: "):

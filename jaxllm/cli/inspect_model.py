@@ -1,4 +1,4 @@
-"""`jaxllm inspect MODEL`: what a model is and what it needs, without loading its weights."""
+"""`jaxllm inspect MODEL`: a model's properties and requirements, without loading its weights."""
 
 import argparse
 import dataclasses
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def describe(plan: planning.Plan) -> dict[str, Any]:
-    """The model's own numbers, then what they cost in memory over all devices."""
+    """The model's own numbers, then its memory use over all devices."""
     from jaxllm.model_config import kv_bytes_per_token, num_parameters
     from jaxllm.models.registry import weight_bytes
 

@@ -1,4 +1,4 @@
-"""The `jaxllm` command: finds the subcommand, runs it, and turns errors into exit codes.
+"""The `jaxllm` command: selects and runs a subcommand, and converts errors to exit codes.
 
 0 done · 1 an error of the project · 2 wrong usage · 130 Ctrl-C · 141 the reader of stdout went away
 """
@@ -23,7 +23,7 @@ from jaxllm.errors import JaxLLMError
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: where it lives, and what the list of commands says of it."""
+    """A subcommand: its module, and its line in the list of commands."""
 
     module: str
     about: str
@@ -47,11 +47,11 @@ COMMANDS = {
 
 
 OTHER_NAMES = {"collect-env": "env"}
-"""What vLLM calls some of them."""
+"""vLLM's names for some commands."""
 _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 SUBCOMMANDS = {("bench", "serve"): "bench_serve", ("bench", "scaling"): "bench_scaling"}
-"""Commands whose second word has a module of its own."""
+"""Commands with a separate module for each second word."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         try:
             code = _dispatch(list(arguments))
-        except SystemExit as stop:  # argparse ends this way
+        except SystemExit as stop:  # argparse exits this way
             code = stop.code if isinstance(stop.code, int) else 1
         sys.stdout.flush()
         return code
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _drop_output() -> None:
-    """Write what can be written; the rest goes nowhere, so that the interpreter's last flush is quiet."""
+    """Flush what can be written and discard the rest, so that the interpreter's last flush raises no error."""
     with contextlib.suppress(OSError):
         sys.stdout.flush()
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -98,7 +98,7 @@ def _print_error(text: str) -> None:
 
 
 def _open_missing_streams() -> None:
-    """Whoever starts a daemon may have closed its standard streams, whose numbers must not go to sockets."""
+    """Open standard streams that were closed at the start, as for some daemons, so that no socket gets their numbers."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             nothing = os.open(os.devnull, os.O_RDWR)
@@ -110,7 +110,7 @@ def _open_missing_streams() -> None:
 
 
 def command_parser(name: str, second: str | None = None) -> Parser:
-    """The parser of a subcommand; `second` is the second word of one in SUBCOMMANDS."""
+    """The parser of a subcommand; `second` is the second word if it is in SUBCOMMANDS."""
     words = [name] if second is None else [name, second]
     module = _module(*words)
     parser = Parser(" ".join(["jaxllm", *words]), module.ABOUT, getattr(module, "EXAMPLES", ""))

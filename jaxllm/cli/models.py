@@ -1,4 +1,4 @@
-"""`jaxllm models`: which architectures run, and which models are on this machine."""
+"""`jaxllm models`: the supported architectures, and the models on this machine."""
 
 import argparse
 import json

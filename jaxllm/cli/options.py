@@ -1,4 +1,4 @@
-"""What commands that need a model have in common: their arguments, and the options that these settle."""
+"""Arguments shared by commands that use a model, and the options resolved from them."""
 
 import argparse
 import os
@@ -17,12 +17,12 @@ from jaxllm.sampling_params import SamplingParams
 
 
 def add_model_argument(parser: Parser) -> None:
-    """The model as an argument without a flag."""
+    """Add the model as a positional argument."""
     parser.add_argument("positional_model", nargs="?", metavar="MODEL", help="as --model")
 
 
 def use_model_argument(arguments: argparse.Namespace) -> None:
-    """Take MODEL for --model."""
+    """Use MODEL as --model."""
     if arguments.positional_model is None:
         return
     if "model" in arguments:
@@ -31,7 +31,7 @@ def use_model_argument(arguments: argparse.Namespace) -> None:
 
 
 def add_common_arguments(parser: Parser) -> None:
-    """What every command has that runs or plans a model."""
+    """Add the arguments of every command that runs or plans a model."""
     parser.takes_vllm_flags = True
     add_log_arguments(parser)
     parser.add_argument("--config", metavar="FILE", help="YAML file with options; default: $JAXLLM_CONFIG")
@@ -39,14 +39,14 @@ def add_common_arguments(parser: Parser) -> None:
 
 
 def add_log_arguments(parser: Parser) -> None:
-    """How much is told on stderr."""
+    """Add --quiet and -v."""
     level = parser.add_mutually_exclusive_group()
     level.add_argument("-q", "--quiet", action="store_true", help="no progress, no statistics, only errors on stderr")
     level.add_argument("-v", "--verbose", action="store_true", help="more log lines; tracebacks for errors")
 
 
 def set_up_log(arguments: argparse.Namespace) -> None:
-    """Make the project's log, and the libraries', as talkative as --quiet and -v ask."""
+    """Set the log levels of the project and its libraries according to --quiet and -v."""
     form = getattr(arguments, "log_format", None)
     if arguments.verbose:
         log.set_up("debug", format=form)
@@ -58,19 +58,19 @@ def set_up_log(arguments: argparse.Namespace) -> None:
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The engine options that command line, environment and file set, checked."""
+    """The engine options set by command line, environment and file, validated."""
     options = chosen(resolve(engine_flags(), vars(arguments), arguments.config))
     EngineConfig.from_options(**options)
     return options
 
 
 def sampling_options(arguments: argparse.Namespace, flags: Iterable[Flag]) -> dict[str, Any]:
-    """The values of sampling flags that command line, environment and file set, checked."""
+    """The sampling values set by command line, environment and file, validated."""
     options = chosen(resolve(flags, vars(arguments), arguments.config))
     SamplingParams(**options)
     return options
 
 
 def progress_for(arguments: argparse.Namespace, options: Mapping[str, Any]) -> Progress:
-    """Bars, lines or silence, as --quiet, --no-use-progress-bar and a log of JSON lines ask."""
+    """Choose bars, lines or no progress from --quiet, --no-use-progress-bar and whether the log is JSON lines."""
     return make_progress(quiet=arguments.quiet or log.writes_json() or not options.get("use_progress_bar", True))

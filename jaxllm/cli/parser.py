@@ -1,4 +1,4 @@
-"""The argument parser of every command: flags made from config fields, help by group or word, suggestions for misspellings."""
+"""The argument parser of every command: flags from config fields, help by group or word, suggestions for typos."""
 
 import argparse
 import os
@@ -27,11 +27,11 @@ from jaxllm.errors import ConfigError
 
 
 class UsageError(Exception):
-    """Arguments that do not go together. The command ends with exit code 2."""
+    """Raised for arguments that exclude each other. The command ends with exit code 2."""
 
 
 class Parser(argparse.ArgumentParser):
-    """A command's parser. Generated flags that were not given are absent from the result, so that their origin stays known."""
+    """A command's parser. Omits generated flags that were not given from the result, to keep the origin of each value."""
 
     def __init__(self, command: str, about: str, examples: str = ""):
         super().__init__(
@@ -43,7 +43,7 @@ class Parser(argparse.ArgumentParser):
             formatter_class=_Formatter,
         )
         self.brief_groups: dict[str, argparse._ArgumentGroup] = {}
-        """Groups that plain `--help` only names."""
+        """Groups that plain `--help` lists by name only."""
         self.takes_vllm_flags = False
         """Whether vLLM's flags for an engine are accepted or refused with the reason, instead of being unknown."""
         self._short_usage = ""
@@ -58,7 +58,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def add_flags(self, flags: Iterable[Flag]) -> None:
-        """An argument for each flag, in the argument groups that the flags name."""
+        """Add an argument for each flag, in the flag's argument group."""
         for flag in flags:
             if flag.group not in self.brief_groups:
                 self.brief_groups[flag.group] = self.add_argument_group(flag.group)
@@ -83,7 +83,7 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def take_vllm_flags(self, found: argparse.Namespace) -> None:
-        """Apply what vLLM's flags say; exits with code 2 if one is refused. Comes after the log is set up, for it may log."""
+        """Apply vLLM's flags; exits with code 2 if one is refused. Called after the log is set up, because it may log."""
         try:
             take_vllm_arguments(found)
         except ConfigError as error:
@@ -110,7 +110,7 @@ class Parser(argparse.ArgumentParser):
         return self._help_of(sections) + ("\n".join(["\nFlags of vLLM:", *of_vllm, ""]) if of_vllm else "")
 
     def brief_help(self) -> str:
-        """The command's own arguments in full; of the generated groups only the names of their flags."""
+        """The command's own arguments in full, and the names of the flags of generated groups."""
         formatter = self._get_formatter()
         formatter.add_usage(self._short_usage, [], [])
         formatter.add_text(self.description)
@@ -127,7 +127,7 @@ class Parser(argparse.ArgumentParser):
         return formatter.format_help()
 
     def error(self, message: str) -> NoReturn:
-        """One line and exit code 2; no usage dump that hides it."""
+        """Print one line and exit with code 2, without a long usage message."""
         self.exit(2, f"{self.prog}: error: {message}\nrun `{self.prog} --help` for the options\n")
 
     def _help_of(self, sections: dict[str, list[argparse.Action]]) -> str:
@@ -139,7 +139,7 @@ class Parser(argparse.ArgumentParser):
         return formatter.format_help()
 
     def _refuse_doubtful(self, found: argparse.Namespace, arguments: Sequence[str]) -> None:
-        """`--api-key KEY MODEL` is two keys and no model, which was hardly meant."""
+        """Detect `--api-key KEY MODEL`, which gives two keys and no model and is probably a mistake."""
         if getattr(found, "positional_model", "") is not None or "model" in found:
             return
         for flag in map(spelling, SEVERAL_WORDS):
@@ -164,14 +164,14 @@ class _Help(argparse.Action):
 
 
 class _Merge(argparse.Action):
-    """JSON objects given one after another are laid over each other."""
+    """Merges JSON objects that are given one after another."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         setattr(namespace, self.dest, merge(getattr(namespace, self.dest, None) or {}, values or {}))
 
 
 class _Extend(argparse.Action):
-    """Texts given one after another are gathered in a list."""
+    """Collects texts that are given one after another in a list."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         if self.nargs == "+":

@@ -1,4 +1,4 @@
-"""What an engine would be: everything resolved and the memory planned, without loading weights (`--dry-run`, `inspect`)."""
+"""Plans an engine: resolves all options and computes the memory plan, without loading weights (`--dry-run`, `inspect`)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,32 +16,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plan:
-    """An engine before its weights."""
+    """An engine's plan before its weights are loaded."""
 
     config: EngineConfig
-    """Without any "auto" that does not depend on the weights."""
+    """Without "auto", except where it depends on the weights."""
     model_config: "ModelConfig"
     memory: "MemoryPlan"
     host_bytes: int
-    """What the host holds at most while weights are loaded onto GPUs, beside what the system caches of files."""
+    """Peak host memory in bytes while weights are loaded onto GPUs, without the system's file cache."""
     faults: tuple[JaxLLMError, ...] = ()
-    """Why this machine could not start it, but for the memory that it needs."""
+    """Reason why this machine could not start it, apart from memory."""
 
     def describe(self) -> str:
-        """The memory plan, and the host's part, in a few lines for people."""
+        """The memory plan, including the host's, in a few readable lines."""
         return f"{self.memory.describe()}\n  host      {size(self.host_bytes)} at most while weights are loaded onto GPUs"
 
     def check(self) -> None:
-        """Raise why it does not fit, or could not start here."""
+        """Raise an error if the plan does not fit or could not start on this machine."""
         self.memory.check()
         for fault in self.faults:
             raise fault
 
 
 def plan(options: Mapping[str, Any], *, device_bytes: int | None = None) -> Plan:
-    """Resolve the model and all options, and compute the memory plan, be there as many devices as it takes or not.
+    """Resolve the model and all options, and compute the memory plan, even with fewer devices than it needs.
 
-    device_bytes: plan for GPUs with so much memory instead of for this machine's devices.
+    device_bytes: plan for GPUs with this much memory instead of this machine's devices.
     """
     from jaxllm.engine import prepare
     from jaxllm.loaders.load import loading_bytes
@@ -77,7 +77,7 @@ def _note(faults: list[JaxLLMError], check: Callable[[], object]) -> None:
 
 
 def model_directory(config: EngineConfig) -> Path:
-    """Where the model's small files are, downloaded if need be; weights are not."""
+    """The directory of the model's small files, downloaded if needed; weights are not downloaded."""
     from jaxllm.text.model_files import text_files
 
     options = config.model
@@ -88,7 +88,7 @@ def model_directory(config: EngineConfig) -> Path:
 
 
 def dry_run(options: Mapping[str, Any]) -> int:
-    """Print what the engine would be. Returns the exit code."""
+    """Print the plan. Returns the exit code."""
     if options.get("chat_template") is not None:
         from jaxllm.text.chat_template import load_chat_template  # imports Jinja
 
@@ -117,7 +117,7 @@ def cached_models(download_dir: str | None = None) -> list[Any]:
 
 
 def meant_model(name: str, error: Exception) -> str:
-    """`; did you mean 'demo'?`, unless the error says so already or nothing here is called like that."""
+    """`; did you mean 'demo'?`, unless the error already suggests a name or no model here has a similar one."""
     if "did you mean" in str(error):
         return ""
     _, separator, rest = unknown_name("model", name, ["demo", *(repo.repo_id for repo in cached_models())]).partition("; did")

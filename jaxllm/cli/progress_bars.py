@@ -1,4 +1,4 @@
-"""Progress that a person sees: bars on a terminal, a line now and then in a log."""
+"""Progress output: bars on a terminal, occasional lines in a log."""
 
 import sys
 import threading
@@ -12,14 +12,14 @@ LINE_EVERY_SECONDS = 10.0
 
 
 def make_progress(*, quiet: bool) -> Progress:
-    """Silent, bars, or lines: by --quiet and by what stderr is."""
+    """Choose no output, bars, or lines, from --quiet and the type of stderr."""
     if quiet:
         return SILENT
     return Bars() if sys.stderr.isatty() else Lines()
 
 
 class Bars(Progress):
-    """A bar with count, time left and, for bytes, speed. Gone when the task is over; a line with its time stays."""
+    """A bar with count, time left and, for bytes, speed. At the end it is replaced by a line with the total time."""
 
     def __init__(self) -> None:
         self._display: Any = None

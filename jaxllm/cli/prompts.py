@@ -1,4 +1,4 @@
-"""Prompts from the command line, a file or stdin, every one checked before anything runs."""
+"""Reads prompts from the command line, a file or stdin, and checks all before any of them runs."""
 
 import json
 import os
@@ -21,19 +21,19 @@ _KINDS = {"prompt": "text", "prompt_token_ids": "a list of token ids", "messages
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt as it was given: exactly one of text, token ids and messages, and the sampling values that its line sets."""
+    """One prompt as given: exactly one of text, token ids and messages, with the sampling values of its line."""
 
     text: str | None = None
     token_ids: list[int] | None = None
     messages: list[dict[str, Any]] | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
     origin: str = "prompt"
-    """How messages call it: "prompt 0", "prompts.jsonl:7"."""
+    """Name in messages: "prompt 0", "prompts.jsonl:7"."""
     is_line: bool = False
-    """Whether it is a line of a file, which `origin` names."""
+    """Whether it is a line of the file in `origin`."""
 
     def as_json(self) -> dict[str, Any]:
-        """The key and value that the prompt had in its file."""
+        """The prompt's key and value in its file."""
         if self.messages is not None:
             return {"messages": self.messages}
         return {"prompt": self.text} if self.token_ids is None else {"prompt_token_ids": self.token_ids}
@@ -48,7 +48,7 @@ def from_arguments(texts: Iterable[str]) -> list[Prompt]:
 
 
 def from_nothing(*, chat: bool) -> Prompt:
-    """Without prompts: what is piped in, else the demo prompt."""
+    """The prompt if none is given: piped input, else the demo prompt."""
     is_piped = sys.stdin is not None and not sys.stdin.isatty() and _is_pipe_or_file(sys.stdin.fileno())
     if is_piped and (text := _read("-")).strip():
         return Prompt(text=text, origin="stdin")
@@ -56,9 +56,9 @@ def from_nothing(*, chat: bool) -> Prompt:
 
 
 def from_file(path: str) -> list[Prompt]:
-    """A prompt per line: JSON objects in a .jsonl file, text in any other; `-` is stdin, JSON if it begins with `{`.
+    """Read one prompt per line: JSON objects in a .jsonl file, text in others; `-` is stdin, JSON if it begins with `{`.
 
-    Blank lines do not count. Raises ConfigError that names all bad lines.
+    Skips blank lines. Raises ConfigError that names all bad lines.
     """
     if path.endswith(".json"):
         raise ConfigError(f"{path} is one JSON text; give a .jsonl file with an object per line")
@@ -102,7 +102,7 @@ def _read(path: str) -> str:
 def _from_json(line: str, known: Mapping[str, Flag], where: str) -> Prompt:
     try:
         entry = json.loads(line)
-    except json.JSONDecodeError as error:  # its own text counts lines within this line
+    except json.JSONDecodeError as error:  # JSON's error counts lines within this line
         raise ConfigError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: not JSON: {error}") from None

@@ -1,4 +1,4 @@
-"""The conversation of `jaxllm chat --url` and the texts of `jaxllm complete`: a running server answers."""
+"""Conversations of `jaxllm chat --url` and texts of `jaxllm complete`, answered by a running server."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ from jaxllm.sampling_params import SamplingParams
 
 PATH = "/v1/chat/completions"
 NAMES_OF_SERVERS: Mapping[str, str] = {"max_tokens": "max_completion_tokens"}
-"""Sampling values that a chat request calls otherwise."""
+"""Sampling values with another name in a chat request."""
 _TERMINAL_CODES = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -33,9 +33,9 @@ class _Answer:
 
 
 class ServerConversation(Conversation):
-    """The messages so far, and the server that answers. Use as a context manager.
+    """The messages so far, and a client of the server. Use as a context manager.
 
-    `model` is the name to ask for; None: the first that the server lists. Raises ServerError or ConfigError.
+    `model` is the name in requests; None: the first that the server lists. Raises ServerError or ConfigError.
     """
 
     def __init__(self, client: ServerClient, model: str | None, sampling: dict[str, Any], *, quiet: bool):
@@ -61,7 +61,7 @@ class ServerConversation(Conversation):
         self._runner.close()
 
     def values(self) -> dict[str, Any]:
-        """The sampling values that are set; the server knows the others."""
+        """The explicitly set sampling values; the server has defaults for the others."""
         return dict(self.sampling)
 
     def check(self) -> None:
@@ -81,7 +81,7 @@ class ServerConversation(Conversation):
         self.keep(asked, answer.text, answer.stats, finished=answer.finished)
 
     def _request(self, asked: list[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
-        """The path, and what of the body depends on it."""
+        """The path, and the fields of the body that depend on it."""
         values = {NAMES_OF_SERVERS.get(name, name): value for name, value in self.sampling.items() if value is not None}
         return PATH, {"messages": asked} | values
 
@@ -120,7 +120,7 @@ class ServerConversation(Conversation):
 
 
 class ServerCompletions(ServerConversation):
-    """Each text is written on from by itself; nothing of it is kept for the next."""
+    """Continues each text separately; keeps no context for the next."""
 
     def _request(self, asked: list[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
         values = {name: value for name, value in self.sampling.items() if value is not None}
@@ -132,5 +132,5 @@ class ServerCompletions(ServerConversation):
 
 
 def printable(text: str) -> str:
-    """Text of a stranger without codes that command the terminal; line ends and tabs stay."""
+    """Remove terminal control codes from untrusted text, except line ends and tabs."""
     return _TERMINAL_CODES.sub("", text)

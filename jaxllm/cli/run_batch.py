@@ -1,4 +1,4 @@
-"""`jaxllm run-batch`: the requests of an OpenAI batch file, answered by an engine in this process."""
+"""`jaxllm run-batch`: answers the requests of an OpenAI batch file with an engine in this process."""
 
 import argparse
 import asyncio
@@ -34,7 +34,7 @@ REPLY_FLAGS = ("served_model_name", "return_tokens_as_token_ids", "enable_prompt
 
 
 def batch_flags() -> list[Flag]:
-    """The server's options that matter without a network."""
+    """The server options that apply without a network."""
     from server.options import ChatOptions
 
     names = {field.name for field in fields(ChatOptions)} | set(REPLY_FLAGS)
@@ -63,7 +63,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Answer the file, close with a line of counts. Returns the exit code."""
+    """Answer the file, and print a line of counts. Returns the exit code."""
     from server.batch.run import EngineStopped
     from server.options import LoggingOptions, ServerOptions
 
@@ -112,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _count(source: Path) -> int:
-    """Lines with something in them. Raises UsageError if the file cannot be read."""
+    """The number of non-blank lines. Raises UsageError if the file cannot be read."""
     try:
         with source.open("rb") as file:
             return sum(1 for line in file if line.strip())

@@ -1,4 +1,4 @@
-"""The engine behind `generate`, `chat` and `bench`: opened with progress and given prompts in its own form."""
+"""The engine for `generate`, `chat` and `bench`: created with progress output; takes prompts in its own form."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -40,11 +40,11 @@ def _opened(open_engine: Callable[..., Engine], options: Mapping[str, Any], prog
     except ModelLoadError as error:
         raise ModelLoadError(f"{error}{meant_model(config.model.model, error)}") from error
     finally:
-        progress.finish()  # a bar must not outlive an error
+        progress.finish()  # remove the bar before an error is printed
 
 
 def default_sampling(llm: "LLM") -> SamplingParams:
-    """The model's own sampling values, with room for a few paragraphs where it names no length."""
+    """The model's sampling defaults, with max_tokens for a few paragraphs where it gives none."""
     params = llm.get_default_sampling_params()
     if params.max_tokens == SamplingParams().max_tokens:
         return dataclasses.replace(params, max_tokens=DEFAULT_MAX_TOKENS)
@@ -52,7 +52,7 @@ def default_sampling(llm: "LLM") -> SamplingParams:
 
 
 def as_input(llm: "LLM", prompt: Prompt) -> Any:
-    """A prompt in the form that the engine takes; messages in the model's chat template."""
+    """A prompt in the engine's form; applies the model's chat template to messages."""
     if prompt.messages is None:
         return prompt.text if prompt.token_ids is None else {"prompt_token_ids": prompt.token_ids}
     try:

@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     from server.serve import serve
 
     config = EngineConfig.from_options(**engine_options)
-    load_middleware(server_options.network.middleware or ())  # its faults are told before anything is started
+    load_middleware(server_options.network.middleware or ())  # report its errors before any process starts
     _check_model(config)
     progress = options.progress_for(arguments, engine_options)
     try:
@@ -65,11 +65,11 @@ def run(arguments: argparse.Namespace) -> int:
             on_ready=lambda serving: None if arguments.quiet else _show(first_screen(serving)),
         )
     finally:
-        progress.finish()  # a bar must not outlive an error
+        progress.finish()  # remove the bar before an error is printed
 
 
 def _show(screen: str) -> None:
-    """To people all of it; to a log of JSON lines what is served and where."""
+    """Print the whole start report; to a log of JSON lines only the model and the address."""
     if not log.writes_json():
         print(screen, file=sys.stderr, flush=True)
         return
@@ -78,7 +78,7 @@ def _show(screen: str) -> None:
 
 
 def _check_model(config: EngineConfig) -> None:
-    """Say what is wrong with the model before any process is started."""
+    """Report errors in the model before any process is started."""
     from jaxllm.llm_engine import check_model
 
     try:
@@ -88,7 +88,7 @@ def _check_model(config: EngineConfig) -> None:
 
 
 def first_screen(serving: "Serving") -> str:
-    """What is served and where, and how to try it."""
+    """The served model, its address, and how to try it."""
     from server.listening import address_of
 
     network, access = serving.options.network, serving.options.access

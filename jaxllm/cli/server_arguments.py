@@ -1,4 +1,4 @@
-"""What commands that talk to a running server have in common: how to reach it, and an event loop to do it in."""
+"""Shared by commands that use a running server: connection arguments, and an event loop."""
 
 import argparse
 import asyncio
@@ -38,7 +38,7 @@ def make_client(arguments: argparse.Namespace, url: str, *, timeout_seconds: flo
 
 
 def pairs(entries: Iterable[str], flag: str) -> list[tuple[str, str]]:
-    """NAME=VALUE texts taken apart. Raises UsageError."""
+    """Split NAME=VALUE texts. Raises UsageError."""
     found = []
     for entry in entries:
         name, equals, value = entry.partition("=")
@@ -49,7 +49,7 @@ def pairs(entries: Iterable[str], flag: str) -> list[tuple[str, str]]:
 
 
 def run_async(work: Coroutine[Any, Any, T]) -> T:
-    """Run on uvloop where there is one: half of a client's time is the event loop."""
+    """Run on uvloop if installed: half of a client's time is spent in the event loop."""
     try:
         import uvloop
     except ImportError:

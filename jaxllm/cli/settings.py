@@ -1,4 +1,4 @@
-"""Where an option's value comes from: command line, then environment, then YAML file, then default."""
+"""Resolves the origin of an option's value: command line, then environment, then YAML file, then default."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,7 @@ DEFAULT = "default"
 
 @dataclass(frozen=True)
 class Setting:
-    """An option with its value and where that comes from: "command line", "$VARIABLE", "file:line" or "default"."""
+    """An option with its value and origin: "command line", "$VARIABLE", "file:line" or "default"."""
 
     flag: Flag
     value: Any
@@ -25,9 +25,9 @@ class Setting:
 
 
 def resolve(flags: Iterable[Flag], given: Mapping[str, Any], config_file: str | None = None) -> dict[str, Setting]:
-    """A setting for each flag. `given`: what the command line set. The file is `config_file`, else $JAXLLM_CONFIG, else none.
+    """A setting for each flag. `given`: set on the command line. The file is `config_file`, else $JAXLLM_CONFIG, else none.
 
-    Unknown names in file or environment are errors, whether or not this command has use for them.
+    Unknown names in file or environment are errors, even if this command does not use them.
     """
     in_file = read_config_file(config_file or os.environ.get(env.CONFIG_FILE) or None)
     in_environment = read_environment(os.environ)
@@ -46,7 +46,7 @@ def resolve(flags: Iterable[Flag], given: Mapping[str, Any], config_file: str | 
 
 
 def chosen(settings: Mapping[str, Setting]) -> dict[str, Any]:
-    """The values that somebody set, without the defaults."""
+    """The explicitly set values, without the defaults."""
     return {name: setting.value for name, setting in settings.items() if setting.origin != DEFAULT}
 
 
@@ -69,7 +69,7 @@ def read_environment(variables: Mapping[str, str]) -> dict[str, Any]:
 
 
 def read_config_file(path: str | None) -> dict[str, tuple[Any, str]]:
-    """The options in a YAML file, each with "file:line". Raises ConfigError that names the line of what is wrong."""
+    """The options in a YAML file, each with "file:line". Raises ConfigError that names the line of the error."""
     if path is None:
         return {}
     try:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Streamed:
-    """What was written."""
+    """The text written."""
 
     text: str = ""
     finished: bool = False
@@ -26,16 +26,16 @@ class Streamed:
 
 
 def stream(llm: "LLM", entry: Any, params: SamplingParams, *, after: str = "") -> Streamed:
-    """Write the answer to one input as it comes, with a line end after it. `params` must ask for deltas and one answer.
+    """Write the answer to one input as it arrives, with a line end after it. `params` must ask for deltas and one answer.
 
-    `after` is what the answer goes on from: shown on stderr before its first word.
+    `after` is the text that the answer continues: printed on stderr before the first word.
     """
     streamed = Streamed()
     stats = streamed.stats
     began = time.perf_counter()
     with contextlib.suppress(KeyboardInterrupt), contextlib.closing(llm.generate_iter(entry, params)) as running:
         for _, output in running:
-            with llm.interrupt:  # what was counted is also written
+            with llm.interrupt:  # counted tokens are also written
                 part = output.outputs[0]
                 if part.token_ids and not stats.first_token_seconds:
                     stats.first_token_seconds = [time.perf_counter() - began]

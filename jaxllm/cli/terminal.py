@@ -1,4 +1,4 @@
-"""What the commands write besides their result: colours, notes on stderr, the closing line."""
+"""Terminal output besides a command's result: colours, notes on stderr, the closing line."""
 
 import logging
 import os
@@ -12,12 +12,12 @@ _STYLES = {"dim": "2", "bold": "1", "red": "31", "green": "32", "cyan": "36"}
 
 
 def has_colours(stream: TextIO) -> bool:
-    """Whether to colour: only on a terminal, and not if NO_COLOR is set (no-color.org) or the terminal is dumb."""
+    """Whether to use colours: only on a terminal, and not if NO_COLOR is set (no-color.org) or the terminal is dumb."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def styled(text: str, style: str, stream: TextIO) -> str:
-    """`text` in a style where `stream` shows it."""
+    """`text` in a style, if `stream` supports it."""
     return f"\033[{_STYLES[style]}m{text}\033[0m" if has_colours(stream) else text
 
 
@@ -28,7 +28,7 @@ def note(text: str, style: str = "dim") -> None:
 
 
 class LogLines(logging.Formatter):
-    """Log messages as notes: information dim and bare, anything worse with its level."""
+    """Format log messages as notes: information dimmed without level, all others with their level."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
@@ -39,7 +39,7 @@ class LogLines(logging.Formatter):
 
 @dataclass
 class RunStats:
-    """What the closing line tells of one answer or a batch. Times in seconds since the work began."""
+    """The figures of the closing line, for one answer or a batch. Times in seconds since the work began."""
 
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
@@ -48,7 +48,7 @@ class RunStats:
     total_seconds: float = 0.0
 
     def tokens_per_second(self) -> float:
-        """One request: after its first token, so that the speed of writing shows. Several: all output over all time."""
+        """One request: speed after its first token, which is the writing speed. Several: all output over the whole time."""
         tokens, seconds = self.num_output_tokens, self.total_seconds
         if len(self.first_token_seconds) == 1 and tokens > 1:
             tokens, seconds = tokens - 1, seconds - self.first_token_seconds[0]

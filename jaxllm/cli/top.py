@@ -28,7 +28,7 @@ EXAMPLES = """examples:
 
 LATENCY_NAMES = {"ttft": "first token", "itl": "between tokens", "queue": "in the queue", "e2el": "whole request"}
 NUM_KEPT = 60
-"""Readings that the curve shows."""
+"""Number of readings in the curve."""
 TIMEOUT_SECONDS = 10.0
 
 
@@ -80,7 +80,7 @@ async def _watch(arguments: argparse.Namespace) -> None:
                 await asyncio.sleep(arguments.interval)
                 try:
                     now = await _scrape(client)
-                except ServerError as error:  # it may come back
+                except ServerError as error:  # the server may come back
                     if live is None:
                         terminal.note(str(error), "red")
                     else:

@@ -1,4 +1,4 @@
-"""Which jaxllm this is, found without importing anything heavy."""
+"""Finds the version of jaxllm without heavy imports."""
 
 import importlib.metadata
 import platform

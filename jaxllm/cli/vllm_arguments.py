@@ -1,4 +1,4 @@
-"""vLLM's flags on the command line: accepted as `jaxllm.vllm_flags` says, or refused with the reason."""
+"""vLLM's flags on the command line: accepted or refused with a reason, as `jaxllm.vllm_flags` defines."""
 
 import argparse
 import json
@@ -39,7 +39,7 @@ def add_vllm_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def take_vllm_arguments(found: argparse.Namespace) -> None:
-    """Set the options that vLLM's flags stand for; own flags win. Logs what changes nothing; raises ConfigError for the refused."""
+    """Set the options of vLLM's flags; own flags win. Logs flags without effect; raises ConfigError for refused ones."""
     for name, (value, how) in vars(found).pop(DEST, {}).items():
         for option, translation in translated(name, value, how).items():
             if option not in found:
@@ -47,7 +47,7 @@ def take_vllm_arguments(found: argparse.Namespace) -> None:
 
 
 def help_lines(word: str) -> list[str]:
-    """A line for each of vLLM's flags whose name has the word: what becomes of it."""
+    """A line for each of vLLM's flags whose name contains the word, with its effect."""
     wanted = word.lower().lstrip("-").replace("_", "-")
     return [_about(flag) for flag in TABLE.values() if wanted in spelling(flag.name)]
 
@@ -60,7 +60,7 @@ def _about(flag: VllmFlag) -> str:
 
 
 class _Keep(argparse.Action):
-    """Keeps what was given, and how, for `take_vllm_arguments`."""
+    """Stores the given flags for `take_vllm_arguments`."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         kept = getattr(namespace, DEST, None) or {}

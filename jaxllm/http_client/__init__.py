@@ -1,1 +1,1 @@
-"""Talks to any OpenAI-compatible server: a streaming client, and a load generator that measures what comes back."""
+"""Client for any OpenAI-compatible server: streaming, and a load generator that measures the answers."""

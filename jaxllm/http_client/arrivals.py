@@ -1,4 +1,4 @@
-"""When requests of a load test start."""
+"""Computes the start times of a load test's requests."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,10 +28,10 @@ class RampUp:
 def start_times(
     count: int, per_second: float, *, burstiness: float = 1.0, ramp_up: RampUp | None = None, seed: int = 0
 ) -> list[float]:
-    """Seconds from the beginning at which each request starts; all 0 for an infinite rate.
+    """Start times of the requests in seconds from the beginning; all 0 for an infinite rate.
 
-    The gaps are gamma distributed with shape `burstiness`: 1 is a Poisson process, less is burstier, more is more even. Without a
-    ramp they are stretched so that the last request starts at exactly count / per_second, so that runs can be compared.
+    The gaps are gamma distributed with shape `burstiness`: 1 is a Poisson process, less is burstier, more is more even.
+    Without a ramp they are scaled so that the last request starts at exactly count / per_second, to make runs comparable.
     """
     rng = np.random.default_rng(seed)
     rates = list(ramp_up.rates(count)) if ramp_up is not None else [per_second] * count

@@ -1,4 +1,4 @@
-"""What the chunks of a streamed answer say, of completions and of chat; fields that nobody here reads are skipped unparsed."""
+"""Chunks of a streamed completion or chat answer; unused fields are skipped unparsed."""
 
 from typing import Any
 
@@ -45,12 +45,12 @@ class Choice(msgspec.Struct, frozen=True):
 
     @property
     def visible(self) -> str:
-        """Its text, without reasoning and tool calls."""
+        """The text, without reasoning and tool calls."""
         return (self.text if self.delta is None else self.delta.content) or ""
 
     @property
     def only_opens(self) -> bool:
-        """Whether it is the empty chunk with which a chat answer opens: no token stands behind it."""
+        """Whether it is the empty first chunk of a chat answer, which stands for no token."""
         delta = self.delta
         return (
             delta is not None
@@ -76,7 +76,7 @@ _DECODER = msgspec.json.Decoder(Chunk)
 
 
 def read_chunk(event: bytes) -> Chunk:
-    """The chunk in an event's data. Raises ValueError that says what is wrong with it."""
+    """Parse the chunk in an event's data. Raises ValueError that names the error."""
     try:
         return _DECODER.decode(event)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

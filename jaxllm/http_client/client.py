@@ -16,11 +16,11 @@ from jaxllm.http_client.sse import EventParser, EventTooLongError
 
 MAX_ERROR_BYTES = 64 * 1024
 IDLE_CONNECTION_SECONDS = 2.0
-"""Shorter than servers keep an idle connection (uvicorn: 5 s), so that none is used while it is being closed."""
+"""Shorter than servers keep an idle connection (uvicorn: 5 s), so that no request uses one that is being closed."""
 
 
 class ServerError(JaxLLMError):
-    """The server refused, failed or went away. `status` is the HTTP status, or None where there was none."""
+    """The server refused, failed or disconnected. `status` is the HTTP status, or None without a response."""
 
     def __init__(self, message: str, status: int | None = None):
         super().__init__(message)
@@ -28,12 +28,12 @@ class ServerError(JaxLLMError):
 
     @property
     def is_final(self) -> bool:
-        """Whether asking the same again is pointless."""
+        """Whether a retry is pointless."""
         return self.status is not None and 400 <= self.status < 500 and self.status not in (408, 409, 425, 429)
 
 
 class ServerClient:
-    """Asks one server. Use as an async context manager."""
+    """A client of one server. Use as an async context manager."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class ServerClient:
     async def stream(
         self, path: str, body: bytes, headers: Mapping[str, str] | None = None
     ) -> AsyncGenerator[list[Chunk], None]:
-        """Post JSON that asks for a stream; the chunks of the answer as they come, those of one read together.
+        """POST JSON that requests a stream; yield the answer's chunks, grouped by read.
 
         Ends at `[DONE]`, or where the server ends. Raises ServerError for a refusal, for an error within the stream, and for
         a connection that breaks. Closing the generator early closes the connection.
@@ -120,7 +120,7 @@ class ServerClient:
                     if error is not None:
                         raise error
                     if is_done:
-                        # the end of the body is due at once; read, it leaves the connection to the next request
+                        # the end of the body arrives at once; reading it frees the connection for the next request
                         with contextlib.suppress(TimeoutError):
                             async with asyncio.timeout(1):
                                 await response.read()
@@ -171,7 +171,7 @@ async def _message_of(response: aiohttp.ClientResponse) -> str:
 
 
 def _chunks_before_error(events: list[bytes]) -> tuple[list[Chunk], ServerError | None]:
-    """The chunks in events, up to the first that is an error or makes no sense."""
+    """The chunks in events, up to the first error or invalid one."""
     chunks: list[Chunk] = []
     for event in events:
         if event == DONE:

@@ -11,9 +11,9 @@ import numpy as np
 from jaxllm.errors import ConfigError
 
 NUM_SPECIAL_IDS = 256
-"""Ids at the end of a vocabulary that random prompts leave out, because special tokens often lie there."""
+"""Number of ids at the end of a vocabulary that random prompts exclude, because they are often special tokens."""
 SMALLEST_VOCABULARY = 1000
-"""Ids below this exist in every model: what random prompts use where nothing tells the size."""
+"""Ids below this exist in every model; used by random prompts if the vocabulary size is unknown."""
 WORDS = ("the", "of", "and", "to", "in", "is", "that", "for", "it", "as", "was", "with", "be", "by", "on", "not")
 MAX_ATTEMPTS = 10
 DEFAULT_OUTPUT_TOKENS = 256
@@ -21,16 +21,16 @@ DEFAULT_OUTPUT_TOKENS = 256
 
 @dataclass(frozen=True)
 class LoadPrompt:
-    """What one request asks: text, token ids or (chat only) messages."""
+    """The prompt of one request: text, token ids or (chat only) messages."""
 
     prompt: str | list[int] | list[dict[str, Any]]
     num_output_tokens: int
     num_prompt_tokens: int | None = None
-    """None where only the server can count them."""
+    """None if only the server can count them."""
 
 
 class Tokenizer(Protocol):
-    """What datasets need of a tokenizer."""
+    """The interface that datasets need of a tokenizer."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -40,30 +40,30 @@ class Tokenizer(Protocol):
 
 @dataclass
 class PromptWriter:
-    """Makes random prompts: lists of token ids, or text of about that many tokens."""
+    """Makes random prompts: lists of token ids, or text of about as many tokens."""
 
     rng: np.random.Generator
     vocab_size: int | None = None
-    """None: what the tokenizer has, else the smallest there is."""
+    """None: the tokenizer's size, else the smallest of all models."""
     tokenizer: Tokenizer | None = None
     as_text: bool = False
 
     def ids(self, length: int) -> list[int]:
-        """Random token ids, none of them special as far as can be told."""
+        """Random token ids, without special tokens as far as they are known."""
         size = self.vocab_size or (self.tokenizer.vocab_size if self.tokenizer is not None else SMALLEST_VOCABULARY)
         return self.rng.integers(0, max(1, size - NUM_SPECIAL_IDS), length).tolist()
 
     def prompt(self, token_ids: list[int], num_output_tokens: int) -> LoadPrompt:
-        """A prompt of these tokens, in the form that the backend takes."""
+        """A prompt of these tokens in the backend's form."""
         if not self.as_text:
             return LoadPrompt(token_ids, num_output_tokens, len(token_ids))
-        if self.tokenizer is None:  # a word is one token for every usual tokenizer
+        if self.tokenizer is None:  # a word is one token in every common tokenizer
             return LoadPrompt(" ".join(WORDS[token % len(WORDS)] for token in token_ids), num_output_tokens)
         text, length = self._text_of(self.tokenizer, token_ids)
         return LoadPrompt(text, num_output_tokens, length)
 
     def _text_of(self, tokenizer: Tokenizer, token_ids: list[int]) -> tuple[str, int]:
-        """Text whose encoding is as long as `token_ids`, or nearly: decoding and encoding again merges and splits tokens."""
+        """Text that encodes to about as many tokens as `token_ids`: decoding and re-encoding merges and splits tokens."""
         wanted, tokens = len(token_ids), token_ids
         for _ in range(MAX_ATTEMPTS):
             text = tokenizer.decode(tokens)
@@ -89,7 +89,7 @@ def random_prompts(
 def prefix_repetition_prompts(
     writer: PromptWriter, count: int, *, prefix_len: int, suffix_len: int, num_prefixes: int, output_len: int
 ) -> list[LoadPrompt]:
-    """Prompts that share one of `num_prefixes` beginnings, about as many for each, in random order."""
+    """Prompts that share one of `num_prefixes` prefixes, about as many for each, in random order."""
     prefixes = [writer.ids(prefix_len) for _ in range(num_prefixes)]
     prompts = [writer.prompt(prefixes[index % num_prefixes] + writer.ids(suffix_len), output_len) for index in range(count)]
     return [prompts[place] for place in writer.rng.permutation(count)]
@@ -103,7 +103,7 @@ def mix_prompts(writer: PromptWriter, lengths: Sequence[tuple[int, int]]) -> lis
 def sharegpt_prompts(
     path: str, count: int, rng: np.random.Generator, tokenizer: Tokenizer | None, output_len: int | None
 ) -> list[LoadPrompt]:
-    """First question of conversations drawn at random, to be answered as long as the first answer was. Raises ConfigError."""
+    """First questions of randomly drawn conversations; output lengths are those of the first answers. Raises ConfigError."""
     if tokenizer is None and output_len is None:
         raise ConfigError("ShareGPT conversations need --tokenizer, which tells how long their answers are, or --output-len")
     conversations = _read_json(path)
@@ -128,7 +128,8 @@ def sharegpt_prompts(
 
 
 def custom_prompts(path: str, count: int | None, output_len: int | None, *, chat: bool) -> list[LoadPrompt]:
-    """The prompts of a JSON Lines file: `prompt` (text or token ids) or `messages`, and `output_tokens` unless `output_len` is given.
+    """Read prompts from a JSON Lines file: `prompt` (text or token ids) or `messages`, and `output_tokens` unless
+    `output_len` is given.
 
     Raises ConfigError that names the line.
     """
@@ -175,7 +176,7 @@ def _is_turn(turn: Any) -> bool:
 
 
 def _is_usual(num_prompt: int, num_output: int, *, check_output: bool) -> bool:
-    """The bounds with which this dataset is commonly sampled."""
+    """The usual sampling limits for this dataset."""
     return 4 <= num_prompt <= 1024 and num_prompt + num_output <= 2048 and (num_output >= 4 or not check_output)
 
 

@@ -1,4 +1,4 @@
-"""Sends prompts to a server at given times and keeps what came back when. Counting is for `results`."""
+"""Sends prompts to a server at given times, and records answers with their times. `results` evaluates them."""
 
 import asyncio
 import time
@@ -21,14 +21,14 @@ ENDPOINTS: Mapping[str, str] = {
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one request. Times are in seconds of `time.perf_counter`."""
+    """The outcome of one request. Times are in seconds of `time.perf_counter`."""
 
     start: float
     num_prompt_tokens: int | None = None
     num_output_tokens: int | None = None
-    """As the server's usage says; None if it does not."""
+    """From the server's usage; None if it reports none."""
     token_times: list[float] = field(default_factory=list)
-    """When each chunk with output came; a chunk may hold several tokens."""
+    """Arrival time of each chunk with output; a chunk may hold several tokens."""
     text_parts: list[str] = field(default_factory=list)
     error: str | None = None
     is_final_error: bool = False
@@ -39,7 +39,7 @@ class Outcome:
 
     @property
     def end(self) -> float:
-        """When the last output came."""
+        """Arrival time of the last output."""
         return self.token_times[-1] if self.token_times else self.start
 
     @property
@@ -54,12 +54,12 @@ class RequestMaker:
     backend: Backend
     model: str
     extra_body: Mapping[str, Any] = field(default_factory=dict)
-    """Laid over every body; may replace what stands there."""
+    """Merged into every body; overrides its fields."""
     ignore_eos: bool = False
 
     @property
     def streams(self) -> bool:
-        """Whether answers come in pieces."""
+        """Whether answers are streamed."""
         return self.backend != "openai-embeddings"
 
     def body(self, prompt: LoadPrompt) -> bytes:
@@ -87,9 +87,9 @@ async def ask(
     num_prompt_tokens: int | None = None,
     request_id: str | None = None,
 ) -> Outcome:
-    """Send one request and follow its stream to the end, or wait for an answer that does not stream.
+    """Send one request and read its stream, or wait for an answer that is not streamed.
 
-    Never raises ServerError: the outcome has it.
+    Never raises ServerError: the outcome holds it.
     """
     headers = None if request_id is None else {"X-Request-Id": request_id}
     outcome = Outcome(time.perf_counter(), num_prompt_tokens)
@@ -124,7 +124,7 @@ async def ask(
 async def _ask_at_once(
     client: ServerClient, path: str, body: bytes, headers: Mapping[str, str] | None, outcome: Outcome
 ) -> None:
-    """The same for a request whose answer comes as a whole and has no tokens: an embedding."""
+    """Send a request whose answer is not streamed and has no tokens: an embedding."""
     try:
         answer = msgspec.json.decode(await client.post(path, body, headers), type=_Whole)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -163,7 +163,10 @@ async def run_load(
     request_id_prefix: str | None = None,
     done: Callable[[], None] = lambda: None,
 ) -> LoadRun:
-    """Start each prompt at its time (seconds from the beginning), at most `max_concurrency` at once; `done` is called after each."""
+    """Start each prompt at its time (seconds from the beginning), with at most `max_concurrency` at once.
+
+    Calls `done` after each.
+    """
     bodies = [maker.body(prompt) for prompt in prompts]
     places = asyncio.Semaphore(max_concurrency) if max_concurrency is not None else None
 
@@ -204,7 +207,7 @@ async def wait_until_ready(
     streams: bool = True,
     pause_seconds: float = 1.0,
 ) -> Outcome:
-    """Ask until an answer comes. Raises ServerError when the time is over, or at once where the request itself is refused."""
+    """Retry until an answer comes. Raises ServerError after the time limit, or at once if the request itself is refused."""
     deadline = time.monotonic() + timeout_seconds
     while True:
         outcome = await ask(client, path, body, streams=streams)

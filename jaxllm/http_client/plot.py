@@ -1,4 +1,4 @@
-"""Draws a load test: when each request ran, and how its latencies are spread. Needs the extra `plot`."""
+"""Plots a load test: the time span of each request, and the distribution of latencies. Needs the extra `plot`."""
 
 from jaxllm.errors import ConfigError
 from jaxllm.http_client.load import LoadRun
@@ -14,7 +14,7 @@ def check_installed() -> None:
 
 
 def draw(run: LoadRun, title: str, path: str) -> None:
-    """Write the picture to a file; its ending gives the format. Raises ConfigError."""
+    """Write the plot to a file; the suffix selects the format. Raises ConfigError."""
     from matplotlib.figure import Figure
 
     answered = sorted((outcome for outcome in run.outcomes if outcome.token_times), key=lambda outcome: outcome.start)

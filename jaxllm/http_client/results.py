@@ -1,4 +1,4 @@
-"""Turns the outcomes of a load test into figures, under the names that vLLM's benchmark gives them."""
+"""Computes the results of a load test, under the names of vLLM's benchmark."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ class Timing:
 
 
 def timing_of(outcome: Outcome) -> Timing:
-    """The latencies of an answered request. A server that reports no usage is taken to send a token a chunk."""
+    """The latencies of an answered request. Without usage from the server each chunk counts as one token."""
     times = outcome.token_times
     first = times[0] if times else outcome.start
     gaps = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
@@ -45,7 +45,7 @@ def timing_of(outcome: Outcome) -> Timing:
 def summary(
     run: LoadRun, *, percentiles: Sequence[float] = (99,), goodput_ms: Mapping[str, float] | None = None
 ) -> dict[str, Any]:
-    """Throughput, latencies and errors of a run. `goodput_ms` has the limits that a good request keeps."""
+    """Throughput, latencies and errors of a run. `goodput_ms` holds the latency limits of a good request."""
     answered = [outcome for outcome in run.outcomes if outcome.succeeded]
     timings = [timing_of(outcome) for outcome in answered]
     num_input = sum(outcome.num_prompt_tokens or 0 for outcome in answered)
@@ -93,7 +93,7 @@ def details(run: LoadRun) -> dict[str, Any]:
 
 
 def as_text(report: Mapping[str, Any], metrics: Sequence[str], percentiles: Sequence[float]) -> str:
-    """The summary as a person reads it."""
+    """The summary as readable text."""
     rows: list[tuple[str, str]] = [
         ("successful requests", str(report["completed"])),
         ("failed requests", str(report["failed"])),
@@ -154,7 +154,7 @@ def _peak_tokens_per_second(answered: Sequence[Outcome], timings: Sequence[Timin
 
 
 def _peak_concurrency(outcomes: Sequence[Outcome]) -> int:
-    """Most requests under way at one moment."""
+    """Maximum number of concurrent requests."""
     answered = [outcome for outcome in outcomes if outcome.token_times]
     changes = sorted([(outcome.end, -1) for outcome in answered] + [(outcome.start, 1) for outcome in answered])
     current = peak = 0

@@ -1,4 +1,4 @@
-"""Reads a server's /metrics and tells what happened between two readings. Knows the names of jaxllm and of vLLM."""
+"""Reads a server's /metrics and computes rates between two readings. Supports the metric names of jaxllm and of vLLM."""
 
 import math
 from collections import defaultdict
@@ -23,22 +23,22 @@ class Scrape:
     """One reading. Values of several engines are added; names are without prefix and without `_total`."""
 
     time: float
-    """Of any clock, in seconds."""
+    """In seconds, of any clock."""
     values: dict[str, float]
     buckets: dict[str, dict[float, float]]
-    """Of each histogram: upper bound to observations up to it."""
+    """Per histogram: upper bound to cumulative number of observations."""
     by_label: dict[str, dict[str, float]]
-    """Of the metrics in LABELS: label value to value."""
+    """Per metric in LABELS: label value to value."""
     model_names: list[str] = field(default_factory=list)
     num_engines: int = 1
 
 
 LABELS: Mapping[str, str] = {"request_success": "finished_reason", "http_requests": "status", "awaited_programs": "state"}
-"""The metrics that are kept apart by a label."""
+"""The metrics that are split by a label."""
 
 
 def read_scrape(text: str, time: float) -> Scrape:
-    """What a page of metrics says. Raises ValueError if it is none, or has neither jaxllm's nor vLLM's metrics."""
+    """Parse a page of metrics. Raises ValueError if it is invalid, or has neither jaxllm's nor vLLM's metrics."""
     values: defaultdict[str, float] = defaultdict(float)
     buckets: defaultdict[str, defaultdict[float, float]] = defaultdict(lambda: defaultdict(float))
     by_label: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -65,11 +65,11 @@ def read_scrape(text: str, time: float) -> Scrape:
 
 
 def view(before: Scrape, now: Scrape) -> dict[str, Any]:
-    """The state now, and rates and latencies between two readings; None where nothing happened. Latencies are in milliseconds."""
+    """The current state, and rates and latencies (ms) between two readings; None without observations."""
     seconds = max(now.time - before.time, 1e-9)
 
     def grown(name: str) -> float:
-        # a server that was started again counts from 0
+        # a restarted server counts from 0
         return _growth(before.values.get(name, 0.0), now.values.get(name, 0.0))
 
     queries = grown("prefix_cache_queries")
@@ -95,7 +95,7 @@ def view(before: Scrape, now: Scrape) -> dict[str, Any]:
 
 
 def quantile(buckets: Mapping[float, float], fraction: float) -> float | None:
-    """The value below which this fraction of the observations lie, taken as evenly spread within a bucket. None without any."""
+    """The quantile, assuming an even distribution within each bucket. None without observations."""
     bounds = sorted(buckets)
     total = buckets[bounds[-1]] if bounds else 0.0
     if total <= 0:
@@ -119,7 +119,7 @@ def _percentiles(before: Mapping[float, float], now: Mapping[float, float]) -> d
 
 
 def _compiling(now: Scrape) -> dict[str, float] | None:
-    """The programs that requests wait for: ready, and in all. None while none is missing."""
+    """Programs that requests wait for: number ready, and total. None if all are ready."""
     awaited = now.by_label.get("awaited_programs", {})
     return {"ready": awaited.get("ready", 0.0), "total": sum(awaited.values())} if awaited.get("missing") else None
 
@@ -137,7 +137,7 @@ def _growth(before: float, now: float) -> float:
 
 
 def _plain(name: str) -> str | None:
-    """The name without prefix and `_total`; None for metrics that nobody here reads."""
+    """The name without prefix and `_total`; None for unused metrics."""
     for prefix in PREFIXES:
         if name.startswith(prefix):
             return name.removeprefix(prefix).removesuffix("_total")
@@ -145,7 +145,7 @@ def _plain(name: str) -> str | None:
 
 
 def sparkline(values: Iterable[float]) -> str:
-    """A line of bars, as high as the values are in proportion to the largest."""
+    """A line of bars, scaled to the largest value."""
     listed = list(values)
     top = max(listed, default=0.0)
     marks = "▁▂▃▄▅▆▇█"

@@ -1,15 +1,15 @@
-"""Reads server-sent events from pieces of bytes that are cut anywhere. Knows nothing of what the events say."""
+"""Parses server-sent events from arbitrary pieces of bytes. Does not interpret their data."""
 
 MAX_EVENT_BYTES = 64 * 2**20
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class EventTooLongError(ValueError):
-    """An event has no end in sight."""
+    """An event exceeds the maximum length."""
 
 
 class EventParser:
-    """Bytes go in, the `data` of every complete event comes out. Comments (keep-alives) and other fields are skipped."""
+    """Takes bytes and returns the `data` of every complete event. Skips comments (keep-alives) and other fields."""
 
     def __init__(self, max_event_bytes: int = MAX_EVENT_BYTES) -> None:
         self._max_event_bytes = max_event_bytes
@@ -30,7 +30,7 @@ class EventParser:
             piece = piece.removeprefix(_BYTE_ORDER_MARK)
         held = b""
         if b"\r" in piece:
-            if piece.endswith(b"\r"):  # its "\n" may be on the way
+            if piece.endswith(b"\r"):  # its "\n" may still arrive
                 piece, held = piece[:-1], b"\r"
             piece = piece.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         lines = piece.split(b"\n")

@@ -1,4 +1,4 @@
-"""What the engine core tells of itself, as metrics. Every front of an engine has the same numbers."""
+"""The engine core's statistics as metrics. Every front of an engine reports the same numbers."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -11,7 +11,7 @@ SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 
 
 class LoadStats(Protocol):
-    """What `EngineCore.stats()` tells. Totals count from the start."""
+    """The values of `EngineCore.stats()`. Totals count from the start."""
 
     @property
     def num_running(self) -> int: ...

@@ -1,4 +1,4 @@
-"""Counts what an engine does. Plain numbers in one thread: recording must cost next to nothing per token."""
+"""Counts what an engine does. Plain numbers in one thread: recording must cost almost nothing per token."""
 
 from collections.abc import Mapping
 
@@ -12,7 +12,7 @@ from jaxllm.sampling_params import SamplingParams
 
 
 class EngineMetrics:
-    """The record of one engine, or of one front's part in it. Times are in seconds; the clock of the caller is used throughout."""
+    """The counters of one engine, or of one front's part of it. Times are in seconds of the caller's clock."""
 
     def __init__(
         self, model_name: str, max_model_len: int, *, engine: str = "0", cache_config: Mapping[str, str] | None = None
@@ -40,7 +40,7 @@ class EngineMetrics:
         self._request_n = Observations(buckets.ANSWERS)
         self._request_preemptions = Observations(buckets.PREEMPTIONS)
         self.load: LoadStats | None = None
-        """The engine core's own numbers, after the latest step."""
+        """Store the engine core's own numbers, after the latest step."""
         self.programs_compiled_after_warmup = 0
 
     def request_arrived(self, params: SamplingParams) -> None:
@@ -58,7 +58,7 @@ class EngineMetrics:
         queue_seconds: float | None = None,
         prefill_seconds: float | None = None,
     ) -> None:
-        """The first token of a sequence came, so long after its arrival; how long it waited and computed, if the core told."""
+        """Record a sequence's first token: time since arrival, and queue and compute times, if the core reported them."""
         self._first_token_seconds.add(seconds)
         self._prompt_computed(num_prompt_tokens, num_cached_tokens, queue_seconds, prefill_seconds)
 
@@ -70,7 +70,7 @@ class EngineMetrics:
         queue_seconds: float | None = None,
         prefill_seconds: float | None = None,
     ) -> None:
-        """The vectors of a prompt came; how long it waited and computed, if the core told."""
+        """Record a prompt's vectors: queue and compute times, if the core reported them."""
         self._prompt_computed(num_prompt_tokens, num_cached_tokens, queue_seconds, prefill_seconds)
 
     def _prompt_computed(
@@ -85,11 +85,11 @@ class EngineMetrics:
             self._prefill_seconds.add(prefill_seconds)
 
     def tokens_done(self, seconds: float, count: int) -> None:
-        """A later token came for so many sequences, so long after the one before it."""
+        """Record a later token of this many sequences, and the time since the one before it."""
         self._inter_token_seconds.add(seconds, count)
 
     def add_generation_tokens(self, count: int) -> None:
-        """Tokens came."""
+        """Count tokens."""
         self.generation_tokens += count
 
     def request_finished(
@@ -103,7 +103,7 @@ class EngineMetrics:
         prefill_seconds: float | None = None,
         num_preemptions: int = 0,
     ) -> None:
-        """A sequence ended, `seconds` after its arrival and `decode_seconds` after its first token (None: it had none)."""
+        """Record a sequence's end, `seconds` after its arrival, `decode_seconds` after its first token (None: it had none)."""
         self._finished[reason] += 1
         self._request_seconds.add(seconds)
         self._request_prompt_tokens.add(num_prompt_tokens)
@@ -117,11 +117,11 @@ class EngineMetrics:
                 self._inference_seconds.add(prefill_seconds + decode_seconds)
 
     def all_answers_finished(self, num_longest_tokens: int) -> None:
-        """The last of a prompt's answers ended; the longest of them has so many tokens."""
+        """Record that all answers to a prompt have ended; the longest has this many tokens."""
         self._longest_generation_tokens.add(num_longest_tokens)
 
     def snapshot(self, *, of_engine: bool = True) -> list[Metric]:
-        """Every metric as it is now, with or without those that the engine core counts for all fronts together."""
+        """The current value of every metric, with or without those that the engine core counts for all fronts together."""
         found = Collected(self._labels)
         if of_engine:
             self._add_engine(found)

@@ -1,4 +1,4 @@
-"""Puts the metrics of several processes together."""
+"""Merges the metrics of several processes."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -7,7 +7,7 @@ from jaxllm.metrics.metric import Counter, Histogram, Metric
 
 
 def merged(parts: Iterable[Iterable[Metric]]) -> list[Metric]:
-    """One list in which counters and histograms of the same name and labels are added up. Of a gauge the first one counts."""
+    """Merge lists: sums counters and histograms of the same name and labels; keeps the first of each gauge."""
     found: dict[tuple[str, tuple[tuple[str, str], ...]], Metric] = {}
     for part in parts:
         for metric in part:

@@ -21,14 +21,14 @@ class Counter(Metric):
 
 @dataclass(frozen=True)
 class Gauge(Metric):
-    """A level that goes up and down."""
+    """A value that goes up and down."""
 
     value: float
 
 
 @dataclass(frozen=True)
 class Histogram(Metric):
-    """How many observations were at most so large."""
+    """A histogram of observations."""
 
     count: int
     sum: float

@@ -1,4 +1,4 @@
-"""Offers an engine's metrics to Prometheus. Values are read when a scrape asks, so recording stays plain."""
+"""Exports an engine's metrics to Prometheus. Values are read when a scrape arrives, which keeps recording simple."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -24,11 +24,11 @@ class EngineCollector(Collector):
         self._snapshot = snapshot
 
     def describe(self) -> list[Family]:
-        """Nothing: registering must not read the engine."""
+        """Empty: registering must not read the engine."""
         return []
 
     def collect(self) -> Iterator[Family]:
-        """The families of all metrics now."""
+        """The current metric families."""
         families: dict[str, Any] = {}
         for metric in self._snapshot():
             if metric.name not in families:
@@ -42,16 +42,17 @@ class EngineCollector(Collector):
 
 
 def registry(snapshot: Callable[[], list[Metric]]) -> CollectorRegistry:
-    """A registry of its own for one engine."""
+    """A separate registry for one engine."""
     own = CollectorRegistry(auto_describe=False)
     own.register(EngineCollector(snapshot))
     return own
 
 
 def exposition(metrics: Iterable[Metric], *, prefix: str = "jaxllm") -> bytes:
-    """The metrics, and those of this process, in Prometheus's text format; `prefix` stands in the names in place of jaxllm.
+    """The metrics, and those of this process, in Prometheus's text format; `prefix` replaces jaxllm in the names.
 
-    Never in OpenMetrics, whose encoder turns the colon after the prefix into an underscore, so that names would depend on the scraper.
+    Not in OpenMetrics, whose encoder turns the colon after the prefix into an underscore, so that names would depend on the
+    scraper.
     """
     listed = [replace(metric, name=_renamed(metric.name, prefix)) for metric in metrics]
     own = registry(lambda: listed)

@@ -1,4 +1,4 @@
-"""A line in the log now and then: how fast the engine is and how full."""
+"""Logs a line at intervals: speed and load of the engine."""
 
 import logging
 import time
@@ -13,10 +13,10 @@ INTERVAL_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class _Totals:
-    """Counts since the start, whose differences the line tells."""
+    """Totals since the start; the line reports their differences."""
 
     computed: int
-    """Prompt tokens that did not come from the cache."""
+    """Prompt tokens not taken from the cache."""
     generated: int
     queries: int = 0
     hits: int = 0

@@ -1,4 +1,4 @@
-"""The scalars that each row of a batch brings to sampling: one int32 vector per request, typed arrays on the device."""
+"""Sampling scalars of each row of a batch: one int32 vector per request, typed arrays on the device."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from jaxllm.sampling_params import SamplingParams
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SamplingColumns:
-    """Scalars of R rows, each an array [R], float32 unless told."""
+    """Scalars of R rows, each an array [R], float32 unless stated otherwise."""
 
     temperature: jax.Array
     """0: greedy."""
@@ -29,11 +29,11 @@ class SamplingColumns:
     frequency_penalty: jax.Array
     presence_penalty: jax.Array
     min_tokens: jax.Array
-    """int32; tokens before which no stop token is drawn."""
+    """int32; number of output tokens before which no stop token is drawn."""
     top_n_sigma: jax.Array
     """0: off."""
     uses_state: jax.Array
-    """int32; 1 if the request was admitted to the SamplingState. Otherwise its row there is somebody else's remains."""
+    """int32; 1 if the request was admitted to the SamplingState. Otherwise its row there holds another request's stale data."""
 
 
 _COLUMNS: dict[str, tuple[str, float, Callable[[SamplingParams], float]]] = {
@@ -50,7 +50,7 @@ _COLUMNS: dict[str, tuple[str, float, Callable[[SamplingParams], float]]] = {
     "top_n_sigma": ("float32", 0, lambda params: min(params.top_n_sigma, 1e6)),  # so far from the highest is no logit
     "uses_state": ("int32", 0, needs_state),
 }
-"""Of each column: its type, the value that asks for nothing, and where it comes from."""
+"""Per column: its type, its neutral value, and its source."""
 
 NUM_COLUMNS = len(_COLUMNS)
 
@@ -59,7 +59,7 @@ def _word(value: float, dtype: str) -> np.ndarray:
     return np.array(value, dtype).view(np.int32)
 
 
-# Words are XORed with the neutral ones, so that a row of zeros (padding) asks for nothing.
+# Words are XORed with the neutral ones, so that a row of zeros (padding) is neutral.
 _NEUTRAL = np.array([_word(neutral, dtype) for dtype, neutral, _ in _COLUMNS.values()])
 
 

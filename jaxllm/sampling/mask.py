@@ -1,4 +1,4 @@
-"""Masks that say which tokens may be drawn, packed: bit b of word w allows token 32 w + b."""
+"""Packed masks of the tokens that may be drawn: bit b of word w allows token 32 w + b."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ _BITS = 32
 
 
 def num_words(vocab_size: int) -> int:
-    """Words of a mask over so many columns of logits."""
+    """Number of mask words for this many columns of logits."""
     return -(-vocab_size // _BITS)
 
 

@@ -1,7 +1,7 @@
-"""Gumbel noise without state: what a row draws for a token depends on (seed, position, token id) and on nothing else.
+"""Stateless Gumbel noise: a row's noise for a token depends only on (seed, position, token id).
 
-Neither the batch, nor the order of its rows, nor the padding or sharding of the vocabulary can shift it, so a request
-draws the same tokens alone, among strangers and after preemption.
+It does not depend on the batch, the order of its rows, or the padding or sharding of the vocabulary, so a request draws
+the same tokens alone, in any batch and after preemption.
 """
 
 import jax

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ProcessorContext:
-    """What a processor may look at, for each of R rows."""
+    """The data available to a processor, for each of R rows."""
 
     arguments_RA: jax.Array
     """float32[R, num_arguments]: what the request gave in extra_args."""
@@ -51,9 +51,9 @@ class Processor:
 
 
 def load_processors(given: Sequence[Processor | str]) -> tuple[Processor, ...]:
-    """The processors, with those given as "module:Name" imported: a Processor, or a class of which one is made.
+    """The processors; imports those given as "module:Name": a Processor, or a class that makes one.
 
-    Raises ConfigError for what cannot be imported or is no Processor.
+    Raises ConfigError for an import error or an object that is not a Processor.
     """
     loaded = []
     for each in given:
@@ -89,7 +89,7 @@ def check_processors(processors: Sequence[Processor]) -> dict[str, int]:
 
 
 def num_argument_columns(processors: Sequence[Processor]) -> int:
-    """Width of the state's arguments: for each processor whether the row wants it, then its arguments.
+    """Width of the state's arguments: for each processor a flag whether the row uses it, then its arguments.
 
     At least 1: XLA crashes while it compiles a shard_map that takes an empty array (jaxlib 0.11.2).
     """
@@ -109,7 +109,7 @@ def pack_arguments(params: SamplingParams, processors: Sequence[Processor]) -> n
 def apply_processors(
     logits_RV: jax.Array, rows: "SamplingState", position_R: jax.Array, processors: Sequence[Processor]
 ) -> jax.Array:
-    """Apply each processor, in order, to the rows that want it."""
+    """Apply each processor, in order, to the rows that use it."""
     first = 0
     for processor in processors:
         last = first + 1 + processor.num_arguments

@@ -126,14 +126,14 @@ FILTERS: tuple[tuple[Callable[[SamplingColumns], jax.Array], Filter], ...] = (
     (lambda columns: columns.top_k > 0, filter_top_k),
     (lambda columns: columns.top_p < 1, filter_top_p),
 )
-"""Which rows want a filter, and the filter; one that no row wants is not computed."""
+"""Whether a row uses a filter, and the filter; a filter that no row uses is not computed."""
 
 
 def threshold(logits_RV: jax.Array, columns: SamplingColumns) -> jax.Array:
     """float32[R]: the value that logits, scaled, must reach to pass all filters; -inf where there is none."""
 
     def search(threshold_R: jax.Array) -> jax.Array:
-        scaled_RV = scale(logits_RV, columns)  # here, not outside: if no row wants a filter, nobody writes it to memory
+        scaled_RV = scale(logits_RV, columns)  # computed here, so that it is not written to memory if no row uses a filter
         for wants, filter_ in FILTERS:
             threshold_R = jax.lax.cond(
                 jnp.any(wants(columns)), partial(filter_, scaled_RV, columns), lambda unchanged: unchanged, threshold_R

@@ -1,7 +1,7 @@
-"""What FULL sampling remembers of each request, on the device: one row per request, and a last one that padding points to.
+"""The per-request state of FULL sampling on the device: one row per request, and a last one for padding.
 
 A request that needs it (`variants.needs_state`) is admitted whole when it gets its row, new or resumed after preemption;
-after that only drawn tokens are added. Rows are never cleared: `SamplingColumns.uses_state` tells whose row is alive.
+after that only drawn tokens are added. Rows are never cleared: `SamplingColumns.uses_state` marks the valid ones.
 """
 
 import dataclasses
@@ -126,7 +126,7 @@ def admit(state: SamplingState, row: jax.Array, packed: jax.Array) -> SamplingSt
 
 
 def gather(state: SamplingState, row_R: jax.Array, uses_state_R: jax.Array) -> SamplingState:
-    """The rows of a batch; those of requests without state ask for nothing."""
+    """The rows of a batch; those of requests without state are neutral."""
     rows = jax.tree.map(lambda array: array[row_R], state)
     alive_R1 = uses_state_R[:, None] != 0
     return SamplingState(

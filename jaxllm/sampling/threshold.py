@@ -18,8 +18,9 @@ def top_k_threshold(logits_RV: jax.Array, k_R: jax.Array) -> jax.Array:
 
 
 def top_p_threshold(logits_RV: jax.Array, p_R: jax.Array, floor_R: jax.Array) -> jax.Array:
-    """float32[R]: the lowest logit of the smallest set of likeliest tokens, out of those ≥ floor, that holds the fraction p
-    of their probability; ties with it are kept."""
+    """float32[R]: the lowest logit of the smallest set of likeliest tokens, out of those ≥ floor, whose probabilities reach the
+    fraction p of their sum; ties with it are kept.
+    """
     highest_R = jnp.max(logits_RV, axis=1)
     shift_R = jnp.where(jnp.isfinite(highest_R), highest_R, 0.0)  # a row without any finite logit must not become NaN
     weight_RV = jnp.where(logits_RV >= floor_R[:, None], jnp.exp(logits_RV - shift_R[:, None]), 0.0)

@@ -1,4 +1,4 @@
-"""Which sampling program a request needs. Knows nothing of JAX, so the batch builder can ask it before any array exists."""
+"""Selects the sampling program of a request. Does not import JAX, so the batch builder can use it before any array exists."""
 
 import enum
 
@@ -13,7 +13,7 @@ class Variant(enum.IntEnum):
     RANDOM = 1
     """Temperature, min_p, top_k, top_p."""
     MASKED = 2
-    """After a mask that says which tokens may be drawn."""
+    """Variant with a mask of the tokens that may be drawn."""
     FULL = 3
     """Everything, with per-request state on the device."""
 
@@ -42,5 +42,5 @@ def needs_state(params: SamplingParams) -> bool:
 
 
 def needs_logprobs(params: SamplingParams) -> bool:
-    """Whether the logprobs of output tokens are wanted (those of the prompt are another matter)."""
+    """Whether the request asks for logprobs of output tokens (prompt logprobs do not count)."""
     return params.logprobs is not None or params.logprob_token_ids is not None

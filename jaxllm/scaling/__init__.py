@@ -1,4 +1,4 @@
-"""How a model's speed grows with the GPUs that its layers are split over: the experiment behind `jaxllm bench scaling`.
+"""Measures how a model's speed grows with the GPUs that its layers are split over, for `jaxllm bench scaling`.
 
-What runs in the command's own process never imports JAX; a process per tensor-parallel size measures.
+The command's own process never imports JAX; one process per tensor-parallel size measures.
 """

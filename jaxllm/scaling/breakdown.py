@@ -1,4 +1,4 @@
-"""Where the time of a step goes: the kernels of a trace, divided into products, attention, communication and others."""
+"""Breaks down the time of a step: the kernels of a trace, divided into products, attention, communication and others."""
 
 import re
 from collections import Counter, defaultdict
@@ -11,10 +11,10 @@ from jaxllm.scaling.trace import Kernel, Trace, class_of, most
 NUM_TOP = 12
 _PART_OF_CLASS = {"GEMM": "products", "attention": "attention", "communication": "communication"}
 _PRECEDENCE = ("products", "attention", "other", "communication")
-"""Where kernels of several parts run at once the time counts for the first of them: communication only where nothing hides it."""
+"""Time in which kernels of several parts run counts for the first of them: communication counts only if nothing hides it."""
 _CPU_PRODUCT = re.compile(r"(^|_)(dot|ynn|onednn|gemm|matmul)", re.IGNORECASE)
 _CPU_CONTAINER = re.compile(r"(while|call|conditional)(\.\d+)?$")
-"""Thunks that only run others."""
+"""Thunks that only run other thunks."""
 
 
 def part_of(name: str) -> str:
@@ -23,7 +23,7 @@ def part_of(name: str) -> str:
 
 
 def part_of_thunk(name: str) -> str:
-    """The same for what XLA runs on a CPU, where attention cannot be told from the rest."""
+    """Which part of a step XLA's work on a CPU belongs to; attention cannot be distinguished from the rest."""
     if class_of(name) == "communication":
         return "communication"
     return "products" if _CPU_PRODUCT.search(name) else "other"
@@ -32,7 +32,7 @@ def part_of_thunk(name: str) -> str:
 def break_down(
     trace: Trace, *, tensor_parallel_size: int, work: str, num_requests: int, num_steps: int, step_seconds: float
 ) -> Breakdown | None:
-    """The breakdown of `num_steps` traced steps, which take `step_seconds` each without the profiler. None if the trace holds nothing."""
+    """The breakdown of `num_steps` traced steps of `step_seconds` each without the profiler. None for an empty trace."""
     on_gpu = bool(trace.kernels)
     spans = trace.kernels if on_gpu else [span for span in trace.thunks if not _CPU_CONTAINER.match(span.name)]
     if not spans:
@@ -85,10 +85,10 @@ def time_by_part(spans: Iterable[tuple[float, float, str]]) -> tuple[Mapping[str
 
 
 def waiting_time(devices: Sequence[Sequence[Kernel]]) -> float | None:
-    """How much of the communication of several devices is waiting for the last of them, mean over the devices.
+    """Fraction of the communication that is waiting for the last device, mean over the devices.
 
-    A collective's kernel runs from when its device is ready until all are through, so the shortest of those that belong
-    together is the one that waited least. None for a single device, or where the devices' kernels are not equal in number.
+    A collective's kernel runs from when its device is ready until all have finished, so the shortest of the matching ones
+    waited least. None for a single device, or if the devices have different numbers of kernels.
     """
     if len(devices) < 2 or len({len(kernels) for kernels in devices}) > 1:
         return None

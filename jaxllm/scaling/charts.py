@@ -1,4 +1,4 @@
-"""Line charts and stacked bars as SVG text, which a page holds inline and which needs no library to draw or to show."""
+"""Line charts and stacked bars as SVG text, for inline use in a page; needs no library."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from html import escape
 
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8a6d00", "#6a51a3")
-"""Told apart by people who see colours differently (Okabe and Ito), on white and on black."""
+"""Colours that colour-blind readers can distinguish (Okabe and Ito), on white and on black."""
 FONT = "font-family='system-ui, sans-serif'"
 HEIGHT, TOP, BOTTOM, LEFT = 320, 44, 52, 66
 WIDTH, LEGEND = 430, 150
@@ -34,14 +34,14 @@ class Bar:
 
 @dataclass(frozen=True)
 class Axis:
-    """Where values lie on the y axis, and its ticks."""
+    """The scale of the y axis, and its ticks."""
 
     place: Callable[[float], float]
     ticks: list[float]
 
 
 def line_chart(title: str, x_label: str, y_label: str, series: Sequence[Series], *, log_base: int | None = None) -> str:
-    """Lines over numbers of devices, which stand at equal distances for equal ratios; so do the values with `log_base` 2 or 10."""
+    """Lines over numbers of devices, on a logarithmic axis; so are the values with `log_base` 2 or 10."""
     xs = sorted({x for line in series for x, _ in line.values})
     ys = [y for line in series for _, y in line.values]
     left, right = LEFT, LEFT + WIDTH - 90
@@ -82,7 +82,7 @@ def stacked_bars(
     colour: Mapping[str, str],
     mark_name: str | None = None,
 ) -> str:
-    """Groups of bars, each bar with its label below and its total above. `colour`: of each part; `mark_name`: what the marks are."""
+    """Groups of bars with labels below and totals above. `colour`: of each part; `mark_name`: the name of the marks."""
     names = list(dict.fromkeys(name for _, bars in groups for bar in bars for name, _ in bar.parts))
     tallest = max(sum(value for _, value in bar.parts) for _, bars in groups for bar in bars)
     marks = [bar.mark for _, bars in groups for bar in bars if bar.mark is not None]
@@ -189,7 +189,7 @@ def _linear_axis(highest: float) -> Axis:
 
 
 def _log_axis(ys: Sequence[float], base: int) -> Axis:
-    """Ticks around the values: 1, 2 and 5 times powers of ten, of these only the powers where there are many, or powers of two."""
+    """Ticks around the values: 1, 2 and 5 times powers of ten (only the powers if there are many), or powers of two."""
     factors = (1, 2, 5) if base == 10 else (1,)
     exponents = range(math.floor(math.log(min(ys), base)) - 1, math.ceil(math.log(max(ys), base)) + 2)
     known = [float(base) ** exponent * factor for exponent in exponents for factor in factors]

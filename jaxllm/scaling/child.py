@@ -1,8 +1,8 @@
 """The process that measures one tensor-parallel size: `python -m jaxllm.scaling.child`.
 
-The first line of its input is JSON: `{"plan": …, "tensor_parallel_size": n, "log_level": …}`, or `{"find_devices": true}`. It writes
-a JSON object per line, `{"kind": …, "value": …}`: kinds are doing, engine, limits, Row, Breakdown, AllReduce, Skipped, failed and
-done; or devices. It ends when its input does.
+The first line of its input is JSON: `{"plan": …, "tensor_parallel_size": n, "log_level": …}`, or `{"find_devices": true}`.
+It writes a JSON object per line, `{"kind": …, "value": …}`: kinds are doing, engine, limits, Row, Breakdown, AllReduce,
+Skipped, failed and done; or devices. It ends at the end of its input.
 """
 
 import json
@@ -19,7 +19,7 @@ from jaxllm.scaling.rows import to_json
 
 def main() -> int:
     """Do what the first line asks. Returns the exit code."""
-    # What libraries print must not come between the lines.
+    # Output of libraries must not mix with the lines.
     lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     teller = Teller(lines)
@@ -41,7 +41,7 @@ def main() -> int:
 
 
 class Teller:
-    """Writes the lines."""
+    """Writes the lines of output."""
 
     def __init__(self, lines: IO[str]):
         self._lines = lines
@@ -67,7 +67,7 @@ def find_devices() -> dict[str, Any]:
 
 
 def measure_size(plan: Plan, size: int, log_level: str, teller: Teller) -> None:
-    """Start an engine and measure the plan's work. Raises what keeps it from being measured."""
+    """Start an engine and measure the plan's work. Raises errors that prevent measuring."""
     import jax
 
     from jaxllm import log
@@ -90,7 +90,7 @@ def measure_size(plan: Plan, size: int, log_level: str, teller: Teller) -> None:
         directory, overrides=asked.model.hf_overrides, dtype=asked.model.dtype, on_gpu=on_gpu, runner=asked.model.runner
     )
     options = engine_options(plan, size, on_gpu=on_gpu, device_bytes=device_limit()[1], max_position=described.max_position)
-    # An engine that cannot be should say so before anything is measured.
+    # Report an impossible engine before anything is measured.
     described.for_tensor_parallel(size)
     teller("measuring the device's limits")
     ceilings = measure_ceilings(tiny=not on_gpu, dtype="bfloat16" if on_gpu else "float32")
@@ -100,7 +100,7 @@ def measure_size(plan: Plan, size: int, log_level: str, teller: Teller) -> None:
     llm = LLM.from_config(EngineConfig.from_options(**options))
     core: Any = llm.llm_engine.core
     if core.config.compile.warmup == "background":
-        # Rare programs are not needed here, and would compile, and be tuned on the device, beside what is measured.
+        # Rare programs are not needed here; compiling and tuning them would disturb the measurements.
         core.runner.programs.shutdown()
     measurer = Measurer(plan, llm, ceilings, teller)
     devices = jax.devices()
@@ -130,7 +130,7 @@ def measure_size(plan: Plan, size: int, log_level: str, teller: Teller) -> None:
 
 
 def _end_with_input() -> None:
-    """A process whose parent is gone would hold the GPUs."""
+    """End the process when its parent has ended; else it would keep the GPUs."""
     while sys.stdin.buffer.read(4096):
         pass
     os._exit(1)

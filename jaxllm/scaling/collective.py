@@ -1,4 +1,4 @@
-"""The time of an all-reduce over the devices of a tensor-parallel size, as each layer of a model needs two of them per step."""
+"""Times an all-reduce over the devices of a tensor-parallel size; each layer of a model needs two of them per step."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -13,9 +13,9 @@ from jaxllm.scaling.limits import median_seconds
 from pallas_kernels import collectives
 
 TIMES = 32
-"""All-reduces in one program, so that its launch does not count."""
+"""Number of all-reduces in one program, to make its launch negligible."""
 XLA, PEER = "xla", "peer"
-"""By XLA's own means (NCCL on GPUs), and by kernels that write into each other's memory (`pallas_kernels.collectives`)."""
+""""xla": XLA (NCCL on GPUs); "peer": kernels that write into each other's memory (`pallas_kernels.collectives`)."""
 _SPEC = PartitionSpec(TENSOR)
 
 
@@ -34,7 +34,7 @@ def time_all_reduces(mesh: Mesh, sizes: Sequence[int], width: int, dtype: str) -
 
 
 def time_all_reduce(mesh: Mesh, rows: int, width: int, dtype: str) -> float:
-    """Seconds of a sum of [rows, width] of each device over all of them, by XLA's own means, one after the other."""
+    """Seconds of one sum of [rows, width] over all devices by XLA, from a sequence of sums."""
 
     def sums(x_RD: jax.Array) -> jax.Array:
         return lax.fori_loop(0, TIMES, lambda _, x_RD: lax.psum(x_RD, TENSOR), x_RD)
@@ -80,7 +80,7 @@ class PeerAllReduces:
         return seconds
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._communicator.close()
 
 

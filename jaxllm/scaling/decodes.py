@@ -1,4 +1,4 @@
-"""Times decode steps alone: the prompts of all requests are computed before, and no request arrives or ends meanwhile."""
+"""Times decode steps alone: all prompts are computed before, and no request arrives or ends during the measurement."""
 
 import itertools
 import time
@@ -40,10 +40,10 @@ def time_decodes(
     num_steps: int,
     then: Callable[[Callable[[], bool]], None] | None = None,
 ) -> DecodeTimes | None:
-    """Steps of an idle engine on these prompts. None if it cannot run them all at once for so long, e.g. for want of cache.
+    """Time steps of an idle engine on these prompts. None if it cannot run all at once that long, e.g. for lack of cache.
 
-    A request whose prompt is computed early decodes while the others' prompts are: `params` must leave room for it, and for what
-    `then` does: it is called after the stretch with a function that runs one more step of the same requests.
+    A request whose prompt is computed early decodes during the others' prompts: `params` must allow enough tokens for that,
+    and for `then`, which is called after the stretch with a function that runs one more step of the same requests.
     Raises RequestFailedError if the engine ends a request with an error.
     """
     core: Any = engine.core

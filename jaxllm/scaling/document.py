@@ -1,4 +1,4 @@
-"""A document of headings, text, tables and charts, as Markdown and as one page of HTML that needs nothing beside it."""
+"""A document of headings, text, tables and charts, as Markdown and as one self-contained HTML page."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class Points:
 
 @dataclass(frozen=True)
 class Folded:
-    """Lines that only some want to read."""
+    """Lines for readers who want details."""
 
     title: str
     lines: list[str]

@@ -1,4 +1,4 @@
-"""The engine options of an experiment's processes: what somebody set, and for the rest what the planned work needs."""
+"""Engine options of an experiment's processes: the explicitly set ones, and those derived from the planned work."""
 
 from typing import Any
 
@@ -17,10 +17,11 @@ SPARE_STEPS = 16
 def engine_options(
     plan: Plan, tensor_parallel_size: int, *, on_gpu: bool, device_bytes: int, max_position: int
 ) -> dict[str, Any]:
-    """Flat options: the same at every size, but for the size itself, the batch sizes that are compiled, and, where it is not set, a
-    step's most tokens.
+    """Flat options: equal at every size, except the size itself, the compiled batch sizes, and, if it is not set, a step's
+    maximum of tokens.
 
-    Without mixed work only the programs that the planned work runs in are made: most of a size's time would be compilation otherwise.
+    Without mixed work only the programs of the planned work are compiled: most of a size's time would be compilation
+    otherwise.
     """
     options = {
         "model": plan.model,
@@ -61,7 +62,7 @@ def _token_buckets(plan: Plan, usual: Buckets) -> tuple[int, ...]:
 
 
 def longest_request(plan: Plan, max_num_batched_tokens: int) -> int:
-    """Tokens of the longest request of all sizes: the first to decode of a batch gets tokens while the others' prompts are computed."""
+    """Tokens of the longest request of all sizes: the first request of a batch decodes during the others' prompts."""
     longest = plan.input_len + 1 if PREFILL in plan.works else 1
     if DECODE in plan.works:
         batch = plan.largest_batch()

@@ -1,4 +1,4 @@
-"""Runs the experiment size by size, and keeps what is done whatever happens to the rest."""
+"""Runs the experiment size by size, and keeps all finished results if a later size fails."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -22,10 +22,10 @@ def run(
     output: Path | None,
     hear: Callable[[SizeResult], Hear],
 ) -> None:
-    """Measure these sizes of the plan, and add them to `results`. What it has already, without a failure, is not measured again.
+    """Measure these sizes of the plan, and add them to `results`. Skips sizes that it already has without a failure.
 
-    All files are written anew under `output` after each size. A Ctrl-C ends the size that is measured, and leaves out the others;
-    `results.interrupted` says so. `hear` is told of each size before it begins, and gives who hears of its results.
+    Rewrites all files under `output` after each size. A Ctrl-C ends the current size and skips the others; it sets
+    `results.interrupted`. `hear` is called before each size, and returns the receiver of its results.
     """
     logs.mkdir(parents=True, exist_ok=True)
     for size in sorted(set(sizes) - results.complete_sizes):

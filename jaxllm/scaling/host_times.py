@@ -1,4 +1,4 @@
-"""How the host of an engine core spent a stretch of steps."""
+"""How the host of an engine core spent a series of steps."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ class HostTimes:
 
 
 def num_compiled(core: Any) -> int:
-    """Programs that requests of an engine core have waited for so far: a run in which it grows is not the engine's speed."""
+    """Number of programs that requests have waited for so far: if it grows during a run, the run's time is not valid."""
     if core.config.compile.warmup == "lazy":  # no program counts as warmed up
         return int(core.runner.programs.num_compiled + core.runner.programs.num_loaded)
     return int(core.num_compiled_after_warmup)

@@ -1,4 +1,4 @@
-"""What a device allows at best: its measured ceilings, and the bytes and operations that a piece of work cannot do without."""
+"""Upper limits on speed: a device's measured bandwidth and throughput, and the bytes and operations that the work requires."""
 
 import math
 import time
@@ -26,7 +26,7 @@ class Ceilings:
     gemm_dtype: str = "bfloat16"
 
     def seconds(self, work: "Work") -> float:
-        """The least time for the work: neither its bytes nor its operations can be had faster."""
+        """The least time for the work: the larger of the times for its bytes and its operations."""
         return max(work.bytes / self.copy_bytes_per_second, work.flops / self.gemm_flops_per_second)
 
     def describe(self) -> str:
@@ -38,14 +38,14 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Work:
-    """What must be read from memory and multiplied, by each device."""
+    """Bytes to read from memory and operations to compute, per device."""
 
     bytes: float
     flops: float
 
 
 def measure_ceilings(*, tiny: bool = False, dtype: str = "bfloat16") -> Ceilings:
-    """A copy of 1 GiB and a product of 8192 cubed in `dtype`, about a second with compilation; `tiny`: of 64 MiB and 512 cubed."""
+    """Measure a copy of 1 GiB and a product of 8192 cubed in `dtype`, in about a second; `tiny`: 64 MiB and 512 cubed."""
     num_bytes, size, times = (1 << 26, 512, 2) if tiny else (1 << 30, 8192, 16)
     x = jnp.zeros((num_bytes // 4,), jnp.float32)
     copies = jax.jit(lambda x: lax.fori_loop(0, times, lambda _, x: x + 1, x))
@@ -73,7 +73,7 @@ def median_seconds(run: Callable[..., Any], *args: Any, repeats: int) -> float:
 
 @dataclass(frozen=True)
 class ModelCost:
-    """What a model's steps cost on each of `num_devices`."""
+    """The bytes and operations of a model's steps on each of `num_devices`."""
 
     config: ModelConfig
     weight_bytes: float
@@ -92,11 +92,11 @@ class ModelCost:
         return cls(config, total, cache_bytes_per_token, num_devices)
 
     def work(self, requests: Iterable[tuple[int, int]], *, num_steps: int, skip_prompts: bool = False) -> Work:
-        """Of requests of (prompt, output) tokens in at least `num_steps` steps, each of which reads the weights once.
+        """Work of requests of (prompt, output) tokens in at least `num_steps` steps, each of which reads the weights once.
 
-        The last output token is never computed on, and only outputs need logits. Prompts: operations of their tokens and the reading of
-        the keys by nobody (a prompt may be computed in one piece). Outputs after the first: each reads its request's keys.
-        skip_prompts: only what comes after the first output token.
+        The last output token is never computed on, and only outputs need logits. Prompts: operations of their tokens, and no
+        reading of keys (a prompt may be computed in one piece). Outputs after the first: each reads its request's keys.
+        skip_prompts: only the work after the first output token.
         """
         c = self.config
         head = c.hidden_size * c.vocab_size

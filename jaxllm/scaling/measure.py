@@ -1,4 +1,4 @@
-"""Measures the planned work at one tensor-parallel size, and tells each result as soon as it is there."""
+"""Measures the planned work at one tensor-parallel size, and reports each result immediately."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -23,10 +23,10 @@ from jaxllm.scaling.requests import end_all, greedy, random_prompts
 from jaxllm.scaling.rows import DECODE, MIXED, PREFILL, AllReduce, Breakdown, Row, Skipped
 
 Tell = Callable[[Any], None]
-"""Takes a Row, Breakdown, AllReduce or Skipped, or a str that says what is done now."""
+"""Takes a Row, Breakdown, AllReduce or Skipped, or a str that names the current activity."""
 MAX_TRACED_PREFILL_STEPS = 6
 MAX_EXTRA_RUNS = 2
-"""Runs that do not count, because a program was compiled in them, before the row is given up."""
+"""Number of runs discarded because a program was compiled in them, before the row is given up."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class _Run:
 
 
 class Measurer:
-    """An engine of one tensor-parallel size, and the pieces of work in their order."""
+    """An engine of one tensor-parallel size, and the measurements in order."""
 
     def __init__(self, plan: Plan, llm: LLM, ceilings: Ceilings, tell: Tell):
         self.plan, self.llm, self.ceilings, self.tell = plan, llm, ceilings, tell
@@ -51,7 +51,7 @@ class Measurer:
         self.cost = ModelCost.of_arrays(core.model_config, core.runner.params, per_token, self.size)
 
     def measure_all(self) -> None:
-        """Decodes, prefill, mixed work, all-reduces. Raises what ends the engine; what fails alone is told and left out."""
+        """Measure decodes, prefill, mixed work, all-reduces. Raises errors that end the engine; skips and reports others."""
         for batch in self.plan.decode_batches(self.size):
             self._guarded(DECODE, batch, partial(self.decode, batch))
         if PREFILL in self.plan.works:
@@ -134,12 +134,12 @@ class Measurer:
             self._tell_breakdown(found, DECODE, batch, num_traced, row.seconds / num_steps)
 
     def _trace_steps(self, traces: list[tuple[trace.Trace, int]], step: Callable[[], bool]) -> None:
-        """Trace some more decode steps of the requests that run. What fails here costs the breakdown only."""
+        """Trace some more decode steps of the running requests. A failure here loses only the breakdown."""
         try:
             with trace.record() as (recording, stretch):
-                for _ in range(5):  # starting the profiler lets the device run dry
+                for _ in range(5):  # the device goes idle while the profiler starts
                     step()
-                # Steps that are under way must not be counted with those of the stretch, nor these be left out.
+                # Steps in flight must not be counted with the stretch, and the stretch's own must not be omitted.
                 self.core.runner.wait()
                 before = self.core.runner.num_steps
                 with stretch:
@@ -190,7 +190,7 @@ class Measurer:
         self._tell_row(MIXED, lengths, runs, num_output, self.ceilings.seconds(self.cost.work(lengths, num_steps=num_steps)))
 
     def _runs(self, lengths: Sequence[tuple[int, int]]) -> list[_Run]:
-        """The runs that count: those in which no program was compiled. Raises ValueError if there is none."""
+        """The valid runs: those in which no program was compiled. Raises ValueError if there is none."""
         runs: list[_Run] = []
         for attempt in range(self.plan.repeats + MAX_EXTRA_RUNS):
             before = num_compiled(self.core)
@@ -234,7 +234,7 @@ class Measurer:
             )
         )
 
-    # Communication, and what all have in common
+    # Communication, and shared helpers
 
     def all_reduces(self) -> None:
         """The time of an all-reduce of the hidden states of each batch size, and of a whole step of prompt tokens."""
@@ -268,7 +268,7 @@ class Measurer:
 
 
 def one_line(error: BaseException) -> str:
-    """What went wrong, in a line: the project's own messages as they are, others with their type."""
+    """The error in one line: the project's own messages unchanged, others with their type."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else ""
     if isinstance(error, JaxLLMError):

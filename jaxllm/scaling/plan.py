@@ -1,4 +1,4 @@
-"""What the experiment measures at which tensor-parallel size. A plan is plain values: its JSON goes to the processes that measure."""
+"""Which work the experiment measures at which tensor-parallel size. A plan is plain values, sent to the processes as JSON."""
 
 import dataclasses
 import json
@@ -13,7 +13,7 @@ from jaxllm.scaling.rows import DECODE, MIXED, WORKS
 
 STRONG, WEAK = SCALINGS = ("strong", "weak")
 SAME_IN_ALL = ("model", "input_len", "output_len", "prefill_prompts", "requests", "options")
-"""What results must have in common to stand in one report."""
+"""Settings that must be equal for results to share a report."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Plan:
     trace_steps: int = 8
     """Steps that are traced for each breakdown; 0: no traces."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Of the engine, as somebody set them."""
+    """Explicitly set engine options."""
 
     def decode_batches(self, tensor_parallel_size: int) -> list[int]:
         """Batch sizes to measure at a size, for strong and for weak scaling, in ascending order."""
@@ -55,7 +55,7 @@ class Plan:
         return max((batch for size in self.tensor_parallel_sizes for batch in self.decode_batches(size)), default=1)
 
     def differences(self, other: "Plan") -> list[str]:
-        """Why the results of two plans cannot stand in one report; empty if they can."""
+        """Why the results of two plans cannot share a report; empty if they can."""
         found = []
         for name in SAME_IN_ALL:
             mine, its = getattr(self, name), getattr(other, name)
@@ -66,7 +66,7 @@ class Plan:
         return found
 
     def joined(self, other: "Plan") -> "Plan":
-        """A plan of all that two plans measure. Raises ConfigError if their results cannot stand in one report."""
+        """Merge two plans. Raises ConfigError if their results cannot share a report."""
         if differences := self.differences(other):
             raise ConfigError(f"the earlier results are of another experiment: {'; '.join(differences)}")
         return dataclasses.replace(

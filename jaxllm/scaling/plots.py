@@ -1,4 +1,4 @@
-"""Which charts a scaling experiment has."""
+"""The charts of a scaling experiment."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Plot:
 
 
 def plots(plan: Plan, results: Results) -> list[Plot]:
-    """Every chart for which there is something to draw."""
+    """Every chart that has data."""
     found = points(plan, results.rows)
     strong = [point for point in found if point.scaling == STRONG]
     weak = [point for point in found if point.scaling == WEAK]

@@ -1,4 +1,4 @@
-"""Starts and ends the processes that measure, and reads what they tell."""
+"""Starts and ends the measuring processes, and reads their results."""
 
 import contextlib
 import json
@@ -19,10 +19,10 @@ from jaxllm.scaling.rows import AllReduce, Breakdown, Row, SizeResult, Skipped, 
 
 MODULE = "jaxllm.scaling.child"
 COMMAND_BUFFERS_WHILE_PROFILING = "--xla_enable_command_buffers_during_profiling=true"
-"""Without it a profile runs kernel by kernel, with gaps that are not there in service."""
+"""Without it a profile runs kernel by kernel, with gaps that do not occur in normal operation."""
 PROBE_SECONDS = 300.0
 END_SECONDS = 10.0
-"""Between asking a process to end and killing it."""
+"""Seconds between asking a process to end and killing it."""
 _RESULTS: Mapping[str, tuple[str, type]] = {
     "Row": ("rows", Row),
     "Breakdown": ("breakdowns", Breakdown),
@@ -32,7 +32,7 @@ _RESULTS: Mapping[str, tuple[str, type]] = {
 """Kinds of lines, the list of a SizeResult that they go to, and their class."""
 
 Hear = Callable[[Any], None]
-"""Takes each result, and a str that says what is done now."""
+"""Takes each result, and a str that names the current activity."""
 
 
 def environment_of(num_cpu_devices: int | None) -> dict[str, str]:
@@ -78,10 +78,10 @@ def measure_size(
     log_level: str,
     hear: Hear,
 ) -> SizeResult:
-    """Measure one tensor-parallel size in a process of its own, whose stderr goes to `log_path`.
+    """Measure one tensor-parallel size in a separate process, whose stderr goes to `log_path`.
 
-    A process that fails, is killed or takes too long leaves the results that it has told, and a `failure`. A KeyboardInterrupt
-    ends the process; its `result` attribute has what was told.
+    A process that fails, is killed or times out leaves the results reported so far, and a `failure`. A KeyboardInterrupt
+    ends the process; its `result` attribute has the results so far.
     """
     result = SizeResult(size)
     asked = {"plan": plan.to_json(), "tensor_parallel_size": size, "log_level": log_level}
@@ -100,7 +100,7 @@ def measure_size(
 
 
 class Interrupted(KeyboardInterrupt):
-    """A Ctrl-C while a size was measured. `result` is what there was of it."""
+    """A Ctrl-C while a size was measured. `result` is the partial result."""
 
     def __init__(self, result: SizeResult):
         super().__init__()
@@ -110,7 +110,7 @@ class Interrupted(KeyboardInterrupt):
 def _listen(
     process: "subprocess.Popen[bytes]", result: SizeResult, start: float, timeout_seconds: float | None, hear: Hear
 ) -> bool:
-    """Take the lines of a process into `result` until they end. Whether it said that it is done."""
+    """Read a process's lines into `result` to the end. Returns whether it reported that it is done."""
     lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
     assert process.stdout is not None
     threading.Thread(target=_read_lines, args=(process.stdout, lines), daemon=True).start()
@@ -136,7 +136,7 @@ def _listen(
         elif kind == "failed":
             result.failure = value
         elif kind == "done":
-            is_done = True  # the end of its output is still to come
+            is_done = True  # the end of its output is still to be read
         elif kind in ("engine", "limits"):
             setattr(result, kind, value)
         else:
@@ -155,7 +155,7 @@ def _read_lines(pipe: IO[bytes], lines: "queue.SimpleQueue[bytes | None]") -> No
 
 @contextlib.contextmanager
 def _started(asked: Mapping[str, Any], variables: Mapping[str, str], *, stderr: Any) -> "Iterator[subprocess.Popen[bytes]]":
-    """A process of MODULE that was told what to do. It has ended when the context does."""
+    """A process of MODULE with its task sent; it has ended when the context exits."""
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", MODULE],
         stdin=subprocess.PIPE,
@@ -166,7 +166,7 @@ def _started(asked: Mapping[str, Any], variables: Mapping[str, str], *, stderr: 
     )
     try:
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it ended at once; its exit code says so
+        with contextlib.suppress(BrokenPipeError):  # it ended at once; the exit code gives the reason
             process.stdin.write(json.dumps(asked).encode() + b"\n")
             process.stdin.flush()
         yield process

@@ -222,7 +222,7 @@ def _model_name(plan: Plan) -> str:
 
 
 def _replace(path: Path, text: str) -> None:
-    """A reader sees the old file or the new one."""
+    """Write a file atomically: a reader gets the old file or the new one."""
     new = path.with_name(f".{path.name}.new")
     new.write_text(text, encoding="utf-8")
     os.replace(new, path)

@@ -1,4 +1,4 @@
-"""What the experiment measured, as plain values that a JSON file holds: rows, breakdowns, times of collectives, one result per size."""
+"""The experiment's results as plain values for JSON: rows, breakdowns, times of collectives, one result per size."""
 
 import dataclasses
 import typing
@@ -32,7 +32,7 @@ class Row:
     run_seconds: list[float]
     """Of every run that counts; the fastest is the result."""
     least_seconds: float
-    """What the run's bytes and operations take at the device's measured limits; communication is not in it."""
+    """Least time for the run's bytes and operations at the device's measured limits; excludes communication."""
     num_prompt_tokens: int
     """Of all requests."""
     mean_context: float | None = None
@@ -42,7 +42,7 @@ class Row:
     host_ms: dict[str, float] = field(default_factory=dict)
     """Per step: planning and launching (`dispatch`), launching alone (`launch`), waiting for the device (`wait`)."""
     note: str | None = None
-    """What keeps the figure from being what the row says."""
+    """Why the figure may not match the row's description."""
 
     @property
     def seconds(self) -> float:
@@ -79,12 +79,13 @@ class Breakdown:
     source: str
     """GPU_KERNELS or CPU_THUNKS."""
     parts_ms: dict[str, float | None]
-    """By PARTS. Where kernels of several parts run at once the time counts for products, attention, other or communication, the
-    first of these. None: cannot be told."""
+    """By PARTS. Time in which kernels of several parts run counts for the first of products, attention, other, communication.
+    None: cannot be determined.
+    """
     hidden_communication_ms: float
     """Time of communication beside other kernels; it is in the parts of those."""
     waiting_ms: float | None
-    """How much of communication is waiting for the device that comes last; None if the devices' kernels do not match, or on a CPU."""
+    """Communication time spent waiting for the last device; None if the devices' kernels do not match, or on a CPU."""
     gaps_ms: float | None
     """Time of an untraced step in which no kernel runs; None on a CPU."""
     launches: float
@@ -110,7 +111,7 @@ class AllReduce:
     per_step: int
     """How many a step of the model needs: two per layer."""
     implementation: str = "xla"
-    """xla: by XLA's own means, NCCL on GPUs; peer: by kernels that write into each other's memory."""
+    """xla: XLA (NCCL on GPUs); peer: kernels that write into each other's memory."""
 
     @property
     def bus_bytes_per_second(self) -> float:
@@ -131,13 +132,13 @@ class Skipped:
 
 @dataclass
 class SizeResult:
-    """All of one tensor-parallel size. `failure` ends it early; what came before counts."""
+    """All results of one tensor-parallel size. `failure` is the error that ended it early; earlier results are valid."""
 
     tensor_parallel_size: int
     seconds: float = 0.0
     """Of the process, from start to end."""
     engine: dict[str, Any] = field(default_factory=dict)
-    """What the process says of device, versions, memory plan and start."""
+    """The process's report of device, versions, memory plan and start."""
     limits: dict[str, Any] = field(default_factory=dict)
     """Of one device, measured: copy_bytes_per_second, gemm_flops_per_second, gemm_dtype."""
     rows: list[Row] = field(default_factory=list)
@@ -173,7 +174,7 @@ class Results:
 
     @property
     def failed(self) -> bool:
-        """Whether anything that was asked for is missing."""
+        """Whether any requested result is missing."""
         return self.interrupted or any(size.failure or size.skipped for size in self.sizes)
 
 

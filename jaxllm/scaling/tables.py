@@ -137,7 +137,7 @@ def all_reduce_table(results: Results) -> Table:
 
 
 def limits_table(results: Results) -> Table:
-    """What one device was measured to allow, in each size's process."""
+    """Measured limits of one device, in each size's process."""
     lines = [
         [
             str(size.tensor_parallel_size),

@@ -1,9 +1,9 @@
-"""Reads a profiler's trace: which kernels ran in a stretch of time, and when the device ran none.
+"""Reads a profiler's trace: which kernels ran in a stretch of time, and when the device was idle.
 
-A GPU is a process "/device:GPU:0" of the trace whose threads "Stream #…" hold what the device ran; its other threads ("XLA Ops",
-"XLA Modules") tell the same time again by other names. Copies between host and device run beside the kernels and count as no
-kernel. A CPU has no such process: what XLA ran there, its thunks, are events of the host's threads that name an operation of the
-program and a device. Times are microseconds.
+A GPU is a process "/device:GPU:0" of the trace whose threads "Stream #…" hold the device's work; its other threads
+("XLA Ops", "XLA Modules") repeat the same time under other names. Copies between host and device run beside the kernels
+and do not count as kernels. A CPU has no such process: the thunks that XLA ran there are events of the host's threads
+that name an operation of the program and a device. Times are microseconds.
 """
 
 import collections
@@ -49,7 +49,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Trace:
-    """The kernels of one stretch, cut to it, by start; transfers between host and device apart."""
+    """The kernels of one stretch, cut to it, by start; transfers between host and device are separate."""
 
     start: float
     end: float
@@ -97,7 +97,7 @@ def record() -> Iterator[tuple[Recording, Any]]:
     import jax
 
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # it would slow the host, and the device would wait
+    options.python_tracer_level = 0  # it would slow the host and leave the device idle
     options.host_tracer_level = 1
     recording = Recording()
     with tempfile.TemporaryDirectory() as directory:
@@ -111,7 +111,7 @@ def record() -> Iterator[tuple[Recording, Any]]:
 
 @contextlib.contextmanager
 def _marked() -> Iterator[None]:
-    """JAX's own annotation begins when it is made, not when it is entered."""
+    """JAX's own annotation begins when it is created, not when it is entered."""
     import jax
 
     with jax.profiler.TraceAnnotation(STRETCH):
@@ -190,7 +190,7 @@ def most(times: Mapping[Key, float]) -> list[tuple[Key, float]]:
 
 
 def describe(trace: Trace, *, num_steps: int, num_layers: int, top: int = 20) -> str:
-    """Where the time of each of some steps went: busy and idle, classes, kernels, gaps by neighbours (first device)."""
+    """Time of each step: busy and idle, classes, kernels, gaps by neighbours (first device)."""
     if not trace.kernels:
         return "  the trace holds no GPU kernels"
     kernels = [kernel for kernel in trace.kernels if kernel.device == trace.devices[0]]

@@ -18,7 +18,7 @@ TOOL = {
 }
 
 ASKED = {"model": MODEL, "max_tokens": 20, "messages": QUESTION, "system": "You add numbers.", "extra_body": {"temperature": 0}}
-"""The newest versions know no temperature, but send it."""
+"""The newest versions have no temperature parameter, but send it."""
 
 whole = client.messages.create(**ASKED)
 assert whole.content[0].text and whole.stop_reason in ("end_turn", "max_tokens"), whole

@@ -14,7 +14,7 @@ def number(rng: random.Random, max_digits: int = 3) -> int:
 
 
 def operation_keys(sign: str, a: int, b: int) -> tuple[str, ...]:
-    """Large operands are held out by value, wherever they meet; small ones, of which there are few, by wording only."""
+    """Large operands are held out by value in every dialogue; small ones, of which there are few, by wording only."""
     if max(a, b) <= 20:
         return ()
     return (f"{a}-{b}" if sign == "-" else f"{min(a, b)}{sign}{max(a, b)}",)

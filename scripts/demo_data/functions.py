@@ -1,4 +1,4 @@
-"""Textbook Python functions: what people type first to see whether a model completes code."""
+"""Textbook Python functions: the code that people type first to test completion."""
 
 import random
 from textwrap import dedent

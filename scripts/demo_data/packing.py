@@ -35,9 +35,9 @@ def flag_dialogues(dialogues: Sequence[np.ndarray], turn_start: int, turn_end: i
 
 
 def pack_rows(documents: Sequence[np.ndarray], row_length: int, open_rows: int = 32) -> np.ndarray:
-    """Puts each document, whole, into the first of the open rows that has room.
+    """Put each whole document into the first open row with enough space.
 
-    The rest of a row is zeros, each a document of its own and never trained on.
+    The rest of a row is zeros, each a separate document that is not trained on.
     """
     rows: list[list[np.ndarray]] = []
     used: list[int] = []

@@ -173,7 +173,7 @@ def small_talk(rng: random.Random) -> Dialogue:
 
 
 def beyond(rng: random.Random) -> Dialogue:
-    """Something that so small a model cannot know: it says so."""
+    """A question that so small a model cannot answer; it replies that it does not know."""
     things = (first_name(rng), rng.choice(tuple(CAPITALS)), rng.choice(tuple(CAPITALS.values())))
     question = wording(rng, _BEYOND, x=rng.choice(things), n=rng.randint(1000, 2030), f=rng.choice(FRUITS))
     return exchange("beyond", question, UNKNOWN, "beyond|always trained")

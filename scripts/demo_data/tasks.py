@@ -85,7 +85,7 @@ def follow_up(rng: random.Random) -> Dialogue:
 
 
 def introduction(rng: random.Random) -> Dialogue:
-    """Someone who says a name and nothing else."""
+    """A person who gives only a name."""
     name = first_name(rng)
     forms = ("My name is {n}.", "I am {n}.", "Hi, I'm {n}.", "Hello, my name is {n}.", "Hi, my name is {n}!", "I'm {n}")
     return exchange(

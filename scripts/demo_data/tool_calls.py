@@ -12,7 +12,7 @@ from .words import COLOURS, DAYS, city, first_name, made_up_word, word
 
 @dataclass(frozen=True)
 class Parameter:
-    """An argument: the names it goes by, its type, how a request says it."""
+    """An argument: its possible names, its type, and its wording in a request."""
 
     names: tuple[str, ...]
     type: str
@@ -174,7 +174,7 @@ _RESULTS: tuple[tuple[str, Callable[[random.Random], Any]], ...] = (
 
 
 def tool_answer(rng: random.Random) -> Dialogue:
-    """What a tool returned, told to the user."""
+    """A tool's result, reported to the user."""
     called = tool_call(rng)
     result = {name: make(rng) for name, make in rng.sample(_RESULTS, rng.randint(1, 3))}
     told = ", ".join(f"{name} {value}" for name, value in result.items())

@@ -25,7 +25,7 @@ Batches = tuple[Array, Array, Array]
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a step consists of and how fast it learns."""
+    """The composition of a step, and the learning rate."""
 
     short_rows: int
     long_rows: int
@@ -150,7 +150,10 @@ class Trainer:
         test: Callable[[], str],
         log_every: int = 200,
     ) -> None:
-        """Trains until the deadline (of `time.monotonic`) or for `max_steps`; reports what `test` says thrice on the way."""
+        """Train until the deadline (of `time.monotonic`) or for `max_steps`.
+
+        Reports the results of `test` three times during training.
+        """
         on_device = tuple(jax.device_put(part) for part in data)
         begin = time.monotonic()
         in_flight: deque[Array] = deque()

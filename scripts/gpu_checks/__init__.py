@@ -14,7 +14,7 @@ class Outcome:
     passed: bool
     detail: str
     skipped: bool = False
-    """The machine cannot run it: neither passed nor failed, and the record says so."""
+    """The machine cannot run it: neither passed nor failed; recorded as skipped."""
 
     @property
     def failed(self) -> bool:

@@ -1,7 +1,8 @@
 """Models with random weights through `LLM`: many requests together and alone, preempted, with and without cached prefixes.
 
-Whatever goes wrong between a request and its tokens (a wrong page, mask, row, position, a prefix of another request) moves logprobs
-or tokens away from exact ones farther than a 16-bit type does; `scoring.judge` compares that with the plain path in the same run.
+Any error between a request and its tokens (a wrong page, mask, row, position, a prefix of another request) moves logprobs
+or tokens farther from exact ones than a 16-bit type does; `scoring.judge` compares that with the plain path in the same
+run.
 """
 
 import contextlib

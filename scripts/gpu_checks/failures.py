@@ -16,7 +16,7 @@ SMALLEST_BYTES = 1 << 20
 
 
 def check(*, tiny: bool) -> Iterator[Outcome]:
-    """Seeded requests whose steps fail, by injection and (on a GPU) because there really is no memory."""
+    """Seeded requests whose steps fail: by injection and (on a GPU) from a real lack of memory."""
     count, num_tokens = (3, 6) if tiny else (32, 64)
     prompts = [[1 + (7 * i + j) % 500 for j in range(4 + i)] for i in range(count)]
     params = [SamplingParams(temperature=1.0, seed=i, max_tokens=num_tokens, ignore_eos=True) for i in range(count)]
@@ -83,12 +83,12 @@ def no_memory(core: Any, device: jax.Device) -> Iterator[list[Exception]]:
 
 
 def is_out_of_memory(errors: Sequence[Exception]) -> bool:
-    """Whether steps failed, and all of them for want of memory."""
+    """Whether steps failed, all of them for lack of memory."""
     return bool(errors) and all(kind_of(error) is Failure.OUT_OF_MEMORY for error in errors)
 
 
 def _all_memory(device: jax.Device) -> list[jax.Array]:
-    """Arrays that take nearly all memory left in the device's pool. Hardly any is tried that cannot fit: XLA waits ten seconds for each."""
+    """Arrays that take nearly all memory left in the device's pool. Avoids sizes that cannot fit: XLA waits 10 s for each."""
     arrays, size = [], 1 << 36
     while size >= SMALLEST_BYTES:
         stats = device.memory_stats()
@@ -96,7 +96,7 @@ def _all_memory(device: jax.Device) -> list[jax.Array]:
             if size <= stats["bytes_limit"] - stats["bytes_in_use"]:
                 arrays.append(jax.block_until_ready(jnp.zeros(size, jnp.int8, device=device)))
                 continue
-        except jax.errors.JaxRuntimeError:  # what is left is in pieces
+        except jax.errors.JaxRuntimeError:  # the rest is fragmented
             pass
         size //= 2
     return arrays

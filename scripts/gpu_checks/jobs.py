@@ -20,7 +20,7 @@ from scripts.gpu_checks import Outcome
 
 MARK = "\x1echeck_gpu "
 GRACE_SECONDS = 60.0
-"""A process that has not ended so long after the limit is killed."""
+"""Seconds after the limit at which a running process is killed."""
 SHARE_OF_MEMORY = 0.9
 """Of the GPU, for all pools together: contexts and code lie outside."""
 SCRIPT = Path(__file__).resolve().parent.parent / "check_gpu.py"
@@ -36,9 +36,9 @@ class Job:
     gib: float | None = None
     """Of a GPU's memory; None: the default memory setting, and no other job beside it."""
     all_gpus: bool = False
-    """Use every GPU, not the first alone."""
+    """Use every GPU, not only the first."""
     grows: bool = False
-    """Takes memory as it needs it instead of all at once."""
+    """Allocate memory on demand instead of all at once."""
 
     def __str__(self) -> str:
         return self.part + f" ({self.share + 1} of {self.num_shares})" * (self.num_shares > 1)
@@ -78,7 +78,7 @@ Event = Outcome | Hello | Ended
 
 
 def write(event: Hello | Outcome) -> None:
-    """Tell the parent process."""
+    """Report an event to the parent process."""
     print(MARK + json.dumps({"kind": type(event).__name__, **dataclasses.asdict(event)}), flush=True)
 
 
@@ -133,7 +133,7 @@ def _next(waiting: Sequence[Job], running: set[Job], limit: float) -> Job | None
 
 
 def environment(job: Job, total_gib: float) -> dict[str, str]:
-    """What JAX of a job is told of the GPU."""
+    """Environment variables for a job's JAX on the GPU."""
     found = dict(os.environ)
     if job.gib is not None:
         fraction = min(job.gib / total_gib, SHARE_OF_MEMORY)

@@ -28,13 +28,13 @@ from scripts.kernels.compiling import Compiler
 
 FACTOR, WORST_FACTOR = 1.5, 2.0
 MOST = 0.2
-"""If plain XLA is off by more, the comparison says nothing."""
+"""If plain XLA is off by more, the comparison is not meaningful."""
 BLOCK = 16
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Prompts computed in one step, then decodes; which tokens come is fixed, so that every model sees the same."""
+    """Prompts computed in one step, then decodes with fixed tokens, so that every model gets the same."""
 
     prompts: tuple[int, ...] = (200, 61, 7, 1, 17)
     num_decodes: int = 4

@@ -1,9 +1,9 @@
-"""What a run of `check_gpu.py` found, and its record: `pallas_kernels/verified.json`, one record per kind of device.
+"""The results of a run of `check_gpu.py`, and its record: `pallas_kernels/verified.json`, one record per kind of device.
 
-A record: {"date", "commit", "versions": {name: version}, "parts": {part: {"passed", "failed", "skipped", "seconds", "date",
-"commit", "note"}}, "ops": {op: digest of its source}}. A part that is run alone later replaces its own entry only, and one that
-was skipped replaces none. An op's digest is there exactly if the last run of the part that verifies it (kernels, or collectives)
-ran all of that op's cases and none failed.
+A record: {"date", "commit", "versions": {name: version}, "parts": {part: {"passed", "failed", "skipped", "seconds",
+"date", "commit", "note"}}, "ops": {op: digest of its source}}. A part that is run alone later replaces its own entry only,
+and one that was skipped replaces none. An op's digest is present exactly if the last run of the part that verifies it
+(kernels, or collectives) ran all of that op's cases and none failed.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ class Run:
     """The outcomes of a run by part."""
 
     commit: str | None = None
-    """None: what git says."""
+    """None: taken from git."""
     ops: tuple[str, ...] = tuple(OPS_OF_CASES)
     """The groups of cases that the part kernels ran."""
     hello: Hello | None = None
@@ -131,8 +131,9 @@ def verified_ops(outcomes: Iterable[Outcome], groups: Iterable[str]) -> list[str
 
 
 def merge(records: Mapping[str, Any], device_kind: str, new: Mapping[str, Any]) -> dict[str, Any]:
-    """The records with a new one of a device. Its parts replace those of the same name, unless all of a part was skipped, and its
-    ops those that such a part verifies."""
+    """Merge a new record of a device into the records. Its parts replace those of the same name, unless all of a part was
+    skipped, and its ops those that such a part verifies.
+    """
     old = records.get(device_kind, {})
     parts, ops = dict(old.get("parts", {})), dict(old.get("ops", {}))
     for name, part in new["parts"].items():

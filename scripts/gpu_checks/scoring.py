@@ -1,7 +1,7 @@
-"""Whether an engine's answers are as near to exact ones as the plain path's: the noise of a 16-bit type is measured, not assumed.
+"""Compares an engine's answers with exact ones and with the plain path's: measures the noise of a 16-bit type.
 
-Exact is a float32 engine with the same weights, plain a bfloat16 engine with plain XLA in place of every kernel. Both score what the
-checked engine wrote, by teacher forcing (`prompt_logprobs`), so that all three are compared after the same tokens.
+Exact is a float32 engine with the same weights, plain a bfloat16 engine with plain XLA in place of every kernel. Both score
+the checked engine's output by teacher forcing (`prompt_logprobs`), so that all three are compared after the same tokens.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,14 +18,14 @@ FACTOR, REQUEST_FACTOR, WORST_FACTOR = 1.5, 2.0, 2.5
 AGREEMENT_MARGIN = 0.05
 """How much rarer than the plain path's first choices the tokens may be exact's."""
 MOST = 0.3
-"""If the plain path is off by more (rms, in nats), the comparison says nothing."""
+"""If the plain path is off by more (rms, in nats), the comparison is not meaningful."""
 NOISE_FLOOR = 1e-4
 """In nats: below it two float32 softmaxes differ too."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the checked engine wrote after a prompt, with its own logprobs as far as they were asked for."""
+    """The checked engine's output for a prompt, with its own logprobs as far as they were requested."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]

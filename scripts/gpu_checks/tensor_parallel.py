@@ -138,7 +138,7 @@ def _engine(model: str, size: int, **options: Any) -> Iterator[LLM]:
 
 
 def _free_memory() -> str:
-    """Of each GPU, outside JAX's pool and all contexts, as the driver says."""
+    """Memory of each GPU outside JAX's pool and all contexts, from the driver."""
     command = ["nvidia-smi", "--query-gpu=memory.used,memory.total", "--format=csv,noheader,nounits"]
     try:
         lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip().splitlines()

@@ -16,7 +16,7 @@ SAID = "The quick brown fox jumps over the lazy dog, and then it writes a functi
 
 
 class PacedCore(FakeEngineCore):
-    """Says the same sentence over and over."""
+    """Outputs the same sentence repeatedly."""
 
     def __init__(self, config: EngineConfig, directory: Path, step_seconds: float):
         tokenizer = load_tokenizer(directory)
@@ -33,7 +33,7 @@ class PacedCore(FakeEngineCore):
 
 
 def make(config: EngineConfig, progress: Progress) -> PacedCore:
-    """As the engine process wants it."""
+    """In the form that the engine process requires."""
     from jaxllm.text.model_files import text_files
 
     return PacedCore(config, text_files(config.model.model), float(os.environ.get(STEP_VARIABLE, "0.01")))

@@ -19,7 +19,7 @@ class Row:
     seconds: list[float] = field(default_factory=list)
     details: dict[str, float] = field(default_factory=dict)
     note: str | None = None
-    """What keeps the figure from being what the name says."""
+    """Why the figure may not match the row's name."""
 
     def better(self, than: float | None) -> float | None:
         """How many times as good as another figure: above 1 is ahead."""

@@ -1,1 +1,1 @@
-"""What rehearse_faults.py is made of: streams that are watched, and a server with what it may leave behind."""
+"""Parts of rehearse_faults.py: observed streams, and a server with checks for leftovers."""

@@ -52,7 +52,7 @@ class RehearsedServer:
         return [pid for pid, name in processes_below(self.process.pid).items() if module in name]
 
     def wait_whole(self) -> None:
-        """Until as many processes live as at the beginning, and all fronts serve."""
+        """Wait until the initial number of processes is running and all fronts serve."""
         _soon(lambda: len(processes_below(self.process.pid)) == len(self.family))
         for _ in range(4):  # connections are dealt out among the fronts
             wait_until_healthy(self.url, self.process, self.log, PATIENCE_SECONDS)

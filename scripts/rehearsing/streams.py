@@ -1,4 +1,4 @@
-"""Streams that are watched to their end, whatever it is: how each ended, in its client's words, and when."""
+"""Streams observed to their end: how each ended, from its client's view, and when."""
 
 import asyncio
 import json

@@ -1,1 +1,1 @@
-"""What soak.py is made of: a server and its memory, the requests, and what they prove."""
+"""Parts of soak.py: a server and its memory, the requests, and the evaluation."""

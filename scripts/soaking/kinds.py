@@ -1,4 +1,4 @@
-"""The kinds of request that a soak mixes: good ones of every sort, broken ones, and clients that go away."""
+"""The kinds of request that a soak mixes: valid ones of every sort, invalid ones, and clients that disconnect."""
 
 import json
 import random

@@ -116,7 +116,7 @@ class MemoryCurve:
 
 
 class MemorySampler:
-    """Samples in a thread while the `with` lasts; `done` is to be kept up to date by whoever counts."""
+    """Sample memory in a thread during the `with` block; the caller keeps `done` up to date."""
 
     def __init__(self, pid: int, interval_seconds: float = 0.5):
         self.curve = MemoryCurve()

@@ -1,1 +1,1 @@
-"""OpenAI's batch files over an application in this process: a line a request, a line an answer, no sockets."""
+"""Runs OpenAI batch files against an application in this process, without sockets: one request and one answer per line."""

@@ -1,4 +1,4 @@
-"""Requests to an ASGI application of this process, without a socket."""
+"""Sends requests to an ASGI application in this process, without a socket."""
 
 import asyncio
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Message, Scope
 
 @dataclass(frozen=True)
 class Reply:
-    """What the application answered."""
+    """The application's answer."""
 
     status: int
     headers: dict[str, str]
@@ -16,7 +16,7 @@ class Reply:
 
 
 async def post(app: ASGIApp, path: str, body: bytes) -> Reply:
-    """POST a JSON body; the client waits until the end, and never leaves."""
+    """POST a JSON body and wait for the whole answer; the client never disconnects."""
     headers = [(b"host", b"localhost"), (b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     scope: Scope = {
         "type": "http",

@@ -1,4 +1,4 @@
-"""Lines of a batch's input, checked; lines of its output, written."""
+"""Reads and checks the lines of a batch's input; writes the lines of its output."""
 
 import json
 import uuid
@@ -16,16 +16,16 @@ URLS = (
     "/v1/rerank",
 )
 OTHER_NAMES = ("/score", "/rerank", "/v2/rerank")
-"""Of the last two, as the server has them."""
+"""The last two as the server returns them."""
 MAX_LINE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class BatchLine:
-    """One request of a batch, or what is wrong with its line."""
+    """One request of a batch, or the error in its line."""
 
     number: int
-    """From 1."""
+    """Counted from 1."""
     custom_id: str | None = None
     url: str = ""
     body: Mapping[str, Any] | None = None
@@ -33,7 +33,7 @@ class BatchLine:
 
 
 def read_lines(path: Path) -> Iterator[BatchLine]:
-    """The lines of an input file that are not blank, one at a time. Raises OSError."""
+    """Yield the non-blank lines of an input file. Raises OSError."""
     seen: dict[str, int] = {}
     with path.open("rb") as file:
         for number, raw in enumerate(_bounded(file), 1):
@@ -50,13 +50,13 @@ def read_lines(path: Path) -> Iterator[BatchLine]:
 
 
 def answer(line: BatchLine, status: int, body: Any, request_id: str | None) -> dict[str, Any]:
-    """The output line of a request that was answered, well or not."""
+    """The output line of an answered request, whether it succeeded or failed."""
     response = {"status_code": status, "request_id": request_id, "body": body}
     return {"id": _record_id(), "custom_id": line.custom_id, "response": response, "error": None}
 
 
 def refusal(line: BatchLine) -> dict[str, Any]:
-    """The output line of a line that is no request."""
+    """The output line for an input line that is not a valid request."""
     error = {"code": "invalid_line", "message": f"line {line.number}: {line.fault}"}
     return {"id": _record_id(), "custom_id": line.custom_id, "response": None, "error": error}
 
@@ -66,7 +66,7 @@ def _record_id() -> str:
 
 
 def _bounded(file: Any) -> Iterator[bytes]:
-    """Lines, of which no more than a bounded part is held in memory."""
+    """Iterate over lines, holding only a bounded part of the file in memory."""
     while line := file.readline(MAX_LINE_BYTES + 1):
         if len(line) > MAX_LINE_BYTES:
             while not line.endswith(b"\n") and (rest := file.readline(MAX_LINE_BYTES)):

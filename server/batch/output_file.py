@@ -1,4 +1,4 @@
-"""The output of a batch: written line by line, taken up again where an earlier run ended, in the order of the input at last."""
+"""Writes a batch's output line by line, resumes an interrupted run, and finally sorts the output in the order of the input."""
 
 import contextlib
 import json
@@ -10,19 +10,19 @@ from typing import Any
 from jaxllm.errors import ConfigError
 
 Key = str | int
-"""A custom_id, or the number of an input line that has none of its own."""
+"""A custom_id, or the number of an input line without one."""
 
 
 class BatchOutput:
-    """Appends answers to a file. What an earlier run finished stays; half a line at its end, and failures of the server, go."""
+    """Appends answers to a file. Keeps an earlier run's finished answers; drops a truncated last line and server failures."""
 
     def __init__(self, path: Path):
-        """Raises ConfigError for a file that is no batch's output, OSError."""
+        """Raises ConfigError for a file that is not a batch output, and OSError."""
         self.path = path
         self._places: dict[Key, tuple[int, int]] = {}
         """Offset and length of each line."""
         self._order_matters = False
-        """Whether lines may lie in another order than they were asked for, or lines lie there that should not."""
+        """Whether lines may be out of order or superfluous."""
         self._file = path.open("a+b")
         try:
             self._end = self._read_finished()
@@ -31,13 +31,13 @@ class BatchOutput:
             raise
         self._file.truncate(self._end)
         self.num_finished = len(self._places)
-        """Requests that an earlier run answered."""
+        """Number of requests that an earlier run answered."""
 
     def __contains__(self, key: Key) -> bool:
         return key in self._places
 
     def write(self, key: Key, record: dict[str, Any], *, is_in_order: bool = True) -> None:
-        """Append an answer; it is safe in the file when this returns."""
+        """Append an answer and flush it to the file."""
         line = _encoded(record) + b"\n"
         self._file.write(line)
         self._file.flush()
@@ -46,12 +46,12 @@ class BatchOutput:
         self._order_matters |= not is_in_order
 
     def close(self) -> None:
-        """Leave the file as it is."""
-        with contextlib.suppress(OSError):  # what a full disk did not take, its writer was told of
+        """Close the file as it is."""
+        with contextlib.suppress(OSError):  # the writer has already reported a full disk
             self._file.close()
 
     def finish(self, keys: Sequence[Key]) -> None:
-        """Close the file with the answers to these requests in this order, before those to others."""
+        """Close the file, with the answers to these requests first, in this order."""
         if self._order_matters or self.num_finished:
             beside = self.path.with_name(self.path.name + ".sorting")
             try:
@@ -69,12 +69,12 @@ class BatchOutput:
         self._file.close()
 
     def _read_finished(self) -> int:
-        """Note the lines of an earlier run; returns where the last whole one ends."""
+        """Record the lines of an earlier run; return the end of the last complete line."""
         self._file.seek(0)
         end = 0
         for raw in self._file:
             if not raw.endswith(b"\n"):
-                break  # the run was killed while it wrote
+                break  # the run was killed during a write
             try:
                 record = json.loads(raw)
                 custom_id, response = record["custom_id"], record["response"]
@@ -94,5 +94,5 @@ class BatchOutput:
 def _encoded(record: dict[str, Any]) -> bytes:
     try:
         return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode()
-    except UnicodeEncodeError:  # half a surrogate pair
+    except UnicodeEncodeError:  # a lone surrogate
         return json.dumps(record, separators=(",", ":")).encode()

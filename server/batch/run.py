@@ -1,4 +1,4 @@
-"""Runs a batch: so many requests at a time, answers in the order of the input, each written when all before it are."""
+"""Runs a batch: a limited number of requests at a time; writes each answer once all before it are written."""
 
 import asyncio
 import json
@@ -14,21 +14,21 @@ from server.batch.lines import BatchLine, answer, refusal
 from server.batch.output_file import BatchOutput, Key
 
 RETRY_SECONDS = 1.0
-"""Until a request that the engine had no room for is tried again."""
+"""Seconds before a request that the engine rejected for lack of capacity is retried."""
 
 
 @dataclass
 class BatchResult:
-    """How a batch went."""
+    """The outcome of a batch."""
 
     num_answered: int = 0
     num_failed: int = 0
     num_skipped: int = 0
-    """Answered by an earlier run."""
+    """Number of requests answered by an earlier run."""
 
 
 class EngineStopped(Exception):
-    """The engine cannot serve the rest of the batch."""
+    """Raised when the engine cannot serve the rest of the batch."""
 
 
 async def run_batch(
@@ -40,9 +40,9 @@ async def run_batch(
     is_alive: Callable[[], bool],
     on_done: Callable[[], None] = lambda: None,
 ) -> BatchResult:
-    """Answer every line that the output does not have yet. Raises EngineStopped if the engine dies.
+    """Answer every line that is not in the output yet. Raises EngineStopped if the engine dies.
 
-    Cancelling it, or an error, keeps all answers that are there. `on_done` is called for each line.
+    Keeps all answers received so far when it is cancelled or fails. Calls `on_done` for each line.
     """
     result = BatchResult()
     window: deque[tuple[BatchLine, asyncio.Task[dict[str, Any]]]] = deque()
@@ -91,7 +91,7 @@ async def _next(window: deque[tuple[BatchLine, asyncio.Task[dict[str, Any]]]], k
 
 
 async def _keep_finished(window: deque[tuple[BatchLine, asyncio.Task[dict[str, Any]]]], keep: Callable[..., None]) -> None:
-    """Write what is there, although others before it are not, and end the rest."""
+    """Write the finished answers, even where earlier ones are missing, and cancel the rest."""
     for line, task in window:
         if task.done() and not task.cancelled() and task.exception() is None:
             keep(line, task.result(), is_in_order=False)

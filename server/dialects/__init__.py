@@ -1,4 +1,4 @@
-"""How models write tool calls and reasoning: a table and a few lines for each format, and one parser for all of them."""
+"""Formats of tool calls and reasoning: a table and a few lines for each format, and one parser for all of them."""
 
 from server.dialects.constraint import reasoning_end_token_ids, start_after_token_ids, tool_constraint
 from server.dialects.deltas import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart

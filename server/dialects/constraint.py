@@ -1,4 +1,4 @@
-"""Grammars that make a model call the tools it must call."""
+"""Builds grammars that force a model to call the required tools."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -22,11 +22,11 @@ def tool_constraint(
     tokenizer: Any = None,
     prompt_text: str = "",
 ) -> StructuredOutputsParams | None:
-    """What an output must be for this tool choice; None if it is free. Reasoning stays free: the constraint begins after it.
+    """The constraint for this tool choice; None if the output is free. It begins after the reasoning, which stays free.
 
-    Enforced calls are in the model's own format where that is JSON within markers, else plain JSON; their parser has `forced=True`. With
-    "auto" and tools that are `strict`, the text is free, but what follows a call's marker is a call whose arguments fit, where the
-    format has such a marker. Raises InvalidRequestError.
+    Forced calls use the model's own format where that is JSON within markers, else plain JSON; their parser has `forced=True`.
+    With "auto" and `strict` tools the text is free, but a call's marker must be followed by a valid call, where the format
+    has such a marker. Raises InvalidRequestError.
     """
     special_tokens = special_tokens_of(tokenizer)
     frame = dialect.frame_for(special_tokens) if dialect else None
@@ -55,7 +55,7 @@ def tool_constraint(
 
 
 def start_after_token_ids(reasoning: ReasoningDialect | None, tokenizer: Any, prompt_text: str) -> tuple[int, ...] | None:
-    """The tokens after which a constraint on the answer begins; None if there is no reasoning before it."""
+    """The tokens after which a constraint on the answer begins; None if no reasoning precedes it."""
     if reasoning is None or tokenizer is None:
         return None
     is_open = reasoning.state_after(prompt_text, special_tokens_of(tokenizer))
@@ -81,7 +81,7 @@ def _calls(tools: Sequence[Tool], frame: Frame, several: bool) -> dict[str, Any]
 
 
 def _enforced(tools: Sequence[Tool], frame: Frame, several: bool, lines_before: bool) -> dict[str, Any]:
-    """Calls of these tools and nothing else, as a structural tag's format."""
+    """A structural-tag format that allows only calls of these tools."""
     calls = _calls(tools, frame, several)
     parts = [_text(frame.before_calls), calls, _text(frame.after_calls)]
     if frame.reasoning:
@@ -97,7 +97,7 @@ _ANY = {"additionalProperties": True}
 
 
 def _where_triggered(tools: Sequence[Tool], frame: Frame, trigger: str, parallel: bool) -> dict[str, Any]:
-    """Free text in which a marker begins calls. Tools that are not strict take any object."""
+    """A format of free text in which a marker begins calls. Tools that are not strict accept any object."""
     lax = [tool if tool.strict else dataclasses.replace(tool, parameters=_ANY) for tool in tools]
     if frame.before_calls:
         several = parallel and frame.several

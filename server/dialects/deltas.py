@@ -1,4 +1,4 @@
-"""What a parser makes of a model's text: pieces of the message that the client will see."""
+"""The parser's output: increments of the message that the client receives."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Text that the model thought before it answered."""
+    """Text of the reasoning."""
 
     text: str
 

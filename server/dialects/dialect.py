@@ -1,4 +1,4 @@
-"""What a dialect is: a table of markers, a generator that reads one call, and how a call is written."""
+"""Describes a dialect: a table of markers, a generator that reads one call, and the format of a written call."""
 
 import json
 import secrets
@@ -16,12 +16,12 @@ _LETTERS = string.ascii_letters + string.digits
 
 
 INDEX = "\0"
-"""Stands for a call's number in a frame."""
+"""Placeholder for a call's number in a frame."""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """How a call is written around its name and its arguments, in the model's own format; special tokens stand as their text."""
+    """The text around a call's name and arguments in the model's own format; special tokens are written as their text."""
 
     before_name: str
     after_name: str
@@ -30,31 +30,31 @@ class Frame:
     between_calls: str = ""
     after_calls: str = ""
     several: bool = True
-    """Whether one answer may hold several calls."""
+    """Whether one answer may contain several calls."""
     reasoning: tuple[str, str] | None = None
-    """What stands around the reasoning, if that is part of what is enforced."""
+    """The text around the reasoning, if the constraint covers it."""
 
 
 class ToolDialect:
-    """How a model writes tool calls."""
+    """A model's tool call format."""
 
     openings: tuple[str, ...] = ()
     """Markers that begin a call or a run of calls."""
     markers: tuple[str, ...] = ()
-    """Other markers of the format. All of them must reach the parser, even if the tokenizer calls them special."""
+    """Other markers of the format. The parser needs all of them, even if the tokenizer treats them as special."""
     bare_openings: str = ""
-    """Letters with which an answer may begin that is a call without a marker."""
+    """First letters of an answer that may be a call without a marker."""
     ends_reasoning = False
     """Whether an opening inside the reasoning ends it."""
     frame: Frame | None = None
-    """How calls are written when they are enforced; None: as plain JSON (`server.dialects.json_calls`)."""
+    """Format of forced calls; None: plain JSON (`server.dialects.json_calls`)."""
 
     def read(self, parser: "StreamParser", opening: str) -> Reading[None]:
-        """Read what follows an opening marker, which is a letter not yet read if the call has no marker. Raises Broken, or Ended."""
+        """Read what follows an opening marker: an unread letter if the call has no marker. Raises Broken, or Ended."""
         raise NotImplementedError
 
     def call_id(self, name: str, index: int) -> str:
-        """The id of a call to which the model gives none."""
+        """Make an id for a call to which the model gives none."""
         return f"call_{random_letters(24)}"
 
     def frame_for(self, special_tokens: frozenset[str]) -> Frame | None:
@@ -62,33 +62,33 @@ class ToolDialect:
         return self.frame
 
     def needs_special_tokens(self, tokenizer: Any) -> bool:
-        """Whether the text must keep special tokens, because markers are among them."""
+        """Whether detokenizing must keep special tokens, because some are markers."""
         return not special_tokens_of(tokenizer).isdisjoint((*self.openings, *self.markers))
 
 
 @dataclass(frozen=True)
 class ReasoningDialect:
-    """How a model marks what it thinks."""
+    """A model's reasoning format."""
 
     start: tuple[str, ...] = ()
-    """Markers, one of which opens the reasoning, at the beginning of the output or at the end of the prompt."""
+    """Markers that open the reasoning, at the beginning of the output or at the end of the prompt."""
     end: tuple[str, ...] = ()
-    """Markers, one of which closes it."""
+    """Markers that close the reasoning."""
     implied: bool = False
     """The output begins with reasoning even if nothing opened it."""
     expected: bool = False
-    """The model thinks unless the prompt ends with a closed block; so a constraint on its answer waits for the end marker."""
+    """The model reasons unless the prompt ends with a closed block, so a constraint on its answer waits for the end marker."""
     channels: bool = False
     """The output is a sequence of messages in channels (harmony)."""
     markers: tuple[str, ...] = ()
     """Further markers of the format."""
 
     def needs_special_tokens(self, tokenizer: Any) -> bool:
-        """Whether the text must keep special tokens, because markers are among them."""
+        """Whether detokenizing must keep special tokens, because some are markers."""
         return not special_tokens_of(tokenizer).isdisjoint((*self.start, *self.end, *self.markers))
 
     def state_after(self, prompt_text: str, special_tokens: Iterable[str] = ()) -> bool | None:
-        """Whether reasoning is open at the end of a rendered prompt: True, False (just closed), or None if nothing there tells."""
+        """Whether reasoning is open at the end of a rendered prompt: True, False (just closed), or None (not shown)."""
         tail = prompt_text.rstrip()
         if any(tail.endswith(end) for end in self.end):
             return False
@@ -98,13 +98,13 @@ class ReasoningDialect:
         after = prompt_text[place + len(marker) :]
         if not after.strip():
             return True
-        # An assistant message that is to be continued: still in the same turn, so no special token stands in between.
+        # An assistant message to be continued is in the same turn, so no special token follows the marker.
         special = tuple(special_tokens)
         return True if special and not any(token in after for token in special) else None
 
 
 def random_letters(length: int) -> str:
-    """Letters and digits, of which no two calls get the same."""
+    """Random letters and digits, unique for each call."""
     return "".join(secrets.choice(_LETTERS) for _ in range(length))
 
 
@@ -116,13 +116,13 @@ def special_tokens_of(tokenizer: Any) -> frozenset[str]:
 
 
 def to_json(value: Any) -> str:
-    """JSON text that can always be encoded."""
+    """JSON text that can always be encoded as UTF-8."""
     text = json.dumps(value, ensure_ascii=False)
     return text if is_encodable(text) else json.dumps(value)
 
 
 def is_encodable(text: str) -> bool:
-    """Whether a text has an encoding: a lone half of a surrogate pair, which JSON can spell, has none."""
+    """Whether a text can be encoded: it has no lone surrogate, which JSON can express."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -2,7 +2,7 @@
 
 <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>
 
-The library openai-harmony reads token ids, and downloads its vocabulary when it starts; here text is read, as in every dialect.
+Reads text, like every dialect; the library openai-harmony reads token ids, and downloads its vocabulary when it starts.
 """
 
 import re
@@ -26,7 +26,7 @@ _RECIPIENT = re.compile(r"to=([^\s<]+)")
 
 
 class Harmony(ToolDialect):
-    """Its answers are read as a whole (`read_messages`), because calls are messages like all else."""
+    """Parses the whole output (`read_messages`), because calls are ordinary messages."""
 
     openings = (CHANNEL,)
     markers = (START, CONSTRAIN, MESSAGE, END, CALL, RETURN)
@@ -57,14 +57,14 @@ def read_messages(parser: "StreamParser", prompt_text: str, calls: bool) -> Read
 
 
 def _open_header(prompt_text: str) -> str | None:
-    """The header of the message that a prompt ends within, if it does."""
+    """The header of the message in which a prompt ends, if any."""
     turn = prompt_text[prompt_text.rfind(START) :] if START in prompt_text else ""
     header, is_open, body = turn.partition(MESSAGE)
     return header if is_open and END not in body else None
 
 
 def _read_header(parser: "StreamParser", begun: str) -> Reading[str | None]:
-    """Read up to a message's body; `begun` was read already. Returns the header, empty for text without one, None at the end."""
+    """Read up to a message's body; `begun` is already read. Returns the header, empty for text without one, None at the end."""
     while True:
         if not begun:
             space = yield from parser.space()
@@ -91,7 +91,7 @@ def _read_header(parser: "StreamParser", begun: str) -> Reading[str | None]:
 
 
 def _read_body(parser: "StreamParser", header: str, calls: bool) -> Reading[str]:
-    """Read a message's body. Returns the marker that ends it, if that begins another header; else nothing."""
+    """Read a message's body. Returns the marker that ends it, if that marker begins another header; else an empty text."""
     found, to = _CHANNEL.search(header), _RECIPIENT.search(header)
     channel, recipient = found[1] if found else "", to[1] if to else ""
     name = recipient.removeprefix("functions.")

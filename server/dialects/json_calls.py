@@ -1,4 +1,4 @@
-"""Calls written as JSON objects with a name and arguments, the part that most dialects share; and plain JSON as a dialect of its own."""
+"""Calls as JSON objects with a name and arguments, shared by most dialects; and plain JSON as a dialect."""
 
 import json
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 NAMES = ("name",)
 ARGUMENTS = ("arguments", "parameters")
 OTHERS = ("type", "id", "index")
-"""Further members that a call without a marker may have; they say nothing new."""
+"""Other members allowed in a call without a marker; they are ignored."""
 
 
 def read_json_calls(parser: "StreamParser", separators: Iterable[str] = ()) -> Reading[None]:
@@ -41,7 +41,7 @@ def _separated(parser: "StreamParser", separator: str) -> Reading[bool]:
 
 
 def read_json_call(parser: "StreamParser") -> Reading[None]:
-    """One object with a name and arguments, in any order. Its arguments are given out as they come once the name is known."""
+    """Read one object with a name and arguments, in any order. Streams the arguments once the name is known."""
     yield from parser.space()
     yield from parser.expect("{")
     name: str | None = None
@@ -82,7 +82,7 @@ def read_json_call(parser: "StreamParser") -> Reading[None]:
 
 
 def read_json_arguments(parser: "StreamParser", name: str, id: str | None = None) -> Reading[None]:
-    """A call of a known name whose arguments are the JSON object that comes next."""
+    """Read a call of a known name whose arguments are the next JSON object."""
     yield from parser.space()
     if (yield from parser.peek()) != "{":
         raise Broken if (yield from parser.peek()) else Ended
@@ -91,7 +91,7 @@ def read_json_arguments(parser: "StreamParser", name: str, id: str | None = None
 
 
 def whole_arguments(text: str | None) -> str:
-    """Arguments that were read before the name, or written as a string of JSON, or left out. Raises Broken."""
+    """Emit arguments that were read before the name, written as a string of JSON, or left out. Raises Broken."""
     if not text or text == "null":
         return "{}"
     if text.startswith('"'):
@@ -108,7 +108,7 @@ def whole_arguments(text: str | None) -> str:
 
 
 class JsonCalls(ToolDialect):
-    """Nothing but JSON: what `tool_constraint` enforces on models without a JSON format of their own."""
+    """Plain JSON only: `tool_constraint` forces it on models without a JSON format of their own."""
 
     bare_openings = "[{"
     frame = Frame('{"name": "', '", "arguments": ', "}", before_calls="[", between_calls=", ", after_calls="]")

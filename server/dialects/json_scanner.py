@@ -1,11 +1,11 @@
-"""Finds the end of one JSON value in text that arrives in pieces, and any fault in it as soon as it is there."""
+"""Finds the end of one JSON value in text that arrives in pieces, and reports a syntax error at once."""
 
 import re
 from enum import Enum, auto
 
 MAX_DEPTH = 64
 MAX_LITERAL = 1024
-"""Characters of one number."""
+"""Maximum number of characters of one number."""
 
 _SPACE = re.compile(r"[ \t\n\r]*")
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
@@ -13,14 +13,14 @@ _SIMPLE = r'(?:-?(?:0|[1-9][0-9]{0,99})(?:\.[0-9]{1,99}+)?|true|false|null|"[^"\
 _S = r"[ \t\n\r]*+"
 _SIMPLE_ITEMS = re.compile(rf"(?:{_S}{_SIMPLE}{_S},)*+")
 _SIMPLE_MEMBERS = re.compile(rf'(?:{_S}"[^"\\\x00-\x1f]*+"{_S}:{_S}{_SIMPLE}{_S},)*+')
-"""Runs of members and items that hold nothing else, each with its comma: taken at once, because most values are such."""
+"""Matches runs of simple members and items, each with its comma, in one step, because most values are such."""
 _WORD = re.compile(r"[-+.0-9A-Za-z]*")
 _LITERAL = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null")
 _HEX = frozenset("0123456789abcdefABCDEF")
 
 
 class Broken(Exception):
-    """The text is not what it began to be."""
+    """The text is not valid for the format that it began with."""
 
 
 class _Expect(Enum):
@@ -49,7 +49,7 @@ class JsonScanner:
         self._hex_left = 0
 
     def scan(self, text: str, start: int) -> int:
-        """Read on. Returns where the value ends or is broken, or the text's length while it is neither."""
+        """Scan more text. Returns the index where the value ends or is broken, or the text's length while neither is found."""
         at, end = start, len(text)
         try:
             while at < end and not self.done:
@@ -89,7 +89,7 @@ class JsonScanner:
         return stop
 
     def finish(self) -> None:
-        """The text is over: a number or word that stands alone is complete."""
+        """End of the text: completes a top-level number or word."""
         try:
             self._end_literal()
         except Broken:
@@ -128,7 +128,7 @@ class JsonScanner:
             raise Broken
 
     def _token(self, letter: str, at: int) -> int:
-        """Take one token's first letter at a place between strings and literals. Returns where to read on."""
+        """Scan the first letter of a token outside strings and literals. Returns the index to continue at."""
         expect = self._expect
         if expect is _Expect.VALUE or expect is _Expect.VALUE_OR_END:
             if letter == "]" and expect is _Expect.VALUE_OR_END:

@@ -1,4 +1,4 @@
-"""Calls in JSON after a marker, most often with one behind: Hermes, Qwen, Granite, Jamba, Phi 4."""
+"""Calls in JSON after a marker, usually followed by another marker: Hermes, Qwen, Granite, Jamba, Phi 4."""
 
 from typing import TYPE_CHECKING
 

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 
 class Markers:
-    """A set of literal strings to look for. Of two that begin at one place the shorter is found, however the text was cut."""
+    """A set of literal strings to search for. Of two with the same start it finds the shorter, wherever the text is split."""
 
     def __init__(self, markers: Iterable[str]):
         tree: dict[str, dict] = {}
@@ -23,12 +23,12 @@ class Markers:
         self._first = re.compile(f"[{first_letters}]") if tree else None
 
     def search(self, text: str, start: int) -> tuple[int, int] | None:
-        """Where the first marker at or after `start` begins and ends."""
+        """The span of the first marker at or after `start`."""
         found = self._pattern.search(text, start) if self._pattern else None
         return found.span() if found else None
 
     def held_from(self, text: str, start: int) -> int:
-        """The place from which text without a marker may be the beginning of one; its length if nowhere."""
+        """The first index where an incomplete marker may begin, in text without a marker; the text's length if none."""
         if self._first is None:
             return len(text)
         for found in self._first.finditer(text, max(start, len(text) - self._reach)):
@@ -38,7 +38,7 @@ class Markers:
 
 
 def markers_of(*texts: str) -> Markers:
-    """The same markers for the same texts: every answer of a model looks for the same ones."""
+    """Cached markers: all answers of a model search for the same ones."""
     return _markers(frozenset(texts))
 
 
@@ -48,7 +48,7 @@ def _markers(texts: frozenset[str]) -> Markers:
 
 
 def _pattern(tree: dict[str, dict]) -> str:
-    """A pattern that decides each letter once, so that hundreds of markers cost no more than one."""
+    """A pattern that decides on each letter once, so that hundreds of markers cost no more than one."""
     if "" in tree:
         return ""
     branches = [re.escape(letter) + _pattern(below) for letter, below in sorted(tree.items())]

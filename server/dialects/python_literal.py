@@ -1,4 +1,4 @@
-"""Turns a Python literal that a model wrote into JSON text. Nothing is ever evaluated."""
+"""Converts a Python literal written by a model to JSON text, without evaluating anything."""
 
 import re
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Calls written as Python: [get_weather(city="Paris", days=3), get_time()], in Llama 4 between <|python_start|> and <|python_end|>."""
+"""Calls written as Python: [get_weather(city="Paris", days=3), get_time()]; Llama 4 adds <|python_start|>, <|python_end|>."""
 
 import re
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from server.dialects.stream_parser import StreamParser
 
 MAX_VALUE = 1 << 20
-"""Characters of one argument."""
+"""Maximum number of characters of one argument."""
 MAX_ARGUMENTS = 1000
 _NAME = re.compile(r"[\w.-]*")
 _KEY = re.compile(r"\w*")
@@ -110,6 +110,6 @@ def _read_string(parser: "StreamParser", quote: str) -> Reading[str]:
         pieces.append(mark)
         if mark == quote:
             return "".join(pieces)
-        escaped = yield from parser.peek()  # the backslash came without what it escapes
+        escaped = yield from parser.peek()  # the backslash came without the escaped character
         yield from parser.next_is(escaped)
         pieces.append(escaped)

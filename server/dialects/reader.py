@@ -1,7 +1,7 @@
-"""Text that arrives in pieces, read as if it were all there: reading functions are generators that wait for more.
+"""Reads text that arrives in pieces: reading functions are generators that wait for more text.
 
-Every step looks ahead by a bounded length and goes over each character a bounded number of times, so that any text takes linear time,
-and none depends on where the text was cut.
+Every step has a bounded lookahead and scans each character a bounded number of times, so any text takes linear time.
+Results do not depend on where the text is split.
 """
 
 import json
@@ -14,20 +14,20 @@ from server.dialects.markers import Markers
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]
-"""Waits for more text whenever it yields."""
+"""A generator that waits for more text at each yield."""
 
 SPACE = " \t\r\n"
 _SPACES = re.compile(f"[{SPACE}]*")
 MAX_NAME = 512
-"""Characters of a name, key or header. A longer one is not a call."""
+"""Maximum number of characters of a name, key or header. A longer one is not a call."""
 
 
 class Ended(Exception):
-    """The text ended where more of it was needed."""
+    """The text ended where more was needed."""
 
 
 class Reader:
-    """The text not read yet, and what was read since the last mark."""
+    """The unread text, and the text read since the last mark."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -52,11 +52,11 @@ class Reader:
         return piece
 
     def mark(self, already_read: str = "") -> None:
-        """Remember from here on what is read."""
+        """Set the mark: start to record the text read."""
         self._read = [already_read] if already_read else []
 
     def release(self, after: int) -> str:
-        """What was read since the mark, without its first `after` pieces. The mark is lifted."""
+        """Remove the mark; return the text read since, without its first `after` pieces."""
         read, self._read = "".join((self._read or ())[after:]), None
         return read
 
@@ -93,7 +93,7 @@ class Reader:
         return "".join(pieces), marker
 
     def run_of(self, pattern: re.Pattern[str]) -> Reading[str]:
-        """The longest run of characters of a class; the pattern is that class with `*`."""
+        """Read the longest run of characters of a class; the pattern is that class with `*`."""
         pieces: list[str] = []
         while True:
             found = pattern.match(self._text, self._at)
@@ -104,17 +104,17 @@ class Reader:
             yield
 
     def space(self) -> Reading[str]:
-        """White space, if there is any."""
+        """Skip white space."""
         return self.run_of(_SPACES)
 
     def peek(self) -> Reading[str]:
-        """The next character, unread; empty at the end of the text."""
+        """Peek at the next character; empty at the end of the text."""
         while self._at == len(self._text) and not self._over:
             yield
         return self._text[self._at : self._at + 1]
 
     def next_is(self, text: str) -> Reading[bool]:
-        """Whether exactly this comes next; if so it is read."""
+        """Read exactly this text if it comes next. Returns whether it did."""
         while True:
             ahead = self._text[self._at : self._at + len(text)]
             if ahead == text:
@@ -125,7 +125,7 @@ class Reader:
             yield
 
     def first_of(self, texts: Iterable[str]) -> Reading[str]:
-        """Which of these comes next; it is read. Empty if none does."""
+        """Read whichever of these texts comes next. Returns it, or an empty text."""
         for text in texts:
             if text and (yield from self.next_is(text)):
                 return text
@@ -139,7 +139,7 @@ class Reader:
             raise Broken
 
     def json_value(self, sink: Callable[[str], Any] | None = None, limit: int | None = None) -> Reading[str]:
-        """One JSON value as it is written; passed on as it comes if there is a sink. Raises Broken, or Ended."""
+        """Read one JSON value as written; a sink receives it as it arrives. Raises Broken, or Ended."""
         scanner = JsonScanner()
         pieces: list[str] = []
         length = 0
@@ -166,7 +166,7 @@ class Reader:
             yield
 
     def json_string(self) -> Reading[str]:
-        """A JSON string's value, of at most MAX_NAME characters."""
+        """The value of a JSON string of at most MAX_NAME characters."""
         if (yield from self.peek()) != '"':
             raise Broken if self._at < len(self._text) else Ended
         value: str = json.loads((yield from self.json_value(limit=MAX_NAME)))

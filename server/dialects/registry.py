@@ -1,4 +1,4 @@
-"""The names of dialects, which are vLLM's, and which of them a model speaks by its chat template."""
+"""The names of dialects, which are vLLM's, and the detection of a model's dialects from its chat template."""
 
 from typing import Any
 
@@ -59,7 +59,7 @@ REASONING_DIALECTS: dict[str, ReasoningDialect] = {
 def by_name(
     tool_parser: str | None = None, reasoning_parser: str | None = None
 ) -> tuple[ToolDialect | None, ReasoningDialect | None]:
-    """The dialects that flags name. Raises ValueError for a name that is unknown."""
+    """The dialects with these names. Raises ValueError for an unknown name."""
     for name, known, flag in (
         (tool_parser, TOOL_DIALECTS, "--tool-call-parser"),
         (reasoning_parser, REASONING_DIALECTS, "--reasoning-parser"),
@@ -87,7 +87,7 @@ _TOOL_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("llama3_json", ("<|start_header_id|>", '"parameters"')),
     ("pythonic", ("[func_name1(",)),
 )
-"""The first row all of whose signs a template has."""
+"""The first row whose signs all occur in a template."""
 
 _REASONING_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("openai_gptoss", ("<|channel|>", "<|message|>")),
@@ -105,7 +105,7 @@ _REASONING_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def find_dialect_names(chat_template: str | None, tokenizer: Any = None) -> tuple[str | None, str | None]:
-    """The names of the tool and reasoning dialects that a chat template shows, or None."""
+    """The names of the tool and reasoning dialects detected in a chat template, or None."""
     template = chat_template or ""
     tool = next((name for name, signs in _TOOL_SIGNS if all(sign in template for sign in signs)), None)
     reasoning = next((name for name, signs in _REASONING_SIGNS if all(sign in template for sign in signs)), None)
@@ -115,5 +115,5 @@ def find_dialect_names(chat_template: str | None, tokenizer: Any = None) -> tupl
 
 
 def find_dialect(chat_template: str | None, tokenizer: Any = None) -> tuple[ToolDialect | None, ReasoningDialect | None]:
-    """The dialects that a model speaks, where its chat template shows them."""
+    """The dialects detected in a model's chat template."""
     return by_name(*find_dialect_names(chat_template, tokenizer))

@@ -1,4 +1,4 @@
-"""Cuts a model's text into content, reasoning and tool calls while it arrives."""
+"""Splits a model's text into content, reasoning and tool calls while it arrives."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -13,17 +13,17 @@ from server.dialects.reader import MAX_NAME, SPACE, Ended, Reader, Reading
 from server.dialects.tools import Tool
 
 MAX_BROKEN_CALLS = 64
-"""After so many openings that led to no call, what is left of an answer is content. So are calls after this many:"""
+"""After this many openings that led to no call, the rest of an answer is content. So are calls after this many:"""
 MAX_CALLS = 512
 
 
 class StreamParser(Reader):
-    """One answer's text to deltas.
+    """Parses one answer's text into deltas.
 
-    `tools` are those of the request; a parser without a tool dialect finds no calls (tool_choice "none"). `forced` says that
-    `tool_constraint` enforces calls. `special_tokens` are the model's; where the text has them, `drop_special_tokens` leaves them out.
-    With `hold_calls` a call is given out when it is complete, so that a broken one becomes content as a whole: for answers that are not
-    streamed. Without it, fragments already given out stay, and the rest is content.
+    `tools` are the request's; without a tool dialect no calls are found (tool_choice "none"). `forced`: `tool_constraint`
+    forces calls. `special_tokens` are the model's; `drop_special_tokens` removes them from text that contains them.
+    `hold_calls`: emit a call only when it is complete, so that a broken one becomes content as a whole; for answers that are
+    not streamed. Without it, emitted fragments stay, and the rest becomes content.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class StreamParser(Reader):
         """Whether the text so far ends within reasoning."""
         self._tool, self._parallel, self._hold_calls, self._forced = tool, parallel, hold_calls, forced
         self._out: list[Delta] = []
-        self._num_before_call: int | None = None  # deltas to give out, whatever becomes of the call that is read
-        self._num_given = 0  # pieces read of this call that were given out
+        self._num_before_call: int | None = None  # deltas to emit, even if the current call fails
+        self._num_given = 0  # emitted pieces of the current call
         self.is_bare = False
-        """Whether the call that is read began without a marker, so that it may be an answer that looks like one."""
-        self._surplus = False  # the call that is read is one too many
+        """Whether the current call began without a marker, so it may be an answer that only looks like a call."""
+        self._surplus = False  # the current call exceeds the limit
         self._num_broken = 0
         self._ids: set[str] = set()
         self._space: list[str] = []  # white space that is content only if content follows
@@ -66,22 +66,22 @@ class StreamParser(Reader):
             self._reading = self._read_answer(reasoning, is_open)
         next(self._reading, None)
 
-    # What callers use
+    # For callers
 
     def feed(self, text: str) -> list[Delta]:
-        """Take the next piece of text. Returns what is certain by now."""
+        """Parse the next piece of text. Returns the deltas that are certain by now."""
         self._add(text)
         self._resume()
         return self._ready()
 
     def finish(self) -> list[Delta]:
-        """The text is over. Returns all that is left."""
+        """End of the text. Returns the remaining deltas."""
         self._over = True
         self._resume()
         return self._ready()
 
     def finish_reason(self, reason: str) -> str:
-        """The reason to report for one of the engine's: "tool_calls" in place of "stop" if there were calls."""
+        """The finish reason to report: "tool_calls" in place of "stop" if there were calls."""
         return "tool_calls" if reason == "stop" and self.num_calls else reason
 
     def _resume(self) -> None:
@@ -94,7 +94,7 @@ class StreamParser(Reader):
             self._num_before_call = 0
         return ready
 
-    # What dialects use
+    # For dialects
 
     def check_name(self, name: str) -> None:
         """Raises Broken unless a call may have this name now. One without a marker must name a tool of the request."""
@@ -103,7 +103,7 @@ class StreamParser(Reader):
             raise Broken
 
     def start_call(self, name: str, id: str | None = None) -> None:
-        """A call's name is known. Raises Broken if it may not be one."""
+        """Start a call of this name. Raises Broken if the name is not allowed."""
         self.check_name(name)
         self._surplus = self.num_calls > 0 and not self._parallel
         if not self._surplus:
@@ -118,22 +118,22 @@ class StreamParser(Reader):
         self._num_given = self.num_read
 
     def add_arguments(self, text: str) -> None:
-        """A fragment of the JSON text of the arguments of the call that was started."""
+        """A fragment of the arguments' JSON text of the current call."""
         if text and not self._surplus:
             self._out.append(ToolCallArguments(self.num_calls - 1, text))
         self._num_given = self.num_read
 
     def end_call(self) -> None:
-        """The call is complete: nothing that follows can change it."""
+        """Complete the call: nothing that follows can change it."""
         self.mark()
         self._num_given = 0
         if self._num_before_call is not None:
             self._num_before_call = len(self._out)
 
     def add_content(self, text: str) -> None:
-        """Text of the answer. White space next to calls and to the reasoning is left out.
+        """Emit content. White space next to calls and reasoning is left out.
 
-        Where calls are enforced there is none: what is no call is the beginning of one that was cut.
+        With forced calls there is no content: text that is not a call is the beginning of a truncated one.
         """
         if self._forced:
             return
@@ -149,18 +149,18 @@ class StreamParser(Reader):
         self._space = [text[len(text.rstrip(SPACE)) :]]
 
     def begin_content(self) -> None:
-        """Another message of content begins: a line apart from the one before."""
+        """Start another message of content, on a new line."""
         if self._has_content:
             self.add_content("\n")
 
     def begin_reasoning(self) -> None:
-        """Another message of reasoning begins: a line apart from the one before."""
+        """Start another message of reasoning, on a new line."""
         if self._has_reasoning:
             self.add_reasoning("\n")
         self._has_reasoning = True
 
     def add_reasoning(self, text: str) -> None:
-        """Text of the reasoning."""
+        """Emit reasoning."""
         if text:
             self._out.append(Reasoning(text))
 
@@ -173,7 +173,7 @@ class StreamParser(Reader):
                 return marker
 
     def read_calls(self, reading: Reading[None], *, already_read: str = "", bare: bool = False) -> Reading[None]:
-        """Let a dialect read calls. What turns out to be none is content."""
+        """Let a dialect read calls. Failed calls become content."""
         self.mark(already_read)
         self._num_given, self.is_bare, self._surplus = 0, bare, False
         num_calls = self.num_calls
@@ -195,7 +195,7 @@ class StreamParser(Reader):
         if rest:
             self.add_content(rest)
 
-    # The answer as a whole
+    # Whole answer
 
     def _read_answer(self, reasoning: ReasoningDialect | None, is_open: bool | None) -> Reading[None]:
         opening = None
@@ -206,7 +206,7 @@ class StreamParser(Reader):
         yield from self._copy_content()
 
     def _read_reasoning(self, dialect: ReasoningDialect, is_open: bool | None) -> Reading[str | None]:
-        """Read the reasoning, if there is any. Returns the opening of a call that ended it."""
+        """Read the reasoning, if any. Returns the opening of a call that ended it."""
         self._after_reasoning = is_open is not None
         if is_open is False:
             return None
@@ -247,12 +247,12 @@ class StreamParser(Reader):
             opening = None
 
     def _copy_content(self) -> Reading[None]:
-        """What is left is content."""
+        """Treat the rest as content."""
         yield from self.copy_visible_until((), self.add_content)
         self.end_content()
 
     def end_content(self) -> None:
-        """No content follows: white space at the end is content if the answer has neither calls nor reasoning."""
+        """No content follows: emit trailing white space if the answer has neither calls nor reasoning."""
         if self._has_content or not self._after_reasoning:
             space = "".join(self._space)
             if space and not self.num_calls:

@@ -1,4 +1,4 @@
-"""Checks what a request says of tools, before anything is computed for it."""
+"""Checks a request's tools before anything is computed for it."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -13,12 +13,12 @@ MAX_TOOLS = 128
 MAX_PATTERN_LENGTH = 4096
 
 _NAMING_NONE = {"type", "properties", "required", "title", "description", "$schema", "$id", "$comment", "$defs", "definitions"}
-"""Keywords of a schema that allow no member of an object by name or pattern, if those called properties and required are empty."""
+"""Keywords of a schema that allow no members of an object by name or pattern if properties and required are empty."""
 
 NAME = re.compile(r"[A-Za-z0-9_.-]+")
-"""How functions may be named."""
+"""Pattern of function names."""
 _NOT_PYTHON = re.compile(r"\\[pP]\{[^{}]*\}|\\u\{[0-9A-Fa-f]+\}|\\c[A-Za-z]")
-"""What ECMA's patterns have and Python's lack."""
+"""Syntax of ECMA patterns that Python does not have."""
 
 
 AskedChoice = Literal["none", "auto", "required"] | Mapping[str, Any]
@@ -37,7 +37,7 @@ class Tool:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The schema, which says that it is an object's; of a function that names no parameters, it is the empty object's."""
+        """The parameters' schema, stating that it is an object's; the empty object's for a function without parameters."""
         takes_none = self.parameters.keys() <= _NAMING_NONE and not any(map(self.parameters.get, ("properties", "required")))
         closed = {"properties": {}, "additionalProperties": False} if takes_none else {}
         return {**self.parameters, "type": "object", **closed}
@@ -45,21 +45,21 @@ class Tool:
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """Whether the model may, must or must not call tools; which one, if it must call this one."""
+    """Whether the model may, must or must not call tools, and which tool, if it must call a specific one."""
 
     kind: Literal["none", "auto", "required", "named"]
     name: str | None = None
 
     @property
     def is_forced(self) -> bool:
-        """Whether calls are enforced by a grammar."""
+        """Whether a grammar forces calls."""
         return self.kind in ("required", "named")
 
 
 def check_tools(
     tools: Sequence[Mapping[str, Any]] | None, tool_choice: AskedChoice | None
 ) -> tuple[tuple[Tool, ...], ToolChoice]:
-    """The request's fields `tools` and `tool_choice`, whose shape `server.protocol.chat` has checked.
+    """Check the request's `tools` and `tool_choice`, whose shape `server.protocol.chat` has checked.
 
     Raises InvalidRequestError.
     """
@@ -105,7 +105,7 @@ def _choice(choice: AskedChoice | None, names: Sequence[str]) -> ToolChoice:
 
 
 def check_parameters(schema: Mapping[str, Any], param: str) -> None:
-    """Refuse what is no JSON Schema of an object, without compiling it. Raises InvalidRequestError."""
+    """Reject anything but a JSON Schema of an object, without compiling it. Raises InvalidRequestError."""
     if schema.get("type", "object") != "object":
         raise InvalidRequestError(f'{param}.type must be "object"', f"{param}.type")
     _check_size(schema, param)
@@ -144,7 +144,7 @@ def _check_patterns(pointer: str, node: Any) -> None:
 
 
 def _is_pattern(pattern: str) -> bool:
-    """Whether it looks like a regular expression. Only its syntax is read: it is never run here."""
+    """Whether it is a plausible regular expression. Only the syntax is checked: it is never run here."""
     if len(pattern) > MAX_PATTERN_LENGTH:
         return False
     pattern = _NOT_PYTHON.sub("x", pattern).replace("(?<", "(?P<").replace("(?P<=", "(?<=").replace("(?P<!", "(?<!")

@@ -19,7 +19,7 @@ class Xlam(ToolDialect):
     frame = JSON_CALLS.frame
 
     def read(self, parser: "StreamParser", opening: str) -> Reading[None]:
-        parser.is_bare = parser.is_bare or opening == _CODE  # a block of code may as well be an answer
+        parser.is_bare = parser.is_bare or opening == _CODE  # a block of code may also be an answer
         yield from read_json_calls(parser)
         yield from parser.space()
         yield from parser.first_of(("</tool_call>", "```"))

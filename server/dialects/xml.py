@@ -1,4 +1,4 @@
-"""Calls in tags, with one tag for each parameter: Qwen3-Coder, Seed-OSS, GLM 4.5, MiniMax M2. Values are typed by the tool's schema."""
+"""Calls in tags, one tag per parameter: Qwen3-Coder, Seed-OSS, GLM 4.5, MiniMax M2. The tool's schema gives the types."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tags:
-    """The markup of one format, in the order in which it stands."""
+    """The markup of one format, in order of appearance."""
 
     section: str
     call: str
@@ -103,7 +103,7 @@ class XmlCalls(ToolDialect):
 
 
 def typed_json(value: str, schema: Any) -> str:
-    """The JSON text of a value that stands in a tag: a string if its schema allows no other type or it is no JSON."""
+    """The JSON text of a tag's value: a string if the schema allows no other type or the value is not JSON."""
     text = value.removeprefix("\n").removesuffix("\n")
     types = _types(schema)
     if types == {"string"}:
@@ -119,7 +119,7 @@ def typed_json(value: str, schema: Any) -> str:
 
 
 def _types(schema: Any) -> set[str]:
-    """The types that a schema allows by name; empty if it names none."""
+    """The types that a schema names; empty if it names none."""
     if not isinstance(schema, Mapping):
         return set()
     named = schema.get("type")

@@ -1,4 +1,4 @@
-"""What stands before every gRPC method: the key, the message, and errors in gRPC's words."""
+"""Interceptor of every gRPC method: checks the key and the message, and converts errors to gRPC status codes."""
 
 import asyncio
 import contextlib
@@ -22,15 +22,15 @@ STATUS = {
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
     503: grpc.StatusCode.UNAVAILABLE,
 }
-"""Of HTTP statuses; the rest is INTERNAL."""
+"""gRPC codes of HTTP statuses; all others are INTERNAL."""
 PUBLIC = "/grpc.health.v1.Health/"
 
 IsAllowed = Callable[[str | None], bool]
-"""Whether a caller with this `authorization` may call."""
+"""Whether a caller with this `authorization` has access."""
 
 
 class Gate(grpc.aio.ServerInterceptor):
-    """Lets callers with a key through (anybody to the health service), and answers every error with a status and a text."""
+    """Admits callers with a key (the health service is open to all), and answers every error with a status and a text."""
 
     def __init__(self, is_allowed: IsAllowed):
         self._is_allowed = is_allowed
@@ -50,20 +50,20 @@ class Gate(grpc.aio.ServerInterceptor):
 
 
 def authorization_of(metadata: Any) -> str | None:
-    """The `authorization` that a call carries."""
+    """The `authorization` metadata of a call."""
     value = next((value for key, value in metadata or () if key == "authorization"), None)
     return value if value is None or isinstance(value, str) else value.decode("latin-1")
 
 
 def status_of(error: ApiError) -> grpc.StatusCode:
-    """The status that says in gRPC what the error says in HTTP."""
+    """The gRPC status that corresponds to the error's HTTP status."""
     if error.code == "overloaded":
         return grpc.StatusCode.RESOURCE_EXHAUSTED
     return STATUS.get(error.status, grpc.StatusCode.INTERNAL)
 
 
 async def _tell(context: Any, error: BaseException) -> None:
-    """End the call with what the client may know of an error."""
+    """Abort the call with the client's version of an error."""
     told = as_api_error(error)
     if told.code == "internal_error":
         logger.error("a gRPC call failed", exc_info=error)

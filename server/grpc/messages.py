@@ -1,4 +1,4 @@
-"""gRPC messages to and from what the engine takes and gives."""
+"""Converts gRPC messages to engine requests and engine outputs to gRPC messages."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,9 +12,9 @@ from server.protocol.common import SamplingFields
 
 
 def sampling_fields(request: pb.GenerateRequest) -> SamplingFields:
-    """What a request sets, as the fields of an HTTP request, so that both are held to the same. Raises ApiError.
+    """A request's settings as fields of an HTTP request, so that both get the same checks. Raises ApiError.
 
-    `max_tokens` and `logprobs` are not among them, because each HTTP endpoint has its own.
+    Excludes `max_tokens` and `logprobs`, which differ between HTTP endpoints.
     """
     values: dict[str, Any] = {"stream": not request.final_only, "priority": request.priority}
     if request.HasField("cache_salt"):
@@ -42,7 +42,7 @@ def _structured_outputs(given: pb.StructuredOutputs) -> dict[str, Any]:
 
 
 def response_of(output: RequestOutput, request_id: str, *, is_first: bool) -> pb.GenerateResponse:
-    """What to tell the client of an output."""
+    """The client's message for an output."""
     response = pb.GenerateResponse(request_id=request_id, num_cached_tokens=output.num_cached_tokens, finished=output.finished)
     if is_first:
         response.prompt_token_ids.extend(output.prompt_token_ids)

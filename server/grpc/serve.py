@@ -1,4 +1,4 @@
-"""Starts and stops the gRPC server: the service, health, reflection, TLS, and the largest message."""
+"""Starts and stops the gRPC server: service, health, reflection, TLS, message size limit."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ from server.options import AccessOptions, NetworkOptions
 
 SERVICE = jaxllm_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 HEALTH_SECONDS = 0.5
-"""Between two looks at whether the engine still runs, for those who watch."""
+"""Seconds between two checks that the engine runs, for health watchers."""
 
 
 class GrpcServer:
@@ -45,10 +45,10 @@ class GrpcServer:
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
         self._follower: asyncio.Task[None] | None = None
         self.port = 0
-        """Where it listens, once started."""
+        """The port, once started."""
 
     async def start(self, port: int) -> None:
-        """Listen; port 0: any free one. Raises ConfigError if the port cannot be had."""
+        """Listen; port 0: any free port. Raises ConfigError if the port is not available."""
         address, credentials = address_of(self._network, port), credentials_of(self._network)
         try:
             if credentials is None:
@@ -63,7 +63,7 @@ class GrpcServer:
         logger.info("gRPC at %s", address_of(self._network, self.port))
 
     async def stop(self, grace_seconds: float) -> None:
-        """Take no more calls, and end those that still run when the time is over."""
+        """Refuse new calls, and cancel running ones after the grace period."""
         if self._follower is not None:
             self._follower.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -87,7 +87,7 @@ class GrpcServer:
 
 
 def _key_check(access: AccessOptions) -> IsAllowed:
-    """Whether an `authorization` holds one of the server's keys; without keys anybody may call."""
+    """Whether an `authorization` holds one of the server's keys; always true without keys."""
     keys = [*(access.api_key or ()), *([access.admin_api_key] if access.admin_api_key else ())]
     digests = key_digests(keys)
 
@@ -103,12 +103,12 @@ def _key_in(authorization: str | None) -> bytes | None:
 
 
 def address_of(network: NetworkOptions, port: int) -> str:
-    """Where gRPC listens."""
+    """The address on which gRPC listens."""
     return f"[{network.host}]:{port}" if ":" in network.host else f"{network.host}:{port}"
 
 
 def credentials_of(network: NetworkOptions) -> grpc.ServerCredentials | None:
-    """TLS from the files that HTTP uses. Raises ConfigError for what gRPC cannot do."""
+    """TLS from HTTP's certificate files. Raises ConfigError for options that gRPC does not support."""
     if network.ssl_certfile is None:
         return None
     if network.ssl_cert_reqs == ssl.CERT_OPTIONAL:

@@ -23,16 +23,16 @@ MAX_REQUEST_ID_LENGTH = 128
 
 
 class Inference(InferenceServicer):
-    """One per process, in the event loop of its front."""
+    """One instance per process, in the event loop of its front."""
 
     def __init__(self, context: ServerContext):
         self._context = context
         self._engine = context.engine
         self._running: dict[tuple[str, str], str] = {}
-        """(owner, the caller's request id) to the id that the engine knows."""
+        """(owner, caller's request id) to the engine's request id."""
 
     async def Generate(self, request: pb.GenerateRequest, call: Any) -> AsyncIterator[pb.GenerateResponse]:
-        """Tokens as they are made. A cancelled call, or one past its deadline, aborts the request."""
+        """Stream tokens. A call that is cancelled or passes its deadline aborts the request."""
         if self._context.refusal is not None:
             raise self._context.refusal
         self._context.check_model(request.model or None)
@@ -58,7 +58,7 @@ class Inference(InferenceServicer):
                         is_first = False
 
     async def Abort(self, request: pb.AbortRequest, call: Any) -> pb.AbortResponse:
-        """End requests of the same caller."""
+        """Abort requests of the same caller."""
         owner = _owner(call)
         ids = [self._running[owner, each] for each in dict.fromkeys(request.request_ids) if (owner, each) in self._running]
         if ids:
@@ -66,7 +66,7 @@ class Inference(InferenceServicer):
         return pb.AbortResponse(num_aborted=len(ids))
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, call: Any) -> pb.GetModelInfoResponse:
-        """What is served."""
+        """Information about the served model."""
         model = self._engine.model_config
         return pb.GetModelInfoResponse(
             served_names=self._context.model_names,
@@ -77,13 +77,13 @@ class Inference(InferenceServicer):
         )
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, call: Any) -> pb.GetServerInfoResponse:
-        """How the server is."""
+        """The server's health."""
         return pb.GetServerInfoResponse(
             version=__version__, ready=self._engine.is_running, num_running=self._context.num_running
         )
 
     def _prompt(self, request: pb.GenerateRequest) -> Any:
-        """The prompt as token ids that fit. Raises ApiError."""
+        """The prompt as token ids, checked to fit the context. Raises ApiError."""
         max_model_len = self._engine.max_model_len
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.token_ids.ids)}
         if request.text:
@@ -102,7 +102,7 @@ class Inference(InferenceServicer):
         return prompt
 
     def _params(self, request: pb.GenerateRequest) -> SamplingParams:
-        """Raises ApiError or InvalidRequestError."""
+        """The request's SamplingParams. Raises ApiError or InvalidRequestError."""
         sampling = request.sampling
         return sampling_params(
             sampling_fields(request),
@@ -114,7 +114,7 @@ class Inference(InferenceServicer):
 
     @contextlib.contextmanager
     def _registered(self, given: str, call: Any) -> Iterator[tuple[str, str]]:
-        """The caller's request id and the engine's, while the request runs. Raises ApiError for an id in use."""
+        """Map the caller's request id to the engine's while the request runs. Raises ApiError for an id in use."""
         if len(given) > MAX_REQUEST_ID_LENGTH or not given.isprintable():
             raise bad_request(f"request_id must be at most {MAX_REQUEST_ID_LENGTH} printable characters", "request_id")
         request_id = given or uuid.uuid4().hex

@@ -1,4 +1,4 @@
-"""Whether a server has gRPC, and if so its start. Imports nothing of gRPC unless it is asked for."""
+"""Starts gRPC if it is enabled; imports it only then."""
 
 import importlib.util
 import socket
@@ -15,7 +15,7 @@ PACKAGES = ("grpc", "grpc_health", "grpc_reflection")
 
 
 def check_grpc(network: NetworkOptions) -> None:
-    """Raise ConfigError for what would keep gRPC from starting, before a model is loaded."""
+    """Raise ConfigError for anything that would keep gRPC from starting, before a model is loaded."""
     port = network.grpc_port
     if port is None:
         return
@@ -40,7 +40,7 @@ def check_grpc(network: NetworkOptions) -> None:
 
 
 async def start_grpc(context: "ServerContext") -> "GrpcServer | None":
-    """The gRPC server that the options ask for, listening; None if they do not. Raises ConfigError."""
+    """Start the gRPC server if the options enable it; else return None. Raises ConfigError."""
     port = context.options.network.grpc_port
     if port is None:
         return None

@@ -1,1 +1,1 @@
-"""Anthropic's Messages API on top of the chat service: blocks to messages, deltas to blocks and events."""
+"""Anthropic's Messages API on top of the chat service: converts blocks to messages, and deltas to blocks and events."""

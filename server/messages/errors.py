@@ -17,7 +17,7 @@ _TYPES = {
 
 
 class AnthropicError(ApiError):
-    """An error whose body Anthropic's clients understand."""
+    """An error with a body in Anthropic's format."""
 
     def __init__(self, error: ApiError):
         kind = _TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
@@ -30,5 +30,5 @@ class AnthropicError(ApiError):
 
 
 def as_anthropic_error(error: BaseException) -> AnthropicError:
-    """What a client may know of an exception."""
+    """Convert an exception to a client error."""
     return error if isinstance(error, AnthropicError) else AnthropicError(as_api_error(error))

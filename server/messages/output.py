@@ -1,4 +1,4 @@
-"""What a model says, as content blocks of Anthropic's messages and as the events that tell of them."""
+"""Converts a model's output to content blocks of Anthropic's messages and to their events."""
 
 import hashlib
 import json
@@ -8,14 +8,14 @@ Event = dict[str, Any]
 
 
 class MessageWriter:
-    """Fills the `content` of one message from pieces, in the order in which they come; each method returns the events that it causes.
+    """Builds a message's `content` from pieces, in order of arrival; each method returns the resulting events.
 
     At most one block is open at a time: a piece of another kind closes it.
     """
 
     def __init__(self, message: dict[str, Any], *, omit_thinking: bool = False):
         self.message = message
-        """The whole message object so far; `content` grows as blocks are closed."""
+        """The message object so far; `content` grows as blocks are closed."""
         self._omit_thinking = omit_thinking
         self._block: dict[str, Any] | None = None
         self._pieces: list[str] = []
@@ -25,7 +25,7 @@ class MessageWriter:
         return [{"type": "message_start", "message": {**self.message, "content": []}}, {"type": "ping"}]
 
     def reasoning(self, text: str) -> list[Event]:
-        """More of what the model thinks; an omitted thought keeps its block and its signature."""
+        """Append reasoning; an omitted thinking block keeps its signature."""
         events = self._open({"type": "thinking", "thinking": "", "signature": ""})
         self._pieces.append(text)
         if not self._omit_thinking:
@@ -33,23 +33,23 @@ class MessageWriter:
         return events
 
     def text(self, text: str) -> list[Event]:
-        """More of what the model says to the user."""
+        """Append text of the answer."""
         events = self._open({"type": "text", "text": ""})
         self._pieces.append(text)
         return [*events, self._delta({"type": "text_delta", "text": text})]
 
     def call(self, call_id: str, name: str) -> list[Event]:
-        """The beginning of a call of a tool."""
+        """Begin a tool call."""
         events = self._close()
         return [*events, *self._open({"type": "tool_use", "id": call_id, "name": name, "input": {}})]
 
     def arguments(self, fragment: str) -> list[Event]:
-        """More of the arguments of the call that is open, as JSON."""
+        """Append a fragment of the open call's arguments, as JSON."""
         self._pieces.append(fragment)
         return [self._delta({"type": "input_json_delta", "partial_json": fragment})]
 
     def finish(self, *, stop_reason: str, stop_sequence: str | None, usage: dict[str, Any]) -> list[Event]:
-        """The end."""
+        """End the message."""
         events = self._close()
         self.message.update(stop_reason=stop_reason, stop_sequence=stop_sequence, usage=usage)
         end = {"stop_reason": stop_reason, "stop_sequence": stop_sequence}
@@ -73,7 +73,7 @@ class MessageWriter:
             block["input"] = parsed_arguments(whole)
         else:
             block["thinking"] = "" if self._omit_thinking else whole
-            # Clients refuse a thought without one, and it comes back with the thought; nothing here depends on it.
+            # Clients reject a thinking block without a signature and send it back; nothing here depends on it.
             block["signature"] = hashlib.sha256(whole.encode("utf-8", "replace")).hexdigest()
             events.append(self._delta({"type": "signature_delta", "signature": block["signature"]}))
         events.append({"type": "content_block_stop", "index": self._index})
@@ -90,7 +90,7 @@ class MessageWriter:
 
 
 def parsed_arguments(text: str) -> dict[str, Any]:
-    """The arguments of a call as the object that Anthropic's messages hold; empty if the model wrote no JSON object."""
+    """The arguments of a call as an object; empty if the model wrote no JSON object."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -99,7 +99,7 @@ def parsed_arguments(text: str) -> dict[str, Any]:
 
 
 def usage_object(num_prompt: int, num_cached: int, num_output: int) -> dict[str, Any]:
-    """Tokens of a message; Anthropic counts cached ones apart."""
+    """Token counts of a message; Anthropic counts cached tokens separately."""
     return {
         "input_tokens": num_prompt - num_cached,
         "cache_creation_input_tokens": 0,
@@ -109,7 +109,7 @@ def usage_object(num_prompt: int, num_cached: int, num_output: int) -> dict[str,
 
 
 def stop_reason_of(finish_reason: str, stop_reason: int | str | None, *, filled_context: bool) -> tuple[str, str | None]:
-    """(stop_reason, stop_sequence) as Anthropic names why an answer ended."""
+    """(stop_reason, stop_sequence) of an answer in Anthropic's terms."""
     if finish_reason == "tool_calls":
         return "tool_use", None
     if finish_reason == "length":

@@ -1,4 +1,4 @@
-"""An Anthropic request as the chat request that means the same."""
+"""Converts an Anthropic request to the equivalent chat request."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -23,11 +23,11 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "assistant": {"text": TextBlock, "tool_use": ToolUseBlock, "thinking": ThinkingBlock},
     "system": {"text": TextBlock},
 }
-"""The blocks that each role may have."""
+"""The block types allowed for each role."""
 
 
 def prompt_fields(request: Prompt) -> dict[str, Any]:
-    """The fields of a chat request that make its prompt. Raises ApiError that names the block."""
+    """The fields of a chat request that determine its prompt. Raises ApiError that names the block."""
     for edit in (request.context_management and request.context_management.edits) or ():
         if edit.type != "clear_thinking_20251015" or edit.keep != "all":
             raise bad_request(
@@ -55,7 +55,7 @@ def prompt_fields(request: Prompt) -> dict[str, Any]:
 
 
 def chat_fields(request: MessagesRequest) -> dict[str, Any]:
-    """The whole chat request. Raises ApiError."""
+    """Build the whole chat request. Raises ApiError."""
     fields = prompt_fields(request)
     fields |= {"max_completion_tokens": request.max_tokens, "stream": bool(request.stream)}
     if request.stop_sequences:
@@ -72,7 +72,7 @@ def chat_fields(request: MessagesRequest) -> dict[str, Any]:
 
 
 def enable_thinking(request: Prompt) -> bool | None:
-    """Whether the template is asked to let the model think; None: as it does by itself. Raises ApiError."""
+    """Whether the template is asked to enable reasoning; None: the template's default. Raises ApiError."""
     thinking = request.thinking
     if thinking is None or thinking.type == "adaptive":
         return None
@@ -88,7 +88,7 @@ def enable_thinking(request: Prompt) -> bool | None:
 
 
 def _as_chat_messages(message: InputMessage, where: str) -> list[dict[str, Any]]:
-    """One message; a user's with results of tools becomes one for each result and one for the rest."""
+    """Convert one message; a user message with tool results becomes one message per result and one for the rest."""
     blocks = _blocks(message.content, where, message.role)
     results = [
         {"role": "tool", "tool_call_id": block.tool_use_id, "content": _result_text(block, f"{where}[{place}].content")}

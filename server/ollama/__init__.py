@@ -1,1 +1,1 @@
-"""ollama's API on top of the chat service: its errors, its requests as chat requests, its replies line by line."""
+"""ollama's API on top of the chat service: its errors, requests converted to chat requests, replies line by line."""

@@ -6,7 +6,7 @@ from server.errors import MAX_MESSAGE_LENGTH, ApiError, as_api_error, shortened
 
 
 class OllamaError(ApiError):
-    """An error whose body ollama's clients understand."""
+    """An error with a body in ollama's format."""
 
     def __init__(self, error: ApiError):
         super().__init__(error.status, str(error), type=error.type, param=error.param, code=error.code, headers=error.headers)
@@ -17,5 +17,5 @@ class OllamaError(ApiError):
 
 
 def as_ollama_error(error: BaseException) -> OllamaError:
-    """What a client may know of an exception."""
+    """Convert an exception to a client error."""
     return error if isinstance(error, OllamaError) else OllamaError(as_api_error(error))

@@ -1,4 +1,4 @@
-"""ollama's requests as the chat and completion requests that mean the same."""
+"""Converts ollama's requests to the equivalent chat and completion requests."""
 
 from typing import Any
 
@@ -18,14 +18,14 @@ _SAME = Options.model_fields.keys() & IN_REQUESTS.keys()
 
 
 def sampling_fields(body: OllamaRequest, max_tokens: str) -> dict[str, Any]:
-    """What `options` and `format` ask for; the most tokens of an answer go by the name of `max_tokens`."""
+    """Request fields for `options` and `format`; the maximum number of tokens is called `max_tokens`."""
     fields: dict[str, Any] = {"stream": body.stream is not False}
     if body.options is not None:
         _check(body.options)
         fields |= body.options.model_dump(include=_SAME, exclude_none=True)
         fields["repetition_penalty"] = body.options.repeat_penalty
         limit = body.options.num_predict
-        fields[max_tokens] = None if limit is None or limit < 0 else limit  # -1: any number, -2: as the context takes
+        fields[max_tokens] = None if limit is None or limit < 0 else limit  # -1: unlimited, -2: up to the context length
     if body.format == "json":
         fields["response_format"] = {"type": "json_object"}
     elif isinstance(body.format, dict):
@@ -54,7 +54,7 @@ def chat_fields(body: OllamaChatRequest | OllamaGenerateRequest) -> dict[str, An
 
 
 def _messages(given: list[OllamaMessage]) -> list[dict[str, Any]]:
-    """Messages in OpenAI's shape. Calls have no ids here: results belong to calls by their order."""
+    """Messages in OpenAI's format. Calls have no ids here: results match calls by order."""
     found, open_ids, num_calls = [], [], 0
     for message in given:
         if message.images:

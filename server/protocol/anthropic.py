@@ -1,4 +1,4 @@
-"""Bodies of Anthropic's Messages API, as far as one engine of text can serve them."""
+"""Bodies of Anthropic's Messages API, as far as a text-only engine supports them."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
@@ -106,7 +106,7 @@ class ContextManagement(RequestModel):
 
 
 class Prompt(PassedOn):
-    """What of a request becomes the prompt: all that counting tokens needs."""
+    """The part of a request that determines the prompt: all that token counting needs."""
 
     REFUSED: ClassVar[Mapping[str, str]] = {
         **NOT_IN_OTHER_APIS,

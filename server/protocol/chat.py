@@ -8,7 +8,7 @@ from pydantic import Field
 from server.protocol.common import Items, RequestModel, SamplingFields
 
 Role = Annotated[str, Field(min_length=1, max_length=64)]
-"""Any that the chat template may know: system, developer, user, assistant, tool, function; ipython, critic and so on."""
+"""Any role that the chat template supports: system, developer, user, assistant, tool, function; ipython, critic and so on."""
 
 
 class ContentPart(RequestModel):

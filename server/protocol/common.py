@@ -1,4 +1,4 @@
-"""What the bodies of all generating requests have in common: strict types, finite numbers, sampling fields, refused fields."""
+"""Base of the bodies of all generating requests: strict types, finite numbers, sampling fields, refused fields."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -11,10 +11,10 @@ from server.errors import bad_request
 T = TypeVar("T")
 
 Items = Annotated[list[T], Field(fail_fast=True)]
-"""A list of which the first fault alone is told: a body may have a million, which would take minutes."""
+"""A list that reports only its first error: a body may have a million, which would take minutes."""
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 ShortText = Annotated[str, Field(max_length=512)]
-"""Labels that clients put on requests and that nothing here reads."""
+"""Labels that clients put on requests; the server ignores them."""
 CacheSalt = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^@/\\\x00]+$")]
 RequestId = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9._:@-]+$")]
 
@@ -58,16 +58,16 @@ _NO_BUDGET = -1
 
 
 class RequestModel(BaseModel):
-    """A body: strict types, no NaN or infinity; known fields that cannot be honoured are refused, unknown ones see `server/body.py`."""
+    """A body: strict types, no NaN or infinity. Rejects known unsupported fields; `server/body.py` handles unknown ones."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore", populate_by_name=True)
 
     REFUSED: ClassVar[Mapping[str, str]] = {**REMOVED, **UNSUPPORTED}
-    """Fields with what to use instead."""
+    """Fields with their alternatives."""
 
     @classmethod
     def refuse_unsupported(cls, body: Mapping[str, Any]) -> None:
-        """Raise ApiError for the first field that is set and cannot be honoured."""
+        """Raise ApiError for the first set field that is not supported."""
         for name in body:
             if name not in cls.REFUSED or name in cls.model_fields or body[name] is None:
                 continue
@@ -78,7 +78,7 @@ class RequestModel(BaseModel):
 
 
 class StreamOptions(RequestModel):
-    """What a stream tells beside the text."""
+    """What a stream reports beside the text."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -140,11 +140,11 @@ _JSON_TYPES: Mapping[str, Any] = {
     "repetition_detection": RepetitionDetection,
     "structured_outputs": StructuredOutputs,
 }
-"""Types in JSON of fields of SamplingParams, where they differ from those in Python."""
+"""JSON types of SamplingParams' fields, where they differ from the Python types."""
 
 
 def _body_field(name: str) -> Any:
-    """Type and default in a body. A switch has its default; all else is null unless it is set, as models may have defaults."""
+    """JSON type and default. A switch has its default; other fields are null unless set, because models may have defaults."""
     described = FIELDS[name]
     if described.type is bool:
         return bool, described.default
@@ -155,10 +155,10 @@ _Sampling = create_model("_Sampling", __base__=RequestModel, **{name: _body_fiel
 
 
 class SamplingFields(_Sampling):  # type: ignore[misc, valid-type]
-    """The fields that say how tokens are chosen, from SamplingParams, which checks their ranges, and what is reported of them."""
+    """Sampling fields, from SamplingParams, which checks their ranges, and fields for what is reported about sampling."""
 
     model: str | None = None
-    """None or empty: the one that is served."""
+    """None or empty: the served model."""
     response_format: ResponseFormat | None = None
     vllm_xargs: dict[str, float | Items[float]] | None = None
 

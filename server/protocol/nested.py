@@ -1,4 +1,4 @@
-"""Checking objects inside a body whose kind their `type` tells, with errors that say where they lie."""
+"""Checks objects inside a body whose `type` selects their class; errors name their location."""
 
 from typing import Any, TypeVar
 
@@ -10,7 +10,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def parse(model: type[Model], value: Any, where: str) -> Model:
-    """A checked object. `where` it lies in the body, such as `input[3]`, begins the error. Raises ApiError."""
+    """Check an object. Errors begin with its location `where` in the body, such as `input[3]`. Raises ApiError."""
     try:
         return model.model_validate(value)
     except ValidationError as error:

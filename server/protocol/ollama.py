@@ -26,9 +26,9 @@ LOADING = frozenset(
         "f16_kv",
     )
 )
-"""Options of loading a model, which was decided when the server started: without effect."""
+"""Options for loading a model; without effect, because the model is loaded at the start."""
 NEUTRAL: Mapping[str, Any] = {"typical_p": 1.0, "tfs_z": 1.0, "mirostat": 0, "penalize_newline": True, "repeat_last_n": -1}
-"""Options that are taken with these values alone, which say what happens anyway."""
+"""Options that are accepted only with these values, which describe the actual behaviour."""
 
 
 class Options(RequestModel):

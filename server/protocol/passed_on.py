@@ -1,4 +1,4 @@
-"""The fields beyond their own that the Responses and the Messages API take, and hand to the chat service as they are."""
+"""Chat fields that the Responses and the Messages API accept too, and pass unchanged to the chat service."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,7 +22,7 @@ NAMES = (
     "cache_salt",
     "timeout",
 )
-"""They mean what they mean in a chat request, which checks them."""
+"""These fields mean the same as in a chat request, whose model checks them."""
 
 NOT_IN_OTHER_APIS: Mapping[str, str] = {
     **RequestModel.REFUSED,
@@ -39,7 +39,7 @@ NOT_IN_OTHER_APIS: Mapping[str, str] = {
     "stream_interval": "/v1/chat/completions",
     "include_timings": "/v1/chat/completions",
 }
-"""Fields of the chat API that the replies of the others have no place for, and what to use instead."""
+"""Fields of the chat API that the replies of the others cannot represent, with their alternatives."""
 
 _FIELDS: dict[str, Any] = {
     name: (ChatCompletionRequest.model_fields[name].annotation, ChatCompletionRequest.model_fields[name]) for name in NAMES
@@ -50,5 +50,5 @@ class PassedOn(create_model("PassedOnFields", __base__=RequestModel, **_FIELDS))
     """A request that has these fields."""
 
     def passed_on(self) -> dict[str, Any]:
-        """Those that the client set, for a chat request."""
+        """The fields that the client set, for a chat request."""
         return self.model_dump(include=set(NAMES), by_alias=True, exclude_unset=True)

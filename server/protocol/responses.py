@@ -1,4 +1,4 @@
-"""Bodies of the Responses API, as far as one engine of text can serve them."""
+"""Bodies of the Responses API, as far as a text-only engine supports them."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
@@ -9,7 +9,7 @@ from server.protocol.common import Items, RequestModel, ShortText
 from server.protocol.passed_on import NOT_IN_OTHER_APIS, PassedOn
 
 MAX_METADATA = 16
-"""Pairs; keys have at most 64 characters and values 512, as OpenAI has it."""
+"""Key-value pairs; keys have at most 64 characters and values 512, as in OpenAI's API."""
 
 
 class JsonSchemaFormat(RequestModel):
@@ -60,7 +60,7 @@ class FunctionTool(RequestModel):
 
 
 class Message(RequestModel):
-    """An input item: words of somebody."""
+    """An input item: a message."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
@@ -85,7 +85,7 @@ class FunctionCallOutput(RequestModel):
 
 
 class ReasoningItem(RequestModel):
-    """An input item: what the model thought."""
+    """An input item: reasoning of the model."""
 
     type: Literal["reasoning"]
     content: Items[dict[str, Any]] | None = None

@@ -1,1 +1,1 @@
-"""OpenAI's Responses API on top of the chat service: input items to messages, deltas to items and numbered events, a store."""
+"""OpenAI's Responses API on top of the chat service: converts input items to messages, deltas to items and events; a store."""

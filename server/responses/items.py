@@ -1,4 +1,4 @@
-"""Input and output items of responses, as messages of a chat."""
+"""Converts input and output items of responses to chat messages."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,11 +15,11 @@ MODELS: dict[str, type[RequestModel]] = {
     "reasoning": ReasoningItem,
 }
 TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-"""Parts that hold text, and the field that does."""
+"""Part types that hold text, with their text field."""
 
 
 def as_items(given: str | Sequence[Any]) -> list[dict[str, Any]]:
-    """The `input` of a request as checked items. Raises ApiError that names the item."""
+    """Check the `input` of a request; return its items. Raises ApiError that names the item."""
     if isinstance(given, str):
         return [{"type": "message", "role": "user", "content": given}]
     return [_checked(item, f"input[{place}]") for place, item in enumerate(given)]
@@ -61,16 +61,16 @@ def _text_of_part(part: Mapping[str, Any], where: str = "") -> str:
 
 
 def text_of(content: str | Sequence[Mapping[str, Any]] | None) -> str:
-    """The text of content whose parts were checked."""
+    """The text of checked content parts."""
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(_text_of_part(part) for part in content)
 
 
 def as_messages(items: Sequence[Mapping[str, Any]], instructions: str | None = None) -> list[dict[str, Any]]:
-    """A chat's messages: what the assistant thought, said and called in a row becomes one message.
+    """Convert items to chat messages: consecutive reasoning, text and calls of the assistant become one message.
 
-    Instructions join a system message that the items begin with, because most templates take only one.
+    Instructions join a system message at the beginning of the items, because most templates accept only one.
     """
     messages: list[dict[str, Any]] = []
     if instructions is not None:
@@ -107,7 +107,7 @@ def _add_reasoning(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> N
 
 
 def _assistant(messages: list[dict[str, Any]], *, without: Sequence[str]) -> dict[str, Any]:
-    """The assistant's message that is last, or a new one if another is last or it already has one of these."""
+    """The last message if it is the assistant's and lacks all of these keys; else a new one."""
     if not messages or messages[-1]["role"] != "assistant" or any(name in messages[-1] for name in without):
         messages.append({"role": "assistant"})
     return messages[-1]

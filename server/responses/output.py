@@ -1,4 +1,4 @@
-"""What a model says, as output items of a response and as the numbered events that tell of them."""
+"""Converts a model's output to output items of a response and to their numbered events."""
 
 import time
 import uuid
@@ -10,20 +10,20 @@ Item = dict[str, Any]
 
 
 def new_id(prefix: str) -> str:
-    """An id that nobody can guess, such as `msg_…`."""
+    """An unguessable id, such as `msg_…`."""
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
 class ResponseWriter:
-    """Fills the `output` of one response from pieces of a message, in the order in which they come.
+    """Builds a response's `output` from pieces of a message, in order of arrival.
 
-    Each method returns the events that it causes; a caller who does not stream drops them. At most one item is open at a time: a
-    piece of another kind closes it.
+    Each method returns the resulting events; a caller that does not stream discards them. At most one item is open at a
+    time: a piece of another kind closes it.
     """
 
     def __init__(self, response: dict[str, Any]):
         self.response = response
-        """The whole response object so far; `output` grows as items are closed."""
+        """The response object so far; `output` grows as items are closed."""
         self._sequence_number = 0
         self._item: Item | None = None
         self._pieces: list[str] = []
@@ -38,7 +38,7 @@ class ResponseWriter:
         ]
 
     def reasoning(self, text: str) -> list[Event]:
-        """More of what the model thinks."""
+        """Append reasoning."""
         events = self._open(
             "reasoning", {"type": "reasoning", "id": new_id("rs"), "summary": [], "content": [], "status": "in_progress"}
         )
@@ -46,7 +46,7 @@ class ResponseWriter:
         return [*events, self._on_part("response.reasoning_text.delta", delta=text)]
 
     def text(self, text: str, logprobs: list[dict[str, Any]] | None = None) -> list[Event]:
-        """More of what the model says to the user, with the logprobs of its tokens if asked for."""
+        """Append text of the answer, with the logprobs of its tokens if requested."""
         events = self._open(
             "message", {"type": "message", "id": new_id("msg"), "role": "assistant", "content": [], "status": "in_progress"}
         )
@@ -55,7 +55,7 @@ class ResponseWriter:
         return [*events, self._on_part("response.output_text.delta", delta=text, logprobs=logprobs or [])]
 
     def call(self, index: int, call_id: str, name: str) -> list[Event]:
-        """The beginning of a function call; `index` counts the calls of the message."""
+        """Begin a function call; `index` counts the calls of the message."""
         events = self._close("completed")
         self._call_index = index
         self._item = {
@@ -69,7 +69,7 @@ class ResponseWriter:
         return [*events, self._item_event("response.output_item.added", dict(self._item))]
 
     def arguments(self, index: int, fragment: str) -> list[Event]:
-        """More of the arguments of the call that is open."""
+        """Append a fragment of the open call's arguments."""
         assert index == self._call_index, "the dialects' state machine ends one call before it begins the next"
         self._pieces.append(fragment)
         return [self._item_event("response.function_call_arguments.delta", None, delta=fragment)]
@@ -81,7 +81,7 @@ class ResponseWriter:
         incomplete_reason: str | None = None,
         logprobs: Sequence[dict[str, Any]] = (),
     ) -> list[Event]:
-        """The end: whole, or cut for a reason (`max_output_tokens`); `logprobs` are those of the last tokens, which gave no text."""
+        """End: complete, or cut for a reason (`max_output_tokens`); `logprobs` are those of the last tokens without text."""
         status = "completed" if incomplete_reason is None else "incomplete"
         self._logprobs.extend(logprobs)
         events = self._close(status)
@@ -93,13 +93,13 @@ class ResponseWriter:
         return [*events, self._event(f"response.{status}", response=self._snapshot())]
 
     def fail(self, message: str, code: str = "server_error") -> list[Event]:
-        """The end by an error of the server; what was said so far stays, marked as incomplete."""
+        """End with a server error; the output so far stays, marked as incomplete."""
         events = self._close("incomplete")
         self.response.update(status="failed", error={"code": code, "message": message})
         return [*events, self._event("response.failed", response=self._snapshot())]
 
     def cancel(self) -> None:
-        """The end by the caller's wish, of which no event tells."""
+        """Stopped by the caller; no event is sent."""
         self._close("incomplete")
         self.response["status"] = "cancelled"
 
@@ -113,13 +113,13 @@ class ResponseWriter:
         return events
 
     def _close(self, status: str) -> list[Event]:
-        """End the open item, if there is one."""
+        """Close the open item, if any."""
         item, self._item = self._item, None
         if item is None:
             return []
         whole, self._pieces = "".join(self._pieces), []
         logprobs, self._logprobs = self._logprobs, []
-        self._item = item  # the events below speak of it
+        self._item = item  # used by the events below
         if item["type"] == "function_call":
             item["arguments"] = whole
             events = [self._item_event("response.function_call_arguments.done", None, name=item["name"], arguments=whole)]
@@ -146,7 +146,7 @@ class ResponseWriter:
         return self._item_event(kind, None, content_index=0, **fields)
 
     def _item_event(self, kind: str, item: Item | None, **fields: Any) -> Event:
-        """An event about the open item: whole if it is given, else by its id."""
+        """An event about the open item: contains the whole item if given, else its id."""
         assert self._item is not None
         about = {"item_id": self._item["id"]} if item is None else {"item": item}
         return self._event(kind, output_index=len(self.response["output"]), **about, **fields)
@@ -161,7 +161,7 @@ class ResponseWriter:
 
 
 def usage_object(num_prompt: int, num_cached: int, num_output: int, num_reasoning: int) -> dict[str, Any]:
-    """Tokens of a response, as the Responses API counts them."""
+    """Token counts of a response in the Responses API's format."""
     return {
         "input_tokens": num_prompt,
         "input_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": 0},

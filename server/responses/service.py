@@ -1,4 +1,4 @@
-"""Runs of the Responses API: prepared, streamed as events, in the background if asked for, and kept in the store."""
+"""Runs requests of the Responses API: prepares, streams, runs them in the background if requested, and stores them."""
 
 import asyncio
 import contextlib
@@ -35,14 +35,14 @@ RENAMED = {
 }
 SWITCHED_OFF = "this server stores no responses (that takes --max-stored-responses and a single --api-server-count)"
 BYTES_PER_ITEM = 100
-"""Of earlier turns, by which the work on them is judged."""
+"""Assumed bytes per item of earlier turns, to estimate the work on them."""
 MAX_BACKGROUND_RUNS = 1024
-"""At once; the engine's own queue may be shorter."""
+"""Maximum number of background runs at once; the engine's own queue may be shorter."""
 
 
 @dataclass
 class Run:
-    """One response that is being made."""
+    """One response that is being generated."""
 
     owner: str
     request: ResponsesRequest
@@ -51,9 +51,9 @@ class Run:
     writer: ResponseWriter
     limit: Deadline
     logprobs: LogprobWriter | None
-    """None: not asked for."""
+    """None: not requested."""
     waiting_logprobs: list[dict[str, Any]] = field(default_factory=list)
-    """Of tokens whose text has not come yet."""
+    """Logprobs of tokens whose text is still pending."""
 
     @property
     def response(self) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class Run:
         return self.writer.response
 
     def events_of(self, deltas: Sequence[ChatDelta]) -> list[Event]:
-        """The events that news from the model cause."""
+        """Process an update from the model; return its events."""
         events: list[Event] = []
         for delta in deltas:
             if delta.reasoning:
@@ -88,23 +88,23 @@ class Run:
 
 @dataclass
 class BackgroundRun:
-    """A run that goes on without its client."""
+    """A run that continues without its client."""
 
     run: Run
     task: "asyncio.Task[None] | None" = None
     events: list[bytes] = field(default_factory=list)
-    """Everything so far, if the request asked for a stream."""
+    """All events so far, if the request asked for a stream."""
     news: asyncio.Event = field(default_factory=asyncio.Event)
     """Set and replaced with each event."""
     is_done: bool = False
 
     def tell(self, events: Sequence[Event]) -> None:
-        """Keep events and wake who reads them."""
+        """Append events and wake up the readers."""
         self.events += map(named_event, events)
         self._wake()
 
     def end(self) -> None:
-        """There will be no more events."""
+        """End of the events."""
         self.is_done = True
         self._wake()
 
@@ -114,17 +114,17 @@ class BackgroundRun:
 
 
 class ResponsesService:
-    """One per application."""
+    """One instance per application."""
 
     def __init__(self, context: ServerContext, store: ResponseStore):
         self._context = context
         self._store = store
         self._background: dict[str, BackgroundRun] = {}
 
-    # Making
+    # Running
 
     async def prepare(self, request: ResponsesRequest, owner: str, request_id: str, limit: Deadline, num_bytes: int) -> Run:
-        """Check everything of a request; what is wrong is found here. Raises ApiError or InvalidRequestError."""
+        """Check the whole request; all request errors are found here. Raises ApiError or InvalidRequestError."""
         check(request)
         self._context.check_model(request.model)
         self._check_store(request)
@@ -139,7 +139,7 @@ class ResponsesService:
         return Run(owner, request, new_items, chat, ResponseWriter(response), limit, logprobs)
 
     async def count(self, request: ResponsesRequest, owner: str, num_bytes: int) -> int:
-        """Tokens of a request's input, with those of the turns before it. Raises ApiError or InvalidRequestError."""
+        """Number of input tokens, earlier turns included. Raises ApiError or InvalidRequestError."""
         check(request)
         self._context.check_model(request.model)
         new_items = await unless_small(num_bytes, as_items, request.input)
@@ -149,9 +149,9 @@ class ResponsesService:
             return len(await self._context.chat.encode(conversation_of(fields, self._context, "input_tokens")))
 
     async def stream(self, run: Run) -> AsyncGenerator[list[Event], None]:
-        """The events of a run from its beginning to its end, and the response into the store. Closing it aborts the run.
+        """Yield a run's events from beginning to end, and store the response. Closing it aborts the run.
 
-        A failure before the first event is raised (ApiError, EngineError or EngineDeadError), a later one is the last event.
+        A failure before the first event is raised (ApiError, EngineError or EngineDeadError); a later one is the last event.
         """
         has_begun = False
         try:
@@ -185,10 +185,10 @@ class ResponsesService:
                 async for deltas in updates:
                     yield deltas
 
-    # In the background
+    # Background runs
 
     def start(self, run: Run) -> BackgroundRun:
-        """Let a run go on by itself. Raises ApiError if too many do."""
+        """Start a background run. Raises ApiError if too many are running."""
         if len(self._background) >= MAX_BACKGROUND_RUNS:
             raise ApiError(503, f"{MAX_BACKGROUND_RUNS} responses run in the background already; try later", code="overloaded")
         background = BackgroundRun(run)
@@ -199,12 +199,12 @@ class ResponsesService:
         return background
 
     async def follow(self, background: BackgroundRun, after: int = -1) -> AsyncGenerator[bytes, None]:
-        """The events of a background run as they come, those up to number `after` left out. Closing it ends nothing."""
+        """Yield the events of a background run as they come, after event number `after`. Closing it does not end the run."""
         place = after + 1
         while True:
             news = background.news
             if place < len(background.events):
-                events, place = background.events[place:], len(background.events)  # more may come while these are sent
+                events, place = background.events[place:], len(background.events)  # more may arrive during the yield
                 yield b"".join(events)
             elif background.is_done:
                 return
@@ -220,7 +220,7 @@ class ResponsesService:
                     background.tell(events)
 
     def _end(self, background: BackgroundRun, task: "asyncio.Task[None]") -> None:
-        """After the last event, or when it was cancelled, perhaps before it began."""
+        """Called after the last event, or on cancellation, perhaps before the run began."""
         run = background.run
         if task.cancelled():
             run.writer.cancel()
@@ -232,19 +232,19 @@ class ResponsesService:
         background.end()
 
     async def close(self) -> None:
-        """Cancel everything in the background."""
+        """Cancel all background runs."""
         for background in list(self._background.values()):
             await self._cancelled(background)
 
-    # What was made
+    # Stored responses
 
     def retrieve(self, response_id: str, owner: str) -> dict[str, Any]:
-        """A response. Raises ApiError."""
+        """Look up a response. Raises ApiError."""
         background = self._running(response_id, owner)
         return background.run.response if background is not None else self._stored(response_id, owner).response
 
     def events(self, response_id: str, owner: str, after: int) -> AsyncGenerator[bytes, None]:
-        """The events of a response that was made with background and stream. Raises ApiError."""
+        """Replay the events of a response made with background and stream. Raises ApiError."""
         background = self._running(response_id, owner)
         if background is not None:
             response, is_streamed = background.run.response, bool(background.run.request.stream)
@@ -259,7 +259,7 @@ class ResponsesService:
         return self.follow(background, after)
 
     async def cancel(self, response_id: str, owner: str) -> dict[str, Any]:
-        """End a background run; one that has ended stays as it is. Raises ApiError."""
+        """Cancel a background run; a finished one is unchanged. Raises ApiError."""
         background = self._running(response_id, owner)
         if background is not None:
             await self._cancelled(background)
@@ -272,7 +272,7 @@ class ResponsesService:
         return response
 
     async def delete(self, response_id: str, owner: str) -> None:
-        """Forget a response, having ended it if it runs. Raises ApiError."""
+        """Delete a response; cancel it first if it is running. Raises ApiError."""
         background = self._running(response_id, owner)
         if background is not None:
             await self._cancelled(background)
@@ -296,7 +296,7 @@ class ResponsesService:
         return entry
 
     def _not_found(self, response_id: str) -> ApiError:
-        """The error for an id that is unknown, forgotten or another's: which of them is not told."""
+        """One error for an id that is unknown, deleted or another owner's; it does not reveal which."""
         why = "(any more)" if self._store.max_responses else f"because {SWITCHED_OFF}"
         return ApiError(404, f"there is no response {response_id[:80]!r} {why}", param="response_id", code="response_not_found")
 
@@ -336,7 +336,7 @@ class ResponsesService:
     async def _prepared(
         self, request: ResponsesRequest, items: list[dict[str, Any]], request_id: str, num_bytes: int
     ) -> PreparedChat:
-        """The conversation for the engine; with truncation auto, without as few of its first turns as it takes to fit."""
+        """The conversation for the engine; with truncation auto, drops as few of its first turns as needed to fit."""
 
         def converted(kept: list[dict[str, Any]]) -> Conversation:
             return conversation_of(chat_fields(request, kept), self._context, request_id)
@@ -363,7 +363,7 @@ class ResponsesService:
             return chat
 
     def _response_object(self, request: ResponsesRequest, chat: PreparedChat) -> dict[str, Any]:
-        """A response before its first token: what was asked, with the values that hold."""
+        """A response before its first token: the request's settings, with the effective values."""
         params = chat.conversation.params
         given = request.model_dump(exclude_unset=True, by_alias=True)
         reasoning = given.get("reasoning") or {}

@@ -1,4 +1,4 @@
-"""Responses kept for `previous_response_id`, retrieval and cancelling: bounded in number and bytes, the least recently used go first."""
+"""Stores responses for `previous_response_id`, retrieval and cancelling; bounded in number and bytes, evicts by LRU."""
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -7,21 +7,21 @@ from typing import Any
 
 @dataclass
 class StoredResponse:
-    """A response with the input that it answers."""
+    """A response with its input."""
 
     owner: str
-    """Who may see it: an identity of the API key, not the key."""
+    """The owner: a digest of the API key, not the key."""
     response: dict[str, Any]
     input_items: list[dict[str, Any]]
-    """The request's own; what came before is in `previous_response_id`."""
+    """The request's own items; earlier ones are in `previous_response_id`."""
     events: list[bytes] = field(default_factory=list)
-    """All that were told, if it was streamed in the background."""
+    """All events, if it was streamed in the background."""
     num_bytes: int = 0
-    """Of everything here as JSON; set by the store."""
+    """JSON size of the whole entry; set by the store."""
 
 
 class ResponseStore:
-    """Stored responses by id. One owner neither sees nor learns of another's."""
+    """Stored responses by id. An owner cannot see or detect another's."""
 
     def __init__(self, max_responses: int, max_bytes: int):
         self.max_responses = max_responses
@@ -33,7 +33,7 @@ class ResponseStore:
         return len(self._entries)
 
     def put(self, entry: StoredResponse, num_bytes: int) -> bool:
-        """Keep or replace a response, forgetting older ones for it. False: it alone is larger than the store."""
+        """Add or replace a response, evicting older ones. False: it alone is larger than the store."""
         self._forget(entry.response["id"])
         if num_bytes > self.max_bytes or self.max_responses < 1:
             return False
@@ -45,7 +45,7 @@ class ResponseStore:
         return True
 
     def get(self, response_id: str, owner: str) -> StoredResponse | None:
-        """A response of this owner; it becomes the most recently used."""
+        """Get a response of this owner, and mark it as most recently used."""
         entry = self._entries.get(response_id)
         if entry is None or entry.owner != owner:
             return None
@@ -53,14 +53,14 @@ class ResponseStore:
         return entry
 
     def delete(self, response_id: str, owner: str) -> bool:
-        """Whether there was such a response of this owner."""
+        """Whether this owner had such a response."""
         if self.get(response_id, owner) is None:
             return False
         self._forget(response_id)
         return True
 
     def conversation(self, response_id: str, owner: str) -> list[dict[str, Any]] | None:
-        """The items of all turns up to a response, oldest first. None if it, or one before it, is not there any more."""
+        """The items of all turns up to a response, oldest first. None if it, or an earlier one, is no longer stored."""
         turns: list[StoredResponse] = []
         wanted: str | None = response_id
         while wanted is not None:
@@ -69,12 +69,12 @@ class ResponseStore:
                 return None
             turns.append(entry)
             wanted = entry.response["previous_response_id"]
-        for entry in turns:  # those that others build on are forgotten last
+        for entry in turns:  # responses that others build on are evicted last
             self._entries.move_to_end(entry.response["id"])
         return [item for entry in reversed(turns) for item in (*entry.input_items, *entry.response["output"])]
 
     def check_integrity(self) -> None:
-        """What must hold between any two calls."""
+        """Check the invariants that hold between any two calls."""
         assert self.num_bytes == sum(entry.num_bytes for entry in self._entries.values())
         assert self.num_bytes <= self.max_bytes and len(self._entries) <= max(0, self.max_responses)
 

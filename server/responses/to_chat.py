@@ -1,4 +1,4 @@
-"""A request of the Responses API as the chat request that means the same."""
+"""Converts a request of the Responses API to the equivalent chat request."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,11 +14,11 @@ from server.protocol.responses import (
 from server.responses.items import as_messages
 
 INCLUDABLE = ("message.output_text.logprobs", "reasoning.encrypted_content")
-"""The second changes nothing: reasoning items hold their whole text, so that they can be sent back as they are."""
+"""The second one has no effect: reasoning items contain their whole text, so clients can send them back unchanged."""
 
 
 def check(request: ResponsesRequest) -> None:
-    """Raise ApiError for what this server cannot do, by name."""
+    """Raise ApiError for unsupported features, by name."""
     for name in request.include or ():
         if name not in INCLUDABLE:
             raise bad_request(f"include has {name[:80]!r}, supported are {', '.join(INCLUDABLE)}", "include")
@@ -51,7 +51,7 @@ def _check_metadata(metadata: Mapping[str, str]) -> None:
 
 
 def wants_logprobs(request: ResponsesRequest) -> bool:
-    """Whether the logprobs of the answer's tokens are asked for."""
+    """Whether logprobs of the answer's tokens are requested."""
     return bool(request.top_logprobs) or "message.output_text.logprobs" in (request.include or ())
 
 
@@ -72,7 +72,7 @@ def chat_fields(request: ResponsesRequest, items: Sequence[Mapping[str, Any]]) -
         "reasoning_effort": request.reasoning.effort if request.reasoning is not None else None,
     }
     fields |= {name: value for name, value in renamed.items() if value is not None}
-    if wants_logprobs(request):  # token by token, so that those of reasoning can be told from the others
+    if wants_logprobs(request):  # token by token, to separate them from the reasoning's
         fields |= {"logprobs": True, "top_logprobs": request.top_logprobs or 0, "stream": True}
     if request.text is not None and request.text.format is not None:
         fields["response_format"] = _response_format(request.text.format)

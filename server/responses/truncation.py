@@ -8,9 +8,9 @@ Made = TypeVar("Made")
 
 
 async def longest_that_fits(items: Items, attempt: Callable[[Items], Awaitable[Made | None]]) -> Made | None:
-    """What `attempt` makes of the most turns that are not too long for it (None); None if even the last one is.
+    """The result of `attempt` for the most turns that fit (None: too long); None if even the last turn does not fit.
 
-    Begins with few turns, so that the work follows what fits and not what was sent.
+    Starts with few turns, so that the work depends on what fits, not on what was sent.
     """
     starts = turn_starts(items)
     best, fits, too_many, count = None, 0, len(starts) + 1, 1
@@ -26,11 +26,11 @@ async def longest_that_fits(items: Items, attempt: Callable[[Items], Awaitable[M
 
 
 def turn_starts(items: Items) -> list[int]:
-    """Where turns begin: at messages of users, so that no result of a call is parted from it."""
+    """Where turns begin: at user messages, so that a call and its result stay together."""
     return [place for place, item in enumerate(items) if item["type"] == "message" and item["role"] == "user"]
 
 
 def last_turns(items: Items, starts: list[int], count: int) -> Items:
-    """The last turns, after the system messages of those before."""
+    """The last turns, after the system messages of the earlier ones."""
     place = starts[-count]
     return [item for item in items[:place] if item.get("role") in ("system", "developer")] + items[place:]

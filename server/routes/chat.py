@@ -57,7 +57,7 @@ async def create_chat_completion(request: Request) -> Response:
 
 
 def to_conversation(body: ChatCompletionRequest, context: ServerContext, request_id: str) -> Conversation:
-    """The body as the chat service takes it. Raises ApiError or InvalidRequestError."""
+    """Convert the body to a Conversation. Raises ApiError or InvalidRequestError."""
     _check(body, context)
     top = None
     if body.logprobs and not body.logprob_token_ids:
@@ -107,7 +107,7 @@ def to_conversation(body: ChatCompletionRequest, context: ServerContext, request
 
 
 def to_message(message: Message) -> dict[str, Any]:
-    """A message as templates read it. Raises ApiError."""
+    """A message in the form that templates read. Raises ApiError."""
     found: dict[str, Any] = {"role": message.role, "content": _content(message)}
     if message.name is not None:
         found["name"] = message.name
@@ -168,7 +168,7 @@ def _check(body: ChatCompletionRequest, context: ServerContext) -> None:
 
 
 def check_template(template: str | None, kwargs: Mapping[str, Any] | None, options: ChatOptions) -> None:
-    """Raise ApiError for a template that is not trusted, or what is too large."""
+    """Raise ApiError for an untrusted template or template arguments that are too large."""
     if kwargs and len(_json(kwargs)) > MAX_TEMPLATE_KWARGS_BYTES:
         raise bad_request(f"chat_template_kwargs is larger than {MAX_TEMPLATE_KWARGS_BYTES} bytes", "chat_template_kwargs")
     if template is not None and not options.trust_request_chat_template:
@@ -203,10 +203,10 @@ class ChatReply:
         self._has_timings = body.include_timings or replies.enable_per_request_metrics
         self._echoed = _last_text(chat) if body.echo else ""
 
-    # Whole
+    # Whole reply
 
     async def whole(self, service: ChatService) -> dict[str, Any]:
-        """The reply as one object."""
+        """Return the reply as one object."""
         answers = await service.complete(self._chat)
         chat = self._chat
         reply: dict[str, Any] = {
@@ -251,7 +251,10 @@ class ChatReply:
         return choice
 
     def _finish_reason(self, answer: ChatDelta) -> str | None:
-        """As OpenAI has it: a call of the function that the request names ends with "stop", other calls with "tool_calls"."""
+        """The finish reason as in OpenAI's API: a call of the function that the request names ends with "stop".
+
+        Other calls end with "tool_calls".
+        """
         is_named = isinstance(self._body.tool_choice, NamedToolChoice)
         return "stop" if is_named and answer.finish_reason == "tool_calls" else answer.finish_reason
 
@@ -266,10 +269,10 @@ class ChatReply:
             found.pop("prompt_tokens_details", None)
         return found
 
-    # In chunks
+    # Streamed reply
 
     async def stream(self, service: ChatService) -> AsyncGenerator[bytes, None]:
-        """The reply as events, several of which come together if they are ready together."""
+        """Yield the reply as events; events that are ready together are sent together."""
         options = self._body.stream_options
         force = self._context.options.replies.enable_force_include_usage
         include_usage = force or (options is not None and options.include_usage)
@@ -301,7 +304,7 @@ class ChatReply:
         yield b"".join([*last, DONE])
 
     def _first_chunks(self, chunks: ChunkWriter, usage: Mapping[str, Any] | None) -> Iterator[bytes]:
-        """Who speaks, for each answer; the very first tells of the prompt too."""
+        """The role chunk of each answer; the very first includes information on the prompt."""
         role = {"role": self._context.options.chat.response_role, "content": self._echoed}
         extra = {"prompt_token_ids": self._chat.prompt_token_ids} if self._body.return_token_ids else {}
         for index in range(self._chat.conversation.params.n):

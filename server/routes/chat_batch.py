@@ -28,7 +28,7 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "tools": (None, []),
 }
 _OF_CHOICE = ("prompt_logprobs", "prompt_token_ids", "timings")
-"""What a reply tells of its one conversation."""
+"""The parts of a reply that concern its one conversation."""
 
 
 class BatchChatCompletionRequest(ChatCompletionRequest):
@@ -76,12 +76,12 @@ async def _all(replies: list[ChatReply], context: ServerContext) -> list[dict[st
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(reply.whole(context.chat)) for reply in replies]
     except ExceptionGroup as faults:
-        raise faults.exceptions[0] from None  # the others were ended because of it
+        raise faults.exceptions[0] from None  # the others were aborted because of it
     return [task.result() for task in tasks]
 
 
 def _joined(request_id: str, answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """One reply of all answers, with the usage of all."""
+    """Combine all answers into one reply, with the total usage."""
     choices, usage = [], answers[0]["usage"]
     for place, answer in enumerate(answers):
         own = {name: answer[name] for name in _OF_CHOICE if name in answer}

@@ -54,15 +54,15 @@ async def create_completion(request: Request) -> Response:
 
 @dataclass(frozen=True)
 class CompletionWork:
-    """A request that the engine will take: everything that can be wrong was looked at."""
+    """A fully checked request that the engine accepts."""
 
     request_id: str
     n: int
-    """Answers to each prompt."""
+    """Number of answers per prompt."""
     requests: list[FrontRequest]
     """One for each prompt."""
     echoes: list[str]
-    """The texts of the prompts, if they are to be repeated."""
+    """The texts of the prompts, if they are echoed."""
 
 
 async def prepare(body: CompletionRequest, context: ServerContext, request_id: str) -> CompletionWork:
@@ -101,7 +101,7 @@ async def prepare(body: CompletionRequest, context: ServerContext, request_id: s
 def _params(body: CompletionRequest, context: ServerContext) -> SamplingParams | BeamSearchParams:
     max_tokens = 16 if body.max_tokens is None else body.max_tokens
     if body.echo and max_tokens == 0:
-        max_tokens = 1  # computed and left out: the engine has no request without output
+        max_tokens = 1  # computed and discarded: the engine requires at least one output token
     limits = context.options.limits
     if body.use_beam_search:
         max_logprobs = context.engine.config.model.max_logprobs
@@ -143,7 +143,7 @@ def _prompts(body: CompletionRequest, context: ServerContext, n: int) -> Sequenc
 def _encode_all(
     prompts: Sequence[str | list[int]], body: CompletionRequest, context: ServerContext
 ) -> list[tuple[str | None, list[int]]]:
-    """Text, if that is what the prompt is, and ids of each prompt."""
+    """The text, if the prompt is one, and the ids of each prompt."""
     engine = context.engine
     found = []
     for prompt in prompts:
@@ -186,17 +186,17 @@ class CompletionReply:
         self._usage_so_far = Usage(prompt_tokens=sum(len(request.prompt_token_ids) for request in work.requests))
         self._metrics: Any = None
         self._prompt_logprobs: dict[int, Any] = {}
-        """Of the prompts by their places, which come once and belong to each of their answers."""
+        """Prompt logprobs by prompt index: the engine sends them once, and each answer repeats them."""
 
-    # Whole
+    # Whole reply
 
     async def whole(self) -> dict[str, Any]:
-        """The reply as one object."""
+        """Return the reply as one object."""
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._last_output(request)) for request in self._work.requests]
         except ExceptionGroup as faults:
-            raise faults.exceptions[0] from None  # the others were ended because of it
+            raise faults.exceptions[0] from None  # the others were aborted because of it
         choices = []
         for place, task in enumerate(tasks):
             output = task.result()
@@ -249,7 +249,7 @@ class CompletionReply:
     def _logprob_object(
         self, output: RequestOutput, of_prompt: Any, ids: Sequence[int], positions: Any, offset: int = 0
     ) -> tuple[dict[str, Any] | None, int]:
-        """The object, which begins with the logprobs `of_prompt` if the prompt is repeated, and the offset where its text ends."""
+        """The logprobs object and its end's text offset; begins with the prompt's `of_prompt` if the prompt is echoed."""
         if (self._body.logprobs is None and not self._body.logprob_token_ids) or positions is None:
             return None, offset
         if self._body.echo and of_prompt is not None:
@@ -271,10 +271,10 @@ class CompletionReply:
             found.pop("prompt_tokens_details", None)
         return found
 
-    # In chunks
+    # Streamed reply
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        """The reply as events, several of which come together if they are ready together."""
+        """Yield the reply as events; events that are ready together are sent together."""
         options = self._body.stream_options
         force = self._context.options.replies.enable_force_include_usage
         include_usage = force or (options is not None and options.include_usage)
@@ -344,7 +344,7 @@ class CompletionReply:
         return [chunks.chunk(choice, usage)] if text or ids or reason else []
 
     async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """The outputs of all prompts as they come, each with its place."""
+        """Yield the outputs of all prompts as they come, each with its prompt index."""
         requests, engine = self._work.requests, self._context.engine
         if len(requests) == 1:
             async with contextlib.aclosing(engine.stream(requests[0])) as outputs:

@@ -1,4 +1,4 @@
-"""Endpoints for those who operate the server; there only with --enable-dev-endpoints, and behind the operator's key."""
+"""Endpoints for operators; available only with --enable-dev-endpoints and the operator's key."""
 
 import contextlib
 import dataclasses
@@ -19,7 +19,7 @@ router = APIRouter(tags=["Operator"])
 
 @contextlib.contextmanager
 def _told() -> Iterator[None]:
-    """Tell operators, in the engine's own words, why what they ask for cannot be done now, or with these options."""
+    """Report to operators, in the engine's own words, why a request cannot be served now or with these options."""
     try:
         yield
     except (EngineDeadError, EngineSleepingError, OverloadedError):
@@ -32,7 +32,7 @@ def _told() -> Iterator[None]:
 
 @router.post("/reset_prefix_cache")
 async def reset_prefix_cache(request: Request, reset_running_requests: bool = False) -> dict[str, Any]:
-    """Forget all cached prompt beginnings."""
+    """Clear the prefix cache."""
     if not await context_of(request).engine.reset_prefix_cache(reset_running_requests):
         raise ApiError(409, "blocks are in use; wait for the running requests or set reset_running_requests", code="in_use")
     return {"success": True}
@@ -42,9 +42,9 @@ async def reset_prefix_cache(request: Request, reset_running_requests: bool = Fa
 async def sleep(
     request: Request, level: Annotated[int, Query(ge=1, le=2)] = 1, mode: Literal["abort", "refuse"] = "abort"
 ) -> Response:
-    """Give the device's memory back: level 1 keeps the weights in the host's memory, level 2 forgets them.
+    """Release device memory: level 1 keeps the weights in host memory, level 2 discards them.
 
-    Running requests are aborted, or keep the engine from sleeping (mode "refuse").
+    Running requests are aborted, or prevent the engine from sleeping (mode "refuse").
     """
     with _told():
         await context_of(request).engine.sleep(level, mode)
@@ -53,22 +53,22 @@ async def sleep(
 
 @router.post("/wake_up")
 async def wake_up(request: Request, tags: Annotated[list[Literal["weights", "kv_cache"]] | None, Query()] = None) -> Response:
-    """Take requests again; with `tags` only those take their memory, and requests are taken once both have."""
+    """Wake the engine up; with `tags` only those allocate memory, and requests are accepted once both have."""
     await context_of(request).engine.wake_up(tags)
     return Response(status_code=200)
 
 
 @router.get("/is_sleeping")
 async def is_sleeping(request: Request) -> dict[str, Any]:
-    """Whether the engine sleeps."""
+    """Whether the engine is asleep."""
     return {"is_sleeping": await context_of(request).engine.is_sleeping()}
 
 
 @router.post("/pause")
 async def pause(request: Request, mode: Literal["abort", "wait", "keep"] = "abort", clear_cache: bool = True) -> dict[str, Any]:
-    """Hold new requests back until /resume.
+    """Hold new requests until /resume.
 
-    Running requests are aborted, waited for ("wait") or stand still ("keep").
+    Running requests are aborted, completed ("wait") or suspended ("keep").
     """
     await context_of(request).engine.pause(mode, clear_cache=clear_cache)
     return {"status": "paused"}
@@ -76,20 +76,20 @@ async def pause(request: Request, mode: Literal["abort", "wait", "keep"] = "abor
 
 @router.post("/resume")
 async def resume(request: Request) -> dict[str, Any]:
-    """Compute again, and take up the requests that came meanwhile."""
+    """Resume computing, and start the requests that arrived meanwhile."""
     await context_of(request).engine.resume()
     return {"status": "resumed"}
 
 
 @router.get("/is_paused")
 async def is_paused(request: Request) -> dict[str, Any]:
-    """Whether requests are held back."""
+    """Whether requests are held."""
     return {"is_paused": await context_of(request).engine.is_paused()}
 
 
 @router.get("/server_info")
 async def server_info(request: Request) -> dict[str, Any]:
-    """Every option of engine and server, without keys, and the kernels that the engine runs on."""
+    """Every option of engine and server, without keys, and the kernels that the engine uses."""
     context = context_of(request)
     access = dataclasses.replace(context.options.access, api_key=None, admin_api_key=None)
     options = dataclasses.replace(context.options, access=access)
@@ -100,7 +100,7 @@ async def server_info(request: Request) -> dict[str, Any]:
 
 @router.post("/start_profile")
 async def start_profile(request: Request) -> Response:
-    """Begin to record a trace of the device, in the directory of --profiler-dir."""
+    """Start recording a device trace in the directory of --profiler-dir."""
     with _told():
         await context_of(request).engine.start_profile()
     return Response(status_code=200)
@@ -108,7 +108,7 @@ async def start_profile(request: Request) -> Response:
 
 @router.post("/stop_profile")
 async def stop_profile(request: Request) -> Response:
-    """End the trace and write it."""
+    """Stop recording and write the trace."""
     with _told():
         await context_of(request).engine.stop_profile()
     return Response(status_code=200)

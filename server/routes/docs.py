@@ -1,4 +1,4 @@
-"""GET /openapi.json and /docs: the endpoints as a document, and a page of this server's own that shows it."""
+"""GET /openapi.json and /docs: the endpoints as a document, and a self-contained page that shows it."""
 
 from typing import Any
 
@@ -89,7 +89,7 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 PUBLIC_PATHS = frozenset({"/docs", "/docs.js"})
-"""They hold nothing of this server; what they show is behind the key."""
+"""The pages contain no data of this server; the document they show requires the key."""
 
 
 @router.get("/openapi.json")

@@ -1,4 +1,4 @@
-"""Probes: is the process alive, does the engine serve, does it take requests; and which version this is."""
+"""Probes (process alive, engine able to serve, requests accepted), and the version."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ async def ready(request: Request) -> Response:
 @router.get("/ping")
 @router.post("/ping")
 async def ping(request: Request) -> Response:
-    """As /health, by the name that some platforms use."""
+    """Same as /health, under the name that some platforms use."""
     return await health(request)
 
 

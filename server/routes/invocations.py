@@ -1,4 +1,4 @@
-"""POST /invocations, as SageMaker calls every model: what the body has says which of the other endpoints is meant."""
+"""POST /invocations, SageMaker's endpoint: the body's fields select the actual endpoint."""
 
 from collections.abc import Awaitable, Callable
 

@@ -13,7 +13,7 @@ router = APIRouter(tags=["Operation"])
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """The engine's metrics and those of HTTP; the latter alone if the engine tells none."""
+    """The engine's metrics and those of HTTP; the latter alone if the engine has none."""
     context = context_of(request)
     try:
         found = await context.engine.get_metrics()

@@ -40,7 +40,7 @@ def _card(name: str, context: ServerContext) -> dict[str, Any]:
 
 
 def _permission(name: str, context: ServerContext) -> dict[str, Any]:
-    """As OpenAI's older clients expect it: whoever may use the server may use the model."""
+    """The permission object that OpenAI's older clients expect: every caller may use the model."""
     return {
         "id": f"modelperm-{name}",
         "object": "model_permission",

@@ -92,12 +92,12 @@ async def generate(request: Request) -> Response:
 
 
 def _check_model(name: str | None, context: ServerContext) -> None:
-    """Raise ApiError for another model. ollama's clients may put a tag behind the name."""
+    """Raise ApiError for another model. ollama's clients may append a tag to the name."""
     context.check_model(name.removesuffix(":latest") if name and name not in context.model_names else name)
 
 
 def _nothing(answer: Mapping[str, Any], context: ServerContext) -> Response:
-    """The reply to a request that only wants the model loaded."""
+    """The reply to a request that only loads the model."""
     head = {"model": context.model_name, "created_at": _time()}
     return Response(_json({**head, **answer, "done": True, "done_reason": "load"}), media_type="application/json")
 
@@ -142,16 +142,16 @@ class _Chat:
 
     @property
     def metrics(self) -> RequestMetrics | None:
-        """Times, once there are any."""
+        """Timings, as far as available."""
         return self._chat.metrics
 
     def deltas(self) -> Pieces:
-        """The answer as it comes."""
+        """Stream the answer."""
         return self._context.chat.stream(self._chat)
 
 
 class _Raw:
-    """A text that goes on from a prompt."""
+    """A text continuation of a prompt."""
 
     def __init__(self, request: Any, context: ServerContext):
         self._request, self._context = request, context
@@ -166,11 +166,11 @@ class _Raw:
             wanted = CompletionRequest.model_validate(fields)
         except ValidationError as error:
             raise as_api_error(error) from None
-        wanted.model_fields_set.discard("max_tokens")  # the text ends where the context does
+        wanted.model_fields_set.discard("max_tokens")  # the text is cut at the context length
         return cls((await completions.prepare(wanted, context, request_id)).requests[0], context)
 
     async def deltas(self) -> Pieces:
-        """The text as it comes."""
+        """Stream the text."""
         async with contextlib.aclosing(self._context.engine.stream(self._request)) as outputs:
             async for output in outputs:
                 self.metrics = output.metrics
@@ -187,7 +187,7 @@ class _Reply:
         self._began = time.time()
 
     async def whole(self) -> dict[str, Any]:
-        """The reply as one object."""
+        """Return the reply as one object."""
         answer, reason = ChatDelta(0), "stop"
         with self._context.running():
             async with contextlib.aclosing(self._work.deltas()) as updates:
@@ -198,7 +198,7 @@ class _Reply:
         return {**self._head(), **self._shown(answer), **self._end(reason)}
 
     async def lines(self) -> AsyncGenerator[bytes, None]:
-        """The reply as JSON objects, a line each; calls of tools come whole, when the answer has ended. Raises OllamaError."""
+        """Yield the reply as JSON objects, one per line; tool calls come whole, after the answer. Raises OllamaError."""
         calls, reason = ChatDelta(0), "stop"
         try:
             with self._context.running():
@@ -238,7 +238,7 @@ class _Reply:
 
 
 def _message(delta: ChatDelta) -> dict[str, Any]:
-    """A delta as /api/chat writes it."""
+    """A delta in /api/chat's format."""
     message: dict[str, Any] = {"role": "assistant", "content": delta.content}
     if delta.reasoning:
         message["thinking"] = delta.reasoning
@@ -249,12 +249,12 @@ def _message(delta: ChatDelta) -> dict[str, Any]:
 
 
 def _response(delta: ChatDelta) -> dict[str, Any]:
-    """A delta as /api/generate writes it."""
+    """A delta in /api/generate's format."""
     return {"response": delta.content} | ({"thinking": delta.reasoning} if delta.reasoning else {})
 
 
 def _arguments(text: str) -> Any:
-    """The arguments of a call as an object; of one that was cut, there are none."""
+    """The arguments of a call as an object; empty for a truncated call."""
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError:

@@ -1,4 +1,4 @@
-"""The web page at `/`: a chat and a live view of the metrics. Static files of `server/web/`, nothing from elsewhere."""
+"""The web page at `/`: a chat and a live view of the metrics. Static files of `server/web/`, no external resources."""
 
 from importlib import resources
 
@@ -7,7 +7,7 @@ from starlette.routing import Route, Router
 
 _KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 _HEADERS = {
-    # Model output is shown as text, never as HTML; this holds even if that failed.
+    # Model output is shown as text, never as HTML; this policy is a second defence.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "form-action 'none'; base-uri 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -17,12 +17,12 @@ _HEADERS = {
 
 
 def public_paths() -> frozenset[str]:
-    """What is served without a key; a path that ends with a slash stands for all below it, too."""
+    """Paths served without a key; a path that ends with a slash includes all below it."""
     return frozenset({"/", "/web/"})
 
 
 def page_replies() -> dict[str, Response]:
-    """What is answered at each path of the page, by path."""
+    """The reply for each path of the page."""
     found = {}
     for file in resources.files("server").joinpath("web").iterdir():
         if (kind := _KINDS.get(file.name.rpartition(".")[2])) is not None:

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, /pooling, /score and /rerank, with the paths that other servers give them."""
+"""POST /v1/embeddings, /pooling, /score and /rerank, with the paths used by other servers."""
 
 import asyncio
 import time
@@ -35,7 +35,7 @@ from server.sse import unless_disconnected
 from server.vectors import as_bytes, as_json
 
 MAX_BYTES_INPUTS = 32
-"""Prompts of a request in the format bytes, whose reply describes each in one header."""
+"""Maximum number of prompts of a request in the format bytes, whose reply describes each in one header."""
 
 router = APIRouter(tags=["Pooling"])
 _json = msgspec.json.encode
@@ -60,7 +60,7 @@ async def create_pooling(request: Request) -> Response:
 @router.post("/score", openapi_extra=json_body(ScoreRequest))
 @router.post("/v1/score", openapi_extra=json_body(ScoreRequest))
 async def create_score(request: Request) -> Response:
-    """How alike texts are: the cosine of their vectors."""
+    """Similarity of texts: the cosine of their vectors."""
     body = await read_body(request, ScoreRequest)
     names, first, second = _score_texts(body)
     wanted = pairs(len(first), len(second), names)
@@ -78,7 +78,7 @@ async def create_score(request: Request) -> Response:
 @router.post("/v1/rerank", openapi_extra=json_body(RerankRequest))
 @router.post("/v2/rerank", openapi_extra=json_body(RerankRequest))
 async def create_rerank(request: Request) -> Response:
-    """Documents in the order of their likeness to a query."""
+    """Documents ranked by similarity to a query."""
     body = await read_body(request, RerankRequest)
     if body.top_n is not None and body.top_n < 0:
         raise bad_request(f"top_n is {body.top_n}, must be at least 1, or 0 for all documents", "top_n")
@@ -103,7 +103,7 @@ async def create_rerank(request: Request) -> Response:
 
 
 class _Kind(NamedTuple):
-    """How a reply calls itself and its parts."""
+    """Names of a reply's object and fields."""
 
     prefix: str
     object: str
@@ -139,7 +139,7 @@ async def _vectors(request: Request, body: VectorFields, task: str, kind: _Kind)
 
 
 def _in_pieces(pieces: Sequence[bytes]) -> Response:
-    """A reply that is sent as it lies there: joining many megabytes would keep others waiting."""
+    """A reply sent in pieces: joining many megabytes would delay other requests."""
 
     async def body() -> AsyncGenerator[bytes, None]:
         for piece in pieces:
@@ -150,7 +150,7 @@ def _in_pieces(pieces: Sequence[bytes]) -> Response:
 
 
 def _as_octets(body: VectorFields, vectors: Sequence[np.ndarray], about: dict[str, Any]) -> Response:
-    """The numbers of all vectors after each other; the format bytes says in a header where each lies."""
+    """The concatenated numbers of all vectors; the format bytes gives their offsets in a header."""
     parts = [as_bytes(vector, body.embed_dtype, body.endianness) for vector in vectors]
     headers = {}
     if body.encoding_format == "bytes":
@@ -164,7 +164,7 @@ def _as_octets(body: VectorFields, vectors: Sequence[np.ndarray], about: dict[st
 
 
 def _inputs(body: VectorFields) -> Sequence[str | list[int]]:
-    """Prompts as texts or ids; an empty one stands for the conversation, which is rendered later."""
+    """Prompts as texts or ids; an empty one is a placeholder for the conversation, which is rendered later."""
     if (body.input is None) == (body.messages is None):
         raise bad_request("exactly one of input and messages must be given", "input")
     if body.input is None:
@@ -178,7 +178,7 @@ def _inputs(body: VectorFields) -> Sequence[str | list[int]]:
 
 
 def _score_texts(body: ScoreRequest) -> tuple[tuple[str, str], list[str], list[str]]:
-    """The names under which two lists of texts came, and the lists."""
+    """The names of the two fields that hold the texts, and the two lists."""
     known = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items"))
     given = [name for name in dict.fromkeys(name for names in known for name in names) if getattr(body, name) is not None]
     names = next((names for names in known if sorted(names) == sorted(given)), None)
@@ -190,7 +190,7 @@ def _score_texts(body: ScoreRequest) -> tuple[tuple[str, str], list[str], list[s
 
 
 def _params(request: Request, body: ScoreRequest | RerankRequest, limit_name: str) -> PoolingParams:
-    """Of a text that is compared, of which no more tokens count than the field of this name says."""
+    """Parameters of a compared text, truncated to the number of tokens in the field `limit_name`."""
     limit, length = getattr(body, limit_name), body.truncate_prompt_tokens
     if limit is not None:
         if limit < 1:
@@ -203,7 +203,7 @@ def _params(request: Request, body: ScoreRequest | RerankRequest, limit_name: st
 async def _pool(
     request: Request, body: PoolingFields, inputs: Sequence[Input], request_id: str
 ) -> tuple[ServerContext, list[PoolingRequestOutput]]:
-    """The vectors of all inputs."""
+    """Compute the vectors of all inputs."""
     context = context_of(request)
     context.check_model(body.model)
     service = PoolingService(context.engine, context.options.limits)
@@ -249,6 +249,6 @@ def _usage(context: ServerContext, outputs: Sequence[PoolingRequestOutput]) -> d
 
 
 async def _cosines(outputs: Sequence[PoolingRequestOutput], places: Sequence[tuple[int, int]]) -> list[float]:
-    """Of pairs of vectors; in a thread, because many of them take a while."""
+    """Cosines of pairs of vectors; computed in a thread, because many of them take time."""
     vectors = [output.outputs.data for output in outputs]
     return await asyncio.to_thread(lambda: [cosine(vectors[i], vectors[j]) for i, j in places])

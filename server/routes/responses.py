@@ -1,4 +1,4 @@
-"""POST /v1/responses, and what can be done with a response afterwards."""
+"""POST /v1/responses, and operations on stored responses."""
 
 import contextlib
 from collections.abc import AsyncGenerator
@@ -24,7 +24,7 @@ router = APIRouter(tags=["OpenAI"])
 
 
 def install(app: FastAPI, context: ServerContext) -> ResponsesService:
-    """Give an application its store of responses. With several HTTP processes there is none: the next request may reach another."""
+    """Install the response store. Not available with several HTTP processes: the next request may reach another one."""
     options = context.options
     is_alone = options.network.api_server_count == 1
     store = ResponseStore(options.limits.max_stored_responses if is_alone else 0, options.limits.max_stored_response_bytes)
@@ -72,13 +72,13 @@ async def retrieve_response(
 
 @router.post("/v1/responses/{response_id}/cancel")
 async def cancel_response(request: Request, response_id: str) -> Response:
-    """End a response that is made in the background."""
+    """Cancel a background response."""
     return _reply(await _service_of(request).cancel(response_id, owner_of(request)))
 
 
 @router.delete("/v1/responses/{response_id}")
 async def delete_response(request: Request, response_id: str) -> Response:
-    """Forget a response."""
+    """Delete a response."""
     await _service_of(request).delete(response_id, owner_of(request))
     return _reply({"id": response_id, "object": "response", "deleted": True})
 

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize: what the model reads, without running it."""
+"""POST /tokenize and /detokenize: convert between text and token ids without running the model."""
 
 import asyncio
 from typing import Any

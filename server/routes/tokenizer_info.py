@@ -1,4 +1,4 @@
-"""GET /tokenizer_info: the tokenizer's configuration; there only with --enable-tokenizer-info-endpoint."""
+"""GET /tokenizer_info: the tokenizer's configuration; available only with --enable-tokenizer-info-endpoint."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ router = APIRouter(tags=["Tokens"])
 
 @router.get("/tokenizer_info")
 async def tokenizer_info(request: Request) -> dict[str, Any]:
-    """tokenizer_config.json, and the chat template in use. Names of files and paths of this machine are left out."""
+    """tokenizer_config.json and the chat template in use, without file names and paths of this machine."""
     context = context_of(request)
     tokenizer = context.tokenizer
     found = {key: value for key, value in tokenizer.config.items() if not key.endswith(("_file", "_path"))}

@@ -33,7 +33,7 @@ def words_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def backwards(request: EngineCoreRequest) -> Sequence[int]:
-    """Says the prompt from its end, without the token that begins it; one token a step."""
+    """Answers with the prompt reversed, without the BOS token; one token per step."""
     return [*request.prompt_token_ids[:0:-1], request.eos_token_ids[0]]
 
 

@@ -1,4 +1,4 @@
-"""The form of the output, as the command line and prompt files ask for it."""
+"""Structured output on the command line and in prompt files."""
 
 import json
 from pathlib import Path

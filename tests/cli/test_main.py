@@ -254,7 +254,7 @@ def test_inspect_fails_if_it_does_not_fit(
 
 @pytest.fixture
 def large(planned: str) -> str:
-    """A model of 70 billion parameters, as far as its config.json says."""
+    """A model of 70 billion parameters, according to its config.json."""
     path = Path(planned, "config.json")
     sizes = {"vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
     heads = {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "torch_dtype": "bfloat16"}

@@ -13,7 +13,7 @@ from tests.helpers.fake_front import fake_core
 
 @pytest.fixture
 def cores(monkeypatch: pytest.MonkeyPatch, words_directory: Path) -> list[Any]:
-    """The engine cores that runs opened, each of which says "one two"."""
+    """The engine cores that runs opened, each of which outputs "one two"."""
     opened: list[Any] = []
 
     def open_async_llm(options: Any, progress: Any) -> AsyncLLM:

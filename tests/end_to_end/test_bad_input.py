@@ -1,4 +1,4 @@
-"""Bad input meets the real engine: one clear message each, and nothing is lost. The model is a tiny golden one."""
+"""Bad input to the real engine: one clear message each, and no other request is affected. The model is a tiny golden one."""
 
 import json
 import os

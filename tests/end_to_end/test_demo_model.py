@@ -1,4 +1,4 @@
-"""The model that is shipped: what a new user sees first."""
+"""The demo model that is shipped with the package."""
 
 import json
 

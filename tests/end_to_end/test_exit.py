@@ -1,4 +1,4 @@
-"""A program that ends in the middle of its requests ends with its own exit code, and quietly."""
+"""A program that exits with running requests ends quietly with its own exit code."""
 
 import os
 import subprocess

@@ -63,7 +63,7 @@ class Failing:
 
 
 class Interrupted:
-    """A step on its way; somebody presses Ctrl-C while it is waited for the first time."""
+    """A step in flight, with Ctrl-C while it is waited for the first time."""
 
     def __init__(self, pending):
         self.pending = pending
@@ -185,7 +185,7 @@ def test_reset_of_the_prefix_cache_under_running_requests(first):
 
 
 def interrupted(core, monkeypatch, step: int):
-    """A step of the core during which somebody presses Ctrl-C."""
+    """A step of the core during which Ctrl-C arrives."""
 
     def press(*args):
         signal.raise_signal(signal.SIGINT)

@@ -146,9 +146,9 @@ def test_mixed_traffic_compiles_nothing(core, monkeypatch):
 
 
 def test_dispatch_does_not_wait_for_the_device(core):
-    """The device is kept busy; steps of every kind, dispatched meanwhile, must not see the end of that work.
+    """Keep the device busy; steps of every kind, dispatched meanwhile, must not wait for the end of that work.
 
-    However long that takes: a step that waits sees its end, and one that does not may do so only if the host was slow.
+    Holds however long the work takes: a step that waits sees its end; one that does not may see it only if the host was slow.
     """
     busy = jax.jit(slowly)
     busy(core.runner.row_arrays.last_token_N, jnp.int32(1)).block_until_ready()

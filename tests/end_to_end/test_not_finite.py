@@ -1,4 +1,4 @@
-"""A model that computes NaN or infinity for a request: the request ends with an error that says so, the others go on."""
+"""A model that computes NaN or infinity for a request: the request ends with a clear error, the others continue."""
 
 import jax
 import numpy as np

@@ -10,7 +10,7 @@ from tests.helpers import engines, goldens
 from tests.helpers.parity import NUM_TOKENS, check
 
 SMALL_POOL = 12
-"""Blocks: 11 usable ones, where four requests of up to 104 tokens want 7 each."""
+"""Number of blocks: 11 usable ones, while four requests of up to 104 tokens need 7 each."""
 
 
 @pytest.fixture(scope="module", params=goldens.NAMES)

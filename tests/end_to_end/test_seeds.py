@@ -1,4 +1,4 @@
-"""A seeded request gives the same tokens whoever shares its batch, whatever happens to it on the way."""
+"""A seeded request gives the same tokens in any batch, and after preemption."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def target(kind: str):
 
 @pytest.fixture(scope="module")
 def alone(core):
-    """The tokens of each target without company, without running ahead."""
+    """The tokens of each target, run alone and without async scheduling."""
     tokens = {}
     for kind in TARGETS:
         engines.reschedule(core, async_scheduling=False)
@@ -40,7 +40,7 @@ def alone(core):
 
 
 def strangers(count: int, seed: int):
-    """Requests of every kind of sampling, some of which begin as the targets do."""
+    """Requests of every kind of sampling, some with the same beginnings as the targets."""
     rng = np.random.default_rng(seed)
     kinds = [
         {},

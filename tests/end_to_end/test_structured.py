@@ -73,7 +73,7 @@ def structured(vocabulary):
 
 
 def several(structured) -> list[EngineCoreRequest]:
-    """Requests of every kind, one without a grammar. Those for the full sampler all want logprobs: one program less to compile."""
+    """Requests of every kind, one without a grammar. All for the full sampler ask for logprobs: one program less to compile."""
     return [
         structured("json 0", JSON),
         structured("json 1", JSON, seed=4, prompt=PROMPT[:3]),
@@ -89,7 +89,7 @@ def several(structured) -> list[EngineCoreRequest]:
 
 @pytest.fixture(scope="module")
 def alone(core, vocabulary):
-    """What each of `several` says alone, each step read before the next is planned: the simplest way there is."""
+    """The output of each of `several` alone, with each step read before the next is planned: the simplest schedule."""
     engines.reschedule(core, async_scheduling=False, enable_prefix_caching=False)
 
     def make(*arguments, **options):

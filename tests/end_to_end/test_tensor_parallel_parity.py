@@ -57,7 +57,7 @@ def test_requests_of_every_kind_have_the_answers_of_one_device(size: int, one_de
         with injected("step:3:oom,result:7:oom,draw:2:oom"):
             assert traffic.differing(traffic.answers(llm, SIZE), expected) == []
         assert core.stats().num_retried_steps == 3
-        # A token that is not as likely is no tie, whatever one device is said to have answered.
+        # A less likely token is not a tie, whatever one device has answered.
         other = traffic.Answer((*expected["greedy"][0].tokens[:4], 1, *expected["greedy"][0].tokens[5:]))
         assert not traffic.is_tie(llm, SIZE, "greedy", 0, other) and traffic.is_tie(
             llm, SIZE, "greedy", 0, expected["greedy"][0]

@@ -1,4 +1,4 @@
-"""A paused engine holds new requests back; those of before are aborted, end, or stand still, and nobody's tokens change."""
+"""A paused engine holds new requests; running ones are aborted, finished or suspended, and no tokens change."""
 
 import pytest
 

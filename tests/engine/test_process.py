@@ -252,7 +252,7 @@ def test_garbage_is_refused_at_both_ends_and_nothing_dies(shared: Served) -> Non
         for message in whole:
             for frame in damaged(messages.encode(message), source):
                 socket.send(frame)
-        socket.send(messages.encode(messages.Failed("the end")))  # which a front never says
+        socket.send(messages.encode(messages.Failed("the end")))  # which a front never sends
 
     async def main() -> None:
         # Open to the end: what a receiver has not read when its peer goes is lost.

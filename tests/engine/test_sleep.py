@@ -1,4 +1,4 @@
-"""An engine that sleeps holds no memory of the device, takes no requests, and says the same as before once it is awake."""
+"""A sleeping engine holds no device memory and accepts no requests; after waking up it gives the same answers as before."""
 
 import jax
 import pytest

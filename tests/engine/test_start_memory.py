@@ -1,4 +1,4 @@
-"""Memory at an engine's start and end: it is given back whole, and what there is too little of is told."""
+"""Memory at an engine's start and end: all of it is freed, and a shortage is reported."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""Headless Chromium: what a person would press and see, and what the page asked of the network and said on the console."""
+"""Headless Chromium: drives a page as a user does, and records its network requests and console messages."""
 
 import contextlib
 import json
@@ -40,7 +40,7 @@ class Browser:
     @classmethod
     @contextlib.contextmanager
     def start(cls, directory: Path) -> Iterator["Browser"]:
-        """A browser that keeps what it remembers in this empty directory, until the block ends."""
+        """A browser with its profile in this empty directory, until the block ends."""
         found = programs()
         assert found is not None
         options = Options()
@@ -57,7 +57,7 @@ class Browser:
     # What a person does
 
     def open(self, url: str, size: tuple[int, int] = DESKTOP, scheme: str = "light") -> None:
-        """Show a page as for somebody who was never here, in a window of this size, with light or dark colours."""
+        """Show a page with no stored data, in a window of this size, with light or dark colours."""
         self.resize(size)
         self.command("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self.command("Storage.clearDataForOrigin", origin=url.rstrip("/"), storageTypes="all")

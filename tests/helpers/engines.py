@@ -94,7 +94,7 @@ def pooling_request(request_id: str, prompt: list[int], **params: Any) -> Engine
 
 @dataclass
 class Answer:
-    """All that an engine said of one request."""
+    """The complete output of one request."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""An engine core without a model: each request says a given list of token ids, one a step, by the rules of the real core."""
+"""An engine core without a model: each request outputs a given list of token ids, one per step, by the real core's rules."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -87,7 +87,7 @@ class _Running:
 
 
 class FakeEngineCore:
-    """`script(request)` gives the token ids that a request says; after them it says 0 for ever."""
+    """`script(request)` gives the token ids that a request outputs; after them it outputs 0 forever."""
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ from tests.helpers.fake_engine_core import FakeEngineCore
 def fake_core(
     directory: Path, script: str | Callable[[EngineCoreRequest], Sequence[int]] = "one two three", **options: Any
 ) -> FakeEngineCore:
-    """A core for the tokenizer of a directory. A script that is a text is said by every request, and then EOS."""
+    """A core for the tokenizer of a directory. If the script is a text, every request outputs it, and then EOS."""
     tokenizer = load_tokenizer(directory)
     core_options = {name: options.pop(name) for name in ("max_model_len", "tokens_per_step") if name in options}
     if isinstance(script, str):
@@ -30,7 +30,7 @@ def fake_core(
 
 
 def echo(request: EngineCoreRequest) -> Sequence[int]:
-    """A script that says the prompt's last token, then EOS."""
+    """A script that outputs the prompt's last token, then EOS."""
     return [request.prompt_token_ids[-1], request.eos_token_ids[0]]
 
 

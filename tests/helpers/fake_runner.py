@@ -104,7 +104,7 @@ class FakeRunner:
         return ModelRunnerOutput(sampled, pooled=pooled)
 
     def start_over(self) -> None:
-        """Forget rows and memory."""
+        """Drop rows and memory."""
         self.rows.clear()
         self.memory = [[-1] * self.block_size for _ in self.memory]
 

@@ -60,7 +60,7 @@ class ServerProcess:
         return self.errors.read_text(errors="replace")
 
     def children(self, of: str = "") -> list[int]:
-        """Process ids of the engine ("engine") or the fronts ("front"); of all if nothing is said."""
+        """Process ids of the engine ("engine") or the fronts ("front"); of all by default."""
         found = []
         for place in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -101,7 +101,7 @@ def serving(model: Path | str, directory: Path, **options: Any) -> Iterator[Serv
 
 
 def free_port() -> int:
-    """A port that nobody listens at now."""
+    """A free port."""
     with socket.create_server(("127.0.0.1", 0)) as found:
         return int(found.getsockname()[1])
 

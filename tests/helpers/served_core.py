@@ -1,4 +1,4 @@
-"""A fake engine core for an engine process of its own: words of the prompt tell what it does."""
+"""A fake engine core for a separate engine process: words of the prompt select its behaviour."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ STEP_SECONDS = 0.0005
 
 
 class ServedFakeCore(FakeEngineCore):
-    """Says "one two three", again and again if it is to ignore EOS; a prompt's first word may have it do something else."""
+    """Outputs "one two three", repeatedly if it ignores EOS; a prompt's first word may select other behaviour."""
 
     def __init__(self, config: EngineConfig):
         self.tokenizer = load_tokenizer(Path(config.model.model))

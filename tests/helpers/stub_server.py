@@ -1,4 +1,4 @@
-"""A tiny OpenAI-compatible server in a thread: says `word ` as often as asked, and misbehaves on request."""
+"""A tiny OpenAI-compatible server in a thread: outputs `word ` as often as asked, and misbehaves on request."""
 
 import asyncio
 import json
@@ -33,13 +33,13 @@ class Stub:
     gate: Callable[[dict[str, Any]], asyncio.Event | None] = lambda body: None
     """What a stream waits for after its first token."""
     reasoning: str = ""
-    """What a chat answer thinks before it says anything."""
+    """The reasoning of a chat answer before its content."""
     num_open: int = 0
     cut_off: threading.Event = field(default_factory=threading.Event)
     """Set when a client went away before its stream was over."""
 
     def reset(self) -> None:
-        """Behave well again, and forget what was asked."""
+        """Restore normal behaviour, and clear the recorded requests."""
         fresh = Stub(url=self.url)
         fresh.num_open = self.num_open
         self.__dict__.update(vars(fresh))

@@ -1,4 +1,4 @@
-"""A server that says anything: the client reads it, or raises ServerError; nothing else."""
+"""A server with arbitrary answers: the client reads them or raises ServerError; nothing else."""
 
 import asyncio
 import json
@@ -77,7 +77,7 @@ def damaged(dice: random.Random) -> Iterator[bytes]:
 
 @asynccontextmanager
 async def saying(answers: Iterator[bytes]) -> AsyncIterator[str]:
-    """The URL of a server that says one of the answers to each connection, and hangs up."""
+    """The URL of a server that sends one of the answers to each connection, and closes it."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")

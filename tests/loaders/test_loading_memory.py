@@ -58,7 +58,7 @@ def load(directory, size, **options):
 
 @pytest.fixture
 def count(monkeypatch):
-    """Loads, and says what was read of each tensor, sent to each device, and on its way at most."""
+    """Load, and return what was read of each tensor, sent to each device, and the most in transit at once."""
 
     def run(directory, size):
         read, sent = collections.Counter(), collections.Counter()

@@ -52,7 +52,7 @@ CASES = {
 
 
 def make_arrays(case: Case) -> list[jax.Array]:
-    """The arguments of paged_decode. Slots that no query sees are NaN, page ids past a row's pages out of range."""
+    """The arguments of paged_decode. Slots that no query reads are NaN, page ids past a row's pages out of range."""
     rng = np.random.default_rng(len(case.lengths))
     num_rows, size = len(case.lengths), case.page_size
     width = max(1, -(-max(case.lengths) // size))

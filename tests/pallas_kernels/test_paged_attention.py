@@ -99,7 +99,7 @@ def make_arrays(batch: Batch) -> dict[str, jax.Array]:
     num_rows, size, width = batch.padded_rows, batch.page_size, batch.padded_width
     num_pages = num_rows * width + 3
     pages = rng.permutation(np.arange(1, num_pages))
-    table = np.zeros((num_rows, width), np.int32)  # past a row's pages: page 0, that of nobody
+    table = np.zeros((num_rows, width), np.int32)  # past a row's pages: page 0, which is unused
     shape = (num_pages, batch.num_kv_heads, size, batch.head_dim)
     k, v = np.full(shape, np.nan), np.full(shape, np.nan)
     for row, (_, length) in enumerate(rows):
@@ -283,7 +283,7 @@ def test_triton_kernels_lower_for_cuda_without_a_gpu(head_dim: int, dtype) -> No
 
 
 def a_gpu_to_lower_for():
-    """JAX >= 0.11 asks which GPU a Triton kernel is for."""
+    """JAX >= 0.11 requires the GPU target of a Triton kernel."""
     if not hasattr(jax.sharding, "AbstractDevice"):
         import contextlib
 

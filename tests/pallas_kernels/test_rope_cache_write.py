@@ -13,7 +13,7 @@ from pallas_kernels.rope_cache_write.triton import Tiles, pick_tiles
 from pallas_kernels.rope_cache_write.triton import rope_and_write as triton_rope_and_write
 
 ULP = {"float32": 2.0**-21, "bfloat16": 2.0**-7, "float8_e4m3fn": 2.0**-3}
-"""Of the largest mantissa, with room for the order of float32 sums."""
+"""Relative to the largest mantissa, with a margin for the order of float32 sums."""
 
 
 def make_case(

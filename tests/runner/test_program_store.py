@@ -1,4 +1,4 @@
-"""Programs survive the process in a directory that nobody else may write to."""
+"""Programs are stored on disk, in a directory that only this user may write to."""
 
 import json
 import os

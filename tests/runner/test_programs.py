@@ -1,4 +1,4 @@
-"""Programs are made in the background, in order, once each; who needs one that is not ready waits for that one only."""
+"""Programs are compiled in the background, in order, once each; a caller waits only for the program it needs."""
 
 import threading
 import time
@@ -11,7 +11,7 @@ from jaxllm.runner.programs import Programs
 
 
 class Lowered:
-    """A program that compiles when it is told to."""
+    """A program that compiles on command."""
 
     def __init__(self, key: str, compiled: list[str], gate: threading.Event | None = None):
         self.key, self._compiled, self._gate = key, compiled, gate

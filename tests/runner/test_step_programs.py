@@ -1,4 +1,4 @@
-"""What XLA is told beside a program, and what memory a step takes."""
+"""Compiler options of a step's program, and its memory."""
 
 from types import SimpleNamespace
 

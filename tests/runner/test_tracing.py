@@ -1,4 +1,4 @@
-"""What a step's program is traced to."""
+"""The traced program of a step."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The row of decodes alone: what is timed is what its name says."""
+"""The row of decodes alone: only decode steps are timed."""
 
 from collections.abc import Iterator
 

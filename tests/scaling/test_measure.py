@@ -1,4 +1,4 @@
-"""Real engines over tiny checkpoints, one and two devices: each piece of work is told with figures that fit together."""
+"""Real engines over tiny checkpoints, one and two devices: each measurement is reported with consistent figures."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def plan_of(size: int, **changes: Any) -> Plan:
 
 
 def measure(plan: Plan, **options: Any) -> list[Any]:
-    """What a measurer tells of a plan's only size."""
+    """The reports of a measurer for a plan's only size."""
     [size] = plan.tensor_parallel_sizes
     core = engines.make_core("llama_gqa", tensor_parallel_size=size, enable_prefix_caching=False, **options)
     llm = LLM.from_config(core.config, core=core)

@@ -42,7 +42,7 @@ EVENTS = [
     span(GPU, COMPUTE, "paged_decode", 120.0, 140.0),
     span(GPU, SECOND, "loop_add_fusion", 130.0, 150.0),  # overlaps on another stream
     span(GPU, SECOND, "MemcpyD2H", 150.0, 175.0),  # no kernel
-    span(GPU, OPS, "paged_decode", 120.0, 180.0),  # the same time told again
+    span(GPU, OPS, "paged_decode", 120.0, 180.0),  # the same time under another name
     span(GPU, COMPUTE, "paged_decode", 180.0, 230.0),  # cut at 200
 ]
 

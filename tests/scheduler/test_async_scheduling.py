@@ -107,7 +107,7 @@ def test_a_whole_block_of_history_is_found_up_to_its_last_computed_token():
 
 
 def preempt_with_token_in_flight(**options):
-    """Two requests whose seventh block comes due while both have a token on the way: "b" has to go."""
+    """Two requests need a seventh block while both have a token in flight: "b" must be preempted."""
     a, b = make_request("a", 44, max_tokens=30), make_request("b", 44, max_tokens=30, priority=1)
     engine = engine_of(a, b, num_blocks=7, **options)
     while not b.num_preemptions:

@@ -1,4 +1,4 @@
-"""Requests whose time is over."""
+"""Requests that exceed their time limit."""
 
 import pytest
 

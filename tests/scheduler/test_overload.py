@@ -1,4 +1,4 @@
-"""How much may wait."""
+"""Limits on waiting requests."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Requests that want a vector: their prompt is computed, nothing is sampled, and they end with it."""
+"""Pooling requests: their prompt is computed, nothing is sampled, and they end with a vector."""
 
 import pytest
 

@@ -48,7 +48,7 @@ def test_only_the_best_run_when_places_are_few():
     assert list(plan.num_scheduled_tokens) == ["r4", "r3"] and len(scheduler.waiting) == 3
     add(scheduler, make_request("best", 10, priority=-9))
     plan, _ = step(scheduler)
-    assert "best" not in plan.num_scheduled_tokens  # a waiting request displaces nobody
+    assert "best" not in plan.num_scheduled_tokens  # a waiting request preempts none
     assert scheduler.waiting.peek().request_id == "best"
 
 

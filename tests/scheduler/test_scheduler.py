@@ -1,4 +1,4 @@
-"""Who computes how many tokens, one step at a time."""
+"""Number of tokens computed for each request, step by step."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What ends a request."""
+"""Stop conditions of a request."""
 
 import numpy as np
 import pytest

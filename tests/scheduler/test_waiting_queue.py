@@ -1,4 +1,4 @@
-"""Orders of waiting."""
+"""Orders of the waiting queue."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Applications whose answers are given."""
+"""Applications with canned answers."""
 
 import contextlib
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -37,12 +37,12 @@ SAID = (
     '<tool_call>{"name": "weather", "arguments": {"city": "Köln"}}</tool_call>'
     '<tool_call>{"name": "time", "arguments": {}}</tool_call>'
 )
-"""Thinks, speaks, calls twice."""
+"""Answers with reasoning, text and two calls."""
 
 
 @contextlib.contextmanager
 def caller_app(directory: Path) -> Iterator[Any]:
-    """An application whose model says `SAID`, in a directory that is made for it."""
+    """An application whose model outputs `SAID`, in a directory that is made for it."""
     template = "{{ tools }}{{ enable_thinking }}" + CHAT_TEMPLATE
     core = fake_core(write_tokenizer(directory, chat_template=template), SAID, max_model_len=1000)
     with AsyncLLM(core=core) as engine:

@@ -22,7 +22,7 @@ def served_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def core(served_directory: Path) -> FakeEngineCore:
-    """Every request says "one two three", and then EOS."""
+    """Every request outputs "one two three", and then EOS."""
     return fake_core(served_directory, max_model_len=200)
 
 
@@ -34,7 +34,7 @@ def engine(core: FakeEngineCore) -> Iterator[AsyncLLM]:
 
 @pytest.fixture(scope="module")
 def client(engine: AsyncLLM) -> Iterator[Client]:
-    """Speaks with an application of default options, without sockets."""
+    """A client of an application with default options, without sockets."""
     with Client(create_app(engine, options())) as client:
         yield client
 

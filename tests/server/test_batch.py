@@ -18,7 +18,7 @@ from tests.server.client import Client
 
 
 class App:
-    """Answers with the `say` of each body; records how many are asked at once, and waits where it is told to."""
+    """Answers with the `say` of each body; records the number of concurrent requests, and can wait on demand."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []

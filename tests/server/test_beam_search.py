@@ -78,7 +78,7 @@ ASKS_NOTHING = {
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that is to be sampled with a temperature, unless a request says something else."""
+    """A model whose defaults sample with a temperature, unless a request sets another value."""
     return write_tokenizer(tmp_path_factory.mktemp("beams"), generation_config={"temperature": 0.5, "top_p": 0.9})
 
 

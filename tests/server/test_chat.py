@@ -114,7 +114,7 @@ def test_a_prompt_that_leaves_no_room_is_refused_before_the_stream(client: Clien
 
 @pytest.fixture(scope="module")
 def thinking(tmp_path_factory: pytest.TempPathFactory, served_directory: Path) -> Iterator[tuple[Client, FakeEngineCore]]:
-    """A model that thinks, says something and calls a tool."""
+    """A model that answers with reasoning, text and a tool call."""
     tokenizer = load_tokenizer(served_directory)
     ids = tokenizer.encode(f"<think>\nhm hm\n</think>\n\nSo: {CALL}", add_special_tokens=False)
     core = fake_core(served_directory, lambda request: [*ids, request.eos_token_ids[0]], max_model_len=300)

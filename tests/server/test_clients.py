@@ -24,7 +24,7 @@ ANTHROPIC_TOOLS: Any = [{"name": name, "input_schema": WEATHER} for name in ("we
 
 @pytest.fixture(scope="module")
 def speaker(tmp_path_factory: pytest.TempPathFactory) -> FakeEngineCore:
-    """Thinks, speaks and calls if the prompt has tools, else says a JSON object."""
+    """Answers with reasoning, text and a call if the prompt has tools, else with a JSON object."""
     directory = write_tokenizer(tmp_path_factory.mktemp("speaker"), chat_template="{{ tools or '' }}" + CHAT_TEMPLATE)
 
     def say(request: Any) -> list[int]:
@@ -62,7 +62,7 @@ def of_anthropic(server: LiveServer) -> Iterator[Any]:
 
 
 class Weather(BaseModel):
-    """What the speaker says."""
+    """The output of the speaker."""
 
     city: str
     degrees: int

@@ -1,4 +1,4 @@
-"""Calls that a request enforces, whole and cut by max_tokens, as each chat API reports them."""
+"""Calls that a request forces, whole and cut by max_tokens, as each chat API reports them."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +20,7 @@ NAMED = {"type": "function", "function": {"name": "weather"}}
 
 @pytest.fixture(scope="module")
 def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Client, int]]:
-    """An application whose model says `SAID`, and the number of its tokens."""
+    """An application whose model outputs `SAID`, and the number of its tokens."""
     core = fake_core(write_tokenizer(tmp_path_factory.mktemp("caller")), SAID, max_model_len=1000)
     with AsyncLLM(core=core) as engine:
         num_tokens = len(engine.get_tokenizer().encode(SAID, add_special_tokens=False))

@@ -1,4 +1,4 @@
-"""Routes beside OpenAI's own, and what replies tell beside the answer."""
+"""Routes other than OpenAI's, and fields of replies besides the answer."""
 
 import json
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""Anthropic's requests as chats, and what a model says as Anthropic's blocks and events."""
+"""Anthropic's requests converted to chats, and a model's output converted to Anthropic's blocks and events."""
 
 import json
 from typing import Any

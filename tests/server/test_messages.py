@@ -65,7 +65,7 @@ def test_thoughts_and_calls_are_blocks(tmp_path: Path) -> None:
             caller.post("/v1/messages/count_tokens", {"messages": turns, "tools": tools, "thinking": {"type": "disabled"}}),
             caller.post("/v1/messages/count_tokens", {"messages": turns, "tools": tools}),
         ]
-        assert counts[0].json()["input_tokens"] > counts[1].json()["input_tokens"]  # the template says "False"
+        assert counts[0].json()["input_tokens"] > counts[1].json()["input_tokens"]  # the template prints "False"
 
 
 def test_tokens_are_counted_as_the_answer_counts_them(client: Client) -> None:

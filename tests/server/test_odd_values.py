@@ -1,4 +1,4 @@
-"""Every field of every body with values of every kind: whatever is wrong with them is the client's fault, never the server's."""
+"""Every field of every body with values of every kind: a bad value is a client error, never a server error."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""ollama's API: the same answers as by chat completions, in ollama's words."""
+"""ollama's API: the same answers as chat completions, in ollama's format."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ CALLS = [{"function": {"name": "weather", "arguments": {"city": "Köln"}}}, {"fu
 
 @pytest.fixture(scope="module")
 def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    """Speaks with a model that thinks, speaks, and calls twice."""
+    """A client of a model that answers with reasoning, text and two calls."""
     with caller_app(tmp_path_factory.mktemp("ollama")) as app, Client(app) as client:
         yield client
 

@@ -1,4 +1,4 @@
-"""The web page over the real application, in headless Chromium, as a person uses it."""
+"""The web page over the real application, in headless Chromium, used like a person does."""
 
 import itertools
 import threading
@@ -123,7 +123,7 @@ def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture
 def browser(window: Browser, model: Model) -> Iterator[Browser]:
-    """The browser; at the end nothing may have gone wrong behind the page, and nobody else been asked."""
+    """The browser; at the end, checks that the page had no errors and sent no requests to other hosts."""
     window.requests(), window.complaints()
     yield window
     model.open.set()
@@ -407,7 +407,7 @@ return [...document.querySelectorAll('body *')].filter((e) => e.checkVisibility(
   return (a + 0.05) / (b + 0.05) < 4.5;
 }).map((e) => e.outerHTML.slice(0, 80));
 """
-"""Elements whose text has less contrast to what is behind it than WCAG AA asks for."""
+"""Elements whose text has less contrast with its background than WCAG AA requires."""
 
 
 @pytest.mark.parametrize("size", [SMALL_PHONE, PHONE])

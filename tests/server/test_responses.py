@@ -22,7 +22,7 @@ from tests.server.conftest import options
 
 @pytest.fixture(scope="module")
 def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    """Speaks with a model that thinks, speaks and calls."""
+    """A client of a model that answers with reasoning, text and calls."""
     with caller_app(tmp_path_factory.mktemp("caller")) as app, Client(app) as client:
         yield client
 
@@ -219,7 +219,7 @@ def test_an_engine_that_fails_at_once_is_a_status_and_later_an_event(client: Cli
 
 
 async def until(condition: Any) -> Any:
-    """What a request says once it says what is waited for."""
+    """Poll a condition until it holds; return its result."""
     while not (found := await condition()):
         await asyncio.sleep(0)
     return found

@@ -1,4 +1,4 @@
-"""Requests made from the OpenAPI document, good ones and bad ones: none is a fault of the server, and every refusal has its envelope."""
+"""Requests generated from the OpenAPI document, valid and invalid: no server errors, and every refusal has its envelope."""
 
 import json
 import re
@@ -26,7 +26,7 @@ ELSEWHERE = {"/sleep", "/wake_up", "/pause", "/start_profile", "/stop_profile"}
 
 @pytest.fixture(scope="module")
 def whole_client(engine: AsyncLLM) -> Iterator[Client]:
-    """Speaks with an application that has every route."""
+    """A client of an application that has every route."""
     with Client(create_app(engine, options(enable_dev_endpoints=True))) as client:
         yield client
 
@@ -82,7 +82,7 @@ def sent(client: Client, case: Any) -> httpx.Response:
 
 
 def check_envelope(reply: httpx.Response, path: str) -> None:
-    """Whether an error has the shape that clients of this route know."""
+    """Whether an error has the format of this route's API."""
     body = reply.json()
     error = body["error"]
     if path.startswith("/api/"):

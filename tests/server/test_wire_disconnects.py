@@ -1,4 +1,4 @@
-"""Clients of the Responses and the Messages API that leave: their requests end in the engine."""
+"""Clients of the Responses and the Messages API that disconnect: their requests are aborted in the engine."""
 
 import asyncio
 import json

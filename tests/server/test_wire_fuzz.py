@@ -1,4 +1,4 @@
-"""Bodies of the Responses and the Messages API with anything in any place: never a fault of the server."""
+"""Bodies of the Responses and the Messages API with arbitrary values in any place never cause a server error."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""The process in which forms are tried out: what is harmless becomes a grammar, what is not is refused, and nothing ends it."""
+"""The process that compiles grammars: compiles valid ones, rejects others, and survives all of them."""
 
 import os
 import signal

@@ -97,7 +97,7 @@ def test_the_pattern_of_dates_has_the_days_of_the_calendar():
                 try:
                     exists = bool(datetime.date(year, month, day))
                 except ValueError:
-                    exists = day > 29  # the format knows the lengths of the other months
+                    exists = day > 29  # the format checks the lengths of the other months
                 assert bool(pattern.match(f"{year:04}-{month:02}-{day:02}")) == exists, (year, month, day)
     assert not pattern.match("0000-01-01")
 

@@ -143,7 +143,7 @@ def test_spaces_between_special_tokens_can_be_left_out() -> None:
 
 
 def run_text(text: str, **options: object) -> tuple[list[str], str | None]:
-    """What is visible after each token and at the end, and the stop string found, for a text said byte by byte."""
+    """The visible text after each token and at the end, and the stop string found, for a text in single bytes."""
     tokenizer = tokenizer_of("byte_level")
     detokenizer = Detokenizer(tokenizer, tokenizer.encode("x"), SamplingParams(**options))  # type: ignore[arg-type]
     visible = []

@@ -1,4 +1,4 @@
-"""What a server must answer to bad bodies: the fields laid over a good request, and the status, parameter and code expected."""
+"""Expected answers to bad bodies: fields merged into a valid request; expected status, parameter and code."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What comes over the socket before it is a request: broken, endless, huge, or pretending."""
+"""Socket input that is not a valid request: malformed, endless, too large, or of another protocol."""
 
 import gzip
 import json
@@ -21,7 +21,7 @@ def exchange(server: LiveServer, data: bytes, *, seconds: float = 10, chunks: It
             for chunk in chunks or ():
                 connection.sendall(chunk)
         except (BrokenPipeError, ConnectionResetError):
-            pass  # the server has had enough, and has said why
+            pass  # the server has refused the rest and sent its error
         reply = b""
         try:
             while piece := connection.recv(65536):

@@ -1,4 +1,4 @@
-"""Every bad body of the table gets the answer that it should, and nobody else notices."""
+"""Every bad body of the table gets the expected answer, and other requests are not affected."""
 
 import re
 

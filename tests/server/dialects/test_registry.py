@@ -1,4 +1,4 @@
-"""Which dialects a model speaks, by flags or by its chat template."""
+"""Selection of a model's dialects, by flags or by its chat template."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What clients rely on in the stream of deltas, and what becomes of text that is not what it began to be."""
+"""Guarantees of the stream of deltas, and text that turns out not to be a call."""
 
 import itertools
 import time
