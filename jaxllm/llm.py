@@ -45,9 +45,9 @@ Messages = Sequence[Mapping[str, Any]]
 class LLM:
     """A model with its engine, for use from one thread.
 
-    Keyword arguments are the engine's options (`jaxllm.config`); docs/VLLM_FLAGS.md lists the vLLM options that are accepted too.
-    `logits_processors`: functions that requests may apply to their logits (`jaxllm.sampling.processors`), or import paths of the
-    form "module:Name". Raises ConfigError, ModelLoadError or OutOfMemoryError.
+    Keyword arguments are the engine's options (`jaxllm.config`); docs/VLLM_FLAGS.md lists the accepted options of vLLM.
+    `logits_processors`: functions that requests may apply to their logits (`jaxllm.sampling.processors`), or import paths of
+    the form "module:Name". Raises ConfigError, ModelLoadError or OutOfMemoryError.
     """
 
     def __init__(self, model: str = "demo", *, logits_processors: "Sequence[Processor | str]" = (), **options: Any):
@@ -97,8 +97,8 @@ class LLM:
         """Generate the answers to prompts and return them in the order of the prompts.
 
         A prompt is a text, a list of token ids, or an object with `prompt` or `prompt_token_ids` and optionally `cache_salt`.
-        `sampling_params`: one for all prompts or one each; default: the model's own. `use_tqdm`: whether to show a progress bar,
-        or a replacement for tqdm; default: the engine's `use_progress_bar`. All prompts are checked before any runs:
+        `sampling_params`: one for all prompts or one each; default: the model's own. `use_tqdm`: whether to show a progress
+        bar, or a replacement for tqdm; default: the engine's `use_progress_bar`. All prompts are checked before any runs:
         InvalidRequestError names the indices of the invalid ones. EngineError or a Ctrl-C ends all requests.
         """
         refuse_adapter(lora_request)

@@ -33,9 +33,9 @@ class Store(Protocol[StoreKey]):
 class Programs(Generic[Key]):
     """Compiled programs by key. `lower(key)` traces one; calling a compiled program never compiles another.
 
-    Threads make the programs passed to `start`: each is loaded, or traced (one at a time, because tracing holds the interpreter)
-    and compiled (in parallel, because XLA releases it). One thread makes the rare programs after all others have been started.
-    A caller that needs a program that is not started yet makes it itself instead of waiting for the queue.
+    Threads make the programs passed to `start`: each is loaded, or traced (one at a time, because tracing holds the
+    interpreter) and compiled (in parallel, because XLA releases it). One thread makes the rare programs after all others have
+    been started. A caller that needs a program that is not started yet makes it itself instead of waiting for the queue.
     """
 
     def __init__(
@@ -247,7 +247,7 @@ class Programs(Generic[Key]):
 
     @contextlib.contextmanager
     def _told_if_slow(self, keys: Sequence[Key]) -> Iterator[None]:
-        """Log once which programs are awaited, if they take long."""
+        """Log once that programs are being loaded or compiled, if that takes long."""
         start = time.perf_counter()
         timer = threading.Timer(_SLOW_SECONDS, self._tell)
         timer.daemon = True
@@ -275,7 +275,7 @@ class Programs(Generic[Key]):
 
 
 def use_persistent_cache(directory: Path) -> None:
-    """Keep everything that XLA compiles in `directory`, however small or quick to compile, and its autotuning results beside it."""
+    """Keep everything that XLA compiles in `directory`, however small or quick to compile, with its autotuning results."""
     directory.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

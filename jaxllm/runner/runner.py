@@ -1,4 +1,4 @@
-"""ModelRunner: owns weights, caches and rows on the device and dispatches steps without waiting. Independent of the scheduler."""
+"""ModelRunner: owns weights, caches and rows on the device and dispatches steps without waiting. Does not use the scheduler."""
 
 import contextlib
 import time
@@ -46,11 +46,12 @@ WARM_UP_RUNS = 2
 """The first run of a program loads it on the device; the second records its CUDA graphs, which all later ones launch."""
 
 NUM_SMALL_PLACES, SMALL_PLACE_BYTES = 48, 128 << 10
-"""Places kept free for each step's input and result: more than all steps in flight need, each as large as any decode's buffer."""
+"""Number and size of the places kept free for steps' inputs and results: more than all steps in flight need, each as large as
+the buffer of any decode."""
 
 MAX_THREAD_ROWS = 64
-"""A thread launches steps of at most this many requests: a launch takes the host longer than planning and reading such a step, and
-on a small model longer than the device. With more requests, the two threads would contend for the interpreter."""
+"""A thread launches steps of at most this many requests: a launch takes the host longer than planning and reading such a step,
+and on a small model longer than the device. With more requests, the two threads would contend for the interpreter."""
 
 
 @dataclass(frozen=True)
@@ -341,7 +342,7 @@ class ModelRunner:
         self.programs.is_warm = True
 
     def _run_on_nothing(self, keys: Sequence[ProgramKey]) -> None:
-        """Run programs on empty steps, which write only to the trash row and block, and wait until they are done."""
+        """Run programs on empty steps, which write nothing but trash, and wait until they are done."""
         for key in keys:
             program = self.programs.get(key)
             if key.kind in ("forward", "decode"):

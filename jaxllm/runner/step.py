@@ -266,7 +266,7 @@ def _locate_tokens(rows: RowArrays, views: StepViews[jax.Array], block_size: int
     start_R, count_R = columns_RC[:, Column.START], columns_RC[:, Column.NUM_TOKENS]
     query_start_R1 = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(count_R, dtype=jnp.int32)])
     index_T = jnp.arange(num_tokens, dtype=jnp.int32)
-    # Comparing with every row is one kernel; a binary search would be a loop, which no CUDA graph covers.
+    # Comparing with every row is one kernel; a binary search would be a loop, which a CUDA graph cannot contain.
     owner_T = jnp.searchsorted(query_start_R1, index_T, side="right", method="compare_all").astype(jnp.int32) - 1
     is_real_T = index_T < query_start_R1[-1]
     owner_T = jnp.where(is_real_T, owner_T, 0)

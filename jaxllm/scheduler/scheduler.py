@@ -127,7 +127,7 @@ class Scheduler:
         self._deadlines.add(request, request.queued_at)
 
     def finish_requests(self, request_ids: str | Iterable[str], status: RequestStatus) -> list[str]:
-        """End requests from outside (abort, stop string, failure), dropping late tokens. Returns the ids that were unfinished."""
+        """End requests from outside (abort, stop string, failure); drop late tokens. Returns the ids that were unfinished."""
         ids = [request_ids] if isinstance(request_ids, str) else request_ids
         ended = [self.requests[request_id] for request_id in dict.fromkeys(ids) if request_id in self.requests]
         for request in ended:
