@@ -29,7 +29,7 @@ class Grammars:
     """The compiled grammars of an engine core. One thread compiles; all methods are called by the step loop's thread."""
 
     def __init__(self, load_vocabulary: "Callable[[tuple[int, ...]], Vocabulary]", num_columns: int):
-        """`load_vocabulary` takes the ids of EOS tokens. It is called with the first grammar only, because it takes a second."""
+        """`load_vocabulary` takes the ids of EOS tokens. It is called with the first grammar, because it takes a second."""
         self._load_vocabulary = load_vocabulary
         self._num_columns = num_columns
         self._thread: ThreadPoolExecutor | None = None

@@ -1,8 +1,8 @@
 """Chooses the kernels of an engine: only those that give correct results on this kind of device, in the model's own shapes.
 
-At the start, each chosen implementation computes edge cases (`pallas_kernels.checking`) twice. One that fails is replaced by the
-next in order of preference. Verdicts are kept on disk. A kernel that hangs cannot be stopped within its process: after a minute
-the start fails, but the verdict is kept, so that the next start uses another implementation.
+At the start, each chosen implementation computes edge cases (`pallas_kernels.checking`) twice. One that fails is replaced by
+the next in order of preference. Verdicts are kept on disk. A kernel that hangs cannot be stopped within its process: after a
+minute the start fails, but the verdict is kept, so that the next start uses another implementation.
 """
 
 import dataclasses
@@ -275,7 +275,7 @@ class KernelCheck:
 
 
 def _is_fatal(error: BaseException) -> bool:
-    """Whether the device is lost. A driver error alone does not show it: it may concern one program that could not be loaded."""
+    """Whether the device is lost. A driver error alone does not show it: perhaps only one program could not be loaded."""
     return kind_of(error) == Failure.ENGINE and not _device_answers()
 
 

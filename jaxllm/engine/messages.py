@@ -52,8 +52,8 @@ class _Message(msgspec.Struct, array_like=True):
 
 
 class EngineStart(_Message):
-    """The parameters of the engine process. `directory` contains its sockets; `core_factory` ("module:function", called with the
-    config and a Progress) makes a core other than EngineCore, for tests."""
+    """The parameters of the engine process. `directory` contains its sockets; `core_factory` ("module:function", called with
+    the config and a Progress) makes a core other than EngineCore, for tests."""
 
     config: EngineConfig
     directory: str
@@ -150,7 +150,7 @@ class MetricRecord(msgspec.Struct, array_like=True):
 
 
 class ShareMetrics(_Message, tag="share_metrics"):
-    """The metrics of this front so far. Answered with the sum over all other fronts, which are queried first if `fresh`."""
+    """The metrics of this front so far. Answered with the combined metrics of all others, which are queried first if `fresh`."""
 
     own: list[MetricRecord]
     fresh: bool = False
@@ -306,7 +306,7 @@ def sender_of_add(frame: bytes) -> tuple[str, str] | None:
 
 
 def fault_of(error: BaseException) -> Fault:
-    """Convert an exception to a Fault. Of foreign exceptions only the type is sent, because their texts may contain anything."""
+    """Convert an exception to a Fault. Of foreign exceptions only the type is sent: their texts may contain anything."""
     for kind, of_type in _ERROR_TYPES.items():
         if isinstance(error, of_type):
             param, seconds = getattr(error, "param", None), getattr(error, "retry_after_seconds", 1)

@@ -61,7 +61,7 @@ class Prepared:
         with times.part("device"):
             on_cpu = backend() == "cpu"
         if config.compile.compilation_cache and not on_cpu:
-            # For all other programs than those of the step. On a CPU, programs that XLA read from its own cache cannot be stored.
+            # For programs other than those of the step. On a CPU, programs that XLA read from its own cache cannot be stored.
             use_persistent_cache(env.cache_dir() / "programs")
         wanted = config.compile.attention_implementation
         with times.part("config and model"):
@@ -102,7 +102,7 @@ class Prepared:
 
 
 def _plan(config: EngineConfig, model: ModelConfig, weight_bytes: int, work_bytes: int | None = None) -> MemoryPlan:
-    """Make and check the memory plan. With a compiled artifact, the cache gets the size that its programs expect, if it fits."""
+    """Make and check the memory plan. With a compiled artifact, the cache has the size that its programs expect, if it fits."""
     plan = memory_plan(config, model, weight_bytes=weight_bytes, work_bytes=work_bytes)
     artifact, options = config.compile.compiled_artifact, config.cache
     if artifact is not None and options.num_gpu_blocks_override is None and options.kv_cache_memory_bytes is None:
