@@ -10,7 +10,7 @@ from jaxllm.scheduler_output import TokenLogprobs
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False):
-    """New output of one request after a step. A Struct, because one is made and sent per request and step. Only append fields."""
+    """New output of one request after a step. A Struct, because one is made and sent per request and step. Fields: append only."""
 
     request_id: str
     new_token_ids: list[int]

@@ -227,7 +227,7 @@ class EngineClient:
 
 
 class RemoteCore:
-    """The core in the engine process, as used by a front's LLMEngine. It steps by itself; `client.on_outputs` gets its outputs."""
+    """The core in the engine process, as a front's LLMEngine uses it. It steps by itself; outputs go to `client.on_outputs`."""
 
     def __init__(self, client: EngineClient, ready: Ready):
         self.config: EngineConfig = ready.config

@@ -33,7 +33,7 @@ _OUT_OF_DEVICE = (
     "CUDNN_STATUS_ALLOC_FAILED",
     "Failed to allocate collective memory",
 )
-"""Parts of the error texts of libraries that allocate outside the pool: CUDA itself (code and graphs) and NVIDIA's libraries."""
+"""Parts of the errors of libraries that allocate outside the pool: CUDA itself (code and graphs) and NVIDIA's libraries."""
 _COLLECTIVES = ("NCCL", "nccl")
 _OUT_OF_COLLECTIVES = ("out of memory", "Failed to CUDA", "calloc", "alloc failed", "failed to allocate")
 """Parts of NCCL's error texts, beside its name, when it found no memory for a communicator, which is then lost."""

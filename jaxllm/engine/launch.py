@@ -36,7 +36,7 @@ def socket_directory() -> Iterator[Path]:
 
 
 def environment_without_secrets(variables: Mapping[str, str]) -> dict[str, str]:
-    """Environment variables whose names do not look secret. The child imports the project from the same place as this process."""
+    """Environment variables whose names do not look secret. The child imports the project from where this process does."""
     kept = {name: value for name, value in variables.items() if name in _NEEDED or not _SECRET.search(name)}
     paths = [str(_PROJECT), *filter(None, kept.get("PYTHONPATH", "").split(os.pathsep))]
     kept["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))

@@ -150,7 +150,7 @@ class MetricRecord(msgspec.Struct, array_like=True):
 
 
 class ShareMetrics(_Message, tag="share_metrics"):
-    """The metrics of this front so far. Answered with the combined metrics of all others, which are queried first if `fresh`."""
+    """The metrics of this front so far. Answered with the metrics of all others combined; `fresh` queries them first."""
 
     own: list[MetricRecord]
     fresh: bool = False

@@ -1,8 +1,8 @@
-"""The process in which forms are tried out. It forks a child for each, so that none can harm another or outlive its time.
+"""The process that compiles structured outputs on trial. It forks a child for each, to isolate it and limit its time.
 
 Reads {"vocabulary", "deadline_seconds"} and then {"id", "params"} from its input, and answers {"id", "grammar", "num_bytes"}
 or {"id", "error"}, with {"is_passing": True} if the same form could have been compiled at another time. Has one thread, which
-forking needs. Knows no JAX.
+forking needs. Does not import JAX.
 """
 
 import io
@@ -177,7 +177,7 @@ class Worker:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """CPU time of a child that nobody has waited for yet."""
+    """CPU time of a child that has not been waited for yet, in seconds."""
     with open(f"/proc/{pid}/stat") as file:
         fields = file.read().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS  # utime and stime, of all its threads
@@ -200,7 +200,7 @@ def _answer(job: dict[str, Any], vocabulary: Vocabulary, table: LLTokenizer, dea
         return {"id": job["id"], "error": str(error)}
     except MemoryError:
         return {"id": job["id"], "error": f"takes more than {EXTRA_BYTES >> 20} MiB to compile; ask for something simpler"}
-    except Exception as error:  # a fault of ours or of llguidance: told without what it holds
+    except Exception as error:  # a bug here or in llguidance: reported without details
         sys.stderr.write(f"a form could not be tried out: {error!r:.500}\n")
         return {"id": job["id"], "error": f"cannot be compiled ({type(error).__name__})"}
 
