@@ -1,4 +1,4 @@
-"""Ctrl-C, kept from tearing apart what must be done whole."""
+"""Defers Ctrl-C during work that must not be interrupted."""
 
 import signal
 import threading

@@ -352,7 +352,7 @@ def _for_serving(config: EngineConfig) -> EngineConfig:
 
 
 def main() -> int:
-    """Run `python -m jaxllm.engine.process`. Reads an EngineStart from standard input; its end means that the parent has ended."""
+    """Run `python -m jaxllm.engine.process`. Reads an EngineStart from standard input, which ends when the parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches every process; the parent decides
     start = messages.decode_engine_start(read_first_message(sys.stdin.fileno()))
     log.set_up(start.log_level, format=start.log_format)

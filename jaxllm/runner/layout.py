@@ -1,4 +1,4 @@
-"""Layout of the single int32 buffer that carries a step from host to device. Host and device access it through the same views."""
+"""Layout of the single int32 buffer that carries a step from host to device. Both sides access it through the same views."""
 
 import enum
 from dataclasses import dataclass

@@ -79,7 +79,7 @@ class MemoryPlan:
         )
 
     def check(self) -> None:
-        """Reject weights and a cache that exceed the device's memory, and a cache that cannot hold one request of max_model_len.
+        """Reject weights and a cache that exceed the device's memory, and a cache too small for one request of max_model_len.
 
         Raises OutOfMemoryError with the numbers.
         """
@@ -253,7 +253,10 @@ def _stats(device: jax.Device) -> dict[str, int]:
 
 
 def reserve_device_memory(fraction: float, *, tensor_parallel_size: int = 1) -> None:
-    """Have JAX reserve this fraction of each GPU at its start, minus the memory of collectives. No effect once a device is used."""
+    """Have JAX reserve this fraction of each GPU at its start, minus the memory of collectives.
+
+    Has no effect once a device has been used.
+    """
     if _NEWER_FRACTION in os.environ:
         return
     beside, total = _collective_bytes(tensor_parallel_size), gpus.smallest_total_bytes(tensor_parallel_size)

@@ -14,13 +14,13 @@ from jaxllm.scheduler_output import NewRequestData, TokenLogprobs
 
 
 class LogprobsKind(enum.IntEnum):
-    """The kinds of sampling programs; each kind includes the lower ones."""
+    """The tokens whose logprobs a step reports beside the sampled ones; each kind includes the lower ones."""
 
     NONE = 0
     TOP = 1
     """The likeliest tokens."""
     NAMED = 2
-    """And tokens that requests name."""
+    """Also tokens that requests name."""
 
     @classmethod
     def of(cls, rows: "Iterable[Row]") -> "LogprobsKind":

@@ -1,4 +1,4 @@
-"""Finds what is wrong with a JSON schema and where, before it is compiled: kinds of values, references, what nothing can satisfy."""
+"""Finds faults in a JSON schema, with their places, before it is compiled: wrong kinds of values, references, contradictions."""
 
 import math
 from collections.abc import Callable, Iterator

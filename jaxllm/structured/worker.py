@@ -27,7 +27,7 @@ from jaxllm.worker_pipe import is_whole
 BUSY_FRACTION, CROWDED_FRACTION, CROWD = 0.2, 0.05, 16
 """Of the CPU time that a trial may take, what it has while others wait and no place is free; and while so many wait."""
 STARVED_FACTOR = 6
-"""Times the deadline that a trial may take in all: a form is not to blame for a machine that has other things to do."""
+"""Wall-clock limit of a trial, as a multiple of the deadline, because the machine may be busy with other work."""
 MAX_CHILDREN = 4
 EXTRA_BYTES = 1 << 30
 """Memory that one trial may take."""
@@ -63,7 +63,7 @@ class Worker:
             tuple((text, token) for text, token in fields["added_tokens"]),
         )
         self._fault: str | None = None
-        """Why nothing can be compiled for this model."""
+        """The reason why no structured output can be compiled for this model; None if there is none."""
         try:
             self._table = self._vocabulary.table
         except Exception as error:
@@ -184,7 +184,7 @@ def _cpu_seconds(pid: int) -> float:
 
 
 def _answer(job: dict[str, Any], vocabulary: Vocabulary, table: LLTokenizer, deadline_seconds: float) -> dict[str, Any]:
-    """What a child finds out."""
+    """The result of a trial in a child."""
     os.nice(NICENESS)
     trial.limit_resources(math.ceil(deadline_seconds), EXTRA_BYTES)
     params = StructuredOutputsParams(**job["params"])
@@ -206,7 +206,7 @@ def _answer(job: dict[str, Any], vocabulary: Vocabulary, table: LLTokenizer, dea
 
 
 def main() -> None:
-    """Serve until the input ends. Ctrl-C is the parent's affair."""
+    """Serve until the input ends. Ignores Ctrl-C, which the parent handles."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     Worker().run()
 
