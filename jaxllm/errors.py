@@ -64,7 +64,7 @@ class EngineDeadError(EngineError):
 
 
 class OverloadedError(EngineError):
-    """The queue is full. `retry_after_seconds`: an estimate of when it has space again. `limit`: the option that was exceeded."""
+    """The queue is full. `retry_after_seconds` estimates when it has space again; `limit` names the exceeded option."""
 
     def __init__(self, message: str, retry_after_seconds: int, limit: str = ""):
         super().__init__(message)

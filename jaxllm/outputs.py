@@ -10,7 +10,7 @@ from jaxllm.scheduler_output import TokenLogprobs
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False):
-    """New output of a request after a step. A Struct, because one is made and sent per request and step. Fields: only append."""
+    """New output of a request after a step. A Struct, because one is made and sent per request and step. Append fields only."""
 
     request_id: str
     new_token_ids: list[int]

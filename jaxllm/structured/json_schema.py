@@ -1,4 +1,4 @@
-"""Finds faults in a JSON schema, with their places, before it is compiled: wrong kinds of values, references, contradictions."""
+"""Locates faults in a JSON schema before it is compiled: wrong kinds of values, bad references, unsatisfiable parts."""
 
 import math
 from collections.abc import Callable, Iterator

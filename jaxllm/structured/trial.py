@@ -147,7 +147,7 @@ def pointer_of_fault(params: StructuredOutputsParams, vocabulary: Vocabulary, ta
 
 
 def limit_resources(cpu_seconds: int, extra_bytes: int) -> None:
-    """Have the system end this process when it exceeds this much more CPU time or memory than it has used."""
+    """Limit this process to `cpu_seconds` of CPU time and to `extra_bytes` more memory than it has now."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))
     with open("/proc/self/statm") as file:

@@ -25,7 +25,7 @@ from jaxllm.structured_outputs import StructuredOutputsParams
 from jaxllm.worker_pipe import is_whole
 
 BUSY_FRACTION, CROWDED_FRACTION, CROWD = 0.2, 0.05, 16
-"""Of the CPU time that a trial may take, what it has while others wait and no place is free; and while so many wait."""
+"""Fractions of a trial's CPU time limit that apply while others wait without a free place, and while CROWD of them wait."""
 STARVED_FACTOR = 6
 """Wall-clock limit of a trial, as a multiple of the deadline, because the machine may be busy with other work."""
 MAX_CHILDREN = 4
