@@ -1,4 +1,4 @@
-"""AsyncLLM: the engine for asyncio programs. A thread runs the steps; callers await their outputs."""
+"""AsyncLLM: the engine for asyncio programs. A thread runs the steps; callers await the outputs."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 DRAIN_POLL_SECONDS = 0.02
-"""How often an engine that is to pause is asked whether its requests have ended."""
+"""Interval between checks whether the requests of an engine that pauses with mode "wait" have ended."""
 
 
 class AsyncLLM:
@@ -44,7 +44,7 @@ class AsyncLLM:
     """
 
     request_ended: Callable[[FrontRequest, RequestMetrics | None, BaseException | None], None] | None = None
-    """Called in the caller's task when a stream is over: its times, unless nothing came, and the error that ended it, if one did."""
+    """Called in the caller's task when a stream ends: its times (None without outputs) and the error that ended it, if any."""
 
     def __init__(
         self,
@@ -70,18 +70,18 @@ class AsyncLLM:
         self.kernels = engine.core.kernels
         self.input_processor = engine.input_processor
         self._mailboxes: dict[str, Mailbox] = {}
-        """By internal id; touched only where the engine is."""
+        """Mailboxes by internal id. Only accessed by the thread that owns the engine."""
         self._searches: dict[str, str] = {}
-        """Internal to the callers' ids of the beam searches that go on; what was aborted between two steps is not in it any more."""
+        """Internal id to the caller's id of each unfinished beam search. Searches aborted between two steps are removed."""
         self._sources: list[Callable[[], Iterable[Metric]]] = []
         self._dead: EngineDeadError | None = None
         self._stopping = False
 
     @classmethod
     async def connect(cls, client: "EngineClient", texts: Texts | None = None) -> "AsyncLLM":
-        """An AsyncLLM whose core runs in the engine process that `client` speaks with, for callers in this event loop.
+        """Make an AsyncLLM for callers in this event loop whose core runs in the engine process that `client` is connected to.
 
-        Waits until the engine serves; `texts` are loaded meanwhile unless they are given. Raises EngineDeadError.
+        Waits until the engine serves; meanwhile loads `texts` unless given. Raises EngineDeadError.
         """
         from jaxllm.connected_llm import ConnectedLLM
 
@@ -109,11 +109,10 @@ class AsyncLLM:
         queue_timeout_seconds: float | None = None,
         timeout_seconds: float | None = None,
     ) -> FrontRequest:
-        """A prompt checked and tokenized, for `stream`: whatever is wrong with it is found here.
+        """Check and tokenize a prompt for `stream`. Reports every fault of the prompt here.
 
-        Raises InvalidRequestError, or OverloadedError if the machine is too busy to find out whether a grammar can be used.
-        A request that waits longer than its queue timeout, or is not done after its timeout, ends with the finish reason
-        "error" and that `error_kind`.
+        Raises InvalidRequestError, or OverloadedError if the machine is too busy to check whether a grammar can be used.
+        A request that exceeds its queue timeout or its timeout ends with the finish reason "error" and that `error_kind`.
         """
         self._check_alive()
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
@@ -135,10 +134,10 @@ class AsyncLLM:
         return request if search is None else replace(request, beam_search_params=search)
 
     async def stream(self, request: FrontRequest) -> AsyncGenerator[RequestOutput, None]:
-        """The outputs of a prepared request as they come; those that a slow caller has not fetched are put together.
+        """Yield the outputs of a prepared request as they arrive; merge those that a slow caller has not fetched yet.
 
-        A beam search has one output, at its end. Cancelling the task or closing the generator aborts the request. Raises EngineError
-        or EngineDeadError if the engine fails.
+        A beam search has one output, at its end. Cancelling the task or closing the generator aborts the request. Raises
+        EngineError or EngineDeadError if the engine fails.
         """
         if request.beam_search_params is not None:
             yield await self._search(request)
@@ -177,9 +176,9 @@ class AsyncLLM:
     async def beam_search(
         self, prompt: Prompt, params: BeamSearchParams, request_id: str, *, priority: int = 0
     ) -> RequestOutput:
-        """The likeliest answers that a beam search finds, best first. Cancelling the task aborts the search.
+        """Find the likeliest answers by beam search, best first. Cancelling the task aborts the search.
 
-        Raises InvalidRequestError, EngineError or EngineDeadError; a search that was aborted comes back without answers.
+        Raises InvalidRequestError, EngineError or EngineDeadError. An aborted search returns no answers.
         """
         output = await self._search(await self.prepare(prompt, params, request_id, priority=priority))
         answer = output.outputs[0]
@@ -188,7 +187,7 @@ class AsyncLLM:
         return output
 
     async def _search(self, request: FrontRequest) -> RequestOutput:
-        """The one output of a beam search."""
+        """Run a beam search and return its only output."""
         output: RequestOutput | None = None
         self._searches[request.internal_id] = request.request_id
         try:
@@ -207,7 +206,7 @@ class AsyncLLM:
                 self.request_ended(request, None if output is None else output.metrics, sys.exception())
 
     async def _run_together(self, requests: Sequence[FrontRequest]) -> list[RequestOutput]:
-        """The last outputs of requests that begin in the same step. What ends one by an error, or the waiting, aborts the others."""
+        """Start requests in the same step and return their last outputs. An error in one or cancellation aborts the others."""
         loop = asyncio.get_running_loop()
         mailboxes = [Mailbox(loop, RequestOutputKind.FINAL_ONLY) for _ in requests]
 
@@ -226,14 +225,14 @@ class AsyncLLM:
     async def pool(
         self, prompt: Prompt, pooling_params: PoolingParams, request_id: str, *, priority: int = 0
     ) -> PoolingRequestOutput:
-        """The vector of a prompt, or those of its tokens. Cancelling the task aborts the request.
+        """Compute the vector of a prompt, or the vectors of its tokens. Cancelling the task aborts the request.
 
-        Raises InvalidRequestError, EngineError or EngineDeadError; a request that was aborted comes back without vectors.
+        Raises InvalidRequestError, EngineError or EngineDeadError. An aborted request returns no vectors.
         """
         return await self.pool_prepared(await self.prepare(prompt, pooling_params, request_id, priority=priority))
 
     async def pool_prepared(self, request: FrontRequest) -> PoolingRequestOutput:
-        """`pool` for what `prepare` made of PoolingParams."""
+        """`pool` for a request that `prepare` made from PoolingParams."""
         output: Any = None
         async with contextlib.aclosing(self.stream(request)) as outputs:
             async for last in outputs:  # there is one
@@ -243,7 +242,7 @@ class AsyncLLM:
         return output
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
-        """End requests by the ids they were given; their generators yield a last output with finish_reason "abort"."""
+        """End requests by the callers' ids. Their generators yield a last output with finish_reason "abort"."""
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         for internal_id, request_id in list(self._searches.items()):
             if request_id in ids:
@@ -261,7 +260,7 @@ class AsyncLLM:
 
     @property
     def chat_template(self) -> str | None:
-        """The text of the chat template that the options name, if they do."""
+        """The text of the chat template set by the options; None if they set none."""
         return self._engine.chat_template
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -273,7 +272,7 @@ class AsyncLLM:
         return [*await self._run(self._engine.get_metrics), *self._added_metrics()]
 
     async def load(self) -> LoadStats:
-        """What runs and waits, and how full the cache is."""
+        """The numbers of running and waiting requests, and the usage of the cache."""
         return await self._run(lambda: self._engine.core.stats())
 
     def prometheus_registry(self) -> Any:
@@ -286,33 +285,34 @@ class AsyncLLM:
         return [metric for source in self._sources for metric in source()]
 
     def add_metrics(self, source: Callable[[], Iterable[Metric]]) -> None:
-        """Have `get_metrics` and the exporter tell these counters and histograms too, added up over all fronts."""
+        """Include these counters and histograms, summed over all fronts, in `get_metrics` and the exporter."""
         self._sources.append(source)
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forget all cached prompt beginnings. False if blocks are in use."""
+        """Discard all cached prefixes. Returns False if blocks are in use."""
         return await self._run(lambda: self._engine.reset_prefix_cache(reset_running_requests))
 
     async def sleep(self, level: int = 1, mode: SleepMode = "abort") -> None:
-        """Give the device's memory back: the KV cache, and the weights to the host (level 1) or altogether (level 2).
+        """Release device memory: discard the KV cache, and move the weights to the host (level 1) or discard them (level 2).
 
-        Unfinished requests are aborted or keep the engine from sleeping ("refuse": EngineError). New ones are refused with
+        Aborts unfinished requests, or raises EngineError if there are any ("refuse"). New requests are rejected with
         EngineSleepingError. Raises InvalidRequestError for another level.
         """
         await self._run(lambda: self._engine.sleep(level, mode))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Serve again, once weights and kv_cache (the `tags`; None: both) have their memory.
+        """Restore the memory of `tags` ("weights", "kv_cache"; None: both) and serve again once both are restored.
 
-        Raises InvalidRequestError for another tag. Raises OutOfMemoryError or ModelLoadError, and sleeps on, if that cannot be.
+        Raises InvalidRequestError for another tag. Raises OutOfMemoryError or ModelLoadError if that fails; the engine then
+        stays asleep.
         """
         await self._run(lambda: self._engine.wake_up(tags))
 
     async def pause(self, mode: PauseMode = "abort", *, clear_cache: bool = True) -> None:
-        """Hold new requests back until `resume`; those that are not finished are aborted, waited for ("wait") or stand still ("keep").
+        """Hold back new requests until `resume`. Unfinished ones are aborted ("abort"), awaited ("wait") or suspended ("keep").
 
-        Cached prompt beginnings are forgotten (`clear_cache`), unless requests that stand still may hold them. Raises
-        InvalidRequestError for another mode.
+        Discards cached prefixes (`clear_cache`), unless suspended requests may hold them. Raises InvalidRequestError for
+        another mode.
         """
         await self._begin_pause(mode)
         while await self._is_draining():
@@ -324,7 +324,7 @@ class AsyncLLM:
         await self._run(lambda: self._engine.core.pause(mode))
 
     async def resume(self) -> None:
-        """Compute again, and take up the requests that came meanwhile."""
+        """Continue computing, and queue the requests that arrived during the pause."""
         await self._run(self._engine.core.resume)
 
     async def is_paused(self) -> bool:
@@ -339,7 +339,7 @@ class AsyncLLM:
         return await self._run(self._engine.is_sleeping)  # type: ignore[no-any-return]
 
     async def start_profile(self) -> None:
-        """Begin a trace by JAX's profiler. Raises ConfigError without `profiler_dir`, EngineError during a trace."""
+        """Start a trace with JAX's profiler. Raises ConfigError without `profiler_dir`, EngineError during a trace."""
         await self._run(self._engine.start_profile)
 
     async def stop_profile(self) -> None:
@@ -347,12 +347,15 @@ class AsyncLLM:
         await self._run(self._engine.stop_profile)
 
     async def finish_compiling(self) -> None:
-        """Wait until no program is compiled behind the engine's back any more, e.g. before measuring something."""
+        """Wait until background compilation is done, e.g. before a measurement."""
         self._check_alive()
         await asyncio.to_thread(self._engine.finish_compiling)
 
     async def check_integrity(self) -> None:
-        """Raise AssertionError (of an engine process: EngineError) if a request left something behind. For an engine without requests."""
+        """Raise AssertionError if a request leaked resources. Call without unfinished requests.
+
+        If the engine runs in its own process, raises EngineError instead.
+        """
 
         def check() -> Any:
             assert not self._mailboxes, f"{len(self._mailboxes)} mailboxes are left"
@@ -361,17 +364,17 @@ class AsyncLLM:
         await self._run(check)
 
     async def check_health(self) -> None:
-        """Raises EngineDeadError if the engine cannot serve."""
+        """Raise EngineDeadError if the engine cannot serve."""
         self._check_alive()
 
     @property
     def is_running(self) -> bool:
-        """Whether requests are taken."""
+        """Whether the engine accepts requests."""
         return self._dead is None and not self._stopping
 
     @property
     def dead_error(self) -> EngineDeadError | None:
-        """Why the engine cannot go on, if so."""
+        """The error that stopped the engine; None while it runs."""
         return self._dead
 
     def shutdown(self) -> None:
@@ -401,22 +404,22 @@ class AsyncLLM:
             self._commands.put(command)
 
     async def _run(self, call: Callable[[], Result]) -> Result:
-        """The result of a call that the thread makes between two steps."""
+        """Run a call in the thread between two steps and return its result."""
         future: Future[Result] = Future()
 
         def command() -> None:
             if not future.set_running_or_notify_cancel():
-                return  # the caller went away
+                return  # the caller cancelled
             try:
                 future.set_result(call())
-            except BaseException as error:  # the caller's affair
+            except BaseException as error:  # reported to the caller
                 future.set_exception(error)
 
         self._send(command)
         return await asyncio.wrap_future(future)
 
     def _abandon(self, internal_id: str) -> None:
-        """Abort without waiting; nobody listens any more."""
+        """Abort a request whose outputs are no longer read, without waiting."""
 
         def command() -> None:
             self._mailboxes.pop(internal_id, None)
@@ -443,7 +446,7 @@ class AsyncLLM:
             self._engine.shutdown()
 
     def _obey_commands(self) -> bool:
-        """Do what callers asked since the last step, waiting for it if there is nothing else to do. False: stop."""
+        """Run the commands queued since the last step; wait for one if the engine is idle. Returns False to stop."""
         is_idle = not self._engine.core.has_unfinished_requests()
         while not self._stopping:
             try:
@@ -459,7 +462,7 @@ class AsyncLLM:
             outputs = self._engine.step_with_ids()
         except EngineDeadError:
             raise
-        except EngineError as error:  # the requests have ended with it, the engine goes on
+        except EngineError as error:  # its requests have ended; the engine continues
             mailboxes, self._mailboxes = self._mailboxes, {}
             self._hand_over([(mailbox, error) for mailbox in mailboxes.values()])
             return
@@ -469,7 +472,7 @@ class AsyncLLM:
         self._mailboxes[request.internal_id] = mailbox
         try:
             self._engine.add(request)
-        except Exception as error:  # this request's affair, unless the engine is dead
+        except Exception as error:  # fails only this request, unless the engine is dead
             del self._mailboxes[request.internal_id]
             self._hand_over([(mailbox, error)])
             if isinstance(error, EngineDeadError):
@@ -490,7 +493,7 @@ class AsyncLLM:
         post(letters)
 
     def _die(self, error: EngineDeadError) -> None:
-        """Take no more commands; answer those that wait, and every request, with the error."""
+        """Accept no more commands, and fail the waiting commands and all requests with the error."""
         with self._gate:
             self._dead = error
         while True:
@@ -499,7 +502,7 @@ class AsyncLLM:
             except queue.Empty:
                 break
             except Exception:
-                continue  # answered its caller already
+                continue  # its caller was answered already
         mailboxes, self._mailboxes = self._mailboxes, {}
         self._hand_over([(mailbox, error) for mailbox in mailboxes.values()])
 

@@ -12,10 +12,10 @@ class Engine(Protocol):
 
 
 def shut_down_at_exit(engine: Engine) -> None:
-    """Have the engine shut down before the interpreter goes, if it still exists then.
+    """Shut down the engine before the interpreter exits, if the engine still exists then.
 
-    JAX tells Python of each result that has reached the host. Should a step end while the interpreter is going away, that call
-    aborts the whole process.
+    JAX calls Python when a result reaches the host. If a step ends while the interpreter shuts down, that call aborts the
+    process.
     """
     reference = weakref.ref(engine)
 

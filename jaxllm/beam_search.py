@@ -61,7 +61,7 @@ class Beam:
 
 
 class Extension(NamedTuple):
-    """A beam with one token more, before anybody knows whether it is worth making."""
+    """A beam with one more token: a candidate that may be discarded."""
 
     score: float
     beam: Beam

@@ -1,6 +1,6 @@
-"""Every option of the engine, once: the command line, its help, the YAML file and `LLM(...)` are generated from these fields.
+"""Defines every option of the engine. The command line, its help, the YAML file and `LLM(...)` are generated from these fields.
 
-Knows nothing of JAX: what depends on the model or the device is made concrete by `EngineConfig.resolve`.
+Does not import JAX: `EngineConfig.resolve` sets the values that depend on the model or the device.
 """
 
 import dataclasses
@@ -323,7 +323,7 @@ def flat_options(config: Any) -> dict[str, Any]:
 
 
 def type_faults(known: typing.Iterable[Flag], flat: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the types of options."""
+    """Describe the options whose values have a wrong type."""
     faults = []
     for flag in known:
         value = flat[flag.name]
@@ -338,7 +338,7 @@ def type_faults(known: typing.Iterable[Flag], flat: Mapping[str, Any]) -> list[s
 
 
 Range = tuple[Callable[[Any], bool], str]
-"""Whether a value lies in it, and how it is called."""
+"""A check whether a value lies in the range, and the name of the range."""
 
 
 def at_least(low: float) -> Range:
@@ -347,7 +347,7 @@ def at_least(low: float) -> Range:
 
 
 def range_faults(ranges: Mapping[str, Range], flat: Mapping[str, Any], secret: typing.Container[str] = ()) -> list[str]:
-    """What is wrong with the values of options; those of `secret` ones are not shown. None is always right."""
+    """Describe the options whose values are out of range, without the values of `secret` options. None is always valid."""
     faults = []
     for name, (holds, text) in ranges.items():
         value = flat[name]
@@ -355,7 +355,7 @@ def range_faults(ranges: Mapping[str, Range], flat: Mapping[str, Any], secret: t
             if value is not None and not holds(value):
                 faults.append(f"{name} is {'given' if name in secret else repr(value)}, must be {text}")
         except (TypeError, AttributeError):
-            continue  # its type is a fault already
+            continue  # its type is reported as a fault already
     return faults
 
 
@@ -385,7 +385,7 @@ _BIG_DEVICE_BYTES = 64 << 30
 
 
 def resolve_platform_defaults(config: EngineConfig, *, on_gpu: bool, device_bytes: int = 0) -> EngineConfig:
-    """Make every option that depends only on the kind of device, and the memory the engine may take of it, concrete."""
+    """Resolve every option that depends only on the kind of device and the memory that the engine may use on it."""
     scheduler, compile_ = config.scheduler, config.compile
     options: dict[str, Any] = {}
     usual = (1024 if device_bytes >= _BIG_DEVICE_BYTES else 256) if on_gpu else 32

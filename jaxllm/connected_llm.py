@@ -18,7 +18,7 @@ from jaxllm.metrics.merge import merged
 from jaxllm.metrics.metric import Metric
 
 SHARE_SECONDS = 1.0
-"""How often a front tells its metrics to the engine process and hears those of the others, and how long it waits for them."""
+"""Interval at which a front exchanges metrics with the engine process, and the longest wait for those of the others."""
 
 
 class ConnectedLLM(AsyncLLM):

@@ -60,11 +60,11 @@ class RequestFailedError(EngineError):
 
 
 class EngineDeadError(EngineError):
-    """The engine met an error that it cannot recover from."""
+    """The engine failed with an error that it cannot recover from."""
 
 
 class OverloadedError(EngineError):
-    """Too much waits already. `retry_after_seconds` is a guess at when there is room again, `limit` the option that says no."""
+    """The queue is full. `retry_after_seconds` estimates when it has space again; `limit` names the exceeded option."""
 
     def __init__(self, message: str, retry_after_seconds: int, limit: str = ""):
         super().__init__(message)

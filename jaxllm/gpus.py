@@ -1,4 +1,4 @@
-"""What the driver says of this machine's NVIDIA GPUs, without starting JAX on them: how many there are, and their memory.
+"""Queries the driver for this machine's NVIDIA GPUs, their number and memory, without starting JAX on them.
 
 CUDA says which GPUs this process may use, in its own order (CUDA_VISIBLE_DEVICES as indices or UUIDs, CUDA_DEVICE_ORDER, MIG);
 NVML says how much memory of each is free, which CUDA would tell only with a context on it. Where either is missing, nothing is known.

@@ -1,4 +1,4 @@
-"""From what the user calls a model to a directory on this machine."""
+"""Resolves the name of a model to a directory on this machine."""
 
 import re
 from collections.abc import Sequence

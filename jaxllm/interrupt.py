@@ -1,4 +1,4 @@
-"""Ctrl-C, kept from tearing apart what must be done whole."""
+"""Defers Ctrl-C during work that must not be interrupted."""
 
 import signal
 import threading
@@ -6,9 +6,9 @@ from typing import Any
 
 
 class DeferredInterrupt:
-    """While it is entered, a Ctrl-C is only noticed, for `raise_if_noticed` to raise later. A second one is raised at once.
+    """Within the context, records a Ctrl-C, which `raise_if_noticed` raises later. A second Ctrl-C is raised at once.
 
-    Acts in the main thread, and where Ctrl-C means what it means to Python; elsewhere it changes nothing.
+    Takes effect only in the main thread and with Python's default handler of Ctrl-C.
     """
 
     def __init__(self) -> None:

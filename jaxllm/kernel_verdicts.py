@@ -1,4 +1,4 @@
-"""What kernel checks found on this machine: verdicts kept on disk for later starts, and what an engine reports of its kernels."""
+"""Results of kernel checks on this machine: verdicts kept on disk for later starts, and an engine's report on its kernels."""
 
 import contextlib
 import hashlib
@@ -60,7 +60,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class OpReport:
-    """What an engine uses for an op, and why."""
+    """The implementation that an engine uses for an op, and the reason."""
 
     implementation: str
     check: Literal["passed", "passed before", "verified", "not run"] = "not run"

@@ -1,4 +1,4 @@
-"""LLM: a model for scripts. Batches of prompts in, answers out, in order."""
+"""LLM: a model for scripts. Takes batches of prompts and returns their answers in order."""
 
 import copy
 import itertools
@@ -45,9 +45,9 @@ Messages = Sequence[Mapping[str, Any]]
 class LLM:
     """A model with its engine, for use from one thread.
 
-    Keyword arguments are the engine's options (`jaxllm.config`); docs/VLLM_FLAGS.md says which of vLLM's are taken too.
-    `logits_processors`: functions that requests may have applied to their logits (`jaxllm.sampling.processors`), or where to
-    import them, as "module:Name". Raises ConfigError, ModelLoadError or OutOfMemoryError.
+    Keyword arguments are the engine's options (`jaxllm.config`); docs/VLLM_FLAGS.md lists the accepted options of vLLM.
+    `logits_processors`: functions that requests may apply to their logits (`jaxllm.sampling.processors`), or import paths of
+    the form "module:Name". Raises ConfigError, ModelLoadError or OutOfMemoryError.
     """
 
     def __init__(self, model: str = "demo", *, logits_processors: "Sequence[Processor | str]" = (), **options: Any):
@@ -63,7 +63,7 @@ class LLM:
         core: Core | None = None,
         logits_processors: "Sequence[Processor | str]" = (),
     ) -> "LLM":
-        """An LLM from a whole config. `progress` hears how far loading and compiling are; `core` is a built engine core."""
+        """Make an LLM from a whole config. `progress` reports loading and compiling; `core` is an existing engine core."""
         llm = cls.__new__(cls)
         llm._start(config, progress, core, logits_processors)
         return llm
@@ -79,7 +79,7 @@ class LLM:
         self._request_numbers = itertools.count()
         self._strays: dict[str, list[RequestOutput]] = defaultdict(list)
         self.interrupt = DeferredInterrupt()
-        """Whoever handles an output inside it lets a Ctrl-C wait until the outputs of the same step are delivered."""
+        """Handle outputs inside this context to defer a Ctrl-C until all outputs of the same step are delivered."""
         self._iterators: weakref.WeakSet[Generator[Any, None, None]] = weakref.WeakSet()
         shut_down_at_exit(self)
 
@@ -94,12 +94,12 @@ class LLM:
         lora_request: None = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """The answers to prompts, in their order.
+        """Generate the answers to prompts and return them in the order of the prompts.
 
-        A prompt is a text, a list of token ids, or an object with `prompt` or `prompt_token_ids` and perhaps `cache_salt`.
-        `sampling_params`: one for all or one each; default: the model's own. `use_tqdm`: whether to show a bar, or what to call
-        in tqdm's place; default: the engine's `use_progress_bar`. All prompts are checked before any runs: InvalidRequestError
-        names the places of the wrong ones. EngineError or a Ctrl-C ends all of them.
+        A prompt is a text, a list of token ids, or an object with `prompt` or `prompt_token_ids` and optionally `cache_salt`.
+        `sampling_params`: one for all prompts or one each; default: the model's own. `use_tqdm`: whether to show a progress
+        bar, or a replacement for tqdm; default: the engine's `use_progress_bar`. All prompts are checked before any runs:
+        InvalidRequestError names the indices of the invalid ones. EngineError or a Ctrl-C ends all requests.
         """
         refuse_adapter(lora_request)
         return self._finish(self._checked(prompts, sampling_params, priority, RequestOutputKind.FINAL_ONLY), use_tqdm)
@@ -111,10 +111,10 @@ class LLM:
         *,
         priority: Sequence[int] | None = None,
     ) -> Generator[tuple[int, RequestOutput], None, None]:
-        """Outputs as they come, each with the place of its prompt; `sampling_params.output_kind` says what they hold.
+        """Yield outputs as they arrive, each with the index of its prompt. `sampling_params.output_kind` sets their content.
 
-        A request that failed alone comes with the finish reason "error" and the message as stop reason. Closing the
-        iterator ends the requests that are not finished.
+        A request that failed alone has the finish reason "error" and the message as stop reason. Closing the iterator aborts
+        unfinished requests.
         """
         iterator = self._run(self._checked(prompts, sampling_params, priority, None))
         self._iterators.add(iterator)
@@ -130,7 +130,7 @@ class LLM:
         priority: Sequence[int] | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
-        """The answers to conversations (one, or a list of them). Template options: see `render_conversations`."""
+        """Generate the answers to one conversation or a list of them. Template options: see `render_conversations`."""
         refuse_adapter(lora_request)
         prompts = self.render_conversations(messages, **template_options)
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority)
@@ -147,7 +147,7 @@ class LLM:
         documents: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[Prompt]:
-        """The prompts of conversations, by the chat template. Their special tokens are the template's; none are added."""
+        """Render conversations to prompts with the chat template. Special tokens come from the template; none are added."""
         from jaxllm.text.chat_template import render_chat  # imports Jinja
 
         tokenizer = self.get_tokenizer()
@@ -172,7 +172,7 @@ class LLM:
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool | Callable[..., Any] = False
     ) -> list[BeamSearchOutput]:
-        """The likeliest answers that a beam search finds to each prompt, best first."""
+        """Find the likeliest answers to each prompt by beam search, best first."""
         checked = self._checked(prompts, SamplingParams(max_tokens=1), None, RequestOutputKind.FINAL_ONLY)
         engine = self.llm_engine
         bar = _open_bar(use_tqdm, params.max_tokens, "Searching", "token")
@@ -204,7 +204,7 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] | None = None,
         lora_request: None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """One vector for each prompt, in their order. Prompts and errors: as for `generate`."""
+        """Compute one vector per prompt, in order. Prompts and errors: as for `generate`."""
         return [
             EmbeddingRequestOutput(
                 output.request_id,
@@ -226,9 +226,9 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] | None = None,
         lora_request: None = None,
     ) -> list[PoolingRequestOutput]:
-        """The vector of each prompt (task embed) or those of its tokens (token_embed) as NumPy arrays.
+        """Compute the vector of each prompt (task embed) or of each of its tokens (token_embed), as NumPy arrays.
 
-        The task is that of the parameters, or `pooling_task`. Prompts and errors: as for `generate`.
+        The parameters or `pooling_task` set the task. Prompts and errors: as for `generate`.
         """
         refuse_adapter(lora_request)
         all_prompts = _prompt_list(prompts)
@@ -245,7 +245,7 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] | None = None,
         lora_request: None = None,
     ) -> list[ScoringRequestOutput]:
-        """The cosine of the vectors of two texts: one with each of many, or pair by pair."""
+        """Compute the cosine of the vectors of two texts: one text with each of many, or pair by pair."""
         first, second = as_texts(data_1, "data_1"), as_texts(data_2, "data_2")
         wanted = pairs(len(first), len(second), ("data_1", "data_2"))
         found = self.encode(
@@ -274,25 +274,27 @@ class LLM:
         return self.llm_engine.get_metrics()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prompt beginnings. False if blocks are in use."""
+        """Discard all cached prefixes. Returns False if blocks are in use."""
         return self.llm_engine.reset_prefix_cache()
 
     def sleep(self, level: int = 1) -> None:
-        """Give the device's memory back until `wake_up`: the KV cache, and the weights to the host (level 1) or altogether (level 2).
+        """Release device memory until `wake_up`: discard the KV cache, and move the weights to the host (level 1) or discard
+        them (level 2).
 
-        Requests of open iterators are aborted. Raises InvalidRequestError for another level.
+        Aborts the requests of open iterators. Raises InvalidRequestError for another level.
         """
         self.llm_engine.sleep(level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Serve again, once "weights" and "kv_cache" (the `tags`; None: both) have their memory.
+        """Restore the memory of `tags` ("weights", "kv_cache"; None: both) and serve again once both are restored.
 
-        Raises InvalidRequestError for another tag. Raises OutOfMemoryError or ModelLoadError, and sleeps on, if that cannot be.
+        Raises InvalidRequestError for another tag. Raises OutOfMemoryError or ModelLoadError if that fails; the engine then
+        stays asleep.
         """
         self.llm_engine.wake_up(tags)
 
     def start_profile(self) -> None:
-        """Begin a trace by JAX's profiler. Raises ConfigError without `profiler_dir`, EngineError during a trace."""
+        """Start a trace with JAX's profiler. Raises ConfigError without `profiler_dir`, EngineError during a trace."""
         self.llm_engine.start_profile()
 
     def stop_profile(self) -> None:
@@ -320,7 +322,7 @@ class LLM:
         priority: Sequence[int] | None,
         output_kind: RequestOutputKind | None,
     ) -> list[FrontRequest]:
-        """A request for each prompt, or one error that names all wrong prompts."""
+        """Make a request for each prompt, or raise one error that names all invalid prompts."""
         all_prompts = _prompt_list(prompts)
         return self._requests(all_prompts, self._params_list(sampling_params, len(all_prompts), output_kind), priority)
 
@@ -361,7 +363,7 @@ class LLM:
         return [_with_kind(sampling_params, output_kind)] * count
 
     def _finish(self, requests: list[FrontRequest], use_tqdm: bool | Callable[..., Any] | None) -> list[Any]:
-        """Run requests to their end."""
+        """Run requests to completion."""
         results: dict[int, Any] = {}
         if use_tqdm is None:
             use_tqdm = self.llm_engine.config.observe.use_progress_bar
@@ -386,7 +388,7 @@ class LLM:
         return [results[place] for place in range(len(requests))]
 
     def _run(self, requests: list[FrontRequest]) -> Generator[tuple[int, RequestOutput], None, None]:
-        """The outputs of requests; those that are not finished when the caller stops are aborted."""
+        """Yield the outputs of requests. Aborts unfinished ones when the caller stops."""
         engine = self.llm_engine
         places: dict[str, int] = {}
         try:
@@ -407,7 +409,7 @@ class LLM:
                     self._strays.pop(internal_id, None)
 
     def _next_outputs(self, places: Mapping[str, int]) -> list[tuple[str, RequestOutput]]:
-        """Outputs for these requests, from a step. What it brings for others waits until their own iterator asks."""
+        """Run a step and return the outputs of these requests. Keeps the outputs of others for their own iterators."""
         mine = [(id, output) for id in list(self._strays) if id in places for output in self._strays.pop(id)]
         if mine:
             return mine
@@ -468,7 +470,7 @@ def _conversations(messages: Any) -> list[Messages]:
 
 
 def _each(items: Sequence[Any], make: Callable[[Any], Any], what: str) -> list[Any]:
-    """make(item) for all, or one InvalidRequestError for all that fail."""
+    """Return make(item) for all items, or raise one InvalidRequestError that names all failures."""
     made, faults = [], []
     for place, item in enumerate(items):
         try:
@@ -496,7 +498,7 @@ def _with_kind(params: SamplingParams, kind: RequestOutputKind | None) -> Sampli
 
 
 def _one_each(params: Any, count: int, name: str) -> list[Any]:
-    """The parameters of each of so many prompts, from one for all or one each."""
+    """Expand one parameter object for all prompts, or one each, to a list of `count`."""
     if not isinstance(params, Sequence):
         return [params] * count
     if len(params) != count:
@@ -515,7 +517,7 @@ def _with_task(params: PoolingParams, task: PoolingTask | None) -> PoolingParams
 
 
 def _raise_error(output: RequestOutput | PoolingRequestOutput, place: int, count: int) -> None:
-    """A request that failed alone is an exception here: a script must not take its piece of text for an answer."""
+    """Raise the error of a request that failed alone: a script must not mistake its partial text for an answer."""
     where = f"prompt {place} of {count}" if count > 1 else "the request"
     if isinstance(output, PoolingRequestOutput):
         if output.error is not None:

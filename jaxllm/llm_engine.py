@@ -1,4 +1,4 @@
-"""LLMEngine: prompts in, RequestOutputs out, one step at a time. Everything here runs in the caller's thread."""
+"""LLMEngine: takes prompts and returns RequestOutputs, one step at a time. Everything here runs in the caller's thread."""
 
 import contextlib
 import dataclasses
@@ -39,21 +39,21 @@ if TYPE_CHECKING:
 
 
 SleepMode = Literal["abort", "refuse"]
-"""What becomes of unfinished requests when the engine is to sleep."""
+"""How `sleep` treats unfinished requests."""
 PauseMode = Literal["abort", "wait", "keep"]
-"""The same when it is to pause."""
+"""How `pause` treats unfinished requests."""
 
 
 class Core(Protocol):
-    """What the front needs of an engine core."""
+    """The interface of an engine core that the front uses."""
 
     config: EngineConfig
     model_config: ModelConfig
     max_model_len: int
     processor_arguments: Mapping[str, int]
-    """The logits processors that requests may name, and how many arguments each takes."""
+    """Logits processors that requests may name, with the number of arguments of each."""
     kernels: dict[str, OpReport]
-    """What each op runs on, and how its check went."""
+    """The implementation of each op and the result of its check."""
 
     @property
     def num_compiled_after_warmup(self) -> int: ...
@@ -81,7 +81,7 @@ class Core(Protocol):
 
 @dataclass(frozen=True)
 class Texts:
-    """What the front reads of a model's directory."""
+    """The files of a model's directory that the front reads."""
 
     generation_config: GenerationConfig
     tokenizer: Tokenizer | None
@@ -89,7 +89,7 @@ class Texts:
 
 
 def load_texts(config: EngineConfig, times: StartTimes | None = None) -> Texts:
-    """Tokenizer, chat template and generation config. Raises ConfigError or ModelLoadError."""
+    """Load tokenizer, chat template and generation config. Raises ConfigError or ModelLoadError."""
     options = config.model
     directory = text_files(options.model, revision=options.revision, download_dir=options.download_dir)
     generation_config = load_generation_config(options.generation_config, directory, options.override_generation_config)
@@ -106,9 +106,9 @@ def load_texts(config: EngineConfig, times: StartTimes | None = None) -> Texts:
 class LLMEngine:
     """An engine core with its tokenizer and the requests in flight.
 
-    The core is built from the config, with these logits processors (`jaxllm.sampling.processors`), unless one is given, and
-    the texts are loaded unless they are. `progress` is told how far loading and compiling are. Where several engines share a
-    core, each has a `namespace` for the ids of its requests.
+    Builds the core from the config and the logits processors (`jaxllm.sampling.processors`) unless a core is given, and loads
+    the texts unless they are given. `progress` reports loading and compiling. If several engines share a core, each has a
+    `namespace` for the ids of its requests.
     Raises ConfigError, ModelLoadError or OutOfMemoryError.
     """
 
@@ -131,7 +131,7 @@ class LLMEngine:
         if core is not None and logits_processors:
             raise ConfigError("logits_processors are compiled into an engine core; give them to the one that is passed")
         config = config or (EngineConfig() if core is None else core.config)
-        # The small files come first: a fault in them should not cost the loading of weights.
+        # Load the small files first, so that a fault in them is found before the weights are loaded.
         if core is None:
             check_model(config)
         texts = texts or load_texts(config, times)
@@ -185,7 +185,7 @@ class LLMEngine:
         arrival_time: float | None = None,
         priority: int = 0,
     ) -> None:
-        """Queue a prompt, to generate or (with PoolingParams) to pool. The id need not be unique: outputs carry it back.
+        """Queue a prompt to generate from or (with PoolingParams) to pool. The id need not be unique; outputs carry it.
 
         Raises InvalidRequestError.
         """
@@ -193,7 +193,7 @@ class LLMEngine:
         self.add(self.input_processor.process(request_id, prompt, params, arrival_time=arrival_time, priority=priority))
 
     def add(self, request: FrontRequest) -> None:
-        """Queue a request that the input processor made. If the core refuses one of its answers, none is queued."""
+        """Queue a request that the input processor made. If the core rejects one of its answers, none is queued."""
         added: list[str] = []
         try:
             for child in request.children:
@@ -218,7 +218,7 @@ class LLMEngine:
         return self._abort(self._outputs.abort(internal_ids, internal=True))
 
     def abort_refused(self, engine_id: str) -> str | None:
-        """End the request one of whose answers the core did not take. Returns its own id; None if it has ended already."""
+        """End the request of which the core rejected an answer. Returns its internal id; None if it has already ended."""
         if (internal_id := self._outputs.internal_id_of(engine_id)) is not None:
             self.abort_internal([internal_id])
         return internal_id
@@ -241,9 +241,9 @@ class LLMEngine:
     # The loop
 
     def step(self) -> list[RequestOutput]:
-        """Run one step of the engine. Returns what is new for the callers, which may be nothing.
+        """Run one step of the engine. Returns the new outputs, possibly none.
 
-        Raises EngineError or EngineDeadError if the step failed; all requests in flight have ended then.
+        Raises EngineError or EngineDeadError if the step failed; all requests in flight have then ended.
         """
         return [output for _, output in self.step_with_ids()]
 
@@ -259,7 +259,7 @@ class LLMEngine:
         return self.take(news)
 
     def take(self, news: Iterable[EngineCoreOutput]) -> list[tuple[str, RequestOutput]]:
-        """What the news of a step mean for the callers, with the engine's own id of each request."""
+        """Convert the core's outputs of a step to outputs for callers, each with the engine's own id of its request."""
         processed = self._outputs.process(news)
         self._note_load()
         self._abort_in_core(processed.engine_ids_to_abort)
@@ -279,7 +279,7 @@ class LLMEngine:
 
     @property
     def grammar_compiler(self) -> "GrammarCompiler":
-        """What turns the forms of outputs into grammars; made when it is first asked for. Raises InvalidRequestError."""
+        """The compiler of structured outputs to grammars, made on first use. Raises InvalidRequestError."""
         with self._grammar_lock:
             if self._grammar_compiler is None:
                 from jaxllm.structured.compiler import GrammarCompiler
@@ -321,25 +321,26 @@ class LLMEngine:
             self.metrics.programs_compiled_after_warmup = self.core.num_compiled_after_warmup
 
     def finish_compiling(self) -> None:
-        """Wait until no program is compiled behind the engine's back any more, e.g. before measuring something."""
+        """Wait until background compilation is done, e.g. before a measurement."""
         self.core.finish_compiling()
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forget all cached prompt beginnings. False if blocks are in use."""
+        """Discard all cached prefixes. Returns False if blocks are in use."""
         return self.core.reset_prefix_cache(reset_running_requests)
 
     def sleep(self, level: int = 1, mode: SleepMode = "abort") -> Any:
-        """Give the device's memory back: the KV cache, and the weights to the host (level 1) or altogether (level 2).
+        """Release device memory: discard the KV cache, and move the weights to the host (level 1) or discard them (level 2).
 
-        Unfinished requests are aborted, which the next `step` reports, or keep the engine from sleeping ("refuse": EngineError).
-        New ones are refused with EngineSleepingError. Raises InvalidRequestError for another level.
+        Aborts unfinished requests, which the next `step` reports, or raises EngineError if there are any ("refuse"). New
+        requests are rejected with EngineSleepingError. Raises InvalidRequestError for another level.
         """
         return self.core.sleep(level, mode)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> Any:
-        """Serve again, once weights and kv_cache (the `tags`; None: both) have their memory.
+        """Restore the memory of `tags` ("weights", "kv_cache"; None: both) and serve again once both are restored.
 
-        Raises InvalidRequestError for another tag. Raises OutOfMemoryError or ModelLoadError, and sleeps on, if that cannot be.
+        Raises InvalidRequestError for another tag. Raises OutOfMemoryError or ModelLoadError if that fails; the engine then
+        stays asleep.
         """
         return self.core.wake_up(tags)
 
@@ -348,7 +349,7 @@ class LLMEngine:
         return self.core.is_sleeping()
 
     def start_profile(self) -> Any:
-        """Begin a trace by JAX's profiler. Raises ConfigError without `profiler_dir`, EngineError during a trace."""
+        """Start a trace with JAX's profiler. Raises ConfigError without `profiler_dir`, EngineError during a trace."""
         return self.core.start_profile()
 
     def stop_profile(self) -> Any:
@@ -356,7 +357,7 @@ class LLMEngine:
         return self.core.stop_profile()
 
     def check_integrity(self) -> Any:
-        """Raise AssertionError if a request left something behind. For an engine without requests."""
+        """Raise AssertionError if a request leaked resources. Call without unfinished requests."""
         assert not len(self._outputs), f"{len(self._outputs)} requests are awaited"
         return self.core.check_integrity()
 
@@ -369,7 +370,7 @@ class LLMEngine:
 
 
 def check_model(config: EngineConfig) -> None:
-    """Raise what is wrong with a model's config.json before JAX is imported."""
+    """Raise the errors of a model's config.json before JAX is imported."""
     options = config.model
     directory = text_files(options.model, revision=options.revision, download_dir=options.download_dir)
     model_config = load_model_config(

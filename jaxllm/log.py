@@ -38,7 +38,7 @@ def set_up(level: str | None = None, formatter: logging.Formatter | None = None,
 
 
 def set_up_if_asked() -> None:
-    """`set_up`, if $JAXLLM_LOG_LEVEL is set and nobody did it before: a script gets the log that it asked for."""
+    """Call `set_up` if $JAXLLM_LOG_LEVEL is set and it was not called before, so that scripts get a log on request."""
     if os.environ.get(env.LOG_LEVEL) and not logger.handlers:
         set_up()
 

@@ -1,4 +1,4 @@
-"""Where a request's outputs wait for the caller that streams them: what a slow caller has not fetched is put together."""
+"""Holds a request's outputs for the caller that streams them, and merges those that a slow caller has not fetched."""
 
 import asyncio
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What the engine core reports (`EngineCoreOutput`) and what a caller receives (`RequestOutput`)."""
+"""The output of the engine core (`EngineCoreOutput`) and the output that a caller receives (`RequestOutput`)."""
 
 from dataclasses import dataclass, field
 
@@ -10,7 +10,7 @@ from jaxllm.scheduler_output import TokenLogprobs
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False):
-    """News of one request after a step. A Struct, because one is made, sent and read per request and step. Fields: only append."""
+    """New output of a request after a step. A Struct, because one is made and sent per request and step. Append fields only."""
 
     request_id: str
     new_token_ids: list[int]
@@ -28,7 +28,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False):
     prefill_seconds: float | None = None
     """With the first token: the time since that step was planned."""
     pooled: np.ndarray | None = None
-    """Of a pooling request, with its end: float32, [width] for embed, [prompt tokens, width] for token_embed."""
+    """Set when a pooling request ends: float32, [width] for embed, [prompt tokens, width] for token_embed."""
 
 
 @dataclass
@@ -91,7 +91,7 @@ class RequestOutput:
 
 @dataclass
 class PoolingOutput:
-    """What came of the hidden states of a prompt."""
+    """The pooled hidden states of a prompt."""
 
     data: np.ndarray
     """float32: [width], or one row per prompt token for token_embed. Empty if the request was aborted or failed."""
@@ -104,7 +104,7 @@ class PoolingRequestOutput:
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    """As they were computed: after truncation."""
+    """The token ids that were computed, after truncation."""
     outputs: PoolingOutput
     finish_reason: str = "stop"
     """stop; abort; or error, with what went wrong in `error`."""
@@ -129,7 +129,7 @@ class EmbeddingOutput:
 
 @dataclass
 class ScoringOutput:
-    """How alike two texts are: the cosine of their vectors, -1 to 1."""
+    """The similarity of two texts: the cosine of their vectors, -1 to 1."""
 
     score: float
 
@@ -151,7 +151,7 @@ class ScoringRequestOutput:
 
     request_id: str
     prompt_token_ids: list[int]
-    """Of the first text, then of the second."""
+    """Token ids of the first text, then of the second."""
     outputs: ScoringOutput
     num_cached_tokens: int = 0
     finished: bool = True

@@ -1,4 +1,4 @@
-"""How a checkpoint wants its hidden states pooled: read from sentence-transformers' files, or the usual way of a decoder."""
+"""The pooling method of a checkpoint: read from sentence-transformers' files, or the default of a decoder."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""How long work tells how far it is. Whoever shows it (the command line) passes a subclass down; nothing here is visible."""
+"""Progress reports of long work. A caller that displays them (the command line) passes a subclass; the base class is silent."""
 
 
 class Progress:

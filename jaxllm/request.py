@@ -1,4 +1,4 @@
-"""What a caller asks of the engine (`EngineCoreRequest`) and the one mutable record of it while it lives (`Request`)."""
+"""The request that a front sends to the engine core (`EngineCoreRequest`) and its mutable state inside it (`Request`)."""
 
 import enum
 import sys
@@ -22,7 +22,7 @@ class FinishReason(enum.StrEnum):
 
 
 class RequestStatus(enum.IntEnum):
-    """Where a request is. Everything after PREEMPTED is finished."""
+    """The state of a request. All members after PREEMPTED are finished states."""
 
     WAITING = 0
     WAITING_FOR_GRAMMAR = 1
@@ -53,66 +53,66 @@ _REASONS = {
 
 
 class ErrorKind(enum.StrEnum):
-    """What ended a request whose finish reason is "error"."""
+    """The kind of error that ended a request with the finish reason "error"."""
 
     INTERNAL = "internal"
-    """Something failed in the engine, in this request or in the step that computed it."""
+    """A failure in the engine, in this request or in the step that computed it."""
     OUT_OF_MEMORY = "out_of_memory"
-    """The device had no memory for it, in steps of any size."""
+    """The device had too little memory for the request, in steps of any size."""
     QUEUE_TIMEOUT = "queue_timeout"
     """It waited longer than its `queue_timeout_seconds`."""
     TIMEOUT = "timeout"
     """It was not done after its `timeout_seconds`."""
     CONSTRAINT = "constraint"
-    """What it asks of its tokens leaves none to go on with."""
+    """The request's constraints leave no token to continue with."""
     NOT_FINITE = "not_finite"
     """The model computed NaN or infinity for it."""
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """A grammar that the front has had compiled, and that is known to be harmless."""
+    """A grammar that has been compiled on trial, within the limits of time and memory."""
 
     text: str
-    """As llguidance compiles it."""
+    """The grammar in the form that llguidance compiles."""
     num_bytes: int = 0
-    """Memory that it takes compiled."""
+    """Memory of the compiled grammar, in bytes."""
     start_after_token_ids: tuple[int, ...] | None = None
-    """It holds for what follows this run of output tokens."""
+    """If set, the grammar applies only after this run of output tokens."""
 
 
 class OutputMatcher(Protocol):
-    """Follows an output through its grammar."""
+    """Tracks the state of an output in its grammar."""
 
     is_done: bool
-    """Whether the output is complete, and no EOS will say so."""
+    """Whether the output is complete without an EOS token."""
 
     def advance(self, token_id: int) -> None:
-        """Take in the next token. Raises GrammarError if the output cannot go on with it."""
+        """Advance by one token. Raises GrammarError if the grammar does not allow it."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineCoreRequest:
-    """One sequence to generate or to pool, validated, in token ids. What crosses from the front to the engine core."""
+    """One validated sequence to generate or to pool, in token ids. The front sends it to the engine core."""
 
     request_id: str
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
-    """n is 1 here (the front fans out), max_tokens is concrete, the seed is set. Of no meaning with pooling_params."""
+    """Here n is 1 (the front makes a request per answer), and max_tokens and the seed are set. Unused with pooling_params."""
     pooling_params: PoolingParams | None = None
-    """Set: nothing is generated; the request ends when its prompt is computed. Everything in it is concrete."""
+    """If set, nothing is generated and the request ends when its prompt is computed. All fields in it are set."""
     eos_token_ids: tuple[int, ...] = ()
     """Ids that end the request unless sampling_params.ignore_eos; the first is the tokenizer's EOS."""
     arrival_time: float = field(default_factory=time.time)
     priority: int = 0
     cache_salt: str | None = None
     queue_timeout_seconds: float | None = None
-    """Ended with an error if it has no place in the batch so long after it was added."""
+    """The request ends with an error if it is not admitted within this many seconds after it was added."""
     timeout_seconds: float | None = None
-    """Ended with an error if it is not done so long after it was added."""
+    """The request ends with an error if it is not finished within this many seconds after it was added."""
     grammar: Grammar | None = None
-    """What sampling_params.structured_outputs, which is not set here, has become."""
+    """The grammar made from sampling_params.structured_outputs, which is not set here."""
 
 
 @dataclass(eq=False)
@@ -124,7 +124,7 @@ class Request:
     sampling_params: SamplingParams = field(init=False)
     pooling_params: PoolingParams | None = field(init=False)
     eos_token_id: int | None = field(init=False)
-    """The tokenizer's EOS; None if there is none or it is to be ignored."""
+    """The tokenizer's EOS token; None if there is none or it is ignored."""
     stop_token_ids: frozenset[int] = field(init=False)
     """Every other token that ends the request."""
     detects_repetition: bool = field(init=False)
@@ -134,7 +134,7 @@ class Request:
     """Prompt and output."""
     num_prompt_tokens: int = field(init=False)
     max_num_tokens: int = field(init=False)
-    """Prompt and output together never get longer; lowered to the model's limit by the scheduler."""
+    """Limit of prompt and output together, in tokens; the scheduler lowers it to the model's limit."""
     num_computed_tokens: int = 0
     """Tokens whose keys and values are in the cache or will be after the steps in flight."""
     num_output_placeholders: int = 0
@@ -143,15 +143,15 @@ class Request:
     """Prompt tokens found in the prefix cache at the first admission; -1 before it."""
     num_preemptions: int = 0
     queued_at: float = 0.0
-    """When it came to the scheduler, on the monotonic clock."""
+    """When the scheduler received the request, on the monotonic clock."""
     scheduled_at: float = 0.0
     """When its first step was planned."""
     stop_reason: int | str | None = None
     error_kind: ErrorKind | None = None
     matcher: OutputMatcher | None = None
-    """Of a request with a grammar, once that is compiled; it knows all output tokens."""
+    """The matcher of a request with a grammar, once the grammar is compiled. It has consumed all output tokens."""
     block_hashes: list[bytes] = field(default_factory=list)
-    """One per full block of token_ids; kept up to date by `extend_hashes`."""
+    """One hash per full block of token_ids, kept up to date by `extend_hashes`."""
     extend_hashes: Callable[["Request"], None] | None = None
 
     def __post_init__(self) -> None:
@@ -163,14 +163,14 @@ class Request:
         self.eos_token_id = eos[0] if eos else None
         self.stop_token_ids = frozenset((*eos[1:], *(params.stop_token_ids or ())))
         self.detects_repetition = bool(params.repetition_detection)
-        # Prompt logprobs need the hidden state of every prompt token, so nothing of it may come from the cache.
+        # Prompt logprobs need the hidden state of every prompt token, so no prompt token may come from the cache.
         self.skip_reading_prefix_cache = bool(params.skip_reading_prefix_cache) or params.prompt_logprobs is not None
         self.token_ids = list(spec.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.max_num_tokens = sys.maxsize if params.max_tokens is None else self.num_prompt_tokens + params.max_tokens
         if pooling is not None:
             self.skip_reading_prefix_cache = bool(pooling.skip_reading_prefix_cache)
-            self.max_num_tokens = self.num_prompt_tokens + 1  # as if its vector were one token, which is never computed
+            self.max_num_tokens = self.num_prompt_tokens + 1  # counts the vector as one token, which is never computed
         if self.extend_hashes is not None:
             self.extend_hashes(self)
 
@@ -184,11 +184,11 @@ class Request:
 
     @property
     def output_token_ids(self) -> list[int]:
-        """A copy; not for the step loop."""
+        """A copy of the output tokens. Too slow for the step loop."""
         return self.token_ids[self.num_prompt_tokens :]
 
     def append_output(self, token_id: int) -> bool:
-        """Add one sampled token. Returns whether it can end the request: if not, `check_stop` need not be asked."""
+        """Append one sampled token. Returns whether it can end the request; if not, `check_stop` need not be called."""
         token_ids = self.token_ids
         token_ids.append(token_id)
         if self.extend_hashes is not None:

@@ -1,4 +1,4 @@
-"""What a caller may ask of sampling, with its validation. Knows nothing of arrays, models or tokenizers."""
+"""The sampling parameters of a request, with their validation. Independent of arrays, models and tokenizers."""
 
 import copy
 import enum

@@ -1,4 +1,4 @@
-"""What passes between scheduler and runner: a step's plan (`SchedulerOutput`) and its result (`ModelRunnerOutput`)."""
+"""The interface between scheduler and runner: a step's plan (`SchedulerOutput`) and its result (`ModelRunnerOutput`)."""
 
 from dataclasses import dataclass, field
 
@@ -8,9 +8,9 @@ from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import SamplingParams
 
 NO_TOKEN = -1
-"""In place of a token: what the request allows leaves none to draw."""
+"""In place of a token: the request's constraints allow no token."""
 NOT_FINITE = -3
-"""In place of a token: its logit is NaN or infinite, as all of the row are after an overflow in the model."""
+"""In place of a token: its logit is NaN or infinite, as in the whole row after an overflow in the model."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,13 @@ class NewRequestData:
     """Tokens at the front whose keys and values are in shared blocks already; never written again. It exceeds
     num_computed_tokens by one when the whole prompt was cached and only its last token is computed again."""
     is_masked: bool = False
-    """Whether a grammar says which tokens it may draw."""
+    """Whether a grammar restricts its tokens."""
     pooling_params: PoolingParams | None = None
 
 
 @dataclass(frozen=True)
 class CachedRequestData:
-    """Requests that have a row already: only what changed, aligned lists."""
+    """Requests that already have a row. Contains only changes, in aligned lists."""
 
     request_ids: list[str] = field(default_factory=list)
     new_block_ids: list[list[int]] = field(default_factory=list)
@@ -45,7 +45,7 @@ class CachedRequestData:
 
 @dataclass(frozen=True)
 class SchedulerOutput:
-    """One step: who computes how many tokens. Scheduled requests = scheduled_cached_reqs + scheduled_new_reqs."""
+    """One step: the number of tokens of each request. Scheduled requests = scheduled_cached_reqs + scheduled_new_reqs."""
 
     scheduled_new_reqs: list[NewRequestData]
     scheduled_cached_reqs: CachedRequestData
@@ -53,12 +53,12 @@ class SchedulerOutput:
     """Request id to number of tokens, in scheduling order (running requests first)."""
     total_num_scheduled_tokens: int
     finished_request_ids: list[str]
-    """Ended since the last step: their rows are free. Apply before admitting new ones."""
+    """Requests that ended since the last step. Free their rows before admitting new requests."""
     preempted_request_ids: list[str]
-    """Lost their blocks and rows in this step."""
+    """Requests that lost their blocks and rows in this step."""
     step_id: int = 0
     masked_request_ids: tuple[str, ...] = ()
-    """Requests that draw a token under a grammar in this step: it waits for their masks, which need their last tokens."""
+    """Requests that sample under a grammar in this step. The step waits for their masks, which need their last tokens."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class ModelRunnerOutput:
-    """What a step computed."""
+    """The results of a step."""
 
     sampled_token_ids: dict[str, list[int]]
     """New tokens by request; a request whose prefill is not done yet is absent."""

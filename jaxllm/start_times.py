@@ -1,4 +1,4 @@
-"""Where the time of an engine's start goes, part by part: for the log, and for scripts."""
+"""Measures the parts of an engine's start, for the log and for scripts."""
 
 import contextlib
 import os
@@ -37,7 +37,7 @@ class StartTimes:
 
 
 def process_age_seconds() -> float | None:
-    """How long ago this process began; None where /proc does not tell."""
+    """How long ago this process began, in seconds; None where /proc does not show it."""
     try:
         fields = Path("/proc/self/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
         uptime = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])

@@ -1,4 +1,4 @@
-"""What a caller may ask of the form of an output, with the checks that need no compiler. Knows nothing of tokens or grammars."""
+"""The structured-output parameters of a request, with the checks that need no compiler. Independent of tokens and grammars."""
 
 import json
 from collections.abc import Mapping

@@ -332,7 +332,7 @@ def translated(name: str, value: Any, how: str | None = None) -> dict[str, Any]:
 
 
 def as_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords of vLLM's constructors as engine options; those that nobody knows stay. Raises ConfigError for refused ones."""
+    """Convert keywords of vLLM's constructors to engine options; keep unknown ones. Raises ConfigError for refused ones."""
     found: dict[str, Any] = {}
     for name, value in options.items():
         if name in TABLE:

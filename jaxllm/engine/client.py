@@ -1,6 +1,6 @@
-"""A front's end of the sockets to the engine process, in an asyncio event loop; and an engine core as the front sees it.
+"""A front's end of the sockets to the engine process, in an asyncio event loop, and the engine core's interface in the front.
 
-All that one step brings arrives as one message and wakes the loop once. Knows no JAX.
+All outputs of a step arrive as one message and wake the loop once. Does not import JAX.
 """
 
 import asyncio
@@ -43,15 +43,15 @@ from jaxllm.scheduler.stats import SchedulerStats
 
 HELLO_SECONDS = 0.25
 SILENCE_SECONDS = 330.0
-"""A heartbeat comes four times a second; one that is missing for so long means that the engine process stands still."""
+"""Without a heartbeat for so long, the engine process counts as hung. Heartbeats arrive four times a second."""
 _MAX_MESSAGES_A_WAKE = 64
 
 
 class EngineClient:
-    """Speaks with the engine process whose sockets lie in `directory`. Everything happens in the event loop that made it.
+    """Connects to the engine process whose sockets are in `directory`. Everything runs in the event loop that made the client.
 
-    The end of the process `engine_pid` is the engine's end. `on_outputs`, `on_refused`, `on_failed` and `on_dead` are called with
-    what comes; after `on_dead` nothing comes any more.
+    The engine counts as dead when the process `engine_pid` ends. `on_outputs`, `on_refused`, `on_failed` and `on_dead` are
+    called with the messages that arrive; `on_dead` is the last call.
     """
 
     def __init__(self, directory: str | Path, engine_pid: int, *, index: int = 0, silence_seconds: float = SILENCE_SECONDS):
@@ -71,12 +71,12 @@ class EngineClient:
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._num_calls = 0
         self._heard: float | None = None
-        """When the latest message came."""
+        """When the latest message arrived."""
         self._process: int | None = None
         self._closed = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._path = Path(directory) / self.name
-        self._context.linger = 0  # of its sockets: whoever forgets to close this must not wait for a peer that is gone
+        self._context.linger = 0  # for its sockets: an unclosed client must not wait for a dead peer
         self._inbox = self._context.socket(zmq.PULL)
         self._inbox.rcvhwm = MAX_QUEUED_MESSAGES
         self._inbox.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_BYTES)
@@ -101,14 +101,14 @@ class EngineClient:
         self._send(Abort(self.name, request_ids))
 
     def call(self, call: Any) -> "asyncio.Future[Any]":
-        """The result of one of the calls of `messages`."""
+        """Send one of the calls of `messages` and return its result."""
         self._num_calls += 1
         self._send(Call(self.name, self._num_calls, call))
         future = self._replies[self._num_calls] = self._loop.create_future()
         return future
 
     def close(self) -> None:
-        """May be called again, and where the loop is closed already."""
+        """Close the sockets. May be called again, and after the loop is closed."""
         if self._closed:
             return
         self._closed = True
@@ -132,13 +132,13 @@ class EngineClient:
             raise EngineError("the engine process does not fetch its messages") from None
 
     def _tick(self) -> None:
-        """Greet until somebody answers; then see that the heartbeat comes."""
+        """Send Hello until the engine answers; then check the heartbeat."""
         if self._heard is None:
             with contextlib.suppress(EngineError):
                 self._send(Hello(self.name, os.getpid()))
             self._timer = self._loop.call_later(HELLO_SECONDS, self._tick)
             return
-        self._fetch()  # a loop that was busy itself has not heard what came meanwhile
+        self._fetch()  # messages may have arrived while this loop was busy
         silence = time.monotonic() - self._heard
         if silence > self._silence_seconds:
             self._die(EngineDeadError(f"the engine process has given no sign of life for {silence:.0f} s"))
@@ -161,9 +161,9 @@ class EngineClient:
                 continue
             try:
                 self._take(message)
-            except Exception:  # the socket tells of what is new only: the messages behind this one must not wait for it
+            except Exception:  # the socket signals new messages only, so go on with those already queued
                 logger.exception("a message of the engine process could not be taken")
-        self._loop.call_soon(self._fetch)  # the socket tells of what is new only, so the rest has to be fetched unasked
+        self._loop.call_soon(self._fetch)  # the socket signals new messages only, so fetch the rest without a signal
 
     def _take(self, message: EngineMessage) -> None:
         if isinstance(message, Outputs):
@@ -194,7 +194,7 @@ class EngineClient:
             self._die(EngineDeadError(message.message))
 
     def _watch_process(self, pid: int) -> None:
-        """Hear of the end of the engine's process from the kernel."""
+        """Have the kernel report the end of the engine process."""
         if self._closed or not hasattr(os, "pidfd_open"):
             return
         try:
@@ -202,14 +202,14 @@ class EngineClient:
         except ProcessLookupError:
             self._process_ended()
             return
-        except OSError:  # a kernel without it: the missing heartbeat tells, later
+        except OSError:  # not supported by this kernel: the missing heartbeat shows it later
             return
         self._loop.add_reader(self._process, self._process_ended)
 
     def _process_ended(self) -> None:
         if self._process is not None:
             self._loop.remove_reader(self._process)
-        self._fetch()  # its last words
+        self._fetch()  # its last messages
         self._die(EngineDeadError("the engine process has ended; its log may say why"))
 
     def _die(self, error: EngineDeadError) -> None:
@@ -218,7 +218,7 @@ class EngineClient:
         self.dead_error = error
         if not self._ready.done():
             self._ready.set_exception(error)
-            self._ready.exception()  # whether or not somebody waits for it
+            self._ready.exception()  # marks the error as retrieved if no caller awaits it
         replies, self._replies = self._replies, {}
         for future in replies.values():
             if not future.done():
@@ -227,7 +227,7 @@ class EngineClient:
 
 
 class RemoteCore:
-    """The core in the engine process, as far as LLMEngine in a front needs it. It steps by itself: outputs come by `client.on_outputs`."""
+    """The core in the engine process, as a front's LLMEngine uses it. It steps by itself; outputs go to `client.on_outputs`."""
 
     def __init__(self, client: EngineClient, ready: Ready):
         self.config: EngineConfig = ready.config

@@ -14,7 +14,7 @@ from jaxllm.start_times import StartTimes
 
 @dataclass(frozen=True)
 class Compiled:
-    """What was written."""
+    """The result of compiling an artifact."""
 
     num_programs: int
     num_bytes: int
@@ -22,7 +22,7 @@ class Compiled:
 
 
 def compile_artifact(config: EngineConfig, model_dir: Path, output: Path, progress: Progress) -> Compiled:
-    """Write the programs of an engine to `output`, a new directory. Of the model, config.json is all that is read.
+    """Write the programs of an engine to `output`, a new directory. Reads only config.json of the model.
 
     Raises ConfigError, ModelLoadError or OutOfMemoryError.
     """
@@ -30,7 +30,7 @@ def compile_artifact(config: EngineConfig, model_dir: Path, output: Path, progre
     if config.model.logits_processors:
         logger.info("programs with logits processors are no part of an artifact: the engine compiles them at its start")
     prepared = Prepared.of(config.replace(compiled_artifact=None), model_dir, (), times)
-    prepared.fingerprint()  # what cannot have one is refused before it is compiled
+    prepared.fingerprint()  # raises before compiling if there can be none
     artifact = new_artifact(output, list(prepared.mesh.devices.flat))
     try:
         prepared.runner.start_programs(rare_later=False)
@@ -39,10 +39,10 @@ def compile_artifact(config: EngineConfig, model_dir: Path, output: Path, progre
         programs, cached = prepared.runner.programs, prepared.runner.store
         keys = [*prepared.runner.shapes.all_keys(), ProgramKey("new_caches")]
         for key in keys:
-            # What was itself read from a cache cannot be serialized again on every backend.
+            # Some backends cannot serialize a program that was itself read from a cache.
             if cached is None or not artifact.copy(cached, key):
                 artifact.save(key, programs.get(key))
-            artifact.load(key)  # what cannot be read must not be shipped
+            artifact.load(key)  # verify that it can be read before shipping it
         write_manifest(output, prepared.fingerprint())
     finally:
         prepared.runner.delete_arrays()

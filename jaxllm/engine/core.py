@@ -42,8 +42,8 @@ docs/MEASUREMENTS.md): with two in flight a step of 1.5 ms is over before the ne
 class EngineCore:
     """An engine on the devices of this process.
 
-    After construction `config` has no "auto" left, `model_config` describes the model, `max_model_len` the longest request
-    and `processor_arguments` the logits processors that requests may name, and `kernels` what each op runs on.
+    After construction `config` has no "auto" left. `model_config` describes the model, `max_model_len` is the longest request
+    in tokens, `processor_arguments` lists the logits processors that requests may name, `kernels` reports each op's kernel.
     Raises ConfigError, ModelLoadError, KernelCheckError or OutOfMemoryError.
     """
 
@@ -57,7 +57,7 @@ class EngineCore:
         fault_points.install_from_environment("core")
         progress = progress or Progress()
         self.start_times = times or StartTimes()
-        """Where the time until the engine was ready went."""
+        """Durations of the phases of the start."""
         loaded = load_processors((*(config.model.logits_processors or ()), *processors))
         self.processor_arguments: Mapping[str, int] = check_processors(loaded)
         started = time.perf_counter()
@@ -73,7 +73,7 @@ class EngineCore:
             if eager:
                 prepared.runner.start_programs(rare_later=warmup == "background")
             if model.load_format != "dummy":
-                # Now that they are known to fit, and while programs are compiled.
+                # Download the weights only after the memory plan shows that they fit, and while programs are compiled.
                 self.model_dir = resolve_model(model.model, model.revision, model.download_dir)
             with _explained_out_of_memory():
                 weights = self._load_weights(prepared, progress)
@@ -84,11 +84,11 @@ class EngineCore:
                 self.runner = prepared.runner
                 self.runner.set_weights(weights)
                 self.runner.allocate_caches()
-                jax.block_until_ready(self.runner.caches)  # what keeps a device from allocating its part comes out here
+                jax.block_until_ready(self.runner.caches)  # raises if a device cannot allocate its part
                 if eager:
                     self.runner.warm_up()
         except BaseException:
-            # The error keeps this call's variables alive, and whoever catches it may start a smaller engine in the same pool.
+            # The error keeps this call's variables alive, but its handler may start a smaller engine in the same memory pool.
             prepared.runner.delete_arrays()
             delete(weights)
             raise
@@ -119,7 +119,7 @@ class EngineCore:
         if warmup == "idle":
             self.runner.start_programs_when_idle()
         self._news: list[EngineCoreOutput] = []
-        """Of requests that ended between two steps."""
+        """Outputs of requests that ended between two steps."""
         self._dead: BaseException | None = None
 
     def _load_weights(self, prepared: Prepared, progress: Progress) -> nnx.State:
@@ -139,9 +139,9 @@ class EngineCore:
         return weights
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Queue a request; while the engine is paused it waits outside the queue.
+        """Queue a request. While the engine is paused, it waits outside the queue.
 
-        Raises InvalidRequestError if it could never run, OverloadedError if too much waits already, EngineSleepingError.
+        Raises InvalidRequestError if it can never run, OverloadedError if the queue is full, EngineSleepingError during sleep.
         """
         self._check_alive()
         if self._sleep.level:
@@ -168,13 +168,13 @@ class EngineCore:
         self.loop.note_work()
 
     def has_unfinished_requests(self) -> bool:
-        """Whether a step has something to do, be it only news to tell."""
+        """Whether a step has work to do or outputs to return."""
         return bool(self._news) or (self._pause.mode != "keep" and self.loop.has_work)
 
     def step(self) -> list[EngineCoreOutput]:
-        """Run until the next step's results are there. A step that failed has news too: the requests that end with it.
+        """Run until the next step's results arrive. A failed step returns outputs too, for the requests that it ends.
 
-        Raises EngineDeadError if the engine cannot go on; all requests end with it.
+        Raises EngineDeadError if the engine cannot continue; all requests end then.
         """
         self._check_alive()
         news = self.scheduler.fail_expired() + self.grammars.settle(self.scheduler)
@@ -199,14 +199,14 @@ class EngineCore:
             raise dead from error
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forget all cached prefixes. False if blocks are in use."""
+        """Discard all cached prefixes. Returns False if blocks are in use."""
         return self.scheduler.reset_prefix_cache(reset_running_requests)
 
     def sleep(self, level: int = 1, mode: Literal["abort", "refuse"] = "abort") -> None:
-        """Give the device's memory back: the KV cache, and the weights to the host (level 1) or altogether (level 2).
+        """Release device memory: discard the KV cache, and move the weights to the host (level 1) or discard them (level 2).
 
-        Requests that are not finished are aborted, which the next `step` reports, or keep the engine from sleeping ("refuse":
-        EngineError). Does nothing if the engine sleeps as deep already. Raises InvalidRequestError for another level.
+        Aborts unfinished requests, which the next `step` reports, or raises EngineError if there are any ("refuse"). Does
+        nothing if the engine already sleeps at this level or a deeper one. Raises InvalidRequestError for another level.
         """
         self._check_alive()
         check_level(level)
@@ -225,9 +225,10 @@ class EngineCore:
         self._sleep.fall_asleep(level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Serve again, once weights and kv_cache (the `tags`; None: both) have their memory.
+        """Restore the memory of `tags` ("weights", "kv_cache"; None: both) and serve again once both are restored.
 
-        Raises InvalidRequestError for another tag. Raises OutOfMemoryError or ModelLoadError, and sleeps on, if that cannot be.
+        Raises InvalidRequestError for another tag. Raises OutOfMemoryError or ModelLoadError if that fails; the engine then
+        stays asleep.
         """
         self._check_alive()
         self._sleep.wake_up(tags)
@@ -241,8 +242,8 @@ class EngineCore:
         return self._sleep.level
 
     def pause(self, mode: PauseMode = "abort") -> None:
-        """Hold new requests back until `resume`; those that are not finished are aborted, go on to their ends ("wait"; see
-        `is_draining`) or stand still ("keep"). Raises InvalidRequestError for another mode.
+        """Hold back new requests until `resume`. Unfinished requests are aborted ("abort"), run to completion ("wait"; see
+        `is_draining`) or are suspended ("keep"). Raises InvalidRequestError for another mode.
         """
         self._check_alive()
         self._pause.begin(mode)
@@ -251,7 +252,7 @@ class EngineCore:
             self.loop.note_work()
 
     def resume(self) -> None:
-        """Compute again, and queue what came meanwhile."""
+        """Continue computing, and queue the requests that arrived during the pause."""
         self._check_alive()
         for request in self._pause.end():
             try:
@@ -265,11 +266,11 @@ class EngineCore:
         return self._pause.mode is not None
 
     def is_draining(self) -> bool:
-        """Whether the engine is paused and requests of before go on."""
+        """Whether the engine is paused while earlier requests run to completion."""
         return self._pause.mode in ("abort", "wait") and self.loop.has_work
 
     def start_profile(self) -> None:
-        """Begin a trace by JAX's profiler. Raises ConfigError without `profiler_dir`, EngineError during a trace."""
+        """Start a trace with JAX's profiler. Raises ConfigError without `profiler_dir`, EngineError during a trace."""
         self._profiler.start()
 
     def stop_profile(self) -> None:
@@ -277,14 +278,14 @@ class EngineCore:
         self._profiler.stop()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if anything disagrees, or if a request left something behind. For an engine without requests."""
+        """Raise AssertionError if the state is inconsistent or a request leaked resources. Call without unfinished requests."""
         self._check_alive()
         self.scheduler.check_integrity()
         pool = self.scheduler.cache_manager.pool
         assert not self.scheduler.requests, f"{len(self.scheduler.requests)} requests are not finished"
         assert not self._news, f"{len(self._news)} news were not told"
         assert not self._pause.held, f"{len(self._pause.held)} requests wait until the engine resumes"
-        while self.loop.has_work:  # steps that were on their way when the last request ended
+        while self.loop.has_work:  # steps that were in flight when the last request ended
             assert not self.loop.step(), "a step has news of a request that is gone"
         assert pool.num_free_blocks == pool.num_usable_blocks, "blocks are held by nobody"
         self.runner.check_idle(self.scheduler.finished_ids)
@@ -304,16 +305,16 @@ class EngineCore:
 
     @property
     def awaited_programs(self) -> tuple[int, int]:
-        """How many of the programs that a step waits for now are ready, and how many there are in all. May be read by any thread."""
+        """Programs that a step waits for now: how many are ready, and the total. Safe to read from any thread."""
         return self.runner.programs.awaited
 
     def finish_compiling(self) -> None:
-        """Wait for the programs that are compiled behind the engine's back, if any are."""
+        """Wait until the programs that compile in the background are ready."""
         if self.config.compile.warmup in ("background", "idle"):
             self.runner.wait_for_programs(SILENT, rare=True)
 
     def shutdown(self) -> None:
-        """Drop all requests, wait for the device and give its memory back. The engine cannot be used afterwards."""
+        """Drop all requests, wait for the device and release its memory. The engine cannot be used afterwards."""
         if self._dead is None:
             self._die(EngineDeadError("the engine was shut down"))
         if self._profiler.is_running:
@@ -322,7 +323,7 @@ class EngineCore:
         self.runner.delete_arrays()
 
     def _vocabulary(self, eos_token_ids: tuple[int, ...]) -> "Vocabulary":
-        # With the first grammar only: llguidance and tokenizers take a tenth of a second to import.
+        # Imported with the first grammar only: llguidance and tokenizers take a tenth of a second to import.
         from jaxllm.structured.token_table import Vocabulary
         from jaxllm.text.tokenizer import load_tokenizer
 
@@ -357,7 +358,7 @@ def _bytes_to(progress: Progress) -> Callable[[int, int], None]:
 
 
 class _explained_out_of_memory:
-    """Turns the device's out-of-memory errors into ours."""
+    """Converts the device's out-of-memory errors to OutOfMemoryError."""
 
     def __enter__(self) -> None:
         return None

@@ -1,4 +1,4 @@
-"""What a failed step means: compute it again in smaller steps, end its requests, or end the engine (docs/FAULTS.md)."""
+"""Decides how to handle a failed step: recompute it in smaller steps, end its requests, or end the engine (docs/FAULTS.md)."""
 
 import enum
 import time
@@ -13,19 +13,19 @@ from jaxllm.request import ErrorKind
 from jaxllm.scheduler.scheduler import PlanError, UpdateError
 
 MAX_RETRIES = 2
-"""Times that a request is computed again after the device ran out of memory, before it got another token."""
+"""Number of times that a request is recomputed after the device ran out of memory, until it gets another token."""
 
 MAX_FAILED_STEPS, WINDOW_SECONDS = 3, 60.0
-"""So many steps may fail in so much time; with one more the engine ends."""
+"""Number of steps that may fail within this many seconds. One more failure ends the engine."""
 
 MAX_DIVISOR = 64
 """Steps are never limited to less than this fraction of the options' sizes."""
 
 CALM_STEPS = 64
-"""After so many good steps in a row, the next may be twice as large."""
+"""After this many successful steps in a row, the size limit of steps doubles."""
 
 _OUT_OF_POOL = "RESOURCE_EXHAUSTED"
-"""What XLA says when its pool has no memory left."""
+"""Part of XLA's error text when its pool has no memory left."""
 _OUT_OF_DEVICE = (
     "CUDA_ERROR_OUT_OF_MEMORY",
     "cudaErrorMemoryAllocation",
@@ -33,10 +33,10 @@ _OUT_OF_DEVICE = (
     "CUDNN_STATUS_ALLOC_FAILED",
     "Failed to allocate collective memory",
 )
-"""What libraries say that allocate beside the pool: CUDA itself, for code and graphs, and those of NVIDIA."""
+"""Parts of the errors of libraries that allocate outside the pool: CUDA itself (code and graphs) and NVIDIA's libraries."""
 _COLLECTIVES = ("NCCL", "nccl")
 _OUT_OF_COLLECTIVES = ("out of memory", "Failed to CUDA", "calloc", "alloc failed", "failed to allocate")
-"""What NCCL says beside its name when it found no memory for a communicator, which then is lost."""
+"""Parts of NCCL's error texts, beside its name, when it found no memory for a communicator, which is then lost."""
 _DEVICE_IS_LOST = (
     "CUDA_ERROR",
     "cudaError",
@@ -58,7 +58,7 @@ class Failure(enum.Enum):
 
 
 def kind_of(error: BaseException) -> Failure:
-    """What an error in a step means, by its text and those of its causes."""
+    """Classify an error in a step by its text and the texts of its causes."""
     texts = _texts(error)
     if isinstance(error, OutOfMemoryError) or _has(texts, _OUT_OF_POOL):
         return Failure.OUT_OF_MEMORY
@@ -70,14 +70,14 @@ def kind_of(error: BaseException) -> Failure:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device had too little memory, be it for a step or for what collectives need before the first one."""
+    """Whether a device had too little memory, for a step or for the setup of collectives before the first step."""
     texts = _texts(error)
     for_collectives = any(_has([text], *_COLLECTIVES) and _has([text], *_OUT_OF_COLLECTIVES) for text in texts)
     return isinstance(error, OutOfMemoryError) or for_collectives or _has(texts, _OUT_OF_POOL, *_OUT_OF_DEVICE)
 
 
 def _texts(error: BaseException) -> list[str]:
-    """Of an error and its causes."""
+    """The texts of an error and its causes."""
     texts: list[str] = []
     cause: BaseException | None = error
     while cause is not None and len(texts) < 8:
@@ -91,17 +91,17 @@ def _has(texts: list[str], *parts: str) -> bool:
 
 
 class FailurePolicy:
-    """Decides after each failed step, and remembers what it must for that."""
+    """Handles each failed step, and keeps the counts that this requires."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
         self._failure_times: deque[float] = deque(maxlen=MAX_FAILED_STEPS)
         self._retries: dict[str, tuple[int, int]] = {}
-        """By request: how many tokens it had when memory last ran out in its step, and how often since it got one."""
+        """By request: its number of tokens when memory last ran out in its step, and the number of such failures since."""
         self._divisor = 1
         self._num_calm_steps = 0
         self.num_retried_steps = self.num_lost_steps = 0
-        """Failed steps whose requests were computed again, but for single ones, and those that ended all their requests."""
+        """Failed steps whose requests (except single ones) were recomputed, and failed steps that ended all their requests."""
 
     @property
     def limits_steps(self) -> bool:
@@ -109,9 +109,9 @@ class FailurePolicy:
         return self._divisor > 1
 
     def recover(self, loop: StepLoop, error: Exception) -> list[EngineCoreOutput]:
-        """Make the loop ready to go on after its step raised an error. Returns the news of the requests that end with it.
+        """Prepare the loop to continue after its step raised an error. Returns the outputs of the requests that end.
 
-        Raises EngineDeadError if it cannot go on.
+        Raises EngineDeadError if it cannot continue.
         """
         step_ids = [] if loop.working_on is None else list(loop.working_on.num_scheduled_tokens)
         told = loop.take_news()
@@ -152,7 +152,7 @@ class FailurePolicy:
         return told + loop.scheduler.fail_requests(ended, why, message)
 
     def note_success(self, loop: StepLoop) -> None:
-        """A step went well while steps are limited: let them grow again after a while."""
+        """Record a successful step while steps are limited; after CALM_STEPS of them, raise the limit."""
         self._num_calm_steps += 1
         if self._num_calm_steps >= CALM_STEPS:
             self._num_calm_steps = 0
@@ -160,8 +160,8 @@ class FailurePolicy:
             loop.scheduler.limit_steps(self._divisor)
 
     def _retry(self, loop: StepLoop, step_ids: list[str]) -> list[str]:
-        """Make steps smaller. Returns the requests to give up: the youngest of those that were retried too often, more of
-        them each time."""
+        """Make steps smaller. Returns the requests to end: the youngest of those that were retried too often, more of them
+        each time."""
         self._divisor = min(2 * self._divisor, MAX_DIVISOR)
         requests = loop.scheduler.requests
         retries = {request_id: known for request_id, known in self._retries.items() if request_id in requests}
@@ -183,7 +183,7 @@ class FailurePolicy:
         return [request_id for request_id in requests if request_id in ids][-num_ended:]  # kept in the order of arrival
 
     def _count_failure(self, error: Exception) -> None:
-        """Raises EngineDeadError if steps fail too often."""
+        """Count a failed step. Raises EngineDeadError if steps fail too often."""
         now = self._clock()
         times = self._failure_times
         if len(times) == MAX_FAILED_STEPS and now - times[0] < WINDOW_SECONDS:
@@ -194,7 +194,7 @@ class FailurePolicy:
 
 
 def explain(error: BaseException) -> str:
-    """A failed step, or a failed start, for the log and for who runs the engine."""
+    """Describe a failed step or a failed start, for the log and the operator."""
     if not is_out_of_memory(error):
         return f"a step failed: {type(error).__name__}: {error}"
     first_line = (str(error).splitlines() or [type(error).__name__])[0]
@@ -210,5 +210,5 @@ def explain(error: BaseException) -> str:
 
 
 def _message(error: BaseException) -> str:
-    """For clients: says nothing of the inside, the log has it."""
+    """The message for clients, without internal details; those are in the log."""
     return f"the engine failed while it computed the request ({type(error).__name__}); it goes on, so try again"

@@ -1,6 +1,6 @@
-"""Lets tests and rehearsals inject failures at named places of a running engine: JAXLLM_FAULT=step:50:oom (docs/FAULTS.md).
+"""Injects failures at named places of a running engine, for tests and rehearsals: JAXLLM_FAULT=step:50:oom (docs/FAULTS.md).
 
-Nothing is wrapped, and nothing costs anything, unless faults are asked for.
+Without faults nothing is wrapped, so there is no cost.
 """
 
 import fnmatch
@@ -30,7 +30,7 @@ class Place:
     function: str
     """Qualified: a class's method, or a function of the module."""
     request_id: Callable[..., str | None] = lambda *args, **kwargs: None
-    """Which request a call with these arguments is about, if about one."""
+    """Returns the id of the request that a call with these arguments concerns, if any."""
 
 
 PLACES = {
@@ -83,11 +83,11 @@ class Fault:
     request_pattern: str
     kind: str
     seconds: float | None
-    """How long a "hang" takes; None: for ever."""
+    """Duration of a "hang", in seconds; None: unlimited."""
 
     @classmethod
     def parse(cls, text: str) -> "Fault":
-        """Raises ConfigError that says what is wrong."""
+        """Parse a fault. Raises ConfigError with the reason."""
         parts = text.strip().split(":")
         if len(parts) != 3:
             raise ConfigError(f"{env.FAULT} has {text!r}, must be place:when:kind, e.g. step:50:oom")
@@ -113,13 +113,13 @@ class Fault:
         return cls(place, first, last, pattern, kind, duration)
 
     def applies(self, number: int, request_id: str | None) -> bool:
-        """Whether a call fails."""
+        """Whether a call with this number, about this request, fails."""
         if self.first is not None:
             return self.first <= number <= self.last
         return request_id is not None and fnmatch.fnmatchcase(request_id, self.request_pattern)
 
     def happen(self) -> None:
-        """Fail now, in the way of its kind."""
+        """Fail in the way of this fault's kind."""
         logger.warning("injected fault: %s at %s", self.kind, self.place)
         if self.kind == "hang":
             threading.Event().wait(self.seconds)
@@ -142,7 +142,7 @@ def install_from_environment(side: Side) -> None:
 
 
 def install(side: Side, faults: Sequence[Fault]) -> Callable[[], None]:
-    """Wrap the places of one side that have faults. Returns what undoes it."""
+    """Wrap the places of one side that have faults. Returns a function that undoes it."""
     undo: list[Callable[[], None]] = []
     for name in dict.fromkeys(fault.place for fault in faults if PLACES[fault.place].side == side):
         undo.append(_wrap(PLACES[name], [fault for fault in faults if fault.place == name]))
@@ -156,7 +156,7 @@ def install(side: Side, faults: Sequence[Fault]) -> Callable[[], None]:
 
 @contextmanager
 def injected(text: str) -> Iterator[None]:
-    """Have these faults, of both sides, for a while."""
+    """Install these faults, on both sides, within the context."""
     faults = faults_of(text)
     undo = [install(side, faults) for side in ("core", "front")]  # type: ignore[arg-type]
     try:

@@ -1,4 +1,4 @@
-"""What an engine's compiled programs depend on: two engines that agree in all of it can share them."""
+"""Lists everything that an engine's compiled programs depend on. Engines with equal fingerprints can share programs."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ OPTIONS = (
     "decode_buckets",
     "token_buckets",
 )
-"""Those that shapes or programs depend on."""
+"""The options that shapes or programs depend on."""
 _JAX_SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable")
 _PACKAGES = ("jax", "jaxlib", "flax")
 _PLUGIN = "jax-cuda"
@@ -42,7 +42,7 @@ _WITHOUT_PROGRAMS = ("cli", "metrics", "scheduler", "text")
 def fingerprint(
     config: EngineConfig, model_config: ModelConfig, model: CausalLM, mesh: Mesh, plan: MemoryPlan, kernels: Kernels
 ) -> dict[str, Any]:
-    """Everything, by name, as JSON values. Custom logits processors are left out: programs that contain them are never stored.
+    """The fingerprint by name, as JSON values. Omits custom logits processors: programs that contain them are never stored.
 
     Raises ConfigError for a model whose source is unknown.
     """
@@ -62,7 +62,7 @@ def fingerprint(
 
 
 def surroundings(device: jax.Device) -> dict[str, Any]:
-    """What any compiled program depends on: the device, versions and settings, by name, as JSON values."""
+    """The environment that every compiled program depends on: device, versions and settings, by name, as JSON values."""
     return {
         **{f"{name} version": importlib.metadata.version(name) for name in _PACKAGES},
         **({f"{name} version": version for name, version in _plugins()} if device.platform != "cpu" else {}),
@@ -77,7 +77,7 @@ def surroundings(device: jax.Device) -> dict[str, Any]:
 
 @functools.cache
 def _source_digest() -> str:
-    """A digest of the project's Python files, but those of rooms that no program can see: any change may change a program."""
+    """A digest of the project's Python files, except folders that no program depends on: any change may change a program."""
     digest = hashlib.sha256()
     for package in (jaxllm, pallas_kernels):
         root = Path(str(package.__file__)).parent
@@ -97,7 +97,7 @@ def _plugins() -> list[tuple[str, str]]:
 
 
 def _processor() -> str:
-    """The kind of CPU: machine code for one may use instructions that another lacks."""
+    """The CPU model: machine code for one may use instructions that another lacks."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

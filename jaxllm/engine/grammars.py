@@ -1,4 +1,4 @@
-"""Compiles the grammars of requests beside the step loop. Knows no JAX."""
+"""Compiles the grammars of requests in a thread beside the step loop. Does not import JAX."""
 
 import threading
 import time
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from jaxllm.structured.token_table import Vocabulary
 
 MAX_CACHE_BYTES = 256 << 20
-"""Of compiled grammars that are kept."""
+"""Memory limit of the cache of compiled grammars."""
 STACK_BYTES = 64 << 20
-"""Of the thread that compiles: more than the process had in which each grammar was tried out."""
+"""Stack of the compiling thread: larger than in the process that compiled each grammar on trial."""
 MAX_WAIT_SECONDS = 0.02
-"""How long a step waits at a time for a grammar, when there is nothing else to do."""
+"""Longest time that one step waits for a grammar when there is no other work."""
 
 
 class Grammars:
-    """The compiled grammars of an engine core. One thread compiles; everything else is called by the thread that steps."""
+    """The compiled grammars of an engine core. One thread compiles; all methods are called by the step loop's thread."""
 
     def __init__(self, load_vocabulary: "Callable[[tuple[int, ...]], Vocabulary]", num_columns: int):
-        """`load_vocabulary` takes the ids of EOS tokens; it is called with the first grammar, as it takes a second."""
+        """`load_vocabulary` takes the ids of EOS tokens. It is called with the first grammar, because it takes a second."""
         self._load_vocabulary = load_vocabulary
         self._num_columns = num_columns
         self._thread: ThreadPoolExecutor | None = None
@@ -37,11 +37,11 @@ class Grammars:
         self._templates: OrderedDict[str, tuple[Template, int]] = OrderedDict()
         self._num_cached_bytes = 0
         self._compiling: dict[str, Future[Template]] = {}
-        """By the text of the grammar."""
+        """Running compilations by the text of the grammar."""
         self._waiting: list[tuple[Request, Future[Template]]] = []
 
     def admit(self, request: Request) -> None:
-        """Give a request its matcher, or have it wait for that."""
+        """Give a request its matcher, or let it wait until its grammar is compiled."""
         grammar = request.spec.grammar
         if grammar is None:
             return
@@ -57,13 +57,13 @@ class Grammars:
         self._waiting.append((request, job))
 
     def settle(self, scheduler: Scheduler) -> list[EngineCoreOutput]:
-        """Let the requests go whose grammars are compiled. Returns the news of those that end because theirs cannot be.
+        """Release the requests whose grammars are compiled. Returns the outputs of those whose grammars failed to compile.
 
-        Waits a little if every request waits for its grammar.
+        Waits up to MAX_WAIT_SECONDS if every request waits for its grammar.
         """
         if not self._waiting:
             return []
-        if len(self._waiting) == scheduler.num_unfinished:  # there is nothing else to do
+        if len(self._waiting) == scheduler.num_unfinished:  # there is no other work
             wait([job for _, job in self._waiting], MAX_WAIT_SECONDS, return_when="FIRST_COMPLETED")
         news: list[EngineCoreOutput] = []
         still_waiting = []
@@ -130,7 +130,7 @@ class Grammars:
             before = threading.stack_size(STACK_BYTES)
             try:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-                self._thread.submit(lambda: None).result()  # now there is the thread
+                self._thread.submit(lambda: None).result()  # starts the thread
             finally:
                 threading.stack_size(before)
         return self._thread

@@ -1,8 +1,8 @@
-"""Chooses the kernels of an engine: only those that gave right results on this kind of device, in the model's own shapes.
+"""Chooses the kernels of an engine: only those that give correct results on this kind of device, in the model's own shapes.
 
-At the start each chosen implementation computes edge cases (`pallas_kernels.checking`), twice; what fails is replaced by the next
-one in preference. Verdicts are kept on disk. A kernel that never ends cannot be stopped within its process: it is given up after a
-minute and the start is refused, but its verdict is kept, so that the next start takes another implementation.
+At the start, each chosen implementation computes edge cases (`pallas_kernels.checking`) twice. One that fails is replaced by
+the next in order of preference. Verdicts are kept on disk. A kernel that hangs cannot be stopped within its process: after a
+minute the start fails, but the verdict is kept, so that the next start uses another implementation.
 """
 
 import dataclasses
@@ -41,11 +41,11 @@ _CASES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Choice:
-    """The kernels of an engine, and why these."""
+    """The kernels of an engine, with the reasons for the choice."""
 
     kernels: Kernels
     report: dict[str, OpReport]
-    """By op."""
+    """Reports by op."""
 
 
 def choose_kernels(
@@ -59,11 +59,11 @@ def choose_kernels(
     is_named: bool,
     mesh: Mesh | None = None,
 ) -> Choice:
-    """The first candidate of each op that passes, as `config.compile.kernel_check` wants it.
+    """Choose the first candidate of each op that passes the check set by `config.compile.kernel_check`.
 
-    device: the first of the mesh, on which all but collectives is checked. mesh: None for one device.
-    is_named: the user asked for this attention by name, so that nothing replaces it.
-    Raises KernelCheckError if no implementation of an op is left, or the device was lost to a check.
+    device: the first of the mesh, on which everything except collectives is checked. mesh: None for one device.
+    is_named: the user named this attention implementation, so it is never replaced.
+    Raises KernelCheckError if no implementation of an op is left, or a check lost the device.
     """
     is_one = mesh is None or mesh.size == 1
     skipped = {*(() if model.generates else ("sampling",)), *((COLLECTIVES,) if is_one else ())}
@@ -81,7 +81,7 @@ def choose_kernels(
 
 
 def shapes_of(config: EngineConfig, model: ModelConfig, plan: MemoryPlan) -> dict[str, Any]:
-    """By op, what its cases depend on, on one device."""
+    """By op, the shapes that its cases depend on, on one device."""
     num_kv_heads = model.num_kv_heads // config.parallel.tensor_parallel_size
     layers = sorted({model.window(layer) for layer in range(model.num_layers)}, key=lambda window: window or 0)
     max_logprobs = config.model.max_logprobs
@@ -117,7 +117,7 @@ def shapes_of(config: EngineConfig, model: ModelConfig, plan: MemoryPlan) -> dic
 
 @dataclass
 class KernelCheck:
-    """One start's check, op by op at the same time."""
+    """The kernel check of one start. Checks several ops at the same time."""
 
     found: Candidates
     shapes: dict[str, Any]
@@ -126,19 +126,19 @@ class KernelCheck:
     device: jax.Device
     store: VerdictStore
     named: frozenset[str]
-    """Ops whose implementation the user asked for."""
+    """Ops whose implementation the user named."""
     ops: tuple[str, ...]
-    """Those that the engine runs."""
+    """Ops that the engine runs."""
     left: dict[str, list[str]] = field(default_factory=dict)
     """Candidates of each op that have not failed."""
     failed: dict[str, dict[str, str]] = field(default_factory=dict)
-    """What was wrong with the others."""
+    """By op, the faults of the failed candidates."""
     passed: dict[str, str] = field(default_factory=dict)
     """How each op's first candidate passed."""
     num_programs: int = 0
 
     def run(self) -> Choice:
-        """Check until the first candidate of each op is right."""
+        """Check until the first candidate of each op passes."""
         started = time.perf_counter()
         self.left = {op: list(names) for op, names in self.found.items()}
         self.failed = {op: {} for op in self.left}
@@ -162,13 +162,13 @@ class KernelCheck:
         return Choice(Kernels(**chosen, interpret=interpret), report)
 
     def _wants_check(self, op: str) -> bool:
-        """`auto` takes plain JAX as it is, unless it stands in for a kernel that failed."""
+        """With `auto`, plain JAX is not checked unless it replaces a kernel that failed."""
         if self.mode == "auto":
             return self.device.platform != "cpu" and (self.left[op][0] not in PLAIN or bool(self.failed[op]))
         return self.mode == "always"
 
     def _keep_verified(self) -> None:
-        """Without a check: plain JAX, what the user asked for, and what was verified on this kind of device."""
+        """Choose without a check: plain JAX, implementations that the user named, and those verified on this kind of device."""
         kind = self.device.device_kind
         for op, names in self.left.items():
             if op in self.named or names[0] in PLAIN:
@@ -185,7 +185,7 @@ class KernelCheck:
             self.left[op] = kept
 
     def _remembers(self, op: str) -> bool:
-        """Take over the verdict on an op's first candidate, if there is one."""
+        """Apply the stored verdict on an op's first candidate, if there is one."""
         verdict = self.store.load(self._subject(op)) if self.mode == "auto" else None
         if verdict is None:
             return False
@@ -212,7 +212,7 @@ class KernelCheck:
             if fault is not None and op not in faults:
                 faults[op] = f"{case.name}: {fault.text}"
                 if fault.error is not None and kind_of(fault.error) == Failure.OUT_OF_MEMORY:
-                    forgettable.add(op)  # no fault of the kernel's
+                    forgettable.add(op)  # not a fault of the kernel
         not_run = {op for op, _ in cases[len(found) :]}
         now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
         for op in ops:
@@ -224,7 +224,7 @@ class KernelCheck:
             self._take(op, faults.get(op), "passed")
 
     def _faults_of_collectives(self) -> dict[str, str]:
-        """What was first found wrong between the devices, by op."""
+        """The first fault found between the devices, by op."""
         assert self.mesh is not None, "one device has nothing to exchange"
         cases = collectives.singles_at_start(self.shapes[COLLECTIVES])
         self.num_programs += len(cases)
@@ -234,7 +234,7 @@ class KernelCheck:
         return {}
 
     def _take(self, op: str, fault: str | None, how: str) -> None:
-        """Draw the consequence of a verdict. Raises KernelCheckError if nothing is left."""
+        """Apply a verdict. Raises KernelCheckError if no candidate is left."""
         if fault is None:
             self.passed[op] = how
             return
@@ -275,12 +275,12 @@ class KernelCheck:
 
 
 def _is_fatal(error: BaseException) -> bool:
-    """Whether the device is lost: a driver's error alone may be that of one program, which could not be loaded."""
+    """Whether the device is lost. A driver error alone does not show it: perhaps only one program could not be loaded."""
     return kind_of(error) == Failure.ENGINE and not _device_answers()
 
 
 def _device_answers() -> bool:
     try:
         return bool(np.asarray(jax.device_put(np.ones(1, np.float32)))[0] == 1)
-    except Exception:  # whatever it is, there is no answer
+    except Exception:  # any error means that the device does not answer
         return False

@@ -1,4 +1,4 @@
-"""Which implementations of each op an engine could be made of, the preferred one first."""
+"""Lists the implementations of each op that an engine can use, in order of preference."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,11 +16,11 @@ PLAIN = ("xla", "reference")
 SAMPLING_PREFERENCE = ("triton", "xla")
 
 Candidates = Mapping[str, tuple[str, ...]]
-"""By op, the implementations that take the model's shapes, the preferred one first."""
+"""By op, the implementations that support the model's shapes, in order of preference."""
 
 
 def attention_implementation(wanted: str, model: ModelConfig, page_size: int, *, on_gpu: bool) -> str:
-    """The wanted implementation if it takes the model's shapes, or for "auto" the fastest that does. Raises ConfigError."""
+    """The wanted implementation if it supports the model's shapes, or for "auto" the fastest that does. Raises ConfigError."""
     if wanted == "auto":
         return attention_candidates(wanted, model, page_size, on_gpu=on_gpu)[0]
     missing = paged_attention.missing(wanted)
@@ -35,14 +35,14 @@ def attention_implementation(wanted: str, model: ModelConfig, page_size: int, *,
 
 
 def attention_candidates(wanted: str, model: ModelConfig, page_size: int, *, on_gpu: bool) -> tuple[str, ...]:
-    """What may compute attention: the wanted implementation alone, or for "auto" all that take the model's shapes."""
+    """Candidates for attention: the wanted implementation alone, or for "auto" all that support the model's shapes."""
     if wanted != "auto":
         return (wanted,)
     return paged_attention.candidates(platform="gpu" if on_gpu else "cpu", **_attention_case(model, page_size))
 
 
 def candidates(wanted: str, model: ModelConfig, plan: MemoryPlan, mesh: Mesh, *, on_gpu: bool) -> Candidates:
-    """Those of every op. `wanted` is the option attention_implementation; where that is plain, so is all else."""
+    """Candidates for every op. `wanted` is the option attention_implementation; if it is plain JAX, so are all other ops."""
     attention = attention_candidates(wanted, model, plan.block_size, on_gpu=on_gpu)
     if attention[0] in PLAIN:
         return {"paged_attention": attention, "rope_cache_write": ("xla",), "sampling": ("xla",), "collectives": ("xla",)}
@@ -68,7 +68,7 @@ def candidates(wanted: str, model: ModelConfig, plan: MemoryPlan, mesh: Mesh, *,
 
 
 def _collectives(model: ModelConfig, mesh: Mesh, *, on_gpu: bool) -> tuple[str, ...]:
-    """Through the peers' memory where the kernels take the model on this GPU, and peers' memory can be reached."""
+    """Use peers' memory if the kernels support the model on this GPU and peers' memory can be accessed."""
     case: dict[str, Any] = {"shape": (1, model.hidden_size), "dtype": model.dtype, "num_devices": mesh.size}
     if mesh.size == 1 or not on_gpu or not collectives.supports("peer", "all_reduce_norm", **case):
         return ("xla",)

@@ -1,4 +1,4 @@
-"""Starts child processes that end with their parent, learn what they need by standard input, and inherit no secrets."""
+"""Starts child processes that end with their parent, get their parameters from standard input, and inherit no secrets."""
 
 import contextlib
 import io
@@ -18,7 +18,7 @@ from jaxllm.engine.messages import EngineStart
 _PROJECT = Path(__file__).parents[2]
 _SECRET = re.compile(r"API_?KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL|TOKEN|PRIVATE_KEY", re.IGNORECASE)
 _NEEDED = frozenset({"HF_TOKEN", "HF_TOKEN_PATH", "HUGGING_FACE_HUB_TOKEN", "TOKENIZERS_PARALLELISM"})
-"""Variables that look like secrets and are needed to fetch a model, or are none."""
+"""Variables whose names look secret but which are needed to fetch a model, or are not secret."""
 
 _MAX_PARENT_CHARACTERS = 50
 """A socket's whole path may have 107."""
@@ -26,7 +26,7 @@ _MAX_PARENT_CHARACTERS = 50
 
 @contextlib.contextmanager
 def socket_directory() -> Iterator[Path]:
-    """A directory that only this user can enter, gone afterwards with all that is in it."""
+    """Make a directory that only this user can enter, and remove it with its contents afterwards."""
     parent = tempfile.gettempdir() if len(tempfile.gettempdir()) <= _MAX_PARENT_CHARACTERS else "/tmp"
     directory = Path(tempfile.mkdtemp(prefix="jaxllm-", dir=parent))  # mode 0700
     try:
@@ -36,7 +36,7 @@ def socket_directory() -> Iterator[Path]:
 
 
 def environment_without_secrets(variables: Mapping[str, str]) -> dict[str, str]:
-    """The variables whose names do not sound like secrets; the project is found where it was found here."""
+    """Environment variables whose names do not look secret. The child imports the project from where this process does."""
     kept = {name: value for name, value in variables.items() if name in _NEEDED or not _SECRET.search(name)}
     paths = [str(_PROJECT), *filter(None, kept.get("PYTHONPATH", "").split(os.pathsep))]
     kept["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
@@ -44,8 +44,8 @@ def environment_without_secrets(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def start_child(module: str, first_message: bytes, pass_fds: Sequence[int] = ()) -> "subprocess.Popen[bytes]":
-    """Run a module as a process of its own, out of reach of the terminal's Ctrl-C. It reads `first_message` from its standard input,
-    which stays open as long as this process lives."""
+    """Run a module in its own process, which the terminal's Ctrl-C does not reach. It reads `first_message` from its standard
+    input, which stays open as long as this process lives."""
     child = subprocess.Popen(
         [sys.executable, "-P", "-m", module],
         stdin=subprocess.PIPE,
@@ -54,17 +54,17 @@ def start_child(module: str, first_message: bytes, pass_fds: Sequence[int] = ())
         process_group=0,
     )
     assert child.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it has died already, which whoever waits for it will see
+    with contextlib.suppress(BrokenPipeError):  # it has already ended; waiting for it shows that
         worker_pipe.write(child.stdin, first_message)
     return child
 
 
 def read_first_message(descriptor: int) -> bytes:
-    """In the child: what `start_child` was given."""
-    # Unbuffered: how the rest of the input ends is for others to hear.
+    """In the child: read the message passed to `start_child`."""
+    # Unbuffered, so that other readers see the rest of the input.
     return worker_pipe.read(io.FileIO(descriptor, closefd=False)) or b""
 
 
 def start_engine(start: EngineStart) -> "subprocess.Popen[bytes]":
-    """The engine process."""
+    """Start the engine process."""
     return start_child("jaxllm.engine.process", messages.encode(start))

@@ -1,4 +1,4 @@
-"""The loop in which scheduler and runner meet: plans the next step while one is on its way. Knows no JAX."""
+"""Runs scheduler and runner in a loop: plans the next step while earlier ones are in flight. Does not import JAX."""
 
 import contextlib
 import time
@@ -27,33 +27,33 @@ class PendingOutput(Protocol):
 
 
 class MaskedOutput(PendingOutput, Protocol):
-    """A dispatched step that draws its tokens when their masks are known."""
+    """A dispatched step that samples its tokens once their masks are filled."""
 
     sampled_ids: Sequence[str]
     mask_RW: np.ndarray
-    """A row for each of them; allows everything until it is filled."""
+    """One row per masked request; allows every token until it is filled."""
 
     def draw(self) -> None:
-        """Start to draw without waiting."""
+        """Start sampling without waiting."""
         ...
 
 
 class Runner(Protocol):
-    """What the loop needs of a runner."""
+    """The interface of a runner that the loop uses."""
 
     def dispatch(self, plan: SchedulerOutput) -> PendingOutput:
-        """Start a step without waiting. It is a MaskedOutput if the plan has masked requests."""
+        """Start a step without waiting. Returns a MaskedOutput if the plan has masked requests."""
         ...
 
     def start_over(self) -> None:
-        """Have no rows and empty caches, whatever failed before. Raises if the device cannot go on."""
+        """Drop all rows and empty the caches after a failure. Raises if the device cannot continue."""
         ...
 
 
 class StepLoop:
     """Schedules, dispatches and reads steps in order. With two in flight, step N+1 is dispatched before the tokens of step N are read.
 
-    More than two only serve short steps: a new request waits for every step in flight, so while steps are long there are two.
+    More than two help only with short steps: a new request waits for every step in flight, so long steps use two.
     """
 
     def __init__(self, scheduler: Scheduler, runner: Runner, *, max_in_flight: int):
@@ -62,16 +62,16 @@ class StepLoop:
         self.max_in_flight = max_in_flight
         self._in_flight: deque[tuple[SchedulerOutput, PendingOutput]] = deque()
         self.working_on: SchedulerOutput | None = None
-        """The step that is dispatched or read; after an error the one that failed. None while planning."""
+        """The step that is being dispatched or read; after an error, the failed step. None while planning."""
         self._news: list[EngineCoreOutput] = []
         self._undrawn: tuple[SchedulerOutput, MaskedOutput] | None = None
-        """The last step in flight, if it waits for masks: none follows before it has them."""
+        """The last step in flight, if it waits for masks. No further step is dispatched until it has them."""
         self._last_read_at: float | None = None
-        """When the latest step was read, if the next was in flight by then."""
+        """When the latest step was read, if the next one was already in flight."""
         self._recent_seconds: deque[float] = deque(maxlen=_NUM_RECENT_STEPS)
-        """How long the latest steps took that began when the one before ended."""
+        """Durations of the latest steps that began when the previous one ended."""
         self.wait_seconds = 0.0
-        """Time spent waiting for the device in all."""
+        """Total time spent waiting for the device."""
         self.work_clock = WorkClock()
 
     @property
@@ -79,7 +79,7 @@ class StepLoop:
         return bool(self._in_flight) or self.scheduler.has_requests()
 
     def step(self) -> list[EngineCoreOutput]:
-        """Keep the device busy, then return the news of the oldest step in flight (nothing if there was none)."""
+        """Keep the device busy, then return the outputs of the oldest step in flight (none if no step was in flight)."""
         if not self._in_flight:
             self.note_work()
         while self._undrawn is None and len(self._in_flight) < self._depth() and self.scheduler.has_requests():
@@ -102,7 +102,7 @@ class StepLoop:
         result = pending.result()
         end = time.perf_counter()
         self.wait_seconds += end - start
-        self._in_flight.popleft()  # only now: a wait that was interrupted is still to come
+        self._in_flight.popleft()  # only now, so that an interrupted wait is repeated
         if self._last_read_at is not None:
             self._recent_seconds.append(end - self._last_read_at)
         self._last_read_at = end if self._in_flight else None
@@ -113,17 +113,17 @@ class StepLoop:
         return self.take_news()
 
     def _depth(self) -> int:
-        """How many steps may be in flight now."""
+        """The number of steps that may be in flight now."""
         steps_are_long = bool(self._recent_seconds) and min(self._recent_seconds) > LONG_STEP_SECONDS
         return min(self.max_in_flight, 2) if steps_are_long else self.max_in_flight
 
     def take_news(self) -> list[EngineCoreOutput]:
-        """What was read of steps and not told yet. After an error too: the tokens count, so they must be told."""
+        """Return the outputs that were read but not reported yet. Call it after an error too: their tokens are committed."""
         news, self._news = self._news, []
         return news
 
     def _draw_if_possible(self) -> None:
-        """Give the step that waits for masks what its requests' grammars allow, once their last tokens are known."""
+        """Fill the masks of the waiting step from its requests' grammars and sample, once their last tokens are known."""
         if self._undrawn is None:
             return
         plan, pending = self._undrawn
@@ -143,11 +143,11 @@ class StepLoop:
         pending.draw()
 
     def note_work(self) -> None:
-        """Tell the clock whether there is work and whether the device has any of it. Call when requests end outside a step."""
+        """Record in the clock whether there is work and whether a step is in flight. Call when requests end outside a step."""
         self.work_clock.note(has_work=self.has_work, in_flight=bool(self._in_flight))
 
     def forget(self) -> None:
-        """Drop the steps in flight, after the device is through with them. What they bring, errors too, is nobody's any more."""
+        """Wait for the steps in flight and discard their results, errors included."""
         self._undrawn = self._last_read_at = None
         while self._in_flight:
             _, pending = self._in_flight.popleft()
@@ -155,9 +155,9 @@ class StepLoop:
                 pending.result()
 
     def start_over(self) -> None:
-        """Compute every request again, up to where it is, after a failure that may have left anything half done.
+        """Recompute every request up to its latest token, after a failure that may have left inconsistent state.
 
-        Raises what keeps the device from going on.
+        Raises the device's error if it cannot continue.
         """
         self.forget()
         self.scheduler.start_over()

@@ -1,7 +1,7 @@
-"""What fronts and the engine process say to each other: typed msgpack messages, never pickles. Fields are positional: only append.
+"""Messages between fronts and the engine process: typed msgpack, never pickles. Fields are positional: only append.
 
 A front sends `Hello`, `Add`, `Abort` and `Call`; the engine process sends `Status`, `Ready`, `Outputs`, `Refused`, `Failed`, `Reply`,
-`WantMetrics` and `Dead`. What cannot be decoded raises MessageError, whatever it was.
+`WantMetrics` and `Dead`. Anything that cannot be decoded raises MessageError.
 """
 
 from typing import Any, Literal
@@ -27,7 +27,7 @@ from jaxllm.request import EngineCoreRequest
 from jaxllm.scheduler.stats import SchedulerStats
 
 MAX_MESSAGE_BYTES = 1 << 30
-"""Longer messages end the connection that they come by. Prompt logprobs of a long prompt are the longest there are."""
+"""A longer message ends its connection. Prompt logprobs of a long prompt are the longest messages."""
 State = Literal["loading", "compiling", "running", "idle"]
 _ERROR_TYPES: dict[str, type[JaxLLMError]] = {
     "invalid": InvalidRequestError,
@@ -41,7 +41,7 @@ _MAX_ARRAY_DIMENSIONS = 8
 
 
 class MessageError(JaxLLMError):
-    """A message that is not one of those that are expected."""
+    """A message that is malformed or not expected."""
 
 
 class _Message(msgspec.Struct, array_like=True):
@@ -52,8 +52,8 @@ class _Message(msgspec.Struct, array_like=True):
 
 
 class EngineStart(_Message):
-    """All that the engine process is told. `directory` is where its sockets lie; `core_factory` ("module:function", given the
-    config and a Progress) makes another core than EngineCore, for tests."""
+    """The parameters of the engine process. `directory` contains its sockets; `core_factory` ("module:function", called with
+    the config and a Progress) makes a core other than EngineCore, for tests."""
 
     config: EngineConfig
     directory: str
@@ -68,7 +68,7 @@ class EngineStart(_Message):
 
 
 class Hello(_Message, tag="hello"):
-    """A front is there and listens at the socket of its name. Repeated until it is answered."""
+    """A front listens at the socket of its name. Repeated until answered."""
 
     client: str
     pid: int
@@ -82,7 +82,7 @@ class Add(_Message, tag="add"):
 
 
 class Abort(_Message, tag="abort"):
-    """End requests of this front; ids that are not its own are ignored."""
+    """End requests of this front. Other ids are ignored."""
 
     client: str
     request_ids: list[str]
@@ -145,12 +145,12 @@ class MetricRecord(msgspec.Struct, array_like=True):
     labels: dict[str, str]
     help: str
     value: int | float
-    """Of a histogram, the sum."""
+    """The value; for a histogram, the sum."""
     buckets: dict[str, int] | None = None
 
 
 class ShareMetrics(_Message, tag="share_metrics"):
-    """The metrics of this front so far; answered with those of all others together, which are asked for theirs first if `fresh`."""
+    """The metrics of this front so far. Answered with the metrics of all others combined; `fresh` queries them first."""
 
     own: list[MetricRecord]
     fresh: bool = False
@@ -174,7 +174,7 @@ CoreCall = (
 
 
 class Call(_Message, tag="call"):
-    """Something to be done between two steps and answered by a Reply with the same number."""
+    """A call to run between two steps. Answered by a Reply with the same number."""
 
     client: str
     number: int
@@ -185,7 +185,7 @@ class Call(_Message, tag="call"):
 
 
 class Load(_Message):
-    """What the engine has to do now, and totals since its start."""
+    """The current load of the engine, and totals since its start."""
 
     stats: SchedulerStats
     num_compiled_after_warmup: int = 0
@@ -193,12 +193,12 @@ class Load(_Message):
 
 
 class Status(_Message, tag="status"):
-    """The heartbeat, a few times a second. `age_seconds`: how long the step (or phase of loading) has lasted that is under way."""
+    """The heartbeat, sent a few times a second. `age_seconds`: the age of the current step or loading phase."""
 
     state: State
     age_seconds: float
     phase: str = ""
-    """While loading: what is being done, with `done` of `total` units (None: nobody knows)."""
+    """While loading: the current phase, with `done` of `total` units (None: unknown)."""
     done: int = 0
     total: int | None = None
     unit: str = ""
@@ -206,27 +206,27 @@ class Status(_Message, tag="status"):
 
 
 class Ready(_Message, tag="ready"):
-    """The engine serves: all that a front needs to know of it."""
+    """The engine serves. Contains everything that a front needs to know about it."""
 
     config: EngineConfig
     model_config: ModelConfig
     max_model_len: int
     processor_arguments: dict[str, int]
     start_seconds: dict[str, float]
-    """Where the time until now went, part by part."""
+    """Durations of the parts of the start, in seconds."""
     kernels: dict[str, OpReport] = {}
-    """What each op runs on, and how its check went."""
+    """The implementation of each op and the result of its check."""
 
 
 class Outputs(_Message, tag="outputs"):
-    """The news of one step for one front."""
+    """The outputs of one step for one front."""
 
     outputs: list[EngineCoreOutput]
     load: Load
 
 
 class Fault(_Message):
-    """A JaxLLMError on its way."""
+    """A JaxLLMError in serialized form."""
 
     kind: Literal["invalid", "config", "dead", "overloaded", "sleeping", "engine"]
     message: str
@@ -235,34 +235,34 @@ class Fault(_Message):
 
 
 class Refused(_Message, tag="refused"):
-    """A request that the core did not take."""
+    """A request that the core rejected."""
 
     request_id: str
     fault: Fault
 
 
 class Failed(_Message, tag="failed"):
-    """A step failed, or the front did not listen: all its requests have ended, the engine goes on."""
+    """A step failed, or the front did not read its outputs. All its requests have ended; the engine continues."""
 
     message: str
 
 
 class Reply(_Message, tag="reply"):
-    """The result of a Call, or why there is none."""
+    """The result of a Call, or its error."""
 
     number: int
     result: bool | int | float | str | list[MetricRecord] | None = None
     fault: Fault | None = None
     load: Load | None = None
-    """With metrics."""
+    """The load, in replies with metrics."""
 
 
 class WantMetrics(_Message, tag="want_metrics"):
-    """Another front is asked for the metrics of all: share yours now."""
+    """Asks a front to share its metrics now, because another front collects the metrics of all."""
 
 
 class Dead(_Message, tag="dead"):
-    """The engine cannot go on and its process ends."""
+    """The engine cannot continue and its process ends."""
 
     message: str
 
@@ -272,12 +272,12 @@ EngineMessage = Status | Ready | Outputs | Refused | Failed | Reply | WantMetric
 
 
 def encode(message: Any) -> bytes:
-    """A message as bytes."""
+    """Encode a message to bytes."""
     return _encoder.encode(message)
 
 
 def decode_front_message(frame: bytes) -> FrontMessage:
-    """What a front said. Raises MessageError."""
+    """Decode a message from a front. Raises MessageError."""
     message = _decode(_front_decoder, frame)
     if isinstance(message, Add) and message.request.sampling_params.seed is None:
         message.request.sampling_params.seed = -1  # to callers -1 means none; the front has set it, as the seed of an answer
@@ -285,17 +285,17 @@ def decode_front_message(frame: bytes) -> FrontMessage:
 
 
 def decode_engine_message(frame: bytes) -> EngineMessage:
-    """What the engine process said. Raises MessageError."""
+    """Decode a message from the engine process. Raises MessageError."""
     return _decode(_engine_decoder, frame)
 
 
 def decode_engine_start(frame: bytes) -> EngineStart:
-    """How the engine process is to be. Raises MessageError."""
+    """Decode the parameters of the engine process. Raises MessageError."""
     return _decode(_start_decoder, frame)
 
 
 def sender_of_add(frame: bytes) -> tuple[str, str] | None:
-    """Front and id of a request in an Add that could not be decoded, if they can be read: somebody waits for that request."""
+    """Front and request id of an Add that could not be decoded, if readable, so that the waiting front gets an answer."""
     try:
         fields = msgspec.msgpack.decode(frame)
         tag, client, request = fields
@@ -306,7 +306,7 @@ def sender_of_add(frame: bytes) -> tuple[str, str] | None:
 
 
 def fault_of(error: BaseException) -> Fault:
-    """An exception as it is sent. Of foreign ones only the type is told: their texts may hold anything."""
+    """Convert an exception to a Fault. Of foreign exceptions only the type is sent: their texts may contain anything."""
     for kind, of_type in _ERROR_TYPES.items():
         if isinstance(error, of_type):
             param, seconds = getattr(error, "param", None), getattr(error, "retry_after_seconds", 1)
@@ -326,7 +326,7 @@ def error_of(fault: Fault) -> JaxLLMError:
 
 
 def metric_records(metrics: list[Metric]) -> list[MetricRecord]:
-    """Metrics in the form that they travel in."""
+    """Convert metrics to their message form."""
     records = []
     for metric in metrics:
         if isinstance(metric, Histogram):
@@ -338,7 +338,7 @@ def metric_records(metrics: list[Metric]) -> list[MetricRecord]:
 
 
 def metrics_of(records: list[MetricRecord]) -> list[Metric]:
-    """What `metric_records` was given."""
+    """Convert metric records back to metrics: the inverse of `metric_records`."""
     found: list[Metric] = []
     for record in records:
         if record.kind == "histogram":

@@ -1,4 +1,4 @@
-"""Which source a model is made of beside this project's own: programs depend on it."""
+"""Finds the source code of a model outside this project, because programs depend on it."""
 
 import hashlib
 import inspect
@@ -12,12 +12,12 @@ from jaxllm.errors import ConfigError
 from jaxllm.models.decoder import CausalLM
 
 _KNOWN = {"jaxllm", "pallas_kernels", "jax", "jaxlib", "flax", *sys.stdlib_module_names}
-"""Packages of which a fingerprint has a digest or the version anyway, and those of Python itself."""
+"""Packages whose digest or version is already in the fingerprint, and those of Python itself."""
 _INSTALLED = {"site-packages", "dist-packages"}
 
 
 def describe_source(model: CausalLM) -> str:
-    """Where the model's class is defined, and a digest of the source of all its classes that come from outside this project.
+    """The module of the model's class, and a digest of the source of all its classes defined outside this project.
 
     That is the source of the top-level packages of these classes, and of modules that those use and pip did not install.
     Raises ConfigError for a class without source, such as one from a notebook.

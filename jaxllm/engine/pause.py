@@ -1,4 +1,4 @@
-"""Pause: an engine whose weights or memory somebody else is to change takes requests and computes none until it resumes."""
+"""Pause: the engine accepts requests but computes none until it resumes, e.g. while its weights or memory are changed."""
 
 from typing import Literal
 
@@ -10,16 +10,16 @@ MODES = ("abort", "wait", "keep")
 
 
 class Pause:
-    """Whether an engine is paused, and the requests that came meanwhile. `max_held`: most of them; None: any number."""
+    """Whether an engine is paused, and the requests that arrived during the pause, at most `max_held` (None: no limit)."""
 
     def __init__(self, max_held: int | None):
         self._max_held = max_held
         self.mode: PauseMode | None = None
-        """What becomes of the requests that are not finished: they are aborted, end first, or stand still. None: not paused."""
+        """How unfinished requests are treated: aborted, run to completion, or suspended. None: not paused."""
         self.held: dict[str, EngineCoreRequest] = {}
 
     def begin(self, mode: PauseMode) -> None:
-        """Hold requests back from now on. Raises InvalidRequestError for an unknown mode."""
+        """Hold back requests from now on. Raises InvalidRequestError for an unknown mode."""
         if mode not in MODES:
             raise InvalidRequestError(f"mode is {mode!r}, must be one of {', '.join(MODES)}", "mode")
         self.mode = mode
@@ -33,6 +33,6 @@ class Pause:
         self.held[request.request_id] = request
 
     def end(self) -> list[EngineCoreRequest]:
-        """The requests that came meanwhile, in their order: they are no longer held."""
+        """End the pause. Returns the held requests in order of arrival."""
         held, self.mode, self.held = list(self.held.values()), None, {}
         return held

@@ -1,4 +1,4 @@
-"""From a config to an engine without weights: options made concrete, the cache sized, the programs' shapes known."""
+"""Prepares an engine without weights from a config: resolves options, sizes the cache and determines the programs' shapes."""
 
 import math
 import os
@@ -36,7 +36,7 @@ from jaxllm.start_times import StartTimes
 
 @dataclass(frozen=True)
 class Prepared:
-    """What programs can be compiled for: everything but the weights."""
+    """An engine without weights, enough to compile its programs."""
 
     config: EngineConfig
     model_config: ModelConfig
@@ -51,7 +51,7 @@ class Prepared:
 
     @classmethod
     def of(cls, config: EngineConfig, model_dir: Path, processors: tuple[Processor, ...], times: StartTimes) -> "Prepared":
-        """Everything for a model. Programs come from the artifact, or from this machine's cache, where new ones go.
+        """Prepare a model. Programs are read from the artifact, or from this machine's cache, which stores new ones.
 
         Raises ConfigError, ModelLoadError, KernelCheckError or OutOfMemoryError.
         """
@@ -61,7 +61,7 @@ class Prepared:
         with times.part("device"):
             on_cpu = backend() == "cpu"
         if config.compile.compilation_cache and not on_cpu:
-            # For all that is not a program of the step. On a CPU, what XLA read from its own cache could not be stored again.
+            # For programs other than those of the step. On a CPU, programs that XLA read from its own cache cannot be stored.
             use_persistent_cache(env.cache_dir() / "programs")
         wanted = config.compile.attention_implementation
         with times.part("config and model"):
@@ -77,9 +77,9 @@ class Prepared:
         return cls(config, model_config, mesh, model, plan, chosen.kernels, chosen.report, runner, processors, times)
 
     def settled(self, *, rare_later: bool) -> "Prepared":
-        """This, or with a smaller cache if the largest program turns out to need more memory than was estimated.
+        """Return this, or a copy with a smaller cache if the largest program needs more memory than estimated.
 
-        Then every program is compiled again, as all depend on the number of blocks: the estimate is rather too high.
+        A smaller cache recompiles every program, because all depend on the number of blocks; so estimates are on the high side.
         """
         options = self.config.cache
         if options.num_gpu_blocks_override is not None or options.kv_cache_memory_bytes is not None:
@@ -97,12 +97,12 @@ class Prepared:
         return replace(self, plan=plan, runner=runner)
 
     def fingerprint(self) -> dict[str, object]:
-        """What the programs depend on."""
+        """Everything that the programs depend on."""
         return fingerprint(self.config, self.model_config, self.model, self.mesh, self.plan, self.kernels)
 
 
 def _plan(config: EngineConfig, model: ModelConfig, weight_bytes: int, work_bytes: int | None = None) -> MemoryPlan:
-    """The memory plan, checked; with a compiled artifact the cache has the size that its programs take, if that fits."""
+    """Make and check the memory plan. With a compiled artifact, the cache has the size that its programs expect, if it fits."""
     plan = memory_plan(config, model, weight_bytes=weight_bytes, work_bytes=work_bytes)
     artifact, options = config.compile.compiled_artifact, config.cache
     if artifact is not None and options.num_gpu_blocks_override is None and options.kv_cache_memory_bytes is None:
@@ -116,7 +116,7 @@ def _plan(config: EngineConfig, model: ModelConfig, weight_bytes: int, work_byte
 
 
 def _choose_kernels(wanted: str, config: EngineConfig, model: ModelConfig, plan: MemoryPlan, mesh: Mesh) -> Choice:
-    """Those that pass the kernel check. `wanted` is the option attention_implementation as it was given."""
+    """Choose kernels that pass the kernel check. `wanted` is the option attention_implementation as given."""
     device = mesh.devices.flat[0]
     return choose_kernels(
         candidates(wanted, model, plan, mesh, on_gpu=device.platform != "cpu"),
@@ -154,7 +154,7 @@ def _runner(
 
 
 def weight_bytes(model: CausalLM, num_devices: int) -> int:
-    """What the weights take on each of so many devices."""
+    """Bytes of the weights on each of `num_devices` devices."""
     found = 0
     for _, variable in parameters(model):
         is_split = any(MESH_AXES[axis] for axis in axes_of(variable))
@@ -163,7 +163,7 @@ def weight_bytes(model: CausalLM, num_devices: int) -> int:
 
 
 def resolve(config: EngineConfig, model_dir: Path) -> tuple[EngineConfig, ModelConfig, Mesh]:
-    """Make a config concrete for a model and this machine's devices. Raises ConfigError if there are too few."""
+    """Resolve a config for a model and this machine's devices. Raises ConfigError if there are too few."""
     config, model_config = resolve_sizes(config, model_dir)
     return config, model_config, make_mesh(config.parallel.tensor_parallel_size)
 
@@ -171,8 +171,8 @@ def resolve(config: EngineConfig, model_dir: Path) -> tuple[EngineConfig, ModelC
 def resolve_sizes(
     config: EngineConfig, model_dir: Path, *, device_bytes: int | None = None
 ) -> tuple[EngineConfig, ModelConfig]:
-    """Make a config concrete for a model and the kind of device that this machine has, however many. device_bytes: for GPUs on which the
-    engine may use so much memory instead."""
+    """Resolve a config for a model and this machine's kind of device, whatever their number. device_bytes: resolve for GPUs on
+    which the engine may use this much memory instead."""
     on_gpu = device_bytes is not None or backend() != "cpu"
     if device_bytes is None:
         device_bytes = device_limit(config.parallel.tensor_parallel_size)[1]
@@ -206,10 +206,10 @@ def resolve_sizes(
 
 
 def backend() -> str:
-    """The kind of device that JAX found. Raises ConfigError if it cannot use what it was told to use."""
+    """The kind of device that JAX found. Raises ConfigError if JAX cannot use the configured kind."""
     try:
         return jax.default_backend()
-    except Exception as error:  # a plugin that is missing, or a driver that is broken, shows in many types
+    except Exception as error:  # a missing plugin or a broken driver raises various types
         if is_out_of_memory(error):
             raise OutOfMemoryError(f"JAX cannot start: {explain(error)}") from error
         asked = os.environ.get("JAX_PLATFORMS")

@@ -48,7 +48,7 @@ _FIRST_HELLO_SECONDS = 2.0
 
 
 class ServedCore(Protocol):
-    """What this process needs of an engine core."""
+    """The interface of an engine core that this process uses."""
 
     config: EngineConfig
     model_config: ModelConfig
@@ -73,7 +73,7 @@ class ServedCore(Protocol):
 
 
 class EngineLoop:
-    """Steps the core as long as there is work, and between two steps does what fronts asked."""
+    """Steps the core while there is work, and runs the fronts' commands between steps."""
 
     def __init__(self, core: ServedCore, commands: "queue.SimpleQueue[Command]", outbox: Outbox, pulse: Pulse):
         self._core = core
@@ -83,11 +83,11 @@ class EngineLoop:
         self._requests: dict[str, str] = {}
         """The front of each request in the core."""
         self._lagging: set[str] = set()
-        """Fronts to be told that their requests were ended, once they listen again."""
+        """Fronts to notify, once they read again, that their requests were ended."""
         self._metrics: dict[str, list[Metric]] = {}
         self._metrics_of_gone: list[Metric] = []
         self._gatherings: list[tuple[Call, set[str]]] = []
-        """Fronts' questions for the metrics of all, with the fronts that have yet to share theirs."""
+        """Calls for the metrics of all fronts, each with the fronts that have not shared theirs yet."""
         self._stopping = False
         self._ready = messages.encode(
             Ready(
@@ -104,13 +104,13 @@ class EngineLoop:
         pulse.is_loaded = True
 
     def run(self) -> None:
-        """Until told to stop. Raises EngineDeadError."""
+        """Run until a stop command. Raises EngineDeadError."""
         while self._obey():
             if self._core.has_unfinished_requests():
                 self._step()
 
     def tell_all(self, message: Any) -> None:
-        """Send something to every front."""
+        """Send a message to every front."""
         frame = messages.encode(message)
         for client in self._outbox.clients:
             self._outbox.send(client, frame)
@@ -118,7 +118,7 @@ class EngineLoop:
     # Between two steps
 
     def _obey(self) -> bool:
-        """Do what fronts asked since the last step, waiting for it if there is nothing else to do. False: stop."""
+        """Run the commands queued since the last step; wait for one if the engine is idle. Returns False to stop."""
         is_idle = not self._core.has_unfinished_requests()
         obeyed = False
         while not self._stopping:
@@ -168,7 +168,7 @@ class EngineLoop:
             self._core.add_request(request)
         except EngineDeadError:
             raise
-        except Exception as error:  # this request's affair
+        except Exception as error:  # fails only this request
             if not isinstance(error, JaxLLMError):
                 logger.exception("a request could not be queued")
             refusal = Refused(request.request_id, messages.fault_of(error))
@@ -177,7 +177,7 @@ class EngineLoop:
             self._requests[request.request_id] = command.client
 
     def _end(self, request_ids: list[str]) -> None:
-        """Abort in the core, and forget."""
+        """Abort requests in the core and drop their records."""
         for request_id in request_ids:
             del self._requests[request_id]
         if request_ids:
@@ -209,7 +209,7 @@ class EngineLoop:
         self._has_shared(command.client)
 
     def _has_shared(self, client: str) -> None:
-        """The metrics of this front are here, or will never come: answer who waited for no other."""
+        """A front shared its metrics or is gone: answer the calls that waited only for it."""
         for _, wanted in self._gatherings:
             wanted.discard(client)
         ready = [command for command, wanted in self._gatherings if not wanted]
@@ -226,7 +226,7 @@ class EngineLoop:
             result = member(*msgspec.structs.astuple(command.call)) if callable(member) else member
         except EngineDeadError:
             raise
-        except Exception as error:  # the caller's affair
+        except Exception as error:  # reported to the caller
             if not isinstance(error, JaxLLMError):
                 logger.exception("%s failed", name)
             return Reply(command.number, fault=messages.fault_of(error))
@@ -243,7 +243,7 @@ class EngineLoop:
             news = self._core.step()
         except EngineDeadError:
             raise
-        except EngineError as error:  # the requests have ended with it, the engine goes on
+        except EngineError as error:  # its requests have ended; the engine continues
             logger.error("a step failed: %s", error)
             self._end(list(self._requests))
             self.tell_all(Failed(str(error)))
@@ -260,7 +260,7 @@ class EngineLoop:
                 self._lagging.add(client)
 
     def _sorted(self, news: list[EngineCoreOutput]) -> dict[str, list[EngineCoreOutput]]:
-        """The news by front, and the books kept."""
+        """Group outputs by front, and drop the records of finished requests."""
         by_client: dict[str, list[EngineCoreOutput]] = {}
         requests = self._requests
         for item in news:
@@ -285,7 +285,7 @@ class EngineLoop:
 
 
 def serve(start: EngineStart, parent_fd: int | None = None) -> int:
-    """Load the core and serve fronts until told to stop. Returns the exit code."""
+    """Load the core and serve fronts until a stop command. Returns the exit code."""
     pulse = Pulse()
     listener = Listener(
         start.directory,
@@ -318,7 +318,8 @@ def serve(start: EngineStart, parent_fd: int | None = None) -> int:
 
 
 def _say_to_all(last_words: Dead, listener: Listener, outbox: Outbox) -> None:
-    """Also to fronts whose Hello nobody has taken, because loading failed; if none has come yet, one is waited for."""
+    """Send a last message to every front, also to those whose Hello is unread because loading failed. Waits for one if there
+    is none yet."""
     deadline = time.monotonic() + _FIRST_HELLO_SECONDS
     while not listener.commands.empty() or (not outbox.clients and time.monotonic() < deadline):
         with contextlib.suppress(queue.Empty):
@@ -344,14 +345,14 @@ def _load_core(start: EngineStart, pulse: Pulse) -> ServedCore:
 
 
 def _for_serving(config: EngineConfig) -> EngineConfig:
-    """On a CPU, where programs are compiled when first needed, those of later requests are better made while nobody waits."""
+    """On a CPU, where programs are compiled on first use, also compile programs for later requests while the engine is idle."""
     from jaxllm.engine.prepare import backend
 
     return config.replace(warmup="idle") if config.compile.warmup == "auto" and backend() == "cpu" else config
 
 
 def main() -> int:
-    """What `python -m jaxllm.engine.process` does: an EngineStart comes by standard input, whose end means that the parent is gone."""
+    """Run `python -m jaxllm.engine.process`. Reads an EngineStart from standard input, which ends when the parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches every process; the parent decides
     start = messages.decode_engine_start(read_first_message(sys.stdin.fileno()))
     log.set_up(start.log_level, format=start.log_format)

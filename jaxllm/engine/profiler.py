@@ -6,14 +6,14 @@ from jaxllm.errors import ConfigError, EngineError
 
 
 class Profiler:
-    """Writes one trace at a time below a directory; without one, refuses."""
+    """Writes one trace at a time below a directory. Without a directory, raises ConfigError."""
 
     def __init__(self, directory: str | None):
         self._directory = directory
         self.is_running = False
 
     def start(self) -> None:
-        """Begin a trace. Raises ConfigError without a directory, EngineError during a trace."""
+        """Start a trace. Raises ConfigError without a directory, EngineError during a trace."""
         if self._directory is None:
             raise ConfigError("there is no place for traces; start the engine with --profiler-dir DIRECTORY")
         if self.is_running:

@@ -1,7 +1,7 @@
-"""Sleep: an engine without requests gives the device's memory back, and takes it again when it wakes up.
+"""Sleep: an engine without requests releases its device memory, and allocates it again on wake-up.
 
-Level 1 keeps the weights in host memory, level 2 reads them again from the checkpoint. Both drop the KV cache. Memory goes back
-to JAX's pool, for other arrays of this process; what the pool has reserved of a GPU, other processes do not get.
+Level 1 keeps the weights in host memory, level 2 reads them again from the checkpoint. Both drop the KV cache. The memory
+returns to JAX's pool, for other arrays of this process. Other processes cannot use memory that the pool has reserved on a GPU.
 """
 
 import time
@@ -17,24 +17,24 @@ from jaxllm.runner.runner import ModelRunner
 
 LEVELS = (1, 2)
 TAGS = ("weights", "kv_cache")
-"""What can be woken up alone, in this order."""
+"""Parts that can be woken up separately, in this order."""
 
 
 class Sleep:
-    """Whether an engine sleeps, and how deep. `load_weights` reads them from the checkpoint."""
+    """The sleep state of an engine. `load_weights` reads the weights from the checkpoint."""
 
     def __init__(self, runner: ModelRunner, load_weights: Callable[[], nnx.State]):
         self._runner = runner
         self._load_weights = load_weights
         self._weights: list[np.ndarray] | None = None
-        """On the host, at level 1."""
+        """Host copies of the weights, at level 1."""
         self.level = 0
         """0: awake."""
         self._awake = set(TAGS)
-        """What has its memory."""
+        """Tags whose memory is allocated."""
 
     def fall_asleep(self, level: int) -> None:
-        """Give the memory back. No step may be in flight, and a deeper level than the present one deepens the sleep."""
+        """Release the memory. No step may be in flight. A deeper level than the current one releases more."""
         check_level(level)
         if level <= self.level and not self._awake:
             return
@@ -42,7 +42,7 @@ class Sleep:
         if level == 2:
             self._weights = None
         elif "weights" in self._awake:
-            # Copied whole before any is dropped: with too little memory nothing is lost.
+            # Copy all weights before dropping any, so that none is lost if memory runs out.
             self._weights = [np.array(array) for array in runner.params]
         runner.drop_caches()
         runner.drop_weights()
@@ -51,9 +51,10 @@ class Sleep:
         logger.info("the engine sleeps at level %d", self.level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take the memory again, or that of some TAGS alone; the engine sleeps until all have theirs.
+        """Allocate the memory again, or that of some TAGS only. The engine sleeps until all tags have their memory.
 
-        Raises InvalidRequestError for an unknown tag. Raises OutOfMemoryError or ModelLoadError, and sleeps on, if that cannot be.
+        Raises InvalidRequestError for an unknown tag. Raises OutOfMemoryError or ModelLoadError if that fails; the engine then
+        stays asleep.
         """
         check_tags(tags)
         if not self.level:
@@ -92,7 +93,7 @@ class Sleep:
 
 
 def check_tags(tags: Sequence[str] | None) -> None:
-    """Raise InvalidRequestError unless all of these can be woken up alone."""
+    """Raise InvalidRequestError unless all of these are TAGS."""
     if unknown := [tag for tag in tags or () if tag not in TAGS]:
         raise InvalidRequestError(f"tags has {unknown[0]!r}, known are {' and '.join(TAGS)}", "tags")
 

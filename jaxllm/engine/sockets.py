@@ -1,8 +1,9 @@
-"""The engine process's end of the sockets, and the thread that listens there, beats and notices a hang. Knows no JAX.
+"""The engine process's end of the sockets, and the thread that receives, sends heartbeats and detects a hang. No JAX import.
 
-Every front binds a PULL socket of its own name and the engine process one for all fronts, each in a directory that only their user
-can enter. The thread puts what fronts say into a queue, for the step loop to take between two steps. Outputs are sent by the step
-loop itself, so that they wait for no other thread; each of the two has sockets of its own, because a socket belongs to one thread.
+Every front binds a PULL socket under its own name, and the engine process binds one for all fronts, in a directory that only
+their user can enter. The thread queues the fronts' messages for the step loop, which reads them between two steps. The step
+loop sends outputs itself, so that they wait for no other thread. Each thread has its own sockets, because a socket belongs to
+one thread.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ from jaxllm.progress import Progress
 
 ENGINE_SOCKET = "engine"
 MAX_QUEUED_MESSAGES = 2000
-"""Steps of which a front has not fetched the outputs; one that lags further behind has its requests ended."""
+"""Limit of queued messages, one per step, that a front has not fetched. Beyond it, the front's requests are ended."""
 BEAT_SECONDS = 0.25
 EXIT_FAILED = 1
 EXIT_HUNG = 70
@@ -49,7 +50,7 @@ class Gone:
 
 @dataclass(frozen=True)
 class Stop:
-    """The engine process shall end."""
+    """A command to end the engine process."""
 
 
 Command = FrontMessage | Gone | Stop | Callable[[], None]
@@ -57,13 +58,13 @@ Command = FrontMessage | Gone | Stop | Callable[[], None]
 
 @dataclass
 class Pulse:
-    """What the step loop is at, written by it and read by the thread: plain fields, because reading one late harms nobody."""
+    """The state of the step loop, which writes it; the thread reads it. Plain fields, because a stale read is harmless."""
 
     is_loaded: bool = False
     work_began: float | None = None
-    """When the step began that is under way."""
+    """When the current step began."""
     awaited_programs: Callable[[], tuple[int, int]] = lambda: (0, 0)
-    """How many of the programs that the step waits for are ready, and how many there are in all."""
+    """Programs that the step waits for: how many are ready, and the total."""
     load: Load | None = None
     progress: "PhaseProgress" = field(default_factory=lambda: PhaseProgress())
 
@@ -75,7 +76,7 @@ class Pulse:
         return "compiling" if self.awaited_programs()[1] else "running"
 
     def load_now(self) -> Load | None:
-        """The load before the step that is under way, and the programs that this step waits for."""
+        """The load before the current step, and the programs that this step waits for."""
         load, awaited = self.load, self.awaited_programs()
         if load is None or not awaited[1]:
             return load
@@ -83,7 +84,7 @@ class Pulse:
 
 
 class PhaseProgress(Progress):
-    """How far loading is, for the heartbeat."""
+    """Progress of loading, for the heartbeat."""
 
     def __init__(self) -> None:
         self.phase, self.done, self.total, self.unit = "starting", 0, None, ""  # type: tuple[str, int, int | None, str]
@@ -100,7 +101,7 @@ class PhaseProgress(Progress):
 
 
 class Outbox:
-    """Sockets to the fronts. Belongs to one thread."""
+    """Sockets to the fronts. Used by one thread only."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", directory: str):
         self._context, self._directory = context, directory
@@ -111,7 +112,7 @@ class Outbox:
         return list(self._sockets)
 
     def connect(self, client: str) -> None:
-        """Begin to send to a front. Messages wait until it listens."""
+        """Open a socket to a front. Messages wait until it listens."""
         if client not in self._sockets:
             socket = self._context.socket(zmq.PUSH)
             socket.sndhwm = MAX_QUEUED_MESSAGES
@@ -120,7 +121,7 @@ class Outbox:
             self._sockets[client] = socket
 
     def send(self, client: str, frame: bytes) -> bool:
-        """Whether the front takes it: it is there and has not let too much lie."""
+        """Send a frame. Returns False if the front is gone or its queue is full."""
         try:
             self._sockets[client].send(frame, zmq.NOBLOCK)
         except (KeyError, zmq.Again):
@@ -132,14 +133,14 @@ class Outbox:
             socket.close(linger=0)
 
     def close(self) -> None:
-        """What was sent still goes out, for up to a second."""
+        """Close the sockets after sending queued messages, for up to a second."""
         for socket in self._sockets.values():
             socket.close()
         self._sockets.clear()
 
 
 class Listener:
-    """The thread. `stdin_fd`: a pipe whose end means that the parent is gone."""
+    """The receiving thread. `stdin_fd`: a pipe whose end means that the parent has ended."""
 
     def __init__(
         self,
@@ -159,7 +160,7 @@ class Listener:
         self._parent_fd = parent_fd
         self._quiet_since = 0.0
         self._processes: dict[int, str] = {}
-        """Front by the descriptor that tells when its process ends."""
+        """Front by the descriptor that becomes readable when its process ends."""
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="listener", daemon=True)
         self._inbox = self.context.socket(zmq.PULL)
@@ -172,7 +173,7 @@ class Listener:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; what it sent still goes out."""
+        """End the thread after sending its queued messages."""
         self._stopping = True
         self._thread.join()
 
@@ -193,7 +194,7 @@ class Listener:
                     self._beat()
         except BaseException:
             logger.exception("the engine's listener failed")
-            os._exit(EXIT_FAILED)  # nobody could reach the engine any more, not even to end it
+            os._exit(EXIT_FAILED)  # no front could reach the engine any more, not even to end it
         finally:
             faulthandler.cancel_dump_traceback_later()
             self._inbox.close(linger=0)
@@ -207,7 +208,7 @@ class Listener:
         elif source == self._parent_fd and self._parent_fd is not None:
             if not os.read(self._parent_fd, 1):
                 logger.warning("the process that started the engine is gone; the engine ends")
-                shutil.rmtree(self.directory, ignore_errors=True)  # which it can no longer do
+                shutil.rmtree(self.directory, ignore_errors=True)  # the parent can no longer remove it
                 os._exit(EXIT_FAILED)  # no front outlives it either
         elif isinstance(source, int) and source in self._processes:
             self._forget(self._processes[source], source)
@@ -266,7 +267,7 @@ class Listener:
         """End the process if a step takes too long, with the stacks of all threads in the log."""
         if not self._step_timeout:
             return
-        # Should this thread itself stand still, because something holds the interpreter, C code dumps the stacks and exits.
+        # If this thread hangs too, because something holds the interpreter, C code dumps the stacks and exits.
         faulthandler.dump_traceback_later(self._step_timeout + 10, exit=True, file=sys.stderr)
         if began is not None and state == "compiling" and now - began > self._compile_timeout:
             self._die(f"a step has been compiling for {now - began:.0f} s, more than {self._compile_timeout:.0f} s")

@@ -1,14 +1,14 @@
-"""Measures how long there was work, and how much of that time no step was on its way to the device."""
+"""Measures the time with work, and the part of it without a step in flight."""
 
 import time
 from collections.abc import Callable
 
 
 class WorkClock:
-    """Told at each change; the time since the last one counts as what held then.
+    """Call `note` at each change; the time since the last call counts for the previous state.
 
-    Idle time is a lower bound: the device may have finished a step some time before the host hears of it. Work time less the time
-    that the host waited for the device is an upper bound.
+    Idle time is a lower bound: the device may finish a step some time before the host notices. Work time minus the time that
+    the host waited for the device is an upper bound.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
@@ -18,7 +18,7 @@ class WorkClock:
         self._work_seconds = self._idle_seconds = 0.0
 
     def note(self, *, has_work: bool, in_flight: bool) -> None:
-        """From now on there is work or not, and a step in flight or not."""
+        """Record whether there is work and whether a step is in flight from now on."""
         now = self._clock()
         if self._has_work:
             self._work_seconds += now - self._since

@@ -1,4 +1,4 @@
-"""What passes between an attention layer and whatever computes attention for it."""
+"""The interface between an attention layer and the function that computes attention for it."""
 
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -12,9 +12,9 @@ from pallas_kernels.rope_cache_write.xla import rotated_heads
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Projection:
-    """Queries, keys and values as the projection gave them, and what is still to be done to them.
+    """Queries, keys and values from the projection, with the norm and rotation still to be applied.
 
-    They are handed over unfinished because over a paged cache one kernel norms and rotates them on the way into the cache.
+    These are applied later because, with a paged cache, one kernel norms and rotates them while writing to the cache.
     """
 
     qkv_TKGH: Array

@@ -1,6 +1,6 @@
-"""From a parameter as a checkpoint holds it to the parameter as a mesh wants it: KV heads copied, vocabulary padded.
+"""Converts parameters from their stored shape to the shape that a mesh needs: copies KV heads, pads the vocabulary.
 
-Works on NumPy and JAX arrays alike and goes by the names of the logical axes only.
+Works on NumPy and JAX arrays, using only the names of the logical axes.
 """
 
 import functools
@@ -135,7 +135,7 @@ def _some(names: Collection[str], limit: int = 20) -> str:
 
 
 def delete(arrays: Any) -> None:
-    """Give the devices' memory of a tree of arrays back at once, whoever still holds them."""
+    """Release the device memory of a tree of arrays at once, even if references to them remain."""
     for array in jax.tree.leaves(arrays):
         if isinstance(array, Array) and not array.is_deleted():
             array.delete()

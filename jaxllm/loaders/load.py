@@ -125,8 +125,8 @@ def load_safetensors(
 
 
 def loading_bytes(config: ModelConfig, model: CausalLM, num_devices: int) -> int:
-    """What the host holds at most while `load_safetensors` loads onto so many GPUs, beside what the system caches of files: of one
-    tensor the slices on their way to the devices.
+    """Peak host memory in bytes while `load_safetensors` loads onto this many GPUs, without the file cache: the slices of
+    one tensor in transfer to the devices.
 
     Estimated without a checkpoint: its types are those of the config.
     """

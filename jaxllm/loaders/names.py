@@ -33,7 +33,7 @@ Index = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of the checkpoint: its name, its shape there, the shape to see it with, and what a mesh wants of that."""
+    """A tensor of the checkpoint: its name, its stored shape, the shape of its view, and the mesh's copies and padding."""
 
     name: str
     shape: tuple[int, ...]

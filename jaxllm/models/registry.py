@@ -1,4 +1,4 @@
-"""Which class builds which architecture. To add a model: a file here, a line below, and a Family in model_config."""
+"""Maps architectures to model classes. To add a model, add a file here, a line below, and a Family in model_config."""
 
 import importlib
 import operator

@@ -1,4 +1,4 @@
-"""Which mesh axis each logical axis of a weight is split over. Layers name axes; only this table knows the mesh."""
+"""Maps each logical axis of a weight to the mesh axis that it is split over. Layers name only logical axes."""
 
 from collections.abc import Sequence
 

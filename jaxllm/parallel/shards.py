@@ -1,4 +1,4 @@
-"""What the devices that share every layer exchange: sums of partial results, and a few numbers a row of split logits.
+"""Exchanges between the devices that share every layer: sums of partial results, and a few numbers per row of split logits.
 
 The model and the sampler call these methods inside the one `shard_map` around a step, where each device sees its own
 part of every split array. `OneDevice` is the same code with nothing to exchange.
@@ -19,7 +19,7 @@ from pallas_kernels.collectives.exchange import FAILED
 T = TypeVar("T")
 
 PEERS_LOST = -2
-"""In place of every token: a device waited in vain for another's part, so what the step computed is wrong."""
+"""In place of every token: a device timed out waiting for another's part, so the step's results are wrong."""
 
 MIN_TOKENS_OF_TWO_RUNS = 2048
 """With fewer tokens a half is too small for its products to be fast, and sums go through the peers' memory."""

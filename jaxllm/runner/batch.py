@@ -31,9 +31,9 @@ class PoolingChunk:
 
     row: Row
     place: int
-    """Of the request among the rows of the step."""
+    """Index of the request among the rows of the step."""
     first_token: int
-    """Of the chunk among the tokens of the step."""
+    """Index of the chunk among the tokens of the step."""
     start: int
     """Its position in the prompt."""
     count: int
@@ -59,10 +59,10 @@ class Batch:
     admitted: list[Row]
     prompt_logprobs: list[PromptLogprobsChunk]
     extra_updates: tuple[np.ndarray, np.ndarray] | None
-    """(flat index, block id) of block-table entries for which the buffer has no room."""
+    """(flat index, block id) of block-table entries that do not fit into the buffer."""
     pooling: list[PoolingChunk] = field(default_factory=list)
     errors: dict[str, str] = field(default_factory=dict)
-    """Requests that failed alone, with the reason: they got no row and have no part in the step."""
+    """Requests that failed alone, with the reason. They have no row and are not part of the step."""
 
 
 class BatchBuilder:
@@ -87,9 +87,9 @@ class BatchBuilder:
         return self._build_mixed(plan)
 
     def _build_decode(self, cached: CachedRequestData) -> Batch | None:
-        """A step in which each of these requests computes one token and draws the next; None if the decode program cannot run it.
+        """Build a step in which each request computes one token and samples the next; None if the decode program cannot run it.
 
-        Whole columns at once: this is nearly every step, and its cost grows with the number of requests.
+        Fills whole columns at once: nearly every step is built here, and its cost grows with the number of requests.
         """
         rows = self.rows
         try:
@@ -177,7 +177,7 @@ class BatchBuilder:
         return Batch(buffer, layout, is_decode, sampled, variant, logprobs, admitted, prompt_logprobs, extra, pooling, errors)
 
     def empty(self, layout: StepLayout) -> np.ndarray:
-        """The buffer of a step in which nobody computes anything."""
+        """The buffer of an empty step."""
         buffer = self._fill(layout, [], 0)
         self._fill_updates(layout, buffer, [], [])
         return buffer
@@ -252,6 +252,6 @@ def _pooling_chunks(scheduled: list[tuple[Row, int, int]]) -> list[PoolingChunk]
 
 
 def request_failed(request_id: str, error: Exception) -> str:
-    """Log what went wrong with one request. Returns what its client is told."""
+    """Log the error of one request. Returns the message for its client."""
     logger.error("request %s failed in the engine", request_id, exc_info=error)
     return f"the request failed in the engine ({type(error).__name__})"

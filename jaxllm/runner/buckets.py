@@ -1,4 +1,4 @@
-"""Which padded sizes exist, and which one a step takes. Every size is a compiled program, so there are few."""
+"""Chooses the padded sizes of steps. Every size is a compiled program, so there are few."""
 
 import bisect
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Which implementation of each op an engine's programs are made of."""
+"""The implementation of each op in an engine's programs."""
 
 from dataclasses import dataclass
 

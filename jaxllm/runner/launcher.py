@@ -1,4 +1,4 @@
-"""Runs small steps' launches in a thread, so that the host plans the next step meanwhile. Knows nothing of what is launched."""
+"""Runs the launches of small steps in a thread, so that the host plans the next step meanwhile."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 class Launcher:
-    """One thread that makes calls in the order given. A call that fails raises where its result is read."""
+    """One thread that runs calls in the order given. The error of a failed call is raised where its result is read."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="launch")
@@ -21,7 +21,7 @@ class Launcher:
         return future
 
     def drain(self) -> None:
-        """Wait until every call was made, also those that failed."""
+        """Wait until every call has run, including failed ones."""
         if self._last is not None:
             wait([self._last])
 

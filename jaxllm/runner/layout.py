@@ -1,4 +1,4 @@
-"""The one int32 buffer that carries a step from host to device: where each part lies. Host and device read it through the same views."""
+"""Layout of the single int32 buffer that carries a step from host to device. Both sides access it through the same views."""
 
 import enum
 from dataclasses import dataclass
@@ -67,5 +67,5 @@ def decode_layout(num_rows: int) -> StepLayout:
 
 
 def mixed_layout(num_tokens: int, num_rows: int, block_size: int) -> StepLayout:
-    """A step of any shape. New blocks of long cached prefixes beyond the room here are written by a program of their own."""
+    """A step of any shape. A separate program writes the new blocks of long cached prefixes that do not fit here."""
     return StepLayout(num_rows, num_tokens, num_tokens // block_size + 2 * num_rows)

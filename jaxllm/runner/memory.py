@@ -17,20 +17,20 @@ from jaxllm.models import registry
 from pallas_kernels.collectives import WORKSPACE_BYTES
 
 COLLECTIVE_BYTES = 1536 << 20
-"""What NCCL takes of each device outside of JAX's memory pool: 1.1 GiB on each of two H200s (measured), and some to spare."""
+"""Memory that NCCL uses on each device outside JAX's pool: 1.1 GiB on each of two H200s (measured), plus a margin."""
 
 CONTEXT_BYTES = 512 << 20
-"""What CUDA takes of each GPU that JAX finds before any program runs, whether the engine uses it or not."""
+"""Memory that CUDA uses on each GPU that JAX finds before any program runs, even if the engine does not use the GPU."""
 
 PATIENCE_SECONDS = 3.0
-"""How long a program that has just ended may still hold memory of a GPU."""
+"""How long a process that has just ended may still hold GPU memory."""
 
 _FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _NEWER_FRACTION = "XLA_CLIENT_MEM_FRACTION"
 """JAX refuses to start if both are set."""
 
 _CPU_CACHE_FRACTION = 0.25
-"""Of the machine's memory: other programs live there too."""
+"""Fraction of the machine's memory, which other programs use too."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class MemoryPlan:
 
     device: str
     limit_bytes: int
-    """What the engine may take in all."""
+    """Total memory that the engine may use."""
     weight_bytes: int
     work_bytes: int
     """Temporary arrays of the largest step."""
@@ -50,7 +50,7 @@ class MemoryPlan:
     sized_by: str | None = None
     """The option that set the size of the cache, if it was not the device's memory."""
     collective_bytes: int = 0
-    """What collectives take beside `limit_bytes`."""
+    """Memory of collectives, in addition to `limit_bytes`."""
     num_devices: int = 1
     on_gpu: bool = True
 
@@ -79,7 +79,7 @@ class MemoryPlan:
         )
 
     def check(self) -> None:
-        """Refuse weights and a cache that are more than the device has, and a cache that cannot hold one request of max_model_len.
+        """Reject weights and a cache that exceed the device's memory, and a cache too small for one request of max_model_len.
 
         Raises OutOfMemoryError with the numbers.
         """
@@ -134,7 +134,7 @@ class MemoryPlan:
 
 
 def usable_bytes(config: EngineConfig, device_bytes: int) -> int:
-    """What the engine may take of a GPU with so much memory: its share, less what collectives take beside it."""
+    """Bytes that the engine may use on a GPU with `device_bytes`: its share, minus the memory of collectives."""
     return int(config.cache.gpu_memory_utilization * device_bytes) - _collective_bytes(config.parallel.tensor_parallel_size)
 
 
@@ -248,12 +248,15 @@ def _machine_bytes() -> int:
 
 
 def _stats(device: jax.Device) -> dict[str, int]:
-    """What a device tells of its memory pool; nothing on a CPU."""
+    """The statistics of a device's memory pool; empty on a CPU."""
     return (device.memory_stats() if device.platform != "cpu" else None) or {}
 
 
 def reserve_device_memory(fraction: float, *, tensor_parallel_size: int = 1) -> None:
-    """Have JAX take this fraction of each GPU when it starts, less what collectives take. Without effect once a device has been used."""
+    """Have JAX reserve this fraction of each GPU at its start, minus the memory of collectives.
+
+    Has no effect once a device has been used.
+    """
     if _NEWER_FRACTION in os.environ:
         return
     beside, total = _collective_bytes(tensor_parallel_size), gpus.smallest_total_bytes(tensor_parallel_size)

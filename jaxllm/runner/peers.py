@@ -1,5 +1,5 @@
-"""Devices that exchange through each other's memory, as the runner drives them: first runs by themselves, one transfer of a step's
-buffer. Why: `pallas_kernels.collectives`."""
+"""The runner's control of devices that exchange data through each other's memory: separate first runs of programs, and a single
+transfer of a step's buffer. For the reasons see `pallas_kernels.collectives`."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -23,7 +23,7 @@ class Peers:
         self._known: set[ProgramKey] = set()
         """Programs that had their first runs."""
         self._blanks: dict[StepLayout, list[jax.Array]] = {}
-        """What stands in place of a step's buffer on all devices but the first."""
+        """Placeholders for a step's buffer on all devices except the first."""
 
     @property
     def workspace(self) -> jax.Array:
@@ -35,7 +35,7 @@ class Peers:
         return key in self._known
 
     def note(self, keys: Iterable[ProgramKey]) -> None:
-        """These need no silent first runs, or have had them."""
+        """Record programs that need no silent first runs, or have had them."""
         self._known.update(keys)
 
     def first_runs(self, run: Callable[[], Any]) -> None:
@@ -56,6 +56,6 @@ class Peers:
         self._communicator.reset()
 
     def delete_arrays(self) -> None:
-        """Give the devices' memory back."""
+        """Release the devices' memory."""
         delete(list(self._blanks.values()))
         self._communicator.close()

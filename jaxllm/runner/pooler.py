@@ -1,4 +1,4 @@
-"""Pools the requests of a step that want vectors instead of tokens, and hands each over when its prompt is computed."""
+"""Pools the pooling requests of a step, and returns each request's vectors when its prompt is computed."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ _SHORTEST = np.float32(1e-12)
 
 @dataclass(frozen=True)
 class PendingVectors:
-    """Vectors of a step on their way: of whole prompts, and of each token of a chunk."""
+    """Vectors of a step in flight: of whole prompts, and of each token of a chunk."""
 
     finished: Sequence[PoolingChunk]
     vectors_RD: jax.Array | None
@@ -52,7 +52,7 @@ class PendingVectors:
 
 
 class Pooler:
-    """Holds the running sums of requests that want the mean over their tokens."""
+    """Holds the running sums of requests that use mean pooling."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class Pooler:
         return self._program(ProgramKey("pool", size))(source_XD, self._put(requests))
 
     def delete_arrays(self) -> None:
-        """Give the sums' memory back; they are made anew when they are next needed."""
+        """Release the memory of the sums. They are allocated again on next use."""
         if self._sums_ND is not None and not self._sums_ND.is_deleted():
             self._sums_ND.delete()
         self._sums_ND = None

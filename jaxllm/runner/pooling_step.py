@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 POOL_COLUMNS = 4
-"""index, divisor, width, normalize: what `pool` is told of each request."""
+"""Parameters of `pool` for each request: index, divisor, width, normalize."""
 _SHORTEST = 1e-12
 """Vectors are divided by no less, so that a vector of zeros stays one."""
 

@@ -1,7 +1,8 @@
-"""Compiled programs in a directory, for the next process or another machine of the same kind: no tracing, no compiling.
+"""Stores compiled programs in a directory, so that the next process or another machine of the same kind need not compile them.
 
-Each program is a file of its own beside `manifest.json`, which says what they were compiled for. The files hold pickles and machine
-code: whoever can write there can run code here, so that a directory must belong to this user or to root and be writable by no other.
+Each program has its own file beside `manifest.json`, which records what they were compiled for. The files contain pickles and
+machine code: a user with write access can run code here, so the directory must belong to this user or to root and be writable
+by no other user.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ from jaxllm.runner.step_programs import ProgramKey
 MANIFEST = "manifest.json"
 FORMAT = 1
 MAX_LOCAL_STORES = 8
-"""Engines whose programs are kept in this machine's cache; those not used for longest go first."""
+"""Number of engines whose programs are kept in this machine's cache. The least recently used are removed first."""
 
 Fingerprint = Mapping[str, Any]
 """All that programs depend on, by a name that an error message can use; JSON values."""
@@ -162,7 +163,7 @@ def write_manifest(directory: Path, fingerprint: Fingerprint) -> None:
 
 
 def check_trusted(path: Path) -> None:
-    """Raise ConfigError if somebody else could have written this file or directory."""
+    """Raise ConfigError if another user could have written this file or directory."""
     status = path.stat()
     mode = stat.S_IMODE(status.st_mode)
     if status.st_uid not in (0, os.geteuid()):
@@ -175,7 +176,7 @@ def check_trusted(path: Path) -> None:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Whole or not at all, whoever else writes the same."""
+    """Write a file atomically, even if other processes write the same file."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
     try:
         with os.fdopen(descriptor, "wb") as file:

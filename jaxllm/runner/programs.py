@@ -1,4 +1,4 @@
-"""Gets the step's programs, from a store or by compiling: those needed at once by several threads, the others behind the engine's back."""
+"""Loads or compiles the step's programs: those needed at once in several threads, the others in the background."""
 
 import contextlib
 import threading
@@ -20,22 +20,22 @@ StoreKey = TypeVar("StoreKey", contravariant=True)
 
 _SLOW_SECONDS = 1.0
 _QUIET_SECONDS = 1.0
-"""Nothing is compiled behind the engine's back until no program was called for so long: tracing holds the interpreter."""
+"""Background compilation waits until no program was called for this many seconds, because tracing holds the interpreter."""
 
 
 class Store(Protocol[StoreKey]):
-    """Where compiled programs outlive the process."""
+    """Persistent storage for compiled programs."""
 
     def load(self, key: StoreKey) -> jax.stages.Compiled | None: ...
     def save(self, key: StoreKey, program: jax.stages.Compiled) -> None: ...
 
 
 class Programs(Generic[Key]):
-    """Compiled programs by key. `lower(key)` traces one; calling a compiled program can never compile another.
+    """Compiled programs by key. `lower(key)` traces one; calling a compiled program never compiles another.
 
-    Threads work through the programs that `start` was given: each is loaded, or traced (one at a time, as tracing holds the
-    interpreter) and compiled (at the same time, as XLA releases it). Rare programs follow when the others have been begun, in one
-    thread. Whoever asks for a program that nobody has begun makes it, so that it never waits for another one's turn.
+    Threads make the programs passed to `start`: each is loaded, or traced (one at a time, because tracing holds the
+    interpreter) and compiled (in parallel, because XLA releases it). One thread makes the rare programs after all others have
+    been started. A caller that needs a program that is not started yet makes it itself instead of waiting for the queue.
     """
 
     def __init__(
@@ -57,24 +57,24 @@ class Programs(Generic[Key]):
         self._compiled: dict[Key, jax.stages.Compiled] = {}
         self._lock = threading.Lock()
         self._queue: dict[Key, None] = {}
-        """What no thread has begun yet, in order."""
+        """Programs that no thread has started, in order."""
         self._rare: dict[Key, None] = {}
         self._jobs: dict[Key, Future[jax.stages.Compiled]] = {}
-        """What is queued, or being made."""
+        """Programs that are queued or being made."""
         self._awaited: set[Key] = set()
-        """What was missing when callers that wait now began to."""
+        """Programs that were missing when the callers that wait now started to wait."""
         self._workers: list[threading.Thread] = []
         self._rare_worker: threading.Thread | None = None
         self._tracing = threading.Lock()
         self._stop = threading.Event()
         self._last_use = 0.0
         self.is_warm = False
-        """Whether warm-up is over: from then on each compilation that a request waits for is counted."""
+        """Whether warm-up is over. From then on, compilations that a request waits for are counted."""
         self.num_compiled_after_warmup = 0
         self.num_compiled = 0
         self.num_loaded = 0
         self.num_waiting = 0
-        """Callers that wait for a program now."""
+        """Number of callers that wait for a program now."""
         self._num_compiling = 0
         self._told: set[bool] = set()
         shut_down_at_exit(self)
@@ -83,13 +83,13 @@ class Programs(Generic[Key]):
         return len(self._compiled)
 
     def get(self, key: Key) -> jax.stages.Compiled:
-        """The program, made now if it is not there yet."""
+        """Return the program; make it now if it is missing."""
         self._last_use = time.monotonic()
         program = self._compiled.get(key)
         return self._wait_for(key) if program is None else program
 
     def start(self, keys: Sequence[Key], rare: Sequence[Key] = ()) -> None:
-        """Have threads make `keys`, which are needed at once, and `rare` later, each in this order. Returns at once."""
+        """Start threads that make `keys`, which are needed at once, and then `rare`, each in this order. Returns at once."""
         with self._lock:
             for queue, wanted in ((self._queue, keys), (self._rare, rare)):
                 for key in wanted:
@@ -98,7 +98,7 @@ class Programs(Generic[Key]):
                     self._jobs.setdefault(key, Future())
                     self._rare.pop(key, None)
                     queue[key] = None
-            # One more than compile: it traces meanwhile.
+            # One more thread than compiles in parallel: it traces meanwhile.
             wanted_workers = min(self._threads + 1, len(self._queue) + bool(self._rare))
             for _ in range(wanted_workers - len(self._workers)):
                 worker = threading.Thread(target=self._work, name="programs", daemon=True)
@@ -106,7 +106,7 @@ class Programs(Generic[Key]):
                 worker.start()
 
     def wait(self, keys: Sequence[Key], progress: Progress = SILENT) -> None:
-        """Until these, which `start` was given, are there. Raises what went wrong."""
+        """Wait until these programs, which were passed to `start`, are ready. Raises the first error."""
         with self._lock:
             jobs = [self._jobs[key] for key in keys if key in self._jobs]
         progress.start("preparing programs", len(jobs), "program")
@@ -115,22 +115,22 @@ class Programs(Generic[Key]):
         progress.finish()
         for key in keys:
             if key not in self._compiled:
-                self._wait_for(key)  # tries again what failed, and raises
+                self._wait_for(key)  # retries a failed program, and raises its error
 
     def compile_all(self, keys: Sequence[Key], progress: Progress) -> None:
-        """Make what is missing of `keys`, several at once, and wait for it."""
+        """Make the missing programs of `keys` in parallel, and wait for them."""
         missing = [key for key in keys if key not in self._compiled]
         self.start(missing)
         self.wait(missing, progress)
 
     def expect(self, keys: Sequence[Key]) -> None:
-        """Before warm-up is over: make these now, together, if the first of them has to be made anyway."""
+        """During warm-up, make all of these in parallel if the first is missing."""
         if keys[0] not in self._compiled and not self.is_warm:
             with self._told_if_slow(keys):
                 self.compile_all(keys, SILENT)
 
     def shutdown(self) -> None:
-        """Begin nothing more and wait for what has begun. May be called again."""
+        """Start no more programs and wait for those being made. May be called again."""
         self._stop.set()
         with self._lock:
             for key in (*self._queue, *self._rare):
@@ -143,17 +143,17 @@ class Programs(Generic[Key]):
 
     @property
     def awaited(self) -> tuple[int, int]:
-        """How many of the programs that callers wait for now are ready, and how many there are in all. May be read by any thread."""
+        """Programs that callers wait for now: how many are ready, and the total. Safe to read from any thread."""
         with self._lock:
             return sum(key in self._compiled for key in self._awaited), len(self._awaited)
 
-    # How a program is made
+    # Making a program
 
     def _wait_for(self, key: Key) -> jax.stages.Compiled:
         start = time.perf_counter()
         with self._told_if_slow([key]):
             with self._lock:
-                if key in self._compiled:  # just now
+                if key in self._compiled:  # finished in the meantime
                     return self._compiled[key]
                 job = self._jobs.get(key)
                 mine = job is None or key in self._queue or key in self._rare
@@ -199,11 +199,11 @@ class Programs(Generic[Key]):
             self._stop.wait(pause)
 
     def _pause(self) -> float:
-        """Seconds until the engine may have been idle for long enough."""
+        """Seconds until the engine may have been idle for long enough to compile in the background."""
         return _QUIET_SECONDS if self.num_waiting else self._last_use + _QUIET_SECONDS - time.monotonic()
 
     def _make(self, key: Key, job: "Future[jax.stages.Compiled]") -> bool:
-        """Fill a job that was taken from the queue. Whether it had to be compiled."""
+        """Make the program of a job taken from the queue. Returns whether it had to be compiled."""
         start = time.perf_counter()
         try:
             program = None
@@ -215,7 +215,7 @@ class Programs(Generic[Key]):
                 program = self._compile(key)
         except BaseException as error:
             with self._lock:
-                self._jobs.pop(key, None)  # whoever asks again tries again
+                self._jobs.pop(key, None)  # the next request for it retries
             job.set_exception(error)
             return True
         with self._lock:
@@ -243,11 +243,11 @@ class Programs(Generic[Key]):
                 self._store.save(key, program)
         return program
 
-    # Telling
+    # Logging
 
     @contextlib.contextmanager
     def _told_if_slow(self, keys: Sequence[Key]) -> Iterator[None]:
-        """Say once why nothing happens, if programs take their time."""
+        """Log once that programs are being loaded or compiled, if that takes long."""
         start = time.perf_counter()
         timer = threading.Timer(_SLOW_SECONDS, self._tell)
         timer.daemon = True
@@ -275,7 +275,7 @@ class Programs(Generic[Key]):
 
 
 def use_persistent_cache(directory: Path) -> None:
-    """Keep what XLA compiles in `directory`, however small and quick to compile, and what its autotuner found beside it."""
+    """Keep everything that XLA compiles in `directory`, however small or quick to compile, with its autotuning results."""
     directory.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

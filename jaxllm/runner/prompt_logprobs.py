@@ -1,4 +1,4 @@
-"""Gathers the logprobs of a prompt over the steps that compute it, and hands them over once, whole."""
+"""Collects the logprobs of a prompt over the steps that compute it, and returns them once they are complete."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from jaxllm.scheduler_output import TokenLogprobs
 
 @dataclass(frozen=True)
 class PendingPromptLogprobs:
-    """Scores of `count` prompt tokens of a request, on their way from the device; `count` may be 0 in the last part."""
+    """Scores of `count` prompt tokens of a request, in flight from the device. `count` may be 0 in the last part."""
 
     row: Row
     count: int

@@ -1,4 +1,4 @@
-"""The host's side of the rows: which request sits in which row, its known tokens, its blocks, its sampling columns."""
+"""The host's record of the rows: the request in each row, its known tokens, its blocks, its sampling columns."""
 
 import enum
 from collections.abc import Iterable
@@ -14,13 +14,13 @@ from jaxllm.scheduler_output import NewRequestData, TokenLogprobs
 
 
 class LogprobsKind(enum.IntEnum):
-    """What a step reports of its sampled tokens, each kind including the lower ones."""
+    """The tokens whose logprobs a step reports beside the sampled ones; each kind includes the lower ones."""
 
     NONE = 0
     TOP = 1
     """The likeliest tokens."""
     NAMED = 2
-    """And tokens that requests name."""
+    """Also tokens that requests name."""
 
     @classmethod
     def of(cls, rows: "Iterable[Row]") -> "LogprobsKind":
@@ -41,11 +41,11 @@ class Row:
     index: int
     data: NewRequestData
     num_known: int
-    """Tokens that the host knew when the row was given; later ones are on the device."""
+    """Number of tokens that the host knew when the row was assigned. Later tokens are on the device."""
     num_blocks: int
     variant: Variant
     needs_state: bool
-    """Whether full sampling must know the request's tokens, masks and so on."""
+    """Whether full sampling needs state of the request, such as its tokens and masks."""
     num_logprobs: int | None
     """Likeliest tokens to report beside each sampled one; None: no logprobs."""
     named_ids: list[int] | None

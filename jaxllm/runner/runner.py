@@ -1,4 +1,4 @@
-"""ModelRunner: owns weights, caches and rows on the device and runs one step at a time without waiting for it. Knows no scheduler."""
+"""ModelRunner: owns weights, caches and rows on the device and dispatches steps without waiting. Does not use the scheduler."""
 
 import contextlib
 import time
@@ -46,20 +46,21 @@ WARM_UP_RUNS = 2
 """The first run of a program loads it on the device; the second records its CUDA graphs, which all later ones launch."""
 
 NUM_SMALL_PLACES, SMALL_PLACE_BYTES = 48, 128 << 10
-"""Kept free for what each step sends and returns: more than all steps in flight need, and as large as the buffer of any decode."""
+"""Number and size of the places kept free for steps' inputs and results: more than all steps in flight need, each as large as
+the buffer of any decode."""
 
 MAX_THREAD_ROWS = 64
-"""Steps of so few requests are launched by a thread: a launch takes the host longer than planning and reading such a step, and on a
-small model longer than the device. With more, the two would wait for the interpreter in turns."""
+"""A thread launches steps of at most this many requests: a launch takes the host longer than planning and reading such a step,
+and on a small model longer than the device. With more requests, the two threads would contend for the interpreter."""
 
 
 @dataclass(frozen=True)
 class PendingStep:
-    """A step on its way."""
+    """A step in flight."""
 
     sampled: list[Row]
     token_R: jax.Array
-    """Of a step that only pools, another small result of it, to wait for."""
+    """Sampled tokens. For a step that only pools, another small result to wait for."""
     scores: Scores
     prompt_logprobs: list[PendingPromptLogprobs]
     errors: dict[str, str] = field(default_factory=dict)
@@ -67,18 +68,18 @@ class PendingStep:
     vectors: PendingVectors | None = None
 
     def start_copies(self) -> None:
-        """Have the results sent to the host as soon as they are there."""
+        """Start copying the results to the host; each copy runs as soon as its result is ready."""
         vectors = None if self.vectors is None else (self.vectors.vectors_RD, self.vectors.hidden_TD)
         arrays = (self.token_R, self.scores, [part.scores for part in self.prompt_logprobs], vectors)
         for array in jax.tree.leaves(arrays):
             array.copy_to_host_async()
 
     def result(self) -> ModelRunnerOutput:
-        """What the step computed. Waits for the device."""
+        """Wait for the device and return the results of the step."""
         tokens = np.asarray(self.token_R)[: len(self.sampled)].tolist()
         if PEERS_LOST in tokens:
             for shard in self.token_R.addressable_shards:
-                shard.data.block_until_ready()  # raises what kept a device from its part, if that is why the others waited
+                shard.data.block_until_ready()  # raises a device's own error, if that made the others wait
             raise RuntimeError("a device waited too long for its part of a sum from another: the step's results are lost")
         sampled = {row.data.request_id: [token] for row, token in zip(self.sampled, tokens, strict=True)}
         not_finite = {request_id for request_id, (token,) in sampled.items() if token == NOT_FINITE}
@@ -87,7 +88,7 @@ class PendingStep:
             try:
                 if (scores := self._scores_of(row, i)) is not None:
                     logprobs[row.data.request_id] = scores
-            except jax.errors.JaxRuntimeError:  # the device's, so everybody's
+            except jax.errors.JaxRuntimeError:  # a device error affects all requests
                 raise
             except Exception as error:
                 self.errors[row.data.request_id] = request_failed(row.data.request_id, error)
@@ -128,13 +129,13 @@ class LaunchingStep:
     launched: "Future[PendingStep]"
 
     def result(self) -> ModelRunnerOutput:
-        """What the step computed. Waits for the launch and the device; what went wrong in the launch is raised here."""
+        """Wait for the launch and the device, and return the results of the step. Raises the launch's error, if any."""
         return self.launched.result().result()
 
 
 @dataclass(frozen=True)
 class _Hidden:
-    """A step whose model has run, or will have."""
+    """A step whose forward pass is dispatched."""
 
     hidden_ND: jax.Array
     columns_NC: jax.Array
@@ -163,7 +164,7 @@ class ModelRunner:
         max_rows, threads = config.scheduler.max_num_seqs, config.compile.compile_threads
         assert max_rows is not None and threads is not None, "platform defaults are resolved before the runner is made"
         graphdef = nnx.graphdef(model)
-        # Programs are made from shapes alone, while the weights are still on their way.
+        # Programs need shapes only, so they compile while the weights load.
         shapes, structure = jax.tree.flatten(abstract_state(model, mesh))
         self._weights_structure = structure
         self.params: tuple[jax.Array, ...] = ()
@@ -210,46 +211,46 @@ class ModelRunner:
         self.row_arrays = self._new_row_arrays()
         self._sampling_state: SamplingState | None = None
         self._open_masks: dict[int, jax.Array] = {}
-        """Masks that allow everything, by rows."""
+        """Masks that allow every token, by number of rows."""
         self._spacers: list[jax.Array] = []
         """Small arrays between free places: see `_small_places`."""
         self._peers: Peers | None = None
         """Devices that exchange through each other's memory."""
         self._on_gpu, self._on_one_gpu = on_gpu, on_gpu and mesh.size == 1
-        # A CPU has no launches that would be worth a thread.
+        # On a CPU, launches are too cheap for a thread.
         self._launcher = Launcher() if on_gpu else None
         self.num_steps = 0
         self.dispatch_seconds = 0.0
-        """Host time of all `dispatch` calls together."""
+        """Total host time of all `dispatch` calls, in seconds."""
         self.launch_seconds = 0.0
-        """Host time of the launches, in these calls or in a thread."""
+        """Total host time of all launches, inside `dispatch` or in the thread, in seconds."""
 
     def start_programs(self, *, rare_later: bool) -> None:
-        """Have threads load or compile all programs; the rare ones behind the engine's back, if they may come later."""
+        """Start threads that load or compile all programs; with `rare_later`, the rare ones in the background while serving."""
         common, rare = [*self.shapes.common_keys(), ProgramKey("new_caches")], self.shapes.rare_keys()
         self.programs.start(common if rare_later else [*common, *rare], rare if rare_later else ())
 
     def start_programs_when_idle(self) -> None:
-        """Have a thread load or compile all programs whenever nothing runs."""
+        """Start a thread that loads or compiles all programs while the engine is idle."""
         self.programs.start((), self.shapes.keys_by_use())
 
     def wait_for_programs(self, progress: Progress, *, rare: bool) -> None:
-        """Until the common programs are there, with the rare ones if asked."""
+        """Wait until the common programs, and with `rare` the rare ones too, are ready."""
         self.programs.wait(
             [*(self.shapes.all_keys() if rare else self.shapes.common_keys()), ProgramKey("new_caches")], progress
         )
 
     def work_bytes(self) -> int:
-        """Temporary and output bytes per device of the largest step, read off its compiled program."""
+        """Temporary and output bytes per device of the largest step, read from its compiled program."""
         largest = ProgramKey("forward", self.buckets.tokens[-1])
         self.programs.compile_all([largest], SILENT)
         sizes = self.programs.get(largest).memory_analysis()
         if sizes is None:
-            return 0  # this backend does not tell
+            return 0  # this backend does not report it
         return int(sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes)
 
     def set_weights(self, weights: nnx.State) -> None:
-        """The weights to compute with, shaped and placed as the model was declared."""
+        """Set the weights, with the shapes and placement that the model declares."""
         leaves, structure = jax.tree.flatten(weights)
         assert structure == self._weights_structure, "weights of another model"  # type: ignore[operator]
         for found, wanted in zip(leaves, self.shapes.params, strict=True):
@@ -258,19 +259,19 @@ class ModelRunner:
         self.params = tuple(leaves)
 
     def put_weights(self, weights: Sequence[np.ndarray]) -> None:
-        """The weights to compute with, from arrays on the host in the order of `params`."""
+        """Set the weights from host arrays in the order of `params`."""
         self.params = tuple(
             jax.device_put(array, wanted.sharding) for array, wanted in zip(weights, self.shapes.params, strict=True)
         )
         jax.block_until_ready(self.params)
 
     def drop_weights(self) -> None:
-        """Give the memory of the weights back."""
+        """Release the memory of the weights."""
         delete(self.params)
         self.params = ()
 
     def allocate_caches(self) -> None:
-        """Take the memory of the KV cache, zeroed: a masked NaN would still poison a sum."""
+        """Allocate the KV cache, zeroed: a NaN in a masked slot would still make a sum NaN."""
         program = self.programs.get(ProgramKey("new_caches"))
         with self.times.part("cache"):
             if self._peers is None and self.shapes.workspace is not None:
@@ -280,11 +281,11 @@ class ModelRunner:
                 self._spacers = self._small_places()
 
     def _small_places(self) -> list[jax.Array]:
-        """Leave free places of SMALL_PLACE_BYTES between small arrays, which are returned and to be kept.
+        """Reserve free places of SMALL_PLACE_BYTES between small arrays. Returns these arrays; the caller must keep them.
 
-        JAX's pool then gives each step's input and result these places, and the step's temporary arrays the beginning of
-        the large free region: the same in every step. Before a CUDA graph is launched again XLA writes the addresses that
-        have changed into its nodes, and of the nodes of a decode nine of ten read or write temporary arrays.
+        JAX's pool then places each step's input and result there, and the step's temporary arrays at the beginning of the
+        large free region: at the same addresses in every step. Before relaunching a CUDA graph, XLA writes changed addresses
+        into its nodes, and nine of ten nodes of a decode read or write temporary arrays.
         """
         places, spacers = [], []
         for _ in range(NUM_SMALL_PLACES):
@@ -295,14 +296,14 @@ class ModelRunner:
         return spacers
 
     def start_over(self) -> None:
-        """Free all rows and take new memory for what steps change, after a failure that may have lost any of it.
+        """Free all rows and reallocate all arrays that steps change, after a failure that may have lost any of them.
 
-        Raises what keeps the device from doing so.
+        Raises the device's error if it cannot.
         """
         if self._launcher is not None:
             self._launcher.drain()
         if self._peers is not None:
-            with contextlib.suppress(Exception):  # what went wrong in the steps is known
+            with contextlib.suppress(Exception):  # the steps' errors were reported already
                 jax.block_until_ready((self.row_arrays, self.caches))
             self._peers.reset()
         self.drop_caches()
@@ -311,13 +312,13 @@ class ModelRunner:
         jax.block_until_ready((self.row_arrays, self.caches))
 
     def check_idle(self, finished_ids: Iterable[str]) -> None:
-        """Raise AssertionError if a row is held by a request other than these, whose rows the next step frees."""
+        """Raise AssertionError if any request other than `finished_ids`, whose rows the next step frees, holds a row."""
         self.rows.check_integrity()
         lost = set(self.rows.by_request) - set(finished_ids)
         assert not lost, f"rows are held by requests that are gone: {', '.join(sorted(lost))}"
 
     def drop_caches(self) -> None:
-        """Free all rows and the memory of what steps change: the KV cache, the rows' arrays, the state of full sampling."""
+        """Free all rows and the arrays that steps change: the KV cache, the rows' arrays, the state of full sampling."""
         self.rows.clear()
         delete((self.caches, self.row_arrays, self._sampling_state, self._open_masks))
         self._pooler.delete_arrays()
@@ -328,7 +329,7 @@ class ModelRunner:
         return self._put(RowArrays(np.zeros(num_rows, np.int32), np.zeros((num_rows, max_blocks), np.int32)))  # type: ignore[arg-type, no-any-return]
 
     def warm_up(self) -> None:
-        """Run the programs of a step on nothing. From now on a compilation that a request waits for is one too many."""
+        """Run the programs once on empty steps. From then on, compilations that a request waits for are counted."""
         keys = self.shapes.common_keys()
         if self._peers is None:
             for number in range(1, WARM_UP_RUNS + 1):
@@ -341,7 +342,7 @@ class ModelRunner:
         self.programs.is_warm = True
 
     def _run_on_nothing(self, keys: Sequence[ProgramKey]) -> None:
-        """Run programs of a step that compute nothing and write to trash alone, and wait until they are through."""
+        """Run programs on empty steps, which write nothing but trash, and wait until they are done."""
         for key in keys:
             program = self.programs.get(key)
             if key.kind in ("forward", "decode"):
@@ -360,7 +361,7 @@ class ModelRunner:
         return None if self._peers is None else self._peers.workspace
 
     def _program(self, key: ProgramKey) -> jax.stages.Compiled:
-        """A program, ready to run. Where devices wait for each other in kernels, its first runs are when no other runs."""
+        """A compiled program. If devices wait for each other in kernels, its first runs happen while no other program runs."""
         program = self.programs.get(key)
         if self._peers is not None and not self._peers.knows(key):
             jax.block_until_ready((self.row_arrays, self.caches))
@@ -370,7 +371,7 @@ class ModelRunner:
         return program
 
     def delete_arrays(self) -> None:
-        """Give the device's memory back, after the last program has been compiled."""
+        """Release all device memory, after the last program has been compiled."""
         self.programs.shutdown()
         if self._launcher is not None:
             self._launcher.shutdown()
@@ -382,9 +383,9 @@ class ModelRunner:
         self.caches = ()
 
     def dispatch(self, plan: SchedulerOutput) -> PendingStep | LaunchingStep | MaskedStep:
-        """Start a step and return at once. The device works through dispatched steps in order.
+        """Start a step and return at once. The device runs dispatched steps in order.
 
-        One with masked requests is a MaskedStep: its tokens are drawn when it is told so, before the next dispatch.
+        A plan with masked requests gives a MaskedStep: call its `draw` to sample its tokens, before the next dispatch.
         """
         start = time.perf_counter()
         for request_id in (*plan.finished_request_ids, *plan.preempted_request_ids):
@@ -416,7 +417,7 @@ class ModelRunner:
         return MaskedStep([row.data.request_id for row in batch.sampled], mask_RW, draw)
 
     def _submit(self, call: Callable[[], T], *, in_thread: bool) -> "Future[T]":
-        """Make a call after all launches so far, by the thread or here."""
+        """Run a call after all earlier launches, in the thread or in this one."""
         if self._launcher is not None and in_thread:
             return self._launcher.submit(call)
         if self._launcher is not None:
@@ -426,7 +427,7 @@ class ModelRunner:
         return done
 
     def wait(self) -> None:
-        """Until the device is through with all steps dispatched so far."""
+        """Wait until the device has run all steps dispatched so far."""
         if self._launcher is not None:
             self._launcher.drain()
         jax.block_until_ready(self.row_arrays)
@@ -457,7 +458,7 @@ class ModelRunner:
         return pending
 
     def _prepare(self, batch: Batch) -> dict[str, str]:
-        """Send what the step's program takes for granted. Returns the requests that failed alone, with the reason."""
+        """Send the state that the step's program relies on. Returns the requests that failed alone, with the reason."""
         if batch.extra_updates is not None:
             self._write_blocks(*batch.extra_updates)
         errors = dict(batch.errors)
@@ -471,7 +472,7 @@ class ModelRunner:
         self.caches, self.row_arrays, token_R = program(
             self.params, self.caches, self.row_arrays, self._send(batch.layout, batch.buffer), self._workspace
         )
-        # No prompt token follows those that this program computes: it only ends prompts.
+        # This program computes only the last token of a prompt, so no prompt token follows.
         ended = [PendingPromptLogprobs(chunk.row, 0, [], chunk.is_last) for chunk in batch.prompt_logprobs]
         return PendingStep(batch.sampled, token_R, Scores(None, None), ended, errors)
 
@@ -485,7 +486,7 @@ class ModelRunner:
         expected = [forward_key, *([] if only_pools else [self._sample_key(batch)])]
         expected += self._pooler.keys(batch.pooling, batch.layout.num_tokens)
         if batch.sampled and batch.variant < Variant.MASKED:
-            # What follows, unless other requests come.
+            # The next step's program, unless other requests arrive.
             expected.append(ProgramKey("decode", self.buckets.fit_decode(len(batch.sampled)), batch.variant))
         self.programs.expect(expected)
         forward = self._program(forward_key)
@@ -520,7 +521,7 @@ class ModelRunner:
         return PendingStep(batch.sampled, token_R, scores, hidden.prompt_logprobs, hidden.errors, hidden.vectors)
 
     def _open_mask(self, num_rows: int) -> jax.Array:
-        """A mask that allows everything, for full sampling of rows without grammar."""
+        """A mask that allows every token, for full sampling of rows without a grammar."""
         if num_rows not in self._open_masks:
             self._open_masks[num_rows] = self._put(np.full((num_rows, num_words(self.vocab_size)), -1, np.int32))
         return self._open_masks[num_rows]
@@ -549,7 +550,7 @@ class ModelRunner:
             self.row_arrays = program(self.row_arrays, self._put(arrays))
 
     def _admit(self, row: Row, errors: dict[str, str]) -> None:
-        """Send one request's part of the state of full sampling. If it has none, the reason joins the errors."""
+        """Send one request's part of the state of full sampling. On failure, adds the reason to `errors`."""
         try:
             packed = self._pack_admission(row)
         except Exception as error:
@@ -570,7 +571,7 @@ class ModelRunner:
         )
 
     def _state(self) -> SamplingState:
-        """The arrays of full sampling: made when the first request wants them."""
+        """The arrays of full sampling, made for the first request that needs them."""
         if self._sampling_state is None:
             self._sampling_state = self._program(ProgramKey("new_state"))()
         return self._sampling_state
@@ -579,11 +580,11 @@ class ModelRunner:
         return SamplingState.zeros(self.rows.trash + 1, self.vocab_size, self.processors)
 
     def _send(self, layout: StepLayout, buffer: np.ndarray) -> Any:
-        """A step's buffer as its program takes it."""
+        """A step's buffer in the form that its program takes."""
         if self._peers is not None:
             return self._peers.send(layout, buffer, self.batches.empty)
-        # Called with the host's array, a program for one GPU sends it in half the time of a device_put. A CPU's would keep the
-        # array until after its results are there, and abort a process that exits meanwhile.
+        # A program for one GPU that is called with a host array sends it in half the time of a device_put. A program for a CPU
+        # would keep the array until after its results are ready, and abort a process that exits meanwhile.
         return buffer if self._on_one_gpu else self._put(buffer)
 
     def _put(self, arrays: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The compiled step: pure functions from weights, caches, rows and a step's buffer to new caches, rows and tokens. No state."""
+"""The compiled step: stateless functions from weights, caches, rows and a step's buffer to new caches, rows and tokens."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,19 +24,19 @@ Caches = tuple[jax.Array, ...]
 
 
 class RowArrays(NamedTuple):
-    """What the device keeps of every running request; the last row is trash."""
+    """The device's state of every running request, one per row. The last row is a trash row."""
 
     last_token_N: jax.Array
     block_table_NB: jax.Array
 
 
 class Tokens(NamedTuple):
-    """The tokens of a step and where they belong."""
+    """The tokens of a step with their rows, positions and slots."""
 
     token_ids_T: jax.Array
     position_T: jax.Array
     slot_T: jax.Array
-    """Place in the cache; -1 for what must not be written."""
+    """Slot in the cache; -1 for tokens that must not be written."""
     query_start_R1: jax.Array
     kv_length_R: jax.Array
     page_table_RB: jax.Array
@@ -51,7 +51,7 @@ class Logprobs(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Logprobs of a step's sampled tokens, as far as asked for."""
+    """Logprobs of a step's sampled tokens, as far as requested."""
 
     top: Logprobs | None
     named: Logprobs | None
@@ -61,8 +61,8 @@ class Scores(NamedTuple):
 class StepFunctions:
     """The programs of one engine, as functions to compile. Everything here is static.
 
-    With several devices each function runs inside one `shard_map`: weights, caches and logits are this device's parts,
-    all else is whole.
+    With several devices each function runs inside one `shard_map`: weights, caches and logits are this device's shards,
+    everything else is replicated.
     """
 
     merge: Callable[[Params], Any]
@@ -72,7 +72,7 @@ class StepFunctions:
     max_rows: int
     kernels: Kernels
     num_logprobs: int
-    """Likeliest tokens reported beside the sampled one."""
+    """Number of likeliest tokens reported beside the sampled one."""
     logprobs_mode: str
     processors: tuple[Any, ...] = ()
 
@@ -95,7 +95,7 @@ class StepFunctions:
         last_R = jnp.maximum(tokens.query_start_R1[1:] - 1, 0)
         pad = self.max_rows - layout.num_rows
         hidden_ND = jnp.pad(hidden_TD[last_R], ((0, pad), (0, 0)))
-        # Rows of padding go to the trash row, also those beyond this layout.
+        # Padding rows, including those beyond this layout, point to the trash row.
         columns_NC = jnp.pad(views.columns_RC, ((0, pad), (0, 0)))
         columns_NC = columns_NC.at[layout.num_rows :, Column.TOKEN_ROW].set(self.max_rows)
         return caches, rows, hidden_TD, hidden_ND, columns_NC
@@ -110,7 +110,7 @@ class StepFunctions:
         buffer: jax.Array,
         workspace: jax.Array | None,
     ) -> tuple[Caches, RowArrays, jax.Array]:
-        """One token for every row, in one program. Returns caches, rows and the tokens."""
+        """Run the model and sample one token for every row, in one program. Returns caches, rows and the tokens."""
         shards = self.shards.through(workspace)
         views = layout.views(shards.of_first(buffer))
         rows = _update_block_table(rows, views)
@@ -140,11 +140,11 @@ class StepFunctions:
         logits_RV = self.merge(params).logits(hidden_ND[:num_rows], self.shards)
         peers = self.shards.through(workspace)
         if variant < Variant.FULL and kind == LogprobsKind.NONE:
-            # The masked variant is made late, when the devices may be busy: see `uses_peers`.
+            # The masked variant is compiled late, when the devices may be busy: see `uses_peers`.
             shards = peers if variant < Variant.MASKED else self.shards
             token_R = peers.check(self._draw_shared(variant, logits_RV, columns_RC, shards, mask_RW), PEERS_LOST)
             return _store_tokens(rows, columns_RC, token_R), token_R, state, Scores(None, None)
-        # Every device holds the state of all rows: each needs all logits, and draws all rows.
+        # Every device holds the state of all rows, so each needs all logits and samples all rows.
         logits_RV = raw_RV = scored_RV = self.shards.all_columns(logits_RV)
         if variant >= Variant.MASKED:
             assert mask_RW is not None, "masked sampling needs a mask"
@@ -260,13 +260,13 @@ def _store_tokens(rows: RowArrays, columns_RC: jax.Array, token_R: jax.Array) ->
 
 
 def _locate_tokens(rows: RowArrays, views: StepViews[jax.Array], block_size: int) -> Tokens:
-    """Give each token of a ragged step its row, its position and its slot."""
+    """Compute the row, position and slot of each token of a ragged step."""
     columns_RC = views.columns_RC
     num_tokens = views.token_ids_T.shape[0]
     start_R, count_R = columns_RC[:, Column.START], columns_RC[:, Column.NUM_TOKENS]
     query_start_R1 = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(count_R, dtype=jnp.int32)])
     index_T = jnp.arange(num_tokens, dtype=jnp.int32)
-    # Comparing with every row is one kernel; a binary search would be a loop, which no CUDA graph covers.
+    # Comparing with every row is one kernel; a binary search would be a loop, which a CUDA graph cannot contain.
     owner_T = jnp.searchsorted(query_start_R1, index_T, side="right", method="compare_all").astype(jnp.int32) - 1
     is_real_T = index_T < query_start_R1[-1]
     owner_T = jnp.where(is_real_T, owner_T, 0)
@@ -286,7 +286,7 @@ def _locate_tokens(rows: RowArrays, views: StepViews[jax.Array], block_size: int
 
 
 def _locate_decode_tokens(rows: RowArrays, views: StepViews[jax.Array], block_size: int) -> Tokens:
-    """The same where row i has token i and no other."""
+    """The same for a decode step, in which row i has exactly token i."""
     columns_RC = views.columns_RC
     num_rows = columns_RC.shape[0]
     position_R, is_real_R = columns_RC[:, Column.START], columns_RC[:, Column.NUM_TOKENS] > 0

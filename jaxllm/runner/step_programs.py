@@ -134,7 +134,7 @@ class StepPrograms:
         return mixed_layout(key.size, self.buckets.rows_for_tokens(key.size), self.functions.block_size)
 
     def compiler_options(self, key: ProgramKey) -> dict[str, str | bool]:
-        """What XLA is told beside the program itself.
+        """XLA's compiler options for a program.
 
         Products of more than a few rows go to cuBLAS alone: it adds the residual in passing, and a Triton product, which is
         chosen by timing beside other work, is now and then far slower (13 ms instead of 0.4 for the head at 256 rows, measured).

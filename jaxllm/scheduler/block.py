@@ -1,17 +1,17 @@
-"""One block of the KV cache, as the host sees it: who uses it, what it holds, where it stands in the free queue."""
+"""The host's record of one block of the KV cache: its reference count, its content hash and its place in the free queue."""
 
 
 class KVCacheBlock:
-    """A fixed run of KV-cache slots. `BlockPool` and `FreeBlockQueue` alone change it."""
+    """A fixed run of KV-cache slots. Only `BlockPool` and `FreeBlockQueue` change it."""
 
     __slots__ = ("block_id", "ref_count", "block_hash", "previous_free", "next_free")
 
     def __init__(self, block_id: int):
         self.block_id = block_id
         self.ref_count = 0
-        """Requests whose table holds the block."""
+        """Number of requests whose table holds the block."""
         self.block_hash: bytes | None = None
-        """Set while the block is full and findable in the prefix cache."""
+        """Hash of the content, set while the block is full and in the prefix cache."""
         self.previous_free: KVCacheBlock | None = None
         self.next_free: KVCacheBlock | None = None
 

@@ -1,4 +1,4 @@
-"""All blocks of the KV cache: which are free, which are findable by content, which to evict. Knows nothing of requests."""
+"""Manages all blocks of the KV cache: allocation, lookup by content, and eviction. Independent of requests."""
 
 from collections.abc import Iterable, Sequence
 
@@ -7,9 +7,9 @@ from jaxllm.scheduler.free_queue import FreeBlockQueue
 
 
 class BlockPool:
-    """Blocks 0 … num_blocks-1. Block 0 is the null block: padding points to it, nobody ever gets it.
+    """Blocks 0 … num_blocks-1. Block 0 is the null block: padding points to it, and it is never allocated.
 
-    A free block stays findable until it is handed out again; the one free longest goes first (LRU).
+    A free block keeps its cached content until it is allocated again. The block that has been free longest goes first (LRU).
     """
 
     def __init__(self, num_blocks: int):
@@ -34,16 +34,16 @@ class BlockPool:
         return 1.0 - self.num_free_blocks / max(1, self.num_usable_blocks)
 
     def free_block_ids(self) -> list[int]:
-        """In order of reuse. Linear: for tests."""
+        """Ids of the free blocks in order of reuse. Takes linear time: for tests."""
         return [block.block_id for block in self._free]
 
     def find(self, block_hash: bytes) -> KVCacheBlock | None:
-        """A block with this content; a free one, which taking it would cost, only if none is used."""
+        """Find a block with this content. Prefers a block in use, because using a free one takes it from the free queue."""
         found = self._cached.get(block_hash)
         return max(found.values(), key=lambda block: block.ref_count) if isinstance(found, dict) else found
 
     def allocate(self, count: int) -> list[KVCacheBlock]:
-        """Hand out the first free blocks, which lose their content. Raises IndexError if there are fewer."""
+        """Allocate the first `count` free blocks and discard their content. Raises IndexError if there are fewer."""
         blocks = self._free.popleft_n(count)
         for block in blocks:
             self.forget(block)
@@ -51,16 +51,16 @@ class BlockPool:
         return blocks
 
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Let one more request use found blocks."""
+        """Add a reference to found blocks."""
         for block in blocks:
             if block.ref_count == 0:
                 self._free.remove(block)
             block.ref_count += 1
 
     def free(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """One request gives its blocks back; the order given is the order of eviction among those that nobody else uses.
+        """Drop one request's references. Blocks that become free are evicted in the order given.
 
-        Blocks without findable content are reused first, the latest of them soonest: evicting them loses nothing.
+        Blocks without cached content are reused first, the latest of them soonest: evicting them loses nothing.
         """
         empty: list[KVCacheBlock] = []
         findable: list[KVCacheBlock] = []
@@ -73,7 +73,7 @@ class BlockPool:
         self._free.append_n(findable)
 
     def publish(self, block: KVCacheBlock, block_hash: bytes) -> None:
-        """Make a full block findable."""
+        """Add a full block to the prefix cache."""
         assert block.block_hash is None and block is not self.null_block
         block.block_hash = block_hash
         present = self._cached.get(block_hash)
@@ -85,7 +85,7 @@ class BlockPool:
             self._cached[block_hash] = {present.block_id: present, block.block_id: block}
 
     def forget(self, block: KVCacheBlock) -> None:
-        """Make a block unfindable; other blocks of the same content stay."""
+        """Remove a block from the prefix cache. Other blocks with the same content stay."""
         if block.block_hash is None:
             return
         present = self._cached[block.block_hash]
@@ -98,7 +98,7 @@ class BlockPool:
         block.block_hash = None
 
     def reset(self) -> bool:
-        """Forget all content. Does nothing and returns False while any block is used."""
+        """Discard all cached content. Does nothing and returns False while any block is used."""
         if self.num_free_blocks != self.num_usable_blocks:
             return False
         self._cached.clear()

@@ -1,4 +1,4 @@
-"""When requests run out of time. Looking at the clock is all that a step pays for it."""
+"""Tracks the deadlines of requests. The cost per step is one look at the clock."""
 
 import heapq
 
@@ -6,9 +6,9 @@ from jaxllm.request import ErrorKind, Request
 
 
 class Deadlines:
-    """The times at which requests end with an error unless they are done, or have a place in the batch, by then.
+    """The times by which requests must be finished, or admitted, to avoid ending with an error.
 
-    Times are those of one clock in seconds; the caller reads it.
+    Times are in seconds on one clock, which the caller reads.
     """
 
     def __init__(self) -> None:
@@ -19,7 +19,7 @@ class Deadlines:
         return len(self._heap)
 
     def add(self, request: Request, now: float) -> None:
-        """Note the deadlines of a request that was added now."""
+        """Record the deadlines of a request that was added now."""
         spec = request.spec
         self._push(request, now, ErrorKind.QUEUE_TIMEOUT, spec.queue_timeout_seconds)
         self._push(request, now, ErrorKind.TIMEOUT, spec.timeout_seconds)
@@ -31,7 +31,7 @@ class Deadlines:
             self._num_added += 1
 
     def expired(self, now: float) -> list[tuple[Request, ErrorKind]]:
-        """The requests whose time is over, each once, with what they exceeded. They are forgotten here."""
+        """Remove and return the requests that exceeded a deadline, each once, with the kind of deadline."""
         found: dict[Request, ErrorKind] = {}
         while self._heap and self._heap[0][0] <= now:
             _, _, kind, request = heapq.heappop(self._heap)
@@ -40,13 +40,13 @@ class Deadlines:
         return list(found.items())
 
     def prune(self, num_unfinished: int) -> None:
-        """Drop what no longer applies, once that is most of it. To be called when requests end."""
+        """Drop obsolete deadlines once they are the majority. Call when requests end."""
         if len(self._heap) > 4 * num_unfinished + 64:
             self._heap = [entry for entry in self._heap if _applies(entry[2], entry[3])]
             heapq.heapify(self._heap)
 
 
 def _applies(kind: ErrorKind, request: Request) -> bool:
-    """Whether a deadline still matters. Who was admitted once is never queued again: after preemption it has begun."""
+    """Whether a deadline still applies. A queue timeout no longer applies after the first admission, even after preemption."""
     was_admitted = request.num_cached_tokens >= 0
     return not request.status.is_finished and not (kind is ErrorKind.QUEUE_TIMEOUT and was_admitted)

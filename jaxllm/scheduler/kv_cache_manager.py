@@ -1,6 +1,6 @@
-"""Gives each request the blocks that its tokens need, shares those with equal content, and takes them back.
+"""Allocates the blocks that each request's tokens need, shares blocks with equal content, and frees them.
 
-One group of full-attention layers: a request keeps every block until it ends (a sliding window is the kernel's affair).
+Handles one group of full-attention layers: a request keeps every block until it ends (kernels implement sliding windows).
 """
 
 from collections.abc import Collection, Sequence
@@ -14,11 +14,11 @@ from jaxllm.scheduler.block_pool import BlockPool
 
 @dataclass(frozen=True)
 class CachedPrefix:
-    """The beginning of a request that the prefix cache holds already."""
+    """The prefix of a request that is already in the prefix cache."""
 
     blocks: Sequence[KVCacheBlock] = ()
     num_computed_tokens: int = 0
-    """Tokens that need no computing. At most all but one: the last one's hidden state gives the next token."""
+    """Tokens that need not be computed: at most all but the last, whose hidden state gives the next token."""
     num_cached_tokens: int = 0
     """Tokens in `blocks`."""
 
@@ -34,9 +34,9 @@ class _BlockTable:
     def __init__(self, shared: Sequence[KVCacheBlock]):
         self.blocks = list(shared)
         self.num_shared = len(shared)
-        """Blocks at the front that were found when the request was admitted."""
+        """Number of leading blocks found in the prefix cache at admission."""
         self.num_published = len(shared)
-        """Blocks at the front that went through the prefix cache: found there or put there."""
+        """Number of leading blocks that were found in the prefix cache or added to it."""
 
 
 class KVCacheManager:
@@ -49,7 +49,7 @@ class KVCacheManager:
         self._tables: dict[str, _BlockTable] = {}
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold so many tokens."""
+        """Number of blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def block_ids(self, request_id: str) -> list[int]:
@@ -63,13 +63,13 @@ class KVCacheManager:
         return len(table.blocks) if table else 0
 
     def reads_cache(self, request: Request) -> bool:
-        """Whether the request is looked up in the prefix cache at all."""
+        """Whether the request is looked up in the prefix cache."""
         return self.enable_prefix_caching and not request.skip_reading_prefix_cache
 
     def get_computed_blocks(self, request: Request) -> CachedPrefix:
-        """The longest run of full blocks from the start that the cache holds. Changes nothing.
+        """Find the longest cached run of full blocks from the start of a request. Changes nothing.
 
-        If that is all of the request, one token is computed again, from blocks that are all shared.
+        If it covers the whole request, the last token is recomputed while all blocks stay shared.
         """
         if not self.reads_cache(request):
             return NO_PREFIX
@@ -91,16 +91,16 @@ class KVCacheManager:
         num_reserved_blocks: int = 0,
         whole_sequence_must_fit: bool = False,
     ) -> list[int] | None:
-        """Blocks for the next `num_new_tokens` of a request, whose first allocation also takes `prefix`.
+        """Allocate blocks for the next `num_new_tokens` of a request. Its first allocation also takes `prefix`.
 
-        Returns the ids of the new blocks (without those of the prefix), or None, with nothing changed, if the free
-        blocks do not suffice: for these tokens, or for all known ones if the whole sequence must fit. So many
-        reserved blocks stay free in any case.
+        Returns the ids of the new blocks (without those of the prefix). Returns None and changes nothing if there are too few
+        free blocks for these tokens, or for all known tokens if the whole sequence must fit. The reserved blocks always stay
+        free.
         """
         num_tokens = request.num_computed_tokens + prefix.num_computed_tokens + num_new_tokens
         table = self._tables.get(request.request_id)
         if table is not None and num_tokens <= len(table.blocks) * self.block_size:
-            # Nearly every decode: kept short, because it runs for each request in each step.
+            # The fast path of nearly every decode: it runs for each request in each step.
             if len(request.block_hashes) > table.num_published:
                 self._publish(request, table, num_tokens)
             return []
@@ -109,7 +109,7 @@ class KVCacheManager:
         num_needed = num_new_blocks
         if whole_sequence_must_fit:
             num_needed = max(num_needed, self.num_blocks_for(request.num_tokens) - num_held)
-        # A found block that nobody uses leaves the free queue just like a new one.
+        # An unused cached block leaves the free queue, just like a new one.
         num_needed += sum(block.ref_count == 0 for block in prefix.blocks)
         if num_needed + num_reserved_blocks > self.pool.num_free_blocks:
             return None
@@ -122,9 +122,9 @@ class KVCacheManager:
         return [block.block_id for block in new_blocks]
 
     def free(self, request: Request, num_valid_tokens: int) -> None:
-        """Take back all blocks of a request. Those filled by the first `num_valid_tokens` stay findable.
+        """Free all blocks of a request. Blocks filled by the first `num_valid_tokens` stay in the prefix cache.
 
-        Steps in flight may still write these blocks: the device runs steps in order, so whoever gets a block next
+        Steps in flight may still write these blocks. That is safe: the device runs steps in order, so the next owner of a block
         writes it later.
         """
         table = self._tables.pop(request.request_id, None)
@@ -133,18 +133,18 @@ class KVCacheManager:
         self._publish(request, table, num_valid_tokens)
         for block in table.blocks[max(table.num_shared, num_valid_tokens // self.block_size) : table.num_published]:
             self.pool.forget(block)
-        # The end of a sequence is the least likely to be asked for again: evict it first.
+        # The end of a sequence is the least likely to be reused: evict it first.
         self.pool.free(table.blocks[::-1])
 
     def _publish(self, request: Request, table: _BlockTable, num_tokens: int) -> None:
-        """Make the blocks filled by the first `num_tokens` findable, as far as their tokens are known."""
+        """Add the blocks filled by the first `num_tokens` to the prefix cache, as far as their tokens are known."""
         num_full = min(num_tokens // self.block_size, len(request.block_hashes))
         for index in range(table.num_published, num_full):
             self.pool.publish(table.blocks[index], request.block_hashes[index])
         table.num_published = max(table.num_published, num_full)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached content. Does nothing and returns False while any request holds blocks."""
+        """Discard all cached content. Does nothing and returns False while any request holds blocks."""
         return self.pool.reset()
 
     def check_integrity(self, requests: Collection[Request]) -> None:
@@ -161,7 +161,7 @@ class KVCacheManager:
                 uses[block.block_id] += 1
                 if index < table.num_published:
                     block_hash = request.block_hashes[index]
-                    # None where the content proved wrong after others had found it.
+                    # None if the content proved invalid after other requests had found it.
                     assert block.block_hash in (None, block_hash), f"{block} is published under a wrong hash"
                     assert content.setdefault(block.block_id, (index, block_hash)) == (index, block_hash), (
                         f"{block} is shared wrongly"

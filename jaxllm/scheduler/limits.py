@@ -1,4 +1,4 @@
-"""What can never be scheduled, or not soon: refused at the door, with the numbers, instead of waiting for ever."""
+"""Rejects requests that can never be scheduled, or not soon, with the numbers, instead of letting them wait for ever."""
 
 import time
 
@@ -59,7 +59,7 @@ def check_servable(request: Request, manager: KVCacheManager, max_model_len: int
 
 
 def check_room(request: Request, waiting: WaitingQueue, options: SchedulerOptions, num_seats: int) -> None:
-    """Raise OverloadedError if so much waits that this request may not. So many of those that wait have a seat in the next step."""
+    """Raise OverloadedError if the waiting queue is full. `num_seats` of the waiting requests fit into the next step."""
     num_queued, num_tokens = len(waiting) - num_seats, waiting.num_prompt_tokens
     most, most_tokens = options.max_num_queued_reqs, options.max_num_queued_tokens
     if most is not None and num_queued >= most:
@@ -73,7 +73,7 @@ def check_room(request: Request, waiting: WaitingQueue, options: SchedulerOption
         )
     else:
         return
-    # Who comes now will wait about as long as the next in line has.
+    # Estimate: a new request waits about as long as the first in the queue has waited.
     waited_seconds = time.time() - waiting.peek().spec.arrival_time if len(waiting) else 0.0
     seconds = max(1, min(_MAX_RETRY_AFTER_SECONDS, round(waited_seconds)))
     raise OverloadedError(f"the engine is overloaded: {what}; try again in {seconds} s", seconds, limit)

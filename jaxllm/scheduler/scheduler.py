@@ -1,12 +1,12 @@
-"""Decides which request computes how many tokens next. Knows nothing of arrays or devices.
+"""Decides how many tokens each request computes in the next step. Uses no arrays and no devices.
 
-There is no prefill or decode phase: every request has tokens known and tokens computed, and each step hands out a
-budget of tokens so that computed catches up with known.
+There are no separate prefill and decode phases. Every request has a number of known tokens and a number of computed tokens;
+each step distributes a budget of tokens to bring the second up to the first.
 
-Counts run ahead of the device. `schedule` counts its tokens as computed at once and the tokens that the step will sample
-as placeholders, so the next step can be planned before this one's tokens arrive; `update_from_output` replaces the
-placeholders by tokens. Steps reach the device in the order in which they were planned, which makes every block that is
-given back here free for the very next step, whatever is still in flight.
+The counts run ahead of the device. `schedule` counts the tokens of its step as computed at once, and the tokens that the step
+will sample as placeholders, so that the next step can be planned before this one's tokens arrive. `update_from_output` replaces
+the placeholders by tokens. Steps reach the device in the order in which they were planned, so a block that is freed here can be
+used by the next step even while other steps are in flight.
 """
 
 import time
@@ -31,23 +31,23 @@ from jaxllm.scheduler_output import CachedRequestData, ModelRunnerOutput, NewReq
 _NOT_FINITE = "the model computed NaN or infinity for this request; check its weights, or choose a dtype with a larger range"
 
 _Share = tuple[Request, int, int, list[int]]
-"""One request's part of a step: the request, its tokens, how many of them are sampled from (1 if the step reaches the
-end of the known tokens, else 0; a pooled vector counts like a token), its new blocks. Plain, because one is made for every
-request in every step."""
+"""One request's part of a step: the request, its number of tokens, the number of tokens that it samples (1 if the step reaches
+the end of the known tokens, else 0; a pooled vector counts as a token), its new blocks. A plain tuple, because one is made for
+every request in every step."""
 
 
 class _Refusal(NamedTuple):
-    """The waiting request that did not fit, with what has to change before it is worth another look."""
+    """The waiting request that did not fit, with the state that has to change before it can fit."""
 
     request: Request
     num_spare_blocks: int
     next_block_hash: bytes | None
-    """Of its first block that no running request held. Those before it cost nothing; a cached one that nobody holds leaves
-    the free queue, so it costs as much as a new one."""
+    """Hash of its first block that no running request held. The blocks before it are shared and cost nothing; an unused cached
+    block leaves the free queue, so it costs as much as a new one."""
 
 
 class PlanError(Exception):
-    """Planning broke off, perhaps half done, while it dealt with a request; what went wrong is the cause."""
+    """Planning failed at a request, perhaps half done. The original error is the cause."""
 
     def __init__(self, request_id: str):
         super().__init__(f"planning failed at request {request_id!r}")
@@ -55,16 +55,16 @@ class PlanError(Exception):
 
 
 class UpdateError(Exception):
-    """Taking in a step broke off; what went wrong is the cause."""
+    """Processing the results of a step failed. The original error is the cause."""
 
     def __init__(self, news: list[EngineCoreOutput]):
         super().__init__("taking in a step failed")
         self.news = news
-        """Of the requests that were dealt with before: their tokens count, so they must be told."""
+        """Outputs of the requests processed before the failure. Their tokens are committed, so they must be reported."""
 
 
 class Scheduler:
-    """Running requests first, then waiting ones, within a budget of tokens per step; preempts when blocks run out."""
+    """Schedules running requests first, then waiting ones, within a budget of tokens per step. Preempts when blocks run out."""
 
     def __init__(self, options: SchedulerOptions, cache: CacheOptions, *, num_blocks: int, max_model_len: int):
         check_options(options, max_model_len)
@@ -79,10 +79,10 @@ class Scheduler:
         """In order of admission."""
         self.waiting = make_waiting_queue(options.scheduling_policy)
         self.requests: dict[str, Request] = {}
-        """All that are not finished."""
+        """All unfinished requests by id."""
         self._deadlines = Deadlines()
         self._num_left_waiting = 0
-        """Requests that the latest step had no place for."""
+        """Requests that did not fit into the latest step."""
         self._extend_hashes = (
             block_hasher(cache.block_size, cache.prefix_caching_hash_algo) if cache.enable_prefix_caching else None
         )
@@ -102,14 +102,14 @@ class Scheduler:
     # Requests come and go
 
     def add_request(self, request: Request) -> None:
-        """Let a request wait for admission.
+        """Add a request to the waiting queue.
 
-        Raises InvalidRequestError if it can never be served, OverloadedError if too much waits already.
+        Raises InvalidRequestError if it can never be served, OverloadedError if the queue is full.
         """
         if request.request_id in self.requests:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use; choose another", "request_id")
         check_servable(request, self.cache_manager, self.max_model_len)
-        # What was added since the latest step has a place still, as far as there are seats and nobody was left waiting.
+        # Requests added since the latest step can still get a seat, if that step left no request waiting.
         num_seats = 0 if min(self._num_left_waiting, len(self.waiting)) else self.max_num_seqs - len(self.running)
         try:
             check_room(request, self.waiting, self.options, num_seats)
@@ -127,7 +127,7 @@ class Scheduler:
         self._deadlines.add(request, request.queued_at)
 
     def finish_requests(self, request_ids: str | Iterable[str], status: RequestStatus) -> list[str]:
-        """End requests from outside (abort, stop string, failure); late tokens are dropped. Returns the ids that were alive."""
+        """End requests from outside (abort, stop string, failure); drop late tokens. Returns the ids that were unfinished."""
         ids = [request_ids] if isinstance(request_ids, str) else request_ids
         ended = [self.requests[request_id] for request_id in dict.fromkeys(ids) if request_id in self.requests]
         for request in ended:
@@ -137,13 +137,13 @@ class Scheduler:
         return [request.request_id for request in ended]
 
     def abort_requests(self, request_ids: Iterable[str]) -> list[EngineCoreOutput]:
-        """End requests whose callers do not expect it. Returns the news of those that were alive."""
+        """End requests on the engine's initiative. Returns the outputs of those that were unfinished."""
         aborted = [self.requests[request_id] for request_id in dict.fromkeys(request_ids) if request_id in self.requests]
         self.finish_requests([request.request_id for request in aborted], RequestStatus.FINISHED_ABORTED)
         return [_last_news(request) for request in aborted]
 
     def fail_requests(self, request_ids: Iterable[str], kind: ErrorKind, message: str) -> list[EngineCoreOutput]:
-        """End requests with an error. Returns the news of those that were alive."""
+        """End requests with an error. Returns the outputs of those that were unfinished."""
         failed = [self.requests[request_id] for request_id in dict.fromkeys(request_ids) if request_id in self.requests]
         for request in failed:
             request.stop_reason, request.error_kind = message, kind
@@ -151,7 +151,7 @@ class Scheduler:
         return [_last_news(request) for request in failed]
 
     def fail_expired(self) -> list[EngineCoreOutput]:
-        """End the requests whose time is over. Returns their news."""
+        """End the requests that exceeded a deadline. Returns their outputs."""
         news: list[EngineCoreOutput] = []
         if not len(self._deadlines):
             return news
@@ -160,9 +160,9 @@ class Scheduler:
         return news
 
     def _finish(self, request: Request, status: RequestStatus) -> None:
-        """End a request, except for its place in `running`: the caller clears that for all at once."""
+        """End a request. The caller removes it from `running`, for all ended requests at once."""
         if request.status == RequestStatus.RUNNING:
-            # After an error nothing that the request computed may be found again.
+            # After an error, keep nothing that the request computed in the prefix cache.
             num_valid = 0 if status == RequestStatus.FINISHED_ERROR else request.num_computed_tokens
             self.cache_manager.free(request, num_valid)
         else:
@@ -176,7 +176,7 @@ class Scheduler:
         self._deadlines.prune(len(self.requests))
 
     def has_requests(self) -> bool:
-        """Whether anything runs or waits."""
+        """Whether any request runs or waits."""
         return bool(self.requests)
 
     @property
@@ -188,19 +188,19 @@ class Scheduler:
     def num_unfinished(self) -> int:
         return len(self.requests)
 
-    # A step is planned
+    # Planning a step
 
     def schedule(self) -> SchedulerOutput:
         """Plan the next step.
 
-        A plan without tokens needs no run and may be dropped: the finished and preempted ids in it come again with
-        every plan until one has tokens. Whoever applies them must therefore accept ids that it does not know any more,
-        and must apply them before the new requests, which may bear the same ids.
-        Raises PlanError if it cannot go on; then `start_over` must follow.
+        A plan without tokens need not run and may be dropped: every plan repeats the finished and preempted ids until one
+        has tokens. The runner must therefore accept ids that it has already dropped, and must apply them before the new
+        requests, which may have the same ids.
+        Raises PlanError on failure; `start_over` must follow.
         """
         num_unfinished = len(self.requests)
         cap = self.max_num_batched_tokens
-        # A lone request may take the whole step.
+        # A single request may take the whole step.
         if self.options.long_prefill_token_threshold and num_unfinished > 1:
             cap = self.options.long_prefill_token_threshold
             if self.options.long_prefill_token_threshold_adaptive:
@@ -208,14 +208,14 @@ class Scheduler:
         num_preemptions = self._num_preemptions
         shares, budget = self._schedule_running(cap)
         new_requests: list[NewRequestData] = []
-        # A step never both preempts and admits: what it admitted would be preempted next.
+        # A step never both preempts and admits: the admitted request would be preempted next.
         if self.waiting and budget > 0 and self._num_preemptions == num_preemptions:
             new_requests = self._schedule_waiting(shares, cap, budget)
         self._num_left_waiting = len(self.waiting)
         return self._commit(shares, new_requests)
 
     def _schedule_running(self, cap: int) -> tuple[list[_Share], int]:
-        """Shares of the running requests, none above `cap`, and what is left of the step's tokens."""
+        """Returns the shares of the running requests, none above `cap` tokens, and the rest of the token budget."""
         budget = self.max_num_batched_tokens
         allocate_slots, running = self.cache_manager.allocate_slots, self.running
         run_ahead = self.options.async_scheduling
@@ -229,7 +229,7 @@ class Scheduler:
                 if request.num_output_placeholders:
                     num_known += request.num_output_placeholders
                     if not run_ahead or num_known >= request.max_num_tokens:
-                        continue  # it waits for its token, or is certain to end with it
+                        continue  # it waits for its token, or will end with it
                 num_wanted = num_known - request.num_computed_tokens
                 num_tokens = num_wanted if num_wanted == 1 else min(num_wanted, cap, budget)
                 while (new_block_ids := allocate_slots(request, num_tokens)) is None:
@@ -249,15 +249,15 @@ class Scheduler:
         return shares, budget
 
     def _choose_victim(self) -> int:
-        """Place in `running` of the request to preempt: the latest admitted, or the least urgent under the priority policy."""
+        """Index in `running` of the request to preempt: the latest admitted, or the least urgent under the priority policy."""
         if self.options.scheduling_policy == "fcfs":
             return len(self.running) - 1
         return max(range(len(self.running)), key=lambda index: self.running[index].sort_key())
 
     def _preempt(self, request: Request) -> None:
-        """Take the blocks of a request that left `running`; it computes everything again once it is readmitted.
+        """Free the blocks of a request that left `running`. It is recomputed after readmission.
 
-        Its placeholders stay: tokens in flight are still good, and it is not readmitted before they have come.
+        Its placeholders stay: tokens in flight remain valid, and the request is not readmitted before they arrive.
         """
         self.cache_manager.free(request, request.num_computed_tokens)
         request.status = RequestStatus.PREEMPTED
@@ -268,9 +268,9 @@ class Scheduler:
         self.waiting.put_back(request)
 
     def _schedule_waiting(self, shares: list[_Share], cap: int, budget: int) -> list[NewRequestData]:
-        """Admit waiting requests in order, up to the first that does not fit; their shares join `shares`."""
+        """Admit waiting requests in order, up to the first that does not fit. Appends their shares to `shares`."""
         manager, whole = self.cache_manager, self.options.scheduler_reserve_full_isl
-        # Blocks that prompts admitted earlier have yet to fill: they are as good as gone.
+        # Blocks that earlier admitted prompts have yet to allocate: they count as used.
         num_promised = sum(self._num_blocks_to_come(share) for share in shares) if whole else 0
         new_requests: list[NewRequestData] = []
         skipped: list[Request] = []
@@ -278,7 +278,7 @@ class Scheduler:
             while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
                 request = self.waiting.peek()
                 if request.num_output_placeholders:
-                    break  # preempted, its last tokens are in flight: the blocks that it gave back are not for those behind it
+                    break  # preempted, with tokens in flight: later requests must not take the blocks that it freed
                 if request.status == RequestStatus.WAITING_FOR_GRAMMAR:
                     skipped.append(self.waiting.pop())
                     continue
@@ -311,16 +311,16 @@ class Scheduler:
         return new_requests
 
     def _num_blocks_to_come(self, share: _Share) -> int:
-        """Blocks that the rest of a prompt will take after this step."""
+        """Number of blocks that the rest of a prompt will take after this step."""
         request, _, num_samples, _ = share
         if num_samples:
             return 0
         return self.cache_manager.num_blocks_for(request.num_tokens) - self.cache_manager.num_blocks_of(request.request_id)
 
     def _still_refused(self, request: Request, num_spare_blocks: int) -> bool:
-        """Whether a request that did not fit cannot fit now: no more blocks are free, and it needs as many as before.
+        """Whether a request that did not fit still cannot: no more blocks are free, and it needs as many as before.
 
-        Spares the walk through its whole prompt in every step that it waits.
+        Avoids walking through its whole prompt in every step.
         """
         refusal = self._refusal
         if refusal is None or refusal.request is not request or num_spare_blocks > refusal.num_spare_blocks:
@@ -330,8 +330,8 @@ class Scheduler:
 
     def _remember_refusal(self, request: Request, prefix: CachedPrefix, num_spare_blocks: int) -> None:
         if not self.options.scheduler_reserve_full_isl:
-            return  # what it needs then depends on the step's budget too
-        # Who holds a block of a prompt holds those before it too.
+            return  # its need then also depends on the step's budget
+        # A request that holds a block of a prompt also holds the blocks before it.
         num_held = next((index for index, block in enumerate(prefix.blocks) if block.ref_count == 0), len(prefix.blocks))
         reads = self.cache_manager.reads_cache(request)
         next_hash = request.block_hashes[num_held] if reads and num_held < len(request.block_hashes) else None
@@ -354,7 +354,7 @@ class Scheduler:
         )
 
     def _note_admission(self, request: Request, data: NewRequestData) -> None:
-        """What a request becomes once the plan that admits it is whole."""
+        """Update a request once the plan that admits it is complete."""
         if self.cache_manager.reads_cache(request):
             totals = self._resumed_prefix_totals if request.num_preemptions else self._prefix_totals
             totals[0] += request.num_tokens
@@ -366,7 +366,7 @@ class Scheduler:
         request.status = RequestStatus.RUNNING
 
     def _commit(self, shares: list[_Share], new_requests: list[NewRequestData]) -> SchedulerOutput:
-        """Write the plan down and count its tokens as computed. The shares of the new requests are the last."""
+        """Build the plan and count its tokens as computed. The shares of the new requests come last."""
         num_known = len(shares) - len(new_requests)
         known = shares[:num_known]
         for (request, _, _, _), data in zip(shares[num_known:], new_requests, strict=True):
@@ -403,18 +403,17 @@ class Scheduler:
         return plan
 
     def tokens_are_known(self, request_ids: Iterable[str]) -> bool:
-        """Whether the latest step is the only one in flight that draws a token for any of these requests."""
+        """Whether the latest step is the only one in flight that samples a token for any of these requests."""
         found = (self.requests.get(request_id) for request_id in request_ids)
         return all(request is None or request.num_output_placeholders <= 1 for request in found)
 
-    # A step comes back
+    # Processing the results of a step
 
     def update_from_output(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
-        """Take in the tokens of a step: end what ends, report what is new.
+        """Process the tokens of a step: end requests that are done, and report new tokens.
 
-        Steps come back in the order in which they were planned. Requests that ended meanwhile are passed over. What fails
-        in taking in the tokens of one request ends that request. Raises UpdateError if that cannot be done; then `start_over`
-        must follow.
+        Steps must be passed in the order in which they were planned. Requests that have ended meanwhile are skipped. A failure
+        while processing one request ends that request. Raises UpdateError if that is impossible; `start_over` must follow.
         """
         outputs: list[EngineCoreOutput] = []
         try:
@@ -433,7 +432,7 @@ class Scheduler:
             if request.status > last_unfinished:
                 continue
             request_id = request.request_id
-            # A resumed request computes its prompt once more; its logprobs are told once.
+            # A resumed request computes its prompt again; its prompt logprobs are reported once.
             is_first = len(request.token_ids) == request.num_prompt_tokens
             end: RequestStatus | None = None
             new_logprobs = new_prompt_logprobs = None
@@ -482,13 +481,13 @@ class Scheduler:
         if any_ended:
             self._drop_finished_from_running()
 
-    # The whole
+    # Operations on the whole state
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forget all cached content, as after a change of weights. Returns False, with nothing changed, while blocks are used.
+        """Discard all cached content, e.g. after a change of weights. Returns False and changes nothing while blocks are used.
 
-        With `reset_running_requests` it always succeeds: all running requests are preempted first, and the tokens of
-        steps in flight are dropped and sampled again.
+        With `reset_running_requests` it always succeeds: it first preempts all running requests; the tokens of steps in flight
+        are dropped and sampled again.
         """
         if reset_running_requests:
             while self.running:
@@ -499,10 +498,10 @@ class Scheduler:
         return self.cache_manager.reset_prefix_cache()
 
     def start_over(self) -> None:
-        """Let every request wait again, with no block, nothing computed and no step in flight.
+        """Return every request to the waiting queue, with no blocks, no computed tokens and no step in flight.
 
-        For after a failure that may have left anything half done: asks nothing of the state that it finds but the requests.
-        Their tokens so far stay. The runner's rows are void.
+        For use after a failure that may have left inconsistent state: relies only on the requests themselves. Keeps their
+        tokens so far. The runner's rows become invalid.
         """
         self.cache_manager = KVCacheManager(self._cache_options, self._num_blocks)
         self.waiting = make_waiting_queue(self.options.scheduling_policy)
@@ -511,7 +510,7 @@ class Scheduler:
         self._finished_ids.clear()
         self._preempted_ids.clear()
         self._refusal = None
-        for request in self.requests.values():  # in the order of arrival, in which they were admitted too
+        for request in self.requests.values():  # in order of arrival, which is also the order of admission
             if request.status == RequestStatus.RUNNING:
                 request.status = RequestStatus.PREEMPTED
                 request.num_preemptions += 1
@@ -520,7 +519,8 @@ class Scheduler:
             self.waiting.add(request)
 
     def limit_steps(self, divisor: int) -> None:
-        """Plan steps of this fraction of the options' sizes, from the next one on. Without chunked prefill only requests are fewer."""
+        """Divide the step sizes of the options by `divisor`, from the next step on. Without chunked prefill only the number of
+        requests is divided."""
         assert self.options.max_num_seqs is not None and self.options.max_num_batched_tokens is not None
         self.max_num_seqs = max(1, self.options.max_num_seqs // divisor)
         if self.options.enable_chunked_prefill:
@@ -573,7 +573,7 @@ class Scheduler:
 
 
 def _withdraw(shares: list[_Share], request: Request) -> int:
-    """Take a request's share, if it has one, out of the step. Returns its tokens."""
+    """Remove a request's share, if it has one, from the step. Returns its number of tokens."""
     for index, (sharer, num_tokens, _, _) in enumerate(shares):
         if sharer is request:
             del shares[index]
@@ -582,13 +582,13 @@ def _withdraw(shares: list[_Share], request: Request) -> int:
 
 
 def _fail(request: Request, message: str, kind: ErrorKind = ErrorKind.INTERNAL) -> tuple[list[int], RequestStatus]:
-    """Note why a request ends with an error. Returns its new tokens, of which there are none, and its status."""
+    """Record why a request ends with an error. Returns its new tokens (none) and its status."""
     request.stop_reason, request.error_kind = message, kind
     return [], RequestStatus.FINISHED_ERROR
 
 
 def _last_news(request: Request) -> EngineCoreOutput:
-    """Of a request that ended outside of a step."""
+    """The last output of a request that ended outside a step."""
     return EngineCoreOutput(
         request.request_id,
         [],
@@ -613,9 +613,9 @@ def _describe_expiry(request: Request, kind: ErrorKind) -> str:
 
 
 def _append_until_stop(request: Request, sampled: list[int]) -> tuple[list[int], RequestStatus | None]:
-    """Append sampled tokens up to one that ends the request. Returns those appended and the status it ends with.
+    """Append sampled tokens up to the one that ends the request. Returns the appended tokens and the final status, if any.
 
-    Raises GrammarError if the request cannot go on.
+    Raises GrammarError if the request cannot continue.
     """
     matcher = request.matcher
     for count, token_id in enumerate(sampled, 1):

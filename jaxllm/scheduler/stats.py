@@ -1,4 +1,4 @@
-"""What the scheduler tells about itself."""
+"""Statistics of the scheduler."""
 
 from dataclasses import dataclass
 
@@ -18,18 +18,18 @@ class SchedulerStats:
     prefix_cache_queries: int
     """Tokens of first admissions that were looked up in the prefix cache."""
     prefix_cache_hits: int
-    """Those of them that were found."""
+    """The part of these tokens that was found."""
     resumed_prefix_cache_queries: int
     """The same for admissions after preemption, counted apart because they find their own blocks."""
     resumed_prefix_cache_hits: int
     num_rejected_for_requests: int = 0
-    """Requests turned away by --max-num-queued-reqs."""
+    """Requests rejected by --max-num-queued-reqs."""
     num_rejected_for_tokens: int = 0
-    """By --max-num-queued-tokens."""
+    """Requests rejected by --max-num-queued-tokens."""
     num_not_finite: int = 0
     """Requests that ended because the model computed NaN or infinity for them."""
     sleep_level: int = 0
-    """0 awake, 1 weights offloaded, 2 all discarded (the core's to tell)."""
+    """0 awake, 1 weights offloaded, 2 all discarded (set by the core)."""
     num_cache_blocks: int = 0
     """Usable blocks of the KV cache."""
     step_token_counts: tuple[int, ...] = ()
@@ -37,14 +37,14 @@ class SchedulerStats:
     num_step_tokens: int = 0
     """Tokens of all steps."""
     num_retried_steps: int = 0
-    """Steps that failed and whose requests were computed again (this and the next are the core's to tell)."""
+    """Failed steps whose requests were recomputed (this and the next are set by the core)."""
     num_lost_steps: int = 0
-    """Steps that failed and ended all their requests."""
+    """Failed steps that ended all their requests."""
     work_seconds: float = 0.0
-    """Time with unfinished requests (this and the next two are the loop's to tell)."""
+    """Time with unfinished requests (this and the next two are set by the loop)."""
     device_wait_seconds: float = 0.0
     """Time in which the loop waited for the device."""
     device_idle_seconds: float = 0.0
     """Time with unfinished requests and no step in flight."""
     awaited_programs: tuple[int, int] = (0, 0)
-    """Programs that the step under way waits for: ready, and in all. Set in heartbeats only."""
+    """Programs that the current step waits for: ready, and in total. Set in heartbeats only."""

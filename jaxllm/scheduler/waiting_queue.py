@@ -12,7 +12,7 @@ class WaitingQueue(Protocol):
     """Every operation is O(log n) or better, so that a long queue does not slow a step."""
 
     num_prompt_tokens: int
-    """Of all requests together."""
+    """Prompt tokens of all requests together."""
 
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[Request]:
@@ -28,7 +28,7 @@ class WaitingQueue(Protocol):
         ...
 
     def add(self, request: Request) -> None:
-        """Add a newcomer."""
+        """Add a new request."""
         ...
 
     def put_back(self, request: Request) -> None:
@@ -36,12 +36,12 @@ class WaitingQueue(Protocol):
         ...
 
     def remove(self, request: Request) -> None:
-        """Take a request out, wherever it stands."""
+        """Remove a request from any place in the queue."""
         ...
 
 
 class FCFSQueue:
-    """First come, first served; who is put back goes first again."""
+    """First come, first served. A request that is put back goes first again."""
 
     def __init__(self) -> None:
         self._requests: OrderedDict[str, Request] = OrderedDict()
@@ -75,7 +75,7 @@ class FCFSQueue:
 
 
 class PriorityQueue:
-    """Lowest (priority, arrival time, id) first; who is put back gets no boost."""
+    """Lowest (priority, arrival time, id) first. A request that is put back keeps its order."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, float, str], int, Request]] = []

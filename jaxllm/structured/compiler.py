@@ -1,4 +1,4 @@
-"""GrammarCompiler: asks a process of its own whether a form can be used, and remembers the answers. Knows no JAX."""
+"""GrammarCompiler: compiles structured outputs on trial in a separate process, and caches the results. Does not import JAX."""
 
 import threading
 from collections import OrderedDict
@@ -17,7 +17,7 @@ from jaxllm.structured_outputs import PARAM, StructuredOutputsParams
 DEADLINE_SECONDS = 5.0
 """CPU time that compiling one form may take, with its first masks."""
 MAX_CACHE_BYTES = 64 << 20
-"""Of the answers that are remembered, refusals among them."""
+"""Memory limit of the cache of results, including refusals."""
 MAX_WAITING = 256
 """Forms that may wait for their answer."""
 RETRY_AFTER_SECONDS = 2
@@ -46,7 +46,7 @@ class _Job:
 
 
 class GrammarCompiler:
-    """Turns forms into grammars that are known to be harmless. The process starts with the first form, or with `start`.
+    """Converts structured outputs to grammars that passed a trial. The process starts with the first one, or with `start`.
 
     May be called from any thread.
     """

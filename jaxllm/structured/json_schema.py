@@ -1,4 +1,4 @@
-"""Finds what is wrong with a JSON schema and where, before it is compiled: kinds of values, references, what nothing can satisfy."""
+"""Locates faults in a JSON schema before it is compiled: wrong kinds of values, bad references, unsatisfiable parts."""
 
 import math
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Follows the output of one request through its grammar and tells which tokens may come next. Host work only."""
+"""Tracks the output of one request in its grammar and computes the mask of allowed next tokens, on the host."""
 
 import os
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ class Template:
 
 
 class Matcher:
-    """Where one output is in its grammar. Before `start_after` was said, everything is allowed."""
+    """The state of one output in its grammar. Until the output contains `start_after`, every token is allowed."""
 
     def __init__(
         self,

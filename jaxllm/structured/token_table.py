@@ -14,14 +14,14 @@ from jaxllm.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What llguidance has to know of a model's tokens."""
+    """The data about a model's tokens that llguidance needs."""
 
     tokenizer_json: str
     """The text of tokenizer.json."""
     num_tokens: int
-    """Of the tokenizer."""
+    """Number of tokens of the tokenizer."""
     num_columns: int
-    """Of the model's logits; those beyond the tokenizer's tokens are never allowed."""
+    """Number of columns of the model's logits. Columns beyond the tokenizer's tokens are never allowed."""
     eos_token_ids: tuple[int, ...]
     added_tokens: tuple[tuple[str, int], ...]
     """Those beside the trained vocabulary, with their texts."""

@@ -1,4 +1,4 @@
-"""One form tried out: compiled, and its first masks computed along a made-up output. Runs in a process that may die of it."""
+"""Compiles one structured output on trial and computes its first masks along a made-up output, in an expendable process."""
 
 import json
 import random
@@ -35,7 +35,7 @@ _ONE_OF = (
     "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf",
     "oneOf whose schemas may match the same value is not supported; use anyOf",
 )
-"""Words of llguidance for its own callers, and what they mean for those of this project."""
+"""Terms of llguidance's messages, and their replacements for callers of this project."""
 SIMPLER = "ask for something simpler, such as smaller bounds of repetition"
 
 T = TypeVar("T")
@@ -112,7 +112,7 @@ def with_stack(num_bytes: int, call: Callable[[], T]) -> T:
 
 
 def readable(message: str, kind: str) -> str:
-    """What llguidance says, without its internals."""
+    """An error message of llguidance, without its internals."""
     message = message.split("<state>")[0].replace("<non-verbose/>", "").strip()
     if message.startswith("NoExtension"):
         return "can never be satisfied, or not with the tokens of this model"
@@ -147,7 +147,7 @@ def pointer_of_fault(params: StructuredOutputsParams, vocabulary: Vocabulary, ta
 
 
 def limit_resources(cpu_seconds: int, extra_bytes: int) -> None:
-    """Have the system end this process when it takes more CPU time or more memory beyond what it has."""
+    """Limit this process to `cpu_seconds` of CPU time and to `extra_bytes` more memory than it has now."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))
     with open("/proc/self/statm") as file:

@@ -1,8 +1,8 @@
-"""The process in which forms are tried out. It forks a child for each, so that none can harm another or outlive its time.
+"""The process that compiles structured outputs on trial. It forks a child for each, to isolate it and limit its time.
 
 Reads {"vocabulary", "deadline_seconds"} and then {"id", "params"} from its input, and answers {"id", "grammar", "num_bytes"}
 or {"id", "error"}, with {"is_passing": True} if the same form could have been compiled at another time. Has one thread, which
-forking needs. Knows no JAX.
+forking needs. Does not import JAX.
 """
 
 import io
@@ -25,9 +25,9 @@ from jaxllm.structured_outputs import StructuredOutputsParams
 from jaxllm.worker_pipe import is_whole
 
 BUSY_FRACTION, CROWDED_FRACTION, CROWD = 0.2, 0.05, 16
-"""Of the CPU time that a trial may take, what it has while others wait and no place is free; and while so many wait."""
+"""Fractions of a trial's CPU time limit that apply while others wait without a free place, and while CROWD of them wait."""
 STARVED_FACTOR = 6
-"""Times the deadline that a trial may take in all: a form is not to blame for a machine that has other things to do."""
+"""Wall-clock limit of a trial, as a multiple of the deadline, because the machine may be busy with other work."""
 MAX_CHILDREN = 4
 EXTRA_BYTES = 1 << 30
 """Memory that one trial may take."""
@@ -63,7 +63,7 @@ class Worker:
             tuple((text, token) for text, token in fields["added_tokens"]),
         )
         self._fault: str | None = None
-        """Why nothing can be compiled for this model."""
+        """The reason why no structured output can be compiled for this model; None if there is none."""
         try:
             self._table = self._vocabulary.table
         except Exception as error:
@@ -177,14 +177,14 @@ class Worker:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """CPU time of a child that nobody has waited for yet."""
+    """CPU time of a child that has not been waited for yet, in seconds."""
     with open(f"/proc/{pid}/stat") as file:
         fields = file.read().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS  # utime and stime, of all its threads
 
 
 def _answer(job: dict[str, Any], vocabulary: Vocabulary, table: LLTokenizer, deadline_seconds: float) -> dict[str, Any]:
-    """What a child finds out."""
+    """The result of a trial in a child."""
     os.nice(NICENESS)
     trial.limit_resources(math.ceil(deadline_seconds), EXTRA_BYTES)
     params = StructuredOutputsParams(**job["params"])
@@ -200,13 +200,13 @@ def _answer(job: dict[str, Any], vocabulary: Vocabulary, table: LLTokenizer, dea
         return {"id": job["id"], "error": str(error)}
     except MemoryError:
         return {"id": job["id"], "error": f"takes more than {EXTRA_BYTES >> 20} MiB to compile; ask for something simpler"}
-    except Exception as error:  # a fault of ours or of llguidance: told without what it holds
+    except Exception as error:  # a bug here or in llguidance: reported without details
         sys.stderr.write(f"a form could not be tried out: {error!r:.500}\n")
         return {"id": job["id"], "error": f"cannot be compiled ({type(error).__name__})"}
 
 
 def main() -> None:
-    """Serve until the input ends. Ctrl-C is the parent's affair."""
+    """Serve until the input ends. Ignores Ctrl-C, which the parent handles."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     Worker().run()
 

@@ -1,4 +1,4 @@
-"""The front's end of the process in which forms are tried out: starts it, writes to it, listens to it."""
+"""The front's end of the process that compiles structured outputs on trial: starts it, writes to it, reads its answers."""
 
 import contextlib
 import queue
@@ -44,7 +44,7 @@ class WorkerProcess:
         return self._process.returncode
 
     def send(self, message: dict[str, Any]) -> None:
-        """Have a message written. Returns at once; if the process has ended, `on_end` tells."""
+        """Queue a message to the process. Returns at once. If the process has ended, `on_end` is called."""
         self._outbox.put(message)
 
     def end(self) -> None:

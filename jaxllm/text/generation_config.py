@@ -1,4 +1,4 @@
-"""What a model's generation_config.json says: default sampling values, and token ids that end the output."""
+"""Reads a model's generation_config.json: default sampling values, and token ids that end the output."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ _SAMPLING_FIELDS = {**{name: name for name in MODEL_DEFAULTS}, "max_new_tokens":
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """The part of generation_config.json that matters here."""
+    """The part of generation_config.json that the engine uses."""
 
     sampling_values: Mapping[str, Any] = field(default_factory=dict)
     """By the names of SamplingParams."""

@@ -1,4 +1,4 @@
-"""Checks what a caller asks and turns it into requests for the engine core: token ids, concrete sampling, no doubts left."""
+"""Checks a caller's request and converts it to requests for the engine core, with token ids and complete parameters."""
 
 import copy
 import itertools
@@ -75,7 +75,7 @@ class FrontRequest:
 
 
 class InputProcessor:
-    """Holds what checking and completing a request needs."""
+    """Checks requests and completes their parameters."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Turns the engine core's news into RequestOutputs: text, stop strings, logprobs, the n answers of a prompt put together."""
+"""Converts the engine core's outputs to RequestOutputs: text, stop strings, logprobs, the n answers of a prompt combined."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -61,13 +61,13 @@ _NO_VECTORS = np.zeros(0, np.float32)
 
 @dataclass(frozen=True)
 class ProcessedStep:
-    """What a step means for the callers."""
+    """The results of a step for the callers."""
 
     outputs: list[tuple[str, Any]] = field(default_factory=list)
     """RequestOutputs (of pooling requests PoolingRequestOutputs), each with the internal id of its request, because callers' ids
     may repeat."""
     engine_ids_to_abort: list[str] = field(default_factory=list)
-    """Requests that ended here, by a stop string or an error, which the engine core does not know."""
+    """Requests that ended here by a stop string or an error, so that the engine core must abort them."""
 
 
 class _Answer:
@@ -105,7 +105,7 @@ class _Answer:
         self.num_sent_characters = 0
 
     def update(self, news: EngineCoreOutput) -> bool:
-        """Take over the news. Returns whether a stop string ended the answer, of which the engine core has to be told."""
+        """Process a new output. Returns whether a stop string ended the answer; the caller must then abort it in the core."""
         if self.is_plain and news.finish_reason is None:
             self.token_ids += news.new_token_ids
             return False
@@ -155,7 +155,7 @@ class _Answer:
 
     @property
     def is_due(self) -> bool:
-        """Whether the caller should hear of it now."""
+        """Whether an output to the caller is due now."""
         num_new = len(self.token_ids) - self.num_sent_tokens
         return self.finish_reason is not None or (
             num_new > 0 and (self.num_sent_tokens == 0 or num_new >= self.stream_interval)
@@ -184,7 +184,7 @@ class _Answer:
 
 
 class _Live:
-    """A request that callers still wait for."""
+    """An unfinished request."""
 
     def __init__(self, request: FrontRequest, tokenizer: Tokenizer | None, stream_interval: int):
         self.request = request

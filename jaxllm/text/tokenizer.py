@@ -37,7 +37,7 @@ class Tokenizer:
         self._token_bytes: dict[int, bytes] = {}
 
     def _add_missing_tokens(self, config: Mapping[str, Any]) -> None:
-        """Special tokens that only tokenizer_config.json knows become part of the vocabulary, in the order of their ids."""
+        """Add special tokens that only tokenizer_config.json defines to the vocabulary, in the order of their ids."""
         for _, token in sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0])):
             if self.convert_token_to_id(token["content"]) is None:
                 flags = {key: bool(token[key]) for key in ("lstrip", "rstrip", "single_word", "normalized") if key in token}
@@ -201,7 +201,7 @@ class Tokenizer:
         tokenize: bool = True,
         **options: Any,
     ) -> str | list[int]:
-        """A conversation as the model wants to read it. Options: see `jaxllm.text.chat_template.render_chat`."""
+        """Render a conversation with the model's chat template. Options: see `jaxllm.text.chat_template.render_chat`."""
         from jaxllm.text.chat_template import render_chat
 
         text = render_chat(self, conversation, tools=tools, **options)
