@@ -109,7 +109,7 @@ def check_embeddings() -> None:
 
 def check_errors() -> None:
     client = openai.OpenAI(base_url=URL, api_key=KEY, max_retries=0)
-    for fields, kind in (({"model": "nobody"}, openai.NotFoundError), ({"temperature": 9}, openai.BadRequestError)):
+    for fields, kind in (({"model": "nobody"}, openai.NotFoundError), ({"temperature": -9}, openai.BadRequestError)):
         try:
             client.chat.completions.create(**{"model": MODEL, "messages": QUESTION, **fields})
         except kind as error:
