@@ -1,4 +1,4 @@
-"""Writes docs/VLLM_FLAGS.md from the table of vLLM's flags, or with `--check` only reports whether it is up to date."""
+"""Writes docs/VLLM_FLAGS.md from the table of vLLM's flags: python scripts/make_vllm_flags_page.py"""
 
 import argparse
 import sys
@@ -75,18 +75,12 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(f"`{_called(name)}`" for name in sorted(names))
 
 
-def main() -> int:
-    """Write the page, or say whether it is up to date."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="exit with 1 if the page is out of date")
-    if parser.parse_args().check:
-        is_current = FILE.is_file() and FILE.read_text(encoding="utf-8") == page()
-        print(f"{FILE.name} is {'up to date' if is_current else 'out of date: run scripts/make_vllm_flags_page.py'}")
-        return 0 if is_current else 1
+def main() -> None:
+    """Write the page."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     FILE.write_text(page(), encoding="utf-8")
     print(f"wrote {FILE}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

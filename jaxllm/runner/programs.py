@@ -73,7 +73,7 @@ class Programs(Generic[Key]):
         self.num_compiled_after_warmup = 0
         self.num_compiled = 0
         self.num_loaded = 0
-        self.num_waiting = 0
+        self._num_waiting = 0
         """Number of callers that wait for a program now."""
         self._num_compiling = 0
         self._told: set[bool] = set()
@@ -200,7 +200,7 @@ class Programs(Generic[Key]):
 
     def _pause(self) -> float:
         """Seconds until the engine may have been idle for long enough to compile in the background."""
-        return _QUIET_SECONDS if self.num_waiting else self._last_use + _QUIET_SECONDS - time.monotonic()
+        return _QUIET_SECONDS if self._num_waiting else self._last_use + _QUIET_SECONDS - time.monotonic()
 
     def _make(self, key: Key, job: "Future[jax.stages.Compiled]") -> bool:
         """Make the program of a job taken from the queue. Returns whether it had to be compiled."""
@@ -253,15 +253,15 @@ class Programs(Generic[Key]):
         timer.daemon = True
         timer.start()
         with self._lock:
-            self.num_waiting += 1
+            self._num_waiting += 1
             self._awaited.update(key for key in keys if key not in self._compiled)
         try:
             yield
         finally:
             timer.cancel()
             with self._lock:
-                self.num_waiting -= 1
-                if not self.num_waiting:
+                self._num_waiting -= 1
+                if not self._num_waiting:
                     self._awaited.clear()
             logger.debug("waited %.2f s for %s", time.perf_counter() - start, ", ".join(map(str, keys)))
 
