@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +29,7 @@ class Subject:
     """Digest of the sources of kernels and checks."""
     surroundings: Mapping[str, Any]
     """Device, versions and settings."""
-    shapes: Mapping[str, Any]
+    shapes: Sequence[Mapping[str, Any]]
 
     @property
     def device(self) -> str:
@@ -54,7 +54,7 @@ class Verdict:
     """The case and its error; None: everything was right."""
     checked_at: str
     """UTC."""
-    format: Literal[1] = 1
+    format: Literal[2] = 2
     """Of the file; one of another format is not read."""
 
 

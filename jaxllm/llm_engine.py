@@ -18,7 +18,8 @@ from jaxllm.metrics.engine_load import LoadStats
 from jaxllm.metrics.engine_metrics import EngineMetrics
 from jaxllm.metrics.metric import Metric
 from jaxllm.metrics.stat_logger import StatLogger
-from jaxllm.model_config import ModelConfig, load_model_config
+from jaxllm.model_config import ModelConfig
+from jaxllm.models.load_config import load_model_config
 from jaxllm.outputs import EngineCoreOutput, RequestOutput
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress

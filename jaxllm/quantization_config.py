@@ -1,7 +1,7 @@
 """What a config.json says of quantised weights: plain facts, and a clear word about what is not supported."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +11,6 @@ SUPPORTED = (
 )
 
 _NO_BLOCKS_WITH_CACHE = "scales of the KV cache beside a weight scale per block are not supported"
-LINEAR_MODULES = {
-    "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "attention.out": ("self_attn.o_proj",),
-    "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "mlp.down": ("mlp.down_proj",),
-}
-"""The linear layers of a decoder block, and what a checkpoint calls the parts of each."""
 
 
 @dataclass(frozen=True)
@@ -39,19 +32,14 @@ class StoredFp8:
         """Whether a module, by its name in the checkpoint, is quantised."""
         return not any(_matches(pattern, module) for pattern in self.ignored)
 
-    def modules(self, layer: int, part: str) -> dict[str, bool]:
-        """The modules that a linear layer of a decoder block consists of, and whether each is quantised."""
-        names = (f"model.layers.{layer}.{name}" for name in LINEAR_MODULES[part])
-        return {name: self.covers(name) for name in names}
-
-    def faults(self, num_layers: int) -> list[str]:
-        """What of this cannot be computed: a part of a fused product that is quantised while another is not."""
-        by_part = (self.modules(layer, part) for layer in range(num_layers) for part in LINEAR_MODULES)
+    def faults(self, linears: Iterable[tuple[str, ...]]) -> list[str]:
+        """What of this cannot be computed: a linear layer made of several modules, some of them quantised. `linears` has the modules
+        of each."""
         return [
             "these modules are one product, so all of them must be quantised or none: "
-            + ", ".join(f"{name} {'is' if on else 'is not'}" for name, on in modules.items())
-            for modules in by_part
-            if len(set(modules.values())) > 1
+            + ", ".join(f"{name} {'is' if self.covers(name) else 'is not'}" for name in modules)
+            for modules in linears
+            if len(set(map(self.covers, modules))) > 1
         ]
 
 

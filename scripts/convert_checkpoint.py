@@ -16,11 +16,12 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the weights only pass through; 
 
 from jaxllm.errors import JaxLLMError
 from jaxllm.hub import resolve_model
+from jaxllm.layers.build import build_model
 from jaxllm.loaders import orbax
 from jaxllm.loaders.load import load_weights
 from jaxllm.loaders.save import quantization_json
-from jaxllm.model_config import DTYPES, load_model_config, read_config_json
-from jaxllm.models.registry import build_model
+from jaxllm.model_config import DTYPES
+from jaxllm.models.load_config import load_model_config, read_config_json
 from jaxllm.parallel.mesh import make_mesh
 
 COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*/config.json")

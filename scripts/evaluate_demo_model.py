@@ -52,9 +52,9 @@ class Direct:
     def __init__(self, directory: Path):
         import jax
 
+        from jaxllm.layers.build import build_model
         from jaxllm.loaders.load import load_weights
-        from jaxllm.model_config import load_model_config
-        from jaxllm.models.registry import build_model
+        from jaxllm.models.load_config import load_model_config
         from jaxllm.parallel.mesh import make_mesh
         from scripts.demo_data.direct import DirectModel
 

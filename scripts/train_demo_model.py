@@ -16,6 +16,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -68,22 +69,31 @@ def parse_arguments() -> argparse.Namespace:
 
 def model_config(arguments: argparse.Namespace, dtype: str):
     """The model; in bfloat16 it is trained and stored, in float32 tested, as a CPU serves it."""
-    from jaxllm.model_config import ModelConfig
+    from jaxllm.models.load_config import load_model_config
 
-    return ModelConfig(
-        architecture="LlamaForCausalLM",
-        vocab_size=VOCAB_SIZE,
-        hidden_size=arguments.hidden_size,
-        num_layers=arguments.layers,
-        num_heads=arguments.heads,
-        num_kv_heads=arguments.kv_heads,
-        head_dim=64,
-        intermediate_size=arguments.intermediate_size,
-        max_position=chat_tokenizer.MAX_LENGTH,
-        tie_word_embeddings=True,
-        dtype=dtype,
-        eos_token_ids=STOP_IDS,
-    )
+    (arguments.output / "config.json").write_text(json.dumps(config_json(arguments), indent=2) + "\n", encoding="utf-8")
+    return load_model_config(arguments.output, dtype=dtype)
+
+
+def config_json(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The model as transformers describes it."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": arguments.hidden_size,
+        "intermediate_size": arguments.intermediate_size,
+        "num_hidden_layers": arguments.layers,
+        "num_attention_heads": arguments.heads,
+        "num_key_value_heads": arguments.kv_heads,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "max_position_embeddings": chat_tokenizer.MAX_LENGTH,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "eos_token_id": list(STOP_IDS),
+    }
 
 
 def main() -> None:
@@ -177,7 +187,7 @@ def save_and_test(arguments: argparse.Namespace, tokenizer: Tokenizer, state, wi
 
     config, output = model_config(arguments, "float32"), arguments.output
     state = jax.tree.map(lambda leaf: leaf.astype("bfloat16"), state)
-    save_safetensors(config, state, output, dtype="bfloat16")
+    save_safetensors(config, state, output, config_json(arguments), dtype="bfloat16")
     report(f"saved {output}: {(output / 'model.safetensors').stat().st_size / 2**20:.2f} MiB of weights")
     direct = DirectModel(config, state)
     questions = tasks.held_out_questions(arguments.questions)

@@ -3,7 +3,9 @@ import json
 import pytest
 
 from jaxllm.errors import ConfigError, ModelLoadError
-from jaxllm.model_config import RopeConfig, kv_bytes_per_token, load_model_config
+from jaxllm.model_config import kv_bytes_per_token
+from jaxllm.model_parts import Rope
+from jaxllm.models.load_config import load_model_config
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -32,6 +34,15 @@ def read(tmp_path):
     return read
 
 
+def attention(config):
+    """Of the first layer."""
+    return config.layers[0].attention
+
+
+def windows(config):
+    return [layer.attention.window for layer in config.layers]
+
+
 def test_dtype_auto_is_the_checkpoints_on_a_gpu_and_float32_on_a_cpu(read):
     assert read(on_gpu=True).dtype == "bfloat16"
     assert read({"dtype": "float16"}, on_gpu=True).dtype == "float16"
@@ -57,8 +68,8 @@ def test_eos_ids_of_both_files(read, config, generation, expected):
 
 def test_head_dim_and_kv_heads_are_derived_when_absent(read):
     config = read(without=("num_key_value_heads",))
-    assert (config.num_kv_heads, config.head_dim) == (8, 8)
-    assert read({"head_dim": 16, "num_key_value_heads": None}).head_dim == 16
+    assert (attention(config).num_kv_heads, attention(config).head_dim) == (8, 8)
+    assert attention(read({"head_dim": 16, "num_key_value_heads": None})).head_dim == 16
 
 
 def test_older_and_newer_rope_keys_mean_the_same(read):
@@ -66,9 +77,9 @@ def test_older_and_newer_rope_keys_mean_the_same(read):
     old = read({"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **llama3}})
     new = read({"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **llama3}})
     assert old == new
-    assert old.rope == RopeConfig(5e5, "llama3", 8.0, 1024, low_freq_factor=1.0, high_freq_factor=4.0)
+    assert attention(old).rope == Rope(5e5, "llama3", 8.0, 1024, low_freq_factor=1.0, high_freq_factor=4.0)
     assert old.max_position == 4096
-    assert read({"rope_scaling": {"type": "linear", "factor": 2.0}}).rope.kind == "linear"
+    assert read({"rope_scaling": {"type": "linear", "factor": 2.0}}).layers[0].attention.rope.kind == "linear"
 
 
 @pytest.mark.parametrize(
@@ -88,35 +99,33 @@ def test_scaled_rope_reaches_further(read, scaling, longest):
 
 def test_yarn_attention_factor(read):
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
-    assert read({"rope_scaling": yarn}).rope.attention_factor == pytest.approx(1.138629, abs=1e-6)
-    assert read({"rope_scaling": {**yarn, "attention_factor": 0.5}}).rope.attention_factor == 0.5
+    assert attention(read({"rope_scaling": yarn})).rope.attention_factor == pytest.approx(1.138629, abs=1e-6)
+    assert read({"rope_scaling": {**yarn, "attention_factor": 0.5}}).layers[0].attention.rope.attention_factor == 0.5
     equal = {**yarn, "mscale": 0.7, "mscale_all_dim": 0.7}
-    assert read({"rope_scaling": equal}).rope.attention_factor == 1.0
+    assert attention(read({"rope_scaling": equal})).rope.attention_factor == 1.0
 
 
 def test_sliding_windows(read):
     mistral = {"architectures": ["MistralForCausalLM"]}
-    assert read(mistral).sliding_window == 4096
-    assert read({**mistral, "sliding_window": None}).sliding_window is None
-    assert read({**mistral, "sliding_window": 16}).window(3) == 16
+    assert windows(read(mistral)) == [4096] * 4
+    assert windows(read({**mistral, "sliding_window": None})) == [None] * 4
+    assert windows(read({**mistral, "sliding_window": 16})) == [16] * 4
     qwen = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 16, "max_window_layers": 3}
-    assert read(qwen).window(3) is None
-    config = read({**qwen, "use_sliding_window": True})
-    assert [config.window(layer) for layer in range(4)] == [None, None, None, 16]
+    assert windows(read(qwen)) == [None] * 4
+    assert windows(read({**qwen, "use_sliding_window": True})) == [None, None, None, 16]
     kinds = ["sliding_attention", "full_attention"] * 2
-    config = read({**qwen, "use_sliding_window": True, "layer_types": kinds})
-    assert [config.window(layer) for layer in range(4)] == [16, None, 16, None]
+    assert windows(read({**qwen, "use_sliding_window": True, "layer_types": kinds})) == [16, None, 16, None]
     with pytest.raises(ModelLoadError, match="layer_types is .*must be 4 of"):
         read({**qwen, "use_sliding_window": True, "layer_types": kinds[:3]})
 
 
 def test_biases_and_norms_of_the_families(read):
     llama = read({"attention_bias": True})
-    assert llama.attention_bias and llama.attention_out_bias and not llama.mlp_bias
-    qwen2 = read({"architectures": ["Qwen2ForCausalLM"]})
-    assert qwen2.attention_bias and not qwen2.attention_out_bias and not qwen2.qk_norm
-    qwen3 = read({"architectures": ["Qwen3ForCausalLM"]})
-    assert qwen3.qk_norm and not qwen3.attention_bias and qwen3.head_dim == 128
+    assert attention(llama).bias and attention(llama).out_bias and not llama.layers[0].mlp.bias
+    qwen2 = attention(read({"architectures": ["Qwen2ForCausalLM"]}))
+    assert qwen2.bias and not qwen2.out_bias and qwen2.head_norms is None
+    qwen3 = attention(read({"architectures": ["Qwen3ForCausalLM"]}))
+    assert qwen3.head_norms is not None and not qwen3.bias and qwen3.head_dim == 128
 
 
 def test_overrides_are_laid_over_the_file(read):
@@ -133,7 +142,7 @@ def test_model_type_stands_in_for_a_missing_architecture(read):
     [
         ({"architectures": ["MixtralForCausalLM"]}, "the unknown architecture MixtralForCausalLM; known: Llama"),
         ({"architectures": []}, "names no architecture; known: Llama"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', supported: silu"),
+        ({"hidden_act": "selu"}, "hidden_act is 'selu', supported: silu"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type is 'longrope', supported: default, linear"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing, must be a positive number"),
         ({"rope_scaling": {"rope_type": "linear", "factor": -1}}, "factor is -1"),
@@ -174,7 +183,8 @@ def test_directories_that_are_no_models(tmp_path):
 @pytest.mark.parametrize(("size", "kv_heads", "replicas"), [(1, 2, 1), (2, 2, 1), (4, 4, 2), (8, 8, 4)])
 def test_kv_heads_are_copied_for_tensor_parallelism(read, size, kv_heads, replicas):
     config = read().for_tensor_parallel(size)
-    assert (config.num_kv_heads, config.kv_head_replicas, config.group_size) == (kv_heads, replicas, 8 // kv_heads)
+    part = attention(config)
+    assert (part.num_kv_heads, part.kv_head_replicas, part.group_size) == (kv_heads, replicas, 8 // kv_heads)
     assert config.padded_vocab_size % size == 0 and config.padded_vocab_size >= 1000
     assert config.as_stored() == read()
     assert config.for_tensor_parallel(1) == read()

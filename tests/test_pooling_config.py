@@ -4,7 +4,8 @@ import shutil
 import pytest
 
 from jaxllm.errors import ConfigError, ModelLoadError
-from jaxllm.model_config import load_model_config, num_parameters
+from jaxllm.layers.build import num_parameters
+from jaxllm.models.load_config import load_model_config
 from jaxllm.pooling_config import PoolingConfig
 from tests.helpers import goldens
 

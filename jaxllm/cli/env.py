@@ -105,7 +105,10 @@ def _kernel_checks(folder: Path) -> dict[str, str]:
     found: dict[str, str] = {}
     for verdict in VerdictStore(folder).all()[:MAX_KERNEL_CHECKS]:
         subject = verdict.subject
-        shapes = ", ".join(f"{name} {value}" for name, value in subject.shapes.items() if not isinstance(value, (list, bool)))
+        shapes = "; ".join(
+            ", ".join(f"{name} {value}" for name, value in shape.items() if not isinstance(value, (list, bool)))
+            for shape in subject.shapes
+        )
         about = f"{subject.device}, jax {subject.surroundings.get('jax version')}; {shapes}"
         result = "passed" if verdict.fault is None else f"FAILED in {verdict.fault}"
         found[f"{subject.op} {subject.implementation} ({subject.digest[:6]})"] = f"{result} ({verdict.checked_at} UTC; {about})"

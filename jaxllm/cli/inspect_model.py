@@ -53,12 +53,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def describe(plan: planning.Plan) -> dict[str, Any]:
     """The model's own numbers, then its memory use over all devices."""
-    from jaxllm.model_config import kv_bytes_per_token, num_parameters
-    from jaxllm.models.registry import weight_bytes
+    from jaxllm.layers.build import num_parameters, weight_bytes
+    from jaxllm.model_config import kv_bytes_per_token
 
     return {
         "model": plan.config.model.model,
-        **dataclasses.asdict(plan.model_config),
+        **plan.model_config.described(),
         "num_parameters": num_parameters(plan.model_config),
         "weight_bytes": weight_bytes(plan.model_config),
         "kv_cache_bytes_per_token": kv_bytes_per_token(plan.model_config),

@@ -21,19 +21,20 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print both lists. Returns the exit code."""
     from jaxllm.hub import resolve_model
-    from jaxllm.models.registry import ARCHITECTURES
+    from jaxllm.models.registry import architectures
 
+    known = architectures()
     demo = resolve_model("demo", None, None)
-    models = [_describe("demo", demo, sum(path.stat().st_size for path in demo.rglob("*")), ARCHITECTURES)]
+    models = [_describe("demo", demo, sum(path.stat().st_size for path in demo.rglob("*")), known)]
     for repo in cached_models(arguments.download_dir):
         newest = max(repo.revisions, key=lambda revision: revision.last_modified, default=None)
         if newest is not None:
-            models.append(_describe(repo.repo_id, newest.snapshot_path, repo.size_on_disk, ARCHITECTURES))
+            models.append(_describe(repo.repo_id, newest.snapshot_path, repo.size_on_disk, known))
     if arguments.json:
-        print(json.dumps({"architectures": sorted(ARCHITECTURES), "models": models}))
+        print(json.dumps({"architectures": known, "models": models}))
         return 0
     print("architectures:")
-    for name in sorted(ARCHITECTURES):
+    for name in known:
         print(f"  {name}")
     print("models on this machine:")
     width = max(len(model["model"]) for model in models)

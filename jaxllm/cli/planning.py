@@ -44,8 +44,8 @@ def plan(options: Mapping[str, Any], *, device_bytes: int | None = None) -> Plan
     device_bytes: plan for GPUs with this much memory instead of this machine's devices.
     """
     from jaxllm.engine import prepare
+    from jaxllm.layers.build import build_model
     from jaxllm.loaders.load import loading_bytes
-    from jaxllm.models.registry import build_model
     from jaxllm.parallel.mesh import make_mesh
     from jaxllm.runner import memory
     from jaxllm.sampling.processors import load_processors

@@ -1,6 +1,5 @@
 """Lists everything that an engine's compiled programs depend on. Engines with equal fingerprints can share programs."""
 
-import dataclasses
 import functools
 import hashlib
 import importlib.metadata
@@ -16,8 +15,8 @@ import jaxllm
 import pallas_kernels
 from jaxllm.config import EngineConfig
 from jaxllm.engine.model_source import describe_source
+from jaxllm.layers.decoder import CausalLM
 from jaxllm.model_config import ModelConfig
-from jaxllm.models.decoder import CausalLM
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.memory import MemoryPlan
 
@@ -57,7 +56,7 @@ def fingerprint(
         **{f"{op} implementation": name for op, name in kernels.by_op().items() if op != "paged_attention"},
         "max_model_len": plan.max_model_len,
         "num_gpu_blocks": plan.num_blocks,
-        **{f"model's {name}": value for name, value in dataclasses.asdict(model_config).items()},
+        **{f"model's {name}": value for name, value in model_config.described().items()},
     }
 
 

@@ -24,6 +24,7 @@ from jaxllm.errors import KernelCheckError
 from jaxllm.kernel_verdicts import OpReport, Subject, Verdict, VerdictStore
 from jaxllm.log import logger
 from jaxllm.model_config import FP8, ModelConfig
+from jaxllm.model_parts import Attention
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.memory import MemoryPlan
 from pallas_kernels.checking import attention_at_start, collectives, rope_cache_write, sampling
@@ -80,37 +81,50 @@ def choose_kernels(
     return check_.run()
 
 
-def shapes_of(config: EngineConfig, model: ModelConfig, plan: MemoryPlan) -> dict[str, Any]:
-    """By op, the shapes that its cases depend on, on one device."""
-    num_kv_heads = model.num_kv_heads // config.parallel.tensor_parallel_size
-    layers = sorted({model.window(layer) for layer in range(model.num_layers)}, key=lambda window: window or 0)
-    max_logprobs = config.model.max_logprobs
+def shapes_of(config: EngineConfig, model: ModelConfig, plan: MemoryPlan) -> dict[str, tuple[Any, ...]]:
+    """By op, the sets of shapes that its cases depend on, on one device."""
+    tensor_parallel, max_logprobs = config.parallel.tensor_parallel_size, config.model.max_logprobs
     common: dict[str, Any] = {
         "dtype": model.dtype,
         "cache_dtype": model.kv_cache_dtype,
-        "num_kv_heads": num_kv_heads,
-        "num_groups": model.group_size,
-        "head_dim": model.head_dim,
         "page_size": plan.block_size,
         "has_scales": model.has_kv_scales and model.kv_cache_dtype == FP8,
     }
+    layers: dict[tuple[int, int, int], list[Attention]] = {}
+    for part in model.attentions:
+        layers.setdefault((part.num_kv_heads // tensor_parallel, part.group_size, part.head_dim), []).append(part)
+    heads: dict[Any, dict[str, Any]] = {
+        shape: dict(zip(("num_kv_heads", "num_groups", "head_dim"), shape, strict=True)) for shape in layers
+    }
     return {
-        "paged_attention": attention_at_start.Shapes(
-            **common,
-            table_width=-(-plan.max_model_len // plan.block_size),
-            layers=tuple(attention_at_start.Layer(model.scale, window) for window in layers),
+        "paged_attention": tuple(
+            attention_at_start.Shapes(
+                **common,
+                **heads[shape],
+                table_width=-(-plan.max_model_len // plan.block_size),
+                layers=tuple(dict.fromkeys(attention_at_start.Layer(part.scale, part.window, part.soft_cap) for part in parts)),
+            )
+            for shape, parts in layers.items()
         ),
-        "rope_cache_write": rope_cache_write.Shapes(**common, eps=model.rms_norm_eps, has_norms=model.qk_norm),
-        COLLECTIVES: collectives.Shapes(
-            num_devices=config.parallel.tensor_parallel_size,
-            width=model.hidden_size,
-            dtype=model.dtype,
-            vocab_size=model.padded_vocab_size,
+        "rope_cache_write": tuple(
+            rope_cache_write.Shapes(**common, **heads[shape], eps=norms[0].eps if norms else 1e-6, has_norms=norms is not None)
+            for shape, parts in layers.items()
+            for norms in dict.fromkeys(part.head_norms for part in parts)
         ),
-        "sampling": sampling.Shapes(
-            vocab_size=model.padded_vocab_size,
-            num_padded=model.padded_vocab_size - model.vocab_size,
-            num_top_values=model.vocab_size if max_logprobs == -1 else min(max_logprobs, model.vocab_size),
+        COLLECTIVES: (
+            collectives.Shapes(
+                num_devices=tensor_parallel,
+                width=model.hidden_size,
+                dtype=model.dtype,
+                vocab_size=model.padded_vocab_size,
+            ),
+        ),
+        "sampling": (
+            sampling.Shapes(
+                vocab_size=model.padded_vocab_size,
+                num_padded=model.padded_vocab_size - model.vocab_size,
+                num_top_values=model.vocab_size if max_logprobs == -1 else min(max_logprobs, model.vocab_size),
+            ),
         ),
     }
 
@@ -120,7 +134,7 @@ class KernelCheck:
     """The kernel check of one start. Checks several ops at the same time."""
 
     found: Candidates
-    shapes: dict[str, Any]
+    shapes: dict[str, tuple[Any, ...]]
     mode: str
     mesh: Mesh | None
     device: jax.Device
@@ -202,7 +216,8 @@ class KernelCheck:
                 faults |= self._faults_of_collectives()
                 continue
             try:
-                cases += [(op, case) for case in _CASES[op](self.shapes[op], self.left[op][0], interpret=interpret)]
+                for shapes in self.shapes[op]:
+                    cases += [(op, case) for case in _CASES[op](shapes, self.left[op][0], interpret=interpret)]
             except Exception as error:  # a kernel whose module cannot be imported
                 faults[op] = f"{type(error).__name__}: {error}"
         found = check([case for _, case in cases], is_fatal=_is_fatal)
@@ -226,7 +241,7 @@ class KernelCheck:
     def _faults_of_collectives(self) -> dict[str, str]:
         """The first fault found between the devices, by op."""
         assert self.mesh is not None, "one device has nothing to exchange"
-        cases = collectives.singles_at_start(self.shapes[COLLECTIVES])
+        cases = collectives.singles_at_start(*self.shapes[COLLECTIVES])
         self.num_programs += len(cases)
         for name, fault in collectives.check(self.mesh, implementation=self.left[COLLECTIVES][0], cases=cases):
             if fault is not None:
@@ -270,7 +285,7 @@ class KernelCheck:
             implementation=self.left[op][0],
             source="-".join(digests),
             surroundings=surroundings(self.device),
-            shapes=dataclasses.asdict(self.shapes[op]),
+            shapes=[dataclasses.asdict(shapes) for shapes in self.shapes[op]],
         )
 
 

@@ -1,6 +1,6 @@
 """Lists the implementations of each op that an engine can use, in order of preference."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jax.sharding import Mesh
@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 from jaxllm.errors import ConfigError
 from jaxllm.log import logger
 from jaxllm.model_config import ModelConfig
+from jaxllm.model_parts import Attention
 from jaxllm.runner.memory import MemoryPlan
 from pallas_kernels import collectives, paged_attention, rope_cache_write, sampling
 
@@ -26,11 +27,12 @@ def attention_implementation(wanted: str, model: ModelConfig, page_size: int, *,
     missing = paged_attention.missing(wanted)
     if missing is not None:
         raise ConfigError(f"attention_implementation is {wanted!r}, which {missing}")
-    if not paged_attention.supports(wanted, **_attention_case(model, page_size), interpret=not on_gpu):
-        raise ConfigError(
-            f"attention_implementation is {wanted!r}, which does not take {model.group_size} query heads per key-value head of "
-            f"width {model.head_dim} in {model.dtype} over a cache of {model.kv_cache_dtype} in blocks of {page_size}; use auto"
-        )
+    for attention in model.attentions:
+        if not paged_attention.supports(wanted, **_attention_case(model, attention, page_size), interpret=not on_gpu):
+            raise ConfigError(
+                f"attention_implementation is {wanted!r}, which does not take {attention.group_size} query heads per key-value head of "
+                f"width {attention.head_dim} in {model.dtype} over a cache of {model.kv_cache_dtype} in blocks of {page_size}; use auto"
+            )
     return wanted
 
 
@@ -38,7 +40,11 @@ def attention_candidates(wanted: str, model: ModelConfig, page_size: int, *, on_
     """Candidates for attention: the wanted implementation alone, or for "auto" all that support the model's shapes."""
     if wanted != "auto":
         return (wanted,)
-    return paged_attention.candidates(platform="gpu" if on_gpu else "cpu", **_attention_case(model, page_size))
+    platform = "gpu" if on_gpu else "cpu"
+    return _of_all(
+        paged_attention.candidates(platform=platform, **_attention_case(model, attention, page_size))
+        for attention in model.attentions
+    )
 
 
 def candidates(wanted: str, model: ModelConfig, plan: MemoryPlan, mesh: Mesh, *, on_gpu: bool) -> Candidates:
@@ -46,13 +52,16 @@ def candidates(wanted: str, model: ModelConfig, plan: MemoryPlan, mesh: Mesh, *,
     attention = attention_candidates(wanted, model, plan.block_size, on_gpu=on_gpu)
     if attention[0] in PLAIN:
         return {"paged_attention": attention, "rope_cache_write": ("xla",), "sampling": ("xla",), "collectives": ("xla",)}
-    rope = rope_cache_write.candidates(
-        platform="gpu",
-        dtype=model.dtype,
-        cache_dtype=model.kv_cache_dtype,
-        cache_size=plan.num_blocks * plan.block_size * model.head_dim * (model.num_kv_heads // mesh.size),
-        head_dim=model.head_dim,
-        interpret=not on_gpu,
+    rope = _of_all(
+        rope_cache_write.candidates(
+            platform="gpu",
+            dtype=model.dtype,
+            cache_dtype=model.kv_cache_dtype,
+            cache_size=plan.num_blocks * plan.block_size * part.head_dim * (part.num_kv_heads // mesh.size),
+            head_dim=part.head_dim,
+            interpret=not on_gpu,
+        )
+        for part in model.attentions
     )
     sample = tuple(
         name
@@ -80,11 +89,17 @@ def _collectives(model: ModelConfig, mesh: Mesh, *, on_gpu: bool) -> tuple[str, 
     return ("peer", "xla")
 
 
-def _attention_case(model: ModelConfig, page_size: int) -> dict[str, Any]:
+def _of_all(candidates: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    """The names that are in all of these, in the order of the first."""
+    first, *others = candidates
+    return tuple(name for name in first if all(name in names for names in others))
+
+
+def _attention_case(model: ModelConfig, attention: Attention, page_size: int) -> dict[str, Any]:
     return {
         "dtype": model.dtype,
-        "num_groups": model.group_size,
-        "head_dim": model.head_dim,
+        "num_groups": attention.group_size,
+        "head_dim": attention.head_dim,
         "cache_dtype": model.kv_cache_dtype,
         "page_size": page_size,
     }

@@ -9,7 +9,7 @@ from pathlib import Path
 from flax import nnx
 
 from jaxllm.errors import ConfigError
-from jaxllm.models.decoder import CausalLM
+from jaxllm.layers.decoder import CausalLM
 
 _KNOWN = {"jaxllm", "pallas_kernels", "jax", "jaxlib", "flax", *sys.stdlib_module_names}
 """Packages whose digest or version is already in the fingerprint, and those of Python itself."""

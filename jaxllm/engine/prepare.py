@@ -18,11 +18,12 @@ from jaxllm.engine.kernel_check import Choice, choose_kernels
 from jaxllm.engine.kernel_choice import attention_implementation, candidates
 from jaxllm.errors import ConfigError, OutOfMemoryError
 from jaxllm.kernel_verdicts import OpReport, VerdictStore
+from jaxllm.layers.build import build_model
+from jaxllm.layers.decoder import CausalLM
 from jaxllm.loaders.layout import axes_of, parameters
 from jaxllm.log import logger
-from jaxllm.model_config import ModelConfig, load_model_config
-from jaxllm.models.decoder import CausalLM
-from jaxllm.models.registry import build_model
+from jaxllm.model_config import ModelConfig
+from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.axes import MESH_AXES
 from jaxllm.parallel.mesh import make_mesh
 from jaxllm.runner.kernels import Kernels

@@ -6,6 +6,7 @@ from jax import Array
 
 from jaxllm.layers.attend import Attend, Projection
 from jaxllm.layers.linear import precision_of
+from jaxllm.layers.step import Step
 
 
 def dense_attend(positions_T: Array, segment_ids_T: Array | None = None) -> Attend:
@@ -32,3 +33,8 @@ def dense_attend(positions_T: Array, segment_ids_T: Array | None = None) -> Atte
         return jnp.einsum("kgts,skh->tkgh", weights_KGTS.astype(v_TKH.dtype), v_TKH, precision=precision)
 
     return attend
+
+
+def dense_step(token_ids_T: Array, positions_T: Array, segment_ids_T: Array | None = None) -> Step:
+    """A step of sequences that attend to themselves, with nothing cached."""
+    return Step(token_ids_T, positions_T, dense_attend(positions_T, segment_ids_T))

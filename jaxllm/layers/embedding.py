@@ -5,6 +5,7 @@ from flax import nnx
 from jax import Array
 
 from jaxllm.layers.linear import abstract_param, precision_of
+from jaxllm.layers.source import plain
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.shards import ONE_DEVICE, Shards
 
@@ -12,8 +13,9 @@ from jaxllm.parallel.shards import ONE_DEVICE, Shards
 class Embedding(nnx.Module):
     """A row per token. The output head, tied or not, is one too: its rows are then what hidden states are compared with."""
 
-    def __init__(self, config: ModelConfig):
-        self.weight = abstract_param((config.padded_vocab_size, config.hidden_size), ("vocab", "embed"), config.dtype)
+    def __init__(self, config: ModelConfig, name: str):
+        shape, stored = (config.padded_vocab_size, config.hidden_size), (config.vocab_size, config.hidden_size)
+        self.weight = abstract_param(shape, ("vocab", "embed"), config.dtype, source=plain(f"{name}.weight", stored))
         self.vocab_size = config.vocab_size
         self.dtype = config.dtype
 

@@ -1,6 +1,7 @@
 """Weights and the matrix products with them."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -8,15 +9,26 @@ from flax import nnx
 from jax import Array
 from jax.lax import Precision
 
+from jaxllm.layers.source import Source, output_major, plain
 from jaxllm.parallel.shards import ONE_DEVICE, Shards
 from jaxllm.quantization.fp8 import DTYPE as FP8
 from jaxllm.quantization.fp8 import Fp8Weight
 
+Init = Literal["normal", "zeros", "ones", "values", "scale"]
+"""How a parameter without a checkpoint begins; values and scale are those of fp8 weights."""
 
-def abstract_param(shape: Sequence[int], axes: Sequence[str], dtype: str) -> nnx.Param:
-    """A parameter that holds its shape, type and logical axes but no values yet."""
+
+def abstract_param(
+    shape: Sequence[int], axes: Sequence[str], dtype: str, *, source: Source | str, init: Init = "normal"
+) -> nnx.Param:
+    """A parameter that holds its shape, type, logical axes and source, but no values yet.
+
+    source: the name alone for a tensor of the checkpoint that has the parameter's shape.
+    """
     assert len(shape) == len(axes), f"{len(shape)} dimensions, {len(axes)} axis names"
-    return nnx.Param(jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype)), axes=tuple(axes))
+    if isinstance(source, str):
+        source = plain(source, shape)
+    return nnx.Param(jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype)), axes=tuple(axes), source=source, init=init)
 
 
 def precision_of(dtype: jnp.dtype) -> Precision | None:
@@ -25,30 +37,52 @@ def precision_of(dtype: jnp.dtype) -> Precision | None:
 
 
 class Linear(nnx.Module):
-    """An einsum with a weight, computed in the type of the input: `Linear("td,df->tf", (D, F), ("embed", "mlp"), "bfloat16")`.
+    """An einsum with a weight, computed in the type of the input: `Linear("td,df->tf", (D, F), ("embed", "mlp"), "bfloat16", ...)`.
 
     The contracted letters come last in the input and first in the weight, in the same order. The bias, if any, has the weight's
     dimensions that are in the output.
     """
 
-    def __init__(self, subscripts: str, shape: Sequence[int], axes: Sequence[str], dtype: str, *, bias: bool = False):
-        inputs, output = subscripts.split("->")
-        operand, letters = inputs.split(",")
-        self.num_contracted = sum(letter not in output for letter in letters)
-        contracted = letters[: self.num_contracted]
+    def __init__(
+        self,
+        subscripts: str,
+        shape: Sequence[int],
+        axes: Sequence[str],
+        dtype: str,
+        *,
+        modules: Sequence[tuple[str, tuple[int, ...]]],
+        inputs: Sequence[int] | None = None,
+        joined: int = 0,
+        bias: bool = False,
+    ):
+        """modules: the checkpoint's modules with the stored dimensions of their outputs, `joined` along one of these.
+        inputs: the stored dimensions that are contracted; None: as in `shape`."""
+        operand_and_letters, output = subscripts.split("->")
+        operand, letters = operand_and_letters.split(",")
+        self.num_contracted = n = sum(letter not in output for letter in letters)
+        contracted = letters[:n]
         assert operand.endswith(contracted) and not set(contracted) & set(output), (
             f"{subscripts} is not of the form that is taken"
         )
-        self.weight: nnx.Param | Fp8Weight = abstract_param(shape, axes, dtype)
-        kept = [i for i, letter in enumerate(letters) if letter in output]
-        self.bias = abstract_param([shape[i] for i in kept], [axes[i] for i in kept], dtype) if bias else None
+        self.modules, self.joined = tuple(modules), joined
+        source = output_major(self._tensors("weight"), joined, tuple(shape[:n]) if inputs is None else tuple(inputs))
+        self.weight: nnx.Param | Fp8Weight = abstract_param(shape, axes, dtype, source=source)
+        source = output_major(self._tensors("bias"), joined)
+        self.bias = abstract_param(shape[n:], axes[n:], dtype, source=source, init="zeros") if bias else None
+
+    @property
+    def module_names(self) -> tuple[str, ...]:
+        """The checkpoint's modules."""
+        return tuple(dict.fromkeys(name for name, _ in self.modules))
 
     def quantize(self) -> None:
         """Make the weight of an abstract model an fp8 one, output-major."""
         assert isinstance(self.weight, nnx.Param), "quantised already"
         n, shape, axes = self.num_contracted, self.weight.shape, self.weight.get_metadata("axes")
-        values = abstract_param(shape[n:] + shape[:n], axes[n:] + axes[:n], str(jnp.dtype(FP8)))
-        self.weight = Fp8Weight(values, abstract_param(shape[n:], axes[n:], "float32"))
+        source = self.weight.get_metadata("source").output_major()
+        values = abstract_param(shape[n:] + shape[:n], axes[n:] + axes[:n], str(jnp.dtype(FP8)), source=source, init="values")
+        source = output_major(self._tensors("weight_scale"), self.joined, trailing=(1,))
+        self.weight = Fp8Weight(values, abstract_param(shape[n:], axes[n:], "float32", source=source, init="scale"))
 
     def __call__(self, x: Array, shards: Shards = ONE_DEVICE) -> Array:
         """The product of this device's part of the weight.
@@ -68,3 +102,6 @@ class Linear(nnx.Module):
             return y
         bias = self.bias[...].astype(x.dtype)
         return y + (bias if shards.size == 1 else jnp.where(shards.index == 0, bias, 0))
+
+    def _tensors(self, kind: str) -> list[tuple[str, tuple[int, ...]]]:
+        return [(f"{name}.{kind}", outputs) for name, outputs in self.modules]

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation."""
+"""Normalisation."""
 
 import jax
 import jax.numpy as jnp
@@ -6,14 +6,15 @@ from flax import nnx
 from jax import Array
 
 from jaxllm.layers.linear import abstract_param
+from jaxllm.model_parts import Norm
 
 
 class RMSNorm(nnx.Module):
     """x / rms(x) * weight over the last dimension, in float32, returned in the type of x. Source: arXiv:1910.07467."""
 
-    def __init__(self, width: int, axis: str, dtype: str, *, eps: float):
-        self.weight = abstract_param((width,), (axis,), dtype)
-        self.eps = eps
+    def __init__(self, norm: Norm, width: int, axis: str, dtype: str, *, prefix: str = ""):
+        self.weight = abstract_param((width,), (axis,), dtype, source=f"{prefix}{norm.name}.weight", init="ones")
+        self.eps = norm.eps
 
     def __call__(self, x: Array) -> Array:
         wide = x.astype(jnp.float32)

@@ -10,13 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxllm.model_config import ModelConfig, RopeConfig
+from jaxllm.model_parts import Rope
 
 
-def rope_angles(config: ModelConfig, positions_T: Array) -> tuple[Array, Array]:
+def rope_angles(rope: Rope, head_dim: int, positions_T: Array) -> tuple[Array, Array]:
     """Cosine and sine, float32 [T, H/2], of every position."""
     positions_T1 = positions_T.astype(jnp.float32)[:, None]
-    rope, head_dim = config.rope, config.head_dim
     if rope.kind == "dynamic":
         angles = positions_T1 * _dynamic_frequencies(rope, head_dim, positions_T1)
     else:
@@ -24,7 +23,7 @@ def rope_angles(config: ModelConfig, positions_T: Array) -> tuple[Array, Array]:
     return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
 
 
-def frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
+def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
     """Radians per position, float32 [H/2], of every kind but dynamic."""
     plain = np.float32(1) / _powers(rope.theta, head_dim)
     if rope.kind == "linear":
@@ -42,7 +41,7 @@ def _powers(theta: float, head_dim: int) -> np.ndarray:
     return np.power(np.float32(theta), exponents, dtype=np.float32)
 
 
-def _dynamic_frequencies(rope: RopeConfig, head_dim: int, positions_T1: Array) -> Array:
+def _dynamic_frequencies(rope: Rope, head_dim: int, positions_T1: Array) -> Array:
     """Float32 [T, H/2]: the base grows with the sequence, past the pretraining's context.
 
     A token's rotation depends on its own position only, as if it were the newest of the sequence: so it depends neither on
@@ -57,7 +56,7 @@ def _dynamic_frequencies(rope: RopeConfig, head_dim: int, positions_T1: Array) -
     return 1.0 / base_T1 ** (np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim))
 
 
-def _yarn_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
+def _yarn_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
     """Fast dimensions keep their frequency, slow ones are stretched by the factor, a ramp between. Source: arXiv:2309.00071."""
     original = rope.original_max_position
     assert original is not None
@@ -78,7 +77,7 @@ def _yarn_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     return (1 / (np.float32(rope.factor) * powers)) * (1 - keep) + (1 / powers) * keep
 
 
-def _llama3_frequencies(rope: RopeConfig, plain: np.ndarray) -> np.ndarray:
+def _llama3_frequencies(rope: Rope, plain: np.ndarray) -> np.ndarray:
     """Long waves are stretched by the factor, short ones kept, a smooth passage between. Source: the Llama 3.1 release."""
     assert rope.original_max_position is not None
     original, low, high = (

@@ -11,10 +11,11 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
+from jaxllm.layers.build import build_model
+from jaxllm.layers.decoder import CausalLM
+from jaxllm.layers.linear import Init
 from jaxllm.loaders.layout import Axes, ParamPath, Progress, axes_of, expand, parameters, state_of
 from jaxllm.model_config import ModelConfig
-from jaxllm.models.decoder import CausalLM
-from jaxllm.models.registry import build_model
 from jaxllm.parallel.axes import MESH_AXES, sharding
 from jaxllm.quantization.fp8 import narrow
 
@@ -37,7 +38,14 @@ def dummy_weights(
     total = sum(variable.size * jnp.dtype(variable.dtype).itemsize for _, variable in parameters(model))
     for path, variable in parameters(model):
         axes = axes_of(variable)
-        make = _maker(_kind(path), stored_shapes[path], variable.shape, jnp.dtype(variable.dtype), axes, sharding(mesh, axes))
+        make = _maker(
+            variable.get_metadata("init"),
+            stored_shapes[path],
+            variable.shape,
+            jnp.dtype(variable.dtype),
+            axes,
+            sharding(mesh, axes),
+        )
         arrays[path] = make(_key_of(key, path), STANDARD_DEVIATION)
         if progress is not None:
             progress(sum(array.nbytes for array in arrays.values()), total)
@@ -49,22 +57,11 @@ def init_params(model: CausalLM, key: Array, dtype: str = "float32") -> nnx.Stat
     num_layers = len(model.blocks)
     arrays = {}
     for path, variable in parameters(model):
-        kind = _kind(path)
+        kind = variable.get_metadata("init")
         make = _maker(kind, variable.shape, variable.shape, jnp.dtype(dtype), axes_of(variable), None)
         residual = path[-2] in ("out", "down")
         arrays[path] = make(_key_of(key, path), STANDARD_DEVIATION / (math.sqrt(2 * num_layers) if residual else 1))
     return state_of(model, arrays)
-
-
-def _kind(path: ParamPath) -> str:
-    """ones, zeros, normal, or for an fp8 weight values and scale."""
-    if path[-1] in ("values", "scale"):
-        return str(path[-1])
-    if path[-1] == "bias":
-        return "zeros"
-    if path[-1] == "kv_scale":
-        return "ones"
-    return "ones" if str(path[-2]).endswith("norm") else "normal"
 
 
 def _key_of(key: Array, path: ParamPath) -> Array:
@@ -74,7 +71,7 @@ def _key_of(key: Array, path: ParamPath) -> Array:
 
 @functools.lru_cache(maxsize=256)
 def _maker(
-    kind: str, stored_shape: tuple[int, ...], shape: tuple[int, ...], dtype: jnp.dtype, axes: Axes, place: NamedSharding | None
+    kind: Init, stored_shape: tuple[int, ...], shape: tuple[int, ...], dtype: jnp.dtype, axes: Axes, place: NamedSharding | None
 ) -> Callable[[Array, float], Array]:
     # Drawing in two dimensions compiles much faster than in four. The second begins with the one that is split over devices,
     # so that each draws its own part only.

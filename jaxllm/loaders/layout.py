@@ -16,6 +16,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.errors import ModelLoadError
+from jaxllm.layers.source import Source
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.axes import sharding
 
@@ -50,6 +51,11 @@ def abstract_state(model: nnx.Module, mesh: Mesh) -> nnx.State:
 def axes_of(variable: nnx.Variable) -> Axes:
     """The logical axes that the layer declared."""
     return variable.get_metadata("axes")
+
+
+def source_of(variable: nnx.Variable) -> Source:
+    """The tensors that the layer declared."""
+    return variable.get_metadata("source")
 
 
 def expand(xp: ModuleType, array: Any, axes: Axes, shape: Sequence[int]) -> Any:

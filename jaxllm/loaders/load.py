@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from flax import nnx
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxllm.layers.decoder import CausalLM
+from jaxllm.layers.source import Index, Source, Tensor
 from jaxllm.loaders import orbax
 from jaxllm.loaders.dummy import dummy_weights
 from jaxllm.loaders.layout import (
@@ -24,9 +27,9 @@ from jaxllm.loaders.layout import (
     on_cpu,
     parameters,
     raise_on_misfit,
+    source_of,
     state_of,
 )
-from jaxllm.loaders.names import HARMLESS, Index, Source, Tensor, source_of
 from jaxllm.loaders.quantized import (
     BESIDE_WEIGHTS,
     block_scales,
@@ -39,10 +42,12 @@ from jaxllm.loaders.quantized import (
 from jaxllm.loaders.safetensors import DTYPES, Checkpoint
 from jaxllm.log import logger
 from jaxllm.model_config import ModelConfig
-from jaxllm.models.decoder import CausalLM
 from jaxllm.parallel.axes import MESH_AXES, sharding
 from jaxllm.parallel.mesh import TENSOR
 from jaxllm.quantization.fp8 import quantize
+
+HARMLESS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|masked_bias)$")
+"""Buffers that old versions of transformers saved beside the weights."""
 
 Reader = Callable[[Tensor, Index], np.ndarray]
 """Reads a part of a tensor of the checkpoint, as its view with copies and padding."""
@@ -89,7 +94,7 @@ def load_safetensors(
     checkpoint = Checkpoint(directory)
     if "embed_tokens.weight" in checkpoint.entries:  # saved as a bare decoder, as embedding models are
         checkpoint.entries = {f"model.{name}": entry for name, entry in checkpoint.entries.items()}
-    sources = {path: source_of(path, config) for path, _ in parameters(model)}
+    sources = {path: source_of(variable) for path, variable in parameters(model)}
     _check(checkpoint, sources, config)
     if config.stored_fp8 is not None:
         logger.info("%s", describe(config.stored_fp8, config))
@@ -105,7 +110,7 @@ def load_safetensors(
             source, axes, dtype = sources[path], axes_of(variable), jnp.dtype(variable.dtype)
             read = _tensor_reader(checkpoint, path, source, config)
             if path[-1] == "kv_scale":
-                arrays[path] = jax.device_put(kv_scale(checkpoint, int(path[1])), sharding(mesh, axes))
+                arrays[path] = jax.device_put(kv_scale(checkpoint, source), sharding(mesh, axes))
             elif not is_quantized_here(path, config):
                 arrays[path] = read_stored(read, source, axes, variable.shape, dtype, mesh)
             elif path[-1] == "values":
@@ -132,7 +137,7 @@ def loading_bytes(config: ModelConfig, model: CausalLM, num_devices: int) -> int
     """
     largest = 0
     for path, variable in parameters(model):
-        source, axes = source_of(path, config), axes_of(variable)
+        source, axes = source_of(variable), axes_of(variable)
         if path[-1] in ("scale", "kv_scale"):
             continue
         has_blocks = bool(list(block_scales(path, source, config)))
@@ -182,7 +187,7 @@ def _check(checkpoint: Checkpoint, sources: Mapping[ParamPath, Source], config: 
                     found[t.name] = t.shape
     # A tied checkpoint may store the head all the same, and a model that only makes vectors needs none.
     needs_no_head = config.tie_word_embeddings or not config.generates
-    ignored = [name for name in entries if HARMLESS.search(name) or (needs_no_head and name == "lm_head.weight")]
+    ignored = [name for name in entries if HARMLESS.search(name) or (needs_no_head and name == f"{config.names.head}.weight")]
     if config.stored_fp8 is not None:
         ignored += [name for name in entries if BESIDE_WEIGHTS.search(name)]
     unreadable = [

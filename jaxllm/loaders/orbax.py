@@ -10,10 +10,10 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxllm.errors import ModelLoadError
+from jaxllm.layers.build import build_model
+from jaxllm.layers.decoder import CausalLM
 from jaxllm.loaders.layout import Progress, axes_of, expand_on_devices, parameters, raise_on_misfit, state_of, stored_sharding
 from jaxllm.model_config import ModelConfig
-from jaxllm.models.decoder import CausalLM
-from jaxllm.models.registry import build_model
 
 WEIGHTS = "weights.orbax"
 TABLE = "weights.orbax.json"

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from jaxllm.layers.source import Index, Source, Tensor
 from jaxllm.loaders.layout import ParamPath
-from jaxllm.loaders.names import Index, Source, Tensor
 from jaxllm.loaders.safetensors import Checkpoint
 from jaxllm.log import logger
 from jaxllm.model_config import ModelConfig
-from jaxllm.quantization_config import LINEAR_MODULES, StoredFp8
+from jaxllm.quantization_config import StoredFp8
 
 BESIDE_WEIGHTS = re.compile(r"\.(input_scale|[kvq]_scale|[kvq]_proj\.[kvq]_scale|[kvq]_proj\.output_scale|prob_scale)$")
 """Scales that a checkpoint may hold and that need not be used: those of activations and of the cache."""
@@ -29,7 +29,8 @@ def is_quantized_here(path: ParamPath, config: ModelConfig) -> bool:
 def block_scales(path: ParamPath, source: Source, config: ModelConfig) -> Iterator[tuple[Tensor, str, tuple[int, int]]]:
     """(weight, name of its scales, their shape) of the tensors of a parameter that the checkpoint holds with a scale per block."""
     stored = config.stored_fp8
-    is_linear = ".".join(map(str, path[2:4])) in LINEAR_MODULES and path[4] == "weight" and path[-1] != "scale"
+    linears = {f"{name}.weight" for modules in config.linears() for name in modules}
+    is_linear = path[-1] != "scale" and all(tensor.name in linears for tensor in source.tensors)
     if stored is None or stored.block_shape is None or not is_linear:
         return
     for tensor in source.tensors:
@@ -65,12 +66,13 @@ def without_blocks(
     return wide.reshape(part.shape)
 
 
-def kv_scale(checkpoint: Checkpoint, layer: int) -> np.ndarray:
+def kv_scale(checkpoint: Checkpoint, source: Source) -> np.ndarray:
     """What keys and values of a layer are divided by before they become fp8, float32 [2]; 1 where the checkpoint has no scale."""
     scales = np.ones(2, np.float32)
     missing = []
-    for i, letter in enumerate("kv"):
-        names = [form.format(f"model.layers.{layer}.self_attn", letter) for form in _KV_SCALES]
+    for i, tensor in enumerate(source.tensors):
+        attention, _, scale = tensor.name.rpartition(".")
+        names = [form.format(attention, scale[0]) for form in _KV_SCALES]
         found = next((name for name in names if name in checkpoint.entries), None)
         if found is None:
             missing.append(names[0])

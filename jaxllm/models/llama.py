@@ -1,7 +1,14 @@
-"""Llama 2 and 3: the plain form of the decoder; scaled rotary positions are `ModelConfig.rope`."""
+"""Llama 2 and 3. Sources: arXiv:2307.09288, arXiv:2407.21783."""
 
-from jaxllm.models.decoder import CausalLM
+from dataclasses import replace
+
+from jaxllm.model_config import ModelConfig
+from jaxllm.models.config_reader import ConfigReader
 
 
-class LlamaForCausalLM(CausalLM):
-    """Source: arXiv:2307.09288, arXiv:2407.21783."""
+def read(c: ConfigReader) -> ModelConfig:
+    rope, max_position = c.positions(2048)
+    bias = c.boolean("attention_bias")
+    attention = replace(c.attention(rope), bias=bias, out_bias=bias)
+    layer = c.pre_norm_layer(attention, c.mlp(bias=c.boolean("mlp_bias")))
+    return c.decoder([layer] * c.num_layers, max_position)

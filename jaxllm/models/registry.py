@@ -1,39 +1,61 @@
-"""Maps architectures to model classes. To add a model, add a file here, a line below, and a Family in model_config."""
+"""Finds the family of a checkpoint. To add one: a file here and a line below, or a package with an entry point.
+
+A family's file has a function `read`, from a `ConfigReader` to a `ModelConfig`. It imports no JAX, because clients read config.json
+too.
+"""
 
 import importlib
-import operator
-
-import jax
-from flax import nnx
+import importlib.metadata
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from jaxllm.errors import ModelLoadError
 from jaxllm.model_config import ModelConfig
-from jaxllm.models.decoder import CausalLM
-from jaxllm.quantization_config import LINEAR_MODULES
+from jaxllm.models.config_reader import ConfigReader
 
-ARCHITECTURES = {
-    "LlamaForCausalLM": "jaxllm.models.llama:LlamaForCausalLM",
-    "MistralForCausalLM": "jaxllm.models.mistral:MistralForCausalLM",
-    "Qwen2ForCausalLM": "jaxllm.models.qwen:Qwen2ForCausalLM",
-    "Qwen3ForCausalLM": "jaxllm.models.qwen:Qwen3ForCausalLM",
+Read = Callable[[ConfigReader], ModelConfig]
+
+FAMILIES = {
+    "LlamaForCausalLM": ("llama", "jaxllm.models.llama:read"),
+    "MistralForCausalLM": ("mistral", "jaxllm.models.mistral:read"),
+    "Qwen2ForCausalLM": ("qwen2", "jaxllm.models.qwen2:read"),
+    "Qwen3ForCausalLM": ("qwen3", "jaxllm.models.qwen3:read"),
 }
-KNOWN = tuple(ARCHITECTURES)
+"""By architecture: the model_type, which stands in for an absent architecture, and the function that reads a config.json."""
+
+ENTRY_POINTS = "jaxllm.models"
+"""Group of the entry points by which installed packages add families: `architecture = "module:function"`."""
 
 
-def build_model(config: ModelConfig) -> CausalLM:
-    """The model with shapes, types and axes, and no values. Raises ModelLoadError for an unknown architecture."""
-    if config.architecture not in ARCHITECTURES:
-        raise ModelLoadError(f"unknown architecture {config.architecture}; known: {', '.join(KNOWN)}")
-    module, name = ARCHITECTURES[config.architecture].split(":")
-    model = getattr(importlib.import_module(module), name)(config)
-    for layer, block in enumerate(model.blocks):
-        for part in LINEAR_MODULES:
-            if config.is_quantized(layer, part):
-                operator.attrgetter(part)(block).quantize()
-    return model
+def architectures() -> list[str]:
+    """Every architecture that can be loaded, those of installed packages included."""
+    return sorted({*FAMILIES, *(point.name for point in importlib.metadata.entry_points(group=ENTRY_POINTS))})
 
 
-def weight_bytes(config: ModelConfig) -> int:
-    """Bytes of all weights as stored, on all devices together: copies of KV heads and padding not counted."""
-    leaves = jax.tree.leaves(nnx.state(build_model(config.as_stored())))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+def find(raw: Mapping[str, Any], source: object) -> tuple[str, Read, bool]:
+    """The architecture of a config.json, the function that reads it, and whether the model has a head.
+
+    `Qwen3Model` is `Qwen3ForCausalLM` without one. Raises ModelLoadError, which names `source`, for an unknown architecture.
+    """
+    by_model_type = {model_type: name for name, (model_type, _) in FAMILIES.items()}
+    model_type = str(raw.get("model_type", ""))
+    names = raw.get("architectures") or [by_model_type.get(model_type, model_type)]
+    name = names[0] if isinstance(names, list) and isinstance(names[0], str) else ""
+    if (read := _read_function(name)) is not None:
+        return name, read, True
+    family = f"{name.removesuffix('Model')}ForCausalLM"
+    if name.endswith("Model") and (read := _read_function(family)) is not None:
+        return family, read, False
+    known = ", ".join(architectures())
+    if not name:
+        raise ModelLoadError(f"{source} names no architecture; known: {known}")
+    # No "did you mean": Mixtral is a letter away from Mistral, and another model.
+    raise ModelLoadError(f"{source} has the unknown architecture {name}; known: {known}")
+
+
+def _read_function(architecture: str) -> Read | None:
+    if architecture in FAMILIES:
+        module, name = FAMILIES[architecture][1].split(":")
+        return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
+    points = importlib.metadata.entry_points(group=ENTRY_POINTS, name=architecture)
+    return next((point.load() for point in points), None)

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jaxllm import gpus
 from jaxllm.config import AUTO_MODEL_LEN, EngineConfig
 from jaxllm.errors import ConfigError, OutOfMemoryError
+from jaxllm.layers import build
 from jaxllm.model_config import ModelConfig, kv_bytes_per_token
-from jaxllm.models import registry
 from pallas_kernels.collectives import WORKSPACE_BYTES
 
 COLLECTIVE_BYTES = 1536 << 20
@@ -157,7 +157,7 @@ def memory_plan(
     else:
         device, limit = f"a GPU of {_size(device_bytes)}", usable_bytes(config, device_bytes)
     if weight_bytes is None:
-        weight_bytes = registry.weight_bytes(model) // tensor_parallel
+        weight_bytes = build.weight_bytes(model) // tensor_parallel
     if work_bytes is None:
         work_bytes = estimate_work_bytes(config, model)
     block_size = config.cache.block_size
@@ -185,8 +185,7 @@ def memory_plan(
             cache_bytes = limit - weight_bytes - work_bytes - _other_bytes(tensor_parallel)
         # The cache is indexed by 32-bit slots.
         num_blocks = min(max(0, cache_bytes // block_bytes), useful, (2**31 - 1) // block_size)
-        num_heads = model.num_kv_heads // tensor_parallel
-        values_per_block = num_heads * block_size * model.head_dim
+        values_per_block = max(a.num_kv_heads * a.head_dim for a in model.attentions) // tensor_parallel * block_size
         num_blocks = countable_blocks(num_blocks, values_per_block, jnp.dtype(model.kv_cache_dtype).itemsize)
     if wanted_len == AUTO_MODEL_LEN:
         max_len = max(1, min(max_len, (num_blocks - 1) * block_size))
@@ -223,8 +222,8 @@ def estimate_work_bytes(config: EngineConfig, model: ModelConfig) -> int:
     scheduler, size = config.scheduler, config.parallel.tensor_parallel_size
     assert scheduler.max_num_batched_tokens is not None and scheduler.max_num_seqs is not None
     itemsize = jnp.dtype(model.dtype).itemsize
-    heads = model.num_heads + 2 * model.num_kv_heads
-    per_token = (3 * model.intermediate_size + 3 * heads * model.head_dim) // size + 6 * model.hidden_size
+    widest = max(sum(part.values_per_token for part in layer.parts.values()) for layer in set(model.layers))
+    per_token = widest // size + 6 * model.hidden_size
     sampling = 6 * 4 * scheduler.max_num_seqs * model.vocab_size
     return int(1.25 * (scheduler.max_num_batched_tokens * per_token * itemsize + sampling)) + (64 << 20)
 

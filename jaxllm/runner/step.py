@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxllm.layers.step import Step
 from jaxllm.parallel.shards import PEERS_LOST, Shards
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.layout import FROM_ROW, Column, StepLayout, StepViews
@@ -35,6 +36,7 @@ class Tokens(NamedTuple):
 
     token_ids_T: jax.Array
     position_T: jax.Array
+    is_real_T: jax.Array
     slot_T: jax.Array
     """Slot in the cache; -1 for tokens that must not be written."""
     query_start_R1: jax.Array
@@ -206,7 +208,8 @@ class StepFunctions:
             is_decode=is_decode,
             kernels=self.kernels,
         )
-        hidden_TD = self.merge(params)(tokens.token_ids_T, tokens.position_T, context, shards)
+        step = Step(tokens.token_ids_T, tokens.position_T, context, shards, tokens.is_real_T)
+        hidden_TD = self.merge(params)(step)
         return hidden_TD, tuple(context.caches)
 
     def _draw_shared(
@@ -278,6 +281,7 @@ def _locate_tokens(rows: RowArrays, views: StepViews[jax.Array], block_size: int
     return Tokens(
         token_ids_T=token_T,
         position_T=position_T,
+        is_real_T=is_real_T,
         slot_T=jnp.where(is_written_T, page_T * block_size + position_T % block_size, -1),
         query_start_R1=query_start_R1,
         kv_length_R=jnp.where(count_R > 0, start_R + count_R, 0),
@@ -297,6 +301,7 @@ def _locate_decode_tokens(rows: RowArrays, views: StepViews[jax.Array], block_si
     return Tokens(
         token_ids_T=jnp.where(views.token_ids_T == FROM_ROW, rows.last_token_N[row_R], views.token_ids_T),
         position_T=position_R,
+        is_real_T=is_real_R,
         slot_T=jnp.where(is_written_R, page_R * block_size + position_R % block_size, -1),
         query_start_R1=jnp.arange(num_rows + 1, dtype=jnp.int32),
         kv_length_R=jnp.where(is_real_R, position_R + 1, 0),

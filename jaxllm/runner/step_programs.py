@@ -66,7 +66,8 @@ class StepPrograms:
 
     @property
     def cache_shape(self) -> tuple[int, int, int, int]:
-        return (self.num_blocks, self.model.num_kv_heads, self.functions.block_size, self.model.head_dim)
+        attention = self.model.layers[0].attention
+        return (self.num_blocks, attention.num_kv_heads, self.functions.block_size, attention.head_dim)
 
     def all_keys(self) -> list[ProgramKey]:
         """Every program that traffic can reach."""

@@ -73,7 +73,7 @@ def measure_size(plan: Plan, size: int, log_level: str, teller: Teller) -> None:
     from jaxllm import log
     from jaxllm.config import EngineConfig
     from jaxllm.llm import LLM
-    from jaxllm.model_config import load_model_config
+    from jaxllm.models.load_config import load_model_config
     from jaxllm.runner.memory import device_limit, reserve_device_memory
     from jaxllm.scaling.engine_options import engine_options
     from jaxllm.scaling.limits import measure_ceilings

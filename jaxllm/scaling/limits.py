@@ -1,5 +1,6 @@
 """Upper limits on speed: a device's measured bandwidth and throughput, and the bytes and operations that the work requires."""
 
+import collections
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -11,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxllm.model_config import ModelConfig, num_parameters
+from jaxllm.layers.build import num_parameters
+from jaxllm.model_config import ModelConfig
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -102,17 +104,17 @@ class ModelCost:
         head = c.hidden_size * c.vocab_size
         embedding = head * (1 if c.tie_word_embeddings else 2)
         per_token = 2.0 * (num_parameters(c) - embedding)
-        per_pair = 4.0 * c.num_heads * c.head_dim
-        windows = [c.window(layer) for layer in range(c.num_layers)]
+        attentions = collections.Counter(layer.attention for layer in c.layers)
+        width = sum(a.num_kv_heads * a.head_dim * n for a, n in attentions.items())
         flops, keys = 0.0, 0.0
         for prompt, output in requests:
             first, last = (prompt, prompt + output - 1) if skip_prompts else (0, prompt + output - 1)
             num_logits = output - 1 if skip_prompts else output
             flops += (last - first) * per_token + num_logits * 2.0 * head
-            for window in set(windows):
-                share = windows.count(window)
-                flops += share * per_pair * (_pairs(last, window) - _pairs(first, window))
-                keys += share / c.num_layers * (_pairs(last, window) - _pairs(prompt, window))
+            for a, n in attentions.items():
+                per_pair = 4.0 * a.num_heads * a.head_dim
+                flops += n * per_pair * (_pairs(last, a.window) - _pairs(first, a.window))
+                keys += n * a.num_kv_heads * a.head_dim / width * (_pairs(last, a.window) - _pairs(prompt, a.window))
         num_bytes = num_steps * self.weight_bytes + keys * self.cache_bytes_per_token
         return Work(num_bytes / self.num_devices, flops / self.num_devices)
 

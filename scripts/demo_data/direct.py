@@ -11,10 +11,10 @@ from flax import nnx
 from jax import Array
 
 from jaxllm.layers.attend import Projection
-from jaxllm.layers.dense_attention import dense_attend
+from jaxllm.layers.build import build_model
+from jaxllm.layers.dense_attention import dense_attend, dense_step
 from jaxllm.layers.linear import precision_of
 from jaxllm.model_config import ModelConfig
-from jaxllm.models.registry import build_model
 
 PROMPT_BUCKETS = (128, 512, 1024)
 
@@ -67,7 +67,7 @@ def _log_likelihood(graph: nnx.GraphDef, state: nnx.State, token_ids_RT: Array) 
     positions_T = jnp.arange(token_ids_RT.shape[1])
 
     def row(token_ids_T: Array) -> Array:
-        hidden_TD = model(jnp.maximum(token_ids_T, 0), positions_T, dense_attend(positions_T))
+        hidden_TD = model(dense_step(jnp.maximum(token_ids_T, 0), positions_T))
         logprobs_TV = jax.nn.log_softmax(model.logits(hidden_TD))
         picked_T = jnp.take_along_axis(logprobs_TV[:-1], jnp.maximum(token_ids_T[1:, None], 0), axis=1)[:, 0]
         return jnp.sum(jnp.where(token_ids_T[1:] >= 0, picked_T, 0.0))

@@ -12,10 +12,10 @@ import optax
 from flax import nnx
 from jax import Array
 
-from jaxllm.layers.dense_attention import dense_attend
+from jaxllm.layers.build import build_model
+from jaxllm.layers.dense_attention import dense_step
 from jaxllm.loaders.dummy import init_params
 from jaxllm.model_config import ModelConfig
-from jaxllm.models.registry import build_model
 
 from .packing import STARTS, TOKEN_MASK, TRAINED
 
@@ -63,7 +63,7 @@ def row_losses(model: nnx.Module, tokens_T: Array) -> tuple[Array, Array]:
     places_T = jnp.arange(tokens_T.shape[0])
     segment_T = jnp.cumsum(starts_T)
     positions_T = places_T - jax.lax.cummax(jnp.where(starts_T, places_T, 0))
-    hidden_TD = model(ids_T, positions_T, dense_attend(positions_T, segment_T))
+    hidden_TD = model(dense_step(ids_T, positions_T, segment_T))
     logits_TV = model.logits(hidden_TD[:-1])
     wanted_T = (((tokens_T & TRAINED) != 0) & ~starts_T)[1:]
     # Picked by comparing, not by indexing: the gradient of an index is a scatter, which a GPU does slowly.

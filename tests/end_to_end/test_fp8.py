@@ -8,11 +8,10 @@ import pytest
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.hub import resolve_model
+from jaxllm.layers.build import build_model
 from jaxllm.loaders.layout import parameters, state_of
 from jaxllm.loaders.load import load_weights
-from jaxllm.loaders.save import save_safetensors
-from jaxllm.model_config import load_model_config
-from jaxllm.models.registry import build_model
+from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.mesh import make_mesh
 from jaxllm.quantization_config import StoredFp8
 from jaxllm.text.tokenizer import load_tokenizer
@@ -120,7 +119,7 @@ def test_scales_of_a_checkpoint_on_two_devices(token_ids, exact, tmp_path):
     model = build_model(config)
     arrays = {path: variable[...] for path, variable in parameters(state)}
     arrays |= {path: np.array([0.03, 0.07], np.float32) for path, _ in parameters(model) if path[-1] == "kv_scale"}
-    save_safetensors(config, state_of(model, arrays), tmp_path)
+    goldens.save(config, state_of(model, arrays), tmp_path, resolve_model("demo"))
     for file in resolve_model("demo").glob("*token*"):
         shutil.copy(file, tmp_path)
     llm = LLM(model=str(tmp_path), tensor_parallel_size=2, **SMALL)

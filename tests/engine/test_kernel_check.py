@@ -198,7 +198,9 @@ def test_a_verdict_counts_only_for_what_it_was_made_for(choose, implementations,
     names = implementations(good=numpy_attention())
     choose(names)
     no_check()
-    other_model = dataclasses.replace(model[1], num_kv_heads=1, num_heads=4)
+    layer = model[1].layers[0]
+    layer = dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, num_kv_heads=1, num_heads=4))
+    other_model = dataclasses.replace(model[1], layers=(layer,))
     device = types.SimpleNamespace(**{**vars(GPU), "device_kind": "NVIDIA Other"})
     driver = types.SimpleNamespace(**{**vars(GPU), "client": types.SimpleNamespace(platform_version="cuda 12")})
     for options in ({"model_config": other_model}, {"device": device}, {"device": driver}):
@@ -335,9 +337,10 @@ def test_kernels_are_checked_in_the_shapes_of_a_device(model):
     config, model_config, plan = model
     split = model_config.for_tensor_parallel(2)
     shapes = kernel_check.shapes_of(config.replace(tensor_parallel_size=2), split, plan)
-    attention = shapes["paged_attention"]
-    assert attention.num_kv_heads == model_config.num_kv_heads // 2
-    assert attention.num_groups == model_config.group_size
+    [attention] = shapes["paged_attention"]
+    whole = model_config.layers[0].attention
+    assert attention.num_kv_heads == whole.num_kv_heads // 2
+    assert attention.num_groups == whole.group_size
     assert attention.table_width == -(-plan.max_model_len // plan.block_size)
 
 
@@ -346,8 +349,8 @@ def test_every_kind_of_layer_is_checked(name):
     config = EngineConfig.from_options(model=str(goldens.golden(name).directory), **engines.SMALL)
     prepared = Prepared.of(config, goldens.golden(name).directory, (), StartTimes())
     shapes = kernel_check.shapes_of(prepared.config, prepared.model_config, prepared.plan)
-    windows = [layer.window for layer in shapes["paged_attention"].layers]
-    assert sorted(windows, key=str) == sorted({prepared.model_config.window(i) for i in range(2)}, key=str)
+    windows = [layer.window for shape in shapes["paged_attention"] for layer in shape.layers]
+    assert sorted(windows, key=str) == sorted({layer.attention.window for layer in prepared.model_config.layers}, key=str)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import importlib
 import itertools
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,19 +12,26 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.compile import compile_artifact
 from jaxllm.engine.prepare import Prepared
 from jaxllm.errors import ConfigError
-from jaxllm.models import registry
+from jaxllm.models import llama, registry
 from jaxllm.progress import SILENT
 from jaxllm.start_times import StartTimes
 from tests.helpers import engines, goldens
 
 DIRECTORY = goldens.golden("llama_gqa").directory
 MODEL = """
-from jaxllm.models.llama import LlamaForCausalLM
+from jaxllm.layers.decoder import CausalLM
 from {package}.layers import scaled
 import {helper}
 
-class Mine(LlamaForCausalLM):
+class Mine(CausalLM):
     pass
+"""
+FAMILY = """
+from dataclasses import replace
+from jaxllm.models import llama
+
+def read(c):
+    return replace(llama.read(c), model_class="{model_class}")
 """
 _number = itertools.count()
 
@@ -36,6 +44,7 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     files = {
         "package/__init__.py": "",
         "package/model.py": MODEL.format(package=package, helper=helper),
+        "package/family.py": FAMILY.format(model_class=f"{package}.model:Mine"),
         "package/layers.py": "def scaled(x): return x",
         "package/not_imported.py": "",
         "helper.py": "def twice(x): return x * 2",
@@ -47,7 +56,7 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         path.write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
-    monkeypatch.setitem(registry.ARCHITECTURES, "LlamaForCausalLM", f"{package}.model:Mine")
+    monkeypatch.setitem(registry.FAMILIES, "LlamaForCausalLM", ("llama", f"{package}.family:read"))
     yield tmp_path
     for name in [name for name in sys.modules if name.startswith((package, helper))]:
         del sys.modules[name]
@@ -74,7 +83,7 @@ def test_a_changed_source_is_another_engine(outside: Path, pattern: str, matters
 
 
 def test_a_model_of_this_project_needs_no_digest() -> None:
-    assert prepared().fingerprint()["model class"] == "jaxllm.models.llama:LlamaForCausalLM"
+    assert prepared().fingerprint()["model class"] == "jaxllm.layers.decoder:CausalLM"
 
 
 def test_a_class_without_source_is_compiled_anew_by_each_process(
@@ -83,9 +92,9 @@ def test_a_class_without_source_is_compiled_anew_by_each_process(
     """One that was typed into a REPL or a notebook."""
     monkeypatch.setenv("JAXLLM_CACHE_DIR", str(tmp_path / "cache"))
     typed: dict[str, object] = {"__name__": "__main__"}
-    exec("from jaxllm.models.llama import LlamaForCausalLM\nclass Typed(LlamaForCausalLM): pass", typed)
+    exec("from jaxllm.layers.decoder import CausalLM\nclass Typed(CausalLM): pass", typed)
     monkeypatch.setattr(sys.modules["__main__"], "Typed", typed["Typed"], raising=False)
-    monkeypatch.setitem(registry.ARCHITECTURES, "LlamaForCausalLM", "__main__:Typed")
+    monkeypatch.setattr(llama, "read", lambda c, read=llama.read: replace(read(c), model_class="__main__:Typed"))
     assert prepared(compilation_cache=True).runner.store is None
     assert "Typed has no source file" in caplog.text
     config = EngineConfig.from_options(model=str(DIRECTORY), **engines.SMALL)

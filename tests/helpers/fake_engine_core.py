@@ -9,6 +9,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.errors import EngineDeadError, EngineSleepingError
 from jaxllm.kernel_verdicts import OpReport
 from jaxllm.model_config import ModelConfig
+from jaxllm.model_parts import MLP, Attention, Layer, Norm, Rope
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import EngineCoreRequest, FinishReason
 from jaxllm.scheduler_output import TokenLogprobs
@@ -50,11 +51,8 @@ def tiny_model_config(vocab_size: int, eos_token_ids: tuple[int, ...] = ()) -> M
         architecture="LlamaForCausalLM",
         vocab_size=vocab_size,
         hidden_size=WIDTH,
-        num_layers=1,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=8,
-        intermediate_size=8,
+        layers=(Layer(Attention(1, 1, 8, Rope()), MLP(8), Norm("input_layernorm"), Norm("post_attention_layernorm")),),
+        norm=Norm("model.norm"),
         max_position=4096,
         eos_token_ids=eos_token_ids,
     )

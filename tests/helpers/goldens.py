@@ -9,10 +9,12 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxllm.layers.dense_attention import dense_attend
+from jaxllm.layers.build import build_model
+from jaxllm.layers.dense_attention import dense_step
 from jaxllm.loaders.load import load_weights
-from jaxllm.model_config import ModelConfig, load_model_config
-from jaxllm.models.registry import build_model
+from jaxllm.loaders.save import save_safetensors
+from jaxllm.model_config import ModelConfig
+from jaxllm.models.load_config import load_model_config, read_config_json
 from jaxllm.parallel.mesh import make_mesh
 
 FOLDER = Path(__file__).parent.parent / "goldens"
@@ -50,6 +52,11 @@ def load(directory: Path, *, tensor_parallel_size: int = 1, load_format: str = "
     return config, load_weights(config, build_model(config), directory, load_format=load_format, mesh=mesh)
 
 
+def save(config: ModelConfig, state: nnx.State, directory: Path, source: Path) -> None:
+    """Save a checkpoint that was read from `source`."""
+    save_safetensors(config, state, directory, read_config_json(source))
+
+
 def logits(config: ModelConfig, state: nnx.State, token_ids: list[int], *, pad_to: int | None = None) -> np.ndarray:
     """[T, V] of one sequence by dense attention; padding after it saves compilations."""
     length = max(pad_to or 0, len(token_ids))
@@ -73,7 +80,7 @@ def _forward(config: ModelConfig):
     @jax.jit
     def forward(state, token_ids_T, positions_T):
         model = nnx.merge(graph, state)
-        hidden_TD = model(token_ids_T, positions_T, dense_attend(positions_T))
+        hidden_TD = model(dense_step(token_ids_T, positions_T))
         return hidden_TD, model.logits(hidden_TD) if config.generates else None
 
     return forward

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxllm.layers.dense_attention import dense_attend
+from jaxllm.layers.build import build_model
+from jaxllm.layers.dense_attention import dense_step
 from jaxllm.layers.embedding import Embedding
 from jaxllm.layers.linear import Linear
 from jaxllm.layers.norm import RMSNorm
 from jaxllm.loaders.dummy import init_params
-from jaxllm.model_config import load_model_config
-from jaxllm.models.registry import build_model
+from jaxllm.model_parts import Norm
+from jaxllm.models.load_config import load_model_config
 from tests.helpers import goldens
 
 
@@ -23,7 +24,7 @@ def with_values(module: nnx.Module, *values) -> nnx.Module:
 
 
 def test_bias_has_the_dimensions_of_the_output():
-    linear = Linear("td,dcf->tcf", (3, 2, 5), ("embed", "gate_up", "mlp"), "float32", bias=True)
+    linear = Linear("td,dcf->tcf", (3, 2, 5), ("embed", "gate_up", "mlp"), "float32", modules=[("linear", (2, 5))], bias=True)
     assert linear.bias.shape == (2, 5)
     assert linear.bias.get_metadata("axes") == ("gate_up", "mlp")
     filled = with_values(linear, jnp.full((2, 5), 7.0), jnp.ones((3, 2, 5)))
@@ -31,19 +32,19 @@ def test_bias_has_the_dimensions_of_the_output():
 
 
 def test_weights_of_a_wider_type_are_used_in_the_type_of_the_input():
-    linear = with_values(Linear("td,df->tf", (3, 5), ("embed", "mlp"), "float32"), jnp.ones((3, 5)))
+    linear = with_values(Linear("td,df->tf", (3, 5), ("embed", "mlp"), "float32", modules=[("linear", (5,))]), jnp.ones((3, 5)))
     assert linear(jnp.ones((1, 3), jnp.bfloat16)).dtype == jnp.bfloat16
 
 
 def test_norm_is_computed_in_float32():
-    norm = with_values(RMSNorm(4, "embed", "float16", eps=1e-6), jnp.ones(4, jnp.float16))
+    norm = with_values(RMSNorm(Norm("norm"), 4, "embed", "float16"), jnp.ones(4, jnp.float16))
     out = norm(jnp.full((1, 4), 60000.0, jnp.float16))  # its square overflows float16
     np.testing.assert_allclose(np.asarray(out, np.float32), np.ones((1, 4)), rtol=1e-3)
 
 
 def test_logits_are_float32_and_padding_is_minus_infinity():
     config = dataclasses.replace(load_model_config(goldens.FOLDER / "qwen2", dtype="bfloat16"), padded_vocab_size=192)
-    head = with_values(Embedding(config), jnp.ones((192, 64), jnp.bfloat16))
+    head = with_values(Embedding(config, "head"), jnp.ones((192, 64), jnp.bfloat16))
     logits = head.logits(jnp.ones((2, 64), jnp.bfloat16))
     assert logits.dtype == jnp.float32
     assert np.isfinite(logits[:, :131]).all() and (np.asarray(logits[:, 131:]) == -np.inf).all()
@@ -59,7 +60,7 @@ def test_gradients_in_float32_flow_through_a_batch_of_sequences_computed_in_bflo
     @jax.jit
     def loss(state):
         model, positions = nnx.merge(graph, state), jnp.arange(7)
-        logits = jax.vmap(lambda ids: model.logits(model(ids, positions, dense_attend(positions))))(token_ids_BT)
+        logits = jax.vmap(lambda ids: model.logits(model(dense_step(ids, positions))))(token_ids_BT)
         return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), token_ids_BT[:, 1:, None], axis=-1))
 
     value, gradient = jax.value_and_grad(loss)(state)

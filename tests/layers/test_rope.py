@@ -4,22 +4,19 @@ import numpy as np
 import pytest
 
 from jaxllm.layers.rope import frequencies, rope_angles
-from jaxllm.model_config import ModelConfig, RopeConfig, load_model_config
+from jaxllm.model_parts import Rope
+from jaxllm.models.load_config import load_model_config
 from pallas_kernels.rope_cache_write.xla import apply_rope
 from tests.helpers import goldens
 
 
-def config_with(rope: RopeConfig, head_dim: int = 64) -> ModelConfig:
-    return ModelConfig("LlamaForCausalLM", 128, 64, 1, 2, 2, head_dim, 64, 4096, rope=rope)
-
-
 def test_dot_products_depend_on_the_distance_only():
-    config = config_with(RopeConfig())
+    rope = Rope()
     query, key = (jax.random.normal(jax.random.key(i), (1, 2, 64)) for i in (0, 1))
 
     def score(query_position: int, key_position: int) -> np.ndarray:
         rotated = [
-            apply_rope(x, rope_angles(config, jnp.array([p]))) for x, p in ((query, query_position), (key, key_position))
+            apply_rope(x, rope_angles(rope, 64, jnp.array([p]))) for x, p in ((query, query_position), (key, key_position))
         ]
         return np.asarray(jnp.einsum("tkh,tkh->k", *rotated))
 
@@ -27,24 +24,24 @@ def test_dot_products_depend_on_the_distance_only():
 
 
 def test_bfloat16_is_rotated_by_float32_angles():
-    config = config_with(RopeConfig())
+    rope = Rope()
     x = jnp.ones((1, 1, 64), jnp.bfloat16)
-    turned = apply_rope(x, rope_angles(config, jnp.array([4001])))
+    turned = apply_rope(x, rope_angles(rope, 64, jnp.array([4001])))
     assert turned.dtype == jnp.bfloat16
     angle = 4001.0  # of the fastest dimension, which turns one radian a position
     np.testing.assert_allclose(float(turned[0, 0, 0]), np.cos(angle) - np.sin(angle), atol=0.01)
 
 
 def test_dynamic_is_plain_within_the_pretrainings_context():
-    plain, dynamic = config_with(RopeConfig()), config_with(RopeConfig(kind="dynamic", factor=2.0, original_max_position=32))
+    plain, dynamic = Rope(), (Rope(kind="dynamic", factor=2.0, original_max_position=32))
     positions = jnp.arange(32)
-    for a, b in zip(rope_angles(plain, positions), rope_angles(dynamic, positions), strict=True):
+    for a, b in zip(rope_angles(plain, 64, positions), rope_angles(dynamic, 64, positions), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 def test_dynamic_depends_on_a_tokens_own_position_only():
-    config = config_with(RopeConfig(kind="dynamic", factor=2.0, original_max_position=32))
-    together, alone = rope_angles(config, jnp.arange(100)), rope_angles(config, jnp.array([57]))
+    rope = Rope(kind="dynamic", factor=2.0, original_max_position=32)
+    together, alone = rope_angles(rope, 64, jnp.arange(100)), rope_angles(rope, 64, jnp.array([57]))
     np.testing.assert_array_equal(together[0][57], alone[0][0])
 
 
@@ -60,11 +57,12 @@ def test_frequencies_and_scaling_equal_transformers(name):
     kind = theirs.rope_parameters["rope_type"]
     compute = ROPE_INIT_FUNCTIONS.get(kind, LlamaRotaryEmbedding.compute_default_rope_parameters)
     expected, scaling = compute(theirs)
-    config = load_model_config(goldens.FOLDER / name)
-    assert config.rope.attention_factor == pytest.approx(scaling, rel=1e-12)
-    np.testing.assert_allclose(frequencies(config.rope, config.head_dim), expected.numpy(), rtol=2e-7)
+    attention = load_model_config(goldens.FOLDER / name).layers[0].attention
+    rope, head_dim = attention.rope, attention.head_dim
+    assert rope.attention_factor == pytest.approx(scaling, rel=1e-12)
+    np.testing.assert_allclose(frequencies(rope, head_dim), expected.numpy(), rtol=2e-7)
     if kind == "dynamic":
         expected, _ = compute(theirs, seq_len=101)
-        cos, sin = rope_angles(config, jnp.array([100]))
+        cos, sin = rope_angles(rope, head_dim, jnp.array([100]))
         np.testing.assert_allclose(cos[0], np.cos(100 * expected.numpy()), atol=2e-5)
         np.testing.assert_allclose(sin[0], np.sin(100 * expected.numpy()), atol=2e-5)

@@ -3,11 +3,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxllm.layers.build import build_model
 from jaxllm.loaders import dummy
 from jaxllm.loaders.dummy import init_params
 from jaxllm.loaders.layout import axes_of, parameters
-from jaxllm.model_config import load_model_config
-from jaxllm.models.registry import build_model
+from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.axes import sharding
 from jaxllm.parallel.mesh import make_mesh
 from tests.helpers import goldens

@@ -10,14 +10,14 @@ import jax
 import numpy as np
 import pytest
 
+from jaxllm.layers.build import build_model
 from jaxllm.loaders import load as loading
 from jaxllm.loaders import safetensors
 from jaxllm.loaders.dummy import dummy_weights
 from jaxllm.loaders.layout import axes_of, expand, parameters
 from jaxllm.loaders.load import load_safetensors, loading_bytes
 from jaxllm.loaders.save import save_safetensors
-from jaxllm.model_config import load_model_config
-from jaxllm.models.registry import build_model
+from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.mesh import make_mesh
 from tests.helpers import goldens
 from tests.quantization.test_checkpoints import DYNAMIC, per_block, per_channel, write
@@ -47,7 +47,7 @@ def directory(tmp_path_factory):
     made = tmp_path_factory.mktemp("model")
     (made / "config.json").write_text(json.dumps(SHAPES))
     config = load_model_config(made)
-    save_safetensors(config, dummy_weights(config, build_model(config), make_mesh(1), seed=0), made)
+    save_safetensors(config, dummy_weights(config, build_model(config), make_mesh(1), seed=0), made, SHAPES)
     return made
 
 

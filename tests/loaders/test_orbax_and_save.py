@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import JaxLLMError, ModelLoadError
+from jaxllm.layers.build import build_model
 from jaxllm.loaders import orbax
 from jaxllm.loaders.dummy import init_params
 from jaxllm.loaders.load import load_weights
-from jaxllm.loaders.save import save_safetensors
-from jaxllm.model_config import load_model_config
-from jaxllm.models.registry import build_model
+from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.mesh import make_mesh
 from tests.helpers import goldens
 
@@ -80,7 +79,7 @@ def test_damaged_orbax_checkpoint_is_told(converted, tmp_path):
 @pytest.mark.parametrize("name", ["llama_bias", "llama_rope_yarn", "llama_rope_linear", "mistral_window", "qwen2_window"])
 def test_saved_checkpoint_loads_again(name, tmp_path):
     config, state = goldens.load(goldens.FOLDER / name)
-    save_safetensors(config, state, tmp_path)
+    goldens.save(config, state, tmp_path, goldens.FOLDER / name)
     again, loaded = goldens.load(tmp_path)
     assert again == config
     assert_equal(loaded, state)
@@ -94,7 +93,7 @@ def test_saved_checkpoint_is_read_by_transformers(name, tmp_path):
 
     config = load_model_config(goldens.FOLDER / name)
     state = init_params(build_model(config), jax.random.key(0))
-    save_safetensors(config, state, tmp_path)
+    goldens.save(config, state, tmp_path, goldens.FOLDER / name)
     token_ids = list(range(40))
     with torch.no_grad():
         expected = AutoModelForCausalLM.from_pretrained(tmp_path)(torch.tensor([token_ids])).logits[0].numpy()
@@ -116,7 +115,7 @@ def test_a_model_without_a_head_is_saved_as_one(tmp_path):
     config = load_model_config(directory, runner="pooling")
     model = build_model(config)
     state = load_weights(config, model, directory, load_format="auto", mesh=make_mesh())
-    save_safetensors(config, state, tmp_path / "saved")
+    goldens.save(config, state, tmp_path / "saved", directory)
     again = load_model_config(tmp_path / "saved")
     assert not again.generates and again.architecture == config.architecture
     assert_equal(state, load_weights(again, build_model(again), tmp_path / "saved", load_format="auto", mesh=make_mesh()))

@@ -9,12 +9,12 @@ import pytest
 from flax import nnx
 
 from jaxllm.errors import ModelLoadError
+from jaxllm.layers.build import build_model
 from jaxllm.loaders import safetensors
 from jaxllm.loaders.layout import axes_of, parameters
 from jaxllm.loaders.load import load_safetensors, load_weights
 from jaxllm.loaders.safetensors import Checkpoint
-from jaxllm.model_config import load_model_config
-from jaxllm.models.registry import build_model
+from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.axes import sharding
 from jaxllm.parallel.mesh import make_mesh
 from tests.helpers import goldens

@@ -7,9 +7,11 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from jaxllm.layers.build import build_model
 from jaxllm.layers.dense_attention import dense_attend
 from jaxllm.layers.norm import RMSNorm
-from jaxllm.models.registry import build_model
+from jaxllm.layers.step import Step
+from jaxllm.model_parts import Norm
 from jaxllm.parallel import shards as shards_module
 from jaxllm.parallel.mesh import TENSOR, make_mesh
 from jaxllm.parallel.shards import ONE_DEVICE, TensorShards, make_shards
@@ -72,7 +74,7 @@ def test_parts_are_added_and_normed():
     parts, residual, weight = (rng.standard_normal(shape).astype(np.float32) for shape in ((SIZE, 3, 16), (3, 16), (16,)))
 
     def add(part, residual, weight):
-        norm = RMSNorm(16, "embed", "float32", eps=1e-5)
+        norm = RMSNorm(Norm("norm", 1e-5), 16, "embed", "float32")
         norm.weight = nnx.Param(weight)
         return SHARDS.add_and_norm(part[0], residual, norm), SHARDS.max(part[0])
 
@@ -106,7 +108,7 @@ def test_a_model_over_several_devices_is_the_model(name, min_tokens, monkeypatch
 
     def forward(state, token_ids_T, positions_T):
         model = nnx.merge(graph, state)
-        hidden_TD = model(token_ids_T, positions_T, dense_attend(positions_T), shards)
+        hidden_TD = model(Step(token_ids_T, positions_T, dense_attend(positions_T), shards))
         return shards.all_columns(model.logits(hidden_TD, shards))
 
     specs = jax.tree.map(lambda leaf: leaf.sharding.spec, state)

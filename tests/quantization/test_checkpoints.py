@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import ModelLoadError
+from jaxllm.layers.build import build_model
 from jaxllm.loaders import orbax, safetensors
 from jaxllm.loaders.layout import axes_of, parameters
 from jaxllm.loaders.load import load_safetensors, load_weights
-from jaxllm.loaders.save import save_safetensors
-from jaxllm.model_config import load_model_config
-from jaxllm.models.registry import build_model
+from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.axes import sharding
 from jaxllm.parallel.mesh import make_mesh
 from tests.helpers import goldens
@@ -233,7 +232,7 @@ def test_other_formats_are_refused_with_what_is_supported(tmp_path, quantization
 
 def test_saved_fp8_weights_load_again(tmp_path):
     config, state = load(goldens.FOLDER / "qwen3", quantization="fp8")
-    save_safetensors(config, state, tmp_path)
+    goldens.save(config, state, tmp_path, goldens.FOLDER / "qwen3")
     again, loaded = load(tmp_path)
     assert dataclasses.replace(again, stored_fp8=None) == config
     assert_equal(loaded, state)
@@ -275,7 +274,7 @@ def test_scales_of_the_cache_are_read_under_their_names(tmp_path, caplog):
     blocks = state["blocks"]
     np.testing.assert_array_equal(blocks[0]["attention"]["kv_scale"][...], [0.5, 0.25])
     np.testing.assert_array_equal(blocks[1]["attention"]["kv_scale"][...], [1, 1])
-    save_safetensors(config, state, tmp_path / "saved")
+    goldens.save(config, state, tmp_path / "saved", tmp_path)
     assert_equal(load(tmp_path / "saved")[1], state)
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from jaxllm.config import EngineConfig
 from jaxllm.errors import OutOfMemoryError
-from jaxllm.model_config import load_model_config
+from jaxllm.models.load_config import load_model_config
 from jaxllm.runner import memory
 from jaxllm.runner.memory import check_pool, countable_blocks, device_limit, memory_plan
 from tests.helpers import engines, goldens

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from jaxllm.model_config import ModelConfig
+from jaxllm.model_parts import MLP, Attention, Layer, Norm, Rope
 from jaxllm.scaling.limits import Ceilings, ModelCost, Work
 from jaxllm.scaling.trace import STRETCH, Kernel, class_of, describe, gaps, merged, parse, read_trace, record
 
@@ -122,16 +123,16 @@ def test_kernels_have_classes(name: str, kind: str) -> None:
     assert class_of(name) == kind
 
 
-def config(**changes) -> ModelConfig:
-    shapes = {"vocab_size": 50, "hidden_size": 8, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 2}
-    return ModelConfig(architecture="LlamaForCausalLM", intermediate_size=16, max_position=100, **(shapes | changes))
+def config(windows=(None, None, None), **changes) -> ModelConfig:
+    parts = [Layer(Attention(4, 2, 2, Rope(), window), MLP(16), Norm("attention_norm"), Norm("mlp_norm")) for window in windows]
+    return ModelConfig("LlamaForCausalLM", 50, 8, tuple(parts), Norm("norm"), 100, **changes)
 
 
 def counted(c: ModelConfig, requests, weight_bytes, num_steps, skip_prompts):
     """Token by token."""
     flops, num_bytes = 0.0, weight_bytes * num_steps
-    layer = c.hidden_size * (c.num_heads + 2 * c.num_kv_heads) * c.head_dim + c.num_heads * c.head_dim * c.hidden_size
-    layer += 3 * c.hidden_size * c.intermediate_size + 2 * c.hidden_size
+    layer = 8 * (4 + 2 * 2) * 2 + 4 * 2 * 8
+    layer += 3 * 8 * 16 + 2 * 8
     for prompt, output in requests:
         for position in range(prompt + output - 1):
             if skip_prompts and position < prompt:
@@ -140,8 +141,8 @@ def counted(c: ModelConfig, requests, weight_bytes, num_steps, skip_prompts):
             if position >= prompt - 1:
                 flops += 2 * c.hidden_size * c.vocab_size
             for index in range(c.num_layers):
-                seen = min(position + 1, c.window(index) or 10**9)
-                flops += 4 * seen * c.num_heads * c.head_dim
+                seen = min(position + 1, c.layers[index].attention.window or 10**9)
+                flops += 4 * seen * 4 * 2
                 if position >= prompt:
                     num_bytes += seen * 12.0 / c.num_layers
     return num_bytes, flops
@@ -149,7 +150,7 @@ def counted(c: ModelConfig, requests, weight_bytes, num_steps, skip_prompts):
 
 @pytest.mark.parametrize("skip_prompts", [False, True])
 @pytest.mark.parametrize(
-    "changes", [{}, {"tie_word_embeddings": True}, {"sliding_window": 4, "sliding_window_layers": (True, False, True)}]
+    "changes", [{}, {"tie_word_embeddings": True}, {"windows": (4, None, 4)}]
 )
 def test_work_is_what_counting_gives(changes: dict, skip_prompts: bool) -> None:
     c, requests = config(**changes), [(5, 1), (3, 7), (9, 2)]

@@ -1,6 +1,7 @@
 """The training step and the direct decoding of the demo model, on a model of two narrow layers."""
 
 import random
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -10,29 +11,28 @@ from flax import nnx
 
 pytest.importorskip("optax")
 
-from jaxllm.layers.dense_attention import dense_attend
+from jaxllm.layers.build import build_model
+from jaxllm.layers.dense_attention import dense_step
 from jaxllm.loaders.dummy import init_params
-from jaxllm.model_config import ModelConfig
-from jaxllm.models.registry import build_model
+from jaxllm.models import llama
+from jaxllm.models.config_reader import ConfigReader
 from scripts.demo_data.direct import DirectModel
 from scripts.demo_data.packing import STARTS, TRAINED
 from scripts.demo_data.training import Recipe, Trainer, row_losses
 
 pytestmark = pytest.mark.slow
 
-CONFIG = ModelConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=96,
-    hidden_size=32,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=16,
-    intermediate_size=48,
-    max_position=512,
-    tie_word_embeddings=True,
-    dtype="float32",
-)
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 48,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}
+CONFIG = replace(llama.read(ConfigReader("LlamaForCausalLM", SIZES)), dtype="float32", kv_cache_dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_direct_answers_are_those_of_the_whole_computation(state):
     @jax.jit
     def best_next(state, token_ids):
         model = nnx.merge(graph, state)
-        return jnp.argmax(model.logits(model(token_ids, positions, dense_attend(positions))), axis=1)
+        return jnp.argmax(model.logits(model(dense_step(token_ids, positions))), axis=1)
 
     for prompt, answer in zip(prompts, answers, strict=True):
         padded = np.zeros(136, np.int32)

@@ -1,31 +1,14 @@
-"""How parameters are called and laid out in Hugging Face checkpoints of the Llama lineage.
+"""Where the values of a parameter come from: tensors of a Hugging Face checkpoint, and how they are laid out.
 
-A checkpoint stores each projection apart and output-major ([out, in]). Seen with the right dimensions, the tensors of a
-parameter lie one after the other along one axis; that concatenation, with its dimensions permuted, is the parameter.
+A checkpoint stores each projection output-major ([out, in]), often several of one product apart. Seen with the right dimensions, the
+tensors of a parameter lie one after the other along one axis; that concatenation, with its dimensions permuted, is the parameter.
 """
 
-import re
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-
-from jaxllm.loaders.layout import ParamPath
-from jaxllm.model_config import ModelConfig
-from jaxllm.quantization_config import LINEAR_MODULES
-
-HARMLESS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|masked_bias)$")
-"""Buffers that old versions of transformers saved beside the weights."""
-
-_TOP_LEVEL = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
-_PER_LAYER = {
-    "attention_norm": ("input_layernorm",),
-    "attention.q_norm": ("self_attn.q_norm",),
-    "attention.k_norm": ("self_attn.k_norm",),
-    "mlp_norm": ("post_attention_layernorm",),
-    **LINEAR_MODULES,
-}
-
 
 Index = tuple[slice, ...]
 """A part of an array: a slice without step for each dimension."""
@@ -42,6 +25,8 @@ class Tensor:
     """Each index of the view's first dimension comes so often, one after the other: KV heads of several devices."""
     padding: int = 0
     """Zeros behind the view's first dimension: tokens that fill up a vocabulary."""
+    rows: tuple[int, int] | None = None
+    """The view is of this range of the stored rows; None: of all."""
 
     @property
     def placed_shape(self) -> tuple[int, ...]:
@@ -50,7 +35,7 @@ class Tensor:
 
     def read(self, array: np.ndarray, index: Index) -> np.ndarray:
         """A part of the view with copies and padding. Of the array only what is needed is touched; a view of it if that can be."""
-        seen = array.reshape(self.view)
+        seen = (array if self.rows is None else array[slice(*self.rows)]).reshape(self.view)
         if self.copies == 1 and not self.padding:
             return seen[index]
         start, stop, _ = index[0].indices(self.placed_shape[0])
@@ -64,7 +49,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a parameter of the stored shape (`ModelConfig.as_stored`) comes from."""
+    """The tensors of a parameter of the stored shape (`ModelConfig.as_stored`)."""
 
     tensors: tuple[Tensor, ...]
     axis: int
@@ -106,7 +91,12 @@ class Source:
         """The tensors that a parameter is written as."""
         ends = np.cumsum([t.view[self.axis] for t in self.tensors])[:-1]
         pieces = np.split(parameter.transpose(np.argsort(self.permutation)), ends, axis=self.axis)
-        return {t.name: piece.reshape(t.shape) for t, piece in zip(self.tensors, pieces, strict=True)}
+        written: dict[str, np.ndarray] = {}
+        for t, piece in zip(self.tensors, pieces, strict=True):
+            whole = written.setdefault(t.name, np.empty(t.shape, parameter.dtype))
+            rows = slice(None) if t.rows is None else slice(*t.rows)
+            whole[rows] = piece.reshape(whole[rows].shape)
+        return written
 
 
 def _with_copies(tensor: Tensor, copies: int, where: int) -> Tensor:
@@ -119,46 +109,29 @@ def _with_copies(tensor: Tensor, copies: int, where: int) -> Tensor:
     return replace(tensor, view=(*before, heads * copies, group // copies, *after))
 
 
-def source_of(path: ParamPath, config: ModelConfig) -> Source:
-    """Where the parameter at this path of the model comes from."""
-    c = config.as_stored()
-    *module, kind = map(str, path)
-    if kind == "kv_scale":
-        names = [f"model.layers.{module[1]}.self_attn.{name}_scale" for name in "kv"]
-        return Source(tuple(Tensor(name, (1,), (1,)) for name in names), axis=0, permutation=(0,))
-    if kind == "values":
-        return source_of(path[:-1], config).output_major()
-    is_scale = kind == "scale"
-    if is_scale:
-        module, kind = module[:-1], "weight_scale"
-    if len(module) == 1:
-        name = f"{_TOP_LEVEL[module[0]]}.{kind}"
-        shape = (c.hidden_size,) if module[0] == "norm" else (c.vocab_size, c.hidden_size)
-        return _plain(name, shape)
-    _, layer, *inner = module
-    part = ".".join(inner)
-    names = [f"model.layers.{layer}.{name}.{kind}" for name in _PER_LAYER[part]]
-    D, K, G, H, F = c.hidden_size, c.num_kv_heads, c.group_size, c.head_dim, c.intermediate_size
-    # The input dimension comes last in the checkpoint and first in the parameter; a bias has none.
-    into = (D,) if kind == "weight" else ()
-    ones = (1,) if is_scale else ()
-    match part:
-        case "attention.qkv":
-            tensors = tuple(
-                Tensor(name, (K * n * H, *into, *ones), (K, n, H, *into)) for name, n in zip(names, (G, 1, 1), strict=True)
-            )
-            return Source(tensors, axis=1, permutation=(3, 0, 1, 2) if into else (0, 1, 2))
-        case "mlp.gate_up":
-            tensors = tuple(Tensor(name, (F, *into, *ones), (1, F, *into)) for name in names)
-            return Source(tensors, axis=0, permutation=(2, 0, 1) if into else (0, 1))
-        case "attention.out" if into:
-            return Source((Tensor(names[0], (D, K * G * H), (D, K, G, H)),), axis=0, permutation=(1, 2, 3, 0))
-        case "mlp.down" if into:
-            return Source((Tensor(names[0], (D, F), (D, F)),), axis=0, permutation=(1, 0))
-        case "attention.out" | "mlp.down" if is_scale:
-            return Source((Tensor(names[0], (D, 1), (D,)),), axis=0, permutation=(0,))
-    return _plain(names[0], (H,) if part in ("attention.q_norm", "attention.k_norm") else (D,))
-
-
-def _plain(name: str, shape: Sequence[int]) -> Source:
+def plain(name: str, shape: Sequence[int]) -> Source:
+    """A tensor that is the parameter."""
     return Source((Tensor(name, tuple(shape), tuple(shape)),), axis=0, permutation=tuple(range(len(shape))))
+
+
+def output_major(
+    parts: Sequence[tuple[str, tuple[int, ...]]], joined: int, inputs: Sequence[int] = (), trailing: Sequence[int] = ()
+) -> Source:
+    """Tensors [outputs, inputs], each with its name and the dimensions of its outputs, joined along a dimension of the outputs; the
+    parameter has the inputs first. A name that comes several times is one tensor with the rows of all of them, in order.
+
+    trailing: dimensions of size 1 that the stored tensors have in place of inputs.
+    """
+    inputs = tuple(inputs)
+    size = math.prod(inputs)
+    num_rows = {name: sum(math.prod(outputs) for n, outputs in parts if n == name) for name, _ in parts}
+    used = dict.fromkeys(num_rows, 0)
+    tensors = []
+    for name, outputs in parts:
+        start, used[name] = used[name], used[name] + math.prod(outputs)
+        rows = None if used[name] - start == num_rows[name] else (start, used[name])
+        shape = (num_rows[name], *((size,) if inputs else ()), *trailing)
+        tensors.append(Tensor(name, shape, (*outputs, *inputs), rows=rows))
+    num_outputs = len(parts[0][1])
+    permutation = (*range(num_outputs, num_outputs + len(inputs)), *range(num_outputs))
+    return Source(tuple(tensors), joined, permutation)

@@ -1,0 +1,37 @@
+"""Builds the Flax model that a `ModelConfig` describes."""
+
+import dataclasses
+import importlib
+import math
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxllm.layers.decoder import CausalLM
+from jaxllm.layers.linear import Linear
+from jaxllm.model_config import ModelConfig
+
+
+def build_model(config: ModelConfig) -> CausalLM:
+    """The model with shapes, types, axes and sources, and no values."""
+    module, name = config.model_class.split(":")
+    model: CausalLM = getattr(importlib.import_module(module), name)(config)
+    for _, part in nnx.iter_modules(model.blocks):
+        if isinstance(part, Linear) and config.is_quantized(part.module_names):
+            part.quantize()
+    return model
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Values in the checkpoint: copies of KV heads, padding and scales not counted, a tied head counted once."""
+    plain = dataclasses.replace(config.as_stored(), quantization=None, stored_fp8=None)
+    return sum(math.prod(leaf.shape) for leaf in _leaves(plain))
+
+
+def weight_bytes(config: ModelConfig) -> int:
+    """Bytes of all weights as stored, on all devices together: copies of KV heads and padding not counted."""
+    return sum(math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in _leaves(config.as_stored()))
+
+
+def _leaves(config: ModelConfig):  # type: ignore[no-untyped-def]
+    return [variable for _, variable in nnx.to_flat_state(nnx.state(build_model(config)))]

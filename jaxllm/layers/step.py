@@ -1,0 +1,30 @@
+"""What a model may want to know of a step."""
+
+from dataclasses import dataclass, field
+
+from jax import Array
+
+from jaxllm.layers.attend import Attend
+from jaxllm.layers.rope import rope_angles
+from jaxllm.model_parts import Rope
+from jaxllm.parallel.shards import ONE_DEVICE, Shards
+
+
+@dataclass
+class Step:
+    """The tokens of a step, and how a layer reaches what is not in its own weights. Made anew in each trace."""
+
+    token_ids_T: Array
+    positions_T: Array
+    attend: Attend
+    shards: Shards = ONE_DEVICE
+    is_real_T: Array | None = None
+    """Bool: whether a token is not padding; None: all are real."""
+    _angles: dict[tuple[Rope, int], tuple[Array, Array]] = field(default_factory=dict)
+
+    def angles(self, rope: Rope, head_dim: int) -> tuple[Array, Array]:
+        """Cosine and sine, float32 [T, H/2], of every token; layers with equal ropes share them."""
+        key = (rope, head_dim)
+        if key not in self._angles:
+            self._angles[key] = rope_angles(rope, head_dim, self.positions_T)
+        return self._angles[key]

@@ -1,0 +1,155 @@
+"""The parts that a family composes a decoder of: plain descriptions, without arrays and without JAX.
+
+Each part says what its tensors are called in a checkpoint, relative to the decoder layer that it belongs to. `jaxllm/layers/` has a
+module for each.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding. Which fields count depends on `kind`; the names are Hugging Face's."""
+
+    theta: float = 10000.0
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    original_max_position: int | None = None
+    """Context of the pretraining; set for every kind but default and linear."""
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+    """Factor of cosine and sine."""
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A normalisation over the width of its input, computed in float32."""
+
+    name: str
+    eps: float = 1e-6
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Grouped-query attention over keys and values in the cache."""
+
+    num_heads: int
+    num_kv_heads: int
+    """Counts copies: see kv_head_replicas."""
+    head_dim: int
+    rope: Rope
+    window: int | None = None
+    """Keys that a token sees, itself included; None: all before it."""
+    bias: bool = False
+    """Of queries, keys and values."""
+    out_bias: bool = False
+    head_norms: tuple[Norm, Norm] | None = None
+    """The norms of each query head and each key head, before the rotation; of equal epsilon."""
+    soft_cap: float | None = None
+    name: str = "self_attn"
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    out: str = "o_proj"
+    kv_head_replicas: int = 1
+    """Number of devices that hold a copy of the same KV head; copies count as heads."""
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per KV head (G)."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def scale(self) -> float:
+        """Factor of the attention scores."""
+        return self.head_dim**-0.5
+
+    @property
+    def linears(self) -> dict[str, tuple[str, ...]]:
+        """The checkpoint's modules that each linear layer is made of."""
+        return {"qkv": tuple(f"{self.name}.{part}" for part in self.qkv), "out": (f"{self.name}.{self.out}",)}
+
+    @property
+    def values_per_token(self) -> int:
+        """Intermediate values that a step has at once for each token, over all devices."""
+        return 3 * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    def indivisible(self, size: int) -> list[str]:
+        """The numbers that keep this part from being split over `size` devices."""
+        stored = self.num_kv_heads // self.kv_head_replicas
+        faults = [f"{self.num_heads} query heads"] if self.num_heads % size else []
+        return faults + ([f"{stored} KV heads"] if stored % size and size % stored else [])
+
+    def split(self, size: int) -> "Attention":
+        """With a copy of each KV head for every device where there are too few."""
+        stored = self.num_kv_heads // self.kv_head_replicas
+        replicas = max(1, size // stored)
+        return replace(self, num_kv_heads=stored * replicas, kv_head_replicas=replicas)
+
+
+@dataclass(frozen=True)
+class MLP:
+    """down(activation(gate(x)) * up(x))."""
+
+    width: int
+    activation: Activation = "silu"
+    bias: bool = False
+    name: str = "mlp"
+    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    down: str = "down_proj"
+
+    @property
+    def linears(self) -> dict[str, tuple[str, ...]]:
+        """The checkpoint's modules that each linear layer is made of."""
+        return {"gate_up": tuple(f"{self.name}.{part}" for part in self.gate_up), "down": (f"{self.name}.{self.down}",)}
+
+    @property
+    def values_per_token(self) -> int:
+        """Intermediate values that a step has at once for each token, over all devices."""
+        return 3 * self.width
+
+    def indivisible(self, size: int) -> list[str]:
+        """The numbers that keep this part from being split over `size` devices."""
+        return [f"an intermediate size of {self.width}"] if self.width % size else []
+
+    def split(self, size: int) -> "MLP":
+        return self
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A decoder layer: x + attention(attention_norm(x)), then x + mlp(mlp_norm(x))."""
+
+    attention: Attention
+    mlp: MLP
+    attention_norm: Norm
+    mlp_norm: Norm
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """Attention and MLP by name."""
+        return {"attention": self.attention, "mlp": self.mlp}
+
+    def indivisible(self, size: int) -> list[str]:
+        """The numbers that keep this layer from being split over `size` devices."""
+        return self.attention.indivisible(size) + self.mlp.indivisible(size)
+
+    def split(self, size: int) -> "Layer":
+        """The shapes when the layer is split over `size` devices; 1: the shapes of the checkpoint."""
+        return replace(self, attention=self.attention.split(size), mlp=self.mlp.split(size))
+
+
+@dataclass(frozen=True)
+class Names:
+    """What a checkpoint calls the tensors outside of the layers."""
+
+    embedding: str = "model.embed_tokens"
+    layer: str = "model.layers.{}"
+    norm: str = "model.norm"
+    head: str = "lm_head"

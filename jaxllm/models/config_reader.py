@@ -1,0 +1,187 @@
+"""Takes checked values, and parts of a decoder, out of a Hugging Face config.json."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, get_args
+
+from jaxllm.model_config import ModelConfig
+from jaxllm.model_parts import MLP, Activation, Attention, Layer, Norm, Rope, RopeKind
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+"""By transformers' names."""
+
+
+class ConfigReader:
+    """Reads a config.json and collects in `faults` what is wrong with it. After a fault, values are placeholders."""
+
+    def __init__(self, architecture: str, raw: Mapping[str, Any], faults: list[str] | None = None):
+        self.architecture = architecture
+        self.raw = raw
+        self.faults = faults if faults is not None else []
+
+    # --- values ---
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        """A positive integer; without a default it is required."""
+        value = self.raw.get(name)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            self.faults.append(f"{name} is {'missing' if value is None else repr(value)}, must be a positive integer")
+            return 1
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A positive number; without a default it is required."""
+        value = self.raw.get(name)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+            self.faults.append(f"{name} is {'missing' if value is None else repr(value)}, must be a positive number")
+            return 1.0
+        return float(value)
+
+    def boolean(self, name: str, default: bool = False) -> bool:
+        value = self.raw.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            self.faults.append(f"{name} is {value!r}, must be true or false")
+        return bool(value)
+
+    def activation(self, name: str = "hidden_act", default: str = "silu") -> Activation:
+        """An activation function."""
+        value = self.raw.get(name) or default
+        if value not in ACTIVATIONS:
+            self.faults.append(f"{name} is {value!r}, supported: {', '.join(ACTIVATIONS)}")
+            return "silu"
+        return ACTIVATIONS[value]
+
+    def within(self, name: str) -> "ConfigReader":
+        """A reader of an object inside this one."""
+        value = self.raw.get(name) or {}
+        if not isinstance(value, dict):
+            self.faults.append(f"{name} is {value!r}, must be an object")
+            value = {}
+        return ConfigReader(self.architecture, value, self.faults)
+
+    @property
+    def num_layers(self) -> int:
+        return self.integer("num_hidden_layers")
+
+    def layer_kinds(self, kinds: Mapping[str, bool], otherwise: Callable[[int], bool]) -> tuple[bool, ...]:
+        """What `layer_types` says of each layer, by `kinds`; `otherwise` where it is absent."""
+        given = self.raw.get("layer_types")
+        if given is None:
+            return tuple(otherwise(layer) for layer in range(self.num_layers))
+        if not isinstance(given, list) or len(given) != self.num_layers or not all(kind in kinds for kind in given):
+            self.faults.append(f"layer_types is {given!r}, must be {self.num_layers} of {' or '.join(kinds)}")
+            return (False,) * self.num_layers
+        return tuple(kinds[kind] for kind in given)
+
+    # --- parts ---
+
+    def attention(self, rope: Rope, *, num_kv_heads: int | None = None, head_dim: int | None = None) -> Attention:
+        """Attention with the heads of the config. The numbers are what transformers takes for an absent key; None: derived."""
+        num_heads = self.integer("num_attention_heads")
+        kv_heads = num_heads
+        if self.raw.get("num_key_value_heads") is not None or "num_key_value_heads" not in self.raw:
+            kv_heads = self.integer("num_key_value_heads", num_kv_heads or num_heads)
+        if num_heads % kv_heads:
+            self.faults.append(f"num_key_value_heads is {kv_heads}, must divide num_attention_heads, which is {num_heads}")
+        width = self.integer("head_dim", head_dim or max(1, self.integer("hidden_size") // num_heads))
+        if width % 2:
+            self.faults.append(f"head_dim is {width}, must be even")
+        return Attention(num_heads, kv_heads, width, rope)
+
+    def mlp(self, **fields: Any) -> MLP:
+        """The gated MLP of the config."""
+        return MLP(self.integer("intermediate_size"), self.activation(), **fields)
+
+    def rms_norm(self, name: str) -> Norm:
+        """A norm with the config's epsilon."""
+        return Norm(name, self.number("rms_norm_eps", 1e-6))
+
+    def pre_norm_layer(self, attention: Attention, mlp: MLP) -> Layer:
+        """A layer as Llama has it."""
+        return Layer(attention, mlp, self.rms_norm("input_layernorm"), self.rms_norm("post_attention_layernorm"))
+
+    def decoder(self, layers: list[Layer], max_position: int, **fields: Any) -> ModelConfig:
+        """The model of these layers, with what all families spell alike. Keywords replace fields of ModelConfig."""
+        bos = self.raw.get("bos_token_id")
+        values: dict[str, Any] = {
+            "vocab_size": self.integer("vocab_size"),
+            "hidden_size": self.integer("hidden_size"),
+            "norm": self.rms_norm("model.norm"),
+            "tie_word_embeddings": self.boolean("tie_word_embeddings"),
+            "bos_token_id": bos if isinstance(bos, int) else None,
+        }
+        return ModelConfig(self.architecture, layers=tuple(layers), max_position=max_position, **{**values, **fields})
+
+    # --- positions ---
+
+    def positions(self, max_position: int) -> tuple[Rope, int]:
+        """Rope and the longest sequence. `max_position`: what transformers takes for an absent max_position_embeddings."""
+        return self.scaled_rope(self.integer("max_position_embeddings", max_position))
+
+    def scaled_rope(self, max_position: int) -> tuple[Rope, int]:
+        """Rope and the longest sequence: transformers 5 writes rope_parameters, before it were rope_theta and rope_scaling."""
+        given = self.raw.get("rope_scaling") or self.raw.get("rope_parameters") or {}
+        if not isinstance(given, dict):
+            self.faults.append(f"rope_scaling is {given!r}, must be an object")
+            return Rope(), max_position
+        kind: Any = given.get("rope_type", given.get("type", "default"))
+        if kind not in get_args(RopeKind):
+            self.faults.append(f"rope_type is {kind!r}, supported: {', '.join(get_args(RopeKind))}")
+            return Rope(), max_position
+        if nested := [key for key, value in given.items() if isinstance(value, dict)]:
+            self.faults.append(f"rope_parameters differ by layer ({', '.join(nested)}), supported: one set for all layers")
+        partial = given.get("partial_rotary_factor", self.raw.get("partial_rotary_factor"))
+        if partial not in (None, 1):
+            self.faults.append(f"partial_rotary_factor is {partial!r}, supported: 1")
+        scaling = ConfigReader(self.architecture, given, self.faults)
+        theta = scaling.number("rope_theta", self.number("rope_theta", 10000.0))
+        if kind == "default":
+            return Rope(theta=theta), max_position
+        original = max_position
+        if kind in ("yarn", "llama3"):
+            original = scaling.integer(
+                "original_max_position_embeddings", self.raw.get("original_max_position_embeddings") or max_position
+            )
+        factor = scaling.number("factor", max_position / original if kind == "yarn" else None)
+        rope = Rope(theta=theta, kind=kind, factor=factor, original_max_position=original)
+        if kind == "llama3":
+            low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
+            if high <= low:
+                self.faults.append(f"low_freq_factor is {low}, must be below high_freq_factor, which is {high}")
+            return dataclasses.replace(rope, low_freq_factor=low, high_freq_factor=high), max_position
+        if kind == "yarn":
+            rope = dataclasses.replace(
+                rope,
+                beta_fast=scaling.number("beta_fast", 32.0),
+                beta_slow=scaling.number("beta_slow", 1.0),
+                truncate=scaling.boolean("truncate", True),
+                attention_factor=scaling.number("attention_factor", _yarn_attention_factor(given, factor)),
+            )
+        # max_position_embeddings is the context before scaling, except that some yarn models give the one after it.
+        return rope, max(max_position, int(original * factor))
+
+
+def _yarn_attention_factor(given: Mapping[str, Any], factor: float) -> float:
+    """Source: Peng et al. 2023, arXiv:2309.00071, section 3.4; the ratio of two is DeepSeek's variant."""
+
+    def magnitude(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    mscale, mscale_all_dim = given.get("mscale"), given.get("mscale_all_dim")
+    if isinstance(mscale, (int, float)) and isinstance(mscale_all_dim, (int, float)) and mscale and mscale_all_dim:
+        return magnitude(mscale) / magnitude(mscale_all_dim)
+    return magnitude(1.0)

@@ -1,0 +1,114 @@
+"""Reads the files of a model directory that describe the model, as a `ModelConfig`."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxllm.errors import ConfigError, ModelLoadError
+from jaxllm.model_config import DTYPES, FP8, ModelConfig
+from jaxllm.models.config_reader import ConfigReader
+from jaxllm.models.registry import find
+from jaxllm.pooling_config import bidirectional_faults, is_embedding_checkpoint, load_pooling_config
+from jaxllm.quantization_config import read_quantization
+
+
+def load_model_config(
+    directory: Path | str,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    dtype: str = "auto",
+    on_gpu: bool = False,
+    quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
+    runner: str = "auto",
+    pooler_config: Mapping[str, Any] | None = None,
+) -> ModelConfig:
+    """Read config.json (and the EOS ids of generation_config.json) of a model directory.
+
+    `overrides` is laid over the top level of config.json. dtype "auto" is the checkpoint's on a GPU and float32 on a CPU, where
+    narrower types are emulated. quantization "fp8" computes in fp8 whatever the checkpoint holds; None: as the checkpoint says.
+    kv_cache_dtype "auto" is fp8 if the checkpoint says so, else dtype.
+    runner: what the model is for; "auto" is pooling for a checkpoint without a head or with sentence-transformers' files, else
+    generate. pooler_config is laid over how the checkpoint wants to be pooled.
+    Raises ModelLoadError naming the file and everything in it that cannot be served.
+    """
+    directory = Path(directory)
+    raw = {**read_config_json(directory), **(overrides or {})}
+    architecture, read, has_head = find(raw, directory)
+    generates = runner == "generate" or (runner == "auto" and has_head and not is_embedding_checkpoint(directory))
+    if generates and not has_head:
+        raise ConfigError(f"runner is generate, but {directory} is a model without a head, which makes embeddings only")
+    reader = ConfigReader(architecture, raw, bidirectional_faults(raw))
+    config = read(reader)
+    dtype = _dtype(reader, dtype, on_gpu)
+    stored = read_quantization(raw.get("quantization_config"), reader.faults)
+    if stored is not None:
+        reader.faults.extend(stored.faults(config.linears()))
+    if reader.faults:
+        raise ModelLoadError(f"{directory / 'config.json'}: {'; '.join(dict.fromkeys(reader.faults))}")
+    if quantization is None and stored is not None and stored.block_shape is None:
+        quantization = "fp8"
+    if kv_cache_dtype == "auto":
+        kv_cache_dtype = FP8 if stored is not None and stored.kv_cache else dtype
+    elif kv_cache_dtype in ("fp8", "fp8_e4m3"):
+        kv_cache_dtype = FP8
+    pooling = load_pooling_config(directory, raw, pooler_config)
+    longest = config.max_position
+    return dataclasses.replace(
+        config,
+        dtype=dtype,
+        eos_token_ids=_eos_token_ids(raw, directory),
+        quantization=quantization,
+        stored_fp8=stored,
+        kv_cache_dtype=kv_cache_dtype,
+        generates=generates,
+        pooling=pooling,
+        max_position=longest if generates else min(longest, pooling.max_length or longest),
+    )
+
+
+def read_config_json(directory: Path) -> dict[str, Any]:
+    """The JSON object in config.json. Raises ModelLoadError if the directory or file is missing or not JSON."""
+    if not directory.is_dir():
+        raise ModelLoadError(f"{directory} is not a directory; give a model directory, a hub id, or 'demo'")
+    path = directory / "config.json"
+    if not path.is_file():
+        raise ModelLoadError(
+            f"{directory} is not a model directory: it has no config.json; give the directory that holds config.json and the weights"
+        )
+    return _json_object(path)
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ModelLoadError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{path} holds a JSON {type(value).__name__}, must hold an object")
+    return value
+
+
+def _dtype(reader: ConfigReader, asked: str, on_gpu: bool) -> str:
+    if asked != "auto":
+        if asked not in DTYPES:
+            raise ConfigError(f"dtype is {asked!r}, must be one of auto, {', '.join(DTYPES)}")
+        return asked
+    if not on_gpu:
+        return "float32"
+    stored = str(reader.raw.get("dtype") or reader.raw.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    if stored not in DTYPES:
+        reader.faults.append(f"dtype is {stored!r}, supported: {', '.join(DTYPES)} (choose one with --dtype)")
+    return stored
+
+
+def _eos_token_ids(raw: Mapping[str, Any], directory: Path) -> tuple[int, ...]:
+    """EOS ids of config.json and generation_config.json together, each an integer, a list or absent."""
+    path = directory / "generation_config.json"
+    generation = _json_object(path) if path.is_file() else {}
+    found: list[int] = []
+    for value in (raw.get("eos_token_id"), generation.get("eos_token_id")):
+        found += [i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int)]
+    return tuple(dict.fromkeys(found))

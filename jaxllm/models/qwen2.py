@@ -1,0 +1,28 @@
+"""Qwen 2 and 2.5: Llama with a bias of q, k and v, and a window in some layers. Source: arXiv:2407.10671."""
+
+from dataclasses import replace
+
+from jaxllm.model_config import ModelConfig
+from jaxllm.model_parts import Attention, Layer
+from jaxllm.models.config_reader import ConfigReader
+
+
+def read(c: ConfigReader) -> ModelConfig:
+    rope, max_position = c.positions(32768)
+    attention = replace(c.attention(rope, num_kv_heads=32), bias=True)
+    return c.decoder(windowed_layers(c, attention), max_position)
+
+
+def windowed_layers(c: ConfigReader, attention: Attention) -> list[Layer]:
+    """Pre-norm layers with this attention. With use_sliding_window, it has a window in the layers that layer_types names, or from
+    max_window_layers on."""
+    full = c.pre_norm_layer(attention, c.mlp())
+    if not c.boolean("use_sliding_window") or c.raw.get("sliding_window", 4096) is None:
+        return [full] * c.num_layers
+    windowed = replace(full, attention=replace(attention, window=c.integer("sliding_window", 4096)))
+    first = c.raw.get("max_window_layers", 28)
+    if not isinstance(first, int):
+        c.faults.append(f"max_window_layers is {first!r}, must be an integer")
+        return [full]
+    kinds = {"sliding_attention": True, "full_attention": False}
+    return [windowed if on else full for on in c.layer_kinds(kinds, lambda layer: layer >= first)]

@@ -1,0 +1,16 @@
+"""Qwen 3: each head of q and k is normalised before rotation; a window in some layers. Source: arXiv:2505.09388."""
+
+from dataclasses import replace
+
+from jaxllm.model_config import ModelConfig
+from jaxllm.models.config_reader import ConfigReader
+from jaxllm.models.qwen2 import windowed_layers
+
+
+def read(c: ConfigReader) -> ModelConfig:
+    rope, max_position = c.positions(32768)
+    bias = c.boolean("attention_bias")
+    attention = c.attention(rope, num_kv_heads=32, head_dim=128)
+    norms = (c.rms_norm("self_attn.q_norm"), c.rms_norm("self_attn.k_norm"))
+    attention = replace(attention, bias=bias, out_bias=bias, head_norms=norms)
+    return c.decoder(windowed_layers(c, attention), max_position)
