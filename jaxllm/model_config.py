@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxllm.errors import ConfigError
-from jaxllm.model_parts import Attention, Layer, Names, Norm
+from jaxllm.model_parts import Attention, Head, Layer, Names, Norm, Positions
 from jaxllm.pooling_config import PoolingConfig
 from jaxllm.quantization_config import StoredFp8
 
@@ -29,6 +29,10 @@ class ModelConfig:
     max_position: int
     """Most tokens of a sequence, rope scaling counted in."""
     names: Names = field(default_factory=Names)
+    embedding_scale: float = 1.0
+    """Factor of the embeddings of tokens."""
+    positions: Positions | None = None
+    head: Head = field(default_factory=Head)
     tie_word_embeddings: bool = False
     dtype: str = "bfloat16"
     """Concrete: bfloat16, float16 or float32."""

@@ -7,7 +7,7 @@ module for each.
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3"]
+RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 
@@ -27,14 +27,25 @@ class Rope:
     truncate: bool = True
     attention_factor: float = 1.0
     """Factor of cosine and sine."""
+    divisors: tuple[float, ...] = ()
+    """What longrope divides each frequency by."""
+    rotary_dim: int | None = None
+    """Leading values of a head that are rotated; None: all."""
+    interleaved: bool = False
+    """Whether value 2 i of a head turns with value 2 i + 1, instead of value i with the one half a head behind it."""
 
 
 @dataclass(frozen=True)
 class Norm:
-    """A normalisation over the width of its input, computed in float32."""
+    """A normalisation over the width of its input, computed in float32: x / rms(x) * weight unless fields say otherwise."""
 
     name: str
     eps: float = 1e-6
+    centred: bool = False
+    """Subtract the mean first, as LayerNorm does."""
+    weight_offset: float = 0.0
+    """Added to the weight."""
+    bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,7 +56,8 @@ class Attention:
     num_kv_heads: int
     """Counts copies: see kv_head_replicas."""
     head_dim: int
-    rope: Rope
+    rope: Rope | None
+    """None: without positions."""
     window: int | None = None
     """Keys that a token sees, itself included; None: all before it."""
     bias: bool = False
@@ -53,10 +65,18 @@ class Attention:
     out_bias: bool = False
     head_norms: tuple[Norm, Norm] | None = None
     """The norms of each query head and each key head, before the rotation; of equal epsilon."""
+    whole_norms: tuple[Norm, Norm] | None = None
+    """The same over all heads together."""
+    score_scale: float | None = None
+    """Factor of the attention scores; None: 1 / sqrt(head_dim)."""
     soft_cap: float | None = None
+    """Scores s become soft_cap * tanh(s / soft_cap)."""
     name: str = "self_attn"
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    """One name: a tensor with the rows of all three, queries first."""
     out: str = "o_proj"
+    transposed: bool = False
+    """Whether the checkpoint holds the weights as [inputs, outputs]."""
     kv_head_replicas: int = 1
     """Number of devices that hold a copy of the same KV head; copies count as heads."""
 
@@ -68,7 +88,7 @@ class Attention:
     @property
     def scale(self) -> float:
         """Factor of the attention scores."""
-        return self.head_dim**-0.5
+        return self.head_dim**-0.5 if self.score_scale is None else self.score_scale
 
     @property
     def linears(self) -> dict[str, tuple[str, ...]]:
@@ -95,19 +115,24 @@ class Attention:
 
 @dataclass(frozen=True)
 class MLP:
-    """down(activation(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x)); without a gate down(activation(up(x)))."""
 
     width: int
     activation: Activation = "silu"
+    gated: bool = True
     bias: bool = False
     name: str = "mlp"
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    """One name of a gated MLP: a tensor with the rows of both, the gate's first. Without a gate the name of up."""
     down: str = "down_proj"
+    transposed: bool = False
+    """Whether the checkpoint holds the weights as [inputs, outputs]."""
 
     @property
     def linears(self) -> dict[str, tuple[str, ...]]:
         """The checkpoint's modules that each linear layer is made of."""
-        return {"gate_up": tuple(f"{self.name}.{part}" for part in self.gate_up), "down": (f"{self.name}.{self.down}",)}
+        prefix = f"{self.name}." if self.name else ""
+        return {"gate_up": tuple(f"{prefix}{part}" for part in self.gate_up), "down": (f"{prefix}{self.down}",)}
 
     @property
     def values_per_token(self) -> int:
@@ -128,8 +153,15 @@ class Layer:
 
     attention: Attention
     mlp: MLP
-    attention_norm: Norm
-    mlp_norm: Norm
+    attention_norm: Norm | None
+    mlp_norm: Norm | None
+    attention_post_norm: Norm | None = None
+    """Of what attention adds to x."""
+    mlp_post_norm: Norm | None = None
+    parallel: bool = False
+    """Whether it is x + attention(attention_norm(x)) + mlp(attention_norm(x))."""
+    residual_scale: float = 1.0
+    """Factor of what attention and MLP add to x."""
 
     @property
     def parts(self) -> dict[str, Any]:
@@ -151,5 +183,24 @@ class Names:
 
     embedding: str = "model.embed_tokens"
     layer: str = "model.layers.{}"
-    norm: str = "model.norm"
     head: str = "lm_head"
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Learned embeddings of positions, added to those of the tokens."""
+
+    name: str
+    count: int
+    """Rows of the table."""
+    offset: int = 0
+    """Row of the first position."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """What becomes of the products of hidden states and head: logits."""
+
+    scale: float = 1.0
+    soft_cap: float | None = None
+    """Logits l become soft_cap * tanh(l / soft_cap)."""

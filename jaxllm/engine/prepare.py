@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxllm import env
-from jaxllm.config import EngineConfig, resolve_platform_defaults
+from jaxllm.config import AUTO_MODEL_LEN, EngineConfig, resolve_platform_defaults
 from jaxllm.engine.failures import explain, is_out_of_memory
 from jaxllm.engine.fingerprint import fingerprint
 from jaxllm.engine.kernel_check import Choice, choose_kernels
@@ -188,6 +188,7 @@ def resolve_sizes(
         kv_cache_dtype=config.cache.kv_cache_dtype,
         runner=config.model.runner,
         pooler_config=config.model.pooler_config,
+        max_model_len=None if config.model.max_model_len == AUTO_MODEL_LEN else config.model.max_model_len,
     )
     if model_config.pooling.prompt_names:
         logger.info("prompts of the checkpoint, for clients to write before their texts: %s", model_config.pooling.prompt_names)

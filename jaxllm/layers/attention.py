@@ -1,7 +1,9 @@
 """The attention layer around whatever computes attention itself."""
 
+import math
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -9,18 +11,19 @@ from jax import Array
 
 from jaxllm.layers.attend import Projection
 from jaxllm.layers.linear import Linear, abstract_param
-from jaxllm.layers.norm import RMSNorm
-from jaxllm.layers.source import Source, Tensor
+from jaxllm.layers.rope import head_order
+from jaxllm.layers.source import Module, Source, Tensor
 from jaxllm.layers.step import Step
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import Attention
+from jaxllm.model_parts import Attention, Norm
+from jaxllm.parallel.shards import Shards
 
 
 class GroupedQueryAttention(nnx.Module):
     """Attention with rotary positions; q, k and v of all heads are one product.
 
     The weight [D, K, G+2, H] holds per KV head its G query heads, then its key, then its value, so that splitting K over
-    devices gives each what belongs together.
+    devices gives each what belongs together. The values of query and key heads are ordered so that value i turns with value i + H/2.
     """
 
     def __init__(self, config: ModelConfig, part: Attention, layer: int, prefix: str):
@@ -28,27 +31,40 @@ class GroupedQueryAttention(nnx.Module):
         stored_K, stored_G = K // part.kv_head_replicas, G * part.kv_head_replicas
         self.layer = layer
         self.part = part
-        names = [f"{prefix}{name}" for name in part.linears["qkv"]]
+        order = head_order(part.rope, H)
+        names = [f"{prefix}{name}" for name in part.linears["qkv"]] * (3 // len(part.qkv))
         self.qkv = Linear(
             "td,dkgh->tkgh",
             (D, K, G + 2, H),
             ("embed", "heads", "qkv", "head"),
             config.dtype,
-            modules=[(name, (stored_K, n, H)) for name, n in zip(names, (stored_G, 1, 1), strict=True)],
+            modules=[
+                Module(names[0], (stored_K, stored_G, H), order),
+                Module(names[1], (stored_K, 1, H), order),
+                Module(names[2], (stored_K, 1, H)),
+            ],
             joined=1,
             bias=part.bias,
+            transposed=part.transposed,
         )
-        q_norm, k_norm = part.head_norms or (None, None)
-        self.q_norm = None if q_norm is None else RMSNorm(q_norm, H, "head", config.dtype, prefix=prefix)
-        self.k_norm = None if k_norm is None else RMSNorm(k_norm, H, "head", config.dtype, prefix=prefix)
+        self.q_norm = self.k_norm = nnx.data(None)
+        if part.head_norms is not None:
+            norms = (HeadNorm(norm, ((H,), ("head",)), (H,), config.dtype, prefix, order) for norm in part.head_norms)
+            self.q_norm, self.k_norm = norms
+        elif part.whole_norms is not None:
+            q, k = part.whole_norms
+            query = ((K, G, H), ("heads", "group", "head"))
+            self.q_norm = HeadNorm(q, query, (stored_K, stored_G, H), config.dtype, prefix, order)
+            self.k_norm = HeadNorm(k, ((K, H), ("heads", "head")), (stored_K, H), config.dtype, prefix, order)
         self.out = Linear(
             "tkgh,kghd->td",
             (K, G, H, D),
             ("heads", "group", "head", "embed"),
             config.dtype,
-            modules=[(f"{prefix}{name}", (D,)) for name in part.linears["out"]],
+            modules=[Module(f"{prefix}{name}", (D,)) for name in part.linears["out"]],
             inputs=(stored_K, stored_G, H),
             bias=part.out_bias,
+            transposed=part.transposed,
         )
         scales = Source(tuple(Tensor(f"{prefix}{part.name}.{letter}_scale", (1,), (1,)) for letter in "kv"), 0, (0,))
         has_scales = config.has_kv_scales
@@ -56,20 +72,66 @@ class GroupedQueryAttention(nnx.Module):
 
     def __call__(self, runs: Sequence[Array], step: Step) -> list[Array]:
         """Of runs of tokens [T, D], one after the other, the output of each; of several devices, this one's part of the sum."""
-        cos_TH, sin_TH = step.angles(self.part.rope, self.part.head_dim)
+        part = self.part
+        qkv_TKGH = _joined([self.qkv(x_TD) for x_TD in runs])
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if part.whole_norms is not None:
+            qkv_TKGH, q_norm, k_norm = self._normed(qkv_TKGH, step.shards), None, None
+        cos_TH, sin_TH = step.angles(part.rope, part.head_dim)
         projection = Projection(
-            qkv_TKGH=_joined([self.qkv(x_TD) for x_TD in runs]),
+            qkv_TKGH=qkv_TKGH,
             cos_TH=cos_TH,
             sin_TH=sin_TH,
-            q_norm_H=None if self.q_norm is None else self.q_norm.weight[...],
-            k_norm_H=None if self.k_norm is None else self.k_norm.weight[...],
-            eps=1e-6 if self.q_norm is None else self.q_norm.eps,
+            q_norm_H=None if q_norm is None else q_norm.factor,
+            k_norm_H=None if k_norm is None else k_norm.factor,
+            eps=1e-6 if q_norm is None else q_norm.norm.eps,
             kv_scale_2=None if self.kv_scale is None else self.kv_scale[...],
         )
-        part = self.part
         out_TKGH = step.attend(self.layer, projection, scale=part.scale, window=part.window, soft_cap=part.soft_cap)
         ends = np.cumsum([len(x_TD) for x_TD in runs])
         return [self.out(out_TKGH[end - len(x_TD) : end], step.shards) for x_TD, end in zip(runs, ends, strict=True)]
+
+    def _normed(self, qkv_TKGH: Array, shards: Shards) -> Array:
+        """Queries and keys with the norms over all heads."""
+        q, k, v = qkv_TKGH[:, :, :-2], qkv_TKGH[:, :, -2], qkv_TKGH[:, :, -1]
+        assert self.q_norm is not None and self.k_norm is not None
+        q, k = self.q_norm.over_all(q, shards), self.k_norm.over_all(k, shards)
+        return jnp.concatenate([q, k[:, :, None], v[:, :, None]], axis=2)
+
+
+class HeadNorm(nnx.Module):
+    """An RMS norm over the values of each head, or of all heads together."""
+
+    def __init__(
+        self,
+        norm: Norm,
+        shape_and_axes: tuple[tuple[int, ...], tuple[str, ...]],
+        stored: tuple[int, ...],
+        dtype: str,
+        prefix: str,
+        order: tuple[int, ...] | None,
+    ):
+        """stored: the dimensions of the weight in the checkpoint; order: of the values of a head."""
+        shape, axes = shape_and_axes
+        self.norm = norm
+        last = len(stored) - 1
+        tensor = Tensor(f"{prefix}{norm.name}.weight", (math.prod(stored),), stored, order=order, order_axis=last)
+        source = Source((tensor,), 0, tuple(range(len(stored))))
+        self.weight = abstract_param(shape, axes, dtype, source=source, init="zeros" if norm.weight_offset else "ones")
+
+    @property
+    def factor(self) -> Array:
+        """What the normed values are multiplied with."""
+        weight = self.weight[...]
+        return weight.astype(jnp.float32) + self.norm.weight_offset if self.norm.weight_offset else weight
+
+    def over_all(self, x: Array, shards: Shards) -> Array:
+        """Of x [T, heads..., H], of which each device has some heads."""
+        wide = x.astype(jnp.float32)
+        num_values = shards.size * math.prod(x.shape[1:])
+        mean_T = shards.sum(jnp.sum(jnp.square(wide), axis=range(1, x.ndim))) / num_values
+        factor_T = jax.lax.rsqrt(mean_T + self.norm.eps).reshape(-1, *(1,) * (x.ndim - 1))
+        return (wide * factor_T * self.factor.astype(jnp.float32)).astype(x.dtype)
 
 
 def _joined(runs: Sequence[Array]) -> Array:

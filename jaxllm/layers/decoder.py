@@ -1,15 +1,16 @@
 """The decoder that a `ModelConfig` describes."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
 from jaxllm.layers.attention import GroupedQueryAttention
-from jaxllm.layers.embedding import Embedding
-from jaxllm.layers.mlp import GatedMLP
-from jaxllm.layers.norm import RMSNorm
+from jaxllm.layers.embedding import Embedding, PositionEmbedding
+from jaxllm.layers.mlp import FeedForward
+from jaxllm.layers.norm import NoNorm, Normalization, make_norm
 from jaxllm.layers.step import Step
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.shards import ONE_DEVICE, Shards
@@ -18,23 +19,48 @@ Run = tuple[Array, Array]
 """Some of a step's tokens, one after the other: their x [T, D] and its norm, which is what the next layer takes."""
 
 
+AnyNorm = Normalization | NoNorm
+
+
 class DecoderBlock(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: ModelConfig, layer: int):
-        parts, prefix = config.layers[layer], f"{config.layer_name(layer)}."
-        width, dtype = config.hidden_size, config.dtype
-        self.attention_norm = RMSNorm(parts.attention_norm, width, "embed", dtype, prefix=prefix)
+        self.parts = parts = config.layers[layer]
+        prefix = f"{config.layer_name(layer)}."
+        norm = partial(make_norm, width=config.hidden_size, dtype=config.dtype, prefix=prefix)
+        self.attention_norm = norm(parts.attention_norm)
         self.attention = GroupedQueryAttention(config, parts.attention, layer, prefix)
-        self.mlp_norm = RMSNorm(parts.mlp_norm, width, "embed", dtype, prefix=prefix)
-        self.mlp = GatedMLP(config, parts.mlp, prefix)
+        self.attention_post_norm = norm(parts.attention_post_norm)
+        self.mlp_norm = norm(parts.mlp_norm)
+        self.mlp = FeedForward(config, parts.mlp, prefix)
+        self.mlp_post_norm = norm(parts.mlp_post_norm)
 
-    def __call__(self, runs: Sequence[Run], next_norm: RMSNorm, step: Step) -> list[Run]:
+    def __call__(self, runs: Sequence[Run], next_norm: AnyNorm, step: Step) -> list[Run]:
         """From x and attention_norm(x) to the new x and next_norm of it: each sum of partial products ends in a norm."""
         shards = step.shards
         attended = self.attention([normed_TD for _, normed_TD in runs], step)
-        runs = [shards.add_and_norm(part_TD, x_TD, self.mlp_norm) for part_TD, (x_TD, _) in zip(attended, runs, strict=True)]
-        return [shards.add_and_norm(self.mlp(normed_TD, shards), x_TD, next_norm) for x_TD, normed_TD in runs]
+        if self.parts.parallel:
+            added = [part_TD + self.mlp(normed_TD, shards) for part_TD, (_, normed_TD) in zip(attended, runs, strict=True)]
+            return self._joined(added, runs, self.mlp_post_norm, next_norm, shards)
+        runs = self._joined(attended, runs, self.attention_post_norm, self.mlp_norm, shards)
+        added = [self.mlp(normed_TD, shards) for _, normed_TD in runs]
+        return self._joined(added, runs, self.mlp_post_norm, next_norm, shards)
+
+    def _joined(
+        self, parts: Sequence[Array], runs: Sequence[Run], post_norm: AnyNorm, next_norm: AnyNorm, shards: Shards
+    ) -> list[Run]:
+        """The runs with these partial products, summed up, normed by post_norm and scaled, added to x."""
+        joined = []
+        for part_TD, (x_TD, _) in zip(parts, runs, strict=True):
+            if self.parts.residual_scale != 1.0:
+                part_TD = part_TD * self.parts.residual_scale
+            if isinstance(post_norm, NoNorm):
+                joined.append(shards.add_and_norm(part_TD, x_TD, next_norm))
+            else:
+                x_TD = x_TD + shards.add_and_norm(part_TD, None, post_norm)[1]
+                joined.append((x_TD, next_norm(x_TD)))
+        return joined
 
 
 class CausalLM(nnx.Module):
@@ -46,8 +72,9 @@ class CausalLM(nnx.Module):
     def __init__(self, config: ModelConfig):
         self.config = config
         self.embedding = Embedding(config, config.names.embedding)
+        self.positions = None if config.positions is None else PositionEmbedding(config, config.positions)
         self.blocks = nnx.List([DecoderBlock(config, layer) for layer in range(config.num_layers)])
-        self.norm = RMSNorm(config.norm, config.hidden_size, "embed", config.dtype)
+        self.norm = make_norm(config.norm, config.hidden_size, config.dtype)
         self.head = Embedding(config, config.names.head) if config.generates and not config.tie_word_embeddings else None
 
     def __call__(self, step: Step) -> Array:
@@ -57,11 +84,18 @@ class CausalLM(nnx.Module):
 
     def embed(self, step: Step) -> list[Run]:
         """The tokens before the first layer, in as many runs as the devices compute."""
-        shards, num_tokens = step.shards, len(step.token_ids_T)
-        return [
-            shards.add_and_norm(self.embedding(ids_T, shards), None, self._norm_before(0))
-            for ids_T in jnp.split(step.token_ids_T, shards.num_runs(num_tokens))
-        ]
+        shards = step.shards
+        num_runs = shards.num_runs(len(step.token_ids_T))
+        runs = []
+        for ids_T, positions_T in zip(*(jnp.split(x_T, num_runs) for x_T in (step.token_ids_T, step.positions_T)), strict=True):
+            part_TD = self.embedding(ids_T, shards)
+            if self.config.embedding_scale != 1.0:
+                part_TD = part_TD * jnp.asarray(self.config.embedding_scale, part_TD.dtype)
+            if self.positions is not None:
+                learned_TD = self.positions(positions_T)
+                part_TD += learned_TD if shards.size == 1 else jnp.where(shards.index == 0, learned_TD, 0)
+            runs.append(shards.add_and_norm(part_TD, None, self._norm_before(0)))
+        return runs
 
     def run(self, runs: list[Run], step: Step, layers: range) -> list[Run]:
         """The tokens after these layers."""
@@ -71,8 +105,8 @@ class CausalLM(nnx.Module):
 
     def logits(self, hidden_TD: Array, shards: Shards = ONE_DEVICE) -> Array:
         """Float32 [T, V] of this device's part of the vocabulary, of a model that generates; columns that pad it are -inf."""
-        return (self.embedding if self.head is None else self.head).logits(hidden_TD, shards)
+        return (self.embedding if self.head is None else self.head).logits(hidden_TD, shards, self.config.head)
 
-    def _norm_before(self, layer: int) -> RMSNorm:
+    def _norm_before(self, layer: int) -> AnyNorm:
         """The norm that a layer takes; behind the last layer, the model's own."""
         return self.blocks[layer].attention_norm if layer < len(self.blocks) else self.norm

@@ -7,7 +7,10 @@ from jax import Array
 from jaxllm.layers.linear import abstract_param, precision_of
 from jaxllm.layers.source import plain
 from jaxllm.model_config import ModelConfig
+from jaxllm.model_parts import Head, Positions
 from jaxllm.parallel.shards import ONE_DEVICE, Shards
+
+PLAIN_HEAD = Head()
 
 
 class Embedding(nnx.Module):
@@ -32,14 +35,31 @@ class Embedding(nnx.Module):
         rows_TD = weight_VD.at[ids_T].get(mode="clip").astype(self.dtype)
         return jnp.where(is_here_T[:, None], rows_TD, 0)
 
-    def logits(self, hidden_TD: Array, shards: Shards = ONE_DEVICE) -> Array:
+    def logits(self, hidden_TD: Array, shards: Shards = ONE_DEVICE, head: Head = PLAIN_HEAD) -> Array:
         """Float32 scores of this device's part of the vocabulary; -inf in the columns that pad it."""
         weight_VD = self.weight[...].astype(hidden_TD.dtype)
         logits_TV = jnp.einsum(
             "td,vd->tv", hidden_TD, weight_VD, precision=precision_of(hidden_TD.dtype), preferred_element_type=jnp.float32
         )
+        if head.scale != 1.0:
+            logits_TV = logits_TV * head.scale
+        if head.soft_cap is not None:
+            logits_TV = head.soft_cap * jnp.tanh(logits_TV / head.soft_cap)
         num_columns = weight_VD.shape[0]
         if num_columns * shards.size == self.vocab_size:
             return logits_TV
         id_V = shards.index * num_columns + jnp.arange(num_columns)
         return jnp.where(id_V < self.vocab_size, logits_TV, -jnp.inf)
+
+
+class PositionEmbedding(nnx.Module):
+    """A learned row per position."""
+
+    def __init__(self, config: ModelConfig, part: Positions):
+        shape = (part.count, config.hidden_size)
+        self.weight = abstract_param(shape, ("position", "embed"), config.dtype, source=f"{part.name}.weight")
+        self.offset = part.offset
+
+    def __call__(self, positions_T: Array) -> Array:
+        """The rows of these positions."""
+        return self.weight[...].at[positions_T + self.offset].get(mode="clip")

@@ -9,7 +9,7 @@ from flax import nnx
 from jax import Array
 from jax.lax import Precision
 
-from jaxllm.layers.source import Source, output_major, plain
+from jaxllm.layers.source import Module, Source, output_major, plain
 from jaxllm.parallel.shards import ONE_DEVICE, Shards
 from jaxllm.quantization.fp8 import DTYPE as FP8
 from jaxllm.quantization.fp8 import Fp8Weight
@@ -50,13 +50,15 @@ class Linear(nnx.Module):
         axes: Sequence[str],
         dtype: str,
         *,
-        modules: Sequence[tuple[str, tuple[int, ...]]],
+        modules: Sequence[Module],
         inputs: Sequence[int] | None = None,
         joined: int = 0,
         bias: bool = False,
+        transposed: bool = False,
     ):
-        """modules: the checkpoint's modules with the stored dimensions of their outputs, `joined` along one of these.
-        inputs: the stored dimensions that are contracted; None: as in `shape`."""
+        """modules: the checkpoint's modules, `joined` along a dimension of their outputs.
+        inputs: the stored dimensions that are contracted; None: as in `shape`.
+        transposed: the checkpoint holds [inputs, outputs]."""
         operand_and_letters, output = subscripts.split("->")
         operand, letters = operand_and_letters.split(",")
         self.num_contracted = n = sum(letter not in output for letter in letters)
@@ -65,15 +67,16 @@ class Linear(nnx.Module):
             f"{subscripts} is not of the form that is taken"
         )
         self.modules, self.joined = tuple(modules), joined
-        source = output_major(self._tensors("weight"), joined, tuple(shape[:n]) if inputs is None else tuple(inputs))
+        inputs = tuple(shape[:n]) if inputs is None else inputs
+        source = output_major(self.modules, "weight", joined, inputs, transposed=transposed)
         self.weight: nnx.Param | Fp8Weight = abstract_param(shape, axes, dtype, source=source)
-        source = output_major(self._tensors("bias"), joined)
+        source = output_major(self.modules, "bias", joined)
         self.bias = abstract_param(shape[n:], axes[n:], dtype, source=source, init="zeros") if bias else None
 
     @property
     def module_names(self) -> tuple[str, ...]:
         """The checkpoint's modules."""
-        return tuple(dict.fromkeys(name for name, _ in self.modules))
+        return tuple(dict.fromkeys(module.name for module in self.modules))
 
     def quantize(self) -> None:
         """Make the weight of an abstract model an fp8 one, output-major."""
@@ -81,7 +84,7 @@ class Linear(nnx.Module):
         n, shape, axes = self.num_contracted, self.weight.shape, self.weight.get_metadata("axes")
         source = self.weight.get_metadata("source").output_major()
         values = abstract_param(shape[n:] + shape[:n], axes[n:] + axes[:n], str(jnp.dtype(FP8)), source=source, init="values")
-        source = output_major(self._tensors("weight_scale"), self.joined, trailing=(1,))
+        source = output_major(self.modules, "weight_scale", self.joined, trailing=(1,))
         self.weight = Fp8Weight(values, abstract_param(shape[n:], axes[n:], "float32", source=source, init="scale"))
 
     def __call__(self, x: Array, shards: Shards = ONE_DEVICE) -> Array:
@@ -102,6 +105,3 @@ class Linear(nnx.Module):
             return y
         bias = self.bias[...].astype(x.dtype)
         return y + (bias if shards.size == 1 else jnp.where(shards.index == 0, bias, 0))
-
-    def _tensors(self, kind: str) -> list[tuple[str, tuple[int, ...]]]:
-        return [(f"{name}.{kind}", outputs) for name, outputs in self.modules]

@@ -1,4 +1,4 @@
-"""The gated feed-forward layer."""
+"""The feed-forward layer."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -8,6 +8,7 @@ from flax import nnx
 from jax import Array
 
 from jaxllm.layers.linear import Linear
+from jaxllm.layers.source import Module
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import MLP, Activation
 from jaxllm.parallel.shards import ONE_DEVICE, Shards
@@ -20,25 +21,36 @@ ACTIVATIONS: Mapping[Activation, Callable[[Array], Array]] = {
 }
 
 
-class GatedMLP(nnx.Module):
-    """down(activation(gate(x)) * up(x)), gate and up as one product. Source: arXiv:2002.05202."""
+class FeedForward(nnx.Module):
+    """down(activation(gate(x)) * up(x)), gate and up as one product, or without a gate. Source: arXiv:2002.05202."""
 
     def __init__(self, config: ModelConfig, part: MLP, prefix: str):
-        D, F = config.hidden_size, part.width
-        gate, up = (f"{prefix}{name}" for name in part.linears["gate_up"])
+        D, F, C = config.hidden_size, part.width, 2 if part.gated else 1
+        names = [f"{prefix}{name}" for name in part.linears["gate_up"]]
         (down,) = (f"{prefix}{name}" for name in part.linears["down"])
         self.activation = ACTIVATIONS[part.activation]
+        self.gated = part.gated
         self.gate_up = Linear(
             "td,dcf->tcf",
-            (D, 2, F),
+            (D, C, F),
             ("embed", "gate_up", "mlp"),
             config.dtype,
-            modules=[(gate, (1, F)), (up, (1, F))],
+            modules=[Module(name, (C // len(names), F)) for name in names],
             bias=part.bias,
+            transposed=part.transposed,
         )
-        self.down = Linear("tf,fd->td", (F, D), ("mlp", "embed"), config.dtype, modules=[(down, (D,))], bias=part.bias)
+        self.down = Linear(
+            "tf,fd->td",
+            (F, D),
+            ("mlp", "embed"),
+            config.dtype,
+            modules=[Module(down, (D,))],
+            bias=part.bias,
+            transposed=part.transposed,
+        )
 
     def __call__(self, x_TD: Array, shards: Shards = ONE_DEVICE) -> Array:
         """Of several devices, this one's part of the sum."""
         gate_up_TCF = self.gate_up(x_TD)
-        return self.down(self.activation(gate_up_TCF[:, 0]) * gate_up_TCF[:, 1], shards)
+        x_TF = self.activation(gate_up_TCF[:, 0])
+        return self.down(x_TF * gate_up_TCF[:, 1] if self.gated else x_TF, shards)

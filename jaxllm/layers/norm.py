@@ -5,18 +5,54 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from jaxllm.layers.linear import abstract_param
+from jaxllm.layers.linear import Init, abstract_param
 from jaxllm.model_parts import Norm
 
 
-class RMSNorm(nnx.Module):
-    """x / rms(x) * weight over the last dimension, in float32, returned in the type of x. Source: arXiv:1910.07467."""
+class Normalization(nnx.Module):
+    """A norm over the last dimension, computed in float32 and returned in the type of x. Sources: arXiv:1910.07467, arXiv:1607.06450."""
 
     def __init__(self, norm: Norm, width: int, axis: str, dtype: str, *, prefix: str = ""):
-        self.weight = abstract_param((width,), (axis,), dtype, source=f"{prefix}{norm.name}.weight", init="ones")
-        self.eps = norm.eps
+        name, self.norm = f"{prefix}{norm.name}", norm
+        init: Init = "zeros" if norm.weight_offset else "ones"
+        self.weight = abstract_param((width,), (axis,), dtype, source=f"{name}.weight", init=init)
+        self.bias = abstract_param((width,), (axis,), dtype, source=f"{name}.bias", init="zeros") if norm.bias else None
+
+    @property
+    def eps(self) -> float:
+        return self.norm.eps
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is x / rms(x) * weight."""
+        return not (self.norm.centred or self.norm.weight_offset or self.norm.bias)
+
+    @property
+    def factor(self) -> Array:
+        """What the normed values are multiplied with."""
+        weight = self.weight[...]
+        return weight.astype(jnp.float32) + self.norm.weight_offset if self.norm.weight_offset else weight
 
     def __call__(self, x: Array) -> Array:
         wide = x.astype(jnp.float32)
+        if self.norm.centred:
+            wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
         wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
-        return (wide * self.weight[...].astype(jnp.float32)).astype(x.dtype)
+        wide = wide * self.factor.astype(jnp.float32)
+        return (wide if self.bias is None else wide + self.bias[...].astype(jnp.float32)).astype(x.dtype)
+
+
+class NoNorm(nnx.Module):
+    """Stands where a layer has no norm."""
+
+    @property
+    def is_plain(self) -> bool:
+        return False
+
+    def __call__(self, x: Array) -> Array:
+        return x
+
+
+def make_norm(norm: Norm | None, width: int, dtype: str, prefix: str = "") -> Normalization | NoNorm:
+    """A norm over the width of the model."""
+    return NoNorm() if norm is None else Normalization(norm, width, "embed", dtype, prefix=prefix)

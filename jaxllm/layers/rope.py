@@ -13,14 +13,36 @@ from jax import Array
 from jaxllm.model_parts import Rope
 
 
-def rope_angles(rope: Rope, head_dim: int, positions_T: Array) -> tuple[Array, Array]:
-    """Cosine and sine, float32 [T, H/2], of every position."""
+def rope_angles(rope: Rope | None, head_dim: int, positions_T: Array) -> tuple[Array, Array]:
+    """Cosine and sine, float32 [T, H/2], of every position. Values that are not rotated have the angle 0."""
+    if rope is None:
+        shape = (len(positions_T), head_dim // 2)
+        return jnp.ones(shape, jnp.float32), jnp.zeros(shape, jnp.float32)
     positions_T1 = positions_T.astype(jnp.float32)[:, None]
+    width = rope.rotary_dim or head_dim
     if rope.kind == "dynamic":
-        angles = positions_T1 * _dynamic_frequencies(rope, head_dim, positions_T1)
+        angles = positions_T1 * _dynamic_frequencies(rope, width, positions_T1)
     else:
-        angles = positions_T1 * frequencies(rope, head_dim)
-    return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
+        angles = positions_T1 * frequencies(rope, width)
+    cos, sin = jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
+    if width == head_dim:
+        return cos, sin
+    padding = ((0, 0), (0, (head_dim - width) // 2))
+    return jnp.pad(cos, padding, constant_values=1.0), jnp.pad(sin, padding)
+
+
+def head_order(rope: Rope | None, head_dim: int) -> tuple[int, ...] | None:
+    """The order of the values of query and key heads in which value i turns with value i + H/2, by their stored places; None: as
+    stored. Products of queries and keys do not depend on it."""
+    if rope is None:
+        return None
+    width = rope.rotary_dim or head_dim
+    half = width // 2
+    first = [2 * i if rope.interleaved else i for i in range(half)]
+    second = [2 * i + 1 if rope.interleaved else i + half for i in range(half)]
+    middle = (width + head_dim) // 2
+    order = (*first, *range(width, middle), *second, *range(middle, head_dim))
+    return None if order == tuple(range(head_dim)) else order
 
 
 def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
@@ -32,6 +54,8 @@ def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
         return _yarn_frequencies(rope, head_dim)
     if rope.kind == "llama3":
         return _llama3_frequencies(rope, plain)
+    if rope.kind == "longrope":
+        return np.float32(1) / (np.array(rope.divisors, np.float32) * _powers(rope.theta, head_dim))
     return plain
 
 

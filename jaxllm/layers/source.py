@@ -26,7 +26,13 @@ class Tensor:
     padding: int = 0
     """Zeros behind the view's first dimension: tokens that fill up a vocabulary."""
     rows: tuple[int, int] | None = None
-    """The view is of this range of the stored rows; None: of all."""
+    """The view is of this range of the stored outputs; None: of all."""
+    transposed: bool = False
+    """The outputs are the last stored dimension instead of the first."""
+    order: tuple[int, ...] | None = None
+    """Order of the values along the last dimension of the outputs, by their stored places; None: as stored."""
+    order_axis: int = 0
+    """That dimension of the view."""
 
     @property
     def placed_shape(self) -> tuple[int, ...]:
@@ -35,7 +41,19 @@ class Tensor:
 
     def read(self, array: np.ndarray, index: Index) -> np.ndarray:
         """A part of the view with copies and padding. Of the array only what is needed is touched; a view of it if that can be."""
-        seen = (array if self.rows is None else array[slice(*self.rows)]).reshape(self.view)
+        stored = array.T if self.transposed else array
+        seen = (stored if self.rows is None else stored[slice(*self.rows)]).reshape(self.view)
+        part = self._read(seen, index)
+        return part if self.order is None else part.take(self.order, self.order_axis)
+
+    def write(self, array: np.ndarray, part: np.ndarray) -> None:
+        """Write the whole view into the stored tensor."""
+        stored = array.T if self.transposed else array
+        rows = slice(None) if self.rows is None else slice(*self.rows)
+        part = part if self.order is None else part.take(np.argsort(self.order), self.order_axis)
+        stored[rows] = part.reshape(stored[rows].shape)
+
+    def _read(self, seen: np.ndarray, index: Index) -> np.ndarray:
         if self.copies == 1 and not self.padding:
             return seen[index]
         start, stop, _ = index[0].indices(self.placed_shape[0])
@@ -81,7 +99,8 @@ class Source:
             return replace(self, tensors=(replace(tensor, padding=shape[axis] - stored[axis]),))
         axis = axes.index("heads")
         copies, where = shape[axis] // stored[axis], self.permutation[axis]
-        return replace(self, tensors=tuple(_with_copies(tensor, copies, where) for tensor in self.tensors))
+        has_groups = axes[axis + 1] in ("group", "qkv")
+        return replace(self, tensors=tuple(_with_copies(tensor, copies, where, has_groups) for tensor in self.tensors))
 
     def output_major(self) -> "Source":
         """The same without permutation: the parameter as fp8 weights hold it."""
@@ -93,19 +112,17 @@ class Source:
         pieces = np.split(parameter.transpose(np.argsort(self.permutation)), ends, axis=self.axis)
         written: dict[str, np.ndarray] = {}
         for t, piece in zip(self.tensors, pieces, strict=True):
-            whole = written.setdefault(t.name, np.empty(t.shape, parameter.dtype))
-            rows = slice(None) if t.rows is None else slice(*t.rows)
-            whole[rows] = piece.reshape(whole[rows].shape)
+            t.write(written.setdefault(t.name, np.empty(t.shape, parameter.dtype)), piece)
         return written
 
 
-def _with_copies(tensor: Tensor, copies: int, where: int) -> Tensor:
+def _with_copies(tensor: Tensor, copies: int, where: int, has_groups: bool) -> Tensor:
     """A tensor whose KV heads, dimension `where` of its view, are `copies` times as many: keys and values come as often, queries are
-    distributed."""
-    before, heads, group, after = tensor.view[:where], tensor.view[where], tensor.view[where + 1], tensor.view[where + 2 :]
-    if group == 1:
-        assert where == 0, "only projections to keys and values are copied"
+    distributed. has_groups: whether the next dimension has the query heads of each KV head."""
+    if not has_groups or tensor.view[where + 1] == 1:
+        assert where == 0, "only keys and values are copied"
         return replace(tensor, copies=copies)
+    before, heads, group, after = tensor.view[:where], tensor.view[where], tensor.view[where + 1], tensor.view[where + 2 :]
     return replace(tensor, view=(*before, heads * copies, group // copies, *after))
 
 
@@ -114,24 +131,46 @@ def plain(name: str, shape: Sequence[int]) -> Source:
     return Source((Tensor(name, tuple(shape), tuple(shape)),), axis=0, permutation=tuple(range(len(shape))))
 
 
+@dataclass(frozen=True)
+class Module:
+    """A module of the checkpoint, or some rows of it, that a linear layer is made of."""
+
+    name: str
+    outputs: tuple[int, ...]
+    """Dimensions of its outputs."""
+    order: tuple[int, ...] | None = None
+    """Order of the values along the last of these, by their stored places."""
+
+
 def output_major(
-    parts: Sequence[tuple[str, tuple[int, ...]]], joined: int, inputs: Sequence[int] = (), trailing: Sequence[int] = ()
+    modules: Sequence[Module],
+    kind: str,
+    joined: int,
+    inputs: Sequence[int] = (),
+    trailing: Sequence[int] = (),
+    *,
+    transposed: bool = False,
 ) -> Source:
-    """Tensors [outputs, inputs], each with its name and the dimensions of its outputs, joined along a dimension of the outputs; the
-    parameter has the inputs first. A name that comes several times is one tensor with the rows of all of them, in order.
+    """The tensors `kind` of modules, [outputs, inputs] unless transposed, joined along a dimension of the outputs; the parameter has
+    the inputs first. A name that comes several times is one tensor with the rows of all of them, in order.
 
     trailing: dimensions of size 1 that the stored tensors have in place of inputs.
     """
     inputs = tuple(inputs)
-    size = math.prod(inputs)
-    num_rows = {name: sum(math.prod(outputs) for n, outputs in parts if n == name) for name, _ in parts}
+    num_rows = {m.name: sum(math.prod(n.outputs) for n in modules if n.name == m.name) for m in modules}
     used = dict.fromkeys(num_rows, 0)
     tensors = []
-    for name, outputs in parts:
-        start, used[name] = used[name], used[name] + math.prod(outputs)
-        rows = None if used[name] - start == num_rows[name] else (start, used[name])
-        shape = (num_rows[name], *((size,) if inputs else ()), *trailing)
-        tensors.append(Tensor(name, shape, (*outputs, *inputs), rows=rows))
-    num_outputs = len(parts[0][1])
+    for m in modules:
+        start = used[m.name]
+        used[m.name] = end = start + math.prod(m.outputs)
+        rows = None if end - start == num_rows[m.name] else (start, end)
+        shape = (num_rows[m.name], *((math.prod(inputs),) if inputs else ()), *trailing)
+        is_transposed = transposed and bool(inputs)
+        name, view = f"{m.name}.{kind}", (*m.outputs, *inputs)
+        shape = shape[::-1] if is_transposed else shape
+        tensors.append(
+            Tensor(name, shape, view, rows=rows, transposed=is_transposed, order=m.order, order_axis=len(m.outputs) - 1)
+        )
+    num_outputs = len(modules[0].outputs)
     permutation = (*range(num_outputs, num_outputs + len(inputs)), *range(num_outputs))
     return Source(tuple(tensors), joined, permutation)

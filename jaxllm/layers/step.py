@@ -20,9 +20,9 @@ class Step:
     shards: Shards = ONE_DEVICE
     is_real_T: Array | None = None
     """Bool: whether a token is not padding; None: all are real."""
-    _angles: dict[tuple[Rope, int], tuple[Array, Array]] = field(default_factory=dict)
+    _angles: dict[tuple[Rope | None, int], tuple[Array, Array]] = field(default_factory=dict)
 
-    def angles(self, rope: Rope, head_dim: int) -> tuple[Array, Array]:
+    def angles(self, rope: Rope | None, head_dim: int) -> tuple[Array, Array]:
         """Cosine and sine, float32 [T, H/2], of every token; layers with equal ropes share them."""
         key = (rope, head_dim)
         if key not in self._angles:

@@ -79,6 +79,8 @@ def _copy_heads(xp: ModuleType, array: Any, axes: Axes, shape: Sequence[int]) ->
     before, after = tuple(shape[: axis + 1]), tuple(shape[axis + 2 :])
     if axes[axis + 1] == "group":
         return array.reshape(*before, -1, *after)
+    if axes[axis + 1] != "qkv":
+        return xp.repeat(array, replicas, axis=axis)
     query, key_value = xp.split(array, [array.shape[axis + 1] - 2], axis=axis + 1)
     return xp.concatenate([query.reshape(*before, -1, *after), xp.repeat(key_value, replicas, axis=axis)], axis=axis + 1)
 

@@ -46,7 +46,7 @@ from jaxllm.parallel.axes import MESH_AXES, sharding
 from jaxllm.parallel.mesh import TENSOR
 from jaxllm.quantization.fp8 import quantize
 
-HARMLESS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|masked_bias)$")
+HARMLESS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|masked_bias|attn\.bias)$")
 """Buffers that old versions of transformers saved beside the weights."""
 
 Reader = Callable[[Tensor, Index], np.ndarray]
@@ -92,8 +92,9 @@ def load_safetensors(
     Transposing, casting and fusing is done on the devices unless they are the host (`transform_on_device` says otherwise).
     """
     checkpoint = Checkpoint(directory)
-    if "embed_tokens.weight" in checkpoint.entries:  # saved as a bare decoder, as embedding models are
-        checkpoint.entries = {f"model.{name}": entry for name, entry in checkpoint.entries.items()}
+    prefix, _, bare = config.names.embedding.partition(".")
+    if f"{bare}.weight" in checkpoint.entries:  # saved as a bare decoder, as embedding models are
+        checkpoint.entries = {f"{prefix}.{name}": entry for name, entry in checkpoint.entries.items()}
     sources = {path: source_of(variable) for path, variable in parameters(model)}
     _check(checkpoint, sources, config)
     if config.stored_fp8 is not None:

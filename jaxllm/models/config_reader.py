@@ -17,15 +17,26 @@ ACTIVATIONS: dict[str, Activation] = {
     "relu": "relu",
 }
 """By transformers' names."""
+WINDOWED = {"sliding_attention": True, "full_attention": False}
+"""Whether a layer has a window, by its entry in layer_types."""
 
 
 class ConfigReader:
     """Reads a config.json and collects in `faults` what is wrong with it. After a fault, values are placeholders."""
 
-    def __init__(self, architecture: str, raw: Mapping[str, Any], faults: list[str] | None = None):
+    def __init__(
+        self,
+        architecture: str,
+        raw: Mapping[str, Any],
+        faults: list[str] | None = None,
+        *,
+        max_model_len: int | None = None,
+    ):
+        """max_model_len: the option of the engine, if it is given."""
         self.architecture = architecture
         self.raw = raw
         self.faults = faults if faults is not None else []
+        self.max_model_len = max_model_len
 
     # --- values ---
 
@@ -49,6 +60,10 @@ class ConfigReader:
             return 1.0
         return float(value)
 
+    def number_or_none(self, name: str) -> float | None:
+        """A positive number; None if it is null or absent."""
+        return None if self.raw.get(name) is None else self.number(name)
+
     def boolean(self, name: str, default: bool = False) -> bool:
         value = self.raw.get(name)
         if value is None:
@@ -71,7 +86,20 @@ class ConfigReader:
         if not isinstance(value, dict):
             self.faults.append(f"{name} is {value!r}, must be an object")
             value = {}
-        return ConfigReader(self.architecture, value, self.faults)
+        return self._reader(value)
+
+    def with_defaults(self, **values: Any) -> "ConfigReader":
+        """The same with values for absent keys, which are those that transformers takes."""
+        return self._reader({**values, **self.raw})
+
+    def _reader(self, raw: Mapping[str, Any]) -> "ConfigReader":
+        return ConfigReader(self.architecture, raw, self.faults, max_model_len=self.max_model_len)
+
+    def refuse_unless(self, name: str, *supported: Any) -> None:
+        """A fault if a value is given that is none of these."""
+        value = self.raw.get(name)
+        if value is not None and value not in supported:
+            self.faults.append(f"{name} is {value!r}, supported: {' or '.join(map(repr, supported))}")
 
     @property
     def num_layers(self) -> int:
@@ -89,38 +117,48 @@ class ConfigReader:
 
     # --- parts ---
 
-    def attention(self, rope: Rope, *, num_kv_heads: int | None = None, head_dim: int | None = None) -> Attention:
-        """Attention with the heads of the config. The numbers are what transformers takes for an absent key; None: derived."""
+    @property
+    def head_dim(self) -> int:
+        return self.integer("head_dim", max(1, self.integer("hidden_size") // self.integer("num_attention_heads")))
+
+    def attention(self, rope: Rope | None) -> Attention:
+        """Attention with the heads of the config."""
         num_heads = self.integer("num_attention_heads")
-        kv_heads = num_heads
-        if self.raw.get("num_key_value_heads") is not None or "num_key_value_heads" not in self.raw:
-            kv_heads = self.integer("num_key_value_heads", num_kv_heads or num_heads)
+        kv_heads = self.integer("num_key_value_heads", num_heads)
         if num_heads % kv_heads:
             self.faults.append(f"num_key_value_heads is {kv_heads}, must divide num_attention_heads, which is {num_heads}")
-        width = self.integer("head_dim", head_dim or max(1, self.integer("hidden_size") // num_heads))
-        if width % 2:
-            self.faults.append(f"head_dim is {width}, must be even")
-        return Attention(num_heads, kv_heads, width, rope)
+        if self.head_dim % 2:
+            self.faults.append(f"head_dim is {self.head_dim}, must be even")
+        return Attention(num_heads, kv_heads, self.head_dim, rope)
 
     def mlp(self, **fields: Any) -> MLP:
         """The gated MLP of the config."""
         return MLP(self.integer("intermediate_size"), self.activation(), **fields)
 
-    def rms_norm(self, name: str) -> Norm:
+    def rms_norm(self, name: str, **fields: Any) -> Norm:
         """A norm with the config's epsilon."""
-        return Norm(name, self.number("rms_norm_eps", 1e-6))
+        return Norm(name, self.number("rms_norm_eps", 1e-6), **fields)
 
-    def pre_norm_layer(self, attention: Attention, mlp: MLP) -> Layer:
+    def layer_norm(self, name: str, eps_name: str = "layer_norm_eps", *, bias: bool = True) -> Norm:
+        """A LayerNorm with the config's epsilon."""
+        return Norm(name, self.number(eps_name, 1e-5), centred=True, bias=bias)
+
+    def pre_norm_layer(self, attention: Attention, mlp: MLP, **fields: Any) -> Layer:
         """A layer as Llama has it."""
-        return Layer(attention, mlp, self.rms_norm("input_layernorm"), self.rms_norm("post_attention_layernorm"))
+        return Layer(attention, mlp, self.rms_norm("input_layernorm"), self.rms_norm("post_attention_layernorm"), **fields)
+
+    def post_norm_layer(self, attention: Attention, mlp: MLP) -> Layer:
+        """A layer with norms of what attention and MLP add, and no others."""
+        norms = (self.rms_norm("post_attention_layernorm"), self.rms_norm("post_feedforward_layernorm"))
+        return Layer(attention, mlp, None, None, *norms)
 
     def decoder(self, layers: list[Layer], max_position: int, **fields: Any) -> ModelConfig:
         """The model of these layers, with what all families spell alike. Keywords replace fields of ModelConfig."""
         bos = self.raw.get("bos_token_id")
         values: dict[str, Any] = {
             "vocab_size": self.integer("vocab_size"),
-            "hidden_size": self.integer("hidden_size"),
-            "norm": self.rms_norm("model.norm"),
+            "hidden_size": fields.get("hidden_size") or self.integer("hidden_size"),
+            "norm": fields.get("norm") or self.rms_norm("model.norm"),
             "tie_word_embeddings": self.boolean("tie_word_embeddings"),
             "bos_token_id": bos if isinstance(bos, int) else None,
         }
@@ -128,29 +166,57 @@ class ConfigReader:
 
     # --- positions ---
 
-    def positions(self, max_position: int) -> tuple[Rope, int]:
-        """Rope and the longest sequence. `max_position`: what transformers takes for an absent max_position_embeddings."""
-        return self.scaled_rope(self.integer("max_position_embeddings", max_position))
+    def positions(self, **rope: Any) -> tuple[Rope, int]:
+        """Rope and the longest sequence. Keywords are those of `rope`.
 
-    def scaled_rope(self, max_position: int) -> tuple[Rope, int]:
-        """Rope and the longest sequence: transformers 5 writes rope_parameters, before it were rope_theta and rope_scaling."""
+        transformers 5 writes rope_parameters, before it were rope_theta and rope_scaling.
+        """
         given = self.raw.get("rope_scaling") or self.raw.get("rope_parameters") or {}
+        max_position = self.integer("max_position_embeddings")
         if not isinstance(given, dict):
             self.faults.append(f"rope_scaling is {given!r}, must be an object")
             return Rope(), max_position
+        return self.rope(given, max_position, **rope)
+
+    def rope_of(self, kind: str, otherwise: Mapping[str, Any] | None = None, **rope: Any) -> tuple[Rope, int]:
+        """`positions` of the layers of a kind, of which transformers 5 writes rope_parameters apart.
+
+        otherwise: the parameters where they are not; None: those of all layers.
+        """
+        given = self.raw.get("rope_parameters") or {}
+        if isinstance(given, dict) and isinstance(given.get(kind), dict):
+            return self.rope(given[kind], self.integer("max_position_embeddings"), **rope)
+        if otherwise is not None:
+            return self.rope(otherwise, self.integer("max_position_embeddings"), **rope)
+        return self.positions(**rope)
+
+    def rope(self, given: Mapping[str, Any], max_position: int, *, interleaved: bool = False) -> tuple[Rope, int]:
+        """Rope of these parameters, and the longest sequence."""
+        rope, max_position = self._scaled_rope(given, max_position)
+        partial = self._reader(given).number("partial_rotary_factor", self.number("partial_rotary_factor", 1.0))
+        if partial != 1.0:
+            head_dim = self.head_dim
+            rotary_dim = int(head_dim * partial)
+            if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
+                self.faults.append(
+                    f"partial_rotary_factor is {partial}, must rotate an even number of the {head_dim} values of a head"
+                )
+            rope = dataclasses.replace(rope, rotary_dim=rotary_dim)
+        return dataclasses.replace(rope, interleaved=interleaved), max_position
+
+    def _scaled_rope(self, given: Mapping[str, Any], max_position: int) -> tuple[Rope, int]:
         kind: Any = given.get("rope_type", given.get("type", "default"))
         if kind not in get_args(RopeKind):
             self.faults.append(f"rope_type is {kind!r}, supported: {', '.join(get_args(RopeKind))}")
             return Rope(), max_position
         if nested := [key for key, value in given.items() if isinstance(value, dict)]:
             self.faults.append(f"rope_parameters differ by layer ({', '.join(nested)}), supported: one set for all layers")
-        partial = given.get("partial_rotary_factor", self.raw.get("partial_rotary_factor"))
-        if partial not in (None, 1):
-            self.faults.append(f"partial_rotary_factor is {partial!r}, supported: 1")
-        scaling = ConfigReader(self.architecture, given, self.faults)
+        scaling = self._reader(given)
         theta = scaling.number("rope_theta", self.number("rope_theta", 10000.0))
         if kind == "default":
             return Rope(theta=theta), max_position
+        if kind == "longrope":
+            return self._longrope(scaling, theta, max_position)
         original = max_position
         if kind in ("yarn", "llama3"):
             original = scaling.integer(
@@ -173,6 +239,21 @@ class ConfigReader:
             )
         # max_position_embeddings is the context before scaling, except that some yarn models give the one after it.
         return rope, max(max_position, int(original * factor))
+
+    def _longrope(self, scaling: "ConfigReader", theta: float, max_position: int) -> tuple[Rope, int]:
+        """Source: arXiv:2402.13753. Which of the two sets of divisors applies is decided once, by the longest sequence served."""
+        original = self.integer(
+            "original_max_position_embeddings", scaling.integer("original_max_position_embeddings", max_position)
+        )
+        factor = max_position / original
+        default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        is_long = min(self.max_model_len or max_position, max_position) > original
+        divisors = scaling.raw.get("long_factor" if is_long else "short_factor")
+        if not isinstance(divisors, list) or not all(isinstance(x, (int, float)) and x > 0 for x in divisors):
+            self.faults.append("rope_scaling of type longrope needs lists of positive numbers long_factor and short_factor")
+            divisors = []
+        rope = Rope(theta, "longrope", original_max_position=original, divisors=tuple(map(float, divisors)))
+        return dataclasses.replace(rope, attention_factor=scaling.number("attention_factor", default)), max_position
 
 
 def _yarn_attention_factor(given: Mapping[str, Any], factor: float) -> float:

@@ -7,7 +7,8 @@ from jaxllm.models.config_reader import ConfigReader
 
 
 def read(c: ConfigReader) -> ModelConfig:
-    rope, max_position = c.positions(2048)
+    c = c.with_defaults(max_position_embeddings=2048)
+    rope, max_position = c.positions()
     bias = c.boolean("attention_bias")
     attention = replace(c.attention(rope), bias=bias, out_bias=bias)
     layer = c.pre_norm_layer(attention, c.mlp(bias=c.boolean("mlp_bias")))

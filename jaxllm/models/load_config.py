@@ -24,6 +24,7 @@ def load_model_config(
     kv_cache_dtype: str = "auto",
     runner: str = "auto",
     pooler_config: Mapping[str, Any] | None = None,
+    max_model_len: int | None = None,
 ) -> ModelConfig:
     """Read config.json (and the EOS ids of generation_config.json) of a model directory.
 
@@ -32,6 +33,7 @@ def load_model_config(
     kv_cache_dtype "auto" is fp8 if the checkpoint says so, else dtype.
     runner: what the model is for; "auto" is pooling for a checkpoint without a head or with sentence-transformers' files, else
     generate. pooler_config is laid over how the checkpoint wants to be pooled.
+    max_model_len: the longest sequence that will be served, if it is known; longrope depends on it.
     Raises ModelLoadError naming the file and everything in it that cannot be served.
     """
     directory = Path(directory)
@@ -40,7 +42,7 @@ def load_model_config(
     generates = runner == "generate" or (runner == "auto" and has_head and not is_embedding_checkpoint(directory))
     if generates and not has_head:
         raise ConfigError(f"runner is generate, but {directory} is a model without a head, which makes embeddings only")
-    reader = ConfigReader(architecture, raw, bidirectional_faults(raw))
+    reader = ConfigReader(architecture, raw, bidirectional_faults(raw), max_model_len=max_model_len)
     config = read(reader)
     dtype = _dtype(reader, dtype, on_gpu)
     stored = read_quantization(raw.get("quantization_config"), reader.faults)

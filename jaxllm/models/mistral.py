@@ -7,7 +7,8 @@ from jaxllm.models.config_reader import ConfigReader
 
 
 def read(c: ConfigReader) -> ModelConfig:
-    rope, max_position = c.positions(131072)
-    window = None if c.raw.get("sliding_window", 4096) is None else c.integer("sliding_window", 4096)
-    attention = replace(c.attention(rope, num_kv_heads=8), window=window)
+    c = c.with_defaults(max_position_embeddings=131072, num_key_value_heads=8, sliding_window=4096)
+    rope, max_position = c.positions()
+    window = None if c.raw["sliding_window"] is None else c.integer("sliding_window")
+    attention = replace(c.attention(rope), window=window)
     return c.decoder([c.pre_norm_layer(attention, c.mlp())] * c.num_layers, max_position)

@@ -4,12 +4,13 @@ from dataclasses import replace
 
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import Attention, Layer
-from jaxllm.models.config_reader import ConfigReader
+from jaxllm.models.config_reader import WINDOWED, ConfigReader
 
 
 def read(c: ConfigReader) -> ModelConfig:
-    rope, max_position = c.positions(32768)
-    attention = replace(c.attention(rope, num_kv_heads=32), bias=True)
+    c = c.with_defaults(max_position_embeddings=32768, num_key_value_heads=32)
+    rope, max_position = c.positions()
+    attention = replace(c.attention(rope), bias=True)
     return c.decoder(windowed_layers(c, attention), max_position)
 
 
@@ -24,5 +25,4 @@ def windowed_layers(c: ConfigReader, attention: Attention) -> list[Layer]:
     if not isinstance(first, int):
         c.faults.append(f"max_window_layers is {first!r}, must be an integer")
         return [full]
-    kinds = {"sliding_attention": True, "full_attention": False}
-    return [windowed if on else full for on in c.layer_kinds(kinds, lambda layer: layer >= first)]
+    return [windowed if on else full for on in c.layer_kinds(WINDOWED, lambda layer: layer >= first)]

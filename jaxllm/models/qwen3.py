@@ -8,9 +8,10 @@ from jaxllm.models.qwen2 import windowed_layers
 
 
 def read(c: ConfigReader) -> ModelConfig:
-    rope, max_position = c.positions(32768)
+    c = c.with_defaults(max_position_embeddings=32768, num_key_value_heads=32, head_dim=128)
+    rope, max_position = c.positions()
     bias = c.boolean("attention_bias")
-    attention = c.attention(rope, num_kv_heads=32, head_dim=128)
+    attention = c.attention(rope)
     norms = (c.rms_norm("self_attn.q_norm"), c.rms_norm("self_attn.k_norm"))
     attention = replace(attention, bias=bias, out_bias=bias, head_norms=norms)
     return c.decoder(windowed_layers(c, attention), max_position)

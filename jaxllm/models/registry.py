@@ -16,10 +16,29 @@ from jaxllm.models.config_reader import ConfigReader
 Read = Callable[[ConfigReader], ModelConfig]
 
 FAMILIES = {
+    "CohereForCausalLM": ("cohere", "jaxllm.models.cohere:read"),
+    "Cohere2ForCausalLM": ("cohere2", "jaxllm.models.cohere:read_cohere2"),
+    "Ernie4_5ForCausalLM": ("ernie4_5", "jaxllm.models.ernie:read"),
+    "Exaone4ForCausalLM": ("exaone4", "jaxllm.models.exaone4:read"),
+    "GPT2LMHeadModel": ("gpt2", "jaxllm.models.gpt2:read"),
+    "GemmaForCausalLM": ("gemma", "jaxllm.models.gemma:read"),
+    "Gemma2ForCausalLM": ("gemma2", "jaxllm.models.gemma:read_gemma2"),
+    "Gemma3ForCausalLM": ("gemma3_text", "jaxllm.models.gemma:read_gemma3"),
+    "Gemma3ForConditionalGeneration": ("gemma3", "jaxllm.models.gemma:read_gemma3"),
+    "GlmForCausalLM": ("glm", "jaxllm.models.glm:read"),
+    "Glm4ForCausalLM": ("glm4", "jaxllm.models.glm:read_glm4"),
+    "GraniteForCausalLM": ("granite", "jaxllm.models.granite:read"),
     "LlamaForCausalLM": ("llama", "jaxllm.models.llama:read"),
     "MistralForCausalLM": ("mistral", "jaxllm.models.mistral:read"),
+    "OPTForCausalLM": ("opt", "jaxllm.models.opt:read"),
+    "Olmo2ForCausalLM": ("olmo2", "jaxllm.models.olmo:read"),
+    "Olmo3ForCausalLM": ("olmo3", "jaxllm.models.olmo:read_olmo3"),
+    "Phi3ForCausalLM": ("phi3", "jaxllm.models.phi3:read"),
     "Qwen2ForCausalLM": ("qwen2", "jaxllm.models.qwen2:read"),
     "Qwen3ForCausalLM": ("qwen3", "jaxllm.models.qwen3:read"),
+    "SeedOssForCausalLM": ("seed_oss", "jaxllm.models.seed_oss:read"),
+    "SmolLM3ForCausalLM": ("smollm3", "jaxllm.models.smollm3:read"),
+    "StableLmForCausalLM": ("stablelm", "jaxllm.models.stablelm:read"),
 }
 """By architecture: the model_type, which stands in for an absent architecture, and the function that reads a config.json."""
 

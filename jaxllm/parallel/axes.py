@@ -16,6 +16,7 @@ MESH_AXES: dict[str, str | None] = {
     "head": None,
     "gate_up": None,
     "kv": None,
+    "position": None,
 }
 
 

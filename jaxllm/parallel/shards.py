@@ -26,10 +26,11 @@ MIN_TOKENS_OF_TWO_RUNS = 2048
 
 
 class Norm(Protocol):
-    """A root-mean-square normalisation over the last dimension."""
+    """A normalisation over the last dimension."""
 
-    eps: float
-    weight: Any
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is x / rms(x) * weight, with `eps` added under the root."""
 
     def __call__(self, x: Array, /) -> Array: ...
 
@@ -55,6 +56,9 @@ class Shards(Protocol):
 
     def max(self, x: Array) -> Array:
         """The elementwise maximum over all devices."""
+
+    def sum(self, x: Array) -> Array:
+        """The elementwise sum over all devices, of a few float32 values per token."""
 
     def add_and_norm(self, part_TD: Array, residual_TD: Array | None, norm: Norm) -> tuple[Array, Array]:
         """(residual + sum of the parts, its norm): what stands between any two products of a decoder. The same bits everywhere."""
@@ -102,6 +106,9 @@ class OneDevice:
         return x_1M
 
     def max(self, x: Array) -> Array:
+        return x
+
+    def sum(self, x: Array) -> Array:
         return x
 
     def add_and_norm(self, part_TD: Array, residual_TD: Array | None, norm: Norm) -> tuple[Array, Array]:
@@ -155,12 +162,15 @@ class TensorShards:
     def max(self, x: Array) -> Array:
         return jnp.max(self._gather(x), axis=0)
 
+    def sum(self, x: Array) -> Array:
+        return jnp.sum(self._gather(x), axis=0)
+
     def add_and_norm(self, part_TD: Array, residual_TD: Array | None, norm: Norm) -> tuple[Array, Array]:
         by = self._by("all_reduce_norm", part_TD)
-        if by["implementation"] == "xla":
+        if by["implementation"] == "xla" or not norm.is_plain:
             sum_TD = collectives.all_reduce(part_TD, **self._by("all_reduce", part_TD))
             return ONE_DEVICE.add_and_norm(sum_TD, residual_TD, norm)
-        return collectives.all_reduce_norm(part_TD, residual_TD, norm.weight[...], norm.eps, **by)
+        return collectives.all_reduce_norm(part_TD, residual_TD, norm.weight[...], norm.eps, **by)  # type: ignore[attr-defined]
 
     def num_runs(self, num_tokens: int) -> int:
         return 2 if num_tokens >= MIN_TOKENS_OF_TWO_RUNS and num_tokens % 2 == 0 else 1

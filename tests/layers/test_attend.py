@@ -4,7 +4,7 @@ import numpy as np
 from flax import nnx
 
 from jaxllm.layers.attend import Projection
-from jaxllm.layers.norm import RMSNorm
+from jaxllm.layers.norm import Normalization
 from jaxllm.model_parts import Norm
 from pallas_kernels.rope_cache_write.xla import apply_rope
 
@@ -18,7 +18,7 @@ def test_finished_heads_are_normed_as_the_layer_does_and_then_rotated():
     projection = Projection(qkv, *angles, q_norm, k_norm, None, eps=1e-5)
 
     def layer_norm(x, weight):
-        graph, state = nnx.split(RMSNorm(Norm("norm", 1e-5), 8, "head", "bfloat16"))
+        graph, state = nnx.split(Normalization(Norm("norm", 1e-5), 8, "head", "bfloat16"))
         return nnx.merge(graph, jax.tree.map(lambda _: weight, state))(x)
 
     @jax.jit

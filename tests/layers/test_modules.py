@@ -10,7 +10,8 @@ from jaxllm.layers.build import build_model
 from jaxllm.layers.dense_attention import dense_step
 from jaxllm.layers.embedding import Embedding
 from jaxllm.layers.linear import Linear
-from jaxllm.layers.norm import RMSNorm
+from jaxllm.layers.norm import Normalization
+from jaxllm.layers.source import Module
 from jaxllm.loaders.dummy import init_params
 from jaxllm.model_parts import Norm
 from jaxllm.models.load_config import load_model_config
@@ -24,7 +25,9 @@ def with_values(module: nnx.Module, *values) -> nnx.Module:
 
 
 def test_bias_has_the_dimensions_of_the_output():
-    linear = Linear("td,dcf->tcf", (3, 2, 5), ("embed", "gate_up", "mlp"), "float32", modules=[("linear", (2, 5))], bias=True)
+    linear = Linear(
+        "td,dcf->tcf", (3, 2, 5), ("embed", "gate_up", "mlp"), "float32", modules=[Module("linear", (2, 5))], bias=True
+    )
     assert linear.bias.shape == (2, 5)
     assert linear.bias.get_metadata("axes") == ("gate_up", "mlp")
     filled = with_values(linear, jnp.full((2, 5), 7.0), jnp.ones((3, 2, 5)))
@@ -32,12 +35,14 @@ def test_bias_has_the_dimensions_of_the_output():
 
 
 def test_weights_of_a_wider_type_are_used_in_the_type_of_the_input():
-    linear = with_values(Linear("td,df->tf", (3, 5), ("embed", "mlp"), "float32", modules=[("linear", (5,))]), jnp.ones((3, 5)))
+    linear = with_values(
+        Linear("td,df->tf", (3, 5), ("embed", "mlp"), "float32", modules=[Module("linear", (5,))]), jnp.ones((3, 5))
+    )
     assert linear(jnp.ones((1, 3), jnp.bfloat16)).dtype == jnp.bfloat16
 
 
 def test_norm_is_computed_in_float32():
-    norm = with_values(RMSNorm(Norm("norm"), 4, "embed", "float16"), jnp.ones(4, jnp.float16))
+    norm = with_values(Normalization(Norm("norm"), 4, "embed", "float16"), jnp.ones(4, jnp.float16))
     out = norm(jnp.full((1, 4), 60000.0, jnp.float16))  # its square overflows float16
     np.testing.assert_allclose(np.asarray(out, np.float32), np.ones((1, 4)), rtol=1e-3)
 

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxllm.layers.build import build_model
 from jaxllm.layers.dense_attention import dense_attend
-from jaxllm.layers.norm import RMSNorm
+from jaxllm.layers.norm import Normalization
 from jaxllm.layers.step import Step
 from jaxllm.model_parts import Norm
 from jaxllm.parallel import shards as shards_module
@@ -74,7 +74,7 @@ def test_parts_are_added_and_normed():
     parts, residual, weight = (rng.standard_normal(shape).astype(np.float32) for shape in ((SIZE, 3, 16), (3, 16), (16,)))
 
     def add(part, residual, weight):
-        norm = RMSNorm(Norm("norm", 1e-5), 16, "embed", "float32")
+        norm = Normalization(Norm("norm", 1e-5), 16, "embed", "float32")
         norm.weight = nnx.Param(weight)
         return SHARDS.add_and_norm(part[0], residual, norm), SHARDS.max(part[0])
 

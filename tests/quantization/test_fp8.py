@@ -6,6 +6,7 @@ import pytest
 from flax import nnx
 
 from jaxllm.layers.linear import Linear
+from jaxllm.layers.source import Module
 from jaxllm.quantization.fp8 import quantize
 
 
@@ -55,7 +56,9 @@ def test_one_scale_spans_all_contracted_dimensions(rng):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_quantised_linear_multiplies_the_quantised_numbers(rng, subscripts, shape, dtype):
     n = sum(letter not in subscripts.split("->")[1] for letter in subscripts.split("->")[0].split(",")[1])
-    linear = Linear(subscripts, shape, tuple("axis" for _ in shape), "bfloat16", modules=[("linear", shape[n:])], bias=True)
+    linear = Linear(
+        subscripts, shape, tuple("axis" for _ in shape), "bfloat16", modules=[Module("linear", shape[n:])], bias=True
+    )
     linear.quantize()
     weight = rng.standard_normal((*shape[n:], *shape[:n])).astype(np.float32)
     bias = rng.standard_normal(shape[n:]).astype(np.float32)

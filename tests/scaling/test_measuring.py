@@ -149,9 +149,7 @@ def counted(c: ModelConfig, requests, weight_bytes, num_steps, skip_prompts):
 
 
 @pytest.mark.parametrize("skip_prompts", [False, True])
-@pytest.mark.parametrize(
-    "changes", [{}, {"tie_word_embeddings": True}, {"windows": (4, None, 4)}]
-)
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"windows": (4, None, 4)}])
 def test_work_is_what_counting_gives(changes: dict, skip_prompts: bool) -> None:
     c, requests = config(**changes), [(5, 1), (3, 7), (9, 2)]
     work = ModelCost(c, weight_bytes=1000, cache_bytes_per_token=12).work(requests, num_steps=7, skip_prompts=skip_prompts)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxllm.layers.norm import RMSNorm
+from jaxllm.layers.norm import Normalization
 from jaxllm.model_parts import Norm
 from pallas_kernels import _compat, collectives
 from pallas_kernels.collectives import WORKSPACE_BYTES, plans, programs, reference
@@ -57,7 +57,7 @@ def test_without_a_residual_only_the_parts_are_added(mesh) -> None:
 
 def test_the_norm_of_the_reference_is_that_of_the_model() -> None:
     h, weight = normal(5, 64), normal(64, seed=1)
-    layer = RMSNorm(Norm("norm", EPS), 64, "width", "float32")
+    layer = Normalization(Norm("norm", EPS), 64, "width", "float32")
     layer.weight.set_value(jnp.asarray(weight))
     np.testing.assert_allclose(reference.norm(h, weight, EPS), layer(jnp.asarray(h)), rtol=2e-6, atol=1e-6)
 
