@@ -29,8 +29,8 @@ from pallas_kernels.sizes import next_power_of_two
 
 MAX_SUMMED_PAIRS = 16
 """The most pairs that the second kernel sums: the rows of the smallest tile that tensor cores multiply."""
-MAX_FEW_PAIRS = 2048
-"""The most pairs of which a program finds its own; beyond, a plan in XLA is cheaper."""
+MAX_FEW_PAIRS = 512
+"""The most pairs of which a program finds its own: more take too many registers, and the time of a plan in XLA matters less."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def pick_tiling(num_pairs: int, num_experts: int, hidden: int, itemsize: int) ->
         tiles = Tiles(16 if num_pairs <= 16 * num_experts else 64, 32, 32, num_stages=2)
         return Tiling(tiles, tiles)
     if num_pairs <= MAX_SUMMED_PAIRS:
-        return Tiling(Tiles(16, 16, 128, num_stages=5), Tiles(16, 16, 256, num_stages=6))
+        return Tiling(Tiles(16, 16, 128, num_stages=5), Tiles(16, 16, 256, num_stages=9))
     if num_pairs <= 8 * num_experts:
         return Tiling(Tiles(16, 32, 128, num_stages=5), Tiles(16, 64, 128, num_stages=5))
     if num_pairs <= 24 * num_experts:
@@ -155,16 +155,12 @@ def _for_pairs_of_expert(
     """Tiles of all pairs of one expert: the one whose number is the item, or, if there are fewer pairs, that of the item's pair."""
     (num_pairs,) = expert_ref.shape
     index_P = jnp.arange(next_power_of_two(num_pairs))
-    expert_P = load(expert_ref.at[index_P], mask=index_P < num_pairs, other=-1)
+    expert = expert_ref[item] if num_pairs < num_experts else item
+    is_mine_P = load(expert_ref.at[index_P], mask=index_P < num_pairs, other=-1) == expert
+    count = jnp.sum(is_mine_P.astype(jnp.int32))
     if num_pairs < num_experts:
-        expert = expert_ref[item]
-        is_mine_P = expert_P == expert
         is_first = jnp.sum((is_mine_P & (index_P < item)).astype(jnp.int32)) == 0
-        is_used = is_first & (expert < num_experts)
-    else:
-        expert, is_used = item, True
-        is_mine_P = expert_P == expert
-    count = jnp.where(is_used, jnp.sum(is_mine_P.astype(jnp.int32)), 0)
+        count = jnp.where(is_first & (expert < num_experts), count, 0)
     place_P = jnp.where(is_mine_P, jnp.cumsum(is_mine_P.astype(jnp.int32)) - 1, -1)
 
     @pl.loop(0, lax.div(count + (block_m - 1), block_m))

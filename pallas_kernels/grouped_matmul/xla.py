@@ -36,7 +36,7 @@ def experts(
     num_pairs = expert_P.shape[0]
     tile_rows = min(num_pairs, max(8, min(128, num_pairs // num_experts)))
     plan = make_plan(expert_P, num_experts, tile_rows)
-    x_PD = x_TD[plan.pair_S // num_choices]
+    x_PD = x_TD.at[plan.pair_S // num_choices].get(mode="clip")
 
     def compute_tile(tile: jax.Array, out_PD: jax.Array) -> jax.Array:
         # A tile at the end begins earlier and computes rows of another expert too, which are not kept.
@@ -58,8 +58,7 @@ def experts(
         return lax.dynamic_update_slice_in_dim(out_PD, out_MD, start, 0)
 
     sorted_PD = lax.fori_loop(0, plan.num_tiles, compute_tile, jnp.zeros((num_pairs, width), x_TD.dtype))
-    out_PD = jnp.zeros_like(sorted_PD).at[plan.pair_S].set(sorted_PD, unique_indices=True)
-    return weighted_sum(out_PD, expert_P, weight_Tk, num_experts)
+    return weighted_sum(sorted_PD.at[plan.row_P].get(mode="clip"), expert_P, weight_Tk, num_experts)
 
 
 def _product(a_MK: jax.Array, b_NK: jax.Array) -> jax.Array:
