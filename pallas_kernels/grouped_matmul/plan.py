@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-
 BLOCK = 128
 """Pairs that are compared with each other."""
 
