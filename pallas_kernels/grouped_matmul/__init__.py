@@ -27,13 +27,14 @@ from pallas_kernels.grouped_matmul.activation import ACTIVATIONS
 from pallas_kernels.verified import is_verified
 
 IMPLEMENTATIONS = {
+    "mosaic": "pallas_kernels.grouped_matmul.mosaic",
     "triton": "pallas_kernels.grouped_matmul.triton",
     "xla": "pallas_kernels.grouped_matmul.xla",
     "reference": "pallas_kernels.grouped_matmul.reference",
 }
 """Each module has experts and supports(platform, dtype, weight_dtype, width, hidden, interpret)."""
 
-PREFERENCE = ("triton", "xla")
+PREFERENCE = ("mosaic", "triton", "xla")
 PLAIN = ("xla", "reference")
 """Implementations in plain JAX."""
 

@@ -63,7 +63,9 @@ def make_plan(expert_P: jax.Array, num_experts: int, tile_rows: int, alignment: 
 
     tiles_E, start_E = -(-count_E // tile_rows), before(-(-count_E // alignment) * alignment)
     first_E = before(tiles_E)
-    num_rows = num_pairs + min(num_experts, num_pairs) * (alignment - 1)
+    num_rows = num_pairs
+    if alignment > 1:  # also of the array itself, which has room for a tile
+        num_rows = max(tile_rows, -(-(num_pairs + min(num_experts, num_pairs) * (alignment - 1)) // alignment) * alignment)
     known_P = jnp.minimum(expert_P, num_experts - 1)
     row_P = jnp.where(expert_P < num_experts, start_E[known_P] + place_P, num_rows)
     pair_S = jnp.full(num_rows, num_pairs, jnp.int32).at[row_P].set(jnp.arange(num_pairs, dtype=jnp.int32), mode="drop")
