@@ -42,6 +42,10 @@ class Sizes:
     columns: int
     num_stages: int = 4
 
+    def smem_bytes(self, num_matrices: int) -> int:
+        ring = self.num_stages * (TILE_ROWS + num_matrices * self.columns) * BLOCK_K
+        return 2 * (ring + NUM_CONSUMERS * 2 * BLOCK_M * 64) + 1024  # barriers and alignment
+
 
 def pick_sizes(num_columns: int, num_matrices: int) -> Sizes | None:
     """The widest blocks of columns that divide them; None if there are none."""
@@ -271,7 +275,8 @@ class _Product:
                     value = value + lax.broadcast_in_dim(bias, value.shape, [1])
                 values.append(value)
             staging = self.out_smem.at[wg, part % 2]
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            # The last store of the item before may come from either place.
+            plgpu.wait_smem_to_gmem(min(part, 1), wait_read_only=True)
             staging[...] = self.combine(*values).astype(self.out_ref.dtype)
             plgpu.commit_smem()
             self.store(staging, row, pl.ds(block * columns + left, width), count)

@@ -15,6 +15,7 @@ from jax import lax
 from pallas_kernels.checking.case import Case
 from pallas_kernels.checking.grouped_matmul import TOLERANCE, host_error, plain, routing, run
 from pallas_kernels.grouped_matmul import IMPLEMENTATIONS, PLAIN, triton
+from pallas_kernels.grouped_matmul.mosaic import MIN_PAIRS_OF_EXPERT
 
 GAIN = 8.0
 """Of a result that is the next call's input; limited, so that inputs stay random numbers near 1."""
@@ -154,6 +155,8 @@ def _sampled_error(activation: str, carry: Any, constants: Any, got: Any) -> flo
 
 def _variants(mixture: Mixture, *, tune: bool) -> dict[str, Callable[..., Any]]:
     on_gpu = jax.default_backend() == "gpu"
+    # Mosaic leaves few pairs to Triton.
+    is_few = mixture.num_tokens * mixture.num_choices < MIN_PAIRS_OF_EXPERT * mixture.num_experts
     case = {"dtype": jnp.dtype(mixture.dtype), "weight_dtype": jnp.dtype(mixture.dtype)}
     case |= {"width": mixture.width, "hidden": mixture.hidden}
     options: dict[str, Any] = {"activation": mixture.activation, "interpret": not on_gpu}
@@ -161,6 +164,7 @@ def _variants(mixture: Mixture, *, tune: bool) -> dict[str, Callable[..., Any]]:
         name
         for name, path in IMPLEMENTATIONS.items()
         if name not in PLAIN
+        and not (name == "mosaic" and is_few)
         and importlib.import_module(path).supports(platform=jax.default_backend(), interpret=not on_gpu, **case)
     ]
     found: dict[str, Callable[..., Any]] = {name: functools.partial(run, implementation=name, **options) for name in takes}

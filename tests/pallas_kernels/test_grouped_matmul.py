@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.grouped_matmul import IMPLEMENTATIONS, candidates, choose, experts
+from pallas_kernels import _compat
+from pallas_kernels.grouped_matmul import candidates, choose, experts, mosaic, mosaic_many, triton
 from pallas_kernels.grouped_matmul.plan import local_experts, make_plan, max_tiles
 
+needs_mosaic = pytest.mark.skipif(not _compat.has_mosaic(), reason="JAX 0.10 lacks parts of Mosaic GPU that the kernel uses")
 TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 2e-2}
 """Of the largest difference, relative to the largest value."""
 
@@ -110,11 +112,60 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", ["reference", "xla", "triton"])
 @pytest.mark.parametrize("name", CASES)
 def test_experts_against_loops(implementation, name):
     case = CASES[name]
     assert error(case, run(implementation, case)) < TOLERANCE[str(case["x_TD"].dtype)]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 8])
+def test_triton_with_a_plan_computes_what_it_does_without(num_tokens):
+    """So do experts that fill more than one tile, and tiles that are narrower than the widths."""
+    case = make_case(num_tokens, bias=True, padding=num_tokens // 3, only=2)
+    tiles = triton.Tiles(4, 16, 16)
+    options = {name: case.pop(name) for name in list(case) if name.endswith(("E2F", "_ED", "real_T"))}
+    for max_few_pairs in (0, 1000):
+        call = functools.partial(
+            triton.experts, interpret=True, tiling=triton.Tiling(tiles, tiles), max_few_pairs=max_few_pairs
+        )
+        assert error(case | options, jax.jit(call)(**case, **options)) < TOLERANCE["float32"]
+
+
+MOSAIC_CASES = {
+    "several tiles of an expert": make_case(150, num_choices=2, num_experts=3, width=128, hidden=64, dtype="bfloat16", only=1),
+    "biases, padding, other devices": make_case(
+        70,
+        num_experts=2,
+        all_experts=3,
+        first_expert=1,
+        width=192,
+        hidden=192,
+        dtype="float16",
+        bias=True,
+        padding=9,
+        activation="swiglu_clamped",
+    ),
+    "few rows": make_case(3, width=64, hidden=128, dtype="bfloat16"),
+}
+
+
+@needs_mosaic
+@pytest.mark.parametrize("name", MOSAIC_CASES)
+def test_mosaic_in_the_interpreter(name):
+    case = MOSAIC_CASES[name]
+    static = {"activation": case["activation"]} if "activation" in case else {}
+    call = functools.partial(mosaic.experts, interpret=True, min_pairs_of_expert=0, **static)
+    got = jax.jit(call)(**{name: x for name, x in case.items() if name not in static})
+    assert error(case, got) < TOLERANCE[str(case["x_TD"].dtype)]
+
+
+@pytest.mark.parametrize("num_columns", [64, 96, 192, 704, 768, 1408, 2048, 2880, 4096])
+@pytest.mark.parametrize("num_matrices", [1, 2])
+def test_mosaic_blocks_divide_the_columns_and_fit_into_shared_memory(num_columns, num_matrices):
+    sizes = mosaic_many.pick_sizes(num_columns, num_matrices)
+    assert (sizes is None) == (num_columns % 64 != 0 and (num_matrices == 1 or num_columns % 96 != 0))
+    assert sizes is None or (num_columns % sizes.columns == 0 and sizes.smem_bytes(num_matrices) <= mosaic_many.SMEM_BYTES)
 
 
 def test_a_choice_made_twice_counts_twice():
