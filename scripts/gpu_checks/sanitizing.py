@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import jax
 
-from pallas_kernels.checking import attention_at_start, rope_cache_write, sampling
+from pallas_kernels.checking import attention_at_start, grouped_matmul, rope_cache_write, sampling
 from pallas_kernels.checking.attention_at_start import Layer
 from pallas_kernels.checking.case import Case
 from pallas_kernels.checking.check import check as run_cases
@@ -69,5 +69,10 @@ def kernel_cases(*, interpret: bool) -> list[tuple[str, Case]]:
         )
         title = f"rope triton {cache_dtype}{' norm' * has_norms}"
         found += [(title, case) for case in rope_cache_write.cases(rope, "triton", interpret=interpret)]
+    for has_biases in (False, True):
+        mixture = grouped_matmul.Shapes("bfloat16", 6, 3, 256, 96, has_biases=has_biases)
+        for name in ("mosaic", "triton"):
+            cases = grouped_matmul.cases(mixture, name, interpret=interpret)
+            found += [(f"experts {name}{' biases' * has_biases}", case) for case in cases]
     found += [("sampling triton", case) for case in sampling.cases(sampling.Shapes(VOCAB_SIZE), "triton", interpret=interpret)]
     return attention[:7] + found + attention[7:]

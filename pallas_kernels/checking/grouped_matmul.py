@@ -1,0 +1,125 @@
+"""The experts of a mixture: near what NumPy computes in float32, expert by expert; padding gives 0 and adds nothing."""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pallas_kernels.checking.case import Case
+from pallas_kernels.checking.host import Normals
+from pallas_kernels.grouped_matmul import experts
+
+TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 2e-2}
+"""Of the largest difference, relative to the largest value: hidden values and each expert's result are rounded too."""
+_MAX_WEIGHTS = 64 << 20
+"""Values of all experts of a case at an engine's start; few experts compute as many do."""
+_FEW_TOKENS, _ROWS_OF_EXPERT = 13, 150
+"""Tokens of the case with small tiles, and pairs of an expert in that with large ones: more than a tile has."""
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """A model's experts on one device."""
+
+    dtype: str
+    num_experts: int
+    num_choices: int
+    width: int
+    hidden: int
+    activation: str = "silu"
+    has_biases: bool = False
+
+
+def cases(shapes: Shapes, implementation: str, *, interpret: bool) -> list[Case]:
+    """A token, a few, and so many that an expert has several tiles; some are padding, some experts are another device's."""
+    fitting = max(2, _MAX_WEIGHTS // (3 * shapes.width * shapes.hidden))
+    num_experts = min(shapes.num_experts, shapes.num_choices + 2, fitting)
+    num_choices = min(shapes.num_choices, num_experts)
+    many = -(-_ROWS_OF_EXPERT * num_experts // num_choices)
+    call = functools.partial(run, implementation=implementation, interpret=interpret, activation=shapes.activation)
+    return [
+        Case(
+            f"{num_tokens} tokens",
+            functools.partial(_host_arrays, shapes, num_tokens, num_experts, num_choices),
+            {implementation: call},
+            functools.partial(host_error, activation=shapes.activation),
+            TOLERANCE[shapes.dtype],
+        )
+        for num_tokens in (1, _FEW_TOKENS, many)
+    ]
+
+
+def run(
+    carry: Any, expert: Any, weight: Any, is_real: Any, first: Any, gate_up: Any, down: Any, *biases: Any, **options: Any
+) -> Any:
+    """The op on x; biases are those of both products or none."""
+    named = dict(zip(("gate_up_bias_E2F", "down_bias_ED"), biases, strict=True)) if biases else {}
+    return experts(carry, expert, weight, gate_up, down, is_real_T=is_real, first_expert=first, **named, **options)
+
+
+def host_error(carry: Any, constants: Any, got: Any, *, activation: str) -> float:
+    """The largest difference from `plain`, relative to the largest value; infinite where padding does not give 0."""
+    expected = plain(carry, *constants, activation=activation)
+    got, is_real_T = np.asarray(got).astype(np.float32), np.asarray(constants[2])
+    if np.any(got[~is_real_T] != 0):
+        return math.inf
+    return float(np.abs(got - expected).max() / max(float(np.abs(expected).max()), 1e-30))
+
+
+def plain(
+    x: Any, expert: Any, weight: Any, is_real: Any, first: Any, gate_up: Any, down: Any, *biases: Any, activation: str
+) -> np.ndarray:
+    """[T, D] in float32, in NumPy."""
+    x_TD, expert_Tk, weight_Tk, is_real_T = (np.asarray(array) for array in (x, expert, weight, is_real))
+    out_TD = np.zeros(x_TD.shape, np.float32)
+    local_Tk = np.where(is_real_T[:, None], expert_Tk - int(first), -1)
+    for index in np.intersect1d(local_Tk, np.arange(down.shape[0])):
+        token_M, choice_M = np.nonzero(local_Tk == index)
+        gate_up_2FD, down_DF = (np.asarray(array[index]).astype(np.float32) for array in (gate_up, down))
+        gate_MF, up_MF = x_TD[token_M].astype(np.float32) @ gate_up_2FD.swapaxes(1, 2)
+        if biases:
+            gate_MF, up_MF = (
+                gate_MF + np.asarray(biases[0][index, 0], np.float32),
+                up_MF + np.asarray(biases[0][index, 1], np.float32),
+            )
+        out_MD = _activate(gate_MF, up_MF, activation) @ down_DF.T
+        if biases:
+            out_MD += np.asarray(biases[1][index]).astype(np.float32)
+        np.add.at(out_TD, token_M, out_MD * weight_Tk[token_M, choice_M, None])
+    return out_TD
+
+
+def _activate(gate: np.ndarray, up: np.ndarray, activation: str) -> np.ndarray:
+    match activation:
+        case "silu":
+            return gate / (1 + np.exp(-gate)) * up
+        case "gelu_tanh":
+            return 0.5 * gate * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) * up
+        case "swiglu_clamped":
+            gate, up = np.minimum(gate, 7.0), np.clip(up, -7.0, 7.0)
+            return gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+    raise ValueError(f"no activation {activation!r}")
+
+
+def routing(num_tokens: int, num_choices: int, num_experts: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Random choices [T, k] without repetition within a token, and weights that sum to 1."""
+    rng = np.random.default_rng(seed)
+    expert_Tk = np.argsort(rng.random((num_tokens, num_experts)), axis=1)[:, :num_choices].astype(np.int32)
+    weight_Tk = rng.uniform(0.1, 1.0, (num_tokens, num_choices)).astype(np.float32)
+    return expert_Tk, weight_Tk / weight_Tk.sum(axis=1, keepdims=True)
+
+
+def _host_arrays(shapes: Shapes, num_tokens: int, num_experts: int, num_choices: int) -> tuple[Any, tuple[Any, ...]]:
+    """The last tokens are padding and NaN; one expert more than there are here is chosen from."""
+    normals, dtype = Normals(), shapes.dtype
+    D, F = shapes.width, shapes.hidden
+    expert_Tk, weight_Tk = routing(num_tokens, num_choices, num_experts + 1)
+    is_real_T = np.arange(num_tokens) < max(1, num_tokens - 3)
+    x_TD = normals(num_tokens, D)
+    x_TD[~is_real_T] = np.nan
+    gate_up_E2FD = (normals(num_experts, 2, F, D) * np.float32(2 / math.sqrt(D))).astype(dtype)
+    down_EDF = (normals(num_experts, D, F) * np.float32(1 / math.sqrt(F))).astype(dtype)
+    biases = (normals.of(dtype, num_experts, 2, F), normals.of(dtype, num_experts, D)) if shapes.has_biases else ()
+    return x_TD.astype(dtype), (expert_Tk, weight_Tk, is_real_T, np.int32(1), gate_up_E2FD, down_EDF, *biases)

@@ -1,0 +1,292 @@
+"""Both products as Pallas-Triton kernels that read each needed expert's weights once; the plan is part of the kernels for few pairs.
+
+    gate and up   program (part of F, item):  x[token of each pair, D] @ gate_up[expert, :, part, D].T, activation  -> h[pair, part]
+    down          program (part of D, item):  h[pair, F]               @ down[expert, part, F].T                    -> out[pair, part]
+    weighted sum over the choices of a token, in XLA
+
+An item is all pairs of one expert, in turns of block_m pairs (few pairs: the program finds them itself), or a tile of the plan
+(many pairs: see `plan`). Rows of x, h and out are gathered and scattered by pair, so nothing is sorted but indices.
+
+At most 16 pairs take another second kernel, which computes the weighted sum too: a program per part of D, whose tile has a row per
+pair. It walks through the experts of the pairs one after the other; of each product only the pair's own row is not zero.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
+
+from pallas_kernels._compat import dot_f32, load, store, triton_call
+from pallas_kernels.grouped_matmul.activation import ACTIVATIONS
+from pallas_kernels.grouped_matmul.plan import Plan, local_experts, make_plan, max_tiles, weighted_sum
+from pallas_kernels.sizes import next_power_of_two
+
+MAX_SUMMED_PAIRS = 16
+"""The most pairs that the second kernel sums: the rows of the smallest tile that tensor cores multiply."""
+MAX_FEW_PAIRS = 512
+"""The most pairs of which a program finds its own: more take too many registers, and the time of a plan in XLA matters less."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """A program computes block_n columns of block_m pairs, block_k terms at a time."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int = 4
+    num_stages: int = 4
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Tiles of both kernels, whose block_m is the same."""
+
+    gate_up: Tiles
+    """Computes block_n hidden values: as many columns of gate, and of up."""
+    down: Tiles
+
+
+def supports(
+    *, platform: str, dtype: DTypeLike, weight_dtype: DTypeLike, width: int, hidden: int, interpret: bool = False
+) -> bool:
+    # Rows are read in runs of 16 bytes, which begin at multiples of 16 bytes.
+    aligned = width * jnp.dtype(dtype).itemsize % 16 == 0 and hidden * jnp.dtype(dtype).itemsize % 16 == 0
+    return (
+        (platform == "gpu" or interpret)
+        and (aligned or interpret)
+        and jnp.dtype(dtype) in (jnp.float32, jnp.bfloat16, jnp.float16)
+        and jnp.dtype(dtype) == jnp.dtype(weight_dtype)
+    )
+
+
+def pick_tiling(num_pairs: int, num_experts: int, hidden: int, itemsize: int) -> Tiling:
+    """Few pairs: small tiles, so that all cores have weights to read. Many: those that use the tensor cores best."""
+    if itemsize == 4:  # multiplied in full precision without tensor cores
+        tiles = Tiles(16 if num_pairs <= 16 * num_experts else 64, 32, 32, num_stages=2)
+        return Tiling(tiles, tiles)
+    if num_pairs <= MAX_SUMMED_PAIRS:
+        return Tiling(Tiles(16, 16, 128, num_stages=5), Tiles(16, 16, 256, num_stages=9))
+    if num_pairs <= 8 * num_experts:
+        return Tiling(Tiles(16, 32, 128, num_stages=5), Tiles(16, 64, 128, num_stages=5))
+    if num_pairs <= 24 * num_experts:
+        return Tiling(Tiles(32, 32, 128, num_stages=4), Tiles(32, 64, 128, num_stages=4))
+    if num_pairs <= 96 * num_experts:
+        return Tiling(Tiles(64, 64, 64, num_stages=4), Tiles(64, 128, 64, num_stages=4))
+    block_n = 128 if -(-hidden // 128) * 128 <= 1.1 * -(-hidden // 64) * 64 else 64
+    return Tiling(Tiles(128, block_n, 64, num_warps=block_n // 16, num_stages=3), Tiles(128, 256, 64, 8, 3))
+
+
+def experts(
+    x_TD: jax.Array,
+    expert_Tk: jax.Array,
+    weight_Tk: jax.Array,
+    gate_up_E2FD: jax.Array,
+    down_EDF: jax.Array,
+    *,
+    is_real_T: jax.Array | None = None,
+    gate_up_bias_E2F: jax.Array | None = None,
+    down_bias_ED: jax.Array | None = None,
+    activation: str = "silu",
+    first_expert: int | jax.Array = 0,
+    interpret: bool = False,
+    tiling: Tiling | None = None,
+    max_few_pairs: int = MAX_FEW_PAIRS,
+) -> jax.Array:
+    num_experts, width, hidden = down_EDF.shape
+    num_tokens, num_choices = expert_Tk.shape
+    num_pairs = num_tokens * num_choices
+    tiling = tiling or pick_tiling(num_pairs, num_experts, hidden, x_TD.dtype.itemsize)
+    block_m = tiling.gate_up.block_m
+    assert block_m == tiling.down.block_m, f"{tiling} has two sizes of tiles of pairs"
+    expert_P = local_experts(expert_Tk, is_real_T, first_expert, num_experts)
+    find: Callable[..., None]
+    if num_pairs <= max_few_pairs:
+        find = functools.partial(_for_pairs_of_expert, num_experts=num_experts)
+        tables, num_items = [expert_P], min(num_pairs, num_experts)
+    else:
+        plan = make_plan(expert_P, num_experts, block_m)
+        find, tables, num_items = _for_tile, _tables(plan), max_tiles(num_pairs, num_experts, block_m)
+    options: dict[str, Any] = {"find": find, "num_tables": len(tables)}
+
+    def call(kernel: Callable[..., None], name: str, tiles: Tiles, columns: int, out: tuple[int, int], *args: Any) -> Any:
+        return triton_call(
+            functools.partial(kernel, tiles=tiles, **options),
+            name=name,
+            grid=(pl.cdiv(columns, tiles.block_n), num_items),
+            out_shape=jax.ShapeDtypeStruct(out, x_TD.dtype),
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
+            interpret=interpret,
+        )(*tables, *args)
+
+    biases = [] if gate_up_bias_E2F is None else [gate_up_bias_E2F]
+    gate_up = functools.partial(_gate_up_kernel, activation=activation, num_choices=num_choices)
+    hidden_PF = call(gate_up, "experts_gate_up", tiling.gate_up, hidden, (num_pairs, hidden), x_TD, gate_up_E2FD, *biases)
+    biases = [] if down_bias_ED is None else [down_bias_ED]
+    if num_pairs <= min(MAX_SUMMED_PAIRS, max_few_pairs):
+        tiles = tiling.down
+        return triton_call(
+            functools.partial(_summed_down_kernel, tiles=tiles, num_experts=num_experts),
+            name="experts_down_sum",
+            grid=(pl.cdiv(width, tiles.block_n),),
+            out_shape=jax.ShapeDtypeStruct(x_TD.shape, x_TD.dtype),
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
+            interpret=interpret,
+        )(expert_P, weight_Tk, hidden_PF, down_EDF, *biases)
+    out_PD = call(_down_kernel, "experts_down", tiling.down, width, (num_pairs, width), hidden_PF, down_EDF, *biases)
+    return weighted_sum(out_PD, expert_P, weight_Tk, num_experts)
+
+
+def _tables(plan: Plan) -> list[jax.Array]:
+    return [plan.pair_S, plan.expert_N, plan.start_N, plan.count_N]
+
+
+def _for_pairs_of_expert(
+    expert_ref: Any, item: jax.Array, block_m: int, do_tile: Callable[..., None], *, num_experts: int
+) -> None:
+    """Tiles of all pairs of one expert: the one whose number is the item, or, if there are fewer pairs, that of the item's pair."""
+    (num_pairs,) = expert_ref.shape
+    index_P = jnp.arange(next_power_of_two(num_pairs))
+    expert = expert_ref[item] if num_pairs < num_experts else item
+    is_mine_P = load(expert_ref.at[index_P], mask=index_P < num_pairs, other=-1) == expert
+    count = jnp.sum(is_mine_P.astype(jnp.int32))
+    if num_pairs < num_experts:
+        is_first = jnp.sum((is_mine_P & (index_P < item)).astype(jnp.int32)) == 0
+        count = jnp.where(is_first & (expert < num_experts), count, 0)
+    place_P = jnp.where(is_mine_P, jnp.cumsum(is_mine_P.astype(jnp.int32)) - 1, -1)
+
+    @pl.loop(0, lax.div(count + (block_m - 1), block_m))
+    def _(turn):
+        place_M = turn * block_m + jnp.arange(block_m)
+        is_pair_MP = place_P[None, :] == place_M[:, None]
+        pair_M = jnp.sum(jnp.where(is_pair_MP, index_P[None, :], 0), axis=1)
+        # Rows without a pair are not written; the interpreter writes them back, so they must not have the place of another.
+        do_tile(expert, jnp.where(place_M < count, pair_M, num_pairs), place_M < count)
+
+
+def _for_tile(
+    pair_ref: Any, expert_ref: Any, start_ref: Any, count_ref: Any, item: jax.Array, block_m: int, do_tile: Callable[..., None]
+) -> None:
+    """The item's tile of a plan."""
+    count = count_ref[item]
+
+    @pl.when(count > 0)
+    def _():
+        row_M = jnp.arange(block_m)
+        pair_M = load(pair_ref.at[start_ref[item] + row_M], mask=row_M < count, other=pair_ref.shape[0])
+        do_tile(expert_ref[item], pair_M, row_M < count)
+
+
+def _gate_up_kernel(*refs: Any, find: Any, num_tables: int, tiles: Tiles, activation: str, num_choices: int) -> None:
+    # x [T, D], gate_up [E, 2, F, D], bias [E, 2, F] if there is one, out [P, F]
+    tables, (x_ref, weight_ref, *bias_ref, out_ref) = refs[:num_tables], refs[num_tables:]
+    column_N = pl.program_id(0) * tiles.block_n + jnp.arange(tiles.block_n)
+    in_columns_N = column_N < out_ref.shape[1]
+
+    def do_tile(expert: jax.Array, pair_M: jax.Array, is_pair_M: jax.Array) -> None:
+        token_M = lax.div(pair_M, num_choices)
+        sums = _products(tiles, x_ref, token_M, is_pair_M, weight_ref, [(expert, 0), (expert, 1)], column_N, in_columns_N)
+        if bias_ref:
+            sums = [
+                sum_MN + load(bias_ref[0].at[expert, i, column_N], mask=in_columns_N, other=0.0).astype(jnp.float32)[None, :]
+                for i, sum_MN in enumerate(sums)
+            ]
+        mask_MN = is_pair_M[:, None] & in_columns_N[None, :]
+        store(
+            out_ref.at[pair_M[:, None], column_N[None, :]], ACTIVATIONS[activation](*sums).astype(out_ref.dtype), mask=mask_MN
+        )
+
+    find(*tables, pl.program_id(1), tiles.block_m, do_tile)
+
+
+def _down_kernel(*refs: Any, find: Any, num_tables: int, tiles: Tiles) -> None:
+    # h [P, F], down [E, D, F], bias [E, D] if there is one, out [P, D]
+    tables, (x_ref, weight_ref, *bias_ref, out_ref) = refs[:num_tables], refs[num_tables:]
+    column_N = pl.program_id(0) * tiles.block_n + jnp.arange(tiles.block_n)
+    in_columns_N = column_N < out_ref.shape[1]
+
+    def do_tile(expert: jax.Array, pair_M: jax.Array, is_pair_M: jax.Array) -> None:
+        (sum_MN,) = _products(tiles, x_ref, pair_M, is_pair_M, weight_ref, [(expert,)], column_N, in_columns_N)
+        if bias_ref:
+            sum_MN += load(bias_ref[0].at[expert, column_N], mask=in_columns_N, other=0.0).astype(jnp.float32)[None, :]
+        mask_MN = is_pair_M[:, None] & in_columns_N[None, :]
+        store(out_ref.at[pair_M[:, None], column_N[None, :]], sum_MN.astype(out_ref.dtype), mask=mask_MN)
+
+    find(*tables, pl.program_id(1), tiles.block_m, do_tile)
+
+
+def _products(
+    tiles: Tiles,
+    x_ref: Any,
+    row_M: jax.Array,
+    is_row_M: jax.Array,
+    weight_ref: Any,
+    matrices: list[tuple[Any, ...]],
+    column_N: jax.Array,
+    in_columns_N: jax.Array,
+) -> list[jax.Array]:
+    """float32 [M, N]: x[row] @ weight[matrix, column].T for each of the matrices, given by their leading indices."""
+    num_terms = x_ref.shape[1]
+
+    def step(i: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
+        term_K = i * tiles.block_k + jnp.arange(tiles.block_k)
+        in_terms_1K = (term_K < num_terms)[None, :]
+        x_MK = load(x_ref.at[row_M[:, None], term_K[None, :]], mask=is_row_M[:, None] & in_terms_1K, other=0.0)
+        mask_NK = in_columns_N[:, None] & in_terms_1K
+        weights = [load(weight_ref.at[(*m, column_N[:, None], term_K[None, :])], mask=mask_NK, other=0.0) for m in matrices]
+        return [sum_MN + dot_f32(x_MK, weight_NK.T) for sum_MN, weight_NK in zip(sums, weights, strict=True)]
+
+    zeros = jnp.zeros((tiles.block_m, tiles.block_n), jnp.float32)
+    return lax.fori_loop(0, pl.cdiv(num_terms, tiles.block_k), step, [zeros for _ in matrices])
+
+
+def _summed_down_kernel(
+    expert_ref: Any,  # [P]
+    weight_ref: Any,  # [T, k]
+    x_ref: Any,  # [P, F]
+    down_ref: Any,  # [E, D, F]
+    *refs: Any,  # bias [E, D] if there is one; out [T, D]
+    tiles: Tiles,
+    num_experts: int,
+) -> None:
+    *bias_ref, out_ref = refs
+    (num_pairs, num_terms), (num_tokens, num_choices) = x_ref.shape, weight_ref.shape
+    column_N = pl.program_id(0) * tiles.block_n + jnp.arange(tiles.block_n)
+    in_columns_N = column_N < out_ref.shape[1]
+    pair_M = jnp.arange(MAX_SUMMED_PAIRS)
+    num_steps = pl.cdiv(num_terms, tiles.block_k)
+
+    def step(i: jax.Array, sum_MN: jax.Array) -> jax.Array:
+        pair = lax.div(i, num_steps)
+        expert = expert_ref[pair]
+        term_1K = (lax.rem(i, num_steps) * tiles.block_k + jnp.arange(tiles.block_k))[None, :]
+        in_terms_1K = (term_1K < num_terms) & (expert < num_experts)
+        x_MK = load(x_ref.at[pair_M[:, None], term_1K], mask=(pair_M == pair)[:, None] & in_terms_1K, other=0.0)
+        index = (jnp.minimum(expert, num_experts - 1), column_N[:, None], term_1K)
+        weight_NK = load(down_ref.at[index], mask=in_columns_N[:, None] & in_terms_1K, other=0.0)
+        return sum_MN + dot_f32(x_MK, weight_NK.T)
+
+    zeros = jnp.zeros((MAX_SUMMED_PAIRS, tiles.block_n), jnp.float32)
+    sum_MN = lax.fori_loop(0, num_pairs * num_steps, step, zeros)
+    is_pair_M = pair_M < num_pairs
+    expert_M = load(expert_ref.at[pair_M], mask=is_pair_M, other=num_experts)
+    is_here_M = expert_M < num_experts
+    if bias_ref:
+        mask_MN = is_here_M[:, None] & in_columns_N[None, :]
+        sum_MN += load(bias_ref[0].at[expert_M[:, None], column_N[None, :]], mask=mask_MN, other=0.0).astype(jnp.float32)
+    # Each expert's result is rounded, as where there are more pairs.
+    out_MN = sum_MN.astype(out_ref.dtype).astype(jnp.float32)
+    token_M, choice_M = lax.div(pair_M, num_choices), lax.rem(pair_M, num_choices)
+    weight_M = load(weight_ref.at[token_M, choice_M], mask=is_here_M, other=0.0)
+    for token in range(num_tokens):
+        weight_M1 = jnp.where(token_M == token, weight_M, 0.0)[:, None]
+        out_N = jnp.sum(weight_M1 * out_MN, axis=0)
+        store(out_ref.at[token, column_N], out_N.astype(out_ref.dtype), mask=in_columns_N)

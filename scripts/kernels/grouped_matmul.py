@@ -1,0 +1,207 @@
+"""The experts of a mixture, by every implementation that takes the case: few tokens against a copy, many against the products' peak."""
+
+import functools
+import importlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.checking.case import Case
+from pallas_kernels.checking.grouped_matmul import TOLERANCE, host_error, plain, routing, run
+from pallas_kernels.grouped_matmul import IMPLEMENTATIONS, PLAIN, triton
+from pallas_kernels.grouped_matmul.mosaic import MIN_PAIRS_OF_EXPERT
+
+GAIN = 8.0
+"""Of a result that is the next call's input; limited, so that inputs stay random numbers near 1."""
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A model's experts, and a step's tokens."""
+
+    num_tokens: int
+    num_choices: int
+    num_experts: int
+    width: int
+    hidden: int
+    dtype: str = "bfloat16"
+    activation: str = "silu"
+    biases: bool = False
+    padding: int = 0
+    first: int = 0
+    only: int | None = None
+    """The expert of every token's first choice."""
+    all_experts: int | None = None
+    """Of all devices together; None: those of this one."""
+
+    @property
+    def name(self) -> str:
+        notes = [self.dtype] * (self.dtype != "bfloat16") + [self.activation] * (self.activation != "silu")
+        notes += ["biases"] * self.biases + [f"{self.padding} padding"] * (self.padding > 0)
+        notes += ["one expert"] * (self.only is not None) + [f"from {self.first} of {self.all_experts}"] * (self.first > 0)
+        sizes = f"{self.num_tokens} tokens e{self.num_experts} k{self.num_choices} d{self.width} f{self.hidden}"
+        return f"experts, {' '.join([sizes, *notes])}"
+
+
+QWEN3_30B = Mixture(1, 8, 128, 2048, 768)
+DEEPSEEK_V2_LITE = Mixture(1, 6, 64, 2048, 1408)
+GPT_OSS_20B = Mixture(1, 4, 32, 2880, 2880, activation="swiglu_clamped", biases=True)
+
+
+def speed_cases(tiny: bool, tune: bool) -> list[Case]:
+    """Three models, from a token to a prompt."""
+    if tiny:
+        return [_case(Mixture(num_tokens, 2, 4, 32, 16), is_timed=True, tune=tune) for num_tokens in (1, 40)]
+    return [
+        _case(replace(model, num_tokens=num_tokens), is_timed=True, tune=tune)
+        for model in (QWEN3_30B, DEEPSEEK_V2_LITE, GPT_OSS_20B)
+        for num_tokens in (1, 8, 64, 256, 1024, 8192)
+    ]
+
+
+def check_cases(tiny: bool) -> list[Case]:
+    """Few pairs, some, and many; odd numbers of experts, shares of their width, biases, activations, padding, other devices."""
+    toy = Mixture(7, 2, 5, 32, 24)
+    if tiny:
+        return [_case(case) for case in (toy, replace(toy, num_tokens=40, biases=True, padding=3))]
+    mixtures = [
+        *(Mixture(num_tokens, 8, 12, 2048, 768) for num_tokens in (1, 2, 5, 64, 65, 200, 1000)),
+        *(Mixture(num_tokens, 6, 8, 2048, 1408) for num_tokens in (1, 17, 400)),
+        *(replace(GPT_OSS_20B, num_tokens=num_tokens, num_experts=6) for num_tokens in (1, 9, 300)),
+        # Shares of tensor parallelism.
+        *(Mixture(num_tokens, 4, 7, 2048, hidden) for num_tokens in (3, 500) for hidden in (96, 192, 352)),
+        *(Mixture(num_tokens, 2, 5, 2880, 360, biases=True) for num_tokens in (4, 700)),
+        *(Mixture(num_tokens, 2, 8, 4096, 1024, activation="gelu_tanh") for num_tokens in (6, 900)),
+        # All tokens of one expert, most experts without tokens.
+        *(Mixture(num_tokens, 1, 100, 256, 128, only=77) for num_tokens in (1, 40, 512, 3000)),
+        *(Mixture(num_tokens, 3, 100, 256, 128, only=0) for num_tokens in (20, 2000)),
+        Mixture(4, 8, 300, 512, 64),
+        Mixture(3000, 4, 300, 512, 64),
+        *(Mixture(num_tokens, 4, 16, 512, 256, padding=num_tokens // 2) for num_tokens in (2, 64, 1000)),
+        *(Mixture(num_tokens, 4, 16, 512, 256, first=32, all_experts=64) for num_tokens in (1, 64, 1000)),
+        *(Mixture(num_tokens, 2, 8, 512, 256, dtype="float16", biases=True) for num_tokens in (5, 600)),
+        *(Mixture(num_tokens, 2, 8, 512, 256, dtype="float32", biases=True) for num_tokens in (5, 600)),
+    ]
+    return [_case(mixture) for mixture in mixtures]
+
+
+def _case(mixture: Mixture, *, is_timed: bool = False, tune: bool = False) -> Case:
+    D, F, num_pairs = mixture.width, mixture.hidden, mixture.num_tokens * mixture.num_choices
+    total = mixture.all_experts or mixture.num_experts
+    expert_Tk, weight_Tk = routing(mixture.num_tokens, mixture.num_choices, total)
+    if mixture.only is not None:
+        expert_Tk[:, 0] = mixture.only
+
+    def make() -> tuple[Any, tuple[Any, ...]]:
+        keys = iter(jax.random.split(jax.random.key(0), 5))
+        dtype = jnp.dtype(mixture.dtype)
+
+        def normal(*shape: int, scale: float = 1.0) -> jax.Array:
+            return jax.random.normal(next(keys), shape, dtype) * jnp.asarray(scale, dtype)
+
+        is_real_T = jnp.arange(mixture.num_tokens) < mixture.num_tokens - mixture.padding
+        x_TD = jnp.where(is_real_T[:, None], normal(mixture.num_tokens, D), jnp.nan).astype(dtype)
+        weights = (
+            normal(mixture.num_experts, 2, F, D, scale=2 / math.sqrt(D)),
+            normal(mixture.num_experts, D, F, scale=1 / math.sqrt(F)),
+        )
+        biases = (normal(mixture.num_experts, 2, F), normal(mixture.num_experts, D)) if mixture.biases else ()
+        first = jnp.int32(mixture.first)
+        constants = (jnp.asarray(expert_Tk), jnp.asarray(weight_Tk), is_real_T, first, *weights, *biases)
+        return ((x_TD, jnp.int32(0)) if is_timed else x_TD), constants
+
+    variants = _variants(mixture, tune=tune)
+    if not is_timed:
+        error = functools.partial(host_error, activation=mixture.activation)
+        return Case(mixture.name, make, variants, error, TOLERANCE[mixture.dtype])
+    needed = len(np.unique(expert_Tk))
+    itemsize = jnp.dtype(mixture.dtype).itemsize
+    return Case(
+        mixture.name,
+        make,
+        {name: functools.partial(_shifted, variant, total) for name, variant in variants.items()},
+        functools.partial(_sampled_error, mixture.activation),
+        TOLERANCE[mixture.dtype],
+        bytes=itemsize * (needed * 3.0 * D * F + 2.0 * mixture.num_tokens * D),
+        flops=2.0 * 3 * D * F * num_pairs,
+        feed=_feed,
+    )
+
+
+def _shifted(variant: Callable[..., Any], total: int, carry: Any, expert: Any, *rest: Any) -> Any:
+    """Each call chooses other experts: the cache would hold those of a few tokens."""
+    x_TD, shift = carry
+    return variant(x_TD, lax.rem(expert + shift, total), *rest)
+
+
+def _feed(carry: Any, result: Any) -> Any:
+    return jnp.clip(result * jnp.asarray(GAIN, result.dtype), -3.0, 3.0), carry[1] + 7
+
+
+def _sampled_error(activation: str, carry: Any, constants: Any, got: Any) -> float:
+    """Of a few tokens: the host takes seconds for all."""
+    expert, weight, is_real, *rest = constants
+    tokens = np.linspace(0, len(got) - 1, min(4, len(got))).astype(int)
+    x, got = (np.asarray(array)[tokens] for array in (carry[0], got))
+    expected = plain(x, *(np.asarray(a)[tokens] for a in (expert, weight, is_real)), *rest, activation=activation)
+    return float(np.abs(got.astype(np.float32) - expected).max() / np.abs(expected).max())
+
+
+def _variants(mixture: Mixture, *, tune: bool) -> dict[str, Callable[..., Any]]:
+    on_gpu = jax.default_backend() == "gpu"
+    # Mosaic leaves few pairs to Triton.
+    is_few = mixture.num_tokens * mixture.num_choices < MIN_PAIRS_OF_EXPERT * mixture.num_experts
+    case = {"dtype": jnp.dtype(mixture.dtype), "weight_dtype": jnp.dtype(mixture.dtype)}
+    case |= {"width": mixture.width, "hidden": mixture.hidden}
+    options: dict[str, Any] = {"activation": mixture.activation, "interpret": not on_gpu}
+    takes = [
+        name
+        for name, path in IMPLEMENTATIONS.items()
+        if name not in PLAIN
+        and not (name == "mosaic" and is_few)
+        and importlib.import_module(path).supports(platform=jax.default_backend(), interpret=not on_gpu, **case)
+    ]
+    found: dict[str, Callable[..., Any]] = {name: functools.partial(run, implementation=name, **options) for name in takes}
+    if tune and "triton" in takes:
+        for tiling in _tilings(mixture):
+            found[f"triton {tiling}"] = functools.partial(_by_tiling, tiling, options)
+    return found
+
+
+def _by_tiling(
+    tiling: triton.Tiling, options: dict[str, Any], carry: Any, expert: Any, weight: Any, is_real: Any, first: Any, *rest: Any
+) -> Any:
+    gate_up, down, *biases = rest
+    named = dict(zip(("gate_up_bias_E2F", "down_bias_ED"), biases, strict=True)) if biases else {}
+    return triton.experts(
+        carry, expert, weight, gate_up, down, is_real_T=is_real, first_expert=first, tiling=tiling, **named, **options
+    )
+
+
+def _tilings(mixture: Mixture) -> list[triton.Tiling]:
+    """One size changed at a time, in both kernels."""
+    num_pairs = mixture.num_tokens * mixture.num_choices
+    base = triton.pick_tiling(num_pairs, mixture.num_experts, mixture.hidden, jnp.dtype(mixture.dtype).itemsize)
+
+    def both(change: Callable[[triton.Tiles], triton.Tiles]) -> triton.Tiling:
+        return triton.Tiling(change(base.gate_up), change(base.down))
+
+    changes: list[Callable[[triton.Tiles], triton.Tiles]] = [
+        lambda tiles: replace(tiles, num_stages=tiles.num_stages - 1),
+        lambda tiles: replace(tiles, num_stages=tiles.num_stages + 1),
+        lambda tiles: replace(tiles, num_warps=tiles.num_warps * 2 if tiles.num_warps < 8 else 4),
+        lambda tiles: replace(tiles, block_n=max(16, tiles.block_n // 2)),
+        lambda tiles: replace(tiles, block_n=min(256, tiles.block_n * 2)),
+        lambda tiles: replace(tiles, block_k=tiles.block_k * 2, num_stages=max(2, tiles.num_stages - 2)),
+        lambda tiles: replace(tiles, block_k=max(32, tiles.block_k // 2), num_stages=tiles.num_stages + 2),
+        lambda tiles: replace(tiles, block_m=min(128, tiles.block_m * 2)),
+    ]
+    if num_pairs <= triton.MAX_SUMMED_PAIRS:
+        changes.pop()
+    return [both(change) for change in changes]

@@ -1,0 +1,212 @@
+"""The experts of a mixture, by every implementation, against loops over tokens in float64; the plan against a plain sort."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import _compat
+from pallas_kernels.grouped_matmul import candidates, choose, experts, mosaic, mosaic_many, triton
+from pallas_kernels.grouped_matmul.plan import local_experts, make_plan, max_tiles
+
+needs_mosaic = pytest.mark.skipif(not _compat.has_mosaic(), reason="JAX 0.10 lacks parts of Mosaic GPU that the kernel uses")
+TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 2e-2}
+"""Of the largest difference, relative to the largest value."""
+
+
+def make_case(
+    num_tokens: int = 9,
+    num_choices: int = 2,
+    num_experts: int = 5,
+    width: int = 32,
+    hidden: int = 24,
+    dtype: str = "float32",
+    bias: bool = False,
+    padding: int = 0,
+    only: int | None = None,
+    all_experts: int | None = None,
+    **options,
+):
+    """Random arguments, by name. only: the expert of every token's first choice. all_experts: of all devices together."""
+    rng = np.random.default_rng(num_tokens + num_experts)
+    total = all_experts or num_experts
+    expert_Tk = np.stack([rng.permutation(total)[:num_choices] for _ in range(num_tokens)]).astype(np.int32)
+    if only is not None:
+        expert_Tk[:, 0] = only
+
+    def normal(*shape: int, dtype: str = dtype, scale: float = 1.0):
+        return jnp.asarray(rng.normal(size=shape) * scale, dtype)
+
+    case = {
+        "x_TD": normal(num_tokens, width),
+        "expert_Tk": jnp.asarray(expert_Tk),
+        "weight_Tk": jnp.asarray(rng.uniform(0.1, 1, (num_tokens, num_choices)), jnp.float32),
+        "gate_up_E2FD": normal(num_experts, 2, hidden, width, scale=3 / math.sqrt(width)),
+        "down_EDF": normal(num_experts, width, hidden, scale=1 / math.sqrt(hidden)),
+    }
+    if bias:
+        case |= {"gate_up_bias_E2F": normal(num_experts, 2, hidden), "down_bias_ED": normal(num_experts, width)}
+    if padding:
+        case["is_real_T"] = jnp.arange(num_tokens) < num_tokens - padding
+        case["x_TD"] = case["x_TD"].at[num_tokens - padding :].set(jnp.nan)
+    return case | options
+
+
+def naive(case: dict) -> np.ndarray:
+    """One token and choice at a time, nothing rounded."""
+    wide = {name: np.asarray(x, np.float64) for name, x in case.items() if name.endswith(("D", "F", "k"))}
+    out_TD = np.zeros_like(wide["x_TD"])
+    is_real_T = np.asarray(case.get("is_real_T", np.ones(len(out_TD), bool)))
+    for token, choice in np.argwhere(is_real_T[:, None] & np.ones_like(wide["expert_Tk"], bool)):
+        expert = int(wide["expert_Tk"][token, choice]) - case.get("first_expert", 0)
+        if not 0 <= expert < len(wide["down_EDF"]):
+            continue
+        gate, up = wide["gate_up_E2FD"][expert] @ wide["x_TD"][token]
+        if "gate_up_bias_E2F" in wide:
+            gate, up = (gate, up) + wide["gate_up_bias_E2F"][expert]
+        match case.get("activation", "silu"):
+            case "silu":
+                middle = gate / (1 + np.exp(-gate)) * up
+            case "gelu_tanh":
+                middle = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
+            case "swiglu_clamped":
+                gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
+                middle = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+        out = wide["down_EDF"][expert] @ middle
+        if "down_bias_ED" in wide:
+            out += wide["down_bias_ED"][expert]
+        out_TD[token] += wide["weight_Tk"][token, choice] * out
+    return out_TD
+
+
+def error(case: dict, got: jax.Array) -> float:
+    exact = naive(case)
+    assert got.shape == exact.shape and got.dtype == case["x_TD"].dtype
+    return float(np.abs(np.asarray(got, np.float64) - exact).max() / max(np.abs(exact).max(), 1e-30))
+
+
+def run(implementation: str, case: dict, **options) -> jax.Array:
+    static = {name: case[name] for name in ("activation",) if name in case}
+    call = functools.partial(experts, implementation=implementation, interpret=True, **static, **options)
+    return jax.jit(call)(**{name: x for name, x in case.items() if name not in static})
+
+
+CASES = {
+    "one token": make_case(1),
+    "few tokens": make_case(9),
+    "bfloat16": make_case(9, dtype="bfloat16"),
+    "float16": make_case(9, dtype="float16"),
+    "many tokens": make_case(150, num_choices=3, num_experts=6),
+    "one expert has all tokens": make_case(40, only=3),
+    "one expert": make_case(7, num_choices=1, num_experts=1),
+    "padding": make_case(13, padding=6),
+    "all is padding": make_case(3, padding=3),
+    "biases": make_case(9, bias=True),
+    "gelu": make_case(9, activation="gelu_tanh"),
+    "clamped swiglu with biases": make_case(9, bias=True, activation="swiglu_clamped"),
+    "experts of another device": make_case(21, num_experts=3, all_experts=12, first_expert=6, num_choices=4, padding=2),
+    "widths that are no multiple of a tile": make_case(5, width=45, hidden=11, bias=True),
+}
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla", "triton"])
+@pytest.mark.parametrize("name", CASES)
+def test_experts_against_loops(implementation, name):
+    case = CASES[name]
+    assert error(case, run(implementation, case)) < TOLERANCE[str(case["x_TD"].dtype)]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 8])
+def test_triton_with_a_plan_computes_what_it_does_without(num_tokens):
+    """So do experts that fill more than one tile, and tiles that are narrower than the widths."""
+    case = make_case(num_tokens, bias=True, padding=num_tokens // 3, only=2)
+    tiles = triton.Tiles(4, 16, 16)
+    options = {name: case.pop(name) for name in list(case) if name.endswith(("E2F", "_ED", "real_T"))}
+    for max_few_pairs in (0, 1000):
+        call = functools.partial(
+            triton.experts, interpret=True, tiling=triton.Tiling(tiles, tiles), max_few_pairs=max_few_pairs
+        )
+        assert error(case | options, jax.jit(call)(**case, **options)) < TOLERANCE["float32"]
+
+
+MOSAIC_CASES = {
+    "several tiles of an expert": make_case(150, num_choices=2, num_experts=3, width=128, hidden=64, dtype="bfloat16", only=1),
+    "biases, padding, other devices": make_case(
+        70,
+        num_experts=2,
+        all_experts=3,
+        first_expert=1,
+        width=192,
+        hidden=192,
+        dtype="float16",
+        bias=True,
+        padding=9,
+        activation="swiglu_clamped",
+    ),
+    "few rows": make_case(3, width=64, hidden=128, dtype="bfloat16"),
+}
+
+
+@needs_mosaic
+@pytest.mark.parametrize("name", MOSAIC_CASES)
+def test_mosaic_in_the_interpreter(name):
+    case = MOSAIC_CASES[name]
+    static = {"activation": case["activation"]} if "activation" in case else {}
+    call = functools.partial(mosaic.experts, interpret=True, min_pairs_of_expert=0, **static)
+    got = jax.jit(call)(**{name: x for name, x in case.items() if name not in static})
+    assert error(case, got) < TOLERANCE[str(case["x_TD"].dtype)]
+
+
+@pytest.mark.parametrize("num_columns", [64, 96, 192, 704, 768, 1408, 2048, 2880, 4096])
+@pytest.mark.parametrize("num_matrices", [1, 2])
+def test_mosaic_blocks_divide_the_columns_and_fit_into_shared_memory(num_columns, num_matrices):
+    sizes = mosaic_many.pick_sizes(num_columns, num_matrices)
+    assert (sizes is None) == (num_columns % 64 != 0 and (num_matrices == 1 or num_columns % 96 != 0))
+    assert sizes is None or (num_columns % sizes.columns == 0 and sizes.smem_bytes(num_matrices) <= mosaic_many.SMEM_BYTES)
+
+
+def test_a_choice_made_twice_counts_twice():
+    case = make_case(4, num_choices=2, only=1)
+    case["expert_Tk"] = case["expert_Tk"].at[:, 1].set(1)
+    assert error(case, run("xla", case)) < TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize("alignment", [1, 8])
+@pytest.mark.parametrize(("num_pairs", "num_experts", "tile_rows"), [(1, 4, 8), (200, 7, 16), (64, 300, 8), (96, 1, 32)])
+def test_plan_puts_every_pair_into_one_tile_of_its_expert(num_pairs, num_experts, tile_rows, alignment):
+    rng = np.random.default_rng(0)
+    expert_P = rng.integers(0, num_experts + 1, num_pairs)
+    make = jax.jit(functools.partial(make_plan, num_experts=num_experts, tile_rows=tile_rows, alignment=alignment))
+    plan = jax.tree.map(np.asarray, vars(make(jnp.asarray(expert_P, jnp.int32))))
+    found = {}
+    for expert, start, count in zip(plan["expert_N"], plan["start_N"], plan["count_N"], strict=True):
+        assert 0 <= count <= tile_rows and (expert == num_experts) == (count == 0)
+        assert (start - plan["start_N"][plan["expert_N"] == expert][0]) % tile_rows == 0
+        found |= {int(pair): int(expert) for pair in plan["pair_S"][start : start + count]}
+    assert found == {pair: expert for pair, expert in enumerate(expert_P) if expert < num_experts}
+    assert (plan["start_N"] % alignment == 0).all() and len(plan["expert_N"]) == max_tiles(num_pairs, num_experts, tile_rows)
+
+
+def test_local_experts_leave_out_padding_and_other_devices():
+    expert_Tk = jnp.array([[0, 5], [6, 4], [4, 5]])
+    got = local_experts(expert_Tk, jnp.array([True, True, False]), first_expert=4, num_experts=2)
+    assert got.tolist() == [2, 1, 2, 0, 2, 2]
+
+
+def test_bad_input_is_named():
+    case = make_case()
+    with pytest.raises(ValueError, match="no activation 'relu' of experts; there are silu"):
+        experts(**case, activation="relu")
+    with pytest.raises(ValueError, match=r"down_bias_ED is \[5, 31\], expected \[5, 32\]"):
+        experts(**case, down_bias_ED=jnp.zeros((5, 31)))
+    with pytest.raises(ValueError, match="no implementation 'cuda' of experts"):
+        experts(**case, implementation="cuda")
+
+
+def test_a_kernel_is_chosen_on_its_own_only_where_it_was_verified():
+    case = {"dtype": jnp.bfloat16, "weight_dtype": jnp.bfloat16, "width": 2048, "hidden": 768}
+    assert candidates(platform="cpu", **case) == ("xla",)
+    assert choose(platform="gpu", **case) == "xla", "this machine's device has no record"
