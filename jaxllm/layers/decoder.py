@@ -1,5 +1,6 @@
 """The decoder that a `ModelConfig` describes."""
 
+import itertools
 from collections.abc import Sequence
 from functools import partial
 
@@ -10,9 +11,11 @@ from jax import Array
 from jaxllm.layers.attention import GroupedQueryAttention
 from jaxllm.layers.embedding import Embedding, PositionEmbedding
 from jaxllm.layers.mlp import FeedForward
+from jaxllm.layers.moe import MixtureOfExperts
 from jaxllm.layers.norm import NoNorm, Normalization, make_norm
 from jaxllm.layers.step import Step
 from jaxllm.model_config import ModelConfig
+from jaxllm.model_parts import MoE
 from jaxllm.parallel.shards import ONE_DEVICE, Shards
 
 Run = tuple[Array, Array]
@@ -33,7 +36,8 @@ class DecoderBlock(nnx.Module):
         self.attention = GroupedQueryAttention(config, parts.attention, layer, prefix)
         self.attention_post_norm = norm(parts.attention_post_norm)
         self.mlp_norm = norm(parts.mlp_norm)
-        self.mlp = FeedForward(config, parts.mlp, prefix)
+        make_mlp = MixtureOfExperts if isinstance(parts.mlp, MoE) else FeedForward
+        self.mlp = make_mlp(config, parts.mlp, prefix)  # type: ignore[arg-type]
         self.mlp_post_norm = norm(parts.mlp_post_norm)
 
     def __call__(self, runs: Sequence[Run], next_norm: AnyNorm, step: Step) -> list[Run]:
@@ -41,11 +45,14 @@ class DecoderBlock(nnx.Module):
         shards = step.shards
         attended = self.attention([normed_TD for _, normed_TD in runs], step)
         if self.parts.parallel:
-            added = [part_TD + self.mlp(normed_TD, shards) for part_TD, (_, normed_TD) in zip(attended, runs, strict=True)]
+            added = [part_TD + fed_TD for part_TD, fed_TD in zip(attended, self._fed_forward(runs, step), strict=True)]
             return self._joined(added, runs, self.mlp_post_norm, next_norm, shards)
         runs = self._joined(attended, runs, self.attention_post_norm, self.mlp_norm, shards)
-        added = [self.mlp(normed_TD, shards) for _, normed_TD in runs]
-        return self._joined(added, runs, self.mlp_post_norm, next_norm, shards)
+        return self._joined(self._fed_forward(runs, step), runs, self.mlp_post_norm, next_norm, shards)
+
+    def _fed_forward(self, runs: Sequence[Run], step: Step) -> list[Array]:
+        starts = itertools.accumulate((len(x_TD) for x_TD, _ in runs), initial=0)
+        return [self.mlp(normed_TD, step, start) for (_, normed_TD), start in zip(runs, starts, strict=False)]
 
     def _joined(
         self, parts: Sequence[Array], runs: Sequence[Run], post_norm: AnyNorm, next_norm: AnyNorm, shards: Shards
@@ -75,7 +82,8 @@ class CausalLM(nnx.Module):
         self.positions = None if config.positions is None else PositionEmbedding(config, config.positions)
         self.blocks = nnx.List([DecoderBlock(config, layer) for layer in range(config.num_layers)])
         self.norm = make_norm(config.norm, config.hidden_size, config.dtype)
-        self.head = Embedding(config, config.names.head) if config.generates and not config.tie_word_embeddings else None
+        has_head = config.generates and not config.tie_word_embeddings
+        self.head = Embedding(config, config.names.head, bias=config.head.bias) if has_head else None
 
     def __call__(self, step: Step) -> Array:
         """Hidden states [T, D] after the last norm, whole on every device."""

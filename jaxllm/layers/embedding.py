@@ -16,9 +16,11 @@ PLAIN_HEAD = Head()
 class Embedding(nnx.Module):
     """A row per token. The output head, tied or not, is one too: its rows are then what hidden states are compared with."""
 
-    def __init__(self, config: ModelConfig, name: str):
+    def __init__(self, config: ModelConfig, name: str, *, bias: bool = False):
         shape, stored = (config.padded_vocab_size, config.hidden_size), (config.vocab_size, config.hidden_size)
         self.weight = abstract_param(shape, ("vocab", "embed"), config.dtype, source=plain(f"{name}.weight", stored))
+        stored_bias = plain(f"{name}.bias", (config.vocab_size,))
+        self.bias = abstract_param(shape[:1], ("vocab",), config.dtype, source=stored_bias, init="zeros") if bias else None
         self.vocab_size = config.vocab_size
         self.dtype = config.dtype
 
@@ -41,6 +43,8 @@ class Embedding(nnx.Module):
         logits_TV = jnp.einsum(
             "td,vd->tv", hidden_TD, weight_VD, precision=precision_of(hidden_TD.dtype), preferred_element_type=jnp.float32
         )
+        if self.bias is not None:
+            logits_TV = logits_TV + self.bias[...].astype(jnp.float32)
         if head.scale != 1.0:
             logits_TV = logits_TV * head.scale
         if head.soft_cap is not None:

@@ -9,9 +9,9 @@ from jax import Array
 
 from jaxllm.layers.linear import Linear
 from jaxllm.layers.source import Module
+from jaxllm.layers.step import Step
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import MLP, Activation
-from jaxllm.parallel.shards import ONE_DEVICE, Shards
 
 ACTIVATIONS: Mapping[Activation, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -49,8 +49,8 @@ class FeedForward(nnx.Module):
             transposed=part.transposed,
         )
 
-    def __call__(self, x_TD: Array, shards: Shards = ONE_DEVICE) -> Array:
-        """Of several devices, this one's part of the sum."""
+    def __call__(self, x_TD: Array, step: Step, start: int = 0) -> Array:
+        """Of several devices, this one's part of the sum. x are the tokens of the step from `start` on."""
         gate_up_TCF = self.gate_up(x_TD)
         x_TF = self.activation(gate_up_TCF[:, 0])
-        return self.down(x_TF * gate_up_TCF[:, 1] if self.gated else x_TF, shards)
+        return self.down(x_TF * gate_up_TCF[:, 1] if self.gated else x_TF, step.shards)

@@ -116,6 +116,32 @@ class Source:
         return written
 
 
+@dataclass(frozen=True)
+class Stacked:
+    """A parameter [*lead, ...] of tensors of equal shapes, one for each index of the leading dimensions: the weights of experts."""
+
+    tensors: tuple[Tensor, ...]
+    lead: tuple[int, ...]
+
+    def read(self, tensor: Callable[[Tensor, Index], np.ndarray], index: Index, dtype: np.dtype) -> np.ndarray:
+        """A part of the parameter. Only the tensors in it are read, and each is copied once, into its place."""
+        n = len(self.lead)
+        chosen = np.arange(len(self.tensors)).reshape(self.lead)[index[:n]]
+        part: np.ndarray | None = None
+        for place, i in np.ndenumerate(chosen):
+            piece = tensor(self.tensors[i], index[n:])
+            if part is None:
+                part = np.empty((*chosen.shape, *piece.shape), dtype)
+            part[place] = piece
+        assert part is not None, "no device holds no experts"
+        return part
+
+    def split(self, parameter: np.ndarray) -> dict[str, np.ndarray]:
+        """The tensors that a parameter is written as."""
+        pieces = parameter.reshape(len(self.tensors), *parameter.shape[len(self.lead) :])
+        return {t.name: piece for t, piece in zip(self.tensors, pieces, strict=True)}
+
+
 def _with_copies(tensor: Tensor, copies: int, where: int, has_groups: bool) -> Tensor:
     """A tensor whose KV heads, dimension `where` of its view, are `copies` times as many: keys and values come as often, queries are
     distributed. has_groups: whether the next dimension has the query heads of each KV head."""

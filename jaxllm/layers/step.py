@@ -1,6 +1,8 @@
 """What a model may want to know of a step."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from jax import Array
 
@@ -8,6 +10,7 @@ from jaxllm.layers.attend import Attend
 from jaxllm.layers.rope import rope_angles
 from jaxllm.model_parts import Rope
 from jaxllm.parallel.shards import ONE_DEVICE, Shards
+from pallas_kernels.grouped_matmul import experts
 
 
 @dataclass
@@ -20,6 +23,8 @@ class Step:
     shards: Shards = ONE_DEVICE
     is_real_T: Array | None = None
     """Bool: whether a token is not padding; None: all are real."""
+    experts: Callable[..., Array] = partial(experts, implementation="xla")
+    """Computes the chosen experts: `pallas_kernels.grouped_matmul.experts`."""
     _angles: dict[tuple[Rope | None, int], tuple[Array, Array]] = field(default_factory=dict)
 
     def angles(self, rope: Rope | None, head_dim: int) -> tuple[Array, Array]:

@@ -14,7 +14,7 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.layers.decoder import CausalLM
-from jaxllm.layers.source import Index, Source, Tensor
+from jaxllm.layers.source import Index, Source, Stacked, Tensor
 from jaxllm.loaders import orbax
 from jaxllm.loaders.dummy import dummy_weights
 from jaxllm.loaders.layout import (
@@ -110,7 +110,9 @@ def load_safetensors(
         for path, variable in variables.items():
             source, axes, dtype = sources[path], axes_of(variable), jnp.dtype(variable.dtype)
             read = _tensor_reader(checkpoint, path, source, config)
-            if path[-1] == "kv_scale":
+            if isinstance(source, Stacked):
+                arrays[path] = _read_stacked(read, source, axes, variable.shape, dtype, mesh)
+            elif path[-1] == "kv_scale":
                 arrays[path] = jax.device_put(kv_scale(checkpoint, source), sharding(mesh, axes))
             elif not is_quantized_here(path, config):
                 arrays[path] = read_stored(read, source, axes, variable.shape, dtype, mesh)
@@ -141,6 +143,12 @@ def loading_bytes(config: ModelConfig, model: CausalLM, num_devices: int) -> int
         source, axes = source_of(variable), axes_of(variable)
         if path[-1] in ("scale", "kv_scale"):
             continue
+        if isinstance(source, Stacked):
+            is_split = any(MESH_AXES[axis] for axis in axes)
+            largest = max(
+                largest, 2 * math.prod(variable.shape) * jnp.dtype(variable.dtype).itemsize // (num_devices if is_split else 1)
+            )
+            continue
         has_blocks = bool(list(block_scales(path, source, config)))
         is_stored_fp8 = path[-1] == "values" and config.stored_fp8 is not None
         itemsize = 4 if has_blocks else 1 if is_stored_fp8 else jnp.dtype(config.dtype).itemsize
@@ -158,7 +166,7 @@ def _num_bytes(checkpoint: Checkpoint, name: str) -> int:
     return checkpoint.entries[name].num_bytes if name in checkpoint.entries else 0
 
 
-def _tensor_reader(checkpoint: Checkpoint, path: ParamPath, source: Source, config: ModelConfig) -> Reader:
+def _tensor_reader(checkpoint: Checkpoint, path: ParamPath, source: Source | Stacked, config: ModelConfig) -> Reader:
     """How parts of a parameter's tensors are read: as they are, or without the checkpoint's quantisation."""
     if path[-1] == "scale":
         return lambda tensor, index: tensor.read(scale_of_outputs(checkpoint.tensor(tensor.name), tensor.shape), index)
@@ -172,7 +180,7 @@ def _tensor_reader(checkpoint: Checkpoint, path: ParamPath, source: Source, conf
     )
 
 
-def _check(checkpoint: Checkpoint, sources: Mapping[ParamPath, Source], config: ModelConfig) -> None:
+def _check(checkpoint: Checkpoint, sources: Mapping[ParamPath, Source | Stacked], config: ModelConfig) -> None:
     """Compare names, shapes and types of checkpoint and model. Raises ModelLoadError with every difference."""
     entries = checkpoint.entries
     found = {name: entry.shape for name, entry in entries.items()}
@@ -206,6 +214,16 @@ def _read_by_device(read: Reader, source: Source, axes: Axes, shape: tuple[int, 
     parts = _place(read, source.placed(axes, shape), axes, mesh)
     # Without waiting, what was sent of many parameters would be alive at once, there and here.
     return jax.block_until_ready(_fuser(source.axis, source.permutation, dtype, sharding(mesh, axes))(parts))
+
+
+def _read_stacked(read: Reader, source: Stacked, axes: Axes, shape: tuple[int, ...], dtype: np.dtype, mesh: Mesh) -> Array:
+    """Each device gets the experts, or their parts, that it keeps: the host holds one device's at a time."""
+    place = sharding(mesh, axes)
+    slices = []
+    for device, index in place.addressable_devices_indices_map(shape).items():
+        assert index is not None
+        slices.append(jax.block_until_ready(jax.device_put(source.read(read, index, dtype), device)))
+    return jax.make_array_from_single_device_arrays(shape, place, slices)
 
 
 def _place(read: Reader, source: Source, axes: Axes, mesh: Mesh) -> tuple[Array, ...]:

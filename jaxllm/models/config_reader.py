@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import MLP, Activation, Attention, Layer, Norm, Rope, RopeKind
+from jaxllm.model_parts import MLP, Activation, Attention, Layer, MoE, Norm, Rope, RopeKind, Routing
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -31,12 +31,14 @@ class ConfigReader:
         faults: list[str] | None = None,
         *,
         max_model_len: int | None = None,
+        expert_parallel: bool = False,
     ):
-        """max_model_len: the option of the engine, if it is given."""
+        """max_model_len, expert_parallel: the options of the engine."""
         self.architecture = architecture
         self.raw = raw
         self.faults = faults if faults is not None else []
         self.max_model_len = max_model_len
+        self.expert_parallel = expert_parallel
 
     # --- values ---
 
@@ -93,7 +95,8 @@ class ConfigReader:
         return self._reader({**values, **self.raw})
 
     def _reader(self, raw: Mapping[str, Any]) -> "ConfigReader":
-        return ConfigReader(self.architecture, raw, self.faults, max_model_len=self.max_model_len)
+        options = {"max_model_len": self.max_model_len, "expert_parallel": self.expert_parallel}
+        return ConfigReader(self.architecture, raw, self.faults, **options)  # type: ignore[arg-type]
 
     def refuse_unless(self, name: str, *supported: Any) -> None:
         """A fault if a value is given that is none of these."""
@@ -135,6 +138,12 @@ class ConfigReader:
         """The gated MLP of the config."""
         return MLP(self.integer("intermediate_size"), self.activation(), **fields)
 
+    def moe(self, routing: Routing, width: int, **fields: Any) -> MoE:
+        """A mixture of experts of this width."""
+        if routing.top_k > routing.num_experts:
+            self.faults.append(f"num_experts_per_tok is {routing.top_k}, more than the {routing.num_experts} experts")
+        return MoE(routing, width, self.activation(), by_expert=self.expert_parallel, **fields)
+
     def rms_norm(self, name: str, **fields: Any) -> Norm:
         """A norm with the config's epsilon."""
         return Norm(name, self.number("rms_norm_eps", 1e-6), **fields)
@@ -143,11 +152,11 @@ class ConfigReader:
         """A LayerNorm with the config's epsilon."""
         return Norm(name, self.number(eps_name, 1e-5), centred=True, bias=bias)
 
-    def pre_norm_layer(self, attention: Attention, mlp: MLP, **fields: Any) -> Layer:
+    def pre_norm_layer(self, attention: Attention, mlp: MLP | MoE, **fields: Any) -> Layer:
         """A layer as Llama has it."""
         return Layer(attention, mlp, self.rms_norm("input_layernorm"), self.rms_norm("post_attention_layernorm"), **fields)
 
-    def post_norm_layer(self, attention: Attention, mlp: MLP) -> Layer:
+    def post_norm_layer(self, attention: Attention, mlp: MLP | MoE) -> Layer:
         """A layer with norms of what attention and MLP add, and no others."""
         norms = (self.rms_norm("post_attention_layernorm"), self.rms_norm("post_feedforward_layernorm"))
         return Layer(attention, mlp, None, None, *norms)

@@ -17,6 +17,9 @@ MESH_AXES: dict[str, str | None] = {
     "gate_up": None,
     "kv": None,
     "position": None,
+    "experts": None,
+    "expert_mlp": None,
+    "split_experts": TENSOR,
 }
 
 

@@ -1,0 +1,46 @@
+"""ERNIE 4.5 with experts: softmax routing with a correction bias. Source: Baidu's ERNIE 4.5 report, 2025."""
+
+from dataclasses import replace
+
+from jaxllm.model_config import ModelConfig
+from jaxllm.model_parts import MLP, Routing
+from jaxllm.models import ernie
+from jaxllm.models.config_reader import ConfigReader
+
+DEFAULTS = {
+    "num_key_value_heads": 4,
+    "head_dim": None,
+    "moe_num_experts": 64,
+    "moe_k": 6,
+    "moe_num_shared_experts": 2,
+    "moe_layer_start_index": 1,
+    "moe_layer_interval": 1,
+    "moe_intermediate_size": 1536,
+}
+
+
+def read(c: ConfigReader) -> ModelConfig:
+    c = c.with_defaults(**DEFAULTS)
+    config = ernie.read(c)
+    width, num_shared = c.integer("moe_intermediate_size"), c.raw["moe_num_shared_experts"]
+    routing = Routing(
+        c.integer("moe_num_experts"),
+        c.integer("moe_k"),
+        renormalize=True,
+        correction_bias="moe_statics.e_score_correction_bias",
+        correction_bias_rank=2,
+    )
+    shared = (
+        MLP(width * num_shared, c.activation(), bias=c.boolean("use_bias"), name="mlp.shared_experts") if num_shared else None
+    )
+    moe = c.moe(routing, width, shared=shared)
+    first, every = c.raw["moe_layer_start_index"], c.integer("moe_layer_interval")
+    last = c.raw.get("moe_layer_end_index")
+    last = c.num_layers - 1 if last in (None, -1) else last
+
+    def is_sparse(layer: int) -> bool:
+        return (layer + 1) % every == 0 and first <= layer <= last
+
+    return replace(
+        config, layers=tuple(replace(layer, mlp=moe) if is_sparse(i) else layer for i, layer in enumerate(config.layers))
+    )
