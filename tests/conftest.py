@@ -1,4 +1,4 @@
-"""Tests run on eight virtual CPU devices. JAX reads these when it is first imported, which is after this file."""
+"""Tests run on eight virtual CPU devices. JAX reads its variables when it is first imported, which is after this file."""
 
 import os
 import signal
@@ -14,6 +14,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    # Tests compile much more than they compute, so LLVM optimises little; what XLA makes of a program before stays as it is.
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 # Searched inputs are the same in each run, however slow the machine is; `--hypothesis-profile default --hypothesis-seed 1` searches others.
 settings.register_profile(

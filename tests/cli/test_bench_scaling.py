@@ -21,19 +21,19 @@ TINY = (
     *("--trace-steps", "2", "--max-num-seqs", "4", "--decode-buckets", "4", "--max-num-batched-tokens", "64"),
     *("--token-buckets", "64", "--compile-threads", "2"),
 )
-ON_FOUR = ("--devices", "cpu:4", "--tensor-parallel-sizes", "1,2,4", "--scaling", "strong")
+ON_TWO = ("--devices", "cpu:2", "--tensor-parallel-sizes", "1,2", "--scaling", "strong")
 
 
-def test_the_demo_model_on_one_two_and_four_cpu_devices(tmp_path: Path) -> None:
+def test_the_demo_model_on_one_and_two_cpu_devices(tmp_path: Path) -> None:
     output = tmp_path / "out"
     code = "import sys; from jaxllm.cli.main import main; code = main(); assert 'jax' not in sys.modules; sys.exit(code)"
-    command = [sys.executable, "-c", code, "bench", "scaling", "demo", *ON_FOUR, *TINY, "--output", str(output)]
+    command = [sys.executable, "-c", code, "bench", "scaling", "demo", *ON_TWO, *TINY, "--output", str(output)]
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stderr
     plan, results = report.read(output / "results.json")
-    assert [size.tensor_parallel_size for size in results.sizes] == [1, 2, 4]
+    assert [size.tensor_parallel_size for size in results.sizes] == [1, 2]
     for size in results.sizes:
         assert [(row.work, row.num_requests) for row in size.rows] == [
             ("decode", 1),
@@ -55,7 +55,7 @@ def test_the_demo_model_on_one_two_and_four_cpu_devices(tmp_path: Path) -> None:
     printed = [line.split() for line in done.stdout.splitlines()]
     assert all(" ".join(line).split() in printed for line in main_table.lines)
     assert "share its cores" in markdown and len(list(root.iter("{http://www.w3.org/2000/svg}svg"))) >= 6
-    assert all((output / "logs" / f"tp{size}.log").stat().st_size for size in (1, 2, 4))
+    assert all((output / "logs" / f"tp{size}.log").stat().st_size for size in (1, 2))
 
 
 @pytest.fixture

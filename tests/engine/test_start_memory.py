@@ -12,10 +12,9 @@ from tests.helpers import engines, goldens
 
 pytestmark = pytest.mark.slow
 
-TEXTS = {
-    "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12 bytes": "lower --max-num-batched-tokens",
-    "INTERNAL: NCCL operation ncclCommInitRankConfig failed: Cuda failure 2 'out of memory'": "lower --gpu-memory-utilization",
-}
+DEVICE = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12 bytes"
+NCCL = "INTERNAL: NCCL operation ncclCommInitRankConfig failed: Cuda failure 2 'out of memory'"
+ADVICE = {DEVICE: "lower --max-num-batched-tokens", NCCL: "lower --gpu-memory-utilization"}
 
 
 def open_llm(size: int, **options) -> LLM:
@@ -48,14 +47,22 @@ def test_an_engine_that_has_ended_holds_nothing(size) -> None:
     assert not alive()
 
 
-@pytest.mark.parametrize("text", TEXTS)
-@pytest.mark.parametrize("place", ["allocate_caches", "warm_up", "_new_row_arrays", "set_weights"])
+@pytest.mark.parametrize(
+    ("place", "text"),
+    [
+        ("allocate_caches", DEVICE),
+        ("allocate_caches", NCCL),
+        ("warm_up", DEVICE),
+        ("_new_row_arrays", DEVICE),
+        ("set_weights", NCCL),
+    ],
+)
 def test_a_start_without_memory_is_told_and_holds_nothing(monkeypatch, place, text) -> None:
     def fail(self, *args):
         raise RuntimeError(text)
 
     alive = NewArrays()
     monkeypatch.setattr(ModelRunner, place, fail)
-    with pytest.raises(OutOfMemoryError, match=TEXTS[text]) as held:
+    with pytest.raises(OutOfMemoryError, match=ADVICE[text]) as held:
         open_llm(2, warmup="background" if place == "warm_up" else "lazy")
     assert not alive() and held.value.__cause__ is not None

@@ -28,7 +28,14 @@ PARAMS = [
     SamplingParams(max_tokens=8, temperature=1, seed=3, top_p=0.9),
     SamplingParams(max_tokens=8, temperature=1, seed=4, logprobs=1, repetition_penalty=1.1),
 ]
-OPTIONS = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64, "compilation_cache": False}
+OPTIONS = {
+    "max_model_len": 64,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+    "decode_buckets": (4,),
+    "token_buckets": (64,),
+    "compilation_cache": False,
+}
 
 
 class StandIn:

@@ -1,9 +1,11 @@
 """Real engines over tiny checkpoints, one and two devices: each measurement is reported with consistent figures."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from jaxllm.engine.core import EngineCore
 from jaxllm.llm import LLM
 from jaxllm.scaling.limits import Ceilings
 from jaxllm.scaling.measure import Measurer, one_line
@@ -29,18 +31,31 @@ def plan_of(size: int, **changes: Any) -> Plan:
     return Plan(model="tiny", tensor_parallel_sizes=(size,), **(values | changes))
 
 
-def measure(plan: Plan, **options: Any) -> list[Any]:
-    """The reports of a measurer for a plan's only size."""
-    [size] = plan.tensor_parallel_sizes
-    core = engines.make_core("llama_gqa", tensor_parallel_size=size, enable_prefix_caching=False, **options)
+def make_core(size: int, **options: Any) -> EngineCore:
+    return engines.make_core("llama_gqa", tensor_parallel_size=size, enable_prefix_caching=False, **options)
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def core(request: pytest.FixtureRequest) -> Iterator[EngineCore]:
+    core = make_core(request.param)
+    yield core
+    core.shutdown()
+
+
+@pytest.fixture(scope="module")
+def small_pool() -> Iterator[EngineCore]:
+    core = make_core(1, num_gpu_blocks_override=8)
+    yield core
+    core.shutdown()
+
+
+def measure(plan: Plan, core: EngineCore) -> list[Any]:
+    """The reports of a measurer for a plan's only size, which is the engine's."""
     llm = LLM.from_config(core.config, core=core)
     told: list[Any] = []
-    try:
-        Measurer(plan, llm, CEILINGS, told.append).measure_all()
-        llm.llm_engine.check_integrity()
-        assert not llm.llm_engine.has_unfinished_requests()
-    finally:
-        llm.shutdown()
+    Measurer(plan, llm, CEILINGS, told.append).measure_all()
+    llm.llm_engine.check_integrity()
+    assert not llm.llm_engine.has_unfinished_requests()
     return told
 
 
@@ -48,9 +63,9 @@ def of_kind(told: list[Any], kind: type) -> list[Any]:
     return [each for each in told if type(each) is kind]
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_every_piece_of_work_is_measured(size: int) -> None:
-    told = measure(plan_of(size))
+def test_every_piece_of_work_is_measured(core: EngineCore) -> None:
+    size = core.config.parallel.tensor_parallel_size
+    told = measure(plan_of(size), core)
     assert not of_kind(told, Skipped)
     decode, prefill, mixed = of_kind(told, Row)
     assert (decode.work, decode.num_requests, decode.num_steps, decode.num_tokens) == ("decode", 2, 5, 10)
@@ -73,20 +88,20 @@ def test_every_piece_of_work_is_measured(size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "options", "reason"),
+    ("changes", "reason"),
     [
-        ({"batch_sizes": (5,)}, {}, "max_num_seqs is 4; raise --max-num-seqs"),
-        ({"output_len": 90}, {}, "max_model_len is 112, a prompt of 12 and"),
-        ({"batch_sizes": (4,)}, {"num_gpu_blocks_override": 8}, "needs 188 tokens of KV cache, 112 are there"),
+        ({"batch_sizes": (5,)}, "max_num_seqs is 4; raise --max-num-seqs"),
+        ({"output_len": 90}, "max_model_len is 112, a prompt of 12 and"),
+        ({"batch_sizes": (4,)}, "needs 188 tokens of KV cache, 112 are there"),
     ],
 )
-def test_what_cannot_be_measured_says_why(changes: dict[str, Any], options: dict[str, Any], reason: str) -> None:
-    [skipped] = of_kind(measure(plan_of(1, works=("decode",), **changes), **options), Skipped)
+def test_what_cannot_be_measured_says_why(small_pool: EngineCore, changes: dict[str, Any], reason: str) -> None:
+    [skipped] = of_kind(measure(plan_of(1, works=("decode",), **changes), small_pool), Skipped)
     assert skipped.reason.startswith(reason) and skipped.work == "decode"
 
 
-def test_work_that_fails_leaves_the_rest() -> None:
-    told = measure(plan_of(1, works=("prefill", "mixed"), requests=((100, 40),), trace_steps=0))
+def test_work_that_fails_leaves_the_rest(small_pool: EngineCore) -> None:
+    told = measure(plan_of(1, works=("prefill", "mixed"), requests=((100, 40),), trace_steps=0), small_pool)
     [skipped], [row] = of_kind(told, Skipped), of_kind(told, Row)
     assert skipped.work == "mixed" and row.work == "prefill"
 
