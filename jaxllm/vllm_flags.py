@@ -185,7 +185,8 @@ _ENGINE = (
     *_refused("llguidance constrains every output; whitespace and the like are said in the request", objects="structured_outputs_config",
               harmless_keys=("backend", "disable_fallback")),
     *_flags("llguidance constrains every output", values="guided_decoding_backend"),
-    *_refused("--reasoning-parser chooses among the known formats", values="reasoning_parser_plugin", objects="reasoning_config"),
+    *_refused("--reasoning-parser chooses among the known formats", values="reasoning_parser_plugin"),
+    *_refused("thinking_token_budget finds the tokens of the model that open and close its thinking", objects="reasoning_config"),
     *_flags("reasoning is found by the chat template; --reasoning-parser names its format", switches="enable_reasoning"),
     # Parallelism
     *_refused("only --tensor-parallel-size splits a model", values="pipeline_parallel_size", harmless=(1,)),
