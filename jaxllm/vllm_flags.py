@@ -307,11 +307,6 @@ _SERVER = (
 TABLE: Mapping[str, VllmFlag] = {flag.name: flag for flag in (*_ENGINE, *_SERVER)}
 
 
-def spelled(name: str) -> str:
-    """`enforce_eager` as `--enforce-eager`."""
-    return "--" + name.replace("_", "-")
-
-
 def translated(name: str, value: Any, how: str | None = None) -> dict[str, Any]:
     """The options of ours that a flag in TABLE sets: usually none, and a line of the log.
 

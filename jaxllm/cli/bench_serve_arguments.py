@@ -6,10 +6,11 @@ import math
 from typing import Any
 
 from jaxllm.cli import options
-from jaxllm.cli.flags import shaping_flags, spelling
+from jaxllm.cli.flags import shaping_flags
 from jaxllm.cli.numbers import above_zero, count, fraction, not_negative, positive, rate
 from jaxllm.cli.parser import Parser
 from jaxllm.cli.server_arguments import add_connection_arguments
+from jaxllm.flag_arguments import spelling
 
 DATASETS = ("random", "mix", "sharegpt", "custom", "prefix_repetition")
 BACKENDS = {"openai": "openai", "vllm": "openai", "openai-chat": "openai-chat", "openai-embeddings": "openai-embeddings"}

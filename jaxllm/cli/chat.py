@@ -11,11 +11,12 @@ from typing import Any
 from jaxllm import env
 from jaxllm.cli import options, planning, running, terminal
 from jaxllm.cli.conversation import Conversation, LocalConversation
-from jaxllm.cli.flags import engine_flags, read_text, sampling_flags, spelling
+from jaxllm.cli.flags import engine_flags, sampling_flags
 from jaxllm.cli.parser import Parser, UsageError
 from jaxllm.cli.server_arguments import add_connection_arguments, make_client
 from jaxllm.config import Flag, unknown_name
 from jaxllm.errors import ConfigError, EngineDeadError, InvalidRequestError, JaxLLMError
+from jaxllm.flag_arguments import read_text, spelling
 
 ABOUT = "Talk with a model. Commands begin with / (see /help); Ctrl-C stops an answer, Ctrl-D leaves."
 EXAMPLES = """examples:
