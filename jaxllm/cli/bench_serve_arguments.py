@@ -157,7 +157,8 @@ def _add_result_arguments(parser: Parser) -> None:
         "--goodput", nargs="+", default=[], metavar="NAME:MS", help="count requests within these limits, e.g. ttft:200 tpot:50"
     )
     group.add_argument("--json", action="store_true", help="print the result as a JSON object")
-    group.add_argument("--save-result", action="store_true", help="write the result to a JSON file")
+    group.add_argument("--output-json", metavar="FILE", help="write the result to this file")
+    group.add_argument("--save-result", action="store_true", help="write the result to a JSON file that is named after the run")
     group.add_argument("--save-detailed", action="store_true", help="with every request's lengths, times and text")
     group.add_argument("--append-result", action="store_true", help="add it to the file, as a line of JSON")
     group.add_argument("--result-dir", metavar="DIRECTORY", help="default: the current one")

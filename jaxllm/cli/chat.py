@@ -42,6 +42,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--system", "--system-prompt", metavar="TEXT", help="system message to begin with")
     parser.add_argument("--quick", metavar="TEXT", help="answer this message and end")
     parser.add_argument("--load", metavar="FILE", help="go on with a conversation that /save wrote")
+    parser.add_argument("--model-name", dest="model", metavar="NAME", default=argparse.SUPPRESS, help="as --model")
     parser.add_argument("--url", metavar="URL", help="talk with the model of this server, e.g. http://127.0.0.1:8000")
     add_connection_arguments(parser)
     options.add_common_arguments(parser)
