@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from jaxllm.config import (
     CacheOptions,
@@ -46,7 +46,7 @@ class EngineArgs(ModelOptions, CacheOptions, SchedulerOptions, ParallelOptions, 
         return parser
 
     @classmethod
-    def from_cli_args(cls, args: argparse.Namespace) -> "EngineArgs":
+    def from_cli_args(cls, args: argparse.Namespace) -> Self:
         """From the namespace of a parser that `add_cli_args` has extended; it may have other values too. Raises ConfigError."""
         given = vars(args)
         defaults = {field.name: field.default for field in dataclasses.fields(cls)}

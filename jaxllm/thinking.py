@@ -52,8 +52,8 @@ class ThinkingBudget:
         is_open = opened_at > closed_at and special_ids.isdisjoint(after)
         if is_open:
             return cls(max(0, budget - len(after)), start, ends, is_open)
-        ends_closed = closed_at >= 0 and special_ids.isdisjoint(prompt_token_ids[closed_at + 1 :])
-        return None if ends_closed else cls(budget, start, ends, is_open)
+        is_over = closed_at >= 0 and special_ids.isdisjoint(prompt_token_ids[closed_at + 1 :])
+        return None if is_over else cls(budget, start, ends, is_open)
 
 
 class ThinkingSection:
