@@ -1,8 +1,9 @@
 """EngineArgs: an engine's options as one flat object, for scripts written for vLLM. `EngineConfig` is what the engine itself takes."""
 
+import argparse
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from jaxllm.config import (
     CacheOptions,
@@ -12,8 +13,11 @@ from jaxllm.config import (
     ObserveOptions,
     ParallelOptions,
     SchedulerOptions,
+    flags,
 )
-from jaxllm.vllm_flags import as_options
+from jaxllm.flag_arguments import add_flag
+from jaxllm.vllm_arguments import add_vllm_arguments
+from jaxllm.vllm_flags import SHORT_NAMES, TABLE, as_options
 
 
 @dataclass(frozen=True, init=False, kw_only=True)
@@ -26,6 +30,29 @@ class EngineArgs(ModelOptions, CacheOptions, SchedulerOptions, ParallelOptions, 
     def __init__(self, model: str = ModelOptions.model, **options: Any):
         for name, value in EngineConfig.from_options(model=model, **as_options(options)).flat().items():
             object.__setattr__(self, name, value)
+
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Add the engine's options and vLLM's flags to a script's parser, which is returned.
+
+        The parsed namespace has a value for each, so `EngineArgs(**vars(namespace))` works too. Refused flags fail in parsing.
+        """
+        groups: dict[str, argparse._ArgumentGroup] = {}
+        for flag in flags():
+            if flag.group not in groups:
+                groups[flag.group] = parser.add_argument_group(flag.group)
+            add_flag(groups[flag.group], flag, {**SHORT_NAMES, "quantization": "-q"}, flag.default)
+        add_vllm_arguments(parser, at_once=True)
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> Self:
+        """From the namespace of a parser that `add_cli_args` has extended; it may have other values too. Raises ConfigError."""
+        given = vars(args)
+        defaults = {field.name: field.default for field in dataclasses.fields(cls)}
+        own = {name: given[name] for name in defaults if name in given and given[name] != defaults[name]}
+        of_vllm = {name: given[name] for name in TABLE if given.get(name) is not None}
+        return cls(**{**of_vllm, **own})
 
     def create_engine_config(self) -> EngineConfig:
         """The same options by group."""

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import SamplingParams
+from jaxllm.thinking import ThinkingBudget, ThinkingSection
 
 
 class FinishReason(enum.StrEnum):
@@ -113,6 +114,8 @@ class EngineCoreRequest:
     """The request ends with an error if it is not finished within this many seconds after it was added."""
     grammar: Grammar | None = None
     """The grammar made from sampling_params.structured_outputs, which is not set here."""
+    thinking_budget: ThinkingBudget | None = None
+    """What sampling_params.thinking_token_budget, which is not set here, means for this prompt."""
 
 
 @dataclass(eq=False)
@@ -150,6 +153,8 @@ class Request:
     error_kind: ErrorKind | None = None
     matcher: OutputMatcher | None = None
     """The matcher of a request with a grammar, once the grammar is compiled. It has consumed all output tokens."""
+    thinking: ThinkingSection | None = field(init=False)
+    """The thinking section of a request with a budget. It has consumed all output tokens."""
     block_hashes: list[bytes] = field(default_factory=list)
     """One hash per full block of token_ids, kept up to date by `extend_hashes`."""
     extend_hashes: Callable[["Request"], None] | None = None
@@ -165,6 +170,7 @@ class Request:
         self.detects_repetition = bool(params.repetition_detection)
         # Prompt logprobs need the hidden state of every prompt token, so no prompt token may come from the cache.
         self.skip_reading_prefix_cache = bool(params.skip_reading_prefix_cache) or params.prompt_logprobs is not None
+        self.thinking = None if spec.thinking_budget is None else ThinkingSection(spec.thinking_budget)
         self.token_ids = list(spec.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.max_num_tokens = sys.maxsize if params.max_tokens is None else self.num_prompt_tokens + params.max_tokens

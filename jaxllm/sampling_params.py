@@ -105,6 +105,12 @@ class SamplingParams:
     ignore_eos: Annotated[bool, "go on after the model's end-of-text token", InRequests()] = False
     max_tokens: Annotated[int | None, "most tokens of each answer; None: as many as the model takes", Range(1)] = 16
     min_tokens: Annotated[int, "tokens before which nothing ends the output", Range(0), InRequests(neutral=(0,))] = 0
+    thinking_token_budget: Annotated[
+        int | None,
+        "tokens of thinking after which the model must answer; default, or -1: no limit",
+        Range(-1),
+        InRequests(neutral=(-1,)),
+    ] = None
     logprobs: Annotated[int | None, "likeliest tokens to report with their logprobs, per output token; -1: all"] = None
     prompt_logprobs: Annotated[int | None, "the same for each prompt token", InRequests(passed_on=False)] = None
     logprob_token_ids: Annotated[list[int] | None, InRequests(passed_on=False)] = None
@@ -152,6 +158,8 @@ class SamplingParams:
         self.top_k, self.top_n_sigma = max(0, self.top_k), max(0.0, self.top_n_sigma)
         if self.seed == -1:
             self.seed = None
+        if self.thinking_token_budget == -1:
+            self.thinking_token_budget = None
         self.logprobs = _logprob_count("logprobs", self.logprobs)
         self.prompt_logprobs = _logprob_count("prompt_logprobs", self.prompt_logprobs)
         self.repetition_detection = _repetition_detection(self.repetition_detection)

@@ -58,7 +58,8 @@ class SchedulerOutput:
     """Requests that lost their blocks and rows in this step."""
     step_id: int = 0
     masked_request_ids: tuple[str, ...] = ()
-    """Requests that sample under a grammar in this step. The step waits for their masks, which need their last tokens."""
+    """Requests that sample under a grammar in this step, or whose thinking may have used up its budget. The step waits for their
+    masks, which need their last tokens."""
 
 
 @dataclass(frozen=True)

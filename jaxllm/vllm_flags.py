@@ -185,7 +185,8 @@ _ENGINE = (
     *_refused("llguidance constrains every output; whitespace and the like are said in the request", objects="structured_outputs_config",
               harmless_keys=("backend", "disable_fallback")),
     *_flags("llguidance constrains every output", values="guided_decoding_backend"),
-    *_refused("--reasoning-parser chooses among the known formats", values="reasoning_parser_plugin", objects="reasoning_config"),
+    *_refused("--reasoning-parser chooses among the known formats", values="reasoning_parser_plugin"),
+    *_refused("thinking_token_budget finds the tokens of the model that open and close its thinking", objects="reasoning_config"),
     *_flags("reasoning is found by the chat template; --reasoning-parser names its format", switches="enable_reasoning"),
     # Parallelism
     *_refused("only --tensor-parallel-size splits a model", values="pipeline_parallel_size", harmless=(1,)),
@@ -304,11 +305,6 @@ _SERVER = (
     *_flags("HTTP always has processes of its own", switches="disable_frontend_multiprocessing"),
 )  # fmt: skip
 TABLE: Mapping[str, VllmFlag] = {flag.name: flag for flag in (*_ENGINE, *_SERVER)}
-
-
-def spelled(name: str) -> str:
-    """`enforce_eager` as `--enforce-eager`."""
-    return "--" + name.replace("_", "-")
 
 
 def translated(name: str, value: Any, how: str | None = None) -> dict[str, Any]:

@@ -6,8 +6,9 @@ import typing
 from pathlib import Path
 from typing import Literal
 
-from jaxllm.cli.flags import all_flags, spelling
+from jaxllm.cli.flags import all_flags
 from jaxllm.config import Flag
+from jaxllm.flag_arguments import spelling
 
 FILE = Path(__file__).parent.parent / "docs" / "CONFIGURATION.md"
 INTRODUCTION = """# Configuration reference

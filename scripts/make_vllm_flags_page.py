@@ -8,7 +8,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from jaxllm.vllm_flags import OLDER, SHORT_NAMES, TABLE, TAKEN, TAKEN_BY_SERVER, WORDS, VllmFlag, spelled
+from jaxllm.flag_arguments import spelling
+from jaxllm.vllm_flags import OLDER, SHORT_NAMES, TABLE, TAKEN, TAKEN_BY_SERVER, WORDS, VllmFlag
 
 FILE = Path(__file__).resolve().parent.parent / "docs" / "VLLM_FLAGS.md"
 INTRODUCTION = """# vLLM's flags
@@ -31,8 +32,8 @@ def page() -> str:
     """The whole text."""
     by_option = [flag for flag in TABLE.values() if flag.option is not None]
     others = [flag for flag in TABLE.values() if flag.option is None]
-    renamed = [f"`{_called(flag.name)}` sets `{spelled(str(flag.option))}`" for flag in by_option]
-    words = [f"`{spelled(name)} {theirs}` is `{ours}`" for name, pairs in WORDS.items() for theirs, ours in pairs.items()]
+    renamed = [f"`{_called(flag.name)}` sets `{spelling(str(flag.option))}`" for flag in by_option]
+    words = [f"`{spelling(name)} {theirs}` is `{ours}`" for name, pairs in WORDS.items() for theirs, ours in pairs.items()]
     return "\n".join(
         [
             INTRODUCTION,
@@ -68,7 +69,7 @@ def _lines(text: str) -> str:
 
 
 def _called(name: str) -> str:
-    return f"{spelled(name)}, {SHORT_NAMES[name]}" if name in SHORT_NAMES else spelled(name)
+    return f"{spelling(name)}, {SHORT_NAMES[name]}" if name in SHORT_NAMES else spelling(name)
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -39,6 +39,7 @@ FLOORS = {
     "server": 8,
     "jaxllm.scaling": 8,
     "jaxllm.cli": 9,
+    "jaxllm.__main__": 10,
 }
 """Level of each package; a module belongs to its longest prefix here."""
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from jaxllm import vllm_flags
-from jaxllm.cli.flags import all_flags, spelling
+from jaxllm.cli.flags import all_flags
 from jaxllm.errors import ConfigError
+from jaxllm.flag_arguments import spelling
 from jaxllm.vllm_flags import OLDER, QUANTIZATIONS, SHORT_NAMES, TABLE, TAKEN, TAKEN_BY_SERVER, WORDS, as_options, translated
 
 NAMES = {

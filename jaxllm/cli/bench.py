@@ -6,14 +6,17 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.cli import options, planning, running
 from jaxllm.cli.flags import engine_flags, sampling_flags, shaping_flags
+from jaxllm.cli.json_files import check_writable, write_json
 from jaxllm.cli.numbers import count, positive
 from jaxllm.cli.parser import Parser, UsageError
 from jaxllm.config import Flag
 from jaxllm.errors import ConfigError
+from jaxllm.log import info_once
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -81,6 +84,12 @@ def add_arguments(parser: Parser) -> None:
         help="timed runs; default: 1 for throughput, 10 for latency",
     )
     parser.add_argument("--json", action="store_true", help="the result as a JSON object")
+    parser.add_argument("--output-json", metavar="FILE", help="write the result to this file, as --json prints it")
+    parser.add_argument(
+        "--backend",
+        choices=["jaxllm", "vllm"],
+        help="changes nothing: this engine is measured, under vLLM's name for its own too; not vLLM's other engines",
+    )
     options.add_common_arguments(parser)
     parser.add_flags(bench_flags())
     parser.add_flags(engine_flags())
@@ -90,11 +99,15 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure and print. Returns the exit code."""
     if arguments.what in SEPARATE:
         raise UsageError(f"`{arguments.what}` must follow `bench` at once: jaxllm bench {arguments.what} …")
+    if arguments.backend == "vllm":
+        info_once("--backend vllm changes nothing here: this engine is measured")
     engine_options = options.engine_options(arguments)
     sampling = options.sampling_options(arguments, bench_flags())
     lengths = _lengths(arguments)
     if arguments.dry_run:
         return planning.dry_run(engine_options)
+    if arguments.output_json:
+        check_writable(Path(arguments.output_json))
     progress = options.progress_for(arguments, engine_options)
     llm = running.open_llm(engine_options, progress)
     iterations = arguments.iterations or (1 if arguments.what == "throughput" else 10)
@@ -125,6 +138,8 @@ def run(arguments: argparse.Namespace) -> int:
         progress.finish()
         llm.shutdown()
     report = throughput_report(lengths, runs) if arguments.what == "throughput" else latency_report(lengths, runs)
+    if arguments.output_json:
+        write_json(Path(arguments.output_json), report)
     print(json.dumps(report) if arguments.json else _as_text(report))
     return 0
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxllm.cli import terminal
 from jaxllm.cli.bench_serve_arguments import BACKENDS, SAMPLING, add_arguments
+from jaxllm.cli.json_files import check_writable, write_json
 from jaxllm.cli.parser import UsageError
 from jaxllm.cli.progress_bars import make_progress
 from jaxllm.cli.server_arguments import make_client, pairs, run_async
@@ -44,6 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
         from jaxllm.http_client.plot import check_installed, draw
 
         check_installed()
+    if arguments.output_json:
+        check_writable(Path(arguments.output_json))
     prompts, warm_up = _prompts(arguments)
     progress = make_progress(quiet=arguments.quiet or arguments.disable_tqdm)
     try:
@@ -61,6 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(report))
     else:
         print(results.as_text(report, arguments.percentile_metrics, percentiles))
+    if arguments.output_json:
+        write_json(Path(arguments.output_json), report)
     if arguments.save_result or arguments.append_result or arguments.save_detailed:
         detailed = results.details(load) if arguments.save_detailed else {}
         path = _save(report | detailed, arguments, model)
@@ -268,12 +273,7 @@ def _save(report: Mapping[str, Any], arguments: argparse.Namespace, model: str) 
         label = arguments.label or arguments.backend
         name = f"{label}-{arguments.request_rate:g}qps{concurrency}-{model.rsplit('/', 1)[-1]}-{report['date']}.json"
     path = Path(arguments.result_dir or ".") / name
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a" if arguments.append_result else "w", encoding="utf-8") as file:
-            file.write(json.dumps(report) + "\n")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+    write_json(path, report, append=arguments.append_result)
     return path
 
 

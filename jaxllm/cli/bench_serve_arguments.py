@@ -6,10 +6,11 @@ import math
 from typing import Any
 
 from jaxllm.cli import options
-from jaxllm.cli.flags import shaping_flags, spelling
+from jaxllm.cli.flags import shaping_flags
 from jaxllm.cli.numbers import above_zero, count, fraction, not_negative, positive, rate
 from jaxllm.cli.parser import Parser
 from jaxllm.cli.server_arguments import add_connection_arguments
+from jaxllm.flag_arguments import spelling
 
 DATASETS = ("random", "mix", "sharegpt", "custom", "prefix_repetition")
 BACKENDS = {"openai": "openai", "vllm": "openai", "openai-chat": "openai-chat", "openai-embeddings": "openai-embeddings"}
@@ -156,7 +157,8 @@ def _add_result_arguments(parser: Parser) -> None:
         "--goodput", nargs="+", default=[], metavar="NAME:MS", help="count requests within these limits, e.g. ttft:200 tpot:50"
     )
     group.add_argument("--json", action="store_true", help="print the result as a JSON object")
-    group.add_argument("--save-result", action="store_true", help="write the result to a JSON file")
+    group.add_argument("--output-json", metavar="FILE", help="write the result to this file")
+    group.add_argument("--save-result", action="store_true", help="write the result to a JSON file that is named after the run")
     group.add_argument("--save-detailed", action="store_true", help="with every request's lengths, times and text")
     group.add_argument("--append-result", action="store_true", help="add it to the file, as a line of JSON")
     group.add_argument("--result-dir", metavar="DIRECTORY", help="default: the current one")

@@ -11,11 +11,12 @@ from typing import Any
 from jaxllm import env
 from jaxllm.cli import options, planning, running, terminal
 from jaxllm.cli.conversation import Conversation, LocalConversation
-from jaxllm.cli.flags import engine_flags, read_text, sampling_flags, spelling
+from jaxllm.cli.flags import engine_flags, sampling_flags
 from jaxllm.cli.parser import Parser, UsageError
 from jaxllm.cli.server_arguments import add_connection_arguments, make_client
 from jaxllm.config import Flag, unknown_name
 from jaxllm.errors import ConfigError, EngineDeadError, InvalidRequestError, JaxLLMError
+from jaxllm.flag_arguments import read_text, spelling
 
 ABOUT = "Talk with a model. Commands begin with / (see /help); Ctrl-C stops an answer, Ctrl-D leaves."
 EXAMPLES = """examples:
@@ -41,6 +42,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--system", "--system-prompt", metavar="TEXT", help="system message to begin with")
     parser.add_argument("--quick", metavar="TEXT", help="answer this message and end")
     parser.add_argument("--load", metavar="FILE", help="go on with a conversation that /save wrote")
+    parser.add_argument("--model-name", dest="model", metavar="NAME", default=argparse.SUPPRESS, help="as --model")
     parser.add_argument("--url", metavar="URL", help="talk with the model of this server, e.g. http://127.0.0.1:8000")
     add_connection_arguments(parser)
     options.add_common_arguments(parser)

@@ -1,16 +1,15 @@
-"""The command line's options, and parsers for the text of their values. Imports only light modules."""
+"""The command line's options, and the values that files have for them. Imports only light modules."""
 
 import dataclasses
 import json
-import re
-import types
 import typing
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from jaxllm import vllm_flags
 from jaxllm.config import Flag, flags, type_matches, unknown_name
 from jaxllm.errors import ConfigError
+from jaxllm.flag_arguments import is_object, noun, read_text, spelling, with_typed_keys, without_none
 from jaxllm.sampling_params import MODEL_DEFAULTS, SamplingParams
 from jaxllm.structured_outputs import StructuredOutputsParams
 
@@ -27,11 +26,6 @@ NOT_IN_FILES: Mapping[str, str] = {
 MAX_TOKENS_HELP = "most tokens of each answer; default: the model's own, else 256, in chat as many as the context has room for"
 
 SHORT_NAMES: Mapping[str, str] = {"model": "-m", **vllm_flags.SHORT_NAMES}
-SEVERAL_WORDS = ("api_key", "served_model_name")
-"""Options whose flag may be followed by several texts, as vLLM has it: `--api-key one two`."""
-
-_SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
 def engine_flags() -> list[Flag]:
@@ -76,41 +70,6 @@ def all_flags() -> dict[str, Flag]:
     return {flag.name: flag for flag in (*engine_flags(), *sampling_flags(), *server_flags())}
 
 
-def spelling(name: str) -> str:
-    """Turn `max_num_seqs` into `--max-num-seqs`."""
-    return "--" + name.replace("_", "-")
-
-
-def without_none(of_type: Any) -> tuple[Any, bool]:
-    """The type behind `X | None`, and whether None is allowed. `str | list[str]` counts as `list[str]`."""
-    if typing.get_origin(of_type) not in (typing.Union, types.UnionType):
-        return of_type, False
-    parts = typing.get_args(of_type)
-    kinds = [part for part in parts if part is not type(None)]
-    return kinds[-1], len(kinds) < len(parts)
-
-
-def is_object(flag: Flag) -> bool:
-    """Whether the value is a JSON object, so that `--flag.key value` sets one key of it."""
-    kind = without_none(flag.type)[0]
-    return kind is dict or typing.get_origin(kind) is dict
-
-
-def is_repeated(flag: Flag) -> bool:
-    """Whether the flag may be given again, each time adding a text."""
-    return without_none(flag.type)[0] == list[str]
-
-
-def read_text(flag: Flag, text: str) -> Any:
-    """Parse the text of an option's value. Raises ValueError that names the expected form."""
-    if text in vllm_flags.WORDS.get(flag.name, {}):
-        return vllm_flags.WORDS[flag.name][text]
-    kind, optional = without_none(flag.type)
-    if optional and text.lower() in ("none", "null"):
-        return None
-    return _read(kind, text)
-
-
 def read_value(flag: Flag, value: Any) -> Any:
     """The value of an option from a YAML or JSON file: already of the right type, or text as on the command line."""
     kind, _ = without_none(flag.type)
@@ -119,14 +78,14 @@ def read_value(flag: Flag, value: Any) -> Any:
     if isinstance(value, list) and typing.get_origin(kind) in (tuple, list):
         item = typing.get_args(kind)[0]
         if wrong := [entry for entry in value if not type_matches(entry, item)]:
-            raise ValueError(f"{wrong[0]!r} is not {_noun(item)}")
+            raise ValueError(f"{wrong[0]!r} is not {noun(item)}")
         return typing.get_origin(kind)(value)
     if kind is StructuredOutputsParams:
         return StructuredOutputsParams.of(value)
     if isinstance(value, dict) and is_object(flag):
-        return _with_typed_keys(kind, value)
+        return with_typed_keys(kind, value)
     if not type_matches(value, flag.type):
-        raise ValueError(f"{value!r} is not {_noun(kind)}")
+        raise ValueError(f"{value!r} is not {noun(kind)}")
     return value
 
 
@@ -139,30 +98,6 @@ def read_file_setting(name: str, value: Any, known: Mapping[str, Flag], where: s
         return field, read_value(known[field], value)
     except ValueError as error:
         raise ConfigError(f"{where}: {name}: {error}") from None
-
-
-def whole_number(text: str) -> int:
-    """`1k` is 1000, `1K` is 1024, and so on for m, g, t; a fraction is allowed where the result is whole: `1.5k`."""
-    match = re.fullmatch(r"([+-]?\d+(?:_\d+)*)(\.\d+)?([kmgtKMGT])?", text.strip())
-    if match is None:
-        raise ValueError(f"{text!r} is not a whole number (such as 4096, 4k = 4000, 4K = 4096, 2G = 2 GiB)")
-    whole, fraction, suffix = match.groups()
-    if fraction is None:
-        return int(whole) * _SUFFIXES.get(suffix, 1)
-    value = float(whole + fraction) * _SUFFIXES.get(suffix, 1)
-    if value != int(value):
-        raise ValueError(f"{text!r} is not a whole number")
-    return int(value)
-
-
-def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two JSON objects; where both have a value, `over` wins. Nested objects are merged recursively."""
-    merged = dict(base)
-    for key, value in over.items():
-        if isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
-            value = merge(merged[key], value)
-        merged[key] = value
-    return merged
 
 
 def join_sub_keys(arguments: list[str], known: Mapping[str, Flag]) -> list[str]:
@@ -188,59 +123,6 @@ def join_sub_keys(arguments: list[str], known: Mapping[str, Flag]) -> list[str]:
         else:
             joined.append(base + dot + path + equals + value)
     return joined
-
-
-def _read(kind: Any, text: str) -> Any:
-    origin = typing.get_origin(kind)
-    if kind is bool:
-        if text.lower() not in _BOOLEANS:
-            raise ValueError(f"{text!r} is neither true nor false")
-        return _BOOLEANS[text.lower()]
-    if kind is int:
-        return whole_number(text)
-    if kind is float:
-        try:
-            return float(text)
-        except ValueError:
-            raise ValueError(f"{text!r} is not a number") from None
-    if origin is Literal:
-        choices = typing.get_args(kind)
-        if text not in choices:
-            raise ValueError(unknown_name("value", text, choices) + f" (one of {', '.join(choices)})")
-        return text
-    if kind == list[str]:
-        return [text]
-    if origin in (tuple, list):
-        item = typing.get_args(kind)[0]
-        return origin(_read(item, part.strip()) for part in text.strip("[]").split(",") if part.strip())
-    if kind is dict or origin is dict:
-        try:
-            value = json.loads(text)
-        except ValueError as error:
-            raise ValueError(f"not JSON: {error}") from None
-        if not isinstance(value, dict):
-            raise ValueError("not a JSON object")
-        return _with_typed_keys(kind, value)
-    return text
-
-
-def _with_typed_keys(kind: Any, value: dict[Any, Any]) -> dict[Any, Any]:
-    """Convert keys of `dict[int, …]` to numbers: JSON has text keys only."""
-    arguments = typing.get_args(kind)
-    if not arguments or arguments[0] is not int:
-        return value
-    try:
-        return {int(key): entry for key, entry in value.items()}
-    except ValueError:
-        raise ValueError(f"the keys must be token ids, got {', '.join(map(repr, value))}") from None
-
-
-def _noun(kind: Any) -> str:
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text (put it in quotes)", dict: "an object"}
-    origin = typing.get_origin(kind)
-    if origin is Literal:
-        return "one of " + ", ".join(map(str, typing.get_args(kind)))
-    return names.get(kind) or names.get(origin) or "a list"
 
 
 def _nested(path: list[str], value: Any) -> dict[str, Any]:

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.cli import planning, prompts, running, terminal
-from jaxllm.cli.flags import engine_flags, sampling_flags, spelling
+from jaxllm.cli.flags import engine_flags, sampling_flags
 from jaxllm.cli.forms import add_form_arguments, read_form
 from jaxllm.cli.options import add_common_arguments, engine_options, progress_for, sampling_options
 from jaxllm.cli.parser import Parser, UsageError
 from jaxllm.cli.streaming import stream
 from jaxllm.config import ModelOptions
 from jaxllm.errors import InvalidRequestError
+from jaxllm.flag_arguments import spelling
 from jaxllm.progress import SILENT, Progress
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 

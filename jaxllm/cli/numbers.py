@@ -3,7 +3,7 @@
 import argparse
 import math
 
-from jaxllm.cli.flags import whole_number
+from jaxllm.flag_arguments import whole_number
 
 
 def count(text: str) -> int:

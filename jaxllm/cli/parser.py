@@ -5,25 +5,14 @@ import os
 import shutil
 import sys
 import textwrap
-import typing
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
-from jaxllm.cli.flags import (
-    SEVERAL_WORDS,
-    SHORT_NAMES,
-    all_flags,
-    is_object,
-    is_repeated,
-    join_sub_keys,
-    merge,
-    read_text,
-    spelling,
-    without_none,
-)
-from jaxllm.cli.vllm_arguments import add_vllm_arguments, help_lines, rewritten, take_vllm_arguments
+from jaxllm.cli.flags import SHORT_NAMES, all_flags, join_sub_keys
 from jaxllm.config import Flag, unknown_name
 from jaxllm.errors import ConfigError
+from jaxllm.flag_arguments import SEVERAL_WORDS, add_flag, spelling
+from jaxllm.vllm_arguments import add_vllm_arguments, help_lines, rewritten, take_vllm_arguments
 
 
 class UsageError(Exception):
@@ -62,7 +51,7 @@ class Parser(argparse.ArgumentParser):
         for flag in flags:
             if flag.group not in self.brief_groups:
                 self.brief_groups[flag.group] = self.add_argument_group(flag.group)
-            _add_flag(self.brief_groups[flag.group], flag)
+            add_flag(self.brief_groups[flag.group], flag, SHORT_NAMES)
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """The arguments as a namespace; exits with code 2 and one clear line if they are wrong."""
@@ -163,22 +152,6 @@ class _Help(argparse.Action):
         parser.exit(0)
 
 
-class _Merge(argparse.Action):
-    """Merges JSON objects that are given one after another."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        setattr(namespace, self.dest, merge(getattr(namespace, self.dest, None) or {}, values or {}))
-
-
-class _Extend(argparse.Action):
-    """Collects texts that are given one after another in a list."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        if self.nargs == "+":
-            values = [text for texts in values for text in texts]
-        setattr(namespace, self.dest, None if values is None else [*(getattr(namespace, self.dest, None) or []), *values])
-
-
 class _Formatter(argparse.HelpFormatter):
     """argparse's layout, with a fixed width for pipes and examples kept as they are written."""
 
@@ -187,48 +160,6 @@ class _Formatter(argparse.HelpFormatter):
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return "\n".join(indent + line for line in text.splitlines())
-
-
-def _add_flag(group: argparse._ArgumentGroup, flag: Flag) -> None:
-    names = [name for name in (SHORT_NAMES.get(flag.name),) if name] + [spelling(flag.name)]
-    kind, _ = without_none(flag.type)
-    text = flag.help.replace("%", "%%")
-    if "default:" not in flag.help and flag.default is not None:
-        text += f" (default: {_as_text(flag.default)})"
-    common: dict[str, Any] = {"dest": flag.name, "help": text, "default": argparse.SUPPRESS}
-    if kind is bool:
-        group.add_argument(*names, action=argparse.BooleanOptionalAction, **common)
-        return
-    if typing.get_origin(kind) is Literal:
-        common["choices"] = typing.get_args(kind)
-    action = _Merge if is_object(flag) else _Extend if is_repeated(flag) else None
-    if action is not None:
-        common["action"] = action
-    if flag.name in SEVERAL_WORDS:
-        common["nargs"] = "+"
-    group.add_argument(*names, type=_reader(flag), metavar=_metavar(kind), **common)
-
-
-def _reader(flag: Flag) -> typing.Callable[[str], Any]:
-    def read(text: str) -> Any:
-        try:
-            return read_text(flag, text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return read
-
-
-def _metavar(kind: Any) -> str | None:
-    if typing.get_origin(kind) is Literal:
-        return None
-    if typing.get_origin(kind) in (tuple, list) and kind != list[str]:
-        return "N,N"
-    return {int: "N", float: "X"}.get(kind) or ("JSON" if kind is dict or typing.get_origin(kind) is dict else "TEXT")
-
-
-def _as_text(value: Any) -> str:
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
 
 
 def _long_name(action: argparse.Action) -> str:

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.cli import planning, running, terminal
-from jaxllm.cli.flags import engine_flags, server_flags, whole_number
+from jaxllm.cli.flags import engine_flags, server_flags
 from jaxllm.cli.options import add_common_arguments, engine_options, progress_for
 from jaxllm.cli.parser import Parser, UsageError
 from jaxllm.cli.settings import chosen, resolve
 from jaxllm.config import Flag
+from jaxllm.flag_arguments import whole_number
 from jaxllm.progress import Progress
 
 if TYPE_CHECKING:

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm import env, vllm_flags
-from jaxllm.cli.flags import all_flags, read_file_setting, read_text
+from jaxllm.cli.flags import all_flags, read_file_setting
 from jaxllm.config import Flag, unknown_name
 from jaxllm.errors import ConfigError
+from jaxllm.flag_arguments import read_text
 
 COMMAND_LINE = "command line"
 DEFAULT = "default"

@@ -12,6 +12,7 @@ from jaxllm.engine.work_clock import WorkClock
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from jaxllm.thinking import force_token
 
 LONG_STEP_SECONDS = 0.0035
 """Steps longer than this give the host time to read one and dispatch another while the next runs, so two in flight keep the device busy."""
@@ -123,22 +124,23 @@ class StepLoop:
         return news
 
     def _draw_if_possible(self) -> None:
-        """Fill the masks of the waiting step from its requests' grammars and sample, once their last tokens are known."""
+        """Fill the masks of the waiting step from its requests' grammars and thinking budgets, and sample, once their last tokens
+        are known."""
         if self._undrawn is None:
             return
         plan, pending = self._undrawn
         if not self.scheduler.tokens_are_known(plan.masked_request_ids):
             return
-        from jaxllm.structured.matcher import Matcher, fill_masks  # imports llguidance
-
         self.working_on = plan
-        requests = self.scheduler.requests
-        matchers = [
-            (request.matcher, row)
-            for row, request_id in enumerate(pending.sampled_ids)
-            if (request := requests.get(request_id)) is not None and isinstance(request.matcher, Matcher)
-        ]
-        fill_masks(matchers, pending.mask_RW)
+        found = (self.scheduler.requests.get(request_id) for request_id in pending.sampled_ids)
+        requests = [(row, request) for row, request in enumerate(found) if request is not None]
+        if any(request.matcher is not None for _, request in requests):
+            from jaxllm.structured.matcher import Matcher, fill_masks  # imports llguidance
+
+            fill_masks([(r.matcher, row) for row, r in requests if isinstance(r.matcher, Matcher)], pending.mask_RW)
+        for row, request in requests:
+            if request.thinking is not None and (token_id := request.thinking.forced_token_id) is not None:
+                force_token(pending.mask_RW[row], token_id)
         self._undrawn = None
         pending.draw()
 

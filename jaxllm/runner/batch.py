@@ -80,7 +80,8 @@ class BatchBuilder:
         A request that can be given no row is left out, of this step and of the next, which may be planned already.
         """
         cached = plan.scheduled_cached_reqs
-        if not plan.scheduled_new_reqs and plan.total_num_scheduled_tokens == len(cached.request_ids):
+        are_decodes = not plan.scheduled_new_reqs and plan.total_num_scheduled_tokens == len(cached.request_ids)
+        if are_decodes and not plan.masked_request_ids:
             batch = self._build_decode(cached)
             if batch is not None:
                 return batch

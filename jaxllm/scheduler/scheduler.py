@@ -379,7 +379,7 @@ class Scheduler:
         num_scheduled_tokens: dict[str, int] = {}
         masked_ids: list[str] = []
         for request, num_tokens, num_samples, _ in shares:
-            if num_samples and request.matcher is not None:
+            if num_samples and _may_be_masked(request):
                 masked_ids.append(request.request_id)
             num_scheduled_tokens[request.request_id] = num_tokens
             request.num_computed_tokens += num_tokens
@@ -612,17 +612,25 @@ def _describe_expiry(request: Request, kind: ErrorKind) -> str:
     )
 
 
+def _may_be_masked(request: Request) -> bool:
+    """Whether a mask may be needed for the token that the request samples next."""
+    thinking = request.thinking
+    return request.matcher is not None or (thinking is not None and thinking.may_force(request.num_output_placeholders))
+
+
 def _append_until_stop(request: Request, sampled: list[int]) -> tuple[list[int], RequestStatus | None]:
     """Append sampled tokens up to the one that ends the request. Returns the appended tokens and the final status, if any.
 
     Raises GrammarError if the request cannot continue.
     """
-    matcher = request.matcher
+    matcher, thinking = request.matcher, request.thinking
     for count, token_id in enumerate(sampled, 1):
         if token_id < 0:
             raise GrammarError("what the request allows, biases and forbids leaves no token to draw")
         if matcher is not None:
             matcher.advance(token_id)
+        if thinking is not None:
+            thinking.advance(token_id)
         if request.append_output(token_id) and (end := check_stop(request)) is not None:
             return sampled[:count], end
         if matcher is not None and matcher.is_done:

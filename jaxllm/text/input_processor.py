@@ -18,6 +18,8 @@ from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, Sampling
 from jaxllm.structured_outputs import PARAM, StructuredOutputsParams
 from jaxllm.text.generation_config import FILE_NAME, GenerationConfig
 from jaxllm.text.tokenizer import Tokenizer
+from jaxllm.thinking import PARAM as THINKING
+from jaxllm.thinking import ThinkingBudget
 
 
 class TextPrompt(TypedDict, total=False):
@@ -181,6 +183,7 @@ class InputProcessor:
         params = self._completed(params, len(token_ids))
         if params.structured_outputs is not None and grammar is None:
             grammar = self.grammar_of(params.structured_outputs)
+        thinking_budget = self._thinking_budget(params, token_ids)
         children = [
             EngineCoreRequest(
                 request_id=internal_id if params.n == 1 else f"{index}_{internal_id}",
@@ -193,6 +196,7 @@ class InputProcessor:
                 queue_timeout_seconds=queue_timeout_seconds,
                 timeout_seconds=timeout_seconds,
                 grammar=grammar,
+                thinking_budget=thinking_budget,
             )
             for index in range(params.n)
         ]
@@ -203,6 +207,21 @@ class InputProcessor:
         if self._compile_grammar is None:
             raise InvalidRequestError("structured_outputs needs a tokenizer; start without --skip-tokenizer-init", PARAM)
         return self._compile_grammar(form)
+
+    def _thinking_budget(self, params: SamplingParams, prompt_token_ids: list[int]) -> ThinkingBudget | None:
+        budget = params.thinking_token_budget
+        if budget is None:
+            return None
+        if self.tokenizer is None:
+            raise InvalidRequestError(f"{THINKING} needs a tokenizer; start without --skip-tokenizer-init", THINKING)
+        token_ids = {text: token_id for token_id, text in self.tokenizer.added_tokens.items() if token_id < self._vocab_size}
+        found = ThinkingBudget.of(min(budget, self.max_model_len), prompt_token_ids, token_ids, self.tokenizer.all_special_ids)
+        if found is not None and params.allowed_token_ids and found.end_token_ids[0] not in params.allowed_token_ids:
+            raise InvalidRequestError(
+                f"allowed_token_ids lacks {found.end_token_ids[0]}, the token that ends the thinking at {THINKING}; add it",
+                "allowed_token_ids",
+            )
+        return found
 
     def tokenize_texts(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """The prompts with texts already turned into ids, all at once, which uses every core. Wrong ones stay as they are."""
@@ -334,7 +353,7 @@ class InputProcessor:
         """The parameters of one of the n answers: each has a seed of its own."""
         child = copy.copy(params)
         child.n = 1
-        child.structured_outputs = None  # the grammar says it
+        child.structured_outputs = child.thinking_token_budget = None  # the request says it
         child.seed = self._random.getrandbits(63) if params.seed is None else _as_int64(params.seed + index)
         return child
 

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from jaxllm.thinking import KIMI_CALLS
 from server.dialects.dialect import INDEX, Frame, ToolDialect
 from server.dialects.json_calls import read_json_arguments
 from server.dialects.markers import markers_of
@@ -10,7 +11,7 @@ from server.dialects.reader import MAX_NAME, Reading
 if TYPE_CHECKING:
     from server.dialects.stream_parser import StreamParser
 
-CALLS, END_CALLS = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+CALLS, END_CALLS = KIMI_CALLS, "<|tool_calls_section_end|>"
 CALL, ARGUMENTS, END_CALL = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from jaxllm.thinking import MARKERS
 from server.dialects.deepseek import DeepSeek
 from server.dialects.dialect import ReasoningDialect, ToolDialect, special_tokens_of
 from server.dialects.harmony import HARMONY
@@ -38,7 +39,7 @@ TOOL_DIALECTS: dict[str, ToolDialect] = {
     "xlam": Xlam(),
 }
 
-_THINK = ("<think>",), ("</think>",)
+_THINK, _MISTRAL, _SEED = (((start,), (end,)) for start, end in MARKERS)
 REASONING_DIALECTS: dict[str, ReasoningDialect] = {
     "deepseek_r1": ReasoningDialect(*_THINK, implied=True, expected=True),
     "deepseek_v3": ReasoningDialect(*_THINK),
@@ -48,10 +49,10 @@ REASONING_DIALECTS: dict[str, ReasoningDialect] = {
     ),
     "kimi_k2": ReasoningDialect(*_THINK),
     "minimax_m2": ReasoningDialect(*_THINK, implied=True, expected=True),
-    "mistral": ReasoningDialect(("[THINK]",), ("[/THINK]",)),
+    "mistral": ReasoningDialect(*_MISTRAL),
     "openai_gptoss": ReasoningDialect(channels=True, expected=True, markers=HARMONY.openings),
     "qwen3": ReasoningDialect(*_THINK, expected=True),
-    "seed_oss": ReasoningDialect(("<seed:think>",), ("</seed:think>",)),
+    "seed_oss": ReasoningDialect(*_SEED),
     "think": ReasoningDialect(*_THINK),
 }
 

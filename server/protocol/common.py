@@ -31,7 +31,6 @@ UNSUPPORTED = {
     "suffix": "a prompt in the model's own fill-in-the-middle format",
     "prompt_embeds": "text or token ids",
     "watermarking": "nothing: outputs carry no watermark",
-    "thinking_token_budget": "reasoning_effort or chat_template_kwargs where the chat template reads them, or max_tokens",
     "media_io_kwargs": "text only: this server takes no media",
     "mm_processor_kwargs": "text only: this server takes no media",
     "mm_payload": "text only: this server takes no media",
@@ -54,7 +53,6 @@ UNSUPPORTED = {
     "lora_request": "model",
 }
 _NOTHING: tuple[Any, ...] = (False, "", [], {})
-_NO_BUDGET = -1
 
 
 class RequestModel(BaseModel):
@@ -71,8 +69,7 @@ class RequestModel(BaseModel):
         for name in body:
             if name not in cls.REFUSED or name in cls.model_fields or body[name] is None:
                 continue
-            asks_nothing = (_NO_BUDGET,) if name == "thinking_token_budget" else _NOTHING
-            if name in REMOVED or body[name] not in asks_nothing:
+            if name in REMOVED or body[name] not in _NOTHING:
                 verb = "was removed" if name in REMOVED else "is not supported"
                 raise bad_request(f"{name} {verb}; use {cls.REFUSED[name]}", name, "unsupported_parameter")
 

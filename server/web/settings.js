@@ -4,7 +4,7 @@ import { key } from './api.js';
 import { $ } from './dom.js';
 
 const STORE = 'jaxllm-settings';
-const NUMBERS = ['temperature', 'top_p', 'top_k', 'min_p', 'presence_penalty', 'frequency_penalty', 'max_tokens', 'seed'];
+const NUMBERS = ['temperature', 'top_p', 'top_k', 'min_p', 'top_n_sigma', 'presence_penalty', 'frequency_penalty', 'max_tokens', 'seed'];
 let current = {};
 try {
   current = JSON.parse(localStorage.getItem(STORE)) || {};

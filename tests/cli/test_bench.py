@@ -8,6 +8,7 @@ import pytest
 
 from jaxllm.cli import bench
 from jaxllm.cli.main import main
+from jaxllm.log import info_once
 
 
 def test_throughput_counts_the_tokens_of_all_requests(opened: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,6 +58,17 @@ def test_latency_reports_average_and_percentiles(opened: Any, capsys: pytest.Cap
     assert "avg latency" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("what", ["throughput", "latency"])
+def test_the_result_may_go_into_a_file(what: str, opened: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    info_once.cache_clear()
+    path = tmp_path / "new" / "r.json"
+    asked = "--backend vllm --input-len 5 --output-len 2 --num-prompts 2 --iterations 1 --json --output-json"
+    assert main(["bench", what, *asked.split(), str(path)]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(path.read_text()) == json.loads(shown.out)
+    assert "--backend vllm changes nothing here" in shown.err
+
+
 def test_a_mix_gives_the_lengths(opened: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mix.json"
     path.write_text(json.dumps({"about": "x", "requests": [[5, 2], [7, 3], [9, 4]]}))
@@ -88,6 +100,8 @@ def test_percentiles_agree_with_numpy() -> None:
         ([], 2, "required"),
         (["throughput", "--max-tokens", "5"], 2, "unknown option '--max-tokens'"),
         (["throughput", "--mix", "/no/such"], 1, "cannot read /no/such"),
+        (["throughput", "--backend", "hf"], 2, "invalid choice: 'hf'"),
+        (["latency", "--output-json", "/dev/null/r.json"], 1, "cannot write /dev/null/r.json"),
     ],
 )
 def test_wrong_arguments_are_refused(

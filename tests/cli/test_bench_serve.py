@@ -114,6 +114,15 @@ def test_results_are_saved_and_appended(stub: Stub, tmp_path: Path) -> None:
     assert "output_lens" not in second and second["completed"] == 2
 
 
+def test_the_result_goes_into_a_given_file(stub: Stub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "new" / "r.json"
+    assert bench(stub, "--num-prompts", "1", "--output-json", str(path)) == 0
+    assert json.loads(path.read_text())["completed"] == 1
+    stub.reset()
+    assert bench(stub, "--num-prompts", "1", "--output-json", "/dev/null/r.json") == 1
+    assert "cannot write /dev/null/r.json" in capsys.readouterr().err and not stub.bodies
+
+
 def test_a_result_file_without_a_name_is_named_after_the_run(stub: Stub, tmp_path: Path) -> None:
     arguments = ["--result-dir", str(tmp_path), "--max-concurrency", "2", "--request-rate", "500"]
     assert bench(stub, "--save-result", "--num-prompts", "1", *arguments) == 0

@@ -7,18 +7,15 @@ from jaxllm.cli.flags import (
     NOT_IN_FILES,
     all_flags,
     engine_flags,
-    is_object,
     join_sub_keys,
-    read_text,
     read_value,
     request_flags,
     sampling_flags,
     server_flags,
-    spelling,
-    whole_number,
 )
 from jaxllm.cli.parser import Parser
 from jaxllm.config import EngineConfig, flags
+from jaxllm.flag_arguments import is_object, read_text, spelling, whole_number
 from jaxllm.sampling_params import SamplingParams
 
 

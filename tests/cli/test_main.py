@@ -20,8 +20,7 @@ HEAVY = ("jax", "flax", "numpy", "transformers", "tokenizers", "huggingface_hub"
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    code = "import sys; from jaxllm.cli.main import main; sys.exit(main())"
-    command = [sys.executable, "-c", code, *arguments]
+    command = [sys.executable, "-m", "jaxllm", *arguments]
     return subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=60)
 
 

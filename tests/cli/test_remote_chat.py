@@ -108,6 +108,11 @@ def test_one_message_and_the_end(stub: Stub, monkeypatch: pytest.MonkeyPatch, ca
     assert [message["content"] for message in stub.bodies[0]["messages"]] == ["brief", "one"] and len(stub.bodies) == 1
 
 
+def test_the_model_may_be_named_as_vllm_does(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chat(stub, monkeypatch, "", "--quick", "one", "--model-name", "mine") == 0
+    assert stub.bodies[0]["model"] == "mine"
+
+
 def test_texts_are_written_on_one_by_one(
     stub: Stub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

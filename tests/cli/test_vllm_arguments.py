@@ -1,11 +1,13 @@
 """What people type who come from vLLM."""
 
+import argparse
 from pathlib import Path
 
 import pytest
 
 from jaxllm.cli.main import command_parser, main
 from jaxllm.cli.options import engine_options
+from jaxllm.engine_args import AsyncEngineArgs, EngineArgs
 from jaxllm.errors import ConfigError
 from jaxllm.log import info_once, warn_once
 
@@ -93,3 +95,49 @@ def test_a_config_file_of_vllm(tmp_path: Path) -> None:
 def test_help_says_what_becomes_of_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--help=eager"]) == 0
     assert "--enforce-eager: no effect: every step is a compiled program" in capsys.readouterr().out
+
+
+def script_parser() -> argparse.ArgumentParser:
+    """As scripts written for vLLM make it, with arguments of their own."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--max-tokens", type=int, default=9)
+    assert EngineArgs.add_cli_args(parser) is parser
+    parser.set_defaults(model="org/mine")
+    return parser
+
+
+@pytest.mark.parametrize(
+    ("line", "options"),
+    [
+        ("", {}),
+        ("--trust-remote-code --enforce-eager --swap-space 4 -pp 1 -O3 --cudagraph-capture-sizes 1 2 4 --no-enable-lora", {}),
+        ("--model other --max-model-len 4k", {"model": "other", "max_model_len": 4000}),
+        ("-tp 2 -q fp8", {"tensor_parallel_size": 2, "quantization": "fp8"}),
+        ("--dtype half --no-enable-prefix-caching --max-tokens 3", {"dtype": "float16", "enable_prefix_caching": False}),
+        ("--task embed", {"runner": "pooling"}),
+        ('--hf-overrides {"a":1} --hf-overrides {"b":2}', {"hf_overrides": {"a": 1, "b": 2}}),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", [EngineArgs, AsyncEngineArgs])
+def test_a_script_takes_the_flags_into_its_own_parser(kind: type[EngineArgs], line: str, options: dict[str, object]) -> None:
+    found = script_parser().parse_args(line.split())
+    wanted = kind(**{"model": "org/mine", **options})
+    assert kind.from_cli_args(found) == wanted
+    assert found.tensor_parallel_size == options.get("tensor_parallel_size", 1), "unset options have their defaults"
+    given = vars(found)
+    given.pop("max_tokens")
+    assert kind(**given) == wanted
+
+
+def test_defaults_that_a_script_sets_count_for_flags_of_vllm_too() -> None:
+    parser = script_parser()
+    parser.set_defaults(task="embed", enforce_eager=True, max_num_seqs=7)
+    args = EngineArgs.from_cli_args(parser.parse_args([]))
+    assert (args.runner, args.max_num_seqs) == ("pooling", 7)
+
+
+@pytest.mark.parametrize("line", ["--enable-lora", "--dtype int3", "--max-model-len many"])
+def test_a_script_ends_at_a_flag_that_is_refused(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        script_parser().parse_args(line.split())
+    assert line.split()[0] in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import functools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,10 +136,13 @@ def write_tokenizer(
     *,
     chat_template: Any = CHAT_TEMPLATE,
     generation_config: dict[str, Any] | None = None,
+    added_tokens: Sequence[str] = (),
 ) -> Path:
     """A model directory as far as the front reads it."""
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "tokenizer.json").write_text(KINDS[kind](), encoding="utf-8")
+    tokenizer = Tokenizer.from_str(KINDS[kind]())
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in added_tokens])
+    (directory / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS,

@@ -37,6 +37,7 @@ REFUSED: dict[str, Any] = {
     "top_k": 5,
     "min_p": 0.1,
     "top_n_sigma": 1.0,
+    "thinking_token_budget": 5,
     "presence_penalty": 0.5,
     "frequency_penalty": 0.5,
     "repetition_penalty": 1.5,
@@ -62,6 +63,7 @@ ASKS_NOTHING = {
     "top_k": -1,
     "min_p": 0,
     "top_n_sigma": -1,
+    "thinking_token_budget": -1,
     "presence_penalty": 0,
     "frequency_penalty": 0.0,
     "repetition_penalty": 1,
@@ -221,7 +223,6 @@ def test_what_asks_for_nothing_is_taken(client: Client, path: str) -> None:
         (COMPLETIONS, {"length_penalty": 2, "use_beam_search": False}, "length_penalty", "set use_beam_search"),
         (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"}, "tool_choice", "grammar"),
         (CHAT, {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools", "strict"),
-        (CHAT, {"thinking_token_budget": 5}, "thinking_token_budget", "max_tokens"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_searched_is_refused_by_name(

@@ -198,10 +198,11 @@ def test_a_question_is_answered_by_streaming_and_can_be_stopped_and_asked_again(
 
 def test_settings_change_the_request(browser: Browser, url: str, model: Model) -> None:
     browser.open(url)
-    set_up(browser, temperature="0.33", top_p="0.9", top_k="7", max_tokens="2", seed="5", system="Be brief.", tools=TOOLS)
+    numbers = {"temperature": "0.33", "top_p": "0.9", "top_k": "7", "top_n_sigma": "1.5", "max_tokens": "2", "seed": "5"}
+    set_up(browser, **numbers, system="Be brief.", tools=TOOLS)
     assert ask(browser, "hello").startswith("o")
     params = model.last.sampling_params
-    assert (params.temperature, params.top_p, params.top_k, params.max_tokens, params.seed) == (0.33, 0.9, 7, 2, 5)
+    assert {name: getattr(params, name) for name in numbers} == {name: float(value) for name, value in numbers.items()}
     assert "Be brief." in model.last_prompt() and "tools" in model.last_prompt()
     assert "token limit" in browser.text("article.assistant footer")
 

@@ -1,12 +1,21 @@
 """Every sampling parameter that requests may set reaches the engine, from each API that takes it."""
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from jaxllm.async_llm import AsyncLLM
 from jaxllm.sampling_params import FIELDS, IN_REQUESTS, SamplingParams
+from jaxllm.text.tokenizer import load_tokenizer
+from jaxllm.thinking import ThinkingBudget
+from server.app import create_app
 from tests.helpers.fake_engine_core import FakeEngineCore
+from tests.helpers.fake_front import fake_core
+from tests.helpers.tiny_tokenizers import CHAT_TEMPLATE, write_tokenizer
 from tests.server.client import Client
+from tests.server.conftest import options
 
 USER = [{"role": "user", "content": "hi"}]
 BODIES: dict[str, dict[str, Any]] = {
@@ -26,6 +35,7 @@ VALUES: dict[str, Any] = {
 ELSEWHERE = {
     "n": "each answer is a request of its own",
     "structured_outputs": "reaches the engine compiled",
+    "thinking_token_budget": "reaches the engine counted from the prompt",
     "logprob_token_ids": "the chat API takes it with logprobs",
 }
 """Fields whose way other tests show."""
@@ -47,3 +57,29 @@ def test_every_parameter_reaches_the_engine(client: Client, core: FakeEngineCore
         assert reply.status_code == 200, reply.text
         wanted = getattr(SamplingParams(**{name: value}), name)
         assert getattr(core.requests[-1].sampling_params, name) == wanted, name
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Client, FakeEngineCore]]:
+    """A model whose chat template opens its thinking, which tokens of their own open and close."""
+    template = CHAT_TEMPLATE.replace("<|assistant|>", "<|assistant|><think>")
+    directory = write_tokenizer(tmp_path_factory.mktemp("thinks"), chat_template=template, added_tokens=("<think>", "</think>"))
+    core = fake_core(directory, max_model_len=200)
+    with AsyncLLM(core=core) as engine, Client(create_app(engine, options())) as client:
+        yield client, core
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_thinking_budget_reaches_the_engine_counted_from_the_prompt(
+    thinker: tuple[Client, FakeEngineCore], path: str
+) -> None:
+    client, core = thinker
+    start, end = (load_tokenizer(Path(core.config.model.model)).convert_token_to_id(text) for text in ("<think>", "</think>"))
+    for budget, wanted in ((5, 5), (10**30, 200), (-1, None), (None, None)):
+        reply = client.post(path, {**BODIES[path], "thinking_token_budget": budget})
+        assert reply.status_code == 200, reply.text
+        found = core.requests[-1].thinking_budget
+        assert found == (wanted and ThinkingBudget(wanted, start, (end,), is_open=path != "/v1/completions"))
+        assert core.requests[-1].sampling_params.thinking_token_budget is None
+    reply = client.post(path, {**BODIES[path], "thinking_token_budget": 5, "allowed_token_ids": [start]})
+    assert reply.status_code == 400 and f"lacks {end}, the token that ends the thinking" in reply.json()["error"]["message"]

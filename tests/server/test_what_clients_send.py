@@ -53,7 +53,7 @@ def test_what_clients_send_is_taken(client: Client, fields: Mapping[str, Any]) -
         (COMPLETIONS, {"max_tokens": 200}, "max_tokens", "max_tokens is 200, but the prompt has 3 tokens"),
         (COMPLETIONS, {"temperature": 1e9}, "temperature", "at most 1000000.0"),
         (CHAT, {"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs", "does not read"),
-        (CHAT, {"thinking_token_budget": 0}, "thinking_token_budget", "or max_tokens"),
+        (CHAT, {"thinking_token_budget": 0}, "thinking_token_budget", "or limit max_tokens"),
         (CHAT, {"length_penalty": 2.0}, "length_penalty", "set use_beam_search"),
     ],
 )

@@ -1,11 +1,12 @@
-"""vLLM's flags on the command line: accepted or refused with a reason, as `jaxllm.vllm_flags` defines."""
+"""vLLM's flags as arguments of argparse: accepted or refused with a reason, as `jaxllm.vllm_flags` defines."""
 
 import argparse
 import json
 from collections.abc import Iterable
 from typing import Any
 
-from jaxllm.cli.flags import merge, spelling
+from jaxllm.errors import ConfigError
+from jaxllm.flag_arguments import merge, spelling
 from jaxllm.vllm_flags import QUANTIZATIONS, SHORT_NAMES, TABLE, VllmFlag, translated
 
 DEST = "vllm_flags"
@@ -24,8 +25,13 @@ def rewritten(arguments: Iterable[str]) -> list[str]:
     return found
 
 
-def add_vllm_arguments(parser: argparse.ArgumentParser) -> None:
-    """An argument for each of vLLM's flags that the parser does not have; help does not list them."""
+def add_vllm_arguments(parser: argparse.ArgumentParser, *, at_once: bool = False) -> None:
+    """An argument for each of vLLM's flags that the parser does not have; help does not list them.
+
+    `at_once`: parsing sets the options and fails for what is refused, and each flag is in the namespace, None if not given. If
+    not, `take_vllm_arguments` does all this later.
+    """
+    action, default = (_TakeAtOnce, None) if at_once else (_Keep, argparse.SUPPRESS)
     for flag in TABLE.values():
         if spelling(flag.name) in parser._option_string_actions:
             continue
@@ -33,9 +39,7 @@ def add_vllm_arguments(parser: argparse.ArgumentParser) -> None:
         if flag.kind == "switch":
             names.append("--no-" + spelling(flag.name)[2:])
         nargs: int | str | None = {"switch": 0, "list": "+"}.get(flag.kind)  # type: ignore[assignment]
-        parser.add_argument(
-            *names, action=_Keep, nargs=nargs, dest=flag.name, default=argparse.SUPPRESS, help=argparse.SUPPRESS
-        )
+        parser.add_argument(*names, action=action, nargs=nargs, dest=flag.name, default=default, help=argparse.SUPPRESS)
 
 
 def take_vllm_arguments(found: argparse.Namespace) -> None:
@@ -64,16 +68,37 @@ class _Keep(argparse.Action):
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         kept = getattr(namespace, DEST, None) or {}
-        flag = TABLE[self.dest]
-        if flag.kind == "switch":
-            value: Any = not str(option_string).startswith("--no-")
-            how = str(option_string)
-        else:
-            value = [_value(entry) for entry in values] if flag.kind == "list" else _value(values)
-            how = f"{option_string} {' '.join(values) if flag.kind == 'list' else values}"
-        if isinstance(value, dict) and isinstance(before := kept.get(self.dest, ({},))[0], dict):
-            value = merge(before, value)
-        setattr(namespace, DEST, {**kept, self.dest: (value, how)})
+        value = _merged(kept.get(self.dest, ({},))[0], _read(self.dest, values, str(option_string)))
+        setattr(namespace, DEST, {**kept, self.dest: (value, _written(values, str(option_string)))})
+
+
+class _TakeAtOnce(argparse.Action):
+    """Sets the option of a flag and keeps its value. Parsing fails for what is refused."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        value = _merged(getattr(namespace, self.dest, None), _read(self.dest, values, str(option_string)))
+        try:
+            options = translated(self.dest, value, _written(values, str(option_string)))
+        except ConfigError as error:
+            parser.error(str(error))
+        for option, translation in {**options, self.dest: value}.items():
+            setattr(namespace, option, translation)
+
+
+def _read(name: str, values: Any, option_string: str) -> Any:
+    kind = TABLE[name].kind
+    if kind == "switch":
+        return not option_string.startswith("--no-")
+    return [_value(entry) for entry in values] if kind == "list" else _value(values)
+
+
+def _written(values: Any, option_string: str) -> str:
+    """The flag as it was given, for messages."""
+    return " ".join([option_string, *([values] if isinstance(values, str) else values)])
+
+
+def _merged(before: Any, value: Any) -> Any:
+    return merge(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
 
 
 def _value(text: str) -> Any:

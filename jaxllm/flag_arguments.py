@@ -1,0 +1,191 @@
+"""Arguments of argparse for options that a `Flag` describes, and the values that their texts stand for."""
+
+import argparse
+import json
+import re
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from jaxllm.config import Flag, unknown_name
+from jaxllm.vllm_flags import WORDS
+
+SEVERAL_WORDS = ("api_key", "served_model_name")
+"""Options whose flag may be followed by several texts, as vLLM has it: `--api-key one two`."""
+
+_SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+
+
+def add_flag(
+    group: argparse._ArgumentGroup, flag: Flag, short_names: Mapping[str, str], default: Any = argparse.SUPPRESS
+) -> None:
+    """Add the argument of an option. `default`: the value if it is not given; without it, the namespace lacks the option."""
+    names = [name for name in (short_names.get(flag.name),) if name] + [spelling(flag.name)]
+    kind, _ = without_none(flag.type)
+    text = flag.help.replace("%", "%%")
+    if "default:" not in flag.help and flag.default is not None:
+        text += f" (default: {_as_text(flag.default)})"
+    common: dict[str, Any] = {"dest": flag.name, "help": text, "default": default}
+    if kind is bool:
+        group.add_argument(*names, action=argparse.BooleanOptionalAction, **common)
+        return
+    if typing.get_origin(kind) is Literal:
+        common["choices"] = typing.get_args(kind)
+    action = _Merge if is_object(flag) else _Extend if is_repeated(flag) else None
+    if action is not None:
+        common["action"] = action
+    if flag.name in SEVERAL_WORDS:
+        common["nargs"] = "+"
+    group.add_argument(*names, type=_reader(flag), metavar=_metavar(kind), **common)
+
+
+def _reader(flag: Flag) -> typing.Callable[[str], Any]:
+    def read(text: str) -> Any:
+        try:
+            return read_text(flag, text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
+
+
+def _metavar(kind: Any) -> str | None:
+    if typing.get_origin(kind) is Literal:
+        return None
+    if typing.get_origin(kind) in (tuple, list) and kind != list[str]:
+        return "N,N"
+    return {int: "N", float: "X"}.get(kind) or ("JSON" if kind is dict or typing.get_origin(kind) is dict else "TEXT")
+
+
+def _as_text(value: Any) -> str:
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+
+
+def spelling(name: str) -> str:
+    """Turn `max_num_seqs` into `--max-num-seqs`."""
+    return "--" + name.replace("_", "-")
+
+
+def without_none(of_type: Any) -> tuple[Any, bool]:
+    """The type behind `X | None`, and whether None is allowed. `str | list[str]` counts as `list[str]`."""
+    if typing.get_origin(of_type) not in (typing.Union, types.UnionType):
+        return of_type, False
+    parts = typing.get_args(of_type)
+    kinds = [part for part in parts if part is not type(None)]
+    return kinds[-1], len(kinds) < len(parts)
+
+
+def is_object(flag: Flag) -> bool:
+    """Whether the value is a JSON object, so that `--flag.key value` sets one key of it."""
+    kind = without_none(flag.type)[0]
+    return kind is dict or typing.get_origin(kind) is dict
+
+
+def is_repeated(flag: Flag) -> bool:
+    """Whether the flag may be given again, each time adding a text."""
+    return without_none(flag.type)[0] == list[str]
+
+
+def read_text(flag: Flag, text: str) -> Any:
+    """Parse the text of an option's value. Raises ValueError that names the expected form."""
+    if text in WORDS.get(flag.name, {}):
+        return WORDS[flag.name][text]
+    kind, optional = without_none(flag.type)
+    if optional and text.lower() in ("none", "null"):
+        return None
+    return _read(kind, text)
+
+
+def whole_number(text: str) -> int:
+    """`1k` is 1000, `1K` is 1024, and so on for m, g, t; a fraction is allowed where the result is whole: `1.5k`."""
+    match = re.fullmatch(r"([+-]?\d+(?:_\d+)*)(\.\d+)?([kmgtKMGT])?", text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not a whole number (such as 4096, 4k = 4000, 4K = 4096, 2G = 2 GiB)")
+    whole, fraction, suffix = match.groups()
+    if fraction is None:
+        return int(whole) * _SUFFIXES.get(suffix, 1)
+    value = float(whole + fraction) * _SUFFIXES.get(suffix, 1)
+    if value != int(value):
+        raise ValueError(f"{text!r} is not a whole number")
+    return int(value)
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge two JSON objects; where both have a value, `over` wins. Nested objects are merged recursively."""
+    merged = dict(base)
+    for key, value in over.items():
+        if isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
+            value = merge(merged[key], value)
+        merged[key] = value
+    return merged
+
+
+class _Merge(argparse.Action):
+    """Merges JSON objects that are given one after another."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, merge(getattr(namespace, self.dest, None) or {}, values or {}))
+
+
+class _Extend(argparse.Action):
+    """Collects texts that are given one after another in a list."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if self.nargs == "+":
+            values = [text for texts in values for text in texts]
+        setattr(namespace, self.dest, None if values is None else [*(getattr(namespace, self.dest, None) or []), *values])
+
+
+def _read(kind: Any, text: str) -> Any:
+    origin = typing.get_origin(kind)
+    if kind is bool:
+        if text.lower() not in _BOOLEANS:
+            raise ValueError(f"{text!r} is neither true nor false")
+        return _BOOLEANS[text.lower()]
+    if kind is int:
+        return whole_number(text)
+    if kind is float:
+        try:
+            return float(text)
+        except ValueError:
+            raise ValueError(f"{text!r} is not a number") from None
+    if origin is Literal:
+        choices = typing.get_args(kind)
+        if text not in choices:
+            raise ValueError(unknown_name("value", text, choices) + f" (one of {', '.join(choices)})")
+        return text
+    if kind == list[str]:
+        return [text]
+    if origin in (tuple, list):
+        item = typing.get_args(kind)[0]
+        return origin(_read(item, part.strip()) for part in text.strip("[]").split(",") if part.strip())
+    if kind is dict or origin is dict:
+        try:
+            value = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"not JSON: {error}") from None
+        if not isinstance(value, dict):
+            raise ValueError("not a JSON object")
+        return with_typed_keys(kind, value)
+    return text
+
+
+def with_typed_keys(kind: Any, value: dict[Any, Any]) -> dict[Any, Any]:
+    """Convert keys of `dict[int, …]` to numbers: JSON has text keys only."""
+    arguments = typing.get_args(kind)
+    if not arguments or arguments[0] is not int:
+        return value
+    try:
+        return {int(key): entry for key, entry in value.items()}
+    except ValueError:
+        raise ValueError(f"the keys must be token ids, got {', '.join(map(repr, value))}") from None
+
+
+def noun(kind: Any) -> str:
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text (put it in quotes)", dict: "an object"}
+    origin = typing.get_origin(kind)
+    if origin is Literal:
+        return "one of " + ", ".join(map(str, typing.get_args(kind)))
+    return names.get(kind) or names.get(origin) or "a list"
