@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from jaxllm.at_exit import shut_down_at_exit
 from jaxllm.beam_search import BeamSearchOutput, search_beams
 from jaxllm.config import EngineConfig
+from jaxllm.control_calls import ControlCalls
 from jaxllm.errors import InvalidRequestError, RequestFailedError
 from jaxllm.interrupt import DeferredInterrupt
 from jaxllm.llm_engine import Core, LLMEngine
@@ -42,7 +43,7 @@ _REPORTED_FAULTS = 10
 Messages = Sequence[Mapping[str, Any]]
 
 
-class LLM:
+class LLM(ControlCalls):
     """A model with its engine, for use from one thread.
 
     Keyword arguments are the engine's options (`jaxllm.config`); docs/VLLM_FLAGS.md lists the accepted options of vLLM.
@@ -273,33 +274,8 @@ class LLM:
         """All metrics now."""
         return self.llm_engine.get_metrics()
 
-    def reset_prefix_cache(self) -> bool:
-        """Discard all cached prefixes. Returns False if blocks are in use."""
-        return self.llm_engine.reset_prefix_cache()
-
-    def sleep(self, level: int = 1) -> None:
-        """Release device memory until `wake_up`: discard the KV cache, and move the weights to the host (level 1) or discard
-        them (level 2).
-
-        Aborts the requests of open iterators. Raises InvalidRequestError for another level.
-        """
-        self.llm_engine.sleep(level)
-
-    def wake_up(self, tags: list[str] | None = None) -> None:
-        """Restore the memory of `tags` ("weights", "kv_cache"; None: both) and serve again once both are restored.
-
-        Raises InvalidRequestError for another tag. Raises OutOfMemoryError or ModelLoadError if that fails; the engine then
-        stays asleep.
-        """
-        self.llm_engine.wake_up(tags)
-
-    def start_profile(self) -> None:
-        """Start a trace with JAX's profiler. Raises ConfigError without `profiler_dir`, EngineError during a trace."""
-        self.llm_engine.start_profile()
-
-    def stop_profile(self) -> None:
-        """End the trace and write it. Raises EngineError if there is none."""
-        self.llm_engine.stop_profile()
+    def call_core(self, name: str, *arguments: Any) -> Any:
+        return getattr(self.llm_engine, name)(*arguments)
 
     def shutdown(self) -> None:
         """End every request and free the device. The object cannot be used afterwards."""

@@ -4,12 +4,14 @@ A front sends `Hello`, `Add`, `Abort` and `Call`; the engine process sends `Stat
 `WantMetrics` and `Dead`. Anything that cannot be decoded raises MessageError.
 """
 
-from typing import Any, Literal
+import inspect
+from typing import Any, Literal, Union
 
 import msgspec
 import numpy as np
 
 from jaxllm.config import EngineConfig
+from jaxllm.control_calls import ControlCalls, PauseCalls
 from jaxllm.errors import (
     ConfigError,
     EngineDeadError,
@@ -88,55 +90,6 @@ class Abort(_Message, tag="abort"):
     request_ids: list[str]
 
 
-class ResetPrefixCache(_Message, tag="reset_prefix_cache"):
-    reset_running_requests: bool = False
-
-
-class Sleep(_Message, tag="sleep"):
-    level: int = 1
-    mode: Literal["abort", "refuse"] = "abort"
-
-
-class WakeUp(_Message, tag="wake_up"):
-    tags: list[str] | None = None
-
-
-class IsSleeping(_Message, tag="is_sleeping"):
-    pass
-
-
-class Pause(_Message, tag="pause"):
-    mode: Literal["abort", "wait", "keep"] = "abort"
-
-
-class Resume(_Message, tag="resume"):
-    pass
-
-
-class IsPaused(_Message, tag="is_paused"):
-    pass
-
-
-class IsDraining(_Message, tag="is_draining"):
-    pass
-
-
-class StartProfile(_Message, tag="start_profile"):
-    pass
-
-
-class StopProfile(_Message, tag="stop_profile"):
-    pass
-
-
-class CheckIntegrity(_Message, tag="check_integrity"):
-    pass
-
-
-class FinishCompiling(_Message, tag="finish_compiling"):
-    pass
-
-
 class MetricRecord(msgspec.Struct, array_like=True):
     """A Counter, Gauge or Histogram; `buckets` only for the last."""
 
@@ -156,21 +109,20 @@ class ShareMetrics(_Message, tag="share_metrics"):
     fresh: bool = False
 
 
-CoreCall = (
-    ResetPrefixCache
-    | Sleep
-    | WakeUp
-    | IsSleeping
-    | Pause
-    | Resume
-    | IsPaused
-    | IsDraining
-    | StartProfile
-    | StopProfile
-    | CheckIntegrity
-    | FinishCompiling
-)
-"""Each is a method or property of the engine core, named by its tag."""
+def _call_type(name: str) -> type[msgspec.Struct]:
+    """The message of a control call: its parameters as fields."""
+    parameters = list(inspect.signature(getattr(PauseCalls, name)).parameters.values())[1:]
+    fields = [(parameter.name, parameter.annotation, parameter.default) for parameter in parameters]
+    return msgspec.defstruct(name, fields, bases=(_Message,), tag=name, array_like=True)
+
+
+_CALL_TYPES = {
+    name: _call_type(name)
+    for base in (ControlCalls, PauseCalls)
+    for name in vars(base)
+    if name[0] != "_" and name != "call_core"
+}
+_AnyCall: Any = Union[tuple(_CALL_TYPES.values())]  # noqa: UP007
 
 
 class Call(_Message, tag="call"):
@@ -178,7 +130,12 @@ class Call(_Message, tag="call"):
 
     client: str
     number: int
-    call: CoreCall | ShareMetrics
+    call: _AnyCall | ShareMetrics  # type: ignore[valid-type]
+
+    @property
+    def name(self) -> str:
+        """Of a control call: the core's method."""
+        return str(type(self.call).__struct_config__.tag)
 
 
 # From the engine process
@@ -269,6 +226,11 @@ class Dead(_Message, tag="dead"):
 
 FrontMessage = Hello | Add | Abort | Call
 EngineMessage = Status | Ready | Outputs | Refused | Failed | Reply | WantMetrics | Dead
+
+
+def call_of(name: str, *arguments: Any) -> Any:
+    """The message of a control call, for `Call`."""
+    return _CALL_TYPES[name](*arguments)
 
 
 def encode(message: Any) -> bytes:

@@ -48,7 +48,7 @@ _FIRST_HELLO_SECONDS = 2.0
 
 
 class ServedCore(Protocol):
-    """The interface of an engine core that this process uses."""
+    """The interface of an engine core that this process uses, beside the methods that PauseCalls names."""
 
     config: EngineConfig
     model_config: ModelConfig
@@ -67,7 +67,6 @@ class ServedCore(Protocol):
     def abort_requests(self, request_ids: list[str]) -> None: ...
     def step(self) -> list[EngineCoreOutput]: ...
     def has_unfinished_requests(self) -> bool: ...
-    def finish_compiling(self) -> None: ...
     def stats(self) -> SchedulerStats: ...
     def shutdown(self) -> None: ...
 
@@ -189,7 +188,7 @@ class EngineLoop:
     def _call(self, command: Call) -> None:
         if isinstance(command.call, ShareMetrics):
             self._share(command, command.call)
-        elif isinstance(command.call, messages.FinishCompiling):  # may take minutes
+        elif command.name == "finish_compiling":  # may take minutes
 
             def wait() -> None:
                 reply = self._result_of(command)
@@ -220,15 +219,13 @@ class EngineLoop:
             self._answer(command, Reply(command.number, records, load=self._load()))
 
     def _result_of(self, command: Call) -> Reply:
-        name = str(type(command.call).__struct_config__.tag)
         try:
-            member = getattr(self._core, name)
-            result = member(*msgspec.structs.astuple(command.call)) if callable(member) else member
+            result = getattr(self._core, command.name)(*msgspec.structs.astuple(command.call))
         except EngineDeadError:
             raise
         except Exception as error:  # reported to the caller
             if not isinstance(error, JaxLLMError):
-                logger.exception("%s failed", name)
+                logger.exception("%s failed", command.name)
             return Reply(command.number, fault=messages.fault_of(error))
         return Reply(command.number, result)
 
