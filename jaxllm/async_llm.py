@@ -20,12 +20,12 @@ from jaxllm.errors import EngineDeadError, EngineError, RequestFailedError
 from jaxllm.llm_engine import Core, LLMEngine, Texts
 from jaxllm.log import logger
 from jaxllm.mailbox import Letter, Mailbox, post
-from jaxllm.metrics.engine_load import LoadStats
 from jaxllm.metrics.metric import Metric
 from jaxllm.outputs import PoolingRequestOutput, RequestMetrics, RequestOutput
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
 from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from jaxllm.scheduler_stats import SchedulerStats
 from jaxllm.text.input_processor import FrontRequest, Prompt, refuse_adapter
 from jaxllm.text.tokenizer import Tokenizer
 
@@ -272,7 +272,7 @@ class AsyncLLM(PauseCalls):
         """All metrics now."""
         return [*await self._run(self._engine.get_metrics), *self._added_metrics()]
 
-    async def load(self) -> LoadStats:
+    async def load(self) -> SchedulerStats:
         """The numbers of running and waiting requests, and the usage of the cache."""
         return await self._run(lambda: self._engine.core.stats())
 

@@ -83,8 +83,7 @@ class ConnectedLLM(AsyncLLM):
         return [*engine, *self._added_metrics()]
 
     async def _share_now(self, *, fresh: bool = False) -> None:
-        records = await self._client.call(messages.ShareMetrics(messages.metric_records(self._own_metrics()), fresh))
-        self._metrics_of_others = messages.metrics_of(records)
+        self._metrics_of_others = await self._client.call(messages.ShareMetrics(self._own_metrics(), fresh))
 
     def _wake_sharing(self) -> None:
         self._must_share.set()

@@ -15,7 +15,6 @@ from jaxllm.engine import fault_points
 from jaxllm.engine_args import EngineArgs
 from jaxllm.errors import ConfigError, EngineDeadError, EngineError, JaxLLMError
 from jaxllm.kernel_verdicts import OpReport
-from jaxllm.metrics.engine_load import LoadStats
 from jaxllm.metrics.engine_metrics import EngineMetrics
 from jaxllm.metrics.metric import Metric
 from jaxllm.metrics.stat_logger import StatLogger
@@ -25,6 +24,7 @@ from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
 from jaxllm.request import EngineCoreRequest
 from jaxllm.sampling_params import SamplingParams
+from jaxllm.scheduler_stats import SchedulerStats
 from jaxllm.start_times import StartTimes, process_age_seconds
 from jaxllm.text.generation_config import GenerationConfig, load_generation_config
 from jaxllm.text.input_processor import FrontRequest, InputProcessor, Prompt
@@ -58,7 +58,7 @@ class Core(Protocol):
     def abort_requests(self, request_ids: list[str]) -> None: ...
     def step(self) -> list[EngineCoreOutput]: ...
     def has_unfinished_requests(self) -> bool: ...
-    def stats(self) -> LoadStats: ...
+    def stats(self) -> SchedulerStats: ...
     def shutdown(self) -> None: ...
 
 

@@ -28,7 +28,7 @@ from jaxllm.progress import SILENT, Progress
 from jaxllm.request import EngineCoreRequest, ErrorKind, FinishReason, Request, RequestStatus
 from jaxllm.sampling.processors import Processor, check_processors, load_processors
 from jaxllm.scheduler.scheduler import Scheduler
-from jaxllm.scheduler.stats import SchedulerStats
+from jaxllm.scheduler_stats import SchedulerStats
 from jaxllm.start_times import StartTimes
 from jaxllm.text.model_files import text_files
 

@@ -22,11 +22,11 @@ from jaxllm.errors import (
     OverloadedError,
 )
 from jaxllm.kernel_verdicts import OpReport
-from jaxllm.metrics.metric import Counter, Gauge, Histogram, Metric
+from jaxllm.metrics.metric import Metric
 from jaxllm.model_config import ModelConfig
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import EngineCoreRequest
-from jaxllm.scheduler.stats import SchedulerStats
+from jaxllm.scheduler_stats import SchedulerStats
 
 MAX_MESSAGE_BYTES = 1 << 30
 """A longer message ends its connection. Prompt logprobs of a long prompt are the longest messages."""
@@ -90,22 +90,10 @@ class Abort(_Message, tag="abort"):
     request_ids: list[str]
 
 
-class MetricRecord(msgspec.Struct, array_like=True):
-    """A Counter, Gauge or Histogram; `buckets` only for the last."""
-
-    kind: Literal["counter", "gauge", "histogram"]
-    name: str
-    labels: dict[str, str]
-    help: str
-    value: int | float
-    """The value; for a histogram, the sum."""
-    buckets: dict[str, int] | None = None
-
-
 class ShareMetrics(_Message, tag="share_metrics"):
     """The metrics of this front so far. Answered with the metrics of all others combined; `fresh` queries them first."""
 
-    own: list[MetricRecord]
+    own: list[Metric]
     fresh: bool = False
 
 
@@ -208,7 +196,7 @@ class Reply(_Message, tag="reply"):
     """The result of a Call, or its error."""
 
     number: int
-    result: bool | int | float | str | list[MetricRecord] | None = None
+    result: bool | int | float | str | list[Metric] | None = None
     fault: Fault | None = None
     load: Load | None = None
     """The load, in replies with metrics."""
@@ -285,34 +273,6 @@ def error_of(fault: Fault) -> JaxLLMError:
     if fault.kind == "overloaded":
         return OverloadedError(fault.message, fault.retry_after_seconds)
     return _ERROR_TYPES.get(fault.kind, EngineError)(fault.message)
-
-
-def metric_records(metrics: list[Metric]) -> list[MetricRecord]:
-    """Convert metrics to their message form."""
-    records = []
-    for metric in metrics:
-        if isinstance(metric, Histogram):
-            records.append(MetricRecord("histogram", metric.name, metric.labels, metric.help, metric.sum, metric.buckets))
-        elif isinstance(metric, (Counter, Gauge)):
-            kind: Literal["counter", "gauge"] = "counter" if isinstance(metric, Counter) else "gauge"
-            records.append(MetricRecord(kind, metric.name, metric.labels, metric.help, metric.value))
-    return records
-
-
-def metrics_of(records: list[MetricRecord]) -> list[Metric]:
-    """Convert metric records back to metrics: the inverse of `metric_records`."""
-    found: list[Metric] = []
-    for record in records:
-        if record.kind == "histogram":
-            buckets = record.buckets or {}
-            found.append(
-                Histogram(record.name, record.labels, record.help, buckets.get("+Inf", 0), float(record.value), buckets)
-            )
-        elif record.kind == "counter":
-            found.append(Counter(record.name, record.labels, record.help, record.value))  # type: ignore[arg-type]
-        else:
-            found.append(Gauge(record.name, record.labels, record.help, record.value))
-    return found
 
 
 def _decode(decoder: Any, frame: bytes) -> Any:

@@ -40,7 +40,7 @@ from jaxllm.metrics.metric import Metric
 from jaxllm.model_config import ModelConfig
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import EngineCoreRequest
-from jaxllm.scheduler.stats import SchedulerStats
+from jaxllm.scheduler_stats import SchedulerStats
 from jaxllm.start_times import StartTimes, process_age_seconds
 
 _LAGGING_PAUSE_SECONDS = 0.25
@@ -199,7 +199,7 @@ class EngineLoop:
             self._answer(command, self._result_of(command))
 
     def _share(self, command: Call, call: ShareMetrics) -> None:
-        self._metrics[command.client] = messages.metrics_of(call.own)
+        self._metrics[command.client] = call.own
         wanted: set[str] = set()
         if call.fresh:
             question = messages.encode(messages.WantMetrics())
@@ -215,8 +215,8 @@ class EngineLoop:
         self._gatherings = [(command, wanted) for command, wanted in self._gatherings if wanted]
         for command in ready:
             others = [metrics for client, metrics in self._metrics.items() if client != command.client]
-            records = messages.metric_records(merged([*others, self._metrics_of_gone]))
-            self._answer(command, Reply(command.number, records, load=self._load()))
+            found = merged([*others, self._metrics_of_gone])
+            self._answer(command, Reply(command.number, found, load=self._load()))
 
     def _result_of(self, command: Call) -> Reply:
         try:

@@ -4,11 +4,12 @@ from collections.abc import Mapping
 
 from jaxllm.metrics import buckets
 from jaxllm.metrics.collect import Collected
-from jaxllm.metrics.engine_load import LoadStats, add_load
+from jaxllm.metrics.engine_load import add_load
 from jaxllm.metrics.metric import Metric
 from jaxllm.observations import Observations
 from jaxllm.request import FinishReason
 from jaxllm.sampling_params import SamplingParams
+from jaxllm.scheduler_stats import SchedulerStats
 
 
 class EngineMetrics:
@@ -39,7 +40,7 @@ class EngineMetrics:
         self._request_max_tokens = Observations(token_counts)
         self._request_n = Observations(buckets.ANSWERS)
         self._request_preemptions = Observations(buckets.PREEMPTIONS)
-        self.load: LoadStats | None = None
+        self.load: SchedulerStats | None = None
         """Store the engine core's own numbers, after the latest step."""
         self.programs_compiled_after_warmup = 0
 

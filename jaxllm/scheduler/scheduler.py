@@ -23,10 +23,10 @@ from jaxllm.scheduler.block_hash import block_hasher
 from jaxllm.scheduler.deadlines import Deadlines
 from jaxllm.scheduler.kv_cache_manager import CachedPrefix, KVCacheManager
 from jaxllm.scheduler.limits import check_options, check_room, check_servable
-from jaxllm.scheduler.stats import SchedulerStats
 from jaxllm.scheduler.stop import check_stop
 from jaxllm.scheduler.waiting_queue import make_waiting_queue
 from jaxllm.scheduler_output import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput, TokenLogprobs
+from jaxllm.scheduler_stats import SchedulerStats
 
 _NOT_FINITE = "the model computed NaN or infinity for this request; check its weights, or choose a dtype with a larger range"
 
