@@ -143,7 +143,7 @@ class LLMEngine(PauseCalls):
         self._grammar_compiler: GrammarCompiler | None = None
         self._grammar_lock = threading.Lock()
         self._outputs = OutputProcessor(
-            self.tokenizer, observer=self.metrics, stream_interval=self.config.scheduler.stream_interval
+            self.tokenizer, metrics=self.metrics, stream_interval=self.config.scheduler.stream_interval
         )
         shut_down_at_exit(self)
 

@@ -44,6 +44,7 @@ FLOORS = {
 
 SIBLINGS = {
     ("jaxllm.structured", "jaxllm.text"),
+    ("jaxllm.text", "jaxllm.metrics"),
     ("jaxllm.layers", "jaxllm.quantization"),
     ("jaxllm.parallel", "pallas_kernels"),
     ("jaxllm.loaders", "jaxllm.models"),

@@ -54,29 +54,15 @@ class EngineMetrics:
         self,
         num_prompt_tokens: int,
         num_cached_tokens: int,
-        seconds: float,
+        seconds: float | None,
         *,
         queue_seconds: float | None = None,
         prefill_seconds: float | None = None,
     ) -> None:
-        """Record a sequence's first token: time since arrival, and queue and compute times, if the core reported them."""
-        self._first_token_seconds.add(seconds)
-        self._prompt_computed(num_prompt_tokens, num_cached_tokens, queue_seconds, prefill_seconds)
-
-    def prompt_pooled(
-        self,
-        num_prompt_tokens: int,
-        num_cached_tokens: int,
-        *,
-        queue_seconds: float | None = None,
-        prefill_seconds: float | None = None,
-    ) -> None:
-        """Record a prompt's vectors: queue and compute times, if the core reported them."""
-        self._prompt_computed(num_prompt_tokens, num_cached_tokens, queue_seconds, prefill_seconds)
-
-    def _prompt_computed(
-        self, num_prompt_tokens: int, num_cached_tokens: int, queue_seconds: float | None, prefill_seconds: float | None
-    ) -> None:
+        """Record a sequence's first token, or a prompt's vectors (`seconds` None): time since arrival, and queue and compute
+        times, if the core reported them."""
+        if seconds is not None:
+            self._first_token_seconds.add(seconds)
         self.prompt_tokens += num_prompt_tokens
         self.prompt_tokens_cached += num_cached_tokens
         self._request_computed_tokens.add(num_prompt_tokens - num_cached_tokens)

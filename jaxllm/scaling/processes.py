@@ -16,10 +16,9 @@ from typing import IO, Any
 from jaxllm.errors import ConfigError
 from jaxllm.scaling.plan import Plan
 from jaxllm.scaling.rows import AllReduce, Breakdown, Row, SizeResult, Skipped, from_json
+from jaxllm.scaling.trace import COMMAND_BUFFERS_WHILE_PROFILING
 
 MODULE = "jaxllm.scaling.child"
-COMMAND_BUFFERS_WHILE_PROFILING = "--xla_enable_command_buffers_during_profiling=true"
-"""Without it a profile runs kernel by kernel, with gaps that do not occur in normal operation."""
 PROBE_SECONDS = 300.0
 END_SECONDS = 10.0
 """Seconds between asking a process to end and killing it."""

@@ -3,11 +3,12 @@
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from jaxllm.log import logger
+from jaxllm.metrics.engine_metrics import EngineMetrics
 from jaxllm.outputs import (
     CompletionOutput,
     EngineCoreOutput,
@@ -22,39 +23,6 @@ from jaxllm.text.detokenizer import Detokenizer
 from jaxllm.text.input_processor import FrontRequest
 from jaxllm.text.logprobs import FlatLogprobs, positions
 from jaxllm.text.tokenizer import Tokenizer
-
-
-class Observer(Protocol):
-    """Who counts what happens to requests."""
-
-    def request_arrived(self, params: SamplingParams) -> None: ...
-    def prefill_done(
-        self,
-        num_prompt_tokens: int,
-        num_cached_tokens: int,
-        seconds: float,
-        *,
-        queue_seconds: float | None,
-        prefill_seconds: float | None,
-    ) -> None: ...
-    def prompt_pooled(
-        self, num_prompt_tokens: int, num_cached_tokens: int, *, queue_seconds: float | None, prefill_seconds: float | None
-    ) -> None: ...
-    def tokens_done(self, seconds: float, count: int) -> None: ...
-    def add_generation_tokens(self, count: int) -> None: ...
-    def request_finished(
-        self,
-        reason: str,
-        *,
-        num_prompt_tokens: int,
-        num_generation_tokens: int,
-        seconds: float,
-        decode_seconds: float | None,
-        prefill_seconds: float | None,
-        num_preemptions: int,
-    ) -> None: ...
-    def all_answers_finished(self, num_longest_tokens: int) -> None: ...
-
 
 _NO_VECTORS = np.zeros(0, np.float32)
 
@@ -277,9 +245,9 @@ class _Live:
 class OutputProcessor:
     """The requests in flight, as the callers see them."""
 
-    def __init__(self, tokenizer: Tokenizer | None, *, observer: Observer | None = None, stream_interval: int = 1):
+    def __init__(self, tokenizer: Tokenizer | None, *, metrics: EngineMetrics | None = None, stream_interval: int = 1):
         self._tokenizer = tokenizer
-        self._observer = observer
+        self._metrics = metrics
         self._stream_interval = stream_interval
         self._live: dict[str, _Live] = {}
         self._answers: dict[str, tuple[_Live, _Answer]] = {}
@@ -293,8 +261,8 @@ class OutputProcessor:
         self._live[request.internal_id] = live
         for answer in live.answers:
             self._answers[answer.engine_id] = (live, answer)
-        if self._observer is not None and request.pooling_params is None:
-            self._observer.request_arrived(request.params)
+        if self._metrics is not None and request.pooling_params is None:
+            self._metrics.request_arrived(request.params)
 
     def process(self, news: Iterable[EngineCoreOutput]) -> ProcessedStep:
         """Take over the news of a step; news of requests that are gone is dropped. An error in one answer ends that answer."""
@@ -326,10 +294,11 @@ class OutputProcessor:
                 live.metrics.num_generation_tokens += num_new
             if item.pooled is not None:
                 live.vectors, live.num_cached_tokens = item.pooled, item.num_cached_tokens
-                if self._observer is not None:
-                    self._observer.prompt_pooled(
+                if self._metrics is not None:
+                    self._metrics.prefill_done(
                         len(answer.prompt_token_ids),
                         item.num_cached_tokens,
+                        None,
                         queue_seconds=item.queue_seconds,
                         prefill_seconds=item.prefill_seconds,
                     )
@@ -341,10 +310,10 @@ class OutputProcessor:
             elif live.kind is RequestOutputKind.FINAL_ONLY:
                 continue
             changed.setdefault(live.request.internal_id, []).append(answer)
-        if self._observer is not None:
+        if self._metrics is not None:
             for before, count in latest.items():
-                self._observer.tokens_done(now - before, count)
-            self._observer.add_generation_tokens(num_new_tokens)
+                self._metrics.tokens_done(now - before, count)
+            self._metrics.add_generation_tokens(num_new_tokens)
         for internal_id, answers in changed.items():
             self._emit(self._live[internal_id], answers, step)
         return step
@@ -407,8 +376,8 @@ class OutputProcessor:
             live.metrics.first_token_time = now
             live.metrics.queue_seconds, live.metrics.prefill_seconds = item.queue_seconds, item.prefill_seconds
             live.num_cached_tokens = item.num_cached_tokens
-        if self._observer is not None:
-            self._observer.prefill_done(
+        if self._metrics is not None:
+            self._metrics.prefill_done(
                 len(answer.prompt_token_ids),
                 item.num_cached_tokens,
                 now - live.request.arrival_time,
@@ -420,8 +389,8 @@ class OutputProcessor:
         del self._answers[answer.engine_id]
         live.num_unfinished -= 1
         live.metrics.finished_time = now
-        if self._observer is not None:
-            self._observer.request_finished(
+        if self._metrics is not None:
+            self._metrics.request_finished(
                 str(answer.finish_reason),
                 num_prompt_tokens=len(answer.prompt_token_ids),
                 num_generation_tokens=len(answer.token_ids),
@@ -431,4 +400,4 @@ class OutputProcessor:
                 num_preemptions=answer.num_preemptions,
             )
             if live.is_finished:
-                self._observer.all_answers_finished(max(len(each.token_ids) for each in live.answers))
+                self._metrics.all_answers_finished(max(len(each.token_ids) for each in live.answers))
