@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from jaxllm.at_exit import shut_down_at_exit
 from jaxllm.beam_search import search_request, step_params
 from jaxllm.config import EngineConfig
-from jaxllm.control_calls import PauseCalls, PauseMode
+from jaxllm.core_interface import PauseCalls, PauseMode
 from jaxllm.engine_args import EngineArgs
 from jaxllm.errors import EngineDeadError, EngineError, RequestFailedError
 from jaxllm.llm_engine import Core, LLMEngine, Texts

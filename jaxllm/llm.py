@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from jaxllm.at_exit import shut_down_at_exit
 from jaxllm.beam_search import BeamSearchOutput, search_beams
 from jaxllm.config import EngineConfig
-from jaxllm.control_calls import ControlCalls
+from jaxllm.core_interface import ControlCalls
 from jaxllm.errors import InvalidRequestError, RequestFailedError
 from jaxllm.interrupt import DeferredInterrupt
 from jaxllm.llm_engine import Core, LLMEngine

@@ -3,28 +3,25 @@
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from jaxllm import log
 from jaxllm.at_exit import shut_down_at_exit
 from jaxllm.config import EngineConfig
-from jaxllm.control_calls import PauseCalls
+from jaxllm.core_interface import Core, PauseCalls
 from jaxllm.engine import fault_points
 from jaxllm.engine_args import EngineArgs
 from jaxllm.errors import ConfigError, EngineDeadError, EngineError, JaxLLMError
-from jaxllm.kernel_verdicts import OpReport
 from jaxllm.metrics.engine_metrics import EngineMetrics
 from jaxllm.metrics.metric import Metric
 from jaxllm.metrics.stat_logger import StatLogger
-from jaxllm.model_config import ModelConfig, load_model_config
+from jaxllm.model_config import load_model_config
 from jaxllm.outputs import EngineCoreOutput, RequestOutput
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
-from jaxllm.request import EngineCoreRequest
 from jaxllm.sampling_params import SamplingParams
-from jaxllm.scheduler_stats import SchedulerStats
 from jaxllm.start_times import StartTimes, process_age_seconds
 from jaxllm.text.generation_config import GenerationConfig, load_generation_config
 from jaxllm.text.input_processor import FrontRequest, InputProcessor, Prompt
@@ -37,29 +34,6 @@ if TYPE_CHECKING:
 
     from jaxllm.sampling.processors import Processor
     from jaxllm.structured.compiler import GrammarCompiler
-
-
-class Core(Protocol):
-    """The interface of an engine core that the front uses, beside the methods that PauseCalls names."""
-
-    config: EngineConfig
-    model_config: ModelConfig
-    max_model_len: int
-    processor_arguments: Mapping[str, int]
-    """Logits processors that requests may name, with the number of arguments of each."""
-    kernels: dict[str, OpReport]
-    """The implementation of each op and the result of its check."""
-
-    @property
-    def num_compiled_after_warmup(self) -> int: ...
-    @property
-    def sleep_level(self) -> int: ...
-    def add_request(self, request: EngineCoreRequest) -> None: ...
-    def abort_requests(self, request_ids: list[str]) -> None: ...
-    def step(self) -> list[EngineCoreOutput]: ...
-    def has_unfinished_requests(self) -> bool: ...
-    def stats(self) -> SchedulerStats: ...
-    def shutdown(self) -> None: ...
 
 
 @dataclass(frozen=True)

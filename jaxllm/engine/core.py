@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 
 from jaxllm.config import EngineConfig
-from jaxllm.control_calls import PauseMode, SleepMode
+from jaxllm.core_interface import PauseMode, SleepMode
 from jaxllm.engine import fault_points
 from jaxllm.engine.failures import FailurePolicy, explain, is_out_of_memory
 from jaxllm.engine.grammars import Grammars

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from jaxllm.config import EngineConfig
-from jaxllm.control_calls import ControlCalls, PauseCalls
+from jaxllm.core_interface import ControlCalls, PauseCalls
 from jaxllm.errors import (
     ConfigError,
     EngineDeadError,

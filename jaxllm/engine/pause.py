@@ -2,7 +2,7 @@
 
 from typing import get_args
 
-from jaxllm.control_calls import PauseMode
+from jaxllm.core_interface import PauseMode
 from jaxllm.errors import EngineError, InvalidRequestError, OverloadedError
 from jaxllm.request import EngineCoreRequest
 

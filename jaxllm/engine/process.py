@@ -8,12 +8,13 @@ import signal
 import sys
 import threading
 import time
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from jaxllm import log
 from jaxllm.config import EngineConfig
+from jaxllm.core_interface import Core
 from jaxllm.engine import messages
 from jaxllm.engine.launch import read_first_message
 from jaxllm.engine.messages import (
@@ -33,48 +34,20 @@ from jaxllm.engine.messages import (
 )
 from jaxllm.engine.sockets import EXIT_FAILED, Command, Gone, Listener, Outbox, Pulse, Stop
 from jaxllm.errors import EngineDeadError, EngineError, JaxLLMError
-from jaxllm.kernel_verdicts import OpReport
 from jaxllm.log import logger
 from jaxllm.metrics.merge import merged
 from jaxllm.metrics.metric import Metric
-from jaxllm.model_config import ModelConfig
 from jaxllm.outputs import EngineCoreOutput
-from jaxllm.request import EngineCoreRequest
-from jaxllm.scheduler_stats import SchedulerStats
 from jaxllm.start_times import StartTimes, process_age_seconds
 
 _LAGGING_PAUSE_SECONDS = 0.25
 _FIRST_HELLO_SECONDS = 2.0
 
 
-class ServedCore(Protocol):
-    """The interface of an engine core that this process uses, beside the methods that PauseCalls names."""
-
-    config: EngineConfig
-    model_config: ModelConfig
-    max_model_len: int
-    processor_arguments: Any
-    start_times: StartTimes
-    kernels: dict[str, OpReport]
-
-    @property
-    def num_compiled_after_warmup(self) -> int: ...
-    @property
-    def awaited_programs(self) -> tuple[int, int]: ...
-    @property
-    def sleep_level(self) -> int: ...
-    def add_request(self, request: EngineCoreRequest) -> None: ...
-    def abort_requests(self, request_ids: list[str]) -> None: ...
-    def step(self) -> list[EngineCoreOutput]: ...
-    def has_unfinished_requests(self) -> bool: ...
-    def stats(self) -> SchedulerStats: ...
-    def shutdown(self) -> None: ...
-
-
 class EngineLoop:
     """Steps the core while there is work, and runs the fronts' commands between steps."""
 
-    def __init__(self, core: ServedCore, commands: "queue.SimpleQueue[Command]", outbox: Outbox, pulse: Pulse):
+    def __init__(self, core: Core, commands: "queue.SimpleQueue[Command]", outbox: Outbox, pulse: Pulse):
         self._core = core
         self._commands = commands
         self._outbox = outbox
@@ -329,7 +302,7 @@ def _say_to_all(last_words: Dead, listener: Listener, outbox: Outbox) -> None:
     outbox.close()
 
 
-def _load_core(start: EngineStart, pulse: Pulse) -> ServedCore:
+def _load_core(start: EngineStart, pulse: Pulse) -> Core:
     if start.core_factory is not None:
         module, _, function = start.core_factory.partition(":")
         return getattr(importlib.import_module(module), function)(start.config, pulse.progress)

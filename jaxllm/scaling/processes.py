@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from jaxllm.errors import ConfigError
 from jaxllm.scaling.plan import Plan
-from jaxllm.scaling.rows import AllReduce, Breakdown, Row, SizeResult, Skipped, from_json
+from jaxllm.scaling.rows import AllReduce, Breakdown, Row, SizeResult, Skipped, from_json, to_json
 from jaxllm.scaling.trace import COMMAND_BUFFERS_WHILE_PROFILING
 
 MODULE = "jaxllm.scaling.child"
@@ -83,7 +83,7 @@ def measure_size(
     ends the process; its `result` attribute has the results so far.
     """
     result = SizeResult(size)
-    asked = {"plan": plan.to_json(), "tensor_parallel_size": size, "log_level": log_level}
+    asked = {"plan": to_json(plan), "tensor_parallel_size": size, "log_level": log_level}
     start = time.monotonic()
     try:
         with log_path.open("wb") as log, _started(asked, variables, stderr=log) as process:

@@ -89,7 +89,7 @@ def read(path: Path) -> tuple[Plan, Results]:
     try:
         results = from_json(Results, content)
         return Plan.from_json(results.plan), results
-    except (ConfigError, AttributeError, TypeError) as error:
+    except ConfigError as error:
         raise ConfigError(f"{path} holds no results of `jaxllm bench scaling`: {error}") from None
 
 

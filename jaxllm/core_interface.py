@@ -1,12 +1,46 @@
-"""The calls that control an engine core, declared once. Every engine offers them, and messages to the engine process derive from them."""
+"""The interface of an engine core, and the calls that control it, from which messages to the engine process derive."""
 
-from collections.abc import Collection
-from typing import Any, Literal
+from collections.abc import Collection, Mapping
+from typing import Any, Literal, Protocol
+
+from jaxllm.config import EngineConfig
+from jaxllm.kernel_verdicts import OpReport
+from jaxllm.model_config import ModelConfig
+from jaxllm.outputs import EngineCoreOutput
+from jaxllm.request import EngineCoreRequest
+from jaxllm.scheduler_stats import SchedulerStats
+from jaxllm.start_times import StartTimes
 
 SleepMode = Literal["abort", "refuse"]
 """How `sleep` treats unfinished requests."""
 PauseMode = Literal["abort", "wait", "keep"]
 """How `pause` treats unfinished requests."""
+
+
+class Core(Protocol):
+    """The interface of an engine core, beside the methods that PauseCalls names. One in another process lacks what nothing asks it."""
+
+    config: EngineConfig
+    model_config: ModelConfig
+    max_model_len: int
+    processor_arguments: Mapping[str, int]
+    """Logits processors that requests may name, with the number of arguments of each."""
+    start_times: StartTimes
+    kernels: dict[str, OpReport]
+    """The implementation of each op and the result of its check."""
+
+    @property
+    def num_compiled_after_warmup(self) -> int: ...
+    @property
+    def awaited_programs(self) -> tuple[int, int]: ...
+    @property
+    def sleep_level(self) -> int: ...
+    def add_request(self, request: EngineCoreRequest) -> None: ...
+    def abort_requests(self, request_ids: list[str]) -> None: ...
+    def step(self) -> list[EngineCoreOutput]: ...
+    def has_unfinished_requests(self) -> bool: ...
+    def stats(self) -> SchedulerStats: ...
+    def shutdown(self) -> None: ...
 
 
 class ControlCalls:
