@@ -15,13 +15,13 @@ from jaxllm.at_exit import shut_down_at_exit
 from jaxllm.beam_search import search_request, step_params
 from jaxllm.config import EngineConfig
 from jaxllm.core_interface import PauseCalls, PauseMode
-from jaxllm.engine_args import EngineArgs
-from jaxllm.errors import EngineDeadError, EngineError, RequestFailedError
+from jaxllm.engine_args import FromOptions
+from jaxllm.errors import EngineDeadError, EngineError
 from jaxllm.llm_engine import Core, LLMEngine, Texts
 from jaxllm.log import logger
 from jaxllm.mailbox import Letter, Mailbox, post
 from jaxllm.metrics.metric import Metric
-from jaxllm.outputs import PoolingRequestOutput, RequestMetrics, RequestOutput
+from jaxllm.outputs import PoolingRequestOutput, RequestMetrics, RequestOutput, raise_error
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
 from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -38,7 +38,7 @@ DRAIN_POLL_SECONDS = 0.02
 """Interval between checks whether the requests of an engine that pauses with mode "wait" have ended."""
 
 
-class AsyncLLM(PauseCalls):
+class AsyncLLM(FromOptions, PauseCalls):
     """An engine whose steps run in a thread of their own. Only that thread touches the engine core.
 
     Raises ConfigError, ModelLoadError or OutOfMemoryError.
@@ -87,16 +87,6 @@ class AsyncLLM(PauseCalls):
         from jaxllm.connected_llm import ConnectedLLM
 
         return await ConnectedLLM.over(client, texts)
-
-    @classmethod
-    def from_options(cls, **options: Any) -> "AsyncLLM":
-        """An AsyncLLM from flat options, e.g. `AsyncLLM.from_options(model="demo", max_num_seqs=8)`."""
-        return cls(EngineConfig.from_options(**options))
-
-    @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs) -> "AsyncLLM":
-        """The same from EngineArgs."""
-        return cls(engine_args.create_engine_config())
 
     # For callers
 
@@ -182,9 +172,7 @@ class AsyncLLM(PauseCalls):
         Raises InvalidRequestError, EngineError or EngineDeadError. An aborted search returns no answers.
         """
         output = await self._search(await self.prepare(prompt, params, request_id, priority=priority))
-        answer = output.outputs[0]
-        if answer.finish_reason == "error":
-            raise RequestFailedError(f"the request failed: {answer.stop_reason}", answer.error_kind or "internal")
+        raise_error(output)
         return output
 
     async def _search(self, request: FrontRequest) -> RequestOutput:
@@ -238,16 +226,13 @@ class AsyncLLM(PauseCalls):
         async with contextlib.aclosing(self.stream(request)) as outputs:
             async for last in outputs:  # there is one
                 output = last
-        if output.error is not None:
-            raise RequestFailedError(f"the request failed: {output.error}", output.error_kind or "internal")
+        raise_error(output)
         return output
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         """End requests by the callers' ids. Their generators yield a last output with finish_reason "abort"."""
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        for internal_id, request_id in list(self._searches.items()):
-            if request_id in ids:
-                self._searches.pop(internal_id, None)
+        self._searches = {internal_id: own for internal_id, own in self._searches.items() if own not in ids}
         await self._run(lambda: self._deliver(self._engine.abort_request_with_ids(ids)))
 
     async def abort_all(self) -> None:

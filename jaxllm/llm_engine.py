@@ -12,7 +12,7 @@ from jaxllm.at_exit import shut_down_at_exit
 from jaxllm.config import EngineConfig
 from jaxllm.core_interface import Core, PauseCalls
 from jaxllm.engine import fault_points
-from jaxllm.engine_args import EngineArgs
+from jaxllm.engine_args import FromOptions
 from jaxllm.errors import ConfigError, EngineDeadError, EngineError, JaxLLMError
 from jaxllm.metrics.engine_metrics import EngineMetrics
 from jaxllm.metrics.metric import Metric
@@ -60,7 +60,7 @@ def load_texts(config: EngineConfig, times: StartTimes | None = None) -> Texts:
     return Texts(generation_config, tokenizer, template)
 
 
-class LLMEngine(PauseCalls):
+class LLMEngine(FromOptions, PauseCalls):
     """An engine core with its tokenizer and the requests in flight.
 
     Builds the core from the config and the logits processors (`jaxllm.sampling.processors`) unless a core is given, and loads
@@ -120,16 +120,6 @@ class LLMEngine(PauseCalls):
             self.tokenizer, metrics=self.metrics, stream_interval=self.config.scheduler.stream_interval
         )
         shut_down_at_exit(self)
-
-    @classmethod
-    def from_options(cls, **options: Any) -> "LLMEngine":
-        """An engine from flat options, e.g. `LLMEngine.from_options(model="demo", max_num_seqs=8)`."""
-        return cls(EngineConfig.from_options(**options))
-
-    @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs) -> "LLMEngine":
-        """The same from EngineArgs."""
-        return cls(engine_args.create_engine_config())
 
     # Requests
 

@@ -133,7 +133,7 @@ def _json_text(name: str, value: Any) -> str:
         try:
             value = json.loads(value, parse_constant=_no_constant)
         except RecursionError:
-            raise _too_deep(name) from None
+            raise _wrong(name, _TOO_DEEP.format("")) from None
         except json.JSONDecodeError as error:
             raise _wrong(name, f"is not valid JSON: {error.msg} (line {error.lineno} column {error.colno})") from None
         except ValueError as error:
@@ -141,7 +141,8 @@ def _json_text(name: str, value: Any) -> str:
     allowed: tuple[type, ...] = (Mapping, bool) if name == "json" else (Mapping,)
     if not isinstance(value, allowed):
         raise _wrong(name, f"is {_shown(value)}, must be an object{' (a JSON schema), or true' * (name == 'json')}")
-    _check_size(name, value)
+    if (fault := size_fault(value)) is not None:
+        raise _wrong(name, fault)
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -154,28 +155,25 @@ def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is no number in JSON")
 
 
-def _too_deep(name: str, pointer: str = "") -> InvalidRequestError:
-    return _wrong(name, f"is nested too deeply{' at ' * bool(pointer)}{pointer}: at most {MAX_NESTING} levels are taken")
+_TOO_DEEP = f"is nested too deeply{{}}: at most {MAX_NESTING} levels are taken"
 
 
-def _check_size(name: str, value: Any) -> None:
-    """Nesting and number of values."""
+def size_fault(value: Any) -> str | None:
+    """What is wrong with the nesting or the number of values of a JSON value; None if it is within the limits."""
     todo: list[tuple[Any, str, int]] = [(value, "", 1)]
     num_nodes = 0
     while todo:
         node, pointer, level = todo.pop()
         num_nodes += 1
         if num_nodes > MAX_NODES:
-            raise _wrong(name, f"has more than {MAX_NODES} values; ask for something simpler")
-        if isinstance(node, Mapping):
-            children: list[tuple[Any, Any]] = list(node.items())
-        elif isinstance(node, (list, tuple)):
-            children = list(enumerate(node))
-        else:
+            return f"has more than {MAX_NODES} values; ask for something simpler"
+        if not isinstance(node, (Mapping, list, tuple)):
             continue
         if level > MAX_NESTING:
-            raise _too_deep(name, f"{pointer[:80]}…")
-        todo += [(child, f"{pointer}/{_shown(key) if isinstance(key, int) else key}", level + 1) for key, child in children]
+            return _TOO_DEEP.format(f" at {pointer[:80]}…")
+        children = node.items() if isinstance(node, Mapping) else enumerate(node)
+        todo += [(child, f"{pointer}/{key}", level + 1) for key, child in children]
+    return None
 
 
 def _choices(choices: Any) -> tuple[str, ...]:
