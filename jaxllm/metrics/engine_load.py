@@ -12,7 +12,7 @@ def add_load(found: Collected, load: SchedulerStats) -> None:
     """Load and totals of the engine core."""
     found.gauge("num_requests_running", load.num_running, "requests in the running batch")
     found.gauge("num_requests_waiting", load.num_waiting, "requests waiting for a place in the batch")
-    by_reason = "the same by reason: for capacity, or deferred by something else, which this engine never does"
+    by_reason = "the same by reason: for capacity, or deferred by something else, never by this engine"
     found.gauge("num_requests_waiting_by_reason", load.num_waiting, by_reason, reason="capacity")
     found.gauge("num_requests_waiting_by_reason", 0, by_reason, reason="deferred")
     found.gauge("kv_cache_usage_perc", load.cache_usage, "fraction of the KV cache in use, 0 to 1")
