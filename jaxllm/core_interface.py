@@ -18,7 +18,7 @@ PauseMode = Literal["abort", "wait", "keep"]
 
 
 class Core(Protocol):
-    """The interface of an engine core, beside the methods that PauseCalls names. One in another process lacks what nothing asks it."""
+    """The interface of an engine core, beside the methods that PauseCalls names. RemoteCore has only the part that fronts use."""
 
     config: EngineConfig
     model_config: ModelConfig
@@ -99,7 +99,7 @@ class ControlCalls:
 
 
 class PauseCalls(ControlCalls):
-    """Those of engines that others feed while the caller waits."""
+    """Control calls of engines that accept requests during a pause. LLM has none of them: its methods would wait for ever."""
 
     def pause(self, mode: PauseMode = "abort") -> Any:
         """Hold back new requests until `resume`. Unfinished ones are aborted ("abort"), run to completion ("wait"; see
