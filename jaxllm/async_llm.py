@@ -14,17 +14,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from jaxllm.at_exit import shut_down_at_exit
 from jaxllm.beam_search import search_request, step_params
 from jaxllm.config import EngineConfig
-from jaxllm.engine_args import EngineArgs
-from jaxllm.errors import EngineDeadError, EngineError, RequestFailedError
-from jaxllm.llm_engine import Core, LLMEngine, PauseMode, SleepMode, Texts
+from jaxllm.core_interface import PauseCalls, PauseMode
+from jaxllm.engine_args import FromOptions
+from jaxllm.errors import EngineDeadError, EngineError
+from jaxllm.llm_engine import Core, LLMEngine, Texts
 from jaxllm.log import logger
 from jaxllm.mailbox import Letter, Mailbox, post
-from jaxllm.metrics.engine_load import LoadStats
 from jaxllm.metrics.metric import Metric
-from jaxllm.outputs import PoolingRequestOutput, RequestMetrics, RequestOutput
+from jaxllm.outputs import PoolingRequestOutput, RequestMetrics, RequestOutput, raise_error
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
 from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from jaxllm.scheduler_stats import SchedulerStats
 from jaxllm.text.input_processor import FrontRequest, Prompt, refuse_adapter
 from jaxllm.text.tokenizer import Tokenizer
 
@@ -37,7 +38,7 @@ DRAIN_POLL_SECONDS = 0.02
 """Interval between checks whether the requests of an engine that pauses with mode "wait" have ended."""
 
 
-class AsyncLLM:
+class AsyncLLM(FromOptions, PauseCalls):
     """An engine whose steps run in a thread of their own. Only that thread touches the engine core.
 
     Raises ConfigError, ModelLoadError or OutOfMemoryError.
@@ -86,16 +87,6 @@ class AsyncLLM:
         from jaxllm.connected_llm import ConnectedLLM
 
         return await ConnectedLLM.over(client, texts)
-
-    @classmethod
-    def from_options(cls, **options: Any) -> "AsyncLLM":
-        """An AsyncLLM from flat options, e.g. `AsyncLLM.from_options(model="demo", max_num_seqs=8)`."""
-        return cls(EngineConfig.from_options(**options))
-
-    @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs) -> "AsyncLLM":
-        """The same from EngineArgs."""
-        return cls(engine_args.create_engine_config())
 
     # For callers
 
@@ -181,9 +172,7 @@ class AsyncLLM:
         Raises InvalidRequestError, EngineError or EngineDeadError. An aborted search returns no answers.
         """
         output = await self._search(await self.prepare(prompt, params, request_id, priority=priority))
-        answer = output.outputs[0]
-        if answer.finish_reason == "error":
-            raise RequestFailedError(f"the request failed: {answer.stop_reason}", answer.error_kind or "internal")
+        raise_error(output)
         return output
 
     async def _search(self, request: FrontRequest) -> RequestOutput:
@@ -237,16 +226,13 @@ class AsyncLLM:
         async with contextlib.aclosing(self.stream(request)) as outputs:
             async for last in outputs:  # there is one
                 output = last
-        if output.error is not None:
-            raise RequestFailedError(f"the request failed: {output.error}", output.error_kind or "internal")
+        raise_error(output)
         return output
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         """End requests by the callers' ids. Their generators yield a last output with finish_reason "abort"."""
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        for internal_id, request_id in list(self._searches.items()):
-            if request_id in ids:
-                self._searches.pop(internal_id, None)
+        self._searches = {internal_id: own for internal_id, own in self._searches.items() if own not in ids}
         await self._run(lambda: self._deliver(self._engine.abort_request_with_ids(ids)))
 
     async def abort_all(self) -> None:
@@ -271,7 +257,7 @@ class AsyncLLM:
         """All metrics now."""
         return [*await self._run(self._engine.get_metrics), *self._added_metrics()]
 
-    async def load(self) -> LoadStats:
+    async def load(self) -> SchedulerStats:
         """The numbers of running and waiting requests, and the usage of the cache."""
         return await self._run(lambda: self._engine.core.stats())
 
@@ -288,25 +274,8 @@ class AsyncLLM:
         """Include these counters and histograms, summed over all fronts, in `get_metrics` and the exporter."""
         self._sources.append(source)
 
-    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Discard all cached prefixes. Returns False if blocks are in use."""
-        return await self._run(lambda: self._engine.reset_prefix_cache(reset_running_requests))
-
-    async def sleep(self, level: int = 1, mode: SleepMode = "abort") -> None:
-        """Release device memory: discard the KV cache, and move the weights to the host (level 1) or discard them (level 2).
-
-        Aborts unfinished requests, or raises EngineError if there are any ("refuse"). New requests are rejected with
-        EngineSleepingError. Raises InvalidRequestError for another level.
-        """
-        await self._run(lambda: self._engine.sleep(level, mode))
-
-    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Restore the memory of `tags` ("weights", "kv_cache"; None: both) and serve again once both are restored.
-
-        Raises InvalidRequestError for another tag. Raises OutOfMemoryError or ModelLoadError if that fails; the engine then
-        stays asleep.
-        """
-        await self._run(lambda: self._engine.wake_up(tags))
+    async def call_core(self, name: str, *arguments: Any) -> Any:
+        return await self._run(lambda: getattr(self._engine, name)(*arguments))
 
     async def pause(self, mode: PauseMode = "abort", *, clear_cache: bool = True) -> None:
         """Hold back new requests until `resume`. Unfinished ones are aborted ("abort"), awaited ("wait") or suspended ("keep").
@@ -314,54 +283,22 @@ class AsyncLLM:
         Discards cached prefixes (`clear_cache`), unless suspended requests may hold them. Raises InvalidRequestError for
         another mode.
         """
-        await self._begin_pause(mode)
-        while await self._is_draining():
+        await super().pause(mode)
+        while await self.is_draining():
             await asyncio.sleep(DRAIN_POLL_SECONDS)
         if clear_cache and mode != "keep":
             await self.reset_prefix_cache()
 
-    async def _begin_pause(self, mode: PauseMode) -> None:
-        await self._run(lambda: self._engine.core.pause(mode))
-
-    async def resume(self) -> None:
-        """Continue computing, and queue the requests that arrived during the pause."""
-        await self._run(self._engine.core.resume)
-
-    async def is_paused(self) -> bool:
-        """Whether requests are held back."""
-        return await self._run(self._engine.core.is_paused)  # type: ignore[no-any-return]
-
-    async def _is_draining(self) -> bool:
-        return await self._run(self._engine.core.is_draining)  # type: ignore[no-any-return]
-
-    async def is_sleeping(self) -> bool:
-        """Whether the engine sleeps."""
-        return await self._run(self._engine.is_sleeping)  # type: ignore[no-any-return]
-
-    async def start_profile(self) -> None:
-        """Start a trace with JAX's profiler. Raises ConfigError without `profiler_dir`, EngineError during a trace."""
-        await self._run(self._engine.start_profile)
-
-    async def stop_profile(self) -> None:
-        """End the trace and write it. Raises EngineError if there is none."""
-        await self._run(self._engine.stop_profile)
-
     async def finish_compiling(self) -> None:
-        """Wait until background compilation is done, e.g. before a measurement."""
         self._check_alive()
         await asyncio.to_thread(self._engine.finish_compiling)
 
     async def check_integrity(self) -> None:
-        """Raise AssertionError if a request leaked resources. Call without unfinished requests.
-
-        If the engine runs in its own process, raises EngineError instead.
-        """
-
-        def check() -> Any:
+        def check() -> None:
             assert not self._mailboxes, f"{len(self._mailboxes)} mailboxes are left"
-            return self._engine.check_integrity()
 
         await self._run(check)
+        await super().check_integrity()
 
     async def check_health(self) -> None:
         """Raise EngineDeadError if the engine cannot serve."""

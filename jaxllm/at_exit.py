@@ -2,17 +2,11 @@
 
 import atexit
 import weakref
-from typing import Protocol
+from typing import Any
 
 
-class Engine(Protocol):
-    """What can be ended, also more than once."""
-
-    def shutdown(self) -> None: ...
-
-
-def shut_down_at_exit(engine: Engine) -> None:
-    """Shut down the engine before the interpreter exits, if the engine still exists then.
+def shut_down_at_exit(engine: Any) -> None:
+    """Call the engine's `shutdown` (perhaps again) before the interpreter exits, if the engine still exists then.
 
     JAX calls Python when a result reaches the host. If a step ends while the interpreter shuts down, that call aborts the
     process.

@@ -98,11 +98,11 @@ class BeamSearch:
 
     @property
     def prompts(self) -> list[list[int]]:
-        """What needs one token more; nothing: the search is over."""
+        """The sequences that need one more token; empty when the search is over."""
         return [beam.tokens for beam in self._growing] if self._num_steps < self._max_tokens else []
 
     def take(self, outputs: Sequence[RequestOutput]) -> None:
-        """Go on with the outputs of `prompts`."""
+        """Process the outputs of `prompts`."""
         self._num_steps += 1
         norm = self._num_steps**self._params.length_penalty
         ended: list[Extension] = []
@@ -219,7 +219,7 @@ async def search_request(
 
 
 def step_params(params: BeamSearchParams, max_logprobs: int) -> SamplingParams:
-    """What one step asks for. Raises InvalidRequestError for what an engine with this `max_logprobs` cannot search."""
+    """Sampling parameters of one step. Raises InvalidRequestError for a search that this `max_logprobs` does not allow."""
     if params.temperature != 0:
         raise InvalidRequestError(
             f"temperature is {params.temperature}, must be 0: beam search ranks answers by the model's own logprobs",
@@ -240,7 +240,7 @@ def step_params(params: BeamSearchParams, max_logprobs: int) -> SamplingParams:
             )
         if params.logprobs:
             raise InvalidRequestError(
-                f"logprobs is {params.logprobs}, must be 0 in a beam search with allowed_token_ids, which looks at no other "
+                f"logprobs is {params.logprobs}, must be 0 in a beam search with allowed_token_ids, which considers no other "
                 "tokens; leave one of them out",
                 "logprobs",
             )
@@ -258,7 +258,7 @@ def step_params(params: BeamSearchParams, max_logprobs: int) -> SamplingParams:
 
 
 def _num_rivals(params: BeamSearchParams) -> int:
-    """How many continuations of a beam are looked at: enough are left when all but a few end with EOS."""
+    """Number of continuations considered per beam; enough remain if some of them end with EOS."""
     return 2 * params.beam_width
 
 
@@ -269,14 +269,14 @@ def _step_request(search: FrontRequest, step: int, place: int, token_ids: list[i
     timeout_seconds = first.timeout_seconds
     if timeout_seconds is not None:
         timeout_seconds = max(0.0, timeout_seconds - (now - search.arrival_time))
-    # In front, as the n answers of a request have their numbers: what stands behind is unique among all requests.
+    # The rest of the id is unique among all requests.
     internal_id = f"{step}.{place}_{search.internal_id}"
     child = replace(
         first,
         request_id=internal_id,
         prompt_token_ids=token_ids,
         arrival_time=now,
-        queue_timeout_seconds=first.queue_timeout_seconds if step == 0 else None,  # what has begun has waited
+        queue_timeout_seconds=first.queue_timeout_seconds if step == 0 else None,  # a search that has begun no longer waits
         timeout_seconds=timeout_seconds,
     )
     return FrontRequest(search.request_id, internal_id, None, token_ids, child.sampling_params, [child], now)

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, cast
 
 from jaxllm.async_llm import AsyncLLM
@@ -11,7 +11,7 @@ from jaxllm.engine import messages
 from jaxllm.engine.client import EngineClient, RemoteCore
 from jaxllm.engine.messages import Failed, Outputs, Refused
 from jaxllm.errors import ConfigError, EngineDeadError, EngineError
-from jaxllm.llm_engine import Core, LLMEngine, PauseMode, SleepMode, Texts
+from jaxllm.llm_engine import Core, LLMEngine, Texts
 from jaxllm.log import logger
 from jaxllm.mailbox import Letter, put_all
 from jaxllm.metrics.merge import merged
@@ -83,8 +83,7 @@ class ConnectedLLM(AsyncLLM):
         return [*engine, *self._added_metrics()]
 
     async def _share_now(self, *, fresh: bool = False) -> None:
-        records = await self._client.call(messages.ShareMetrics(messages.metric_records(self._own_metrics()), fresh))
-        self._metrics_of_others = messages.metrics_of(records)
+        self._metrics_of_others = await self._client.call(messages.ShareMetrics(self._own_metrics(), fresh))
 
     def _wake_sharing(self) -> None:
         self._must_share.set()
@@ -104,42 +103,11 @@ class ConnectedLLM(AsyncLLM):
 
     # What the core does between two steps
 
-    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        return bool(await self._client.call(messages.ResetPrefixCache(reset_running_requests)))
-
-    async def sleep(self, level: int = 1, mode: SleepMode = "abort") -> None:
-        await self._client.call(messages.Sleep(level, mode))
-
-    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        await self._client.call(messages.WakeUp(None if tags is None else list(tags)))
-
-    async def is_sleeping(self) -> bool:
-        return bool(await self._client.call(messages.IsSleeping()))
-
-    async def _begin_pause(self, mode: PauseMode) -> None:
-        await self._client.call(messages.Pause(mode))
-
-    async def resume(self) -> None:
-        await self._client.call(messages.Resume())
-
-    async def is_paused(self) -> bool:
-        return bool(await self._client.call(messages.IsPaused()))
-
-    async def _is_draining(self) -> bool:
-        return bool(await self._client.call(messages.IsDraining()))
-
-    async def start_profile(self) -> None:
-        await self._client.call(messages.StartProfile())
-
-    async def stop_profile(self) -> None:
-        await self._client.call(messages.StopProfile())
+    async def call_core(self, name: str, *arguments: Any) -> Any:
+        return await self._client.call(messages.call_of(name, *arguments))
 
     async def finish_compiling(self) -> None:
-        await self._client.call(messages.FinishCompiling())
-
-    async def check_integrity(self) -> None:
-        assert not self._mailboxes, f"{len(self._mailboxes)} mailboxes are left"
-        await self._client.call(messages.CheckIntegrity())
+        await self.call_core("finish_compiling")
 
     # Where AsyncLLM would ask its thread
 

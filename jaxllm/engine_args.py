@@ -61,3 +61,17 @@ class EngineArgs(ModelOptions, CacheOptions, SchedulerOptions, ParallelOptions, 
 
 class AsyncEngineArgs(EngineArgs):
     """EngineArgs, as vLLM calls them for its asynchronous engine."""
+
+
+class FromOptions:
+    """An engine that is made from an EngineConfig."""
+
+    @classmethod
+    def from_options(cls, **options: Any) -> Self:
+        """An engine from flat options, e.g. `LLMEngine.from_options(model="demo", max_num_seqs=8)`."""
+        return cls(EngineConfig.from_options(**options))  # type: ignore[call-arg]
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """The same from EngineArgs."""
+        return cls(engine_args.create_engine_config())  # type: ignore[call-arg]

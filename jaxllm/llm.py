@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import numbers
 import time
 import weakref
 from collections import defaultdict
@@ -11,9 +10,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.at_exit import shut_down_at_exit
+from jaxllm.batches import Messages, conversations, each, one_each, prompt_list
 from jaxllm.beam_search import BeamSearchOutput, search_beams
 from jaxllm.config import EngineConfig
-from jaxllm.errors import InvalidRequestError, RequestFailedError
+from jaxllm.core_interface import ControlCalls
+from jaxllm.errors import InvalidRequestError
 from jaxllm.interrupt import DeferredInterrupt
 from jaxllm.llm_engine import Core, LLMEngine
 from jaxllm.metrics.metric import Metric
@@ -24,6 +25,7 @@ from jaxllm.outputs import (
     RequestOutput,
     ScoringOutput,
     ScoringRequestOutput,
+    raise_error,
 )
 from jaxllm.pooling_params import PoolingParams, PoolingTask
 from jaxllm.progress import Progress
@@ -31,18 +33,15 @@ from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, Sampling
 from jaxllm.scoring import as_texts, cosine, pairs
 from jaxllm.text.input_processor import FrontRequest, Prompt, TokensPrompt, refuse_adapter
 from jaxllm.text.tokenizer import Tokenizer
+from jaxllm.tqdm_bars import LoadingBar, open_bar
 from jaxllm.vllm_flags import as_options
 
 if TYPE_CHECKING:
     from jaxllm.sampling.processors import Processor
     from jaxllm.text.chat_template import ContentFormat
 
-_REPORTED_FAULTS = 10
 
-Messages = Sequence[Mapping[str, Any]]
-
-
-class LLM:
+class LLM(ControlCalls):
     """A model with its engine, for use from one thread.
 
     Keyword arguments are the engine's options (`jaxllm.config`); docs/VLLM_FLAGS.md lists the accepted options of vLLM.
@@ -52,7 +51,7 @@ class LLM:
 
     def __init__(self, model: str = "demo", *, logits_processors: "Sequence[Processor | str]" = (), **options: Any):
         config = EngineConfig.from_options(model=model, **as_options(options))
-        self._start(config, _LoadingBar() if config.observe.use_progress_bar else None, None, logits_processors)
+        self._start(config, LoadingBar() if config.observe.use_progress_bar else None, None, logits_processors)
 
     @classmethod
     def from_config(
@@ -151,8 +150,8 @@ class LLM:
         from jaxllm.text.chat_template import render_chat  # imports Jinja
 
         tokenizer = self.get_tokenizer()
-        texts = _each(
-            _conversations(messages),
+        texts = each(
+            conversations(messages),
             lambda conversation: render_chat(
                 tokenizer,
                 conversation,
@@ -175,7 +174,7 @@ class LLM:
         """Find the likeliest answers to each prompt by beam search, best first."""
         checked = self._checked(prompts, SamplingParams(max_tokens=1), None, RequestOutputKind.FINAL_ONLY)
         engine = self.llm_engine
-        bar = _open_bar(use_tqdm, params.max_tokens, "Searching", "token")
+        bar = open_bar(use_tqdm, params.max_tokens, "Searching", "token")
 
         def run(prompts: list[list[int]], sampling_params: SamplingParams) -> list[RequestOutput]:
             bar.update(1)
@@ -231,8 +230,8 @@ class LLM:
         The parameters or `pooling_task` set the task. Prompts and errors: as for `generate`.
         """
         refuse_adapter(lora_request)
-        all_prompts = _prompt_list(prompts)
-        params_list = _one_each(pooling_params or PoolingParams(), len(all_prompts), "pooling_params")
+        all_prompts = prompt_list(prompts)
+        params_list = one_each(pooling_params or PoolingParams(), len(all_prompts), "pooling_params")
         requests = self._requests(all_prompts, [_with_task(params, pooling_task) for params in params_list], None)
         return self._finish(requests, use_tqdm)
 
@@ -273,33 +272,8 @@ class LLM:
         """All metrics now."""
         return self.llm_engine.get_metrics()
 
-    def reset_prefix_cache(self) -> bool:
-        """Discard all cached prefixes. Returns False if blocks are in use."""
-        return self.llm_engine.reset_prefix_cache()
-
-    def sleep(self, level: int = 1) -> None:
-        """Release device memory until `wake_up`: discard the KV cache, and move the weights to the host (level 1) or discard
-        them (level 2).
-
-        Aborts the requests of open iterators. Raises InvalidRequestError for another level.
-        """
-        self.llm_engine.sleep(level)
-
-    def wake_up(self, tags: list[str] | None = None) -> None:
-        """Restore the memory of `tags` ("weights", "kv_cache"; None: both) and serve again once both are restored.
-
-        Raises InvalidRequestError for another tag. Raises OutOfMemoryError or ModelLoadError if that fails; the engine then
-        stays asleep.
-        """
-        self.llm_engine.wake_up(tags)
-
-    def start_profile(self) -> None:
-        """Start a trace with JAX's profiler. Raises ConfigError without `profiler_dir`, EngineError during a trace."""
-        self.llm_engine.start_profile()
-
-    def stop_profile(self) -> None:
-        """End the trace and write it. Raises EngineError if there is none."""
-        self.llm_engine.stop_profile()
+    def call_core(self, name: str, *arguments: Any) -> Any:
+        return getattr(self.llm_engine, name)(*arguments)
 
     def shutdown(self) -> None:
         """End every request and free the device. The object cannot be used afterwards."""
@@ -323,7 +297,7 @@ class LLM:
         output_kind: RequestOutputKind | None,
     ) -> list[FrontRequest]:
         """Make a request for each prompt, or raise one error that names all invalid prompts."""
-        all_prompts = _prompt_list(prompts)
+        all_prompts = prompt_list(prompts)
         return self._requests(all_prompts, self._params_list(sampling_params, len(all_prompts), output_kind), priority)
 
     def _requests(
@@ -348,7 +322,7 @@ class LLM:
                 priority=0 if priority is None else priority[place],
             )
 
-        return _each(range(len(all_prompts)), request, "prompt")
+        return each(range(len(all_prompts)), request, "prompt")
 
     def _params_list(
         self,
@@ -359,7 +333,7 @@ class LLM:
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         if isinstance(sampling_params, Sequence):
-            return [_with_kind(params, output_kind) for params in _one_each(sampling_params, count, "sampling_params")]
+            return [_with_kind(params, output_kind) for params in one_each(sampling_params, count, "sampling_params")]
         return [_with_kind(sampling_params, output_kind)] * count
 
     def _finish(self, requests: list[FrontRequest], use_tqdm: bool | Callable[..., Any] | None) -> list[Any]:
@@ -367,12 +341,12 @@ class LLM:
         results: dict[int, Any] = {}
         if use_tqdm is None:
             use_tqdm = self.llm_engine.config.observe.use_progress_bar
-        bar = _open_bar(use_tqdm, len(requests), "Processed prompts", "prompt")
+        bar = open_bar(use_tqdm, len(requests), "Processed prompts", "prompt")
         running = self._run(requests)
         start, num_in, num_out = time.perf_counter(), 0, 0
         try:
             for place, output in running:
-                _raise_error(output, place, len(requests))
+                raise_error(output, f"prompt {place} of {len(requests)}" if len(requests) > 1 else "the request")
                 results[place] = output
                 num_in += len(output.prompt_token_ids)
                 if isinstance(output, RequestOutput):
@@ -424,86 +398,12 @@ class LLM:
         return mine
 
 
-class _LoadingBar(Progress):
-    """Shows the progress of loading and compiling with tqdm."""
-
-    def __init__(self) -> None:
-        self._bar: Any = None
-
-    def start(self, task: str, total: int | None, unit: str) -> None:
-        self._bar = _open_bar(True, total, task.capitalize(), unit)
-
-    def advance(self, count: int = 1) -> None:
-        if self._bar is not None:
-            self._bar.update(count)
-
-    def finish(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
-
-
-def _open_bar(use_tqdm: bool | Callable[..., Any], total: int | None, description: str, unit: str) -> Any:
-    from tqdm.auto import tqdm
-
-    make: Callable[..., Any] = use_tqdm if callable(use_tqdm) else tqdm
-    options: dict[str, Any] = {} if use_tqdm else {"disable": True}
-    options |= {"unit": "B", "unit_scale": True, "unit_divisor": 1024} if unit == "B" else {"unit": f" {unit}"}
-    return make(total=total, desc=description, dynamic_ncols=True, **options)
-
-
-def _prompt_list(prompts: Any) -> list[Prompt]:
-    """One prompt or many as a list."""
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]  # type: ignore[list-item]
-    if not isinstance(prompts, Sequence):
-        raise InvalidRequestError(f"prompts is a {type(prompts).__name__}, must be a prompt or a list of prompts", "prompts")
-    if prompts and isinstance(prompts[0], numbers.Integral):
-        return [list(prompts)]
-    return list(prompts)
-
-
-def _conversations(messages: Any) -> list[Messages]:
-    """One conversation or many as a list."""
-    is_one = isinstance(messages, (str, Mapping)) or not messages or isinstance(messages[0], Mapping)
-    return [messages] if is_one else list(messages)
-
-
-def _each(items: Sequence[Any], make: Callable[[Any], Any], what: str) -> list[Any]:
-    """Return make(item) for all items, or raise one InvalidRequestError that names all failures."""
-    made, faults = [], []
-    for place, item in enumerate(items):
-        try:
-            made.append(make(item))
-        except InvalidRequestError as error:
-            faults.append((place, error))
-    if not faults:
-        return made
-    first = faults[0][1]
-    if len(items) == 1:
-        raise first
-    text = "; ".join(f"{what} {place}: {error}" for place, error in faults[:_REPORTED_FAULTS])
-    more = f"; and {len(faults) - _REPORTED_FAULTS} more" if len(faults) > _REPORTED_FAULTS else ""
-    raise InvalidRequestError(
-        f"{len(faults)} of {len(items)} {what}s cannot be served, none was run: {text}{more}", first.param
-    )
-
-
 def _with_kind(params: SamplingParams, kind: RequestOutputKind | None) -> SamplingParams:
     if kind is None or not isinstance(params, SamplingParams) or params.output_kind is kind:
         return params
     changed = copy.copy(params)
     changed.output_kind = kind
     return changed
-
-
-def _one_each(params: Any, count: int, name: str) -> list[Any]:
-    """Expand one parameter object for all prompts, or one each, to a list of `count`."""
-    if not isinstance(params, Sequence):
-        return [params] * count
-    if len(params) != count:
-        raise InvalidRequestError(f"{name} has {len(params)} entries for {count} prompts; give one for all or one each", name)
-    return list(params)
 
 
 def _with_task(params: PoolingParams, task: PoolingTask | None) -> PoolingParams:
@@ -514,15 +414,3 @@ def _with_task(params: PoolingParams, task: PoolingTask | None) -> PoolingParams
     if params.task is not None:
         raise InvalidRequestError(f"pooling_params has the task {params.task}, but {task} is asked for", "pooling_params")
     return replace(params, task=task)
-
-
-def _raise_error(output: RequestOutput | PoolingRequestOutput, place: int, count: int) -> None:
-    """Raise the error of a request that failed alone: a script must not mistake its partial text for an answer."""
-    where = f"prompt {place} of {count}" if count > 1 else "the request"
-    if isinstance(output, PoolingRequestOutput):
-        if output.error is not None:
-            raise RequestFailedError(f"{where} failed: {output.error}", output.error_kind or "internal")
-        return
-    for answer in output.outputs:
-        if answer.finish_reason == "error":
-            raise RequestFailedError(f"{where} failed: {answer.stop_reason}", answer.error_kind or "internal")

@@ -3,27 +3,24 @@
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any
 
 from jaxllm import log
 from jaxllm.at_exit import shut_down_at_exit
 from jaxllm.config import EngineConfig
+from jaxllm.core_interface import Core, PauseCalls
 from jaxllm.engine import fault_points
-from jaxllm.engine_args import EngineArgs
+from jaxllm.engine_args import FromOptions
 from jaxllm.errors import ConfigError, EngineDeadError, EngineError, JaxLLMError
-from jaxllm.kernel_verdicts import OpReport
-from jaxllm.metrics.engine_load import LoadStats
 from jaxllm.metrics.engine_metrics import EngineMetrics
 from jaxllm.metrics.metric import Metric
 from jaxllm.metrics.stat_logger import StatLogger
-from jaxllm.model_config import ModelConfig
 from jaxllm.models.load_config import load_model_config
 from jaxllm.outputs import EngineCoreOutput, RequestOutput
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
-from jaxllm.request import EngineCoreRequest
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.start_times import StartTimes, process_age_seconds
 from jaxllm.text.generation_config import GenerationConfig, load_generation_config
@@ -37,47 +34,6 @@ if TYPE_CHECKING:
 
     from jaxllm.sampling.processors import Processor
     from jaxllm.structured.compiler import GrammarCompiler
-
-
-SleepMode = Literal["abort", "refuse"]
-"""How `sleep` treats unfinished requests."""
-PauseMode = Literal["abort", "wait", "keep"]
-"""How `pause` treats unfinished requests."""
-
-
-class Core(Protocol):
-    """The interface of an engine core that the front uses."""
-
-    config: EngineConfig
-    model_config: ModelConfig
-    max_model_len: int
-    processor_arguments: Mapping[str, int]
-    """Logits processors that requests may name, with the number of arguments of each."""
-    kernels: dict[str, OpReport]
-    """The implementation of each op and the result of its check."""
-
-    @property
-    def num_compiled_after_warmup(self) -> int: ...
-    @property
-    def sleep_level(self) -> int: ...
-    def finish_compiling(self) -> None: ...
-    def add_request(self, request: EngineCoreRequest) -> None: ...
-    def abort_requests(self, request_ids: list[str]) -> None: ...
-    def step(self) -> list[EngineCoreOutput]: ...
-    def has_unfinished_requests(self) -> bool: ...
-    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool: ...
-    def sleep(self, level: int = 1, mode: SleepMode = "abort") -> Any: ...
-    def wake_up(self, tags: Sequence[str] | None = None) -> Any: ...
-    def pause(self, mode: PauseMode = "abort") -> Any: ...
-    def resume(self) -> Any: ...
-    def is_paused(self) -> Any: ...
-    def is_draining(self) -> Any: ...
-    def is_sleeping(self) -> Any: ...
-    def start_profile(self) -> Any: ...
-    def stop_profile(self) -> Any: ...
-    def check_integrity(self) -> Any: ...
-    def stats(self) -> LoadStats: ...
-    def shutdown(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -104,7 +60,7 @@ def load_texts(config: EngineConfig, times: StartTimes | None = None) -> Texts:
     return Texts(generation_config, tokenizer, template)
 
 
-class LLMEngine:
+class LLMEngine(FromOptions, PauseCalls):
     """An engine core with its tokenizer and the requests in flight.
 
     Builds the core from the config and the logits processors (`jaxllm.sampling.processors`) unless a core is given, and loads
@@ -161,19 +117,9 @@ class LLMEngine:
         self._grammar_compiler: GrammarCompiler | None = None
         self._grammar_lock = threading.Lock()
         self._outputs = OutputProcessor(
-            self.tokenizer, observer=self.metrics, stream_interval=self.config.scheduler.stream_interval
+            self.tokenizer, metrics=self.metrics, stream_interval=self.config.scheduler.stream_interval
         )
         shut_down_at_exit(self)
-
-    @classmethod
-    def from_options(cls, **options: Any) -> "LLMEngine":
-        """An engine from flat options, e.g. `LLMEngine.from_options(model="demo", max_num_seqs=8)`."""
-        return cls(EngineConfig.from_options(**options))
-
-    @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs) -> "LLMEngine":
-        """The same from EngineArgs."""
-        return cls(engine_args.create_engine_config())
 
     # Requests
 
@@ -321,46 +267,12 @@ class LLMEngine:
             self.metrics.load = self.core.stats()
             self.metrics.programs_compiled_after_warmup = self.core.num_compiled_after_warmup
 
-    def finish_compiling(self) -> None:
-        """Wait until background compilation is done, e.g. before a measurement."""
-        self.core.finish_compiling()
+    def call_core(self, name: str, *arguments: Any) -> Any:
+        return getattr(self.core, name)(*arguments)
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Discard all cached prefixes. Returns False if blocks are in use."""
-        return self.core.reset_prefix_cache(reset_running_requests)
-
-    def sleep(self, level: int = 1, mode: SleepMode = "abort") -> Any:
-        """Release device memory: discard the KV cache, and move the weights to the host (level 1) or discard them (level 2).
-
-        Aborts unfinished requests, which the next `step` reports, or raises EngineError if there are any ("refuse"). New
-        requests are rejected with EngineSleepingError. Raises InvalidRequestError for another level.
-        """
-        return self.core.sleep(level, mode)
-
-    def wake_up(self, tags: Sequence[str] | None = None) -> Any:
-        """Restore the memory of `tags` ("weights", "kv_cache"; None: both) and serve again once both are restored.
-
-        Raises InvalidRequestError for another tag. Raises OutOfMemoryError or ModelLoadError if that fails; the engine then
-        stays asleep.
-        """
-        return self.core.wake_up(tags)
-
-    def is_sleeping(self) -> Any:
-        """Whether the engine sleeps."""
-        return self.core.is_sleeping()
-
-    def start_profile(self) -> Any:
-        """Start a trace with JAX's profiler. Raises ConfigError without `profiler_dir`, EngineError during a trace."""
-        return self.core.start_profile()
-
-    def stop_profile(self) -> Any:
-        """End the trace and write it. Raises EngineError if there is none."""
-        return self.core.stop_profile()
-
-    def check_integrity(self) -> Any:
-        """Raise AssertionError if a request leaked resources. Call without unfinished requests."""
+    def check_integrity(self) -> None:
         assert not len(self._outputs), f"{len(self._outputs)} requests are awaited"
-        return self.core.check_integrity()
+        super().check_integrity()
 
     def shutdown(self) -> None:
         """End every request and free the device. The engine cannot be used afterwards."""

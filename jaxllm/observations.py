@@ -1,4 +1,4 @@
-"""A histogram while it grows. Plain numbers in one thread: adding to it must cost next to nothing."""
+"""A histogram that observations are added to. Plain numbers in one thread, so that adding one costs almost nothing."""
 
 import bisect
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 class Observations:
-    """How many values lay between the bounds, and their sum."""
+    """Number of values between the bounds, and their sum."""
 
     def __init__(self, bounds: Sequence[float], counts: Sequence[int] = (), sum: float = 0.0):
         self.bounds = bounds

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
+from jaxllm.errors import RequestFailedError
 from jaxllm.request import ErrorKind, FinishReason
 from jaxllm.scheduler_output import TokenLogprobs
 
@@ -155,3 +156,14 @@ class ScoringRequestOutput:
     outputs: ScoringOutput
     num_cached_tokens: int = 0
     finished: bool = True
+
+
+def raise_error(output: RequestOutput | PoolingRequestOutput, where: str = "the request") -> None:
+    """Raise RequestFailedError if a request failed alone: a script must not mistake its partial text for an answer."""
+    if isinstance(output, PoolingRequestOutput):
+        if output.error is not None:
+            raise RequestFailedError(f"{where} failed: {output.error}", output.error_kind or "internal")
+        return
+    for answer in output.outputs:
+        if answer.finish_reason == "error":
+            raise RequestFailedError(f"{where} failed: {answer.stop_reason}", answer.error_kind or "internal")

@@ -1,4 +1,4 @@
-"""What a caller may ask of pooling (one vector for a prompt, or one for each of its tokens), with its validation."""
+"""Parameters of pooling (one vector per prompt, or one per token), with their validation."""
 
 import numbers
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ _NOT_SUPPORTED = {
 class PoolingParams:
     """Pooling
 
-    What to make of the hidden states of a prompt; names and meanings are vLLM's. Construction raises InvalidRequestError for
-    a value that no model could serve.
+    How the hidden states of a prompt are pooled; names and meanings are vLLM's. Construction raises InvalidRequestError for
+    a value that no model supports.
     """
 
     task: PoolingTask | None = None
@@ -30,7 +30,7 @@ class PoolingParams:
     use_activation: bool | None = None
     """Whether vectors are divided by their length, in float32; None: as the model says."""
     dimensions: int | None = None
-    """So many leading values of each vector, of models trained for it (Matryoshka); None: all."""
+    """Number of leading values of each vector, for models trained for it (Matryoshka); None: all."""
     truncate_prompt_tokens: int | None = None
     """Most tokens of the prompt, the special ones that the tokenizer adds included; -1: what the model takes; None: a longer
     prompt is an error."""

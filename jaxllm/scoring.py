@@ -1,4 +1,4 @@
-"""How alike texts are: which text is compared with which, and the cosine of their vectors."""
+"""Similarity of texts: which text is compared with which, and the cosine of their vectors."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,9 +9,9 @@ from jaxllm.errors import InvalidRequestError
 
 
 def pairs(num_first: int, num_second: int, names: tuple[str, str]) -> list[tuple[int, int]]:
-    """Which of the first texts goes with which of the second: one with each (1 : N), or in step (N : N).
+    """Which of the first texts goes with which of the second: one with each (1 : N), or pair by pair (N : N).
 
-    `names` are the parameters that the texts came by. Raises InvalidRequestError for other numbers of them.
+    `names` are the parameters that hold the texts. Raises InvalidRequestError for other numbers of them.
     """
     if not num_first or not num_second:
         empty = names[0] if not num_first else names[1]

@@ -21,10 +21,10 @@ CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
-    """The form that an output must have: exactly one constraint, with options.
+    """The constraint of an output, exactly one, with options.
 
-    Construction raises InvalidRequestError for what is malformed or too large, and brings JSON into one form: its text.
-    Whether a constraint can be satisfied shows only when it is compiled.
+    Construction raises InvalidRequestError for what is malformed or too large, and converts JSON to text.
+    Only compiling shows whether a constraint can be satisfied.
     """
 
     json: str | dict[str, Any] | bool | None = None
@@ -32,7 +32,7 @@ class StructuredOutputsParams:
     regex: str | None = None
     """A regular expression that the whole output matches."""
     choice: tuple[str, ...] | None = None
-    """Texts, one of which is the output; any list of them is taken."""
+    """The allowed outputs; any list of strings is accepted."""
     grammar: str | None = None
     """A context-free grammar in Lark's notation, or in GBNF (EBNF with ::=)."""
     json_object: bool | None = None
@@ -40,13 +40,13 @@ class StructuredOutputsParams:
     structural_tag: str | dict[str, Any] | None = None
     """Free text in which certain tags begin parts of a given form."""
     disable_any_whitespace: bool = False
-    """JSON without any space between its tokens."""
+    """Whether JSON has no white space between its tokens."""
     disable_additional_properties: bool = False
-    """Objects of a schema that does not say otherwise have no properties but those it names."""
+    """Whether objects have only the properties that the schema names, unless it says otherwise."""
     whitespace_pattern: str | None = None
     """Regular expression of the space between the tokens of JSON."""
     start_after_token_ids: tuple[int, ...] | None = None
-    """The constraint begins after the output has had this run of tokens; until then all is allowed."""
+    """The constraint applies only after this run of output tokens."""
 
     def __post_init__(self) -> None:
         given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
@@ -113,7 +113,7 @@ def _shown(value: Any) -> str:
 
 def _check_text(name: str, text: Any) -> None:
     if not isinstance(text, str):
-        raise _wrong(name, f"is a {type(text).__name__}, must be a text")
+        raise _wrong(name, f"is a {type(text).__name__}, must be a string")
     if not text.strip():
         raise _wrong(name, "is empty")
     if "\0" in text:
@@ -123,7 +123,7 @@ def _check_text(name: str, text: Any) -> None:
     except UnicodeEncodeError as error:
         raise _wrong(name, f"has half a surrogate pair at place {error.start}") from None
     if num_bytes > MAX_SPEC_BYTES:
-        raise _wrong(name, f"has {num_bytes} bytes, at most {MAX_SPEC_BYTES} are taken")
+        raise _wrong(name, f"has {num_bytes} bytes, at most {MAX_SPEC_BYTES} are allowed")
 
 
 def _json_text(name: str, value: Any) -> str:
@@ -133,7 +133,7 @@ def _json_text(name: str, value: Any) -> str:
         try:
             value = json.loads(value, parse_constant=_no_constant)
         except RecursionError:
-            raise _too_deep(name) from None
+            raise _wrong(name, _TOO_DEEP.format("")) from None
         except json.JSONDecodeError as error:
             raise _wrong(name, f"is not valid JSON: {error.msg} (line {error.lineno} column {error.colno})") from None
         except ValueError as error:
@@ -141,7 +141,8 @@ def _json_text(name: str, value: Any) -> str:
     allowed: tuple[type, ...] = (Mapping, bool) if name == "json" else (Mapping,)
     if not isinstance(value, allowed):
         raise _wrong(name, f"is {_shown(value)}, must be an object{' (a JSON schema), or true' * (name == 'json')}")
-    _check_size(name, value)
+    if (fault := size_fault(value)) is not None:
+        raise _wrong(name, fault)
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -154,42 +155,39 @@ def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is no number in JSON")
 
 
-def _too_deep(name: str, pointer: str = "") -> InvalidRequestError:
-    return _wrong(name, f"is nested too deeply{' at ' * bool(pointer)}{pointer}: at most {MAX_NESTING} levels are taken")
+_TOO_DEEP = f"is nested too deeply{{}}: at most {MAX_NESTING} levels are allowed"
 
 
-def _check_size(name: str, value: Any) -> None:
-    """Nesting and number of values."""
+def size_fault(value: Any) -> str | None:
+    """What is wrong with the nesting or the number of values of a JSON value; None if it is within the limits."""
     todo: list[tuple[Any, str, int]] = [(value, "", 1)]
     num_nodes = 0
     while todo:
         node, pointer, level = todo.pop()
         num_nodes += 1
         if num_nodes > MAX_NODES:
-            raise _wrong(name, f"has more than {MAX_NODES} values; ask for something simpler")
-        if isinstance(node, Mapping):
-            children: list[tuple[Any, Any]] = list(node.items())
-        elif isinstance(node, (list, tuple)):
-            children = list(enumerate(node))
-        else:
+            return f"has more than {MAX_NODES} values; ask for something simpler"
+        if not isinstance(node, (Mapping, list, tuple)):
             continue
         if level > MAX_NESTING:
-            raise _too_deep(name, f"{pointer[:80]}…")
-        todo += [(child, f"{pointer}/{_shown(key) if isinstance(key, int) else key}", level + 1) for key, child in children]
+            return _TOO_DEEP.format(f" at {pointer[:80]}…")
+        children = node.items() if isinstance(node, Mapping) else enumerate(node)
+        todo += [(child, f"{pointer}/{key}", level + 1) for key, child in children]
+    return None
 
 
 def _choices(choices: Any) -> tuple[str, ...]:
     if not isinstance(choices, (list, tuple)):
-        raise _wrong("choice", f"is a {type(choices).__name__}, must be a list of texts")
+        raise _wrong("choice", f"is a {type(choices).__name__}, must be a list of strings")
     if not choices:
-        raise _wrong("choice", "is empty, must have at least 1 text")
+        raise _wrong("choice", "is empty, must have at least 1 string")
     if len(choices) > MAX_CHOICES:
-        raise _wrong("choice", f"has {len(choices)} texts, at most {MAX_CHOICES} are taken")
+        raise _wrong("choice", f"has {len(choices)} strings, at most {MAX_CHOICES} are allowed")
     for place, choice in enumerate(choices):
         _check_text(f"choice[{place}]", choice)
     num_bytes = sum(len(choice.encode()) for choice in choices)
     if num_bytes > MAX_SPEC_BYTES:
-        raise _wrong("choice", f"has {num_bytes} bytes in all, at most {MAX_SPEC_BYTES} are taken")
+        raise _wrong("choice", f"has {num_bytes} bytes in all, at most {MAX_SPEC_BYTES} are allowed")
     return tuple(dict.fromkeys(choices))
 
 

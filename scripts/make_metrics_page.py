@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from jaxllm.metrics.engine_metrics import EngineMetrics
 from jaxllm.metrics.metric import Counter, Histogram, Metric
-from jaxllm.scheduler.stats import SchedulerStats
+from jaxllm.scheduler_stats import SchedulerStats
 from server.http_metrics import HttpMetrics
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "METRICS.md"

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from jaxllm.scaling import trace
 
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + trace.COMMAND_BUFFERS_WHILE_PROFILING
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {trace.COMMAND_BUFFERS_WHILE_PROFILING}"
 
 import jax
 import numpy as np
@@ -31,6 +31,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.core import EngineCore
 from jaxllm.request import EngineCoreRequest
 from jaxllm.sampling_params import SamplingParams
+from scripts.measuring.describe import describe
 
 
 def main() -> None:
@@ -147,7 +148,7 @@ class Profiler:
                 core.runner.wait()
         num_layers = core.model_config.num_layers
         assert recording.trace is not None
-        print(trace.describe(recording.trace, num_steps=self.args.traced, num_layers=num_layers, top=self.args.top), flush=True)
+        print(describe(recording.trace, num_steps=self.args.traced, num_layers=num_layers, top=self.args.top), flush=True)
 
     def add(self, tokens: int, count: int, max_tokens: int) -> None:
         for request_id in itertools.islice(self.names, count):

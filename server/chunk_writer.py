@@ -6,6 +6,8 @@ from typing import Any
 import msgspec
 
 from server.context import ServerContext
+from server.protocol.common import StreamOptions
+from server.sse import DONE
 
 _json = msgspec.json.encode
 
@@ -18,12 +20,16 @@ class ChunkWriter:
         kind: str,
         text_head: bytes,
         text_tail: bytes,
+        asked: StreamOptions | None,
         *,
         request_id: str,
         created: int,
         context: ServerContext,
-        include_usage: bool,
     ):
+        force = context.options.replies.enable_force_include_usage
+        self._include_usage = force or (asked is not None and asked.include_usage)
+        self.continuous_usage = asked is not None and asked.continuous_usage_stats and self._include_usage
+        """Whether every chunk has the usage so far."""
         head = {
             "id": request_id,
             "object": kind,
@@ -32,7 +38,7 @@ class ChunkWriter:
             "system_fingerprint": context.fingerprint,
         }
         self._head = b"data: " + _json(head)[:-1]
-        self._no_usage = b',"usage":null' if include_usage else b""
+        self._no_usage = b',"usage":null' if self._include_usage else b""
         self._text_head = text_head
         self._text_tail = text_tail + b',"logprobs":null,"finish_reason":null}]' + self._no_usage + b"}\n\n"
 
@@ -47,9 +53,11 @@ class ChunkWriter:
         told = self._no_usage if usage is None else b',"usage":' + _json(usage)
         return b'%b,"choices":[%b]%b%b}\n\n' % (self._head, _json(choice), told, _members(extra or {}))
 
-    def usage(self, usage: Mapping[str, Any], extra: Mapping[str, Any]) -> bytes:
-        """The chunk after the last choice."""
-        return b'%b,"choices":[],"usage":%b%b}\n\n' % (self._head, _json(usage), _members(extra))
+    def end(self, usage: Mapping[str, Any], extra: Mapping[str, Any]) -> bytes:
+        """After the last choice: a chunk with the usage, if it was asked for, and the end of the stream."""
+        if not self._include_usage:
+            return DONE
+        return b'%b,"choices":[],"usage":%b%b}\n\n%b' % (self._head, _json(usage), _members(extra), DONE)
 
 
 def _members(extra: Mapping[str, Any]) -> bytes:

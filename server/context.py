@@ -19,6 +19,7 @@ from server.http_metrics import HttpMetrics
 from server.logs import RequestLog
 from server.options import ServerOptions
 from server.prompts import tokenizer_of
+from server.protocol.common import SamplingFields
 
 
 class ServerContext:
@@ -72,6 +73,11 @@ class ServerContext:
         """Time limit of a request in seconds: the requested one, capped by the server's; None: no limit."""
         allowed = self.options.limits.request_timeout or None
         return min(filter(None, (asked, allowed)), default=None)
+
+    def writes_ids(self, body: SamplingFields) -> bool:
+        """Whether the reply writes tokens of logprobs as 'token_id:N'."""
+        asked, usual = body.return_tokens_as_token_ids, self.options.replies.return_tokens_as_token_ids
+        return usual if asked is None else asked
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ Piece = TypeVar("Piece")
 
 
 class Deadline(AbstractAsyncContextManager["Deadline"]):
-    """Ends its block with a 408 at the deadline. Reusable: every use has the same deadline."""
+    """Ends its block with a 408 that many seconds from now (None: never). Reusable: every use has the same deadline."""
 
     def __init__(self, seconds: float | None):
         self._seconds = seconds
@@ -49,8 +49,3 @@ class Deadline(AbstractAsyncContextManager["Deadline"]):
                     except StopAsyncIteration:
                         return
                 yield piece
-
-
-def deadline(seconds: float | None) -> Deadline:
-    """A deadline that starts now; None: no limit."""
-    return Deadline(seconds)

@@ -1,16 +1,12 @@
 """Outermost ASGI layer: answers while the engine loads and while the server drains."""
 
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxllm.engine.messages import Status
 from server.errors import ApiError
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 LIVE_PATH = "/live"
 PATHS_WHILE_DRAINING = frozenset({LIVE_PATH, "/health", "/ping", "/metrics", "/load", "/version"})
@@ -28,18 +24,18 @@ class Gate:
         self,
         status: Callable[[], Status | None],
         failure: Callable[[], BaseException | None] = lambda: None,
-        page: Mapping[str, App] = MappingProxyType({}),
+        page: Mapping[str, ASGIApp] = MappingProxyType({}),
         root_path: str = "",
     ):
         self._status = status
         self._failure = failure
         self._page = page
         self._root_path = root_path
-        self._app: App | None = None
+        self._app: ASGIApp | None = None
         self._retry_seconds: float | None = None
         self.num_running = 0
 
-    def open(self, app: App) -> None:
+    def open(self, app: ASGIApp) -> None:
         """Start to forward requests to the application."""
         self._app = app
 

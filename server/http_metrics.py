@@ -1,19 +1,13 @@
 """Counts HTTP requests: outermost ASGI middleware, so that requests refused by the guard are counted too."""
 
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxllm.metrics.buckets import HTTP_SECONDS
 from jaxllm.metrics.collect import PREFIX, Collected
 from jaxllm.metrics.metric import Metric
 from jaxllm.observations import Observations
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 NOT_COUNTED = frozenset({"/metrics", "/health", "/live", "/ready", "/ping", "/load", "/version", "/server_info"})
 NO_HANDLER = "none"
@@ -59,7 +53,7 @@ class HttpMetrics:
 class HttpMetricsMiddleware:
     """Wraps an ASGI app; install it outermost."""
 
-    def __init__(self, app: App, metrics: HttpMetrics):
+    def __init__(self, app: ASGIApp, metrics: HttpMetrics):
         self._app = app
         self._metrics = metrics
 

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any
 
+from starlette.types import ASGIApp, Receive, Scope, Send
+
 from jaxllm import __version__
 from jaxllm.errors import ConfigError, JaxLLMError
 from jaxllm.outputs import RequestMetrics
 from jaxllm.text.input_processor import FrontRequest
-from server.http_metrics import App, Receive, Scope, Send
 
 SPAN_NAME = "llm_request"
 PROTOCOL_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
@@ -25,7 +26,7 @@ _headers: ContextVar[Mapping[str, str]] = ContextVar("trace headers")
 class TraceHeaders:
     """ASGI middleware that stores the W3C trace headers of each request for its spans."""
 
-    def __init__(self, app: App):
+    def __init__(self, app: ASGIApp):
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

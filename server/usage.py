@@ -18,14 +18,14 @@ class Usage:
     reasoning_tokens: int | None = None
     """None: the model does not reason."""
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self, *, tells_cached: bool = True) -> dict[str, Any]:
         """In OpenAI's format."""
         found: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "completion_tokens": self.completion_tokens,
         }
-        if self.cached_tokens is not None:
+        if tells_cached and self.cached_tokens is not None:
             found["prompt_tokens_details"] = {"cached_tokens": self.cached_tokens}
         if self.reasoning_tokens is not None:
             found["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}

@@ -45,6 +45,7 @@ FLOORS = {
 
 SIBLINGS = {
     ("jaxllm.structured", "jaxllm.text"),
+    ("jaxllm.text", "jaxllm.metrics"),
     ("jaxllm.layers", "jaxllm.quantization"),
     ("jaxllm.parallel", "pallas_kernels"),
     ("jaxllm.llm", "jaxllm.llm_engine"),

@@ -114,7 +114,10 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         llm.llm_engine.finish_compiling()
         if lengths:
-            prompts = random_prompts(lengths, llm.llm_engine.model_config.vocab_size)
+            from jaxllm.scaling.requests import random_prompts
+
+            prompt_lengths = [entry.prompt for entry in lengths]
+            prompts = random_prompts(prompt_lengths, llm.llm_engine.model_config.vocab_size, seed=0)
         else:
             prompts, lengths = _conversations(arguments, llm)
         params = [
@@ -154,14 +157,6 @@ class Run:
     """Mean time of each output token after the first."""
 
 
-def random_prompts(lengths: Sequence[Lengths], vocab_size: int) -> list[dict[str, list[int]]]:
-    """The same random token ids each time, without the last 256 ids, which are often special tokens."""
-    import numpy as np
-
-    rng = np.random.default_rng(0)
-    return [{"prompt_token_ids": rng.integers(0, max(1, vocab_size - 256), entry.prompt).tolist()} for entry in lengths]
-
-
 def throughput_report(lengths: Sequence[Lengths], runs: Sequence[Run]) -> dict[str, Any]:
     """Rates at the median time of the timed runs."""
     seconds = statistics.median(run.seconds for run in runs)
@@ -181,25 +176,18 @@ def throughput_report(lengths: Sequence[Lengths], runs: Sequence[Run]) -> dict[s
 
 def latency_report(lengths: Sequence[Lengths], runs: Sequence[Run]) -> dict[str, Any]:
     """Average and percentiles of the time of a whole batch."""
+    import numpy as np
+
     seconds = [run.seconds for run in runs]
     return {
         "batch_size": len(lengths),
         "input_len": lengths[0].prompt,
         "output_len": lengths[0].output,
         "avg_latency_seconds": statistics.fmean(seconds),
-        "percentiles_seconds": {str(percent): percentile(seconds, percent) for percent in PERCENTILES},
+        "percentiles_seconds": {str(percent): float(np.percentile(seconds, percent)) for percent in PERCENTILES},
         "all_latencies_seconds": seconds,
         **_per_request(runs),
     }
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """A percentile, linearly interpolated."""
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
 def _per_request(runs: Sequence[Run]) -> dict[str, float]:

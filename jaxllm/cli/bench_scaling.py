@@ -122,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
     variables = environment_of(arguments.devices)
     devices = find_devices(variables)
     plan = _plan(arguments, devices)
-    results, sizes = Results(plan.to_json()), plan.tensor_parallel_sizes
+    results, sizes = Results(to_json(plan)), plan.tensor_parallel_sizes
     if paths:
         plan, results = experiment.earlier(paths, plan)
     if arguments.dry_run:

@@ -16,6 +16,7 @@ from jaxllm.cli.parser import Parser, UsageError
 from jaxllm.cli.server_arguments import add_connection_arguments, make_client
 from jaxllm.config import Flag, unknown_name
 from jaxllm.errors import ConfigError, EngineDeadError, InvalidRequestError, JaxLLMError
+from jaxllm.files import read_json
 from jaxllm.flag_arguments import read_text, spelling
 
 ABOUT = "Talk with a model. Commands begin with / (see /help); Ctrl-C stops an answer, Ctrl-D leaves."
@@ -139,12 +140,7 @@ def obey(conversation: Conversation, line: str) -> bool:
 
 def load_messages(path: str) -> list[dict[str, Any]]:
     """Load a conversation from a file. Raises ConfigError."""
-    try:
-        messages = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from None
+    messages = read_json(path)
     if not isinstance(messages, list) or not all(
         isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
     ):

@@ -36,10 +36,9 @@ from jaxllm.engine.messages import (
 from jaxllm.engine.sockets import ENGINE_SOCKET, MAX_QUEUED_MESSAGES, socket_address
 from jaxllm.errors import EngineDeadError, EngineError
 from jaxllm.log import logger
-from jaxllm.metrics.engine_metrics import LoadStats
 from jaxllm.model_config import ModelConfig
 from jaxllm.request import EngineCoreRequest
-from jaxllm.scheduler.stats import SchedulerStats
+from jaxllm.scheduler_stats import SchedulerStats
 
 HELLO_SECONDS = 0.25
 SILENCE_SECONDS = 330.0
@@ -245,7 +244,7 @@ class RemoteCore:
     def sleep_level(self) -> int:
         return 0 if self._client.load is None else self._client.load.sleep_level
 
-    def stats(self) -> LoadStats:
+    def stats(self) -> SchedulerStats:
         return _NO_LOAD if self._client.load is None else self._client.load.stats
 
     def add_request(self, request: EngineCoreRequest) -> None:

@@ -3,17 +3,18 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import jax
 from flax import nnx
 
 from jaxllm.config import EngineConfig
+from jaxllm.core_interface import PauseMode, SleepMode
 from jaxllm.engine import fault_points
 from jaxllm.engine.failures import FailurePolicy, explain, is_out_of_memory
 from jaxllm.engine.grammars import Grammars
 from jaxllm.engine.loop import StepLoop
-from jaxllm.engine.pause import Pause, PauseMode
+from jaxllm.engine.pause import Pause
 from jaxllm.engine.prepare import Prepared
 from jaxllm.engine.profiler import Profiler
 from jaxllm.engine.sleep import Sleep, check_level
@@ -27,7 +28,7 @@ from jaxllm.progress import SILENT, Progress
 from jaxllm.request import EngineCoreRequest, ErrorKind, FinishReason, Request, RequestStatus
 from jaxllm.sampling.processors import Processor, check_processors, load_processors
 from jaxllm.scheduler.scheduler import Scheduler
-from jaxllm.scheduler.stats import SchedulerStats
+from jaxllm.scheduler_stats import SchedulerStats
 from jaxllm.start_times import StartTimes
 from jaxllm.text.model_files import text_files
 
@@ -202,12 +203,8 @@ class EngineCore:
         """Discard all cached prefixes. Returns False if blocks are in use."""
         return self.scheduler.reset_prefix_cache(reset_running_requests)
 
-    def sleep(self, level: int = 1, mode: Literal["abort", "refuse"] = "abort") -> None:
-        """Release device memory: discard the KV cache, and move the weights to the host (level 1) or discard them (level 2).
-
-        Aborts unfinished requests, which the next `step` reports, or raises EngineError if there are any ("refuse"). Does
-        nothing if the engine already sleeps at this level or a deeper one. Raises InvalidRequestError for another level.
-        """
+    def sleep(self, level: int = 1, mode: SleepMode = "abort") -> None:
+        """See ControlCalls. The next `step` reports the aborted requests."""
         self._check_alive()
         check_level(level)
         unfinished = list(self.scheduler.requests)
@@ -225,11 +222,7 @@ class EngineCore:
         self._sleep.fall_asleep(level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Restore the memory of `tags` ("weights", "kv_cache"; None: both) and serve again once both are restored.
-
-        Raises InvalidRequestError for another tag. Raises OutOfMemoryError or ModelLoadError if that fails; the engine then
-        stays asleep.
-        """
+        """See ControlCalls."""
         self._check_alive()
         self._sleep.wake_up(tags)
 
@@ -242,9 +235,7 @@ class EngineCore:
         return self._sleep.level
 
     def pause(self, mode: PauseMode = "abort") -> None:
-        """Hold back new requests until `resume`. Unfinished requests are aborted ("abort"), run to completion ("wait"; see
-        `is_draining`) or are suspended ("keep"). Raises InvalidRequestError for another mode.
-        """
+        """See PauseCalls."""
         self._check_alive()
         self._pause.begin(mode)
         if mode == "abort":

@@ -10,7 +10,7 @@ from jaxllm.errors import EngineDeadError, OutOfMemoryError
 from jaxllm.log import logger
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import ErrorKind
-from jaxllm.scheduler.scheduler import PlanError, UpdateError
+from jaxllm.scheduler.errors import PlanError, UpdateError
 
 MAX_RETRIES = 2
 """Number of times that a request is recomputed after the device ran out of memory, until it gets another token."""

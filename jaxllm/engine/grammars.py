@@ -63,7 +63,7 @@ class Grammars:
         """
         if not self._waiting:
             return []
-        if len(self._waiting) == scheduler.num_unfinished:  # there is no other work
+        if len(self._waiting) == len(scheduler.requests):  # there is no other work
             wait([job for _, job in self._waiting], MAX_WAIT_SECONDS, return_when="FIRST_COMPLETED")
         news: list[EngineCoreOutput] = []
         still_waiting = []

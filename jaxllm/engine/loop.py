@@ -3,52 +3,21 @@
 import contextlib
 import time
 from collections import deque
-from collections.abc import Sequence
-from typing import Protocol, cast
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from jaxllm.engine.work_clock import WorkClock
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.scheduler.scheduler import Scheduler
-from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from jaxllm.scheduler_output import SchedulerOutput
 from jaxllm.thinking import force_token
+
+if TYPE_CHECKING:
+    from jaxllm.runner.masked_step import MaskedStep
+    from jaxllm.runner.runner import LaunchingStep, ModelRunner, PendingStep
 
 LONG_STEP_SECONDS = 0.0035
 """Steps longer than this give the host time to read one and dispatch another while the next runs, so two in flight keep the device busy."""
 _NUM_RECENT_STEPS = 8
-
-
-class PendingOutput(Protocol):
-    """A dispatched step."""
-
-    def result(self) -> ModelRunnerOutput:
-        """Wait for the step."""
-        ...
-
-
-class MaskedOutput(PendingOutput, Protocol):
-    """A dispatched step that samples its tokens once their masks are filled."""
-
-    sampled_ids: Sequence[str]
-    mask_RW: np.ndarray
-    """One row per masked request; allows every token until it is filled."""
-
-    def draw(self) -> None:
-        """Start sampling without waiting."""
-        ...
-
-
-class Runner(Protocol):
-    """The interface of a runner that the loop uses."""
-
-    def dispatch(self, plan: SchedulerOutput) -> PendingOutput:
-        """Start a step without waiting. Returns a MaskedOutput if the plan has masked requests."""
-        ...
-
-    def start_over(self) -> None:
-        """Drop all rows and empty the caches after a failure. Raises if the device cannot continue."""
-        ...
 
 
 class StepLoop:
@@ -57,15 +26,15 @@ class StepLoop:
     More than two help only with short steps: a new request waits for every step in flight, so long steps use two.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, *, max_in_flight: int):
+    def __init__(self, scheduler: Scheduler, runner: "ModelRunner", *, max_in_flight: int):
         self.scheduler = scheduler
         self.runner = runner
         self.max_in_flight = max_in_flight
-        self._in_flight: deque[tuple[SchedulerOutput, PendingOutput]] = deque()
+        self._in_flight: deque[tuple[SchedulerOutput, PendingStep | LaunchingStep | MaskedStep]] = deque()
         self.working_on: SchedulerOutput | None = None
         """The step that is being dispatched or read; after an error, the failed step. None while planning."""
         self._news: list[EngineCoreOutput] = []
-        self._undrawn: tuple[SchedulerOutput, MaskedOutput] | None = None
+        self._undrawn: tuple[SchedulerOutput, MaskedStep] | None = None
         """The last step in flight, if it waits for masks. No further step is dispatched until it has them."""
         self._last_read_at: float | None = None
         """When the latest step was read, if the next one was already in flight."""
@@ -93,7 +62,7 @@ class StepLoop:
             if len(self._in_flight) == 1:
                 self.note_work()
             if plan.masked_request_ids:
-                self._undrawn = plan, cast(MaskedOutput, pending)
+                self._undrawn = plan, pending  # type: ignore[assignment]
                 self._draw_if_possible()
         if not self._in_flight:
             return []

@@ -4,12 +4,14 @@ A front sends `Hello`, `Add`, `Abort` and `Call`; the engine process sends `Stat
 `WantMetrics` and `Dead`. Anything that cannot be decoded raises MessageError.
 """
 
-from typing import Any, Literal
+import inspect
+from typing import Any, Literal, Union
 
 import msgspec
 import numpy as np
 
 from jaxllm.config import EngineConfig
+from jaxllm.core_interface import ControlCalls, PauseCalls
 from jaxllm.errors import (
     ConfigError,
     EngineDeadError,
@@ -20,11 +22,11 @@ from jaxllm.errors import (
     OverloadedError,
 )
 from jaxllm.kernel_verdicts import OpReport
-from jaxllm.metrics.metric import Counter, Gauge, Histogram, Metric
+from jaxllm.metrics.metric import Metric
 from jaxllm.model_config import ModelConfig
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import EngineCoreRequest
-from jaxllm.scheduler.stats import SchedulerStats
+from jaxllm.scheduler_stats import SchedulerStats
 
 MAX_MESSAGE_BYTES = 1 << 30
 """A longer message ends its connection. Prompt logprobs of a long prompt are the longest messages."""
@@ -88,89 +90,27 @@ class Abort(_Message, tag="abort"):
     request_ids: list[str]
 
 
-class ResetPrefixCache(_Message, tag="reset_prefix_cache"):
-    reset_running_requests: bool = False
-
-
-class Sleep(_Message, tag="sleep"):
-    level: int = 1
-    mode: Literal["abort", "refuse"] = "abort"
-
-
-class WakeUp(_Message, tag="wake_up"):
-    tags: list[str] | None = None
-
-
-class IsSleeping(_Message, tag="is_sleeping"):
-    pass
-
-
-class Pause(_Message, tag="pause"):
-    mode: Literal["abort", "wait", "keep"] = "abort"
-
-
-class Resume(_Message, tag="resume"):
-    pass
-
-
-class IsPaused(_Message, tag="is_paused"):
-    pass
-
-
-class IsDraining(_Message, tag="is_draining"):
-    pass
-
-
-class StartProfile(_Message, tag="start_profile"):
-    pass
-
-
-class StopProfile(_Message, tag="stop_profile"):
-    pass
-
-
-class CheckIntegrity(_Message, tag="check_integrity"):
-    pass
-
-
-class FinishCompiling(_Message, tag="finish_compiling"):
-    pass
-
-
-class MetricRecord(msgspec.Struct, array_like=True):
-    """A Counter, Gauge or Histogram; `buckets` only for the last."""
-
-    kind: Literal["counter", "gauge", "histogram"]
-    name: str
-    labels: dict[str, str]
-    help: str
-    value: int | float
-    """The value; for a histogram, the sum."""
-    buckets: dict[str, int] | None = None
-
-
 class ShareMetrics(_Message, tag="share_metrics"):
     """The metrics of this front so far. Answered with the metrics of all others combined; `fresh` queries them first."""
 
-    own: list[MetricRecord]
+    own: list[Metric]
     fresh: bool = False
 
 
-CoreCall = (
-    ResetPrefixCache
-    | Sleep
-    | WakeUp
-    | IsSleeping
-    | Pause
-    | Resume
-    | IsPaused
-    | IsDraining
-    | StartProfile
-    | StopProfile
-    | CheckIntegrity
-    | FinishCompiling
-)
-"""Each is a method or property of the engine core, named by its tag."""
+def _call_type(name: str) -> type[msgspec.Struct]:
+    """The message of a control call: its parameters as fields."""
+    parameters = list(inspect.signature(getattr(PauseCalls, name)).parameters.values())[1:]
+    fields = [(parameter.name, parameter.annotation, parameter.default) for parameter in parameters]
+    return msgspec.defstruct(name, fields, bases=(_Message,), tag=name, array_like=True)
+
+
+_CALL_TYPES = {
+    name: _call_type(name)
+    for base in (ControlCalls, PauseCalls)
+    for name in vars(base)
+    if name[0] != "_" and name != "call_core"
+}
+_AnyCall: Any = Union[tuple(_CALL_TYPES.values())]  # noqa: UP007
 
 
 class Call(_Message, tag="call"):
@@ -178,7 +118,12 @@ class Call(_Message, tag="call"):
 
     client: str
     number: int
-    call: CoreCall | ShareMetrics
+    call: _AnyCall | ShareMetrics  # type: ignore[valid-type]
+
+    @property
+    def name(self) -> str:
+        """Of a control call: the core's method."""
+        return str(type(self.call).__struct_config__.tag)
 
 
 # From the engine process
@@ -251,7 +196,7 @@ class Reply(_Message, tag="reply"):
     """The result of a Call, or its error."""
 
     number: int
-    result: bool | int | float | str | list[MetricRecord] | None = None
+    result: bool | int | float | str | list[Metric] | None = None
     fault: Fault | None = None
     load: Load | None = None
     """The load, in replies with metrics."""
@@ -269,6 +214,11 @@ class Dead(_Message, tag="dead"):
 
 FrontMessage = Hello | Add | Abort | Call
 EngineMessage = Status | Ready | Outputs | Refused | Failed | Reply | WantMetrics | Dead
+
+
+def call_of(name: str, *arguments: Any) -> Any:
+    """The message of a control call, for `Call`."""
+    return _CALL_TYPES[name](*arguments)
 
 
 def encode(message: Any) -> bytes:
@@ -323,34 +273,6 @@ def error_of(fault: Fault) -> JaxLLMError:
     if fault.kind == "overloaded":
         return OverloadedError(fault.message, fault.retry_after_seconds)
     return _ERROR_TYPES.get(fault.kind, EngineError)(fault.message)
-
-
-def metric_records(metrics: list[Metric]) -> list[MetricRecord]:
-    """Convert metrics to their message form."""
-    records = []
-    for metric in metrics:
-        if isinstance(metric, Histogram):
-            records.append(MetricRecord("histogram", metric.name, metric.labels, metric.help, metric.sum, metric.buckets))
-        elif isinstance(metric, (Counter, Gauge)):
-            kind: Literal["counter", "gauge"] = "counter" if isinstance(metric, Counter) else "gauge"
-            records.append(MetricRecord(kind, metric.name, metric.labels, metric.help, metric.value))
-    return records
-
-
-def metrics_of(records: list[MetricRecord]) -> list[Metric]:
-    """Convert metric records back to metrics: the inverse of `metric_records`."""
-    found: list[Metric] = []
-    for record in records:
-        if record.kind == "histogram":
-            buckets = record.buckets or {}
-            found.append(
-                Histogram(record.name, record.labels, record.help, buckets.get("+Inf", 0), float(record.value), buckets)
-            )
-        elif record.kind == "counter":
-            found.append(Counter(record.name, record.labels, record.help, record.value))  # type: ignore[arg-type]
-        else:
-            found.append(Gauge(record.name, record.labels, record.help, record.value))
-    return found
 
 
 def _decode(decoder: Any, frame: bytes) -> Any:

@@ -1,12 +1,12 @@
 """Pause: the engine accepts requests but computes none until it resumes, e.g. while its weights or memory are changed."""
 
-from typing import Literal
+from typing import get_args
 
+from jaxllm.core_interface import PauseMode
 from jaxllm.errors import EngineError, InvalidRequestError, OverloadedError
 from jaxllm.request import EngineCoreRequest
 
-PauseMode = Literal["abort", "wait", "keep"]
-MODES = ("abort", "wait", "keep")
+MODES: tuple[str, ...] = get_args(PauseMode)
 
 
 class Pause:

@@ -8,12 +8,13 @@ import signal
 import sys
 import threading
 import time
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from jaxllm import log
 from jaxllm.config import EngineConfig
+from jaxllm.core_interface import Core
 from jaxllm.engine import messages
 from jaxllm.engine.launch import read_first_message
 from jaxllm.engine.messages import (
@@ -33,49 +34,20 @@ from jaxllm.engine.messages import (
 )
 from jaxllm.engine.sockets import EXIT_FAILED, Command, Gone, Listener, Outbox, Pulse, Stop
 from jaxllm.errors import EngineDeadError, EngineError, JaxLLMError
-from jaxllm.kernel_verdicts import OpReport
 from jaxllm.log import logger
 from jaxllm.metrics.merge import merged
 from jaxllm.metrics.metric import Metric
-from jaxllm.model_config import ModelConfig
 from jaxllm.outputs import EngineCoreOutput
-from jaxllm.request import EngineCoreRequest
-from jaxllm.scheduler.stats import SchedulerStats
 from jaxllm.start_times import StartTimes, process_age_seconds
 
 _LAGGING_PAUSE_SECONDS = 0.25
 _FIRST_HELLO_SECONDS = 2.0
 
 
-class ServedCore(Protocol):
-    """The interface of an engine core that this process uses."""
-
-    config: EngineConfig
-    model_config: ModelConfig
-    max_model_len: int
-    processor_arguments: Any
-    start_times: StartTimes
-    kernels: dict[str, OpReport]
-
-    @property
-    def num_compiled_after_warmup(self) -> int: ...
-    @property
-    def awaited_programs(self) -> tuple[int, int]: ...
-    @property
-    def sleep_level(self) -> int: ...
-    def add_request(self, request: EngineCoreRequest) -> None: ...
-    def abort_requests(self, request_ids: list[str]) -> None: ...
-    def step(self) -> list[EngineCoreOutput]: ...
-    def has_unfinished_requests(self) -> bool: ...
-    def finish_compiling(self) -> None: ...
-    def stats(self) -> SchedulerStats: ...
-    def shutdown(self) -> None: ...
-
-
 class EngineLoop:
     """Steps the core while there is work, and runs the fronts' commands between steps."""
 
-    def __init__(self, core: ServedCore, commands: "queue.SimpleQueue[Command]", outbox: Outbox, pulse: Pulse):
+    def __init__(self, core: Core, commands: "queue.SimpleQueue[Command]", outbox: Outbox, pulse: Pulse):
         self._core = core
         self._commands = commands
         self._outbox = outbox
@@ -189,7 +161,7 @@ class EngineLoop:
     def _call(self, command: Call) -> None:
         if isinstance(command.call, ShareMetrics):
             self._share(command, command.call)
-        elif isinstance(command.call, messages.FinishCompiling):  # may take minutes
+        elif command.name == "finish_compiling":  # may take minutes
 
             def wait() -> None:
                 reply = self._result_of(command)
@@ -200,7 +172,7 @@ class EngineLoop:
             self._answer(command, self._result_of(command))
 
     def _share(self, command: Call, call: ShareMetrics) -> None:
-        self._metrics[command.client] = messages.metrics_of(call.own)
+        self._metrics[command.client] = call.own
         wanted: set[str] = set()
         if call.fresh:
             question = messages.encode(messages.WantMetrics())
@@ -216,19 +188,17 @@ class EngineLoop:
         self._gatherings = [(command, wanted) for command, wanted in self._gatherings if wanted]
         for command in ready:
             others = [metrics for client, metrics in self._metrics.items() if client != command.client]
-            records = messages.metric_records(merged([*others, self._metrics_of_gone]))
-            self._answer(command, Reply(command.number, records, load=self._load()))
+            found = merged([*others, self._metrics_of_gone])
+            self._answer(command, Reply(command.number, found, load=self._load()))
 
     def _result_of(self, command: Call) -> Reply:
-        name = str(type(command.call).__struct_config__.tag)
         try:
-            member = getattr(self._core, name)
-            result = member(*msgspec.structs.astuple(command.call)) if callable(member) else member
+            result = getattr(self._core, command.name)(*msgspec.structs.astuple(command.call))
         except EngineDeadError:
             raise
         except Exception as error:  # reported to the caller
             if not isinstance(error, JaxLLMError):
-                logger.exception("%s failed", name)
+                logger.exception("%s failed", command.name)
             return Reply(command.number, fault=messages.fault_of(error))
         return Reply(command.number, result)
 
@@ -332,7 +302,7 @@ def _say_to_all(last_words: Dead, listener: Listener, outbox: Outbox) -> None:
     outbox.close()
 
 
-def _load_core(start: EngineStart, pulse: Pulse) -> ServedCore:
+def _load_core(start: EngineStart, pulse: Pulse) -> Core:
     if start.core_factory is not None:
         module, _, function = start.core_factory.partition(":")
         return getattr(importlib.import_module(module), function)(start.config, pulse.progress)

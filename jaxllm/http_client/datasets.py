@@ -3,12 +3,12 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from jaxllm.errors import ConfigError
+from jaxllm.files import read_json, read_text
 
 NUM_SPECIAL_IDS = 256
 """Number of ids at the end of a vocabulary that random prompts exclude, because they are often special tokens."""
@@ -106,7 +106,7 @@ def sharegpt_prompts(
     """First questions of randomly drawn conversations; output lengths are those of the first answers. Raises ConfigError."""
     if tokenizer is None and output_len is None:
         raise ConfigError("ShareGPT conversations need --tokenizer, which tells how long their answers are, or --output-len")
-    conversations = _read_json(path)
+    conversations = read_json(path)
     if not isinstance(conversations, list):
         raise ConfigError(f"{path} must hold a list of conversations")
     prompts: list[LoadPrompt] = []
@@ -156,7 +156,7 @@ def custom_prompts(path: str, count: int | None, output_len: int | None, *, chat
 
 def read_mix(path: str) -> list[tuple[int, int]]:
     """The (prompt, output) lengths in a mix file. Raises ConfigError."""
-    content = _read_json(path)
+    content = read_json(path)
     requests = content.get("requests") if isinstance(content, Mapping) else None
     if not isinstance(requests, list) or not requests:
         raise ConfigError(f'{path} must hold {{"requests": [[prompt, output], …]}}')
@@ -184,24 +184,8 @@ def _repeated(prompts: list[LoadPrompt], count: int) -> list[LoadPrompt]:
     return [prompts[index % len(prompts)] for index in range(count)]
 
 
-def _read_text(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
-
-
-def _read_json(path: str) -> Any:
-    try:
-        return json.loads(_read_text(path))
-    except ConfigError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from None
-
-
 def _json_lines(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    for number, line in enumerate(_read_text(path).split("\n"), 1):
+    for number, line in enumerate(read_text(path).split("\n"), 1):
         if not line.strip():
             continue
         try:

@@ -30,7 +30,9 @@ class MixtureOfExperts(nnx.Module):
         bias, rank = part.routing.correction_bias, part.routing.correction_bias_rank
         stored = Tensor(f"{name}.{bias}", (*(1,) * (rank - 1), E), (E,))
         self.correction_bias = (
-            None if bias is None else abstract_param((E,), ("experts",), "float32", source=Source((stored,), 0, (0,)), init="zeros")
+            None
+            if bias is None
+            else abstract_param((E,), ("experts",), "float32", source=Source((stored,), 0, (0,)), init="zeros")
         )
         by_expert, by_width = ("split_experts", "expert_mlp"), ("experts", "mlp")
         experts, width = by_expert if part.by_expert else by_width

@@ -1,63 +1,18 @@
 """The engine core's statistics as metrics. Every front of an engine reports the same numbers."""
 
-from collections.abc import Sequence
-from typing import Protocol
-
 from jaxllm.metrics.collect import Collected
 from jaxllm.observations import STEP_TOKENS, Observations
+from jaxllm.scheduler_stats import SchedulerStats
 
 SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 """By sleep level."""
 
 
-class LoadStats(Protocol):
-    """The values of `EngineCore.stats()`. Totals count from the start."""
-
-    @property
-    def num_running(self) -> int: ...
-    @property
-    def num_waiting(self) -> int: ...
-    @property
-    def cache_usage(self) -> float: ...
-    @property
-    def num_preemptions(self) -> int: ...
-    @property
-    def prefix_cache_queries(self) -> int: ...
-    @property
-    def prefix_cache_hits(self) -> int: ...
-    @property
-    def num_rejected_for_requests(self) -> int: ...
-    @property
-    def num_rejected_for_tokens(self) -> int: ...
-    @property
-    def num_retried_steps(self) -> int: ...
-    @property
-    def num_lost_steps(self) -> int: ...
-    @property
-    def num_not_finite(self) -> int: ...
-    @property
-    def sleep_level(self) -> int: ...
-    @property
-    def num_cache_blocks(self) -> int: ...
-    @property
-    def step_token_counts(self) -> Sequence[int]: ...
-    @property
-    def num_step_tokens(self) -> int: ...
-    @property
-    def work_seconds(self) -> float: ...
-    @property
-    def device_wait_seconds(self) -> float: ...
-    @property
-    def device_idle_seconds(self) -> float: ...
-    @property
-    def awaited_programs(self) -> tuple[int, int]: ...
-
-
-def add_load(found: Collected, load: LoadStats) -> None:
+def add_load(found: Collected, load: SchedulerStats) -> None:
     """Load and totals of the engine core."""
     found.gauge("num_requests_running", load.num_running, "requests in the running batch")
     found.gauge("num_requests_waiting", load.num_waiting, "requests waiting for a place in the batch")
-    by_reason = "the same by reason: for capacity, or deferred by something else, which this engine never does"
+    by_reason = "the same by reason: for capacity, or deferred by something else, never by this engine"
     found.gauge("num_requests_waiting_by_reason", load.num_waiting, by_reason, reason="capacity")
     found.gauge("num_requests_waiting_by_reason", 0, by_reason, reason="deferred")
     found.gauge("kv_cache_usage_perc", load.cache_usage, "fraction of the KV cache in use, 0 to 1")

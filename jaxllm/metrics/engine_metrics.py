@@ -4,11 +4,12 @@ from collections.abc import Mapping
 
 from jaxllm.metrics import buckets
 from jaxllm.metrics.collect import Collected
-from jaxllm.metrics.engine_load import LoadStats, add_load
+from jaxllm.metrics.engine_load import add_load
 from jaxllm.metrics.metric import Metric
 from jaxllm.observations import Observations
 from jaxllm.request import FinishReason
 from jaxllm.sampling_params import SamplingParams
+from jaxllm.scheduler_stats import SchedulerStats
 
 
 class EngineMetrics:
@@ -39,7 +40,7 @@ class EngineMetrics:
         self._request_max_tokens = Observations(token_counts)
         self._request_n = Observations(buckets.ANSWERS)
         self._request_preemptions = Observations(buckets.PREEMPTIONS)
-        self.load: LoadStats | None = None
+        self.load: SchedulerStats | None = None
         """Store the engine core's own numbers, after the latest step."""
         self.programs_compiled_after_warmup = 0
 
@@ -53,29 +54,15 @@ class EngineMetrics:
         self,
         num_prompt_tokens: int,
         num_cached_tokens: int,
-        seconds: float,
+        seconds: float | None,
         *,
         queue_seconds: float | None = None,
         prefill_seconds: float | None = None,
     ) -> None:
-        """Record a sequence's first token: time since arrival, and queue and compute times, if the core reported them."""
-        self._first_token_seconds.add(seconds)
-        self._prompt_computed(num_prompt_tokens, num_cached_tokens, queue_seconds, prefill_seconds)
-
-    def prompt_pooled(
-        self,
-        num_prompt_tokens: int,
-        num_cached_tokens: int,
-        *,
-        queue_seconds: float | None = None,
-        prefill_seconds: float | None = None,
-    ) -> None:
-        """Record a prompt's vectors: queue and compute times, if the core reported them."""
-        self._prompt_computed(num_prompt_tokens, num_cached_tokens, queue_seconds, prefill_seconds)
-
-    def _prompt_computed(
-        self, num_prompt_tokens: int, num_cached_tokens: int, queue_seconds: float | None, prefill_seconds: float | None
-    ) -> None:
+        """Record a sequence's first token, or a prompt's vectors (`seconds` None): time since arrival, and queue and compute
+        times, if the core reported them."""
+        if seconds is not None:
+            self._first_token_seconds.add(seconds)
         self.prompt_tokens += num_prompt_tokens
         self.prompt_tokens_cached += num_cached_tokens
         self._request_computed_tokens.add(num_prompt_tokens - num_cached_tokens)

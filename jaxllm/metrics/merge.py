@@ -1,7 +1,8 @@
 """Merges the metrics of several processes."""
 
 from collections.abc import Iterable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from jaxllm.metrics.metric import Counter, Histogram, Metric
 

@@ -1,36 +1,33 @@
-"""A metric at one moment, as `get_metrics` returns it."""
+"""A metric at one moment, as `get_metrics` returns it and as processes exchange it."""
 
-from dataclasses import dataclass
+import msgspec
 
 
-@dataclass(frozen=True)
-class Metric:
-    """One of `Counter`, `Gauge`, `Histogram`."""
-
+class _Metric(msgspec.Struct, frozen=True):
     name: str
     labels: dict[str, str]
     help: str
 
 
-@dataclass(frozen=True)
-class Counter(Metric):
+class Counter(_Metric, frozen=True, tag="counter"):
     """A count, or a sum of seconds, that only grows."""
 
     value: float
 
 
-@dataclass(frozen=True)
-class Gauge(Metric):
+class Gauge(_Metric, frozen=True, tag="gauge"):
     """A value that goes up and down."""
 
     value: float
 
 
-@dataclass(frozen=True)
-class Histogram(Metric):
+class Histogram(_Metric, frozen=True, tag="histogram"):
     """A histogram of observations."""
 
     count: int
     sum: float
     buckets: dict[str, int]
     """Upper bound to the number of observations up to it; the last bound is +Inf."""
+
+
+Metric = Counter | Gauge | Histogram

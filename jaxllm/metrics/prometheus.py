@@ -1,9 +1,9 @@
 """Exports an engine's metrics to Prometheus. Values are read when a scrape arrives, which keeps recording simple."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from typing import Any
 
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric as Family

@@ -52,7 +52,7 @@ class Shards(Protocol):
         """These devices, exchanging through each other's memory: see `pallas_kernels.collectives`."""
 
     def of_first(self, x_1M: Array) -> Array:
-        """What the first device has, [M], on every device. Without a workspace x is [M] and whole on every device already."""
+        """The first device's values, [M], on every device. Without a workspace x is [M] and already equal on every device."""
 
     def max(self, x: Array) -> Array:
         """The elementwise maximum over all devices."""
@@ -61,10 +61,10 @@ class Shards(Protocol):
         """The elementwise sum over all devices, of a few float32 values per token."""
 
     def add_and_norm(self, part_TD: Array, residual_TD: Array | None, norm: Norm) -> tuple[Array, Array]:
-        """(residual + sum of the parts, its norm): what stands between any two products of a decoder. The same bits everywhere."""
+        """(residual + sum of the parts, its norm), computed between any two products of a decoder. Identical on every device."""
 
     def num_runs(self, num_tokens: int) -> int:
-        """In how many runs of equal length a step's tokens are computed, so that one is multiplied while another is added up."""
+        """Number of equal runs that a step's tokens are computed in, so that products of one overlap with sums of another."""
 
     def likeliest(self, ids_R: Array, values_R: Array, num_columns: int) -> tuple[Array, Array]:
         """The vocabulary id, int32[R], of the largest value over all devices, the lowest id among equals, and that value,
@@ -89,7 +89,7 @@ class Shards(Protocol):
         """The first `num_rows` rows of all devices' shares, whole on every device. Arrays are int32 or float32."""
 
     def check(self, x: Array, otherwise: float) -> Array:
-        """x, or `otherwise` in place of each value if an exchange before it failed."""
+        """x, or `otherwise` in place of each value if an earlier exchange failed."""
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,14 @@
 """Runs the experiment size by size, and keeps all finished results if a later size fails."""
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+import msgspec
 
 from jaxllm.scaling import report
 from jaxllm.scaling.plan import Plan
 from jaxllm.scaling.processes import Hear, Interrupted, measure_size
-from jaxllm.scaling.rows import Results, SizeResult
+from jaxllm.scaling.rows import Results, SizeResult, to_json
 
 
 def run(
@@ -61,10 +62,10 @@ def earlier(paths: list[Path], plan: Plan | None) -> tuple[Plan, Results]:
         its_plan, results = report.read(path)
         plan = its_plan if plan is None else plan.joined(its_plan)
         if merged is None:
-            merged = dataclasses.replace(results, sizes=[])
+            merged = msgspec.structs.replace(results, sizes=[])
         kept = {size.tensor_parallel_size: size for size in (*merged.sizes, *results.sizes)}
         merged.sizes = [kept[size] for size in sorted(kept)]
         merged.interrupted = False
     assert merged is not None and plan is not None, "there is at least one path"
-    merged.plan = plan.to_json()
+    merged.plan = to_json(plan)
     return plan, merged

@@ -1,15 +1,14 @@
 """Which work the experiment measures at which tensor-parallel size. A plan is plain values, sent to the processes as JSON."""
 
 import dataclasses
-import json
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from jaxllm.errors import ConfigError
-from jaxllm.scaling.rows import DECODE, MIXED, WORKS
+from jaxllm.scaling.rows import DECODE, MIXED, WORKS, from_json
 
 STRONG, WEAK = SCALINGS = ("strong", "weak")
 SAME_IN_ALL = ("model", "input_len", "output_len", "prefill_prompts", "requests", "options")
@@ -78,21 +77,14 @@ class Plan:
             requests=self.requests if MIXED in self.works else other.requests,
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """The plan as JSON's values: lists, no tuples."""
-        values: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
-        return values
-
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Plan":
+    def from_json(cls, value: Any) -> "Plan":
         """A plan from JSON's values. Raises ConfigError."""
-        try:
-            values: dict[str, Any] = {name: _as_tuple(entry) for name, entry in value.items()}
-            values["requests"] = tuple((int(prompt), int(output)) for prompt, output in values.get("requests", ()))
-            options = {name: _as_tuple(entry) for name, entry in value["options"].items()}
-            return cls(**(values | {"options": options}))
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise ConfigError(f"this is no plan of a scaling experiment: {error}") from None
+        plan = from_json(cls, value)
+        if unknown := set(value) - {field.name for field in dataclasses.fields(cls)}:
+            raise ConfigError(f"Plan has no {', '.join(sorted(unknown))}")
+        options = {name: tuple(entry) if isinstance(entry, list) else entry for name, entry in plan.options.items()}
+        return dataclasses.replace(plan, options=options)
 
 
 def check_sizes(sizes: Sequence[int], num_devices: int, *, where: str) -> None:
@@ -117,10 +109,6 @@ def mixed_requests(count: int, input_len: int, output_len: int) -> tuple[tuple[i
         return rng.randint(max(1, middle // 4), max(1, middle * 2))
 
     return tuple((length(input_len), length(output_len)) for _ in range(count))
-
-
-def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _union(some: Sequence[int], others: Sequence[int]) -> tuple[int, ...]:

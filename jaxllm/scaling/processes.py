@@ -15,11 +15,10 @@ from typing import IO, Any
 
 from jaxllm.errors import ConfigError
 from jaxllm.scaling.plan import Plan
-from jaxllm.scaling.rows import AllReduce, Breakdown, Row, SizeResult, Skipped, from_json
+from jaxllm.scaling.rows import AllReduce, Breakdown, Row, SizeResult, Skipped, from_json, to_json
+from jaxllm.scaling.trace import COMMAND_BUFFERS_WHILE_PROFILING
 
 MODULE = "jaxllm.scaling.child"
-COMMAND_BUFFERS_WHILE_PROFILING = "--xla_enable_command_buffers_during_profiling=true"
-"""Without it a profile runs kernel by kernel, with gaps that do not occur in normal operation."""
 PROBE_SECONDS = 300.0
 END_SECONDS = 10.0
 """Seconds between asking a process to end and killing it."""
@@ -84,7 +83,7 @@ def measure_size(
     ends the process; its `result` attribute has the results so far.
     """
     result = SizeResult(size)
-    asked = {"plan": plan.to_json(), "tensor_parallel_size": size, "log_level": log_level}
+    asked = {"plan": to_json(plan), "tensor_parallel_size": size, "log_level": log_level}
     start = time.monotonic()
     try:
         with log_path.open("wb") as log, _started(asked, variables, stderr=log) as process:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxllm.errors import ConfigError
+from jaxllm.files import read_json
 from jaxllm.scaling import charts, tables
 from jaxllm.scaling.document import (
     PLOTS_FOLDER,
@@ -82,14 +83,11 @@ def write(directory: Path, plan: Plan, results: Results) -> None:
 
 def read(path: Path) -> tuple[Plan, Results]:
     """An experiment from its results.json. Raises ConfigError."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read the results {path}: {getattr(error, 'strerror', None) or error}") from None
+    content = read_json(path)
     try:
         results = from_json(Results, content)
         return Plan.from_json(results.plan), results
-    except (ConfigError, AttributeError, TypeError) as error:
+    except ConfigError as error:
         raise ConfigError(f"{path} holds no results of `jaxllm bench scaling`: {error}") from None
 
 

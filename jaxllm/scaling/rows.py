@@ -1,10 +1,8 @@
 """The experiment's results as plain values for JSON: rows, breakdowns, times of collectives, one result per size."""
 
-import dataclasses
-import typing
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+import msgspec
 
 from jaxllm.errors import ConfigError
 
@@ -16,8 +14,7 @@ GPU_KERNELS, CPU_THUNKS = "gpu kernels", "cpu thunks"
 """What a breakdown adds up. Thunks are what XLA runs on a CPU."""
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One piece of work at one tensor-parallel size."""
 
     tensor_parallel_size: int
@@ -37,9 +34,9 @@ class Row:
     """Of all requests."""
     mean_context: float | None = None
     """Tokens in the cache of a request, mean over requests and steps of a decode."""
-    step_seconds: list[float] = field(default_factory=list)
+    step_seconds: list[float] = []
     """Of each step of the fastest decode."""
-    host_ms: dict[str, float] = field(default_factory=dict)
+    host_ms: dict[str, float] = {}
     """Per step: planning and launching (`dispatch`), launching alone (`launch`), waiting for the device (`wait`)."""
     note: str | None = None
     """Why the figure may not match the row's description."""
@@ -67,8 +64,7 @@ class Row:
         return self.least_seconds / self.seconds
 
 
-@dataclass(frozen=True)
-class Breakdown:
+class Breakdown(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where the time of a step goes, by a profiler's trace. Milliseconds per step, mean over the devices."""
 
     tensor_parallel_size: int
@@ -94,12 +90,11 @@ class Breakdown:
     """Of a traced step; the profiler slows the host."""
     step_ms: float
     """Of an untraced step."""
-    top: list[list[Any]] = field(default_factory=list)
+    top: list[list[Any]] = []
     """The longest kernels of the first device: [name, part, ms per step, launches per step]."""
 
 
-@dataclass(frozen=True)
-class AllReduce:
+class AllReduce(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A sum over all devices of an array [rows, width]."""
 
     tensor_parallel_size: int
@@ -120,8 +115,7 @@ class AllReduce:
         return self.num_bytes * 2 * (n - 1) / n / self.seconds
 
 
-@dataclass(frozen=True)
-class Skipped:
+class Skipped(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Work that could not be measured."""
 
     tensor_parallel_size: int
@@ -130,33 +124,31 @@ class Skipped:
     reason: str
 
 
-@dataclass
-class SizeResult:
+class SizeResult(msgspec.Struct, forbid_unknown_fields=True):
     """All results of one tensor-parallel size. `failure` is the error that ended it early; earlier results are valid."""
 
     tensor_parallel_size: int
     seconds: float = 0.0
     """Of the process, from start to end."""
-    engine: dict[str, Any] = field(default_factory=dict)
+    engine: dict[str, Any] = {}
     """The process's report of device, versions, memory plan and start."""
-    limits: dict[str, Any] = field(default_factory=dict)
+    limits: dict[str, Any] = {}
     """Of one device, measured: copy_bytes_per_second, gemm_flops_per_second, gemm_dtype."""
-    rows: list[Row] = field(default_factory=list)
-    breakdowns: list[Breakdown] = field(default_factory=list)
-    all_reduces: list[AllReduce] = field(default_factory=list)
-    skipped: list[Skipped] = field(default_factory=list)
+    rows: list[Row] = []
+    breakdowns: list[Breakdown] = []
+    all_reduces: list[AllReduce] = []
+    skipped: list[Skipped] = []
     failure: str | None = None
 
 
-@dataclass
-class Results:
+class Results(msgspec.Struct, forbid_unknown_fields=True):
     """An experiment, as results.json holds it."""
 
     plan: dict[str, Any]
-    environment: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = {}
     command: str = ""
     started_at: str = ""
-    sizes: list[SizeResult] = field(default_factory=list)
+    sizes: list[SizeResult] = []
     interrupted: bool = False
 
     @property
@@ -180,29 +172,12 @@ class Results:
 
 def to_json(value: Any) -> Any:
     """A result as JSON's values."""
-    return dataclasses.asdict(value)
+    return msgspec.json.decode(msgspec.json.encode(value))
 
 
-def from_json(kind: type[T], value: Mapping[str, Any]) -> T:
-    """A result of one of these classes. Raises ConfigError if the values are not those of one."""
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{kind.__name__} is {type(value).__name__}, must be an object")
-    hints = typing.get_type_hints(kind)
-    known = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    if unknown := sorted(set(value) - set(known)):
-        raise ConfigError(f"{kind.__name__} has no {', '.join(unknown)}")
-    values = {name: _nested(hints[name], entry) for name, entry in value.items()}
+def from_json(kind: type[T], value: Any) -> T:
+    """A result, or a plan, from JSON's values. Raises ConfigError if they are not those of one."""
     try:
-        return kind(**values)
-    except TypeError as error:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
         raise ConfigError(f"{kind.__name__}: {error}") from None
-
-
-def _nested(hint: Any, value: Any) -> Any:
-    arguments = typing.get_args(hint)
-    if typing.get_origin(hint) is list and dataclasses.is_dataclass(arguments[0]):
-        kind: Any = arguments[0]
-        if not isinstance(value, Sequence) or isinstance(value, str):
-            raise ConfigError(f"a list of {kind.__name__} is {type(value).__name__}")
-        return [from_json(kind, entry) for entry in value]
-    return value

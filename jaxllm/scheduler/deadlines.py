@@ -50,3 +50,16 @@ def _applies(kind: ErrorKind, request: Request) -> bool:
     """Whether a deadline still applies. A queue timeout no longer applies after the first admission, even after preemption."""
     was_admitted = request.num_cached_tokens >= 0
     return not request.status.is_finished and not (kind is ErrorKind.QUEUE_TIMEOUT and was_admitted)
+
+
+def describe_expiry(request: Request, kind: ErrorKind) -> str:
+    """The message for a request that exceeded a deadline."""
+    spec = request.spec
+    if kind is ErrorKind.QUEUE_TIMEOUT:
+        return (
+            f"the request waited {spec.queue_timeout_seconds:g} s for a place in the batch, its queue timeout; try again later"
+        )
+    return (
+        f"the request was not done after {spec.timeout_seconds:g} s, its timeout, with {request.num_output_tokens} tokens; "
+        "raise it or ask for fewer tokens"
+    )

@@ -11,56 +11,23 @@ used by the next step even while other steps are in flight.
 
 import time
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from jaxllm.config import CacheOptions, SchedulerOptions
-from jaxllm.errors import GrammarError, InvalidRequestError, OverloadedError
-from jaxllm.log import logger
+from jaxllm.errors import InvalidRequestError, OverloadedError
 from jaxllm.observations import STEP_TOKENS, Observations
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import ErrorKind, Request, RequestStatus
 from jaxllm.scheduler.block_hash import block_hasher
-from jaxllm.scheduler.deadlines import Deadlines
+from jaxllm.scheduler.deadlines import Deadlines, describe_expiry
+from jaxllm.scheduler.errors import PlanError, UpdateError
+from jaxllm.scheduler.integrity import check_integrity
 from jaxllm.scheduler.kv_cache_manager import CachedPrefix, KVCacheManager
 from jaxllm.scheduler.limits import check_options, check_room, check_servable
-from jaxllm.scheduler.stats import SchedulerStats
-from jaxllm.scheduler.stop import check_stop
+from jaxllm.scheduler.refusal import Refusal
+from jaxllm.scheduler.results import Share, last_news, take_in
 from jaxllm.scheduler.waiting_queue import make_waiting_queue
-from jaxllm.scheduler_output import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput, TokenLogprobs
-
-_NOT_FINITE = "the model computed NaN or infinity for this request; check its weights, or choose a dtype with a larger range"
-
-_Share = tuple[Request, int, int, list[int]]
-"""One request's part of a step: the request, its number of tokens, the number of tokens that it samples (1 if the step reaches
-the end of the known tokens, else 0; a pooled vector counts as a token), its new blocks. A plain tuple, because one is made for
-every request in every step."""
-
-
-class _Refusal(NamedTuple):
-    """The waiting request that did not fit, with the state that has to change before it can fit."""
-
-    request: Request
-    num_spare_blocks: int
-    next_block_hash: bytes | None
-    """Hash of its first block that no running request held. The blocks before it are shared and cost nothing; an unused cached
-    block leaves the free queue, so it costs as much as a new one."""
-
-
-class PlanError(Exception):
-    """Planning failed at a request, perhaps half done. The original error is the cause."""
-
-    def __init__(self, request_id: str):
-        super().__init__(f"planning failed at request {request_id!r}")
-        self.request_id = request_id
-
-
-class UpdateError(Exception):
-    """Processing the results of a step failed. The original error is the cause."""
-
-    def __init__(self, news: list[EngineCoreOutput]):
-        super().__init__("taking in a step failed")
-        self.news = news
-        """Outputs of the requests processed before the failure. Their tokens are committed, so they must be reported."""
+from jaxllm.scheduler_output import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from jaxllm.scheduler_stats import SchedulerStats
 
 
 class Scheduler:
@@ -87,11 +54,11 @@ class Scheduler:
             block_hasher(cache.block_size, cache.prefix_caching_hash_algo) if cache.enable_prefix_caching else None
         )
         self._num_watermark_blocks = int(options.watermark * num_blocks)
-        self._in_flight: dict[int, list[_Share]] = {}
+        self._in_flight: dict[int, list[Share]] = {}
         self._step_id = 0
         self._finished_ids: list[str] = []
         self._preempted_ids: list[str] = []
-        self._refusal: _Refusal | None = None
+        self._refusal: Refusal | None = None
         self._num_preemptions = 0
         self._step_tokens = Observations(STEP_TOKENS)
         self._num_rejected = {"max_num_queued_reqs": 0, "max_num_queued_tokens": 0}
@@ -129,35 +96,32 @@ class Scheduler:
     def finish_requests(self, request_ids: str | Iterable[str], status: RequestStatus) -> list[str]:
         """End requests from outside (abort, stop string, failure); drop late tokens. Returns the ids that were unfinished."""
         ids = [request_ids] if isinstance(request_ids, str) else request_ids
-        ended = [self.requests[request_id] for request_id in dict.fromkeys(ids) if request_id in self.requests]
+        return [request.request_id for request in self._end(ids, status)]
+
+    def abort_requests(self, request_ids: Iterable[str]) -> list[EngineCoreOutput]:
+        """End requests on the engine's initiative. Returns the outputs of those that were unfinished."""
+        return [last_news(request) for request in self._end(request_ids, RequestStatus.FINISHED_ABORTED)]
+
+    def fail_requests(self, request_ids: Iterable[str], kind: ErrorKind, message: str) -> list[EngineCoreOutput]:
+        """End requests with an error. Returns the outputs of those that were unfinished."""
+        failed = self._end(request_ids, RequestStatus.FINISHED_ERROR)
+        for request in failed:
+            request.stop_reason, request.error_kind = message, kind
+        return [last_news(request) for request in failed]
+
+    def _end(self, request_ids: Iterable[str], status: RequestStatus) -> list[Request]:
+        ended = [self.requests[request_id] for request_id in dict.fromkeys(request_ids) if request_id in self.requests]
         for request in ended:
             self._finish(request, status)
         if ended:
             self._drop_finished_from_running()
-        return [request.request_id for request in ended]
-
-    def abort_requests(self, request_ids: Iterable[str]) -> list[EngineCoreOutput]:
-        """End requests on the engine's initiative. Returns the outputs of those that were unfinished."""
-        aborted = [self.requests[request_id] for request_id in dict.fromkeys(request_ids) if request_id in self.requests]
-        self.finish_requests([request.request_id for request in aborted], RequestStatus.FINISHED_ABORTED)
-        return [_last_news(request) for request in aborted]
-
-    def fail_requests(self, request_ids: Iterable[str], kind: ErrorKind, message: str) -> list[EngineCoreOutput]:
-        """End requests with an error. Returns the outputs of those that were unfinished."""
-        failed = [self.requests[request_id] for request_id in dict.fromkeys(request_ids) if request_id in self.requests]
-        for request in failed:
-            request.stop_reason, request.error_kind = message, kind
-        self.finish_requests([request.request_id for request in failed], RequestStatus.FINISHED_ERROR)
-        return [_last_news(request) for request in failed]
+        return ended
 
     def fail_expired(self) -> list[EngineCoreOutput]:
         """End the requests that exceeded a deadline. Returns their outputs."""
-        news: list[EngineCoreOutput] = []
-        if not len(self._deadlines):
-            return news
-        for request, kind in self._deadlines.expired(time.monotonic()):
-            news += self.fail_requests([request.request_id], kind, _describe_expiry(request, kind))
-        return news
+        expired = self._deadlines.expired(time.monotonic()) if len(self._deadlines) else ()
+        failed = (self.fail_requests([request.request_id], kind, describe_expiry(request, kind)) for request, kind in expired)
+        return [news for outputs in failed for news in outputs]
 
     def _finish(self, request: Request, status: RequestStatus) -> None:
         """End a request. The caller removes it from `running`, for all ended requests at once."""
@@ -168,6 +132,7 @@ class Scheduler:
         else:
             self.waiting.remove(request)
         request.status = status
+        self._num_not_finite += request.error_kind is ErrorKind.NOT_FINITE
         del self.requests[request.request_id]
         self._finished_ids.append(request.request_id)
 
@@ -183,10 +148,6 @@ class Scheduler:
     def finished_ids(self) -> list[str]:
         """Requests that ended and whose rows the next step will free."""
         return [*self._finished_ids, *self._preempted_ids]
-
-    @property
-    def num_unfinished(self) -> int:
-        return len(self.requests)
 
     # Planning a step
 
@@ -214,12 +175,12 @@ class Scheduler:
         self._num_left_waiting = len(self.waiting)
         return self._commit(shares, new_requests)
 
-    def _schedule_running(self, cap: int) -> tuple[list[_Share], int]:
+    def _schedule_running(self, cap: int) -> tuple[list[Share], int]:
         """Returns the shares of the running requests, none above `cap` tokens, and the rest of the token budget."""
         budget = self.max_num_batched_tokens
         allocate_slots, running = self.cache_manager.allocate_slots, self.running
         run_ahead = self.options.async_scheduling
-        shares: list[_Share] = []
+        shares: list[Share] = []
         index = 0
         try:
             while index < len(running) and budget > 0:
@@ -267,7 +228,7 @@ class Scheduler:
         self._preempted_ids.append(request.request_id)
         self.waiting.put_back(request)
 
-    def _schedule_waiting(self, shares: list[_Share], cap: int, budget: int) -> list[NewRequestData]:
+    def _schedule_waiting(self, shares: list[Share], cap: int, budget: int) -> list[NewRequestData]:
         """Admit waiting requests in order, up to the first that does not fit. Appends their shares to `shares`."""
         manager, whole = self.cache_manager, self.options.scheduler_reserve_full_isl
         # Blocks that earlier admitted prompts have yet to allocate: they count as used.
@@ -296,11 +257,12 @@ class Scheduler:
                     request, num_tokens, prefix, num_reserved_blocks=num_reserved, whole_sequence_must_fit=whole
                 )
                 if new_block_ids is None:
-                    self._remember_refusal(request, prefix, num_spare)
+                    if whole:  # otherwise its need also depends on the step's budget
+                        self._refusal = Refusal(request, prefix, num_spare, manager)
                     break
                 self.waiting.pop()
                 new_requests.append(self._admit(request, prefix))
-                share: _Share = (request, num_tokens, int(num_tokens == num_wanted), new_block_ids)
+                share: Share = (request, num_tokens, int(num_tokens == num_wanted), new_block_ids)
                 shares.append(share)
                 budget -= num_tokens
                 num_promised += self._num_blocks_to_come(share) if whole else 0
@@ -310,7 +272,7 @@ class Scheduler:
             self.waiting.put_back(request)
         return new_requests
 
-    def _num_blocks_to_come(self, share: _Share) -> int:
+    def _num_blocks_to_come(self, share: Share) -> int:
         """Number of blocks that the rest of a prompt will take after this step."""
         request, _, num_samples, _ = share
         if num_samples:
@@ -318,24 +280,7 @@ class Scheduler:
         return self.cache_manager.num_blocks_for(request.num_tokens) - self.cache_manager.num_blocks_of(request.request_id)
 
     def _still_refused(self, request: Request, num_spare_blocks: int) -> bool:
-        """Whether a request that did not fit still cannot: no more blocks are free, and it needs as many as before.
-
-        Avoids walking through its whole prompt in every step.
-        """
-        refusal = self._refusal
-        if refusal is None or refusal.request is not request or num_spare_blocks > refusal.num_spare_blocks:
-            return False
-        next_block = None if refusal.next_block_hash is None else self.cache_manager.pool.find(refusal.next_block_hash)
-        return next_block is None or next_block.ref_count == 0
-
-    def _remember_refusal(self, request: Request, prefix: CachedPrefix, num_spare_blocks: int) -> None:
-        if not self.options.scheduler_reserve_full_isl:
-            return  # its need then also depends on the step's budget
-        # A request that holds a block of a prompt also holds the blocks before it.
-        num_held = next((index for index, block in enumerate(prefix.blocks) if block.ref_count == 0), len(prefix.blocks))
-        reads = self.cache_manager.reads_cache(request)
-        next_hash = request.block_hashes[num_held] if reads and num_held < len(request.block_hashes) else None
-        self._refusal = _Refusal(request, num_spare_blocks, next_hash)
+        return self._refusal is not None and self._refusal.holds(request, num_spare_blocks)
 
     def _admit(self, request: Request, prefix: CachedPrefix) -> NewRequestData:
         self._refusal = None
@@ -365,7 +310,7 @@ class Scheduler:
         request.num_computed_tokens = data.num_computed_tokens
         request.status = RequestStatus.RUNNING
 
-    def _commit(self, shares: list[_Share], new_requests: list[NewRequestData]) -> SchedulerOutput:
+    def _commit(self, shares: list[Share], new_requests: list[NewRequestData]) -> SchedulerOutput:
         """Build the plan and count its tokens as computed. The shares of the new requests come last."""
         num_known = len(shares) - len(new_requests)
         known = shares[:num_known]
@@ -417,69 +362,11 @@ class Scheduler:
         """
         outputs: list[EngineCoreOutput] = []
         try:
-            self._take_in(plan, result, outputs)
+            if take_in(self._in_flight.pop(plan.step_id, ()), result, outputs, self._finish):
+                self._drop_finished_from_running()
         except Exception as error:
             raise UpdateError(outputs) from error
         return outputs
-
-    def _take_in(self, plan: SchedulerOutput, result: ModelRunnerOutput, outputs: list[EngineCoreOutput]) -> None:
-        any_ended = False
-        sampled_token_ids, errors = result.sampled_token_ids, result.errors
-        logprobs, prompt_logprobs = result.logprobs, result.prompt_logprobs
-        last_unfinished = RequestStatus.PREEMPTED
-        for request, _, num_samples, _ in self._in_flight.pop(plan.step_id, ()):
-            request.num_output_placeholders -= num_samples
-            if request.status > last_unfinished:
-                continue
-            request_id = request.request_id
-            # A resumed request computes its prompt again; its prompt logprobs are reported once.
-            is_first = len(request.token_ids) == request.num_prompt_tokens
-            end: RequestStatus | None = None
-            new_logprobs = new_prompt_logprobs = None
-            if errors and request_id in errors:
-                new_token_ids, end = _fail(request, errors[request_id])
-            elif result.not_finite and request_id in result.not_finite:
-                new_token_ids, end = _fail(request, _NOT_FINITE, ErrorKind.NOT_FINITE)
-                self._num_not_finite += 1
-            elif sampled := sampled_token_ids.get(request_id):
-                try:
-                    new_token_ids, end = _append_until_stop(request, sampled)
-                    if logprobs:
-                        new_logprobs = _first_rows(logprobs.get(request_id), len(new_token_ids))
-                    if is_first and prompt_logprobs:
-                        new_prompt_logprobs = prompt_logprobs.get(request_id)
-                except GrammarError as error:
-                    new_token_ids, end = _fail(request, str(error), ErrorKind.CONSTRAINT)
-                except Exception as error:
-                    logger.exception("taking in the tokens of request %s failed", request_id)
-                    new_token_ids, end = _fail(request, f"the request failed in the engine ({type(error).__name__})")
-            elif request_id in result.pooled:
-                new_token_ids, end = [], RequestStatus.FINISHED_STOPPED
-            elif num_samples:
-                new_token_ids, end = _fail(request, "the request got no token in its step")
-            else:
-                continue
-            if end is not None:
-                self._finish(request, end)
-                any_ended = True
-            news = EngineCoreOutput(
-                request_id,
-                new_token_ids,
-                None if end is None else end.finish_reason,
-                request.stop_reason,
-                new_logprobs,
-                new_prompt_logprobs,
-                request.num_cached_tokens,
-                request.num_preemptions,
-                error_kind=request.error_kind,
-                pooled=result.pooled.get(request_id) if end is RequestStatus.FINISHED_STOPPED else None,
-            )
-            if is_first:
-                news.queue_seconds = request.scheduled_at - request.queued_at
-                news.prefill_seconds = time.monotonic() - request.scheduled_at
-            outputs.append(news)
-        if any_ended:
-            self._drop_finished_from_running()
 
     # Operations on the whole state
 
@@ -547,32 +434,10 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise AssertionError if requests, queues, counts and blocks disagree."""
-        self.cache_manager.check_integrity(self.running)
-        waiting = list(self.waiting)
-        assert len(waiting) == len(self.waiting)
-        ids = sorted(request.request_id for request in [*self.running, *waiting])
-        assert ids == sorted(self.requests), "a request is neither running nor waiting, or both, or twice"
-        assert all(self.requests[request.request_id] is request for request in [*self.running, *waiting])
-        assert len(self.running) <= self.max_num_seqs, f"{len(self.running)} requests run, at most {self.max_num_seqs} may"
-        samples: dict[Request, int] = {}
-        for shares in self._in_flight.values():
-            for request, _, num_samples, _ in shares:
-                samples[request] = samples.get(request, 0) + num_samples
-        for request in waiting:
-            assert request.status in (RequestStatus.WAITING, RequestStatus.WAITING_FOR_GRAMMAR, RequestStatus.PREEMPTED)
-            assert request.num_computed_tokens == 0
-        for request in self.running:
-            assert request.status == RequestStatus.RUNNING
-            num_blocks = self.cache_manager.num_blocks_of(request.request_id)
-            assert num_blocks == self.cache_manager.num_blocks_for(request.num_computed_tokens), "blocks differ from tokens"
-        for request in [*self.running, *waiting]:
-            num_known = request.num_tokens + request.num_output_placeholders
-            assert request.num_output_placeholders == samples.get(request, 0), "placeholders differ from the steps in flight"
-            assert request.num_computed_tokens <= num_known <= request.max_num_tokens, "more tokens than there may be"
-            assert request.num_prompt_tokens <= request.num_tokens < request.max_num_tokens
+        check_integrity(self, self._in_flight.values())
 
 
-def _withdraw(shares: list[_Share], request: Request) -> int:
+def _withdraw(shares: list[Share], request: Request) -> int:
     """Remove a request's share, if it has one, from the step. Returns its number of tokens."""
     for index, (sharer, num_tokens, _, _) in enumerate(shares):
         if sharer is request:
@@ -581,64 +446,7 @@ def _withdraw(shares: list[_Share], request: Request) -> int:
     return 0
 
 
-def _fail(request: Request, message: str, kind: ErrorKind = ErrorKind.INTERNAL) -> tuple[list[int], RequestStatus]:
-    """Record why a request ends with an error. Returns its new tokens (none) and its status."""
-    request.stop_reason, request.error_kind = message, kind
-    return [], RequestStatus.FINISHED_ERROR
-
-
-def _last_news(request: Request) -> EngineCoreOutput:
-    """The last output of a request that ended outside a step."""
-    return EngineCoreOutput(
-        request.request_id,
-        [],
-        request.status.finish_reason,
-        request.stop_reason,
-        num_cached_tokens=max(0, request.num_cached_tokens),
-        num_preemptions=request.num_preemptions,
-        error_kind=request.error_kind,
-    )
-
-
-def _describe_expiry(request: Request, kind: ErrorKind) -> str:
-    spec = request.spec
-    if kind is ErrorKind.QUEUE_TIMEOUT:
-        return (
-            f"the request waited {spec.queue_timeout_seconds:g} s for a place in the batch, its queue timeout; try again later"
-        )
-    return (
-        f"the request was not done after {spec.timeout_seconds:g} s, its timeout, with {request.num_output_tokens} tokens; "
-        "raise it or ask for fewer tokens"
-    )
-
-
 def _may_be_masked(request: Request) -> bool:
     """Whether a mask may be needed for the token that the request samples next."""
     thinking = request.thinking
     return request.matcher is not None or (thinking is not None and thinking.may_force(request.num_output_placeholders))
-
-
-def _append_until_stop(request: Request, sampled: list[int]) -> tuple[list[int], RequestStatus | None]:
-    """Append sampled tokens up to the one that ends the request. Returns the appended tokens and the final status, if any.
-
-    Raises GrammarError if the request cannot continue.
-    """
-    matcher, thinking = request.matcher, request.thinking
-    for count, token_id in enumerate(sampled, 1):
-        if token_id < 0:
-            raise GrammarError("what the request allows, biases and forbids leaves no token to draw")
-        if matcher is not None:
-            matcher.advance(token_id)
-        if thinking is not None:
-            thinking.advance(token_id)
-        if request.append_output(token_id) and (end := check_stop(request)) is not None:
-            return sampled[:count], end
-        if matcher is not None and matcher.is_done:
-            return sampled[:count], RequestStatus.FINISHED_STOPPED
-    return sampled, None
-
-
-def _first_rows(logprobs: TokenLogprobs | None, count: int) -> TokenLogprobs | None:
-    if logprobs is None or len(logprobs.ranks) == count:
-        return logprobs
-    return TokenLogprobs(logprobs.token_ids[:count], logprobs.logprobs[:count], logprobs.ranks[:count])

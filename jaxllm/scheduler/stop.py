@@ -1,4 +1,4 @@
-"""Whether a request ends with its last token. Stop strings are the front's affair: here there is no text."""
+"""Checks whether a request ends with its last token. The front checks stop strings, because the engine core has no text."""
 
 from collections.abc import Mapping
 
@@ -10,8 +10,8 @@ REPETITION_REASON = "repetition_detected"
 def check_stop(request: Request) -> RequestStatus | None:
     """The status with which the request ends after its last token, or None; sets `stop_reason` where there is one.
 
-    `min_tokens` delays only the detection of repetition: the sampler keeps stop tokens from being drawn before it, and
-    one that is drawn nevertheless ends the request.
+    `min_tokens` delays only the detection of repetition. Before it, the sampler does not draw stop tokens; if one is drawn
+    nevertheless, it ends the request.
     """
     last = request.token_ids[-1]
     if last == request.eos_token_id:

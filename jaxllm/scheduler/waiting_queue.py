@@ -3,91 +3,62 @@
 import heapq
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Literal, Protocol
+from typing import Literal
 
 from jaxllm.request import Request
 
 
-class WaitingQueue(Protocol):
-    """Every operation is O(log n) or better, so that a long queue does not slow a step."""
+class WaitingQueue:
+    """First come, first served. A request that is put back goes first again.
 
-    num_prompt_tokens: int
-    """Prompt tokens of all requests together."""
-
-    def __len__(self) -> int: ...
-    def __iter__(self) -> Iterator[Request]:
-        """All requests, in any order."""
-        ...
-
-    def peek(self) -> Request:
-        """The next request; the queue must not be empty."""
-        ...
-
-    def pop(self) -> Request:
-        """Take the next request."""
-        ...
-
-    def add(self, request: Request) -> None:
-        """Add a new request."""
-        ...
-
-    def put_back(self, request: Request) -> None:
-        """Return a request that had been popped."""
-        ...
-
-    def remove(self, request: Request) -> None:
-        """Remove a request from any place in the queue."""
-        ...
-
-
-class FCFSQueue:
-    """First come, first served. A request that is put back goes first again."""
+    Every operation is O(log n) or better, so that a long queue does not slow a step.
+    """
 
     def __init__(self) -> None:
         self._requests: OrderedDict[str, Request] = OrderedDict()
         self.num_prompt_tokens = 0
+        """Prompt tokens of all requests together."""
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def __iter__(self) -> Iterator[Request]:
+        """All requests, in any order."""
         return iter(self._requests.values())
 
     def peek(self) -> Request:
+        """The next request; the queue must not be empty."""
         return next(iter(self._requests.values()))
 
     def pop(self) -> Request:
-        request = self._requests.popitem(last=False)[1]
-        self.num_prompt_tokens -= request.num_prompt_tokens
+        """Take the next request."""
+        request = self.peek()
+        self.remove(request)
         return request
 
     def add(self, request: Request) -> None:
+        """Add a new request."""
         self._requests[request.request_id] = request
         self.num_prompt_tokens += request.num_prompt_tokens
 
     def put_back(self, request: Request) -> None:
+        """Return a request that had been popped."""
         self.add(request)
         self._requests.move_to_end(request.request_id, last=False)
 
     def remove(self, request: Request) -> None:
+        """Remove a request from any place in the queue."""
         del self._requests[request.request_id]
         self.num_prompt_tokens -= request.num_prompt_tokens
 
 
-class PriorityQueue:
+class PriorityQueue(WaitingQueue):
     """Lowest (priority, arrival time, id) first. A request that is put back keeps its order."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._heap: list[tuple[tuple[int, float, str], int, Request]] = []
-        self._requests: dict[str, Request] = {}
         self._num_added = 0
-        self.num_prompt_tokens = 0
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests.values())
 
     def peek(self) -> Request:
         while self._requests.get((request := self._heap[0][2]).request_id) is not request:
@@ -97,22 +68,19 @@ class PriorityQueue:
     def pop(self) -> Request:
         request = self.peek()
         heapq.heappop(self._heap)
-        del self._requests[request.request_id]
-        self.num_prompt_tokens -= request.num_prompt_tokens
+        super().remove(request)
         return request
 
     def add(self, request: Request) -> None:
+        super().add(request)
         # The counter keeps the heap from ever comparing two requests.
         heapq.heappush(self._heap, (request.sort_key(), self._num_added, request))
-        self._requests[request.request_id] = request
         self._num_added += 1
-        self.num_prompt_tokens += request.num_prompt_tokens
 
     put_back = add
 
     def remove(self, request: Request) -> None:
-        del self._requests[request.request_id]
-        self.num_prompt_tokens -= request.num_prompt_tokens
+        super().remove(request)
         if len(self._heap) > 2 * len(self._requests) + 64:
             self._heap = [entry for entry in self._heap if self._requests.get(entry[2].request_id) is entry[2]]
             heapq.heapify(self._heap)
@@ -120,4 +88,4 @@ class PriorityQueue:
 
 def make_waiting_queue(policy: Literal["fcfs", "priority"]) -> WaitingQueue:
     """An empty queue of the policy."""
-    return PriorityQueue() if policy == "priority" else FCFSQueue()
+    return PriorityQueue() if policy == "priority" else WaitingQueue()

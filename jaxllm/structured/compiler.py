@@ -19,10 +19,10 @@ DEADLINE_SECONDS = 5.0
 MAX_CACHE_BYTES = 64 << 20
 """Memory limit of the cache of results, including refusals."""
 MAX_WAITING = 256
-"""Forms that may wait for their answer."""
+"""Maximum number of forms that wait for an answer."""
 RETRY_AFTER_SECONDS = 2
 MAX_TRIES = 2
-"""Times that a form is sent to a process that ends without an answer, which it should never do."""
+"""Number of processes that a form is sent to, if they end without an answer."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class _Answer:
     grammar: Grammar | None
     refusal: str | None
     is_passing: bool = False
-    """Refused because of what else there was to do: another time it may be different."""
+    """Refused because the machine was busy: a retry may succeed."""
 
     @property
     def num_bytes(self) -> int:
@@ -71,11 +71,11 @@ class GrammarCompiler:
         shut_down_at_exit(self)
 
     def compile(self, params: StructuredOutputsParams) -> Grammar:
-        """The grammar of a form. Waits for it. Raises InvalidRequestError, or OverloadedError if another time it may be different."""
+        """Wait for the grammar of a form. Raises InvalidRequestError, or OverloadedError if a retry may succeed."""
         return self.submit(params).result()
 
     def submit(self, params: StructuredOutputsParams) -> "Future[Grammar]":
-        """The grammar of a form, or the error that `compile` raises, when it is known."""
+        """A future of the grammar, or of the error that `compile` raises."""
         form = replace(params, start_after_token_ids=None)
         future: Future[Grammar] = Future()
         with self._lock:
@@ -88,7 +88,9 @@ class GrammarCompiler:
                 _follow(job.future, future, params)
             elif len(self._jobs) >= MAX_WAITING:
                 future.set_exception(
-                    OverloadedError(f"{PARAM}: {MAX_WAITING} others wait to be compiled; try again later", RETRY_AFTER_SECONDS)
+                    OverloadedError(
+                        f"{PARAM}: {MAX_WAITING} structured outputs wait to be compiled; try again later", RETRY_AFTER_SECONDS
+                    )
                 )
             else:
                 self._next_id += 1
@@ -106,7 +108,7 @@ class GrammarCompiler:
             self._running_process()
 
     def shutdown(self) -> None:
-        """End the process; what waits is refused. May be called again."""
+        """End the process and refuse the waiting forms. May be called again."""
         with self._lock:
             self._is_shut_down = True
             process, self._process = self._process, None
@@ -145,7 +147,7 @@ class GrammarCompiler:
         _settle(job.future, answer, job.params)
 
     def _replace(self, process: WorkerProcess) -> None:
-        """A process has ended: what it left goes to a new one."""
+        """Send the unanswered forms of a process that has ended to a new one."""
         lost: list[_Job] = []
         with self._lock:
             if self._process is not process:
@@ -197,7 +199,7 @@ def _settle(future: "Future[Grammar]", answer: _Answer, params: StructuredOutput
 
 
 def _follow(first: "Future[Grammar]", second: "Future[Grammar]", params: StructuredOutputsParams) -> None:
-    """Have the second future end as the first does."""
+    """Complete the second future like the first."""
 
     def pass_on(done: "Future[Grammar]") -> None:
         if not second.set_running_or_notify_cancel():

@@ -1,4 +1,4 @@
-"""Turns the form that a caller asks for into the text of a grammar as llguidance compiles it. Called in the compiler's process only."""
+"""Converts a structured output to the text of an llguidance grammar. Called in the compiler's process only."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from jaxllm.structured_outputs import StructuredOutputsParams
 
 MAX_RULES = 2000
 WHITESPACE = r"[ \n\r\t]{0,40}"
-"""Between the tokens of JSON, unless the caller says otherwise. Bounded: a model that has begun with spaces may not know how to stop."""
+"""Between the tokens of JSON, unless the caller says otherwise. Bounded, because a model that begins to write spaces may never stop."""
 
 _RULE = re.compile(r"^[ \t]*[?!]?[A-Za-z_][\w-]*(?:\.\d+)?(?:\[[^\]\n]*\])?(?:\{[^}\n]*\})?[ \t]*(?:::=|:)", re.MULTILINE)
 _GBNF = re.compile(r"^[ \t]*[A-Za-z_][\w-]*\s*::=", re.MULTILINE)
@@ -55,7 +55,7 @@ def _lark(text: str) -> str:
     """A grammar in Lark's notation, given in that or in GBNF."""
     num_rules = len(_RULE.findall(text))
     if num_rules > MAX_RULES:
-        raise GrammarError(f"has {num_rules} rules, at most {MAX_RULES} are taken")
+        raise GrammarError(f"has {num_rules} rules, at most {MAX_RULES} are allowed")
     if not _GBNF.search(text):
         return text
     try:

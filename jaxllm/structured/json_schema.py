@@ -79,7 +79,7 @@ def walk(schema: Any, pointer: str = "#") -> Iterator[tuple[str, Any]]:
             for name, entry in value.items():
                 yield from walk(entry, f"{place}/{_escaped(name)}")
         elif key in _LISTS or (key == "items" and isinstance(value, list)):
-            _expect(isinstance(value, list) and bool(value), place, value, "a list of schemas that is not empty")
+            _expect(isinstance(value, list) and bool(value), place, value, "a non-empty list of schemas")
             for index, entry in enumerate(value):
                 yield from walk(entry, f"{place}/{index}")
         elif key in _ONE:
@@ -99,11 +99,11 @@ def _check_node(root: Any, pointer: str, node: dict[str, Any]) -> None:
             _expect(_is_number(value), place, value, "a number")
             _expect(key != "multipleOf" or value > 0, place, value, "above 0")
         elif key in _TEXTS:
-            _expect(isinstance(value, str), place, value, "a text")
+            _expect(isinstance(value, str), place, value, "a string")
         elif key == "required":
-            _expect(isinstance(value, list) and all(isinstance(name, str) for name in value), place, value, "a list of texts")
+            _expect(isinstance(value, list) and all(isinstance(name, str) for name in value), place, value, "a list of strings")
         elif key == "enum":
-            _expect(isinstance(value, list) and bool(value), place, value, "a list that is not empty")
+            _expect(isinstance(value, list) and bool(value), place, value, "a non-empty list")
         elif key == "uniqueItems":
             _expect(isinstance(value, bool), place, value, "true or false")
     if isinstance(reference := node.get("$ref"), str):

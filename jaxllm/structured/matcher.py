@@ -16,7 +16,7 @@ from jaxllm.structured.token_table import Vocabulary, parser_limits
 BITS = 32
 """Tokens in one word of a mask."""
 _MIN_PARALLEL = 8
-"""From so many masks on several threads fill them."""
+"""Minimum number of masks that several threads fill."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Template:
 
     @classmethod
     def of(cls, vocabulary: Vocabulary, grammar: Grammar) -> "Template":
-        """Compile a grammar that was tried out before. Takes deep recursion. Raises GrammarError."""
+        """Compile a grammar that passed a trial. Recurses deeply. Raises GrammarError."""
         matcher = LLMatcher(vocabulary.table, grammar.text, log_level=0, limits=parser_limits())
         if matcher.is_error():
             raise GrammarError("the grammar could not be compiled again")
@@ -58,7 +58,7 @@ class Matcher:
         self._awaited = tuple(start_after or ())
         self._recent: list[int] = []
         self._failure: GrammarError | None = None
-        """What kept the last mask from being made."""
+        """The error of the last mask, if it could not be computed."""
         self.is_done = False
         """Whether the output is complete and nothing but its end can follow."""
 
@@ -68,7 +68,7 @@ class Matcher:
         return not self._awaited
 
     def advance(self, token_id: int) -> None:
-        """Take in the next token of the output. Raises GrammarError if the grammar does not allow it."""
+        """Advance by the next token of the output. Raises GrammarError if the grammar does not allow it."""
         if self._failure is not None:
             raise self._failure
         if self._awaited:
@@ -91,7 +91,7 @@ class Matcher:
         return not words.any()
 
     def _take_mask(self, words: np.ndarray, mask_W: np.ndarray) -> None:
-        """Write the mask that llguidance has made of all its tokens over a row of the model's columns."""
+        """Copy the mask that llguidance computed to a row of the model's columns."""
         num_words = min(len(words), len(mask_W))
         mask_W[:] = 0
         mask_W[:num_words] = words[:num_words]
@@ -101,7 +101,7 @@ class Matcher:
         if is_stuck:
             self._failure = GrammarError("the grammar became too complex for this output")
         elif self._matcher.is_error() or not mask_W.any():
-            self._failure = GrammarError("the grammar allows no token of this model at this place")
+            self._failure = GrammarError("the grammar allows no token of this model at this position")
         if self._failure is not None:
             mask_W[:] = -1  # the token that is drawn ends the request
 
@@ -109,7 +109,7 @@ class Matcher:
 def fill_masks(matchers: Sequence[tuple[Matcher, int]], mask_RW: np.ndarray) -> None:
     """Write what each matcher allows into its row: bit b of word w for token 32 w + b. Other rows stay as they are.
 
-    A matcher whose mask cannot be made fails when it is advanced.
+    A matcher whose mask cannot be computed fails when it is advanced.
     """
     active = [(matcher, row) for matcher, row in matchers if matcher.is_active]
     if not active:

@@ -1,4 +1,4 @@
-"""Writes structural tags as llguidance grammars: free text in which triggers begin parts of a given form.
+"""Converts structural tags to llguidance grammars: free text in which triggers begin parts that must fit a grammar.
 
 Two notations exist. {"structures": [{"begin", "schema", "end"}], "triggers": [...]} and
 {"type": "structural_tag", "format": F}, where F is a tree of const_string, json_schema, regex, grammar, any_text, sequence,
@@ -116,12 +116,12 @@ class _Writer:
         )
 
     def tag(self, node: dict[str, Any], place: str, *, skip: int = 0) -> str:
-        """A tag, without the first `skip` characters of its begin, which are written already."""
+        """A tag without the first `skip` characters of its begin, which the caller has written."""
         _check_keys(node, place, ("begin", "content", "end"), ("type",))
         begin, end, content = _text(node, place, "begin"), node["end"], node["content"]
         ends = end if isinstance(end, list) else [end]
         if not ends or not all(isinstance(text, str) for text in ends):
-            raise GrammarError(f"at {place}/end is {end!r:.60}, must be a text or a list of texts")
+            raise GrammarError(f"at {place}/end is {end!r:.60}, must be a string or a list of strings")
         if _is_any_text(content):
             inner = self._any_of(
                 self._text_until(content, f"{place}/content", {"type": "const_string", "value": text}, f"{place}/end")
@@ -147,7 +147,7 @@ class _Writer:
             starts.setdefault(trigger, []).append(self.tag(tag, here, skip=len(trigger)))
         for index, trigger in enumerate(triggers):
             if trigger not in starts:
-                raise GrammarError(f"at {place}/triggers/{index} is {trigger!r:.60}, with which no tag begins")
+                raise GrammarError(f"at {place}/triggers/{index} is {trigger!r:.60}, but no tag begins with it")
         calls = [
             f"{self._text_until(node, place, {'type': 'const_string', 'value': trigger}, place)} {self._any_of(bodies)}"
             for trigger, bodies in starts.items()
@@ -176,9 +176,9 @@ class _Writer:
         kind = follower.get("type") if isinstance(follower, dict) else None
         name = {"const_string": "value", "tag": "begin"}.get(str(kind))
         if name is None or not (literal := _text(follower, there, name)):
-            raise GrammarError(f"at {place}: any_text must be followed by a const_string or a tag, which say where it ends")
+            raise GrammarError(f"at {place}: any_text must be followed by a const_string or a tag, which mark its end")
         first, *others = self._split(literal)
-        if first.special_id is not None:  # no text has it
+        if first.special_id is not None:  # ordinary text cannot contain it
             head = f"{free} {first}"
         else:
             head = f"f{next(self._numbers)}"
@@ -191,7 +191,7 @@ class _Writer:
     def _free_text(self, node: dict[str, Any], place: str) -> str:
         excludes = node.get("excludes") or []
         if not isinstance(excludes, list) or not all(isinstance(text, str) and text for text in excludes):
-            raise GrammarError(f"at {place}/excludes is {excludes!r:.60}, must be a list of texts")
+            raise GrammarError(f"at {place}/excludes is {excludes!r:.60}, must be a list of strings")
         name = f"TEXT{next(self._numbers)}"
         without = "".join(f" & ~/(?s:.*){_regex_literal(text)}(?s:.*)/" for text in excludes)
         self.rules.append(f"{name}: {_FREE_TEXT}{without}")
@@ -253,11 +253,11 @@ def _check_keys(node: Any, place: str, needed: Sequence[str], others: Sequence[s
     node = _object(node, place)
     for name in needed:
         if name not in node:
-            raise GrammarError(f"at {place or '/'} has no {name!r}")
+            raise GrammarError(f"at {place or '/'} lacks {name!r}")
     for name in node:
         if name not in (*needed, *others):
             raise GrammarError(
-                f"at {place or '/'} has {name!r:.60}, which is unknown here; it may have {', '.join((*needed, *others))}"
+                f"at {place or '/'} has {name!r:.60}, which is unknown; allowed are {', '.join((*needed, *others))}"
             )
 
 
@@ -270,14 +270,14 @@ def _object(node: Any, place: str) -> dict[str, Any]:
 def _list(node: dict[str, Any], place: str, name: str) -> list[Any]:
     value = node[name]
     if not isinstance(value, list) or not value:
-        raise GrammarError(f"at {place}/{name} is {value!r:.60}, must be a list that is not empty")
+        raise GrammarError(f"at {place}/{name} is {value!r:.60}, must be a non-empty list")
     return value
 
 
 def _text(node: dict[str, Any], place: str, name: str) -> str:
     value = node.get(name)
     if not isinstance(value, str):
-        raise GrammarError(f"at {place}/{name} is {value!r:.60}, must be a text")
+        raise GrammarError(f"at {place}/{name} is {value!r:.60}, must be a string")
     return value
 
 

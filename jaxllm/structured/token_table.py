@@ -24,7 +24,7 @@ class Vocabulary:
     """Number of columns of the model's logits. Columns beyond the tokenizer's tokens are never allowed."""
     eos_token_ids: tuple[int, ...]
     added_tokens: tuple[tuple[str, int], ...]
-    """Those beside the trained vocabulary, with their texts."""
+    """Tokens that are not in the trained vocabulary, with their texts."""
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, num_columns: int, eos_token_ids: Sequence[int]) -> "Vocabulary":
@@ -40,13 +40,13 @@ class Vocabulary:
 
     @cached_property
     def table(self) -> LLTokenizer:
-        """llguidance's own form of it. Takes about a second for 128 000 tokens."""
+        """llguidance's representation. Takes about a second for 128 000 tokens."""
         ends = [token for token in self.eos_token_ids if token < self.num_tokens]
         return LLTokenizer(self.tokenizer_json, n_vocab=max(self.num_columns, self.num_tokens), eos_token=ends or None)
 
     @cached_property
     def _special_tokens(self) -> list[tuple[str, int]]:
-        """Tokens that llguidance takes for more than their text, the longest first."""
+        """Tokens that llguidance treats as special, the longest first."""
         found = [entry for entry in self.added_tokens if self.table.is_special_token(entry[1])]
         return sorted(found, key=lambda entry: -len(entry[0]))
 
@@ -70,7 +70,7 @@ class Vocabulary:
 
 
 def parser_limits() -> LLParserLimits:
-    """What one grammar may take, the same where it is tried and where it is used."""
+    """Limits of one grammar, the same on trial and in use."""
     return LLParserLimits(
         initial_lexer_fuel=1_000_000,
         step_lexer_fuel=200_000,

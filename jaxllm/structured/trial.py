@@ -1,4 +1,4 @@
-"""Compiles one structured output on trial and computes its first masks along a made-up output, in an expendable process."""
+"""Compiles one structured output on trial and computes its first masks along a random output, in a process that may be killed."""
 
 import json
 import random
@@ -19,7 +19,7 @@ from jaxllm.structured.token_table import Vocabulary, parser_limits
 from jaxllm.structured_outputs import StructuredOutputsParams
 
 NUM_STEPS = 24
-"""Tokens of the made-up output."""
+"""Tokens of the random output."""
 MAX_FIRST_MASK_SECONDS = 1.0
 """CPU time of one mask. The first may build what later ones use."""
 MAX_LATER_MASK_SECONDS = 0.01
@@ -30,7 +30,7 @@ MAX_SEARCH_SECONDS = 1.0
 """CPU time of the search for the place of a fault."""
 COMPILE_STACK_BYTES = 32 << 20
 MASK_STACK_BYTES = 1 << 20
-"""Less than any thread has that computes masks in the engine."""
+"""Less than the stack of any thread that computes masks in the engine."""
 _ONE_OF = (
     "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf",
     "oneOf whose schemas may match the same value is not supported; use anyOf",
@@ -61,7 +61,7 @@ def _compile(params: StructuredOutputsParams, vocabulary: Vocabulary, table: LLT
 
 
 def _walk(matcher: LLMatcher, params: StructuredOutputsParams, table: LLTokenizer) -> None:
-    """Go some steps along an output that the grammar allows."""
+    """Compute the masks of some steps of a random output that the grammar allows."""
     draw, ends = random.Random(0), set(table.eos_tokens)
     seconds: list[float] = []
     for step in range(NUM_STEPS):

@@ -1,7 +1,7 @@
 """The process that compiles structured outputs on trial. It forks a child for each, to isolate it and limit its time.
 
 Reads {"vocabulary", "deadline_seconds"} and then {"id", "params"} from its input, and answers {"id", "grammar", "num_bytes"}
-or {"id", "error"}, with {"is_passing": True} if the same form could have been compiled at another time. Has one thread, which
+or {"id", "error"}, with {"is_passing": True} if a retry may succeed. Has one thread, which
 forking needs. Does not import JAX.
 """
 
@@ -137,7 +137,7 @@ class Worker:
             if seconds > cpu_limit:
                 told = f"takes more than {cpu_limit:g} s to compile{' while others wait' * is_busy}"
             elif time.monotonic() - child.started > limit:
-                told = f"is not compiled after {limit:g} s, of which this busy machine worked on it for {seconds:.2g} s"
+                told = f"was not compiled within {limit:g} s, of which the busy machine spent {seconds:.2g} s on it"
             else:
                 continue
             is_passing = is_busy or seconds <= cpu_limit
@@ -201,7 +201,7 @@ def _answer(job: dict[str, Any], vocabulary: Vocabulary, table: LLTokenizer, dea
     except MemoryError:
         return {"id": job["id"], "error": f"takes more than {EXTRA_BYTES >> 20} MiB to compile; ask for something simpler"}
     except Exception as error:  # a bug here or in llguidance: reported without details
-        sys.stderr.write(f"a form could not be tried out: {error!r:.500}\n")
+        sys.stderr.write(f"a structured output could not be compiled on trial: {error!r:.500}\n")
         return {"id": job["id"], "error": f"cannot be compiled ({type(error).__name__})"}
 
 

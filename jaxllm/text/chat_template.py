@@ -80,7 +80,7 @@ def _compiled(source: str) -> tuple[jinja2.Template, bool, bool]:
         template = environment.from_string(source)
     except jinja2.TemplateSyntaxError as error:
         raise ChatTemplateError(
-            f"the chat template is wrong in line {error.lineno}: {error.message}", "chat_template"
+            f"the chat template has a syntax error in line {error.lineno}: {error.message}", "chat_template"
         ) from error
     walks = any(_names_content(loop.iter) for loop in tree.find_all(jinja2.nodes.For))
     asks = any(test.name == "string" for test in tree.find_all(jinja2.nodes.Test))
@@ -152,12 +152,12 @@ def render_chat(
 ) -> str:
     """The prompt of a conversation. Raises ChatTemplateError or InvalidRequestError.
 
-    continue_final_message leaves the last message open, so that the model goes on with it. content_format says whether the
-    template takes a message's content as a string or as a list of parts; "auto" looks into the template.
+    continue_final_message leaves the last message open, so that the model continues it. content_format says whether the
+    template expects a message's content as a string or as a list of parts; "auto" inspects the template.
     """
     if add_generation_prompt and continue_final_message:
         raise InvalidRequestError(
-            "add_generation_prompt starts a new message and continue_final_message goes on with the last; set only one",
+            "add_generation_prompt starts a new message and continue_final_message continues the last; set only one",
             "continue_final_message",
         )
     if tools is not None and not all(isinstance(tool, Mapping) for tool in tools):
@@ -210,7 +210,7 @@ def _normalised(message: Any, number: int, *, as_parts: bool, keep_strings: bool
         raise InvalidRequestError(f"{where} is a {type(message).__name__}, must be an object with role and content", "messages")
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
-        raise InvalidRequestError(f"{where} has the role {role!r}, must be a text like 'user' or 'assistant'", "messages")
+        raise InvalidRequestError(f"{where} has the role {role!r}, must be a string like 'user' or 'assistant'", "messages")
     normalised = dict(message)
     if content is None:
         if not (role in ("tool", "function") or (role == "assistant" and message.get("tool_calls"))):
@@ -224,7 +224,7 @@ def _normalised(message: Any, number: int, *, as_parts: bool, keep_strings: bool
         normalised["content"] = [{"type": "text", "text": text} for text in texts] if as_parts else "\n".join(texts)
     else:
         raise InvalidRequestError(
-            f"{where} has content of type {type(content).__name__}, must be a text or a list of parts", "messages"
+            f"{where} has content of type {type(content).__name__}, must be a string or a list of parts", "messages"
         )
     if tool_calls := message.get("tool_calls"):
         normalised["tool_calls"] = [_tool_call(call, where) for call in tool_calls]
@@ -243,7 +243,7 @@ def _part_text(part: Any, where: str) -> str:
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
-    """Templates want the arguments as an object; the OpenAI API sends them as a JSON text."""
+    """A tool call with its arguments as an object, which templates expect; the OpenAI API sends them as JSON text."""
     if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
         raise InvalidRequestError(f"{where} has a tool call without a function", "messages")
     function = dict(call["function"])
@@ -270,7 +270,7 @@ def _append_mark(message: dict[str, Any], mark: str) -> None:
 
 
 def _cut_at_mark(text: str, mark: str) -> str:
-    """What stands before the mark. A template that strips the mark's own space would have stripped those before it, too."""
+    """The text before the mark, stripped if the template stripped the space after the mark."""
     at = text.rfind(mark.strip())
     if at < 0:
         raise ChatTemplateError(

@@ -1,4 +1,4 @@
-"""Turns output tokens into text while they arrive: never a broken character, never a piece of a stop string."""
+"""Converts output tokens to text as they arrive. Holds back incomplete characters and beginnings of stop strings."""
 
 import codecs
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ BROKEN = "\ufffd"
 CONTEXT_TOKENS = 6
 """Tokens of the prompt that the first output token is decoded after."""
 MAX_HELD_TOKENS = 8
-"""No character takes more tokens; after so many, text that still looks broken is broken."""
+"""Maximum number of tokens per character; text that is still incomplete after that many is invalid."""
 
 
 _MAX_CHARACTER_BYTES = 4
@@ -25,7 +25,7 @@ class TextStream(Protocol):
         ...
 
     def flush(self) -> str:
-        """What is held back, complete or not."""
+        """The text held back, complete or not."""
         ...
 
 
@@ -42,7 +42,7 @@ def text_stream(
 
 
 class ByteTextStream(TextStream):
-    """For byte-level tokenizers, where text is the tokens' bytes in a row."""
+    """For byte-level tokenizers, whose text is the concatenation of the tokens' bytes."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skipped: frozenset[int]):
         self._bytes_of = tokenizer.token_bytes
@@ -59,7 +59,7 @@ class ByteTextStream(TextStream):
 
 
 class WindowTextStream(TextStream):
-    """For any tokenizer: decodes the new tokens after the last ones that gave text, and takes what is added.
+    """For any tokenizer: decodes the new tokens together with the last ones that gave text, and returns the added text.
 
     `glued` are tokens that no space may separate where two of them meet.
     """
@@ -110,7 +110,7 @@ class WindowTextStream(TextStream):
         return self._advance(text, self._context + self._held)
 
     def continue_after(self, token_ids: list[int]) -> str:
-        """Go on as if these tokens were the last. Returns what was held back."""
+        """Continue as if these tokens were the last ones. Returns the text held back."""
         return self._advance(self.flush(), token_ids)
 
 
@@ -169,7 +169,7 @@ def _visible_tail(token_ids: Sequence[int], skipped: frozenset[int], length: int
 class Detokenizer:
     """The text of one request's output, with its stop strings.
 
-    `text` is what a caller may see so far: while a stop string may be in the making, its beginning is held back.
+    `text` is the visible text so far. A possible beginning of a stop string is held back.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, prompt_ids: Sequence[int], params: SamplingParams):
@@ -200,7 +200,7 @@ class Detokenizer:
         return self.push(token_id) if self._keep_stop else None
 
     def finish(self) -> str | None:
-        """No more tokens: what was held back becomes visible. Returns a stop string that this completes."""
+        """End of the tokens: make held-back text visible. Returns a stop string that this completes."""
         stop = self._append(self._stream.flush()) if self._stream is not None else None
         if stop is None:
             self.text = self._full_text

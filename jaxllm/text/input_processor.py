@@ -45,7 +45,7 @@ _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 _NOTHING_SAMPLED = SamplingParams(
     temperature=0.0, max_tokens=1, seed=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
 )
-"""In a pooling request."""
+"""The sampling parameters of pooling requests, which sample nothing."""
 
 
 def refuse_adapter(lora_request: object) -> None:
@@ -63,17 +63,17 @@ class FrontRequest:
     request_id: str
     """The caller's own; several requests may share it."""
     internal_id: str
-    """Unique in this engine, whichever front it came from: the namespace of the input processor is in it."""
+    """Unique in the engine, because it contains the namespace of its front."""
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
-    """Of no meaning with pooling_params."""
+    """Unused with pooling_params."""
     children: list[EngineCoreRequest]
     arrival_time: float
     pooling_params: PoolingParams | None = None
-    """Set: vectors are wanted, and nothing is generated."""
+    """If set, vectors are computed, and nothing is generated."""
     beam_search_params: BeamSearchParams | None = None
-    """Set: answers are searched, and everything else is about the search's first step."""
+    """If set, a beam search runs, and the other fields describe its first step."""
 
 
 class InputProcessor:
@@ -132,10 +132,10 @@ class InputProcessor:
         timeout_seconds: float | None = None,
         grammar: Grammar | None = None,
     ) -> FrontRequest:
-        """Raises InvalidRequestError for what cannot be served, TypeError for a request id that is not a string.
+        """Check a prompt and complete its parameters. Raises InvalidRequestError, or TypeError for a request id that is no string.
 
-        The request ends with an error if it waits longer than the one time, or is not done after the other.
-        `grammar`: what the structured outputs of `params` were compiled to, if they were; else that is done, and waited for, here.
+        The request ends with an error if it exceeds its queue timeout or its timeout. `grammar`: the compiled structured
+        output of `params`; None: compile it here, and wait for it.
         """
         if not isinstance(request_id, str):
             raise TypeError(f"request_id is a {type(request_id).__name__}, must be a str")
@@ -203,7 +203,7 @@ class InputProcessor:
         return FrontRequest(request_id, internal_id, text, token_ids, params, children, arrival_time)
 
     def grammar_of(self, form: StructuredOutputsParams) -> Grammar:
-        """What a form is compiled to. Waits for it. Raises InvalidRequestError."""
+        """Compile a structured output, and wait for it. Raises InvalidRequestError."""
         if self._compile_grammar is None:
             raise InvalidRequestError("structured_outputs needs a tokenizer; start without --skip-tokenizer-init", PARAM)
         return self._compile_grammar(form)
@@ -224,7 +224,7 @@ class InputProcessor:
         return found
 
     def tokenize_texts(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """The prompts with texts already turned into ids, all at once, which uses every core. Wrong ones stay as they are."""
+        """Tokenize the texts among the prompts in one batch, which uses every core. Invalid prompts stay unchanged."""
         if self.tokenizer is None:
             return list(prompts)
         places = [place for place, prompt in enumerate(prompts) if isinstance(prompt, str) and prompt]
@@ -242,7 +242,7 @@ class InputProcessor:
                     raise InvalidRequestError(unknown_name("key of a prompt", str(key), _PROMPT_KEYS), "prompt")
             text, token_ids, salt = (prompt.get(key) for key in _PROMPT_KEYS)
             if text is not None and not isinstance(text, str):
-                raise InvalidRequestError(f"prompt is a {type(text).__name__}, must be a text", "prompt")
+                raise InvalidRequestError(f"prompt is a {type(text).__name__}, must be a string", "prompt")
             if salt is not None:
                 _check_salt(salt)
             if token_ids is not None:
@@ -255,7 +255,7 @@ class InputProcessor:
         if isinstance(prompt, Sequence):
             return None, _read_token_ids(prompt), None
         raise InvalidRequestError(
-            f"prompt is a {type(prompt).__name__}, must be a text, a list of token ids, or an object with 'prompt' or "
+            f"prompt is a {type(prompt).__name__}, must be a string, a list of token ids, or an object with 'prompt' or "
             "'prompt_token_ids'",
             "prompt",
         )
@@ -273,12 +273,12 @@ class InputProcessor:
         if not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
             place = next(place for place, id in enumerate(token_ids) if not 0 <= id < self._vocab_size)
             raise InvalidRequestError(
-                f"prompt has the token id {token_ids[place]} in place {place}; the vocabulary has 0 to {self._vocab_size - 1}",
+                f"prompt has the token id {token_ids[place]} at position {place}; the vocabulary has 0 to {self._vocab_size - 1}",
                 "prompt_token_ids",
             )
 
     def _completed(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
-        """A copy with everything filled in that the caller left open, checked against the model."""
+        """A copy with all defaults filled in, checked against the model."""
         params = params.clone()
         if params.bad_words:
             params.bad_words_token_ids = [*(params.bad_words_token_ids or ()), *self._spellings(params.bad_words)]
@@ -296,7 +296,7 @@ class InputProcessor:
         return params
 
     def _truncated(self, text: str | None, token_ids: list[int], params: PoolingParams) -> list[int]:
-        """The token ids without those that are too many. Of a text, the special tokens around it stay."""
+        """The token ids, truncated. The special tokens around a text are kept."""
         limit = params.truncate_prompt_tokens
         if limit is None:
             return token_ids
@@ -320,7 +320,7 @@ class InputProcessor:
         return [*token_ids[:first], *kept, *token_ids[last:]][:limit]
 
     def _completed_pooling(self, params: PoolingParams, num_prompt_tokens: int) -> PoolingParams:
-        """A copy with everything filled in that the caller left open, checked against the model."""
+        """A copy with all defaults filled in, checked against the model."""
         pooling, width = self._pooling, params.dimensions
         if num_prompt_tokens > self.max_model_len:
             raise InvalidRequestError(
@@ -411,7 +411,7 @@ def _read_token_ids(token_ids: Any) -> list[int]:
     for place, id in enumerate(ids):
         if isinstance(id, bool) or not isinstance(id, numbers.Integral):
             raise InvalidRequestError(
-                f"prompt_token_ids has {id!r} in place {place}, must have integers only", "prompt_token_ids"
+                f"prompt_token_ids has {id!r} at position {place}, must have integers only", "prompt_token_ids"
             )
     return [int(id) for id in ids]
 

@@ -1,4 +1,4 @@
-"""Logprobs as callers see them: per position a dict from token id to Logprob, with the token's text."""
+"""Logprobs in the callers' format: per position a dict from token id to Logprob, with the token's text."""
 
 from collections.abc import Iterable, Sequence
 from typing import overload
@@ -13,7 +13,7 @@ Position = dict[int, Logprob] | None
 
 
 class FlatLogprobs(Sequence[Position]):
-    """Reads like a list of dicts but keeps five flat lists, so that the garbage collector has little to walk through."""
+    """A list of dicts, stored as flat lists, so that the garbage collector has few objects to visit."""
 
     def __init__(self) -> None:
         self.start_indices: list[int] = []
@@ -82,7 +82,7 @@ def positions(
 
 
 def token_text(tokenizer: Tokenizer, token_id: int, previous_ids: Sequence[int]) -> str:
-    """The text of one token. A token that completes a character has all of it, those before it have nothing of it."""
+    """The text of one token. A character of several tokens belongs to the one that completes it."""
     text = tokenizer.token_text(token_id)
     if BROKEN not in text:
         return text

@@ -3,11 +3,12 @@
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from jaxllm.log import logger
+from jaxllm.metrics.engine_metrics import EngineMetrics
 from jaxllm.outputs import (
     CompletionOutput,
     EngineCoreOutput,
@@ -22,39 +23,6 @@ from jaxllm.text.detokenizer import Detokenizer
 from jaxllm.text.input_processor import FrontRequest
 from jaxllm.text.logprobs import FlatLogprobs, positions
 from jaxllm.text.tokenizer import Tokenizer
-
-
-class Observer(Protocol):
-    """Who counts what happens to requests."""
-
-    def request_arrived(self, params: SamplingParams) -> None: ...
-    def prefill_done(
-        self,
-        num_prompt_tokens: int,
-        num_cached_tokens: int,
-        seconds: float,
-        *,
-        queue_seconds: float | None,
-        prefill_seconds: float | None,
-    ) -> None: ...
-    def prompt_pooled(
-        self, num_prompt_tokens: int, num_cached_tokens: int, *, queue_seconds: float | None, prefill_seconds: float | None
-    ) -> None: ...
-    def tokens_done(self, seconds: float, count: int) -> None: ...
-    def add_generation_tokens(self, count: int) -> None: ...
-    def request_finished(
-        self,
-        reason: str,
-        *,
-        num_prompt_tokens: int,
-        num_generation_tokens: int,
-        seconds: float,
-        decode_seconds: float | None,
-        prefill_seconds: float | None,
-        num_preemptions: int,
-    ) -> None: ...
-    def all_answers_finished(self, num_longest_tokens: int) -> None: ...
-
 
 _NO_VECTORS = np.zeros(0, np.float32)
 
@@ -88,9 +56,9 @@ class _Answer:
             self.logprobs = FlatLogprobs() if self.params.flat_logprobs else []
             self.cumulative_logprob = 0.0
         self.is_plain = self.tokenizer is None and self.logprobs is None
-        """Whether the caller gets nothing but token ids."""
+        """Whether the caller receives only token ids."""
         self.grammar_ends: frozenset[int] | None = None
-        """Of an answer with a grammar, the tokens that may end it."""
+        """The tokens that may end an answer with a grammar."""
         if request.grammar is not None:
             eos_token_ids = () if self.params.ignore_eos else request.eos_token_ids
             self.grammar_ends = frozenset((*eos_token_ids, *(self.params.stop_token_ids or ())))
@@ -128,7 +96,7 @@ class _Answer:
         return False
 
     def _ends_request(self, token_id: int) -> bool:
-        """Whether the last token of a stopped answer ended it: the end of a grammar may have, after an ordinary token."""
+        """Whether the last token of a stopped answer ended it; if not, its grammar ended after an ordinary token."""
         if self.grammar_ends is None:
             return True
         return token_id in self.grammar_ends
@@ -149,9 +117,9 @@ class _Answer:
         self.detokenizer.finish()
 
     def fail(self, error: Exception) -> None:
-        """End with an error and what there is so far: ids, text and logprobs may differ in length."""
+        """End with an error and the output so far, whose ids, text and logprobs may differ in length."""
         self.finish_reason, self.error_kind = FinishReason.ERROR, ErrorKind.INTERNAL
-        self.stop_reason = f"the output of the request could not be put together ({type(error).__name__})"
+        self.stop_reason = f"the output of the request could not be assembled ({type(error).__name__})"
 
     @property
     def is_due(self) -> bool:
@@ -162,7 +130,7 @@ class _Answer:
         )
 
     def completion(self, *, delta: bool) -> CompletionOutput:
-        """What the caller gets; with `delta` only what it has not got yet."""
+        """The output for the caller; with `delta` only what was not sent yet."""
         text, token_ids, logprobs = self.detokenizer.text, self.token_ids, self.logprobs
         if delta:
             text, token_ids = text[self.num_sent_characters :], token_ids[self.num_sent_tokens :]
@@ -193,10 +161,10 @@ class _Live:
         self.num_unfinished = len(self.answers)
         self.prompt_logprobs: Any = None
         self.has_prompt_logprobs = False
-        """Whether they came, even if they are handed on already."""
+        """Whether they have arrived, even if they were sent on already."""
         self.num_cached_tokens: int | None = None
         self.vectors = _NO_VECTORS
-        """Of a pooling request, when it is finished."""
+        """The result of a finished pooling request."""
         self.metrics = RequestMetrics(arrival_time=request.arrival_time)
 
     @property
@@ -215,7 +183,7 @@ class _Live:
         self.prompt_logprobs = prompt_logprobs
 
     def output(self, changed: Sequence[_Answer]) -> RequestOutput | PoolingRequestOutput | None:
-        """News for the caller after some answers changed, if it is time."""
+        """The output after some answers changed, or None if none is due."""
         if self.request.pooling_params is not None:
             return self._pooling_output()
         finished = self.is_finished
@@ -232,7 +200,7 @@ class _Live:
         return self._request_output([answer.completion(delta=delta) for answer in shown], prompt_logprobs)
 
     def failed_output(self) -> RequestOutput | PoolingRequestOutput:
-        """The last news for the caller when all answers have failed, without asking anything of what they hold."""
+        """The last output when all answers have failed. Reads nothing that may have caused the failure."""
         if self.request.pooling_params is not None:
             self.vectors = _NO_VECTORS
             return self._pooling_output()
@@ -275,11 +243,11 @@ class _Live:
 
 
 class OutputProcessor:
-    """The requests in flight, as the callers see them."""
+    """The unfinished requests, and their outputs so far."""
 
-    def __init__(self, tokenizer: Tokenizer | None, *, observer: Observer | None = None, stream_interval: int = 1):
+    def __init__(self, tokenizer: Tokenizer | None, *, metrics: EngineMetrics | None = None, stream_interval: int = 1):
         self._tokenizer = tokenizer
-        self._observer = observer
+        self._metrics = metrics
         self._stream_interval = stream_interval
         self._live: dict[str, _Live] = {}
         self._answers: dict[str, tuple[_Live, _Answer]] = {}
@@ -288,22 +256,22 @@ class OutputProcessor:
         return len(self._live)
 
     def add(self, request: FrontRequest) -> None:
-        """Await the news of a request."""
+        """Register a request whose outputs will arrive."""
         live = _Live(request, self._tokenizer, self._stream_interval)
         self._live[request.internal_id] = live
         for answer in live.answers:
             self._answers[answer.engine_id] = (live, answer)
-        if self._observer is not None and request.pooling_params is None:
-            self._observer.request_arrived(request.params)
+        if self._metrics is not None and request.pooling_params is None:
+            self._metrics.request_arrived(request.params)
 
     def process(self, news: Iterable[EngineCoreOutput]) -> ProcessedStep:
-        """Take over the news of a step; news of requests that are gone is dropped. An error in one answer ends that answer."""
+        """Process the outputs of a step, except those of requests that have ended. An error in one answer ends only that answer."""
         now = time.time()
         step = ProcessedStep()
         changed: dict[str, list[_Answer]] = {}
         num_new_tokens = 0
         latest: dict[float, int] = {}
-        """How many answers got a token after one at this time: few times, because a step serves many answers."""
+        """Number of answers by the time of their previous token. There are few such times, because a step serves many answers."""
         for item in news:
             live, answer = self._answers.get(item.request_id, (None, None))
             if live is None or answer is None:
@@ -326,10 +294,11 @@ class OutputProcessor:
                 live.metrics.num_generation_tokens += num_new
             if item.pooled is not None:
                 live.vectors, live.num_cached_tokens = item.pooled, item.num_cached_tokens
-                if self._observer is not None:
-                    self._observer.prompt_pooled(
+                if self._metrics is not None:
+                    self._metrics.prefill_done(
                         len(answer.prompt_token_ids),
                         item.num_cached_tokens,
+                        None,
                         queue_seconds=item.queue_seconds,
                         prefill_seconds=item.prefill_seconds,
                     )
@@ -341,16 +310,16 @@ class OutputProcessor:
             elif live.kind is RequestOutputKind.FINAL_ONLY:
                 continue
             changed.setdefault(live.request.internal_id, []).append(answer)
-        if self._observer is not None:
+        if self._metrics is not None:
             for before, count in latest.items():
-                self._observer.tokens_done(now - before, count)
-            self._observer.add_generation_tokens(num_new_tokens)
+                self._metrics.tokens_done(now - before, count)
+            self._metrics.add_generation_tokens(num_new_tokens)
         for internal_id, answers in changed.items():
             self._emit(self._live[internal_id], answers, step)
         return step
 
     def abort(self, request_ids: Iterable[str], *, internal: bool = False) -> ProcessedStep:
-        """End requests with what they have so far. The ids are the callers' own, each of which may stand for several."""
+        """End requests with their output so far. `request_ids` are the callers' ids, each of which may name several requests."""
         wanted = set(request_ids)
         now = time.time()
         step = ProcessedStep()
@@ -407,8 +376,8 @@ class OutputProcessor:
             live.metrics.first_token_time = now
             live.metrics.queue_seconds, live.metrics.prefill_seconds = item.queue_seconds, item.prefill_seconds
             live.num_cached_tokens = item.num_cached_tokens
-        if self._observer is not None:
-            self._observer.prefill_done(
+        if self._metrics is not None:
+            self._metrics.prefill_done(
                 len(answer.prompt_token_ids),
                 item.num_cached_tokens,
                 now - live.request.arrival_time,
@@ -420,8 +389,8 @@ class OutputProcessor:
         del self._answers[answer.engine_id]
         live.num_unfinished -= 1
         live.metrics.finished_time = now
-        if self._observer is not None:
-            self._observer.request_finished(
+        if self._metrics is not None:
+            self._metrics.request_finished(
                 str(answer.finish_reason),
                 num_prompt_tokens=len(answer.prompt_token_ids),
                 num_generation_tokens=len(answer.token_ids),
@@ -431,4 +400,4 @@ class OutputProcessor:
                 num_preemptions=answer.num_preemptions,
             )
             if live.is_finished:
-                self._observer.all_answers_finished(max(len(each.token_ids) for each in live.answers))
+                self._metrics.all_answers_finished(max(len(each.token_ids) for each in live.answers))

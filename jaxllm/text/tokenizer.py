@@ -1,4 +1,4 @@
-"""Loads a tokenizer: straight from tokenizer.json where there is one, through `transformers` (slow to import) otherwise."""
+"""Loads a tokenizer: from tokenizer.json if there is one, else through `transformers`, which is slow to import."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -62,7 +62,7 @@ class Tokenizer:
         return [one.ids for one in self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)]
 
     def encode_as_text(self, text: str, *, is_start: bool) -> list[int]:
-        """The ids of a text in which special tokens are mere spelling. `is_start`: it does not follow a special token."""
+        """The ids of a text, with special tokens in it as ordinary text. `is_start`: it does not follow a special token."""
         backend = self._text_backend
         if is_start or self._begins_alike:
             return backend.encode(text, add_special_tokens=False).ids
@@ -113,11 +113,11 @@ class Tokenizer:
 
     @property
     def is_byte_level(self) -> bool:
-        """Whether each token stands for a run of bytes, whatever stands beside it (`token_bytes` works)."""
+        """Whether each token is a fixed run of bytes, independent of its neighbours (`token_bytes` works)."""
         return isinstance(self._backend.decoder, decoders.ByteLevel)
 
     def token_bytes(self, id: int) -> bytes:
-        """What a token of a byte-level tokenizer stands for; nothing for an id outside the vocabulary."""
+        """The bytes of a token of a byte-level tokenizer; empty for an id outside the vocabulary."""
         found = self._token_bytes.get(id)
         if found is None:
             token = self.convert_id_to_token(id) or ""
@@ -300,7 +300,7 @@ def _load_with_transformers(name: str, directory: Path) -> Tokenizer:
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
-    """tokenizer_config.json with what other files add to it: special tokens, chat templates."""
+    """tokenizer_config.json, with the special tokens and chat templates of other files."""
     config = {**read_json(directory / "special_tokens_map.json"), **read_json(directory / "tokenizer_config.json")}
     templates = {
         **_chat_templates(read_json(directory / "chat_template.json").get("chat_template")),
@@ -330,7 +330,7 @@ def _token_text(token: Any) -> str | None:
 
 
 def _letters_of_bytes() -> dict[str, int]:
-    """How byte-level tokenizers spell bytes: printable Latin-1 as itself, the rest from U+0100 upward in order."""
+    """The characters by which byte-level tokenizers represent bytes: printable Latin-1 itself, the rest from U+0100 in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}

@@ -3,7 +3,7 @@
 from server.dialects.constraint import reasoning_end_token_ids, start_after_token_ids, tool_constraint
 from server.dialects.deltas import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
 from server.dialects.dialect import ReasoningDialect, ToolDialect, special_tokens_of
-from server.dialects.registry import REASONING_DIALECTS, TOOL_DIALECTS, by_name, find_dialect, find_dialect_names
+from server.dialects.registry import REASONING_DIALECTS, TOOL_DIALECTS, by_name, find_dialect_names
 from server.dialects.stream_parser import StreamParser
 from server.dialects.tools import AskedChoice, Tool, ToolChoice, check_tools
 
@@ -23,7 +23,6 @@ __all__ = [
     "ToolDialect",
     "by_name",
     "check_tools",
-    "find_dialect",
     "find_dialect_names",
     "reasoning_end_token_ids",
     "special_tokens_of",

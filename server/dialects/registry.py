@@ -113,8 +113,3 @@ def find_dialect_names(chat_template: str | None, tokenizer: Any = None) -> tupl
     if tool is None and "tools" in template and "[TOOL_CALLS]" in special_tokens_of(tokenizer):
         tool = "mistral"
     return tool, reasoning
-
-
-def find_dialect(chat_template: str | None, tokenizer: Any = None) -> tuple[ToolDialect | None, ReasoningDialect | None]:
-    """The dialects detected in a model's chat template."""
-    return by_name(*find_dialect_names(chat_template, tokenizer))

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from jaxllm.errors import GrammarError, InvalidRequestError
 from jaxllm.structured.json_schema import check_keywords, walk
-from jaxllm.structured_outputs import MAX_NESTING, MAX_NODES
+from jaxllm.structured_outputs import size_fault
 
 MAX_TOOLS = 128
 MAX_PATTERN_LENGTH = 4096
@@ -108,29 +108,14 @@ def check_parameters(schema: Mapping[str, Any], param: str) -> None:
     """Reject anything but a JSON Schema of an object, without compiling it. Raises InvalidRequestError."""
     if schema.get("type", "object") != "object":
         raise InvalidRequestError(f'{param}.type must be "object"', f"{param}.type")
-    _check_size(schema, param)
+    if (fault := size_fault(schema)) is not None:
+        raise InvalidRequestError(f"{param} {fault}", param)
     try:
         check_keywords(schema)
         for pointer, node in walk(schema):
             _check_patterns(pointer, node)
     except GrammarError as error:
         raise InvalidRequestError(f"{param} {error}", param) from None
-
-
-def _check_size(schema: Any, param: str) -> None:
-    todo: list[tuple[Any, int]] = [(schema, 1)]
-    num_nodes = 0
-    while todo:
-        node, level = todo.pop()
-        num_nodes += 1
-        if level > MAX_NESTING:
-            raise InvalidRequestError(f"{param} is nested deeper than {MAX_NESTING} levels", param)
-        if num_nodes > MAX_NODES:
-            raise InvalidRequestError(f"{param} has more than {MAX_NODES} values", param)
-        if isinstance(node, Mapping):
-            todo += [(one, level + 1) for one in node.values()]
-        elif isinstance(node, list):
-            todo += [(one, level + 1) for one in node]
 
 
 def _check_patterns(pointer: str, node: Any) -> None:

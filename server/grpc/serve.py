@@ -12,14 +12,12 @@ from grpc_reflection.v1alpha import reflection
 from jaxllm.errors import ConfigError
 from jaxllm.log import logger
 from server.context import ServerContext
-from server.grpc import jaxllm_pb2
 from server.grpc.interceptor import Gate, IsAllowed
-from server.grpc.jaxllm_pb2_grpc import add_InferenceServicer_to_server
+from server.grpc.jaxllm_pb2_grpc import SERVICE, add_to_server
 from server.grpc.service import Inference
 from server.guard import holds_key, key_digests
 from server.options import AccessOptions, NetworkOptions
 
-SERVICE = jaxllm_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 HEALTH_SECONDS = 0.5
 """Seconds between two checks that the engine runs, for health watchers."""
 
@@ -40,9 +38,9 @@ class GrpcServer:
         most = context.options.network.max_connections
         self._server = grpc.aio.server(interceptors=[gate], options=options, maximum_concurrent_rpcs=most)
         self._health = health.aio.HealthServicer()
-        add_InferenceServicer_to_server(Inference(context), self._server)
+        add_to_server(Inference(context), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        reflection.enable_server_reflection((SERVICE.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
         self._follower: asyncio.Task[None] | None = None
         self.port = 0
         """The port, once started."""
@@ -74,7 +72,7 @@ class GrpcServer:
     async def _set_health(self) -> None:
         kind = health_pb2.HealthCheckResponse
         status = kind.SERVING if self._engine.is_running else kind.NOT_SERVING
-        for service in ("", SERVICE):
+        for service in ("", SERVICE.full_name):
             await self._health.set(service, status)
 
     async def _follow_engine(self) -> None:

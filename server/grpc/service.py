@@ -13,7 +13,6 @@ from server.endings import failure
 from server.errors import ApiError, bad_request
 from server.grpc import jaxllm_pb2 as pb
 from server.grpc.interceptor import authorization_of
-from server.grpc.jaxllm_pb2_grpc import InferenceServicer
 from server.grpc.messages import response_of, sampling_fields
 from server.owner import owner_of_key
 from server.prompts import check_length, check_room, check_text_length, encode_prompt, tokenizer_of
@@ -22,7 +21,7 @@ from server.sampling import sampling_params
 MAX_REQUEST_ID_LENGTH = 128
 
 
-class Inference(InferenceServicer):
+class Inference:
     """One instance per process, in the event loop of its front."""
 
     def __init__(self, context: ServerContext):

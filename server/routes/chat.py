@@ -17,7 +17,7 @@ from server.chat_deltas import ChatDelta
 from server.chat_service import ChatService, Conversation, PreparedChat
 from server.chunk_writer import ChunkWriter
 from server.context import ServerContext, context_of, request_id_of
-from server.deadline import deadline
+from server.deadline import Deadline
 from server.dialects import AskedChoice
 from server.errors import bad_request
 from server.logprobs import LogprobWriter
@@ -25,7 +25,7 @@ from server.openapi import json_body
 from server.options import ChatOptions
 from server.protocol.chat import ChatCompletionRequest, Message, NamedToolChoice
 from server.sampling import constraint_param, sampling_params
-from server.sse import DONE, EventStream, unless_disconnected
+from server.sse import EventStream, unless_disconnected
 from server.usage import timings
 
 router = APIRouter(tags=["OpenAI"])
@@ -43,7 +43,7 @@ async def create_chat_completion(request: Request) -> Response:
     context.check_model(body.model)
     conversation = to_conversation(body, context, request_id_of(request, body.request_id))
     seconds = context.time_limit(body.timeout)
-    async with deadline(seconds) as limit:
+    async with Deadline(seconds) as limit:
         chat = await context.chat.prepare(conversation)
     reply = ChatReply(body, chat, context)
     if body.stream:
@@ -193,10 +193,7 @@ class ChatReply:
         self._chat = chat
         self._context = context
         replies = context.options.replies
-        as_ids = (
-            replies.return_tokens_as_token_ids if body.return_tokens_as_token_ids is None else body.return_tokens_as_token_ids
-        )
-        self._logprobs = LogprobWriter(context.engine.input_processor.tokenizer, as_ids=as_ids)
+        self._logprobs = LogprobWriter(context.engine.input_processor.tokenizer, as_ids=context.writes_ids(body))
         self._num_top = -1 if body.logprob_token_ids else body.top_logprobs or 0
         self._created = int(time.time())
         self._tells_cached = replies.enable_prompt_tokens_details
@@ -264,44 +261,34 @@ class ChatReply:
         return {"content": self._logprobs.chat(answer.token_ids, answer.logprobs, self._num_top), "refusal": None}
 
     def _usage(self) -> dict[str, Any]:
-        found = self._chat.usage.as_dict()
-        if not self._tells_cached:
-            found.pop("prompt_tokens_details", None)
-        return found
+        return self._chat.usage.as_dict(tells_cached=self._tells_cached)
 
     # Streamed reply
 
     async def stream(self, service: ChatService) -> AsyncGenerator[bytes, None]:
         """Yield the reply as events; events that are ready together are sent together."""
-        options = self._body.stream_options
-        force = self._context.options.replies.enable_force_include_usage
-        include_usage = force or (options is not None and options.include_usage)
-        continuous = options is not None and options.continuous_usage_stats and include_usage
         chunks = ChunkWriter(
             "chat.completion.chunk",
             b',"delta":{"content":',
             b"}",
+            self._body.stream_options,
             request_id=self._chat.conversation.request_id,
             created=self._created,
             context=self._context,
-            include_usage=include_usage,
         )
-        first = b"".join(self._first_chunks(chunks, self._usage() if continuous else None))
+        first = b"".join(self._first_chunks(chunks, self._usage() if chunks.continuous_usage else None))
         with self._context.running():
             async with contextlib.aclosing(service.stream(self._chat)) as updates:
                 async for deltas in updates:
                     parts = [first] if first else []
                     first = b""
                     for delta in deltas:
-                        usage = self._usage() if continuous else None
+                        usage = self._usage() if chunks.continuous_usage else None
                         parts += self._chunks(delta, chunks, usage)
                     if parts:
                         yield b"".join(parts)
-        last = []
-        if include_usage:
-            extra = {"timings": timings(self._chat.metrics, self._chat.usage.completion_tokens)} if self._has_timings else {}
-            last.append(chunks.usage(self._usage(), extra))
-        yield b"".join([*last, DONE])
+        extra = {"timings": timings(self._chat.metrics, self._chat.usage.completion_tokens)} if self._has_timings else {}
+        yield chunks.end(self._usage(), extra)
 
     def _first_chunks(self, chunks: ChunkWriter, usage: Mapping[str, Any] | None) -> Iterator[bytes]:
         """The role chunk of each answer; the very first includes information on the prompt."""

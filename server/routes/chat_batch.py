@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from server.body import read_body
 from server.context import ServerContext, context_of, request_id_of
-from server.deadline import deadline
+from server.deadline import Deadline
 from server.errors import bad_request
 from server.openapi import json_body
 from server.protocol.chat import ChatCompletionRequest, Message
@@ -47,7 +47,7 @@ async def create_chat_completions(request: Request) -> Response:
     context.check_model(body.model)
     _check(body, context)
     request_id = request_id_of(request, body.request_id)
-    async with deadline(context.time_limit(body.timeout)) as limit:
+    async with Deadline(context.time_limit(body.timeout)) as limit:
         replies = []
         for place, messages in enumerate(body.messages):
             one = body.model_copy(update={"messages": messages})

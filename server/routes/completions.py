@@ -20,7 +20,7 @@ from server.beam_search import beam_search_params
 from server.body import read_body
 from server.chunk_writer import ChunkWriter
 from server.context import ServerContext, context_of, request_id_of
-from server.deadline import deadline
+from server.deadline import Deadline
 from server.endings import end_of
 from server.errors import bad_request, constraint_error
 from server.logprobs import LogprobWriter
@@ -28,7 +28,7 @@ from server.openapi import json_body
 from server.prompts import check_length, check_room, check_text_length, encode_prompt, tokenizer_of, truncated
 from server.protocol.completions import CompletionRequest
 from server.sampling import constraint_param, sampling_params
-from server.sse import DONE, EventStream, unless_disconnected
+from server.sse import EventStream, unless_disconnected
 from server.usage import Usage, timings
 
 router = APIRouter(tags=["OpenAI"])
@@ -41,7 +41,7 @@ async def create_completion(request: Request) -> Response:
     context = context_of(request)
     body = await read_body(request, CompletionRequest)
     context.check_model(body.model)
-    async with deadline(context.time_limit(body.timeout)) as limit:
+    async with Deadline(context.time_limit(body.timeout)) as limit:
         work = await prepare(body, context, f"cmpl-{request_id_of(request, body.request_id)}")
     reply = CompletionReply(body, work, context)
     if body.stream:
@@ -172,11 +172,10 @@ class CompletionReply:
         self._work = work
         self._context = context
         replies = context.options.replies
-        as_ids = (
-            replies.return_tokens_as_token_ids if body.return_tokens_as_token_ids is None else body.return_tokens_as_token_ids
-        )
         self._logprobs = LogprobWriter(
-            context.engine.input_processor.tokenizer, as_ids=as_ids, skip_special_tokens=body.skip_special_tokens
+            context.engine.input_processor.tokenizer,
+            as_ids=context.writes_ids(body),
+            skip_special_tokens=body.skip_special_tokens,
         )
         self._num_top = -1 if body.logprob_token_ids else body.logprobs or 0
         self._created = int(time.time())
@@ -266,44 +265,34 @@ class CompletionReply:
             usage.cached_tokens = (usage.cached_tokens or 0) + output.num_cached_tokens
 
     def _usage(self) -> dict[str, Any]:
-        found = self._usage_so_far.as_dict()
-        if not self._tells_cached:
-            found.pop("prompt_tokens_details", None)
-        return found
+        return self._usage_so_far.as_dict(tells_cached=self._tells_cached)
 
     # Streamed reply
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """Yield the reply as events; events that are ready together are sent together."""
-        options = self._body.stream_options
-        force = self._context.options.replies.enable_force_include_usage
-        include_usage = force or (options is not None and options.include_usage)
-        continuous = options is not None and options.continuous_usage_stats and include_usage
         chunks = ChunkWriter(
             "text_completion",
             b',"text":',
             b"",
+            self._body.stream_options,
             request_id=self._work.request_id,
             created=self._created,
             context=self._context,
-            include_usage=include_usage,
         )
         offsets: dict[int, int] = {}
         with self._context.running():
             async with contextlib.aclosing(self._outputs()) as outputs:
                 async for place, output in outputs:
                     self._count(output)
-                    usage = self._usage() if continuous else None
+                    usage = self._usage() if chunks.continuous_usage else None
                     parts = []
                     for answer in output.outputs:
                         parts += self._chunks(place, output, answer, chunks, offsets, usage)
                     if parts:
                         yield b"".join(parts)
-        last = []
-        if include_usage:
-            extra = {"timings": timings(self._metrics, self._usage_so_far.completion_tokens)} if self._has_timings else {}
-            last.append(chunks.usage(self._usage(), extra))
-        yield b"".join([*last, DONE])
+        extra = {"timings": timings(self._metrics, self._usage_so_far.completion_tokens)} if self._has_timings else {}
+        yield chunks.end(self._usage(), extra)
 
     def _chunks(
         self,

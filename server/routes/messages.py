@@ -13,7 +13,7 @@ from server.chat_deltas import ChatDelta
 from server.chat_service import Conversation, PreparedChat
 from server.context import ServerContext, context_of, request_id_of
 from server.converted import conversation_of, renamed_params, unless_small
-from server.deadline import Deadline, deadline
+from server.deadline import Deadline
 from server.early_errors import after_early_errors
 from server.error_shapes import ShapedRoute
 from server.errors import ApiError
@@ -40,7 +40,7 @@ async def create_message(request: Request) -> Response:
     context = context_of(request)
     body = await read_body(request, MessagesRequest)
     context.check_model(body.model)
-    limit = deadline(context.time_limit(body.timeout))
+    limit = Deadline(context.time_limit(body.timeout))
     with renamed_params(RENAMED):
         request_id = f"msg_{request_id_of(request, body.request_id)}"
         conversation = await _conversation(request, chat_fields, body, request_id)

@@ -18,7 +18,7 @@ from server.body import read_body
 from server.chat_deltas import ChatDelta, joined
 from server.context import ServerContext, context_of, request_id_of
 from server.converted import conversation_of, renamed_params
-from server.deadline import deadline
+from server.deadline import Deadline
 from server.endings import end_of
 from server.error_shapes import ShapedRoute
 from server.errors import as_api_error
@@ -106,7 +106,7 @@ async def _answered(
     request: Request, body: OllamaChatRequest | OllamaGenerateRequest, shown: Callable[[ChatDelta], dict[str, Any]]
 ) -> Response:
     context = context_of(request)
-    limit = deadline(context.time_limit(None))
+    limit = Deadline(context.time_limit(None))
     request_id = f"ollama-{request_id_of(request, None)}"
     with renamed_params(RENAMED):
         async with limit:

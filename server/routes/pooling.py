@@ -18,7 +18,7 @@ from jaxllm.scoring import cosine, pairs
 from server.body import read_body
 from server.chat_service import Conversation
 from server.context import ServerContext, context_of, request_id_of
-from server.deadline import deadline
+from server.deadline import Deadline
 from server.errors import bad_request
 from server.openapi import json_body
 from server.pooling_service import Input, PoolingService, usage_of
@@ -207,7 +207,7 @@ async def _pool(
     context = context_of(request)
     context.check_model(body.model)
     service = PoolingService(context.engine, context.options.limits)
-    async with deadline(context.time_limit(body.timeout)) as limit:
+    async with Deadline(context.time_limit(body.timeout)) as limit:
         special = body.add_special_tokens
         if isinstance(body, VectorFields) and body.messages is not None:
             ids = await context.chat.encode(_conversation(body, context, request_id))

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from server.body import read_body
 from server.context import ServerContext, context_of, request_id_of
-from server.deadline import deadline
+from server.deadline import Deadline
 from server.errors import ApiError
 from server.named_events import encoded, named_event, named_events
 from server.openapi import json_body
@@ -37,7 +37,7 @@ async def create_response(request: Request) -> Response:
     """Answer input items with output items."""
     context, service = context_of(request), _service_of(request)
     body = await read_body(request, ResponsesRequest)
-    limit = deadline(context.time_limit(body.timeout))
+    limit = Deadline(context.time_limit(body.timeout))
     num_bytes = len(await request.body())
     run = await service.prepare(body, owner_of(request), request_id_of(request, body.request_id), limit, num_bytes)
     if body.background:

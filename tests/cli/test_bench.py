@@ -9,6 +9,7 @@ import pytest
 from jaxllm.cli import bench
 from jaxllm.cli.main import main
 from jaxllm.log import info_once
+from jaxllm.scaling.requests import random_prompts
 
 
 def test_throughput_counts_the_tokens_of_all_requests(opened: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,14 +81,7 @@ def test_a_mix_gives_the_lengths(opened: Any, tmp_path: Path, capsys: pytest.Cap
 def test_prompts_are_the_agreed_random_tokens() -> None:
     rng = np.random.default_rng(0)
     expected = [rng.integers(0, 744, length).tolist() for length in (4, 6)]
-    lengths = [bench.Lengths(4, 1), bench.Lengths(6, 1)]
-    assert [prompt["prompt_token_ids"] for prompt in bench.random_prompts(lengths, 1000)] == expected
-
-
-def test_percentiles_agree_with_numpy() -> None:
-    values = [3.0, 1.0, 4.0, 1.5, 9.0]
-    for percent in (0, 10, 50, 99, 100):
-        assert bench.percentile(values, percent) == pytest.approx(np.percentile(values, percent))
+    assert [prompt["prompt_token_ids"] for prompt in random_prompts([4, 6], 1000, seed=0)] == expected
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def test_a_recorded_workload_is_the_mixed_work(fake: None, tmp_path: Path, capsy
             "unknown option '--tensor-parallel-size'; did you mean '--tensor-parallel-sizes'?",
         ),
         (["--block-size", "7"], 1, "block_size is 7"),
-        (["--with", "/no/such"], 1, "cannot read the results /no/such"),
+        (["--with", "/no/such"], 1, "cannot read /no/such"),
         (["--timeout", "0"], 2, "must be above 0"),
     ],
 )

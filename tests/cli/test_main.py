@@ -320,7 +320,7 @@ def test_a_dry_run_plans_for_more_devices_than_there_are_and_says_so(planned: st
     ("flag", "value", "told"),
     [
         ("--chat-template", "/no/such.jinja", "must be an existing file"),
-        ("--chat-template", "{% for %}", "the chat template is wrong in line 1"),
+        ("--chat-template", "{% for %}", "the chat template has a syntax error in line 1"),
         ("--reasoning-parser", "no_such", "no_such"),
         ("--tool-call-parser", "no_such", "no_such"),
     ],

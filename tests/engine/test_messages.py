@@ -1,6 +1,7 @@
 """Bytes that are no message of the engine's sockets are MessageError and nothing else, however near they come to one."""
 
 import contextlib
+import inspect
 from typing import Any
 
 import msgspec
@@ -75,3 +76,11 @@ def test_a_request_with_any_field_replaced_is_read_or_refused(data: st.DataObjec
 def test_the_request_itself_is_read() -> None:
     (found,) = read(ADD)
     assert found.request.prompt_token_ids == [1, 2, 3] and messages.sender_of_add(ADD) == ("a", "x")
+
+
+def test_every_control_call_is_a_method_of_the_core_with_the_fields_of_its_message() -> None:
+    from jaxllm.engine.core import EngineCore
+
+    assert {"sleep", "wake_up", "pause", "resume", "reset_prefix_cache", "start_profile"} <= messages._CALL_TYPES.keys()
+    for name, call in messages._CALL_TYPES.items():
+        assert list(inspect.signature(getattr(EngineCore, name)).parameters) == ["self", *call.__struct_fields__], name

@@ -25,7 +25,7 @@ from jaxllm.outputs import EngineCoreOutput, RequestOutput
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.request import EngineCoreRequest
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
-from jaxllm.scheduler.stats import SchedulerStats
+from jaxllm.scheduler_stats import SchedulerStats
 from tests.helpers.engine_processes import Served, served, until
 from tests.helpers.fake_engine_core import WIDTH, FakeEngineCore, fake_logprobs
 from tests.helpers.served_core import SLOW_FACTORY

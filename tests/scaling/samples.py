@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxllm.scaling.plan import Plan
-from jaxllm.scaling.rows import DECODE, GPU_KERNELS, PREFILL, AllReduce, Breakdown, Results, Row, SizeResult, Skipped
+from jaxllm.scaling.rows import DECODE, GPU_KERNELS, PREFILL, AllReduce, Breakdown, Results, Row, SizeResult, Skipped, to_json
 
 PLAN = Plan(
     model="some/model",
@@ -78,5 +78,5 @@ def results() -> Results:
     four.skipped.append(Skipped(4, DECODE, 32, "needs 900 tokens of KV cache, 800 are there"))
     four.failure = "the process ended by SIGKILL"
     return Results(
-        PLAN.to_json(), {"jaxllm": "0.1.0", "python": "3.12.1 (x)"}, "jaxllm bench scaling", "2030-01-01", [one, two, four]
+        to_json(PLAN), {"jaxllm": "0.1.0", "python": "3.12.1 (x)"}, "jaxllm bench scaling", "2030-01-01", [one, two, four]
     )

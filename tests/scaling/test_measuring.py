@@ -9,7 +9,8 @@ import pytest
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import MLP, Attention, Layer, Norm, Rope
 from jaxllm.scaling.limits import Ceilings, ModelCost, Work
-from jaxllm.scaling.trace import STRETCH, Kernel, class_of, describe, gaps, merged, parse, read_trace, record
+from jaxllm.scaling.trace import STRETCH, Kernel, class_of, merged, parse, read_trace, record
+from scripts.measuring.describe import describe, gaps
 
 GPU, OTHER_GPU, HOST = 1, 2, 700
 COMPUTE, SECOND, OPS = 13, 14, 15

@@ -8,6 +8,7 @@ import pytest
 from jaxllm.errors import ConfigError
 from jaxllm.scaling.engine_options import engine_options, longest_request
 from jaxllm.scaling.plan import Plan, check_sizes, mixed_requests, powers_of_two
+from jaxllm.scaling.rows import to_json
 from tests.scaling.samples import PLAN
 
 
@@ -38,8 +39,8 @@ def test_the_mix_is_the_same_each_time() -> None:
 
 def test_a_plan_survives_json() -> None:
     plan = dataclasses.replace(PLAN, requests=((3, 4), (5, 6)))
-    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
-    with pytest.raises(ConfigError, match="no plan of a scaling experiment"):
+    assert Plan.from_json(json.loads(json.dumps(to_json(plan)))) == plan
+    with pytest.raises(ConfigError, match="Plan: Object missing required field"):
         Plan.from_json({"model": "x"})
 
 

@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from jaxllm.scaling import experiment, processes, report
 from jaxllm.scaling.processes import Interrupted, environment_of, find_devices, measure_size
-from jaxllm.scaling.rows import Results, Row, SizeResult
+from jaxllm.scaling.rows import Results, Row, SizeResult, to_json
 from tests.scaling.samples import PLAN
 
 
@@ -107,7 +108,7 @@ def test_a_ctrl_c_ends_the_process_and_keeps_its_rows(tmp_path: Path) -> None:
 
 def run(plan: Any, output: Path, hear: Any = lambda size: lambda told: None, results: Results | None = None) -> Results:
     """The experiment; `results` are those of sizes that were measured before."""
-    results = results or Results(plan.to_json())
+    results = results or Results(to_json(plan))
     experiment.run(
         plan,
         results,
@@ -171,7 +172,7 @@ def test_a_size_that_failed_is_measured_again_if_asked(tmp_path: Path) -> None:
     assert before.complete_sizes == {1, 4}
     heard: list[int] = []
     hear = sizes_into(heard)
-    results = dataclasses.replace(before, sizes=list(before.sizes))
+    results = msgspec.structs.replace(before, sizes=list(before.sizes))
     where = {"variables": environment_of(None), "timeout_seconds": None, "logs": tmp_path, "log_level": "info", "output": None}
     experiment.run(plan_with(""), results, (1,), hear=hear, **where)
     assert heard == [] and results.complete_sizes == {1, 4}

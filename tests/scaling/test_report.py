@@ -68,10 +68,10 @@ def test_a_page_needs_nothing_beside_it(tmp_path: Path) -> None:
 
 
 def test_little_or_nothing_is_reported_too(tmp_path: Path) -> None:
-    nothing = Results(PLAN.to_json(), sizes=[SizeResult(1, failure="out of memory: 3 < 4")])
+    nothing = Results(to_json(PLAN), sizes=[SizeResult(1, failure="out of memory: 3 < 4")])
     report.write(tmp_path, PLAN, nothing)
     assert "out of memory: 3 &lt; 4" in (tmp_path / "report.html").read_text(encoding="utf-8")
-    one = Results(PLAN.to_json(), sizes=results().sizes[:1])
+    one = Results(to_json(PLAN), sizes=results().sizes[:1])
     report.write(tmp_path, PLAN, one)
     assert "In short" not in (tmp_path / "report.md").read_text(encoding="utf-8")
 

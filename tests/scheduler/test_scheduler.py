@@ -354,7 +354,7 @@ def test_an_error_ends_one_request_and_what_it_computed_is_never_found_again():
     plan = scheduler.schedule()
     bad, good = scheduler.update_from_output(plan, ModelRunnerOutput({"good": [1]}, errors={"bad": "it broke"}))
     assert (bad.finish_reason, bad.stop_reason, bad.new_token_ids) == (FinishReason.ERROR, "it broke", [])
-    assert good.finish_reason is None and scheduler.num_unfinished == 1
+    assert good.finish_reason is None and len(scheduler.requests) == 1
     scheduler.check_integrity()
     add(scheduler, make_request("again", prompt))
     plan, _ = step(scheduler)

@@ -111,4 +111,4 @@ def test_tokens_after_the_end_are_dropped_with_their_logprobs(sampled, fields, k
     assert (
         len(output.new_logprobs.token_ids) == len(output.new_logprobs.logprobs) == len(output.new_logprobs.ranks) == len(kept)
     )
-    assert scheduler.num_unfinished == (0 if reason else 1)
+    assert len(scheduler.requests) == (0 if reason else 1)

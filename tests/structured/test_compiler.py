@@ -92,7 +92,7 @@ def test_a_good_form_becomes_a_grammar(compiler, form):
         ({"grammar": "start: " + "(" * 30_000 + '"a"' + ")" * 30_000}, ["nested"]),
         ({"grammar": 'root ::= "a" b\nb ::= ['}, ["GBNF", "line 2"]),
         ({"structural_tag": {"type": "structural_tag", "format": {"type": "wish"}}}, ["/format/type", "'wish'"]),
-        ({"structural_tag": {"structures": [], "triggers": ["a"]}}, ["/structures", "not empty"]),
+        ({"structural_tag": {"structures": [], "triggers": ["a"]}}, ["/structures", "non-empty"]),
     ],
 )
 def test_a_bad_form_is_refused_with_the_reason_and_its_place(compiler, form, parts):
@@ -144,7 +144,7 @@ def test_a_form_is_not_refused_because_the_machine_is_busy(vocabulary, monkeypat
         os.kill(int(children[0]), signal.SIGSTOP)
         with pytest.raises(TimeoutError):
             job.result(timeout=1)
-        with pytest.raises(OverloadedError, match="is not compiled after 3 s, of which .* try again later"):
+        with pytest.raises(OverloadedError, match="was not compiled within 3 s, of which .* try again later"):
             job.result()
     finally:
         compiler.shutdown()

@@ -122,7 +122,7 @@ def test_a_malformed_conversation_is_a_clear_error(tokenizer: Tokenizer, convers
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{% for %}", "chat template is wrong in line 1"),
+        ("{% for %}", "chat template has a syntax error in line 1"),
         ("{{ raise_exception('roles must alternate') }}", "refused the conversation: roles must alternate"),
         ("{{ 1 / 0 }}", "failed on the conversation: ZeroDivisionError"),
         ("{{ messages.append(1) }}", "refused the conversation"),

@@ -1,0 +1,120 @@
+"""The interface of an engine core, and the calls that control it, from which messages to the engine process derive."""
+
+from collections.abc import Collection, Mapping
+from typing import Any, Literal, Protocol
+
+from jaxllm.config import EngineConfig
+from jaxllm.kernel_verdicts import OpReport
+from jaxllm.model_config import ModelConfig
+from jaxllm.outputs import EngineCoreOutput
+from jaxllm.request import EngineCoreRequest
+from jaxllm.scheduler_stats import SchedulerStats
+from jaxllm.start_times import StartTimes
+
+SleepMode = Literal["abort", "refuse"]
+"""How `sleep` treats unfinished requests."""
+PauseMode = Literal["abort", "wait", "keep"]
+"""How `pause` treats unfinished requests."""
+
+
+class Core(Protocol):
+    """The interface of an engine core, beside the methods that PauseCalls names. RemoteCore has only the part that fronts use."""
+
+    config: EngineConfig
+    model_config: ModelConfig
+    max_model_len: int
+    processor_arguments: Mapping[str, int]
+    """Logits processors that requests may name, with the number of arguments of each."""
+    start_times: StartTimes
+    kernels: dict[str, OpReport]
+    """The implementation of each op and the result of its check."""
+
+    @property
+    def num_compiled_after_warmup(self) -> int: ...
+    @property
+    def awaited_programs(self) -> tuple[int, int]: ...
+    @property
+    def sleep_level(self) -> int: ...
+    def add_request(self, request: EngineCoreRequest) -> None: ...
+    def abort_requests(self, request_ids: list[str]) -> None: ...
+    def step(self) -> list[EngineCoreOutput]: ...
+    def has_unfinished_requests(self) -> bool: ...
+    def stats(self) -> SchedulerStats: ...
+    def shutdown(self) -> None: ...
+
+
+class ControlCalls:
+    """Each call runs the engine core's method of its name between two steps and returns the result; AsyncLLM's are awaited.
+
+    All raise EngineDeadError if the engine cannot serve.
+    """
+
+    def call_core(self, name: str, *arguments: Any) -> Any:
+        """Run a method of the engine core."""
+        raise NotImplementedError
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> Any:
+        """Discard all cached prefixes. Returns False if blocks are in use."""
+        return self.call_core("reset_prefix_cache", reset_running_requests)
+
+    def sleep(self, level: int = 1, mode: SleepMode = "abort") -> Any:
+        """Release device memory: discard the KV cache, and move the weights to the host (level 1) or discard them (level 2).
+
+        Aborts unfinished requests, or raises EngineError if there are any ("refuse"). New requests are rejected with
+        EngineSleepingError. Does nothing if the engine already sleeps at this level or a deeper one. Raises
+        InvalidRequestError for another level.
+        """
+        return self.call_core("sleep", level, mode)
+
+    def wake_up(self, tags: Collection[str] | None = None) -> Any:
+        """Restore the memory of `tags` ("weights", "kv_cache"; None: both) and serve again once both are restored.
+
+        Raises InvalidRequestError for another tag. Raises OutOfMemoryError or ModelLoadError if that fails; the engine then
+        stays asleep.
+        """
+        return self.call_core("wake_up", tags)
+
+    def is_sleeping(self) -> Any:
+        """Whether the engine sleeps."""
+        return self.call_core("is_sleeping")
+
+    def start_profile(self) -> Any:
+        """Start a trace with JAX's profiler. Raises ConfigError without `profiler_dir`, EngineError during a trace."""
+        return self.call_core("start_profile")
+
+    def stop_profile(self) -> Any:
+        """End the trace and write it. Raises EngineError if there is none."""
+        return self.call_core("stop_profile")
+
+    def finish_compiling(self) -> Any:
+        """Wait until background compilation is done, e.g. before a measurement."""
+        return self.call_core("finish_compiling")
+
+    def check_integrity(self) -> Any:
+        """Raise AssertionError if a request leaked resources. Call without unfinished requests.
+
+        If the engine runs in its own process, raises EngineError instead.
+        """
+        return self.call_core("check_integrity")
+
+
+class PauseCalls(ControlCalls):
+    """Control calls of engines that accept requests during a pause. LLM has none of them: its methods would wait for ever."""
+
+    def pause(self, mode: PauseMode = "abort") -> Any:
+        """Hold back new requests until `resume`. Unfinished ones are aborted ("abort"), run to completion ("wait"; see
+        `is_draining`) or suspended ("keep"). Raises InvalidRequestError for another mode.
+        """
+        return self.call_core("pause", mode)
+
+    def resume(self) -> Any:
+        """Continue computing, and queue the requests that arrived during the pause."""
+        return self.call_core("resume")
+
+    def is_paused(self) -> Any:
+        """Whether requests are held back."""
+        return self.call_core("is_paused")
+
+    def is_draining(self) -> Any:
+        """Whether the engine is paused while earlier requests run to completion."""
+        return self.call_core("is_draining")

@@ -1,0 +1,20 @@
+"""Failures inside the scheduler, after which it must start over."""
+
+from jaxllm.outputs import EngineCoreOutput
+
+
+class PlanError(Exception):
+    """Planning failed at a request, perhaps half done. The original error is the cause."""
+
+    def __init__(self, request_id: str):
+        super().__init__(f"planning failed at request {request_id!r}")
+        self.request_id = request_id
+
+
+class UpdateError(Exception):
+    """Processing the results of a step failed. The original error is the cause."""
+
+    def __init__(self, news: list[EngineCoreOutput]):
+        super().__init__("taking in a step failed")
+        self.news = news
+        """Outputs of the requests processed before the failure. Their tokens are committed, so they must be reported."""

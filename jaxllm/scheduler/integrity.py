@@ -1,0 +1,39 @@
+"""Checks the invariants of a scheduler, for tests and after failures."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from jaxllm.request import Request, RequestStatus
+from jaxllm.scheduler.results import Share
+
+if TYPE_CHECKING:
+    from jaxllm.scheduler.scheduler import Scheduler
+
+
+def check_integrity(scheduler: "Scheduler", in_flight: Iterable[list[Share]]) -> None:
+    """Raise AssertionError if requests, queues, counts and blocks disagree. `in_flight`: the shares of each step in flight."""
+    scheduler.cache_manager.check_integrity(scheduler.running)
+    waiting = list(scheduler.waiting)
+    assert len(waiting) == len(scheduler.waiting)
+    ids = sorted(request.request_id for request in [*scheduler.running, *waiting])
+    assert ids == sorted(scheduler.requests), "a request is neither running nor waiting, or both, or twice"
+    assert all(scheduler.requests[request.request_id] is request for request in [*scheduler.running, *waiting])
+    assert len(scheduler.running) <= scheduler.max_num_seqs, (
+        f"{len(scheduler.running)} requests run, at most {scheduler.max_num_seqs} may"
+    )
+    samples: dict[Request, int] = {}
+    for shares in in_flight:
+        for request, _, num_samples, _ in shares:
+            samples[request] = samples.get(request, 0) + num_samples
+    for request in waiting:
+        assert request.status in (RequestStatus.WAITING, RequestStatus.WAITING_FOR_GRAMMAR, RequestStatus.PREEMPTED)
+        assert request.num_computed_tokens == 0
+    for request in scheduler.running:
+        assert request.status == RequestStatus.RUNNING
+        num_blocks = scheduler.cache_manager.num_blocks_of(request.request_id)
+        assert num_blocks == scheduler.cache_manager.num_blocks_for(request.num_computed_tokens), "blocks differ from tokens"
+    for request in [*scheduler.running, *waiting]:
+        num_known = request.num_tokens + request.num_output_placeholders
+        assert request.num_output_placeholders == samples.get(request, 0), "placeholders differ from the steps in flight"
+        assert request.num_computed_tokens <= num_known <= request.max_num_tokens, "more tokens than there may be"
+        assert request.num_prompt_tokens <= request.num_tokens < request.max_num_tokens

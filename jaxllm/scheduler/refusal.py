@@ -1,0 +1,26 @@
+"""Remembers which waiting request did not fit, so that its whole prompt is not looked up again in every step."""
+
+from jaxllm.request import Request
+from jaxllm.scheduler.kv_cache_manager import CachedPrefix, KVCacheManager
+
+
+class Refusal:
+    """The waiting request that did not fit, with the state that has to change before it can fit."""
+
+    def __init__(self, request: Request, prefix: CachedPrefix, num_spare_blocks: int, manager: KVCacheManager):
+        self._request = request
+        self._num_spare_blocks = num_spare_blocks
+        self._manager = manager
+        # A request that holds a block of a prompt also holds the blocks before it.
+        num_held = next((index for index, block in enumerate(prefix.blocks) if block.ref_count == 0), len(prefix.blocks))
+        reads = manager.reads_cache(request)
+        self._next_block_hash = request.block_hashes[num_held] if reads and num_held < len(request.block_hashes) else None
+        """Hash of its first block that no running request held. The blocks before it are shared and cost nothing; an unused
+        cached block leaves the free queue, so it costs as much as a new one."""
+
+    def holds(self, request: Request, num_spare_blocks: int) -> bool:
+        """Whether this request still cannot fit: no more blocks are free, and it needs as many as before."""
+        if self._request is not request or num_spare_blocks > self._num_spare_blocks:
+            return False
+        next_block = None if self._next_block_hash is None else self._manager.pool.find(self._next_block_hash)
+        return next_block is None or next_block.ref_count == 0
