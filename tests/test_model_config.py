@@ -140,8 +140,8 @@ def test_model_type_stands_in_for_a_missing_architecture(read):
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, "the unknown architecture MixtralForCausalLM; known: Llama"),
-        ({"architectures": []}, "names no architecture; known: Llama"),
+        ({"architectures": ["MextralForCausalLM"]}, "the unknown architecture MextralForCausalLM; known: Cohere2"),
+        ({"architectures": []}, "names no architecture; known: Cohere2"),
         ({"hidden_act": "selu"}, "hidden_act is 'selu', supported: silu"),
         ({"rope_scaling": {"rope_type": "spiral"}}, "rope_type is 'spiral', supported: default, linear"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing, must be a positive number"),
@@ -149,7 +149,7 @@ def test_model_type_stands_in_for_a_missing_architecture(read):
         ({"rope_scaling": 3}, "rope_scaling is 3, must be an object"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters differ by layer"),
         ({"rope_theta": "many"}, "rope_theta is 'many'"),
-        ({"partial_rotary_factor": 0.3}, "partial_rotary_factor is 0.3, must rotate an even number of the 8"),
+        ({"partial_rotary_factor": 0.4}, "partial_rotary_factor is 0.4, must rotate an even number of the 8"),
         ({"num_key_value_heads": 3}, "num_key_value_heads is 3, must divide num_attention_heads, which is 8"),
         ({"head_dim": 7}, "head_dim is 7, must be even"),
         ({"hidden_size": "64", "vocab_size": 0}, "hidden_size is '64', must be a positive integer; .*vocab_size is 0"),
