@@ -132,6 +132,9 @@ class ParallelOptions:
     """Parallelism"""
 
     tensor_parallel_size: Annotated[int, "number of devices that each layer is split over"] = 1
+    enable_expert_parallel: Annotated[
+        bool, "give each of these devices whole experts of a mixture, instead of a share of each expert"
+    ] = False
 
 
 @dataclass(frozen=True, kw_only=True)

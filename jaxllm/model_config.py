@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxllm.errors import ConfigError
-from jaxllm.model_parts import Attention, Head, Layer, Names, Norm, Positions
+from jaxllm.model_parts import Attention, Head, Layer, MoE, Names, Norm, Positions
 from jaxllm.pooling_config import PoolingConfig
 from jaxllm.quantization_config import StoredFp8
 
@@ -66,6 +66,11 @@ class ModelConfig:
     def attentions(self) -> tuple[Attention, ...]:
         """The distinct attentions of the layers, in the order of their first layers."""
         return tuple(dict.fromkeys(layer.attention for layer in self.layers))
+
+    @property
+    def mixtures(self) -> tuple[MoE, ...]:
+        """The distinct mixtures of experts of the layers."""
+        return tuple(dict.fromkeys(layer.mlp for layer in self.layers if isinstance(layer.mlp, MoE)))
 
     @property
     def has_kv_scales(self) -> bool:

@@ -80,7 +80,7 @@ QUANTIZATIONS = _names("""
 TAKEN = _names("""
     model tokenizer dtype seed max_model_len quantization runner pooler_config hf_overrides revision generation_config
     override_generation_config max_logprobs logprobs_mode logits_processors skip_tokenizer_init load_format download_dir
-    tensor_parallel_size gpu_memory_utilization kv_cache_memory_bytes block_size kv_cache_dtype enable_prefix_caching
+    tensor_parallel_size enable_expert_parallel gpu_memory_utilization kv_cache_memory_bytes block_size kv_cache_dtype enable_prefix_caching
     prefix_caching_hash_algo num_gpu_blocks_override max_num_batched_tokens max_num_seqs max_num_queued_reqs
     max_num_queued_tokens enable_chunked_prefill long_prefill_token_threshold long_prefill_token_threshold_adaptive
     scheduling_policy scheduler_reserve_full_isl watermark async_scheduling stream_interval disable_log_stats
@@ -203,8 +203,8 @@ _ENGINE = (
               values="decode_context_parallel_size prefill_context_parallel_size", harmless=(1,)),
     *_flags("only matters with context parallelism, which is refused", switches="dcp_q_replicate",
             values="dcp_comm_backend dcp_kv_cache_interleave_size cp_kv_cache_interleave_size"),
-    *_refused("no mixture of experts is supported yet", switches="enable_expert_parallel enable_eplb enable_elastic_ep"),
-    *_flags("only matters for mixtures of experts, of which none is supported yet", objects="eplb_config",
+    *_refused("experts stay on the devices that they were loaded to", switches="enable_eplb enable_elastic_ep"),
+    *_flags("only matters for experts that move between devices, which is refused", objects="eplb_config",
             values="expert_placement_strategy all2all_backend elastic_ep_max_dp_size", switches="enable_ep_weight_filter"),
     *_refused("one process drives all GPUs of this machine", values="distributed_executor_backend", harmless=("mp", "uni")),
     *_refused("one process drives all GPUs of this machine", switches="ray_workers_use_nsight worker_use_ray"),

@@ -27,7 +27,7 @@ from jaxllm.model_config import FP8, ModelConfig
 from jaxllm.model_parts import Attention
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.memory import MemoryPlan
-from pallas_kernels.checking import attention_at_start, collectives, rope_cache_write, sampling
+from pallas_kernels.checking import attention_at_start, collectives, grouped_matmul, rope_cache_write, sampling
 from pallas_kernels.checking.case import Case
 from pallas_kernels.checking.check import Fault, check
 from pallas_kernels.verified import is_verified, source_digest
@@ -36,6 +36,7 @@ COLLECTIVES = "collectives"
 _CASES: dict[str, Any] = {
     "paged_attention": attention_at_start.cases,
     "rope_cache_write": rope_cache_write.cases,
+    "grouped_matmul": grouped_matmul.cases,
     "sampling": sampling.cases,
 }
 
@@ -110,6 +111,17 @@ def shapes_of(config: EngineConfig, model: ModelConfig, plan: MemoryPlan) -> dic
             rope_cache_write.Shapes(**common, **heads[shape], eps=norms[0].eps if norms else 1e-6, has_norms=norms is not None)
             for shape, parts in layers.items()
             for norms in dict.fromkeys(part.head_norms for part in parts)
+        ),
+        "grouped_matmul": tuple(
+            grouped_matmul.Shapes(
+                dtype=model.dtype,
+                num_experts=part.routing.num_experts // (tensor_parallel if part.by_expert else 1),
+                num_choices=part.routing.top_k,
+                width=model.hidden_size,
+                hidden=part.width // (1 if part.by_expert else tensor_parallel),
+                activation=part.activation,
+            )
+            for part in model.mixtures
         ),
         COLLECTIVES: (
             collectives.Shapes(

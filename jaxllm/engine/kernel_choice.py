@@ -10,7 +10,7 @@ from jaxllm.log import logger
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import Attention
 from jaxllm.runner.memory import MemoryPlan
-from pallas_kernels import collectives, paged_attention, rope_cache_write, sampling
+from pallas_kernels import collectives, grouped_matmul, paged_attention, rope_cache_write, sampling
 
 PLAIN = ("xla", "reference")
 """Implementations in plain JAX."""
@@ -51,7 +51,8 @@ def candidates(wanted: str, model: ModelConfig, plan: MemoryPlan, mesh: Mesh, *,
     """Candidates for every op. `wanted` is the option attention_implementation; if it is plain JAX, so are all other ops."""
     attention = attention_candidates(wanted, model, plan.block_size, on_gpu=on_gpu)
     if attention[0] in PLAIN:
-        return {"paged_attention": attention, "rope_cache_write": ("xla",), "sampling": ("xla",), "collectives": ("xla",)}
+        others = ("rope_cache_write", "sampling", "collectives", *(("grouped_matmul",) if model.mixtures else ()))
+        return {"paged_attention": attention, **dict.fromkeys(others, ("xla",))}
     rope = _of_all(
         rope_cache_write.candidates(
             platform="gpu",
@@ -73,7 +74,22 @@ def candidates(wanted: str, model: ModelConfig, plan: MemoryPlan, mesh: Mesh, *,
         "rope_cache_write": rope,
         "sampling": sample,
         "collectives": _collectives(model, mesh, on_gpu=on_gpu),
+        **({"grouped_matmul": _experts(model, mesh, on_gpu=on_gpu)} if model.mixtures else {}),
     }
+
+
+def _experts(model: ModelConfig, mesh: Mesh, *, on_gpu: bool) -> tuple[str, ...]:
+    return _of_all(
+        grouped_matmul.candidates(
+            platform="gpu",
+            dtype=model.dtype,
+            weight_dtype=model.dtype,
+            width=model.hidden_size,
+            hidden=part.width // (1 if part.by_expert else mesh.size),
+            interpret=not on_gpu,
+        )
+        for part in model.mixtures
+    )
 
 
 def _collectives(model: ModelConfig, mesh: Mesh, *, on_gpu: bool) -> tuple[str, ...]:

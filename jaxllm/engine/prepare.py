@@ -188,6 +188,7 @@ def resolve_sizes(
         kv_cache_dtype=config.cache.kv_cache_dtype,
         runner=config.model.runner,
         pooler_config=config.model.pooler_config,
+        expert_parallel=config.parallel.enable_expert_parallel,
         max_model_len=None if config.model.max_model_len == AUTO_MODEL_LEN else config.model.max_model_len,
     )
     if model_config.pooling.prompt_names:

@@ -142,7 +142,10 @@ class ConfigReader:
         """A mixture of experts of this width."""
         if routing.top_k > routing.num_experts:
             self.faults.append(f"num_experts_per_tok is {routing.top_k}, more than the {routing.num_experts} experts")
-        return MoE(routing, width, self.activation(), by_expert=self.expert_parallel, **fields)
+        activation = self.activation()
+        if activation not in ("silu", "gelu_tanh"):
+            self.faults.append(f"hidden_act of experts is {self.raw.get('hidden_act')!r}, supported: silu, gelu_pytorch_tanh")
+        return MoE(routing, width, activation, by_expert=self.expert_parallel, **fields)
 
     def rms_norm(self, name: str, **fields: Any) -> Norm:
         """A norm with the config's epsilon."""

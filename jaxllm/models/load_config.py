@@ -25,6 +25,7 @@ def load_model_config(
     runner: str = "auto",
     pooler_config: Mapping[str, Any] | None = None,
     max_model_len: int | None = None,
+    expert_parallel: bool = False,
 ) -> ModelConfig:
     """Read config.json (and the EOS ids of generation_config.json) of a model directory.
 
@@ -34,6 +35,7 @@ def load_model_config(
     runner: what the model is for; "auto" is pooling for a checkpoint without a head or with sentence-transformers' files, else
     generate. pooler_config is laid over how the checkpoint wants to be pooled.
     max_model_len: the longest sequence that will be served, if it is known; longrope depends on it.
+    expert_parallel: with several devices, each has whole experts.
     Raises ModelLoadError naming the file and everything in it that cannot be served.
     """
     directory = Path(directory)
@@ -42,7 +44,8 @@ def load_model_config(
     generates = runner == "generate" or (runner == "auto" and has_head and not is_embedding_checkpoint(directory))
     if generates and not has_head:
         raise ConfigError(f"runner is generate, but {directory} is a model without a head, which makes embeddings only")
-    reader = ConfigReader(architecture, raw, bidirectional_faults(raw), max_model_len=max_model_len)
+    options = {"max_model_len": max_model_len, "expert_parallel": expert_parallel}
+    reader = ConfigReader(architecture, raw, bidirectional_faults(raw), **options)  # type: ignore[arg-type]
     config = read(reader)
     dtype = _dtype(reader, dtype, on_gpu)
     stored = read_quantization(raw.get("quantization_config"), reader.faults)
@@ -50,6 +53,8 @@ def load_model_config(
         reader.faults.extend(stored.faults(config.linears()))
     if reader.faults:
         raise ModelLoadError(f"{directory / 'config.json'}: {'; '.join(dict.fromkeys(reader.faults))}")
+    if expert_parallel and not config.mixtures:
+        raise ConfigError(f"enable_expert_parallel is set, but {architecture} has no experts; leave it out")
     if quantization is None and stored is not None and stored.block_shape is None:
         quantization = "fp8"
     if kv_cache_dtype == "auto":

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ from jaxllm.sampling.mask import apply_mask
 from jaxllm.sampling.sampler import logit_of, mark_not_finite, sample_full, sample_greedy, sample_random
 from jaxllm.sampling.state import SamplingState
 from jaxllm.sampling.variants import Variant
+from pallas_kernels.grouped_matmul import experts
 
 Params = tuple[jax.Array, ...]
 Caches = tuple[jax.Array, ...]
@@ -208,7 +210,8 @@ class StepFunctions:
             is_decode=is_decode,
             kernels=self.kernels,
         )
-        step = Step(tokens.token_ids_T, tokens.position_T, context, shards, tokens.is_real_T)
+        experts_ = partial(experts, implementation=self.kernels.grouped_matmul, interpret=self.kernels.interpret)
+        step = Step(tokens.token_ids_T, tokens.position_T, context, shards, tokens.is_real_T, experts_)
         hidden_TD = self.merge(params)(step)
         return hidden_TD, tuple(context.caches)
 
