@@ -1,6 +1,11 @@
 """Write tests/goldens: tiny random checkpoints of every family and variant, and what transformers computes with them.
 
-    python scripts/make_goldens.py [--only NAME ...]
+    python scripts/make_goldens.py [--only NAME ...] [--output DIR]
+
+The variants in KEPT are those of tests/goldens. The others are checked by
+
+    python scripts/make_goldens.py --output DIR --only NAME ...
+    JAXLLM_GOLDENS=DIR python -m pytest tests/models tests/end_to_end/test_parity.py
 
 Needs torch and transformers. Each folder holds config.json, model.safetensors (bfloat16) and golden.json; golden.json has
 prompts of mixed lengths and, for each, the prompt's log probabilities, 64 greedy tokens with theirs, and (for the first prompt)
@@ -226,7 +231,7 @@ def compute(model: torch.nn.Module, prompt: list[int]) -> tuple[dict[str, Any], 
     return golden, float((best[:, 0] - best[:, 1]).min()), logits
 
 
-def write(name: str, config: PreTrainedConfig) -> None:
+def write(name: str, config: PreTrainedConfig, output: Path) -> None:
     """Try seeds until the text is worth comparing."""
     for attempt in range(60):
         seed, scale = attempt, 0.3 + 0.1 * (attempt % 8)
@@ -244,7 +249,7 @@ def write(name: str, config: PreTrainedConfig) -> None:
             break
     else:
         raise SystemExit(f"{name}: no seed gave text without ties and loops")
-    folder = FOLDER / name
+    folder = output / name
     shutil.rmtree(folder, ignore_errors=True)
     model.to(torch.bfloat16).save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
@@ -261,8 +266,10 @@ def write(name: str, config: PreTrainedConfig) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write tests/goldens.")
     parser.add_argument("--only", nargs="*", choices=sorted(VARIANTS), default=sorted(VARIANTS))
-    for name in parser.parse_args().only:
-        write(name, VARIANTS[name])
+    parser.add_argument("--output", type=Path, default=FOLDER, help="folder of the checkpoints (default: tests/goldens)")
+    arguments = parser.parse_args()
+    for name in arguments.only:
+        write(name, VARIANTS[name], arguments.output)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from jaxllm.model_config import ModelConfig
 from jaxllm.models.load_config import load_model_config, read_config_json
 from jaxllm.parallel.mesh import make_mesh
 
-FOLDER = Path(__file__).parent.parent / "goldens"
+FOLDER = Path(os.environ.get("JAXLLM_GOLDENS") or Path(__file__).parent.parent / "goldens")
 NAMES = tuple(sorted(path.parent.name for path in FOLDER.glob("*/golden.json")))
 
 
