@@ -15,7 +15,6 @@ from jaxllm.quantization_config import StoredFp8, read_quantization
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3"]
 DTYPES = ("bfloat16", "float16", "float32")
 FP8 = "float8_e4m3fn"
-BYTES_PER_VALUE = {"bfloat16": 2, "float16": 2, "float32": 4, FP8: 1}
 
 
 @dataclass(frozen=True)
@@ -168,11 +167,6 @@ def num_parameters(config: ModelConfig) -> int:
     layers = c.num_layers * (attention + mlp + 2 * c.hidden_size)
     has_head = c.generates and not c.tie_word_embeddings
     return layers + c.vocab_size * c.hidden_size * (2 if has_head else 1) + c.hidden_size
-
-
-def kv_bytes_per_token(config: ModelConfig) -> int:
-    """Bytes that a token takes in the KV cache, over all layers and devices (copies of KV heads counted)."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * BYTES_PER_VALUE[config.kv_cache_dtype]
 
 
 # --- reading config.json ---

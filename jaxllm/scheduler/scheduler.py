@@ -10,9 +10,11 @@ used by the next step even while other steps are in flight.
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
+from jaxllm.cache_policy import FULL, CachePolicy
 from jaxllm.config import CacheOptions, SchedulerOptions
 from jaxllm.errors import GrammarError, InvalidRequestError, OverloadedError
 from jaxllm.log import logger
@@ -66,15 +68,26 @@ class UpdateError(Exception):
 class Scheduler:
     """Schedules running requests first, then waiting ones, within a budget of tokens per step. Preempts when blocks run out."""
 
-    def __init__(self, options: SchedulerOptions, cache: CacheOptions, *, num_blocks: int, max_model_len: int):
+    def __init__(
+        self,
+        options: SchedulerOptions,
+        cache: CacheOptions,
+        *,
+        num_blocks: int,
+        max_model_len: int,
+        policies: Sequence[CachePolicy] = (FULL,),
+    ):
+        """policies: of each group of layers that has block tables of its own."""
         check_options(options, max_model_len)
         assert options.max_num_seqs is not None and options.max_num_batched_tokens is not None
         self.options = options
         self.max_model_len = max_model_len
         self.max_num_seqs = options.max_num_seqs
         self.max_num_batched_tokens = options.max_num_batched_tokens
-        self._cache_options, self._num_blocks = cache, num_blocks
-        self.cache_manager = KVCacheManager(cache, num_blocks)
+        self._new_cache_manager = partial(
+            KVCacheManager, cache, num_blocks, policies=policies, max_step_tokens=options.max_num_batched_tokens
+        )
+        self.cache_manager = self._new_cache_manager()
         self.running: list[Request] = []
         """In order of admission."""
         self.waiting = make_waiting_queue(options.scheduling_policy)
@@ -331,11 +344,7 @@ class Scheduler:
     def _remember_refusal(self, request: Request, prefix: CachedPrefix, num_spare_blocks: int) -> None:
         if not self.options.scheduler_reserve_full_isl:
             return  # its need then also depends on the step's budget
-        # A request that holds a block of a prompt also holds the blocks before it.
-        num_held = next((index for index, block in enumerate(prefix.blocks) if block.ref_count == 0), len(prefix.blocks))
-        reads = self.cache_manager.reads_cache(request)
-        next_hash = request.block_hashes[num_held] if reads and num_held < len(request.block_hashes) else None
-        self._refusal = _Refusal(request, num_spare_blocks, next_hash)
+        self._refusal = _Refusal(request, num_spare_blocks, self.cache_manager.first_unheld_hash(request, prefix))
 
     def _admit(self, request: Request, prefix: CachedPrefix) -> NewRequestData:
         self._refusal = None
@@ -503,7 +512,7 @@ class Scheduler:
         For use after a failure that may have left inconsistent state: relies only on the requests themselves. Keeps their
         tokens so far. The runner's rows become invalid.
         """
-        self.cache_manager = KVCacheManager(self._cache_options, self._num_blocks)
+        self.cache_manager = self._new_cache_manager()
         self.waiting = make_waiting_queue(self.options.scheduling_policy)
         self.running = []
         self._in_flight.clear()
@@ -563,8 +572,6 @@ class Scheduler:
             assert request.num_computed_tokens == 0
         for request in self.running:
             assert request.status == RequestStatus.RUNNING
-            num_blocks = self.cache_manager.num_blocks_of(request.request_id)
-            assert num_blocks == self.cache_manager.num_blocks_for(request.num_computed_tokens), "blocks differ from tokens"
         for request in [*self.running, *waiting]:
             num_known = request.num_tokens + request.num_output_placeholders
             assert request.num_output_placeholders == samples.get(request, 0), "placeholders differ from the steps in flight"

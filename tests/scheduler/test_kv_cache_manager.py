@@ -101,6 +101,7 @@ def test_a_block_is_published_when_decoding_fills_it(manager):
     for _ in range(19):
         request.append_output(9)
     assert manager.allocate_slots(request, 19) == [5]
+    request.num_computed_tokens += 19
     assert blocks[4].block_hash == request.block_hashes[3] and blocks[5].block_hash is None
     manager.check_integrity([request])
 
@@ -228,7 +229,7 @@ def test_integrity_check_sees_wrong_sharing(manager):
     admit(manager, a)
     admit(manager, b)
     manager.check_integrity([a, b])
-    tables = manager._tables
-    tables["b"].blocks[0] = tables["a"].blocks[0]
+    (table_a,), (table_b,) = (manager._tables[name].groups for name in "ab")
+    table_b.blocks[0] = table_a.blocks[0]
     with pytest.raises(AssertionError):
         manager.check_integrity([a, b])
