@@ -3,7 +3,7 @@
 Counts and indices are those of one group of layers, in blocks of `block_size` tokens.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,10 +19,9 @@ class CachePolicy(Protocol):
         """Number of leading blocks that no token from position `num_computed_tokens` on reads."""
         ...
 
-    def longest_prefix(self, is_cached: Callable[[int], bool], num_blocks: int, block_size: int) -> int:
-        """Length of the longest run of leading blocks, at most `num_blocks`, after which computation can continue: with its
-        last token, or after it. `is_cached` says which blocks are in the prefix cache, by index.
-        """
+    def longest_prefix(self, names: Sequence[bytes], is_cached: Callable[[bytes], bool], block_size: int) -> int:
+        """Number of leading blocks after which computation can continue, or with their last token: the largest for which all
+        blocks that are read are in the prefix cache. `names`: hashes of the blocks."""
         ...
 
 
@@ -36,8 +35,11 @@ class FullPolicy:
     def num_expired(self, num_computed_tokens: int, block_size: int) -> int:
         return 0
 
-    def longest_prefix(self, is_cached: Callable[[int], bool], num_blocks: int, block_size: int) -> int:
-        return next((index for index in range(num_blocks) if not is_cached(index)), num_blocks)
+    def longest_prefix(self, names: Sequence[bytes], is_cached: Callable[[bytes], bool], block_size: int) -> int:
+        for index, name in enumerate(names):
+            if not is_cached(name):
+                return index
+        return len(names)
 
     def __str__(self) -> str:
         return "full attention"
@@ -60,11 +62,11 @@ class WindowPolicy:
     def num_expired(self, num_computed_tokens: int, block_size: int) -> int:
         return max(0, num_computed_tokens - self.window + 1) // block_size
 
-    def longest_prefix(self, is_cached: Callable[[int], bool], num_blocks: int, block_size: int) -> int:
+    def longest_prefix(self, names: Sequence[bytes], is_cached: Callable[[bytes], bool], block_size: int) -> int:
         needed = -(-self.window // block_size)
         run = 0
-        for index in reversed(range(num_blocks)):
-            run = run + 1 if is_cached(index) else 0
+        for index in reversed(range(len(names))):
+            run = run + 1 if is_cached(names[index]) else 0
             if run == needed:
                 return index + run
         return run

@@ -114,4 +114,5 @@ def test_the_longest_prefix_has_all_blocks_that_the_next_token_reads(policy):
     for _ in range(500):
         cached = [rng.random() < 0.8 for _ in range(rng.randint(0, 12))]
         expected = max(count for count in range(len(cached) + 1) if serves(cached, count))
-        assert policy.longest_prefix(cached.__getitem__, len(cached), 8) == expected
+        names = [bytes([index]) for index in range(len(cached))]
+        assert policy.longest_prefix(names, lambda name, cached=cached: cached[name[0]], 8) == expected

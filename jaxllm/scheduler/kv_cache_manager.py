@@ -70,10 +70,10 @@ class KVCacheManager:
         options: CacheOptions,
         num_blocks: int,
         *,
+        max_step_tokens: int,
         policies: Sequence[CachePolicy] = (FULL,),
-        max_step_tokens: int = 0,
     ):
-        """policies: of each group. max_step_tokens: most tokens of a request that one step computes."""
+        """max_step_tokens: most tokens of a request that one step computes. policies: of each group."""
         self.block_size = options.block_size
         self.enable_prefix_caching = options.enable_prefix_caching
         self.pool = BlockPool(num_blocks)
@@ -81,7 +81,16 @@ class KVCacheManager:
         self._max_step_tokens = max_step_tokens
         self._suffixes = [index.to_bytes(2, "little") if index else b"" for index in range(len(policies))]
         """What tells apart the hashes of equal tokens in different groups."""
+        suffixes_of: dict[CachePolicy, list[bytes]] = {}
+        for policy, suffix in zip(self.policies, self._suffixes, strict=True):
+            suffixes_of.setdefault(policy, []).append(suffix)
+        self._lookups = [(policy, self._is_cached_in(suffixes)) for policy, suffixes in suffixes_of.items()]
+        """For each policy, whether a block is in the prefix cache in all groups of that policy."""
         self._tables: dict[str, _BlockTable] = {}
+
+    def _is_cached_in(self, suffixes: list[bytes]) -> Callable[[bytes], bool]:
+        is_cached = self.pool.is_cached
+        return is_cached if suffixes == [b""] else lambda name: all(is_cached(name + suffix) for suffix in suffixes)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Most blocks that a request of `num_tokens` tokens holds at a time."""
@@ -108,27 +117,25 @@ class KVCacheManager:
         """
         if not self.reads_cache(request):
             return NO_PREFIX
-        hashes, find = request.block_hashes, self.pool.find
-        suffixes_of: dict[CachePolicy, list[bytes]] = {}
-        for policy, suffix in zip(self.policies, self._suffixes, strict=True):
-            suffixes_of.setdefault(policy, []).append(suffix)
-
-        def is_cached_in(suffixes: list[bytes]) -> Callable[[int], bool]:
-            return lambda index: all(find(hashes[index] + suffix) is not None for suffix in suffixes)
-
-        num_blocks, before = len(hashes), -1
-        while num_blocks != before:  # what one policy allows may be too long for another
-            before = num_blocks
-            for policy, suffixes in suffixes_of.items():
-                num_blocks = policy.longest_prefix(is_cached_in(suffixes), num_blocks, self.block_size)
-        num_cached = num_blocks * self.block_size
+        names = self._longest_prefix(request.block_hashes)
+        num_cached = len(names) * self.block_size
         num_computed = min(num_cached, request.num_tokens - 1)
         groups = []
         for policy, suffix in zip(self.policies, self._suffixes, strict=True):
             num_expired = policy.num_expired(num_computed, self.block_size)
-            found = [block for name in hashes[num_expired:num_blocks] if (block := find(name + suffix)) is not None]
+            found = [block for name in names[num_expired:] if (block := self.pool.find(name + suffix)) is not None]
             groups.append(_GroupTable([self.pool.null_block] * num_expired + found, num_expired))
         return CachedPrefix(groups, num_computed, num_cached)
+
+    def _longest_prefix(self, names: list[bytes]) -> list[bytes]:
+        """Cut the hashes of a request's blocks down to the longest cached prefix."""
+        while True:
+            longest = names
+            for policy, is_cached in self._lookups:
+                longest = longest[: policy.longest_prefix(longest, is_cached, self.block_size)]
+            if len(self._lookups) == 1 or len(longest) == len(names):
+                return longest
+            names = longest  # what one policy allows may be too long for another
 
     def first_unheld_hash(self, request: Request, prefix: CachedPrefix) -> bytes | None:
         """Hash of the first block of a request, after those it does not need, that no running request holds.

@@ -12,7 +12,7 @@ BLOCK = 16
 
 @pytest.fixture
 def manager():
-    return KVCacheManager(CacheOptions(block_size=BLOCK), num_blocks=11)
+    return KVCacheManager(CacheOptions(block_size=BLOCK), num_blocks=11, max_step_tokens=1000)
 
 
 def request_of(request_id, tokens, **fields):
@@ -202,7 +202,7 @@ def test_reset_forgets_everything_once_nothing_is_used(manager):
 
 
 def test_without_caching_nothing_is_found():
-    manager = KVCacheManager(CacheOptions(block_size=BLOCK, enable_prefix_caching=False), num_blocks=11)
+    manager = KVCacheManager(CacheOptions(block_size=BLOCK, enable_prefix_caching=False), num_blocks=11, max_step_tokens=1000)
     a, b = make_request("a", common(48)), make_request("b", common(48))
     admit(manager, a)
     prefix, new_ids = admit(manager, b)
