@@ -89,13 +89,35 @@ def test_prefixes_are_found_where_their_last_window_is_cached(model):
     assert answers["1"].num_cached_tokens == 0 and answers["1"].tokens == expected["1"]
 
 
+SIX_LAYERS = {
+    "hf_overrides": {"num_hidden_layers": 6, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2},
+    "load_format": "dummy",
+}
+
+
 @pytest.mark.slow
-def test_two_devices_and_narrow_caches():
-    for options in ({"tensor_parallel_size": 2}, {"kv_cache_dtype": "fp8"}, {"attention_implementation": "reference"}):
-        found = []
-        for disabled in (True, False):
-            core = engines.make_core("qwen2_window", disable_hybrid_kv_cache_manager=disabled, **LONG, **options)
-            found.append(tokens(engines.run(core, requests_of("qwen2_window"))))
-            assert len(core.runner.caches) == (4 if disabled else 2)
-            core.shutdown()
-        assert found[0] == found[1], options
+@pytest.mark.parametrize(
+    "options",
+    [{"tensor_parallel_size": 2}, {"kv_cache_dtype": "fp8"}, {"attention_implementation": "reference"}],
+    ids=lambda options: next(iter(options)),
+)
+def test_six_layers_share_the_arrays_of_two(options):
+    """Two groups with a window and one without."""
+    found = []
+    for disabled in (True, False):
+        core = engines.make_core(
+            "qwen2_window",
+            disable_hybrid_kv_cache_manager=disabled,
+            num_gpu_blocks_override=81,
+            **LONG,
+            **SIX_LAYERS,
+            **options,
+        )
+        answers = engines.run(core, requests_of("qwen2_window"))
+        found.append((tokens(answers), core.stats().num_preemptions))
+        assert len(core.runner.caches) == (12 if disabled else 4)
+        assert len(core.memory_plan.cache.groups) == (1 if disabled else 3)
+        core.shutdown()
+    (expected, _), (answers, num_preemptions) = found
+    assert len({token for answer in expected.values() for token in answer}) > 10, "the answers say something"
+    assert answers == expected and num_preemptions > 0
