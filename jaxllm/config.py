@@ -92,6 +92,9 @@ class CacheOptions:
     kv_cache_memory_bytes: Annotated[int | None, "size of the KV cache per device, instead of measuring memory"] = None
     enable_prefix_caching: Annotated[bool, "reuse the blocks of equal prompt beginnings"] = True
     prefix_caching_hash_algo: Annotated[Literal["sha256", "sha256_cbor"], "hash of a block's tokens"] = "sha256"
+    disable_hybrid_kv_cache_manager: Annotated[
+        bool, "keep the keys and values of all tokens also in layers with a sliding window, which never read them again"
+    ] = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,6 @@ from jaxllm.quantization_config import StoredFp8
 
 DTYPES = ("bfloat16", "float16", "float32")
 FP8 = "float8_e4m3fn"
-BYTES_PER_VALUE = {"bfloat16": 2, "float16": 2, "float32": 4, FP8: 1}
 
 
 @dataclass(frozen=True)
@@ -128,9 +127,3 @@ class ModelConfig:
         split = {layer: layer.split(size) for layer in set(self.layers)}
         layers = tuple(split[layer] for layer in self.layers)
         return dataclasses.replace(self, layers=layers, padded_vocab_size=padded_vocab_size)
-
-
-def kv_bytes_per_token(config: ModelConfig) -> int:
-    """Bytes that a token takes in the KV cache, over all layers and devices (copies of KV heads counted)."""
-    values = sum(layer.attention.num_kv_heads * layer.attention.head_dim for layer in config.layers)
-    return 2 * values * BYTES_PER_VALUE[config.kv_cache_dtype]

@@ -24,6 +24,7 @@ class NewRequestData:
     sampling_params: SamplingParams
     eos_token_ids: tuple[int, ...]
     block_ids: list[int]
+    """Its block tables, one for each group of layers and all of the same length, one after the other."""
     num_computed_tokens: int
     num_cached_tokens: int
     """Tokens at the front whose keys and values are in shared blocks already; never written again. It exceeds
@@ -39,7 +40,8 @@ class CachedRequestData:
 
     request_ids: list[str] = field(default_factory=list)
     new_block_ids: list[list[int]] = field(default_factory=list)
-    """Appended to the request's block table; empty lists where nothing is new."""
+    """Appended to the request's block tables: the blocks of the first table, as many of the second, and so on. Empty lists where
+    nothing is new."""
     num_computed_tokens: list[int] = field(default_factory=list)
 
 

@@ -80,9 +80,11 @@ QUANTIZATIONS = _names("""
 TAKEN = _names("""
     model tokenizer dtype seed max_model_len quantization runner pooler_config hf_overrides revision generation_config
     override_generation_config max_logprobs logprobs_mode logits_processors skip_tokenizer_init load_format download_dir
-    tensor_parallel_size enable_expert_parallel gpu_memory_utilization kv_cache_memory_bytes block_size kv_cache_dtype enable_prefix_caching
-    prefix_caching_hash_algo num_gpu_blocks_override max_num_batched_tokens max_num_seqs max_num_queued_reqs
-    max_num_queued_tokens enable_chunked_prefill long_prefill_token_threshold long_prefill_token_threshold_adaptive
+    tensor_parallel_size enable_expert_parallel gpu_memory_utilization kv_cache_memory_bytes block_size kv_cache_dtype
+    enable_prefix_caching
+    prefix_caching_hash_algo num_gpu_blocks_override disable_hybrid_kv_cache_manager max_num_batched_tokens max_num_seqs
+    max_num_queued_reqs max_num_queued_tokens enable_chunked_prefill long_prefill_token_threshold
+    long_prefill_token_threshold_adaptive
     scheduling_policy scheduler_reserve_full_isl watermark async_scheduling stream_interval disable_log_stats
     chat_template config
 """)
@@ -230,7 +232,7 @@ _ENGINE = (
     *_refused("all layers have one type of cache, --kv-cache-dtype", lists="kv_cache_dtype_skip_layers"),
     *_refused("prefixes match by blocks of --block-size tokens", values="prefix_match_unit prefix_cache_retention_interval", harmless=(0,)),
     *_refused("layers do not share caches", switches="kv_sharing_fast_prefill"),
-    *_flags("every layer keeps its whole context", switches="swa_bounded_replay disable_hybrid_kv_cache_manager"),
+    *_flags("prefix hits in a sliding window need only the blocks of the window", switches="swa_bounded_replay"),
     *_refused("blocks stay on the device", values="kv_offloading_size", harmless=(0,)),
     *_flags("only matters with --kv-offloading-size, which is refused", values="kv_offloading_backend"),
     *_flags("there is one block manager", switches="use_v2_block_manager"),

@@ -3,7 +3,6 @@ import json
 import pytest
 
 from jaxllm.errors import ConfigError, ModelLoadError
-from jaxllm.model_config import kv_bytes_per_token
 from jaxllm.model_parts import Rope
 from jaxllm.models.load_config import load_model_config
 
@@ -195,11 +194,6 @@ def test_tensor_parallel_size_that_does_not_divide(read):
         read().for_tensor_parallel(3)
     with pytest.raises(ConfigError, match="size is 8, .*intermediate size of 132"):
         read({"intermediate_size": 132}).for_tensor_parallel(8)
-
-
-def test_bytes_per_token_count_copies(read):
-    assert kv_bytes_per_token(read()) == 2 * 4 * 2 * 8 * 4
-    assert kv_bytes_per_token(read().for_tensor_parallel(8)) == 4 * kv_bytes_per_token(read())
 
 
 def test_configs_can_be_keys(read):

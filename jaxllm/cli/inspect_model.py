@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxllm.cli import options, planning
 from jaxllm.cli.flags import engine_flags
@@ -11,6 +11,9 @@ from jaxllm.cli.numbers import positive
 from jaxllm.cli.parser import Parser
 from jaxllm.cli.terminal import size
 from jaxllm.errors import ConfigError, OutOfMemoryError
+
+if TYPE_CHECKING:
+    from jaxllm.runner.memory import MemoryPlan
 
 ABOUT = (
     "The numbers of a model: architecture, parameters, bytes of weights, bytes of KV cache per token, and whether it fits here."
@@ -41,11 +44,13 @@ def run(arguments: argparse.Namespace) -> int:
     plan = planning.plan(options.engine_options(arguments), device_bytes=arguments.device_memory)
     report, fault = describe(plan), _why_it_does_not_fit(plan)
     if arguments.json:
-        memory = {**dataclasses.asdict(plan.memory), "fits": fault is None}
+        memory = _without_cache(plan.memory)
+        memory["fits"] = fault is None
         print(json.dumps({**report, "memory_plan": memory, "host_bytes_while_loading": plan.host_bytes}))
         return 0 if fault is None else 1
     for name, value in report.items():
-        print(f"{name.replace('_', ' '):<26}{_as_text(name, value)}")
+        for text in map(_group_as_text, value) if name == "cache_groups" else [_as_text(name, value)]:
+            print(f"{name.replace('_', ' '):<30}{text}")
     print(plan.describe())
     print("it fits" if fault is None else f"it does not fit: {fault}")
     return 0 if fault is None else 1
@@ -54,15 +59,43 @@ def run(arguments: argparse.Namespace) -> int:
 def describe(plan: planning.Plan) -> dict[str, Any]:
     """The model's own numbers, then its memory use over all devices."""
     from jaxllm.layers.build import num_parameters, weight_bytes
-    from jaxllm.model_config import kv_bytes_per_token
 
+    cache, longest = plan.memory.cache, plan.memory.max_model_len
+    block_bytes = cache.block_bytes
+    groups = [
+        {
+            "keeps": str(group.policy),
+            "layers": list(group.layers),
+            "bytes_per_token": block_bytes // cache.block_size,
+            "bytes_per_longest_request": block_bytes
+            * group.policy.num_blocks_for(longest, cache.block_size, cache.max_step_tokens),
+        }
+        for group in cache.groups
+    ]
     return {
         "model": plan.config.model.model,
         **plan.model_config.described(),
         "num_parameters": num_parameters(plan.model_config),
         "weight_bytes": weight_bytes(plan.model_config),
-        "kv_cache_bytes_per_token": kv_bytes_per_token(plan.model_config),
+        "kv_cache_bytes_per_token": len(groups) * block_bytes // cache.block_size,
+        "cache_groups": groups,
+        "longest_request_tokens": longest,
+        "longest_request_bytes": sum(group["bytes_per_longest_request"] for group in groups),
     }
+
+
+def _without_cache(memory: "MemoryPlan") -> dict[str, Any]:
+    """The numbers of a memory plan alone."""
+    values = {field.name: getattr(memory, field.name) for field in dataclasses.fields(memory) if field.name != "cache"}
+    return {**values, "block_bytes": memory.block_bytes, "block_size": memory.block_size}
+
+
+def _group_as_text(group: dict[str, Any]) -> str:
+    layers = ", ".join(map(str, group["layers"]))
+    return (
+        f"{group['keeps']}, layers {layers}: {size(group['bytes_per_token'])} a token, at most "
+        f"{size(group['bytes_per_longest_request'])} a request"
+    )
 
 
 def _why_it_does_not_fit(plan: planning.Plan) -> str | None:

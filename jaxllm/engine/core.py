@@ -108,7 +108,11 @@ class EngineCore:
             self.start_times.describe(),
         )
         self.scheduler = Scheduler(
-            self.config.scheduler, self.config.cache, num_blocks=plan.num_blocks, max_model_len=plan.max_model_len
+            self.config.scheduler,
+            self.config.cache,
+            num_blocks=plan.num_blocks,
+            max_model_len=plan.max_model_len,
+            policies=plan.cache.policies,
         )
         max_in_flight = _MAX_IN_FLIGHT[jax.default_backend() != "cpu"] if self.config.scheduler.async_scheduling else 1
         self.grammars = Grammars(self._vocabulary, self.model_config.padded_vocab_size)

@@ -1,5 +1,6 @@
 """Lists everything that an engine's compiled programs depend on. Engines with equal fingerprints can share programs."""
 
+import dataclasses
 import functools
 import hashlib
 import importlib.metadata
@@ -57,6 +58,7 @@ def fingerprint(
         **{f"{op} implementation": name for op, name in kernels.by_op().items() if op != "paged_attention"},
         "max_model_len": plan.max_model_len,
         "num_gpu_blocks": plan.num_blocks,
+        "groups and arrays of layers in the cache": [dataclasses.astuple(place) for place in plan.cache.places],
         **{f"model's {name}": value for name, value in model_config.described().items()},
     }
 

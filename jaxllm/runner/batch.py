@@ -68,11 +68,13 @@ class Batch:
 class BatchBuilder:
     """Gives rows to the requests of a plan and fills buffers."""
 
-    def __init__(self, rows: Rows, buckets: Buckets, *, block_size: int, max_blocks: int):
+    def __init__(self, rows: Rows, buckets: Buckets, *, block_size: int, max_blocks: int, num_groups: int = 1):
+        """max_blocks: of a request in each of the `num_groups` groups of layers."""
         self.rows = rows
         self.buckets = buckets
         self.block_size = block_size
         self.max_blocks = max_blocks
+        self.num_groups = num_groups
 
     def build(self, plan: SchedulerOutput) -> Batch:
         """Give rows to new requests, then lay out the step: rows that sample first, the others behind them.
@@ -108,7 +110,7 @@ class BatchBuilder:
         for row, blocks in zip(scheduled, cached.new_block_ids, strict=True):
             if blocks:
                 self._extend_table(row, blocks, update_index, update_block)
-        layout = decode_layout(self.buckets.fit_decode(num_rows))
+        layout = decode_layout(self.buckets.fit_decode(num_rows), self.num_groups)
         # A fresh buffer each step: the device may still be reading the last one.
         buffer = np.zeros(layout.size, np.int32)
         views = layout.views(buffer)
@@ -168,10 +170,11 @@ class BatchBuilder:
         is_decode = not partial and num_tokens == len(scheduled) and variant < Variant.MASKED
         is_decode = is_decode and not any(chunk.targets for chunk in prompt_logprobs)
         if is_decode:
-            layout = decode_layout(self.buckets.fit_decode(len(scheduled)))
+            layout = decode_layout(self.buckets.fit_decode(len(scheduled)), self.num_groups)
         else:
             num_tokens = self.buckets.fit_tokens(max(1, num_tokens))
-            layout = mixed_layout(num_tokens, self.buckets.rows_for_tokens(num_tokens), self.block_size)
+            num_rows = self.buckets.rows_for_tokens(num_tokens)
+            layout = mixed_layout(num_tokens, num_rows, self.block_size, self.num_groups)
         buffer = self._fill(layout, scheduled, len(sampled))
         extra = self._fill_updates(layout, buffer, update_index, update_block)
         pooling = _pooling_chunks(scheduled)
@@ -184,10 +187,12 @@ class BatchBuilder:
         return buffer
 
     def _extend_table(self, row: Row, blocks: list[int], update_index: list[int], update_block: list[int]) -> None:
-        first = row.index * self.max_blocks + row.num_blocks
-        row.num_blocks += len(blocks)
+        count = len(blocks) // self.num_groups
+        first = row.index * self.num_groups * self.max_blocks + row.num_blocks
+        row.num_blocks += count
         assert row.num_blocks <= self.max_blocks, f"request {row.data.request_id} outgrew its block table"
-        update_index.extend(range(first, first + len(blocks)))
+        for start in range(first, first + self.num_groups * self.max_blocks, self.max_blocks):
+            update_index.extend(range(start, start + count))
         update_block.extend(blocks)
 
     def _fill(self, layout: StepLayout, scheduled: list[tuple[Row, int, int]], num_sampled: int) -> np.ndarray:

@@ -61,11 +61,11 @@ class StepLayout:
         )
 
 
-def decode_layout(num_rows: int) -> StepLayout:
-    """A step of one token a row, which needs at most one new block a row."""
-    return StepLayout(num_rows, num_rows, num_rows)
+def decode_layout(num_rows: int, num_groups: int = 1) -> StepLayout:
+    """A step of one token a row, which needs at most one new block a row in each group of layers."""
+    return StepLayout(num_rows, num_rows, num_rows * num_groups)
 
 
-def mixed_layout(num_tokens: int, num_rows: int, block_size: int) -> StepLayout:
+def mixed_layout(num_tokens: int, num_rows: int, block_size: int, num_groups: int = 1) -> StepLayout:
     """A step of any shape. A separate program writes the new blocks of long cached prefixes that do not fit here."""
-    return StepLayout(num_rows, num_tokens, num_tokens // block_size + 2 * num_rows)
+    return StepLayout(num_rows, num_tokens, num_groups * (num_tokens // block_size + 2 * num_rows))

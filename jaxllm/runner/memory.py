@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm import gpus
+from jaxllm.cache_spec import CacheLayout, cache_layout, cache_specs
 from jaxllm.config import AUTO_MODEL_LEN, EngineConfig
 from jaxllm.errors import ConfigError, OutOfMemoryError
 from jaxllm.layers import build
-from jaxllm.model_config import ModelConfig, kv_bytes_per_token
+from jaxllm.model_config import ModelConfig
 from pallas_kernels.collectives import WORKSPACE_BYTES
 
 COLLECTIVE_BYTES = 1536 << 20
@@ -43,8 +44,7 @@ class MemoryPlan:
     weight_bytes: int
     work_bytes: int
     """Temporary arrays of the largest step."""
-    block_bytes: int
-    block_size: int
+    cache: CacheLayout
     num_blocks: int
     max_model_len: int
     sized_by: str | None = None
@@ -55,13 +55,23 @@ class MemoryPlan:
     on_gpu: bool = True
 
     @property
+    def block_size(self) -> int:
+        return self.cache.block_size
+
+    @property
+    def block_bytes(self) -> int:
+        return self.cache.block_bytes // self.num_devices
+
+    @property
     def cache_bytes(self) -> int:
         return self.num_blocks * self.block_bytes
 
     @property
     def num_cache_tokens(self) -> int:
+        """Tokens that the cache holds, in requests of max_model_len."""
         # Block 0 is the null block.
-        return max(0, self.num_blocks - 1) * self.block_size
+        num_usable, num_rounded = max(0, self.num_blocks - 1), -(-self.max_model_len // self.block_size) * self.block_size
+        return num_usable * num_rounded // self.cache.num_blocks_for(self.max_model_len)
 
     def describe(self) -> str:
         """The plan in a few lines for people."""
@@ -84,7 +94,7 @@ class MemoryPlan:
         Raises OutOfMemoryError with the numbers.
         """
         self._check_limit()
-        needed = -(-self.max_model_len // self.block_size)
+        needed = self.cache.num_blocks_for(self.max_model_len)
         usable = max(0, self.num_blocks - 1)
         if usable >= needed:
             return
@@ -100,7 +110,8 @@ class MemoryPlan:
             "kv_cache_memory_bytes": f"--kv-cache-memory-bytes {(needed + 1) * self.block_bytes} or more",
             None: f"more memory ({'--gpu-memory-utilization, ' * self.on_gpu}--kv-cache-memory-bytes)",
         }[self.sized_by]
-        shorter = f", or use --max-model-len {usable * self.block_size} or less (-1: the largest that fits)" if usable else ""
+        longest = self.cache.max_tokens(usable)
+        shorter = f", or use --max-model-len {longest} or less (-1: the largest that fits)" if longest else ""
         raise OutOfMemoryError(
             f"the KV cache is too small for one request of max_model_len {self.max_model_len}: it needs {needed} blocks of "
             f"{self.block_size} tokens ({_size(needed * self.block_bytes)}), {usable} are there besides the null block "
@@ -160,8 +171,12 @@ def memory_plan(
         weight_bytes = build.weight_bytes(model) // tensor_parallel
     if work_bytes is None:
         work_bytes = estimate_work_bytes(config, model)
-    block_size = config.cache.block_size
-    block_bytes = kv_bytes_per_token(model) * block_size // tensor_parallel
+    cache = cache_layout(
+        cache_specs(model, disable_windows=config.cache.disable_hybrid_kv_cache_manager),
+        block_size=config.cache.block_size,
+        max_step_tokens=config.scheduler.max_num_batched_tokens or 0,
+    )
+    block_size, block_bytes = cache.block_size, cache.block_bytes // tensor_parallel
     wanted_len = config.model.max_model_len
     max_len = model.max_position if wanted_len in (None, AUTO_MODEL_LEN) else wanted_len
     assert max_len is not None and config.scheduler.max_num_seqs is not None
@@ -170,7 +185,8 @@ def memory_plan(
             f"max_model_len is {wanted_len}, the model was made for {model.max_position} tokens (max_position_embeddings); "
             f"use --max-model-len {model.max_position} or less, or override its rope_scaling with --hf-overrides"
         )
-    useful = config.scheduler.max_num_seqs * -(-max_len // block_size) + 1
+    # Blocks that have left a window can still be found in the prefix cache.
+    useful = config.scheduler.max_num_seqs * len(cache.groups) * -(-max_len // block_size) + 1
     sized_by = None
     if config.cache.num_gpu_blocks_override is not None:
         sized_by = "num_gpu_blocks_override"
@@ -185,17 +201,17 @@ def memory_plan(
             cache_bytes = limit - weight_bytes - work_bytes - _other_bytes(tensor_parallel)
         # The cache is indexed by 32-bit slots.
         num_blocks = min(max(0, cache_bytes // block_bytes), useful, (2**31 - 1) // block_size)
-        values_per_block = max(a.num_kv_heads * a.head_dim for a in model.attentions) // tensor_parallel * block_size
-        num_blocks = countable_blocks(num_blocks, values_per_block, jnp.dtype(model.kv_cache_dtype).itemsize)
+        for array in cache.arrays:
+            values_per_block = array.num_heads // tensor_parallel * block_size * array.width
+            num_blocks = countable_blocks(num_blocks, values_per_block, jnp.dtype(array.dtype).itemsize)
     if wanted_len == AUTO_MODEL_LEN:
-        max_len = max(1, min(max_len, (num_blocks - 1) * block_size))
+        max_len = max(1, min(max_len, cache.max_tokens(num_blocks - 1)))
     return MemoryPlan(
         device,
         limit,
         weight_bytes,
         work_bytes,
-        block_bytes,
-        block_size,
+        cache,
         num_blocks,
         max_len,
         sized_by,

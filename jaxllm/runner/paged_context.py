@@ -1,25 +1,37 @@
 """The `attend` of a model while it runs over the paged cache: writes the new keys and values, then attends to the request's pages."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import jax
 
+from jaxllm.cache_spec import LayerPlace
 from jaxllm.layers.attend import Projection
 from jaxllm.runner.kernels import Kernels
 from pallas_kernels.paged_attention import paged_attention, paged_decode
 from pallas_kernels.rope_cache_write import rope_and_write
 
 
+class GroupTable(NamedTuple):
+    """Where the rows and tokens of a step are in the blocks of one group of layers."""
+
+    page_table_RB: jax.Array
+    slot_T: jax.Array
+    """Slot in the cache; -1 for tokens that must not be written."""
+
+
 @dataclass
 class PagedContext:
-    """One step's attention. `caches` (K and V of each layer in turn) is replaced layer by layer as the model is traced."""
+    """One step's attention. `caches` is replaced layer by layer as the model is traced."""
 
     caches: list[jax.Array]
-    page_table_RB: jax.Array
+    """The arrays of a `CacheLayout`."""
+    places: Sequence[LayerPlace]
+    tables: Sequence[GroupTable]
     query_start_R1: jax.Array
     kv_length_R: jax.Array
-    slot_T: jax.Array
     is_decode: bool
     """Token i is the only token of row i."""
     kernels: Kernels
@@ -34,24 +46,27 @@ class PagedContext:
         soft_cap: float | None,
     ) -> jax.Array:
         """Attention output [T, K, G, H]. A cache of a wide type takes keys and values as they are."""
-        k_pages, v_pages = self.caches[2 * layer : 2 * layer + 2]
+        place = self.places[layer]
+        table = self.tables[place.group]
+        k_pages, v_pages = (self.caches[index] for index in place.arrays)
         if k_pages.dtype.itemsize > 1:
             projection = replace(projection, kv_scale_2=None)
         out, k_pages, v_pages = _write_and_attend(
             projection,
             k_pages,
             v_pages,
-            self.page_table_RB,
+            table.page_table_RB,
             self.query_start_R1,
             self.kv_length_R,
-            self.slot_T,
+            table.slot_T,
             is_decode=self.is_decode,
             kernels=self.kernels,
             scale=scale,
             window=window,
             soft_cap=soft_cap,
         )
-        self.caches[2 * layer : 2 * layer + 2] = [k_pages, v_pages]
+        for index, pages in zip(place.arrays, (k_pages, v_pages), strict=True):
+            self.caches[index] = pages
         return out
 
 

@@ -43,6 +43,7 @@ class Row:
     num_known: int
     """Number of tokens that the host knew when the row was assigned. Later tokens are on the device."""
     num_blocks: int
+    """Length of its block tables, one for each group of layers."""
     variant: Variant
     needs_state: bool
     """Whether full sampling needs state of the request, such as its tokens and masks."""

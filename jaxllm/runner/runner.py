@@ -173,7 +173,7 @@ class ModelRunner:
             # Flattened once: walking the module tree in each step would cost milliseconds.
             merge=lambda params: nnx.merge(graphdef, jax.tree.unflatten(structure, params)),
             shards=make_shards(mesh),
-            block_size=config.cache.block_size,
+            cache=plan.cache,
             max_rows=max_rows,
             kernels=kernels,
             num_logprobs=vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size),
@@ -183,9 +183,11 @@ class ModelRunner:
         self.vocab_size = model_config.padded_vocab_size
         self.processors = processors
         self.buckets = Buckets.choose(config, on_gpu=on_gpu)
-        max_blocks = -(-plan.max_model_len // config.cache.block_size)
+        max_blocks = -(-plan.max_model_len // plan.block_size)
         self.rows = Rows(max_rows)
-        self.batches = BatchBuilder(self.rows, self.buckets, block_size=config.cache.block_size, max_blocks=max_blocks)
+        self.batches = BatchBuilder(
+            self.rows, self.buckets, block_size=plan.block_size, max_blocks=max_blocks, num_groups=len(plan.cache.groups)
+        )
         self.shapes = StepPrograms(
             functions=functions,
             buckets=self.buckets,
@@ -325,8 +327,7 @@ class ModelRunner:
         self.caches, self._sampling_state, self._open_masks = (), None, {}
 
     def _new_row_arrays(self) -> RowArrays:
-        num_rows, max_blocks = self.rows.trash + 1, self.batches.max_blocks
-        return self._put(RowArrays(np.zeros(num_rows, np.int32), np.zeros((num_rows, max_blocks), np.int32)))  # type: ignore[arg-type, no-any-return]
+        return self._put(jax.tree.map(lambda wanted: np.zeros(wanted.shape, wanted.dtype), self.shapes.rows))  # type: ignore[no-any-return]
 
     def warm_up(self) -> None:
         """Run the programs once on empty steps. From then on, compilations that a request waits for are counted."""

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxllm.cache_spec import CacheLayout
 from jaxllm.layers.step import Step
 from jaxllm.parallel.shards import PEERS_LOST, Shards
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.layout import FROM_ROW, Column, StepLayout, StepViews
-from jaxllm.runner.paged_context import PagedContext
+from jaxllm.runner.paged_context import GroupTable, PagedContext
 from jaxllm.runner.rows import LogprobsKind
 from jaxllm.sampling.columns import unpack_columns
 from jaxllm.sampling.logprobs import named_logprobs, top_logprobs
@@ -31,19 +32,19 @@ class RowArrays(NamedTuple):
 
     last_token_N: jax.Array
     block_table_NB: jax.Array
+    """The block tables of all groups of layers, side by side."""
 
 
 class Tokens(NamedTuple):
-    """The tokens of a step with their rows, positions and slots."""
+    """The tokens of a step with their rows, positions and places in the cache."""
 
     token_ids_T: jax.Array
     position_T: jax.Array
     is_real_T: jax.Array
-    slot_T: jax.Array
-    """Slot in the cache; -1 for tokens that must not be written."""
+    tables: tuple[GroupTable, ...]
+    """By group of layers."""
     query_start_R1: jax.Array
     kv_length_R: jax.Array
-    page_table_RB: jax.Array
 
 
 class Logprobs(NamedTuple):
@@ -72,7 +73,7 @@ class StepFunctions:
     merge: Callable[[Params], Any]
     """Weights -> model."""
     shards: Shards
-    block_size: int
+    cache: CacheLayout
     max_rows: int
     kernels: Kernels
     num_logprobs: int
@@ -93,7 +94,7 @@ class StepFunctions:
         shards = self.shards.through(workspace)
         views = layout.views(shards.of_first(buffer))
         rows = _update_block_table(rows, views)
-        tokens = _locate_tokens(rows, views, self.block_size)
+        tokens = _locate_tokens(rows, views, self.cache)
         hidden_TD, caches = self._run_model(params, caches, tokens, shards, is_decode=False)
         hidden_TD = shards.check(hidden_TD, jnp.nan)
         last_R = jnp.maximum(tokens.query_start_R1[1:] - 1, 0)
@@ -118,7 +119,7 @@ class StepFunctions:
         shards = self.shards.through(workspace)
         views = layout.views(shards.of_first(buffer))
         rows = _update_block_table(rows, views)
-        tokens = _locate_decode_tokens(rows, views, self.block_size)
+        tokens = _locate_decode_tokens(rows, views, self.cache)
         hidden_RD, caches = self._run_model(params, caches, tokens, shards, is_decode=True)
         logits_RV = self.merge(params).logits(hidden_RD, shards)
         token_R = shards.check(self._draw_shared(variant, logits_RV, views.columns_RC, shards), PEERS_LOST)
@@ -203,10 +204,10 @@ class StepFunctions:
     ) -> tuple[jax.Array, Caches]:
         context = PagedContext(
             caches=list(caches),
-            page_table_RB=tokens.page_table_RB,
+            places=self.cache.places,
+            tables=tokens.tables,
             query_start_R1=tokens.query_start_R1,
             kv_length_R=tokens.kv_length_R,
-            slot_T=tokens.slot_T,
             is_decode=is_decode,
             kernels=self.kernels,
         )
@@ -265,7 +266,7 @@ def _store_tokens(rows: RowArrays, columns_RC: jax.Array, token_R: jax.Array) ->
     return rows._replace(last_token_N=rows.last_token_N.at[columns_RC[:, Column.TOKEN_ROW]].set(jnp.maximum(token_R, 0)))
 
 
-def _locate_tokens(rows: RowArrays, views: StepViews[jax.Array], block_size: int) -> Tokens:
+def _locate_tokens(rows: RowArrays, views: StepViews[jax.Array], cache: CacheLayout) -> Tokens:
     """Compute the row, position and slot of each token of a ragged step."""
     columns_RC = views.columns_RC
     num_tokens = views.token_ids_T.shape[0]
@@ -277,36 +278,52 @@ def _locate_tokens(rows: RowArrays, views: StepViews[jax.Array], block_size: int
     is_real_T = index_T < query_start_R1[-1]
     owner_T = jnp.where(is_real_T, owner_T, 0)
     position_T = jnp.where(is_real_T, start_R[owner_T] + index_T - query_start_R1[owner_T], 0)
-    page_table_RB = rows.block_table_NB[columns_RC[:, Column.ROW]]
-    page_T = page_table_RB[owner_T, position_T // block_size]
+    page_tables = _by_group(rows.block_table_NB[columns_RC[:, Column.ROW]], cache)
+    pages = [page_table_RB[owner_T, position_T // cache.block_size] for page_table_RB in page_tables]
     is_written_T = is_real_T & (position_T >= columns_RC[owner_T, Column.WRITE_FROM])
     token_T = jnp.where(views.token_ids_T == FROM_ROW, rows.last_token_N[columns_RC[owner_T, Column.ROW]], views.token_ids_T)
     return Tokens(
         token_ids_T=token_T,
         position_T=position_T,
         is_real_T=is_real_T,
-        slot_T=jnp.where(is_written_T, page_T * block_size + position_T % block_size, -1),
+        tables=_group_tables(page_tables, pages, position_T, is_written_T, cache),
         query_start_R1=query_start_R1,
         kv_length_R=jnp.where(count_R > 0, start_R + count_R, 0),
-        page_table_RB=page_table_RB,
     )
 
 
-def _locate_decode_tokens(rows: RowArrays, views: StepViews[jax.Array], block_size: int) -> Tokens:
+def _locate_decode_tokens(rows: RowArrays, views: StepViews[jax.Array], cache: CacheLayout) -> Tokens:
     """The same for a decode step, in which row i has exactly token i."""
     columns_RC = views.columns_RC
     num_rows = columns_RC.shape[0]
     position_R, is_real_R = columns_RC[:, Column.START], columns_RC[:, Column.NUM_TOKENS] > 0
     row_R = columns_RC[:, Column.ROW]
-    page_table_RB = rows.block_table_NB[row_R]
-    page_R = page_table_RB[jnp.arange(num_rows), position_R // block_size]
+    page_tables = _by_group(rows.block_table_NB[row_R], cache)
+    pages = [page_table_RB[jnp.arange(num_rows), position_R // cache.block_size] for page_table_RB in page_tables]
     is_written_R = is_real_R & (position_R >= columns_RC[:, Column.WRITE_FROM])
     return Tokens(
         token_ids_T=jnp.where(views.token_ids_T == FROM_ROW, rows.last_token_N[row_R], views.token_ids_T),
         position_T=position_R,
         is_real_T=is_real_R,
-        slot_T=jnp.where(is_written_R, page_R * block_size + position_R % block_size, -1),
+        tables=_group_tables(page_tables, pages, position_R, is_written_R, cache),
         query_start_R1=jnp.arange(num_rows + 1, dtype=jnp.int32),
         kv_length_R=jnp.where(is_real_R, position_R + 1, 0),
-        page_table_RB=page_table_RB,
     )
+
+
+def _by_group(block_table_RB: jax.Array, cache: CacheLayout) -> list[jax.Array]:
+    """Cut block tables into those of the groups.
+
+    One may begin with blocks that the request has freed meanwhile, and end with those of an earlier request of its row: attention
+    reads neither.
+    """
+    num_groups = len(cache.groups)
+    return jnp.split(block_table_RB, num_groups, axis=1) if num_groups > 1 else [block_table_RB]
+
+
+def _group_tables(
+    page_tables: list[jax.Array], pages: list[jax.Array], position_T: jax.Array, is_written_T: jax.Array, cache: CacheLayout
+) -> tuple[GroupTable, ...]:
+    """The page tables of the groups, with the slots of tokens that lie in these pages."""
+    slots = (jnp.where(is_written_T, page_T * cache.block_size + position_T % cache.block_size, -1) for page_T in pages)
+    return tuple(map(GroupTable, page_tables, slots))

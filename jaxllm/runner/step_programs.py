@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxllm.cache_spec import CacheArray, CacheLayout
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.mesh import TENSOR
 from jaxllm.runner.buckets import Buckets
@@ -53,8 +54,12 @@ class StepPrograms:
     params: tuple[jax.ShapeDtypeStruct, ...]
     num_blocks: int
     max_blocks: int
-    """Per request."""
+    """Per request and group of layers."""
     make_state: Callable[[], SamplingState]
+
+    @property
+    def cache(self) -> CacheLayout:
+        return self.functions.cache
 
     @property
     def replicated(self) -> NamedSharding:
@@ -63,11 +68,6 @@ class StepPrograms:
     @property
     def by_heads(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec(None, "tensor"))
-
-    @property
-    def cache_shape(self) -> tuple[int, int, int, int]:
-        attention = self.model.layers[0].attention
-        return (self.num_blocks, attention.num_kv_heads, self.functions.block_size, attention.head_dim)
 
     def all_keys(self) -> list[ProgramKey]:
         """Every program that traffic can reach."""
@@ -131,8 +131,8 @@ class StepPrograms:
     def layout(self, key: ProgramKey) -> StepLayout:
         """The step buffer of a forward or decode program."""
         if key.kind == "decode":
-            return decode_layout(key.size)
-        return mixed_layout(key.size, self.buckets.rows_for_tokens(key.size), self.functions.block_size)
+            return decode_layout(key.size, len(self.cache.groups))
+        return mixed_layout(key.size, self.buckets.rows_for_tokens(key.size), self.cache.block_size, len(self.cache.groups))
 
     def compiler_options(self, key: ProgramKey) -> dict[str, str | bool]:
         """XLA's compiler options for a program.
@@ -173,13 +173,13 @@ class StepPrograms:
 
     def _lower_forward(self, key: ProgramKey) -> jax.stages.Lowered:
         layout, same = self.layout(key), self.replicated
-        arguments = (self.params, self._caches, self._rows, self._buffer(layout), self.workspace)
+        arguments = (self.params, self._caches, self.rows, self._buffer(layout), self.workspace)
         out = (self._cache_shardings, same, same, same, same)
         return self._lower_on_each(partial(self.functions.forward, layout), arguments, out, donate=(1, 2))
 
     def _lower_decode(self, key: ProgramKey) -> jax.stages.Lowered:
         layout, same = self.layout(key), self.replicated
-        arguments = (self.params, self._caches, self._rows, self._buffer(layout), self.workspace)
+        arguments = (self.params, self._caches, self.rows, self._buffer(layout), self.workspace)
         out = (self._cache_shardings, same, same)
         return self._lower_on_each(partial(self.functions.decode, layout, key.variant), arguments, out, donate=(1, 2))
 
@@ -191,7 +191,7 @@ class StepPrograms:
         function = partial(self.functions.sample, key.size, key.variant, key.logprobs)
         hidden_ND = self._shape((max_rows, self.model.hidden_size), self.model.dtype)
         columns_NC = self._ints(max_rows, NUM_ROW_COLUMNS)
-        arguments = (self.params, self._rows, hidden_ND, columns_NC, state, named_ids, mask, self.workspace)
+        arguments = (self.params, self.rows, hidden_ND, columns_NC, state, named_ids, mask, self.workspace)
         return self._lower_on_each(function, arguments, self.replicated, donate=(1, 4))
 
     def _lower_prompt_logprobs(self, key: ProgramKey) -> jax.stages.Lowered:
@@ -212,7 +212,7 @@ class StepPrograms:
 
     def _lower_write_blocks(self, key: ProgramKey) -> jax.stages.Lowered:
         program = jax.jit(self.functions.write_blocks, donate_argnums=0, out_shardings=self.replicated)
-        return program.lower(self._rows, self._ints(2, UPDATES_PER_WRITE))
+        return program.lower(self.rows, self._ints(2, UPDATES_PER_WRITE))
 
     def _lower_new_state(self, key: ProgramKey) -> jax.stages.Lowered:
         return jax.jit(self.make_state, out_shardings=self.replicated).lower()
@@ -242,20 +242,24 @@ class StepPrograms:
 
     @property
     def _caches(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        dtype = jnp.dtype(self.model.kv_cache_dtype)
-        if self.mesh.devices.flat[0].platform == "cpu" and not self.functions.kernels.interpret:
-            dtype = bits_type(dtype)
-        cache = jax.ShapeDtypeStruct(self.cache_shape, dtype, sharding=self.by_heads)
-        return (cache,) * (2 * self.model.num_layers)
+        as_bits = self.mesh.devices.flat[0].platform == "cpu" and not self.functions.kernels.interpret
+
+        def make(array: CacheArray) -> jax.ShapeDtypeStruct:
+            shape = (self.num_blocks, array.num_heads, self.cache.block_size, array.width)
+            dtype = jnp.dtype(array.dtype)
+            return jax.ShapeDtypeStruct(shape, bits_type(dtype) if as_bits else dtype, sharding=self.by_heads)
+
+        return tuple(map(make, self.cache.arrays))
 
     @property
     def _cache_shardings(self) -> tuple[NamedSharding, ...]:
-        return (self.by_heads,) * (2 * self.model.num_layers)
+        return (self.by_heads,) * len(self.cache.arrays)
 
     @property
-    def _rows(self) -> Any:
+    def rows(self) -> Any:
         num_rows = self.buckets.max_rows + 1
-        return RowArrays(self._ints(num_rows), self._ints(num_rows, self.max_blocks))  # type: ignore[arg-type]
+        table = self._ints(num_rows, len(self.cache.groups) * self.max_blocks)
+        return RowArrays(self._ints(num_rows), table)  # type: ignore[arg-type]
 
     def _buffer(self, layout: StepLayout) -> jax.ShapeDtypeStruct:
         """A step's buffer; of devices that exchange through their memory the first has it, and gives it to the others."""

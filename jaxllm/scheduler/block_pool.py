@@ -42,6 +42,10 @@ class BlockPool:
         found = self._cached.get(block_hash)
         return max(found.values(), key=lambda block: block.ref_count) if isinstance(found, dict) else found
 
+    def is_cached(self, block_hash: bytes) -> bool:
+        """Whether `find` finds a block."""
+        return block_hash in self._cached
+
     def allocate(self, count: int) -> list[KVCacheBlock]:
         """Allocate the first `count` free blocks and discard their content. Raises IndexError if there are fewer."""
         blocks = self._free.popleft_n(count)

@@ -1,86 +1,153 @@
 """Allocates the blocks that each request's tokens need, shares blocks with equal content, and frees them.
 
-Handles one group of full-attention layers: a request keeps every block until it ends (kernels implement sliding windows).
+Layers form groups (`jaxllm.cache_spec`). A request has a block table for each group, all of the same length; the policy of a group
+says which blocks have expired, and which a cached prefix must have. All groups take their blocks from one pool.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import chain, zip_longest
 
+from jaxllm.cache_policy import FULL, CachePolicy, num_blocks_for
 from jaxllm.config import CacheOptions
 from jaxllm.request import Request
 from jaxllm.scheduler.block import KVCacheBlock
 from jaxllm.scheduler.block_pool import BlockPool
 
 
+class _GroupTable:
+    """The blocks of one request in one group."""
+
+    __slots__ = ("blocks", "num_expired")
+
+    def __init__(self, blocks: list[KVCacheBlock], num_expired: int):
+        self.blocks = blocks
+        self.num_expired = num_expired
+        """Number of leading blocks that the request no longer holds; in a cached prefix they are the null block."""
+
+    @property
+    def held(self) -> list[KVCacheBlock]:
+        return self.blocks[self.num_expired :]
+
+
 @dataclass(frozen=True)
 class CachedPrefix:
     """The prefix of a request that is already in the prefix cache."""
 
-    blocks: Sequence[KVCacheBlock] = ()
+    groups: Sequence[_GroupTable] = ()
     num_computed_tokens: int = 0
     """Tokens that need not be computed: at most all but the last, whose hidden state gives the next token."""
     num_cached_tokens: int = 0
-    """Tokens in `blocks`."""
+    """Tokens in the blocks of the prefix."""
+
+    @property
+    def blocks(self) -> list[KVCacheBlock]:
+        """The blocks that the request will share, group by group."""
+        return [block for group in self.groups for block in group.held]
 
 
 NO_PREFIX = CachedPrefix()
 
 
 class _BlockTable:
-    """The blocks of one request, append-only."""
+    """The blocks of one request in all groups."""
 
-    __slots__ = ("blocks", "num_shared", "num_published")
+    __slots__ = ("groups", "num_slots", "num_shared", "num_published")
 
-    def __init__(self, shared: Sequence[KVCacheBlock]):
-        self.blocks = list(shared)
-        self.num_shared = len(shared)
-        """Number of leading blocks found in the prefix cache at admission."""
-        self.num_published = len(shared)
-        """Number of leading blocks that were found in the prefix cache or added to it."""
+    def __init__(self, groups: list[_GroupTable]):
+        self.groups = groups
+        self.num_slots = 0
+        """Tokens that the tables have room for."""
+        self.num_shared = self.num_published = len(groups[0].blocks)
+        """Number of leading blocks found in the prefix cache at admission, and of those found there or added to it."""
 
 
 class KVCacheManager:
     """Block tables by request, on top of a `BlockPool`."""
 
-    def __init__(self, options: CacheOptions, num_blocks: int):
+    def __init__(
+        self,
+        options: CacheOptions,
+        num_blocks: int,
+        *,
+        max_step_tokens: int,
+        policies: Sequence[CachePolicy] = (FULL,),
+    ):
+        """max_step_tokens: most tokens of a request that one step computes. policies: of each group."""
         self.block_size = options.block_size
         self.enable_prefix_caching = options.enable_prefix_caching
         self.pool = BlockPool(num_blocks)
+        self.policies = tuple(policies)
+        self._max_step_tokens = max_step_tokens
+        self._suffixes = [index.to_bytes(2, "little") if index else b"" for index in range(len(policies))]
+        """What tells apart the hashes of equal tokens in different groups."""
+        suffixes_of: dict[CachePolicy, list[bytes]] = {}
+        for policy, suffix in zip(self.policies, self._suffixes, strict=True):
+            suffixes_of.setdefault(policy, []).append(suffix)
+        self._lookups = [(policy, self._is_cached_in(suffixes)) for policy, suffixes in suffixes_of.items()]
+        """For each policy, whether a block is in the prefix cache in all groups of that policy."""
         self._tables: dict[str, _BlockTable] = {}
 
+    def _is_cached_in(self, suffixes: list[bytes]) -> Callable[[bytes], bool]:
+        is_cached = self.pool.is_cached
+        return is_cached if suffixes == [b""] else lambda name: all(is_cached(name + suffix) for suffix in suffixes)
+
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Number of blocks that hold `num_tokens` tokens."""
-        return -(-num_tokens // self.block_size)
+        """Most blocks that a request of `num_tokens` tokens holds at a time."""
+        return num_blocks_for(self.policies, num_tokens, self.block_size, self._max_step_tokens)
 
     def block_ids(self, request_id: str) -> list[int]:
-        """The block table of a request, as a new list."""
+        """The block tables of a request, one after the other, as a new list. They have equal lengths."""
         table = self._tables.get(request_id)
-        return [block.block_id for block in table.blocks] if table else []
+        return [block.block_id for group in table.groups for block in group.blocks] if table else []
 
     def num_blocks_of(self, request_id: str) -> int:
-        """Length of the block table of a request."""
+        """Number of blocks that a request holds."""
         table = self._tables.get(request_id)
-        return len(table.blocks) if table else 0
+        return sum(len(group.blocks) - group.num_expired for group in table.groups) if table else 0
 
     def reads_cache(self, request: Request) -> bool:
         """Whether the request is looked up in the prefix cache."""
         return self.enable_prefix_caching and not request.skip_reading_prefix_cache
 
     def get_computed_blocks(self, request: Request) -> CachedPrefix:
-        """Find the longest cached run of full blocks from the start of a request. Changes nothing.
+        """Find the longest cached prefix of full blocks that serves every group. Changes nothing.
 
         If it covers the whole request, the last token is recomputed while all blocks stay shared.
         """
         if not self.reads_cache(request):
             return NO_PREFIX
-        blocks = []
-        for block_hash in request.block_hashes:
-            block = self.pool.find(block_hash)
-            if block is None:
-                break
-            blocks.append(block)
-        num_cached = len(blocks) * self.block_size
-        return CachedPrefix(blocks, min(num_cached, request.num_tokens - 1), num_cached)
+        names = self._longest_prefix(request.block_hashes)
+        num_cached = len(names) * self.block_size
+        num_computed = min(num_cached, request.num_tokens - 1)
+        groups = []
+        for policy, suffix in zip(self.policies, self._suffixes, strict=True):
+            num_expired = policy.num_expired(num_computed, self.block_size)
+            found = [block for name in names[num_expired:] if (block := self.pool.find(name + suffix)) is not None]
+            groups.append(_GroupTable([self.pool.null_block] * num_expired + found, num_expired))
+        return CachedPrefix(groups, num_computed, num_cached)
+
+    def _longest_prefix(self, names: list[bytes]) -> list[bytes]:
+        """Cut the hashes of a request's blocks down to the longest cached prefix."""
+        while True:
+            longest = names
+            for policy, is_cached in self._lookups:
+                longest = longest[: policy.longest_prefix(longest, is_cached, self.block_size)]
+            if len(self._lookups) == 1 or len(longest) == len(names):
+                return longest
+            names = longest  # what one policy allows may be too long for another
+
+    def first_unheld_hash(self, request: Request, prefix: CachedPrefix) -> bytes | None:
+        """Hash of the first block of a request, after those it does not need, that no running request holds.
+
+        Of the first group: a request that holds a block of a prompt also holds those before it, as far as they are needed.
+        """
+        if not self.reads_cache(request):
+            return None
+        first = prefix.groups[0]
+        held = range(first.num_expired, len(first.blocks))
+        index = next((index for index in held if first.blocks[index].ref_count == 0), len(first.blocks))
+        return request.block_hashes[index] if index < len(request.block_hashes) else None
 
     def allocate_slots(
         self,
@@ -93,33 +160,54 @@ class KVCacheManager:
     ) -> list[int] | None:
         """Allocate blocks for the next `num_new_tokens` of a request. Its first allocation also takes `prefix`.
 
-        Returns the ids of the new blocks (without those of the prefix). Returns None and changes nothing if there are too few
-        free blocks for these tokens, or for all known tokens if the whole sequence must fit. The reserved blocks always stay
-        free.
+        Returns the ids of the new blocks (without those of the prefix): those of the first group, as many of the second, and so
+        on. Returns None if there are too few free blocks for these tokens, or for all known tokens if the whole sequence must
+        fit; then nothing is allocated. The reserved blocks always stay free. Frees the request's blocks that have expired.
         """
         num_tokens = request.num_computed_tokens + prefix.num_computed_tokens + num_new_tokens
         table = self._tables.get(request.request_id)
-        if table is not None and num_tokens <= len(table.blocks) * self.block_size:
+        if table is not None and num_tokens <= table.num_slots:
             # The fast path of nearly every decode: it runs for each request in each step.
             if len(request.block_hashes) > table.num_published:
                 self._publish(request, table, num_tokens)
             return []
-        num_held = len(table.blocks) if table is not None else len(prefix.blocks)
-        num_new_blocks = max(0, -(-num_tokens // self.block_size) - num_held)
-        num_needed = num_new_blocks
+        if table is None:
+            found = prefix.groups or [_GroupTable([], 0)] * len(self.policies)
+            groups = [_GroupTable(group.blocks.copy(), group.num_expired) for group in found]
+        else:
+            self._free_expired(table, request.num_computed_tokens)
+            groups = table.groups
+        num_new = max(0, -(-num_tokens // self.block_size) - len(groups[0].blocks))
+        num_needed = num_new * len(groups)
         if whole_sequence_must_fit:
+            num_held = sum(len(group.blocks) - group.num_expired for group in groups)
             num_needed = max(num_needed, self.num_blocks_for(request.num_tokens) - num_held)
+        shared = prefix.blocks
         # An unused cached block leaves the free queue, just like a new one.
-        num_needed += sum(block.ref_count == 0 for block in prefix.blocks)
+        num_needed += sum(block.ref_count == 0 for block in shared)
         if num_needed + num_reserved_blocks > self.pool.num_free_blocks:
             return None
         if table is None:
-            self.pool.touch(prefix.blocks)
-            table = self._tables[request.request_id] = _BlockTable(prefix.blocks)
-        new_blocks = self.pool.allocate(num_new_blocks)
-        table.blocks += new_blocks
+            self.pool.touch(shared)
+            table = self._tables[request.request_id] = _BlockTable(groups)
+        new_blocks = self.pool.allocate(num_new * len(groups))
+        for index, group in enumerate(groups):
+            group.blocks += new_blocks[index * num_new : (index + 1) * num_new]
+        table.num_slots = len(groups[0].blocks) * self.block_size
         self._publish(request, table, num_tokens)
         return [block.block_id for block in new_blocks]
+
+    def _free_expired(self, table: _BlockTable, num_computed_tokens: int) -> None:
+        """Free the blocks that no token from position `num_computed_tokens` on reads.
+
+        Steps in flight may still read them. That is safe: the device runs steps in order, and what is planned now runs later.
+        """
+        for policy, group in zip(self.policies, table.groups, strict=True):
+            num_expired = policy.num_expired(num_computed_tokens, self.block_size)
+            if num_expired > group.num_expired:
+                expired = group.blocks[group.num_expired : num_expired]
+                group.num_expired = num_expired
+                self.pool.free(expired[::-1])
 
     def free(self, request: Request, num_valid_tokens: int) -> None:
         """Free all blocks of a request. Blocks filled by the first `num_valid_tokens` stay in the prefix cache.
@@ -131,16 +219,22 @@ class KVCacheManager:
         if table is None:
             return
         self._publish(request, table, num_valid_tokens)
-        for block in table.blocks[max(table.num_shared, num_valid_tokens // self.block_size) : table.num_published]:
-            self.pool.forget(block)
+        for index in range(max(table.num_shared, num_valid_tokens // self.block_size), table.num_published):
+            for group, suffix in zip(table.groups, self._suffixes, strict=True):
+                # A block that has expired may hold something else by now.
+                if group.blocks[index].block_hash == request.block_hashes[index] + suffix:
+                    self.pool.forget(group.blocks[index])
         # The end of a sequence is the least likely to be reused: evict it first.
-        self.pool.free(table.blocks[::-1])
+        ends = zip_longest(*(group.held[::-1] for group in table.groups))
+        self.pool.free([block for block in chain.from_iterable(ends) if block is not None])
 
     def _publish(self, request: Request, table: _BlockTable, num_tokens: int) -> None:
         """Add the blocks filled by the first `num_tokens` to the prefix cache, as far as their tokens are known."""
         num_full = min(num_tokens // self.block_size, len(request.block_hashes))
         for index in range(table.num_published, num_full):
-            self.pool.publish(table.blocks[index], request.block_hashes[index])
+            for group, suffix in zip(table.groups, self._suffixes, strict=True):
+                if index >= group.num_expired:
+                    self.pool.publish(group.blocks[index], request.block_hashes[index] + suffix)
         table.num_published = max(table.num_published, num_full)
 
     def reset_prefix_cache(self) -> bool:
@@ -155,17 +249,23 @@ class KVCacheManager:
         content: dict[int, tuple[int, bytes]] = {}
         for request in requests:
             table = self._tables[request.request_id]
+            num_blocks = -(-request.num_computed_tokens // self.block_size)
+            assert table.num_slots == num_blocks * self.block_size, "blocks differ from tokens"
             assert table.num_shared <= table.num_published <= len(request.block_hashes), "published blocks of unknown content"
-            assert len({block.block_id for block in table.blocks}) == len(table.blocks), "a block twice in one table"
-            for index, block in enumerate(table.blocks):
-                uses[block.block_id] += 1
-                if index < table.num_published:
-                    block_hash = request.block_hashes[index]
-                    # None if the content proved invalid after other requests had found it.
-                    assert block.block_hash in (None, block_hash), f"{block} is published under a wrong hash"
-                    assert content.setdefault(block.block_id, (index, block_hash)) == (index, block_hash), (
-                        f"{block} is shared wrongly"
-                    )
-                else:
-                    assert block.block_hash is None and block.ref_count == 1, f"{block} is shared before it is full"
+            held = [block.block_id for group in table.groups for block in group.held]
+            assert len(set(held)) == len(held), "a block twice in the tables of one request"
+            for policy, group, suffix in zip(self.policies, table.groups, self._suffixes, strict=True):
+                assert len(group.blocks) == num_blocks, "a table has another length"
+                num_expired = policy.num_expired(request.num_computed_tokens, self.block_size)
+                assert group.num_expired <= num_expired, "a block was freed that the next token reads"
+                for index in range(group.num_expired, num_blocks):
+                    block = group.blocks[index]
+                    uses[block.block_id] += 1
+                    if index < table.num_published:
+                        name = request.block_hashes[index] + suffix
+                        # None if the content proved invalid after other requests had found it.
+                        assert block.block_hash in (None, name), f"{block} is published under a wrong hash"
+                        assert content.setdefault(block.block_id, (index, name)) == (index, name), f"{block} is shared wrongly"
+                    else:
+                        assert block.block_hash is None and block.ref_count == 1, f"{block} is shared before it is full"
         assert uses == [block.ref_count for block in self.pool.blocks], "reference counts differ from the tables"

@@ -11,10 +11,7 @@ class Refusal:
         self._request = request
         self._num_spare_blocks = num_spare_blocks
         self._manager = manager
-        # A request that holds a block of a prompt also holds the blocks before it.
-        num_held = next((index for index, block in enumerate(prefix.blocks) if block.ref_count == 0), len(prefix.blocks))
-        reads = manager.reads_cache(request)
-        self._next_block_hash = request.block_hashes[num_held] if reads and num_held < len(request.block_hashes) else None
+        self._next_block_hash = manager.first_unheld_hash(request, prefix)
         """Hash of its first block that no running request held. The blocks before it are shared and cost nothing; an unused
         cached block leaves the free queue, so it costs as much as a new one."""
 

@@ -10,8 +10,10 @@ used by the next step even while other steps are in flight.
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 
+from jaxllm.cache_policy import FULL, CachePolicy
 from jaxllm.config import CacheOptions, SchedulerOptions
 from jaxllm.errors import InvalidRequestError, OverloadedError
 from jaxllm.observations import STEP_TOKENS, Observations
@@ -33,15 +35,26 @@ from jaxllm.scheduler_stats import SchedulerStats
 class Scheduler:
     """Schedules running requests first, then waiting ones, within a budget of tokens per step. Preempts when blocks run out."""
 
-    def __init__(self, options: SchedulerOptions, cache: CacheOptions, *, num_blocks: int, max_model_len: int):
+    def __init__(
+        self,
+        options: SchedulerOptions,
+        cache: CacheOptions,
+        *,
+        num_blocks: int,
+        max_model_len: int,
+        policies: Sequence[CachePolicy] = (FULL,),
+    ):
+        """policies: of each group of layers that has block tables of its own."""
         check_options(options, max_model_len)
         assert options.max_num_seqs is not None and options.max_num_batched_tokens is not None
         self.options = options
         self.max_model_len = max_model_len
         self.max_num_seqs = options.max_num_seqs
         self.max_num_batched_tokens = options.max_num_batched_tokens
-        self._cache_options, self._num_blocks = cache, num_blocks
-        self.cache_manager = KVCacheManager(cache, num_blocks)
+        self._new_cache_manager = partial(
+            KVCacheManager, cache, num_blocks, policies=policies, max_step_tokens=options.max_num_batched_tokens
+        )
+        self.cache_manager = self._new_cache_manager()
         self.running: list[Request] = []
         """In order of admission."""
         self.waiting = make_waiting_queue(options.scheduling_policy)
@@ -390,7 +403,7 @@ class Scheduler:
         For use after a failure that may have left inconsistent state: relies only on the requests themselves. Keeps their
         tokens so far. The runner's rows become invalid.
         """
-        self.cache_manager = KVCacheManager(self._cache_options, self._num_blocks)
+        self.cache_manager = self._new_cache_manager()
         self.waiting = make_waiting_queue(self.options.scheduling_policy)
         self.running = []
         self._in_flight.clear()

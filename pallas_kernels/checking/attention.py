@@ -45,7 +45,7 @@ class Batch:
     soft_cap: float | None = None
     padding: int = 0
     poison: bool = False
-    """Every slot that no row owns is NaN."""
+    """Every slot that no row reads is NaN; in a table, page 0 stands for the pages before a row's window."""
     has_scales: bool = False
     """Keys and values are multiplied by SCALES."""
     table_width: int = 0
@@ -98,7 +98,7 @@ class Places(NamedTuple):
     query_start_R1: np.ndarray
     kv_length_R: np.ndarray
     is_free_PS: np.ndarray
-    """Slots that no row owns."""
+    """Slots that no row owns. Pages before the window of all of a row's queries are not its own any more."""
 
 
 def places(batch: Batch, rng: np.random.Generator) -> Places:
@@ -110,7 +110,10 @@ def places(batch: Batch, rng: np.random.Generator) -> Places:
     is_free_PS = np.ones((num_pages, batch.page_size), bool)
     for row, length in enumerate(batch.kv_lengths):
         table_RB[row, : used[row]] = [next(pages) for _ in range(used[row])]
-        slots = np.arange(length)
+        new = batch.query_lengths[row]
+        first_page = 0 if batch.window is None else max(0, length - new - batch.window + 1) // batch.page_size
+        table_RB[row, :first_page] = 0
+        slots = np.arange(first_page * batch.page_size, length)
         is_free_PS[table_RB[row, slots // batch.page_size], slots % batch.page_size] = False
     query_start_R1 = np.concatenate([[0], np.cumsum(batch.query_lengths)]).astype(np.int32)
     return Places(table_RB, query_start_R1, np.array(batch.kv_lengths, np.int32), is_free_PS)

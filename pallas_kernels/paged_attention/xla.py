@@ -138,7 +138,10 @@ def paged_attention(
                 visible_ML &= position_L[None] > position_M[:, None] - window
             pages_1c = lax.dynamic_slice(table_RB, (row, index * chunk_pages), (1, chunk_pages))
             k_KLH = _gather(k_pages_PKSH, pages_1c)[0]
+            # Slots outside the row's keys may hold NaN, and so may pages before the window, which may be another row's by now.
             readable_L = position_L < position + count
+            if window is not None:
+                readable_L &= position_L > position - window
             v_KLH = jnp.where(readable_L[None, :, None], _gather(v_pages_PKSH, pages_1c)[0], 0.0)
             scores_KML = _einsum("kmh,klh->kml", q_KMH, k_KLH)
             if soft_cap is not None:

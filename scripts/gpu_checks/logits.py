@@ -20,6 +20,7 @@ from jax import lax
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.core import EngineCore
+from jaxllm.runner.paged_context import GroupTable
 from jaxllm.runner.step import Tokens
 from scripts.gpu_checks import Outcome, kernels_in_use
 from scripts.gpu_checks import shapes as shapes_of
@@ -82,7 +83,7 @@ class Steps:
             token[i], position[i] = ids[row][at], at
             slot[i] = table[row, at // BLOCK] * BLOCK + at % BLOCK
         start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-        return Tokens(*(jnp.asarray(x) for x in (token, position, slot, start, lengths.astype(np.int32), table)))
+        return jax.tree.map(jnp.asarray, Tokens(token, position, (GroupTable(table, slot),), start, lengths.astype(np.int32)))  # type: ignore[arg-type]
 
 
 def check(*, tiny: bool) -> Iterator[Outcome]:

@@ -291,6 +291,28 @@ def test_only_what_runs_a_model_downloads_its_weights(
     assert "config.json" in hub.fetched and len(hub.fetched_weights) == num_weight_files
 
 
+def test_inspect_tells_what_windows_save(planned: str, capsys: pytest.CaptureFixture[str]) -> None:
+    mistral = {"architectures": ["MistralForCausalLM"], "sliding_window": 32, "max_position_embeddings": 4096}
+    path = Path(planned, "config.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | mistral))
+    command = ["inspect", planned, "--max-num-batched-tokens", "64"]
+    costs = {}
+    for windows in ("--no-disable-hybrid-kv-cache-manager", "--disable-hybrid-kv-cache-manager"):
+        assert main([*command, windows, "--json"]) == 0
+        report = json.loads(capsys.readouterr().out)
+        (group,) = report["cache_groups"]
+        assert group["layers"] == [0, 1] and group["bytes_per_token"] == report["kv_cache_bytes_per_token"] == 256
+        assert (
+            report["longest_request_tokens"] == 4096 and group["bytes_per_longest_request"] == report["longest_request_bytes"]
+        )
+        costs[group["keeps"]] = report["longest_request_bytes"] // 256
+    # A step of 64 tokens and the 31 before it lie in at most 7 blocks.
+    assert costs == {"window of 32 tokens": 7 * 16, "full attention": 4096}
+    assert main(command) == 0
+    shown = capsys.readouterr().out
+    assert "window of 32 tokens, layers 0, 1: 256 B a token, at most 28.0 KiB a request" in shown
+
+
 def test_inspect_plans_for_gpus_that_are_elsewhere(large: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["inspect", large, "--tensor-parallel-size", "4", "--device-memory", "140G"]
     assert main([*command, "--json"]) == 0

@@ -11,14 +11,15 @@ from tests.helpers.parity import NUM_TOKENS, check
 
 # These differ from llama_gqa and llama_rope_dynamic in a table of frequencies alone, which tests/models and tests/layers compare.
 VARIANTS = [name for name in goldens.NAMES if name not in ("llama_rope_linear", "llama_rope_llama3", "llama_rope_yarn")]
-SMALL_POOL = 12
-"""Number of blocks: 11 usable ones, while four requests of up to 104 tokens need 7 each."""
+SMALL_POOL = {"mistral_window": 6}
+"""Number of blocks; by default 12, of which 11 are usable, while four requests of up to 104 tokens need 7 each. Requests that hold
+only a window of 16 tokens need 2 or 3."""
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def variant(request):
     """Name of a golden, and an engine over it that all checks share."""
-    core = engines.make_core(request.param)
+    core = engines.make_core(request.param, num_gpu_blocks_override=100)  # enough to keep all that the prompts here compute
     yield request.param, core
     core.shutdown()
 
@@ -53,7 +54,7 @@ def test_chunks_and_preemption(variant, max_in_flight, enable_prefix_caching):
     poison(core)
     engines.reschedule(
         core,
-        num_blocks=SMALL_POOL,
+        num_blocks=SMALL_POOL.get(name, 12),
         max_num_batched_tokens=16,
         async_scheduling=max_in_flight > 1,
         max_in_flight=max_in_flight,
@@ -63,7 +64,10 @@ def test_chunks_and_preemption(variant, max_in_flight, enable_prefix_caching):
         before = core.stats().num_preemptions
         answers = check(name, core, prompt_logprobs=prompt_logprobs)
         assert sum(answer.num_preemptions for answer in answers.values()) == core.stats().num_preemptions - before > 0
-    assert (core.stats().resumed_prefix_cache_hits > 0) == enable_prefix_caching
+    hits = core.stats().resumed_prefix_cache_hits
+    if "window" not in name:  # there the next request soon needs a block without which a resumed request finds nothing
+        assert (hits > 0) == enable_prefix_caching
+    assert enable_prefix_caching or not hits
 
 
 @pytest.mark.slow
@@ -71,7 +75,12 @@ def test_chunks_and_preemption(variant, max_in_flight, enable_prefix_caching):
     ("name", "options"),
     [
         ("qwen3", {"block_size": 8}),
-        ("mistral_window", {"block_size": 8}),
+        (
+            "mistral_window",
+            {"block_size": 8, "num_gpu_blocks_override": 8, "max_num_batched_tokens": 16, "token_buckets": (16,)},
+        ),
+        ("qwen2_window", {"block_size": 8, "num_gpu_blocks_override": 31}),
+        ("qwen2_window", {"disable_hybrid_kv_cache_manager": True}),
         ("llama_gqa", {"attention_implementation": "reference"}),
         ("llama_head_dim", {"attention_implementation": "triton"}),
         ("qwen3", {"tensor_parallel_size": 2, "attention_implementation": "triton"}),
@@ -81,7 +90,7 @@ def test_chunks_and_preemption(variant, max_in_flight, enable_prefix_caching):
 def test_other_engines(name, options):
     """A pool that is really small, as `num_gpu_blocks_override` makes it."""
     block_size = options.get("block_size", 16)
-    core = engines.make_core(name, num_gpu_blocks_override=11 * 16 // block_size + 1, **options)
+    core = engines.make_core(name, **{"num_gpu_blocks_override": 11 * 16 // block_size + 1, **options})
     check(name, core)
     assert core.stats().num_preemptions > 0
     core.shutdown()

@@ -58,7 +58,11 @@ def reschedule(core: EngineCore, *, num_blocks: int | None = None, max_in_flight
         core.runner.rows.remove(request_id)
     config = core.config.replace(**options)
     core.scheduler = Scheduler(
-        config.scheduler, config.cache, num_blocks=num_blocks or core.memory_plan.num_blocks, max_model_len=core.max_model_len
+        config.scheduler,
+        config.cache,
+        num_blocks=num_blocks or core.memory_plan.num_blocks,
+        max_model_len=core.max_model_len,
+        policies=core.memory_plan.cache.policies,
     )
     core.loop = StepLoop(core.scheduler, core.runner, max_in_flight=max_in_flight if config.scheduler.async_scheduling else 1)
     return core

@@ -1,19 +1,22 @@
-"""A runner without a model: its KV cache holds, in each slot, a digest of all tokens up to that position.
+"""A runner without a model: its KV cache holds, in each slot, a digest of all tokens up to that position, and the group it is of.
 
 Whatever a request reads is compared with the digest of what it should read, so a block that was shared wrongly, reused
 too early or never written shows itself in the step that reads it.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from jaxllm.cache_policy import CachePolicy, WindowPolicy
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.scheduler_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
 
 _MASK = (1 << 61) - 1
+NOTHING = (-1, -1)
 
 
 def digest(previous: int, token_id: int) -> int:
@@ -48,7 +51,8 @@ def digests(token_ids: list[int]) -> list[int]:
 @dataclass
 class _Row:
     token_ids: list[int]
-    block_ids: list[int]
+    block_ids: list[list[int]]
+    """By group."""
     num_computed: int
     num_cached: int
     pools: bool = False
@@ -64,10 +68,19 @@ class _Row:
 class FakeRunner:
     """Runs steps in the order of `dispatch`, as a device does. The vector of a pooling request is the digests of its prompt."""
 
-    def __init__(self, *, num_blocks: int, block_size: int, vocab_size: int, max_num_seqs: int, max_tokens: int):
-        self.block_size, self.vocab_size = block_size, vocab_size
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        vocab_size: int,
+        max_num_seqs: int,
+        max_tokens: int,
+        policies: Sequence[CachePolicy],
+    ):
+        self.block_size, self.vocab_size, self.policies = block_size, vocab_size, policies
         self.max_num_seqs, self.max_tokens = max_num_seqs, max_tokens
-        self.memory = [[-1] * block_size for _ in range(num_blocks)]
+        self.memory = [[NOTHING] * block_size for _ in range(num_blocks)]
         self.rows: dict[str, _Row] = {}
         self.num_computed_tokens = 0
 
@@ -82,7 +95,7 @@ class FakeRunner:
             cached.request_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
         ):
             row = self.rows[request_id]
-            row.block_ids += new_ids
+            self._extend(row, new_ids)
             assert row.num_computed == num_computed
         order = [*cached.request_ids, *(data.request_id for data in plan.scheduled_new_reqs)]
         assert list(plan.num_scheduled_tokens) == order
@@ -93,8 +106,8 @@ class FakeRunner:
         sampled, pooled = {}, {}
         for request_id, count in plan.num_scheduled_tokens.items():
             row = self.rows[request_id]
+            self._check_reads(row, count)
             row.num_computed += count
-            self._check_reads(row)
             if row.num_computed == len(row.token_ids) and row.pools:
                 pooled[request_id] = np.array(row.digests[: row.num_computed])
             elif row.num_computed == len(row.token_ids):
@@ -106,30 +119,43 @@ class FakeRunner:
     def start_over(self) -> None:
         """Drop rows and memory."""
         self.rows.clear()
-        self.memory = [[-1] * self.block_size for _ in self.memory]
+        self.memory = [[NOTHING] * self.block_size for _ in self.memory]
 
     def _admit(self, data: NewRequestData) -> None:
         assert data.request_id not in self.rows
         assert data.num_cached_tokens - data.num_computed_tokens in (0, 1)
-        row = _Row(list(data.token_ids), list(data.block_ids), data.num_computed_tokens, data.num_cached_tokens)
+        tables: list[list[int]] = [[] for _ in self.policies]
+        row = _Row(list(data.token_ids), tables, data.num_computed_tokens, data.num_cached_tokens)
+        self._extend(row, data.block_ids)
         row.pools = data.pooling_params is not None
         self.rows[data.request_id] = row
 
-    def _slot(self, row: _Row, position: int) -> tuple[list[int], int]:
-        block_id = row.block_ids[position // self.block_size]
+    def _extend(self, row: _Row, new_ids: list[int]) -> None:
+        """Add the new blocks, as many for each group, group by group."""
+        count, rest = divmod(len(new_ids), len(self.policies))
+        assert rest == 0
+        for group, table in enumerate(row.block_ids):
+            table += new_ids[group * count : (group + 1) * count]
+
+    def _slot(self, row: _Row, group: int, position: int) -> tuple[list[tuple[int, int]], int]:
+        block_id = row.block_ids[group][position // self.block_size]
         assert block_id != 0
         return self.memory[block_id], position % self.block_size
 
     def _write(self, row: _Row, count: int) -> None:
         assert count > 0 and row.num_computed + count <= len(row.token_ids)
-        for position in range(max(row.num_computed, row.num_cached), row.num_computed + count):
-            block, offset = self._slot(row, position)
-            block[offset] = row.digest_at(position)
+        for group in range(len(self.policies)):
+            for position in range(max(row.num_computed, row.num_cached), row.num_computed + count):
+                block, offset = self._slot(row, group, position)
+                block[offset] = (group, row.digest_at(position))
 
-    def _check_reads(self, row: _Row) -> None:
-        for position in range(row.num_computed):
-            block, offset = self._slot(row, position)
-            assert block[offset] == row.digest_at(position), f"position {position} holds another sequence's keys"
+    def _check_reads(self, row: _Row, count: int) -> None:
+        """The next `count` tokens read all tokens before them, or those in the window of their group."""
+        for group, policy in enumerate(self.policies):
+            first = max(0, row.num_computed + 1 - policy.window) if isinstance(policy, WindowPolicy) else 0
+            for position in range(first, row.num_computed + count):
+                block, offset = self._slot(row, group, position)
+                assert block[offset] == (group, row.digest_at(position)), f"position {position} holds something else"
 
 
 class FakeEngine:
@@ -143,6 +169,7 @@ class FakeEngine:
             vocab_size=vocab_size,
             max_num_seqs=scheduler.max_num_seqs,
             max_tokens=scheduler.max_num_batched_tokens,
+            policies=scheduler.cache_manager.policies,
         )
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.plans: list[SchedulerOutput] = []

@@ -1,7 +1,9 @@
 """Schedulers and requests with the sizes that tests like."""
 
+from collections.abc import Sequence
 from typing import Any
 
+from jaxllm.cache_policy import FULL, CachePolicy
 from jaxllm.config import CacheOptions, SchedulerOptions
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.pooling_params import PoolingParams
@@ -19,6 +21,7 @@ def make_scheduler(
     block_size: int = 16,
     max_model_len: int = 8192,
     caching: bool = True,
+    policies: Sequence[CachePolicy] = (FULL,),
     **options: Any,
 ) -> Scheduler:
     """A scheduler without watermark or run-ahead unless asked."""
@@ -30,7 +33,7 @@ def make_scheduler(
         **options,
     }
     cache = CacheOptions(block_size=block_size, enable_prefix_caching=caching)
-    return Scheduler(SchedulerOptions(**options), cache, num_blocks=num_blocks, max_model_len=max_model_len)
+    return Scheduler(SchedulerOptions(**options), cache, num_blocks=num_blocks, max_model_len=max_model_len, policies=policies)
 
 
 def make_request(

@@ -42,19 +42,20 @@ class Batch:
 
 
 def make_arrays(batch: Batch) -> list[jax.Array]:
-    """The arguments of paged_attention for one KV head. Slots that no row owns are NaN."""
+    """The arguments of paged_attention for one KV head. Slots that no row owns are NaN, and so are the pages before its window."""
     rng = np.random.default_rng(len(batch.rows))
     size = batch.page_size
     pages = [-(-length // size) for _, length in batch.rows]
     num_pages = sum(pages) + 2
     free = rng.permutation(np.arange(1, num_pages))
-    table = np.zeros((len(batch.rows), max(pages) + 1), np.int32)  # past a row's pages: page 0, which is unused
+    table = np.zeros((len(batch.rows), max(pages) + 1), np.int32)  # beside a row's pages: page 0, which is unused
     k, v = (np.full((num_pages, 1, size, batch.head_dim), np.nan) for _ in range(2))
-    for row, (_, length) in enumerate(batch.rows):
-        table[row, : pages[row]], free = free[: pages[row]], free[pages[row] :]
-        position = np.arange(length)
+    for row, (new, length) in enumerate(batch.rows):
+        first = 0 if batch.window is None else max(0, length - new - batch.window + 1) // size
+        table[row, first : pages[row]], free = free[: pages[row] - first], free[pages[row] - first :]
+        position = np.arange(first * size, length)
         for cache in (k, v):
-            cache[table[row, position // size], 0, position % size] = rng.normal(size=(length, batch.head_dim))
+            cache[table[row, position // size], 0, position % size] = rng.normal(size=(len(position), batch.head_dim))
     start = np.concatenate([[0], np.cumsum([new for new, _ in batch.rows])])
     q = rng.normal(size=(batch.num_tokens + batch.padding, 1, batch.num_groups, batch.head_dim))
     caches = [jnp.asarray(x, batch.dtype) for x in (q, k, v)]

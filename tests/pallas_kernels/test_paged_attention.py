@@ -93,19 +93,20 @@ DECODE = {
 
 @functools.cache
 def make_arrays(batch: Batch) -> dict[str, jax.Array]:
-    """The arguments of paged_attention. Slots that no row owns are NaN."""
+    """The arguments of paged_attention. Slots that no row owns are NaN, and so are the pages before a row's window."""
     rng = np.random.default_rng(len(batch.rows) + batch.head_dim)
     rows = batch.rows + ((0, 0),) * (batch.padded_rows - len(batch.rows))
     num_rows, size, width = batch.padded_rows, batch.page_size, batch.padded_width
     num_pages = num_rows * width + 3
     pages = rng.permutation(np.arange(1, num_pages))
-    table = np.zeros((num_rows, width), np.int32)  # past a row's pages: page 0, which is unused
+    table = np.zeros((num_rows, width), np.int32)  # before and past a row's pages: page 0, which is unused
     shape = (num_pages, batch.num_kv_heads, size, batch.head_dim)
     k, v = np.full(shape, np.nan), np.full(shape, np.nan)
-    for row, (_, length) in enumerate(rows):
-        used = -(-length // size)
-        table[row, :used], pages = pages[:used], pages[used:]
-        for position in range(length):
+    for row, (new, length) in enumerate(rows):
+        first = 0 if batch.window is None else max(0, length - new - batch.window + 1) // size
+        used = -(-length // size) - first
+        table[row, first : first + used], pages = pages[:used], pages[used:]
+        for position in range(first * size, length):
             for cache in (k, v):
                 cache[table[row, position // size], :, position % size] = rng.normal(size=(batch.num_kv_heads, batch.head_dim))
     start = np.concatenate([[0], np.cumsum([new for new, _ in rows])])

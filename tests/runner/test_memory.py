@@ -3,8 +3,10 @@ from dataclasses import dataclass
 
 import pytest
 
+from jaxllm.cache_spec import FullCache, cache_layout
 from jaxllm.config import EngineConfig
 from jaxllm.errors import OutOfMemoryError
+from jaxllm.model_config import FP8
 from jaxllm.models.load_config import load_model_config
 from jaxllm.runner import memory
 from jaxllm.runner.memory import check_pool, countable_blocks, device_limit, memory_plan
@@ -54,7 +56,13 @@ def test_on_a_cpu_the_cache_takes_a_quarter_of_the_memory_and_no_more_than_weigh
 
 def test_arrays_of_another_engine_in_the_pool_are_named():
     plan = memory.MemoryPlan(
-        "Toy", 100, weight_bytes=50, work_bytes=10, block_bytes=1, block_size=8, num_blocks=40, max_model_len=8
+        "Toy",
+        100,
+        weight_bytes=50,
+        work_bytes=10,
+        cache=cache_layout([FullCache(1, 1, FP8)], block_size=4, max_step_tokens=8),
+        num_blocks=5,
+        max_model_len=8,
     )
     check_pool(plan, [Device(0, 100), Device(1, 100, 10)])
     with pytest.raises(OutOfMemoryError, match=r"hold 0.0 MiB .* of device 1, .* end the engine .* before \(LLM.shutdown\)"):

@@ -26,10 +26,16 @@ def test_large_products_go_to_cublas_and_all_reduces_to_nccl(platform, num_devic
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"dtype": "float32", "kv_cache_dtype": "fp8"}]
+    ("model", "options"),
+    [
+        ("qwen2", {"dtype": "float32"}),
+        ("qwen2", {"dtype": "bfloat16"}),
+        ("qwen2", {"dtype": "float32", "kv_cache_dtype": "fp8"}),
+        ("qwen2_window", {"dtype": "float32"}),  # two layers that share their arrays
+    ],
 )
-def test_no_step_copies_the_cache_on_a_cpu(options: dict[str, str]) -> None:
-    core = make_core("qwen2", num_gpu_blocks_override=8192, **options)
+def test_no_step_copies_the_cache_on_a_cpu(model: str, options: dict[str, str]) -> None:
+    core = make_core(model, num_gpu_blocks_override=8192, **options)
     try:
         pool_bytes = core.runner.caches[0].nbytes
         for key in (ProgramKey("forward", 112), ProgramKey("decode", 4)):

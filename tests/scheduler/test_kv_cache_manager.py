@@ -12,7 +12,7 @@ BLOCK = 16
 
 @pytest.fixture
 def manager():
-    return KVCacheManager(CacheOptions(block_size=BLOCK), num_blocks=11)
+    return KVCacheManager(CacheOptions(block_size=BLOCK), num_blocks=11, max_step_tokens=1000)
 
 
 def request_of(request_id, tokens, **fields):
@@ -101,6 +101,7 @@ def test_a_block_is_published_when_decoding_fills_it(manager):
     for _ in range(19):
         request.append_output(9)
     assert manager.allocate_slots(request, 19) == [5]
+    request.num_computed_tokens += 19
     assert blocks[4].block_hash == request.block_hashes[3] and blocks[5].block_hash is None
     manager.check_integrity([request])
 
@@ -201,7 +202,7 @@ def test_reset_forgets_everything_once_nothing_is_used(manager):
 
 
 def test_without_caching_nothing_is_found():
-    manager = KVCacheManager(CacheOptions(block_size=BLOCK, enable_prefix_caching=False), num_blocks=11)
+    manager = KVCacheManager(CacheOptions(block_size=BLOCK, enable_prefix_caching=False), num_blocks=11, max_step_tokens=1000)
     a, b = make_request("a", common(48)), make_request("b", common(48))
     admit(manager, a)
     prefix, new_ids = admit(manager, b)
@@ -228,7 +229,7 @@ def test_integrity_check_sees_wrong_sharing(manager):
     admit(manager, a)
     admit(manager, b)
     manager.check_integrity([a, b])
-    tables = manager._tables
-    tables["b"].blocks[0] = tables["a"].blocks[0]
+    (table_a,), (table_b,) = (manager._tables[name].groups for name in "ab")
+    table_b.blocks[0] = table_a.blocks[0]
     with pytest.raises(AssertionError):
         manager.check_integrity([a, b])

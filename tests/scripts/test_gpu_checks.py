@@ -169,7 +169,7 @@ def test_logits_come_from_the_step_functions_of_an_engine() -> None:
 def test_the_steps_of_the_logits_write_each_slot_once_and_decodes_follow_prompts() -> None:
     steps = logits.Steps(prompts=(20, 1, 17), num_decodes=2)
     parts = [steps.prefill(64), steps.decode(64, 0), steps.decode(64, 1)]
-    slots = np.concatenate([np.asarray(part.slot_T) for part in parts])
+    slots = np.concatenate([np.asarray(part.tables[0].slot_T) for part in parts])
     written = slots[slots >= 0]
     assert len(written) == len(set(written)) == 38 + 2 * 3 and written.min() >= 16
     assert parts[0].query_start_R1.tolist() == [0, 20, 21, *[38] * 6]

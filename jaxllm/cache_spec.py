@@ -1,0 +1,184 @@
+"""What each layer of a model keeps in the KV cache, and how layers share its blocks. Plain numbers, no arrays.
+
+    layers    0 1 2 3 4 5 6 7 8      full attention in layers 2, 5 and 8, a sliding window in the others
+    groups    [2 5 8] [0 1 3] [4 6 7]    layers of one policy, all groups of the same size
+    arrays     2       0       4         keys and values: the first layer of every group
+                 5       1       6       the second
+                   8       3       7     the third
+
+A block belongs to one group at a time, so the layers below each other above share their arrays: a block of an array holds the keys
+or values of whichever group the block belongs to. All groups take their blocks from one pool. A model whose layers all have one
+policy has one group, and arrays for each layer.
+"""
+
+import bisect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from jaxllm.cache_policy import FULL, CachePolicy, WindowPolicy, num_blocks_for
+from jaxllm.model_config import FP8, ModelConfig
+from jaxllm.model_parts import Attention
+
+_BYTES_PER_VALUE = {"bfloat16": 2, "float16": 2, "float32": 4, FP8: 1}
+_MOST_PADDING = 6
+"""The last group of a policy may be too small by one in so many of the policy's layers."""
+
+
+@dataclass(frozen=True)
+class CacheArray:
+    """One array of a layer: [blocks, num_heads, block size, width]. Devices split it by heads."""
+
+    num_heads: int
+    width: int
+    dtype: str
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.num_heads * self.width * _BYTES_PER_VALUE[self.dtype]
+
+
+class CacheSpec(Protocol):
+    """What one layer keeps."""
+
+    @property
+    def arrays(self) -> tuple[CacheArray, ...]: ...
+
+    @property
+    def policy(self) -> CachePolicy: ...
+
+
+@dataclass(frozen=True)
+class FullCache:
+    """Keys and values of all tokens."""
+
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+
+    @property
+    def arrays(self) -> tuple[CacheArray, ...]:
+        """Keys, values."""
+        return (CacheArray(self.num_kv_heads, self.head_dim, self.dtype),) * 2
+
+    @property
+    def policy(self) -> CachePolicy:
+        return FULL
+
+
+@dataclass(frozen=True)
+class WindowCache(FullCache):
+    """Keys and values of the latest `window` tokens."""
+
+    window: int
+
+    @property
+    def policy(self) -> CachePolicy:
+        return WindowPolicy(self.window)
+
+
+def cache_specs(config: ModelConfig, *, disable_windows: bool = False) -> tuple[CacheSpec, ...]:
+    """What each layer of a model keeps. disable_windows: layers with a sliding window keep all tokens too."""
+    return tuple(_spec(layer.attention, config.kv_cache_dtype, disable_windows) for layer in config.layers)
+
+
+def _spec(attention: Attention, dtype: str, disable_windows: bool) -> CacheSpec:
+    shape = (attention.num_kv_heads, attention.head_dim, dtype)
+    return FullCache(*shape) if attention.window is None or disable_windows else WindowCache(*shape, attention.window)
+
+
+@dataclass(frozen=True)
+class CacheGroup:
+    """Layers that have a block table in common."""
+
+    policy: CachePolicy
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LayerPlace:
+    """Where a layer finds its keys and values."""
+
+    group: int
+    arrays: tuple[int, ...]
+    """Indices in `CacheLayout.arrays`."""
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """The cache of a model: its arrays, its groups of layers, and the blocks that a request holds."""
+
+    groups: tuple[CacheGroup, ...]
+    arrays: tuple[CacheArray, ...]
+    places: tuple[LayerPlace, ...]
+    """By layer."""
+    block_size: int
+    max_step_tokens: int
+    """Most tokens of a request that one step computes."""
+
+    @property
+    def policies(self) -> tuple[CachePolicy, ...]:
+        """By group."""
+        return tuple(group.policy for group in self.groups)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block in all arrays, over all devices."""
+        return self.block_size * sum(array.bytes_per_token for array in self.arrays)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Most blocks that a request of `num_tokens` tokens holds at a time."""
+        return num_blocks_for(self.policies, num_tokens, self.block_size, self.max_step_tokens)
+
+    def max_tokens(self, num_blocks: int) -> int:
+        """Longest request, in tokens and up to 2**31, that never holds more than `num_blocks` blocks."""
+        return bisect.bisect_right(range(1, 2**31), num_blocks, key=self.num_blocks_for)
+
+
+def cache_layout(specs: Sequence[CacheSpec], *, block_size: int, max_step_tokens: int) -> CacheLayout:
+    """Group the layers: full attention first, then by the first layer of a policy."""
+    layers_of: dict[CachePolicy, list[int]] = {}
+    for layer, spec in sorted(enumerate(specs), key=lambda item: item[1].policy != FULL):
+        layers_of.setdefault(spec.policy, []).append(layer)
+    size = _group_size(layers_of)
+    groups = [
+        CacheGroup(policy, tuple(layers[start : start + size]))
+        for policy, layers in layers_of.items()
+        for start in range(0, len(layers), size)
+    ]
+    # Layers at the same index of their groups share arrays that are alike.
+    arrays: dict[tuple[int, int, CacheArray], int] = {}
+    places: dict[int, LayerPlace] = {}
+    for index in range(size):
+        for number, group in enumerate(groups):
+            if index < len(group.layers):
+                layer = group.layers[index]
+                keys = [(index, part, array) for part, array in enumerate(specs[layer].arrays)]
+                places[layer] = LayerPlace(number, tuple(arrays.setdefault(key, len(arrays)) for key in keys))
+    return CacheLayout(
+        tuple(groups),
+        tuple(array for _, _, array in arrays),
+        tuple(places[layer] for layer in range(len(specs))),
+        block_size,
+        max_step_tokens,
+    )
+
+
+def _group_size(layers_of: Mapping[CachePolicy, Sequence[int]]) -> int:
+    """Layers of a group, so that there are few groups and the last of a policy is not much smaller than the others.
+
+    The blocks of a small group leave arrays unused. Full attention, whose blocks grow with the context, gets no small group.
+    """
+
+    def padding(size: int) -> dict[CachePolicy, int]:
+        return {policy: -len(layers) % size for policy, layers in layers_of.items()}
+
+    def fits(size: int) -> bool:
+        most = {policy: 0 if policy == FULL else len(layers) // _MOST_PADDING for policy, layers in layers_of.items()}
+        return all(count <= most[policy] for policy, count in padding(size).items())
+
+    def num_layers(size: int) -> int:
+        return sum(map(len, layers_of.values())) + sum(padding(size).values())
+
+    sizes = filter(fits, range(1, max(map(len, layers_of.values())) + 1))
+    return min(sizes, key=lambda size: (num_layers(size) // size, num_layers(size)))

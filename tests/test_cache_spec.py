@@ -1,0 +1,118 @@
+"""What layers keep in the cache: how they are grouped, what a request holds, what a cached prefix must have."""
+
+import random
+
+import pytest
+
+from jaxllm.cache_policy import FULL, CachePolicy, FullPolicy, WindowPolicy
+from jaxllm.cache_spec import CacheLayout, FullCache, WindowCache, cache_layout, cache_specs
+from jaxllm.models.load_config import load_model_config
+from tests.helpers import goldens
+
+F, W, V = FullCache(2, 8, "float32"), WindowCache(2, 8, "float32", 32), WindowCache(2, 8, "float32", 5)
+PAIR_BYTES = 2 * 2 * 8 * 4
+"""Of a token in one layer."""
+
+
+def layout_of(*specs) -> CacheLayout:
+    return cache_layout(specs, block_size=16, max_step_tokens=64)
+
+
+def groups_of(layout: CacheLayout) -> list[tuple[CachePolicy, tuple[int, ...]]]:
+    return [(group.policy, group.layers) for group in layout.groups]
+
+
+@pytest.mark.parametrize("spec", [F, W])
+def test_layers_of_one_kind_are_one_group_with_arrays_of_their_own(spec):
+    layout = layout_of(spec, spec, spec)
+    assert groups_of(layout) == [(spec.policy, (0, 1, 2))]
+    assert [(place.group, place.arrays) for place in layout.places] == [(0, (0, 1)), (0, (2, 3)), (0, (4, 5))]
+    assert layout.block_bytes == 16 * 3 * PAIR_BYTES
+
+
+def test_groups_of_equal_size_share_arrays():
+    layout = layout_of(W, W, F, W, W, F)
+    window = W.policy
+    assert groups_of(layout) == [(FULL, (2, 5)), (window, (0, 1)), (window, (3, 4))]
+    assert [place.arrays for place in layout.places] == [(0, 1), (2, 3), (0, 1), (0, 1), (2, 3), (2, 3)]
+    assert len(layout.arrays) == 4 and layout.block_bytes == 16 * 2 * PAIR_BYTES
+
+
+def test_layers_with_other_arrays_do_not_share_them():
+    wide = FullCache(1, 64, "float32")
+    layout = layout_of(W, wide, W, wide)
+    assert [place.arrays for place in layout.places] == [(2, 3), (0, 1), (6, 7), (4, 5)]
+    assert [layout.arrays[index].width for index in (0, 2)] == [64, 8]
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "sizes"),
+    [
+        ({F: 8, W: 40}, [8] * 6),  # Gemma 3 12B
+        ({F: 10, W: 52}, [10] * 6 + [2]),  # 27B
+        ({F: 5, W: 29}, [5] * 6 + [4]),  # 4B
+        ({F: 12, W: 12}, [12] * 2),  # gpt-oss 20B
+        ({F: 21, W: 7}, [7] * 4),
+        ({F: 1, W: 5}, [1] * 6),
+        ({W: 20, V: 19}, [20, 19]),
+    ],
+)
+def test_groups_are_few_and_waste_little(num_layers, sizes):
+    layout = layout_of(*(spec for spec, count in num_layers.items() for _ in range(count)))
+    assert [len(group.layers) for group in layout.groups] == sizes
+    assert sorted(layer for group in layout.groups for layer in group.layers) == list(range(sum(num_layers.values())))
+    assert len(layout.arrays) == 2 * max(sizes)
+
+
+def test_specs_follow_the_model_and_count_copies_of_heads():
+    config = load_model_config(goldens.FOLDER / "qwen2_window")
+    full, window = cache_specs(config)
+    assert (full.policy, window.policy) == (FULL, WindowPolicy(16))
+    assert {spec.policy for spec in cache_specs(config, disable_windows=True)} == {FULL}
+    assert full.arrays == window.arrays and sum(array.bytes_per_token for array in full.arrays) == 2 * 2 * 8 * 4
+    copied = cache_specs(config.for_tensor_parallel(8))[0]
+    assert sum(array.bytes_per_token for array in copied.arrays) == 4 * 2 * 2 * 8 * 4
+
+
+@pytest.mark.parametrize("specs", [(F,), (W,), (F, W), (F, V, W)])
+def test_the_longest_request_that_fits_is_found(specs):
+    layout = layout_of(*specs)
+    for num_blocks in (0, 1, 5, 11, 12, 13, 40):
+        longest = layout.max_tokens(num_blocks)
+        assert longest == 0 or layout.num_blocks_for(longest) <= num_blocks
+        assert longest == 2**31 - 1 or layout.num_blocks_for(longest + 1) > num_blocks
+    assert (layout.max_tokens(40) == 2**31 - 1) == (specs == (W,))
+
+
+POLICIES = [FullPolicy(), *map(WindowPolicy, (1, 2, 7, 8, 9, 16, 40))]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_what_steps_read_is_there_and_no_request_holds_more_than_promised(policy):
+    rng, most = random.Random(3), 0
+    for _ in range(300):
+        length, max_step, start = rng.randint(1, 120), rng.choice([1, 3, 20]), 0
+        while start < length:
+            count = min(rng.randint(1, max_step), length - start)
+            first_read = 0 if policy == FULL else max(0, start - policy.window + 1)
+            num_expired = policy.num_expired(start, 8)
+            assert num_expired == first_read // 8, "blocks are kept as long as they are read, and no longer"
+            held = -(-(start + count) // 8) - num_expired
+            assert held <= policy.num_blocks_for(length, 8, max_step)
+            most, start = max(most, held), start + count
+    assert most == policy.num_blocks_for(120, 8, 20), "the promise is no larger than needed"
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_the_longest_prefix_has_all_blocks_that_the_next_token_reads(policy):
+    rng = random.Random(5)
+
+    def serves(cached: list[bool], count: int) -> bool:
+        # The last token of the prefix may be computed again.
+        return all(cached[policy.num_expired(max(0, count * 8 - 1), 8) : count])
+
+    for _ in range(500):
+        cached = [rng.random() < 0.8 for _ in range(rng.randint(0, 12))]
+        expected = max(count for count in range(len(cached) + 1) if serves(cached, count))
+        names = [bytes([index]) for index in range(len(cached))]
+        assert policy.longest_prefix(names, lambda name, cached=cached: cached[name[0]], 8) == expected
