@@ -192,7 +192,7 @@ class _Product:
         def _(turn):
             tile, block = self.item(turn)
             expert, start = self.expert_ref[tile], self.start_ref[tile]
-            rows = Rows(lax.div(start, ALIGNMENT), ALIGNMENT, TILE_ROWS)
+            count = self.count_ref[tile]
             columns = Rows(block, self.sizes.columns, self.sizes.columns)
 
             @pl.loop(0, self.num_steps)
@@ -200,7 +200,14 @@ class _Product:
                 step = turn * self.num_steps + k
                 slot, terms = self.slot(step), pl.ds(k * BLOCK_K, BLOCK_K)
                 pl.when(step >= stages)(lambda: self.plgpu.barrier_wait(self.free.at[slot]))
-                row_copies.load(self.x_ref, rows, self.x_smem.at[slot], self.full.at[slot], after=(terms,))
+                for size, is_size in ((BLOCK_M, count <= BLOCK_M), (TILE_ROWS, count > BLOCK_M)):
+
+                    @pl.when(is_size)
+                    def _(size=size):
+                        rows = Rows(lax.div(start, ALIGNMENT), ALIGNMENT, size)
+                        target = self.x_smem.at[slot, pl.ds(0, size)]
+                        row_copies.load(self.x_ref, rows, target, self.full.at[slot], after=(terms,))
+
                 for matrix in range(self.weight_ref.shape[1]):
                     target = self.weight_smem.at[slot, pl.ds(matrix * self.sizes.columns, self.sizes.columns)]
                     row_copies.load(
