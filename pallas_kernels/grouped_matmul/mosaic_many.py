@@ -47,10 +47,10 @@ class Sizes:
         return 2 * (ring + NUM_CONSUMERS * 2 * BLOCK_M * 64) + 1024  # barriers and alignment
 
 
-def pick_sizes(num_columns: int, num_matrices: int) -> Sizes | None:
-    """The widest blocks of columns that divide them; None if there are none."""
+def pick_sizes(num_columns: int, num_matrices: int) -> Sizes:
+    """The widest blocks of columns that divide them, of multiples of 64."""
     wanted = (256, 192, 128, 64) if num_matrices == 1 else (128, 96, 64)
-    return next((Sizes(columns) for columns in wanted if num_columns % columns == 0), None)
+    return Sizes(next(columns for columns in wanted if num_columns % columns == 0))
 
 
 def grouped_product(
