@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from pallas_kernels import _compat
 from pallas_kernels.grouped_matmul import triton
 from pallas_kernels.grouped_matmul.activation import ACTIVATIONS
-from pallas_kernels.grouped_matmul.mosaic_many import ALIGNMENT, BLOCK_K, TILE_ROWS, grouped_product, pick_sizes
+from pallas_kernels.grouped_matmul.mosaic_many import ALIGNMENT, BLOCK_K, TILE_ROWS, Sizes, grouped_product, pick_sizes
 from pallas_kernels.grouped_matmul.plan import local_experts, make_plan, weighted_sum
 
 MIN_PAIRS_OF_EXPERT = 32
@@ -42,9 +42,11 @@ def experts(
     down_bias_ED: jax.Array | None = None,
     activation: str = "silu",
     first_expert: int | jax.Array = 0,
-    interpret: bool = False,
+    interpret: Any = False,
     min_pairs_of_expert: int = MIN_PAIRS_OF_EXPERT,
+    sizes: tuple[Sizes, Sizes] | None = None,
 ) -> jax.Array:
+    """`sizes` of both products, `min_pairs_of_expert` from which on they are Mosaic's."""
     num_experts, width, hidden = down_EDF.shape
     num_tokens, num_choices = expert_Tk.shape
     if num_tokens * num_choices < min_pairs_of_expert * num_experts:
@@ -54,8 +56,7 @@ def experts(
     expert_P = local_experts(expert_Tk, is_real_T, first_expert, num_experts)
     plan = make_plan(expert_P, num_experts, TILE_ROWS, ALIGNMENT)
     x_SD = x_TD.at[plan.pair_S // num_choices].get(mode="clip")
-    gate_up_sizes, down_sizes = pick_sizes(hidden, 2), pick_sizes(width, 1)
-    assert gate_up_sizes is not None and down_sizes is not None, "widths are multiples of 64"
+    gate_up_sizes, down_sizes = sizes or (pick_sizes(hidden, 2), pick_sizes(width, 1))
     combine = ACTIVATIONS[activation]
     hidden_SF = grouped_product(x_SD, gate_up_E2FD, gate_up_bias_E2F, plan, combine, sizes=gate_up_sizes, interpret=interpret)
     bias_E1D = None if down_bias_ED is None else down_bias_ED[:, None]

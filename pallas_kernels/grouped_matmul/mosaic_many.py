@@ -47,10 +47,10 @@ class Sizes:
         return 2 * (ring + NUM_CONSUMERS * 2 * BLOCK_M * 64) + 1024  # barriers and alignment
 
 
-def pick_sizes(num_columns: int, num_matrices: int) -> Sizes | None:
-    """The widest blocks of columns that divide them; None if there are none."""
+def pick_sizes(num_columns: int, num_matrices: int) -> Sizes:
+    """The widest blocks of columns that divide them, of multiples of 64."""
     wanted = (256, 192, 128, 64) if num_matrices == 1 else (128, 96, 64)
-    return next((Sizes(columns) for columns in wanted if num_columns % columns == 0), None)
+    return Sizes(next(columns for columns in wanted if num_columns % columns == 0))
 
 
 def grouped_product(
@@ -192,7 +192,7 @@ class _Product:
         def _(turn):
             tile, block = self.item(turn)
             expert, start = self.expert_ref[tile], self.start_ref[tile]
-            rows = Rows(lax.div(start, ALIGNMENT), ALIGNMENT, TILE_ROWS)
+            count = self.count_ref[tile]
             columns = Rows(block, self.sizes.columns, self.sizes.columns)
 
             @pl.loop(0, self.num_steps)
@@ -200,7 +200,14 @@ class _Product:
                 step = turn * self.num_steps + k
                 slot, terms = self.slot(step), pl.ds(k * BLOCK_K, BLOCK_K)
                 pl.when(step >= stages)(lambda: self.plgpu.barrier_wait(self.free.at[slot]))
-                row_copies.load(self.x_ref, rows, self.x_smem.at[slot], self.full.at[slot], after=(terms,))
+                for size, is_size in ((BLOCK_M, count <= BLOCK_M), (TILE_ROWS, count > BLOCK_M)):
+
+                    @pl.when(is_size)
+                    def _(size=size):
+                        rows = Rows(lax.div(start, ALIGNMENT), ALIGNMENT, size)
+                        target = self.x_smem.at[slot, pl.ds(0, size)]
+                        row_copies.load(self.x_ref, rows, target, self.full.at[slot], after=(terms,))
+
                 for matrix in range(self.weight_ref.shape[1]):
                     target = self.weight_smem.at[slot, pl.ds(matrix * self.sizes.columns, self.sizes.columns)]
                     row_copies.load(

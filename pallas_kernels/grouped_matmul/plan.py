@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-BLOCK = 128
+BLOCK = 256
 """Pairs that are compared with each other."""
 
 
@@ -84,17 +84,19 @@ def _places(expert_P: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array
     Counted in blocks: a few kernels on a GPU, where sorting takes about twenty.
     """
     num_pairs = expert_P.shape[0]
-    num_blocks = -(-num_pairs // BLOCK)
-    expert_CB = jnp.pad(expert_P, (0, num_blocks * BLOCK - num_pairs), constant_values=num_experts).reshape(num_blocks, BLOCK)
-    index_B = jnp.arange(BLOCK)
+    block = min(BLOCK, num_pairs)
+    num_blocks = -(-num_pairs // block)
+    expert_CB = jnp.pad(expert_P, (0, num_blocks * block - num_pairs), constant_values=num_experts).reshape(num_blocks, block)
+    index_B = jnp.arange(block)
     is_same_CBB = (expert_CB[:, None, :] == expert_CB[:, :, None]) & (index_B[None, :] < index_B[:, None])
     place_P = jnp.sum(is_same_CBB, axis=2, dtype=jnp.int32).reshape(-1)[:num_pairs]
     is_expert_CBE = expert_CB[:, :, None] == jnp.arange(num_experts)
     count_CE = jnp.sum(is_expert_CBE, axis=1, dtype=jnp.int32)
     if num_blocks > 1:
-        is_before_CC = jnp.tri(num_blocks, k=-1, dtype=jnp.float32)
-        before_CE = jnp.dot(is_before_CC, count_CE.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST).astype(jnp.int32)
-        place_P += before_CE[jnp.arange(num_pairs) // BLOCK, jnp.minimum(expert_P, num_experts - 1)]
+        index_C = jnp.arange(num_blocks)
+        is_before_CC1 = (index_C[None, :] < index_C[:, None])[:, :, None]
+        before_CE = jnp.sum(jnp.where(is_before_CC1, count_CE[None, :, :], 0), axis=1, dtype=jnp.int32)
+        place_P += before_CE[jnp.arange(num_pairs) // block, jnp.minimum(expert_P, num_experts - 1)]
     return place_P, jnp.sum(count_CE, axis=0)
 
 

@@ -72,7 +72,7 @@ def pick_tiling(num_pairs: int, num_experts: int, hidden: int, itemsize: int) ->
         tiles = Tiles(16 if num_pairs <= 16 * num_experts else 64, 32, 32, num_stages=2)
         return Tiling(tiles, tiles)
     if num_pairs <= MAX_SUMMED_PAIRS:
-        return Tiling(Tiles(16, 16, 128, num_stages=5), Tiles(16, 16, 256, num_stages=9))
+        return Tiling(Tiles(16, 16, 128, num_stages=5), Tiles(16, 16, 256, num_stages=13))
     if num_pairs <= 8 * num_experts:
         return Tiling(Tiles(16, 32, 128, num_stages=5), Tiles(16, 64, 128, num_stages=5))
     if num_pairs <= 24 * num_experts:

@@ -14,8 +14,8 @@ from jax import lax
 
 from pallas_kernels.checking.case import Case
 from pallas_kernels.checking.grouped_matmul import TOLERANCE, host_error, plain, routing, run
-from pallas_kernels.grouped_matmul import IMPLEMENTATIONS, PLAIN, triton
-from pallas_kernels.grouped_matmul.mosaic import MIN_PAIRS_OF_EXPERT
+from pallas_kernels.grouped_matmul import IMPLEMENTATIONS, PLAIN, mosaic, triton
+from pallas_kernels.grouped_matmul.mosaic_many import Sizes, pick_sizes
 
 GAIN = 8.0
 """Of a result that is the next call's input; limited, so that inputs stay random numbers near 1."""
@@ -156,7 +156,7 @@ def _sampled_error(activation: str, carry: Any, constants: Any, got: Any) -> flo
 def _variants(mixture: Mixture, *, tune: bool) -> dict[str, Callable[..., Any]]:
     on_gpu = jax.default_backend() == "gpu"
     # Mosaic leaves few pairs to Triton.
-    is_few = mixture.num_tokens * mixture.num_choices < MIN_PAIRS_OF_EXPERT * mixture.num_experts
+    is_few = mixture.num_tokens * mixture.num_choices < mosaic.MIN_PAIRS_OF_EXPERT * mixture.num_experts
     case = {"dtype": jnp.dtype(mixture.dtype), "weight_dtype": jnp.dtype(mixture.dtype)}
     case |= {"width": mixture.width, "hidden": mixture.hidden}
     options: dict[str, Any] = {"activation": mixture.activation, "interpret": not on_gpu}
@@ -169,19 +169,27 @@ def _variants(mixture: Mixture, *, tune: bool) -> dict[str, Callable[..., Any]]:
     ]
     found: dict[str, Callable[..., Any]] = {name: functools.partial(run, implementation=name, **options) for name in takes}
     if tune and "triton" in takes:
-        for tiling in _tilings(mixture):
-            found[f"triton {tiling}"] = functools.partial(_by_tiling, tiling, options)
+        found |= {f"triton {tiling}": _variant(triton.experts, tiling=tiling, **options) for tiling in _tilings(mixture)}
+    if tune and "mosaic" in takes:
+        found |= {f"mosaic {sizes}": _variant(mosaic.experts, sizes=sizes, **options) for sizes in _sizes(mixture)}
     return found
 
 
-def _by_tiling(
-    tiling: triton.Tiling, options: dict[str, Any], carry: Any, expert: Any, weight: Any, is_real: Any, first: Any, *rest: Any
-) -> Any:
-    gate_up, down, *biases = rest
-    named = dict(zip(("gate_up_bias_E2F", "down_bias_ED"), biases, strict=True)) if biases else {}
-    return triton.experts(
-        carry, expert, weight, gate_up, down, is_real_T=is_real, first_expert=first, tiling=tiling, **named, **options
-    )
+def _variant(function: Callable[..., jax.Array], **options: Any) -> Callable[..., Any]:
+    """One implementation, called as `checking.grouped_matmul.run` is."""
+
+    def call(x: Any, expert: Any, weight: Any, is_real: Any, first: Any, gate_up: Any, down: Any, *biases: Any) -> Any:
+        named = dict(zip(("gate_up_bias_E2F", "down_bias_ED"), biases, strict=True)) if biases else {}
+        return function(x, expert, weight, gate_up, down, is_real_T=is_real, first_expert=first, **named, **options)
+
+    return call
+
+
+def _sizes(mixture: Mixture) -> list[tuple[Sizes, Sizes]]:
+    """Fewer stages, or narrower blocks with more of them."""
+    wide = pick_sizes(mixture.hidden, 2), pick_sizes(mixture.width, 1)
+    narrow = Sizes(64, num_stages=6), Sizes(128 if mixture.width % 128 == 0 else 64, num_stages=6)
+    return [(replace(wide[0], num_stages=3), replace(wide[1], num_stages=3)), narrow]
 
 
 def _tilings(mixture: Mixture) -> list[triton.Tiling]:

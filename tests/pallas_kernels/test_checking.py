@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.checking import attention_at_start, rope_cache_write, sampling
+from pallas_kernels.checking import attention_at_start, grouped_matmul, rope_cache_write, sampling
 from pallas_kernels.checking.attention import Batch, call, make_arrays, worst_error
 from pallas_kernels.checking.attention_at_start import Layer, attend, batches, host_arrays, host_error
 from pallas_kernels.checking.case import Case
@@ -96,6 +96,25 @@ def test_a_wide_window_is_checked_at_a_smaller_width():
     assert {batch.window for batch in batches(SHAPES, Layer(0.1, 10 * window))} == {window}
 
 
+EXPERTS = grouped_matmul.Shapes("float32", num_experts=9, num_choices=3, width=32, hidden=16, has_biases=True)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_clamped"])
+def test_plain_experts_pass_and_a_wrong_token_or_padding_that_is_not_zero_do_not(activation):
+    case = grouped_matmul.cases(replace(EXPERTS, activation=activation), "xla", interpret=False)[1]
+    x, constants = case.make()
+    (run,) = case.variants.values()
+    got = np.asarray(plain(run)(x, *constants))
+    assert case.error(x, constants, got) <= case.tolerance
+    wrong = got.copy()
+    wrong[[0, 1]] = wrong[[1, 0]]
+    assert case.error(x, constants, wrong) > case.tolerance
+    wrong = got.copy()
+    wrong[-1, 0] = 1e-3
+    assert case.error(x, constants, wrong) == math.inf
+    assert math.isnan(case.error(x, constants, np.where(np.arange(len(got))[:, None] == 0, np.nan, got)))
+
+
 @pytest.mark.parametrize("has_norms", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "cache_dtype"), [("float32", "float32"), ("bfloat16", "float8_e4m3fn"), ("float32", "bfloat16")]
@@ -169,8 +188,9 @@ def test_the_cases_lower_for_a_gpu():
         *attention_at_start.cases(attention, "triton", interpret=False),
         *rope_cache_write.cases(rope_cache_write.Shapes(**common, has_norms=True), "triton", interpret=False),
         *sampling.cases(sampling.Shapes(4096), "triton", interpret=False),
+        *grouped_matmul.cases(replace(EXPERTS, dtype="bfloat16"), "triton", interpret=False),
     ]
-    assert len(found) == 4 + 2 + 3
+    assert len(found) == 4 + 2 + 3 + 3
     with a_gpu_to_lower_for():
         for case in found:
             carry, constants = case.make()
