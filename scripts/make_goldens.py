@@ -187,6 +187,7 @@ VARIANTS: dict[str, PreTrainedConfig] = {
         num_attention_heads=4,
         max_position_embeddings=256,
         bos_token_id=None,
+        pad_token_id=None,
         eos_token_id=None,
     ),
 }
