@@ -1,6 +1,7 @@
 """Reads the files of a model directory that describe the model, as a `ModelConfig`."""
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -63,7 +64,7 @@ def load_model_config(
         kv_cache_dtype = FP8
     pooling = load_pooling_config(directory, raw, pooler_config)
     longest = config.max_position
-    return dataclasses.replace(
+    config = dataclasses.replace(
         config,
         dtype=dtype,
         eos_token_ids=_eos_token_ids(raw, directory),
@@ -74,6 +75,7 @@ def load_model_config(
         pooling=pooling,
         max_position=longest if generates else min(longest, pooling.max_length or longest),
     )
+    return dataclasses.replace(config, digest=hashlib.sha256(repr(config).encode()).hexdigest()[:12])
 
 
 def read_config_json(directory: Path) -> dict[str, Any]:
