@@ -139,8 +139,17 @@ def test_model_type_stands_in_for_a_missing_architecture(read):
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"architectures": ["MextralForCausalLM"]}, "the unknown architecture MextralForCausalLM; known: Cohere2"),
-        ({"architectures": []}, "names no architecture; known: Cohere2"),
+        (
+            {"architectures": ["MextralForCausalLM"]},
+            "MextralForCausalLM; known and similar: MixtralForCausalLM, MistralForCausalLM; ",
+        ),
+        ({"architectures": ["QwenForCausalLM"]}, "known and similar: Qwen2ForCausalLM, Qwen3ForCausalLM"),
+        ({"architectures": ["Strange"], "model_type": "phi"}, "the unknown architecture Strange; known and similar: Phi3ForC"),
+        (
+            {"architectures": ["MambaForCausalLM"]},
+            "MambaForCausalLM; `jaxllm models` lists the .* known, docs/HOW_TO_ADD.md says",
+        ),
+        ({"architectures": []}, "has no architecture; `jaxllm models` lists"),
         ({"hidden_act": "selu"}, "hidden_act is 'selu', supported: silu"),
         ({"rope_scaling": {"rope_type": "spiral"}}, "rope_type is 'spiral', supported: default, linear"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing, must be a positive number"),
@@ -159,6 +168,25 @@ def test_model_type_stands_in_for_a_missing_architecture(read):
 def test_what_cannot_be_served_is_told(read, changes, told):
     with pytest.raises(ModelLoadError, match=told):
         read(changes)
+
+
+@pytest.mark.parametrize(
+    ("model_class", "told"),
+    [
+        ("no_such_package.x:read", "'no_such_package.x:read', which cannot be imported: ModuleNotFoundError: No module"),
+        ("jaxllm.models.llama:wrong", "cannot be imported: AttributeError: .*give module:name"),
+        ("jaxllm.errors", "is 'jaxllm.errors', which has no function read, from a ConfigReader to a ModelConfig"),
+        ("jaxllm.errors:ConfigError", "has no function read"),
+    ],
+)
+def test_a_model_class_that_cannot_be_used(read, model_class, told):
+    with pytest.raises(ConfigError, match=told):
+        read(model_class=model_class)
+
+
+def test_model_class_comes_before_the_architecture(read):
+    assert attention(read(model_class="jaxllm.models.qwen3:read")).head_norms is not None
+    assert not read({"architectures": ["AnyModel"]}, model_class="jaxllm.models.qwen3").generates
 
 
 def test_required_numbers(read):

@@ -27,6 +27,7 @@ def load_model_config(
     pooler_config: Mapping[str, Any] | None = None,
     max_model_len: int | None = None,
     expert_parallel: bool = False,
+    model_class: str | None = None,
 ) -> ModelConfig:
     """Read config.json (and the EOS ids of generation_config.json) of a model directory.
 
@@ -37,11 +38,12 @@ def load_model_config(
     generate. pooler_config is laid over how the checkpoint wants to be pooled.
     max_model_len: the longest sequence that will be served, if it is known; longrope depends on it.
     expert_parallel: with several devices, each has whole experts.
+    model_class: module:name of the function that reads the family's config, instead of the one that is known by its architecture.
     Raises ModelLoadError naming the file and everything in it that cannot be served.
     """
     directory = Path(directory)
     raw = {**read_config_json(directory), **(overrides or {})}
-    architecture, read, has_head = find(raw, directory)
+    architecture, read, has_head = find(raw, directory, model_class)
     generates = runner == "generate" or (runner == "auto" and has_head and not is_embedding_checkpoint(directory))
     if generates and not has_head:
         raise ConfigError(f"runner is generate, but {directory} is a model without a head, which makes embeddings only")
