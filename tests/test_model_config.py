@@ -162,6 +162,35 @@ def test_model_type_stands_in_for_a_missing_architecture(read):
         ({"head_dim": 7}, "head_dim is 7, must be even"),
         ({"hidden_size": "64", "vocab_size": 0}, "hidden_size is '64', must be a positive integer; .*vocab_size is 0"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes', must be true or false"),
+        ({"clip_qkv": 8.0}, "clip_qkv is 8.0, which LlamaForCausalLM is not computed with; supported: None"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0, which LlamaForCausalLM is not"),
+        ({"layer_types": ["full_attention", "linear_attention"] * 2}, "layer_types has linear_attention, supported: sliding"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"] * 2},
+            "layer_types is .*supported by LlamaForCausalLM: layers of",
+        ),
+        ({"architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0}, "clip_qkv is 8.0, supported: None"),
+        (
+            {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {"use_bidirectional_attention": True}},
+            "use_bidi",
+        ),
+        (
+            {"architectures": ["Cohere2ForCausalLM"], "use_parallel_block": False},
+            "use_parallel_block is False, supported: True",
+        ),
+        (
+            {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "max_window_layers": -1},
+            "-1, must be an integer, not",
+        ),
+        (
+            {"architectures": ["Glm4MoeForCausalLM"], "first_k_dense_replace": "1"},
+            "first_k_dense_replace is '1', must be an int",
+        ),
+        (
+            {"architectures": ["Ernie4_5_MoeForCausalLM"], "moe_layer_end_index": 2.5},
+            "moe_layer_end_index is 2.5, must be an int",
+        ),
+        ({"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": ["0"]}, "mlp_only_layers is .'0'., must be a list"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quant_method 'gptq'; supported: fp8"),
     ],
 )
