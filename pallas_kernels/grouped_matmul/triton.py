@@ -13,7 +13,7 @@ pair. It walks through the experts of the pairs one after the other; of each pro
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -31,6 +31,8 @@ MAX_SUMMED_PAIRS = 16
 """The most pairs that the second kernel sums: the rows of the smallest tile that tensor cores multiply."""
 MAX_FEW_PAIRS = 512
 """The most pairs of which a program finds its own: more take too many registers, and the time of a plan in XLA matters less."""
+
+SMALL_SMEM_BYTES = 96 << 10
 
 
 @dataclass(frozen=True)
@@ -72,15 +74,32 @@ def pick_tiling(num_pairs: int, num_experts: int, hidden: int, itemsize: int) ->
         tiles = Tiles(16 if num_pairs <= 16 * num_experts else 64, 32, 32, num_stages=2)
         return Tiling(tiles, tiles)
     if num_pairs <= MAX_SUMMED_PAIRS:
-        return Tiling(Tiles(16, 16, 128, num_stages=5), Tiles(16, 16, 256, num_stages=13))
-    if num_pairs <= 8 * num_experts:
-        return Tiling(Tiles(16, 32, 128, num_stages=5), Tiles(16, 64, 128, num_stages=5))
-    if num_pairs <= 24 * num_experts:
-        return Tiling(Tiles(32, 32, 128, num_stages=4), Tiles(32, 64, 128, num_stages=4))
-    if num_pairs <= 96 * num_experts:
-        return Tiling(Tiles(64, 64, 64, num_stages=4), Tiles(64, 128, 64, num_stages=4))
-    block_n = 128 if -(-hidden // 128) * 128 <= 1.1 * -(-hidden // 64) * 64 else 64
-    return Tiling(Tiles(128, block_n, 64, num_warps=block_n // 16, num_stages=3), Tiles(128, 256, 64, 8, 3))
+        # In the second kernel the number of the expert is loaded first, which takes half of the stages.
+        tiling = Tiling(Tiles(16, 16, 128, num_stages=5), Tiles(16, 16, 256, num_stages=13))
+    elif num_pairs <= 8 * num_experts:
+        tiling = Tiling(Tiles(16, 32, 128, num_stages=5), Tiles(16, 64, 128, num_stages=5))
+    elif num_pairs <= 24 * num_experts:
+        tiling = Tiling(Tiles(32, 32, 128, num_stages=4), Tiles(32, 64, 128, num_stages=4))
+    elif num_pairs <= 96 * num_experts:
+        tiling = Tiling(Tiles(64, 64, 64, num_stages=4), Tiles(64, 128, 64, num_stages=4))
+    else:
+        block_n = 128 if -(-hidden // 128) * 128 <= 1.1 * -(-hidden // 64) * 64 else 64
+        tiling = Tiling(Tiles(128, block_n, 64, num_warps=block_n // 16, num_stages=3), Tiles(128, 256, 64, 8, 3))
+    if _has_large_shared_memory():
+        return tiling
+    return Tiling(_shrunk(tiling.gate_up, 2, itemsize), _shrunk(tiling.down, 1, itemsize))
+
+
+def _has_large_shared_memory() -> bool:
+    """Whether a block can have more than 99 KiB: on the data centers' GPUs, and where programs are compiled for one elsewhere."""
+    device = jax.local_devices()[0]
+    return device.platform != "gpu" or str(getattr(device, "compute_capability", "9.0")) in ("8.0", "9.0", "10.0", "10.3")
+
+
+def _shrunk(tiles: Tiles, num_matrices: int, itemsize: int) -> Tiles:
+    """With as many stages, two at least, as 96 KiB hold."""
+    stage_bytes = itemsize * tiles.block_k * (tiles.block_m + num_matrices * tiles.block_n)
+    return replace(tiles, num_stages=max(2, min(tiles.num_stages, SMALL_SMEM_BYTES // stage_bytes)))
 
 
 def experts(

@@ -140,6 +140,15 @@ def test_triton_with_a_plan_computes_what_it_does_without(num_tokens):
         assert error(case | options, quick(call)(**case, **options)) < TOLERANCE["float32"]
 
 
+def test_tiles_fit_into_the_shared_memory_of_every_gpu(monkeypatch):
+    monkeypatch.setattr(triton, "_has_large_shared_memory", lambda: False)
+    for num_pairs in (8, 64, 1000, 8000, 60000):
+        tiling = triton.pick_tiling(num_pairs, 128, 768, itemsize=2)
+        for tiles, num_matrices in ((tiling.gate_up, 2), (tiling.down, 1)):
+            size = 2 * tiles.num_stages * tiles.block_k * (tiles.block_m + num_matrices * tiles.block_n)
+            assert size <= triton.SMALL_SMEM_BYTES and tiles.num_stages >= 2
+
+
 MOSAIC_CASES = {
     "several tiles of an expert": make_case(150, num_choices=2, num_experts=3, width=128, hidden=64, dtype="bfloat16", only=1),
     "biases, padding, other devices": make_case(
