@@ -29,8 +29,10 @@ from pallas_kernels.sizes import next_power_of_two
 
 MAX_SUMMED_PAIRS = 16
 """The most pairs that the second kernel sums: the rows of the smallest tile that tensor cores multiply."""
-MAX_FEW_PAIRS = 512
-"""The most pairs of which a program finds its own: more take too many registers, and the time of a plan in XLA matters less."""
+MAX_FEW_PAIRS = 1024
+"""The most pairs of which a program finds its own: of more, the time that a plan in XLA takes matters less."""
+_COMPARED = 8192
+"""Pairs times rows that a program compares at a time, in registers."""
 
 SMALL_SMEM_BYTES = 96 << 10
 
@@ -180,13 +182,28 @@ def _for_pairs_of_expert(
     if num_pairs < num_experts:
         is_first = jnp.sum((is_mine_P & (index_P < item)).astype(jnp.int32)) == 0
         count = jnp.where(is_first & (expert < num_experts), count, 0)
-    place_P = jnp.where(is_mine_P, jnp.cumsum(is_mine_P.astype(jnp.int32)) - 1, -1)
+    chunk = min(_COMPARED // block_m, next_power_of_two(num_pairs))
 
     @pl.loop(0, lax.div(count + (block_m - 1), block_m))
     def _(turn):
         place_M = turn * block_m + jnp.arange(block_m)
-        is_pair_MP = place_P[None, :] == place_M[:, None]
-        pair_M = jnp.sum(jnp.where(is_pair_MP, index_P[None, :], 0), axis=1)
+
+        def add_pairs(i: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            """Of a chunk: how many are this expert's, and the pairs whose places among these the rows have."""
+            num_before, pair_M = found
+            index_C = i * chunk + jnp.arange(chunk)
+            is_mine_C = load(expert_ref.at[index_C], mask=index_C < num_pairs, other=-1) == expert
+            place_C = jnp.where(is_mine_C, num_before + jnp.cumsum(is_mine_C.astype(jnp.int32)) - 1, -1)
+            is_pair_MC = place_C[None, :] == place_M[:, None]
+            pair_M += jnp.sum(jnp.where(is_pair_MC, index_C[None, :], 0), axis=1)
+            return num_before + jnp.sum(is_mine_C.astype(jnp.int32)), pair_M
+
+        none = jnp.int32(0), jnp.zeros(block_m, jnp.int32)
+        _, pair_M = (
+            add_pairs(jnp.int32(0), none)
+            if chunk >= num_pairs
+            else lax.fori_loop(0, pl.cdiv(num_pairs, chunk), add_pairs, none)
+        )
         # Rows without a pair are not written; the interpreter writes them back, so they must not have the place of another.
         do_tile(expert, jnp.where(place_M < count, pair_M, num_pairs), place_M < count)
 

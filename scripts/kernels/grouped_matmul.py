@@ -172,6 +172,9 @@ def _variants(mixture: Mixture, *, tune: bool) -> dict[str, Callable[..., Any]]:
         found |= {
             f"triton {_sizes_of(tiling)}": _variant(triton.experts, tiling=tiling, **options) for tiling in _tilings(mixture)
         }
+        for name, max_few_pairs in (("with a plan", 0), ("without a plan", 4096)):
+            if mixture.num_tokens * mixture.num_choices <= 4096:
+                found[f"triton {name}"] = _variant(triton.experts, max_few_pairs=max_few_pairs, **options)
     if tune and "mosaic" in takes:
         found |= {
             f"mosaic {' '.join(f'{one.columns}-{one.num_stages}' for one in sizes)}": _variant(
