@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+import jax
 from jax import Array
 
 from jaxllm.layers.attend import Attend
@@ -11,6 +12,9 @@ from jaxllm.layers.rope import rope_angles
 from jaxllm.model_parts import Rope
 from jaxllm.parallel.shards import ONE_DEVICE, Shards
 from pallas_kernels.grouped_matmul import experts
+
+# Traced and lowered once for all layers of a program.
+compute_experts = jax.jit(experts, static_argnames=("activation", "implementation", "interpret"))
 
 
 @dataclass
@@ -23,7 +27,7 @@ class Step:
     shards: Shards = ONE_DEVICE
     is_real_T: Array | None = None
     """Bool: whether a token is not padding; None: all are real."""
-    experts: Callable[..., Array] = partial(experts, implementation="xla")
+    experts: Callable[..., Array] = partial(compute_experts, implementation="xla")
     """Computes the chosen experts: `pallas_kernels.grouped_matmul.experts`."""
     _angles: dict[tuple[Rope | None, int], tuple[Array, Array]] = field(default_factory=dict)
 

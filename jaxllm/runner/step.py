@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.cache_spec import CacheLayout
-from jaxllm.layers.step import Step
+from jaxllm.layers.step import Step, compute_experts
 from jaxllm.parallel.shards import PEERS_LOST, Shards
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.layout import FROM_ROW, Column, StepLayout, StepViews
@@ -21,7 +21,6 @@ from jaxllm.sampling.mask import apply_mask
 from jaxllm.sampling.sampler import logit_of, mark_not_finite, sample_full, sample_greedy, sample_random
 from jaxllm.sampling.state import SamplingState
 from jaxllm.sampling.variants import Variant
-from pallas_kernels.grouped_matmul import experts
 
 Params = tuple[jax.Array, ...]
 Caches = tuple[jax.Array, ...]
@@ -211,8 +210,8 @@ class StepFunctions:
             is_decode=is_decode,
             kernels=self.kernels,
         )
-        experts_ = partial(experts, implementation=self.kernels.grouped_matmul, interpret=self.kernels.interpret)
-        step = Step(tokens.token_ids_T, tokens.position_T, context, shards, tokens.is_real_T, experts_)
+        experts = partial(compute_experts, implementation=self.kernels.grouped_matmul, interpret=self.kernels.interpret)
+        step = Step(tokens.token_ids_T, tokens.position_T, context, shards, tokens.is_real_T, experts)
         hidden_TD = self.merge(params)(step)
         return hidden_TD, tuple(context.caches)
 

@@ -13,7 +13,7 @@ pair. It walks through the experts of the pairs one after the other; of each pro
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -29,8 +29,12 @@ from pallas_kernels.sizes import next_power_of_two
 
 MAX_SUMMED_PAIRS = 16
 """The most pairs that the second kernel sums: the rows of the smallest tile that tensor cores multiply."""
-MAX_FEW_PAIRS = 512
-"""The most pairs of which a program finds its own: more take too many registers, and the time of a plan in XLA matters less."""
+MAX_FEW_PAIRS = 1024
+"""The most pairs of which a program finds its own: of more, the time that a plan in XLA takes matters less."""
+_COMPARED = 8192
+"""Pairs times rows that a program compares at a time, in registers."""
+
+SMALL_SMEM_BYTES = 96 << 10
 
 
 @dataclass(frozen=True)
@@ -72,15 +76,32 @@ def pick_tiling(num_pairs: int, num_experts: int, hidden: int, itemsize: int) ->
         tiles = Tiles(16 if num_pairs <= 16 * num_experts else 64, 32, 32, num_stages=2)
         return Tiling(tiles, tiles)
     if num_pairs <= MAX_SUMMED_PAIRS:
-        return Tiling(Tiles(16, 16, 128, num_stages=5), Tiles(16, 16, 256, num_stages=13))
-    if num_pairs <= 8 * num_experts:
-        return Tiling(Tiles(16, 32, 128, num_stages=5), Tiles(16, 64, 128, num_stages=5))
-    if num_pairs <= 24 * num_experts:
-        return Tiling(Tiles(32, 32, 128, num_stages=4), Tiles(32, 64, 128, num_stages=4))
-    if num_pairs <= 96 * num_experts:
-        return Tiling(Tiles(64, 64, 64, num_stages=4), Tiles(64, 128, 64, num_stages=4))
-    block_n = 128 if -(-hidden // 128) * 128 <= 1.1 * -(-hidden // 64) * 64 else 64
-    return Tiling(Tiles(128, block_n, 64, num_warps=block_n // 16, num_stages=3), Tiles(128, 256, 64, 8, 3))
+        # In the second kernel the number of the expert is loaded first, which takes half of the stages.
+        tiling = Tiling(Tiles(16, 16, 128, num_stages=5), Tiles(16, 16, 256, num_stages=13))
+    elif num_pairs <= 8 * num_experts:
+        tiling = Tiling(Tiles(16, 32, 128, num_stages=5), Tiles(16, 64, 128, num_stages=5))
+    elif num_pairs <= 24 * num_experts:
+        tiling = Tiling(Tiles(32, 32, 128, num_stages=4), Tiles(32, 64, 128, num_stages=4))
+    elif num_pairs <= 96 * num_experts:
+        tiling = Tiling(Tiles(64, 64, 64, num_stages=4), Tiles(64, 128, 64, num_stages=4))
+    else:
+        block_n = 128 if -(-hidden // 128) * 128 <= 1.1 * -(-hidden // 64) * 64 else 64
+        tiling = Tiling(Tiles(128, block_n, 64, num_warps=block_n // 16, num_stages=3), Tiles(128, 256, 64, 8, 3))
+    if _has_large_shared_memory():
+        return tiling
+    return Tiling(_shrunk(tiling.gate_up, 2, itemsize), _shrunk(tiling.down, 1, itemsize))
+
+
+def _has_large_shared_memory() -> bool:
+    """Whether a block can have more than 99 KiB: on the data centers' GPUs, and where programs are compiled for one elsewhere."""
+    device = jax.local_devices()[0]
+    return device.platform != "gpu" or str(getattr(device, "compute_capability", "9.0")) in ("8.0", "9.0", "10.0", "10.3")
+
+
+def _shrunk(tiles: Tiles, num_matrices: int, itemsize: int) -> Tiles:
+    """With as many stages, two at least, as 96 KiB hold."""
+    stage_bytes = itemsize * tiles.block_k * (tiles.block_m + num_matrices * tiles.block_n)
+    return replace(tiles, num_stages=max(2, min(tiles.num_stages, SMALL_SMEM_BYTES // stage_bytes)))
 
 
 def experts(
@@ -161,13 +182,28 @@ def _for_pairs_of_expert(
     if num_pairs < num_experts:
         is_first = jnp.sum((is_mine_P & (index_P < item)).astype(jnp.int32)) == 0
         count = jnp.where(is_first & (expert < num_experts), count, 0)
-    place_P = jnp.where(is_mine_P, jnp.cumsum(is_mine_P.astype(jnp.int32)) - 1, -1)
+    chunk = min(_COMPARED // block_m, next_power_of_two(num_pairs))
 
     @pl.loop(0, lax.div(count + (block_m - 1), block_m))
     def _(turn):
         place_M = turn * block_m + jnp.arange(block_m)
-        is_pair_MP = place_P[None, :] == place_M[:, None]
-        pair_M = jnp.sum(jnp.where(is_pair_MP, index_P[None, :], 0), axis=1)
+
+        def add_pairs(i: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            """Of a chunk: how many are this expert's, and the pairs whose places among these the rows have."""
+            num_before, pair_M = found
+            index_C = i * chunk + jnp.arange(chunk)
+            is_mine_C = load(expert_ref.at[index_C], mask=index_C < num_pairs, other=-1) == expert
+            place_C = jnp.where(is_mine_C, num_before + jnp.cumsum(is_mine_C.astype(jnp.int32)) - 1, -1)
+            is_pair_MC = place_C[None, :] == place_M[:, None]
+            pair_M += jnp.sum(jnp.where(is_pair_MC, index_C[None, :], 0), axis=1)
+            return num_before + jnp.sum(is_mine_C.astype(jnp.int32)), pair_M
+
+        none = jnp.int32(0), jnp.zeros(block_m, jnp.int32)
+        _, pair_M = (
+            add_pairs(jnp.int32(0), none)
+            if chunk >= num_pairs
+            else lax.fori_loop(0, pl.cdiv(num_pairs, chunk), add_pairs, none)
+        )
         # Rows without a pair are not written; the interpreter writes them back, so they must not have the place of another.
         do_tile(expert, jnp.where(place_M < count, pair_M, num_pairs), place_M < count)
 

@@ -4,7 +4,7 @@ import functools
 import importlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import jax
@@ -169,9 +169,19 @@ def _variants(mixture: Mixture, *, tune: bool) -> dict[str, Callable[..., Any]]:
     ]
     found: dict[str, Callable[..., Any]] = {name: functools.partial(run, implementation=name, **options) for name in takes}
     if tune and "triton" in takes:
-        found |= {f"triton {tiling}": _variant(triton.experts, tiling=tiling, **options) for tiling in _tilings(mixture)}
+        found |= {
+            f"triton {_sizes_of(tiling)}": _variant(triton.experts, tiling=tiling, **options) for tiling in _tilings(mixture)
+        }
+        for name, max_few_pairs in (("with a plan", 0), ("without a plan", 4096)):
+            if mixture.num_tokens * mixture.num_choices <= 4096:
+                found[f"triton {name}"] = _variant(triton.experts, max_few_pairs=max_few_pairs, **options)
     if tune and "mosaic" in takes:
-        found |= {f"mosaic {sizes}": _variant(mosaic.experts, sizes=sizes, **options) for sizes in _sizes(mixture)}
+        found |= {
+            f"mosaic {' '.join(f'{one.columns}-{one.num_stages}' for one in sizes)}": _variant(
+                mosaic.experts, sizes=sizes, **options
+            )
+            for sizes in _sizes(mixture)
+        }
     return found
 
 
@@ -183,6 +193,11 @@ def _variant(function: Callable[..., jax.Array], **options: Any) -> Callable[...
         return function(x, expert, weight, gate_up, down, is_real_T=is_real, first_expert=first, **named, **options)
 
     return call
+
+
+def _sizes_of(tiling: triton.Tiling) -> str:
+    """Block sizes, warps and stages of both kernels."""
+    return " ".join("-".join(map(str, astuple(tiles))) for tiles in (tiling.gate_up, tiling.down))
 
 
 def _sizes(mixture: Mixture) -> list[tuple[Sizes, Sizes]]:
@@ -212,4 +227,4 @@ def _tilings(mixture: Mixture) -> list[triton.Tiling]:
     ]
     if num_pairs <= triton.MAX_SUMMED_PAIRS:
         changes.pop()
-    return [both(change) for change in changes]
+    return [tiling for change in changes if (tiling := both(change)) != base]

@@ -127,17 +127,27 @@ def test_experts_against_loops(name, implementation):
     assert error(case, run(implementation, case)) < TOLERANCE[str(case["x_TD"].dtype)]
 
 
-@pytest.mark.parametrize("num_tokens", [1, 8])
-def test_triton_with_a_plan_computes_what_it_does_without(num_tokens):
+@pytest.mark.parametrize("num_tokens", [1, 11])
+def test_triton_with_a_plan_computes_what_it_does_without(num_tokens, monkeypatch):
     """So do experts that fill more than one tile, and tiles that are narrower than the widths."""
     case = make_case(num_tokens, bias=True, padding=num_tokens // 3, only=2)
     tiles = triton.Tiles(4, 16, 16)
     options = {name: case.pop(name) for name in list(case) if name.endswith(("E2F", "_ED", "real_T"))}
+    monkeypatch.setattr(triton, "_COMPARED", 16)  # pairs in several parts
     for max_few_pairs in (0, 1000):
         call = functools.partial(
             triton.experts, interpret=True, tiling=triton.Tiling(tiles, tiles), max_few_pairs=max_few_pairs
         )
         assert error(case | options, quick(call)(**case, **options)) < TOLERANCE["float32"]
+
+
+def test_tiles_fit_into_the_shared_memory_of_every_gpu(monkeypatch):
+    monkeypatch.setattr(triton, "_has_large_shared_memory", lambda: False)
+    for num_pairs in (8, 64, 1000, 8000, 60000):
+        tiling = triton.pick_tiling(num_pairs, 128, 768, itemsize=2)
+        for tiles, num_matrices in ((tiling.gate_up, 2), (tiling.down, 1)):
+            size = 2 * tiles.num_stages * tiles.block_k * (tiles.block_m + num_matrices * tiles.block_n)
+            assert size <= triton.SMALL_SMEM_BYTES and tiles.num_stages >= 2
 
 
 MOSAIC_CASES = {
