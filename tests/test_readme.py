@@ -12,7 +12,7 @@ from jaxllm.cli.main import COMMANDS, SUBCOMMANDS, command_parser
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-GENERATED = {"CONFIGURATION.md", "METRICS.md", "VLLM_FLAGS.md"}
+GENERATED = {"CONFIGURATION.md", "METRICS.md", "VLLM_FLAGS.md", "MODELS.md"}
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))

@@ -118,19 +118,20 @@ class _Outcome:
 
 
 def _take_model(arguments: argparse.Namespace) -> None:
-    """Use a model directory in place of the first prompt as --model; note a prompt that only looks like a model."""
+    """Use a model directory or GGUF file in place of the first prompt as --model; note a prompt that only looks like a model."""
     if "model" in arguments or not arguments.prompts:
         return
     first = arguments.prompts[0]
-    if _has_config(first):
+    if _is_model(first):
         arguments.model, arguments.prompts = first, arguments.prompts[1:]
     elif not arguments.quiet and _LIKE_A_MODEL.fullmatch(first):
         terminal.note(f"{first!r} is taken for a prompt; name a model with --model")
 
 
-def _has_config(name: str) -> bool:
+def _is_model(name: str) -> bool:
     try:
-        return Path(name).expanduser().joinpath("config.json").is_file()
+        path = Path(name).expanduser()
+        return path.joinpath("config.json").is_file() or (path.suffix == ".gguf" and path.is_file())
     except (OSError, ValueError, RuntimeError):  # a prompt may not be a valid path
         return False
 

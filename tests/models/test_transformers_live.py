@@ -3,12 +3,8 @@
 import numpy as np
 import pytest
 
+from scripts import make_goldens
 from tests.helpers import goldens
-
-try:
-    from scripts import make_goldens
-except ImportError:  # torch is missing
-    make_goldens = None  # type: ignore[assignment]
 
 pytestmark = pytest.mark.torch
 
@@ -31,7 +27,7 @@ def test_logits_equal_transformers(name, torch):
     np.testing.assert_allclose(goldens.logits(config, state, token_ids, pad_to=104), expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", sorted(make_goldens.VARIANTS.keys() - set(goldens.NAMES)) if make_goldens else [])
+@pytest.mark.parametrize("name", sorted(make_goldens.VARIANTS.keys() - set(goldens.NAMES)))
 def test_logits_of_variants_without_a_golden_equal_transformers(name, torch, tmp_path):
     reference = make_goldens.random_model(make_goldens.VARIANTS[name], seed=1, scale=0.3)
     reference.save_pretrained(tmp_path)

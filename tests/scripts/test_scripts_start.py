@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NEED_TORCH = ("bench_cpu.py", "make_goldens.py")
+NEED_TORCH = ("bench_cpu.py",)
 SCRIPTS = [
     pytest.param(path, id=path.name, marks=pytest.mark.torch if path.name in NEED_TORCH else ())
     for path in sorted((ROOT / "scripts").glob("*.py"))

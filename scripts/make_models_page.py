@@ -1,0 +1,132 @@
+"""Writes docs/MODELS.md from the families and formats that the code has: python scripts/make_models_page.py"""
+
+import argparse
+import ast
+import sys
+import textwrap
+from collections.abc import Iterable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from jaxllm.gguf_files import families as gguf_families
+from jaxllm.loaders.formats import FORMATS
+from jaxllm.loaders.gguf import READABLE
+from jaxllm.models.registry import FAMILIES
+from scripts.make_goldens import FOLDER, VARIANTS
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "MODELS.md"
+HEAD = """# Models
+
+Written by `scripts/make_models_page.py`; a test holds it up to date.
+
+A model is a local directory in Hugging Face layout, a GGUF file, or a hub id. `jaxllm models` lists the architectures and the models on
+this machine. For models that are gated on the hub, accept their terms there and run `hf auth login` once, or set `HF_TOKEN`.
+`jaxllm inspect MODEL` says how much memory a model needs, and whether it fits. Values of a config.json that a family does not
+support are refused by name. [HOW_TO_ADD.md](HOW_TO_ADD.md#a-model-family) says how to add a family, inside this package or outside.
+
+## Families
+
+The architecture is the entry of `architectures` in config.json; `XModel` is `XForCausalLM` without a head, for embeddings. The files are
+in `jaxllm/models/`.
+
+| family | architectures | file | variants tested |
+|---|---|---|---|
+"""
+TESTED = """
+**How they are tested.** Each variant is a tiny model with random weights.
+
+- Those in **bold** have a checkpoint in `tests/goldens/` with what `transformers` computes of it in float32: logits, the logprobs of
+  prompts, and 64 greedy tokens after prompts of several lengths, windows exceeded. Plain runs (`tests/models`) and whole engines
+  (`tests/end_to_end/test_parity.py`: chunks, preemption, prefix caching; `test_tensor_parallel_parity.py`: several devices) must agree
+  within 1e-4 and token by token.
+- The logits of the others are compared with `transformers` itself, in CI, where torch is installed
+  (`tests/models/test_transformers_live.py`). `scripts/make_goldens.py --output DIR` makes goldens of them too, for the same tests with
+  `JAXLLM_GOLDENS=DIR`.
+"""
+FOOT = """
+## Fp8
+
+`--quantization fp8` turns 16-bit weights into fp8 (e4m3) while they load, with a scale per output channel;
+activations get a scale per token. Embedding, head and norms keep the model's type.
+
+Checkpoints of quant_method `compressed-tensors` (float-quantized) and `fp8` load as they are. Those with a scale per
+block become 16-bit weights, or with `--quantization fp8` get scales per channel. Other formats are refused.
+
+`--kv-cache-dtype fp8` holds twice the tokens in the same memory as 16 bits.
+
+## Embeddings
+
+Which checkpoints make vectors: [EMBEDDINGS.md](EMBEDDINGS.md#which-models). The model that comes with the package:
+[DEMO_MODEL.md](DEMO_MODEL.md).
+"""
+
+
+def page() -> str:
+    """The whole text."""
+    return HEAD + "\n".join(_families()) + "\n" + TESTED + _formats() + FOOT
+
+
+def _families() -> Iterable[str]:
+    """A row for each file."""
+    by_module: dict[str, list[str]] = {}
+    for architecture, (_, read) in FAMILIES.items():
+        by_module.setdefault(read.partition(":")[0], []).append(architecture)
+    for module, architectures in sorted(by_module.items()):
+        file = ROOT / f"{module.replace('.', '/')}.py"
+        kinds = {FAMILIES[architecture][0] for architecture in architectures}
+        tested = [name for name, config in VARIANTS.items() if _kind(config.model_type) in kinds]
+        names = ", ".join(f"`{name}`" for name in architectures)
+        told = ", ".join(f"**{name}**" if (FOLDER / name).is_dir() else name for name in tested)
+        yield f"| {_first_sentence(file)} | {names} | {file.name} | {told} |"
+
+
+def _kind(model_type: str) -> str:
+    """The model_type by which a family is known: models that see images are tested by their text model."""
+    return model_type if any(model_type == kind for kind, _ in FAMILIES.values()) else model_type.removesuffix("_text")
+
+
+def _first_sentence(file: Path) -> str:
+    text = " ".join((ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").split())
+    return text.partition(" Source")[0].rstrip(".")
+
+
+def _formats() -> str:
+    about = {
+        "safetensors": "in one file or in parts; only the tensors that are needed are read, each device its own slices",
+        "pytorch": "in one file or in parts, of PyTorch 1.6 and later; read without PyTorch, and nothing that a file names is run",
+        "gguf": "`jaxllm serve model.gguf`, needs `pip install 'jaxllm[gguf]'`; config and tokenizer are in the file",
+    }
+    rows = [
+        f"| {name} | {', '.join(f'`{pattern}`' for pattern in kind.PATTERNS)} | {about[name]} |"
+        for name, kind in FORMATS.items()
+    ]
+    gguf = ", ".join(f"{name} (`{family.architecture}`)" for name, family in gguf_families.FAMILIES.items())
+    gguf_text = (
+        f"**GGUF.** Architectures: {gguf}. Number formats: {', '.join(READABLE)}; all are widened to the model's type while they load. A "
+        "model in several files is named by its first. Other kinds of tokenizers than gpt2 and llama need `--tokenizer`."
+    )
+    return "\n".join(
+        [
+            "\n## Formats of weights\n",
+            "| format | files | notes |",
+            "|---|---|---|",
+            *rows,
+            "| orbax | `weights.orbax` | written by `scripts/convert_checkpoint.py`, with a tensor for each parameter |",
+            "",
+            "The first of these that a directory has is read, orbax before all. `tests/loaders` compares each with safetensors.\n",
+            textwrap.fill(gguf_text, 120, break_long_words=False, break_on_hyphens=False),
+            "",
+        ]
+    )
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    PAGE.write_text(page(), encoding="utf-8")
+    print(f"wrote {PAGE}")
+
+
+if __name__ == "__main__":
+    main()
