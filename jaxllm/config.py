@@ -48,6 +48,11 @@ class ModelOptions:
         "seed of requests without one of their own, so that a run can be repeated, and of dummy weights; default: random, 0",
     ] = None
     hf_overrides: Annotated[dict[str, Any] | None, "JSON object laid over the model's config.json"] = None
+    model_class: Annotated[
+        str | None,
+        "module:name of a family outside this package: its function `read` (see jaxllm.models.registry), or what has one; the "
+        "module is imported, so it is trusted like code; default: by the architecture in config.json",
+    ] = None
     generation_config: Annotated[
         str, "where default sampling values come from: auto (the model's generation_config.json), none, or a directory"
     ] = "auto"
@@ -369,6 +374,7 @@ _RANGES: dict[str, Range] = {
     "max_model_len": (lambda v: v >= 1 or v == AUTO_MODEL_LEN, "at least 1, or -1 for the largest that fits"),
     "max_logprobs": at_least(-1),
     "logits_processors": (lambda v: all(re.fullmatch(r"[\w.]+:[\w.]+", name) for name in v), "a list of module:Name"),
+    "model_class": (lambda v: bool(re.fullmatch(r"[\w.]+(:[\w.]+)?", v)), "module:name"),
     "block_size": (lambda v: v in (8, 16, 32, 64, 128), "8, 16, 32, 64 or 128"),
     "gpu_memory_utilization": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
     "num_gpu_blocks_override": at_least(2),

@@ -5,10 +5,10 @@ from typing import Any, Literal, Protocol
 
 from jaxllm.config import EngineConfig
 from jaxllm.kernel_verdicts import OpReport
-from jaxllm.model_config import ModelConfig
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import EngineCoreRequest
 from jaxllm.scheduler_stats import SchedulerStats
+from jaxllm.served_model import ServedModel
 from jaxllm.start_times import StartTimes
 
 SleepMode = Literal["abort", "refuse"]
@@ -21,7 +21,6 @@ class Core(Protocol):
     """The interface of an engine core, beside the methods that PauseCalls names. RemoteCore has only the part that fronts use."""
 
     config: EngineConfig
-    model_config: ModelConfig
     max_model_len: int
     processor_arguments: Mapping[str, int]
     """Logits processors that requests may name, with the number of arguments of each."""
@@ -29,6 +28,8 @@ class Core(Protocol):
     kernels: dict[str, OpReport]
     """The implementation of each op and the result of its check."""
 
+    @property
+    def model_config(self) -> ServedModel: ...
     @property
     def num_compiled_after_warmup(self) -> int: ...
     @property

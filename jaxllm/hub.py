@@ -11,6 +11,8 @@ from jaxllm.errors import ModelLoadError
 DEMO = "demo"
 FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "tokenizer*")
 """What is downloaded: weights in safetensors form, configs, tokenizer and chat template."""
+OTHER_WEIGHTS = ("pytorch_model*.bin",)
+"""What is downloaded too from a repository without safetensors."""
 DUPLICATES = ("consolidated*.safetensors", "*/*.safetensors")
 """What is never downloaded: the same weights a second time for other programs, and what loaders do not look into."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -45,11 +47,17 @@ def _download(name: str, revision: str | None, download_dir: str | None, files: 
         RevisionNotFoundError,
     )
 
-    try:
+    def download(patterns: Sequence[str]) -> Path:
         found = snapshot_download(
-            name, revision=revision, cache_dir=download_dir, allow_patterns=list(files), ignore_patterns=list(DUPLICATES)
+            name, revision=revision, cache_dir=download_dir, allow_patterns=list(patterns), ignore_patterns=list(DUPLICATES)
         )
         return Path(found)
+
+    try:
+        found = download(files)
+        if "*.safetensors" in files and not any(found.glob("*.safetensors")):
+            found = download(OTHER_WEIGHTS)
+        return found
     except GatedRepoError as error:
         raise ModelLoadError(f"{name} is gated on the hub: accept its terms there and log in with `hf auth login`") from error
     except RevisionNotFoundError as error:

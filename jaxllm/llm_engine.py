@@ -292,6 +292,7 @@ def check_model(config: EngineConfig) -> None:
         dtype=options.dtype,
         runner=options.runner,
         pooler_config=options.pooler_config,
+        model_class=options.model_class,
     )
     model_config.for_tensor_parallel(config.parallel.tensor_parallel_size)
 

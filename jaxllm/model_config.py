@@ -9,20 +9,17 @@ from typing import Any
 
 from jaxllm.errors import ConfigError
 from jaxllm.model_parts import Attention, Head, Layer, MoE, Names, Norm, Positions
-from jaxllm.pooling_config import PoolingConfig
 from jaxllm.quantization_config import StoredFp8
+from jaxllm.served_model import ServedModel
 
 DTYPES = ("bfloat16", "float16", "float32")
 FP8 = "float8_e4m3fn"
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(ServedModel):
     """A decoder: token embedding, layers, norm and head."""
 
-    architecture: str
-    vocab_size: int
-    hidden_size: int
     layers: tuple[Layer, ...]
     norm: Norm
     max_position: int
@@ -35,7 +32,6 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     dtype: str = "bfloat16"
     """Concrete: bfloat16, float16 or float32."""
-    eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     padded_vocab_size: int = 0
     """Rows of the embedding and columns of the logits; 0 at construction means vocab_size."""
@@ -45,9 +41,6 @@ class ModelConfig:
     """How the checkpoint holds fp8 weights, if it does."""
     kv_cache_dtype: str = ""
     """Concrete: one of DTYPES or float8_e4m3fn; empty at construction means dtype."""
-    generates: bool = True
-    """Whether it has a head and generates text; otherwise it makes vectors only."""
-    pooling: PoolingConfig = field(default_factory=PoolingConfig)
     model_class: str = "jaxllm.layers.decoder:CausalLM"
     """The Flax class that computes it, as module:name."""
 

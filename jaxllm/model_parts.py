@@ -263,6 +263,8 @@ class Names:
     embedding: str = "model.embed_tokens"
     layer: str = "model.layers.{}"
     head: str = "lm_head"
+    ignored: tuple[str, ...] = ()
+    """How the names of tensors begin that are not loaded."""
 
 
 @dataclass(frozen=True)

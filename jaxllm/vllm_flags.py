@@ -44,6 +44,7 @@ WORDS: Mapping[str, Mapping[str, Any]] = {
     "max_model_len": {"auto": -1},
     "dtype": {"half": "float16", "float": "float32"},
     "generation_config": {"vllm": "none"},
+    "load_format": {"hf": "auto", "pt": "auto", "gguf": "auto"},
 }
 """What vLLM calls values of options that both have."""
 

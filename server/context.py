@@ -104,6 +104,6 @@ def _fingerprint(engine: AsyncLLM, mode: str) -> str | None:
     if mode == "none":
         return None
     config = engine.config
-    parts = [__version__, repr(engine.model_config), config.model.dtype, str(config.parallel.tensor_parallel_size)]
+    parts = [__version__, engine.model_config.digest, config.model.dtype, str(config.parallel.tensor_parallel_size)]
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
     return digest if mode == "hash" else f"jaxllm-{__version__}-tp{config.parallel.tensor_parallel_size}-{digest}"

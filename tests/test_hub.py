@@ -57,12 +57,23 @@ def test_refusals_of_the_hub_are_told_apart(monkeypatch, kind):
         resolve_model("owner/name", revision="abc")
 
 
-def test_weights_are_downloaded_once(monkeypatch, tmp_path):
-    repository = tmp_path / "repository"
-    names = ("config.json", "tokenizer.json", "model.safetensors", "consolidated.safetensors", "original/model.safetensors")
-    for name in names:
-        (repository / name).parent.mkdir(parents=True, exist_ok=True)
-        (repository / name).write_bytes(b"{}")
-    hub = stand_in_hub.install(monkeypatch, repository, tmp_path / "cache")
+SAFETENSORS = ["config.json", "model.safetensors", "tokenizer.json"]
+PARTS = ["pytorch_model-1-of-2.bin", "pytorch_model-2-of-2.bin"]
+
+
+@pytest.mark.parametrize(
+    ("repository", "fetched"),
+    [
+        ([*SAFETENSORS, *PARTS, "consolidated.safetensors", "original/model.safetensors"], SAFETENSORS),
+        (["config.json", *PARTS, "pytorch_model.bin.index.json", "training_args.bin"],
+         ["config.json", "pytorch_model.bin.index.json", *PARTS]),
+    ],
+    ids=["safetensors", "pytorch"],
+)  # fmt: skip
+def test_weights_are_downloaded_once(monkeypatch, tmp_path, repository, fetched):
+    for name in repository:
+        (tmp_path / "repository" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "repository" / name).write_bytes(b"{}")
+    hub = stand_in_hub.install(monkeypatch, tmp_path / "repository", tmp_path / "cache")
     assert resolve_model("owner/name") == tmp_path / "cache"
-    assert hub.fetched == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert hub.fetched == fetched

@@ -139,8 +139,17 @@ def test_model_type_stands_in_for_a_missing_architecture(read):
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"architectures": ["MextralForCausalLM"]}, "the unknown architecture MextralForCausalLM; known: Cohere2"),
-        ({"architectures": []}, "names no architecture; known: Cohere2"),
+        (
+            {"architectures": ["MextralForCausalLM"]},
+            "MextralForCausalLM; known and similar: MixtralForCausalLM, MistralForCausalLM; ",
+        ),
+        ({"architectures": ["QwenForCausalLM"]}, "known and similar: Qwen2ForCausalLM, Qwen3ForCausalLM"),
+        ({"architectures": ["Strange"], "model_type": "phi"}, "the unknown architecture Strange; known and similar: Phi3ForC"),
+        (
+            {"architectures": ["MambaForCausalLM"]},
+            "MambaForCausalLM; `jaxllm models` lists the .* known, docs/HOW_TO_ADD.md says",
+        ),
+        ({"architectures": []}, "has no architecture; `jaxllm models` lists"),
         ({"hidden_act": "selu"}, "hidden_act is 'selu', supported: silu"),
         ({"rope_scaling": {"rope_type": "spiral"}}, "rope_type is 'spiral', supported: default, linear"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing, must be a positive number"),
@@ -153,12 +162,60 @@ def test_model_type_stands_in_for_a_missing_architecture(read):
         ({"head_dim": 7}, "head_dim is 7, must be even"),
         ({"hidden_size": "64", "vocab_size": 0}, "hidden_size is '64', must be a positive integer; .*vocab_size is 0"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes', must be true or false"),
+        ({"clip_qkv": 8.0}, "clip_qkv is 8.0, which LlamaForCausalLM is not computed with; supported: None"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0, which LlamaForCausalLM is not"),
+        ({"layer_types": ["full_attention", "linear_attention"] * 2}, "layer_types has linear_attention, supported: sliding"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"] * 2},
+            "layer_types is .*supported by LlamaForCausalLM: layers of",
+        ),
+        ({"architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0}, "clip_qkv is 8.0, supported: None"),
+        (
+            {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {"use_bidirectional_attention": True}},
+            "use_bidi",
+        ),
+        (
+            {"architectures": ["Cohere2ForCausalLM"], "use_parallel_block": False},
+            "use_parallel_block is False, supported: True",
+        ),
+        (
+            {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "max_window_layers": -1},
+            "-1, must be an integer, not",
+        ),
+        (
+            {"architectures": ["Glm4MoeForCausalLM"], "first_k_dense_replace": "1"},
+            "first_k_dense_replace is '1', must be an int",
+        ),
+        (
+            {"architectures": ["Ernie4_5_MoeForCausalLM"], "moe_layer_end_index": 2.5},
+            "moe_layer_end_index is 2.5, must be an int",
+        ),
+        ({"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": ["0"]}, "mlp_only_layers is .'0'., must be a list"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quant_method 'gptq'; supported: fp8"),
     ],
 )
 def test_what_cannot_be_served_is_told(read, changes, told):
     with pytest.raises(ModelLoadError, match=told):
         read(changes)
+
+
+@pytest.mark.parametrize(
+    ("model_class", "told"),
+    [
+        ("no_such_package.x:read", "'no_such_package.x:read', which cannot be imported: ModuleNotFoundError: No module"),
+        ("jaxllm.models.llama:wrong", "cannot be imported: AttributeError: .*give module:name"),
+        ("jaxllm.errors", "is 'jaxllm.errors', which has no function read, from a ConfigReader to a ModelConfig"),
+        ("jaxllm.errors:ConfigError", "has no function read"),
+    ],
+)
+def test_a_model_class_that_cannot_be_used(read, model_class, told):
+    with pytest.raises(ConfigError, match=told):
+        read(model_class=model_class)
+
+
+def test_model_class_comes_before_the_architecture(read):
+    assert attention(read(model_class="jaxllm.models.qwen3:read")).head_norms is not None
+    assert not read({"architectures": ["AnyModel"]}, model_class="jaxllm.models.qwen3").generates
 
 
 def test_required_numbers(read):

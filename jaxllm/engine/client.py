@@ -36,9 +36,9 @@ from jaxllm.engine.messages import (
 from jaxllm.engine.sockets import ENGINE_SOCKET, MAX_QUEUED_MESSAGES, socket_address
 from jaxllm.errors import EngineDeadError, EngineError
 from jaxllm.log import logger
-from jaxllm.model_config import ModelConfig
 from jaxllm.request import EngineCoreRequest
 from jaxllm.scheduler_stats import SchedulerStats
+from jaxllm.served_model import ServedModel
 
 HELLO_SECONDS = 0.25
 SILENCE_SECONDS = 330.0
@@ -230,7 +230,7 @@ class RemoteCore:
 
     def __init__(self, client: EngineClient, ready: Ready):
         self.config: EngineConfig = ready.config
-        self.model_config: ModelConfig = ready.model_config
+        self.model_config: ServedModel = ready.model_config
         self.max_model_len = ready.max_model_len
         self.processor_arguments: Mapping[str, int] = ready.processor_arguments
         self.kernels = ready.kernels

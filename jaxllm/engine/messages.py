@@ -23,10 +23,10 @@ from jaxllm.errors import (
 )
 from jaxllm.kernel_verdicts import OpReport
 from jaxllm.metrics.metric import Metric
-from jaxllm.model_config import ModelConfig
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import EngineCoreRequest
 from jaxllm.scheduler_stats import SchedulerStats
+from jaxllm.served_model import ServedModel
 
 MAX_MESSAGE_BYTES = 1 << 30
 """A longer message ends its connection. Prompt logprobs of a long prompt are the longest messages."""
@@ -154,7 +154,7 @@ class Ready(_Message, tag="ready"):
     """The engine serves. Contains everything that a front needs to know about it."""
 
     config: EngineConfig
-    model_config: ModelConfig
+    model_config: ServedModel
     max_model_len: int
     processor_arguments: dict[str, int]
     start_seconds: dict[str, float]

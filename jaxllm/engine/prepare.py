@@ -190,6 +190,7 @@ def resolve_sizes(
         pooler_config=config.model.pooler_config,
         expert_parallel=config.parallel.enable_expert_parallel,
         max_model_len=None if config.model.max_model_len == AUTO_MODEL_LEN else config.model.max_model_len,
+        model_class=config.model.model_class,
     )
     if model_config.pooling.prompt_names:
         logger.info("prompts of the checkpoint, for clients to write before their texts: %s", model_config.pooling.prompt_names)

@@ -64,7 +64,7 @@ class EngineLoop:
         self._ready = messages.encode(
             Ready(
                 core.config,
-                core.model_config,
+                core.model_config.as_served(),
                 core.max_model_len,
                 dict(core.processor_arguments),
                 dict(core.start_times.seconds),

@@ -137,7 +137,7 @@ def raise_on_misfit(
         raise ModelLoadError(f"the weights in {source} do not fit its config.json ({config.architecture}): {'; '.join(told)}")
 
 
-def _some(names: Collection[str], limit: int = 20) -> str:
+def _some(names: Collection[str], limit: int = 10) -> str:
     ordered = sorted(names)
     return ", ".join(ordered[:limit]) + (f" and {len(ordered) - limit} more" if len(ordered) > limit else "")
 

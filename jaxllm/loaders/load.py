@@ -16,7 +16,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxllm.layers.decoder import CausalLM
 from jaxllm.layers.source import Index, Source, Stacked, Tensor
 from jaxllm.loaders import orbax
+from jaxllm.loaders.checkpoint import DTYPES, Checkpoint
 from jaxllm.loaders.dummy import dummy_weights
+from jaxllm.loaders.formats import open_checkpoint
 from jaxllm.loaders.layout import (
     Axes,
     ParamPath,
@@ -39,7 +41,6 @@ from jaxllm.loaders.quantized import (
     scale_of_outputs,
     without_blocks,
 )
-from jaxllm.loaders.safetensors import DTYPES, Checkpoint
 from jaxllm.log import logger
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.axes import MESH_AXES, sharding
@@ -66,24 +67,24 @@ def load_weights(
     """The model's state with every array in its type (`config.dtype` or fp8) on its devices. `config` is the one that `model`
     was built with.
 
-    load_format: auto (orbax if the directory has such a checkpoint, else safetensors), safetensors, orbax or dummy.
+    load_format: orbax, dummy, a format of `formats.FORMATS`, or auto: orbax if the directory has such a checkpoint, else the first
+    of FORMATS that it has.
     Raises ModelLoadError; missing, unused and misshapen weights come in one.
     """
-    if load_format == "auto":
-        load_format = "orbax" if orbax.is_checkpoint(directory) else "safetensors"
     if load_format == "dummy":
         return dummy_weights(config, model, mesh, seed=seed, progress=progress)
-    if load_format == "orbax":
+    if load_format == "orbax" or (load_format == "auto" and orbax.is_checkpoint(directory)):
         return orbax.restore(config, model, directory, mesh, progress=progress)
-    return load_safetensors(config, model, directory, mesh=mesh, progress=progress)
+    return load_checkpoint(config, model, directory, load_format=load_format, mesh=mesh, progress=progress)
 
 
-def load_safetensors(
+def load_checkpoint(
     config: ModelConfig,
     model: CausalLM,
     directory: Path,
     *,
     mesh: Mesh,
+    load_format: str = "auto",
     progress: Progress | None = None,
     transform_on_device: bool | None = None,
 ) -> nnx.State:
@@ -91,7 +92,7 @@ def load_safetensors(
 
     Transposing, casting and fusing is done on the devices unless they are the host (`transform_on_device` says otherwise).
     """
-    checkpoint = Checkpoint(directory)
+    checkpoint = open_checkpoint(directory, load_format)
     prefix, _, bare = config.names.embedding.partition(".")
     if f"{bare}.weight" in checkpoint.entries:  # saved as a bare decoder, as embedding models are
         checkpoint.entries = {f"{prefix}.{name}": entry for name, entry in checkpoint.entries.items()}
@@ -133,7 +134,7 @@ def load_safetensors(
 
 
 def loading_bytes(config: ModelConfig, model: CausalLM, num_devices: int) -> int:
-    """Peak host memory in bytes while `load_safetensors` loads onto this many GPUs, without the file cache: the slices of
+    """Peak host memory in bytes while `load_checkpoint` loads onto this many GPUs, without the file cache: the slices of
     one tensor in transfer to the devices.
 
     Estimated without a checkpoint: its types are those of the config.
@@ -197,6 +198,7 @@ def _check(checkpoint: Checkpoint, sources: Mapping[ParamPath, Source | Stacked]
     # A tied checkpoint may store the head all the same, and a model that only makes vectors needs none.
     needs_no_head = config.tie_word_embeddings or not config.generates
     ignored = [name for name in entries if HARMLESS.search(name) or (needs_no_head and name == f"{config.names.head}.weight")]
+    ignored += [name for name in entries if name.startswith(config.names.ignored)]
     if config.stored_fp8 is not None:
         ignored += [name for name in entries if BESIDE_WEIGHTS.search(name)]
     unreadable = [

@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 
 from jaxllm.layers.source import Index, Source, Stacked, Tensor
+from jaxllm.loaders.checkpoint import Checkpoint
 from jaxllm.loaders.layout import ParamPath
-from jaxllm.loaders.safetensors import Checkpoint
 from jaxllm.log import logger
 from jaxllm.model_config import ModelConfig
 from jaxllm.quantization_config import StoredFp8

@@ -7,39 +7,17 @@ import json
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import ml_dtypes
 import msgspec
 import numpy as np
 
 from jaxllm.errors import ModelLoadError
+from jaxllm.loaders import checkpoint
+from jaxllm.loaders.checkpoint import DTYPES, TensorEntry
 
-DTYPES: dict[str, np.dtype] = {
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F16": np.dtype(np.float16),
-    "F32": np.dtype(np.float32),
-    "F64": np.dtype(np.float64),
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-}
 _LONGEST_HEADER = 100 * 2**20
-_LFS_POINTER = b"version "
-_INDEX = "model.safetensors.index.json"
-
-
-@dataclass(frozen=True)
-class TensorEntry:
-    """One tensor of a file."""
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    """Byte of the file where the data begins."""
-    num_bytes: int
-
 
 _Natural = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -52,49 +30,15 @@ class _HeaderEntry(msgspec.Struct):
     data_offsets: tuple[_Natural, _Natural]
 
 
-class Checkpoint:
-    """All tensors of the safetensors files in a directory. Each header is checked against its file's length at once."""
+class Checkpoint(checkpoint.Checkpoint):
+    """Safetensors files."""
 
-    def __init__(self, directory: Path):
-        self.directory = directory
-        self.entries: dict[str, TensorEntry] = {}
-        for file in checkpoint_files(directory):
-            for name, entry in read_header(file).items():
-                if name in self.entries:
-                    raise ModelLoadError(f"{name} is both in {self.entries[name].file} and in {file}; remove one of them")
-                self.entries[name] = entry
-        self._maps: dict[Path, np.memmap] = {}
-
-    def tensor(self, name: str) -> np.ndarray:
-        """A read-only view of the file. Nothing is read until the view is used."""
-        entry = self.entries[name]
-        if entry.file not in self._maps:
-            self._maps[entry.file] = np.memmap(entry.file, dtype=np.uint8, mode="r")
-        data = self._maps[entry.file][entry.start : entry.start + entry.num_bytes]
-        return np.asarray(data).view(DTYPES[entry.dtype]).reshape(entry.shape)
-
-
-def checkpoint_files(directory: Path) -> list[Path]:
-    """The files with the weights: those of the index, or every model*.safetensors. Raises ModelLoadError if any is missing."""
-    index = directory / _INDEX
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ModelLoadError(f"{index} is not an index of safetensors files: {error!r}") from error
-        missing = [name for name in names if not (directory / name).is_file()]
-        if missing:
-            raise ModelLoadError(
-                f"{directory} lacks {len(missing)} of the {len(names)} files in {_INDEX}: {', '.join(missing)}"
-            )
-        return [directory / name for name in names]
+    INDEX = "model.safetensors.index.json"
     # Some repositories hold the same weights a second time, under names of their own, for another program.
-    files = sorted(directory.glob("model*.safetensors")) or sorted(directory.glob("*.safetensors"))
-    if files:
-        return files
-    others = [p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for p in directory.glob(pattern)]
-    found = f"; it has {', '.join(others)}: convert to safetensors first" if others else ""
-    raise ModelLoadError(f"{directory} has no weights: no *.safetensors file in it{found}")
+    PATTERNS = ("model*.safetensors", "*.safetensors")
+
+    def read_entries(self, file: Path) -> dict[str, TensorEntry]:
+        return read_header(file)
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
@@ -108,8 +52,6 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
         prefix = stream.read(8)
         if len(prefix) < 8:
             raise corrupt(f"it has {size} bytes, a safetensors file has at least 8")
-        if prefix == _LFS_POINTER:
-            raise ModelLoadError(f"{file} is not the weights but a Git LFS pointer to them; run `git lfs pull` or download it")
         (length,) = struct.unpack("<Q", prefix)
         if length > min(_LONGEST_HEADER, size - 8):
             raise corrupt(f"its header should have {length} bytes, {size - 8} follow")

@@ -11,6 +11,15 @@ from jaxllm.models.config_reader import WINDOWED, ConfigReader
 
 DEFAULTS = {"max_position_embeddings": 8192, "logit_scale": 0.0625, "tie_word_embeddings": True}
 
+ORIGINAL = {
+    "order_of_interleaved_layers": "local_attn_first",
+    "position_embedding_type": "rope_gptj",
+    "rotary_pct": 1.0,
+    "use_gated_activation": True,
+    "use_parallel_block": True,
+}
+"""What Cohere's own files say of the model beside transformers' keys."""
+
 
 def read(c: ConfigReader) -> ModelConfig:
     """Command R."""
@@ -23,6 +32,8 @@ def read(c: ConfigReader) -> ModelConfig:
 def read_cohere2(c: ConfigReader) -> ModelConfig:
     """Command R7B and A."""
     c = c.with_defaults(**DEFAULTS, sliding_window=4096, sliding_window_pattern=4)
+    for name, supported in ORIGINAL.items():
+        c.refuse_unless(name, supported)
     rope, max_position = c.positions(interleaved=True)
     full = _layer(c, _attention(c, None))
     windowed = _layer(c, replace(_attention(c, rope), window=c.integer("sliding_window")))

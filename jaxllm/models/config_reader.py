@@ -19,6 +19,13 @@ ACTIVATIONS: dict[str, Activation] = {
 """By transformers' names."""
 WINDOWED = {"sliding_attention": True, "full_attention": False}
 """Whether a layer has a window, by its entry in layer_types."""
+_NEUTRAL = {
+    "alibi": False,
+    "attn_logit_softcapping": None,
+    "clip_qkv": None,
+    "final_logit_softcapping": None,
+}
+"""Keys that change what a model computes wherever they are, with the value that changes nothing."""
 
 
 class ConfigReader:
@@ -39,22 +46,26 @@ class ConfigReader:
         self.faults = faults if faults is not None else []
         self.max_model_len = max_model_len
         self.expert_parallel = expert_parallel
+        self._asked: set[str] = set()
+        """The keys that were read, in readers of objects inside this one too."""
 
     # --- values ---
 
     def integer(self, name: str, default: int | None = None) -> int:
         """A positive integer; without a default it is required."""
-        value = self.raw.get(name)
-        if value is None and default is not None:
-            return default
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            self.faults.append(f"{name} is {'missing' if value is None else repr(value)}, must be a positive integer")
-            return 1
-        return value
+        return self._integer(name, default, 1, "a positive integer")
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """An integer that is not negative; without a default it is required."""
+        return self._integer(name, default, 0, "an integer, not negative")
+
+    def integer_or_none(self, name: str) -> int | None:
+        """A positive integer; None if it is null or absent."""
+        return None if self._value(name) is None else self.integer(name)
 
     def number(self, name: str, default: float | None = None) -> float:
         """A positive number; without a default it is required."""
-        value = self.raw.get(name)
+        value = self._value(name)
         if value is None and default is not None:
             return default
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
@@ -64,10 +75,10 @@ class ConfigReader:
 
     def number_or_none(self, name: str) -> float | None:
         """A positive number; None if it is null or absent."""
-        return None if self.raw.get(name) is None else self.number(name)
+        return None if self._value(name) is None else self.number(name)
 
     def boolean(self, name: str, default: bool = False) -> bool:
-        value = self.raw.get(name)
+        value = self._value(name)
         if value is None:
             return default
         if not isinstance(value, bool):
@@ -84,7 +95,7 @@ class ConfigReader:
 
     def within(self, name: str) -> "ConfigReader":
         """A reader of an object inside this one."""
-        value = self.raw.get(name) or {}
+        value = self._value(name) or {}
         if not isinstance(value, dict):
             self.faults.append(f"{name} is {value!r}, must be an object")
             value = {}
@@ -96,11 +107,26 @@ class ConfigReader:
 
     def _reader(self, raw: Mapping[str, Any]) -> "ConfigReader":
         options = {"max_model_len": self.max_model_len, "expert_parallel": self.expert_parallel}
-        return ConfigReader(self.architecture, raw, self.faults, **options)  # type: ignore[arg-type]
+        reader = ConfigReader(self.architecture, raw, self.faults, **options)  # type: ignore[arg-type]
+        reader._asked = self._asked
+        return reader
+
+    def _value(self, name: str) -> Any:
+        self._asked.add(name)
+        return self.raw.get(name)
+
+    def _integer(self, name: str, default: int | None, least: int, what: str) -> int:
+        value = self._value(name)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            self.faults.append(f"{name} is {'missing' if value is None else repr(value)}, must be {what}")
+            return 1
+        return value
 
     def refuse_unless(self, name: str, *supported: Any) -> None:
         """A fault if a value is given that is none of these."""
-        value = self.raw.get(name)
+        value = self._value(name)
         if value is not None and value not in supported:
             self.faults.append(f"{name} is {value!r}, supported: {' or '.join(map(repr, supported))}")
 
@@ -110,7 +136,7 @@ class ConfigReader:
 
     def layer_kinds(self, kinds: Mapping[str, bool], otherwise: Callable[[int], bool]) -> tuple[bool, ...]:
         """What `layer_types` says of each layer, by `kinds`; `otherwise` where it is absent."""
-        given = self.raw.get("layer_types")
+        given = self._value("layer_types")
         if given is None:
             return tuple(otherwise(layer) for layer in range(self.num_layers))
         if not isinstance(given, list) or len(given) != self.num_layers or not all(kind in kinds for kind in given):
@@ -166,6 +192,7 @@ class ConfigReader:
 
     def decoder(self, layers: list[Layer], max_position: int, **fields: Any) -> ModelConfig:
         """The model of these layers, with what all families spell alike. Keywords replace fields of ModelConfig."""
+        self._refuse_what_was_not_asked()
         bos = self.raw.get("bos_token_id")
         values: dict[str, Any] = {
             "vocab_size": self.integer("vocab_size"),
@@ -175,6 +202,22 @@ class ConfigReader:
             "bos_token_id": bos if isinstance(bos, int) else None,
         }
         return ModelConfig(self.architecture, layers=tuple(layers), max_position=max_position, **{**values, **fields})
+
+    def _refuse_what_was_not_asked(self) -> None:
+        """Faults for keys that change what a model computes and that its family does not have here."""
+        for name, neutral in _NEUTRAL.items():
+            value = self.raw.get(name)
+            if name not in self._asked and value is not None and value != neutral:
+                self.faults.append(
+                    f"{name} is {value!r}, which {self.architecture} is not computed with; supported: {neutral!r}"
+                )
+        kinds = self.raw.get("layer_types")
+        if "layer_types" not in self._asked and isinstance(kinds, list):
+            # A family without layers of several kinds: they may all be called full, or, as it has one window, all sliding.
+            if unknown := sorted({str(kind) for kind in kinds if kind not in WINDOWED}):
+                self.faults.append(f"layer_types has {', '.join(unknown)}, supported: {' and '.join(WINDOWED)}")
+            elif len(set(kinds)) > 1:
+                self.faults.append(f"layer_types is {kinds!r}, supported by {self.architecture}: layers of one kind")
 
     # --- positions ---
 

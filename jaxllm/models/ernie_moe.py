@@ -21,8 +21,9 @@ DEFAULTS = {
 
 def read(c: ConfigReader) -> ModelConfig:
     c = c.with_defaults(**DEFAULTS)
+    c.refuse_unless("moe_norm_min", 1e-12)
     config = ernie.read(c)
-    width, num_shared = c.integer("moe_intermediate_size"), c.raw["moe_num_shared_experts"]
+    width, num_shared = c.integer("moe_intermediate_size"), c.count("moe_num_shared_experts")
     routing = Routing(
         c.integer("moe_num_experts"),
         c.integer("moe_k"),
@@ -34,9 +35,8 @@ def read(c: ConfigReader) -> ModelConfig:
         MLP(width * num_shared, c.activation(), bias=c.boolean("use_bias"), name="mlp.shared_experts") if num_shared else None
     )
     moe = c.moe(routing, width, shared=shared)
-    first, every = c.raw["moe_layer_start_index"], c.integer("moe_layer_interval")
-    last = c.raw.get("moe_layer_end_index")
-    last = c.num_layers - 1 if last in (None, -1) else last
+    first, every = c.count("moe_layer_start_index"), c.integer("moe_layer_interval")
+    last = c.num_layers - 1 if c.raw.get("moe_layer_end_index") in (None, -1) else c.count("moe_layer_end_index")
 
     def is_sparse(layer: int) -> bool:
         return (layer + 1) % every == 0 and first <= layer <= last

@@ -39,7 +39,9 @@ def read_gemma3(c: ConfigReader) -> ModelConfig:
     names, norm = Names(), "model.norm"
     if "text_config" in c.raw:
         c = c.within("text_config")
-        names = Names("language_model.model.embed_tokens", "language_model.model.layers.{}", "language_model.lm_head")
+        c.refuse_unless("use_bidirectional_attention", False)
+        images = ("vision_tower.", "multi_modal_projector.")
+        names = Names("language_model.model.embed_tokens", "language_model.model.layers.{}", "language_model.lm_head", images)
         norm = "language_model.model.norm"
     c = c.with_defaults(
         **DEFAULTS,

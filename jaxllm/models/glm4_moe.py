@@ -30,5 +30,5 @@ def read(c: ConfigReader) -> ModelConfig:
     if c.boolean("use_qk_norm"):
         attention = replace(attention, head_norms=(c.rms_norm("self_attn.q_norm"), c.rms_norm("self_attn.k_norm")))
     dense, sparse = c.pre_norm_layer(attention, c.mlp()), c.pre_norm_layer(attention, sigmoid_moe(c))
-    num_dense = c.raw["first_k_dense_replace"]
+    num_dense = c.count("first_k_dense_replace")
     return c.decoder([dense if i < num_dense else sparse for i in range(c.num_layers)], max_position)

@@ -1,6 +1,7 @@
 """Reads the files of a model directory that describe the model, as a `ModelConfig`."""
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,6 +27,7 @@ def load_model_config(
     pooler_config: Mapping[str, Any] | None = None,
     max_model_len: int | None = None,
     expert_parallel: bool = False,
+    model_class: str | None = None,
 ) -> ModelConfig:
     """Read config.json (and the EOS ids of generation_config.json) of a model directory.
 
@@ -36,11 +38,12 @@ def load_model_config(
     generate. pooler_config is laid over how the checkpoint wants to be pooled.
     max_model_len: the longest sequence that will be served, if it is known; longrope depends on it.
     expert_parallel: with several devices, each has whole experts.
+    model_class: module:name of the function that reads the family's config, instead of the one that is known by its architecture.
     Raises ModelLoadError naming the file and everything in it that cannot be served.
     """
     directory = Path(directory)
     raw = {**read_config_json(directory), **(overrides or {})}
-    architecture, read, has_head = find(raw, directory)
+    architecture, read, has_head = find(raw, directory, model_class)
     generates = runner == "generate" or (runner == "auto" and has_head and not is_embedding_checkpoint(directory))
     if generates and not has_head:
         raise ConfigError(f"runner is generate, but {directory} is a model without a head, which makes embeddings only")
@@ -63,7 +66,7 @@ def load_model_config(
         kv_cache_dtype = FP8
     pooling = load_pooling_config(directory, raw, pooler_config)
     longest = config.max_position
-    return dataclasses.replace(
+    config = dataclasses.replace(
         config,
         dtype=dtype,
         eos_token_ids=_eos_token_ids(raw, directory),
@@ -74,6 +77,7 @@ def load_model_config(
         pooling=pooling,
         max_position=longest if generates else min(longest, pooling.max_length or longest),
     )
+    return dataclasses.replace(config, digest=hashlib.sha256(repr(config).encode()).hexdigest()[:12])
 
 
 def read_config_json(directory: Path) -> dict[str, Any]:

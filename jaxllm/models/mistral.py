@@ -9,6 +9,6 @@ from jaxllm.models.config_reader import ConfigReader
 def read(c: ConfigReader) -> ModelConfig:
     c = c.with_defaults(max_position_embeddings=131072, num_key_value_heads=8, sliding_window=4096)
     rope, max_position = c.positions()
-    window = None if c.raw["sliding_window"] is None else c.integer("sliding_window")
+    window = c.integer_or_none("sliding_window")
     attention = replace(c.attention(rope), window=window)
     return c.decoder([c.pre_norm_layer(attention, c.mlp())] * c.num_layers, max_position)

@@ -9,7 +9,7 @@ from jaxllm.models.config_reader import ConfigReader
 def read(c: ConfigReader) -> ModelConfig:
     c = c.with_defaults(max_position_embeddings=4096, rms_norm_eps=1e-5)
     rope, max_position = c.positions()
-    window = None if c.raw.get("sliding_window") is None else c.integer("sliding_window")
+    window = c.integer_or_none("sliding_window")
     attention = replace(c.attention(rope), window=window, qkv=("qkv_proj",))
     layer = c.pre_norm_layer(attention, c.mlp(gate_up=("gate_up_proj",)))
     return c.decoder([layer] * c.num_layers, max_position)

@@ -13,7 +13,7 @@ def read(c: ConfigReader) -> ModelConfig:
     c.refuse_unless("num_experts_per_tok", 2)
     rope, max_position = c.positions()
     bias = c.boolean("attention_bias")
-    window = None if c.raw.get("sliding_window") is None else c.integer("sliding_window")
+    window = c.integer_or_none("sliding_window")
     attention = replace(c.attention(rope), bias=bias, out_bias=bias, window=window)
     routing = Routing(c.integer("num_local_experts", 16), 2, "sparsemixer", jitter=c.number("router_jitter_noise", 0.01))
     moe = c.moe(routing, c.integer("intermediate_size"), **EXPERTS)

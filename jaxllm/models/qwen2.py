@@ -21,8 +21,5 @@ def windowed_layers(c: ConfigReader, attention: Attention) -> list[Layer]:
     if not c.boolean("use_sliding_window") or c.raw.get("sliding_window", 4096) is None:
         return [full] * c.num_layers
     windowed = replace(full, attention=replace(attention, window=c.integer("sliding_window", 4096)))
-    first = c.raw.get("max_window_layers", 28)
-    if not isinstance(first, int):
-        c.faults.append(f"max_window_layers is {first!r}, must be an integer")
-        return [full]
+    first = c.count("max_window_layers", 28)
     return [windowed if on else full for on in c.layer_kinds(WINDOWED, lambda layer: layer >= first)]

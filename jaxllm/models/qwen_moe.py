@@ -38,7 +38,7 @@ def _layers(c: ConfigReader, attention: Attention, moe: MoE) -> list[Layer]:
     """Windows as Qwen 2 has them; experts in every decoder_sparse_step-th layer, except where mlp_only_layers says otherwise."""
     layers = windowed_layers(c, attention)
     every, dense = c.integer("decoder_sparse_step", 1), c.raw.get("mlp_only_layers") or []
-    if not isinstance(dense, list):
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
         c.faults.append(f"mlp_only_layers is {dense!r}, must be a list of layers")
         dense = []
     return [replace(layer, mlp=moe) if i not in dense and (i + 1) % every == 0 else layer for i, layer in enumerate(layers)]

@@ -4,12 +4,15 @@ A family's file has a function `read`, from a `ConfigReader` to a `ModelConfig`.
 too.
 """
 
+import difflib
 import importlib
 import importlib.metadata
+import operator
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxllm.errors import ModelLoadError
+from jaxllm.errors import ConfigError, ModelLoadError
 from jaxllm.model_config import ModelConfig
 from jaxllm.models.config_reader import ConfigReader
 
@@ -60,30 +63,68 @@ def architectures() -> list[str]:
     return sorted({*FAMILIES, *(point.name for point in importlib.metadata.entry_points(group=ENTRY_POINTS))})
 
 
-def find(raw: Mapping[str, Any], source: object) -> tuple[str, Read, bool]:
+def find(raw: Mapping[str, Any], source: object, model_class: str | None = None) -> tuple[str, Read, bool]:
     """The architecture of a config.json, the function that reads it, and whether the model has a head.
 
-    `Qwen3Model` is `Qwen3ForCausalLM` without one. Raises ModelLoadError, which names `source`, for an unknown architecture.
+    `Qwen3Model` is `Qwen3ForCausalLM` without one. model_class: module:name of the function, or of what has it as `read`.
+    Raises ModelLoadError, which names `source`, for an unknown architecture; ConfigError for a model_class that cannot be used.
     """
     by_model_type = {model_type: name for name, (model_type, _) in FAMILIES.items()}
     model_type = str(raw.get("model_type", ""))
     names = raw.get("architectures") or [by_model_type.get(model_type, model_type)]
     name = names[0] if isinstance(names, list) and isinstance(names[0], str) else ""
-    if (read := _read_function(name)) is not None:
-        return name, read, True
-    family = f"{name.removesuffix('Model')}ForCausalLM"
-    if name.endswith("Model") and (read := _read_function(family)) is not None:
-        return family, read, False
-    known = ", ".join(architectures())
-    if not name:
-        raise ModelLoadError(f"{source} names no architecture; known: {known}")
+    whole = f"{name.removesuffix('Model')}ForCausalLM" if name.endswith("Model") else name
+    if model_class is not None:
+        return whole, _imported(model_class), name == whole
+    for architecture in dict.fromkeys((name, whole)):
+        if (read := _read_function(architecture)) is not None:
+            return architecture, read, architecture == name
+    told = f"the unknown architecture {name}" if name else "no architecture"
+    raise ModelLoadError(f"{source} has {told}; {_known(name, model_type)}")
+
+
+def _known(name: str, model_type: str) -> str:
+    """What can be loaded instead: the families with a name like an unknown one's, and the way to add one."""
+    likeness = {
+        known: max(_likeness(_stem(name), _stem(known)), _likeness(model_type, FAMILIES.get(known, ("",))[0]))
+        for known in architectures()
+    }
+    near = sorted((known for known in likeness if likeness[known] >= 0.7), key=lambda known: -likeness[known])[:4]
     # No "did you mean": Mixtral is a letter away from Mistral, and another model.
-    raise ModelLoadError(f"{source} has the unknown architecture {name}; known: {known}")
+    similar = f"known and similar: {', '.join(near)}; " if near else ""
+    return f"{similar}`jaxllm models` lists the {len(likeness)} known, docs/HOW_TO_ADD.md says how to add one"
+
+
+def _stem(architecture: str) -> str:
+    return re.sub("(ForCausalLM|LMHeadModel|ForConditionalGeneration|Model)$", "", architecture).lower()
+
+
+def _likeness(name: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, name, other).ratio() if name and other else 0.0
 
 
 def _read_function(architecture: str) -> Read | None:
     if architecture in FAMILIES:
-        module, name = FAMILIES[architecture][1].split(":")
+        module, _, name = FAMILIES[architecture][1].partition(":")
         return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
-    points = importlib.metadata.entry_points(group=ENTRY_POINTS, name=architecture)
-    return next((point.load() for point in points), None)
+    for point in importlib.metadata.entry_points(group=ENTRY_POINTS, name=architecture):
+        package = point.dist.name if point.dist is not None else "a package"
+        return _imported(point.value, f"the entry point {architecture} of {package}")
+    return None
+
+
+def _imported(path: str, what: str = "model_class") -> Read:
+    """The function at module:name; `read` of a class or module there."""
+    module, _, name = path.partition(":")
+    try:
+        found = importlib.import_module(module)
+        found = operator.attrgetter(name)(found) if name else found
+    except Exception as error:  # whatever the module raises
+        raise ConfigError(
+            f"{what} is {path!r}, which cannot be imported: {type(error).__name__}: {error}; give module:name, and install the "
+            "package or run where Python finds it"
+        ) from error
+    read = getattr(found, "read", found if not isinstance(found, type) else None)
+    if not callable(read):
+        raise ConfigError(f"{what} is {path!r}, which has no function read, from a ConfigReader to a ModelConfig")
+    return read  # type: ignore[no-any-return]

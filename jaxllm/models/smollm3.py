@@ -24,7 +24,7 @@ def read(c: ConfigReader) -> ModelConfig:
     if not isinstance(has_rope, list) or len(has_rope) != c.num_layers:
         c.faults.append(f"no_rope_layers is {has_rope!r}, must be a list of {c.num_layers} numbers, 1 for layers with rope")
         has_rope = [True] * c.num_layers
-    window = c.integer("sliding_window") if c.boolean("use_sliding_window") and c.raw.get("sliding_window") else None
+    window = c.integer_or_none("sliding_window") if c.boolean("use_sliding_window") else None
     kinds = c.layer_kinds(WINDOWED, lambda layer: window is not None and not has_rope[layer])
     mlp = c.mlp(bias=c.boolean("mlp_bias"))
     layers = [

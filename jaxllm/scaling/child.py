@@ -87,7 +87,12 @@ def measure_size(plan: Plan, size: int, log_level: str, teller: Teller) -> None:
     on_gpu = jax.default_backend() != "cpu"
     directory = text_files(asked.model.model, revision=asked.model.revision, download_dir=asked.model.download_dir)
     described = load_model_config(
-        directory, overrides=asked.model.hf_overrides, dtype=asked.model.dtype, on_gpu=on_gpu, runner=asked.model.runner
+        directory,
+        overrides=asked.model.hf_overrides,
+        dtype=asked.model.dtype,
+        on_gpu=on_gpu,
+        runner=asked.model.runner,
+        model_class=asked.model.model_class,
     )
     options = engine_options(plan, size, on_gpu=on_gpu, device_bytes=device_limit()[1], max_position=described.max_position)
     # Report an impossible engine before anything is measured.

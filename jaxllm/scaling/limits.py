@@ -14,6 +14,7 @@ from jax import lax
 
 from jaxllm.layers.build import num_parameters
 from jaxllm.model_config import ModelConfig
+from jaxllm.model_parts import MoE
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -94,7 +95,8 @@ class ModelCost:
         return cls(config, total, cache_bytes_per_token, num_devices)
 
     def work(self, requests: Iterable[tuple[int, int]], *, num_steps: int, skip_prompts: bool = False) -> Work:
-        """Work of requests of (prompt, output) tokens in at least `num_steps` steps, each of which reads the weights once.
+        """Work of requests of (prompt, output) tokens in at least `num_steps` steps, each of which reads the weights once: of a
+        mixture of experts, those that tokens choosing at random are expected to need.
 
         The last output token is never computed on, and only outputs need logits. Prompts: operations of their tokens, and no
         reading of keys (a prompt may be computed in one piece). Outputs after the first: each reads its request's keys.
@@ -103,19 +105,26 @@ class ModelCost:
         c = self.config
         head = c.hidden_size * c.vocab_size
         embedding = head * (1 if c.tie_word_embeddings else 2)
-        per_token = 2.0 * (num_parameters(c) - embedding)
+        mixtures = [layer.mlp for layer in c.layers if isinstance(layer.mlp, MoE)]
+        idle = sum((moe.routing.num_experts - moe.routing.top_k) * 3.0 * moe.width * c.hidden_size for moe in mixtures)
+        per_token = 2.0 * (num_parameters(c) - embedding - idle)
         attentions = collections.Counter(layer.attention for layer in c.layers)
         width = sum(a.num_kv_heads * a.head_dim * n for a, n in attentions.items())
-        flops, keys = 0.0, 0.0
+        flops, keys, num_tokens = 0.0, 0.0, 0.0
         for prompt, output in requests:
             first, last = (prompt, prompt + output - 1) if skip_prompts else (0, prompt + output - 1)
             num_logits = output - 1 if skip_prompts else output
+            num_tokens += last - first
             flops += (last - first) * per_token + num_logits * 2.0 * head
             for a, n in attentions.items():
                 per_pair = 4.0 * a.num_heads * a.head_dim
                 flops += n * per_pair * (_pairs(last, a.window) - _pairs(first, a.window))
                 keys += n * a.num_kv_heads * a.head_dim / width * (_pairs(last, a.window) - _pairs(prompt, a.window))
-        num_bytes = num_steps * self.weight_bytes + keys * self.cache_bytes_per_token
+        unread = 0.0
+        for moe in mixtures:
+            chance = (1 - moe.routing.top_k / moe.routing.num_experts) ** (num_tokens / max(1, num_steps))
+            unread += chance * moe.routing.num_experts * 3.0 * moe.width * c.hidden_size * jnp.dtype(c.dtype).itemsize
+        num_bytes = num_steps * (self.weight_bytes - unread) + keys * self.cache_bytes_per_token
         return Work(num_bytes / self.num_devices, flops / self.num_devices)
 
 

@@ -11,10 +11,10 @@ from typing import Any, TypedDict
 
 from jaxllm.config import EngineConfig, unknown_name
 from jaxllm.errors import ConfigError, InvalidRequestError
-from jaxllm.model_config import ModelConfig
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.request import EngineCoreRequest, Grammar
 from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from jaxllm.served_model import ServedModel
 from jaxllm.structured_outputs import PARAM, StructuredOutputsParams
 from jaxllm.text.generation_config import FILE_NAME, GenerationConfig
 from jaxllm.text.tokenizer import Tokenizer
@@ -82,7 +82,7 @@ class InputProcessor:
     def __init__(
         self,
         config: EngineConfig,
-        model_config: ModelConfig,
+        model_config: ServedModel,
         max_model_len: int,
         tokenizer: Tokenizer | None,
         generation_config: GenerationConfig | None = None,

@@ -163,11 +163,11 @@ def change_config(directory: Path, **values: Any) -> None:
     [
         (
             lambda d: change_config(d, architectures=["MambaForCausalLM"]),
-            "unknown architecture MambaForCausalLM; known: LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3",
+            "unknown architecture MambaForCausalLM; `jaxllm models` lists the",
         ),
         (lambda d: (d / "config.json").unlink(), "is not a model directory: it has no config.json"),
         (lambda d: (d / "config.json").write_text("{"), "config.json cannot be read as JSON"),
-        (lambda d: (d / "model.safetensors").unlink(), "has no weights: no *.safetensors file in it"),
+        (lambda d: (d / "model.safetensors").unlink(), "has no weights: no file of it is named model*.safetensors, "),
         (lambda d: cut_in_half(d / "model.safetensors"), "model.safetensors is truncated or corrupt: "),
         (lambda d: (d / "model.safetensors").write_bytes(b"\xff" * 99), "is truncated or corrupt: its header should have"),
         (lambda d: (d / "model.safetensors").write_bytes(b""), "it has 0 bytes, a safetensors file has at least 8"),

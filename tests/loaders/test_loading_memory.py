@@ -15,7 +15,7 @@ from jaxllm.loaders import load as loading
 from jaxllm.loaders import safetensors
 from jaxllm.loaders.dummy import dummy_weights
 from jaxllm.loaders.layout import axes_of, expand, parameters
-from jaxllm.loaders.load import load_safetensors, loading_bytes
+from jaxllm.loaders.load import load_checkpoint, loading_bytes
 from jaxllm.loaders.save import save_safetensors
 from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.mesh import make_mesh
@@ -53,7 +53,7 @@ def directory(tmp_path_factory):
 
 def load(directory, size, **options):
     config = load_model_config(directory, **options).for_tensor_parallel(size)
-    return load_safetensors(config, build_model(config), directory, mesh=make_mesh(size), transform_on_device=True)
+    return load_checkpoint(config, build_model(config), directory, mesh=make_mesh(size), transform_on_device=True)
 
 
 @pytest.fixture

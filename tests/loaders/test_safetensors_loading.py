@@ -12,8 +12,9 @@ from jaxllm.errors import ModelLoadError
 from jaxllm.layers.build import build_model
 from jaxllm.loaders import safetensors
 from jaxllm.loaders.layout import axes_of, parameters
-from jaxllm.loaders.load import load_safetensors, load_weights
+from jaxllm.loaders.load import load_checkpoint, load_weights
 from jaxllm.loaders.safetensors import Checkpoint
+from jaxllm.loaders.save import save_safetensors
 from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.axes import sharding
 from jaxllm.parallel.mesh import make_mesh
@@ -28,7 +29,7 @@ def directory(tmp_path):
 
 def load(directory, size=1, **options):
     config = load_model_config(directory).for_tensor_parallel(size)
-    return load_safetensors(config, build_model(config), directory, mesh=make_mesh(size), **options)
+    return load_checkpoint(config, build_model(config), directory, mesh=make_mesh(size), **options)
 
 
 def rewrite(directory, change):
@@ -95,6 +96,22 @@ def test_sharded_checkpoint_equals_the_single_file(directory, tmp_path):
         load(sharded)
 
 
+def test_only_tensors_that_are_needed_are_touched(directory, monkeypatch):
+    checkpoint = Checkpoint(directory)
+    names = sorted(checkpoint.entries)
+    for name in names:
+        safetensors.write(directory / f"{name}.safetensors", {name: checkpoint.tensor(name)})
+    (directory / "model.safetensors").unlink()
+    index = {"weight_map": {name: f"{name}.safetensors" for name in names}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    mapped = []
+    memmap = np.memmap
+    monkeypatch.setattr(np, "memmap", lambda file, **options: mapped.append(file.name) or memmap(file, **options))
+    config = load_model_config(directory, runner="pooling")
+    load_checkpoint(config, build_model(config), directory, mesh=make_mesh())
+    assert sorted(mapped) == [f"{name}.safetensors" for name in names if name != "lm_head.weight"]
+
+
 def test_all_misfits_come_in_one_error(directory):
     def change(tensors):
         tensors["model.layers.0.mlp.extra_proj.weight"] = tensors.pop("model.layers.0.mlp.up_proj.weight")
@@ -112,9 +129,9 @@ def test_all_misfits_come_in_one_error(directory):
 
 
 def test_many_misfits_are_cut_short(directory):
-    with pytest.raises(ModelLoadError, match="and 7 more"):
+    with pytest.raises(ModelLoadError, match="and 17 more"):
         config = load_model_config(directory, overrides={"num_hidden_layers": 5})
-        load_safetensors(config, build_model(config), directory, mesh=make_mesh())
+        load_checkpoint(config, build_model(config), directory, mesh=make_mesh())
 
 
 def test_rotary_buffers_and_a_tied_head_may_be_there(tmp_path):
@@ -127,6 +144,18 @@ def test_rotary_buffers_and_a_tied_head_may_be_there(tmp_path):
     expected = load(directory)
     rewrite(directory, change)
     assert_equal(load(directory), expected)
+
+
+def test_a_text_model_leaves_the_weights_for_images(tmp_path):
+    raw = json.loads((goldens.FOLDER / "llama_gqa" / "config.json").read_text())
+    text = {**raw, "model_type": "gemma3_text", "hidden_act": "gelu_pytorch_tanh", "head_dim": 16, "tie_word_embeddings": True}
+    described = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    config = load_model_config(tmp_path)
+    state = load_weights(config, build_model(config), tmp_path, load_format="dummy", mesh=make_mesh())
+    save_safetensors(config, state, tmp_path, described)
+    rewrite(tmp_path, lambda tensors: tensors.update({"vision_tower.embeddings.weight": np.zeros(3, np.float32)}))
+    assert_equal(load(tmp_path), state)
 
 
 def test_integer_weights_are_refused(directory):
@@ -165,8 +194,8 @@ def test_damaged_file_is_named(directory, damage, told):
 
 
 def test_directory_without_weights(directory):
-    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
-    with pytest.raises(ModelLoadError, match="no weights.*pytorch_model.bin: convert to safetensors"):
+    (directory / "model.safetensors").rename(directory / "model.pth")
+    with pytest.raises(ModelLoadError, match=r"no weights.*\*\.safetensors, .*it has model.pth, which is none of these"):
         load(directory)
 
 
@@ -207,7 +236,7 @@ def test_a_bare_decoder_is_loaded_under_either_name(tmp_path):
     states = []
     for directory in (whole, without_head, bare):
         config = load_model_config(directory, runner="pooling")
-        states.append(load_safetensors(config, build_model(config), directory, mesh=make_mesh()))
+        states.append(load_checkpoint(config, build_model(config), directory, mesh=make_mesh()))
         assert not any(path[0] == "head" for path, _ in parameters(states[-1]))
     for state in states[1:]:
         assert_equal(states[0], state)

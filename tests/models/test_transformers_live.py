@@ -5,6 +5,11 @@ import pytest
 
 from tests.helpers import goldens
 
+try:
+    from scripts import make_goldens
+except ImportError:  # torch is missing
+    make_goldens = None  # type: ignore[assignment]
+
 pytestmark = pytest.mark.torch
 
 
@@ -24,6 +29,18 @@ def test_logits_equal_transformers(name, torch):
     with torch.no_grad():
         expected = reference(torch.tensor([token_ids])).logits[0].numpy()
     np.testing.assert_allclose(goldens.logits(config, state, token_ids, pad_to=104), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", sorted(make_goldens.VARIANTS.keys() - set(goldens.NAMES)) if make_goldens else [])
+def test_logits_of_variants_without_a_golden_equal_transformers(name, torch, tmp_path):
+    reference = make_goldens.random_model(make_goldens.VARIANTS[name], seed=1, scale=0.3)
+    reference.save_pretrained(tmp_path)
+    config, state = goldens.load(tmp_path)
+    token_ids = np.random.default_rng(0).integers(config.vocab_size, size=56).tolist()
+    with torch.no_grad():
+        expected = reference(torch.tensor([token_ids])).logits[0].numpy()
+    found = goldens.logits(config, state, token_ids, pad_to=64)
+    np.testing.assert_allclose(found, expected, atol=2e-5 * max(5.0, np.abs(expected).max()))
 
 
 @pytest.mark.parametrize("name", ["llama_gqa", "mistral_window", "qwen2", "qwen3"])

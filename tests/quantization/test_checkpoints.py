@@ -16,7 +16,7 @@ from jaxllm.errors import ModelLoadError
 from jaxllm.layers.build import build_model
 from jaxllm.loaders import orbax, safetensors
 from jaxllm.loaders.layout import axes_of, parameters
-from jaxllm.loaders.load import load_safetensors, load_weights
+from jaxllm.loaders.load import load_checkpoint, load_weights
 from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.axes import sharding
 from jaxllm.parallel.mesh import make_mesh
@@ -156,7 +156,7 @@ def test_reading_on_the_device_gives_the_same_arrays(tmp_path, quantization):
     config = load_model_config(directory, quantization=quantization)
     model, mesh = build_model(config), make_mesh(1)
     host, device = (
-        load_safetensors(config, model, directory, mesh=mesh, transform_on_device=on_device) for on_device in (False, True)
+        load_checkpoint(config, model, directory, mesh=mesh, transform_on_device=on_device) for on_device in (False, True)
     )
     assert_equal(host, device)
 

@@ -1,5 +1,6 @@
 """The benchmarks' arithmetic: traces against hand-made ones, limits against counting one by one."""
 
+import dataclasses
 import gzip
 import json
 import time
@@ -7,7 +8,7 @@ import time
 import pytest
 
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import MLP, Attention, Layer, Norm, Rope
+from jaxllm.model_parts import MLP, Attention, Layer, MoE, Norm, Rope, Routing
 from jaxllm.scaling.limits import Ceilings, ModelCost, Work
 from jaxllm.scaling.trace import STRETCH, Kernel, class_of, merged, parse, read_trace, record
 from scripts.measuring.describe import describe, gaps
@@ -162,3 +163,19 @@ def test_the_limit_is_the_slower_of_both_and_devices_share() -> None:
     assert ceilings.seconds(Work(200, 5)) == 2.0 and ceilings.seconds(Work(200, 50)) == 5.0
     one, two = (ModelCost(config(), 1000, 12, num_devices=n).work([(5, 3)], num_steps=3) for n in (1, 2))
     assert (two.bytes, two.flops) == (one.bytes / 2, one.flops / 2)
+
+
+def test_a_step_reads_the_experts_that_its_tokens_are_expected_to_choose():
+    moe = MoE(Routing(num_experts=8, top_k=2), width=16)
+    sparse = config()
+    sparse = dataclasses.replace(sparse, layers=tuple(dataclasses.replace(layer, mlp=moe) for layer in sparse.layers))
+    weight_bytes, expert_values = 100_000, 3 * 16 * 8
+    cost = ModelCost(sparse, weight_bytes, 12)
+    one = cost.work([(1, 2)], num_steps=1, skip_prompts=True)
+    unread = 3 * 6 * expert_values * 2
+    assert one.bytes == pytest.approx(weight_bytes - unread + 2 * 12)
+    many = cost.work([(1, 2)] * 1000, num_steps=1, skip_prompts=True)
+    assert many.bytes == pytest.approx(weight_bytes + 1000 * 2 * 12)
+    dense = ModelCost(dataclasses.replace(sparse, layers=config().layers), 1, 12).work([(1, 2)], num_steps=1, skip_prompts=True)
+    router, chosen = 8 * 8, 2 * expert_values
+    assert one.flops - dense.flops == pytest.approx(2 * 3 * (router + chosen - expert_values))

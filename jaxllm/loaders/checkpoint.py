@@ -1,0 +1,114 @@
+"""A Hugging Face checkpoint as its loaders see it: tensors by name, each read by memory map when it is used.
+
+A format is a subclass: which files a directory has of it, and where the tensors are in such a file.
+"""
+
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import ml_dtypes
+import numpy as np
+
+from jaxllm.errors import ModelLoadError
+
+DTYPES: dict[str, np.dtype] = {
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F16": np.dtype(np.float16),
+    "F32": np.dtype(np.float32),
+    "F64": np.dtype(np.float64),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+}
+"""The types that can be loaded, by safetensors' names."""
+_LFS_POINTER = b"version "
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor of a file."""
+
+    file: Path
+    dtype: str
+    """A key of DTYPES, or the name of a type that cannot be loaded."""
+    shape: tuple[int, ...]
+    start: int
+    """Byte of the file where the data begins."""
+    num_bytes: int
+    strides: tuple[int, ...] | None = None
+    """Distance between neighbours of each dimension in bytes; None: row-major."""
+
+
+class Checkpoint(ABC):
+    """All tensors of a directory's files of one format. Each file is checked against its length at once."""
+
+    INDEX: ClassVar[str]
+    """The file that lists the files of a checkpoint in parts."""
+    PATTERNS: ClassVar[tuple[str, ...]]
+    """Names of files without an index, of which the first pattern that fits any counts."""
+
+    def __init__(self, directory: Path):
+        """Raises ModelLoadError if files are missing, truncated or not what they should be."""
+        self.directory = directory
+        self.entries: Mapping[str, TensorEntry] = self._read_all(self.files(directory))
+        self._maps: dict[Path, np.memmap] = {}
+
+    @classmethod
+    def files(cls, directory: Path) -> list[Path]:
+        """The files with the weights: those of the index, or those of its patterns; none if the directory has no such format."""
+        index = directory / cls.INDEX
+        if not index.is_file():
+            return next((files for pattern in cls.PATTERNS if (files := sorted(directory.glob(pattern)))), [])
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ModelLoadError(f"{index} is not an index of weight files: {error!r}") from error
+        missing = [name for name in names if not (directory / name).is_file()]
+        if missing:
+            raise ModelLoadError(
+                f"{directory} lacks {len(missing)} of the {len(names)} files in {cls.INDEX}: {', '.join(missing)}"
+            )
+        return [directory / name for name in names]
+
+    @abstractmethod
+    def read_entries(self, file: Path) -> Mapping[str, TensorEntry]:
+        """The tensors of a file by name. Raises ModelLoadError."""
+
+    def tensor(self, name: str) -> np.ndarray:
+        """A read-only view of the file. Nothing is read until the view is used."""
+        entry = self.entries[name]
+        if entry.file not in self._maps:
+            self._maps[entry.file] = np.memmap(entry.file, dtype=np.uint8, mode="r")
+        data = np.asarray(self._maps[entry.file][entry.start : entry.start + entry.num_bytes])
+        return self.decoded(entry, data)
+
+    def decoded(self, entry: TensorEntry, data: np.ndarray) -> np.ndarray:
+        """The tensor that these bytes hold."""
+        values = data.view(DTYPES[entry.dtype])
+        if entry.strides is None:
+            return values.reshape(entry.shape)
+        return np.lib.stride_tricks.as_strided(values, entry.shape, entry.strides, writeable=False)
+
+    def _read_all(self, files: Sequence[Path]) -> dict[str, TensorEntry]:
+        found: dict[str, TensorEntry] = {}
+        for file in files:
+            with file.open("rb") as stream:
+                if stream.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                    raise ModelLoadError(
+                        f"{file} is not the weights but a Git LFS pointer to them; run `git lfs pull` or download it"
+                    )
+            for name, entry in self.read_entries(file).items():
+                if name in found:
+                    raise ModelLoadError(f"{name} is both in {found[name].file} and in {file}; remove one of them")
+                found[name] = entry
+        return found
+
+
+def span_bytes(dtype: np.dtype, shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Bytes from the first value of a tensor to the end of its last; strides are in bytes, none is negative."""
+    if math.prod(shape) == 0:
+        return 0
+    return dtype.itemsize + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))

@@ -1,0 +1,25 @@
+"""What a front knows of a model, whose layers only the engine needs."""
+
+from dataclasses import KW_ONLY, dataclass, field, fields
+
+from jaxllm.pooling_config import PoolingConfig
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """The part of a `ModelConfig` that the engine process sends to fronts."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    _: KW_ONLY
+    eos_token_ids: tuple[int, ...] = ()
+    generates: bool = True
+    """Whether it has a head and generates text; otherwise it makes vectors only."""
+    pooling: PoolingConfig = field(default_factory=PoolingConfig)
+    digest: str = ""
+    """Of everything that config.json says of it."""
+
+    def as_served(self) -> "ServedModel":
+        """Without what fronts do not need."""
+        return ServedModel(**{f.name: getattr(self, f.name) for f in fields(ServedModel)})
