@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-OPS = ("collectives", "grouped_matmul", "paged_attention", "rope_cache_write", "sampling")
+OPS = ("collectives", "expert_choice", "grouped_matmul", "paged_attention", "rope_cache_write", "sampling")
 _USES = {"paged_attention": ("cache_write",), "rope_cache_write": ("cache_write",)}
 """Ops whose implementations call those of other folders."""
 RECORDS = Path(__file__).parent / "verified.json"

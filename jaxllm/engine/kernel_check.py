@@ -22,12 +22,13 @@ from jaxllm.engine.fingerprint import surroundings
 from jaxllm.engine.kernel_choice import PLAIN, Candidates
 from jaxllm.errors import KernelCheckError
 from jaxllm.kernel_verdicts import OpReport, Subject, Verdict, VerdictStore
+from jaxllm.layers.routing import rule_of
 from jaxllm.log import logger
 from jaxllm.model_config import FP8, ModelConfig
 from jaxllm.model_parts import Attention
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.memory import MemoryPlan
-from pallas_kernels.checking import attention_at_start, collectives, grouped_matmul, rope_cache_write, sampling
+from pallas_kernels.checking import attention_at_start, collectives, expert_choice, grouped_matmul, rope_cache_write, sampling
 from pallas_kernels.checking.case import Case
 from pallas_kernels.checking.check import Fault, check
 from pallas_kernels.verified import is_verified, source_digest
@@ -36,6 +37,7 @@ COLLECTIVES = "collectives"
 _CASES: dict[str, Any] = {
     "paged_attention": attention_at_start.cases,
     "rope_cache_write": rope_cache_write.cases,
+    "expert_choice": expert_choice.cases,
     "grouped_matmul": grouped_matmul.cases,
     "sampling": sampling.cases,
 }
@@ -111,6 +113,10 @@ def shapes_of(config: EngineConfig, model: ModelConfig, plan: MemoryPlan) -> dic
             rope_cache_write.Shapes(**common, **heads[shape], eps=norms[0].eps if norms else 1e-6, has_norms=norms is not None)
             for shape, parts in layers.items()
             for norms in dict.fromkeys(part.head_norms for part in parts)
+        ),
+        "expert_choice": tuple(
+            expert_choice.Shapes(routing.num_experts, rule_of(routing), has_bias=routing.correction_bias is not None)
+            for routing in dict.fromkeys(part.routing for part in model.mixtures)
         ),
         "grouped_matmul": tuple(
             grouped_matmul.Shapes(

@@ -6,11 +6,12 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxllm.errors import ConfigError
+from jaxllm.layers.routing import rule_of
 from jaxllm.log import logger
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import Attention
 from jaxllm.runner.memory import MemoryPlan
-from pallas_kernels import collectives, grouped_matmul, paged_attention, rope_cache_write, sampling
+from pallas_kernels import collectives, expert_choice, grouped_matmul, paged_attention, rope_cache_write, sampling
 
 PLAIN = ("xla", "reference")
 """Implementations in plain JAX."""
@@ -51,7 +52,12 @@ def candidates(wanted: str, model: ModelConfig, plan: MemoryPlan, mesh: Mesh, *,
     """Candidates for every op. `wanted` is the option attention_implementation; if it is plain JAX, so are all other ops."""
     attention = attention_candidates(wanted, model, plan.block_size, on_gpu=on_gpu)
     if attention[0] in PLAIN:
-        others = ("rope_cache_write", "sampling", "collectives", *(("grouped_matmul",) if model.mixtures else ()))
+        others = (
+            "rope_cache_write",
+            "sampling",
+            "collectives",
+            *(("expert_choice", "grouped_matmul") if model.mixtures else ()),
+        )
         return {"paged_attention": attention, **dict.fromkeys(others, ("xla",))}
     rope = _of_all(
         rope_cache_write.candidates(
@@ -74,12 +80,21 @@ def candidates(wanted: str, model: ModelConfig, plan: MemoryPlan, mesh: Mesh, *,
         "rope_cache_write": rope,
         "sampling": sample,
         "collectives": _collectives(model, mesh, on_gpu=on_gpu),
-        **({"grouped_matmul": _experts(model, mesh, on_gpu=on_gpu)} if model.mixtures else {}),
+        **(_of_mixtures(model, mesh, on_gpu=on_gpu) if model.mixtures else {}),
     }
 
 
-def _experts(model: ModelConfig, mesh: Mesh, *, on_gpu: bool) -> tuple[str, ...]:
-    return _of_all(
+def _of_mixtures(model: ModelConfig, mesh: Mesh, *, on_gpu: bool) -> Candidates:
+    choice = _of_all(
+        expert_choice.candidates(
+            platform="gpu",
+            num_experts=part.routing.num_experts,
+            rule=rule_of(part.routing),
+            interpret=not on_gpu,
+        )
+        for part in model.mixtures
+    )
+    experts = _of_all(
         grouped_matmul.candidates(
             platform="gpu",
             dtype=model.dtype,
@@ -90,6 +105,7 @@ def _experts(model: ModelConfig, mesh: Mesh, *, on_gpu: bool) -> tuple[str, ...]
         )
         for part in model.mixtures
     )
+    return {"expert_choice": choice, "grouped_matmul": experts}
 
 
 def _collectives(model: ModelConfig, mesh: Mesh, *, on_gpu: bool) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from jax import Array
 
 from jaxllm.layers.linear import abstract_param, precision_of
 from jaxllm.layers.mlp import FeedForward
-from jaxllm.layers.routing import route
+from jaxllm.layers.routing import rule_of
 from jaxllm.layers.source import Source, Stacked, Tensor
 from jaxllm.layers.step import Step
 from jaxllm.model_config import ModelConfig
@@ -50,10 +50,10 @@ class MixtureOfExperts(nnx.Module):
 
     def __call__(self, x_TD: Array, step: Step, start: int = 0) -> Array:
         """Of several devices, this one's part of the sum. x are the tokens of the step from `start` on."""
-        routing, shards = self.part.routing, step.shards
+        shards = step.shards
         logits_TE = _scores(x_TD, self.router[...])
         bias = None if self.correction_bias is None else self.correction_bias[...]
-        expert_Tk, weight_Tk = route(logits_TE, routing, bias)
+        expert_Tk, weight_Tk = step.choose_experts(logits_TE, bias, rule=rule_of(self.part.routing))
         gate_up_E2FD, down_EDF = self.gate_up[...], self.down[...]
         out_TD = step.experts(
             x_TD,

@@ -11,9 +11,11 @@ from jaxllm.layers.attend import Attend
 from jaxllm.layers.rope import rope_angles
 from jaxllm.model_parts import Rope
 from jaxllm.parallel.shards import ONE_DEVICE, Shards
+from pallas_kernels import expert_choice
 from pallas_kernels.grouped_matmul import experts
 
 # Traced and lowered once for all layers of a program.
+choose_experts = jax.jit(expert_choice.choose_experts, static_argnames=("rule", "implementation", "interpret"))
 compute_experts = jax.jit(experts, static_argnames=("activation", "implementation", "interpret"))
 
 
@@ -27,6 +29,8 @@ class Step:
     shards: Shards = ONE_DEVICE
     is_real_T: Array | None = None
     """Bool: whether a token is not padding; None: all are real."""
+    choose_experts: Callable[..., tuple[Array, Array]] = partial(choose_experts, implementation="xla")
+    """Chooses the experts of each token: `pallas_kernels.expert_choice.choose_experts`."""
     experts: Callable[..., Array] = partial(compute_experts, implementation="xla")
     """Computes the chosen experts: `pallas_kernels.grouped_matmul.experts`."""
     _angles: dict[tuple[Rope | None, int], tuple[Array, Array]] = field(default_factory=dict)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-OPS = ("paged_attention", "rope_cache_write", "sampling", "collectives", "grouped_matmul")
+OPS = ("paged_attention", "rope_cache_write", "sampling", "collectives", "expert_choice", "grouped_matmul")
 
 
 @dataclass(frozen=True)
@@ -15,6 +15,8 @@ class Kernels:
     """"xla" is plain JAX (`jaxllm.sampling`)."""
     collectives: str = "xla"
     """What several devices exchange sums and logits by: "peer" reads and writes the peers' memory."""
+    expert_choice: str = "xla"
+    """Which experts of a mixture compute each token."""
     grouped_matmul: str = "xla"
     """Experts of a mixture."""
     interpret: bool = False

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.cache_spec import CacheLayout
-from jaxllm.layers.step import Step, compute_experts
+from jaxllm.layers.step import Step, choose_experts, compute_experts
 from jaxllm.parallel.shards import PEERS_LOST, Shards
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.layout import FROM_ROW, Column, StepLayout, StepViews
@@ -210,8 +210,16 @@ class StepFunctions:
             is_decode=is_decode,
             kernels=self.kernels,
         )
-        experts = partial(compute_experts, implementation=self.kernels.grouped_matmul, interpret=self.kernels.interpret)
-        step = Step(tokens.token_ids_T, tokens.position_T, context, shards, tokens.is_real_T, experts)
+        kernels = self.kernels
+        step = Step(
+            tokens.token_ids_T,
+            tokens.position_T,
+            context,
+            shards,
+            tokens.is_real_T,
+            choose_experts=partial(choose_experts, implementation=kernels.expert_choice, interpret=kernels.interpret),
+            experts=partial(compute_experts, implementation=kernels.grouped_matmul, interpret=kernels.interpret),
+        )
         hidden_TD = self.merge(params)(step)
         return hidden_TD, tuple(context.caches)
 

@@ -24,6 +24,7 @@ from scripts.gpu_checks.pages import page_name, render_page, write_pages
 ROOT = Path(__file__).resolve().parent.parent.parent
 OPS_OF_CASES = {
     "attention": "paged_attention",
+    "choice": "expert_choice",
     "experts": "grouped_matmul",
     "rope": "rope_cache_write",
     "sampling": "sampling",

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 
 import jax
 
-from pallas_kernels.checking import attention_at_start, grouped_matmul, rope_cache_write, sampling
+from pallas_kernels.checking import attention_at_start, expert_choice, grouped_matmul, rope_cache_write, sampling
 from pallas_kernels.checking.attention_at_start import Layer
 from pallas_kernels.checking.case import Case
 from pallas_kernels.checking.check import check as run_cases
+from pallas_kernels.expert_choice import Rule
 from scripts.gpu_checks import Outcome
 
 FP8 = "float8_e4m3fn"
@@ -69,6 +70,10 @@ def kernel_cases(*, interpret: bool) -> list[tuple[str, Case]]:
         )
         title = f"rope triton {cache_dtype}{' norm' * has_norms}"
         found += [(title, case) for case in rope_cache_write.cases(rope, "triton", interpret=interpret)]
+    for rule in (Rule(3), Rule(4, "sigmoid", renormalize=True, num_groups=4, top_groups=2, sums_two=True)):
+        shapes_of_choice = expert_choice.Shapes(20, rule, has_bias=rule.num_groups > 1)
+        cases = expert_choice.cases(shapes_of_choice, "triton", interpret=interpret)
+        found += [(f"choice triton {rule.scoring}", case) for case in cases]
     for has_biases in (False, True):
         mixture = grouped_matmul.Shapes("bfloat16", 6, 3, 256, 96, has_biases=has_biases)
         for name in ("mosaic", "triton"):

@@ -13,6 +13,7 @@ __all__ = ["OPS", "Case", "cases"]
 
 OPS = {
     "attention": "scripts.kernels.attention",
+    "choice": "scripts.kernels.expert_choice",
     "experts": "scripts.kernels.grouped_matmul",
     "rope": "scripts.kernels.rope_cache_write",
     "sampling": "scripts.kernels.sampling",

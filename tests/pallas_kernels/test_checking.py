@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.checking import attention_at_start, grouped_matmul, rope_cache_write, sampling
+from pallas_kernels.checking import attention_at_start, expert_choice, grouped_matmul, rope_cache_write, sampling
 from pallas_kernels.checking.attention import Batch, call, make_arrays, worst_error
 from pallas_kernels.checking.attention_at_start import Layer, attend, batches, host_arrays, host_error
 from pallas_kernels.checking.case import Case
 from pallas_kernels.checking.check import check
+from pallas_kernels.expert_choice import Rule
 from pallas_kernels.paged_attention import reference
 from tests.pallas_kernels.test_paged_attention import a_gpu_to_lower_for
 
@@ -115,6 +116,13 @@ def test_plain_experts_pass_and_a_wrong_token_or_padding_that_is_not_zero_do_not
     assert math.isnan(case.error(x, constants, np.where(np.arange(len(got))[:, None] == 0, np.nan, got)))
 
 
+ROUTERS = (
+    expert_choice.Shapes(128, Rule(8, renormalize=True)),
+    expert_choice.Shapes(32, Rule(4, "softmax_of_chosen")),
+    expert_choice.Shapes(160, Rule(6, "sigmoid", num_groups=8, top_groups=3, sums_two=True), has_bias=True),
+)
+
+
 @pytest.mark.parametrize("has_norms", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "cache_dtype"), [("float32", "float32"), ("bfloat16", "float8_e4m3fn"), ("float32", "bfloat16")]
@@ -189,8 +197,9 @@ def test_the_cases_lower_for_a_gpu():
         *rope_cache_write.cases(rope_cache_write.Shapes(**common, has_norms=True), "triton", interpret=False),
         *sampling.cases(sampling.Shapes(4096), "triton", interpret=False),
         *grouped_matmul.cases(replace(EXPERTS, dtype="bfloat16"), "triton", interpret=False),
+        *(case for shapes in ROUTERS for case in expert_choice.cases(shapes, "triton", interpret=False)),
     ]
-    assert len(found) == 4 + 2 + 3 + 3
+    assert len(found) == 4 + 2 + 3 + 3 + 3
     with a_gpu_to_lower_for():
         for case in found:
             carry, constants = case.make()
