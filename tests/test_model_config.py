@@ -127,6 +127,18 @@ def test_biases_and_norms_of_the_families(read):
     assert qwen3.head_norms is not None and not qwen3.bias and qwen3.head_dim == 128
 
 
+def test_gemma_3_that_sees_images_names_few_numbers_of_its_text_model(read):
+    """As google/gemma-3-4b-it does: the others are the defaults."""
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    text |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+    config = read({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text, "eos_token_id": [1, 106]})
+    full = config.layers[5].attention
+    assert (full.num_heads, full.num_kv_heads, full.head_dim, full.window) == (8, 4, 256, None)
+    assert (full.rope.theta, full.rope.factor, attention(config).rope) == (1e6, 8.0, Rope(1e4))
+    assert (config.vocab_size, config.eos_token_ids, config.tie_word_embeddings) == (262208, (1, 106), True)
+    assert windows(config)[:7] == [1024] * 5 + [None, 1024]
+
+
 def test_overrides_are_laid_over_the_file(read):
     config = read(overrides={"max_position_embeddings": 64, "rope_scaling": {"type": "linear", "factor": 2.0}})
     assert config.max_position == 128

@@ -12,7 +12,12 @@ from jaxllm.model_parts import MLP, Attention, Head, Layer, Names, Norm, Rope
 from jaxllm.models.config_reader import WINDOWED, ConfigReader
 
 DEFAULTS: dict[str, Any] = {"head_dim": 256, "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"}
-DEFAULTS_2: dict[str, Any] = {"num_key_value_heads": 4, "query_pre_attn_scalar": 256, "sliding_window": 4096}
+DEFAULTS_2: dict[str, Any] = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
 
 
 def read(c: ConfigReader) -> ModelConfig:
@@ -46,6 +51,7 @@ def read_gemma3(c: ConfigReader) -> ModelConfig:
     c = c.with_defaults(
         **DEFAULTS,
         **DEFAULTS_2,
+        vocab_size=262208,
         max_position_embeddings=131072,
         sliding_window_pattern=6,
         rope_theta=1e6,

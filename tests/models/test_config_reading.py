@@ -1,0 +1,64 @@
+"""What families read out of config.json, against transformers' own configurations."""
+
+import dataclasses
+import json
+
+import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as ARCHITECTURES
+
+from jaxllm.model_parts import MoE
+from jaxllm.models.load_config import load_model_config
+from jaxllm.models.registry import FAMILIES
+from scripts.make_goldens import VARIANTS
+
+
+def read(directory, config, raw):
+    (directory / "config.json").write_text(json.dumps({**raw, "architectures": [ARCHITECTURES[config.model_type]]}))
+    return load_model_config(directory)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_numbers_of_a_variant(tmp_path, name):
+    config = VARIANTS[name]
+    found = read(tmp_path, config, config.to_dict())
+    assert (found.num_layers, found.hidden_size) == (config.num_hidden_layers, config.hidden_size)
+    assert (found.vocab_size, found.max_position) == (config.vocab_size, longest(config))
+    assert found.tie_word_embeddings == config.tie_word_embeddings
+    heads = config.num_attention_heads
+    kinds = getattr(config, "layer_types", None) or [None] * found.num_layers
+    for layer, kind in zip(found.layers, kinds, strict=True):
+        assert layer.attention.num_heads == heads
+        if hasattr(layer.attention, "num_kv_heads"):
+            assert layer.attention.num_kv_heads == (getattr(config, "num_key_value_heads", None) or heads)
+            assert layer.attention.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // heads)
+        if kind is not None:
+            assert (layer.attention.window is not None) == (kind == "sliding_attention")
+    mixtures = [layer.mlp for layer in found.layers if isinstance(layer.mlp, MoE)]
+    chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_k", None)
+    assert {mixture.routing.top_k for mixture in mixtures} == ({chosen} if chosen else set())
+
+
+def longest(config):
+    rope = getattr(config, "rope_parameters", None) or {}
+    scaled = rope.get("rope_type") in ("linear", "dynamic")
+    return int(config.max_position_embeddings * (rope["factor"] if scaled else 1))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_absent_keys_mean_transformers_defaults(tmp_path, name):
+    """Older files lack keys whose values are the defaults."""
+    config = VARIANTS[name]
+    # Rope and kinds of layers are completed from other keys when a configuration is made.
+    whole = {key: value for key, value in config.to_dict().items() if key not in ("layer_types", "rope_parameters")}
+    kept = {"model_type", "rope_theta", *type(config).attribute_map.values()}
+    default = type(config)().to_dict()
+    short = {key: value for key, value in whole.items() if key in kept or key not in default or value != default[key]}
+    assert len(short) < len(whole)
+    without = {"digest": "", "eos_token_ids": (), "bos_token_id": None}
+    found, expected = (dataclasses.replace(read(tmp_path, config, raw), **without) for raw in (short, whole))
+    assert found == expected
+
+
+def test_every_family_has_a_variant():
+    tested = {config.model_type.removesuffix("_text") for config in VARIANTS.values()}
+    assert {model_type.removesuffix("_text") for model_type, _ in FAMILIES.values()} == tested
