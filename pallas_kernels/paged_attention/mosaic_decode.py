@@ -548,7 +548,7 @@ def _attend(
     sum_N = sum_kN.sum(axis=0)
     if sinks_ref is not None:
         # Of a part, the combination adds it.
-        sink_N = load_smem(sinks_ref.at[item.head], LAYOUT.reduce(0)) * LOG2E
+        sink_N = plgpu.load(sinks_ref.at[item.head], layout=LAYOUT.reduce(0), optimized=False) * LOG2E
         sum_N += jnp.where(item.is_first & item.is_last, jnp.exp2(sink_N - max_N), 0.0)
     acc_HN = acc_HN * lax.broadcast_in_dim(value_scale / sum_N, acc_HN.shape, [1])
 
