@@ -71,6 +71,8 @@ class Attention:
     """Factor of the attention scores; None: 1 / sqrt(head_dim)."""
     soft_cap: float | None = None
     """Scores s become soft_cap * tanh(s / soft_cap)."""
+    sinks: bool = False
+    """Whether each query head has a learned score that takes part in its softmax as a key's does, with a value of zero."""
     name: str = "self_attn"
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     """One name: a tensor with the rows of all three, queries first."""

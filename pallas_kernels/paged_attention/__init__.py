@@ -202,6 +202,7 @@ def _resolve(implementation: str | None, q: jax.Array, pages: jax.Array, has_sin
     if not supports(implementation, **case, interpret=interpret):  # type: ignore[arg-type]
         raise ValueError(
             f"attention implementation {implementation!r} does not take {num_groups} query heads per key-value head "
-            f"of width {head_dim} in {q.dtype} over a cache of {pages.dtype} with pages of {pages.shape[2]}{' and sinks' if has_sinks else ''}; use 'xla'"
+            f"of width {head_dim} in {q.dtype} over a cache of {pages.dtype} with pages of {pages.shape[2]}"
+            f"{' and sinks' if has_sinks else ''}; use 'xla'"
         )
     return importlib.import_module(IMPLEMENTATIONS[implementation])

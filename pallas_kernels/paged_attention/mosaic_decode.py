@@ -339,7 +339,7 @@ def _decode_kernel(
     work_ref,  # [W, 6]
     k_scale_ref,  # [1] float32
     v_scale_ref,  # [1] float32
-    *refs,  # sinks [K, N] float32 if has_sinks, and those below
+    *refs,
     has_sinks: bool,
     num_kv_heads: int,
     num_groups: int,
@@ -350,10 +350,13 @@ def _decode_kernel(
     window: int | None,
     interpret: bool,
 ) -> None:
-    sinks_ref, *refs = refs if has_sinks else (None, *refs)
-    # [R, K, G, H], only whole pairs are written; [2 W, G, H] float32, of the item that begins a pair in place 2 w + 1, of the one
-    # that goes on in place 2 w; [2 W, N] float32, base 2
-    out_ref, partial_ref, lse_ref, smem = refs
+    """refs: sinks [K, N] float32 if has_sinks; then
+
+    out [R, K, G, H], of which only whole pairs are written;
+    partial [2 W, G, H] float32: of the item that begins a pair in place 2 w + 1, of the one that goes on in place 2 w;
+    lse [2 W, N] float32, base 2; shared memory by name.
+    """
+    sinks_ref, out_ref, partial_ref, lse_ref, smem = refs if has_sinks else (None, *refs)
     walk = functools.partial(
         _walk, rows_ref=rows_ref, work_ref=work_ref, num_kv_heads=num_kv_heads, block_k=block_k, window=window
     )
@@ -548,7 +551,7 @@ def _attend(
     sum_N = sum_kN.sum(axis=0)
     if sinks_ref is not None:
         # Of a part, the combination adds it.
-        sink_N = plgpu.load(sinks_ref.at[item.head], layout=LAYOUT.reduce(0), optimized=False) * LOG2E
+        sink_N = plgpu.load(sinks_ref, (item.head,), layout=LAYOUT.reduce(0), optimized=False) * LOG2E
         sum_N += jnp.where(item.is_first & item.is_last, jnp.exp2(sink_N - max_N), 0.0)
     acc_HN = acc_HN * lax.broadcast_in_dim(value_scale / sum_N, acc_HN.shape, [1])
 
@@ -582,7 +585,10 @@ def _store_transposed(ref, x: jax.Array) -> None:
 
 
 def _combine_kernel(whole_ref, partial_ref, lse_ref, workers_ref, *refs) -> None:
-    """The parts of one query head, weighted by their share of the softmax sum. refs: sinks [K, G] if there are any; out, which holds whole_ref already."""
+    """The parts of one query head, weighted by their share of the softmax sum.
+
+    refs: sinks [K, G] if there are any; out, which holds whole_ref already.
+    """
     del whole_ref
     *sinks_refs, out_ref = refs
     num_groups, head_dim = partial_ref.shape[1:]

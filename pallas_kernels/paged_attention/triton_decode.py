@@ -237,7 +237,10 @@ def _decode_kernel(
 
 
 def _combine_kernel(partial_ref, lse_ref, *refs) -> None:
-    """The splits of one query head, weighted by their share of the softmax sum; a split without keys has weight 0. refs: sinks [K, G] if there are any; out."""
+    """The splits of one query head, weighted by their share of the softmax sum; a split without keys has weight 0.
+
+    refs: sinks [K, G] if there are any; out.
+    """
     *sinks_refs, out_ref = refs
     num_splits, _, _, num_groups, head_dim = partial_ref.shape
     row = pl.program_id(1)
