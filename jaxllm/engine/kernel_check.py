@@ -130,6 +130,7 @@ def shapes_of(config: EngineConfig, model: ModelConfig, plan: MemoryPlan) -> dic
                 width=model.hidden_size,
                 hidden=part.width // (1 if part.by_expert else tensor_parallel),
                 activation=part.activation,
+                has_biases=part.bias,
             )
             for part in model.mixtures
         ),
