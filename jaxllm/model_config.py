@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxllm.errors import ConfigError
 from jaxllm.model_parts import Attention, Head, Layer, MoE, Names, Norm, Positions
-from jaxllm.quantization_config import StoredFp8
+from jaxllm.quantization_config import StoredFp8, StoredMxfp4
 from jaxllm.served_model import ServedModel
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -39,6 +39,8 @@ class ModelConfig(ServedModel):
     """fp8: the products with the weights of the decoder layers are computed in fp8."""
     stored_fp8: StoredFp8 | None = None
     """How the checkpoint holds fp8 weights, if it does."""
+    stored_mxfp4: StoredMxfp4 | None = None
+    """Which experts the checkpoint holds in 4 bits, if any."""
     kv_cache_dtype: str = ""
     """Concrete: one of DTYPES or float8_e4m3fn; empty at construction means dtype."""
     model_class: str = "jaxllm.layers.decoder:CausalLM"

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+ExpertActivation = Literal["silu", "gelu_tanh", "swiglu_clamped"]
+"""Of experts: those of `pallas_kernels.grouped_matmul`."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,8 @@ class Attention:
     """Factor of the attention scores; None: 1 / sqrt(head_dim)."""
     soft_cap: float | None = None
     """Scores s become soft_cap * tanh(s / soft_cap)."""
+    sinks: bool = False
+    """Whether each query head has a learned score that takes part in its softmax as a key's does, with a value of zero."""
     name: str = "self_attn"
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     """One name: a tensor with the rows of all three, queries first."""
@@ -167,6 +171,7 @@ class Routing:
     scale: float = 1.0
     """Factor of the weights."""
     router: str = "gate"
+    router_bias: bool = False
     correction_bias: str | None = None
     """A tensor added to the scores for the choice, not for the weights."""
     correction_bias_rank: int = 1
@@ -187,7 +192,9 @@ class MoE:
     routing: Routing
     width: int
     """Of an expert."""
-    activation: Activation = "silu"
+    activation: ExpertActivation = "silu"
+    bias: bool = False
+    """Of the experts."""
     shared: MLP | None = None
     shared_gate: str | None = None
     """A tensor whose product with x, after a sigmoid, is the factor of the shared experts' result."""
@@ -195,6 +202,9 @@ class MoE:
     gate_up: tuple[str, ...] = ("experts.{}.gate_proj", "experts.{}.up_proj")
     """One name without {}: a tensor of all experts."""
     down: str = "experts.{}.down_proj"
+    alternating: bool = False
+    """Whether the checkpoint holds tensors of all experts [experts, inputs, outputs], named without `.weight`, in which outputs of
+    gate and up alternate."""
     by_expert: bool = False
     """Whether devices share the work by whole experts instead of by the experts' width."""
 

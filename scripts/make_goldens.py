@@ -33,6 +33,7 @@ from transformers import (
     Glm4MoeConfig,
     GlmConfig,
     GPT2Config,
+    GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
     LlamaConfig,
@@ -176,6 +177,12 @@ VARIANTS: dict[str, PreTrainedConfig] = {
     "ernie4_5_moe": Ernie4_5_MoeConfig(
         **SIZES, moe_num_experts=8, moe_k=3, moe_num_shared_experts=2, moe_intermediate_size=32, moe_layer_start_index=1
     ),
+    "gpt_oss": GptOssConfig(
+        **{**WIDE, "intermediate_size": 32, "max_position_embeddings": 4096},
+        sliding_window=16,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+    ),
     "phimoe": PhimoeConfig(
         **SIZES, num_local_experts=5, attention_bias=True, lm_head_bias=True, sliding_window=None, router_jitter_noise=0.2
     ),
@@ -210,7 +217,9 @@ def random_model(config: PreTrainedConfig, seed: int, scale: float) -> "torch.nn
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if weight.ndim == 1 and not name.endswith(".bias"):  # of a norm
+            if name.endswith(".sinks"):
+                weight.normal_(0, 2)
+            elif weight.ndim == 1 and not name.endswith(".bias"):  # of a norm
                 weight.uniform_(0.5, 1.5)
             elif name.endswith(".bias"):
                 weight.normal_(0, 0.2)

@@ -105,7 +105,11 @@ def shapes_of(config: EngineConfig, model: ModelConfig, plan: MemoryPlan) -> dic
                 **common,
                 **heads[shape],
                 table_width=-(-plan.max_model_len // plan.block_size),
-                layers=tuple(dict.fromkeys(attention_at_start.Layer(part.scale, part.window, part.soft_cap) for part in parts)),
+                layers=tuple(
+                    dict.fromkeys(
+                        attention_at_start.Layer(part.scale, part.window, part.soft_cap, part.sinks) for part in parts
+                    )
+                ),
             )
             for shape, parts in layers.items()
         ),
@@ -126,6 +130,7 @@ def shapes_of(config: EngineConfig, model: ModelConfig, plan: MemoryPlan) -> dic
                 width=model.hidden_size,
                 hidden=part.width // (1 if part.by_expert else tensor_parallel),
                 activation=part.activation,
+                has_biases=part.bias,
             )
             for part in model.mixtures
         ),

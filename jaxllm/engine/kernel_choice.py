@@ -32,7 +32,8 @@ def attention_implementation(wanted: str, model: ModelConfig, page_size: int, *,
         if not paged_attention.supports(wanted, **_attention_case(model, attention, page_size), interpret=not on_gpu):
             raise ConfigError(
                 f"attention_implementation is {wanted!r}, which does not take {attention.group_size} query heads per key-value head of "
-                f"width {attention.head_dim} in {model.dtype} over a cache of {model.kv_cache_dtype} in blocks of {page_size}; use auto"
+                f"width {attention.head_dim} in {model.dtype} over a cache of {model.kv_cache_dtype} in blocks of {page_size}"
+                f"{' and sinks' if attention.sinks else ''}; use auto"
             )
     return wanted
 
@@ -134,4 +135,5 @@ def _attention_case(model: ModelConfig, attention: Attention, page_size: int) ->
         "head_dim": attention.head_dim,
         "cache_dtype": model.kv_cache_dtype,
         "page_size": page_size,
+        "has_sinks": attention.sinks,
     }

@@ -40,7 +40,15 @@ class Attend(Protocol):
     """Computes attention of a layer: over a paged cache when serving, over the sequence itself in training and tests."""
 
     def __call__(
-        self, layer: int, projection: Projection, /, *, scale: float, window: int | None, soft_cap: float | None
+        self,
+        layer: int,
+        projection: Projection,
+        /,
+        *,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None,
+        sinks_KG: Array | None = None,
     ) -> Array:
-        """Outputs [T, K, G, H]; query head n is (n // G, n % G)."""
+        """Outputs [T, K, G, H]; query head n is (n // G, n % G). sinks_KG: float32, see `Attention.sinks`."""
         ...

@@ -15,7 +15,15 @@ def dense_attend(positions_T: Array, segment_ids_T: Array | None = None) -> Atte
     Without segment ids all tokens are one sequence. Scores are [K, G, T, T] float32: for short sequences.
     """
 
-    def attend(layer: int, projection: Projection, *, scale: float, window: int | None, soft_cap: float | None) -> Array:
+    def attend(
+        layer: int,
+        projection: Projection,
+        *,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None,
+        sinks_KG: Array | None = None,
+    ) -> Array:
         q_TKGH, k_TKH, v_TKH = projection.finished()
         distance_TS = positions_T[:, None] - positions_T[None, :]
         visible_TS = distance_TS >= 0
@@ -29,7 +37,11 @@ def dense_attend(positions_T: Array, segment_ids_T: Array | None = None) -> Atte
         )
         if soft_cap is not None:
             scores_KGTS = soft_cap * jnp.tanh(scores_KGTS / soft_cap)
-        weights_KGTS = jax.nn.softmax(jnp.where(visible_TS, scores_KGTS, -jnp.inf), axis=-1)
+        scores_KGTS = jnp.where(visible_TS, scores_KGTS, -jnp.inf)
+        if sinks_KG is not None:
+            sinks_KGT1 = jnp.broadcast_to(sinks_KG[:, :, None, None], (*scores_KGTS.shape[:-1], 1))
+            scores_KGTS = jnp.concatenate([scores_KGTS, sinks_KGT1], axis=-1)
+        weights_KGTS = jax.nn.softmax(scores_KGTS, axis=-1)[..., : len(k_TKH)]
         return jnp.einsum("kgts,skh->tkgh", weights_KGTS.astype(v_TKH.dtype), v_TKH, precision=precision)
 
     return attend

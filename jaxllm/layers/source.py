@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+MXFP4_BLOCK = 32
+"""Values that share a scale."""
 Index = tuple[slice, ...]
 """A part of an array: a slice without step for each dimension."""
 
@@ -140,6 +142,43 @@ class Stacked:
         """The tensors that a parameter is written as."""
         pieces = parameter.reshape(len(self.tensors), *parameter.shape[len(self.lead) :])
         return {t.name: piece for t, piece in zip(self.tensors, pieces, strict=True)}
+
+
+@dataclass(frozen=True)
+class Mxfp4:
+    """A parameter that the checkpoint holds in 4 bits: 32 values along the last dimension, in 16 bytes, share a scale.
+
+    See `jaxllm.quantization.mxfp4`.
+    """
+
+    blocks: Tensor
+    """Its view is [..., inputs / 32, 16]."""
+    scales: Tensor
+    """Its view is [..., inputs / 32]."""
+    permutation: tuple[int, ...]
+    """Dimension i of the parameter is dimension permutation[i] of the values; the last is the last."""
+    plain: Source
+    """The same parameter without quantisation, which is how it is written."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.blocks, self.scales)
+
+    def read(self, tensor: Callable[[Tensor, Index], np.ndarray], index: Index) -> tuple[np.ndarray, np.ndarray, int]:
+        """The blocks and scales that cover a part of the parameter, and at which value of its first block it begins."""
+        start, stop, _ = index[-1].indices(MXFP4_BLOCK * self.scales.view[-1])
+        covering = [slice(None)] * (len(index) - 1) + [slice(start // MXFP4_BLOCK, -(-stop // MXFP4_BLOCK))]
+        for i, dimension in enumerate(self.permutation[:-1]):
+            covering[dimension] = index[i]
+        blocks = tensor(self.blocks, (*covering, slice(None)))
+        return blocks, tensor(self.scales, tuple(covering)), start % MXFP4_BLOCK
+
+    def split(self, parameter: np.ndarray) -> dict[str, np.ndarray]:
+        """The tensors that a parameter is written as."""
+        return self.plain.split(parameter)
+
+
+AnySource = Source | Stacked | Mxfp4
 
 
 def _with_copies(tensor: Tensor, copies: int, where: int, has_groups: bool) -> Tensor:

@@ -171,7 +171,7 @@ class ConfigReader:
         activation = self.activation()
         if activation not in ("silu", "gelu_tanh"):
             self.faults.append(f"hidden_act of experts is {self.raw.get('hidden_act')!r}, supported: silu, gelu_pytorch_tanh")
-        return MoE(routing, width, activation, by_expert=self.expert_parallel, **fields)
+        return MoE(routing, width, activation, by_expert=self.expert_parallel, **fields)  # type: ignore[arg-type]
 
     def rms_norm(self, name: str, **fields: Any) -> Norm:
         """A norm with the config's epsilon."""

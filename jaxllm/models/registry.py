@@ -32,6 +32,7 @@ FAMILIES = {
     "Glm4ForCausalLM": ("glm4", "jaxllm.models.glm:read_glm4"),
     "Glm4MoeForCausalLM": ("glm4_moe", "jaxllm.models.glm4_moe:read"),
     "GlmForCausalLM": ("glm", "jaxllm.models.glm:read"),
+    "GptOssForCausalLM": ("gpt_oss", "jaxllm.models.gpt_oss:read"),
     "GraniteForCausalLM": ("granite", "jaxllm.models.granite:read"),
     "GraniteMoeForCausalLM": ("granitemoe", "jaxllm.models.granite_moe:read"),
     "LlamaForCausalLM": ("llama", "jaxllm.models.llama:read"),

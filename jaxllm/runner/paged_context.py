@@ -44,6 +44,7 @@ class PagedContext:
         scale: float,
         window: int | None,
         soft_cap: float | None,
+        sinks_KG: jax.Array | None = None,
     ) -> jax.Array:
         """Attention output [T, K, G, H]. A cache of a wide type takes keys and values as they are."""
         place = self.places[layer]
@@ -59,6 +60,7 @@ class PagedContext:
             self.query_start_R1,
             self.kv_length_R,
             table.slot_T,
+            sinks_KG,
             is_decode=self.is_decode,
             kernels=self.kernels,
             scale=scale,
@@ -79,6 +81,7 @@ def _write_and_attend(
     query_start_R1: jax.Array,
     kv_length_R: jax.Array,
     slot_T: jax.Array,
+    sinks_KG: jax.Array | None,
     *,
     is_decode: bool,
     kernels: Kernels,
@@ -117,6 +120,7 @@ def _write_and_attend(
         soft_cap=soft_cap,
         k_scale=k_scale,
         v_scale=v_scale,
+        sinks_KG=sinks_KG,
         implementation=kernels.paged_attention,
         interpret=kernels.interpret,
     )
