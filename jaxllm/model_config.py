@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxllm.errors import ConfigError
-from jaxllm.model_parts import Attention, Head, Layer, Names, Norm, Positions
+from jaxllm.model_parts import Attention, Head, LatentAttention, Layer, Names, Norm, Positions
 from jaxllm.pooling_config import PoolingConfig
 from jaxllm.quantization_config import StoredFp8
 
@@ -46,6 +46,8 @@ class ModelConfig:
     """How the checkpoint holds fp8 weights, if it does."""
     kv_cache_dtype: str = ""
     """Concrete: one of DTYPES or float8_e4m3fn; empty at construction means dtype."""
+    num_spare_layers: int = 0
+    """Layers behind these in the checkpoint that are not used: they predict tokens after the next one."""
     generates: bool = True
     """Whether it has a head and generates text; otherwise it makes vectors only."""
     pooling: PoolingConfig = field(default_factory=PoolingConfig)
@@ -64,13 +66,30 @@ class ModelConfig:
 
     @property
     def attentions(self) -> tuple[Attention, ...]:
-        """The distinct attentions of the layers, in the order of their first layers."""
+        """The distinct attentions over keys and values, in the order of their first layers."""
+        return tuple(part for part in self._attentions if isinstance(part, Attention))
+
+    @property
+    def latent_attentions(self) -> tuple[LatentAttention, ...]:
+        """The distinct attentions over latents, the same way."""
+        return tuple(part for part in self._attentions if isinstance(part, LatentAttention))
+
+    @property
+    def _attentions(self) -> tuple[Attention | LatentAttention, ...]:
         return tuple(dict.fromkeys(layer.attention for layer in self.layers))
 
     @property
     def has_kv_scales(self) -> bool:
         """Whether the checkpoint has scales for an fp8 cache, which keys and values are divided by."""
         return self.stored_fp8 is not None and self.stored_fp8.kv_cache
+
+    @property
+    def cache_places(self) -> tuple[tuple[int, ...], ...]:
+        """Of each layer, the indices of its arrays among those of the cache."""
+        ends = itertools.accumulate(len(layer.attention.cache_arrays) for layer in self.layers)
+        return tuple(
+            tuple(range(end - len(layer.attention.cache_arrays), end)) for layer, end in zip(self.layers, ends, strict=True)
+        )
 
     def layer_name(self, layer: int) -> str:
         """What the checkpoint calls a layer."""
@@ -100,7 +119,7 @@ class ModelConfig:
         if size == 1:
             return self.as_stored()
         if faults := self._indivisible(size):
-            most = max(attention.num_heads for attention in self.attentions)
+            most = max(attention.num_heads for attention in self._attentions)
             fits = [str(n) for n in range(1, most + 1) if not self._indivisible(n)]
             raise ConfigError(
                 f"tensor_parallel_size is {size}, which does not divide {' and '.join(faults)}; "
@@ -126,6 +145,6 @@ class ModelConfig:
 
 
 def kv_bytes_per_token(config: ModelConfig) -> int:
-    """Bytes that a token takes in the KV cache, over all layers and devices (copies of KV heads counted)."""
-    values = sum(layer.attention.num_kv_heads * layer.attention.head_dim for layer in config.layers)
-    return 2 * values * BYTES_PER_VALUE[config.kv_cache_dtype]
+    """Bytes that a token takes in the KV cache, over all layers and devices (copies of KV heads and latents counted)."""
+    values = sum(heads * width for layer in config.layers for heads, width in layer.attention.cache_arrays)
+    return values * BYTES_PER_VALUE[config.kv_cache_dtype]

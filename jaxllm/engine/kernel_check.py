@@ -27,7 +27,7 @@ from jaxllm.model_config import FP8, ModelConfig
 from jaxllm.model_parts import Attention
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.memory import MemoryPlan
-from pallas_kernels.checking import attention_at_start, collectives, rope_cache_write, sampling
+from pallas_kernels.checking import attention_at_start, collectives, mla_attention, rope_cache_write, sampling
 from pallas_kernels.checking.case import Case
 from pallas_kernels.checking.check import Fault, check
 from pallas_kernels.verified import is_verified, source_digest
@@ -36,6 +36,7 @@ COLLECTIVES = "collectives"
 _CASES: dict[str, Any] = {
     "paged_attention": attention_at_start.cases,
     "rope_cache_write": rope_cache_write.cases,
+    "mla_attention": mla_attention.cases,
     "sampling": sampling.cases,
 }
 
@@ -75,7 +76,7 @@ def choose_kernels(
         device=device,
         mesh=mesh,
         store=store,
-        named=frozenset({"paged_attention"} if is_named else ()),
+        named=frozenset({"paged_attention", "mla_attention"} if is_named else ()),
         ops=tuple(op for op in found if op not in skipped),
     )
     return check_.run()
@@ -110,6 +111,19 @@ def shapes_of(config: EngineConfig, model: ModelConfig, plan: MemoryPlan) -> dic
             rope_cache_write.Shapes(**common, **heads[shape], eps=norms[0].eps if norms else 1e-6, has_norms=norms is not None)
             for shape, parts in layers.items()
             for norms in dict.fromkeys(part.head_norms for part in parts)
+        ),
+        "mla_attention": tuple(
+            mla_attention.Shapes(
+                dtype=model.dtype,
+                cache_dtype=model.kv_cache_dtype,
+                num_heads=part.num_heads // tensor_parallel,
+                width=part.latent_dim + part.rotated_dim,
+                value_dim=part.latent_dim,
+                page_size=plan.block_size,
+                table_width=-(-plan.max_model_len // plan.block_size),
+                scale=part.score_scale,
+            )
+            for part in model.latent_attentions
         ),
         COLLECTIVES: (
             collectives.Shapes(

@@ -185,7 +185,8 @@ def memory_plan(
             cache_bytes = limit - weight_bytes - work_bytes - _other_bytes(tensor_parallel)
         # The cache is indexed by 32-bit slots.
         num_blocks = min(max(0, cache_bytes // block_bytes), useful, (2**31 - 1) // block_size)
-        values_per_block = max(a.num_kv_heads * a.head_dim for a in model.attentions) // tensor_parallel * block_size
+        arrays = {array for layer in model.layers for array in layer.attention.cache_arrays}
+        values_per_block = max(heads * width for heads, width in arrays) // tensor_parallel * block_size
         num_blocks = countable_blocks(num_blocks, values_per_block, jnp.dtype(model.kv_cache_dtype).itemsize)
     if wanted_len == AUTO_MODEL_LEN:
         max_len = max(1, min(max_len, (num_blocks - 1) * block_size))

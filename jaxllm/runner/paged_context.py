@@ -1,5 +1,6 @@
-"""The `attend` of a model while it runs over the paged cache: writes the new keys and values, then attends to the request's pages."""
+"""The `attend` of a model while it runs over the paged cache: writes what is new, then attends to the request's pages."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -7,15 +8,18 @@ import jax
 
 from jaxllm.layers.attend import Projection
 from jaxllm.runner.kernels import Kernels
+from pallas_kernels.mla_attention import latent_attention, latent_decode, write_latents
 from pallas_kernels.paged_attention import paged_attention, paged_decode
 from pallas_kernels.rope_cache_write import rope_and_write
 
 
 @dataclass
 class PagedContext:
-    """One step's attention. `caches` (K and V of each layer in turn) is replaced layer by layer as the model is traced."""
+    """One step's attention. `caches` is replaced layer by layer as the model is traced."""
 
     caches: list[jax.Array]
+    places: Sequence[tuple[int, ...]]
+    """Of each layer, the indices of its arrays: keys and values, or latents."""
     page_table_RB: jax.Array
     query_start_R1: jax.Array
     kv_length_R: jax.Array
@@ -34,7 +38,8 @@ class PagedContext:
         soft_cap: float | None,
     ) -> jax.Array:
         """Attention output [T, K, G, H]. A cache of a wide type takes keys and values as they are."""
-        k_pages, v_pages = self.caches[2 * layer : 2 * layer + 2]
+        k_place, v_place = self.places[layer]
+        k_pages, v_pages = self.caches[k_place], self.caches[v_place]
         if k_pages.dtype.itemsize > 1:
             projection = replace(projection, kv_scale_2=None)
         out, k_pages, v_pages = _write_and_attend(
@@ -51,7 +56,27 @@ class PagedContext:
             window=window,
             soft_cap=soft_cap,
         )
-        self.caches[2 * layer : 2 * layer + 2] = [k_pages, v_pages]
+        self.caches[k_place], self.caches[v_place] = k_pages, v_pages
+        return out
+
+    def attend_to_latents(
+        self, layer: int, q_TNC: jax.Array, latent_TC: jax.Array, *, value_dim: int, scale: float
+    ) -> jax.Array:
+        """Attention output [T, N, value_dim] of a layer whose cache is one array."""
+        (place,) = self.places[layer]
+        out, self.caches[place] = _write_and_attend_to_latents(
+            q_TNC,
+            latent_TC,
+            self.caches[place],
+            self.page_table_RB,
+            self.query_start_R1,
+            self.kv_length_R,
+            self.slot_T,
+            is_decode=self.is_decode,
+            kernels=self.kernels,
+            value_dim=value_dim,
+            scale=scale,
+        )
         return out
 
 
@@ -106,3 +131,28 @@ def _write_and_attend(
         interpret=kernels.interpret,
     )
     return out, k_pages, v_pages
+
+
+@partial(jax.jit, static_argnames=("is_decode", "kernels", "value_dim", "scale"))
+def _write_and_attend_to_latents(
+    q_TNC: jax.Array,
+    latent_TC: jax.Array,
+    pages_P1SC: jax.Array,
+    page_table_RB: jax.Array,
+    query_start_R1: jax.Array,
+    kv_length_R: jax.Array,
+    slot_T: jax.Array,
+    *,
+    is_decode: bool,
+    kernels: Kernels,
+    value_dim: int,
+    scale: float,
+) -> tuple[jax.Array, jax.Array]:
+    """The same of a layer of latent attention. Returns outputs and cache."""
+    pages_P1SC = write_latents(pages_P1SC, latent_TC, slot_T)
+    if is_decode:
+        attention = partial(latent_decode, q_TNC, pages_P1SC, page_table_RB, kv_length_R)
+    else:
+        attention = partial(latent_attention, q_TNC, pages_P1SC, page_table_RB, query_start_R1, kv_length_R)
+    out_TNV = attention(value_dim=value_dim, scale=scale, implementation=kernels.mla_attention, interpret=kernels.interpret)
+    return out_TNV, pages_P1SC

@@ -174,6 +174,7 @@ class ModelRunner:
             merge=lambda params: nnx.merge(graphdef, jax.tree.unflatten(structure, params)),
             shards=make_shards(mesh),
             block_size=config.cache.block_size,
+            cache_places=model_config.cache_places,
             max_rows=max_rows,
             kernels=kernels,
             num_logprobs=vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size),

@@ -71,6 +71,8 @@ class StepFunctions:
     """Weights -> model."""
     shards: Shards
     block_size: int
+    cache_places: tuple[tuple[int, ...], ...]
+    """Of each layer, the indices of its arrays among the caches."""
     max_rows: int
     kernels: Kernels
     num_logprobs: int
@@ -201,6 +203,7 @@ class StepFunctions:
     ) -> tuple[jax.Array, Caches]:
         context = PagedContext(
             caches=list(caches),
+            places=self.cache_places,
             page_table_RB=tokens.page_table_RB,
             query_start_R1=tokens.query_start_R1,
             kv_length_R=tokens.kv_length_R,
@@ -208,7 +211,14 @@ class StepFunctions:
             is_decode=is_decode,
             kernels=self.kernels,
         )
-        step = Step(tokens.token_ids_T, tokens.position_T, context, shards, tokens.is_real_T)
+        step = Step(
+            tokens.token_ids_T,
+            tokens.position_T,
+            context,
+            shards,
+            tokens.is_real_T,
+            attend_to_latents=context.attend_to_latents,
+        )
         hidden_TD = self.merge(params)(step)
         return hidden_TD, tuple(context.caches)
 

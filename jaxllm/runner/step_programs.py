@@ -64,11 +64,6 @@ class StepPrograms:
     def by_heads(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec(None, "tensor"))
 
-    @property
-    def cache_shape(self) -> tuple[int, int, int, int]:
-        attention = self.model.layers[0].attention
-        return (self.num_blocks, attention.num_kv_heads, self.functions.block_size, attention.head_dim)
-
     def all_keys(self) -> list[ProgramKey]:
         """Every program that traffic can reach."""
         return [*self.common_keys(), *self.rare_keys()]
@@ -245,12 +240,15 @@ class StepPrograms:
         dtype = jnp.dtype(self.model.kv_cache_dtype)
         if self.mesh.devices.flat[0].platform == "cpu" and not self.functions.kernels.interpret:
             dtype = bits_type(dtype)
-        cache = jax.ShapeDtypeStruct(self.cache_shape, dtype, sharding=self.by_heads)
-        return (cache,) * (2 * self.model.num_layers)
+        return tuple(
+            jax.ShapeDtypeStruct((self.num_blocks, heads, self.functions.block_size, width), dtype, sharding=self.by_heads)
+            for layer in self.model.layers
+            for heads, width in layer.attention.cache_arrays
+        )
 
     @property
     def _cache_shardings(self) -> tuple[NamedSharding, ...]:
-        return (self.by_heads,) * (2 * self.model.num_layers)
+        return (self.by_heads,) * len(self._caches)
 
     @property
     def _rows(self) -> Any:

@@ -105,16 +105,16 @@ class ModelCost:
         embedding = head * (1 if c.tie_word_embeddings else 2)
         per_token = 2.0 * (num_parameters(c) - embedding)
         attentions = collections.Counter(layer.attention for layer in c.layers)
-        width = sum(a.num_kv_heads * a.head_dim * n for a, n in attentions.items())
+        values = {a: sum(heads * width for heads, width in a.cache_arrays) for a in attentions}
+        total = sum(values[a] * n for a, n in attentions.items())
         flops, keys = 0.0, 0.0
         for prompt, output in requests:
             first, last = (prompt, prompt + output - 1) if skip_prompts else (0, prompt + output - 1)
             num_logits = output - 1 if skip_prompts else output
             flops += (last - first) * per_token + num_logits * 2.0 * head
             for a, n in attentions.items():
-                per_pair = 4.0 * a.num_heads * a.head_dim
-                flops += n * per_pair * (_pairs(last, a.window) - _pairs(first, a.window))
-                keys += n * a.num_kv_heads * a.head_dim / width * (_pairs(last, a.window) - _pairs(prompt, a.window))
+                flops += n * a.flops_per_pair * (_pairs(last, a.window) - _pairs(first, a.window))
+                keys += n * values[a] / total * (_pairs(last, a.window) - _pairs(prompt, a.window))
         num_bytes = num_steps * self.weight_bytes + keys * self.cache_bytes_per_token
         return Work(num_bytes / self.num_devices, flops / self.num_devices)
 
