@@ -46,7 +46,7 @@ def assert_equal(a: nnx.State, b: nnx.State):
 
 
 @pytest.mark.parametrize("size", [1, 2, 8])
-@pytest.mark.parametrize("name", ["llama_bias", "qwen2"])
+@pytest.mark.parametrize("name", ["llama_bias", "qwen2", "deepseek_v2"])
 def test_transforming_on_the_devices_gives_what_the_host_gives(name, size):
     by_host, by_device = (load(goldens.FOLDER / name, size, transform_on_device=where) for where in (False, True))
     assert_equal(by_host, by_device)
@@ -125,6 +125,18 @@ def test_rotary_buffers_and_a_tied_head_may_be_there(tmp_path):
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
 
     expected = load(directory)
+    rewrite(directory, change)
+    assert_equal(load(directory), expected)
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
+    """The golden's config says that there is one, as that of DeepSeek-V3 does."""
+    directory = shutil.copytree(goldens.FOLDER / "deepseek_v3", tmp_path / "model")
+    expected = load(directory)
+
+    def change(tensors):
+        tensors["model.layers.3.eh_proj.weight"] = np.ones((4, 8), np.float32)
+
     rewrite(directory, change)
     assert_equal(load(directory), expected)
 
