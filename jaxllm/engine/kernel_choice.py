@@ -35,11 +35,12 @@ def attention_implementation(wanted: str, model: ModelConfig, page_size: int, *,
                 f"width {attention.head_dim} in {model.dtype} over a cache of {model.kv_cache_dtype} in blocks of {page_size}; use auto"
             )
     for latents in model.latent_attentions:
-        takes = wanted in mla_attention.IMPLEMENTATIONS
-        if not takes or not mla_attention.supports(wanted, **_latent_case(model, latents), interpret=not on_gpu):
+        case = _latent_case(model, latents, page_size)
+        if wanted not in mla_attention.IMPLEMENTATIONS or not mla_attention.supports(wanted, **case, interpret=not on_gpu):
             raise ConfigError(
-                f"attention_implementation is {wanted!r}, which does not take latents of {latents.latent_dim} and rotated keys of "
-                f"{latents.rotated_dim} values in {model.dtype} over a cache of {model.kv_cache_dtype}; use auto"
+                f"attention_implementation is {wanted!r}, which does not take {case['num_heads']} heads over latents of "
+                f"{latents.latent_dim} and rotated keys of {latents.rotated_dim} values in {model.dtype} over a cache of "
+                f"{model.kv_cache_dtype} in blocks of {page_size}; use auto"
             )
     return wanted
 
@@ -55,7 +56,8 @@ def attention_candidates(wanted: str, model: ModelConfig, page_size: int, *, on_
         )
     if model.latent_attentions:
         found["mla_attention"] = _of_all(
-            mla_attention.candidates(platform=platform, **_latent_case(model, part)) for part in model.latent_attentions
+            mla_attention.candidates(platform=platform, **_latent_case(model, part, page_size))
+            for part in model.latent_attentions
         )
     return found if wanted == "auto" else dict.fromkeys(found, (wanted,))
 
@@ -120,10 +122,12 @@ def _attention_case(model: ModelConfig, attention: Attention, page_size: int) ->
     }
 
 
-def _latent_case(model: ModelConfig, part: LatentAttention) -> dict[str, Any]:
+def _latent_case(model: ModelConfig, part: LatentAttention, page_size: int) -> dict[str, Any]:
     return {
         "dtype": model.dtype,
         "cache_dtype": model.kv_cache_dtype,
+        "num_heads": part.num_heads // part.copies,
         "width": part.latent_dim + part.rotated_dim,
         "value_dim": part.latent_dim,
+        "page_size": page_size,
     }

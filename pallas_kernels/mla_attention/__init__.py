@@ -29,10 +29,13 @@ IMPLEMENTATIONS = {
     "reference": "pallas_kernels.mla_attention.reference",
     "xla": "pallas_kernels.mla_attention.xla",
     "triton": "pallas_kernels.mla_attention.triton",
+    "mosaic": "pallas_kernels.mla_attention.mosaic",
 }
-"""Each module has latent_attention, latent_decode, and supports(platform, dtype, cache_dtype, width, value_dim, interpret)."""
+"""Each module has latent_attention, latent_decode, and supports(platform, dtype, cache_dtype, num_heads, width, value_dim, page_size,
+interpret)."""
 
 PREFERENCE = ("triton", "xla")
+"""Mosaic's speed is not measured yet."""
 PLAIN = ("xla", "reference")
 """Implementations in plain JAX."""
 
@@ -90,48 +93,65 @@ def write_latents(pages_P1SC: jax.Array, latent_TC: jax.Array, slot_T: jax.Array
 
 
 def supports(
-    implementation: str, *, dtype: DTypeLike, cache_dtype: DTypeLike, width: int, value_dim: int, interpret: bool = False
+    implementation: str,
+    *,
+    dtype: DTypeLike,
+    cache_dtype: DTypeLike,
+    num_heads: int,
+    width: int,
+    value_dim: int,
+    page_size: int,
+    interpret: bool = False,
 ) -> bool:
-    """Whether an implementation takes a case, on the platform it is made for. width: C."""
+    """Whether an implementation takes a case, on the platform it is made for. width: C. num_heads: N."""
     module = importlib.import_module(IMPLEMENTATIONS[implementation])
-    case: dict[str, Any] = {"dtype": dtype, "cache_dtype": cache_dtype, "width": width, "value_dim": value_dim}
+    case = _case(dtype, cache_dtype, num_heads, width, value_dim, page_size)
     # An explicit choice is not held to the platform: a program may be compiled here for a GPU elsewhere.
     return bool(module.supports(platform="gpu", interpret=interpret, **case))
 
 
 def candidates(
-    *, platform: str, dtype: DTypeLike, cache_dtype: DTypeLike, width: int, value_dim: int, interpret: bool = False
+    *, platform: str, dtype: DTypeLike, cache_dtype: DTypeLike, num_heads: int, width: int, value_dim: int, page_size: int
 ) -> tuple[str, ...]:
     """The names of PREFERENCE that take a case and are plain JAX or were verified on the kind of the first device, the fastest first."""
-    case: dict[str, Any] = {"dtype": dtype, "cache_dtype": cache_dtype, "width": width, "value_dim": value_dim}
+    case = _case(dtype, cache_dtype, num_heads, width, value_dim, page_size)
     trusted = platform == "gpu" and is_verified(jax.local_devices()[0].device_kind, "mla_attention")
     return tuple(
         name
         for name in PREFERENCE
-        if (trusted or name in PLAIN)
-        and importlib.import_module(IMPLEMENTATIONS[name]).supports(platform=platform, interpret=interpret, **case)
+        if (trusted or name in PLAIN) and importlib.import_module(IMPLEMENTATIONS[name]).supports(platform=platform, **case)
     )
 
 
-def choose(*, platform: str, dtype: DTypeLike, cache_dtype: DTypeLike, width: int, value_dim: int) -> str:
+def choose(
+    *, platform: str, dtype: DTypeLike, cache_dtype: DTypeLike, num_heads: int, width: int, value_dim: int, page_size: int
+) -> str:
     """The first of `candidates`; "xla" takes every case."""
-    return candidates(platform=platform, dtype=dtype, cache_dtype=cache_dtype, width=width, value_dim=value_dim)[0]
+    return candidates(platform=platform, **_case(dtype, cache_dtype, num_heads, width, value_dim, page_size))[0]
+
+
+def _case(
+    dtype: DTypeLike, cache_dtype: DTypeLike, num_heads: int, width: int, value_dim: int, page_size: int
+) -> dict[str, Any]:
+    sizes = {"num_heads": num_heads, "width": width, "value_dim": value_dim, "page_size": page_size}
+    return {"dtype": dtype, "cache_dtype": cache_dtype, **sizes}
 
 
 def _resolve(implementation: str | None, q: jax.Array, pages: jax.Array, value_dim: int, interpret: bool) -> ModuleType:
-    case: dict[str, Any] = {"dtype": q.dtype, "cache_dtype": pages.dtype, "width": q.shape[2], "value_dim": value_dim}
-    if pages.shape[1] != 1 or pages.shape[3] != q.shape[2] or not 0 < value_dim <= q.shape[2]:
+    num_heads, width = q.shape[1:]
+    if pages.shape[1] != 1 or pages.shape[3] != width or not 0 < value_dim <= width:
         raise ValueError(
             f"queries {list(q.shape)}, pages {list(pages.shape)} and values of width {value_dim} do not fit together; expected "
             "[T, N, C], [P, 1, S, C] and at most C"
         )
+    case = _case(q.dtype, pages.dtype, num_heads, width, value_dim, pages.shape[2])
     if implementation is None:
         implementation = choose(platform=jax.default_backend(), **case)
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"no implementation {implementation!r} of latent attention; there are {', '.join(IMPLEMENTATIONS)}")
     if not supports(implementation, **case, interpret=interpret):
         raise ValueError(
-            f"implementation {implementation!r} of latent attention does not take vectors of {q.shape[2]} values, of which "
-            f"{value_dim} are the value, in {q.dtype} over a cache of {pages.dtype}; use 'xla'"
+            f"implementation {implementation!r} of latent attention does not take {num_heads} heads over vectors of {width} values, of "
+            f"which {value_dim} are the value, in {q.dtype} over a cache of {pages.dtype} with pages of {pages.shape[2]}; use 'xla'"
         )
     return importlib.import_module(IMPLEMENTATIONS[implementation])

@@ -39,14 +39,16 @@ class DecodeTiles:
 
 def pick_tiles(num_rows: int, num_heads: int, value_dim: int, itemsize: int, num_slots: int) -> DecodeTiles:
     """Sizes for a shape. num_slots is the width of the page table in tokens: the longest that a row can be."""
-    block_m = min(MAX_HEADS, max(16, next_power_of_two(num_heads)))
+    # Queries in shared memory must leave room for tiles of keys.
+    block_m = min(MAX_HEADS if itemsize <= 2 else 16, max(16, next_power_of_two(num_heads)))
     block_k = max(16, 32 * 512 * 2 // (max(512, next_power_of_two(value_dim)) * itemsize))
     # Of few rows most may be padding, which costs nothing: split as for a single one.
     num_pairs = -(-num_heads // block_m) * (1 if num_rows <= 8 else num_rows)
     wanted = max(1, 2 * num_cores() // num_pairs)
     # A split below four tiles costs more in the combination than it gains.
     num_splits = max(1, min(wanted, num_slots // (4 * block_k), 64))
-    return DecodeTiles(block_m, block_k, num_splits, num_warps=4 if block_m <= 16 else 8)
+    is_small = block_m <= 16
+    return DecodeTiles(block_m, block_k, num_splits, num_warps=4 if is_small else 8, num_stages=4 if is_small else 3)
 
 
 def latent_decode(

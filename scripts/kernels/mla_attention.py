@@ -117,7 +117,8 @@ def _variants(sizes: Sizes, batch: Batch, tune: bool) -> dict[str, Callable[...,
     """Every kernel that takes the case, as the engine calls it, and with `tune` other tile sizes of the Triton kernels."""
     interpret = jax.default_backend() != "gpu"
     case: dict[str, Any] = {"dtype": jnp.dtype(batch.dtype), "cache_dtype": jnp.dtype(batch.cache_dtype or batch.dtype)}
-    case |= {"width": sizes.width, "value_dim": sizes.value_dim, "interpret": interpret}
+    case |= {"num_heads": sizes.num_heads, "width": sizes.width, "value_dim": sizes.value_dim}
+    case |= {"page_size": batch.page_size, "interpret": interpret}
     found = {
         name: call(batch, sizes.value_dim, implementation=name, interpret=interpret)
         for name in IMPLEMENTATIONS

@@ -1,10 +1,13 @@
 """Every implementation of latent attention against attention in NumPy, in float64 for float32, through ragged batches and decodes."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels._compat import has_mosaic
 from pallas_kernels.checking import mla_attention as checking
 from pallas_kernels.checking.attention import Batch
 from pallas_kernels.mla_attention import (
@@ -20,6 +23,8 @@ from tests.pallas_kernels.test_paged_attention import a_gpu_to_lower_for
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 
 WIDTH, VALUE_DIM = 40, 24
+GENERAL = [name for name in IMPLEMENTATIONS if name != "mosaic"]
+"""Those that take every case here."""
 ROWS = {
     "ragged": {
         "decodes": (17, 0, 40, 1),
@@ -37,7 +42,7 @@ def batch_of(rows: str, num_heads: int = 3, dtype: str = "float32", **fields: ob
 
 
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", GENERAL)
 @pytest.mark.parametrize(
     "fields",
     [
@@ -111,8 +116,68 @@ def test_triton_kernels_lower_for_a_gpu_in_the_shapes_of_deepseek(num_heads):
     assert text.count("xla.gpu.triton") == 5, "tiles, and two times a split decode and its combination"
 
 
+MOSAIC = pytest.mark.skipif(not has_mosaic(), reason="JAX 0.10 lacks parts of Mosaic GPU that the kernel uses")
+
+
+@MOSAIC
+@pytest.mark.parametrize(
+    ("lengths", "num_workers", "fields"),
+    [
+        ((1, 64, 0, 65, 200), 3, {}),
+        ((70, 5), 7, {"num_groups": 5}),
+        ((150,), 2, {"page_size": 128, "dtype": "float16"}),
+        ((9, 20, 1), 2, {"page_size": 8}),
+    ],
+    ids=["rows over several workers", "more workers than tiles", "a page of two tiles", "small pages"],
+)
+def test_mosaics_decode_equals_attention_in_numpy(lengths, num_workers, fields):
+    sizes = {"num_kv_heads": 1, "num_groups": 16, "head_dim": 192, "scale": 0.1, "poison": True, **fields}
+    batch = Batch("decode", decodes=lengths, **sizes)
+    q, constants = checking.host_arrays(batch)
+    pages, table, _, length = constants
+    got = _mosaic(num_workers)(q, pages, table, length)
+    assert checking.host_error(batch, q, constants, got) <= EXACT["bfloat16"]
+
+
+@MOSAIC
+def test_mosaics_producer_and_consumer_do_not_race(monkeypatch):
+    """A ring that is gone round several times, queries too."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from pallas_kernels.mla_attention import mosaic_decode
+
+    monkeypatch.setattr(mosaic_decode, "mosaic_interpret", lambda _: plgpu.InterpretGPUParams(detect_races=True))
+    monkeypatch.setattr(mosaic_decode, "num_stages", lambda *_: 2)
+    batch = Batch("decode", decodes=(330, 0, 20, 70), num_kv_heads=1, num_groups=8, head_dim=192, scale=0.1, poison=True)
+    q, constants = checking.host_arrays(batch)
+    pages, table, _, length = constants
+    got = _mosaic(1)(q, pages, table, length)
+    assert checking.host_error(batch, q, constants, got) <= EXACT["bfloat16"]
+    assert not gpu_callbacks.get_races().races_found
+
+
+@MOSAIC
+def test_mosaics_kernel_lowers_for_a_gpu_in_the_shapes_of_deepseek():
+    shapes = (jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in MOSAIC_SHAPES)
+    call = functools.partial(latent_decode, value_dim=512, scale=0.1, implementation="mosaic")
+    with a_gpu_to_lower_for():
+        text = jax.jit(call).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text and text.count("xla.gpu.triton") == 1
+
+
+MOSAIC_SHAPES = (((64, 16, 576), "bfloat16"), ((100, 1, 16, 576), "bfloat16"), ((64, 256), "int32"), ((64,), "int32"))
+
+
+def _mosaic(num_workers):
+    from pallas_kernels.mla_attention import mosaic_decode
+
+    options = {"value_dim": 128, "scale": 0.1, "interpret": True, "num_workers": num_workers}
+    return jax.jit(functools.partial(mosaic_decode.latent_decode, **options))
+
+
 def test_unverified_kernels_are_no_candidates():
-    case = {"dtype": "bfloat16", "cache_dtype": "bfloat16", "width": 576, "value_dim": 512}
+    case = {"dtype": "bfloat16", "cache_dtype": "bfloat16", "num_heads": 16, "width": 576, "value_dim": 512, "page_size": 16}
     assert candidates(platform="cpu", **case) == ("xla",)
     assert candidates(platform="gpu", **case) == ("xla",), "this machine's device is not a verified one"
 
@@ -120,9 +185,11 @@ def test_unverified_kernels_are_no_candidates():
 def test_what_does_not_fit_is_refused():
     q, pages = jnp.zeros((2, 3, WIDTH)), jnp.zeros((4, 1, 8, WIDTH))
     table, length = jnp.zeros((2, 2), jnp.int32), jnp.zeros(2, jnp.int32)
-    with pytest.raises(ValueError, match="no implementation 'cudnn' of latent attention; there are reference, xla, triton"):
+    with pytest.raises(
+        ValueError, match="no implementation 'cudnn' of latent attention; there are reference, xla, triton, mosaic"
+    ):
         latent_decode(q, pages, table, length, value_dim=24, scale=1.0, implementation="cudnn")
     with pytest.raises(ValueError, match=r"values of width 24 do not fit together; expected \[T, N, C\]"):
         latent_decode(q[..., :20], pages, table, length, value_dim=24, scale=1.0)
-    with pytest.raises(ValueError, match="does not take vectors of 40 values, of which 8 are the value.*use 'xla'"):
+    with pytest.raises(ValueError, match="does not take 3 heads over vectors of 40 values, of which 8 are the .*use 'xla'"):
         latent_decode(q, pages, table, length, value_dim=8, scale=1.0, implementation="triton")
