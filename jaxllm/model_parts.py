@@ -95,6 +95,16 @@ class Attention:
         return self.head_dim**-0.5 if self.score_scale is None else self.score_scale
 
     @property
+    def cache_arrays(self) -> tuple[tuple[int, int], ...]:
+        """(heads, width) of keys and of values in the cache, over all devices."""
+        return ((self.num_kv_heads, self.head_dim),) * 2
+
+    @property
+    def flops_per_pair(self) -> float:
+        """Operations for each query token and token that it sees, over all heads."""
+        return 4.0 * self.num_heads * self.head_dim
+
+    @property
     def linears(self) -> dict[str, tuple[str, ...]]:
         """The checkpoint's modules that each linear layer is made of."""
         return {"qkv": tuple(f"{self.name}.{part}" for part in self.qkv), "out": (f"{self.name}.{self.out}",)}
@@ -115,6 +125,73 @@ class Attention:
         stored = self.num_kv_heads // self.kv_head_replicas
         replicas = max(1, size // stored)
         return replace(self, num_kv_heads=stored * replicas, kv_head_replicas=replicas)
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Attention over a latent vector per token, of which the keys and values of all heads are products. Source: arXiv:2405.04434.
+
+    A head's query and key are a part that is multiplied with the latent and a part that is rotated; the rotated key is common to
+    all heads.
+    """
+
+    num_heads: int
+    latent_dim: int
+    plain_dim: int
+    """Values of a head's query and key that are not rotated."""
+    rotated_dim: int
+    value_dim: int
+    """Values of a head's value."""
+    rope: Rope
+    score_scale: float
+    """Factor of the attention scores."""
+    latent_norm: Norm
+    query_norm: Norm | None = None
+    """Of the queries' latents, where queries are made of any."""
+    query_dim: int | None = None
+    """Width of these."""
+    bias: bool = False
+    """Of the products that give latents, and of the output."""
+    name: str = "self_attn"
+    copies: int = 1
+    """Devices that hold the latents of all tokens: each needs them whole for its heads."""
+
+    @property
+    def window(self) -> int | None:
+        """Keys that a token sees, as `Attention.window`: all before it."""
+        return None
+
+    @property
+    def cache_arrays(self) -> tuple[tuple[int, int], ...]:
+        """(heads, width) of the latents with the rotated keys behind them, over all devices: a head for each copy."""
+        return ((self.copies, self.latent_dim + self.rotated_dim),)
+
+    @property
+    def flops_per_pair(self) -> float:
+        """Operations for each query token and token that it sees, over all heads."""
+        return 2.0 * self.num_heads * (2 * self.latent_dim + self.rotated_dim)
+
+    @property
+    def linears(self) -> dict[str, tuple[str, ...]]:
+        """The checkpoint's modules that each linear layer is made of."""
+        query, latents = ("q_proj", []) if self.query_dim is None else ("q_b_proj", ["q_a_proj"])
+        latents.append("kv_a_proj_with_mqa")
+        parts = {"latents": latents, "query": [query], "key_value": ["kv_b_proj"], "out": ["o_proj"]}
+        return {part: tuple(f"{self.name}.{name}" for name in names) for part, names in parts.items()}
+
+    @property
+    def values_per_token(self) -> int:
+        """Intermediate values that a step has at once for each token, over all devices."""
+        per_head = 3 * (self.latent_dim + self.rotated_dim) + self.plain_dim + self.value_dim
+        return self.num_heads * per_head + self.copies * 3 * (self.latent_dim + self.rotated_dim + (self.query_dim or 0))
+
+    def indivisible(self, size: int) -> list[str]:
+        """The numbers that keep this part from being split over `size` devices."""
+        return [f"{self.num_heads} query heads"] if self.num_heads % size else []
+
+    def split(self, size: int) -> "LatentAttention":
+        """With the latents on every device."""
+        return replace(self, copies=size)
 
 
 @dataclass(frozen=True)
@@ -240,7 +317,7 @@ class MoE:
 class Layer:
     """A decoder layer: x + attention(attention_norm(x)), then x + mlp(mlp_norm(x))."""
 
-    attention: Attention
+    attention: Attention | LatentAttention
     mlp: MLP | MoE
     attention_norm: Norm | None
     mlp_norm: Norm | None

@@ -29,6 +29,8 @@ class Tensor:
     """Zeros behind the view's first dimension: tokens that fill up a vocabulary."""
     rows: tuple[int, int] | None = None
     """The view is of this range of the stored outputs; None: of all."""
+    columns: tuple[int, int, int] | None = None
+    """(start, stop, size): the view's second dimension is this range of one of `size`; None: it is whole."""
     transposed: bool = False
     """The outputs are the last stored dimension instead of the first."""
     order: tuple[int, ...] | None = None
@@ -43,17 +45,27 @@ class Tensor:
 
     def read(self, array: np.ndarray, index: Index) -> np.ndarray:
         """A part of the view with copies and padding. Of the array only what is needed is touched; a view of it if that can be."""
-        stored = array.T if self.transposed else array
-        seen = (stored if self.rows is None else stored[slice(*self.rows)]).reshape(self.view)
-        part = self._read(seen, index)
+        part = self._read(self._seen(array), index)
         return part if self.order is None else part.take(self.order, self.order_axis)
 
     def write(self, array: np.ndarray, part: np.ndarray) -> None:
         """Write the whole view into the stored tensor."""
+        part = part if self.order is None else part.take(np.argsort(self.order), self.order_axis)
+        if self.columns is not None:
+            self._seen(array)[...] = part
+            return
         stored = array.T if self.transposed else array
         rows = slice(None) if self.rows is None else slice(*self.rows)
-        part = part if self.order is None else part.take(np.argsort(self.order), self.order_axis)
         stored[rows] = part.reshape(stored[rows].shape)
+
+    def _seen(self, array: np.ndarray) -> np.ndarray:
+        """The view of the stored tensor, without copies and padding."""
+        stored = array.T if self.transposed else array
+        stored = stored if self.rows is None else stored[slice(*self.rows)]
+        if self.columns is None:
+            return stored.reshape(self.view)
+        start, stop, size = self.columns
+        return stored.reshape(self.view[0], size, *self.view[2:])[:, start:stop]
 
     def _read(self, seen: np.ndarray, index: Index) -> np.ndarray:
         if self.copies == 1 and not self.padding:
@@ -108,14 +120,14 @@ class Source:
         """The same without permutation: the parameter as fp8 weights hold it."""
         return replace(self, permutation=tuple(range(len(self.permutation))))
 
-    def split(self, parameter: np.ndarray) -> dict[str, np.ndarray]:
-        """The tensors that a parameter is written as."""
+    def write(self, parameter: np.ndarray, written: dict[str, np.ndarray]) -> None:
+        """Write a parameter into its tensors, by name; those that are not there yet are added."""
         ends = np.cumsum([t.view[self.axis] for t in self.tensors])[:-1]
         pieces = np.split(parameter.transpose(np.argsort(self.permutation)), ends, axis=self.axis)
-        written: dict[str, np.ndarray] = {}
         for t, piece in zip(self.tensors, pieces, strict=True):
-            t.write(written.setdefault(t.name, np.empty(t.shape, parameter.dtype)), piece)
-        return written
+            if t.name not in written:
+                written[t.name] = np.empty(t.shape, parameter.dtype)
+            t.write(written[t.name], piece)
 
 
 @dataclass(frozen=True)
@@ -138,10 +150,10 @@ class Stacked:
         assert part is not None, "no device holds no experts"
         return part
 
-    def split(self, parameter: np.ndarray) -> dict[str, np.ndarray]:
-        """The tensors that a parameter is written as."""
+    def write(self, parameter: np.ndarray, written: dict[str, np.ndarray]) -> None:
+        """Add the tensors that the parameter is written as, by name."""
         pieces = parameter.reshape(len(self.tensors), *parameter.shape[len(self.lead) :])
-        return {t.name: piece for t, piece in zip(self.tensors, pieces, strict=True)}
+        written.update((t.name, piece) for t, piece in zip(self.tensors, pieces, strict=True))
 
 
 @dataclass(frozen=True)

@@ -206,6 +206,8 @@ def _check(checkpoint: Checkpoint, sources: Mapping[ParamPath, AnySource], confi
     needs_no_head = config.tie_word_embeddings or not config.generates
     ignored = [name for name in entries if HARMLESS.search(name) or (needs_no_head and name == f"{config.names.head}.weight")]
     ignored += [name for name in entries if name.startswith(config.names.ignored)]
+    spare = tuple(f"{config.layer_name(config.num_layers + i)}." for i in range(config.num_spare_layers))
+    ignored += [name for name in entries if name.startswith(spare)]
     if config.stored_fp8 is not None:
         ignored += [name for name in entries if BESIDE_WEIGHTS.search(name)]
     packed = {tensor.name for source in sources.values() if isinstance(source, Mxfp4) for tensor in source.tensors}

@@ -52,8 +52,8 @@ def without_blocks(
     """Float32 weights: that part of a tensor whose values [outputs, inputs] come with a scale per block."""
     rows, columns = block_shape
     outputs, inputs = tensor.shape
-    # The view's first dimensions are the outputs.
-    split = next(i for i in range(len(tensor.view)) if math.prod(tensor.view[:i]) == outputs)
+    # The view's last dimensions are the inputs.
+    split = next(i for i in range(len(tensor.view)) if math.prod(tensor.view[i:]) == inputs)
     by_output = replace(tensor, view=tensor.view[:split])
     row = by_output.read(np.arange(outputs) // rows, index[:split]).ravel()
     column = (np.arange(inputs) // columns).reshape(tensor.view[split:])[index[split:]].ravel()

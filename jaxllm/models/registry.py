@@ -21,6 +21,8 @@ Read = Callable[[ConfigReader], ModelConfig]
 FAMILIES = {
     "Cohere2ForCausalLM": ("cohere2", "jaxllm.models.cohere:read_cohere2"),
     "CohereForCausalLM": ("cohere", "jaxllm.models.cohere:read"),
+    "DeepseekV2ForCausalLM": ("deepseek_v2", "jaxllm.models.deepseek:read_v2"),
+    "DeepseekV3ForCausalLM": ("deepseek_v3", "jaxllm.models.deepseek:read_v3"),
     "Ernie4_5ForCausalLM": ("ernie4_5", "jaxllm.models.ernie:read"),
     "Ernie4_5_MoeForCausalLM": ("ernie4_5_moe", "jaxllm.models.ernie_moe:read"),
     "Exaone4ForCausalLM": ("exaone4", "jaxllm.models.exaone4:read"),
