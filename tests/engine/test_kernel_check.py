@@ -24,8 +24,9 @@ from jaxllm.kernel_verdicts import OpReport, VerdictStore
 from jaxllm.parallel.mesh import make_mesh
 from jaxllm.start_times import StartTimes
 from pallas_kernels import paged_attention, rope_cache_write
-from pallas_kernels.checking import attention_at_start
+from pallas_kernels.checking import attention_at_start, expert_choice
 from pallas_kernels.checking.attention import Batch
+from pallas_kernels.expert_choice import Rule
 from tests.helpers import engines, goldens
 
 DIRECTORY = goldens.golden("llama_gqa").directory
@@ -150,6 +151,8 @@ def test_the_preferred_kernels_stay_if_all_are_right(choose, implementations, ca
         "rope_cache_write": "xla",
         "sampling": "xla",
         "collectives": "xla",
+        "expert_choice": "xla",
+        "grouped_matmul": "xla",
     }
     assert chosen.report["paged_attention"] == OpReport("good", "passed")
     assert chosen.report["sampling"] == OpReport("xla", "not run"), "plain JAX needs no proof where no kernel failed"
@@ -240,6 +243,8 @@ def test_without_a_check_only_verified_kernels_are_chosen(choose, implementation
         "rope_cache_write": "xla",
         "sampling": "triton",
         "collectives": "xla",
+        "expert_choice": "xla",
+        "grouped_matmul": "xla",
     }
     assert chosen.report["sampling"].check == "verified"
     assert len(warnings(caplog)) == 2
@@ -277,6 +282,8 @@ def test_another_op_is_replaced_by_itself(choose, implementations, monkeypatch, 
         "rope_cache_write": "xla",
         "sampling": "xla",
         "collectives": "xla",
+        "expert_choice": "xla",
+        "grouped_matmul": "xla",
     }
     assert chosen.report["rope_cache_write"] == OpReport("xla", "passed", {"broken": "13 tokens: error inf, allowed 1e-05"})
     (warning,) = warnings(caplog)
@@ -351,6 +358,28 @@ def test_every_kind_of_layer_is_checked(name):
     shapes = kernel_check.shapes_of(prepared.config, prepared.model_config, prepared.plan)
     windows = [layer.window for shape in shapes["paged_attention"] for layer in shape.layers]
     assert sorted(windows, key=str) == sorted({layer.attention.window for layer in prepared.model_config.layers}, key=str)
+
+
+def test_a_mixture_has_kernels_that_are_checked_in_its_shapes(tmp_path):
+    directory = goldens.golden("qwen3_moe").directory
+    config = EngineConfig.from_options(model=str(directory), **engines.SMALL)
+    prepared = Prepared.of(config, directory, (), StartTimes())
+    model = prepared.model_config
+    found = kernel_choice.candidates("triton", model, prepared.plan, prepared.mesh, on_gpu=False)
+    assert found["expert_choice"] == found["grouped_matmul"] == ("triton", "xla")
+    shapes = kernel_check.shapes_of(prepared.config, model, prepared.plan)
+    assert shapes["expert_choice"] == (expert_choice.Shapes(8, Rule(3, renormalize=True)),)
+    check = kernel_check.KernelCheck(
+        found,
+        shapes,
+        mode="always",
+        mesh=None,
+        device=jax.devices("cpu")[0],
+        store=VerdictStore(tmp_path),
+        named=frozenset(),
+        ops=("expert_choice",),
+    )
+    assert check.run().report == {"expert_choice": OpReport("triton", "passed")}
 
 
 @pytest.mark.slow
