@@ -21,7 +21,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 def resolve_model(
     name: str, revision: str | None = None, download_dir: str | None = None, *, files: Sequence[str] = FILES
 ) -> Path:
-    """The directory of a model: 'demo', a local directory, or a hub id, which is downloaded (or found in the hub's cache).
+    """The directory of a model: 'demo', a local directory, a GGUF file (for which one is made), or a hub id, which is downloaded (or
+    found in the hub's cache).
 
     `files`: patterns of what to download. Raises ModelLoadError, saying what the name is not and what to do.
     """
@@ -30,8 +31,12 @@ def resolve_model(
     local = Path(name).expanduser()
     if name and local.is_dir():
         return local
+    if local.suffix == ".gguf" and local.is_file():
+        from jaxllm.gguf_files.unpack import unpack  # imports tokenizers
+
+        return unpack(local)
     if local.is_file():
-        raise ModelLoadError(f"{name} is a file; give the directory that holds config.json and the weights")
+        raise ModelLoadError(f"{name} is a file; give a GGUF file, or the directory that holds config.json and the weights")
     if not _HUB_ID.fullmatch(name) or name.startswith((".", "~")):
         raise ModelLoadError(f"{name!r} is neither a local directory nor a hub id (owner/name); check its spelling")
     return _download(name, revision, download_dir, files)

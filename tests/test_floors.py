@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent.parent
 
 FLOORS = {
     "jaxllm": 0,  # plain types: every module directly in jaxllm/ that is not named below
+    "jaxllm.gguf_files": 0,
     "jaxllm.scheduler": 1,
     "jaxllm.text": 1,
     "jaxllm.structured": 1,
@@ -44,6 +45,8 @@ FLOORS = {
 """Level of each package; a module belongs to its longest prefix here."""
 
 SIBLINGS = {
+    ("jaxllm", "jaxllm.gguf_files"),
+    ("jaxllm.gguf_files", "jaxllm"),
     ("jaxllm.structured", "jaxllm.text"),
     ("jaxllm.text", "jaxllm.metrics"),
     ("jaxllm.layers", "jaxllm.quantization"),
@@ -60,6 +63,7 @@ SIBLINGS = {
 
 WITHOUT_JAX = {
     "jaxllm",
+    "jaxllm.gguf_files",
     "jaxllm.http_client",
     "jaxllm.models",
     "jaxllm.scheduler",

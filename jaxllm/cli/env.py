@@ -91,7 +91,7 @@ def _driver() -> str:
 
 
 def _cache(folder: Path) -> dict[str, Any]:
-    files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
+    files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()] if folder.is_dir() else []
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     return {
         "folder": str(folder),

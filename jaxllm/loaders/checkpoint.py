@@ -46,13 +46,17 @@ class Checkpoint(ABC):
     """All tensors of a directory's files of one format. Each file is checked against its length at once."""
 
     INDEX: ClassVar[str]
-    """The file that lists the files of a checkpoint in parts."""
+    """The file that lists the files of a checkpoint in parts; empty if the format has none."""
     PATTERNS: ClassVar[tuple[str, ...]]
     """Names of files without an index, of which the first pattern that fits any counts."""
 
-    def __init__(self, directory: Path):
-        """Raises ModelLoadError if files are missing, truncated or not what they should be."""
+    def __init__(self, directory: Path, dtype: str = "float32"):
+        """dtype: of tensors whose files hold them in a form that is no array, and which are widened.
+
+        Raises ModelLoadError if files are missing, truncated or not what they should be.
+        """
         self.directory = directory
+        self.dtype = _named(dtype)
         self.entries: Mapping[str, TensorEntry] = self._read_all(self.files(directory))
         self._maps: dict[Path, np.memmap] = {}
 
@@ -60,7 +64,7 @@ class Checkpoint(ABC):
     def files(cls, directory: Path) -> list[Path]:
         """The files with the weights: those of the index, or those of its patterns; none if the directory has no such format."""
         index = directory / cls.INDEX
-        if not index.is_file():
+        if not cls.INDEX or not index.is_file():
             return next((files for pattern in cls.PATTERNS if (files := sorted(directory.glob(pattern)))), [])
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
@@ -83,10 +87,11 @@ class Checkpoint(ABC):
         if entry.file not in self._maps:
             self._maps[entry.file] = np.memmap(entry.file, dtype=np.uint8, mode="r")
         data = np.asarray(self._maps[entry.file][entry.start : entry.start + entry.num_bytes])
-        return self.decoded(entry, data)
+        return self.decoded(name, data)
 
-    def decoded(self, entry: TensorEntry, data: np.ndarray) -> np.ndarray:
+    def decoded(self, name: str, data: np.ndarray) -> np.ndarray:
         """The tensor that these bytes hold."""
+        entry = self.entries[name]
         values = data.view(DTYPES[entry.dtype])
         if entry.strides is None:
             return values.reshape(entry.shape)
@@ -105,6 +110,10 @@ class Checkpoint(ABC):
                     raise ModelLoadError(f"{name} is both in {found[name].file} and in {file}; remove one of them")
                 found[name] = entry
         return found
+
+
+def _named(dtype: str) -> np.dtype:
+    return np.dtype(getattr(ml_dtypes, dtype, dtype))
 
 
 def span_bytes(dtype: np.dtype, shape: Sequence[int], strides: Sequence[int]) -> int:

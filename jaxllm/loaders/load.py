@@ -92,7 +92,7 @@ def load_checkpoint(
 
     Transposing, casting and fusing is done on the devices unless they are the host (`transform_on_device` says otherwise).
     """
-    checkpoint = open_checkpoint(directory, load_format)
+    checkpoint = open_checkpoint(directory, load_format, config.dtype)
     prefix, _, bare = config.names.embedding.partition(".")
     if f"{bare}.weight" in checkpoint.entries:  # saved as a bare decoder, as embedding models are
         checkpoint.entries = {f"{prefix}.{name}": entry for name, entry in checkpoint.entries.items()}

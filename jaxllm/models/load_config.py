@@ -86,6 +86,8 @@ def read_config_json(directory: Path) -> dict[str, Any]:
         raise ModelLoadError(f"{directory} is not a directory; give a model directory, a hub id, or 'demo'")
     path = directory / "config.json"
     if not path.is_file():
+        if files := sorted(directory.glob("*.gguf")):
+            raise ModelLoadError(f"{directory} has no config.json but GGUF files; give the path of one: {files[0]}")
         raise ModelLoadError(
             f"{directory} is not a model directory: it has no config.json; give the directory that holds config.json and the weights"
         )

@@ -83,7 +83,9 @@ class Steps:
             token[i], position[i] = ids[row][at], at
             slot[i] = table[row, at // BLOCK] * BLOCK + at % BLOCK
         start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-        return jax.tree.map(jnp.asarray, Tokens(token, position, (GroupTable(table, slot),), start, lengths.astype(np.int32)))  # type: ignore[arg-type]
+        is_real = np.arange(padded) < len(places)
+        tokens = Tokens(token, position, is_real, (GroupTable(table, slot),), start, lengths.astype(np.int32))  # type: ignore[arg-type]
+        return jax.tree.map(jnp.asarray, tokens)
 
 
 def check(*, tiny: bool) -> Iterator[Outcome]:

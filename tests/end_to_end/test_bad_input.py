@@ -163,7 +163,7 @@ def change_config(directory: Path, **values: Any) -> None:
     [
         (
             lambda d: change_config(d, architectures=["MambaForCausalLM"]),
-            "unknown architecture MambaForCausalLM; `jaxllm models` lists the",
+            "unknown architecture MambaForCausalLM; known and similar:",
         ),
         (lambda d: (d / "config.json").unlink(), "is not a model directory: it has no config.json"),
         (lambda d: (d / "config.json").write_text("{"), "config.json cannot be read as JSON"),
