@@ -62,7 +62,15 @@ def _visible(positions_T: Array, segment_ids_T: Array | None, window: int | None
     return visible_TS
 
 
-def _attend(q_TKGH: Array, k_TKH: Array, v_TKV: Array, visible_TS: Array, scale: float, soft_cap: float | None, sinks_KG: Array | None = None) -> Array:
+def _attend(
+    q_TKGH: Array,
+    k_TKH: Array,
+    v_TKV: Array,
+    visible_TS: Array,
+    scale: float,
+    soft_cap: float | None,
+    sinks_KG: Array | None = None,
+) -> Array:
     precision = precision_of(q_TKGH.dtype)
     scores_KGTS = scale * jnp.einsum("tkgh,skh->kgts", q_TKGH, k_TKH, precision=precision, preferred_element_type=jnp.float32)
     if soft_cap is not None:
