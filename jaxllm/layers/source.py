@@ -185,9 +185,9 @@ class Mxfp4:
         blocks = tensor(self.blocks, (*covering, slice(None)))
         return blocks, tensor(self.scales, tuple(covering)), start % MXFP4_BLOCK
 
-    def split(self, parameter: np.ndarray) -> dict[str, np.ndarray]:
-        """The tensors that a parameter is written as."""
-        return self.plain.split(parameter)
+    def write(self, parameter: np.ndarray, written: dict[str, np.ndarray]) -> None:
+        """Write a parameter into its tensors, by name, without quantisation."""
+        self.plain.write(parameter, written)
 
 
 AnySource = Source | Stacked | Mxfp4
