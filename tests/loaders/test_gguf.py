@@ -156,7 +156,7 @@ def load(directory, size=1, **options):
 
 def described(config):
     known = config.described()
-    return {name: value for name, value in known.items() if name not in ("digest", "bos_token_id", "eos_token_ids")}
+    return {name: value for name, value in known.items() if name not in ("bos_token_id", "eos_token_ids")}
 
 
 @pytest.mark.parametrize("architecture", MODELS)
