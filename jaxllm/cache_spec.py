@@ -18,7 +18,7 @@ from typing import Protocol
 
 from jaxllm.cache_policy import FULL, CachePolicy, WindowPolicy, num_blocks_for
 from jaxllm.model_config import FP8, ModelConfig
-from jaxllm.model_parts import Attention
+from jaxllm.model_parts import Attention, LatentAttention
 
 _BYTES_PER_VALUE = {"bfloat16": 2, "float16": 2, "float32": 4, FP8: 1}
 _MOST_PADDING = 6
@@ -27,7 +27,7 @@ _MOST_PADDING = 6
 
 @dataclass(frozen=True)
 class CacheArray:
-    """One array of a layer: [blocks, num_heads, block size, width]. Devices split it by heads."""
+    """One array of a layer: [blocks, num_heads, block size, width]. Devices split it by heads, or by copies of latents."""
 
     num_heads: int
     width: int
@@ -77,12 +77,31 @@ class WindowCache(FullCache):
         return WindowPolicy(self.window)
 
 
+@dataclass(frozen=True)
+class LatentCache:
+    """A vector of all tokens that all heads share, with a copy for each device."""
+
+    num_copies: int
+    width: int
+    dtype: str
+
+    @property
+    def arrays(self) -> tuple[CacheArray, ...]:
+        return (CacheArray(self.num_copies, self.width, self.dtype),)
+
+    @property
+    def policy(self) -> CachePolicy:
+        return FULL
+
+
 def cache_specs(config: ModelConfig, *, disable_windows: bool = False) -> tuple[CacheSpec, ...]:
     """What each layer of a model keeps. disable_windows: layers with a sliding window keep all tokens too."""
     return tuple(_spec(layer.attention, config.kv_cache_dtype, disable_windows) for layer in config.layers)
 
 
-def _spec(attention: Attention, dtype: str, disable_windows: bool) -> CacheSpec:
+def _spec(attention: Attention | LatentAttention, dtype: str, disable_windows: bool) -> CacheSpec:
+    if isinstance(attention, LatentAttention):
+        return LatentCache(attention.copies, attention.latent_dim + attention.rotated_dim, dtype)
     shape = (attention.num_kv_heads, attention.head_dim, dtype)
     return FullCache(*shape) if attention.window is None or disable_windows else WindowCache(*shape, attention.window)
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxllm.errors import ConfigError
-from jaxllm.model_parts import Attention, Head, Layer, MoE, Names, Norm, Positions
-from jaxllm.quantization_config import StoredFp8
+from jaxllm.model_parts import Attention, Head, LatentAttention, Layer, MoE, Names, Norm, Positions
+from jaxllm.quantization_config import StoredFp8, StoredMxfp4
 from jaxllm.served_model import ServedModel
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -39,8 +39,12 @@ class ModelConfig(ServedModel):
     """fp8: the products with the weights of the decoder layers are computed in fp8."""
     stored_fp8: StoredFp8 | None = None
     """How the checkpoint holds fp8 weights, if it does."""
+    stored_mxfp4: StoredMxfp4 | None = None
+    """Which experts the checkpoint holds in 4 bits, if any."""
     kv_cache_dtype: str = ""
     """Concrete: one of DTYPES or float8_e4m3fn; empty at construction means dtype."""
+    num_spare_layers: int = 0
+    """Layers behind these in the checkpoint that are not used: they predict tokens after the next one."""
     model_class: str = "jaxllm.layers.decoder:CausalLM"
     """The Flax class that computes it, as module:name."""
 
@@ -56,7 +60,16 @@ class ModelConfig(ServedModel):
 
     @property
     def attentions(self) -> tuple[Attention, ...]:
-        """The distinct attentions of the layers, in the order of their first layers."""
+        """The distinct attentions over keys and values, in the order of their first layers."""
+        return tuple(part for part in self._attentions if isinstance(part, Attention))
+
+    @property
+    def latent_attentions(self) -> tuple[LatentAttention, ...]:
+        """The distinct attentions over latents, the same way."""
+        return tuple(part for part in self._attentions if isinstance(part, LatentAttention))
+
+    @property
+    def _attentions(self) -> tuple[Attention | LatentAttention, ...]:
         return tuple(dict.fromkeys(layer.attention for layer in self.layers))
 
     @property
@@ -97,7 +110,7 @@ class ModelConfig(ServedModel):
         if size == 1:
             return self.as_stored()
         if faults := self._indivisible(size):
-            most = max(attention.num_heads for attention in self.attentions)
+            most = max(attention.num_heads for attention in self._attentions)
             fits = [str(n) for n in range(1, most + 1) if not self._indivisible(n)]
             raise ConfigError(
                 f"tensor_parallel_size is {size}, which does not divide {' and '.join(faults)}; "

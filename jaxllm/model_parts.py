@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+ExpertActivation = Literal["silu", "gelu_tanh", "swiglu_clamped"]
+"""Of experts: those of `pallas_kernels.grouped_matmul`."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,8 @@ class Attention:
     """Factor of the attention scores; None: 1 / sqrt(head_dim)."""
     soft_cap: float | None = None
     """Scores s become soft_cap * tanh(s / soft_cap)."""
+    sinks: bool = False
+    """Whether each query head has a learned score that takes part in its softmax as a key's does, with a value of zero."""
     name: str = "self_attn"
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     """One name: a tensor with the rows of all three, queries first."""
@@ -89,6 +93,16 @@ class Attention:
     def scale(self) -> float:
         """Factor of the attention scores."""
         return self.head_dim**-0.5 if self.score_scale is None else self.score_scale
+
+    @property
+    def cache_arrays(self) -> tuple[tuple[int, int], ...]:
+        """(heads, width) of keys and of values in the cache, over all devices."""
+        return ((self.num_kv_heads, self.head_dim),) * 2
+
+    @property
+    def flops_per_pair(self) -> float:
+        """Operations for each query token and token that it sees, over all heads."""
+        return 4.0 * self.num_heads * self.head_dim
 
     @property
     def linears(self) -> dict[str, tuple[str, ...]]:
@@ -111,6 +125,73 @@ class Attention:
         stored = self.num_kv_heads // self.kv_head_replicas
         replicas = max(1, size // stored)
         return replace(self, num_kv_heads=stored * replicas, kv_head_replicas=replicas)
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Attention over a latent vector per token, of which the keys and values of all heads are products. Source: arXiv:2405.04434.
+
+    A head's query and key are a part that is multiplied with the latent and a part that is rotated; the rotated key is common to
+    all heads.
+    """
+
+    num_heads: int
+    latent_dim: int
+    plain_dim: int
+    """Values of a head's query and key that are not rotated."""
+    rotated_dim: int
+    value_dim: int
+    """Values of a head's value."""
+    rope: Rope
+    score_scale: float
+    """Factor of the attention scores."""
+    latent_norm: Norm
+    query_norm: Norm | None = None
+    """Of the queries' latents, where queries are made of any."""
+    query_dim: int | None = None
+    """Width of these."""
+    bias: bool = False
+    """Of the products that give latents, and of the output."""
+    name: str = "self_attn"
+    copies: int = 1
+    """Devices that hold the latents of all tokens: each needs them whole for its heads."""
+
+    @property
+    def window(self) -> int | None:
+        """Keys that a token sees, as `Attention.window`: all before it."""
+        return None
+
+    @property
+    def cache_arrays(self) -> tuple[tuple[int, int], ...]:
+        """(heads, width) of the latents with the rotated keys behind them, over all devices: a head for each copy."""
+        return ((self.copies, self.latent_dim + self.rotated_dim),)
+
+    @property
+    def flops_per_pair(self) -> float:
+        """Operations for each query token and token that it sees, over all heads."""
+        return 2.0 * self.num_heads * (2 * self.latent_dim + self.rotated_dim)
+
+    @property
+    def linears(self) -> dict[str, tuple[str, ...]]:
+        """The checkpoint's modules that each linear layer is made of."""
+        query, latents = ("q_proj", []) if self.query_dim is None else ("q_b_proj", ["q_a_proj"])
+        latents.append("kv_a_proj_with_mqa")
+        parts = {"latents": latents, "query": [query], "key_value": ["kv_b_proj"], "out": ["o_proj"]}
+        return {part: tuple(f"{self.name}.{name}" for name in names) for part, names in parts.items()}
+
+    @property
+    def values_per_token(self) -> int:
+        """Intermediate values that a step has at once for each token, over all devices."""
+        per_head = 3 * (self.latent_dim + self.rotated_dim) + self.plain_dim + self.value_dim
+        return self.num_heads * per_head + self.copies * 3 * (self.latent_dim + self.rotated_dim + (self.query_dim or 0))
+
+    def indivisible(self, size: int) -> list[str]:
+        """The numbers that keep this part from being split over `size` devices."""
+        return [f"{self.num_heads} query heads"] if self.num_heads % size else []
+
+    def split(self, size: int) -> "LatentAttention":
+        """With the latents on every device."""
+        return replace(self, copies=size)
 
 
 @dataclass(frozen=True)
@@ -167,6 +248,7 @@ class Routing:
     scale: float = 1.0
     """Factor of the weights."""
     router: str = "gate"
+    router_bias: bool = False
     correction_bias: str | None = None
     """A tensor added to the scores for the choice, not for the weights."""
     correction_bias_rank: int = 1
@@ -187,7 +269,9 @@ class MoE:
     routing: Routing
     width: int
     """Of an expert."""
-    activation: Activation = "silu"
+    activation: ExpertActivation = "silu"
+    bias: bool = False
+    """Of the experts."""
     shared: MLP | None = None
     shared_gate: str | None = None
     """A tensor whose product with x, after a sigmoid, is the factor of the shared experts' result."""
@@ -195,6 +279,9 @@ class MoE:
     gate_up: tuple[str, ...] = ("experts.{}.gate_proj", "experts.{}.up_proj")
     """One name without {}: a tensor of all experts."""
     down: str = "experts.{}.down_proj"
+    alternating: bool = False
+    """Whether the checkpoint holds tensors of all experts [experts, inputs, outputs], named without `.weight`, in which outputs of
+    gate and up alternate."""
     by_expert: bool = False
     """Whether devices share the work by whole experts instead of by the experts' width."""
 
@@ -230,7 +317,7 @@ class MoE:
 class Layer:
     """A decoder layer: x + attention(attention_norm(x)), then x + mlp(mlp_norm(x))."""
 
-    attention: Attention
+    attention: Attention | LatentAttention
     mlp: MLP | MoE
     attention_norm: Norm | None
     mlp_norm: Norm | None

@@ -7,7 +7,7 @@ from typing import Any
 
 SUPPORTED = (
     "supported: fp8 (e4m3) weights with a scale per output channel, tensor or block, of quant_method compressed-tensors "
-    "(format float-quantized) or fp8"
+    "(format float-quantized) or fp8, and experts of quant_method mxfp4"
 )
 
 _NO_BLOCKS_WITH_CACHE = "scales of the KV cache beside a weight scale per block are not supported"
@@ -43,13 +43,25 @@ class StoredFp8:
         ]
 
 
+@dataclass(frozen=True)
+class StoredMxfp4:
+    """A checkpoint whose experts are 4-bit floats (e2m1) with a scale per 32; nothing else is quantised."""
+
+    ignored: tuple[str, ...] = ()
+    """Modules that are not quantised: regular expressions of how their names begin, or how they end."""
+
+    def covers(self, module: str) -> bool:
+        """Whether a module, by its name in the checkpoint, is quantised."""
+        return not any(re.match(pattern, module) or module.endswith(pattern) for pattern in self.ignored)
+
+
 def _matches(pattern: str, module: str) -> bool:
     if pattern.startswith("re:"):
         return re.match(pattern[3:], module) is not None
     return f".{pattern}." in f".{module}."
 
 
-def read_quantization(given: Any, faults: list[str]) -> StoredFp8 | None:
+def read_quantization(given: Any, faults: list[str]) -> StoredFp8 | StoredMxfp4 | None:
     """The `quantization_config` of a config.json. Whatever is not supported is added to `faults`."""
     if not given:
         return None
@@ -61,8 +73,21 @@ def read_quantization(given: Any, faults: list[str]) -> StoredFp8 | None:
         return _read_fp8(given, faults)
     if method == "compressed-tensors":
         return _read_compressed_tensors(given, faults)
+    if method == "mxfp4":
+        return _read_mxfp4(given, faults)
     faults.append(f"the weights are quantised with quant_method {method!r}; {SUPPORTED}")
     return None
+
+
+def _read_mxfp4(given: Mapping[str, Any], faults: list[str]) -> StoredMxfp4 | None:
+    ignored = given.get("modules_to_not_convert") or []
+    try:
+        for pattern in ignored:
+            re.compile(pattern)
+    except (re.error, TypeError) as error:
+        faults.append(f"modules_to_not_convert is {ignored!r}, must be a list of regular expressions ({error})")
+        return None
+    return StoredMxfp4(tuple(ignored))
 
 
 def _read_fp8(given: Mapping[str, Any], faults: list[str]) -> StoredFp8 | None:

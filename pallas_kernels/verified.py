@@ -6,8 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-OPS = ("collectives", "expert_choice", "grouped_matmul", "paged_attention", "rope_cache_write", "sampling")
-_USES = {"paged_attention": ("cache_write",), "rope_cache_write": ("cache_write",)}
+OPS = ("collectives", "expert_choice", "grouped_matmul", "mla_attention", "paged_attention", "rope_cache_write", "sampling")
+_USES = {
+    "mla_attention": ("cache_write", "paged_attention"),
+    "paged_attention": ("cache_write",),
+    "rope_cache_write": ("cache_write",),
+}
 """Ops whose implementations call those of other folders."""
 RECORDS = Path(__file__).parent / "verified.json"
 """{device kind: record}; a record's "ops" gives the digest of each op's source that passed every check."""

@@ -23,6 +23,8 @@ import transformers
 from transformers import (
     Cohere2Config,
     CohereConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
@@ -33,6 +35,7 @@ from transformers import (
     Glm4MoeConfig,
     GlmConfig,
     GPT2Config,
+    GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
     LlamaConfig,
@@ -90,6 +93,18 @@ def rope(**parameters: Any) -> PreTrainedConfig:
 WIDE = {**SIZES, "head_dim": 16}
 """Heads that are wider together than the model."""
 WINDOWED = {"sliding_window": 16, "num_hidden_layers": 4}
+LATENT = {
+    **SIZES,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 3,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+DEEP_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 
 VARIANTS: dict[str, PreTrainedConfig] = {
     "llama_mha": llama(num_key_value_heads=8),
@@ -164,6 +179,36 @@ VARIANTS: dict[str, PreTrainedConfig] = {
         routed_scaling_factor=1.5,
         partial_rotary_factor=0.5,
     ),
+    "deepseek_v2_lite": DeepseekV2Config(
+        **LATENT,
+        q_lora_rank=None,
+        n_routed_experts=6,
+        num_experts_per_tok=3,
+        n_shared_experts=2,
+        rope_parameters={**DEEP_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+    ),
+    "deepseek_v2": DeepseekV2Config(
+        **LATENT,
+        q_lora_rank=24,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_shared_experts=1,
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=2.0,
+        attention_bias=True,
+    ),
+    "deepseek_v3": DeepseekV3Config(
+        **LATENT,
+        q_lora_rank=24,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_shared_experts=1,
+        n_group=4,
+        topk_group=2,
+        rope_parameters={**DEEP_YARN, "mscale": 1.0, "mscale_all_dim": 0.8},
+    ),
     "granite_moe": GraniteMoeConfig(
         **{**SIZES, "intermediate_size": 32},
         num_local_experts=6,
@@ -175,6 +220,12 @@ VARIANTS: dict[str, PreTrainedConfig] = {
     ),
     "ernie4_5_moe": Ernie4_5_MoeConfig(
         **SIZES, moe_num_experts=8, moe_k=3, moe_num_shared_experts=2, moe_intermediate_size=32, moe_layer_start_index=1
+    ),
+    "gpt_oss": GptOssConfig(
+        **{**WIDE, "intermediate_size": 32, "max_position_embeddings": 4096},
+        sliding_window=16,
+        num_local_experts=6,
+        num_experts_per_tok=2,
     ),
     "phimoe": PhimoeConfig(
         **SIZES, num_local_experts=5, attention_bias=True, lm_head_bias=True, sliding_window=None, router_jitter_noise=0.2
@@ -210,7 +261,9 @@ def random_model(config: PreTrainedConfig, seed: int, scale: float) -> "torch.nn
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if weight.ndim == 1 and not name.endswith(".bias"):  # of a norm
+            if name.endswith(".sinks"):
+                weight.normal_(0, 2)
+            elif weight.ndim == 1 and not name.endswith(".bias"):  # of a norm
                 weight.uniform_(0.5, 1.5)
             elif name.endswith(".bias"):
                 weight.normal_(0, 0.2)

@@ -1,4 +1,5 @@
 import json
+import math
 
 import pytest
 
@@ -102,6 +103,19 @@ def test_yarn_attention_factor(read):
     assert read({"rope_scaling": {**yarn, "attention_factor": 0.5}}).layers[0].attention.rope.attention_factor == 0.5
     equal = {**yarn, "mscale": 0.7, "mscale_all_dim": 0.7}
     assert attention(read({"rope_scaling": equal})).rope.attention_factor == 1.0
+
+
+def test_deepseeks_yarn_is_in_the_scale_of_the_scores(read):
+    """Numbers of DeepSeek-V2-Lite: all of it is there, and cosine and sine are as they were."""
+    sizes = {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 6, "q_lora_rank": None}
+    yarn = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale": 0.707, "mscale_all_dim": 0.707}
+    given = {"architectures": ["DeepseekV2ForCausalLM"], "max_position_embeddings": 163840, **sizes}
+    part = attention(read({**given, "rope_scaling": yarn}))
+    assert part.score_scale == pytest.approx(192**-0.5 * (0.0707 * math.log(40) + 1) ** 2)
+    assert part.rope.attention_factor == 1.0
+    assert attention(read(given)).score_scale == pytest.approx(192**-0.5)
+    with pytest.raises(ModelLoadError, match="scoring_func is 'sigmoid', supported: 'softmax'"):
+        read({**given, "scoring_func": "sigmoid"})
 
 
 def test_sliding_windows(read):

@@ -54,7 +54,7 @@ def fingerprint(
         "model class": describe_source(model),
         **surroundings(device),
         **{name: options[name] for name in OPTIONS},
-        "attention_implementation": kernels.paged_attention,
+        "attention_implementation": kernels.attention,
         **{f"{op} implementation": name for op, name in kernels.by_op().items() if op != "paged_attention"},
         "max_model_len": plan.max_model_len,
         "num_gpu_blocks": plan.num_blocks,

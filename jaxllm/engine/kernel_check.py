@@ -28,7 +28,15 @@ from jaxllm.model_config import FP8, ModelConfig
 from jaxllm.model_parts import Attention
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.memory import MemoryPlan
-from pallas_kernels.checking import attention_at_start, collectives, expert_choice, grouped_matmul, rope_cache_write, sampling
+from pallas_kernels.checking import (
+    attention_at_start,
+    collectives,
+    expert_choice,
+    grouped_matmul,
+    mla_attention,
+    rope_cache_write,
+    sampling,
+)
 from pallas_kernels.checking.case import Case
 from pallas_kernels.checking.check import Fault, check
 from pallas_kernels.verified import is_verified, source_digest
@@ -39,6 +47,7 @@ _CASES: dict[str, Any] = {
     "rope_cache_write": rope_cache_write.cases,
     "expert_choice": expert_choice.cases,
     "grouped_matmul": grouped_matmul.cases,
+    "mla_attention": mla_attention.cases,
     "sampling": sampling.cases,
 }
 
@@ -78,7 +87,7 @@ def choose_kernels(
         device=device,
         mesh=mesh,
         store=store,
-        named=frozenset({"paged_attention"} if is_named else ()),
+        named=frozenset({"paged_attention", "mla_attention"} if is_named else ()),
         ops=tuple(op for op in found if op not in skipped),
     )
     return check_.run()
@@ -105,7 +114,11 @@ def shapes_of(config: EngineConfig, model: ModelConfig, plan: MemoryPlan) -> dic
                 **common,
                 **heads[shape],
                 table_width=-(-plan.max_model_len // plan.block_size),
-                layers=tuple(dict.fromkeys(attention_at_start.Layer(part.scale, part.window, part.soft_cap) for part in parts)),
+                layers=tuple(
+                    dict.fromkeys(
+                        attention_at_start.Layer(part.scale, part.window, part.soft_cap, part.sinks) for part in parts
+                    )
+                ),
             )
             for shape, parts in layers.items()
         ),
@@ -126,8 +139,22 @@ def shapes_of(config: EngineConfig, model: ModelConfig, plan: MemoryPlan) -> dic
                 width=model.hidden_size,
                 hidden=part.width // (1 if part.by_expert else tensor_parallel),
                 activation=part.activation,
+                has_biases=part.bias,
             )
             for part in model.mixtures
+        ),
+        "mla_attention": tuple(
+            mla_attention.Shapes(
+                dtype=model.dtype,
+                cache_dtype=model.kv_cache_dtype,
+                num_heads=part.num_heads // tensor_parallel,
+                width=part.latent_dim + part.rotated_dim,
+                value_dim=part.latent_dim,
+                page_size=plan.block_size,
+                table_width=-(-plan.max_model_len // plan.block_size),
+                scale=part.score_scale,
+            )
+            for part in model.latent_attentions
         ),
         COLLECTIVES: (
             collectives.Shapes(

@@ -9,9 +9,17 @@ from jaxllm.errors import ConfigError
 from jaxllm.layers.routing import rule_of
 from jaxllm.log import logger
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import Attention
+from jaxllm.model_parts import Attention, LatentAttention
 from jaxllm.runner.memory import MemoryPlan
-from pallas_kernels import collectives, expert_choice, grouped_matmul, paged_attention, rope_cache_write, sampling
+from pallas_kernels import (
+    collectives,
+    expert_choice,
+    grouped_matmul,
+    mla_attention,
+    paged_attention,
+    rope_cache_write,
+    sampling,
+)
 
 PLAIN = ("xla", "reference")
 """Implementations in plain JAX."""
@@ -24,7 +32,8 @@ Candidates = Mapping[str, tuple[str, ...]]
 def attention_implementation(wanted: str, model: ModelConfig, page_size: int, *, on_gpu: bool) -> str:
     """The wanted implementation if it supports the model's shapes, or for "auto" the fastest that does. Raises ConfigError."""
     if wanted == "auto":
-        return attention_candidates(wanted, model, page_size, on_gpu=on_gpu)[0]
+        found = attention_candidates(wanted, model, page_size, on_gpu=on_gpu)
+        return next(iter(found.values()))[0]
     missing = paged_attention.missing(wanted)
     if missing is not None:
         raise ConfigError(f"attention_implementation is {wanted!r}, which {missing}")
@@ -32,34 +41,62 @@ def attention_implementation(wanted: str, model: ModelConfig, page_size: int, *,
         if not paged_attention.supports(wanted, **_attention_case(model, attention, page_size), interpret=not on_gpu):
             raise ConfigError(
                 f"attention_implementation is {wanted!r}, which does not take {attention.group_size} query heads per key-value head of "
-                f"width {attention.head_dim} in {model.dtype} over a cache of {model.kv_cache_dtype} in blocks of {page_size}; use auto"
+                f"width {attention.head_dim} in {model.dtype} over a cache of {model.kv_cache_dtype} in blocks of {page_size}"
+                f"{' and sinks' if attention.sinks else ''}; use auto"
+            )
+    for latents in model.latent_attentions:
+        case = _latent_case(model, latents, page_size)
+        if wanted not in mla_attention.IMPLEMENTATIONS or not mla_attention.supports(wanted, **case, interpret=not on_gpu):
+            raise ConfigError(
+                f"attention_implementation is {wanted!r}, which does not take {case['num_heads']} heads over latents of "
+                f"{latents.latent_dim} and rotated keys of {latents.rotated_dim} values in {model.dtype} over a cache of "
+                f"{model.kv_cache_dtype} in blocks of {page_size}; use auto"
             )
     return wanted
 
 
-def attention_candidates(wanted: str, model: ModelConfig, page_size: int, *, on_gpu: bool) -> tuple[str, ...]:
-    """Candidates for attention: the wanted implementation alone, or for "auto" all that support the model's shapes."""
-    if wanted != "auto":
-        return (wanted,)
+def attention_candidates(wanted: str, model: ModelConfig, page_size: int, *, on_gpu: bool) -> dict[str, tuple[str, ...]]:
+    """By op of attention that the model has: the wanted implementation alone, or for "auto" all that support the model's shapes."""
     platform = "gpu" if on_gpu else "cpu"
-    return _of_all(
-        paged_attention.candidates(platform=platform, **_attention_case(model, attention, page_size))
-        for attention in model.attentions
-    )
+    found = {}
+    if model.attentions:
+        found["paged_attention"] = _of_all(
+            paged_attention.candidates(platform=platform, **_attention_case(model, part, page_size))
+            for part in model.attentions
+        )
+    if model.latent_attentions:
+        found["mla_attention"] = _of_all(
+            mla_attention.candidates(platform=platform, **_latent_case(model, part, page_size))
+            for part in model.latent_attentions
+        )
+    return found if wanted == "auto" else dict.fromkeys(found, (wanted,))
 
 
 def candidates(wanted: str, model: ModelConfig, plan: MemoryPlan, mesh: Mesh, *, on_gpu: bool) -> Candidates:
     """Candidates for every op. `wanted` is the option attention_implementation; if it is plain JAX, so are all other ops."""
-    attention = attention_candidates(wanted, model, plan.block_size, on_gpu=on_gpu)
-    if attention[0] in PLAIN:
-        others = (
-            "rope_cache_write",
-            "sampling",
-            "collectives",
-            *(("expert_choice", "grouped_matmul") if model.mixtures else ()),
-        )
-        return {"paged_attention": attention, **dict.fromkeys(others, ("xla",))}
-    rope = _of_all(
+    found = attention_candidates(wanted, model, plan.block_size, on_gpu=on_gpu)
+    # On a GPU plain JAX may be the only choice for latents; the other ops have their kernels all the same.
+    is_plain = all(names[0] in PLAIN for names in found.values()) and (wanted != "auto" or not on_gpu or bool(model.attentions))
+    if model.attentions:
+        found["rope_cache_write"] = ("xla",) if is_plain else _rope_candidates(model, plan, mesh, on_gpu=on_gpu)
+    if is_plain:
+        others = ("sampling", "collectives", *(("expert_choice", "grouped_matmul") if model.mixtures else ()))
+        return {**found, **dict.fromkeys(others, ("xla",))}
+    sample = tuple(
+        name
+        for name in SAMPLING_PREFERENCE
+        if name in PLAIN or sampling.supports(name, vocab_size=model.padded_vocab_size, interpret=not on_gpu)
+    )
+    return {
+        **found,
+        "sampling": sample,
+        "collectives": _collectives(model, mesh, on_gpu=on_gpu),
+        **(_of_mixtures(model, mesh, on_gpu=on_gpu) if model.mixtures else {}),
+    }
+
+
+def _rope_candidates(model: ModelConfig, plan: MemoryPlan, mesh: Mesh, *, on_gpu: bool) -> tuple[str, ...]:
+    return _of_all(
         rope_cache_write.candidates(
             platform="gpu",
             dtype=model.dtype,
@@ -70,18 +107,6 @@ def candidates(wanted: str, model: ModelConfig, plan: MemoryPlan, mesh: Mesh, *,
         )
         for part in model.attentions
     )
-    sample = tuple(
-        name
-        for name in SAMPLING_PREFERENCE
-        if name in PLAIN or sampling.supports(name, vocab_size=model.padded_vocab_size, interpret=not on_gpu)
-    )
-    return {
-        "paged_attention": attention,
-        "rope_cache_write": rope,
-        "sampling": sample,
-        "collectives": _collectives(model, mesh, on_gpu=on_gpu),
-        **(_of_mixtures(model, mesh, on_gpu=on_gpu) if model.mixtures else {}),
-    }
 
 
 def _of_mixtures(model: ModelConfig, mesh: Mesh, *, on_gpu: bool) -> Candidates:
@@ -133,5 +158,17 @@ def _attention_case(model: ModelConfig, attention: Attention, page_size: int) ->
         "num_groups": attention.group_size,
         "head_dim": attention.head_dim,
         "cache_dtype": model.kv_cache_dtype,
+        "page_size": page_size,
+        "has_sinks": attention.sinks,
+    }
+
+
+def _latent_case(model: ModelConfig, part: LatentAttention, page_size: int) -> dict[str, Any]:
+    return {
+        "dtype": model.dtype,
+        "cache_dtype": model.kv_cache_dtype,
+        "num_heads": part.num_heads // part.copies,
+        "width": part.latent_dim + part.rotated_dim,
+        "value_dim": part.latent_dim,
         "page_size": page_size,
     }

@@ -72,7 +72,7 @@ class Prepared:
             check_pool(plan, list(mesh.devices.flat))
         with times.part("kernel check"):
             chosen = _choose_kernels(wanted, config, model_config, plan, mesh)
-            config = config.replace(attention_implementation=chosen.kernels.paged_attention)
+            config = config.replace(attention_implementation=chosen.kernels.attention)
         with times.part("config and model"):
             runner = _runner(config, model_config, mesh, model, plan, chosen.kernels, processors, times)
         return cls(config, model_config, mesh, model, plan, chosen.kernels, chosen.report, runner, processors, times)

@@ -1,4 +1,4 @@
-"""The interface between an attention layer and the function that computes attention for it."""
+"""The interfaces between attention layers and the functions that compute attention for them."""
 
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -40,7 +40,23 @@ class Attend(Protocol):
     """Computes attention of a layer: over a paged cache when serving, over the sequence itself in training and tests."""
 
     def __call__(
-        self, layer: int, projection: Projection, /, *, scale: float, window: int | None, soft_cap: float | None
+        self,
+        layer: int,
+        projection: Projection,
+        /,
+        *,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None,
+        sinks_KG: Array | None = None,
     ) -> Array:
-        """Outputs [T, K, G, H]; query head n is (n // G, n % G)."""
+        """Outputs [T, K, G, H]; query head n is (n // G, n % G). sinks_KG: float32, see `Attention.sinks`."""
+        ...
+
+
+class AttendToLatents(Protocol):
+    """The same of a layer whose tokens have one vector each, which all heads share: it is their key, its first values their value."""
+
+    def __call__(self, layer: int, q_TNC: Array, latent_TC: Array, /, *, value_dim: int, scale: float) -> Array:
+        """Outputs [T, N, value_dim] of queries that are normed and rotated already, as the new tokens' vectors are."""
         ...

@@ -66,6 +66,8 @@ class GroupedQueryAttention(nnx.Module):
             bias=part.out_bias,
             transposed=part.transposed,
         )
+        sinks = Source((Tensor(f"{prefix}{part.name}.sinks", (stored_K * stored_G,), (stored_K, stored_G)),), 0, (0, 1))
+        self.sinks = abstract_param((K, G), ("heads", "group"), "float32", source=sinks) if part.sinks else None
         scales = Source(tuple(Tensor(f"{prefix}{part.name}.{letter}_scale", (1,), (1,)) for letter in "kv"), 0, (0,))
         has_scales = config.has_kv_scales
         self.kv_scale = abstract_param((2,), ("kv",), "float32", source=scales, init="ones") if has_scales else None
@@ -87,7 +89,14 @@ class GroupedQueryAttention(nnx.Module):
             eps=1e-6 if q_norm is None else q_norm.norm.eps,
             kv_scale_2=None if self.kv_scale is None else self.kv_scale[...],
         )
-        out_TKGH = step.attend(self.layer, projection, scale=part.scale, window=part.window, soft_cap=part.soft_cap)
+        out_TKGH = step.attend(
+            self.layer,
+            projection,
+            scale=part.scale,
+            window=part.window,
+            soft_cap=part.soft_cap,
+            sinks_KG=None if self.sinks is None else self.sinks[...],
+        )
         ends = np.cumsum([len(x_TD) for x_TD in runs])
         return [self.out(out_TKGH[end - len(x_TD) : end], step.shards) for x_TD, end in zip(runs, ends, strict=True)]
 

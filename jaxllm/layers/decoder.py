@@ -10,12 +10,13 @@ from jax import Array
 
 from jaxllm.layers.attention import GroupedQueryAttention
 from jaxllm.layers.embedding import Embedding, PositionEmbedding
+from jaxllm.layers.latent_attention import MultiHeadLatentAttention
 from jaxllm.layers.mlp import FeedForward
 from jaxllm.layers.moe import MixtureOfExperts
 from jaxllm.layers.norm import NoNorm, Normalization, make_norm
 from jaxllm.layers.step import Step
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import MoE
+from jaxllm.model_parts import LatentAttention, MoE
 from jaxllm.parallel.shards import ONE_DEVICE, Shards
 
 Run = tuple[Array, Array]
@@ -33,7 +34,8 @@ class DecoderBlock(nnx.Module):
         prefix = f"{config.layer_name(layer)}."
         norm = partial(make_norm, width=config.hidden_size, dtype=config.dtype, prefix=prefix)
         self.attention_norm = norm(parts.attention_norm)
-        self.attention = GroupedQueryAttention(config, parts.attention, layer, prefix)
+        make_attention = MultiHeadLatentAttention if isinstance(parts.attention, LatentAttention) else GroupedQueryAttention
+        self.attention = make_attention(config, parts.attention, layer, prefix)  # type: ignore[arg-type]
         self.attention_post_norm = norm(parts.attention_post_norm)
         self.mlp_norm = norm(parts.mlp_norm)
         make_mlp = MixtureOfExperts if isinstance(parts.mlp, MoE) else FeedForward

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxllm.layers.attend import Attend, Projection
+from jaxllm.layers.attend import Attend, AttendToLatents, Projection
 from jaxllm.layers.linear import precision_of
 from jaxllm.layers.step import Step
 
@@ -15,26 +15,69 @@ def dense_attend(positions_T: Array, segment_ids_T: Array | None = None) -> Atte
     Without segment ids all tokens are one sequence. Scores are [K, G, T, T] float32: for short sequences.
     """
 
-    def attend(layer: int, projection: Projection, *, scale: float, window: int | None, soft_cap: float | None) -> Array:
+    def attend(
+        layer: int,
+        projection: Projection,
+        *,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None,
+        sinks_KG: Array | None = None,
+    ) -> Array:
         q_TKGH, k_TKH, v_TKH = projection.finished()
-        distance_TS = positions_T[:, None] - positions_T[None, :]
-        visible_TS = distance_TS >= 0
-        if window is not None:
-            visible_TS &= distance_TS < window
-        if segment_ids_T is not None:
-            visible_TS &= segment_ids_T[:, None] == segment_ids_T[None, :]
-        precision = precision_of(q_TKGH.dtype)
-        scores_KGTS = scale * jnp.einsum(
-            "tkgh,skh->kgts", q_TKGH, k_TKH, precision=precision, preferred_element_type=jnp.float32
-        )
-        if soft_cap is not None:
-            scores_KGTS = soft_cap * jnp.tanh(scores_KGTS / soft_cap)
-        weights_KGTS = jax.nn.softmax(jnp.where(visible_TS, scores_KGTS, -jnp.inf), axis=-1)
-        return jnp.einsum("kgts,skh->tkgh", weights_KGTS.astype(v_TKH.dtype), v_TKH, precision=precision)
+        visible_TS = _visible(positions_T, segment_ids_T, window)
+        return _attend(q_TKGH, k_TKH, v_TKH, visible_TS, scale, soft_cap, sinks_KG)
+
+    return attend
+
+
+def dense_attend_to_latents(positions_T: Array, segment_ids_T: Array | None = None) -> AttendToLatents:
+    """The same of latent attention."""
+
+    def attend(layer: int, q_TNC: Array, latent_TC: Array, *, value_dim: int, scale: float) -> Array:
+        latent_T1C = latent_TC[:, None]
+        visible_TS = _visible(positions_T, segment_ids_T, None)
+        return _attend(q_TNC[:, None], latent_T1C, latent_T1C[..., :value_dim], visible_TS, scale, None)[:, 0]
 
     return attend
 
 
 def dense_step(token_ids_T: Array, positions_T: Array, segment_ids_T: Array | None = None) -> Step:
     """A step of sequences that attend to themselves, with nothing cached."""
-    return Step(token_ids_T, positions_T, dense_attend(positions_T, segment_ids_T))
+    return Step(
+        token_ids_T,
+        positions_T,
+        dense_attend(positions_T, segment_ids_T),
+        attend_to_latents=dense_attend_to_latents(positions_T, segment_ids_T),
+    )
+
+
+def _visible(positions_T: Array, segment_ids_T: Array | None, window: int | None) -> Array:
+    distance_TS = positions_T[:, None] - positions_T[None, :]
+    visible_TS = distance_TS >= 0
+    if window is not None:
+        visible_TS &= distance_TS < window
+    if segment_ids_T is not None:
+        visible_TS &= segment_ids_T[:, None] == segment_ids_T[None, :]
+    return visible_TS
+
+
+def _attend(
+    q_TKGH: Array,
+    k_TKH: Array,
+    v_TKV: Array,
+    visible_TS: Array,
+    scale: float,
+    soft_cap: float | None,
+    sinks_KG: Array | None = None,
+) -> Array:
+    precision = precision_of(q_TKGH.dtype)
+    scores_KGTS = scale * jnp.einsum("tkgh,skh->kgts", q_TKGH, k_TKH, precision=precision, preferred_element_type=jnp.float32)
+    if soft_cap is not None:
+        scores_KGTS = soft_cap * jnp.tanh(scores_KGTS / soft_cap)
+    scores_KGTS = jnp.where(visible_TS, scores_KGTS, -jnp.inf)
+    if sinks_KG is not None:
+        sinks_KGT1 = jnp.broadcast_to(sinks_KG[:, :, None, None], (*scores_KGTS.shape[:-1], 1))
+        scores_KGTS = jnp.concatenate([scores_KGTS, sinks_KGT1], axis=-1)
+    weights_KGTS = jax.nn.softmax(scores_KGTS, axis=-1)[..., : len(k_TKH)]
+    return jnp.einsum("kgts,skv->tkgv", weights_KGTS.astype(v_TKV.dtype), v_TKV, precision=precision)

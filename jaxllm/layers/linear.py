@@ -9,7 +9,7 @@ from flax import nnx
 from jax import Array
 from jax.lax import Precision
 
-from jaxllm.layers.source import Module, Source, Stacked, output_major, plain
+from jaxllm.layers.source import AnySource, Module, output_major, plain
 from jaxllm.parallel.shards import ONE_DEVICE, Shards
 from jaxllm.quantization.fp8 import DTYPE as FP8
 from jaxllm.quantization.fp8 import Fp8Weight
@@ -19,7 +19,7 @@ Init = Literal["normal", "zeros", "ones", "values", "scale"]
 
 
 def abstract_param(
-    shape: Sequence[int], axes: Sequence[str], dtype: str, *, source: Source | Stacked | str, init: Init = "normal"
+    shape: Sequence[int], axes: Sequence[str], dtype: str, *, source: AnySource | str, init: Init = "normal"
 ) -> nnx.Param:
     """A parameter that holds its shape, type, logical axes and source, but no values yet.
 

@@ -10,10 +10,11 @@ from jax import Array
 from jaxllm.layers.linear import abstract_param, precision_of
 from jaxllm.layers.mlp import FeedForward
 from jaxllm.layers.routing import rule_of
-from jaxllm.layers.source import Source, Stacked, Tensor
+from jaxllm.layers.source import MXFP4_BLOCK, AnySource, Mxfp4, Source, Stacked, Tensor, plain
 from jaxllm.layers.step import Step
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import MoE
+from jaxllm.parallel.shards import Shards
 
 
 class MixtureOfExperts(nnx.Module):
@@ -27,6 +28,11 @@ class MixtureOfExperts(nnx.Module):
         self.part = part
         name = f"{prefix}{part.name}"
         self.router = abstract_param((E, D), ("experts", "embed"), config.dtype, source=f"{name}.{part.routing.router}.weight")
+        self.router_bias = (
+            abstract_param((E,), ("experts",), config.dtype, source=f"{name}.{part.routing.router}.bias", init="zeros")
+            if part.routing.router_bias
+            else None
+        )
         bias, rank = part.routing.correction_bias, part.routing.correction_bias_rank
         stored = Tensor(f"{name}.{bias}", (*(1,) * (rank - 1), E), (E,))
         self.correction_bias = (
@@ -38,9 +44,16 @@ class MixtureOfExperts(nnx.Module):
         experts, width = by_expert if part.by_expert else by_width
         gates, down = [f"{name}.{part}" for part in part.gate_up], f"{name}.{part.down}"
         axes = (experts, "gate_up", width, "embed")
-        source = _experts(gates, E, (F, D) if "{}" in gates[0] else (2, F, D))
-        self.gate_up = abstract_param((E, 2, F, D), axes, config.dtype, source=source)
-        self.down = abstract_param((E, D, F), (experts, "embed", width), config.dtype, source=_experts([down], E, (D, F)))
+        gate_up_source, down_source = _sources(config, part, gates, down)
+        self.gate_up = abstract_param((E, 2, F, D), axes, config.dtype, source=gate_up_source)
+        self.down = abstract_param((E, D, F), (experts, "embed", width), config.dtype, source=down_source)
+        self.gate_up_bias = self.down_bias = nnx.data(None)
+        if part.bias:
+            assert part.alternating, "no family stores other experts' biases"
+            source = _alternating(f"{gates[0]}_bias", (E, F, 2))
+            self.gate_up_bias = abstract_param((E, 2, F), axes[:-1], config.dtype, source=source, init="zeros")
+            source = plain(f"{down}_bias", (E, D))
+            self.down_bias = abstract_param((E, D), (experts, "embed"), config.dtype, source=source, init="zeros")
         self.shared = None if part.shared is None else FeedForward(config, part.shared, prefix)
         self.shared_gate = (
             None
@@ -52,6 +65,8 @@ class MixtureOfExperts(nnx.Module):
         """Of several devices, this one's part of the sum. x are the tokens of the step from `start` on."""
         shards = step.shards
         logits_TE = _scores(x_TD, self.router[...])
+        if self.router_bias is not None:
+            logits_TE = logits_TE + self.router_bias[...].astype(jnp.float32)
         bias = None if self.correction_bias is None else self.correction_bias[...]
         expert_Tk, weight_Tk = step.choose_experts(logits_TE, bias, rule=rule_of(self.part.routing))
         gate_up_E2FD, down_EDF = self.gate_up[...], self.down[...]
@@ -62,6 +77,8 @@ class MixtureOfExperts(nnx.Module):
             gate_up_E2FD.astype(x_TD.dtype),
             down_EDF.astype(x_TD.dtype),
             is_real_T=None if step.is_real_T is None else step.is_real_T[start : start + len(x_TD)],
+            gate_up_bias_E2F=None if self.gate_up_bias is None else self.gate_up_bias[...],
+            down_bias_ED=self._down_bias(shards),
             activation=self.part.activation,
             first_expert=shards.index * len(down_EDF) if self.part.by_expert else 0,
         )
@@ -72,12 +89,29 @@ class MixtureOfExperts(nnx.Module):
             shared_TD = shared_TD * jax.nn.sigmoid(_scores(x_TD, self.shared_gate[...])).astype(x_TD.dtype)
         return out_TD + shared_TD
 
+    def _down_bias(self, shards: Shards) -> Array | None:
+        """Where the devices split the experts' width, their results are summed: only the first adds the bias."""
+        if self.down_bias is None or shards.size == 1 or self.part.by_expert:
+            return None if self.down_bias is None else self.down_bias[...]
+        return jnp.where(shards.index == 0, self.down_bias[...], 0)
+
 
 def _scores(x_TD: Array, weight_ED: Array) -> Array:
     """Float32 products [T, E]."""
     weight_ED = weight_ED.astype(x_TD.dtype)
     precision = precision_of(x_TD.dtype)
     return jnp.einsum("td,ed->te", x_TD, weight_ED, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _sources(config: ModelConfig, part: MoE, gates: list[str], down: str) -> tuple[AnySource, AnySource]:
+    """Of gate and up, and of down."""
+    E, D, F = part.routing.num_experts, config.hidden_size, part.width
+    if not part.alternating:
+        return _experts(gates, E, (F, D) if "{}" in gates[0] else (2, F, D)), _experts([down], E, (D, F))
+    gate_up_source, down_source = _alternating(gates[0], (E, D, F, 2)), _alternating(down, (E, F, D))
+    if config.stored_mxfp4 is None or not config.stored_mxfp4.covers(gates[0]):
+        return gate_up_source, down_source
+    return _mxfp4(gates[0], (E, F, 2, D), (0, 2, 1, 3), gate_up_source), _mxfp4(down, (E, D, F), (0, 1, 2), down_source)
 
 
 def _experts(names: list[str], num_experts: int, shape: tuple[int, ...]) -> Source | Stacked:
@@ -88,4 +122,23 @@ def _experts(names: list[str], num_experts: int, shape: tuple[int, ...]) -> Sour
     whole = (num_experts, *shape)
     return Source(
         (Tensor(f"{names[0]}.weight", (num_experts, math.prod(shape[:-1]), shape[-1]), whole),), 0, tuple(range(len(whole)))
+    )
+
+
+def _alternating(name: str, view: tuple[int, ...]) -> Source:
+    """A tensor of all experts whose parameter has the dimensions after that of the experts in reverse order. The view of gate and up
+    ends in the two."""
+    stored = (*view[:-2], view[-2] * 2) if view[-1] == 2 else view
+    return Source((Tensor(name, stored, view),), 0, (0, *range(len(view) - 1, 0, -1)))
+
+
+def _mxfp4(name: str, view: tuple[int, ...], permutation: tuple[int, ...], plain: Source) -> Mxfp4:
+    """The 4-bit form of a tensor of all experts, with the values' view: outputs before inputs."""
+    blocks = (*view[:-1], view[-1] // MXFP4_BLOCK)
+    stored = (view[0], math.prod(view[1:-1]), blocks[-1])
+    return Mxfp4(
+        Tensor(f"{name}_blocks", (*stored, MXFP4_BLOCK // 2), (*blocks, MXFP4_BLOCK // 2)),
+        Tensor(f"{name}_scales", stored, blocks),
+        permutation,
+        plain,
     )

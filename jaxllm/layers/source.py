@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+MXFP4_BLOCK = 32
+"""Values that share a scale."""
 Index = tuple[slice, ...]
 """A part of an array: a slice without step for each dimension."""
 
@@ -27,6 +29,8 @@ class Tensor:
     """Zeros behind the view's first dimension: tokens that fill up a vocabulary."""
     rows: tuple[int, int] | None = None
     """The view is of this range of the stored outputs; None: of all."""
+    columns: tuple[int, int, int] | None = None
+    """(start, stop, size): the view's second dimension is this range of one of `size`; None: it is whole."""
     transposed: bool = False
     """The outputs are the last stored dimension instead of the first."""
     order: tuple[int, ...] | None = None
@@ -41,17 +45,27 @@ class Tensor:
 
     def read(self, array: np.ndarray, index: Index) -> np.ndarray:
         """A part of the view with copies and padding. Of the array only what is needed is touched; a view of it if that can be."""
-        stored = array.T if self.transposed else array
-        seen = (stored if self.rows is None else stored[slice(*self.rows)]).reshape(self.view)
-        part = self._read(seen, index)
+        part = self._read(self._seen(array), index)
         return part if self.order is None else part.take(self.order, self.order_axis)
 
     def write(self, array: np.ndarray, part: np.ndarray) -> None:
         """Write the whole view into the stored tensor."""
+        part = part if self.order is None else part.take(np.argsort(self.order), self.order_axis)
+        if self.columns is not None:
+            self._seen(array)[...] = part
+            return
         stored = array.T if self.transposed else array
         rows = slice(None) if self.rows is None else slice(*self.rows)
-        part = part if self.order is None else part.take(np.argsort(self.order), self.order_axis)
         stored[rows] = part.reshape(stored[rows].shape)
+
+    def _seen(self, array: np.ndarray) -> np.ndarray:
+        """The view of the stored tensor, without copies and padding."""
+        stored = array.T if self.transposed else array
+        stored = stored if self.rows is None else stored[slice(*self.rows)]
+        if self.columns is None:
+            return stored.reshape(self.view)
+        start, stop, size = self.columns
+        return stored.reshape(self.view[0], size, *self.view[2:])[:, start:stop]
 
     def _read(self, seen: np.ndarray, index: Index) -> np.ndarray:
         if self.copies == 1 and not self.padding:
@@ -106,14 +120,14 @@ class Source:
         """The same without permutation: the parameter as fp8 weights hold it."""
         return replace(self, permutation=tuple(range(len(self.permutation))))
 
-    def split(self, parameter: np.ndarray) -> dict[str, np.ndarray]:
-        """The tensors that a parameter is written as."""
+    def write(self, parameter: np.ndarray, written: dict[str, np.ndarray]) -> None:
+        """Write a parameter into its tensors, by name; those that are not there yet are added."""
         ends = np.cumsum([t.view[self.axis] for t in self.tensors])[:-1]
         pieces = np.split(parameter.transpose(np.argsort(self.permutation)), ends, axis=self.axis)
-        written: dict[str, np.ndarray] = {}
         for t, piece in zip(self.tensors, pieces, strict=True):
-            t.write(written.setdefault(t.name, np.empty(t.shape, parameter.dtype)), piece)
-        return written
+            if t.name not in written:
+                written[t.name] = np.empty(t.shape, parameter.dtype)
+            t.write(written[t.name], piece)
 
 
 @dataclass(frozen=True)
@@ -136,10 +150,47 @@ class Stacked:
         assert part is not None, "no device holds no experts"
         return part
 
+    def write(self, parameter: np.ndarray, written: dict[str, np.ndarray]) -> None:
+        """Add the tensors that the parameter is written as, by name."""
+        pieces = parameter.reshape(len(self.tensors), *parameter.shape[len(self.lead) :])
+        written.update((t.name, piece) for t, piece in zip(self.tensors, pieces, strict=True))
+
+
+@dataclass(frozen=True)
+class Mxfp4:
+    """A parameter that the checkpoint holds in 4 bits: 32 values along the last dimension, in 16 bytes, share a scale.
+
+    See `jaxllm.quantization.mxfp4`.
+    """
+
+    blocks: Tensor
+    """Its view is [..., inputs / 32, 16]."""
+    scales: Tensor
+    """Its view is [..., inputs / 32]."""
+    permutation: tuple[int, ...]
+    """Dimension i of the parameter is dimension permutation[i] of the values; the last is the last."""
+    plain: Source
+    """The same parameter without quantisation, which is how it is written."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.blocks, self.scales)
+
+    def read(self, tensor: Callable[[Tensor, Index], np.ndarray], index: Index) -> tuple[np.ndarray, np.ndarray, int]:
+        """The blocks and scales that cover a part of the parameter, and at which value of its first block it begins."""
+        start, stop, _ = index[-1].indices(MXFP4_BLOCK * self.scales.view[-1])
+        covering = [slice(None)] * (len(index) - 1) + [slice(start // MXFP4_BLOCK, -(-stop // MXFP4_BLOCK))]
+        for i, dimension in enumerate(self.permutation[:-1]):
+            covering[dimension] = index[i]
+        blocks = tensor(self.blocks, (*covering, slice(None)))
+        return blocks, tensor(self.scales, tuple(covering)), start % MXFP4_BLOCK
+
     def split(self, parameter: np.ndarray) -> dict[str, np.ndarray]:
         """The tensors that a parameter is written as."""
-        pieces = parameter.reshape(len(self.tensors), *parameter.shape[len(self.lead) :])
-        return {t.name: piece for t, piece in zip(self.tensors, pieces, strict=True)}
+        return self.plain.split(parameter)
+
+
+AnySource = Source | Stacked | Mxfp4
 
 
 def _with_copies(tensor: Tensor, copies: int, where: int, has_groups: bool) -> Tensor:

@@ -7,7 +7,7 @@ from functools import partial
 import jax
 from jax import Array
 
-from jaxllm.layers.attend import Attend
+from jaxllm.layers.attend import Attend, AttendToLatents
 from jaxllm.layers.rope import rope_angles
 from jaxllm.model_parts import Rope
 from jaxllm.parallel.shards import ONE_DEVICE, Shards
@@ -33,6 +33,8 @@ class Step:
     """Chooses the experts of each token: `pallas_kernels.expert_choice.choose_experts`."""
     experts: Callable[..., Array] = partial(compute_experts, implementation="xla")
     """Computes the chosen experts: `pallas_kernels.grouped_matmul.experts`."""
+    attend_to_latents: AttendToLatents | None = None
+    """`attend` of layers of latent attention; None where there are none."""
     _angles: dict[tuple[Rope | None, int], tuple[Array, Array]] = field(default_factory=dict)
 
     def angles(self, rope: Rope | None, head_dim: int) -> tuple[Array, Array]:

@@ -24,6 +24,9 @@ DTYPES: dict[str, np.dtype] = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
 }
 """The types that can be loaded, by safetensors' names."""
+BYTES = "U8"
+"""The type of packed weights."""
+NUMPY_TYPES = {**DTYPES, BYTES: np.dtype(np.uint8)}
 _LFS_POINTER = b"version "
 
 
@@ -33,7 +36,7 @@ class TensorEntry:
 
     file: Path
     dtype: str
-    """A key of DTYPES, or the name of a type that cannot be loaded."""
+    """A key of NUMPY_TYPES, or the name of a type that cannot be loaded."""
     shape: tuple[int, ...]
     start: int
     """Byte of the file where the data begins."""
@@ -92,7 +95,7 @@ class Checkpoint(ABC):
     def decoded(self, name: str, data: np.ndarray) -> np.ndarray:
         """The tensor that these bytes hold."""
         entry = self.entries[name]
-        values = data.view(DTYPES[entry.dtype])
+        values = data.view(NUMPY_TYPES[entry.dtype])
         if entry.strides is None:
             return values.reshape(entry.shape)
         return np.lib.stride_tricks.as_strided(values, entry.shape, entry.strides, writeable=False)

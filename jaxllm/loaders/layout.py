@@ -16,7 +16,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.errors import ModelLoadError
-from jaxllm.layers.source import Source, Stacked
+from jaxllm.layers.source import AnySource
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.axes import sharding
 
@@ -53,7 +53,7 @@ def axes_of(variable: nnx.Variable) -> Axes:
     return variable.get_metadata("axes")
 
 
-def source_of(variable: nnx.Variable) -> Source | Stacked:
+def source_of(variable: nnx.Variable) -> AnySource:
     """The tensors that the layer declared."""
     return variable.get_metadata("source")
 

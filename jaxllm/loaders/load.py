@@ -14,9 +14,9 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.layers.decoder import CausalLM
-from jaxllm.layers.source import Index, Source, Stacked, Tensor
+from jaxllm.layers.source import AnySource, Index, Mxfp4, Source, Stacked, Tensor
 from jaxllm.loaders import orbax
-from jaxllm.loaders.checkpoint import DTYPES, Checkpoint
+from jaxllm.loaders.checkpoint import BYTES, DTYPES, Checkpoint
 from jaxllm.loaders.dummy import dummy_weights
 from jaxllm.loaders.formats import open_checkpoint
 from jaxllm.loaders.layout import (
@@ -32,6 +32,7 @@ from jaxllm.loaders.layout import (
     source_of,
     state_of,
 )
+from jaxllm.loaders.mxfp4 import read_mxfp4
 from jaxllm.loaders.quantized import (
     BESIDE_WEIGHTS,
     block_scales,
@@ -100,6 +101,8 @@ def load_checkpoint(
     _check(checkpoint, sources, config)
     if config.stored_fp8 is not None:
         logger.info("%s", describe(config.stored_fp8, config))
+    if config.stored_mxfp4 is not None:
+        logger.info("the checkpoint's 4-bit weights of experts (MXFP4) become %s", config.dtype)
     if transform_on_device is None:
         transform_on_device = not on_cpu(mesh)
     read_stored = _read_by_device if transform_on_device else _read_by_host
@@ -113,6 +116,8 @@ def load_checkpoint(
             read = _tensor_reader(checkpoint, path, source, config)
             if isinstance(source, Stacked):
                 arrays[path] = _read_stacked(read, source, axes, variable.shape, dtype, mesh)
+            elif isinstance(source, Mxfp4):
+                arrays[path] = read_mxfp4(read, source, axes, variable.shape, dtype, mesh)
             elif path[-1] == "kv_scale":
                 arrays[path] = jax.device_put(kv_scale(checkpoint, source), sharding(mesh, axes))
             elif not is_quantized_here(path, config):
@@ -144,11 +149,13 @@ def loading_bytes(config: ModelConfig, model: CausalLM, num_devices: int) -> int
         source, axes = source_of(variable), axes_of(variable)
         if path[-1] in ("scale", "kv_scale"):
             continue
-        if isinstance(source, Stacked):
+        if not isinstance(source, Source):
             is_split = any(MESH_AXES[axis] for axis in axes)
-            largest = max(
-                largest, 2 * math.prod(variable.shape) * jnp.dtype(variable.dtype).itemsize // (num_devices if is_split else 1)
-            )
+            if isinstance(source, Stacked):
+                num_bytes = math.prod(variable.shape) * jnp.dtype(variable.dtype).itemsize
+            else:
+                num_bytes = sum(math.prod(tensor.shape) for tensor in source.tensors)
+            largest = max(largest, 2 * num_bytes // (num_devices if is_split else 1))
             continue
         has_blocks = bool(list(block_scales(path, source, config)))
         is_stored_fp8 = path[-1] == "values" and config.stored_fp8 is not None
@@ -167,7 +174,7 @@ def _num_bytes(checkpoint: Checkpoint, name: str) -> int:
     return checkpoint.entries[name].num_bytes if name in checkpoint.entries else 0
 
 
-def _tensor_reader(checkpoint: Checkpoint, path: ParamPath, source: Source | Stacked, config: ModelConfig) -> Reader:
+def _tensor_reader(checkpoint: Checkpoint, path: ParamPath, source: AnySource, config: ModelConfig) -> Reader:
     """How parts of a parameter's tensors are read: as they are, or without the checkpoint's quantisation."""
     if path[-1] == "scale":
         return lambda tensor, index: tensor.read(scale_of_outputs(checkpoint.tensor(tensor.name), tensor.shape), index)
@@ -181,7 +188,7 @@ def _tensor_reader(checkpoint: Checkpoint, path: ParamPath, source: Source | Sta
     )
 
 
-def _check(checkpoint: Checkpoint, sources: Mapping[ParamPath, Source | Stacked], config: ModelConfig) -> None:
+def _check(checkpoint: Checkpoint, sources: Mapping[ParamPath, AnySource], config: ModelConfig) -> None:
     """Compare names, shapes and types of checkpoint and model. Raises ModelLoadError with every difference."""
     entries = checkpoint.entries
     found = {name: entry.shape for name, entry in entries.items()}
@@ -199,10 +206,15 @@ def _check(checkpoint: Checkpoint, sources: Mapping[ParamPath, Source | Stacked]
     needs_no_head = config.tie_word_embeddings or not config.generates
     ignored = [name for name in entries if HARMLESS.search(name) or (needs_no_head and name == f"{config.names.head}.weight")]
     ignored += [name for name in entries if name.startswith(config.names.ignored)]
+    spare = tuple(f"{config.layer_name(config.num_layers + i)}." for i in range(config.num_spare_layers))
+    ignored += [name for name in entries if name.startswith(spare)]
     if config.stored_fp8 is not None:
         ignored += [name for name in entries if BESIDE_WEIGHTS.search(name)]
+    packed = {tensor.name for source in sources.values() if isinstance(source, Mxfp4) for tensor in source.tensors}
     unreadable = [
-        f"{name} is {entries[name].dtype}" for name in wanted if name in entries and entries[name].dtype not in DTYPES
+        f"{name} is {entries[name].dtype}"
+        for name in wanted
+        if name in entries and entries[name].dtype not in ((BYTES,) if name in packed else DTYPES)
     ]
     raise_on_misfit(checkpoint.directory, config, wanted, found, ignored=ignored, unreadable=unreadable)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from jaxllm.layers.source import Index, Source, Stacked, Tensor
+from jaxllm.layers.source import AnySource, Index, Source, Tensor
 from jaxllm.loaders.checkpoint import Checkpoint
 from jaxllm.loaders.layout import ParamPath
 from jaxllm.log import logger
@@ -26,9 +26,7 @@ def is_quantized_here(path: ParamPath, config: ModelConfig) -> bool:
     return path[-1] in ("values", "scale") and is_computed
 
 
-def block_scales(
-    path: ParamPath, source: Source | Stacked, config: ModelConfig
-) -> Iterator[tuple[Tensor, str, tuple[int, int]]]:
+def block_scales(path: ParamPath, source: AnySource, config: ModelConfig) -> Iterator[tuple[Tensor, str, tuple[int, int]]]:
     """(weight, name of its scales, their shape) of the tensors of a parameter that the checkpoint holds with a scale per block."""
     stored = config.stored_fp8
     linears = {f"{name}.weight" for modules in config.linears() for name in modules}
@@ -54,8 +52,8 @@ def without_blocks(
     """Float32 weights: that part of a tensor whose values [outputs, inputs] come with a scale per block."""
     rows, columns = block_shape
     outputs, inputs = tensor.shape
-    # The view's first dimensions are the outputs.
-    split = next(i for i in range(len(tensor.view)) if math.prod(tensor.view[:i]) == outputs)
+    # The view's last dimensions are the inputs.
+    split = next(i for i in range(len(tensor.view)) if math.prod(tensor.view[i:]) == inputs)
     by_output = replace(tensor, view=tensor.view[:split])
     row = by_output.read(np.arange(outputs) // rows, index[:split]).ravel()
     column = (np.arange(inputs) // columns).reshape(tensor.view[split:])[index[split:]].ravel()

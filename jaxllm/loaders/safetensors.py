@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxllm.errors import ModelLoadError
 from jaxllm.loaders import checkpoint
-from jaxllm.loaders.checkpoint import DTYPES, TensorEntry
+from jaxllm.loaders.checkpoint import NUMPY_TYPES, TensorEntry
 
 _LONGEST_HEADER = 100 * 2**20
 
@@ -80,14 +80,14 @@ def _entry(file: Path, fields: Any, data_start: int) -> TensorEntry | None:
     except msgspec.ValidationError:
         return None
     dtype, shape, (start, end) = tensor.dtype, tensor.shape, tensor.data_offsets
-    if start > end or (dtype in DTYPES and end - start != math.prod(shape) * DTYPES[dtype].itemsize):
+    if start > end or (dtype in NUMPY_TYPES and end - start != math.prod(shape) * NUMPY_TYPES[dtype].itemsize):
         return None
     return TensorEntry(file, dtype, shape, data_start + start, end - start)
 
 
 def write(file: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Write a safetensors file. Arrays must be of a type in DTYPES."""
-    codes = {dtype: code for code, dtype in DTYPES.items()}
+    """Write a safetensors file. Arrays must be of a type in DTYPES, or bytes."""
+    codes = {dtype: code for code, dtype in NUMPY_TYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for name, array in tensors.items():

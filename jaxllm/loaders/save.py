@@ -30,7 +30,7 @@ def save_safetensors(
         array = np.asarray(jax.device_get(variable[...]))
         if path[-1] not in ("values", "scale", "kv_scale"):
             array = array.astype(stored_dtype)
-        tensors.update(source_of(variable).split(array))
+        source_of(variable).write(array, tensors)
     directory.mkdir(parents=True, exist_ok=True)
     text = json.dumps(_config_json(config, described, str(stored_dtype)), indent=2)
     (directory / "config.json").write_text(text + "\n", encoding="utf-8")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import MLP, Activation, Attention, Layer, MoE, Norm, Rope, RopeKind, Routing
+from jaxllm.model_parts import MLP, Activation, Attention, LatentAttention, Layer, MoE, Norm, Rope, RopeKind, Routing
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -171,7 +171,7 @@ class ConfigReader:
         activation = self.activation()
         if activation not in ("silu", "gelu_tanh"):
             self.faults.append(f"hidden_act of experts is {self.raw.get('hidden_act')!r}, supported: silu, gelu_pytorch_tanh")
-        return MoE(routing, width, activation, by_expert=self.expert_parallel, **fields)
+        return MoE(routing, width, activation, by_expert=self.expert_parallel, **fields)  # type: ignore[arg-type]
 
     def rms_norm(self, name: str, **fields: Any) -> Norm:
         """A norm with the config's epsilon."""
@@ -181,7 +181,7 @@ class ConfigReader:
         """A LayerNorm with the config's epsilon."""
         return Norm(name, self.number(eps_name, 1e-5), centred=True, bias=bias)
 
-    def pre_norm_layer(self, attention: Attention, mlp: MLP | MoE, **fields: Any) -> Layer:
+    def pre_norm_layer(self, attention: Attention | LatentAttention, mlp: MLP | MoE, **fields: Any) -> Layer:
         """A layer as Llama has it."""
         return Layer(attention, mlp, self.rms_norm("input_layernorm"), self.rms_norm("post_attention_layernorm"), **fields)
 
@@ -200,6 +200,7 @@ class ConfigReader:
             "norm": fields.get("norm") or self.rms_norm("model.norm"),
             "tie_word_embeddings": self.boolean("tie_word_embeddings"),
             "bos_token_id": bos if isinstance(bos, int) else None,
+            "num_spare_layers": self.raw.get("num_nextn_predict_layers") or 0,
         }
         return ModelConfig(self.architecture, layers=tuple(layers), max_position=max_position, **{**values, **fields})
 
@@ -311,13 +312,14 @@ class ConfigReader:
         return dataclasses.replace(rope, attention_factor=scaling.number("attention_factor", default)), max_position
 
 
+def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
+    """What yarn multiplies queries and keys with. Sources: arXiv:2309.00071, section 3.4; the scale is DeepSeek's."""
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
 def _yarn_attention_factor(given: Mapping[str, Any], factor: float) -> float:
-    """Source: Peng et al. 2023, arXiv:2309.00071, section 3.4; the ratio of two is DeepSeek's variant."""
-
-    def magnitude(scale: float) -> float:
-        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
+    """Of cosine and sine."""
     mscale, mscale_all_dim = given.get("mscale"), given.get("mscale_all_dim")
     if isinstance(mscale, (int, float)) and isinstance(mscale_all_dim, (int, float)) and mscale and mscale_all_dim:
-        return magnitude(mscale) / magnitude(mscale_all_dim)
-    return magnitude(1.0)
+        return yarn_magnitude(factor, mscale) / yarn_magnitude(factor, mscale_all_dim)
+    return yarn_magnitude(factor)

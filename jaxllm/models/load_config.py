@@ -12,7 +12,7 @@ from jaxllm.model_config import DTYPES, FP8, ModelConfig
 from jaxllm.models.config_reader import ConfigReader
 from jaxllm.models.registry import find
 from jaxllm.pooling_config import bidirectional_faults, is_embedding_checkpoint, load_pooling_config
-from jaxllm.quantization_config import read_quantization
+from jaxllm.quantization_config import StoredFp8, StoredMxfp4, read_quantization
 
 
 def load_model_config(
@@ -51,9 +51,13 @@ def load_model_config(
     reader = ConfigReader(architecture, raw, bidirectional_faults(raw), **options)  # type: ignore[arg-type]
     config = read(reader)
     dtype = _dtype(reader, dtype, on_gpu)
-    stored = read_quantization(raw.get("quantization_config"), reader.faults)
+    quantized = read_quantization(raw.get("quantization_config"), reader.faults)
+    stored = quantized if isinstance(quantized, StoredFp8) else None
+    stored_mxfp4 = quantized if isinstance(quantized, StoredMxfp4) else None
     if stored is not None:
         reader.faults.extend(stored.faults(config.linears()))
+    if stored_mxfp4 is not None:
+        reader.faults.extend(_mxfp4_faults(config))
     if reader.faults:
         raise ModelLoadError(f"{directory / 'config.json'}: {'; '.join(dict.fromkeys(reader.faults))}")
     if expert_parallel and not config.mixtures:
@@ -72,12 +76,21 @@ def load_model_config(
         eos_token_ids=_eos_token_ids(raw, directory),
         quantization=quantization,
         stored_fp8=stored,
+        stored_mxfp4=stored_mxfp4,
         kv_cache_dtype=kv_cache_dtype,
         generates=generates,
         pooling=pooling,
         max_position=longest if generates else min(longest, pooling.max_length or longest),
     )
     return dataclasses.replace(config, digest=hashlib.sha256(repr(config).encode()).hexdigest()[:12])
+
+
+def _mxfp4_faults(config: ModelConfig) -> list[str]:
+    """What of a checkpoint with 4-bit experts cannot be read."""
+    if not config.mixtures or not all(part.alternating for part in config.mixtures):
+        return ["the weights are quantised with quant_method 'mxfp4', supported for experts as gpt-oss has them"]
+    sizes = {"hidden_size": config.hidden_size, "intermediate_size": config.mixtures[0].width}
+    return [f"{name} is {size}, must be a multiple of 32, the block of mxfp4" for name, size in sizes.items() if size % 32]
 
 
 def read_config_json(directory: Path) -> dict[str, Any]:

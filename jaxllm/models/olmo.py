@@ -20,7 +20,7 @@ def read_olmo3(c: ConfigReader) -> ModelConfig:
     rope, max_position = c.rope_of("full_attention")
     local, _ = c.rope_of("sliding_attention", {"rope_theta": c.number("rope_theta", 10000.0)})
     full = c.post_norm_layer(_attention(c, rope), c.mlp())
-    windowed = replace(full, attention=replace(full.attention, rope=local, window=c.integer("sliding_window")))
+    windowed = replace(full, attention=replace(_attention(c, local), window=c.integer("sliding_window")))
     kinds = c.layer_kinds(WINDOWED, lambda layer: (layer + 1) % 4 != 0)
     return c.decoder([windowed if on else full for on in kinds], max_position)
 

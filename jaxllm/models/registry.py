@@ -21,6 +21,8 @@ Read = Callable[[ConfigReader], ModelConfig]
 FAMILIES = {
     "Cohere2ForCausalLM": ("cohere2", "jaxllm.models.cohere:read_cohere2"),
     "CohereForCausalLM": ("cohere", "jaxllm.models.cohere:read"),
+    "DeepseekV2ForCausalLM": ("deepseek_v2", "jaxllm.models.deepseek:read_v2"),
+    "DeepseekV3ForCausalLM": ("deepseek_v3", "jaxllm.models.deepseek:read_v3"),
     "Ernie4_5ForCausalLM": ("ernie4_5", "jaxllm.models.ernie:read"),
     "Ernie4_5_MoeForCausalLM": ("ernie4_5_moe", "jaxllm.models.ernie_moe:read"),
     "Exaone4ForCausalLM": ("exaone4", "jaxllm.models.exaone4:read"),
@@ -32,6 +34,7 @@ FAMILIES = {
     "Glm4ForCausalLM": ("glm4", "jaxllm.models.glm:read_glm4"),
     "Glm4MoeForCausalLM": ("glm4_moe", "jaxllm.models.glm4_moe:read"),
     "GlmForCausalLM": ("glm", "jaxllm.models.glm:read"),
+    "GptOssForCausalLM": ("gpt_oss", "jaxllm.models.gpt_oss:read"),
     "GraniteForCausalLM": ("granite", "jaxllm.models.granite:read"),
     "GraniteMoeForCausalLM": ("granitemoe", "jaxllm.models.granite_moe:read"),
     "LlamaForCausalLM": ("llama", "jaxllm.models.llama:read"),

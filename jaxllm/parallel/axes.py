@@ -14,6 +14,7 @@ MESH_AXES: dict[str, str | None] = {
     "group": None,
     "qkv": None,
     "head": None,
+    "latent": None,
     "gate_up": None,
     "kv": None,
     "position": None,

@@ -2,16 +2,17 @@
 
 from dataclasses import dataclass
 
-OPS = ("paged_attention", "rope_cache_write", "sampling", "collectives", "expert_choice", "grouped_matmul")
+OPS = ("paged_attention", "rope_cache_write", "mla_attention", "sampling", "collectives", "expert_choice", "grouped_matmul")
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """An implementation by name for each op of `pallas_kernels` that a step runs."""
+    """An implementation by name for each op of `pallas_kernels` that a step runs; empty: it does not run it."""
 
-    paged_attention: str
-    rope_cache_write: str
-    sampling: str
+    paged_attention: str = ""
+    rope_cache_write: str = ""
+    mla_attention: str = ""
+    sampling: str = "xla"
     """"xla" is plain JAX (`jaxllm.sampling`)."""
     collectives: str = "xla"
     """What several devices exchange sums and logits by: "peer" reads and writes the peers' memory."""
@@ -22,6 +23,11 @@ class Kernels:
     interpret: bool = False
     """Run Pallas kernels as plain JAX: on a CPU."""
 
+    @property
+    def attention(self) -> str:
+        """The implementation of attention: over keys and values, or where there are none, over latents."""
+        return self.paged_attention or self.mla_attention
+
     def by_op(self) -> dict[str, str]:
-        """The names alone."""
-        return {op: getattr(self, op) for op in OPS}
+        """The names alone, of the ops that it runs."""
+        return {op: name for op in OPS if (name := getattr(self, op))}

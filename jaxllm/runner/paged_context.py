@@ -1,4 +1,4 @@
-"""The `attend` of a model while it runs over the paged cache: writes the new keys and values, then attends to the request's pages."""
+"""The `attend` of a model while it runs over the paged cache: writes what is new, then attends to the request's pages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +10,7 @@ import jax
 from jaxllm.cache_spec import LayerPlace
 from jaxllm.layers.attend import Projection
 from jaxllm.runner.kernels import Kernels
+from pallas_kernels.mla_attention import latent_attention, latent_decode, write_latents
 from pallas_kernels.paged_attention import paged_attention, paged_decode
 from pallas_kernels.rope_cache_write import rope_and_write
 
@@ -44,6 +45,7 @@ class PagedContext:
         scale: float,
         window: int | None,
         soft_cap: float | None,
+        sinks_KG: jax.Array | None = None,
     ) -> jax.Array:
         """Attention output [T, K, G, H]. A cache of a wide type takes keys and values as they are."""
         place = self.places[layer]
@@ -59,6 +61,7 @@ class PagedContext:
             self.query_start_R1,
             self.kv_length_R,
             table.slot_T,
+            sinks_KG,
             is_decode=self.is_decode,
             kernels=self.kernels,
             scale=scale,
@@ -67,6 +70,28 @@ class PagedContext:
         )
         for index, pages in zip(place.arrays, (k_pages, v_pages), strict=True):
             self.caches[index] = pages
+        return out
+
+    def attend_to_latents(
+        self, layer: int, q_TNC: jax.Array, latent_TC: jax.Array, *, value_dim: int, scale: float
+    ) -> jax.Array:
+        """Attention output [T, N, value_dim] of a layer whose cache is one array."""
+        place = self.places[layer]
+        table = self.tables[place.group]
+        (index,) = place.arrays
+        out, self.caches[index] = _write_and_attend_to_latents(
+            q_TNC,
+            latent_TC,
+            self.caches[index],
+            table.page_table_RB,
+            self.query_start_R1,
+            self.kv_length_R,
+            table.slot_T,
+            is_decode=self.is_decode,
+            kernels=self.kernels,
+            value_dim=value_dim,
+            scale=scale,
+        )
         return out
 
 
@@ -79,6 +104,7 @@ def _write_and_attend(
     query_start_R1: jax.Array,
     kv_length_R: jax.Array,
     slot_T: jax.Array,
+    sinks_KG: jax.Array | None,
     *,
     is_decode: bool,
     kernels: Kernels,
@@ -117,7 +143,33 @@ def _write_and_attend(
         soft_cap=soft_cap,
         k_scale=k_scale,
         v_scale=v_scale,
+        sinks_KG=sinks_KG,
         implementation=kernels.paged_attention,
         interpret=kernels.interpret,
     )
     return out, k_pages, v_pages
+
+
+@partial(jax.jit, static_argnames=("is_decode", "kernels", "value_dim", "scale"))
+def _write_and_attend_to_latents(
+    q_TNC: jax.Array,
+    latent_TC: jax.Array,
+    pages_P1SC: jax.Array,
+    page_table_RB: jax.Array,
+    query_start_R1: jax.Array,
+    kv_length_R: jax.Array,
+    slot_T: jax.Array,
+    *,
+    is_decode: bool,
+    kernels: Kernels,
+    value_dim: int,
+    scale: float,
+) -> tuple[jax.Array, jax.Array]:
+    """The same of a layer of latent attention. Returns outputs and cache."""
+    pages_P1SC = write_latents(pages_P1SC, latent_TC, slot_T)
+    if is_decode:
+        attention = partial(latent_decode, q_TNC, pages_P1SC, page_table_RB, kv_length_R)
+    else:
+        attention = partial(latent_attention, q_TNC, pages_P1SC, page_table_RB, query_start_R1, kv_length_R)
+    out_TNV = attention(value_dim=value_dim, scale=scale, implementation=kernels.mla_attention, interpret=kernels.interpret)
+    return out_TNV, pages_P1SC

@@ -219,6 +219,7 @@ class StepFunctions:
             tokens.is_real_T,
             choose_experts=partial(choose_experts, implementation=kernels.expert_choice, interpret=kernels.interpret),
             experts=partial(compute_experts, implementation=kernels.grouped_matmul, interpret=kernels.interpret),
+            attend_to_latents=context.attend_to_latents,
         )
         hidden_TD = self.merge(params)(step)
         return hidden_TD, tuple(context.caches)

@@ -109,7 +109,8 @@ class ModelCost:
         idle = sum((moe.routing.num_experts - moe.routing.top_k) * 3.0 * moe.width * c.hidden_size for moe in mixtures)
         per_token = 2.0 * (num_parameters(c) - embedding - idle)
         attentions = collections.Counter(layer.attention for layer in c.layers)
-        width = sum(a.num_kv_heads * a.head_dim * n for a, n in attentions.items())
+        values = {a: sum(heads * width for heads, width in a.cache_arrays) for a in attentions}
+        total = sum(values[a] * n for a, n in attentions.items())
         flops, keys, num_tokens = 0.0, 0.0, 0.0
         for prompt, output in requests:
             first, last = (prompt, prompt + output - 1) if skip_prompts else (0, prompt + output - 1)
@@ -117,9 +118,8 @@ class ModelCost:
             num_tokens += last - first
             flops += (last - first) * per_token + num_logits * 2.0 * head
             for a, n in attentions.items():
-                per_pair = 4.0 * a.num_heads * a.head_dim
-                flops += n * per_pair * (_pairs(last, a.window) - _pairs(first, a.window))
-                keys += n * a.num_kv_heads * a.head_dim / width * (_pairs(last, a.window) - _pairs(prompt, a.window))
+                flops += n * a.flops_per_pair * (_pairs(last, a.window) - _pairs(first, a.window))
+                keys += n * values[a] / total * (_pairs(last, a.window) - _pairs(prompt, a.window))
         unread = 0.0
         for moe in mixtures:
             chance = (1 - moe.routing.top_k / moe.routing.num_experts) ** (num_tokens / max(1, num_steps))

@@ -5,7 +5,7 @@ Two ways to the same: on the device in plain JAX, for large batches, and on the 
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -48,6 +48,7 @@ class Batch:
     """Every slot that no row reads is NaN; in a table, page 0 stands for the pages before a row's window."""
     has_scales: bool = False
     """Keys and values are multiplied by SCALES."""
+    has_sinks: bool = False
     table_width: int = 0
     """Pages in a row of the table, if more than the longest row needs."""
 
@@ -74,6 +75,17 @@ class Batch:
     def options(self) -> dict[str, Any]:
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
         return {"scale": scale, "window": self.window, "soft_cap": self.soft_cap}
+
+    @property
+    def sinks_KG(self) -> np.ndarray:
+        """Float32, around the largest scores, so that they count."""
+        sinks = np.linspace(-1, 4, self.num_kv_heads * self.num_groups, dtype=np.float32)
+        return sinks.reshape(self.num_kv_heads, self.num_groups)
+
+    def named(self, others: Sequence[Any]) -> dict[str, Any]:
+        """The optional operands by name: of a batch's arrays, those behind the lengths."""
+        names = ("k_scale", "v_scale") * self.has_scales + ("sinks_KG",) * self.has_sinks
+        return dict(zip(names, others, strict=True))
 
     @property
     def q_shape(self) -> tuple[int, int, int, int]:
@@ -122,11 +134,11 @@ def places(batch: Batch, rng: np.random.Generator) -> Places:
 def call(module: Any, batch: Batch, **options: Any) -> Callable[..., jax.Array]:
     """An implementation (`paged_attention` and `paged_decode`) as a function of the batch's arrays."""
 
-    def run(q, k, v, table, query_start, kv_length, *scales):
-        stored = dict(zip(("k_scale", "v_scale"), scales, strict=True)) if scales else {}
+    def run(q, k, v, table, query_start, kv_length, *others):
+        named = {**batch.options, **batch.named(others), **options}
         if batch.prompts:
-            return module.paged_attention(q, k, v, table, query_start, kv_length, **batch.options, **stored, **options)
-        return module.paged_decode(q, k, v, table, kv_length, **batch.options, **stored, **options)
+            return module.paged_attention(q, k, v, table, query_start, kv_length, **named)
+        return module.paged_decode(q, k, v, table, kv_length, **named)
 
     return run
 
@@ -150,6 +162,7 @@ def make_arrays(batch: Batch, seed: int = 0) -> tuple[jax.Array, tuple[jax.Array
         jnp.asarray(found.query_start_R1),
         jnp.asarray(found.kv_length_R),
         *(jnp.float32(scale) for scale in SCALES if batch.has_scales),
+        *([jnp.asarray(batch.sinks_KG)] if batch.has_sinks else []),
     )
 
 
@@ -164,7 +177,7 @@ def worst_error(batch: Batch, q: jax.Array, constants: tuple[jax.Array, ...], go
 
     At most max_tokens tokens, spread evenly, are compared: one of a prompt is a decode at its position.
     """
-    k, v, table, _, _, *scales = constants
+    k, v, table, _, _, *others = constants
     rows = np.repeat(np.arange(len(batch.kv_lengths)), batch.query_lengths)
     start = np.concatenate([[0], np.cumsum(batch.query_lengths)])
     tokens = np.arange(len(rows))
@@ -179,9 +192,8 @@ def worst_error(batch: Batch, q: jax.Array, constants: tuple[jax.Array, ...], go
     for first in range(0, len(tokens), chunk):
         # The last chunk begins earlier, so that all have one shape.
         some = tokens[max(0, min(first, len(tokens) - chunk)) :][:chunk]
-        stored = dict(zip(("k_scale", "v_scale"), scales, strict=True)) if scales else {}
         places_of = jnp.asarray(lengths[some], jnp.int32)
-        expected = expect(q[some].astype(jnp.float32), k, v, table[rows[some]], places_of, **stored)
+        expected = expect(q[some].astype(jnp.float32), k, v, table[rows[some]], places_of, **batch.named(others))
         off = jnp.linalg.norm(got[some].astype(jnp.float32) - expected, axis=-1)
         size = jnp.linalg.norm(expected, axis=-1)
         worst = max(worst, float(jnp.where(off == 0, 0.0, off / jnp.maximum(size, 1e-6)).max()))

@@ -33,6 +33,7 @@ class Layer(NamedTuple):
     scale: float
     window: int | None = None
     soft_cap: float | None = None
+    has_sinks: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ def batches(shapes: Shapes, layer: Layer) -> list[Batch]:
     few = (1, page - 1, page, page + 1, 0, _LONG, 2 * page)
     tiny = ((4, 0), (1, 2 * page), (7, page - 3))
     said = "".join(f", {name} {value}" for name, value in (("window", window), ("soft cap", layer.soft_cap)) if value)
+    said += ", sinks" * layer.has_sinks
     common: dict[str, Any] = {
         "num_kv_heads": shapes.num_kv_heads,
         "num_groups": shapes.num_groups,
@@ -106,6 +108,7 @@ def batches(shapes: Shapes, layer: Layer) -> list[Batch]:
         "soft_cap": layer.soft_cap,
         "poison": True,
         "has_scales": shapes.has_scales,
+        "has_sinks": layer.has_sinks,
         "table_width": shapes.table_width,
     }
     return [
@@ -132,6 +135,7 @@ def host_arrays(batch: Batch) -> tuple[np.ndarray, tuple[Any, ...]]:
         found.query_start_R1,
         found.kv_length_R,
         *(np.float32(scale) for scale in SCALES if batch.has_scales),
+        *([batch.sinks_KG] if batch.has_sinks else []),
     )
 
 
@@ -148,9 +152,10 @@ def host_error(batch: Batch, q: np.ndarray, constants: tuple[np.ndarray, ...], g
 
 def attend(batch: Batch, q: np.ndarray, constants: tuple[np.ndarray, ...]) -> np.ndarray:
     """Attention of all tokens but padding, row by row, in float32, or in float64 for inputs of float32."""
-    k, v, table_RB, query_start_R1, kv_length_R, *scales = constants
+    k, v, table_RB, query_start_R1, kv_length_R, *others = constants
+    named = batch.named(others)
     wide = np.float64 if batch.dtype == "float32" else np.float32
-    k_scale, v_scale = (wide(scale) for scale in scales) if scales else (wide(1), wide(1))
+    k_scale, v_scale = (wide(named.get(name, 1)) for name in ("k_scale", "v_scale"))
     out = np.zeros((int(query_start_R1[-1]), *batch.q_shape[1:]), wide)
     if not batch.prompts:
         out = np.zeros(batch.q_shape, wide)
@@ -178,7 +183,11 @@ def attend(batch: Batch, q: np.ndarray, constants: tuple[np.ndarray, ...]) -> np
         if batch.window is not None:
             is_seen_nL &= key_L[None] > position_n[:, None] - batch.window
         scores = np.where(is_seen_nL[None, :, None], scores, -np.inf)
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        weights /= weights.sum(-1, keepdims=True)
+        highest = scores.max(-1, keepdims=True)
+        weights = np.exp(scores - highest)
+        sums = weights.sum(-1, keepdims=True)
+        if batch.has_sinks:
+            sums += np.exp(named["sinks_KG"].astype(wide)[:, None, :, None] - highest)
+        weights /= sums
         out[begin:end] = (weights.reshape(K, new * G, -1) @ read(v, v_scale)).reshape(K, new, G, H).transpose(1, 0, 2, 3)
     return out

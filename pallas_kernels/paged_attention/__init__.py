@@ -26,7 +26,8 @@ IMPLEMENTATIONS = {
     "mosaic": "pallas_kernels.paged_attention.mosaic",
     "jax_triton": "pallas_kernels.paged_attention.jax_triton",
 }
-"""Each module has paged_attention, paged_decode, and supports(platform, dtype, num_groups, head_dim, cache_dtype, page_size, interpret).
+"""Each module has paged_attention, paged_decode, and supports(platform, dtype, num_groups, head_dim, cache_dtype, page_size,
+has_sinks, interpret).
 
 One that needs packages which may not be there also has missing(), and supports nothing without them.
 """
@@ -47,6 +48,7 @@ def paged_attention(
     soft_cap: float | None = None,
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
+    sinks_KG: jax.Array | None = None,
     implementation: str | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -55,10 +57,12 @@ def paged_attention(
     window: a query sees only the last `window` positions, itself included.
     soft_cap: scores s become soft_cap * tanh(s / soft_cap).
     k_scale, v_scale: float32 scalars, what the stored keys and values are multiplied with; None: nothing. For float8_e4m3fn caches.
+    sinks_KG: float32, a score of each query head that takes part in the softmax as if it were that of a key whose value is zero;
+        neither scaled nor capped. None: no such score.
     implementation: a key of IMPLEMENTATIONS, or None for the first of PREFERENCE that takes the case on the default backend.
     interpret: run a Pallas kernel as plain JAX, on any platform.
     """
-    module = _resolve(implementation, q_TKGH, k_pages_PKSH, interpret)
+    module = _resolve(implementation, q_TKGH, k_pages_PKSH, sinks_KG is not None, interpret)
     return module.paged_attention(
         q_TKGH,
         k_pages_PKSH,
@@ -71,6 +75,7 @@ def paged_attention(
         soft_cap=soft_cap,
         k_scale=k_scale,
         v_scale=v_scale,
+        sinks_KG=sinks_KG,
         interpret=interpret,
     )
 
@@ -87,11 +92,12 @@ def paged_decode(
     soft_cap: float | None = None,
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
+    sinks_KG: jax.Array | None = None,
     implementation: str | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """`paged_attention` where every row has one query, its last position -> out_RKGH; a padding row gives zeros."""
-    module = _resolve(implementation, q_RKGH, k_pages_PKSH, interpret)
+    module = _resolve(implementation, q_RKGH, k_pages_PKSH, sinks_KG is not None, interpret)
     return module.paged_decode(
         q_RKGH,
         k_pages_PKSH,
@@ -103,6 +109,7 @@ def paged_decode(
         soft_cap=soft_cap,
         k_scale=k_scale,
         v_scale=v_scale,
+        sinks_KG=sinks_KG,
         interpret=interpret,
     )
 
@@ -115,6 +122,7 @@ def supports(
     head_dim: int,
     cache_dtype: DTypeLike | None = None,
     page_size: int = 16,
+    has_sinks: bool = False,
     interpret: bool = False,
 ) -> bool:
     """Whether an implementation takes a case, on the platform it is made for. cache_dtype: None for that of the queries."""
@@ -126,6 +134,7 @@ def supports(
         head_dim=head_dim,
         cache_dtype=cache_dtype or dtype,
         page_size=page_size,
+        has_sinks=has_sinks,
         interpret=interpret,
     )
 
@@ -144,9 +153,10 @@ def candidates(
     head_dim: int,
     cache_dtype: DTypeLike | None = None,
     page_size: int = 16,
+    has_sinks: bool = False,
 ) -> tuple[str, ...]:
     """The names of PREFERENCE that take a case, the fastest first; "reference" where none does."""
-    case = {"dtype": dtype, "num_groups": num_groups, "head_dim": head_dim, "page_size": page_size}
+    case = {"dtype": dtype, "num_groups": num_groups, "head_dim": head_dim, "page_size": page_size, "has_sinks": has_sinks}
     found = [
         name
         for name in PREFERENCE
@@ -163,13 +173,15 @@ def choose(
     head_dim: int,
     cache_dtype: DTypeLike | None = None,
     page_size: int = 16,
+    has_sinks: bool = False,
 ) -> str:
     """The name of the fastest implementation for a case: the first of `candidates`."""
     case = {"dtype": dtype, "num_groups": num_groups, "head_dim": head_dim, "cache_dtype": cache_dtype, "page_size": page_size}
+    case["has_sinks"] = has_sinks
     return candidates(platform=platform, **case)[0]  # type: ignore[arg-type]
 
 
-def _resolve(implementation: str | None, q: jax.Array, pages: jax.Array, interpret: bool) -> ModuleType:
+def _resolve(implementation: str | None, q: jax.Array, pages: jax.Array, has_sinks: bool, interpret: bool) -> ModuleType:
     num_groups, head_dim = q.shape[-2:]
     case = {
         "dtype": q.dtype,
@@ -177,6 +189,7 @@ def _resolve(implementation: str | None, q: jax.Array, pages: jax.Array, interpr
         "head_dim": head_dim,
         "cache_dtype": pages.dtype,
         "page_size": pages.shape[2],
+        "has_sinks": has_sinks,
     }
     if implementation is None:
         implementation = choose(platform=jax.default_backend(), **case)  # type: ignore[arg-type]
@@ -189,6 +202,7 @@ def _resolve(implementation: str | None, q: jax.Array, pages: jax.Array, interpr
     if not supports(implementation, **case, interpret=interpret):  # type: ignore[arg-type]
         raise ValueError(
             f"attention implementation {implementation!r} does not take {num_groups} query heads per key-value head "
-            f"of width {head_dim} in {q.dtype} over a cache of {pages.dtype} with pages of {pages.shape[2]}; use 'xla'"
+            f"of width {head_dim} in {q.dtype} over a cache of {pages.dtype} with pages of {pages.shape[2]}"
+            f"{' and sinks' if has_sinks else ''}; use 'xla'"
         )
     return importlib.import_module(IMPLEMENTATIONS[implementation])

@@ -52,10 +52,11 @@ def supports(
     num_groups: int,
     head_dim: int,
     cache_dtype: DTypeLike,
+    has_sinks: bool = False,
     interpret: bool = False,
     **_: object,
 ) -> bool:
-    if platform != "gpu" or interpret or missing() is not None or jnp.dtype(cache_dtype) != jnp.dtype(dtype):
+    if platform != "gpu" or interpret or has_sinks or missing() is not None or jnp.dtype(cache_dtype) != jnp.dtype(dtype):
         return False
     return jnp.dtype(dtype) in (jnp.float32, jnp.bfloat16, jnp.float16) and num_groups <= 64 and 16 <= head_dim <= 256
 

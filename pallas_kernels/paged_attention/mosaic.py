@@ -29,9 +29,11 @@ def paged_attention(
     soft_cap: float | None = None,
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
+    sinks_KG: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "interpret": interpret}
+    options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    options |= {"sinks_KG": sinks_KG, "interpret": interpret}
     scales: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale}
     if k_pages_PKSH.dtype.itemsize == 1:
         prefill = partial(triton_prefill.paged_attention, **options, **scales)
@@ -53,6 +55,7 @@ def paged_decode(
     soft_cap: float | None = None,
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
+    sinks_KG: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """By whichever kernel was measured faster: Mosaic's for few rows of wide heads, else that of Triton."""
@@ -74,6 +77,7 @@ def paged_decode(
         soft_cap=soft_cap,
         k_scale=k_scale,
         v_scale=v_scale,
+        sinks_KG=sinks_KG,
         interpret=interpret,
     )
 
@@ -87,6 +91,7 @@ def supports(
     cache_dtype: DTypeLike,
     page_size: int = 16,
     interpret: bool = False,
+    **_: object,
 ) -> bool:
     """What both Mosaic kernels take. Groups: what registers hold. An 8-bit cache: the prefill then is Triton's."""
     if not mosaic_prefill.supports(

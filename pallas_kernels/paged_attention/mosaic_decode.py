@@ -139,6 +139,7 @@ def paged_decode(
     soft_cap: float | None = None,
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
+    sinks_KG: jax.Array | None = None,
     interpret: bool = False,
     tiles: DecodeTiles | None = None,
     num_workers: int | None = None,
@@ -173,10 +174,11 @@ def paged_decode(
         soft_cap=soft_cap,
         k_scale=k_scale,
         v_scale=v_scale,
+        sinks_KG=sinks_KG,
         interpret=interpret,
         tiles=tiles,
     )
-    return combine_items(whole_RKGH, partial_CGH, lse_CN, plan, interpret=interpret)
+    return combine_items(whole_RKGH, partial_CGH, lse_CN, plan, sinks_KG, interpret=interpret)
 
 
 def decode_items(
@@ -191,6 +193,7 @@ def decode_items(
     soft_cap: float | None,
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
+    sinks_KG: jax.Array | None = None,
     interpret: bool,
     tiles: DecodeTiles,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -206,8 +209,10 @@ def decode_items(
     padding = max(-(-q_QH.shape[0] // TILE_ROWS) * TILE_ROWS, padded_groups) - q_QH.shape[0]
     if padding:
         q_QH = jnp.pad(q_QH, ((0, padding), (0, 0)))
+    sinks = () if sinks_KG is None else (jnp.pad(sinks_KG, ((0, 0), (0, padded_groups - num_groups))),)
     kernel = functools.partial(
         _decode_kernel,
+        has_sinks=bool(sinks),
         num_kv_heads=num_kv_heads,
         num_groups=num_groups,
         block_k=tiles.block_k,
@@ -257,11 +262,11 @@ def decode_items(
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=mosaic_interpret(interpret),
-    )(q_QH, k_pages_PKSH, v_pages_PKSH, page_table_RB, plan.rows_A2, plan.work_W6, *scales)
+    )(q_QH, k_pages_PKSH, v_pages_PKSH, page_table_RB, plan.rows_A2, plan.work_W6, *scales, *sinks)
 
 
 def combine_items(
-    whole_RKGH: jax.Array, partial_CGH: jax.Array, lse_CN: jax.Array, plan: Plan, *, interpret: bool
+    whole_RKGH: jax.Array, partial_CGH: jax.Array, lse_CN: jax.Array, plan: Plan, sinks_KG: jax.Array | None, *, interpret: bool
 ) -> jax.Array:
     """The result, in the place of whole_RKGH: parts are merged, rows without keys become zeros."""
     num_rows, num_kv_heads, num_groups, _ = whole_RKGH.shape
@@ -274,7 +279,7 @@ def combine_items(
         num_stages=1,
         interpret=interpret,
         input_output_aliases={0: 0},
-    )(whole_RKGH, partial_CGH, lse_CN, plan.workers_RK2)
+    )(whole_RKGH, partial_CGH, lse_CN, plan.workers_RK2, *(() if sinks_KG is None else (sinks_KG,)))
 
 
 def _swizzled(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
@@ -334,11 +339,8 @@ def _decode_kernel(
     work_ref,  # [W, 6]
     k_scale_ref,  # [1] float32
     v_scale_ref,  # [1] float32
-    out_ref,  # [R, K, G, H]; only whole pairs are written
-    partial_ref,  # [2 W, G, H] float32: of the item that begins a pair in place 2 w + 1, of the one that goes on in place 2 w
-    lse_ref,  # [2 W, N] float32, base 2
-    smem,
-    *,
+    *refs,
+    has_sinks: bool,
     num_kv_heads: int,
     num_groups: int,
     block_k: int,
@@ -348,6 +350,13 @@ def _decode_kernel(
     window: int | None,
     interpret: bool,
 ) -> None:
+    """refs: sinks [K, N] float32 if has_sinks; then
+
+    out [R, K, G, H], of which only whole pairs are written;
+    partial [2 W, G, H] float32: of the item that begins a pair in place 2 w + 1, of the one that goes on in place 2 w;
+    lse [2 W, N] float32, base 2; shared memory by name.
+    """
+    sinks_ref, out_ref, partial_ref, lse_ref, smem = refs if has_sinks else (None, *refs)
     walk = functools.partial(
         _walk, rows_ref=rows_ref, work_ref=work_ref, num_kv_heads=num_kv_heads, block_k=block_k, window=window
     )
@@ -364,6 +373,7 @@ def _decode_kernel(
             num_groups=num_groups,
             score_scale=score_scale * k_scale_ref[0],
             value_scale=v_scale_ref[0],
+            sinks_ref=sinks_ref,
             soft_cap=soft_cap,
             window=window,
             interpret=interpret,
@@ -449,6 +459,7 @@ def _attend(
     num_groups: int,
     score_scale,
     value_scale,
+    sinks_ref,
     soft_cap,
     window,
     interpret,
@@ -538,6 +549,10 @@ def _attend(
     acc_HN, max_N, sum_kN = lax.fori_loop(0, item.num_tiles, body, state)
     plgpu.barrier_arrive(smem["q_free"].at[slot])
     sum_N = sum_kN.sum(axis=0)
+    if sinks_ref is not None:
+        # Of a part, the combination adds it.
+        sink_N = plgpu.load(sinks_ref, (item.head,), layout=LAYOUT.reduce(0), optimized=False) * LOG2E
+        sum_N += jnp.where(item.is_first & item.is_last, jnp.exp2(sink_N - max_N), 0.0)
     acc_HN = acc_HN * lax.broadcast_in_dim(value_scale / sum_N, acc_HN.shape, [1])
 
     _store_item(item, acc_HN, max_N, sum_N, out_ref, partial_ref, lse_ref, smem, num_groups)
@@ -569,9 +584,13 @@ def _store_transposed(ref, x: jax.Array) -> None:
     ref.transpose((1, 0))[...] = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
 
 
-def _combine_kernel(whole_ref, partial_ref, lse_ref, workers_ref, out_ref) -> None:
-    """The parts of one query head, weighted by their share of the softmax sum. out_ref holds whole_ref already."""
+def _combine_kernel(whole_ref, partial_ref, lse_ref, workers_ref, *refs) -> None:
+    """The parts of one query head, weighted by their share of the softmax sum.
+
+    refs: sinks [K, G] if there are any; out, which holds whole_ref already.
+    """
     del whole_ref
+    *sinks_refs, out_ref = refs
     num_groups, head_dim = partial_ref.shape[1:]
     row = pl.program_id(1)
     head, group = lax.div(pl.program_id(0), num_groups), lax.rem(pl.program_id(0), num_groups)
@@ -593,7 +612,9 @@ def _combine_kernel(whole_ref, partial_ref, lse_ref, workers_ref, out_ref) -> No
 
     @pl.when(first != last)
     def _():
-        state = (jnp.zeros((head_dim,), jnp.float32), jnp.float32(MASKED), jnp.float32(0))
+        # A sink is a score that was seen already, of a value of zero.
+        start = (sinks_refs[0][head, group] * LOG2E, jnp.float32(1)) if sinks_refs else (jnp.float32(MASKED), jnp.float32(0))
+        state = (jnp.zeros((head_dim,), jnp.float32), *start)
         num_chunks = lax.div(last - first + num_parts, num_parts)
         acc_H, _, sum_ = lax.fori_loop(0, num_chunks, body, state)
         out_H = acc_H / jnp.where(sum_ == 0, 1.0, sum_)  # a row without keys: zeros

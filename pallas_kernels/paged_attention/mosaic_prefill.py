@@ -90,6 +90,7 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks_KG: jax.Array | None = None,
     interpret: Any = False,
     tiles: MosaicPrefillTiles | None = None,
     min_tokens: int = 1,
@@ -120,7 +121,10 @@ def paged_attention(
     dtype = q_TKGH.dtype
     scratch = _scratch(tiles, pieces, head_dim, dtype, interpret=bool(interpret))
 
-    def body(q_ref, k_ref, v_ref, page_table_ref, table_ref, num_items_ref, out_ref, *refs):
+    sinks = () if sinks_KG is None else (sinks_KG,)
+
+    def body(q_ref, k_ref, v_ref, page_table_ref, table_ref, num_items_ref, *others):
+        sinks_refs, (out_ref, *refs) = others[: len(sinks)], others[len(sinks) :]
         _Prefill(
             plgpu=plgpu,
             tiles=tiles,
@@ -136,6 +140,7 @@ def paged_attention(
             page_table_ref=page_table_ref,
             table_ref=table_ref,
             num_items_ref=num_items_ref,
+            sinks_ref=sinks_refs[0] if sinks_refs else None,
             out_ref=out_ref,
             **dict(zip(scratch, refs, strict=True)),
         ).run()
@@ -151,7 +156,7 @@ def paged_attention(
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         # Reads out of bounds give NaN.
         interpret=_compat.mosaic_interpret(interpret, out_of_bounds_reads="uninitialized"),
-    )(padded_TKGH, k_pages_PKSH, v_pages_PKSH, page_table_RB, table_N5, num_items_1)
+    )(padded_TKGH, k_pages_PKSH, v_pages_PKSH, page_table_RB, table_N5, num_items_1, *sinks)
     return out_TKGH[:num_tokens] if padding else out_TKGH
 
 
@@ -264,6 +269,7 @@ class _Prefill:
     page_table_ref: Any  # [R, B]
     table_ref: Any  # [N, 5]
     num_items_ref: Any  # [1]
+    sinks_ref: Any  # [K, G] float32, or None
     out_ref: Any  # [T, K, G, H]
     q_smem: Any
     k_smem: Any
@@ -485,10 +491,14 @@ class _Prefill:
 
         plgpu.barrier_wait(self.q_full.at[q_slot])
         pl.when(end > first)(lambda: plgpu.barrier_wait(self.k_full.at[self.slot(base)]))
+        # A sink is a score that was seen already, of a value of zero.
+        top = MASKED if self.sinks_ref is None else self.sinks_ref[item.head, group] * LOG2E
         carry = (
             plgpu.layout_cast(jnp.zeros((block_q, head_dim), jnp.float32), plgpu.Layout.WGMMA),
-            plgpu.layout_cast(jnp.full((block_q,), MASKED, jnp.float32), plgpu.Layout.WGMMA.reduce(1)),
-            plgpu.layout_cast(jnp.zeros((block_q,), jnp.float32), plgpu.Layout.WGMMA.reduce(1)),
+            plgpu.layout_cast(jnp.full((block_q,), top, jnp.float32), plgpu.Layout.WGMMA.reduce(1)),
+            plgpu.layout_cast(
+                jnp.full((block_q,), 0.0 if self.sinks_ref is None else 1.0, jnp.float32), plgpu.Layout.WGMMA.reduce(1)
+            ),
         )
         step = functools.partial(self.step, wg, q_smem, item, position, base - first, end)
         # The item's first query sees a tile whole from its first key up to its own position.

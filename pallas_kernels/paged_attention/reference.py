@@ -26,6 +26,7 @@ def paged_attention(
     soft_cap: float | None = None,
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
+    sinks_KG: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     num_tokens, num_rows = q_TKGH.shape[0], page_table_RB.shape[0]
@@ -36,7 +37,9 @@ def paged_attention(
     position_T = kv_length_R[row_T] - query_start_R1[row_T + 1] + token_T
     position_T = jnp.where(owned_T, position_T, -1)
     table_TB = page_table_RB[row_T]
-    return _attend(q_TKGH, k_pages_PKSH, v_pages_PKSH, table_TB, position_T, scale, window, soft_cap, k_scale, v_scale)
+    return _attend(
+        q_TKGH, k_pages_PKSH, v_pages_PKSH, table_TB, position_T, scale, window, soft_cap, k_scale, v_scale, sinks_KG
+    )
 
 
 def paged_decode(
@@ -51,10 +54,13 @@ def paged_decode(
     soft_cap: float | None = None,
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
+    sinks_KG: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     position_R = kv_length_R - 1
-    return _attend(q_RKGH, k_pages_PKSH, v_pages_PKSH, page_table_RB, position_R, scale, window, soft_cap, k_scale, v_scale)
+    return _attend(
+        q_RKGH, k_pages_PKSH, v_pages_PKSH, page_table_RB, position_R, scale, window, soft_cap, k_scale, v_scale, sinks_KG
+    )
 
 
 def _attend(
@@ -68,6 +74,7 @@ def _attend(
     soft_cap: float | None,
     k_scale: ArrayLike | None,
     v_scale: ArrayLike | None,
+    sinks_KG: jax.Array | None,
 ) -> jax.Array:
     """One query per table row, at the given position; position -1 sees nothing and gives zeros."""
     num_kv_heads, page_size, head_dim = k_pages_PKSH.shape[1:]
@@ -93,7 +100,10 @@ def _attend(
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     valid = valid_TL[:, None, None]
     scores = jnp.where(valid, scores, MASKED)
-    weights = jnp.where(valid, jnp.exp(scores - scores.max(-1, keepdims=True)), 0.0)
+    top = scores.max(-1, keepdims=True) if sinks_KG is None else jnp.maximum(scores.max(-1, keepdims=True), sinks_KG[..., None])
+    weights = jnp.where(valid, jnp.exp(scores - top), 0.0)
     total = weights.sum(-1, keepdims=True)
+    if sinks_KG is not None:
+        total += jnp.exp(sinks_KG[..., None] - top)
     weights = weights / jnp.where(total == 0, 1.0, total)
     return jnp.einsum("tkgl,tklh->tkgh", weights, v_TKLH, precision=precision).astype(q_TKGH.dtype)

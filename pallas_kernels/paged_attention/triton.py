@@ -27,6 +27,7 @@ def paged_attention(
     soft_cap: float | None = None,
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
+    sinks_KG: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     options = {
@@ -35,6 +36,7 @@ def paged_attention(
         "soft_cap": soft_cap,
         "k_scale": k_scale,
         "v_scale": v_scale,
+        "sinks_KG": sinks_KG,
         "interpret": interpret,
     }
     decode, prefill = partial(paged_decode, **options), partial(triton_prefill.paged_attention, **options)  # type: ignore[arg-type]

@@ -12,7 +12,9 @@ in tiles of block_k tokens (block_k/S pages, gathered through the page table), a
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +70,7 @@ def paged_decode(
     soft_cap: float | None = None,
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
+    sinks_KG: jax.Array | None = None,
     interpret: bool = False,
     tiles: DecodeTiles | None = None,
 ) -> jax.Array:
@@ -85,12 +88,14 @@ def paged_decode(
         soft_cap=None if soft_cap is None else soft_cap * LOG2E,
         window=window,
         has_kv_scale=k_scale is not None or v_scale is not None,
+        has_sinks=sinks_KG is not None and splits == 1,
     )
     out_shape = jax.ShapeDtypeStruct(q_RKGH.shape, q_RKGH.dtype)
     partial_shape = (
         jax.ShapeDtypeStruct((splits, *q_RKGH.shape), jnp.float32),
         jax.ShapeDtypeStruct((splits, *q_RKGH.shape[:-1]), jnp.float32),
     )
+    sinks = () if sinks_KG is None else (sinks_KG,)
     result = triton_call(
         kernel,
         name="paged_decode",
@@ -99,7 +104,15 @@ def paged_decode(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         interpret=interpret,
-    )(q_RKGH, k_pages_PKSH, v_pages_PKSH, page_table_RB, kv_length_R, *kv_scale_operand(k_scale, v_scale))
+    )(
+        q_RKGH,
+        k_pages_PKSH,
+        v_pages_PKSH,
+        page_table_RB,
+        kv_length_R,
+        *kv_scale_operand(k_scale, v_scale),
+        *(sinks if splits == 1 else ()),
+    )
     if splits == 1:
         return result
     return triton_call(
@@ -110,7 +123,7 @@ def paged_decode(
         num_warps=1 if splits <= 8 else 4,
         num_stages=1,
         interpret=interpret,
-    )(*result)
+    )(*result, *sinks)
 
 
 def kv_scale_operand(k_scale: ArrayLike | None, v_scale: ArrayLike | None) -> tuple[jax.Array, ...]:
@@ -119,6 +132,18 @@ def kv_scale_operand(k_scale: ArrayLike | None, v_scale: ArrayLike | None) -> tu
         return ()
     scales = [jnp.asarray(1.0 if scale is None else scale, jnp.float32).reshape(()) for scale in (k_scale, v_scale)]
     return (jnp.stack(scales),)
+
+
+def optional_refs(refs: Sequence[Any], has_kv_scale: bool, has_sinks: bool) -> tuple[Any, ...]:
+    """A kernel's references behind its arrays, with None for each optional operand that is not there: kv_scale [2], sinks [K, G]."""
+    found = iter(refs)
+    return (next(found) if has_kv_scale else None, next(found) if has_sinks else None, *found)
+
+
+def sink_start(sinks_ref: Any, head: jax.Array, group_M: jax.Array, mask_M: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Maximum, in base 2, and sum of the softmax before the first key: those of the sink, a score of a value of zero."""
+    sink_M = load(sinks_ref.at[head, group_M], mask=mask_M, other=0.0)
+    return sink_M * LOG2E, jnp.ones_like(sink_M)
 
 
 def compute_type(q_dtype: jax.typing.DTypeLike, cache_dtype: jax.typing.DTypeLike) -> jnp.dtype:
@@ -137,15 +162,16 @@ def _decode_kernel(
     v_ref,  # [P, K, S, H]
     table_ref,  # [R, B]
     length_ref,  # [R]
-    *refs,  # kv_scale [2] if has_kv_scale; out [R, K, G, H]; or out [splits, R, K, G, H] float32 and lse [splits, R, K, G] base 2
+    *refs,  # see `optional_refs`; out [R, K, G, H]; or out [splits, R, K, G, H] float32 and lse [splits, R, K, G] base 2
     has_kv_scale: bool,
+    has_sinks: bool,
     block_k: int,
     num_splits: int,
     score_scale: float,
     soft_cap: float | None,
     window: int | None,
 ) -> None:
-    kv_scale_ref, out_ref, *lse_refs = refs if has_kv_scale else (None, *refs)
+    kv_scale_ref, sinks_ref, out_ref, *lse_refs = optional_refs(refs, has_kv_scale, has_sinks)
     _, _, num_groups, head_dim = q_ref.shape
     page_size, table_width = k_ref.shape[2], table_ref.shape[1]
     dtype = compute_type(q_ref.dtype, k_ref.dtype)
@@ -194,6 +220,8 @@ def _decode_kernel(
 
     m = group_M.shape[0]
     init = (jnp.zeros((m, dim_H.shape[0]), jnp.float32), jnp.full((m,), MASKED, jnp.float32), jnp.zeros((m,), jnp.float32))
+    if sinks_ref is not None:
+        init = (init[0], *sink_start(sinks_ref, head, group_M, group_M < num_groups))
     acc_MH, max_M, sum_M = lax.fori_loop(begin, end, body, init)
     safe_sum_M = jnp.where(sum_M == 0, 1.0, sum_M)
     out_MH = acc_MH / safe_sum_M[:, None]
@@ -208,8 +236,12 @@ def _decode_kernel(
     store(lse_ref.at[split, row, head, group_M], lse_M, mask=group_M < num_groups)
 
 
-def _combine_kernel(partial_ref, lse_ref, out_ref) -> None:
-    """The splits of one query head, weighted by their share of the softmax sum; a split without keys has weight 0."""
+def _combine_kernel(partial_ref, lse_ref, *refs) -> None:
+    """The splits of one query head, weighted by their share of the softmax sum; a split without keys has weight 0.
+
+    refs: sinks [K, G] if there are any; out.
+    """
+    *sinks_refs, out_ref = refs
     num_splits, _, _, num_groups, head_dim = partial_ref.shape
     row = pl.program_id(1)
     head, group = lax.div(pl.program_id(0), num_groups), lax.rem(pl.program_id(0), num_groups)
@@ -217,8 +249,16 @@ def _combine_kernel(partial_ref, lse_ref, out_ref) -> None:
     dim_H = jnp.arange(next_power_of_two(head_dim))
     in_dim_H = dim_H < head_dim
     lse_s = load(lse_ref.at[split_s, row, head, group], mask=split_s < num_splits, other=MASKED)
-    weight_s = jnp.exp2(lse_s - lse_s.max(axis=0))
+    top = lse_s.max(axis=0)
+    sink = sinks_refs[0][head, group] * LOG2E if sinks_refs else None
+    if sink is not None:
+        top = jnp.maximum(top, sink)
+    weight_s = jnp.exp2(lse_s - top)
     mask_sH = (split_s < num_splits)[:, None] & in_dim_H[None, :]
     partial_sH = load(partial_ref.at[split_s[:, None], row, head, group, dim_H[None, :]], mask=mask_sH, other=0.0)
-    out_H = (partial_sH * weight_s[:, None]).sum(axis=0) / weight_s.sum(axis=0)
+    acc_H = (partial_sH * weight_s[:, None]).sum(axis=0)
+    sum_ = weight_s.sum(axis=0)
+    if sink is not None:
+        sum_ += jnp.exp2(sink - top)
+    out_H = acc_H / sum_
     store(out_ref.at[row, head, group, dim_H], out_H.astype(out_ref.dtype), mask=in_dim_H)

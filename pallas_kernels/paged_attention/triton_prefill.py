@@ -27,6 +27,8 @@ from pallas_kernels.paged_attention.triton_decode import (
     cap_scores,
     compute_type,
     kv_scale_operand,
+    optional_refs,
+    sink_start,
 )
 from pallas_kernels.sizes import next_power_of_two
 
@@ -68,6 +70,7 @@ def paged_attention(
     soft_cap: float | None = None,
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
+    sinks_KG: jax.Array | None = None,
     interpret: bool = False,
     tiles: PrefillTiles | None = None,
     min_tokens: int = 1,
@@ -86,7 +89,9 @@ def paged_attention(
         soft_cap=None if soft_cap is None else soft_cap * LOG2E,
         window=window,
         has_kv_scale=k_scale is not None or v_scale is not None,
+        has_sinks=sinks_KG is not None,
     )
+    optional = (*kv_scale_operand(k_scale, v_scale), *(() if sinks_KG is None else (sinks_KG,)))
     return triton_call(
         kernel,
         name="paged_attention",
@@ -95,7 +100,7 @@ def paged_attention(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         interpret=interpret,
-    )(q_TKGH, k_pages_PKSH, v_pages_PKSH, page_table_RB, table_N4, *kv_scale_operand(k_scale, v_scale))
+    )(q_TKGH, k_pages_PKSH, v_pages_PKSH, page_table_RB, table_N4, *optional)
 
 
 def _prefill_kernel(
@@ -104,15 +109,16 @@ def _prefill_kernel(
     v_ref,  # [P, K, S, H]
     page_table_ref,  # [R, B]
     tiles_ref,  # [N, 4]
-    *refs,  # kv_scale [2] if has_kv_scale; out [T, K, G, H]
+    *refs,  # see `optional_refs`; out [T, K, G, H]
     has_kv_scale: bool,
+    has_sinks: bool,
     block_m: int,
     block_k: int,
     score_scale: float,
     soft_cap: float | None,
     window: int | None,
 ) -> None:
-    kv_scale_ref, out_ref = refs if has_kv_scale else (None, *refs)
+    kv_scale_ref, sinks_ref, out_ref = optional_refs(refs, has_kv_scale, has_sinks)
     _, _, num_groups, head_dim = q_ref.shape
     page_size, table_width = k_ref.shape[2], page_table_ref.shape[1]
     num_rows = page_table_ref.shape[0]
@@ -173,6 +179,8 @@ def _prefill_kernel(
         jnp.full((block_m,), MASKED, jnp.float32),
         jnp.zeros((block_m,), jnp.float32),
     )
+    if sinks_ref is not None:
+        carry = (carry[0], *sink_start(sinks_ref, head, group_M, token_M < count))
     # Tiles without tokens, and padding (positions below zero), see no keys.
     end = lax.div(jnp.where(count > 0, jnp.maximum(position + count, 0), 0) + (block_k - 1), block_k)
     if window is None:

@@ -36,6 +36,7 @@ def paged_decode(
     soft_cap: float | None = None,
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
+    sinks_KG: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     num_rows = q_RKGH.shape[0]
@@ -80,11 +81,7 @@ def paged_decode(
             # The shortest row decides; rows without keys do not count.
             shortest = jnp.min(jnp.where(length_r > 0, length_r, jnp.iinfo(jnp.int32).max))
             begin = jnp.minimum(jnp.maximum(shortest - window, 0) // chunk, end)
-        carry = (
-            jnp.zeros(q_rKGH.shape, jnp.float32),
-            jnp.full(q_rKGH.shape[:-1], MASKED, jnp.float32),
-            jnp.zeros(q_rKGH.shape[:-1], jnp.float32),
-        )
+        carry = _empty_softmax(q_rKGH.shape, sinks_KG)
         acc_rKGH, _, sum_rKG = lax.fori_loop(begin, end, body, carry)
         out_rKGH = acc_rKGH / jnp.where(sum_rKG == 0, 1.0, sum_rKG)[..., None]
         # A row without keys saw masked scores only, and summed them.
@@ -108,6 +105,7 @@ def paged_attention(
     soft_cap: float | None = None,
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
+    sinks_KG: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     num_tokens, num_kv_heads, num_groups, head_dim = q_TKGH.shape
@@ -155,11 +153,7 @@ def paged_attention(
 
         end = (position + count + (chunk - 1)) // chunk
         begin = jnp.int32(0) if window is None else jnp.maximum(position - (window - 1), 0) // chunk
-        carry = (
-            jnp.zeros(q_KMH.shape, jnp.float32),
-            jnp.full(q_KMH.shape[:-1], MASKED, jnp.float32),
-            jnp.zeros(q_KMH.shape[:-1], jnp.float32),
-        )
+        carry = _empty_softmax(q_KMH.shape, None if sinks_KG is None else jnp.tile(sinks_KG, (1, tile_tokens)))
         acc_KMH, _, sum_KM = lax.fori_loop(begin, end, body, carry)
         out_KMH = acc_KMH / jnp.where(sum_KM == 0, 1.0, sum_KM)[..., None]
         # Lines past the tile's tokens are zeros; where they are tokens of the next tile, that tile writes over them.
@@ -183,8 +177,16 @@ def paged_attention(
         soft_cap=soft_cap,
         k_scale=k_scale,
         v_scale=v_scale,
+        sinks_KG=sinks_KG,
     )
     return out.at[jnp.where(single_R, token_R, num_tokens)].set(single_RKGH, mode="drop")
+
+
+def _empty_softmax(shape: tuple[int, ...], sinks: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Accumulator, maximum and sum before the first key. A sink is a score that was seen already, of a value of zero."""
+    if sinks is None:
+        return jnp.zeros(shape, jnp.float32), jnp.full(shape[:-1], MASKED, jnp.float32), jnp.zeros(shape[:-1], jnp.float32)
+    return jnp.zeros(shape, jnp.float32), jnp.broadcast_to(sinks, shape[:-1]), jnp.ones(shape[:-1], jnp.float32)
 
 
 def _times(factor: float, stored_scale: ArrayLike | None) -> ArrayLike:

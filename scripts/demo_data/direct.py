@@ -110,8 +110,8 @@ def _generate(
     def decode(token: Array, position: Array, keys: list[Array], values: list[Array]) -> tuple[Array, list[Array], list[Array]]:
         keys, values = list(keys), list(values)
 
-        def attend(layer: int, projection: Projection, *, scale: float, window: int | None, soft_cap: float | None) -> Array:
-            assert window is None and soft_cap is None
+        def attend(layer: int, projection: Projection, *, scale: float, **options: Any) -> Array:
+            assert not any(option is not None for option in options.values()), "the demo model has none of these"
             q_TKGH, k_TKH, v_TKH = projection.finished()
             keys[layer] = jax.lax.dynamic_update_slice_in_dim(keys[layer], k_TKH, position, 0)
             values[layer] = jax.lax.dynamic_update_slice_in_dim(values[layer], v_TKH, position, 0)

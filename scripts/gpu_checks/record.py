@@ -26,6 +26,7 @@ OPS_OF_CASES = {
     "attention": "paged_attention",
     "choice": "expert_choice",
     "experts": "grouped_matmul",
+    "latent": "mla_attention",
     "rope": "rope_cache_write",
     "sampling": "sampling",
 }

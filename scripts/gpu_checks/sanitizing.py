@@ -17,12 +17,13 @@ from scripts.gpu_checks import Outcome
 
 FP8 = "float8_e4m3fn"
 ATTENTION = (
-    # (head width, query heads per key-value head, page size, type of the cache, window, soft cap)
-    (128, 4, 16, "bfloat16", None, None),
-    (128, 3, 8, "bfloat16", 20, None),
-    (64, 4, 128, "bfloat16", None, 20.0),
-    (256, 2, 32, "bfloat16", None, None),
-    (128, 4, 16, FP8, None, None),
+    # (head width, query heads per key-value head, page size, type of the cache, window, soft cap, sinks)
+    (128, 4, 16, "bfloat16", None, None, False),
+    (128, 3, 8, "bfloat16", 20, None, True),
+    (64, 4, 128, "bfloat16", None, 20.0, False),
+    (256, 2, 32, "bfloat16", None, None, False),
+    (128, 4, 16, FP8, None, None, False),
+    (64, 8, 16, "bfloat16", None, None, True),
 )
 NUM_KV_HEADS = 2
 VOCAB_SIZE = 5000
@@ -41,7 +42,7 @@ def kernel_cases(*, interpret: bool) -> list[tuple[str, Case]]:
     """The cases by the name of what they run."""
     found: list[tuple[str, Case]] = []
     attention: list[tuple[str, Case]] = []
-    for head_dim, num_groups, page_size, cache_dtype, window, soft_cap in ATTENTION:
+    for head_dim, num_groups, page_size, cache_dtype, window, soft_cap, has_sinks in ATTENTION:
         shapes = attention_at_start.Shapes(
             dtype="bfloat16",
             cache_dtype=cache_dtype,
@@ -50,7 +51,7 @@ def kernel_cases(*, interpret: bool) -> list[tuple[str, Case]]:
             head_dim=head_dim,
             page_size=page_size,
             table_width=max(8, 1100 // page_size),
-            layers=(Layer(head_dim**-0.5, window, soft_cap),),
+            layers=(Layer(head_dim**-0.5, window, soft_cap, has_sinks),),
             has_scales=cache_dtype == FP8,
         )
         title = f"h{head_dim} g{num_groups} page {page_size} {cache_dtype}"

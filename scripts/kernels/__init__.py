@@ -15,6 +15,7 @@ OPS = {
     "attention": "scripts.kernels.attention",
     "choice": "scripts.kernels.expert_choice",
     "experts": "scripts.kernels.grouped_matmul",
+    "latent": "scripts.kernels.mla_attention",
     "rope": "scripts.kernels.rope_cache_write",
     "sampling": "scripts.kernels.sampling",
 }

@@ -48,6 +48,7 @@ def check_cases(tiny: bool) -> list[Case]:
         batches = [
             Batch("edges", decodes=edges, head_dim=64, **toy),  # type: ignore[arg-type]
             Batch("mixed", decodes=edges, prompts=((5, 0), (17, 16)), padding=3, head_dim=64, **toy),  # type: ignore[arg-type]
+            Batch("sinks", decodes=(40,), prompts=((9, 8),), has_sinks=True, head_dim=64, **toy),  # type: ignore[arg-type]
             Batch("window, cap", decodes=(40,), prompts=((9, 8),), window=7, soft_cap=30.0, head_dim=64, **toy),  # type: ignore[arg-type]
             Batch("h128 decode", decodes=(1, 17, 40), head_dim=128, num_kv_heads=1, num_groups=3, poison=True),
             Batch("h128", prompts=((4, 0), (70, 20), (3, 0)), head_dim=128, num_kv_heads=1, num_groups=2, poison=True),
@@ -74,6 +75,15 @@ def check_cases(tiny: bool) -> list[Case]:
         Batch("window 256", decodes=(1500,), prompts=((700, 600),), window=256),
         Batch("soft cap", soft_cap=30.0, **ragged),  # type: ignore[arg-type]
         Batch("soft cap decode", decodes=(300, 5), soft_cap=30.0, window=100),
+        *(
+            Batch(f"sinks h{dim}{kind}{said}", **rows, head_dim=dim, num_groups=8, has_sinks=True, window=window)  # type: ignore[arg-type]
+            for dim in (64, 128)
+            for said, window in (("", None), (" window 128", 128))
+            for kind, rows in rows_of.items()
+        ),
+        Batch("sinks of long rows", decodes=(4096, 32768, 0), num_groups=8, has_sinks=True),
+        Batch("sinks of 512 rows", decodes=many, head_dim=64, num_groups=8, has_sinks=True),
+        Batch("sinks fp8 cache", head_dim=64, num_groups=8, cache_dtype=FP8, has_scales=True, has_sinks=True, **ragged),  # type: ignore[arg-type]
         *(
             Batch(f"h{dim} g{groups}{kind}", **rows, head_dim=dim, num_groups=groups, num_kv_heads=heads)  # type: ignore[arg-type]
             for dim, groups, heads in (
@@ -133,6 +143,7 @@ def _variants(batch: Batch, tune: bool) -> dict[str, Callable[..., jax.Array]]:
             head_dim=batch.head_dim,
             cache_dtype=jnp.dtype(batch.cache_dtype or batch.dtype),
             page_size=batch.page_size,
+            has_sinks=batch.has_sinks,
             interpret=not on_gpu,
         )
         if name != "reference" and takes:

@@ -24,8 +24,9 @@ from jaxllm.kernel_verdicts import OpReport, VerdictStore
 from jaxllm.parallel.mesh import make_mesh
 from jaxllm.start_times import StartTimes
 from pallas_kernels import paged_attention, rope_cache_write
-from pallas_kernels.checking import attention_at_start
+from pallas_kernels.checking import attention_at_start, expert_choice
 from pallas_kernels.checking.attention import Batch
+from pallas_kernels.expert_choice import Rule
 from tests.helpers import engines, goldens
 
 DIRECTORY = goldens.golden("llama_gqa").directory
@@ -360,6 +361,28 @@ def test_every_kind_of_layer_is_checked(name):
     shapes = kernel_check.shapes_of(prepared.config, prepared.model_config, prepared.plan)
     windows = [layer.window for shape in shapes["paged_attention"] for layer in shape.layers]
     assert sorted(windows, key=str) == sorted({layer.attention.window for layer in prepared.model_config.layers}, key=str)
+
+
+def test_a_mixture_has_kernels_that_are_checked_in_its_shapes(tmp_path):
+    directory = goldens.golden("qwen3_moe").directory
+    config = EngineConfig.from_options(model=str(directory), **engines.SMALL)
+    prepared = Prepared.of(config, directory, (), StartTimes())
+    model = prepared.model_config
+    found = kernel_choice.candidates("triton", model, prepared.plan, prepared.mesh, on_gpu=False)
+    assert found["expert_choice"] == found["grouped_matmul"] == ("triton", "xla")
+    shapes = kernel_check.shapes_of(prepared.config, model, prepared.plan)
+    assert shapes["expert_choice"] == (expert_choice.Shapes(8, Rule(3, renormalize=True)),)
+    check = kernel_check.KernelCheck(
+        found,
+        shapes,
+        mode="always",
+        mesh=None,
+        device=jax.devices("cpu")[0],
+        store=VerdictStore(tmp_path),
+        named=frozenset(),
+        ops=("expert_choice",),
+    )
+    assert check.run().report == {"expert_choice": OpReport("triton", "passed")}
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ def project(q, k, v):
     return Projection(qkv, jnp.ones((T, H // 2)), jnp.zeros((T, H // 2)), None, None, None, eps=0.0)
 
 
-def naive(q, k, v, visible, soft_cap=None):
+def naive(q, k, v, visible, soft_cap=None, sinks=None):
     out = np.zeros_like(q)
     for t in range(T):
         for head in range(K * G):
@@ -30,18 +30,20 @@ def naive(q, k, v, visible, soft_cap=None):
             scores = np.array([q[t, kv, group] @ k[s, kv] for s in seen], np.float64) * 0.5
             if soft_cap:
                 scores = soft_cap * np.tanh(scores / soft_cap)
-            weights = np.exp(scores - scores.max())
-            out[t, kv, group] = (weights / weights.sum()) @ v[seen, kv]
+            weights = np.exp(scores)
+            total = weights.sum() + (0 if sinks is None else np.exp(float(sinks[kv, group])))
+            out[t, kv, group] = (weights / total) @ v[seen, kv]
     return out
 
 
 @pytest.mark.parametrize("window", [None, 1, 3])
-@pytest.mark.parametrize("soft_cap", [None, 2.0])
-def test_matches_loops_over_one_sequence(window, soft_cap):
+@pytest.mark.parametrize(("soft_cap", "sinks"), [(None, None), (2.0, None), (None, np.linspace(-3, 3, K * G).reshape(K, G))])
+def test_matches_loops_over_one_sequence(window, soft_cap, sinks):
     q, k, v = arrays()
     attend = dense_attend(jnp.arange(T))
-    expected = naive(q, k, v, lambda t, s: s <= t and (window is None or t - s < window), soft_cap)
-    np.testing.assert_allclose(attend(0, project(q, k, v), scale=0.5, window=window, soft_cap=soft_cap), expected, atol=1e-5)
+    expected = naive(q, k, v, lambda t, s: s <= t and (window is None or t - s < window), soft_cap, sinks)
+    got = attend(0, project(q, k, v), scale=0.5, window=window, soft_cap=soft_cap, sinks_KG=sinks)
+    np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
 def test_packed_sequences_do_not_see_each_other():

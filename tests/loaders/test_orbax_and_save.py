@@ -76,7 +76,9 @@ def test_damaged_orbax_checkpoint_is_told(converted, tmp_path):
         goldens.load(directory, load_format="orbax")
 
 
-@pytest.mark.parametrize("name", ["llama_bias", "llama_rope_yarn", "llama_rope_linear", "mistral_window", "qwen2_window"])
+@pytest.mark.parametrize(
+    "name", ["llama_bias", "llama_rope_yarn", "llama_rope_linear", "mistral_window", "qwen2_window", "deepseek_v3"]
+)
 def test_saved_checkpoint_loads_again(name, tmp_path):
     config, state = goldens.load(goldens.FOLDER / name)
     goldens.save(config, state, tmp_path, goldens.FOLDER / name)

@@ -47,7 +47,7 @@ def assert_equal(a: nnx.State, b: nnx.State):
 
 
 @pytest.mark.parametrize("size", [1, 2, 8])
-@pytest.mark.parametrize("name", ["llama_bias", "qwen2"])
+@pytest.mark.parametrize("name", ["llama_bias", "qwen2", "deepseek_v2"])
 def test_transforming_on_the_devices_gives_what_the_host_gives(name, size):
     by_host, by_device = (load(goldens.FOLDER / name, size, transform_on_device=where) for where in (False, True))
     assert_equal(by_host, by_device)
@@ -156,6 +156,18 @@ def test_a_text_model_leaves_the_weights_for_images(tmp_path):
     save_safetensors(config, state, tmp_path, described)
     rewrite(tmp_path, lambda tensors: tensors.update({"vision_tower.embeddings.weight": np.zeros(3, np.float32)}))
     assert_equal(load(tmp_path), state)
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
+    """The golden's config says that there is one, as that of DeepSeek-V3 does."""
+    directory = shutil.copytree(goldens.FOLDER / "deepseek_v3", tmp_path / "model")
+    expected = load(directory)
+
+    def change(tensors):
+        tensors["model.layers.3.eh_proj.weight"] = np.ones((4, 8), np.float32)
+
+    rewrite(directory, change)
+    assert_equal(load(directory), expected)
 
 
 def test_integer_weights_are_refused(directory):

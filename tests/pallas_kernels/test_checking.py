@@ -35,7 +35,8 @@ VARIANTS = {
     "ragged": TOY,
     "decode": replace(TOY, prompts=(), padding=0),
     "window and cap": replace(TOY, window=4, soft_cap=2.0, scale=0.4),
-    "fp8": replace(TOY, cache_dtype="float8_e4m3fn", has_scales=True),
+    "sinks": replace(TOY, has_sinks=True),
+    "fp8": replace(TOY, cache_dtype="float8_e4m3fn", has_scales=True, has_sinks=True),
     "bfloat16": replace(TOY, dtype="bfloat16"),
 }
 SHAPES = attention_at_start.Shapes("bfloat16", "bfloat16", 8, 4, 128, 16, 64, (Layer(0.1), Layer(0.1, 100)))

@@ -35,6 +35,7 @@ class Case:
     cache_dtype: str | None = None
     window: int | None = None
     soft_cap: float | None = None
+    has_sinks: bool = False
     tiles: DecodeTiles | None = None
 
 
@@ -42,6 +43,7 @@ CASES = {
     "lengths around a tile, padding between, an odd group": Case((1, 64, 0, 65), num_workers=4, num_kv_heads=1, num_groups=3),
     "more workers than tiles, two heads": Case((70, 5), num_workers=7, tiles=DecodeTiles(64, 2, 1)),
     "window and soft cap": Case((100, 3), num_kv_heads=1, window=40, soft_cap=2.0),
+    "sinks, of whole rows and of rows in parts": Case((1, 150, 0, 65), num_workers=4, num_groups=3, has_sinks=True),
     "queries that do not fill tiles, pages of 8": Case((9, 20, 1), num_kv_heads=3, num_groups=3, page_size=8),
     "pages larger than a tile, sixteen heads, width 128": Case(
         (150,), num_workers=2, num_kv_heads=1, num_groups=16, head_dim=128, page_size=128, dtype="float16"
@@ -76,10 +78,16 @@ def make_arrays(case: Case) -> list[jax.Array]:
     ]
 
 
+def sinks_of(case: Case) -> dict[str, jax.Array]:
+    """From far below the scores to far above them."""
+    shape = (case.num_kv_heads, case.num_groups)
+    return {"sinks_KG": jnp.linspace(-4, 12, shape[0] * shape[1]).reshape(shape)} if case.has_sinks else {}
+
+
 def expected_of(case: Case, arrays: list[jax.Array], scale: float, k_scale: float, v_scale: float) -> np.ndarray:
     q, k, v, table, length = arrays
     q, k, v = q.astype(jnp.float32), k.astype(jnp.float32) * k_scale, v.astype(jnp.float32) * v_scale
-    options = {"scale": scale, "window": case.window, "soft_cap": case.soft_cap}
+    options = {"scale": scale, "window": case.window, "soft_cap": case.soft_cap} | sinks_of(case)
     return np.asarray(reference.paged_decode(q, k, v, jnp.minimum(table, k.shape[0] - 1), length, **options))
 
 
@@ -98,6 +106,7 @@ def test_decode_matches_the_reference(name: str) -> None:
         num_workers=case.num_workers,
         interpret=True,
         **scales,
+        **sinks_of(case),
     )
     got = jax.jit(call)(*arrays)
     assert got.dtype == jnp.dtype(case.dtype)
@@ -166,7 +175,7 @@ def test_parts_are_merged_by_their_softmax_sums() -> None:
     lse[parts] = rng.normal(size=(len(parts), 8)) * 4
     workers = jnp.asarray([[[0, 0], [2, 21]], [[0, -1], [0, -1]]], jnp.int32)
     plan = Plan(jnp.zeros((3, 2), jnp.int32), jnp.zeros((num_workers, 6), jnp.int32), workers)
-    combine = functools.partial(mosaic_decode.combine_items, plan=plan, interpret=True)
+    combine = functools.partial(mosaic_decode.combine_items, plan=plan, sinks_KG=None, interpret=True)
     got = jax.jit(combine)(jnp.asarray(whole), jnp.asarray(partial), jnp.asarray(lse))
     weights = 2.0 ** lse[parts, :num_groups, None].astype(np.float64)
     np.testing.assert_array_equal(got[0, 0], whole[0, 0])
@@ -184,7 +193,8 @@ def test_kernel_lowers_for_cuda_without_a_gpu(cache_dtype) -> None:
     cache = shape(9, 2, 16, 128, dtype=cache_dtype)
     args = (shape(3, 2, 4, 128, dtype=jnp.bfloat16), cache, cache, shape(3, 4), shape(3))
     with a_gpu_to_lower_for():
-        traced = jax.jit(functools.partial(mosaic.paged_decode, scale=1.0, window=9, soft_cap=3.0)).trace(*args)
+        decode = functools.partial(mosaic.paged_decode, scale=1.0, window=9, soft_cap=3.0, sinks_KG=jnp.ones((2, 4)))
+        traced = jax.jit(decode).trace(*args)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu_v2") == 1
 

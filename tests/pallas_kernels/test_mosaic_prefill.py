@@ -30,6 +30,7 @@ class Batch:
     dtype: str = "bfloat16"
     window: int | None = None
     soft_cap: float | None = None
+    has_sinks: bool = False
     padding: int = 3
 
     @property
@@ -38,7 +39,8 @@ class Batch:
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"scale": 1.3 / math.sqrt(self.head_dim), "window": self.window, "soft_cap": self.soft_cap}
+        sinks = jnp.linspace(-4, 6, self.num_groups)[None] if self.has_sinks else None
+        return {"scale": 1.3 / math.sqrt(self.head_dim), "window": self.window, "soft_cap": self.soft_cap, "sinks_KG": sinks}
 
 
 def make_arrays(batch: Batch) -> list[jax.Array]:
@@ -75,6 +77,7 @@ def run(batch: Batch, tiles: MosaicPrefillTiles = SMALL, interpret: Any = True) 
     "batch",
     [
         pytest.param(Batch(((4, 4), (130, 170), (0, 0), (3, 3), (5, 90), (61, 61))), id="prompts that begin anywhere"),
+        pytest.param(Batch(((4, 4), (70, 100)), has_sinks=True), id="sinks"),
         pytest.param(Batch(((66, 150),), window=40, soft_cap=1.5, num_groups=1), id="window and soft cap, odd number of heads"),
         pytest.param(Batch(((7, 170),), window=1, num_groups=1), id="the window begins in the last page"),
         pytest.param(Batch(((5, 70),), page_size=128, dtype="float16"), id="a tile is part of a page"),
@@ -105,7 +108,9 @@ def test_kernel_lowers_for_a_gpu(head_dim):
         return jax.ShapeDtypeStruct(dims, dtype)
 
     q, pages = shape(100, 2, 4, head_dim, dtype=jnp.bfloat16), shape(9, 2, 16, head_dim, dtype=jnp.bfloat16)
-    attend = jax.jit(functools.partial(mosaic_prefill.paged_attention, scale=0.1, window=50, soft_cap=30.0))
+    attend = jax.jit(
+        functools.partial(mosaic_prefill.paged_attention, scale=0.1, window=50, soft_cap=30.0, sinks_KG=jnp.ones((2, 4)))
+    )
     text = attend.trace(q, pages, pages, shape(3, 4), shape(4), shape(3)).lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu" in text
 

@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 
 from pallas_kernels._compat import has_mosaic
-from pallas_kernels.paged_attention import IMPLEMENTATIONS, choose, paged_attention, paged_decode, triton_prefill
+from pallas_kernels.paged_attention import (
+    IMPLEMENTATIONS,
+    candidates,
+    choose,
+    paged_attention,
+    paged_decode,
+    supports,
+    triton_prefill,
+)
 from pallas_kernels.paged_attention.tiles import COUNT, POSITION, ROW, TOKEN, make_tiles, max_tiles
 from pallas_kernels.paged_attention.triton_decode import DecodeTiles
 from pallas_kernels.paged_attention.triton_decode import paged_decode as triton_paged_decode
@@ -35,6 +43,7 @@ class Batch:
     dtype: str = "float32"
     window: int | None = None
     soft_cap: float | None = None
+    has_sinks: bool = False
     padded_rows: int = 6
     padded_tokens: int = 80
     padded_width: int = 14
@@ -46,6 +55,14 @@ class Batch:
     @property
     def options(self) -> dict:
         return {"scale": 1.3 / math.sqrt(self.head_dim), "window": self.window, "soft_cap": self.soft_cap}
+
+    @property
+    def sinks(self) -> dict[str, jax.Array]:
+        """From far below the scores to far above them."""
+        if not self.has_sinks:
+            return {}
+        sinks = np.linspace(-4, 30, self.num_kv_heads * self.num_groups).reshape(self.num_kv_heads, self.num_groups)
+        return {"sinks_KG": jnp.asarray(sinks, jnp.float32)}
 
 
 MIXED = ((1, 1), (7, 7), (1, 40), (0, 0), (33, 33), (5, 29))
@@ -63,6 +80,8 @@ RAGGED = {
     "window longer than the keys": Batch(rows=((9, 9), (1, 20)), window=500),
     "soft cap": Batch(rows=MIXED, soft_cap=1.5),
     "window and soft cap": Batch(rows=MIXED, soft_cap=1.5, window=11),
+    "sinks": Batch(rows=MIXED, has_sinks=True, num_groups=3),
+    "sinks, window and soft cap": Batch(rows=MIXED, has_sinks=True, soft_cap=1.5, window=11),
     "one head per group": Batch(rows=MIXED, num_groups=1),
     "three heads per group": Batch(rows=MIXED, num_groups=3, num_kv_heads=1),
     "sixteen heads per group": Batch(rows=((5, 5), (1, 20)), num_groups=16, num_kv_heads=1),
@@ -81,6 +100,8 @@ DECODE = {
     "long and short": Batch(rows=((1, 2), (1, 110))),
     "window": Batch(rows=((1, 2), (1, 110), (1, 65)), window=10),
     "soft cap": Batch(rows=((1, 2), (1, 80)), soft_cap=2.0),
+    "sinks": Batch(rows=((1, 2), (1, 80), (0, 0)), num_groups=3, has_sinks=True),
+    "sinks and window": Batch(rows=((1, 2), (1, 110)), has_sinks=True, window=10),
     "three heads per group": Batch(rows=((1, 2), (1, 80)), num_groups=3),
     "head width 80": Batch(rows=((1, 2), (1, 80)), head_dim=80),
     "head width 256": Batch(rows=((1, 2), (1, 40)), head_dim=256),
@@ -136,8 +157,11 @@ def oracle(batch: Batch) -> np.ndarray:
                 scores = q[token, head] @ k[pages, head, slots].T * batch.options["scale"]
                 if batch.soft_cap is not None:
                     scores = batch.soft_cap * np.tanh(scores / batch.soft_cap)
+                if batch.has_sinks:
+                    scores = np.concatenate([scores, np.asarray(batch.sinks["sinks_KG"], np.float64)[head][:, None]], axis=1)
                 weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-                out[token, head] = weights / weights.sum(axis=-1, keepdims=True) @ v[pages, head, slots]
+                weights = (weights / weights.sum(axis=-1, keepdims=True))[:, : len(seen)]
+                out[token, head] = weights @ v[pages, head, slots]
             token += 1
     return out
 
@@ -178,7 +202,8 @@ def assert_close(batch: Batch, got: jax.Array, expected: np.ndarray) -> None:
 def test_ragged_attention_matches_the_oracle(name: str, implementation: str) -> None:
     batch = RAGGED[name]
     arrays = make_arrays(batch)
-    got = jit(paged_attention, **batch.options, implementation=implementation, interpret=True)(*arrays.values())
+    call = jit(paged_attention, **batch.options, implementation=implementation, interpret=True)
+    got = call(*arrays.values(), **batch.sinks)
     assert got.dtype == jnp.dtype(batch.dtype)
     assert_close(batch, got, oracle(batch))
 
@@ -188,17 +213,18 @@ def test_ragged_attention_matches_the_oracle(name: str, implementation: str) -> 
 def test_decode_matches_the_oracle(name: str, implementation: str) -> None:
     batch = DECODE[name]
     args, expected = as_decode(batch)
-    got = jit(paged_decode, **batch.options, implementation=implementation, interpret=True)(*args)
+    got = jit(paged_decode, **batch.options, implementation=implementation, interpret=True)(*args, **batch.sinks)
     assert got.dtype == jnp.dtype(batch.dtype)
     assert_close(batch, got, expected)
 
 
 @pytest.mark.parametrize("splits", [2, 3, 7])
-@pytest.mark.parametrize("window", [None, 20])
-def test_splits_of_the_triton_decode_combine_to_the_whole(splits: int, window: int | None) -> None:
-    batch = Batch(rows=((1, 1), (1, 110), (0, 0), (1, 17)), num_groups=3, window=window)
+@pytest.mark.parametrize(("window", "has_sinks"), [(None, False), (20, True)])
+def test_splits_of_the_triton_decode_combine_to_the_whole(splits: int, window: int | None, has_sinks: bool) -> None:
+    batch = Batch(rows=((1, 1), (1, 110), (0, 0), (1, 17)), num_groups=3, window=window, has_sinks=has_sinks)
     args, expected = as_decode(batch)
-    got = jit(triton_paged_decode, **batch.options, interpret=True, tiles=DecodeTiles(block_k=16, num_splits=splits))(*args)
+    call = jit(triton_paged_decode, **batch.options, interpret=True, tiles=DecodeTiles(block_k=16, num_splits=splits))
+    got = call(*args, **batch.sinks)
     assert_close(batch, got, expected)
 
 
@@ -263,18 +289,20 @@ def test_two_layers_share_one_tile_table() -> None:
 
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, jnp.bfloat16), (80, jnp.float32)])
 def test_triton_kernels_lower_for_cuda_without_a_gpu(head_dim: int, dtype) -> None:
-    batch = Batch(rows=((5, 5), (1, 20), (0, 0)), num_groups=3, head_dim=head_dim, window=9, soft_cap=3.0)
+    batch = Batch(
+        rows=((5, 5), (1, 20), (0, 0)), num_groups=3, head_dim=head_dim, window=9, soft_cap=3.0, has_sinks=head_dim == 64
+    )
     arrays = [jax.ShapeDtypeStruct(x.shape, dtype if x.ndim == 4 else x.dtype) for x in make_arrays(batch).values()]
     q, k, v, table, query_start, kv_length = arrays
     decode_q = jax.ShapeDtypeStruct((batch.padded_rows, *q.shape[1:]), dtype)
 
     def both(q, decode_q, k, v, table, query_start, kv_length):
-        options = batch.options | {"implementation": "triton"}
+        options = batch.options | batch.sinks | {"implementation": "triton"}
         tiles = DecodeTiles(block_k=16, num_splits=2)
         return (
             paged_attention(q, k, v, table, query_start, kv_length, **options),
             paged_decode(decode_q, k, v, table, kv_length, **options),
-            triton_paged_decode(decode_q, k, v, table, kv_length, **batch.options, tiles=tiles),
+            triton_paged_decode(decode_q, k, v, table, kv_length, **batch.options, **batch.sinks, tiles=tiles),
         )
 
     with a_gpu_to_lower_for():
@@ -305,6 +333,12 @@ def test_unknown_implementation_is_refused_by_name() -> None:
     args, _ = as_decode(DECODE["one row"])
     with pytest.raises(ValueError, match="no attention implementation 'cudnn'; there are reference, xla, triton"):
         paged_decode(*args, scale=1.0, implementation="cudnn")
+
+
+def test_an_implementation_without_sinks_refuses_them() -> None:
+    case = {"dtype": jnp.bfloat16, "num_groups": 4, "head_dim": 64}
+    assert not supports("jax_triton", **case, has_sinks=True)
+    assert candidates(platform="gpu", **case, has_sinks=True) == candidates(platform="gpu", **case)
 
 
 def test_a_shape_that_a_kernel_cannot_take_is_refused() -> None:

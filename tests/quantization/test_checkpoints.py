@@ -37,6 +37,7 @@ DYNAMIC = {
     "ignore": ["lm_head"],
 }
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LINEAR += ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 PROMPT = list(range(3, 19))
 
 
@@ -175,6 +176,19 @@ def test_block_scales_are_applied_and_the_weights_are_plain(tmp_path, caplog):
     down = requantized["blocks"][1]["mlp"]["down"]["weight"]
     again = np.asarray(down["values"][...], np.float32) * np.asarray(down["scale"][...])[:, None]
     assert np.abs(again - wanted).max() <= np.abs(wanted).max() / 16
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_block_scales_of_experts_and_of_the_weights_that_latents_are_multiplied_with(tmp_path, size):
+    def widened(name, weight):
+        values, scale = per_block(name, weight).values()
+        wide = np.kron(scale, np.ones((32, 32), np.float32))[: weight.shape[0], : weight.shape[1]]
+        return {name: values.astype(np.float32) * wide}
+
+    stored = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    blocks = write(tmp_path / "blocks", stored, per_block, golden="deepseek_v3")
+    plain = write(tmp_path / "plain", None, widened, golden="deepseek_v3")
+    assert_equal(load(blocks, tensor_parallel_size=size)[1], load(plain, tensor_parallel_size=size)[1])
 
 
 def test_ignored_modules_stay_as_they_are(tmp_path):

@@ -1,0 +1,117 @@
+"""Multi-head latent attention, computed on the latents themselves. Source: arXiv:2405.04434, section 2.1.
+
+A head's key of a token is W_k latent, its value W_v latent. Scores q . (W_k latent) are (q W_k) . latent, and the weighted sum of
+values is W_v times that of latents. So with queries multiplied by W_k all heads have one key and one value per token, the latent,
+and the cache holds nothing else but the rotated part of the key, which is common to all heads anyway.
+"""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+
+from jaxllm.layers.linear import Linear, abstract_param, precision_of
+from jaxllm.layers.norm import Normalization
+from jaxllm.layers.rope import head_order
+from jaxllm.layers.source import Module, Source, Tensor
+from jaxllm.layers.step import Step
+from jaxllm.model_config import ModelConfig
+from jaxllm.model_parts import LatentAttention
+from pallas_kernels.rope_cache_write.xla import apply_rope
+
+
+class MultiHeadLatentAttention(nnx.Module):
+    """Attention of N heads over one vector per token: a latent of R values, then a rotated key of E values.
+
+    Heads are split over devices; latents are computed on each of them. The values of rotated keys and queries are ordered so that
+    value i turns with value i + E/2.
+    """
+
+    def __init__(self, config: ModelConfig, part: LatentAttention, layer: int, prefix: str):
+        D, N, R, dtype = config.hidden_size, part.num_heads, part.latent_dim, config.dtype
+        P, E, V = part.plain_dim, part.rotated_dim, part.value_dim
+        self.layer, self.part = layer, part
+        rotated = head_order(part.rope, E)
+        names = {key: [f"{prefix}{name}" for name in found] for key, found in part.linears.items()}
+        widths = [R + E] if part.query_dim is None else [part.query_dim, R + E]
+        orders = [None] * (len(widths) - 1) + [_behind(R, rotated)]
+        self.latents = Linear(
+            "td,dc->tc",
+            (D, sum(widths)),
+            ("embed", "latent"),
+            dtype,
+            modules=[
+                Module(name, (width,), order) for name, width, order in zip(names["latents"], widths, orders, strict=True)
+            ],
+            bias=part.bias,
+        )
+        self.latent_norm = Normalization(part.latent_norm, R, "latent", dtype, prefix=prefix)
+        self.query_norm = nnx.data(None)
+        inputs, axis = D, "embed"
+        if part.query_norm is not None and part.query_dim is not None:
+            inputs, axis = part.query_dim, "latent"
+            self.query_norm = Normalization(part.query_norm, inputs, axis, dtype, prefix=prefix)
+        self.query = Linear(
+            "td,dnh->tnh",
+            (inputs, N, P + E),
+            (axis, "heads", "head"),
+            dtype,
+            modules=[Module(names["query"][0], (N, P + E), _behind(P, rotated))],
+        )
+        # Not a product of x: a checkpoint's fp8 weights are widened.
+        (key_value,) = names["key_value"]
+
+        def of_heads(start: int, stop: int) -> nnx.Param:
+            view = (N, stop - start, R)
+            tensor = Tensor(f"{key_value}.weight", (N * (P + V), R), view, columns=(start, stop, P + V))
+            return abstract_param(view, ("heads", "head", "latent"), dtype, source=Source((tensor,), 0, (0, 1, 2)))
+
+        self.key, self.value = of_heads(0, P), of_heads(P, P + V)
+        self.out = Linear(
+            "tnv,nvd->td",
+            (N, V, D),
+            ("heads", "head", "embed"),
+            dtype,
+            modules=[Module(name, (D,)) for name in names["out"]],
+            bias=part.bias,
+        )
+
+    def __call__(self, runs: Sequence[Array], step: Step) -> list[Array]:
+        """Of runs of tokens [T, D], one after the other, the output of each; of several devices, this one's part of the sum."""
+        assert step.attend_to_latents is not None, "the step has no attention over latents"
+        part = self.part
+        queries, latents = zip(*(self._projected(x_TD) for x_TD in runs), strict=True)
+        q_TNH, c_TC = jnp.concatenate(queries), jnp.concatenate(latents)
+        angles = step.angles(part.rope, part.rotated_dim)
+        q_TNP, q_TNE = jnp.split(q_TNH, [part.plain_dim], axis=-1)
+        c_TR, c_TE = jnp.split(c_TC, [part.latent_dim], axis=-1)
+        q_TNR = self._product("tnp,npr->tnr", q_TNP, self.key)
+        out_TNR = step.attend_to_latents(
+            self.layer,
+            jnp.concatenate([q_TNR, apply_rope(q_TNE, angles)], axis=-1),
+            jnp.concatenate([self.latent_norm(c_TR), apply_rope(c_TE, angles)], axis=-1),
+            value_dim=part.latent_dim,
+            scale=part.score_scale,
+        )
+        out_TNV = self._product("tnr,nvr->tnv", out_TNR, self.value)
+        ends = np.cumsum([len(x_TD) for x_TD in runs])
+        return [self.out(out_TNV[end - len(x_TD) : end], step.shards) for x_TD, end in zip(runs, ends, strict=True)]
+
+    def _projected(self, x_TD: Array) -> tuple[Array, Array]:
+        """Queries [T, N, P + E], and latents with rotated keys behind them [T, R + E], neither normed nor rotated."""
+        c_TC = self.latents(x_TD)
+        if self.query_norm is None:
+            return self.query(x_TD), c_TC
+        assert self.part.query_dim is not None
+        query_TQ, c_TC = jnp.split(c_TC, [self.part.query_dim], axis=-1)
+        return self.query(self.query_norm(query_TQ)), c_TC
+
+    def _product(self, subscripts: str, x: Array, weight: nnx.Param) -> Array:
+        return jnp.einsum(subscripts, x, weight[...].astype(x.dtype), precision=precision_of(x.dtype))
+
+
+def _behind(start: int, order: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """An order of the values from `start` on; those before stay in place."""
+    return None if order is None else (*range(start), *(start + i for i in order))

@@ -1,0 +1,104 @@
+"""DeepSeek-V2 and V3: attention over latents, experts behind a few dense layers. Sources: arXiv:2405.04434, arXiv:2412.19437."""
+
+from jaxllm.model_config import ModelConfig
+from jaxllm.model_parts import MLP, LatentAttention, MoE, Norm, Rope, Routing
+from jaxllm.models.config_reader import ConfigReader, yarn_magnitude
+from jaxllm.models.deepseek_routing import sigmoid_moe
+
+DEFAULTS = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "routed_scaling_factor": 1.0,
+}
+DEFAULTS_V2 = {
+    **DEFAULTS,
+    "max_position_embeddings": 2048,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 1407,
+    "first_k_dense_replace": 0,
+    "topk_method": "greedy",
+}
+DEFAULTS_V3 = {
+    **DEFAULTS,
+    "max_position_embeddings": 4096,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "moe_intermediate_size": 2048,
+    "first_k_dense_replace": 3,
+}
+LATENT_EPS = 1e-6
+"""Of the norms of latents, whatever rms_norm_eps is."""
+
+
+def read_v2(c: ConfigReader) -> ModelConfig:
+    c = c.with_defaults(**DEFAULTS_V2)
+    c.refuse_unless("topk_method", "greedy", "group_limited_greedy")
+    c.refuse_unless("scoring_func", "softmax")
+    by_group = c.raw["topk_method"] == "group_limited_greedy"
+    num_experts, num_groups = c.integer("n_routed_experts"), c.integer("n_group") if by_group else 1
+    if num_experts % num_groups:
+        c.faults.append(f"n_group is {num_groups}, must divide the {num_experts} experts")
+    routing = Routing(
+        num_experts,
+        c.integer("num_experts_per_tok"),
+        renormalize=c.boolean("norm_topk_prob"),
+        scale=c.number("routed_scaling_factor"),
+        num_groups=num_groups,
+        top_groups=c.integer("topk_group") if by_group else 1,
+    )
+    width, bias = c.integer("moe_intermediate_size"), c.boolean("mlp_bias")
+    shared = MLP(width * c.integer("n_shared_experts"), c.activation(), bias=bias, name="mlp.shared_experts")
+    return _decoder(c, c.mlp(bias=bias), c.moe(routing, width, shared=shared), interleaved=True)
+
+
+def read_v3(c: ConfigReader) -> ModelConfig:
+    c = c.with_defaults(**DEFAULTS_V3)
+    c.refuse_unless("topk_method", "noaux_tc")
+    c.refuse_unless("scoring_func", "sigmoid")
+    return _decoder(c, c.mlp(), sigmoid_moe(c), interleaved=c.boolean("rope_interleave", True))
+
+
+def _decoder(c: ConfigReader, mlp: MLP, moe: MoE, *, interleaved: bool) -> ModelConfig:
+    c.refuse_unless("moe_layer_freq", 1)
+    rope, max_position = c.positions(interleaved=interleaved)
+    attention = _attention(c, rope)
+    dense, sparse = c.pre_norm_layer(attention, mlp), c.pre_norm_layer(attention, moe)
+    num_dense = c.raw["first_k_dense_replace"]
+    return c.decoder([dense if i < num_dense else sparse for i in range(c.num_layers)], max_position)
+
+
+def _attention(c: ConfigReader, rope: Rope) -> LatentAttention:
+    plain, rotated = c.integer("qk_nope_head_dim"), c.integer("qk_rope_head_dim")
+    if rotated % 2:
+        c.faults.append(f"qk_rope_head_dim is {rotated}, must be even")
+    query_dim = None if c.raw["q_lora_rank"] is None else c.integer("q_lora_rank")
+    return LatentAttention(
+        num_heads=c.integer("num_attention_heads"),
+        latent_dim=c.integer("kv_lora_rank"),
+        plain_dim=plain,
+        rotated_dim=rotated,
+        value_dim=c.integer("v_head_dim"),
+        rope=rope,
+        score_scale=(plain + rotated) ** -0.5 * _magnitude(c, rope) ** 2,
+        latent_norm=Norm("self_attn.kv_a_layernorm", LATENT_EPS),
+        query_norm=None if query_dim is None else Norm("self_attn.q_a_layernorm", LATENT_EPS),
+        query_dim=query_dim,
+        bias=c.boolean("attention_bias"),
+    )
+
+
+def _magnitude(c: ConfigReader, rope: Rope) -> float:
+    """Yarn's factor of all values of queries and keys, of which cosine and sine have what mscale adds to it."""
+    given = c.within("rope_scaling" if c.raw.get("rope_scaling") else "rope_parameters")
+    if rope.kind == "default" or not given.raw.get("mscale_all_dim"):
+        return 1.0
+    return yarn_magnitude(rope.factor, given.number("mscale_all_dim"))

@@ -1,0 +1,171 @@
+"""Latent attention, decode and ragged, by every implementation that takes the case, against the float32 reference."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.checking.case import Case
+from pallas_kernels.checking.mla_attention import TOLERANCE, Batch, call, make_arrays, worst_error
+from pallas_kernels.mla_attention import IMPLEMENTATIONS, PLAIN, supports, triton_decode, triton_prefill
+
+FP8 = "float8_e4m3fn"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a model's latent attention on one device."""
+
+    num_heads: int
+    width: int = 576
+    value_dim: int = 512
+
+    def batch(self, name: str, **fields: Any) -> Batch:
+        """Rows of this model; the scale is that of its heads' 192 values."""
+        fields = {"scale": 192**-0.5, **fields}
+        return Batch(f"{name} n{self.num_heads}", num_kv_heads=1, num_groups=self.num_heads, head_dim=self.width, **fields)
+
+
+LITE, V3 = Sizes(16), Sizes(128)
+TOY = Sizes(4, width=48, value_dim=32)
+
+
+def speed_cases(tiny: bool, tune: bool) -> list[Case]:
+    """The shapes of DeepSeek-V2-Lite, which are those of V3 on eight devices, and of V3 on one."""
+    if tiny:
+        batches = [
+            (TOY, TOY.batch("decode tiny", decodes=(70, 33), dtype="float32")),
+            (TOY, TOY.batch("mixed tiny", decodes=(9,), prompts=((21, 5),), padding=3, dtype="float32")),
+        ]
+    else:
+        batches = [
+            *(
+                (LITE, LITE.batch(f"decode {r}x{n}", decodes=(n,) * r))
+                for r, n in ((64, 4096), (1, 4096), (8, 4096), (256, 1152))
+            ),
+            (V3, V3.batch("decode 64x4096", decodes=(4096,) * 64)),
+            (LITE, LITE.batch("prefill 8x1024", prompts=((1024, 0),) * 8)),
+            (LITE, LITE.batch("prefill 1x8192", prompts=((8192, 0),))),
+            (V3, V3.batch("prefill 2x1024", prompts=((1024, 0),) * 2)),
+            (LITE, LITE.batch("mixed 128 decodes of 600 + 2x256", decodes=(600,) * 128, prompts=((256, 0),) * 2)),
+        ]
+    return [_case(sizes, batch, tune=tune) for sizes, batch in batches]
+
+
+def check_cases(tiny: bool) -> list[Case]:
+    """Edges: lengths around a page, long contexts, many rows, numbers of heads, types, page sizes."""
+    edges = (1, 15, 16, 17, 0, 33)
+    mixed = ((16, 0), (17, 0), (2, 15), (130, 0), (33, 200), (64, 64))
+    ragged: dict[str, Any] = {"decodes": (300, 1, 77), "prompts": ((130, 40), (7, 0))}
+    rows_of: dict[str, dict[str, Any]] = {" decode": {"decodes": (300, 17, 1)}, "": ragged}
+    if tiny:
+        found = [
+            (TOY, TOY.batch("edges", decodes=edges)),
+            (TOY, TOY.batch("mixed", decodes=edges, prompts=((5, 0), (17, 16)), padding=3)),
+        ]
+    else:
+        found = [
+            (
+                LITE,
+                LITE.batch("prompts that begin anywhere", prompts=((4, 0), (130, 0), (3, 0), (61, 5), (700, 300)), padding=5),
+            ),
+            (LITE, LITE.batch("edges", decodes=(*edges, 127, 128, 129, 4095, 4096, 4097))),
+            (LITE, LITE.batch("mixed edges", decodes=edges, prompts=mixed, padding=13)),
+            (LITE, LITE.batch("contexts 32 k and 128 k", decodes=(32768, 131072, 1, 5000))),
+            (LITE, LITE.batch("chunk at 32 k", prompts=((200, 32568),))),
+            (LITE, LITE.batch("512 rows", decodes=tuple(1 + (i * 37) % 700 for i in range(512)))),
+            (LITE, LITE.batch("one row", decodes=(777,))),
+            (LITE, LITE.batch("padding only", decodes=(0, 0, 0))),
+            *(
+                (Sizes(heads), Sizes(heads).batch(kind.strip() or "ragged", **rows))
+                for heads in (1, 8, 12, 32, 64, 128)
+                for kind, rows in rows_of.items()
+            ),
+            *(
+                (LITE, LITE.batch(f"{dtype} page {page}{kind}", **rows, dtype=dtype, page_size=page))
+                for dtype, page in (("float32", 16), ("float16", 64), ("bfloat16", 8), ("bfloat16", 128))
+                for kind, rows in rows_of.items()
+            ),
+            *((LITE, LITE.batch(f"fp8 cache{kind}", **rows, cache_dtype=FP8)) for kind, rows in rows_of.items()),
+        ]
+    return [_case(sizes, replace(batch, poison=True)) for sizes, batch in found]
+
+
+def _case(sizes: Sizes, batch: Batch, *, tune: bool = False) -> Case:
+    pairs = batch.flops() / (4 * sizes.width)  # of all heads
+    return Case(
+        batch.name,
+        functools.partial(make_arrays, batch),
+        _variants(sizes, batch, tune),
+        functools.partial(worst_error, batch),
+        TOLERANCE[batch.dtype],
+        batch.bytes() / 2,
+        pairs * 2 * (sizes.width + sizes.value_dim),
+        _feed,
+    )
+
+
+def _feed(carry: Any, result: Any) -> Any:
+    """Results are as wide as values, queries as keys."""
+    return jnp.concatenate([result, carry[..., result.shape[-1] :]], axis=-1)
+
+
+def _variants(sizes: Sizes, batch: Batch, tune: bool) -> dict[str, Callable[..., jax.Array]]:
+    """Every kernel that takes the case, as the engine calls it, and with `tune` other tile sizes of the Triton kernels."""
+    interpret = jax.default_backend() != "gpu"
+    case: dict[str, Any] = {"dtype": jnp.dtype(batch.dtype), "cache_dtype": jnp.dtype(batch.cache_dtype or batch.dtype)}
+    case |= {"num_heads": sizes.num_heads, "width": sizes.width, "value_dim": sizes.value_dim}
+    case |= {"page_size": batch.page_size, "interpret": interpret}
+    found = {
+        name: call(batch, sizes.value_dim, implementation=name, interpret=interpret)
+        for name in IMPLEMENTATIONS
+        if name not in PLAIN and supports(name, **case)
+    }
+    for tiles in _tiles(sizes, batch) if tune else []:
+        label = "triton " + " ".join(f"{key}={value}" for key, value in asdict(tiles).items())
+        found[label] = functools.partial(_by_tiles, sizes, batch, tiles)
+    return found
+
+
+def _by_tiles(sizes: Sizes, batch: Batch, tiles: Any, q: Any, pages: Any, table: Any, start: Any, length: Any) -> jax.Array:
+    interpret = jax.default_backend() != "gpu"
+    options: dict[str, Any] = {"value_dim": sizes.value_dim, "scale": batch.options["scale"], "interpret": interpret}
+    if batch.prompts:
+        return triton_prefill.latent_attention(q, pages, table, start, length, **options, tiles=tiles)
+    return triton_decode.latent_decode(q, pages, table, length, **options, tiles=tiles)
+
+
+def _tiles(sizes: Sizes, batch: Batch) -> list[Any]:
+    """Other sizes of the decode kernel, or of that for prompts."""
+    if batch.prompts:
+        return [
+            triton_prefill.PrefillTiles(block_m, block_k, num_warps, num_stages)
+            for block_m, block_k, num_warps, num_stages in (
+                *(
+                    (64, 32, 8, 1),
+                    (64, 32, 8, 3),
+                    (64, 64, 8, 2),
+                    (64, 64, 8, 1),
+                    (64, 16, 8, 3),
+                    (64, 32, 4, 2),
+                    (32, 32, 4, 2),
+                ),
+                *((32, 64, 4, 2), (128, 32, 8, 1), (128, 32, 16, 2), (128, 64, 16, 1), (128, 16, 8, 2)),
+            )
+        ]
+    slots = batch.width * batch.page_size
+    base = triton_decode.pick_tiles(
+        len(batch.decodes), sizes.num_heads, sizes.value_dim, jnp.dtype(batch.dtype).itemsize, slots
+    )
+    splits = sorted({max(1, base.num_splits // 2), base.num_splits, base.num_splits * 2})
+    return [
+        replace(base, block_k=block_k, num_warps=num_warps, num_stages=num_stages, num_splits=num_splits)
+        for block_k, num_warps, num_stages in (
+            *((16, 4, 5), (16, 4, 7), (32, 4, 3), (32, 4, 4), (32, 4, 5), (32, 4, 6), (32, 8, 4), (32, 8, 5)),
+            *((64, 4, 3), (64, 8, 3), (64, 8, 4), (64, 8, 5)),
+        )
+        for num_splits in splits
+    ]
