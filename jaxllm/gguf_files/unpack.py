@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jaxllm import __version__
@@ -24,7 +25,7 @@ def unpack(file: Path) -> Path:
     parts = _parts(file.resolve())
     state = "\0".join([__version__, *(f"{part} {part.stat().st_size} {part.stat().st_mtime_ns}" for part in parts)])
     directory = cache_dir() / "gguf" / hashlib.sha256(state.encode()).hexdigest()[:16]
-    if directory.is_dir():
+    if (directory / "tokenizer.json").is_file():
         return directory
     opened = GgufFile(parts)
     texts = {"config.json": json.dumps(config_json(opened), indent=2)}
@@ -33,6 +34,15 @@ def unpack(file: Path) -> Path:
         texts["tokenizer_config.json"] = json.dumps(config, indent=2)
     except ModelLoadError as error:
         logger.warning("%s", error)
+    try:
+        _write(directory, texts, parts)
+    except OSError as error:
+        if not directory.is_dir():  # nor did another process make it meanwhile
+            raise ModelLoadError(f"{file} cannot be unpacked: {error}; set $JAXLLM_CACHE_DIR to where you may write") from error
+    return directory
+
+
+def _write(directory: Path, texts: Mapping[str, str], parts: Sequence[Path]) -> None:
     directory.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(dir=directory.parent))
     try:
@@ -41,11 +51,8 @@ def unpack(file: Path) -> Path:
         for part in parts:
             (made / part.name).symlink_to(part)
         made.rename(directory)
-    except OSError:
-        shutil.rmtree(made, ignore_errors=True)
-        if not directory.is_dir():  # nor did another process make it meanwhile
-            raise
-    return directory
+    finally:
+        shutil.rmtree(made, ignore_errors=True)  # which is not there any more unless it failed
 
 
 def _parts(file: Path) -> list[Path]:

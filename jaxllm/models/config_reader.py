@@ -200,7 +200,7 @@ class ConfigReader:
             "norm": fields.get("norm") or self.rms_norm("model.norm"),
             "tie_word_embeddings": self.boolean("tie_word_embeddings"),
             "bos_token_id": bos if isinstance(bos, int) else None,
-            "num_spare_layers": self.raw.get("num_nextn_predict_layers") or 0,
+            "num_spare_layers": self.count("num_nextn_predict_layers", 0),
         }
         return ModelConfig(self.architecture, layers=tuple(layers), max_position=max_position, **{**values, **fields})
 

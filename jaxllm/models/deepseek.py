@@ -72,7 +72,7 @@ def _decoder(c: ConfigReader, mlp: MLP, moe: MoE, *, interleaved: bool) -> Model
     rope, max_position = c.positions(interleaved=interleaved)
     attention = _attention(c, rope)
     dense, sparse = c.pre_norm_layer(attention, mlp), c.pre_norm_layer(attention, moe)
-    num_dense = c.raw["first_k_dense_replace"]
+    num_dense = c.count("first_k_dense_replace")
     return c.decoder([dense if i < num_dense else sparse for i in range(c.num_layers)], max_position)
 
 
@@ -80,7 +80,7 @@ def _attention(c: ConfigReader, rope: Rope) -> LatentAttention:
     plain, rotated = c.integer("qk_nope_head_dim"), c.integer("qk_rope_head_dim")
     if rotated % 2:
         c.faults.append(f"qk_rope_head_dim is {rotated}, must be even")
-    query_dim = None if c.raw["q_lora_rank"] is None else c.integer("q_lora_rank")
+    query_dim = c.integer_or_none("q_lora_rank")
     return LatentAttention(
         num_heads=c.integer("num_attention_heads"),
         latent_dim=c.integer("kv_lora_rank"),

@@ -156,7 +156,7 @@ def load(directory, size=1, **options):
 
 def described(config):
     known = config.described()
-    return {name: value for name, value in known.items() if name not in ("digest", "bos_token_id", "eos_token_ids")}
+    return {name: value for name, value in known.items() if name not in ("bos_token_id", "eos_token_ids")}
 
 
 @pytest.mark.parametrize("architecture", MODELS)
@@ -269,7 +269,7 @@ def test_tokenizers_of_sentencepiece(tmp_path, monkeypatch):
         assert tokenizer.decode(found) == expected.decode(found)
 
 
-def test_files_that_cannot_be_loaded_are_named(tmp_path, monkeypatch, capfd):
+def test_files_that_cannot_be_loaded_are_named(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("JAXLLM_CACHE_DIR", str(tmp_path / "cache"))
     file = tmp_path / "model.gguf"
     raw = {name: value for name, value in WIDE.items() if name in CALLED}
@@ -282,6 +282,12 @@ def test_files_that_cannot_be_loaded_are_named(tmp_path, monkeypatch, capfd):
     file.write_bytes(b"GGUF no")
     told("is not a GGUF file, truncated or corrupt")
     write(file, "llama", raw, {"model.norm.weight": np.ones(256, np.float32)})
+    for _ in range(2):  # without a tokenizer, which another may be given for
+        assert not (resolve_model(str(file)) / "tokenizer.json").exists()
+        assert caplog.records.pop().message.endswith("supported: gpt2 and llama; pass --tokenizer")
+    with monkeypatch.context() as patch:
+        patch.setenv("JAXLLM_CACHE_DIR", str(file))
+        told("cannot be unpacked: .*set .JAXLLM_CACHE_DIR")
     whole = file.read_bytes()
     file.write_bytes(whole[:-40])
     told("truncated or corrupt")

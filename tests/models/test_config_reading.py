@@ -40,8 +40,10 @@ def test_numbers_of_a_variant(tmp_path, name):
 
 def longest(config):
     rope = getattr(config, "rope_parameters", None) or {}
-    scaled = rope.get("rope_type") in ("linear", "dynamic")
-    return int(config.max_position_embeddings * (rope["factor"] if scaled else 1))
+    kind, most = rope.get("rope_type"), config.max_position_embeddings
+    if kind == "yarn":
+        return max(most, int(rope["original_max_position_embeddings"] * rope["factor"]))
+    return int(most * rope["factor"]) if kind in ("linear", "dynamic") else most
 
 
 @pytest.mark.parametrize("name", VARIANTS)
