@@ -5,6 +5,7 @@ tests/models/test_families.py compares the family with transformers.
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import ml_dtypes
@@ -12,6 +13,9 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, SamplingParams
+from jaxllm.config import EngineConfig
+from jaxllm.engine import kernel_check
+from jaxllm.engine.prepare import Prepared
 from jaxllm.errors import ModelLoadError
 from jaxllm.layers.build import build_model, weight_bytes
 from jaxllm.loaders import safetensors
@@ -19,6 +23,7 @@ from jaxllm.loaders.load import load_weights
 from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.mesh import make_mesh
 from jaxllm.quantization.mxfp4 import widen
+from jaxllm.start_times import StartTimes
 from tests.helpers import goldens
 
 D, F, E, LAYERS = 64, 96, 4, 2
@@ -160,6 +165,8 @@ def test_an_engine_gives_the_tokens_of_attention_without_a_cache(folders: dict[s
     answers = llm.generate(
         [{"prompt_token_ids": prompt} for prompt in PROMPTS], SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
     )
+    core: Any = llm.llm_engine.core
+    assert (core.stats().num_preemptions > 0) == ("num_gpu_blocks_override" in options)
     again = llm.generate([{"prompt_token_ids": PROMPTS[0]}], SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
     llm.shutdown()
     assert again[0].outputs[0].token_ids == answers[0].outputs[0].token_ids
@@ -169,6 +176,15 @@ def test_an_engine_gives_the_tokens_of_attention_without_a_cache(folders: dict[s
         chosen = np.take_along_axis(logits_TV, np.array(tokens)[:, None], axis=1)[:, 0]
         np.testing.assert_allclose(chosen, logits_TV.max(axis=1), atol=1e-4)
         assert len(set(tokens)) > 8
+
+
+def test_kernels_are_checked_with_sinks_and_biases(folders: dict[str, Path]) -> None:
+    config = EngineConfig.from_options(model=str(folders["mxfp4"]), skip_tokenizer_init=True, max_model_len=96)
+    prepared = Prepared.of(config, folders["mxfp4"], (), StartTimes())
+    shapes = kernel_check.shapes_of(prepared.config, prepared.model_config, prepared.plan)
+    [attention], [experts] = shapes["paged_attention"], shapes["grouped_matmul"]
+    assert [(layer.window, layer.has_sinks) for layer in attention.layers] == [(8, True), (None, True)]
+    assert experts.has_biases and experts.activation == "swiglu_clamped"
 
 
 def test_what_mxfp4_cannot_be_is_refused(folders: dict[str, Path]) -> None:
