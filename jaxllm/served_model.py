@@ -17,8 +17,8 @@ class ServedModel:
     generates: bool = True
     """Whether it has a head and generates text; otherwise it makes vectors only."""
     pooling: PoolingConfig = field(default_factory=PoolingConfig)
-    digest: str = ""
-    """Of everything that config.json says of it."""
+    digest: str = field(default="", compare=False)
+    """Of all fields, those that fronts are not sent too."""
 
     def as_served(self) -> "ServedModel":
         """Without what fronts do not need."""
