@@ -222,7 +222,7 @@ VARIANTS: dict[str, PreTrainedConfig] = {
         **SIZES, moe_num_experts=8, moe_k=3, moe_num_shared_experts=2, moe_intermediate_size=32, moe_layer_start_index=1
     ),
     "gpt_oss": GptOssConfig(
-        **{**WIDE, "intermediate_size": 32, "max_position_embeddings": 4096},
+        **{**WIDE, "intermediate_size": 32, "max_position_embeddings": 131072},
         sliding_window=16,
         num_local_experts=6,
         num_experts_per_tok=2,
