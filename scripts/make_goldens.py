@@ -222,10 +222,17 @@ VARIANTS: dict[str, PreTrainedConfig] = {
         **SIZES, moe_num_experts=8, moe_k=3, moe_num_shared_experts=2, moe_intermediate_size=32, moe_layer_start_index=1
     ),
     "gpt_oss": GptOssConfig(
-        **{**WIDE, "intermediate_size": 32, "max_position_embeddings": 4096},
+        **{**WIDE, "intermediate_size": 32},
         sliding_window=16,
-        num_local_experts=6,
+        num_local_experts=5,
         num_experts_per_tok=2,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "truncate": False,
+        },
     ),
     "phimoe": PhimoeConfig(
         **SIZES, num_local_experts=5, attention_bias=True, lm_head_bias=True, sliding_window=None, router_jitter_noise=0.2

@@ -73,9 +73,10 @@ def paged_decode(
     soft_cap: float | None = None,
     interpret: bool = False,
     tiles: triton_decode.DecodeTiles | None = None,
+    **others: None,
 ) -> jax.Array:
-    """Compiled for the GPU only: there is no interpreter inside JAX."""
-    assert not interpret, "the dispatcher refuses to interpret this implementation"
+    """Compiled for the GPU only: there is no interpreter inside JAX. others: the dispatcher's options that must be absent."""
+    assert not interpret and not any(other is not None for other in others.values()), "the dispatcher refuses these"
     kernels, call = _kernels()
     num_rows, num_kv_heads, num_groups, head_dim = q_RKGH.shape
     num_slots = page_table_RB.shape[1] * k_pages_PKSH.shape[2]
@@ -135,9 +136,10 @@ def paged_attention(
     soft_cap: float | None = None,
     interpret: bool = False,
     tiles: triton_prefill.PrefillTiles | None = None,
+    **others: None,
 ) -> jax.Array:
     """Every row goes through the prefill kernel, in which a row of one token takes a whole tile."""
-    assert not interpret, "the dispatcher refuses to interpret this implementation"
+    assert not interpret and not any(other is not None for other in others.values()), "the dispatcher refuses these"
     kernels, call = _kernels()
     num_tokens, num_kv_heads, num_groups, head_dim = q_TKGH.shape
     if tiles is None:

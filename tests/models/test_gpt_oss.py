@@ -132,7 +132,9 @@ def test_whole_experts_of_a_device_in_four_bits(folders: dict[str, Path]) -> Non
     for form in ("bfloat16", "mxfp4"):
         config = load_model_config(folders[form], expert_parallel=True).for_tensor_parallel(2)
         states.append(load_weights(config, build_model(config), folders[form], load_format="auto", mesh=make_mesh(2)))
-    jax.tree.map(np.testing.assert_array_equal, *(jax.tree.leaves(state) for state in states))
+    for expected, got in zip(*map(jax.tree.leaves, states), strict=True):
+        assert got.sharding == expected.sharding
+        np.testing.assert_array_equal(got, expected)
 
 
 def test_scales_are_exact_at_both_ends() -> None:

@@ -1,6 +1,8 @@
 """Every attention implementation against a float64 NumPy oracle, through the same ragged cases."""
 
 import functools
+import importlib
+import inspect
 import math
 from dataclasses import dataclass
 
@@ -333,6 +335,15 @@ def test_unknown_implementation_is_refused_by_name() -> None:
     args, _ = as_decode(DECODE["one row"])
     with pytest.raises(ValueError, match="no attention implementation 'cudnn'; there are reference, xla, triton"):
         paged_decode(*args, scale=1.0, implementation="cudnn")
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_every_implementation_has_the_options_of_the_dispatcher(name: str) -> None:
+    module = importlib.import_module(IMPLEMENTATIONS[name])
+    for function, array_count in ((paged_attention, 6), (paged_decode, 5)):
+        options = {key: None for key in inspect.signature(function).parameters if key != "implementation"}
+        arrays = list(options)[:array_count]
+        inspect.signature(getattr(module, function.__name__)).bind(*arrays, **{k: None for k in options if k not in arrays})
 
 
 def test_an_implementation_without_sinks_refuses_them() -> None:
