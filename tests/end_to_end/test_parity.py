@@ -11,15 +11,15 @@ from tests.helpers.parity import NUM_TOKENS, check
 
 # These differ from llama_gqa and llama_rope_dynamic in a table of frequencies alone, which tests/models and tests/layers compare.
 VARIANTS = [name for name in goldens.NAMES if name not in ("llama_rope_linear", "llama_rope_llama3", "llama_rope_yarn")]
-SMALL_POOL = {"mistral_window": 6}
+SMALL_POOL = {"mistral_window": 6, "cohere2": 30, "gemma3": 30}
 """Number of blocks; by default 12, of which 11 are usable, while four requests of up to 104 tokens need 7 each. Requests that hold
-only a window of 16 tokens need 2 or 3."""
+only a window of 16 tokens need 2 or 3; models with several groups of layers need blocks for each."""
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def variant(request):
     """Name of a golden, and an engine over it that all checks share."""
-    core = engines.make_core(request.param, num_gpu_blocks_override=100)  # enough to keep all that the prompts here compute
+    core = engines.make_core(request.param, num_gpu_blocks_override=300)  # enough to keep all that the prompts here compute
     yield request.param, core
     core.shutdown()
 
