@@ -14,6 +14,7 @@ from jaxllm.layers.attend import Projection
 from jaxllm.layers.build import build_model
 from jaxllm.layers.dense_attention import dense_attend, dense_step
 from jaxllm.layers.linear import precision_of
+from jaxllm.layers.step import Step
 from jaxllm.model_config import ModelConfig
 
 PROMPT_BUCKETS = (128, 512, 1024)
@@ -104,7 +105,7 @@ def _generate(
             values.append(jnp.pad(v_TKH, room))
             return causal(layer, projection, **options)
 
-        hidden_TD = model(token_ids_T, positions_T, attend)
+        hidden_TD = model(Step(token_ids_T, positions_T, attend))
         return jnp.argmax(model.logits(hidden_TD[length - 1][None])[0]), keys, values
 
     def decode(token: Array, position: Array, keys: list[Array], values: list[Array]) -> tuple[Array, list[Array], list[Array]]:
@@ -122,7 +123,7 @@ def _generate(
             weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1).astype(v_TKH.dtype)
             return jnp.einsum("kgts,skh->tkgh", weights, values[layer], precision=precision)
 
-        hidden_TD = model(token[None], position[None], attend)
+        hidden_TD = model(Step(token[None], position[None], attend))
         return jnp.argmax(model.logits(hidden_TD)[0]), keys, values
 
     def step(carry: tuple) -> tuple:

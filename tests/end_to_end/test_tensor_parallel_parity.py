@@ -49,7 +49,7 @@ def test_requests_of_every_kind_have_the_answers_of_one_device(one_device: Any) 
     expected, vectors = one_device
     with engine(8) as llm:
         core: Any = llm.llm_engine.core
-        assert core.model_config.kv_head_replicas == 4
+        assert core.model_config.layers[0].attention.kv_head_replicas == 4
         assert traffic.differing(traffic.answers(llm, SIZE), expected) == []
         before = core.stats()
         assert before.num_preemptions > 0
