@@ -199,6 +199,8 @@ def memory_plan(
             cache_bytes = min(int(limit * _CPU_CACHE_FRACTION), limit - weight_bytes - work_bytes)
         else:
             cache_bytes = limit - weight_bytes - work_bytes - _other_bytes(tensor_parallel)
+            if config.compile.warmup != "all":
+                cache_bytes -= tuning_bytes(config, model)
         # The cache is indexed by 32-bit slots.
         num_blocks = min(max(0, cache_bytes // block_bytes), useful, (2**31 - 1) // block_size)
         for array in cache.arrays:
@@ -242,6 +244,17 @@ def estimate_work_bytes(config: EngineConfig, model: ModelConfig) -> int:
     per_token = widest // size + 6 * model.hidden_size
     sampling = 6 * 4 * scheduler.max_num_seqs * model.vocab_size
     return int(1.25 * (scheduler.max_num_batched_tokens * per_token * itemsize + sampling)) + (64 << 20)
+
+
+def tuning_bytes(config: EngineConfig, model: ModelConfig) -> int:
+    """What XLA allocates to time the largest product, that of the vocabulary, when a program is compiled beside a full cache.
+
+    Without it a small program falls back to slow products and a large one fails to compile.
+    """
+    assert config.scheduler.max_num_seqs is not None
+    rows, itemsize = config.scheduler.max_num_seqs + 1, jnp.dtype(model.dtype).itemsize
+    values = model.padded_vocab_size // config.parallel.tensor_parallel_size
+    return int(1.1 * values * (model.hidden_size * itemsize + rows * 4))
 
 
 def device_limit(num_devices: int = 1, devices: Sequence[jax.Device] | None = None) -> tuple[str, int]:

@@ -44,6 +44,20 @@ def test_the_cache_is_planned_for_that_device(monkeypatch):
     assert memory_plan(config, model, weight_bytes=100 << 20, work_bytes=100 << 20).num_blocks > 0
 
 
+def test_a_gpu_whose_programs_may_be_compiled_later_keeps_room_to_time_the_largest_product(monkeypatch):
+    monkeypatch.setattr(memory.jax, "default_backend", lambda: "gpu")
+    model = load_model_config(goldens.FOLDER / "llama_gqa")
+    room = memory.tuning_bytes(EngineConfig.from_options(**engines.SMALL), model)
+    assert room >= model.padded_vocab_size * model.hidden_size * 4
+    blocks = {}
+    for warmup in ("all", "lazy"):
+        config = EngineConfig.from_options(**engines.SMALL, warmup=warmup)
+        device = Device(0, (11 << 20) + memory._other_bytes(1) + 12 * 4096)  # room for twelve blocks
+        monkeypatch.setattr(memory.jax, "local_devices", lambda device=device: [device])
+        blocks[warmup] = memory_plan(config, model, weight_bytes=1 << 20, work_bytes=10 << 20).num_blocks
+    assert blocks == {"all": 12, "lazy": 12 - -(-room // 4096)}
+
+
 def test_on_a_cpu_the_cache_takes_a_quarter_of_the_memory_and_no_more_than_weights_leave(monkeypatch):
     monkeypatch.setattr(memory, "_machine_bytes", lambda: 2 << 20)
     config = EngineConfig.from_options(**{**engines.SMALL, "max_num_seqs": 64}, tensor_parallel_size=2)
