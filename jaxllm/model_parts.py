@@ -69,6 +69,8 @@ class Attention:
     """The norms of each query head and each key head, before the rotation; of equal epsilon."""
     whole_norms: tuple[Norm, Norm] | None = None
     """The same over all heads together."""
+    own_norms: tuple[Norm, Norm] | None = None
+    """The same of each head, with a weight of its own: [heads, head_dim]."""
     score_scale: float | None = None
     """Factor of the attention scores; None: 1 / sqrt(head_dim)."""
     soft_cap: float | None = None

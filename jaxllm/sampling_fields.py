@@ -1,4 +1,4 @@
-"""What the annotations of SamplingParams say of its fields, for all interfaces that take them, and the checks of plain values.
+"""What the annotations of SamplingParams say of its fields, for all interfaces that take them, and the checks of values.
 
 A field with a help text (the first text of its annotation) is an option of the command line; one with `InRequests` may be
 set by clients, over HTTP and gRPC.
@@ -119,6 +119,34 @@ def checked_float(
         must_be = _range_text(low, high, low_open) if low is not None else ""
         raise wrong(name, number, f"finite{' and ' * bool(must_be)}{must_be}" if high is None else must_be, param)
     return number
+
+
+def _items(name: str, values: Any, of: str) -> list[Any]:
+    if values is None:
+        return []
+    if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__iter__"):
+        raise wrong(name, values, f"a list of {of}")
+    return list(values)
+
+
+def checked_token_ids(name: str, values: Any) -> list[int]:
+    """The values as a list of integers, empty for None. Raises InvalidRequestError."""
+    ids = _items(name, values, "token ids")
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, numbers.Integral):
+            raise InvalidRequestError(f"{name} holds {token!r}, must hold integers only", name)
+    return [int(token) for token in ids]
+
+
+def checked_strings(name: str, values: Any) -> list[str]:
+    """The values as a list of texts that are not empty, itself empty for None. Raises InvalidRequestError."""
+    strings = _items(name, values, "strings")
+    for text in strings:
+        if not isinstance(text, str):
+            raise InvalidRequestError(f"{name} holds {text!r}, must hold strings only", name)
+        if not text:
+            raise InvalidRequestError(f"{name} holds an empty string, must hold strings of at least 1 character", name)
+    return strings
 
 
 def _range_text(low: float | None, high: float | None, low_open: bool = False) -> str:

@@ -10,7 +10,17 @@ from typing import Annotated, Any
 
 from jaxllm.errors import InvalidRequestError
 from jaxllm.log import warn_once
-from jaxllm.sampling_fields import InRequests, Range, check_plain, checked_float, checked_int, read_fields, wrong
+from jaxllm.sampling_fields import (
+    InRequests,
+    Range,
+    check_plain,
+    checked_float,
+    checked_int,
+    checked_strings,
+    checked_token_ids,
+    read_fields,
+    wrong,
+)
 from jaxllm.structured_outputs import StructuredOutputsParams
 
 MAX_N = 16384
@@ -175,16 +185,16 @@ class SamplingParams:
             self.skip_reading_prefix_cache = self.prompt_logprobs is not None
 
     def _check_tokens(self) -> None:
-        self.stop = _strings("stop", [self.stop] if isinstance(self.stop, str) else self.stop)
-        self.bad_words = _strings("bad_words", self.bad_words)
-        self.stop_token_ids = list(dict.fromkeys(_token_ids("stop_token_ids", self.stop_token_ids)))
+        self.stop = checked_strings("stop", [self.stop] if isinstance(self.stop, str) else self.stop)
+        self.bad_words = checked_strings("bad_words", self.bad_words)
+        self.stop_token_ids = list(dict.fromkeys(checked_token_ids("stop_token_ids", self.stop_token_ids)))
         for name in ("allowed_token_ids", "logprob_token_ids"):
             if getattr(self, name) is not None:
-                setattr(self, name, _token_ids(name, getattr(self, name)))
+                setattr(self, name, checked_token_ids(name, getattr(self, name)))
                 if not getattr(self, name):
                     raise InvalidRequestError(f"{name} is empty; name at least one token id or leave it out", name)
         if self.bad_words_token_ids is not None:
-            self.bad_words_token_ids = [_token_ids("bad_words_token_ids", ids) for ids in self.bad_words_token_ids]
+            self.bad_words_token_ids = [checked_token_ids("bad_words_token_ids", ids) for ids in self.bad_words_token_ids]
             if not all(self.bad_words_token_ids):
                 raise InvalidRequestError("bad_words_token_ids holds an empty sequence", "bad_words_token_ids")
         self.logit_bias = _logit_bias(self.logit_bias)
@@ -371,7 +381,7 @@ class BeamSearchParams:
         check_plain(self, _BEAM_FIELDS)
         self.logprobs = _logprob_count("logprobs", self.logprobs)
         if self.allowed_token_ids is not None:
-            self.allowed_token_ids = _token_ids("allowed_token_ids", self.allowed_token_ids)
+            self.allowed_token_ids = checked_token_ids("allowed_token_ids", self.allowed_token_ids)
             if not self.allowed_token_ids:
                 raise InvalidRequestError("allowed_token_ids is empty; name at least one token id", "allowed_token_ids")
 
@@ -382,32 +392,6 @@ class BeamSearchParams:
 
 
 _BEAM_FIELDS = read_fields(BeamSearchParams)
-
-
-def _items(name: str, values: Any, of: str) -> list[Any]:
-    if values is None:
-        return []
-    if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__iter__"):
-        raise wrong(name, values, f"a list of {of}")
-    return list(values)
-
-
-def _token_ids(name: str, values: Any) -> list[int]:
-    ids = _items(name, values, "token ids")
-    for token in ids:
-        if isinstance(token, bool) or not isinstance(token, numbers.Integral):
-            raise InvalidRequestError(f"{name} holds {token!r}, must hold integers only", name)
-    return [int(token) for token in ids]
-
-
-def _strings(name: str, values: Any) -> list[str]:
-    strings = _items(name, values, "strings")
-    for text in strings:
-        if not isinstance(text, str):
-            raise InvalidRequestError(f"{name} holds {text!r}, must hold strings only", name)
-        if not text:
-            raise InvalidRequestError(f"{name} holds an empty string, must hold strings of at least 1 character", name)
-    return strings
 
 
 def _logprob_count(name: str, value: Any) -> int | None:

@@ -148,6 +148,7 @@ VARIANTS: dict[str, PreTrainedConfig] = {
     "glm": GlmConfig(**WIDE),
     "glm4": Glm4Config(**WIDE),
     "cohere": CohereConfig(**SIZES, logit_scale=0.5),
+    "cohere_norms": CohereConfig(**SIZES, logit_scale=0.5, use_qk_norm=True),
     "cohere2": Cohere2Config(**{**SIZES, **WINDOWED}, logit_scale=0.5),
     "stablelm": StableLmConfig(**{**SIZES, "hidden_size": 128}, use_qkv_bias=True),
     "stablelm_parallel": StableLmConfig(**{**SIZES, "hidden_size": 128}, use_parallel_residual=True),
@@ -270,7 +271,7 @@ def random_model(config: PreTrainedConfig, seed: int, scale: float) -> "torch.nn
         for name, weight in model.named_parameters():
             if name.endswith(".sinks"):
                 weight.normal_(0, 2)
-            elif weight.ndim == 1 and not name.endswith(".bias"):  # of a norm
+            elif name.endswith("norm.weight") or (weight.ndim == 1 and not name.endswith(".bias")):
                 weight.uniform_(0.5, 1.5)
             elif name.endswith(".bias"):
                 weight.normal_(0, 0.2)

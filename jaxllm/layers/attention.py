@@ -11,6 +11,7 @@ from jax import Array
 
 from jaxllm.layers.attend import Projection
 from jaxllm.layers.linear import Linear, abstract_param
+from jaxllm.layers.norm import normed
 from jaxllm.layers.rope import head_order
 from jaxllm.layers.source import Module, Source, Tensor
 from jaxllm.layers.step import Step
@@ -51,11 +52,12 @@ class GroupedQueryAttention(nnx.Module):
         if part.head_norms is not None:
             norms = (HeadNorm(norm, ((H,), ("head",)), (H,), config.dtype, prefix, order) for norm in part.head_norms)
             self.q_norm, self.k_norm = norms
-        elif part.whole_norms is not None:
-            q, k = part.whole_norms
-            query = ((K, G, H), ("heads", "group", "head"))
-            self.q_norm = HeadNorm(q, query, (stored_K, stored_G, H), config.dtype, prefix, order)
-            self.k_norm = HeadNorm(k, ((K, H), ("heads", "head")), (stored_K, H), config.dtype, prefix, order)
+        elif (norms_of_all := part.whole_norms or part.own_norms) is not None:
+            q, k = norms_of_all
+            query, by_head = ((K, G, H), ("heads", "group", "head")), part.own_norms is not None
+            self.q_norm = HeadNorm(q, query, (stored_K, stored_G, H), config.dtype, prefix, order, by_head=by_head)
+            key = ((K, H), ("heads", "head"))
+            self.k_norm = HeadNorm(k, key, (stored_K, H), config.dtype, prefix, order, by_head=by_head)
         self.out = Linear(
             "tkgh,kghd->td",
             (K, G, H, D),
@@ -77,7 +79,7 @@ class GroupedQueryAttention(nnx.Module):
         part = self.part
         qkv_TKGH = _joined([self.qkv(x_TD) for x_TD in runs])
         q_norm, k_norm = self.q_norm, self.k_norm
-        if part.whole_norms is not None:
+        if part.whole_norms is not None or part.own_norms is not None:
             qkv_TKGH, q_norm, k_norm = self._normed(qkv_TKGH, step.shards), None, None
         cos_TH, sin_TH = step.angles(part.rope, part.head_dim)
         projection = Projection(
@@ -101,15 +103,18 @@ class GroupedQueryAttention(nnx.Module):
         return [self.out(out_TKGH[end - len(x_TD) : end], step.shards) for x_TD, end in zip(runs, ends, strict=True)]
 
     def _normed(self, qkv_TKGH: Array, shards: Shards) -> Array:
-        """Queries and keys with the norms over all heads."""
+        """Queries and keys with the norms over all heads, or with those of each head's own weight."""
         q, k, v = qkv_TKGH[:, :, :-2], qkv_TKGH[:, :, -2], qkv_TKGH[:, :, -1]
         assert self.q_norm is not None and self.k_norm is not None
-        q, k = self.q_norm.over_all(q, shards), self.k_norm.over_all(k, shards)
+        if self.part.own_norms is not None:
+            q, k = self.q_norm.of_each(q), self.k_norm.of_each(k)
+        else:
+            q, k = self.q_norm.over_all(q, shards), self.k_norm.over_all(k, shards)
         return jnp.concatenate([q, k[:, :, None], v[:, :, None]], axis=2)
 
 
 class HeadNorm(nnx.Module):
-    """An RMS norm over the values of each head, or of all heads together."""
+    """A norm over the values of each head, or an RMS norm over those of all heads together."""
 
     def __init__(
         self,
@@ -119,12 +124,16 @@ class HeadNorm(nnx.Module):
         dtype: str,
         prefix: str,
         order: tuple[int, ...] | None,
+        *,
+        by_head: bool = False,
     ):
-        """stored: the dimensions of the weight in the checkpoint; order: of the values of a head."""
+        """stored: the dimensions of the weight in the checkpoint, which holds it flat, or as [heads, H] if by_head; order: of the
+        values of a head."""
         shape, axes = shape_and_axes
         self.norm = norm
         last = len(stored) - 1
-        tensor = Tensor(f"{prefix}{norm.name}.weight", (math.prod(stored),), stored, order=order, order_axis=last)
+        flat = (math.prod(stored[:-1]), stored[-1]) if by_head else (math.prod(stored),)
+        tensor = Tensor(f"{prefix}{norm.name}.weight", flat, stored, order=order, order_axis=last)
         source = Source((tensor,), 0, tuple(range(len(stored))))
         self.weight = abstract_param(shape, axes, dtype, source=source, init="zeros" if norm.weight_offset else "ones")
 
@@ -133,6 +142,10 @@ class HeadNorm(nnx.Module):
         """What the normed values are multiplied with."""
         weight = self.weight[...]
         return weight.astype(jnp.float32) + self.norm.weight_offset if self.norm.weight_offset else weight
+
+    def of_each(self, x: Array) -> Array:
+        """Of x [T, heads..., H], each head normed by itself."""
+        return normed(self.norm, x, self.factor).astype(x.dtype)
 
     def over_all(self, x: Array, shards: Shards) -> Array:
         """Of x [T, heads..., H], of which each device has some heads."""

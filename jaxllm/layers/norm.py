@@ -9,6 +9,15 @@ from jaxllm.layers.linear import Init, abstract_param
 from jaxllm.model_parts import Norm
 
 
+def normed(norm: Norm, x: Array, factor: Array) -> Array:
+    """Float32: x [..., width], normed over the last dimension and multiplied with the factor."""
+    wide = x.astype(jnp.float32)
+    if norm.centred:
+        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + norm.eps)
+    return wide * factor.astype(jnp.float32)
+
+
 class Normalization(nnx.Module):
     """A norm over the last dimension, computed in float32 and returned in the type of x. Sources: arXiv:1910.07467, arXiv:1607.06450."""
 
@@ -34,11 +43,7 @@ class Normalization(nnx.Module):
         return weight.astype(jnp.float32) + self.norm.weight_offset if self.norm.weight_offset else weight
 
     def __call__(self, x: Array) -> Array:
-        wide = x.astype(jnp.float32)
-        if self.norm.centred:
-            wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
-        wide = wide * self.factor.astype(jnp.float32)
+        wide = normed(self.norm, x, self.factor)
         return (wide if self.bias is None else wide + self.bias[...].astype(jnp.float32)).astype(x.dtype)
 
 

@@ -1,6 +1,6 @@
-"""Command R, R7B and A: LayerNorm, attention and MLP side by side, logits scaled; R7B and A have windows, and rope there alone.
+"""Command R, R+, R7B and A: LayerNorm, attention and MLP side by side, logits scaled; R7B and A have windows, and rope there alone.
 
-Sources: Cohere's model cards of c4ai-command-r-v01 and c4ai-command-r7b-12-2024; arXiv:2504.00698.
+Sources: Cohere's model cards of c4ai-command-r-v01, c4ai-command-r-plus and c4ai-command-r7b-12-2024; arXiv:2504.00698.
 """
 
 from dataclasses import replace
@@ -22,11 +22,14 @@ ORIGINAL = {
 
 
 def read(c: ConfigReader) -> ModelConfig:
-    """Command R."""
+    """Command R and R+."""
     c = c.with_defaults(**DEFAULTS)
-    c.refuse_unless("use_qk_norm", False)
     rope, max_position = c.positions(interleaved=True)
-    return _decoder(c, [_layer(c, _attention(c, rope))] * c.num_layers, max_position)
+    attention = _attention(c, rope)
+    if c.boolean("use_qk_norm"):
+        norms = (c.layer_norm("self_attn.q_norm", bias=False), c.layer_norm("self_attn.k_norm", bias=False))
+        attention = replace(attention, own_norms=norms)
+    return _decoder(c, [_layer(c, attention)] * c.num_layers, max_position)
 
 
 def read_cohere2(c: ConfigReader) -> ModelConfig:
