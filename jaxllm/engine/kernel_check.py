@@ -123,7 +123,13 @@ def shapes_of(config: EngineConfig, model: ModelConfig, plan: MemoryPlan) -> dic
             for shape, parts in layers.items()
         ),
         "rope_cache_write": tuple(
-            rope_cache_write.Shapes(**common, **heads[shape], eps=norms[0].eps if norms else 1e-6, has_norms=norms is not None)
+            rope_cache_write.Shapes(
+                **common,
+                **heads[shape],
+                eps=norms[0].eps if norms else 1e-6,
+                has_norms=norms is not None,
+                norm_offset=norms[0].weight_offset if norms else 0.0,
+            )
             for shape, parts in layers.items()
             for norms in dict.fromkeys(part.head_norms for part in parts)
         ),

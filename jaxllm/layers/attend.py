@@ -23,16 +23,23 @@ class Projection:
     """Float32 [T, H / 2], as is sin_TH: the angles of the tokens' positions."""
     sin_TH: Array
     q_norm_H: Array | None
-    """Weight of the RMS norm over each query head, in models that have it; k_norm_H alike."""
+    """Weight of the RMS norm over each query head, in models that have it, without norm_offset; k_norm_H alike."""
     k_norm_H: Array | None
     kv_scale_2: Array | None
     """Float32: what a cache of a narrow type divides keys and values by; None: by nothing."""
     eps: float = field(metadata={"static": True})
+    norm_offset: float = field(default=0.0, metadata={"static": True})
 
     def finished(self) -> tuple[Array, Array, Array]:
         """Queries [T, K, G, H], keys and values [T, K, H] as attention takes them."""
         return rotated_heads(
-            self.qkv_TKGH, self.cos_TH, self.sin_TH, q_norm_H=self.q_norm_H, k_norm_H=self.k_norm_H, eps=self.eps
+            self.qkv_TKGH,
+            self.cos_TH,
+            self.sin_TH,
+            q_norm_H=self.q_norm_H,
+            k_norm_H=self.k_norm_H,
+            eps=self.eps,
+            norm_offset=self.norm_offset,
         )
 
 

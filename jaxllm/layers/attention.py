@@ -86,9 +86,10 @@ class GroupedQueryAttention(nnx.Module):
             qkv_TKGH=qkv_TKGH,
             cos_TH=cos_TH,
             sin_TH=sin_TH,
-            q_norm_H=None if q_norm is None else q_norm.factor,
-            k_norm_H=None if k_norm is None else k_norm.factor,
+            q_norm_H=None if q_norm is None else q_norm.weight[...],
+            k_norm_H=None if k_norm is None else k_norm.weight[...],
             eps=1e-6 if q_norm is None else q_norm.norm.eps,
+            norm_offset=0.0 if q_norm is None else q_norm.norm.weight_offset,
             kv_scale_2=None if self.kv_scale is None else self.kv_scale[...],
         )
         out_TKGH = step.attend(

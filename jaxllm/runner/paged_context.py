@@ -128,6 +128,7 @@ def _write_and_attend(
         q_norm_H=projection.q_norm_H,
         k_norm_H=projection.k_norm_H,
         eps=projection.eps,
+        norm_offset=projection.norm_offset,
         k_scale=k_scale,
         v_scale=v_scale,
         implementation=kernels.rope_cache_write,

@@ -36,6 +36,7 @@ class Shapes:
     page_size: int
     eps: float = 1e-6
     has_norms: bool = False
+    norm_offset: float = 0.0
     has_scales: bool = False
 
 
@@ -47,7 +48,7 @@ def cases(shapes: Shapes, implementation: str, *, interpret: bool) -> list[Case]
         Case(
             f"{num_tokens} tokens",
             functools.partial(_host_arrays, shapes, num_tokens),
-            {implementation: functools.partial(run, has_norms=shapes.has_norms, **options)},
+            {implementation: functools.partial(run, has_norms=shapes.has_norms, norm_offset=shapes.norm_offset, **options)},
             functools.partial(_host_error, shapes),
             TOLERANCE[shapes.dtype],
         )
@@ -88,7 +89,7 @@ def _host_arrays(shapes: Shapes, num_tokens: int) -> tuple[Any, tuple[Any, ...]]
     cache = np.full((num_pages, K, S, H), np.nan, jnp.dtype(shapes.cache_dtype))
     angle = rng.uniform(0, 2 * math.pi, (num_tokens, H // 2)).astype(np.float32)
     dtype = jnp.dtype(shapes.dtype)
-    norms = [(1 + 0.1 * normals(H)).astype(dtype) for _ in range(2 * shapes.has_norms)]
+    norms = [(1 - shapes.norm_offset + 0.1 * normals(H)).astype(dtype) for _ in range(2 * shapes.has_norms)]
     scales = [np.float32(scale) for scale in _SCALES if shapes.has_scales]
     qkv = (normals(num_tokens, K, G + 2, H) * 2).astype(dtype)
     return (qkv, cache, cache.copy()), (np.cos(angle), np.sin(angle), slot_T, *norms, *scales)
@@ -101,7 +102,8 @@ def _host_error(shapes: Shapes, carry: Any, constants: Any, got: Any) -> float:
     qkv = carry[0].astype(np.float64)
     q, k, v = qkv[:, :, :-2], qkv[:, :, -2:-1], qkv[:, :, -1]
     if norms:
-        q, k = (_norm(x, weight, shapes.eps) for x, weight in zip((q, k), norms, strict=True))
+        offset = shapes.norm_offset
+        q, k = (_norm(x, weight.astype(np.float64) + offset, shapes.eps) for x, weight in zip((q, k), norms, strict=True))
     q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)[:, :, 0]
     got_q, *caches = (np.asarray(array) for array in got)
     worst = _relative_to_largest(got_q, q)
@@ -124,7 +126,7 @@ def _host_error(shapes: Shapes, carry: Any, constants: Any, got: Any) -> float:
 
 
 def _norm(x: np.ndarray, weight_H: np.ndarray, eps: float) -> np.ndarray:
-    return x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + eps) * weight_H.astype(np.float64)
+    return x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + eps) * weight_H
 
 
 def _rotate(x_TKGH: np.ndarray, cos_TH: np.ndarray, sin_TH: np.ndarray) -> np.ndarray:

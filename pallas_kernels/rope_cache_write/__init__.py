@@ -40,6 +40,7 @@ def rope_and_write(
     q_norm_H: jax.Array | None = None,
     k_norm_H: jax.Array | None = None,
     eps: float = 1e-6,
+    norm_offset: float = 0.0,
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
     implementation: str | None = None,
@@ -47,7 +48,8 @@ def rope_and_write(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries [T, K, G, H] ready for attention, and both caches with the tokens in their slots. No slot may appear twice.
 
-    q_norm_H, k_norm_H: weights of an RMS norm (of `eps`) over each head before the rotation; both or neither.
+    q_norm_H, k_norm_H: weights of an RMS norm (of `eps`) over each head before the rotation; both or neither. norm_offset: added to
+        them, in float32.
     k_scale, v_scale: scalars of a float8_e4m3fn cache; None is 1.
     implementation: a key of IMPLEMENTATIONS, or None for the first of PREFERENCE that takes the case on the default backend.
     interpret: run a Pallas kernel as plain JAX, on any platform.
@@ -80,6 +82,7 @@ def rope_and_write(
         q_norm_H=q_norm_H,
         k_norm_H=k_norm_H,
         eps=eps,
+        norm_offset=norm_offset,
         k_scale=k_scale,
         v_scale=v_scale,
         interpret=interpret,

@@ -67,6 +67,7 @@ def rope_and_write(
     q_norm_H: jax.Array | None = None,
     k_norm_H: jax.Array | None = None,
     eps: float = 1e-6,
+    norm_offset: float = 0.0,
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
     interpret: bool = False,
@@ -81,7 +82,9 @@ def rope_and_write(
         # One operand: where both are slices of one array, XLA passes that array.
         scales = [jnp.stack([scale.reshape(()) for scale in both])]
     return triton_call(
-        functools.partial(_kernel, tiles=tiles, eps=eps, has_norms=bool(norms), has_scales=bool(scales)),
+        functools.partial(
+            _kernel, tiles=tiles, eps=eps, norm_offset=norm_offset, has_norms=bool(norms), has_scales=bool(scales)
+        ),
         name="rope_and_write",
         grid=(num_tokens, pl.cdiv(num_kv_heads, tiles.kv_heads)),
         out_shape=(
@@ -106,6 +109,7 @@ def _kernel(
     *refs,
     tiles: Tiles,
     eps: float,
+    norm_offset: float,
     has_norms: bool,
     has_scales: bool,
 ) -> None:
@@ -141,7 +145,8 @@ def _kernel(
     v_KH = halves(qkv_ref, token, head_K1, num_groups + 1, dim_1H, mask=in_head_KH)
     if has_norms:
         q_norm, k_norm = (halves(ref, dim_H, mask=in_half_H) for ref in optional[:2])
-        q_KGH, k_KH = _norm(q_KGH, q_norm, head_dim, eps), _norm(k_KH, k_norm, head_dim, eps)
+        norm = functools.partial(_norm, head_dim=head_dim, eps=eps, offset=norm_offset)
+        q_KGH, k_KH = norm(q_KGH, q_norm), norm(k_KH, k_norm)
     q_KGH, k_KH = _rotate(q_KGH, *angles), _rotate(k_KH, *angles)
 
     for start, q, k, v in zip((0, half), q_KGH, k_KH, v_KH, strict=True):
@@ -154,13 +159,14 @@ def _kernel(
             )
 
 
-def _norm(halves: list[jax.Array], weights: list[jax.Array], head_dim: int, eps: float) -> list[jax.Array]:
+def _norm(halves: list[jax.Array], weights: list[jax.Array], *, head_dim: int, eps: float, offset: float) -> list[jax.Array]:
     """RMS norm of heads [..., H] in two halves."""
     dtype = halves[0].dtype
     first, second = (x.astype(jnp.float32) for x in halves)
     mean = jnp.sum(first * first + second * second, axis=-1, keepdims=True) / head_dim
     factor = lax.rsqrt(mean + eps)
-    return [(x * factor * w.astype(jnp.float32)).astype(dtype) for x, w in zip((first, second), weights, strict=True)]
+    wide = [w.astype(jnp.float32) + offset if offset else w.astype(jnp.float32) for w in weights]
+    return [(x * factor * w).astype(dtype) for x, w in zip((first, second), wide, strict=True)]
 
 
 def _rotate(halves: list[jax.Array], cos_H: jax.Array, sin_H: jax.Array) -> list[jax.Array]:

@@ -1,5 +1,7 @@
 """The plain truth, step by step; XLA makes a kernel or two of each step."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
@@ -22,11 +24,14 @@ def rope_and_write(
     q_norm_H: jax.Array | None = None,
     k_norm_H: jax.Array | None = None,
     eps: float = 1e-6,
+    norm_offset: float = 0.0,
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    q_TKGH, k_TKH, v_TKH = rotated_heads(qkv_TKGH, cos_TH, sin_TH, q_norm_H=q_norm_H, k_norm_H=k_norm_H, eps=eps)
+    q_TKGH, k_TKH, v_TKH = rotated_heads(
+        qkv_TKGH, cos_TH, sin_TH, q_norm_H=q_norm_H, k_norm_H=k_norm_H, eps=eps, norm_offset=norm_offset
+    )
     caches = write_cache(k_pages_PKSH, v_pages_PKSH, k_TKH, v_TKH, slot_T, k_scale=k_scale, v_scale=v_scale)
     return q_TKGH, *caches
 
@@ -39,19 +44,22 @@ def rotated_heads(
     q_norm_H: jax.Array | None = None,
     k_norm_H: jax.Array | None = None,
     eps: float = 1e-6,
+    norm_offset: float = 0.0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries [T, K, G, H] and keys [T, K, H], normed where there are weights and rotated, and values [T, K, H]."""
     q_TKGH, k_TKH, v_TKH = qkv_TKGH[:, :, :-2], qkv_TKGH[:, :, -2], qkv_TKGH[:, :, -1]
     if q_norm_H is not None and k_norm_H is not None:
-        q_TKGH, k_TKH = rms_norm(q_TKGH, q_norm_H, eps=eps), rms_norm(k_TKH, k_norm_H, eps=eps)
+        norm = functools.partial(rms_norm, eps=eps, offset=norm_offset)
+        q_TKGH, k_TKH = norm(q_TKGH, q_norm_H), norm(k_TKH, k_norm_H)
     return apply_rope(q_TKGH, (cos_TH, sin_TH)), apply_rope(k_TKH, (cos_TH, sin_TH)), v_TKH
 
 
-def rms_norm(x: jax.Array, weight_H: jax.Array, *, eps: float) -> jax.Array:
-    """x / rms(x) * weight over the last dimension, in float32, returned in the type of x. Source: arXiv:1910.07467."""
+def rms_norm(x: jax.Array, weight_H: jax.Array, *, eps: float, offset: float = 0.0) -> jax.Array:
+    """x / rms(x) * (weight + offset) over the last dimension, in float32, returned in the type of x. Source: arXiv:1910.07467."""
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-    return (wide * weight_H.astype(jnp.float32)).astype(x.dtype)
+    weight_H = weight_H.astype(jnp.float32)
+    return (wide * (weight_H + offset if offset else weight_H)).astype(x.dtype)
 
 
 def apply_rope(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:

@@ -124,13 +124,15 @@ ROUTERS = (
 )
 
 
-@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize(("has_norms", "norm_offset"), [(False, 0.0), (True, 0.0), (True, 1.0)])
 @pytest.mark.parametrize(
     ("dtype", "cache_dtype"), [("float32", "float32"), ("bfloat16", "float8_e4m3fn"), ("float32", "bfloat16")]
 )
-def test_plain_rope_and_write_pass_and_a_stray_write_does_not(dtype, cache_dtype, has_norms):
+def test_plain_rope_and_write_pass_and_a_stray_write_does_not(dtype, cache_dtype, has_norms, norm_offset):
     scaled = cache_dtype == "float8_e4m3fn"
-    shapes = rope_cache_write.Shapes(dtype, cache_dtype, 2, 2, 16, 8, has_norms=has_norms, has_scales=scaled)
+    shapes = rope_cache_write.Shapes(
+        dtype, cache_dtype, 2, 2, 16, 8, has_norms=has_norms, norm_offset=norm_offset, has_scales=scaled
+    )
     case = rope_cache_write.cases(shapes, "xla", interpret=False)[0]
     carry, constants = case.make()
     (run,) = case.variants.values()

@@ -46,14 +46,14 @@ def make_case(
         case["slot_T"] = case["slot_T"].at[jnp.array([2, 5])].set(jnp.array([-1, -100]))
     if norm:
         case |= {"q_norm_H": normal(head_dim), "k_norm_H": normal(head_dim), "eps": 1e-5}
+        case["norm_offset"] = float(page_size == 16)
     return case
 
 
 def run(implementation: str, case: dict, **options):
-    call = functools.partial(
-        rope_and_write, implementation=implementation, interpret=True, eps=case.get("eps", 1e-6), **options
-    )
-    return jax.jit(call)(**{name: x for name, x in case.items() if name != "eps"})
+    options |= {name: case[name] for name in ("eps", "norm_offset") if name in case}
+    call = functools.partial(rope_and_write, implementation=implementation, interpret=True, **options)
+    return jax.jit(call)(**{name: x for name, x in case.items() if name not in options})
 
 
 def naive(case: dict, k_scale: float = 1.0, v_scale: float = 1.0):
@@ -71,7 +71,7 @@ def naive(case: dict, k_scale: float = 1.0, v_scale: float = 1.0):
                 x = qkv[token, head, place]
                 weight = case.get("q_norm_H" if place < num_slices - 2 else "k_norm_H")
                 if weight is not None:
-                    x = x / np.sqrt(np.mean(x * x) + case["eps"]) * np.asarray(weight, np.float64)
+                    x = x / np.sqrt(np.mean(x * x) + case["eps"]) * (np.asarray(weight, np.float64) + case["norm_offset"])
                     x = x.astype(dtype).astype(np.float64)
                 turned = (x[: head_dim // 2] + 1j * x[head_dim // 2 :]) * turn
                 x = np.concatenate([turned.real, turned.imag]).astype(dtype).astype(np.float64)
@@ -146,8 +146,10 @@ def test_padding_is_written_nowhere_and_its_queries_are_computed(implementation:
 @pytest.mark.parametrize("tiles", [Tiles(1, 1), Tiles(2, 4), Tiles(4, 4), Tiles(8, 2)], ids=str)
 def test_every_tiling_gives_the_same(tiles: Tiles) -> None:
     case = make_case(norm=True, dtype="bfloat16", num_kv_heads=5)
-    got = jax.jit(functools.partial(triton_rope_and_write, interpret=True, tiles=tiles, eps=case.pop("eps")))(**case)
-    assert_close(got, naive(case | {"eps": 1e-5}), ("bfloat16",) * 3)
+    static = {name: case[name] for name in ("eps", "norm_offset")}
+    arrays = {name: x for name, x in case.items() if name not in static}
+    got = jax.jit(functools.partial(triton_rope_and_write, interpret=True, tiles=tiles, **static))(**arrays)
+    assert_close(got, naive(case), ("bfloat16",) * 3)
 
 
 def test_tiles_stay_within_registers() -> None:
