@@ -39,6 +39,7 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -224,6 +225,30 @@ VARIANTS: dict[str, PreTrainedConfig] = {
     ),
     "ernie4_5_moe": Ernie4_5_MoeConfig(
         **SIZES, moe_num_experts=8, moe_k=3, moe_num_shared_experts=2, moe_intermediate_size=32, moe_layer_start_index=1
+    ),
+    "llama4": Llama4TextConfig(
+        **{**WIDE, "num_hidden_layers": 4},
+        num_local_experts=4,
+        floor_scale=16,
+        attn_scale=0.5,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 1.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "llama4_interleaved": Llama4TextConfig(
+        **SIZES,
+        head_dim=8,
+        no_rope_layer_interval=2,
+        intermediate_size_mlp=80,
+        num_local_experts=4,
+        interleave_moe_layer_step=2,
+        use_qk_norm=False,
+        attn_temperature_tuning=False,
     ),
     "gpt_oss": GptOssConfig(
         **{**WIDE, "intermediate_size": 32},
