@@ -45,9 +45,20 @@ class Norm:
     eps: float = 1e-6
     centred: bool = False
     """Subtract the mean first, as LayerNorm does."""
+    weighted: bool = True
+    """Whether it has a weight."""
     weight_offset: float = 0.0
     """Added to the weight."""
     bias: bool = False
+
+
+@dataclass(frozen=True)
+class QueryScale:
+    """A factor of queries that grows with their positions: 1 + rate * log(1 + floor((position + 1) / step)). Source: arXiv:2501.19399."""
+
+    rate: float
+    step: int
+    """In tokens."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +84,7 @@ class Attention:
     """The same of each head, with a weight of its own: [heads, head_dim]."""
     score_scale: float | None = None
     """Factor of the attention scores; None: 1 / sqrt(head_dim)."""
+    query_scale: QueryScale | None = None
     soft_cap: float | None = None
     """Scores s become soft_cap * tanh(s / soft_cap)."""
     sinks: bool = False
@@ -281,9 +293,12 @@ class MoE:
     gate_up: tuple[str, ...] = ("experts.{}.gate_proj", "experts.{}.up_proj")
     """One name without {}: a tensor of all experts."""
     down: str = "experts.{}.down_proj"
+    transposed: bool = False
+    """Whether the checkpoint holds tensors of all experts [experts, inputs, outputs], named without `.weight`."""
     alternating: bool = False
-    """Whether the checkpoint holds tensors of all experts [experts, inputs, outputs], named without `.weight`, in which outputs of
-    gate and up alternate."""
+    """Whether outputs of gate and up alternate in these, instead of the gate's coming first."""
+    weighs_input: bool = False
+    """Whether the weight of a token's only expert is a factor of what the expert takes, instead of its result."""
     by_expert: bool = False
     """Whether devices share the work by whole experts instead of by the experts' width."""
 

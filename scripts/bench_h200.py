@@ -129,10 +129,7 @@ class Bench:
         self.llm.llm_engine.finish_compiling()
         self.core: Any = self.llm.llm_engine.core
         runner = self.core.runner
-        cache_tokens = self.core.memory_plan.num_blocks * self.core.config.cache.block_size
-        self.cost = ModelCost.of_arrays(
-            self.core.model_config, runner.params, sum(x.nbytes for x in runner.caches) / cache_tokens, runner.shapes.mesh.size
-        )
+        self.cost = ModelCost.of_arrays(self.core.model_config, runner.params, runner.shapes.mesh.size)
         print(
             f"engine start {self.start_seconds:.1f} s, {len(runner.programs)} programs; a step reads {self.cost.weight_bytes / 1e9:.2f} GB "
             f"of weights and {self.cost.cache_bytes_per_token / 1e3:.1f} kB a token of context",

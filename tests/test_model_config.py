@@ -4,7 +4,7 @@ import math
 import pytest
 
 from jaxllm.errors import ConfigError, ModelLoadError
-from jaxllm.model_parts import Rope
+from jaxllm.model_parts import MoE, QueryScale, Rope
 from jaxllm.models.load_config import load_model_config
 
 LLAMA = {
@@ -153,6 +153,27 @@ def test_gemma_3_that_sees_images_names_few_numbers_of_its_text_model(read):
     assert windows(config)[:7] == [1024] * 5 + [None, 1024]
 
 
+def test_llama_4_serves_one_chunk_of_attention(read):
+    """As Llama-4-Scout names its numbers; those that it leaves out are the defaults."""
+    scaling = {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0}
+    scaling["original_max_position_embeddings"] = 8192
+    text = {"rope_scaling": scaling, "max_position_embeddings": 10485760, "num_hidden_layers": 8, "no_rope_layers": []}
+    scout = {"architectures": ["Llama4ForConditionalGeneration"], "text_config": text}
+    config = read(scout)
+    assert config.max_position == 8192
+    assert [layer.attention.rope is None for layer in config.layers] == ([False] * 3 + [True]) * 2
+    assert [layer.attention.query_scale for layer in config.layers[2:4]] == [None, QueryScale(0.1, 8192)]
+    assert [isinstance(layer.mlp, MoE) for layer in config.layers] == [True] * 8
+    interleaved = read({**scout, "text_config": {**text, "interleave_moe_layer_step": 2}})
+    assert [layer.mlp.width for layer in interleaved.layers] == [16384, 8192] * 4
+    assert [isinstance(layer.mlp, MoE) for layer in interleaved.layers] == [False, True] * 4
+    with pytest.raises(
+        ModelLoadError, match="max_model_len is 9000, but attention_chunk_size is 8192, .* use --max-model-len 8192"
+    ):
+        read(scout, max_model_len=9000)
+    assert read({**scout, "text_config": {**text, "no_rope_layers": [0] * 8}}, max_model_len=9000).max_position == 10485760
+
+
 def test_overrides_are_laid_over_the_file(read):
     config = read(overrides={"max_position_embeddings": 64, "rope_scaling": {"type": "linear", "factor": 2.0}})
     assert config.max_position == 128
@@ -180,6 +201,24 @@ def test_model_type_stands_in_for_a_missing_architecture(read):
         ({"rope_scaling": {"rope_type": "spiral"}}, "rope_type is 'spiral', supported: default, linear"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing, must be a positive number"),
         ({"rope_scaling": {"rope_type": "linear", "factor": -1}}, "factor is -1"),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 2,
+                    "low_freq_factor": 4,
+                    "high_freq_factor": 1,
+                    "original_max_position_embeddings": 64,
+                }
+            },
+            "low_freq_factor is 4.0, must not be above high_freq_factor, which is 1.0",
+        ),
+        ({"architectures": ["Llama4ForCausalLM"], "num_experts_per_tok": 2}, "num_experts_per_tok is 2, supported: 1"),
+        ({"architectures": ["Llama4ForCausalLM"], "moe_layers": "all"}, "moe_layers is 'all', must be a list of layers"),
+        (
+            {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]},
+            "no_rope_layers is .1., must be a list of 4 numbers",
+        ),
         ({"rope_scaling": 3}, "rope_scaling is 3, must be an object"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters differ by layer"),
         ({"rope_theta": "many"}, "rope_theta is 'many'"),

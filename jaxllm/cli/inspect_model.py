@@ -5,11 +5,10 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.cli import options, planning
+from jaxllm.cli import model_text, options, planning
 from jaxllm.cli.flags import engine_flags
 from jaxllm.cli.numbers import positive
 from jaxllm.cli.parser import Parser
-from jaxllm.cli.terminal import size
 from jaxllm.errors import ConfigError, OutOfMemoryError
 
 if TYPE_CHECKING:
@@ -49,8 +48,11 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps({**report, "memory_plan": memory, "host_bytes_while_loading": plan.host_bytes}))
         return 0 if fault is None else 1
     for name, value in report.items():
-        for text in map(_group_as_text, value) if name == "cache_groups" else [_as_text(name, value)]:
-            print(f"{name.replace('_', ' '):<30}{text}")
+        if name == "layers":
+            texts = list(model_text.layer_kinds(plan.model_config.layers))
+        else:
+            texts = list(map(model_text.cache_group, value)) if name == "cache_groups" else [model_text.as_text(name, value)]
+        print("\n".join(model_text.paragraph(name, text) for text in texts))
     print(plan.describe())
     print("it fits" if fault is None else f"it does not fit: {fault}")
     return 0 if fault is None else 1
@@ -90,27 +92,9 @@ def _without_cache(memory: "MemoryPlan") -> dict[str, Any]:
     return {**values, "block_bytes": memory.block_bytes, "block_size": memory.block_size}
 
 
-def _group_as_text(group: dict[str, Any]) -> str:
-    layers = ", ".join(map(str, group["layers"]))
-    return (
-        f"{group['keeps']}, layers {layers}: {size(group['bytes_per_token'])} a token, at most "
-        f"{size(group['bytes_per_longest_request'])} a request"
-    )
-
-
 def _why_it_does_not_fit(plan: planning.Plan) -> str | None:
     try:
         plan.check()
     except (OutOfMemoryError, ConfigError) as error:
         return str(error)
     return None
-
-
-def _as_text(name: str, value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {entry}" for key, entry in value.items() if entry is not None)
-    if isinstance(value, (list, tuple)):
-        return ", ".join(map(str, value)) or "none"
-    if name.endswith(("bytes", "per_token")):
-        return size(value)
-    return f"{value:,}" if name == "num_parameters" else str(value)

@@ -10,13 +10,13 @@ from flax import nnx
 from jax import Array
 
 from jaxllm.layers.attend import Projection
-from jaxllm.layers.linear import Linear, abstract_param
+from jaxllm.layers.linear import Init, Linear, abstract_param
 from jaxllm.layers.norm import normed
 from jaxllm.layers.rope import head_order
 from jaxllm.layers.source import Module, Source, Tensor
 from jaxllm.layers.step import Step
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import Attention, Norm
+from jaxllm.model_parts import Attention, Norm, QueryScale
 from jaxllm.parallel.shards import Shards
 
 
@@ -81,6 +81,9 @@ class GroupedQueryAttention(nnx.Module):
         q_norm, k_norm = self.q_norm, self.k_norm
         if part.whole_norms is not None or part.own_norms is not None:
             qkv_TKGH, q_norm, k_norm = self._normed(qkv_TKGH, step.shards), None, None
+        if part.query_scale is not None:
+            assert part.head_norms is None, "these are applied later and undo the scale"
+            qkv_TKGH = _with_scaled_queries(qkv_TKGH, part.query_scale, step.positions_T)
         cos_TH, sin_TH = step.angles(part.rope, part.head_dim)
         projection = Projection(
             qkv_TKGH=qkv_TKGH,
@@ -136,11 +139,15 @@ class HeadNorm(nnx.Module):
         flat = (math.prod(stored[:-1]), stored[-1]) if by_head else (math.prod(stored),)
         tensor = Tensor(f"{prefix}{norm.name}.weight", flat, stored, order=order, order_axis=last)
         source = Source((tensor,), 0, tuple(range(len(stored))))
-        self.weight = abstract_param(shape, axes, dtype, source=source, init="zeros" if norm.weight_offset else "ones")
+        init: Init = "zeros" if norm.weight_offset else "ones"
+        self.weight = abstract_param(shape, axes, dtype, source=source, init=init) if norm.weighted else None
+        self.shape = shape
 
     @property
     def factor(self) -> Array:
         """What the normed values are multiplied with."""
+        if self.weight is None:
+            return jnp.ones(self.shape, jnp.float32)
         weight = self.weight[...]
         return weight.astype(jnp.float32) + self.norm.weight_offset if self.norm.weight_offset else weight
 
@@ -155,6 +162,13 @@ class HeadNorm(nnx.Module):
         mean_T = shards.sum(jnp.sum(jnp.square(wide), axis=range(1, x.ndim))) / num_values
         factor_T = jax.lax.rsqrt(mean_T + self.norm.eps).reshape(-1, *(1,) * (x.ndim - 1))
         return (wide * factor_T * self.factor.astype(jnp.float32)).astype(x.dtype)
+
+
+def _with_scaled_queries(qkv_TKGH: Array, scale: QueryScale, positions_T: Array) -> Array:
+    factor_T = 1 + scale.rate * jnp.log1p(jnp.floor((positions_T.astype(jnp.float32) + 1) / scale.step))
+    is_query_G = np.arange(qkv_TKGH.shape[2]) < qkv_TKGH.shape[2] - 2
+    factor_TG = jnp.where(is_query_G, factor_T[:, None], 1)
+    return (qkv_TKGH * factor_TG[:, None, :, None]).astype(qkv_TKGH.dtype)
 
 
 def _joined(runs: Sequence[Array]) -> Array:

@@ -70,8 +70,11 @@ class MixtureOfExperts(nnx.Module):
         bias = None if self.correction_bias is None else self.correction_bias[...]
         expert_Tk, weight_Tk = step.choose_experts(logits_TE, bias, rule=rule_of(self.part.routing))
         gate_up_E2FD, down_EDF = self.gate_up[...], self.down[...]
+        taken_TD = x_TD
+        if self.part.weighs_input:
+            taken_TD, weight_Tk = (x_TD * weight_Tk).astype(x_TD.dtype), jnp.ones_like(weight_Tk)
         out_TD = step.experts(
-            x_TD,
+            taken_TD,
             expert_Tk,
             weight_Tk,
             gate_up_E2FD.astype(x_TD.dtype),
@@ -106,9 +109,11 @@ def _scores(x_TD: Array, weight_ED: Array) -> Array:
 def _sources(config: ModelConfig, part: MoE, gates: list[str], down: str) -> tuple[AnySource, AnySource]:
     """Of gate and up, and of down."""
     E, D, F = part.routing.num_experts, config.hidden_size, part.width
-    if not part.alternating:
+    if not part.transposed:
         return _experts(gates, E, (F, D) if "{}" in gates[0] else (2, F, D)), _experts([down], E, (D, F))
-    gate_up_source, down_source = _alternating(gates[0], (E, D, F, 2)), _alternating(down, (E, F, D))
+    halves = Source((Tensor(gates[0], (E, D, 2 * F), (E, D, 2, F)),), 0, (0, 2, 3, 1))
+    gate_up_source = _alternating(gates[0], (E, D, F, 2)) if part.alternating else halves
+    down_source = _alternating(down, (E, F, D))
     if config.stored_mxfp4 is None or not config.stored_mxfp4.covers(gates[0]):
         return gate_up_source, down_source
     return _mxfp4(gates[0], (E, F, 2, D), (0, 2, 1, 3), gate_up_source), _mxfp4(down, (E, D, F), (0, 1, 2), down_source)

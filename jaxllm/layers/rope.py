@@ -111,7 +111,7 @@ def _llama3_frequencies(rope: Rope, plain: np.ndarray) -> np.ndarray:
     )
     factor = np.float32(rope.factor)
     wavelength = np.float32(2 * math.pi) / plain
-    smooth = (original / wavelength - low) / (high - low)
+    smooth = (original / wavelength - low) / (high - low) if high > low else np.float32(0)  # a step instead of a passage
     between = (1 - smooth) * plain / factor + smooth * plain
     long, short = wavelength > original / low, wavelength < original / high
     return np.where(long, plain / factor, np.where(short, plain, between)).astype(np.float32)

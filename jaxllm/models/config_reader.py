@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import MLP, Activation, Attention, LatentAttention, Layer, MoE, Norm, Rope, RopeKind, Routing
+from jaxllm.model_parts import MLP, Activation, Attention, LatentAttention, Layer, MoE, Names, Norm, Rope, RopeKind, Routing
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -143,6 +143,28 @@ class ConfigReader:
             self.faults.append(f"layer_types is {given!r}, must be {self.num_layers} of {' or '.join(kinds)}")
             return (False,) * self.num_layers
         return tuple(kinds[kind] for kind in given)
+
+    def layers_with_rope(self) -> list[bool]:
+        """Whether each layer has positions, where no_rope_layers or else no_rope_layer_interval says so."""
+        every = self.integer("no_rope_layer_interval")
+        given = self._value("no_rope_layers") or [(layer + 1) % every != 0 for layer in range(self.num_layers)]
+        if not isinstance(given, list) or len(given) != self.num_layers:
+            self.faults.append(
+                f"no_rope_layers is {given!r}, must be a list of {self.num_layers} numbers, 1 for layers with rope"
+            )
+            return [True] * self.num_layers
+        return [bool(turns) for turns in given]
+
+    def text_part(self, *images: str) -> tuple["ConfigReader", Names, str]:
+        """The reader of the text model, what its tensors are called, and its last norm.
+
+        images: how the names of the tensors begin that only a checkpoint that sees images has.
+        """
+        if "text_config" not in self.raw:
+            return self, Names(), "model.norm"
+        inner = "language_model.model"
+        names = Names(f"{inner}.embed_tokens", f"{inner}.layers.{{}}", "language_model.lm_head", images)
+        return self.within("text_config"), names, f"{inner}.norm"
 
     # --- parts ---
 
@@ -282,8 +304,8 @@ class ConfigReader:
         rope = Rope(theta=theta, kind=kind, factor=factor, original_max_position=original)
         if kind == "llama3":
             low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
-            if high <= low:
-                self.faults.append(f"low_freq_factor is {low}, must be below high_freq_factor, which is {high}")
+            if high < low:
+                self.faults.append(f"low_freq_factor is {low}, must not be above high_freq_factor, which is {high}")
             return dataclasses.replace(rope, low_freq_factor=low, high_freq_factor=high), max_position
         if kind == "yarn":
             rope = dataclasses.replace(

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import MLP, Attention, Head, Layer, Names, Norm, Rope
+from jaxllm.model_parts import MLP, Attention, Head, Layer, Norm, Rope
 from jaxllm.models.config_reader import WINDOWED, ConfigReader
 
 DEFAULTS: dict[str, Any] = {"head_dim": 256, "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"}
@@ -41,13 +41,8 @@ def read_gemma2(c: ConfigReader) -> ModelConfig:
 
 def read_gemma3(c: ConfigReader) -> ModelConfig:
     """The text model, of a checkpoint of its own or of one that sees images."""
-    names, norm = Names(), "model.norm"
-    if "text_config" in c.raw:
-        c = c.within("text_config")
-        c.refuse_unless("use_bidirectional_attention", False)
-        images = ("vision_tower.", "multi_modal_projector.")
-        names = Names("language_model.model.embed_tokens", "language_model.model.layers.{}", "language_model.lm_head", images)
-        norm = "language_model.model.norm"
+    c, names, norm = c.text_part("vision_tower.", "multi_modal_projector.")
+    c.refuse_unless("use_bidirectional_attention", False)
     c = c.with_defaults(
         **DEFAULTS,
         **DEFAULTS_2,

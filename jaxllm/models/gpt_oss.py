@@ -46,8 +46,9 @@ def read(c: ConfigReader) -> ModelConfig:
         router="router",
         router_bias=True,
     )
-    names = {"gate_up": ("experts.gate_up_proj",), "down": "experts.down_proj", "alternating": True, "bias": True}
-    moe = replace(c.moe(routing, c.integer("intermediate_size"), **names), activation="swiglu_clamped")
+    names = {"gate_up": ("experts.gate_up_proj",), "down": "experts.down_proj"}
+    moe = c.moe(routing, c.integer("intermediate_size"), **names, transposed=True, alternating=True, bias=True)
+    moe = replace(moe, activation="swiglu_clamped")
     kinds = c.layer_kinds(WINDOWED, lambda layer: layer % 2 == 0)
     layers = {on: c.pre_norm_layer(windowed if on else full, moe) for on in (True, False)}
     return c.decoder([layers[on] for on in kinds], max_position)

@@ -19,11 +19,7 @@ def read(c: ConfigReader) -> ModelConfig:
     rope, max_position = c.positions()
     bias = c.boolean("attention_bias")
     attention = replace(c.attention(rope), bias=bias, out_bias=bias)
-    every = c.integer("no_rope_layer_interval")
-    has_rope = c.raw.get("no_rope_layers") or [(layer + 1) % every != 0 for layer in range(c.num_layers)]
-    if not isinstance(has_rope, list) or len(has_rope) != c.num_layers:
-        c.faults.append(f"no_rope_layers is {has_rope!r}, must be a list of {c.num_layers} numbers, 1 for layers with rope")
-        has_rope = [True] * c.num_layers
+    has_rope = c.layers_with_rope()
     window = c.integer_or_none("sliding_window") if c.boolean("use_sliding_window") else None
     kinds = c.layer_kinds(WINDOWED, lambda layer: window is not None and not has_rope[layer])
     mlp = c.mlp(bias=c.boolean("mlp_bias"))

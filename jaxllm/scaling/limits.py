@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxllm.cache_spec import cache_specs
 from jaxllm.layers.build import num_parameters
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import MoE
@@ -81,25 +82,31 @@ class ModelCost:
     config: ModelConfig
     weight_bytes: float
     """All weights that a step reads: a table that only looks embeddings up does not count."""
-    cache_bytes_per_token: float
     num_devices: int = 1
 
     @classmethod
-    def of_arrays(
-        cls, config: ModelConfig, params: Iterable[jax.Array], cache_bytes_per_token: float, num_devices: int
-    ) -> "ModelCost":
+    def of_arrays(cls, config: ModelConfig, params: Iterable[jax.Array], num_devices: int) -> "ModelCost":
         """By the weights as they lie on the devices."""
         total = sum(x.nbytes for x in params)
         if not config.tie_word_embeddings:
             total -= config.padded_vocab_size * config.hidden_size * jnp.dtype(config.dtype).itemsize
-        return cls(config, total, cache_bytes_per_token, num_devices)
+        return cls(config, total, num_devices)
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        """What a decode reads for each token of its context in all layers, over all devices, until windows are full."""
+        return sum(self._layer_cache_bytes())
+
+    def _layer_cache_bytes(self) -> list[int]:
+        return [sum(array.bytes_per_token for array in spec.arrays) for spec in cache_specs(self.config)]
 
     def work(self, requests: Iterable[tuple[int, int]], *, num_steps: int, skip_prompts: bool = False) -> Work:
         """Work of requests of (prompt, output) tokens in at least `num_steps` steps, each of which reads the weights once: of a
         mixture of experts, those that tokens choosing at random are expected to need.
 
         The last output token is never computed on, and only outputs need logits. Prompts: operations of their tokens, and no
-        reading of keys (a prompt may be computed in one piece). Outputs after the first: each reads its request's keys.
+        reading of the cache (a prompt may be computed in one piece). Outputs after the first: each reads what its request has in
+        the cache, in layers with a window no more than that.
         skip_prompts: only the work after the first output token.
         """
         c = self.config
@@ -109,9 +116,8 @@ class ModelCost:
         idle = sum((moe.routing.num_experts - moe.routing.top_k) * 3.0 * moe.width * c.hidden_size for moe in mixtures)
         per_token = 2.0 * (num_parameters(c) - embedding - idle)
         attentions = collections.Counter(layer.attention for layer in c.layers)
-        values = {a: sum(heads * width for heads, width in a.cache_arrays) for a in attentions}
-        total = sum(values[a] * n for a, n in attentions.items())
-        flops, keys, num_tokens = 0.0, 0.0, 0.0
+        cache_bytes = {layer.attention: size for layer, size in zip(c.layers, self._layer_cache_bytes(), strict=True)}
+        flops, cache, num_tokens = 0.0, 0.0, 0.0
         for prompt, output in requests:
             first, last = (prompt, prompt + output - 1) if skip_prompts else (0, prompt + output - 1)
             num_logits = output - 1 if skip_prompts else output
@@ -119,12 +125,12 @@ class ModelCost:
             flops += (last - first) * per_token + num_logits * 2.0 * head
             for a, n in attentions.items():
                 flops += n * a.flops_per_pair * (_pairs(last, a.window) - _pairs(first, a.window))
-                keys += n * values[a] / total * (_pairs(last, a.window) - _pairs(prompt, a.window))
+                cache += n * cache_bytes[a] * (_pairs(last, a.window) - _pairs(prompt, a.window))
         unread = 0.0
         for moe in mixtures:
             chance = (1 - moe.routing.top_k / moe.routing.num_experts) ** (num_tokens / max(1, num_steps))
             unread += chance * moe.routing.num_experts * 3.0 * moe.width * c.hidden_size * jnp.dtype(c.dtype).itemsize
-        num_bytes = num_steps * (self.weight_bytes - unread) + keys * self.cache_bytes_per_token
+        num_bytes = num_steps * (self.weight_bytes - unread) + cache
         return Work(num_bytes / self.num_devices, flops / self.num_devices)
 
 

@@ -146,15 +146,21 @@ def test_rotary_buffers_and_a_tied_head_may_be_there(tmp_path):
     assert_equal(load(directory), expected)
 
 
-def test_a_text_model_leaves_the_weights_for_images(tmp_path):
+@pytest.mark.parametrize(
+    ("architecture", "vision", "text"),
+    [
+        ("Gemma3ForConditionalGeneration", "vision_tower", {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}),
+        ("Llama4ForConditionalGeneration", "vision_model", {"num_local_experts": 3, "intermediate_size_mlp": 64}),
+    ],
+)
+def test_a_text_model_leaves_the_weights_for_images(tmp_path, architecture, vision, text):
     raw = json.loads((goldens.FOLDER / "llama_gqa" / "config.json").read_text())
-    text = {**raw, "model_type": "gemma3_text", "hidden_act": "gelu_pytorch_tanh", "head_dim": 16, "tie_word_embeddings": True}
-    described = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
+    described = {"architectures": [architecture], "text_config": {**raw, "head_dim": 16, **text}}
     (tmp_path / "config.json").write_text(json.dumps(described))
     config = load_model_config(tmp_path)
     state = load_weights(config, build_model(config), tmp_path, load_format="dummy", mesh=make_mesh())
     save_safetensors(config, state, tmp_path, described)
-    rewrite(tmp_path, lambda tensors: tensors.update({"vision_tower.embeddings.weight": np.zeros(3, np.float32)}))
+    rewrite(tmp_path, lambda tensors: tensors.update({f"{vision}.embeddings.weight": np.zeros(3, np.float32)}))
     assert_equal(load(tmp_path), state)
 
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import MLP, Attention, Layer, MoE, Norm, Rope, Routing
+from jaxllm.model_parts import MLP, Attention, LatentAttention, Layer, MoE, Norm, Rope, Routing
 from jaxllm.scaling.limits import Ceilings, ModelCost, Work
 from jaxllm.scaling.trace import STRETCH, Kernel, class_of, merged, parse, read_trace, record
 from scripts.measuring.describe import describe, gaps
@@ -130,6 +130,10 @@ def config(windows=(None, None, None), **changes) -> ModelConfig:
     return ModelConfig("LlamaForCausalLM", 50, 8, tuple(parts), Norm("norm"), 100, **changes)
 
 
+LAYER_CACHE = 2 * 2 * 2 * 2
+"""Bytes a token: keys and values of two heads of two values in bfloat16."""
+
+
 def counted(c: ModelConfig, requests, weight_bytes, num_steps, skip_prompts):
     """Token by token."""
     flops, num_bytes = 0.0, weight_bytes * num_steps
@@ -146,7 +150,7 @@ def counted(c: ModelConfig, requests, weight_bytes, num_steps, skip_prompts):
                 seen = min(position + 1, c.layers[index].attention.window or 10**9)
                 flops += 4 * seen * 4 * 2
                 if position >= prompt:
-                    num_bytes += seen * 12.0 / c.num_layers
+                    num_bytes += seen * LAYER_CACHE
     return num_bytes, flops
 
 
@@ -154,14 +158,35 @@ def counted(c: ModelConfig, requests, weight_bytes, num_steps, skip_prompts):
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"windows": (4, None, 4)}])
 def test_work_is_what_counting_gives(changes: dict, skip_prompts: bool) -> None:
     c, requests = config(**changes), [(5, 1), (3, 7), (9, 2)]
-    work = ModelCost(c, weight_bytes=1000, cache_bytes_per_token=12).work(requests, num_steps=7, skip_prompts=skip_prompts)
+    work = ModelCost(c, weight_bytes=1000).work(requests, num_steps=7, skip_prompts=skip_prompts)
     assert (work.bytes, work.flops) == pytest.approx(counted(c, requests, 1000, 7, skip_prompts))
+
+
+def test_a_decode_reads_what_each_layer_keeps() -> None:
+    """The token after a context of 1000 sees 1001 in full layers, 512 in windows, and latents once for all heads."""
+
+    def decode_bytes(c: ModelConfig, num_devices: int = 1) -> float:
+        return ModelCost(c, 0, num_devices).work([(1000, 2)], num_steps=1, skip_prompts=True).bytes
+
+    # As Gemma 3: five layers of six have a window; the six share the arrays of one.
+    windows = [512] * 5 + [None]
+    assert decode_bytes(config(windows)) == 16 * (5 * 512 + 1001)
+    assert decode_bytes(config(windows, kv_cache_dtype="float8_e4m3fn")) == 8 * (5 * 512 + 1001)
+    latent = LatentAttention(16, 512, 128, 64, 128, Rope(), 1.0, Norm("latent_norm"))
+    deepseek = config([None] * 2)
+    deepseek = dataclasses.replace(
+        deepseek, layers=tuple(dataclasses.replace(layer, attention=latent) for layer in deepseek.layers)
+    )
+    assert decode_bytes(deepseek) == 2 * 1001 * 576 * 2
+    # Each device reads all latents, which have a copy for each, and its share of the heads of others.
+    assert decode_bytes(deepseek.for_tensor_parallel(2), 2) == 2 * 1001 * 576 * 2
+    assert decode_bytes(config(windows).for_tensor_parallel(2), 2) == 8 * (5 * 512 + 1001)
 
 
 def test_the_limit_is_the_slower_of_both_and_devices_share() -> None:
     ceilings = Ceilings(copy_bytes_per_second=100.0, gemm_flops_per_second=10.0)
     assert ceilings.seconds(Work(200, 5)) == 2.0 and ceilings.seconds(Work(200, 50)) == 5.0
-    one, two = (ModelCost(config(), 1000, 12, num_devices=n).work([(5, 3)], num_steps=3) for n in (1, 2))
+    one, two = (ModelCost(config(), 1000, num_devices=n).work([(5, 3)], num_steps=3) for n in (1, 2))
     assert (two.bytes, two.flops) == (one.bytes / 2, one.flops / 2)
 
 
@@ -170,12 +195,12 @@ def test_a_step_reads_the_experts_that_its_tokens_are_expected_to_choose():
     sparse = config()
     sparse = dataclasses.replace(sparse, layers=tuple(dataclasses.replace(layer, mlp=moe) for layer in sparse.layers))
     weight_bytes, expert_values = 100_000, 3 * 16 * 8
-    cost = ModelCost(sparse, weight_bytes, 12)
+    cost = ModelCost(sparse, weight_bytes)
     one = cost.work([(1, 2)], num_steps=1, skip_prompts=True)
     unread = 3 * 6 * expert_values * 2
-    assert one.bytes == pytest.approx(weight_bytes - unread + 2 * 12)
+    assert one.bytes == pytest.approx(weight_bytes - unread + 2 * 3 * LAYER_CACHE)
     many = cost.work([(1, 2)] * 1000, num_steps=1, skip_prompts=True)
-    assert many.bytes == pytest.approx(weight_bytes + 1000 * 2 * 12)
-    dense = ModelCost(dataclasses.replace(sparse, layers=config().layers), 1, 12).work([(1, 2)], num_steps=1, skip_prompts=True)
+    assert many.bytes == pytest.approx(weight_bytes + 1000 * 2 * 3 * LAYER_CACHE)
+    dense = ModelCost(dataclasses.replace(sparse, layers=config().layers), 1).work([(1, 2)], num_steps=1, skip_prompts=True)
     router, chosen = 8 * 8, 2 * expert_values
     assert one.flops - dense.flops == pytest.approx(2 * 3 * (router + chosen - expert_values))

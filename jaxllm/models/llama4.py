@@ -1,0 +1,102 @@
+"""Llama 4 (text): each token has one expert; every fourth layer has no positions, the others attend within chunks. A sequence is at most
+one chunk long (`attention_chunk_size`, 8192 tokens): longer ones are refused.
+
+Source: Meta's Llama 4 model card, 2025. Within the first chunk, attention within chunks is attention to all tokens before.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from jaxllm.model_config import ModelConfig
+from jaxllm.model_parts import MLP, Attention, MoE, QueryScale, Routing
+from jaxllm.models.config_reader import ConfigReader
+
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 202048,
+    "hidden_size": 5120,
+    "intermediate_size": 8192,
+    "intermediate_size_mlp": 16384,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "num_experts_per_tok": 1,
+    "num_local_experts": 16,
+    "interleave_moe_layer_step": 1,
+    "use_qk_norm": True,
+    "no_rope_layer_interval": 4,
+    "attention_chunk_size": 8192,
+    "attn_temperature_tuning": True,
+    "floor_scale": 8192,
+    "attn_scale": 0.1,
+}
+CHUNKED = {"chunked_attention": True, "full_attention": False}
+"""Whether a layer attends within chunks, by its entry in layer_types."""
+
+
+def read(c: ConfigReader) -> ModelConfig:
+    """The text model, of a checkpoint of its own or of one that sees images."""
+    c, names, norm = c.text_part("vision_model.", "multi_modal_projector.")
+    c = c.with_defaults(**DEFAULTS)
+    rope, max_position = c.positions(interleaved=True)
+    bias = c.boolean("attention_bias")
+    turned = replace(c.attention(rope), bias=bias, out_bias=bias)
+    # The norms have no weight and so do not depend on the rotation, which they follow in the original.
+    norms = (c.rms_norm("self_attn.q_norm", weighted=False), c.rms_norm("self_attn.k_norm", weighted=False))
+    attentions = {True: replace(turned, head_norms=norms if c.boolean("use_qk_norm") else None), False: _unturned(c, turned)}
+    has_rope = c.layers_with_rope()
+    kinds = c.layer_kinds(CHUNKED, lambda layer: has_rope[layer])
+    dense = replace(c.mlp(name="feed_forward"), width=c.integer("intermediate_size_mlp"))
+    mlps: dict[bool, MLP | MoE] = {True: _moe(c), False: dense}
+    sparse = _sparse_layers(c)
+    layers = [c.pre_norm_layer(attentions[turns], mlps[i in sparse]) for i, turns in enumerate(has_rope)]
+    max_position = _longest(c, max_position) if any(kinds) else max_position
+    return c.decoder(layers, max_position, names=names, norm=c.rms_norm(norm))
+
+
+def _unturned(c: ConfigReader, attention: Attention) -> Attention:
+    """Attention without positions, whose queries may grow with theirs."""
+    scale = QueryScale(c.number("attn_scale"), c.integer("floor_scale"))
+    return replace(attention, rope=None, query_scale=scale if c.raw["attn_temperature_tuning"] else None)
+
+
+def _moe(c: ConfigReader) -> MoE:
+    c.refuse_unless("num_experts_per_tok", 1)
+    routing = Routing(c.integer("num_local_experts"), 1, "sigmoid", router="router")
+    return c.moe(
+        routing,
+        c.integer("intermediate_size"),
+        name="feed_forward",
+        gate_up=("experts.gate_up_proj",),
+        down="experts.down_proj",
+        transposed=True,
+        weighs_input=True,
+        shared=c.mlp(name="feed_forward.shared_expert"),
+    )
+
+
+def _sparse_layers(c: ConfigReader) -> list[int]:
+    every = c.integer("interleave_moe_layer_step")
+    given = c.raw.get("moe_layers")
+    if given is None:
+        return list(range(every - 1, c.num_layers, every))
+    if not isinstance(given, list) or not all(type(layer) is int for layer in given):
+        c.faults.append(f"moe_layers is {given!r}, must be a list of layers")
+        return []
+    return given
+
+
+def _longest(c: ConfigReader, max_position: int) -> int:
+    """The longest sequence of a model with layers that attend within chunks."""
+    chunk = c.integer_or_none("attention_chunk_size")
+    if chunk is None:
+        return max_position
+    if c.max_model_len is not None and c.max_model_len > chunk:
+        c.faults.append(
+            f"max_model_len is {c.max_model_len}, but attention_chunk_size is {chunk}, and sequences of several chunks are not "
+            f"supported; use --max-model-len {chunk} or less"
+        )
+    return min(chunk, max_position)
