@@ -129,9 +129,9 @@ class Bench:
         self.llm.llm_engine.finish_compiling()
         self.core: Any = self.llm.llm_engine.core
         runner = self.core.runner
-        cache_tokens = self.core.memory_plan.num_blocks * self.core.config.cache.block_size
+        cache = self.core.memory_plan.cache
         self.cost = ModelCost.of_arrays(
-            self.core.model_config, runner.params, sum(x.nbytes for x in runner.caches) / cache_tokens, runner.shapes.mesh.size
+            self.core.model_config, runner.params, cache.block_bytes / cache.block_size, runner.shapes.mesh.size
         )
         print(
             f"engine start {self.start_seconds:.1f} s, {len(runner.programs)} programs; a step reads {self.cost.weight_bytes / 1e9:.2f} GB "

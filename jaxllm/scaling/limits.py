@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxllm.cache_spec import row_bytes
 from jaxllm.layers.build import num_parameters
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import MoE
+from jaxllm.model_parts import GatedDeltaNet, MoE
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -99,7 +100,8 @@ class ModelCost:
         mixture of experts, those that tokens choosing at random are expected to need.
 
         The last output token is never computed on, and only outputs need logits. Prompts: operations of their tokens, and no
-        reading of keys (a prompt may be computed in one piece). Outputs after the first: each reads its request's keys.
+        reading of keys (a prompt may be computed in one piece). Outputs after the first: each reads its request's keys, and reads and
+        writes its states.
         skip_prompts: only the work after the first output token.
         """
         c = self.config
@@ -109,13 +111,15 @@ class ModelCost:
         idle = sum((moe.routing.num_experts - moe.routing.top_k) * 3.0 * moe.width * c.hidden_size for moe in mixtures)
         per_token = 2.0 * (num_parameters(c) - embedding - idle)
         attentions = collections.Counter(layer.attention for layer in c.layers)
+        per_token += sum(n * a.flops_per_token for a, n in attentions.items() if isinstance(a, GatedDeltaNet))
         values = {a: sum(heads * width for heads, width in a.cache_arrays) for a in attentions}
         total = sum(values[a] * n for a, n in attentions.items())
-        flops, keys, num_tokens = 0.0, 0.0, 0.0
+        flops, keys, num_tokens, num_later = 0.0, 0.0, 0.0, 0.0
         for prompt, output in requests:
             first, last = (prompt, prompt + output - 1) if skip_prompts else (0, prompt + output - 1)
             num_logits = output - 1 if skip_prompts else output
             num_tokens += last - first
+            num_later += last - prompt
             flops += (last - first) * per_token + num_logits * 2.0 * head
             for a, n in attentions.items():
                 flops += n * a.flops_per_pair * (_pairs(last, a.window) - _pairs(first, a.window))
@@ -124,7 +128,7 @@ class ModelCost:
         for moe in mixtures:
             chance = (1 - moe.routing.top_k / moe.routing.num_experts) ** (num_tokens / max(1, num_steps))
             unread += chance * moe.routing.num_experts * 3.0 * moe.width * c.hidden_size * jnp.dtype(c.dtype).itemsize
-        num_bytes = num_steps * (self.weight_bytes - unread) + keys * self.cache_bytes_per_token
+        num_bytes = num_steps * (self.weight_bytes - unread) + keys * self.cache_bytes_per_token + num_later * 2 * row_bytes(c)
         return Work(num_bytes / self.num_devices, flops / self.num_devices)
 
 

@@ -46,8 +46,8 @@ class Measurer:
         core: Any = llm.llm_engine.core
         self.core: Any = core
         self.size: int = core.config.parallel.tensor_parallel_size
-        cache_tokens = core.memory_plan.num_blocks * core.config.cache.block_size
-        per_token = sum(x.nbytes for x in core.runner.caches) / cache_tokens
+        cache = core.memory_plan.cache
+        per_token = cache.block_bytes / cache.block_size
         self.cost = ModelCost.of_arrays(core.model_config, core.runner.params, per_token, self.size)
 
     def measure_all(self) -> None:

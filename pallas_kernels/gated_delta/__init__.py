@@ -13,7 +13,8 @@ Shapes, common to all implementations:
     state_NKGHV     float32: the states of all rows; the last takes the writes of padding
     row_R           int32[R]: row of the state; of padding rows the last
     is_new_R        bool[R]: the row begins with a state of zeros, whatever the array holds
-    query_start_R1  int32[R + 1]: row r owns tokens query_start[r]:query_start[r + 1]; tokens after the last are padding
+    query_start_R1  int32[R + 1]: row r owns tokens query_start[r]:query_start[r + 1]; tokens after the last are padding. None: token i is
+                    the only one of row i
     result          out_TKGV in the type of v, and the states after the step
 
 Outputs of padding tokens mean nothing. What the array holds for a new row is not used, not even a NaN.
@@ -31,7 +32,7 @@ IMPLEMENTATIONS = {
     "reference": "pallas_kernels.gated_delta.reference",
     "xla": "pallas_kernels.gated_delta.xla",
 }
-"""Each module has gated_delta and gated_delta_decode."""
+"""Each module has gated_delta, and gated_delta_decode for rows of one token."""
 PLAIN = ("xla", "reference")
 """Implementations in plain JAX."""
 
@@ -45,7 +46,7 @@ def gated_delta(
     state_NKGHV: jax.Array,
     row_R: jax.Array,
     is_new_R: jax.Array,
-    query_start_R1: jax.Array,
+    query_start_R1: jax.Array | None,
     *,
     implementation: str = "xla",
     interpret: bool = False,
@@ -57,26 +58,9 @@ def gated_delta(
     """
     tokens = (q_TKH, k_TKH, v_TKGV, log_decay_TKG, beta_TKG)
     module = _resolve(implementation, *tokens, state_NKGHV)
+    if query_start_R1 is None:
+        return module.gated_delta_decode(*tokens, state_NKGHV, row_R, is_new_R, interpret=interpret)
     return module.gated_delta(*tokens, state_NKGHV, row_R, is_new_R, query_start_R1, interpret=interpret)
-
-
-def gated_delta_decode(
-    q_RKH: jax.Array,
-    k_RKH: jax.Array,
-    v_RKGV: jax.Array,
-    log_decay_RKG: jax.Array,
-    beta_RKG: jax.Array,
-    state_NKGHV: jax.Array,
-    row_R: jax.Array,
-    is_new_R: jax.Array,
-    *,
-    implementation: str = "xla",
-    interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-    """`gated_delta` where token i is the only one of row i."""
-    tokens = (q_RKH, k_RKH, v_RKGV, log_decay_RKG, beta_RKG)
-    module = _resolve(implementation, *tokens, state_NKGHV)
-    return module.gated_delta_decode(*tokens, state_NKGHV, row_R, is_new_R, interpret=interpret)
 
 
 def _resolve(
@@ -93,7 +77,12 @@ def _resolve(
             f"no implementation {implementation!r} of the gated delta rule; there are {', '.join(IMPLEMENTATIONS)}"
         )
     T, K, G, V = v.shape
-    expected = {"q": (q, (T, K, q.shape[-1])), "k": (k, q.shape), "log_decay": (log_decay, (T, K, G)), "beta": (beta, (T, K, G))}
+    expected = {
+        "q": (q, (T, K, q.shape[-1])),
+        "k": (k, q.shape),
+        "log_decay": (log_decay, (T, K, G)),
+        "beta": (beta, (T, K, G)),
+    }
     expected["state"] = (state, (state.shape[0], K, G, q.shape[-1], V))
     for name, (array, shape) in expected.items():
         if array.shape != shape:

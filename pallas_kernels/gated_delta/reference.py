@@ -5,8 +5,9 @@ import jax.numpy as jnp
 from jax.lax import Precision
 
 
-
-def updated(state: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array, beta: jax.Array) -> tuple[jax.Array, jax.Array]:
+def updated(
+    state: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array, beta: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Output [..., K, G, V] of a token, and the state [..., K, G, H, V] after it; leading dimensions are a batch."""
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     k = k[..., None, :]

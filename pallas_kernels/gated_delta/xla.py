@@ -13,6 +13,8 @@ from the chunk's beginning,
 All is computed in float32.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.lax import Precision
@@ -40,18 +42,18 @@ def gated_delta(
 ) -> tuple[jax.Array, jax.Array]:
     """See the package."""
     num_tokens, trash = len(v_TKGV), len(state_NKGHV) - 1
-    tokens = (q_TKH, k_TKH, v_TKGV, log_decay_TKG, beta_TKG)
+    tokens: list[Any] = [q_TKH, k_TKH, v_TKGV, log_decay_TKG, beta_TKG]
     start_R, count_R = query_start_R1[:-1], jnp.diff(query_start_R1)
 
     is_single_R = count_R == 1
     first_R = jnp.minimum(start_R, num_tokens - 1)
     single_row_R = jnp.where(is_single_R, row_R, trash)
-    single_RKGV, state_NKGHV = gated_delta_decode(*(x[first_R] for x in tokens), state_NKGHV, single_row_R, is_new_R)
+    single_RKGV, state_NKGHV = gated_delta_decode(*[x[first_R] for x in tokens], state_NKGHV, single_row_R, is_new_R)
     out_TKGV = jnp.zeros((num_tokens + CHUNK, *v_TKGV.shape[1:]), v_TKGV.dtype)
     out_TKGV = out_TKGV.at[jnp.where(is_single_R, start_R, num_tokens + CHUNK)].set(single_RKGV, mode="drop")
 
     # A chunk is read and written whole, wherever it begins.
-    padded = [jnp.pad(x, ((0, CHUNK), *((0, 0),) * (x.ndim - 1))) for x in tokens]
+    padded: list[Any] = [jnp.pad(x, ((0, CHUNK), *((0, 0),) * (x.ndim - 1))) for x in tokens]
     num_chunks_R = jnp.where(is_single_R, 0, -(-count_R // CHUNK))
     end_R = jnp.cumsum(num_chunks_R)
 
@@ -67,7 +69,7 @@ def gated_delta(
             return jnp.where(is_real_C.reshape(-1, *(1,) * (x.ndim - 1)), part, 0)
 
         state_KGHV = jnp.where((index == 0) & is_new_R[r], 0, state_NKGHV[row_R[r]])
-        out_CKGV, state_KGHV = _chunk(*map(chunk_of, padded), state_KGHV)
+        out_CKGV, state_KGHV = _chunk(*[chunk_of(x) for x in padded], state_KGHV=state_KGHV)
         kept_CKGV = jax.lax.dynamic_slice_in_dim(out_TKGV, first, CHUNK)
         out_CKGV = jnp.where(is_real_C[:, None, None, None], out_CKGV.astype(out_TKGV.dtype), kept_CKGV)
         out_TKGV = jax.lax.dynamic_update_slice_in_dim(out_TKGV, out_CKGV, first, 0)
@@ -102,5 +104,7 @@ def _chunk(
     out_KGCV = jnp.exp(L_KGC)[..., None] * product("ckh,kghv->kgcv", q_CKH, state_KGHV)
     out_KGCV += product("kgcd,kgdv->kgcv", product("ckh,dkh->kcd", q_CKH, k_CKH)[:, None] * D_KGCC, added_KGCV)
     rest_KGC1 = jnp.exp(L_KGC[..., -1:] - L_KGC)[..., None]
-    state_KGHV = jnp.exp(L_KGC[..., -1])[..., None, None] * state_KGHV + product("ckh,kgcv->kghv", k_CKH, rest_KGC1 * added_KGCV)
+    state_KGHV = jnp.exp(L_KGC[..., -1])[..., None, None] * state_KGHV + product(
+        "ckh,kgcv->kghv", k_CKH, rest_KGC1 * added_KGCV
+    )
     return out_KGCV.transpose(2, 0, 1, 3), state_KGHV

@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.gated_delta import IMPLEMENTATIONS, gated_delta, gated_delta_decode
+from pallas_kernels.gated_delta import IMPLEMENTATIONS, gated_delta
 
 K, G, H, V, MAX_ROWS = 2, 3, 16, 8, 5
 run = jax.jit(gated_delta, static_argnames=("implementation", "interpret"))
-decode = jax.jit(gated_delta_decode, static_argnames=("implementation", "interpret"))
 
 
 def tokens_of(rng, count):
@@ -47,11 +46,9 @@ def run_step(implementation, sequences, done, plan, state, row_of, num_tokens, n
     counts = [count for _, count in plan] + [0] * (num_rows - len(plan))
     query_start = np.concatenate([[0], np.cumsum(counts)])
     tokens = [jnp.asarray(x, jnp.float32) for x in tokens]
-    if num_tokens == num_rows and set(counts[: len(plan)]) == {1}:
-        out, state = decode(*tokens, state, jnp.asarray(row_R), jnp.asarray(is_new_R), implementation=implementation)
-    else:
-        rows = (jnp.asarray(row_R), jnp.asarray(is_new_R), jnp.asarray(query_start, jnp.int32))
-        out, state = run(*tokens, state, *rows, implementation=implementation)
+    is_decode = num_tokens == num_rows and set(counts[: len(plan)]) == {1}
+    rows = (jnp.asarray(row_R), jnp.asarray(is_new_R), None if is_decode else jnp.asarray(query_start, jnp.int32))
+    out, state = run(*tokens, state, *rows, implementation=implementation)
     outs = {}
     for i, (s, count) in enumerate(plan):
         outs[s] = np.asarray(out)[query_start[i] : query_start[i] + count]
@@ -94,6 +91,6 @@ def test_shapes_that_do_not_fit_are_refused():
     tokens = [jnp.zeros(shape) for shape in ((4, K, H), (4, K, H), (4, K, G, V), (4, K, G), (4, K, G + 1))]
     state, row_R = jnp.zeros((3, K, G, H, V)), jnp.zeros(4, jnp.int32)
     with pytest.raises(ValueError, match="beta is .* expected"):
-        gated_delta_decode(*tokens, state, row_R, row_R == 0)
+        gated_delta(*tokens, state, row_R, row_R == 0, None)
     with pytest.raises(ValueError, match="no implementation 'cuda'"):
-        gated_delta_decode(*tokens, state, row_R, row_R == 0, implementation="cuda")
+        gated_delta(*tokens, state, row_R, row_R == 0, None, implementation="cuda")
