@@ -13,8 +13,6 @@ from the chunk's beginning,
 All is computed in float32.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.lax import Precision
@@ -42,18 +40,19 @@ def gated_delta(
 ) -> tuple[jax.Array, jax.Array]:
     """See the package."""
     num_tokens, trash = len(v_TKGV), len(state_NKGHV) - 1
-    tokens: list[Any] = [q_TKH, k_TKH, v_TKGV, log_decay_TKG, beta_TKG]
+    tokens = [q_TKH, k_TKH, v_TKGV, log_decay_TKG, beta_TKG]
     start_R, count_R = query_start_R1[:-1], jnp.diff(query_start_R1)
 
     is_single_R = count_R == 1
     first_R = jnp.minimum(start_R, num_tokens - 1)
     single_row_R = jnp.where(is_single_R, row_R, trash)
-    single_RKGV, state_NKGHV = gated_delta_decode(*[x[first_R] for x in tokens], state_NKGHV, single_row_R, is_new_R)
+    q, k, v, log_decay, beta = (x[first_R] for x in tokens)
+    single_RKGV, state_NKGHV = gated_delta_decode(q, k, v, log_decay, beta, state_NKGHV, single_row_R, is_new_R)
     out_TKGV = jnp.zeros((num_tokens + CHUNK, *v_TKGV.shape[1:]), v_TKGV.dtype)
     out_TKGV = out_TKGV.at[jnp.where(is_single_R, start_R, num_tokens + CHUNK)].set(single_RKGV, mode="drop")
 
     # A chunk is read and written whole, wherever it begins.
-    padded: list[Any] = [jnp.pad(x, ((0, CHUNK), *((0, 0),) * (x.ndim - 1))) for x in tokens]
+    padded = [jnp.pad(x, ((0, CHUNK), *((0, 0),) * (x.ndim - 1))) for x in tokens]
     num_chunks_R = jnp.where(is_single_R, 0, -(-count_R // CHUNK))
     end_R = jnp.cumsum(num_chunks_R)
 
@@ -69,7 +68,7 @@ def gated_delta(
             return jnp.where(is_real_C.reshape(-1, *(1,) * (x.ndim - 1)), part, 0)
 
         state_KGHV = jnp.where((index == 0) & is_new_R[r], 0, state_NKGHV[row_R[r]])
-        out_CKGV, state_KGHV = _chunk(*[chunk_of(x) for x in padded], state_KGHV=state_KGHV)
+        out_CKGV, state_KGHV = _chunk(state_KGHV, *[chunk_of(x) for x in padded])
         kept_CKGV = jax.lax.dynamic_slice_in_dim(out_TKGV, first, CHUNK)
         out_CKGV = jnp.where(is_real_C[:, None, None, None], out_CKGV.astype(out_TKGV.dtype), kept_CKGV)
         out_TKGV = jax.lax.dynamic_update_slice_in_dim(out_TKGV, out_CKGV, first, 0)
@@ -80,12 +79,12 @@ def gated_delta(
 
 
 def _chunk(
+    state_KGHV: jax.Array,
     q_CKH: jax.Array,
     k_CKH: jax.Array,
     v_CKGV: jax.Array,
     log_decay_CKG: jax.Array,
     beta_CKG: jax.Array,
-    state_KGHV: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Outputs of a chunk and the state after it. Tokens of zeros change nothing."""
 
