@@ -29,6 +29,7 @@ from types import ModuleType
 import jax
 
 IMPLEMENTATIONS = {
+    "triton": "pallas_kernels.gated_delta.triton",
     "reference": "pallas_kernels.gated_delta.reference",
     "xla": "pallas_kernels.gated_delta.xla",
 }

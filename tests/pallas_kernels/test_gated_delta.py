@@ -48,7 +48,7 @@ def run_step(implementation, sequences, done, plan, state, row_of, num_tokens, n
     tokens = [jnp.asarray(x, jnp.float32) for x in tokens]
     is_decode = num_tokens == num_rows and set(counts[: len(plan)]) == {1}
     rows = (jnp.asarray(row_R), jnp.asarray(is_new_R), None if is_decode else jnp.asarray(query_start, jnp.int32))
-    out, state = run(*tokens, state, *rows, implementation=implementation)
+    out, state = run(*tokens, state, *rows, implementation=implementation, interpret=True)
     outs = {}
     for i, (s, count) in enumerate(plan):
         outs[s] = np.asarray(out)[query_start[i] : query_start[i] + count]
