@@ -9,16 +9,20 @@
 A block belongs to one group at a time, so the layers below each other above share their arrays: a block of an array holds the keys
 or values of whichever group the block belongs to. All groups take their blocks from one pool. A model whose layers all have one
 policy has one group, and arrays for each layer.
+
+Layers that keep a state by row are in no group. Their arrays come behind those of blocks.
 """
 
 import bisect
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from jaxllm.cache_policy import FULL, CachePolicy, WindowPolicy, num_blocks_for
+from jaxllm.errors import ConfigError
 from jaxllm.model_config import FP8, ModelConfig
-from jaxllm.model_parts import Attention, LatentAttention
+from jaxllm.model_parts import Attention, GatedDeltaNet, LatentAttention
 
 _BYTES_PER_VALUE = {"bfloat16": 2, "float16": 2, "float32": 4, FP8: 1}
 _MOST_PADDING = 6
@@ -38,8 +42,21 @@ class CacheArray:
         return self.num_heads * self.width * _BYTES_PER_VALUE[self.dtype]
 
 
+@dataclass(frozen=True)
+class StateArray:
+    """One array of a layer: [rows, num_heads, *shape]. Devices split it by heads."""
+
+    num_heads: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def bytes_per_row(self) -> int:
+        return self.num_heads * math.prod(self.shape) * _BYTES_PER_VALUE[self.dtype]
+
+
 class CacheSpec(Protocol):
-    """What one layer keeps."""
+    """What one layer keeps in blocks."""
 
     @property
     def arrays(self) -> tuple[CacheArray, ...]: ...
@@ -94,12 +111,44 @@ class LatentCache:
         return FULL
 
 
-def cache_specs(config: ModelConfig, *, disable_windows: bool = False) -> tuple[CacheSpec, ...]:
+@dataclass(frozen=True)
+class RowState:
+    """Arrays of a fixed size for each running request, which sum up all its tokens: no blocks.
+
+    They belong to the request's row on the device, and nothing clears them when the row gets another owner: a step that computes the
+    token at position 0 begins with zeros, whatever the arrays hold. So a preempted request, which is computed from its beginning
+    again, needs no care. Nor does a request that ends with steps in flight that still compute it: they write a row that is free or
+    has been given away, but the device runs steps in order, and the next owner's first step, planned later, reads none of it. What
+    the last row holds, which padding writes to, is never read.
+
+    Every token changes the state, so each must be computed once and in order: none can be skipped because its prefix is cached.
+    """
+
+    arrays: tuple[StateArray, ...]
+
+    @property
+    def bytes_per_row(self) -> int:
+        return sum(array.bytes_per_row for array in self.arrays)
+
+
+def cache_specs(config: ModelConfig, *, disable_windows: bool = False) -> tuple[CacheSpec | RowState, ...]:
     """What each layer of a model keeps. disable_windows: layers with a sliding window keep all tokens too."""
-    return tuple(_spec(layer.attention, config.kv_cache_dtype, disable_windows) for layer in config.layers)
+    return tuple(_spec(layer.attention, config, disable_windows) for layer in config.layers)
 
 
-def _spec(attention: Attention | LatentAttention, dtype: str, disable_windows: bool) -> CacheSpec:
+def row_bytes(config: ModelConfig) -> int:
+    """`CacheLayout.row_bytes` of a model."""
+    return sum(spec.bytes_per_row for spec in cache_specs(config) if isinstance(spec, RowState))
+
+
+def _spec(
+    attention: Attention | LatentAttention | GatedDeltaNet, config: ModelConfig, disable_windows: bool
+) -> CacheSpec | RowState:
+    dtype = config.kv_cache_dtype
+    if isinstance(attention, GatedDeltaNet):
+        convolved, state = attention.state_shapes
+        heads = attention.num_key_heads
+        return RowState((StateArray(heads, convolved, config.dtype), StateArray(heads, state, "float32")))
     if isinstance(attention, LatentAttention):
         return LatentCache(attention.copies, attention.latent_dim + attention.rotated_dim, dtype)
     shape = (attention.num_kv_heads, attention.head_dim, dtype)
@@ -116,11 +165,12 @@ class CacheGroup:
 
 @dataclass(frozen=True)
 class LayerPlace:
-    """Where a layer finds its keys and values."""
+    """Where a layer finds what it keeps."""
 
-    group: int
+    group: int | None
+    """None: a state by row."""
     arrays: tuple[int, ...]
-    """Indices in `CacheLayout.arrays`."""
+    """Indices in `CacheLayout.arrays` and, behind them, `CacheLayout.states`."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +179,8 @@ class CacheLayout:
 
     groups: tuple[CacheGroup, ...]
     arrays: tuple[CacheArray, ...]
+    states: tuple[StateArray, ...]
+    """Of layers that keep a state by row."""
     places: tuple[LayerPlace, ...]
     """By layer."""
     block_size: int
@@ -145,6 +197,11 @@ class CacheLayout:
         """Bytes of a block in all arrays, over all devices."""
         return self.block_size * sum(array.bytes_per_token for array in self.arrays)
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row in the states of all layers, over all devices."""
+        return sum(array.bytes_per_row for array in self.states)
+
     def num_blocks_for(self, num_tokens: int) -> int:
         """Most blocks that a request of `num_tokens` tokens holds at a time."""
         return num_blocks_for(self.policies, num_tokens, self.block_size, self.max_step_tokens)
@@ -154,10 +211,18 @@ class CacheLayout:
         return bisect.bisect_right(range(1, 2**31), num_blocks, key=self.num_blocks_for)
 
 
-def cache_layout(specs: Sequence[CacheSpec], *, block_size: int, max_step_tokens: int) -> CacheLayout:
-    """Group the layers: full attention first, then by the first layer of a policy."""
+def cache_layout(specs: Sequence[CacheSpec | RowState], *, block_size: int, max_step_tokens: int) -> CacheLayout:
+    """Group the layers: full attention first, then by the first layer of a policy.
+
+    Raises ConfigError for a model in which no layer keeps blocks: they are how requests are admitted and limited.
+    """
+    in_blocks = {layer: spec for layer, spec in enumerate(specs) if not isinstance(spec, RowState)}
+    if not in_blocks:
+        raise ConfigError(
+            "no layer of the model has a KV cache, only states by row; a model needs a layer with attention to run here"
+        )
     layers_of: dict[CachePolicy, list[int]] = {}
-    for layer, spec in sorted(enumerate(specs), key=lambda item: item[1].policy != FULL):
+    for layer, spec in sorted(in_blocks.items(), key=lambda item: item[1].policy != FULL):
         layers_of.setdefault(spec.policy, []).append(layer)
     size = _group_size(layers_of)
     groups = [
@@ -172,11 +237,18 @@ def cache_layout(specs: Sequence[CacheSpec], *, block_size: int, max_step_tokens
         for number, group in enumerate(groups):
             if index < len(group.layers):
                 layer = group.layers[index]
-                keys = [(index, part, array) for part, array in enumerate(specs[layer].arrays)]
+                keys = [(index, part, array) for part, array in enumerate(in_blocks[layer].arrays)]
                 places[layer] = LayerPlace(number, tuple(arrays.setdefault(key, len(arrays)) for key in keys))
+    states: list[StateArray] = []
+    for layer, kept in enumerate(specs):
+        if isinstance(kept, RowState):
+            first = len(arrays) + len(states)
+            places[layer] = LayerPlace(None, tuple(range(first, first + len(kept.arrays))))
+            states += kept.arrays
     return CacheLayout(
         tuple(groups),
         tuple(array for _, _, array in arrays),
+        tuple(states),
         tuple(places[layer] for layer in range(len(specs))),
         block_size,
         max_step_tokens,

@@ -95,7 +95,10 @@ class CacheOptions:
     gpu_memory_utilization: Annotated[float, "fraction of the device's memory that the engine may take"] = 0.92
     num_gpu_blocks_override: Annotated[int | None, "number of KV-cache blocks, instead of measuring memory"] = None
     kv_cache_memory_bytes: Annotated[int | None, "size of the KV cache per device, instead of measuring memory"] = None
-    enable_prefix_caching: Annotated[bool, "reuse the blocks of equal prompt beginnings"] = True
+    enable_prefix_caching: Annotated[
+        bool | None,
+        "reuse the blocks of equal prompt beginnings; default: on, except for a model with linear attention, which cannot",
+    ] = None
     prefix_caching_hash_algo: Annotated[Literal["sha256", "sha256_cbor"], "hash of a block's tokens"] = "sha256"
     disable_hybrid_kv_cache_manager: Annotated[
         bool, "keep the keys and values of all tokens also in layers with a sliding window, which never read them again"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxllm.errors import ConfigError
-from jaxllm.model_parts import Attention, Head, LatentAttention, Layer, MoE, Names, Norm, Positions
+from jaxllm.model_parts import Attention, GatedDeltaNet, Head, LatentAttention, Layer, MoE, Names, Norm, Positions
 from jaxllm.quantization_config import StoredFp8, StoredMxfp4
 from jaxllm.served_model import ServedModel
 
@@ -69,7 +69,7 @@ class ModelConfig(ServedModel):
         return tuple(part for part in self._attentions if isinstance(part, LatentAttention))
 
     @property
-    def _attentions(self) -> tuple[Attention | LatentAttention, ...]:
+    def _attentions(self) -> tuple[Attention | LatentAttention | GatedDeltaNet, ...]:
         return tuple(dict.fromkeys(layer.attention for layer in self.layers))
 
     @property

@@ -87,6 +87,9 @@ class Attention:
     query_scale: QueryScale | None = None
     soft_cap: float | None = None
     """Scores s become soft_cap * tanh(s / soft_cap)."""
+    gated: bool = False
+    """Whether the weight of the queries gives each head a gate too, behind its query: the head's output is multiplied by the gate's
+    sigmoid."""
     sinks: bool = False
     """Whether each query head has a learned score that takes part in its softmax as a key's does, with a value of zero."""
     name: str = "self_attn"
@@ -126,7 +129,7 @@ class Attention:
     @property
     def values_per_token(self) -> int:
         """Intermediate values that a step has at once for each token, over all devices."""
-        return 3 * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        return (3 * (self.num_heads + 2 * self.num_kv_heads) + self.gated * self.num_heads) * self.head_dim
 
     def indivisible(self, size: int) -> list[str]:
         """The numbers that keep this part from being split over `size` devices."""
@@ -206,6 +209,85 @@ class LatentAttention:
     def split(self, size: int) -> "LatentAttention":
         """With the latents on every device."""
         return replace(self, copies=size)
+
+
+@dataclass(frozen=True)
+class GatedDeltaNet:
+    """Linear attention: each value head sums up the sequence in a matrix that maps keys to values. Source: arXiv:2412.06464.
+
+    Queries, keys and values are products of x that go through a short convolution over the sequence first.
+    """
+
+    num_key_heads: int
+    """Of queries too."""
+    num_value_heads: int
+    key_dim: int
+    """Values of a head's query and key."""
+    value_dim: int
+    """Values of a head's value."""
+    kernel_size: int
+    """Tokens that the convolution sees."""
+    norm: Norm
+    """Of each value head's output."""
+    name: str = "linear_attn"
+
+    @property
+    def group_size(self) -> int:
+        """Value heads per key head (G)."""
+        return self.num_value_heads // self.num_key_heads
+
+    @property
+    def num_channels(self) -> int:
+        """Values of a key head that go through the convolution: a query, a key, and the values of its value heads (C)."""
+        return 2 * self.key_dim + self.group_size * self.value_dim
+
+    @property
+    def num_heads(self) -> int:
+        """Heads that devices can share."""
+        return self.num_key_heads
+
+    @property
+    def window(self) -> int | None:
+        """Keys that a token sees, as `Attention.window`: all before it."""
+        return None
+
+    @property
+    def cache_arrays(self) -> tuple[tuple[int, int], ...]:
+        """(heads, width) of what the cache has of each token: nothing."""
+        return ()
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of a row and key head: the last inputs of the convolution, and the matrices of its value heads."""
+        return (self.kernel_size - 1, self.num_channels), (self.group_size, self.key_dim, self.value_dim)
+
+    @property
+    def flops_per_pair(self) -> float:
+        """Operations for each query token and token that it sees: none."""
+        return 0.0
+
+    @property
+    def flops_per_token(self) -> float:
+        """Operations of the rule for each token: two products with a matrix of each value head, and a change of it."""
+        return 6.0 * self.num_value_heads * self.key_dim * self.value_dim
+
+    @property
+    def linears(self) -> dict[str, tuple[str, ...]]:
+        """The checkpoint's modules that each linear layer is made of."""
+        parts = {"qkvz": "in_proj_qkvz", "ba": "in_proj_ba", "out": "out_proj"}
+        return {part: (f"{self.name}.{name}",) for part, name in parts.items()}
+
+    @property
+    def values_per_token(self) -> int:
+        """Intermediate values that a step has at once for each token, over all devices."""
+        return 8 * self.num_key_heads * self.num_channels
+
+    def indivisible(self, size: int) -> list[str]:
+        """The numbers that keep this part from being split over `size` devices."""
+        return [f"{self.num_key_heads} key heads of linear attention"] if self.num_key_heads % size else []
+
+    def split(self, size: int) -> "GatedDeltaNet":
+        return self
 
 
 @dataclass(frozen=True)
@@ -334,7 +416,7 @@ class MoE:
 class Layer:
     """A decoder layer: x + attention(attention_norm(x)), then x + mlp(mlp_norm(x))."""
 
-    attention: Attention | LatentAttention
+    attention: Attention | LatentAttention | GatedDeltaNet
     mlp: MLP | MoE
     attention_norm: Norm | None
     mlp_norm: Norm | None

@@ -41,7 +41,12 @@ def step_times(num_running: int, num_waiting: int, prompt_len: int, num_steps: i
     """Median times while `num_running` requests decode and `num_waiting` wait."""
     options = SchedulerOptions(max_num_seqs=num_running, max_num_batched_tokens=8192)
     blocks_per_request = (prompt_len + num_steps) // 16 + 2
-    scheduler = Scheduler(options, CacheOptions(), num_blocks=num_running * blocks_per_request * 2, max_model_len=1 << 20)
+    scheduler = Scheduler(
+        options,
+        CacheOptions(enable_prefix_caching=True),
+        num_blocks=num_running * blocks_per_request * 2,
+        max_model_len=1 << 20,
+    )
     params = SamplingParams(max_tokens=num_steps + 16, temperature=0.7, top_p=0.9, seed=1)
     front = OutputProcessor(load_tokenizer(resolve_model(DEMO), name=DEMO))
     for i in range(num_running + num_waiting):

@@ -54,6 +54,7 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
     StableLmConfig,
@@ -171,6 +172,20 @@ VARIANTS: dict[str, PreTrainedConfig] = {
         mlp_only_layers=[0],
     ),
     "qwen3_moe": Qwen3MoeConfig(**WIDE, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32, norm_topk_prob=True),
+    "qwen3_next": Qwen3NextConfig(
+        **{**WIDE, "num_hidden_layers": 3},
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        linear_key_head_dim=12,
+        linear_value_head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=48,
+        mlp_only_layers=[1],
+        partial_rotary_factor=0.25,
+    ),
     "olmoe": OlmoeConfig(**{**SIZES, "intermediate_size": 32}, num_experts=8, num_experts_per_tok=3),
     "glm4_moe": Glm4MoeConfig(
         **WIDE,
@@ -284,7 +299,7 @@ VARIANTS: dict[str, PreTrainedConfig] = {
 
 KEPT = (
     *(name for name in VARIANTS if name.startswith(("llama", "mistral"))),
-    *("qwen2", "qwen2_window", "qwen3", "gemma3", "glm4", "cohere2", "gpt2", "mixtral", "qwen3_moe"),
+    *("qwen2", "qwen2_window", "qwen3", "gemma3", "glm4", "cohere2", "gpt2", "mixtral", "qwen3_moe", "qwen3_next"),
 )
 """Those of tests/goldens."""
 
@@ -299,8 +314,12 @@ def random_model(config: PreTrainedConfig, seed: int, scale: float) -> "torch.nn
         for name, weight in model.named_parameters():
             if name.endswith(".sinks"):
                 weight.normal_(0, 2)
+            elif name.endswith(".A_log"):  # from states that forget within tokens to those that do not
+                weight.uniform_(-6, -1)
             elif name.endswith("norm.weight") or (weight.ndim == 1 and not name.endswith(".bias")):
                 weight.uniform_(0.5, 1.5)
+                if type(model.get_submodule(name.rpartition(".")[0])).__name__ == "Qwen3NextRMSNorm":
+                    weight.sub_(1)  # keeps logits small enough for float32 to tell them to 1e-4
             elif name.endswith(".bias"):
                 weight.normal_(0, 0.2)
             else:

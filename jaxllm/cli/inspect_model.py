@@ -74,12 +74,16 @@ def describe(plan: planning.Plan) -> dict[str, Any]:
         }
         for group in cache.groups
     ]
+    by_row = [layer for layer, place in enumerate(cache.places) if place.group is None]
+    states = {"keeps": "a state by row", "layers": by_row, "bytes_per_token": 0, "bytes_per_longest_request": cache.row_bytes}
+    num_groups = len(groups)
+    groups += [states] if by_row else []
     return {
         "model": plan.config.model.model,
         **plan.model_config.described(),
         "num_parameters": num_parameters(plan.model_config),
         "weight_bytes": weight_bytes(plan.model_config),
-        "kv_cache_bytes_per_token": len(groups) * block_bytes // cache.block_size,
+        "kv_cache_bytes_per_token": num_groups * block_bytes // cache.block_size,
         "cache_groups": groups,
         "longest_request_tokens": longest,
         "longest_request_bytes": sum(group["bytes_per_longest_request"] for group in groups),
@@ -89,7 +93,7 @@ def describe(plan: planning.Plan) -> dict[str, Any]:
 def _without_cache(memory: "MemoryPlan") -> dict[str, Any]:
     """The numbers of a memory plan alone."""
     values = {field.name: getattr(memory, field.name) for field in dataclasses.fields(memory) if field.name != "cache"}
-    return {**values, "block_bytes": memory.block_bytes, "block_size": memory.block_size}
+    return {**values, "block_bytes": memory.block_bytes, "block_size": memory.block_size, "state_bytes": memory.state_bytes}
 
 
 def _why_it_does_not_fit(plan: planning.Plan) -> str | None:

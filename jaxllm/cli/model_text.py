@@ -30,11 +30,10 @@ def layer_kinds(layers: Sequence[Layer]) -> Iterable[str]:
 
 
 def cache_group(group: dict[str, Any]) -> str:
-    """Layers that share blocks, and what these cost."""
-    return (
-        f"{group['keeps']}, layers {numbers(group['layers'])}: {size(group['bytes_per_token'])} a token, at most "
-        f"{size(group['bytes_per_longest_request'])} a request"
-    )
+    """Layers that share blocks, or have a state by row, and what these cost."""
+    per_token = f"{size(group['bytes_per_token'])} a token, at most " if group["bytes_per_token"] else ""
+    longest = size(group["bytes_per_longest_request"])
+    return f"{group['keeps']}, layers {numbers(group['layers'])}: {per_token}{longest} a request"
 
 
 def numbers(given: Iterable[int]) -> str:

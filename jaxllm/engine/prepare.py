@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxllm import env
+from jaxllm.cache_spec import row_bytes
 from jaxllm.config import AUTO_MODEL_LEN, EngineConfig, resolve_platform_defaults
 from jaxllm.engine.failures import explain, is_out_of_memory
 from jaxllm.engine.fingerprint import fingerprint
@@ -33,6 +34,9 @@ from jaxllm.runner.programs import use_persistent_cache
 from jaxllm.runner.runner import ModelRunner
 from jaxllm.sampling.processors import Processor
 from jaxllm.start_times import StartTimes
+
+_STATES_FRACTION = 0.25
+"""Of the device's memory: most that states by row take with the default of max_num_seqs."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +179,7 @@ def resolve_sizes(
     """Resolve a config for a model and this machine's kind of device, whatever their number. device_bytes: resolve for GPUs on
     which the engine may use this much memory instead."""
     on_gpu = device_bytes is not None or backend() != "cpu"
+    asked = config
     if device_bytes is None:
         device_bytes = device_limit(config.parallel.tensor_parallel_size)[1]
     attention = config.compile.attention_implementation
@@ -198,7 +203,10 @@ def resolve_sizes(
     config = config.replace(
         attention_implementation=attention_implementation(attention, model_config, config.cache.block_size, on_gpu=on_gpu),
         runner="generate" if model_config.generates else "pooling",
+        enable_prefix_caching=_prefix_caching(config, model_config),
     )
+    if asked.scheduler.max_num_seqs is None:
+        config = _with_room_for_states(config, model_config, device_bytes)
     scheduler = config.scheduler
     assert scheduler.max_num_seqs is not None and scheduler.max_num_batched_tokens is not None
     if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
@@ -207,6 +215,37 @@ def resolve_sizes(
             "each running request needs a token a step: raise --max-num-batched-tokens or lower --max-num-seqs"
         )
     return config, model_config
+
+
+def _prefix_caching(config: EngineConfig, model: ModelConfig) -> bool:
+    """Whether equal prompt beginnings are computed once. Raises ConfigError if it is asked for and the model cannot."""
+    asked = config.cache.enable_prefix_caching
+    if not row_bytes(model):
+        return asked is not False
+    if asked:
+        raise ConfigError(
+            f"enable_prefix_caching is set, but {model.architecture} has layers with linear attention, whose states sum up a whole "
+            "prompt: no part of it can be skipped; leave the option out, or use --no-enable-prefix-caching"
+        )
+    if asked is None:
+        logger.info(
+            "prefix caching is off: layers with linear attention keep a state of each whole prompt, of which no part can be skipped"
+        )
+    return False
+
+
+def _with_room_for_states(config: EngineConfig, model: ModelConfig, device_bytes: int) -> EngineConfig:
+    """The default of max_num_seqs, lowered so that the states of all rows take at most _STATES_FRACTION of the device's memory."""
+    wanted, bytes_of_row = config.scheduler.max_num_seqs or 1, row_bytes(model) // config.parallel.tensor_parallel_size
+    most = int(_STATES_FRACTION * device_bytes) // bytes_of_row - 1 if bytes_of_row else wanted
+    if most >= wanted:
+        return config
+    most = max(1, most // 8 * 8 or most)
+    logger.info(
+        "max_num_seqs is %d instead of %d: each running request has %.1f MiB of states on a device; --max-num-seqs sets another number",
+        *(most, wanted, bytes_of_row / 2**20),
+    )
+    return config.replace(max_num_seqs=most)
 
 
 def backend() -> str:

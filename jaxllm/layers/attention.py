@@ -40,7 +40,7 @@ class GroupedQueryAttention(nnx.Module):
             ("embed", "heads", "qkv", "head"),
             config.dtype,
             modules=[
-                Module(names[0], (stored_K, stored_G, H), order),
+                Module(names[0], (stored_K, stored_G, H), order, (0, H, 2 * H) if part.gated else None),
                 Module(names[1], (stored_K, 1, H), order),
                 Module(names[2], (stored_K, 1, H)),
             ],
@@ -48,6 +48,16 @@ class GroupedQueryAttention(nnx.Module):
             bias=part.bias,
             transposed=part.transposed,
         )
+        self.gate = nnx.data(None)
+        if part.gated:
+            self.gate = Linear(
+                "td,dkgh->tkgh",
+                (D, K, G, H),
+                ("embed", "heads", "group", "head"),
+                config.dtype,
+                modules=[Module(names[0], (stored_K, stored_G, H), columns=(H, 2 * H, 2 * H))],
+                bias=part.bias,
+            )
         self.q_norm = self.k_norm = nnx.data(None)
         if part.head_norms is not None:
             norms = (HeadNorm(norm, ((H,), ("head",)), (H,), config.dtype, prefix, order) for norm in part.head_norms)
@@ -103,6 +113,8 @@ class GroupedQueryAttention(nnx.Module):
             soft_cap=part.soft_cap,
             sinks_KG=None if self.sinks is None else self.sinks[...],
         )
+        if self.gate is not None:
+            out_TKGH = out_TKGH * jax.nn.sigmoid(_joined([self.gate(x_TD) for x_TD in runs]))
         ends = np.cumsum([len(x_TD) for x_TD in runs])
         return [self.out(out_TKGH[end - len(x_TD) : end], step.shards) for x_TD, end in zip(runs, ends, strict=True)]
 

@@ -1,7 +1,7 @@
 """The decoder that a `ModelConfig` describes."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax.numpy as jnp
@@ -10,13 +10,14 @@ from jax import Array
 
 from jaxllm.layers.attention import GroupedQueryAttention
 from jaxllm.layers.embedding import Embedding, PositionEmbedding
+from jaxllm.layers.gated_delta_net import GatedDelta
 from jaxllm.layers.latent_attention import MultiHeadLatentAttention
 from jaxllm.layers.mlp import FeedForward
 from jaxllm.layers.moe import MixtureOfExperts
 from jaxllm.layers.norm import NoNorm, Normalization, make_norm
 from jaxllm.layers.step import Step
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import LatentAttention, MoE
+from jaxllm.model_parts import Attention, GatedDeltaNet, LatentAttention, MoE
 from jaxllm.parallel.shards import ONE_DEVICE, Shards
 
 Run = tuple[Array, Array]
@@ -24,6 +25,11 @@ Run = tuple[Array, Array]
 
 
 AnyNorm = Normalization | NoNorm
+_ATTENTION: dict[type, Callable[..., GroupedQueryAttention | MultiHeadLatentAttention | GatedDelta]] = {
+    Attention: GroupedQueryAttention,
+    LatentAttention: MultiHeadLatentAttention,
+    GatedDeltaNet: GatedDelta,
+}
 
 
 class DecoderBlock(nnx.Module):
@@ -34,8 +40,7 @@ class DecoderBlock(nnx.Module):
         prefix = f"{config.layer_name(layer)}."
         norm = partial(make_norm, width=config.hidden_size, dtype=config.dtype, prefix=prefix)
         self.attention_norm = norm(parts.attention_norm)
-        make_attention = MultiHeadLatentAttention if isinstance(parts.attention, LatentAttention) else GroupedQueryAttention
-        self.attention = make_attention(config, parts.attention, layer, prefix)  # type: ignore[arg-type]
+        self.attention = _ATTENTION[type(parts.attention)](config, parts.attention, layer, prefix)
         self.attention_post_norm = norm(parts.attention_post_norm)
         self.mlp_norm = norm(parts.mlp_norm)
         make_mlp = MixtureOfExperts if isinstance(parts.mlp, MoE) else FeedForward

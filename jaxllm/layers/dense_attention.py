@@ -6,6 +6,7 @@ from jax import Array
 
 from jaxllm.layers.attend import Attend, AttendToLatents, Projection
 from jaxllm.layers.linear import precision_of
+from jaxllm.layers.row_states import OneSequence
 from jaxllm.layers.step import Step
 
 
@@ -43,12 +44,13 @@ def dense_attend_to_latents(positions_T: Array, segment_ids_T: Array | None = No
 
 
 def dense_step(token_ids_T: Array, positions_T: Array, segment_ids_T: Array | None = None) -> Step:
-    """A step of sequences that attend to themselves, with nothing cached."""
+    """A step of sequences that attend to themselves, with nothing cached. Layers with a state by row take one sequence alone."""
     return Step(
         token_ids_T,
         positions_T,
         dense_attend(positions_T, segment_ids_T),
         attend_to_latents=dense_attend_to_latents(positions_T, segment_ids_T),
+        states=OneSequence(len(token_ids_T)) if segment_ids_T is None else None,
     )
 
 

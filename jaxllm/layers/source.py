@@ -7,6 +7,7 @@ tensors of a parameter lie one after the other along one axis; that concatenatio
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +31,9 @@ class Tensor:
     rows: tuple[int, int] | None = None
     """The view is of this range of the stored outputs; None: of all."""
     columns: tuple[int, int, int] | None = None
-    """(start, stop, size): the view's second dimension is this range of one of `size`; None: it is whole."""
+    """(start, stop, size): a dimension of the view is this range of one of `size`; None: all are whole."""
+    columns_axis: int = 1
+    """That dimension."""
     transposed: bool = False
     """The outputs are the last stored dimension instead of the first."""
     order: tuple[int, ...] | None = None
@@ -64,8 +67,9 @@ class Tensor:
         stored = stored if self.rows is None else stored[slice(*self.rows)]
         if self.columns is None:
             return stored.reshape(self.view)
-        start, stop, size = self.columns
-        return stored.reshape(self.view[0], size, *self.view[2:])[:, start:stop]
+        (start, stop, size), axis = self.columns, self.columns_axis
+        whole = stored.reshape(*self.view[:axis], size, *self.view[axis + 1 :])
+        return whole[(slice(None),) * axis + (slice(start, stop),)]
 
     def _read(self, seen: np.ndarray, index: Index) -> np.ndarray:
         if self.copies == 1 and not self.padding:
@@ -217,6 +221,13 @@ class Module:
     """Dimensions of its outputs."""
     order: tuple[int, ...] | None = None
     """Order of the values along the last of these, by their stored places."""
+    columns: tuple[int, int, int] | None = None
+    """(start, stop, size): the last of these is this range of one of `size`; None: it is whole."""
+
+    @property
+    def num_rows(self) -> int:
+        """Outputs in the checkpoint."""
+        return math.prod(self.outputs if self.columns is None else (*self.outputs[:-1], self.columns[2]))
 
 
 def output_major(
@@ -234,20 +245,20 @@ def output_major(
     trailing: dimensions of size 1 that the stored tensors have in place of inputs.
     """
     inputs = tuple(inputs)
-    num_rows = {m.name: sum(math.prod(n.outputs) for n in modules if n.name == m.name) for m in modules}
+    num_rows = {m.name: sum(n.num_rows for n in modules if n.name == m.name) for m in modules}
     used = dict.fromkeys(num_rows, 0)
     tensors = []
     for m in modules:
         start = used[m.name]
-        used[m.name] = end = start + math.prod(m.outputs)
+        used[m.name] = end = start + m.num_rows
         rows = None if end - start == num_rows[m.name] else (start, end)
         shape = (num_rows[m.name], *((math.prod(inputs),) if inputs else ()), *trailing)
         is_transposed = transposed and bool(inputs)
         name, view = f"{m.name}.{kind}", (*m.outputs, *inputs)
         shape = shape[::-1] if is_transposed else shape
-        tensors.append(
-            Tensor(name, shape, view, rows=rows, transposed=is_transposed, order=m.order, order_axis=len(m.outputs) - 1)
-        )
+        last = len(m.outputs) - 1
+        places: dict[str, Any] = {"order": m.order, "order_axis": last, "columns": m.columns, "columns_axis": last}
+        tensors.append(Tensor(name, shape, view, rows=rows, transposed=is_transposed, **places))
     num_outputs = len(modules[0].outputs)
     permutation = (*range(num_outputs, num_outputs + len(inputs)), *range(num_outputs))
     return Source(tuple(tensors), joined, permutation)

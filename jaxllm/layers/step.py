@@ -9,14 +9,17 @@ from jax import Array
 
 from jaxllm.layers.attend import Attend, AttendToLatents
 from jaxllm.layers.rope import rope_angles
+from jaxllm.layers.row_states import RowStates
 from jaxllm.model_parts import Rope
 from jaxllm.parallel.shards import ONE_DEVICE, Shards
 from pallas_kernels import expert_choice
+from pallas_kernels import gated_delta as gated_delta_rule
 from pallas_kernels.grouped_matmul import experts
 
 # Traced and lowered once for all layers of a program.
 choose_experts = jax.jit(expert_choice.choose_experts, static_argnames=("rule", "implementation", "interpret"))
 compute_experts = jax.jit(experts, static_argnames=("activation", "implementation", "interpret"))
+gated_delta = jax.jit(gated_delta_rule.gated_delta, static_argnames=("implementation", "interpret"))
 
 
 @dataclass
@@ -35,6 +38,10 @@ class Step:
     """Computes the chosen experts: `pallas_kernels.grouped_matmul.experts`."""
     attend_to_latents: AttendToLatents | None = None
     """`attend` of layers of latent attention; None where there are none."""
+    states: RowStates | None = None
+    """Of layers that keep a state by row; None where there are none."""
+    gated_delta: Callable[..., tuple[Array, Array]] = partial(gated_delta, implementation="xla")
+    """Outputs and states of the gated delta rule: `pallas_kernels.gated_delta.gated_delta`."""
     _angles: dict[tuple[Rope | None, int], tuple[Array, Array]] = field(default_factory=dict)
 
     def angles(self, rope: Rope | None, head_dim: int) -> tuple[Array, Array]:

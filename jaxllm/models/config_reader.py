@@ -6,7 +6,20 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import MLP, Activation, Attention, LatentAttention, Layer, MoE, Names, Norm, Rope, RopeKind, Routing
+from jaxllm.model_parts import (
+    MLP,
+    Activation,
+    Attention,
+    GatedDeltaNet,
+    LatentAttention,
+    Layer,
+    MoE,
+    Names,
+    Norm,
+    Rope,
+    RopeKind,
+    Routing,
+)
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -203,7 +216,7 @@ class ConfigReader:
         """A LayerNorm with the config's epsilon."""
         return Norm(name, self.number(eps_name, 1e-5), centred=True, bias=bias)
 
-    def pre_norm_layer(self, attention: Attention | LatentAttention, mlp: MLP | MoE, **fields: Any) -> Layer:
+    def pre_norm_layer(self, attention: Attention | LatentAttention | GatedDeltaNet, mlp: MLP | MoE, **fields: Any) -> Layer:
         """A layer as Llama has it."""
         return Layer(attention, mlp, self.rms_norm("input_layernorm"), self.rms_norm("post_attention_layernorm"), **fields)
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import MLP, Attention, Layer, MoE, Routing
+from jaxllm.model_parts import MLP, Layer, MoE, Routing
 from jaxllm.models.config_reader import ConfigReader
 from jaxllm.models.qwen2 import windowed_layers
 
@@ -14,8 +14,8 @@ def read_qwen2_moe(c: ConfigReader) -> ModelConfig:
     rope, max_position = c.positions()
     attention = replace(c.attention(rope), bias=c.boolean("qkv_bias", True))
     shared = MLP(c.integer("shared_expert_intermediate_size", 5632), c.activation(), name="mlp.shared_expert")
-    moe = _moe(c, 1408, shared=shared, shared_gate="shared_expert_gate")
-    return c.decoder(_layers(c, attention, moe), max_position)
+    moe = read_moe(c, 1408, shared=shared, shared_gate="shared_expert_gate")
+    return c.decoder(with_experts(c, windowed_layers(c, attention), moe), max_position)
 
 
 def read_qwen3_moe(c: ConfigReader) -> ModelConfig:
@@ -24,19 +24,18 @@ def read_qwen3_moe(c: ConfigReader) -> ModelConfig:
     bias = c.boolean("attention_bias")
     norms = (c.rms_norm("self_attn.q_norm"), c.rms_norm("self_attn.k_norm"))
     attention = replace(c.attention(rope), bias=bias, out_bias=bias, head_norms=norms)
-    return c.decoder(_layers(c, attention, _moe(c, 768)), max_position)
+    return c.decoder(with_experts(c, windowed_layers(c, attention), read_moe(c, 768)), max_position)
 
 
-def _moe(c: ConfigReader, width: int, **fields: object) -> MoE:
-    """width: of an expert where the config names none."""
+def read_moe(c: ConfigReader, width: int, **fields: object) -> MoE:
+    """The mixture of experts of the config. width: of an expert where the config names none."""
     num_experts = c.integer("num_local_experts", c.integer("num_experts"))
     routing = Routing(num_experts, c.integer("num_experts_per_tok"), renormalize=c.boolean("norm_topk_prob"))
     return c.moe(routing, c.integer("moe_intermediate_size", width), **fields)
 
 
-def _layers(c: ConfigReader, attention: Attention, moe: MoE) -> list[Layer]:
-    """Windows as Qwen 2 has them; experts in every decoder_sparse_step-th layer, except where mlp_only_layers says otherwise."""
-    layers = windowed_layers(c, attention)
+def with_experts(c: ConfigReader, layers: list[Layer], moe: MoE) -> list[Layer]:
+    """Layers with experts in every decoder_sparse_step-th, except where mlp_only_layers says otherwise."""
     every, dense = c.integer("decoder_sparse_step", 1), c.raw.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
         c.faults.append(f"mlp_only_layers is {dense!r}, must be a list of layers")

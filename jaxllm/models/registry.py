@@ -53,6 +53,7 @@ FAMILIES = {
     "Qwen2MoeForCausalLM": ("qwen2_moe", "jaxllm.models.qwen_moe:read_qwen2_moe"),
     "Qwen3ForCausalLM": ("qwen3", "jaxllm.models.qwen3:read"),
     "Qwen3MoeForCausalLM": ("qwen3_moe", "jaxllm.models.qwen_moe:read_qwen3_moe"),
+    "Qwen3NextForCausalLM": ("qwen3_next", "jaxllm.models.qwen3_next:read"),
     "SeedOssForCausalLM": ("seed_oss", "jaxllm.models.seed_oss:read"),
     "SmolLM3ForCausalLM": ("smollm3", "jaxllm.models.smollm3:read"),
     "StableLmForCausalLM": ("stablelm", "jaxllm.models.stablelm:read"),

@@ -17,6 +17,7 @@ MESH_AXES: dict[str, str | None] = {
     "latent": None,
     "gate_up": None,
     "kv": None,
+    "kernel": None,
     "position": None,
     "experts": None,
     "expert_mlp": None,

@@ -2,7 +2,16 @@
 
 from dataclasses import dataclass
 
-OPS = ("paged_attention", "rope_cache_write", "mla_attention", "sampling", "collectives", "expert_choice", "grouped_matmul")
+OPS = (
+    "paged_attention",
+    "rope_cache_write",
+    "mla_attention",
+    "sampling",
+    "collectives",
+    "expert_choice",
+    "grouped_matmul",
+    "gated_delta",
+)
 
 
 @dataclass(frozen=True)
@@ -20,6 +29,8 @@ class Kernels:
     """Which experts of a mixture compute each token."""
     grouped_matmul: str = "xla"
     """Experts of a mixture."""
+    gated_delta: str = "xla"
+    """States of linear attention."""
     interpret: bool = False
     """Run Pallas kernels as plain JAX: on a CPU."""
 

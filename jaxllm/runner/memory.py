@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm import gpus
-from jaxllm.cache_spec import CacheLayout, cache_layout, cache_specs
+from jaxllm.cache_spec import CacheLayout, RowState, cache_layout, cache_specs
 from jaxllm.config import AUTO_MODEL_LEN, EngineConfig
 from jaxllm.errors import ConfigError, OutOfMemoryError
 from jaxllm.layers import build
@@ -53,6 +53,8 @@ class MemoryPlan:
     """Memory of collectives, in addition to `limit_bytes`."""
     num_devices: int = 1
     on_gpu: bool = True
+    num_rows: int = 0
+    """Rows of the states that layers keep by row: that of padding included."""
 
     @property
     def block_size(self) -> int:
@@ -67,6 +69,11 @@ class MemoryPlan:
         return self.num_blocks * self.block_bytes
 
     @property
+    def state_bytes(self) -> int:
+        """Of all rows."""
+        return self.num_rows * self.cache.row_bytes // self.num_devices
+
+    @property
     def num_cache_tokens(self) -> int:
         """Tokens that the cache holds, in requests of max_model_len."""
         # Block 0 is the null block.
@@ -77,11 +84,13 @@ class MemoryPlan:
         """The plan in a few lines for people."""
         beside = f", {_size(self.collective_bytes)} beside it for collectives" if self.collective_bytes else ""
         each = f", the same on each of {self.num_devices} devices" if self.num_devices > 1 else ""
+        states = f"  states    {_size(self.state_bytes)} ({self.num_rows} rows)"
         return "\n".join(
             [
                 f"memory plan for {self.device}{each}: {_size(self.limit_bytes)} to use{beside}",
                 f"  weights   {_size(self.weight_bytes)}",
                 f"  work      {_size(self.work_bytes)} (largest step)",
+                *([states] if self.state_bytes else []),
                 f"  KV cache  {_size(self.cache_bytes)}: {self.num_blocks} blocks of {self.block_size} tokens, "
                 f"{self.num_cache_tokens} tokens, {self.num_cache_tokens / self.max_model_len:.1f} requests "
                 f"of {self.max_model_len} tokens at once",
@@ -101,8 +110,8 @@ class MemoryPlan:
         if usable == 0 and self.sized_by is None:
             raise OutOfMemoryError(
                 f"no memory is left for the KV cache: {self.device} has {_size(self.limit_bytes)} for the engine, weights take "
-                f"{_size(self.weight_bytes)} and the largest step {_size(self.work_bytes)}; lower --max-num-batched-tokens, "
-                f"{self._ways_out()}"
+                f"{_size(self.weight_bytes)}{self._and_states()} and the largest step {_size(self.work_bytes)}; "
+                f"lower --max-num-batched-tokens{' or --max-num-seqs' * bool(self.state_bytes)}, {self._ways_out()}"
             )
         # Block 0 is the null block, so one more is needed than a request has.
         enough = {
@@ -124,16 +133,24 @@ class MemoryPlan:
                 f"the weights take {_size(self.weight_bytes)}{self._on_each()}, {self.device} has {_size(self.limit_bytes)} "
                 f"for the engine; {self._ways_out()}"
             )
-        left = self.limit_bytes - self.weight_bytes
+        left = self.limit_bytes - self.weight_bytes - self.state_bytes
+        if left < 0:
+            raise OutOfMemoryError(
+                f"weights take {_size(self.weight_bytes)} and the states of {self.num_rows} rows {_size(self.state_bytes)}"
+                f"{self._on_each()}, {self.device} has {_size(self.limit_bytes)} for the engine; lower --max-num-seqs, {self._ways_out()}"
+            )
         if self.sized_by is not None and self.cache_bytes > left:
             enough = {
                 "num_gpu_blocks_override": f"--num-gpu-blocks-override {left // self.block_bytes}",
                 "kv_cache_memory_bytes": f"--kv-cache-memory-bytes {left}",
             }[self.sized_by]
             raise OutOfMemoryError(
-                f"weights take {_size(self.weight_bytes)} and the KV cache {_size(self.cache_bytes)}{self._on_each()}, {self.device} "
-                f"has {_size(self.limit_bytes)} for the engine; use {enough} or less"
+                f"weights take {_size(self.weight_bytes)}{self._and_states()} and the KV cache {_size(self.cache_bytes)}{self._on_each()}, "
+                f"{self.device} has {_size(self.limit_bytes)} for the engine; use {enough} or less"
             )
+
+    def _and_states(self) -> str:
+        return f", the states of {self.num_rows} rows {_size(self.state_bytes)}" if self.state_bytes else ""
 
     def _on_each(self) -> str:
         return f" on each of {self.num_devices} devices" if self.num_devices > 1 else ""
@@ -180,6 +197,8 @@ def memory_plan(
     wanted_len = config.model.max_model_len
     max_len = model.max_position if wanted_len in (None, AUTO_MODEL_LEN) else wanted_len
     assert max_len is not None and config.scheduler.max_num_seqs is not None
+    num_rows = config.scheduler.max_num_seqs + 1
+    state_bytes = num_rows * cache.row_bytes // tensor_parallel
     if wanted_len is not None and wanted_len > model.max_position:
         raise ConfigError(
             f"max_model_len is {wanted_len}, the model was made for {model.max_position} tokens (max_position_embeddings); "
@@ -196,9 +215,9 @@ def memory_plan(
             sized_by = "kv_cache_memory_bytes"
             cache_bytes = config.cache.kv_cache_memory_bytes
         elif not on_gpu:
-            cache_bytes = min(int(limit * _CPU_CACHE_FRACTION), limit - weight_bytes - work_bytes)
+            cache_bytes = min(int(limit * _CPU_CACHE_FRACTION), limit - weight_bytes - work_bytes - state_bytes)
         else:
-            cache_bytes = limit - weight_bytes - work_bytes - _other_bytes(tensor_parallel)
+            cache_bytes = limit - weight_bytes - work_bytes - state_bytes - _other_bytes(tensor_parallel)
             if config.compile.warmup != "all":
                 cache_bytes -= tuning_bytes(config, model)
         # The cache is indexed by 32-bit slots.
@@ -220,6 +239,7 @@ def memory_plan(
         _collective_bytes(tensor_parallel) if on_gpu else 0,
         tensor_parallel,
         on_gpu,
+        num_rows,
     )
 
 
@@ -243,7 +263,9 @@ def estimate_work_bytes(config: EngineConfig, model: ModelConfig) -> int:
     widest = max(sum(part.values_per_token for part in layer.parts.values()) for layer in set(model.layers))
     per_token = widest // size + 6 * model.hidden_size
     sampling = 6 * 4 * scheduler.max_num_seqs * model.vocab_size
-    return int(1.25 * (scheduler.max_num_batched_tokens * per_token * itemsize + sampling)) + (64 << 20)
+    rows = (spec.bytes_per_row for spec in cache_specs(model) if isinstance(spec, RowState))
+    states = 3 * scheduler.max_num_seqs * max(rows, default=0) // size  # of one layer: gathered, changed and scattered
+    return int(1.25 * (scheduler.max_num_batched_tokens * per_token * itemsize + sampling + states)) + (64 << 20)
 
 
 def tuning_bytes(config: EngineConfig, model: ModelConfig) -> int:
@@ -364,7 +386,7 @@ def check_pool(plan: MemoryPlan, devices: Sequence[jax.Device]) -> None:
 
     JAX's pool is one for the whole process. Before anything of the plan has been allocated.
     """
-    wanted = plan.weight_bytes + plan.cache_bytes
+    wanted = plan.weight_bytes + plan.state_bytes + plan.cache_bytes
     for device in devices:
         in_use = _stats(device).get("bytes_in_use", 0)
         if wanted <= plan.limit_bytes < wanted + in_use:

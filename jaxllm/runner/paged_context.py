@@ -1,4 +1,4 @@
-"""The `attend` of a model while it runs over the paged cache: writes what is new, then attends to the request's pages."""
+"""What layers keep between steps, while a model runs: `attend` over the paged cache, and the states of rows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +9,7 @@ import jax
 
 from jaxllm.cache_spec import LayerPlace
 from jaxllm.layers.attend import Projection
+from jaxllm.layers.row_states import StateRows
 from jaxllm.runner.kernels import Kernels
 from pallas_kernels.mla_attention import latent_attention, latent_decode, write_latents
 from pallas_kernels.paged_attention import paged_attention, paged_decode
@@ -25,14 +26,15 @@ class GroupTable(NamedTuple):
 
 @dataclass
 class PagedContext:
-    """One step's attention. `caches` is replaced layer by layer as the model is traced."""
+    """One step's attention and states. `caches` is replaced layer by layer as the model is traced."""
 
     caches: list[jax.Array]
-    """The arrays of a `CacheLayout`."""
+    """The arrays of a `CacheLayout`, then its states."""
     places: Sequence[LayerPlace]
     tables: Sequence[GroupTable]
     query_start_R1: jax.Array
     kv_length_R: jax.Array
+    rows: StateRows
     is_decode: bool
     """Token i is the only token of row i."""
     kernels: Kernels
@@ -48,8 +50,7 @@ class PagedContext:
         sinks_KG: jax.Array | None = None,
     ) -> jax.Array:
         """Attention output [T, K, G, H]. A cache of a wide type takes keys and values as they are."""
-        place = self.places[layer]
-        table = self.tables[place.group]
+        place, table = self._find(layer)
         k_pages, v_pages = (self.caches[index] for index in place.arrays)
         if k_pages.dtype.itemsize > 1:
             projection = replace(projection, kv_scale_2=None)
@@ -76,8 +77,7 @@ class PagedContext:
         self, layer: int, q_TNC: jax.Array, latent_TC: jax.Array, *, value_dim: int, scale: float
     ) -> jax.Array:
         """Attention output [T, N, value_dim] of a layer whose cache is one array."""
-        place = self.places[layer]
-        table = self.tables[place.group]
+        place, table = self._find(layer)
         (index,) = place.arrays
         out, self.caches[index] = _write_and_attend_to_latents(
             q_TNC,
@@ -93,6 +93,20 @@ class PagedContext:
             scale=scale,
         )
         return out
+
+    def read(self, layer: int) -> tuple[jax.Array, ...]:
+        """The states of all rows that a layer keeps."""
+        return tuple(self.caches[index] for index in self.places[layer].arrays)
+
+    def write(self, layer: int, arrays: Sequence[jax.Array]) -> None:
+        """Replace them."""
+        for index, array in zip(self.places[layer].arrays, arrays, strict=True):
+            self.caches[index] = array
+
+    def _find(self, layer: int) -> tuple[LayerPlace, GroupTable]:
+        place = self.places[layer]
+        assert place.group is not None, f"layer {layer} keeps a state by row, no blocks"
+        return place, self.tables[place.group]
 
 
 @partial(jax.jit, static_argnames=("is_decode", "kernels", "scale", "window", "soft_cap"))

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.cache_spec import CacheLayout
-from jaxllm.layers.step import Step, choose_experts, compute_experts
+from jaxllm.layers.row_states import StateRows
+from jaxllm.layers.step import Step, choose_experts, compute_experts, gated_delta
 from jaxllm.parallel.shards import PEERS_LOST, Shards
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.layout import FROM_ROW, Column, StepLayout, StepViews
@@ -44,6 +45,7 @@ class Tokens(NamedTuple):
     """By group of layers."""
     query_start_R1: jax.Array
     kv_length_R: jax.Array
+    rows: StateRows
 
 
 class Logprobs(NamedTuple):
@@ -207,6 +209,7 @@ class StepFunctions:
             tables=tokens.tables,
             query_start_R1=tokens.query_start_R1,
             kv_length_R=tokens.kv_length_R,
+            rows=tokens.rows,
             is_decode=is_decode,
             kernels=self.kernels,
         )
@@ -220,6 +223,8 @@ class StepFunctions:
             choose_experts=partial(choose_experts, implementation=kernels.expert_choice, interpret=kernels.interpret),
             experts=partial(compute_experts, implementation=kernels.grouped_matmul, interpret=kernels.interpret),
             attend_to_latents=context.attend_to_latents,
+            states=context,
+            gated_delta=partial(gated_delta, implementation=kernels.gated_delta, interpret=kernels.interpret),
         )
         hidden_TD = self.merge(params)(step)
         return hidden_TD, tuple(context.caches)
@@ -297,6 +302,7 @@ def _locate_tokens(rows: RowArrays, views: StepViews[jax.Array], cache: CacheLay
         tables=_group_tables(page_tables, pages, position_T, is_written_T, cache),
         query_start_R1=query_start_R1,
         kv_length_R=jnp.where(count_R > 0, start_R + count_R, 0),
+        rows=StateRows(columns_RC[:, Column.ROW], start_R == 0, query_start_R1),
     )
 
 
@@ -316,6 +322,7 @@ def _locate_decode_tokens(rows: RowArrays, views: StepViews[jax.Array], cache: C
         tables=_group_tables(page_tables, pages, position_R, is_written_R, cache),
         query_start_R1=jnp.arange(num_rows + 1, dtype=jnp.int32),
         kv_length_R=jnp.where(is_real_R, position_R + 1, 0),
+        rows=StateRows(row_R, position_R == 0, None),
     )
 
 

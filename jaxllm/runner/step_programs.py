@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxllm.cache_spec import CacheArray, CacheLayout
+from jaxllm.cache_spec import CacheArray, CacheLayout, StateArray
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.mesh import TENSOR
 from jaxllm.runner.buckets import Buckets
@@ -244,16 +244,20 @@ class StepPrograms:
     def _caches(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         as_bits = self.mesh.devices.flat[0].platform == "cpu" and not self.functions.kernels.interpret
 
-        def make(array: CacheArray) -> jax.ShapeDtypeStruct:
+        def blocks(array: CacheArray) -> jax.ShapeDtypeStruct:
             shape = (self.num_blocks, array.num_heads, self.cache.block_size, array.width)
             dtype = jnp.dtype(array.dtype)
             return jax.ShapeDtypeStruct(shape, bits_type(dtype) if as_bits else dtype, sharding=self.by_heads)
 
-        return tuple(map(make, self.cache.arrays))
+        def rows(array: StateArray) -> jax.ShapeDtypeStruct:
+            shape = (self.buckets.max_rows + 1, array.num_heads, *array.shape)
+            return jax.ShapeDtypeStruct(shape, jnp.dtype(array.dtype), sharding=self.by_heads)
+
+        return (*map(blocks, self.cache.arrays), *map(rows, self.cache.states))
 
     @property
     def _cache_shardings(self) -> tuple[NamedSharding, ...]:
-        return (self.by_heads,) * len(self.cache.arrays)
+        return (self.by_heads,) * (len(self.cache.arrays) + len(self.cache.states))
 
     @property
     def rows(self) -> Any:

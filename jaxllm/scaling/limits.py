@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxllm.cache_spec import cache_specs
+from jaxllm.cache_spec import RowState, cache_specs, row_bytes
 from jaxllm.layers.build import num_parameters
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import MoE
+from jaxllm.model_parts import GatedDeltaNet, MoE
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -98,7 +98,8 @@ class ModelCost:
         return sum(self._layer_cache_bytes())
 
     def _layer_cache_bytes(self) -> list[int]:
-        return [sum(array.bytes_per_token for array in spec.arrays) for spec in cache_specs(self.config)]
+        specs = cache_specs(self.config)
+        return [0 if isinstance(spec, RowState) else sum(array.bytes_per_token for array in spec.arrays) for spec in specs]
 
     def work(self, requests: Iterable[tuple[int, int]], *, num_steps: int, skip_prompts: bool = False) -> Work:
         """Work of requests of (prompt, output) tokens in at least `num_steps` steps, each of which reads the weights once: of a
@@ -106,7 +107,7 @@ class ModelCost:
 
         The last output token is never computed on, and only outputs need logits. Prompts: operations of their tokens, and no
         reading of the cache (a prompt may be computed in one piece). Outputs after the first: each reads what its request has in
-        the cache, in layers with a window no more than that.
+        the cache, in layers with a window no more than that, and reads and writes its states.
         skip_prompts: only the work after the first output token.
         """
         c = self.config
@@ -116,12 +117,14 @@ class ModelCost:
         idle = sum((moe.routing.num_experts - moe.routing.top_k) * 3.0 * moe.width * c.hidden_size for moe in mixtures)
         per_token = 2.0 * (num_parameters(c) - embedding - idle)
         attentions = collections.Counter(layer.attention for layer in c.layers)
+        per_token += sum(n * a.flops_per_token for a, n in attentions.items() if isinstance(a, GatedDeltaNet))
         cache_bytes = {layer.attention: size for layer, size in zip(c.layers, self._layer_cache_bytes(), strict=True)}
-        flops, cache, num_tokens = 0.0, 0.0, 0.0
+        flops, cache, num_tokens, num_later = 0.0, 0.0, 0.0, 0.0
         for prompt, output in requests:
             first, last = (prompt, prompt + output - 1) if skip_prompts else (0, prompt + output - 1)
             num_logits = output - 1 if skip_prompts else output
             num_tokens += last - first
+            num_later += last - prompt
             flops += (last - first) * per_token + num_logits * 2.0 * head
             for a, n in attentions.items():
                 flops += n * a.flops_per_pair * (_pairs(last, a.window) - _pairs(first, a.window))
@@ -130,7 +133,7 @@ class ModelCost:
         for moe in mixtures:
             chance = (1 - moe.routing.top_k / moe.routing.num_experts) ** (num_tokens / max(1, num_steps))
             unread += chance * moe.routing.num_experts * 3.0 * moe.width * c.hidden_size * jnp.dtype(c.dtype).itemsize
-        num_bytes = num_steps * (self.weight_bytes - unread) + cache
+        num_bytes = num_steps * (self.weight_bytes - unread) + cache + num_later * 2 * row_bytes(c)
         return Work(num_bytes / self.num_devices, flops / self.num_devices)
 
 

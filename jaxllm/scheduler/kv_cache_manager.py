@@ -75,7 +75,7 @@ class KVCacheManager:
     ):
         """max_step_tokens: most tokens of a request that one step computes. policies: of each group."""
         self.block_size = options.block_size
-        self.enable_prefix_caching = options.enable_prefix_caching
+        self.enable_prefix_caching = bool(options.enable_prefix_caching)
         self.pool = BlockPool(num_blocks)
         self.policies = tuple(policies)
         self._max_step_tokens = max_step_tokens

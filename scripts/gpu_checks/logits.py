@@ -20,6 +20,7 @@ from jax import lax
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.core import EngineCore
+from jaxllm.layers.row_states import StateRows
 from jaxllm.runner.paged_context import GroupTable
 from jaxllm.runner.step import Tokens
 from scripts.gpu_checks import Outcome, kernels_in_use
@@ -84,7 +85,8 @@ class Steps:
             slot[i] = table[row, at // BLOCK] * BLOCK + at % BLOCK
         start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         is_real = np.arange(padded) < len(places)
-        tokens = Tokens(token, position, is_real, (GroupTable(table, slot),), start, lengths.astype(np.int32))  # type: ignore[arg-type]
+        rows = StateRows(np.arange(self.num_rows, dtype=np.int32), lengths == counts, start)  # type: ignore[arg-type]
+        tokens = Tokens(token, position, is_real, (GroupTable(table, slot),), start, lengths.astype(np.int32), rows)  # type: ignore[arg-type]
         return jax.tree.map(jnp.asarray, tokens)
 
 

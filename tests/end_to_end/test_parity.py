@@ -24,8 +24,13 @@ def variant(request):
     core.shutdown()
 
 
+def skip_without_prefix_caching(core: EngineCore) -> None:
+    if not core.config.cache.enable_prefix_caching:
+        pytest.skip("no part of a prompt can be skipped")
+
+
 def poison(core: EngineCore) -> None:
-    """Fill the cache with NaN: nothing may be read before it is written."""
+    """Fill the cache, states included, with NaN: nothing may be read before it is written."""
     caches = core.runner.caches
     core.runner.caches = tuple(jax.device_put(np.full(x.shape, np.nan, x.dtype), x.sharding) for x in caches)
 
@@ -39,6 +44,7 @@ def test_whole_prompts(variant):
 
 def test_cached_prompts(variant):
     name, core = variant
+    skip_without_prefix_caching(core)
     engines.reschedule(core)
     check(name, core, prompt_logprobs=False)
     assert core.stats().prefix_cache_hits == 0
@@ -51,6 +57,8 @@ def test_cached_prompts(variant):
 @pytest.mark.parametrize(("max_in_flight", "enable_prefix_caching"), [(1, True), (1, False), (2, False), (3, True)])
 def test_chunks_and_preemption(variant, max_in_flight, enable_prefix_caching):
     name, core = variant
+    if enable_prefix_caching:
+        skip_without_prefix_caching(core)
     poison(core)
     engines.reschedule(
         core,
@@ -88,6 +96,7 @@ def test_chunks_and_preemption(variant, max_in_flight, enable_prefix_caching):
         ("deepseek_v2_lite", {"tensor_parallel_size": 2}),
         ("deepseek_v3", {"tensor_parallel_size": 4, "block_size": 8}),
         ("deepseek_v2", {"attention_implementation": "triton"}),
+        ("qwen3_next", {"tensor_parallel_size": 4, "block_size": 8, "async_scheduling": False}),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(f"{k}={v}" for k, v in value.items()),
 )

@@ -12,7 +12,7 @@ BLOCK = 16
 
 @pytest.fixture
 def manager():
-    return KVCacheManager(CacheOptions(block_size=BLOCK), num_blocks=11, max_step_tokens=1000)
+    return KVCacheManager(CacheOptions(block_size=BLOCK, enable_prefix_caching=True), num_blocks=11, max_step_tokens=1000)
 
 
 def request_of(request_id, tokens, **fields):

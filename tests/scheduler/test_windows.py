@@ -17,7 +17,9 @@ WINDOW = WindowPolicy(8)
 
 
 def make_manager(*policies, num_blocks=41):
-    return KVCacheManager(CacheOptions(block_size=BLOCK), num_blocks, policies=policies, max_step_tokens=16)
+    return KVCacheManager(
+        CacheOptions(block_size=BLOCK, enable_prefix_caching=True), num_blocks, policies=policies, max_step_tokens=16
+    )
 
 
 def request_of(request_id, num_tokens, **fields):

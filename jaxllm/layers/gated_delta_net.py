@@ -1,0 +1,99 @@
+"""Linear attention by the gated delta rule. Source: arXiv:2412.06464."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+
+from jaxllm.layers.causal_conv import causal_conv
+from jaxllm.layers.linear import Linear, abstract_param
+from jaxllm.layers.norm import Normalization
+from jaxllm.layers.source import Module, Source, Tensor
+from jaxllm.layers.step import Step
+from jaxllm.model_config import ModelConfig
+from jaxllm.model_parts import GatedDeltaNet
+
+
+class GatedDelta(nnx.Module):
+    """A token mixer that keeps two states by row: the last inputs of its convolution, and a matrix [H, V] of each value head.
+
+    As in the checkpoint, the outputs of in_proj_qkvz belong to K key heads one after the other: a query and a key of width H, then the
+    values of G value heads of width V, then their gates; those of in_proj_ba the same way. So devices split all weights by key heads.
+    """
+
+    def __init__(self, config: ModelConfig, part: GatedDeltaNet, layer: int, prefix: str):
+        D, K, G, H, V = config.hidden_size, part.num_key_heads, part.group_size, part.key_dim, part.value_dim
+        C, J, dtype = part.num_channels, part.kernel_size, config.dtype
+        self.part, self.layer = part, layer
+        names = {key: f"{prefix}{name}" for key, (name,) in part.linears.items()}
+
+        def of_heads(name: str, width: int) -> Linear:
+            return Linear("td,dkc->tkc", (D, K, width), ("embed", "heads", "head"), dtype, modules=[Module(name, (K, width))])
+
+        self.qkvz, self.ba = of_heads(names["qkvz"], C + G * V), of_heads(names["ba"], 2 * G)
+        name = f"{prefix}{part.name}"
+        ends = np.cumsum([0, K * H, K * H, K * G * V]).tolist()
+        convolved = tuple(
+            Tensor(f"{name}.conv1d.weight", (ends[-1], 1, J), (K, width, J), rows=rows)
+            for width, rows in zip((H, H, G * V), zip(ends, ends[1:], strict=False), strict=True)
+        )
+        self.conv = abstract_param((K, C, J), ("heads", "head", "kernel"), dtype, source=Source(convolved, 1, (0, 1, 2)))
+
+        def by_value_head(key: str) -> nnx.Param:
+            source = Source((Tensor(f"{name}.{key}", (K * G,), (K, G)),), 0, (0, 1))
+            return abstract_param((K, G), ("heads", "group"), "float32", source=source, init="ones")
+
+        self.log_rate, self.rate_bias = by_value_head("A_log"), by_value_head("dt_bias")
+        self.norm = Normalization(part.norm, V, "head", dtype, prefix=prefix)
+        self.out = Linear(
+            "tkgv,kgvd->td",
+            (K, G, V, D),
+            ("heads", "group", "head", "embed"),
+            dtype,
+            modules=[Module(names["out"], (D,))],
+        )
+
+    def __call__(self, runs: Sequence[Array], step: Step) -> list[Array]:
+        """Of runs of tokens [T, D], one after the other, the output of each; of several devices, this one's part of the sum."""
+        part, states = self.part, step.states
+        assert states is not None, "the step has no states by row"
+        H, V, C, G = part.key_dim, part.value_dim, part.num_channels, part.group_size
+        qkvz_TKC, ba_TKC = (_joined([linear(x_TD) for x_TD in runs]) for linear in (self.qkvz, self.ba))
+        num_heads, dtype = qkvz_TKC.shape[1], qkvz_TKC.dtype
+        arrays = states.read(self.layer)
+        if arrays is None:
+            shapes = ((2, num_heads, *shape) for shape in part.state_shapes)
+            arrays = tuple(jnp.zeros(shape, kind) for shape, kind in zip(shapes, (dtype, jnp.float32), strict=True))
+        conv_state, delta_state = arrays
+
+        qkv_TKC, z_TKC = jnp.split(qkvz_TKC, [C], axis=2)
+        qkv_TKC, conv_state = causal_conv(qkv_TKC, self.conv[...], conv_state, states.rows)
+        q_TKH, k_TKH, v_TKC = jnp.split(jax.nn.silu(qkv_TKC), [H, 2 * H], axis=2)
+        b_TKG, a_TKG = jnp.split(ba_TKC.astype(jnp.float32), 2, axis=2)
+        log_decay_TKG = -jnp.exp(self.log_rate[...]) * jax.nn.softplus(a_TKG + self.rate_bias[...])
+        out_TKGV, delta_state = step.gated_delta(
+            (_normed(q_TKH) * H**-0.5).astype(dtype),
+            _normed(k_TKH).astype(dtype),
+            v_TKC.reshape(-1, num_heads, G, V).astype(dtype),
+            log_decay_TKG,
+            jax.nn.sigmoid(b_TKG),
+            delta_state,
+            *states.rows,
+        )
+        states.write(self.layer, (conv_state, delta_state))
+
+        gate_TKGV = jax.nn.silu(z_TKC.astype(jnp.float32)).reshape(out_TKGV.shape)
+        out_TKGV = (self.norm(out_TKGV) * gate_TKGV).astype(dtype)
+        ends = np.cumsum([len(x_TD) for x_TD in runs])
+        return [self.out(out_TKGV[end - len(x_TD) : end], step.shards) for x_TD, end in zip(runs, ends, strict=True)]
+
+
+def _normed(x_TKH: Array) -> Array:
+    return x_TKH * jax.lax.rsqrt(jnp.sum(jnp.square(x_TKH), axis=-1, keepdims=True) + 1e-6)
+
+
+def _joined(runs: Sequence[Array]) -> Array:
+    return runs[0] if len(runs) == 1 else jnp.concatenate(runs)
