@@ -69,6 +69,11 @@ class ModelConfig(ServedModel):
         return tuple(part for part in self._attentions if isinstance(part, LatentAttention))
 
     @property
+    def delta_nets(self) -> tuple[GatedDeltaNet, ...]:
+        """The distinct linear attentions, the same way."""
+        return tuple(part for part in self._attentions if isinstance(part, GatedDeltaNet))
+
+    @property
     def _attentions(self) -> tuple[Attention | LatentAttention | GatedDeltaNet, ...]:
         return tuple(dict.fromkeys(layer.attention for layer in self.layers))
 

@@ -6,7 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-OPS = ("collectives", "expert_choice", "grouped_matmul", "mla_attention", "paged_attention", "rope_cache_write", "sampling")
+OPS = (
+    "collectives",
+    "expert_choice",
+    "gated_delta",
+    "grouped_matmul",
+    "mla_attention",
+    "paged_attention",
+    "rope_cache_write",
+    "sampling",
+)
 _USES = {
     "mla_attention": ("cache_write", "paged_attention"),
     "paged_attention": ("cache_write",),

@@ -5,7 +5,8 @@ import random
 import pytest
 
 from jaxllm.cache_policy import FULL, CachePolicy, FullPolicy, WindowPolicy
-from jaxllm.cache_spec import CacheLayout, FullCache, WindowCache, cache_layout, cache_specs
+from jaxllm.cache_spec import CacheLayout, FullCache, RowState, StateArray, WindowCache, cache_layout, cache_specs, row_bytes
+from jaxllm.errors import ConfigError
 from jaxllm.models.load_config import load_model_config
 from tests.helpers import goldens
 
@@ -62,6 +63,27 @@ def test_groups_are_few_and_waste_little(num_layers, sizes):
     assert [len(group.layers) for group in layout.groups] == sizes
     assert sorted(layer for group in layout.groups for layer in group.layers) == list(range(sum(num_layers.values())))
     assert len(layout.arrays) == 2 * max(sizes)
+
+
+def test_layers_with_a_state_by_row_are_in_no_group():
+    state = RowState((StateArray(2, (3, 20), "bfloat16"), StateArray(2, (4, 8), "float32")))
+    layout = layout_of(state, F, state, state, F)
+    assert groups_of(layout) == [(FULL, (1, 4))]
+    assert [(place.group, place.arrays) for place in layout.places] == [
+        *((None, (4, 5)), (0, (0, 1)), (None, (6, 7)), (None, (8, 9)), (0, (2, 3)))
+    ]
+    assert layout.states == state.arrays * 3
+    assert layout.row_bytes == 3 * (2 * 3 * 20 * 2 + 2 * 4 * 8 * 4) and layout.block_bytes == 16 * 2 * PAIR_BYTES
+    with pytest.raises(ConfigError, match="no layer of the model has a KV cache"):
+        layout_of(state, state)
+
+
+def test_states_of_linear_attention_are_float32_and_inputs_of_its_convolution_of_the_models_type():
+    config = load_model_config(goldens.FOLDER / "qwen3_next", dtype="bfloat16", kv_cache_dtype="fp8")
+    state, full, _ = cache_specs(config)
+    assert isinstance(state, RowState) and isinstance(full, FullCache) and full.dtype == "float8_e4m3fn"
+    assert [array.dtype for array in state.arrays] == ["bfloat16", "float32"]
+    assert row_bytes(config) == 2 * 4 * (3 * 56 * 2 + 2 * 12 * 16 * 4) == row_bytes(config.for_tensor_parallel(4))
 
 
 def test_specs_follow_the_model_and_count_copies_of_heads():

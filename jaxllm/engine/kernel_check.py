@@ -32,6 +32,7 @@ from pallas_kernels.checking import (
     attention_at_start,
     collectives,
     expert_choice,
+    gated_delta,
     grouped_matmul,
     mla_attention,
     rope_cache_write,
@@ -46,6 +47,7 @@ _CASES: dict[str, Any] = {
     "paged_attention": attention_at_start.cases,
     "rope_cache_write": rope_cache_write.cases,
     "expert_choice": expert_choice.cases,
+    "gated_delta": gated_delta.cases,
     "grouped_matmul": grouped_matmul.cases,
     "mla_attention": mla_attention.cases,
     "sampling": sampling.cases,
@@ -148,6 +150,12 @@ def shapes_of(config: EngineConfig, model: ModelConfig, plan: MemoryPlan) -> dic
                 has_biases=part.bias,
             )
             for part in model.mixtures
+        ),
+        "gated_delta": tuple(
+            gated_delta.Shapes(
+                model.dtype, part.num_key_heads // tensor_parallel, part.group_size, part.key_dim, part.value_dim
+            )
+            for part in model.delta_nets
         ),
         "mla_attention": tuple(
             mla_attention.Shapes(

@@ -14,6 +14,7 @@ from jaxllm.runner.memory import MemoryPlan
 from pallas_kernels import (
     collectives,
     expert_choice,
+    gated_delta,
     grouped_matmul,
     mla_attention,
     paged_attention,
@@ -80,7 +81,8 @@ def candidates(wanted: str, model: ModelConfig, plan: MemoryPlan, mesh: Mesh, *,
     if model.attentions:
         found["rope_cache_write"] = ("xla",) if is_plain else _rope_candidates(model, plan, mesh, on_gpu=on_gpu)
     if is_plain:
-        others = ("sampling", "collectives", *(("expert_choice", "grouped_matmul") if model.mixtures else ()))
+        of_mixtures = ("expert_choice", "grouped_matmul") if model.mixtures else ()
+        others = ("sampling", "collectives", *of_mixtures, *(("gated_delta",) if model.delta_nets else ()))
         return {**found, **dict.fromkeys(others, ("xla",))}
     sample = tuple(
         name
@@ -92,6 +94,7 @@ def candidates(wanted: str, model: ModelConfig, plan: MemoryPlan, mesh: Mesh, *,
         "sampling": sample,
         "collectives": _collectives(model, mesh, on_gpu=on_gpu),
         **(_of_mixtures(model, mesh, on_gpu=on_gpu) if model.mixtures else {}),
+        **({"gated_delta": _delta_candidates(model, on_gpu=on_gpu)} if model.delta_nets else {}),
     }
 
 
@@ -131,6 +134,12 @@ def _of_mixtures(model: ModelConfig, mesh: Mesh, *, on_gpu: bool) -> Candidates:
         for part in model.mixtures
     )
     return {"expert_choice": choice, "grouped_matmul": experts}
+
+
+def _delta_candidates(model: ModelConfig, *, on_gpu: bool) -> tuple[str, ...]:
+    return _of_all(
+        gated_delta.candidates(platform="gpu", key_dim=part.key_dim, interpret=not on_gpu) for part in model.delta_nets
+    )
 
 
 def _collectives(model: ModelConfig, mesh: Mesh, *, on_gpu: bool) -> tuple[str, ...]:

@@ -5,6 +5,10 @@ import jax.numpy as jnp
 from jax.lax import Precision
 
 
+def supports(*, platform: str, key_dim: int, interpret: bool = False) -> bool:
+    return True
+
+
 def updated(
     state: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array, beta: jax.Array
 ) -> tuple[jax.Array, jax.Array]:

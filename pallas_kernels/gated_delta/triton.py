@@ -164,12 +164,12 @@ def _kernel(
         return (state_HV, *upcoming)
 
     @pl.when(is_padding)
-    def _() -> None:
+    def pad() -> None:
         """Padding of a decode has a token, whose output must be finite."""
         store(out_ref.at[first, kh, g, v_V], jnp.zeros(block_v, out_ref.dtype), mask=is_v_V & (first < end))
 
     @pl.when((first < end) & ~is_padding)
-    def _() -> None:
+    def compute() -> None:
         place = (row, kh, g, h_H[:, None], v_V[None, :])
         is_kept = is_in_HV & (load(is_new_ref.at[r]) == 0)
         state_HV = load(state_ref.at[place], mask=is_kept, other=0.0)

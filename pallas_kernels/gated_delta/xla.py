@@ -19,10 +19,14 @@ from jax.lax import Precision
 
 from pallas_kernels.gated_delta.reference import gated_delta_decode
 
-__all__ = ["CHUNK", "gated_delta", "gated_delta_decode"]
+__all__ = ["CHUNK", "gated_delta", "gated_delta_decode", "supports"]
 
 CHUNK = 64
 """Tokens (C)."""
+
+
+def supports(*, platform: str, key_dim: int, interpret: bool = False) -> bool:
+    return True
 
 
 def gated_delta(

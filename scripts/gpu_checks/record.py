@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 OPS_OF_CASES = {
     "attention": "paged_attention",
     "choice": "expert_choice",
+    "delta": "gated_delta",
     "experts": "grouped_matmul",
     "latent": "mla_attention",
     "rope": "rope_cache_write",

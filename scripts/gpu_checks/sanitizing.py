@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import jax
 
-from pallas_kernels.checking import attention_at_start, expert_choice, grouped_matmul, rope_cache_write, sampling
+from pallas_kernels.checking import attention_at_start, expert_choice, gated_delta, grouped_matmul, rope_cache_write, sampling
 from pallas_kernels.checking.attention_at_start import Layer
 from pallas_kernels.checking.case import Case
 from pallas_kernels.checking.check import check as run_cases
@@ -80,5 +80,7 @@ def kernel_cases(*, interpret: bool) -> list[tuple[str, Case]]:
         for name in ("mosaic", "triton"):
             cases = grouped_matmul.cases(mixture, name, interpret=interpret)
             found += [(f"experts {name}{' biases' * has_biases}", case) for case in cases]
+    delta = gated_delta.Shapes("bfloat16", 2, 2, 24, 40)
+    found += [("delta triton", case) for case in gated_delta.cases(delta, "triton", interpret=interpret)]
     found += [("sampling triton", case) for case in sampling.cases(sampling.Shapes(VOCAB_SIZE), "triton", interpret=interpret)]
     return attention[:7] + found + attention[7:]

@@ -14,6 +14,7 @@ __all__ = ["OPS", "Case", "cases"]
 OPS = {
     "attention": "scripts.kernels.attention",
     "choice": "scripts.kernels.expert_choice",
+    "delta": "scripts.kernels.gated_delta",
     "experts": "scripts.kernels.grouped_matmul",
     "latent": "scripts.kernels.mla_attention",
     "rope": "scripts.kernels.rope_cache_write",

@@ -13,7 +13,7 @@ from jaxllm.cli import planning
 from jaxllm.cli.main import COMMANDS, main
 from jaxllm.hub import resolve_model
 from jaxllm.runner import memory
-from tests.helpers import stand_in_hub
+from tests.helpers import goldens, stand_in_hub
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("jax", "flax", "numpy", "transformers", "tokenizers", "huggingface_hub", "rich", "yaml", "shtab")
@@ -311,6 +311,19 @@ def test_inspect_tells_what_windows_save(planned: str, capsys: pytest.CaptureFix
     assert main(command) == 0
     shown = capsys.readouterr().out
     assert "window of 32 tokens, layers 0, 1: 256 B a token, at most 28.0 KiB a request" in " ".join(shown.split())
+
+
+def test_inspect_tells_what_states_by_row_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["inspect", str(goldens.FOLDER / "qwen3_next"), "--max-model-len", "64", "--max-num-seqs", "4"]
+    assert main([*command, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    attention, states = report["cache_groups"]
+    assert (attention["layers"], states["layers"], states["keeps"]) == ([1], [0, 2], "a state by row")
+    assert states["bytes_per_longest_request"] == 2 * 4 * (3 * 56 + 2 * 12 * 16) * 4
+    assert report["longest_request_bytes"] == states["bytes_per_longest_request"] + 64 * report["kv_cache_bytes_per_token"]
+    assert report["memory_plan"]["state_bytes"] == 5 * states["bytes_per_longest_request"]
+    assert main(command) == 0
+    assert "a state by row, layers 0, 2: 17.2 KiB a request" in capsys.readouterr().out
 
 
 def test_inspect_plans_for_gpus_that_are_elsewhere(large: str, capsys: pytest.CaptureFixture[str]) -> None:

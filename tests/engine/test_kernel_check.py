@@ -24,7 +24,7 @@ from jaxllm.kernel_verdicts import OpReport, VerdictStore
 from jaxllm.parallel.mesh import make_mesh
 from jaxllm.start_times import StartTimes
 from pallas_kernels import paged_attention, rope_cache_write
-from pallas_kernels.checking import attention_at_start, expert_choice
+from pallas_kernels.checking import attention_at_start, expert_choice, gated_delta
 from pallas_kernels.checking.attention import Batch
 from pallas_kernels.expert_choice import Rule
 from tests.helpers import engines, goldens
@@ -383,6 +383,17 @@ def test_a_mixture_has_kernels_that_are_checked_in_its_shapes(tmp_path):
         ops=("expert_choice",),
     )
     assert check.run().report == {"expert_choice": OpReport("triton", "passed")}
+
+
+def test_linear_attention_has_a_kernel_that_is_checked_in_its_shapes():
+    directory = goldens.golden("qwen3_next").directory
+    config = EngineConfig.from_options(model=str(directory), **engines.SMALL, tensor_parallel_size=2)
+    prepared = Prepared.of(config, directory, (), StartTimes())
+    model = prepared.model_config
+    found = kernel_choice.candidates("triton", model, prepared.plan, prepared.mesh, on_gpu=False)
+    assert found["gated_delta"] == ("triton", "xla")
+    shapes = kernel_check.shapes_of(prepared.config, model, prepared.plan)
+    assert shapes["gated_delta"] == (gated_delta.Shapes("float32", 2, 2, 12, 16),)
 
 
 @pytest.mark.slow

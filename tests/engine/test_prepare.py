@@ -1,13 +1,15 @@
 """What is known before the weights: fingerprints, and a cache that fits the largest step."""
 
 import json
+import logging
 from dataclasses import replace
 
 import pytest
 
+from jaxllm.cache_spec import row_bytes
 from jaxllm.config import EngineConfig
 from jaxllm.engine import prepare
-from jaxllm.engine.prepare import Prepared
+from jaxllm.engine.prepare import Prepared, resolve_sizes
 from jaxllm.errors import ConfigError
 from jaxllm.loaders.load import load_weights
 from jaxllm.runner.runner import ModelRunner
@@ -49,6 +51,24 @@ def test_equal_engines_have_equal_fingerprints_of_plain_values():
 )
 def test_what_programs_depend_on_shows(options, names):
     assert difference(prepared(), prepared(**options)) == names
+
+
+def test_by_default_states_by_row_take_at_most_a_quarter_of_the_device(caplog):
+    caplog.set_level(logging.INFO, logger="jaxllm")
+    directory = goldens.golden("qwen3_next").directory
+    options = {
+        **engines.SMALL,
+        "max_num_seqs": None,
+        "max_num_batched_tokens": None,
+        "decode_buckets": None,
+        "token_buckets": None,
+    }
+    config, model = resolve_sizes(EngineConfig.from_options(model=str(directory), **options), directory, device_bytes=8 << 20)
+    assert config.scheduler.max_num_seqs == int(2 * 2**20 / row_bytes(model) - 1) // 8 * 8 < 256
+    assert "max_num_seqs is" in caplog.text
+    options["max_num_seqs"] = 200
+    config, _ = resolve_sizes(EngineConfig.from_options(model=str(directory), **options), directory, device_bytes=8 << 20)
+    assert config.scheduler.max_num_seqs == 200
 
 
 def test_programs_depend_on_the_implementation_of_every_op():

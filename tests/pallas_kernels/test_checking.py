@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.checking import attention_at_start, expert_choice, grouped_matmul, rope_cache_write, sampling
+from pallas_kernels.checking import attention_at_start, expert_choice, gated_delta, grouped_matmul, rope_cache_write, sampling
 from pallas_kernels.checking.attention import Batch, call, make_arrays, worst_error
 from pallas_kernels.checking.attention_at_start import Layer, attend, batches, host_arrays, host_error
 from pallas_kernels.checking.case import Case
@@ -117,6 +117,23 @@ def test_plain_experts_pass_and_a_wrong_token_or_padding_that_is_not_zero_do_not
     assert math.isnan(case.error(x, constants, np.where(np.arange(len(got))[:, None] == 0, np.nan, got)))
 
 
+def test_a_wrong_state_or_a_changed_one_of_another_row_does_not_pass():
+    for case in gated_delta.cases(gated_delta.Shapes("float32", 2, 2, 16, 8), "xla", interpret=False):
+        state, constants = case.make()
+        (run,) = case.variants.values()
+        out, after = map(np.asarray, plain(run)(state, *constants))
+        assert case.error(state, constants, (out, after)) <= case.tolerance
+        row_R = constants[5]
+        for row in range(len(state) - 1):
+            wrong = after.copy()
+            wrong[row, 0, 0, 0, 0] += 1
+            error = case.error(state, constants, (out, wrong))
+            assert error == math.inf if row not in row_R else case.tolerance < error < math.inf
+        wrong = out.copy()
+        wrong[0, 0, 0, 0] += 1
+        assert case.error(state, constants, (wrong, after)) > case.tolerance
+
+
 ROUTERS = (
     expert_choice.Shapes(128, Rule(8, renormalize=True)),
     expert_choice.Shapes(32, Rule(4, "softmax_of_chosen")),
@@ -201,8 +218,9 @@ def test_the_cases_lower_for_a_gpu():
         *sampling.cases(sampling.Shapes(4096), "triton", interpret=False),
         *grouped_matmul.cases(replace(EXPERTS, dtype="bfloat16"), "triton", interpret=False),
         *(case for shapes in ROUTERS for case in expert_choice.cases(shapes, "triton", interpret=False)),
+        *gated_delta.cases(gated_delta.Shapes("bfloat16", 2, 2, 128, 96), "triton", interpret=False),
     ]
-    assert len(found) == 4 + 2 + 3 + 3 + 3
+    assert len(found) == 4 + 2 + 3 + 3 + 3 + 2
     with a_gpu_to_lower_for():
         for case in found:
             carry, constants = case.make()

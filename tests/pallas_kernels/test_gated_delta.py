@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.checking.gated_delta import plain
 from pallas_kernels.gated_delta import IMPLEMENTATIONS, gated_delta
 
 K, G, H, V, MAX_ROWS = 2, 3, 16, 8, 5
@@ -20,17 +21,6 @@ def tokens_of(rng, count):
     q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
     log_decay = -np.exp(rng.normal(size=(count, K, G)) * 2 - 2)
     return [q, k, rng.normal(size=(count, K, G, V)), log_decay, rng.uniform(size=(count, K, G))]
-
-
-def oracle(q, k, v, log_decay, beta):
-    """Outputs of one sequence from a state of zeros, and the last state, token by token in float64."""
-    state, outs = np.zeros((K, G, H, V)), []
-    for t in range(len(q)):
-        state = state * np.exp(log_decay[t])[..., None, None]
-        known = np.einsum("kh,kghv->kgv", k[t], state)
-        state = state + np.einsum("kh,kgv->kghv", k[t], beta[t][..., None] * (v[t] - known))
-        outs.append(np.einsum("kh,kghv->kgv", q[t], state))
-    return np.stack(outs), state
 
 
 def run_step(implementation, sequences, done, plan, state, row_of, num_tokens, num_rows):
@@ -72,7 +62,7 @@ def test_steps_of_chunks_and_decodes_equal_the_sequences_token_by_token(implemen
     rng = np.random.default_rng(0)
     lengths = [sum(count for step in STEPS for s, count in step if s == i) for i in range(5)]
     sequences = [tokens_of(rng, length) for length in lengths]
-    expected = [oracle(*sequence) for sequence in sequences]
+    expected = [plain(np.zeros((K, G, H, V)), *sequence) for sequence in sequences]
     state = jnp.full((MAX_ROWS + 1, K, G, H, V), jnp.nan)  # what earlier owners of the rows left
     row_of, done = [3, 0, 4, 1, 2], [0] * 5
     found = [[] for _ in sequences]
@@ -92,5 +82,6 @@ def test_shapes_that_do_not_fit_are_refused():
     state, row_R = jnp.zeros((3, K, G, H, V)), jnp.zeros(4, jnp.int32)
     with pytest.raises(ValueError, match="beta is .* expected"):
         gated_delta(*tokens, state, row_R, row_R == 0, None)
+    tokens[-1] = tokens[-2]
     with pytest.raises(ValueError, match="no implementation 'cuda'"):
         gated_delta(*tokens, state, row_R, row_R == 0, None, implementation="cuda")

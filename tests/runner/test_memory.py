@@ -3,13 +3,13 @@ from dataclasses import dataclass
 
 import pytest
 
-from jaxllm.cache_spec import FullCache, cache_layout
+from jaxllm.cache_spec import FullCache, cache_layout, row_bytes
 from jaxllm.config import EngineConfig
 from jaxllm.errors import OutOfMemoryError
 from jaxllm.model_config import FP8
 from jaxllm.models.load_config import load_model_config
 from jaxllm.runner import memory
-from jaxllm.runner.memory import check_pool, countable_blocks, device_limit, memory_plan
+from jaxllm.runner.memory import _size, check_pool, countable_blocks, device_limit, memory_plan
 from tests.helpers import engines, goldens
 
 
@@ -66,6 +66,35 @@ def test_on_a_cpu_the_cache_takes_a_quarter_of_the_memory_and_no_more_than_weigh
         plan = memory_plan(config, model, weight_bytes=weight_kib << 10, work_bytes=100 << 10)
         assert plan.limit_bytes == 1 << 20, "two devices share the memory of the machine"
         assert plan.num_blocks == (cache_kib << 10) // plan.block_bytes
+
+
+def test_states_by_row_are_counted_for_each_row_and_leave_less_for_blocks():
+    model = load_model_config(goldens.FOLDER / "qwen3_next")
+    plans = {}
+    for max_num_seqs in (4, 8):
+        config = EngineConfig.from_options(**{**engines.SMALL, "max_num_seqs": max_num_seqs, "kv_cache_memory_bytes": 1 << 20})
+        plans[max_num_seqs] = memory_plan(config, model, weight_bytes=1 << 20, work_bytes=0, device_bytes=20 << 20)
+        assert plans[max_num_seqs].state_bytes == (max_num_seqs + 1) * row_bytes(model)
+    assert f"  states    {_size(plans[4].state_bytes)} (5 rows)" in plans[4].describe()
+    free = {
+        n: memory_plan(
+            EngineConfig.from_options(**{**engines.SMALL, "max_num_seqs": n, "max_model_len": 256}),
+            model,
+            weight_bytes=8 << 20,
+            work_bytes=0,
+            device_bytes=20 << 20,
+        ).num_blocks
+        for n in (50, 60)
+    }
+    assert 0 < free[60] < free[50]
+    with pytest.raises(OutOfMemoryError, match=r"the states of 1501 rows .* lower --max-num-seqs"):
+        memory_plan(
+            EngineConfig.from_options(**{**engines.SMALL, "max_num_seqs": 1500}),
+            model,
+            weight_bytes=1 << 20,
+            work_bytes=0,
+            device_bytes=20 << 20,
+        ).check()
 
 
 def test_arrays_of_another_engine_in_the_pool_are_named():

@@ -1,0 +1,113 @@
+"""Engines of a model whose layers keep a state by row: rows change hands while steps are in flight, and the engine sleeps."""
+
+import logging
+import random
+
+import jax
+import numpy as np
+import pytest
+
+from jaxllm.errors import ConfigError
+from jaxllm.request import FinishReason
+from tests.helpers import engines, goldens
+
+NAME = "qwen3_next"
+RESULTS = goldens.golden(NAME).results
+
+
+@pytest.fixture(scope="module")
+def core():
+    core = engines.make_core(NAME, num_gpu_blocks_override=300)
+    yield core
+    core.shutdown()
+
+
+def requests(count: int, rng: random.Random) -> list:
+    """Many short requests over few rows: prompts of goldens, of which some are cut within what follows them."""
+    found = []
+    for i in range(count):
+        result = RESULTS[i % len(RESULTS)]
+        num_given, num_tokens = rng.choice((0, 0, 5, 30)), rng.randint(1, 12)
+        prompt = result.prompt + result.tokens[:num_given]
+        expected = result.tokens[num_given : num_given + num_tokens]
+        # Half of them end by a stop token, which the host sees only when later steps of the request are in flight.
+        stops = {} if i % 2 else {"stop_token_ids": [expected[-1]], "ignore_eos": False}
+        found.append((engines.request(str(i), prompt, max_tokens=num_tokens, **stops), expected))
+    return found
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 3])
+def test_a_row_starts_anew_with_each_owner(core, max_in_flight):
+    """Requests end, are stopped and aborted with steps in flight, and others take over their rows at once."""
+    rng = random.Random(max_in_flight)
+    options = {"max_num_batched_tokens": 24, "async_scheduling": max_in_flight > 1, "max_in_flight": max_in_flight}
+    engines.reschedule(core, **options)
+    wanted = requests(40, rng)
+    aborted = {str(i) for i in range(3, 40, 7)}
+
+    def abort(step: int, answers: dict[str, engines.Answer]) -> None:
+        for request_id in aborted:
+            if len(answers[request_id].tokens) > 1:
+                core.abort_requests([request_id])
+
+    answers = engines.run(core, [request for request, _ in wanted], after_step=abort)
+    for request, expected in wanted:
+        answer = answers[request.request_id]
+        stops = request.sampling_params.stop_token_ids or ()
+        ends = [i + 1 for i, token in enumerate(expected) if token in stops]
+        expected = expected[: ends[0]] if ends else expected
+        if request.request_id in aborted and answer.finish_reason is None:
+            assert answer.tokens == expected[: len(answer.tokens)]
+        else:
+            assert answer.tokens == expected and answer.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+
+
+def test_states_are_released_by_sleep_and_made_again(core):
+    engines.reschedule(core)
+    layout, caches = core.memory_plan.cache, core.runner.caches
+    states = caches[len(layout.arrays) :]
+    assert len(states) == 4 and sum(state.nbytes for state in states) == core.memory_plan.state_bytes
+    assert [state.shape for state in states[:2]] == [(5, 4, 3, 56), (5, 4, 2, 12, 16)]
+    core.sleep(1)
+    assert all(array.is_deleted() for array in caches)
+    core.wake_up()
+    answer = engines.run(core, [engines.request("a", RESULTS[0].prompt, max_tokens=6)])["a"]
+    assert answer.tokens == RESULTS[0].tokens[:6]
+
+
+def test_what_is_not_finite_stays_in_its_row(core):
+    """A request whose state is NaN fails alone, and the next owner of the row is well."""
+    engines.reschedule(core, async_scheduling=False)
+    poisoned = False
+
+    def poison(step: int, answers: dict[str, engines.Answer]) -> None:
+        nonlocal poisoned
+        if not poisoned and len(answers["0"].tokens) == 2:
+            row = core.runner.rows.by_request["0"].index
+            caches, poisoned = list(core.runner.caches), True
+            state = np.array(caches[-1])
+            state[row] = np.nan
+            caches[-1] = jax.device_put(state, caches[-1].sharding)
+            core.runner.caches = tuple(caches)
+
+    all_requests = [engines.request(str(i), RESULTS[i % 4].prompt, max_tokens=8) for i in range(8)]
+    answers = engines.run(core, all_requests, after_step=poison)
+    assert answers["0"].finish_reason is FinishReason.ERROR and len(answers["0"].tokens) == 2
+    for i in range(1, 8):
+        assert answers[str(i)].tokens == RESULTS[i % 4].tokens[:8]
+
+
+@pytest.mark.parametrize(("asked", "told"), [(None, True), (False, False)])
+def test_prefix_caching_is_off(asked, told, caplog):
+    caplog.set_level(logging.INFO, logger="jaxllm")
+    core = engines.make_core(NAME, num_gpu_blocks_override=10, enable_prefix_caching=asked)
+    assert core.config.cache.enable_prefix_caching is False
+    core.shutdown()
+    assert ("prefix caching is off: layers with linear attention" in caplog.text) == told
+
+
+def test_prefix_caching_is_refused_if_it_is_asked_for():
+    with pytest.raises(
+        ConfigError, match="enable_prefix_caching is set, but Qwen3NextForCausalLM .* --no-enable-prefix-caching"
+    ):
+        engines.make_core(NAME, enable_prefix_caching=True)
