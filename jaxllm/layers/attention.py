@@ -99,8 +99,8 @@ class GroupedQueryAttention(nnx.Module):
             qkv_TKGH=qkv_TKGH,
             cos_TH=cos_TH,
             sin_TH=sin_TH,
-            q_norm_H=None if q_norm is None else q_norm.weight[...],
-            k_norm_H=None if k_norm is None else k_norm.weight[...],
+            q_norm_H=None if q_norm is None else q_norm.stored_weight,
+            k_norm_H=None if k_norm is None else k_norm.stored_weight,
             eps=1e-6 if q_norm is None else q_norm.norm.eps,
             norm_offset=0.0 if q_norm is None else q_norm.norm.weight_offset,
             kv_scale_2=None if self.kv_scale is None else self.kv_scale[...],
@@ -158,10 +158,13 @@ class HeadNorm(nnx.Module):
     @property
     def factor(self) -> Array:
         """What the normed values are multiplied with."""
-        if self.weight is None:
-            return jnp.ones(self.shape, jnp.float32)
-        weight = self.weight[...]
+        weight = self.stored_weight
         return weight.astype(jnp.float32) + self.norm.weight_offset if self.norm.weight_offset else weight
+
+    @property
+    def stored_weight(self) -> Array:
+        """The factor without the norm's offset, which the kernel adds."""
+        return jnp.ones(self.shape, jnp.float32) if self.weight is None else self.weight[...]
 
     def of_each(self, x: Array) -> Array:
         """Of x [T, heads..., H], each head normed by itself."""
