@@ -1,6 +1,6 @@
 """Limits the tokens of an output's thinking section, which single tokens of the model open and close."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,11 @@ KIMI_CALLS = "<|tool_calls_section_begin|>"
 """The token of Kimi K2 that begins tool calls. It ends a thinking section too."""
 _BITS = 32
 """Tokens in one word of a mask."""
+
+
+def markers(token_ids: Container[str]) -> tuple[str, str] | None:
+    """The pair of MARKERS that is among the added tokens of a vocabulary."""
+    return next((pair for pair in MARKERS if pair[0] in token_ids and pair[1] in token_ids), None)
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,7 @@ class ThinkingBudget:
 
         Raises InvalidRequestError if the vocabulary has no tokens that open and close thinking.
         """
-        found = next((pair for pair in MARKERS if pair[0] in token_ids and pair[1] in token_ids), None)
+        found = markers(token_ids)
         if found is None:
             pairs = ", ".join(" and ".join(pair) for pair in MARKERS)
             raise InvalidRequestError(

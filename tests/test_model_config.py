@@ -151,6 +151,7 @@ def test_gemma_3_that_sees_images_names_few_numbers_of_its_text_model(read):
     assert (full.rope.theta, full.rope.factor, attention(config).rope) == (1e6, 8.0, Rope(1e4))
     assert (config.vocab_size, config.eos_token_ids, config.tie_word_embeddings) == (262208, (1, 106), True)
     assert windows(config)[:7] == [1024] * 5 + [None, 1024]
+    assert config.max_position == 131072
 
 
 def test_llama_4_serves_one_chunk_of_attention(read):

@@ -52,7 +52,7 @@ def read_gemma3(c: ConfigReader) -> ModelConfig:
         rope_theta=1e6,
         rope_local_base_freq=1e4,
     )
-    rope, max_position = c.rope_of("full_attention")
+    rope, _ = c.rope_of("full_attention")
     local, _ = c.rope_of("sliding_attention", {"rope_theta": c.number("rope_local_base_freq")})
     attention = _scaled(c, _attention(c, rope))
     attention = replace(attention, head_norms=(_norm(c, "self_attn.q_norm"), _norm(c, "self_attn.k_norm")))
@@ -60,7 +60,8 @@ def read_gemma3(c: ConfigReader) -> ModelConfig:
     every = c.integer("sliding_window_pattern")
     kinds = c.layer_kinds(WINDOWED, lambda layer: (layer + 1) % every != 0)
     layers = [_sandwich(c, windowed if on else attention) for on in kinds]
-    return _decoder(c, layers, max_position, names=names, norm=_norm(c, norm))
+    # The context after scaling, unlike in other families.
+    return _decoder(c, layers, c.integer("max_position_embeddings"), names=names, norm=_norm(c, norm))
 
 
 def _attention(c: ConfigReader, rope: Rope) -> Attention:

@@ -19,7 +19,7 @@ from jaxllm.structured_outputs import PARAM, StructuredOutputsParams
 from jaxllm.text.generation_config import FILE_NAME, GenerationConfig
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.thinking import PARAM as THINKING
-from jaxllm.thinking import ThinkingBudget
+from jaxllm.thinking import ThinkingBudget, markers
 
 
 class TextPrompt(TypedDict, total=False):
@@ -214,14 +214,24 @@ class InputProcessor:
             return None
         if self.tokenizer is None:
             raise InvalidRequestError(f"{THINKING} needs a tokenizer; start without --skip-tokenizer-init", THINKING)
-        token_ids = {text: token_id for token_id, text in self.tokenizer.added_tokens.items() if token_id < self._vocab_size}
-        found = ThinkingBudget.of(min(budget, self.max_model_len), prompt_token_ids, token_ids, self.tokenizer.all_special_ids)
+        budget, special_ids = min(budget, self.max_model_len), self.tokenizer.all_special_ids
+        found = ThinkingBudget.of(budget, prompt_token_ids, self._added_token_ids(), special_ids)
         if found is not None and params.allowed_token_ids and found.end_token_ids[0] not in params.allowed_token_ids:
             raise InvalidRequestError(
                 f"allowed_token_ids lacks {found.end_token_ids[0]}, the token that ends the thinking at {THINKING}; add it",
                 "allowed_token_ids",
             )
         return found
+
+    @property
+    def can_limit_thinking(self) -> bool:
+        """Whether the model has tokens that open and close its thinking."""
+        return markers(self._added_token_ids()) is not None
+
+    def _added_token_ids(self) -> dict[str, int]:
+        if self.tokenizer is None:
+            return {}
+        return {text: token_id for token_id, text in self.tokenizer.added_tokens.items() if token_id < self._vocab_size}
 
     def tokenize_texts(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Tokenize the texts among the prompts in one batch, which uses every core. Invalid prompts stay unchanged."""

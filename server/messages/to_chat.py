@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxllm.thinking import PARAM as THINKING_BUDGET
 from server.errors import bad_request
 from server.protocol.anthropic import (
     InputMessage,
@@ -54,9 +55,11 @@ def prompt_fields(request: Prompt) -> dict[str, Any]:
     return fields
 
 
-def chat_fields(request: MessagesRequest) -> dict[str, Any]:
-    """Build the whole chat request. Raises ApiError."""
+def chat_fields(request: MessagesRequest, *, can_limit_thinking: bool = False) -> dict[str, Any]:
+    """Build the whole chat request. can_limit_thinking: whether the model's thinking can be cut at a budget. Raises ApiError."""
     fields = prompt_fields(request)
+    if can_limit_thinking and request.thinking is not None and request.thinking.type == "enabled":
+        fields.setdefault(THINKING_BUDGET, request.thinking.budget_tokens)
     fields |= {"max_completion_tokens": request.max_tokens, "stream": bool(request.stream)}
     if request.stop_sequences:
         fields["stop"] = request.stop_sequences

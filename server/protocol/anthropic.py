@@ -70,7 +70,8 @@ class ToolChoice(RequestModel):
 class Thinking(RequestModel):
     """Whether the model thinks before it answers.
 
-    `budget_tokens` is checked as Anthropic does, and is a hint: nothing cuts the thinking short at it.
+    `budget_tokens` is checked as Anthropic does. It limits the thinking of models that have tokens to open and close it; others
+    ignore it.
     """
 
     type: Literal["enabled", "disabled", "adaptive"]

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -43,7 +44,8 @@ async def create_message(request: Request) -> Response:
     limit = Deadline(context.time_limit(body.timeout))
     with renamed_params(RENAMED):
         request_id = f"msg_{request_id_of(request, body.request_id)}"
-        conversation = await _conversation(request, chat_fields, body, request_id)
+        fields = partial(chat_fields, can_limit_thinking=context.engine.input_processor.can_limit_thinking)
+        conversation = await _conversation(request, fields, body, request_id)
         async with limit:
             chat = await context.chat.prepare(conversation)
     reply = MessageReply(body, chat, context, limit)

@@ -68,6 +68,11 @@ def test_thoughts_and_calls_are_blocks(tmp_path: Path) -> None:
         assert counts[0].json()["input_tokens"] > counts[1].json()["input_tokens"]  # the template prints "False"
 
 
+def test_a_model_without_thinking_ignores_its_budget(client: Client) -> None:
+    reply = ask(client, max_tokens=2000, thinking={"type": "enabled", "budget_tokens": 1024})
+    assert (reply.status_code, reply.json()["stop_reason"]) == (200, "end_turn")
+
+
 def test_tokens_are_counted_as_the_answer_counts_them(client: Client) -> None:
     body = {"messages": [{"role": "user", "content": "how many"}], "system": "count"}
     counted = client.post("/v1/messages/count_tokens", body).json()

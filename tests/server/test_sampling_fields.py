@@ -81,5 +81,11 @@ def test_a_thinking_budget_reaches_the_engine_counted_from_the_prompt(
         found = core.requests[-1].thinking_budget
         assert found == (wanted and ThinkingBudget(wanted, start, (end,), is_open=path != "/v1/completions"))
         assert core.requests[-1].sampling_params.thinking_token_budget is None
+    if path == "/v1/messages":
+        for given, num_tokens in (({}, 200), ({"thinking_token_budget": 5}, 5)):
+            thinking = {"max_tokens": 2000, "thinking": {"type": "enabled", "budget_tokens": 1024}, **given}
+            reply = client.post(path, {**BODIES[path], **thinking})
+            assert reply.status_code == 200, reply.text
+            assert core.requests[-1].thinking_budget == ThinkingBudget(num_tokens, start, (end,), is_open=True)
     reply = client.post(path, {**BODIES[path], "thinking_token_budget": 5, "allowed_token_ids": [start]})
     assert reply.status_code == 400 and f"lacks {end}, the token that ends the thinking" in reply.json()["error"]["message"]
