@@ -64,7 +64,7 @@ def pick_tiling(num_pairs: int, num_experts: int, hidden: int, itemsize: int) ->
         tiles = Tiles(16 if num_pairs <= 16 * num_experts else 64, 32, 32, num_stages=2)
         return Tiling(tiles, tiles)
     if num_pairs <= 8 * num_experts:
-        tiling = Tiling(Tiles(16, 32, 128, num_stages=5), Tiles(16, 64, 128, num_stages=5))
+        tiling = Tiling(Tiles(16, 32, 128, num_stages=4), Tiles(16, 64, 128, num_stages=4))
     elif num_pairs <= 24 * num_experts:
         tiling = Tiling(Tiles(32, 32, 128, num_stages=4), Tiles(32, 64, 128, num_stages=4))
     elif num_pairs <= 96 * num_experts:

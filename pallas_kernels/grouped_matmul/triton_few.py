@@ -37,7 +37,7 @@ class FewTiling:
 
     gate_up: Tiles
     down: Tiles
-    programs_of_core: int = 3
+    programs_of_core: int = 2
     """Of the first kernel."""
     num_shares: int = 3
     """Of the terms of the second kernel's sums."""
@@ -53,7 +53,7 @@ def pick_few_tiling(itemsize: int) -> FewTiling:
         tiles = Tiles(MAX_TOKENS, 32, 32, num_stages=2)
         return FewTiling(tiles, tiles)
     # In the second kernel the number of the expert is loaded first, which takes half of the stages.
-    return FewTiling(Tiles(MAX_TOKENS, 16, 128, num_stages=5), Tiles(MAX_TOKENS, 16, 256, num_stages=9))
+    return FewTiling(Tiles(MAX_TOKENS, 32, 128, num_stages=4), Tiles(MAX_TOKENS, 16, 256, num_stages=9))
 
 
 def experts_of_few(
