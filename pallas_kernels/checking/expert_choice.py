@@ -55,7 +55,10 @@ def host_arrays(shapes: Shapes, num_tokens: int) -> tuple[Any, tuple[Any, ...]]:
     is_real_T = np.arange(num_tokens) < max(1, num_tokens - 1)
     if not shapes.has_bias:
         return logits_TE, (is_real_T,)
-    return logits_TE, (is_real_T, normals(num_experts) * np.float32(0.2) * (np.arange(num_experts) % 3 == 0),)
+    return logits_TE, (
+        is_real_T,
+        normals(num_experts) * np.float32(0.2) * (np.arange(num_experts) % 3 == 0),
+    )
 
 
 def host_error(logits: Any, constants: tuple[Any, ...], got: Any, *, rule: Rule) -> float:

@@ -7,8 +7,8 @@ Shapes, common to all implementations:
     expert_Tk     int32 [T, k]: the experts of each token, the best first; of equals the lowest number first; -1 for padding
     weight_Tk     float32 [T, k]: their weights
 
-Where logits are NaN, experts are still in [0, E), and weights are NaN. Weights of padding may be anything. Sources: arXiv:2401.04088, arXiv:2412.19437 (groups and
-bias), arXiv:2409.12136 (sparsemixer).
+Where logits are NaN, experts are still in [0, E), and weights are NaN. Weights of padding may be anything. Sources:
+arXiv:2401.04088, arXiv:2412.19437 (groups and bias), arXiv:2409.12136 (sparsemixer).
 
 Dimension letters besides those of the package: k choices of a token, E experts, G groups of e experts.
 """

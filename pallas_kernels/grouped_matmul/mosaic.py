@@ -58,7 +58,9 @@ def experts(
     rows = sort_rows(x_TD, expert_P, num_experts, TILE_ROWS, ALIGNMENT, interpret=bool(interpret))
     gate_up_sizes, down_sizes = sizes or (pick_sizes(hidden, 2), pick_sizes(width, 1))
     combine = ACTIVATIONS[activation]
-    hidden_SF = grouped_product(rows.x_SD, gate_up_E2FD, gate_up_bias_E2F, rows, combine, sizes=gate_up_sizes, interpret=interpret)
+    hidden_SF = grouped_product(
+        rows.x_SD, gate_up_E2FD, gate_up_bias_E2F, rows, combine, sizes=gate_up_sizes, interpret=interpret
+    )
     bias_E1D = None if down_bias_ED is None else down_bias_ED[:, None]
     out_SD = grouped_product(
         hidden_SF, down_EDF[:, None], bias_E1D, rows, lambda sums: sums, sizes=down_sizes, interpret=interpret

@@ -123,8 +123,9 @@ def _count_kernel(
         index_Q = block * BLOCK + i * part + jnp.arange(part)
         expert_Q = load(expert_ref.at[index_Q], mask=index_Q < num_pairs, other=-1)
         is_before_BQ = (expert_Q[None, :] == expert_B[:, None]) & (index_Q[None, :] < index_B[:, None])
-        is_expert_QE = expert_Q[:, None] == id_E[None, :]
-        return place_B + jnp.sum(is_before_BQ.astype(jnp.int32), axis=1), count_E + jnp.sum(is_expert_QE.astype(jnp.int32), axis=0)
+        place_B += jnp.sum(is_before_BQ.astype(jnp.int32), axis=1)
+        count_E += jnp.sum((expert_Q[:, None] == id_E[None, :]).astype(jnp.int32), axis=0)
+        return place_B, count_E
 
     zeros = jnp.zeros(BLOCK, jnp.int32), jnp.zeros(len(id_E), jnp.int32)
     place_B, count_E = lax.fori_loop(0, BLOCK // part, add_part, zeros)
