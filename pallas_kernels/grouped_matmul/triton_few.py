@@ -123,7 +123,7 @@ def _gate_up_kernel(
     num_choices: int,
 ) -> None:
     *bias_ref, hidden_ref, item_ref, num_items_ref = refs
-    (num_pairs,), (num_experts, _, num_columns, _) = expert_ref.shape, gate_up_ref.shape
+    num_pairs, num_experts, num_columns = expert_ref.shape[0], gate_up_ref.shape[0], gate_up_ref.shape[2]
     num_blocks = pl.cdiv(num_columns, tiles.block_n)
     index_P = jnp.arange(max(2, next_power_of_two(num_pairs)))
     expert_P = load(expert_ref.at[index_P], mask=index_P < num_pairs, other=-1)
