@@ -68,7 +68,8 @@ class MixtureOfExperts(nnx.Module):
         if self.router_bias is not None:
             logits_TE = logits_TE + self.router_bias[...].astype(jnp.float32)
         bias = None if self.correction_bias is None else self.correction_bias[...]
-        expert_Tk, weight_Tk = step.choose_experts(logits_TE, bias, rule=rule_of(self.part.routing))
+        is_real_T = None if step.is_real_T is None else step.is_real_T[start : start + len(x_TD)]
+        expert_Tk, weight_Tk = step.choose_experts(logits_TE, bias, is_real_T, rule=rule_of(self.part.routing))
         gate_up_E2FD, down_EDF = self.gate_up[...], self.down[...]
         taken_TD = x_TD
         if self.part.weighs_input:
@@ -79,7 +80,6 @@ class MixtureOfExperts(nnx.Module):
             weight_Tk,
             gate_up_E2FD.astype(x_TD.dtype),
             down_EDF.astype(x_TD.dtype),
-            is_real_T=None if step.is_real_T is None else step.is_real_T[start : start + len(x_TD)],
             gate_up_bias_E2F=None if self.gate_up_bias is None else self.gate_up_bias[...],
             down_bias_ED=self._down_bias(shards),
             activation=self.part.activation,

@@ -27,14 +27,22 @@ class Shapes:
 
 def cases(shapes: Shapes, implementation: str, *, interpret: bool, num_tokens: int = _TOKENS) -> list[Case]:
     """Tokens with all kinds of logits: `host_arrays`."""
-    call = functools.partial(choose_experts, rule=shapes.rule, implementation=implementation, interpret=interpret)
+    call = functools.partial(run, rule=shapes.rule, implementation=implementation, interpret=interpret)
     make = functools.partial(host_arrays, shapes, num_tokens)
     error = functools.partial(host_error, rule=shapes.rule)
     return [Case(f"{num_tokens} tokens", make, {implementation: call}, error, TOLERANCE)]
 
 
+def run(logits: Any, is_real: Any, *bias: Any, **options: Any) -> Any:
+    """The op on logits."""
+    return choose_experts(logits, bias[0] if bias else None, is_real, **options)
+
+
 def host_arrays(shapes: Shapes, num_tokens: int) -> tuple[Any, tuple[Any, ...]]:
-    """Logits, half of them with many equal values; one token's are all equal, one's far apart, one's NaN. Some biases are 0."""
+    """Logits, half of them with many equal values; one token's are all equal, one's far apart, one's NaN. Some biases are 0.
+
+    The last of several tokens is padding.
+    """
     normals, num_experts = Normals(), shapes.num_experts
     logits_TE = normals(num_tokens, num_experts) * np.float32(2)
     logits_TE[::2] = np.round(logits_TE[::2] * 2) / 2 + 0.0  # no -0: it is below 0 to lax.top_k
@@ -44,15 +52,23 @@ def host_arrays(shapes: Shapes, num_tokens: int) -> tuple[Any, tuple[Any, ...]]:
             logits_TE[2] *= 50
         if shapes.rule.scoring != "sparsemixer":
             logits_TE[4] = np.nan
+    is_real_T = np.arange(num_tokens) < max(1, num_tokens - 1)
     if not shapes.has_bias:
-        return logits_TE, ()
-    return logits_TE, (normals(num_experts) * np.float32(0.2) * (np.arange(num_experts) % 3 == 0),)
+        return logits_TE, (is_real_T,)
+    return logits_TE, (
+        is_real_T,
+        normals(num_experts) * np.float32(0.2) * (np.arange(num_experts) % 3 == 0),
+    )
 
 
 def host_error(logits: Any, constants: tuple[Any, ...], got: Any, *, rule: Rule) -> float:
     """The largest difference of what was chosen by, or of weights; infinite for ids that cannot be right."""
     logits_TE, (expert_Tk, weight_Tk) = np.asarray(logits), (np.asarray(array) for array in got)
     num_experts = logits_TE.shape[1]
+    is_real_T, *bias = (np.asarray(array) for array in constants)
+    if np.any(expert_Tk[~is_real_T] != -1):
+        return math.inf
+    logits_TE, expert_Tk, weight_Tk = (array[is_real_T] for array in (logits_TE, expert_Tk, weight_Tk))
     in_order = np.sort(expert_Tk, axis=1)
     if in_order.min() < 0 or in_order.max() >= num_experts or np.any(in_order[:, 1:] == in_order[:, :-1]):
         return math.inf
@@ -60,10 +76,10 @@ def host_error(logits: Any, constants: tuple[Any, ...], got: Any, *, rule: Rule)
     if not np.isnan(weight_Tk[~is_number_T]).all():
         return math.inf
     logits_TE, expert_Tk, weight_Tk = (array[is_number_T] for array in (logits_TE, expert_Tk, weight_Tk))
-    expected_Tk, exact_Tk = reference.choose_experts(logits_TE, *constants, rule=rule)
+    expected_Tk, exact_Tk = reference.choose_experts(logits_TE, *bias, rule=rule)
     if rule.scoring == "sparsemixer":
         return math.inf if np.any(expert_Tk != expected_Tk) else _difference(weight_Tk, exact_Tk)
-    choice_TE = reference.choice(logits_TE, *constants, rule=rule)
+    choice_TE = reference.choice(logits_TE, *bias, rule=rule)
     place_TE = np.full(choice_TE.shape, rule.top_k)
     np.put_along_axis(place_TE, expert_Tk, np.arange(rule.top_k)[None, :], axis=1)
     chosen_Tk, best_Tk = (np.take_along_axis(choice_TE, ids, axis=1) for ids in (expert_Tk, expected_Tk))

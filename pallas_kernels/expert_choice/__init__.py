@@ -3,11 +3,12 @@
 Shapes, common to all implementations:
     logits_TE     float32 [T, E]
     bias_E        float32 [E]: the correction bias, added to the scores for the choice, not for the weights; or None
-    expert_Tk     int32 [T, k]: the experts of each token, the best first; of equals the lowest number first
+    is_real_T     bool [T]: False for padding; None: all tokens are real
+    expert_Tk     int32 [T, k]: the experts of each token, the best first; of equals the lowest number first; -1 for padding
     weight_Tk     float32 [T, k]: their weights
 
-Where logits are NaN, experts are still in [0, E), and weights are NaN. Sources: arXiv:2401.04088, arXiv:2412.19437 (groups and
-bias), arXiv:2409.12136 (sparsemixer).
+Where logits are NaN, experts are still in [0, E), and weights are NaN. Weights of padding may be anything. Sources:
+arXiv:2401.04088, arXiv:2412.19437 (groups and bias), arXiv:2409.12136 (sparsemixer).
 
 Dimension letters besides those of the package: k choices of a token, E experts, G groups of e experts.
 """
@@ -35,6 +36,7 @@ PLAIN = ("xla",)
 def choose_experts(
     logits_TE: jax.Array,
     bias_E: jax.Array | None = None,
+    is_real_T: jax.Array | None = None,
     *,
     rule: Rule,
     implementation: str | None = None,
@@ -55,6 +57,8 @@ def choose_experts(
         raise ValueError(f"num_groups is {rule.num_groups}, which does not divide {num_experts} experts")
     if bias_E is not None and bias_E.shape != (num_experts,):
         raise ValueError(f"bias_E is {list(bias_E.shape)}, expected [{num_experts}] for logits_TE {list(logits_TE.shape)}")
+    if is_real_T is not None and is_real_T.shape != logits_TE.shape[:1]:
+        raise ValueError(f"is_real_T is {list(is_real_T.shape)}, expected [T] for logits_TE {list(logits_TE.shape)}")
     if implementation is None:
         implementation = choose(platform=jax.default_backend(), num_experts=num_experts, rule=rule)
     if implementation not in IMPLEMENTATIONS:
@@ -68,7 +72,7 @@ def choose_experts(
             f"implementation {implementation!r} of the choice of experts does not take {num_experts} experts with the scoring "
             f"{rule.scoring!r}; use 'xla'"
         )
-    return module.choose_experts(logits_TE, bias_E, rule=rule, interpret=interpret)
+    return module.choose_experts(logits_TE, bias_E, is_real_T, rule=rule, interpret=interpret)
 
 
 def candidates(*, platform: str, num_experts: int, rule: Rule, interpret: bool = False) -> tuple[str, ...]:

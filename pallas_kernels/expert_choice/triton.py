@@ -23,29 +23,37 @@ def supports(*, platform: str, num_experts: int, rule: Rule, interpret: bool = F
 
 
 def choose_experts(
-    logits_TE: jax.Array, bias_E: jax.Array | None = None, *, rule: Rule, interpret: bool = False
+    logits_TE: jax.Array,
+    bias_E: jax.Array | None = None,
+    is_real_T: jax.Array | None = None,
+    *,
+    rule: Rule,
+    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     num_tokens = logits_TE.shape[0]
-    has_bias = bias_E is not None and rule.scoring != "softmax_of_chosen"
+    biases = [] if bias_E is None or rule.scoring == "softmax_of_chosen" else [bias_E]
+    are_real = [] if is_real_T is None else [is_real_T.astype(jnp.int32)]
     shape = (num_tokens, rule.top_k)
     expert_Tk, weight_Tk = triton_call(
-        functools.partial(_kernel, rule=rule),
+        functools.partial(_kernel, rule=rule, has_bias=bool(biases)),
         name="expert_choice",
         grid=(num_tokens,),
         out_shape=(jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)),
         num_warps=1,
         num_stages=1,
         interpret=interpret,
-    )(logits_TE, *([bias_E] if has_bias else []))
+    )(logits_TE, *biases, *are_real)
     return expert_Tk, weight_Tk
 
 
 def _kernel(
     logits_ref: Any,  # [T, E]
-    *refs: Any,  # bias [E] if there is one; expert [T, k], weight [T, k]
+    *refs: Any,  # bias [E] if there is one; is_real [T] if there is padding; expert [T, k], weight [T, k]
     rule: Rule,
+    has_bias: bool,
 ) -> None:
-    *bias_ref, expert_ref, weight_ref = refs
+    *inputs, expert_ref, weight_ref = refs
+    bias_ref, is_real_ref = inputs[:has_bias], inputs[has_bias:]
     row, num_experts = pl.program_id(0), logits_ref.shape[1]
     id_E = _range(num_experts)
     is_expert_E = id_E < num_experts
@@ -92,6 +100,8 @@ def _kernel(
         weight_K = exp_K / jnp.sum(exp_K, axis=0)
     elif rule.renormalize:
         weight_K = weight_K / jnp.maximum(jnp.sum(jnp.where(is_choice_K, weight_K, 0.0), axis=0), 1e-20)
+    if is_real_ref:
+        expert_K = jnp.where(is_real_ref[0][row] != 0, expert_K, -1)
     store(expert_ref.at[row, choice_K], expert_K, mask=is_choice_K)
     store(weight_ref.at[row, choice_K], weight_K * rule.scale, mask=is_choice_K)
 

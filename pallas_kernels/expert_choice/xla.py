@@ -12,8 +12,13 @@ def supports(**_: object) -> bool:
 
 
 def choose_experts(
-    logits_TE: Array, bias_E: Array | None = None, *, rule: Rule, interpret: bool = False
+    logits_TE: Array, bias_E: Array | None = None, is_real_T: Array | None = None, *, rule: Rule, interpret: bool = False
 ) -> tuple[Array, Array]:
+    expert_Tk, weight_Tk = _choose(logits_TE, bias_E, rule)
+    return expert_Tk if is_real_T is None else jnp.where(is_real_T[:, None], expert_Tk, -1), weight_Tk
+
+
+def _choose(logits_TE: Array, bias_E: Array | None, rule: Rule) -> tuple[Array, Array]:
     if rule.scoring == "sparsemixer":
         return _sparsemixer(logits_TE, rule.jitter)
     if rule.scoring == "softmax_of_chosen":

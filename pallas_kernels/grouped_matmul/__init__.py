@@ -6,11 +6,12 @@ Shapes, common to all implementations:
     weight_Tk     float32 [T, k]: their routing weights
     gate_up_E2FD  [E, 2, F, D], down_EDF [E, D, F]: this device's experts, output dimension first, as checkpoints hold them
     gate_up_bias_E2F, down_bias_ED: or None
-    is_real_T     bool [T]: False for padding, which is routed nowhere and costs nothing; None: all tokens are real
+    is_real_T     bool [T]: False for padding, which is routed nowhere and costs nothing; None: all are real, or chose no expert (-1)
     result        [T, D] in the type of x
 
 Products are accumulated in float32, the hidden values [F] and each expert's result [D] rounded to the type of x, and the
-weighted sum computed in float32. A choice outside of [first_expert, first_expert + E) adds nothing: its expert is another
+weighted sum computed in float32; of few tokens, hidden values may be multiplied by the routing weight before they are rounded,
+and all is summed in float32. A choice outside of [first_expert, first_expert + E) adds nothing: its expert is another
 device's. Where each device has a share of F, results are summands; give `down_bias_ED` to one device alone.
 
 Dimension letters besides those of the package: k choices of a token, E experts, F hidden width of an expert on this device,

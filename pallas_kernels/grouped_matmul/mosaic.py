@@ -10,7 +10,8 @@ from pallas_kernels import _compat
 from pallas_kernels.grouped_matmul import triton
 from pallas_kernels.grouped_matmul.activation import ACTIVATIONS
 from pallas_kernels.grouped_matmul.mosaic_many import ALIGNMENT, BLOCK_K, TILE_ROWS, Sizes, grouped_product, pick_sizes
-from pallas_kernels.grouped_matmul.plan import local_experts, make_plan, weighted_sum
+from pallas_kernels.grouped_matmul.plan import local_experts
+from pallas_kernels.grouped_matmul.triton_rows import sort_rows, sum_rows
 
 MIN_PAIRS_OF_EXPERT = 32
 """On average: below, tiles of 128 rows would be mostly empty."""
@@ -54,13 +55,14 @@ def experts(
         options |= {"activation": activation, "first_expert": first_expert, "interpret": interpret}
         return triton.experts(x_TD, expert_Tk, weight_Tk, gate_up_E2FD, down_EDF, **options)
     expert_P = local_experts(expert_Tk, is_real_T, first_expert, num_experts)
-    plan = make_plan(expert_P, num_experts, TILE_ROWS, ALIGNMENT)
-    x_SD = x_TD.at[plan.pair_S // num_choices].get(mode="clip")
+    rows = sort_rows(x_TD, expert_P, num_experts, TILE_ROWS, ALIGNMENT, interpret=bool(interpret))
     gate_up_sizes, down_sizes = sizes or (pick_sizes(hidden, 2), pick_sizes(width, 1))
     combine = ACTIVATIONS[activation]
-    hidden_SF = grouped_product(x_SD, gate_up_E2FD, gate_up_bias_E2F, plan, combine, sizes=gate_up_sizes, interpret=interpret)
+    hidden_SF = grouped_product(
+        rows.x_SD, gate_up_E2FD, gate_up_bias_E2F, rows, combine, sizes=gate_up_sizes, interpret=interpret
+    )
     bias_E1D = None if down_bias_ED is None else down_bias_ED[:, None]
     out_SD = grouped_product(
-        hidden_SF, down_EDF[:, None], bias_E1D, plan, lambda sums: sums, sizes=down_sizes, interpret=interpret
+        hidden_SF, down_EDF[:, None], bias_E1D, rows, lambda sums: sums, sizes=down_sizes, interpret=interpret
     )
-    return weighted_sum(out_SD.at[plan.row_P].get(mode="clip"), expert_P, weight_Tk, num_experts)
+    return sum_rows(out_SD, rows.row_P, expert_P, weight_Tk, num_experts, interpret=bool(interpret))

@@ -38,12 +38,16 @@ class Plan:
 def local_experts(
     expert_Tk: jax.Array, is_real_T: jax.Array | None, first_expert: int | jax.Array, num_experts: int
 ) -> jax.Array:
-    """int32 [P]: the expert of each pair as an index into this device's; num_experts if it is not here or the token is padding."""
-    local_Tk = expert_Tk.astype(jnp.int32) - first_expert
-    is_here_Tk = (local_Tk >= 0) & (local_Tk < num_experts)
+    """int32 [P]: the expert of each pair as an index into this device's; outside of [0, E) if it is not here or the token is padding.
+
+    Costs no kernel where there is nothing to do.
+    """
+    local_Tk = expert_Tk.astype(jnp.int32)
+    if not (isinstance(first_expert, int) and first_expert == 0):
+        local_Tk -= first_expert
     if is_real_T is not None:
-        is_here_Tk &= is_real_T[:, None]
-    return jnp.where(is_here_Tk, local_Tk, num_experts).reshape(-1)
+        local_Tk = jnp.where(is_real_T[:, None], local_Tk, num_experts)
+    return local_Tk.reshape(-1)
 
 
 def max_tiles(num_pairs: int, num_experts: int, tile_rows: int) -> int:
@@ -54,6 +58,7 @@ def max_tiles(num_pairs: int, num_experts: int, tile_rows: int) -> int:
 def make_plan(expert_P: jax.Array, num_experts: int, tile_rows: int, alignment: int = 1) -> Plan:
     """The plan for pairs whose experts are given by `local_experts`."""
     num_pairs = expert_P.shape[0]
+    expert_P = jnp.where((expert_P >= 0) & (expert_P < num_experts), expert_P, num_experts)
     expert_E = jnp.arange(num_experts, dtype=jnp.int32)
     place_P, count_E = _places(expert_P, num_experts)
 
@@ -103,6 +108,6 @@ def _places(expert_P: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array
 def weighted_sum(out_PD: jax.Array, expert_P: jax.Array, weight_Tk: jax.Array, num_experts: int) -> jax.Array:
     """[T, D] from the results of pairs; what stands in the place of pairs without an expert here may be anything."""
     out_TkD = out_PD.reshape(*weight_Tk.shape, -1)
-    is_here_Tk1 = (expert_P < num_experts).reshape(*weight_Tk.shape, 1)
+    is_here_Tk1 = ((expert_P >= 0) & (expert_P < num_experts)).reshape(*weight_Tk.shape, 1)
     wide_TkD = jnp.where(is_here_Tk1, out_TkD.astype(jnp.float32) * weight_Tk[:, :, None], 0.0)
     return jnp.sum(wide_TkD, axis=1).astype(out_PD.dtype)

@@ -7,8 +7,7 @@
 An item is all pairs of one expert, in turns of block_m pairs (few pairs: the program finds them itself), or a tile of the plan
 (many pairs: see `plan`). Rows of x, h and out are gathered and scattered by pair, so nothing is sorted but indices.
 
-At most 16 pairs take another second kernel, which computes the weighted sum too: a program per part of D, whose tile has a row per
-pair. It walks through the experts of the pairs one after the other; of each product only the pair's own row is not zero.
+Few tokens: see `triton_few`.
 """
 
 import functools
@@ -22,30 +21,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from pallas_kernels._compat import dot_f32, load, store, triton_call
+from pallas_kernels._compat import load, store, triton_call
 from pallas_kernels.grouped_matmul.activation import ACTIVATIONS
 from pallas_kernels.grouped_matmul.plan import Plan, local_experts, make_plan, max_tiles, weighted_sum
+from pallas_kernels.grouped_matmul.tiles import Tiles, products
+from pallas_kernels.grouped_matmul.triton_few import FewTiling, experts_of_few, pick_few_tiling, takes_few
 from pallas_kernels.sizes import next_power_of_two
 
-MAX_SUMMED_PAIRS = 16
-"""The most pairs that the second kernel sums: the rows of the smallest tile that tensor cores multiply."""
 MAX_FEW_PAIRS = 1024
 """The most pairs of which a program finds its own: of more, the time that a plan in XLA takes matters less."""
 _COMPARED = 8192
 """Pairs times rows that a program compares at a time, in registers."""
 
 SMALL_SMEM_BYTES = 96 << 10
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """A program computes block_n columns of block_m pairs, block_k terms at a time."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int = 4
-    num_stages: int = 4
 
 
 @dataclass(frozen=True)
@@ -75,11 +63,8 @@ def pick_tiling(num_pairs: int, num_experts: int, hidden: int, itemsize: int) ->
     if itemsize == 4:  # multiplied in full precision without tensor cores
         tiles = Tiles(16 if num_pairs <= 16 * num_experts else 64, 32, 32, num_stages=2)
         return Tiling(tiles, tiles)
-    if num_pairs <= MAX_SUMMED_PAIRS:
-        # In the second kernel the number of the expert is loaded first, which takes half of the stages.
-        tiling = Tiling(Tiles(16, 16, 128, num_stages=5), Tiles(16, 16, 256, num_stages=13))
-    elif num_pairs <= 8 * num_experts:
-        tiling = Tiling(Tiles(16, 32, 128, num_stages=5), Tiles(16, 64, 128, num_stages=5))
+    if num_pairs <= 8 * num_experts:
+        tiling = Tiling(Tiles(16, 32, 128, num_stages=4), Tiles(16, 64, 128, num_stages=4))
     elif num_pairs <= 24 * num_experts:
         tiling = Tiling(Tiles(32, 32, 128, num_stages=4), Tiles(32, 64, 128, num_stages=4))
     elif num_pairs <= 96 * num_experts:
@@ -117,16 +102,32 @@ def experts(
     activation: str = "silu",
     first_expert: int | jax.Array = 0,
     interpret: bool = False,
-    tiling: Tiling | None = None,
+    tiling: Tiling | FewTiling | None = None,
     max_few_pairs: int = MAX_FEW_PAIRS,
 ) -> jax.Array:
+    """tiling: None for the usual one. max_few_pairs: 0 for a plan in any case."""
     num_experts, width, hidden = down_EDF.shape
     num_tokens, num_choices = expert_Tk.shape
     num_pairs = num_tokens * num_choices
+    expert_P = local_experts(expert_Tk, is_real_T, first_expert, num_experts)
+    if tiling is None and num_pairs <= max_few_pairs and takes_few(num_tokens, num_choices):
+        tiling = pick_few_tiling(x_TD.dtype.itemsize)
+    if isinstance(tiling, FewTiling):
+        return experts_of_few(
+            x_TD,
+            expert_P,
+            weight_Tk,
+            gate_up_E2FD,
+            down_EDF,
+            gate_up_bias_E2F,
+            down_bias_ED,
+            activation=activation,
+            tiling=tiling,
+            interpret=interpret,
+        )
     tiling = tiling or pick_tiling(num_pairs, num_experts, hidden, x_TD.dtype.itemsize)
     block_m = tiling.gate_up.block_m
     assert block_m == tiling.down.block_m, f"{tiling} has two sizes of tiles of pairs"
-    expert_P = local_experts(expert_Tk, is_real_T, first_expert, num_experts)
     find: Callable[..., None]
     if num_pairs <= max_few_pairs:
         find = functools.partial(_for_pairs_of_expert, num_experts=num_experts)
@@ -151,17 +152,6 @@ def experts(
     gate_up = functools.partial(_gate_up_kernel, activation=activation, num_choices=num_choices)
     hidden_PF = call(gate_up, "experts_gate_up", tiling.gate_up, hidden, (num_pairs, hidden), x_TD, gate_up_E2FD, *biases)
     biases = [] if down_bias_ED is None else [down_bias_ED]
-    if num_pairs <= min(MAX_SUMMED_PAIRS, max_few_pairs):
-        tiles = tiling.down
-        return triton_call(
-            functools.partial(_summed_down_kernel, tiles=tiles, num_experts=num_experts),
-            name="experts_down_sum",
-            grid=(pl.cdiv(width, tiles.block_n),),
-            out_shape=jax.ShapeDtypeStruct(x_TD.shape, x_TD.dtype),
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
-            interpret=interpret,
-        )(expert_P, weight_Tk, hidden_PF, down_EDF, *biases)
     out_PD = call(_down_kernel, "experts_down", tiling.down, width, (num_pairs, width), hidden_PF, down_EDF, *biases)
     return weighted_sum(out_PD, expert_P, weight_Tk, num_experts)
 
@@ -176,12 +166,12 @@ def _for_pairs_of_expert(
     """Tiles of all pairs of one expert: the one whose number is the item, or, if there are fewer pairs, that of the item's pair."""
     (num_pairs,) = expert_ref.shape
     index_P = jnp.arange(next_power_of_two(num_pairs))
-    expert = expert_ref[item] if num_pairs < num_experts else item
+    expert = expert_ref[item] if num_pairs < num_experts else item  # of a pair, perhaps none here
     is_mine_P = load(expert_ref.at[index_P], mask=index_P < num_pairs, other=-1) == expert
     count = jnp.sum(is_mine_P.astype(jnp.int32))
     if num_pairs < num_experts:
         is_first = jnp.sum((is_mine_P & (index_P < item)).astype(jnp.int32)) == 0
-        count = jnp.where(is_first & (expert < num_experts), count, 0)
+        count = jnp.where(is_first & (expert >= 0) & (expert < num_experts), count, 0)
     chunk = min(_COMPARED // block_m, next_power_of_two(num_pairs))
 
     @pl.loop(0, lax.div(count + (block_m - 1), block_m))
@@ -229,7 +219,7 @@ def _gate_up_kernel(*refs: Any, find: Any, num_tables: int, tiles: Tiles, activa
 
     def do_tile(expert: jax.Array, pair_M: jax.Array, is_pair_M: jax.Array) -> None:
         token_M = lax.div(pair_M, num_choices)
-        sums = _products(tiles, x_ref, token_M, is_pair_M, weight_ref, [(expert, 0), (expert, 1)], column_N, in_columns_N)
+        sums = products(tiles, x_ref, token_M, is_pair_M, weight_ref, [(expert, 0), (expert, 1)], column_N, in_columns_N)
         if bias_ref:
             sums = [
                 sum_MN + load(bias_ref[0].at[expert, i, column_N], mask=in_columns_N, other=0.0).astype(jnp.float32)[None, :]
@@ -250,79 +240,10 @@ def _down_kernel(*refs: Any, find: Any, num_tables: int, tiles: Tiles) -> None:
     in_columns_N = column_N < out_ref.shape[1]
 
     def do_tile(expert: jax.Array, pair_M: jax.Array, is_pair_M: jax.Array) -> None:
-        (sum_MN,) = _products(tiles, x_ref, pair_M, is_pair_M, weight_ref, [(expert,)], column_N, in_columns_N)
+        (sum_MN,) = products(tiles, x_ref, pair_M, is_pair_M, weight_ref, [(expert,)], column_N, in_columns_N)
         if bias_ref:
             sum_MN += load(bias_ref[0].at[expert, column_N], mask=in_columns_N, other=0.0).astype(jnp.float32)[None, :]
         mask_MN = is_pair_M[:, None] & in_columns_N[None, :]
         store(out_ref.at[pair_M[:, None], column_N[None, :]], sum_MN.astype(out_ref.dtype), mask=mask_MN)
 
     find(*tables, pl.program_id(1), tiles.block_m, do_tile)
-
-
-def _products(
-    tiles: Tiles,
-    x_ref: Any,
-    row_M: jax.Array,
-    is_row_M: jax.Array,
-    weight_ref: Any,
-    matrices: list[tuple[Any, ...]],
-    column_N: jax.Array,
-    in_columns_N: jax.Array,
-) -> list[jax.Array]:
-    """float32 [M, N]: x[row] @ weight[matrix, column].T for each of the matrices, given by their leading indices."""
-    num_terms = x_ref.shape[1]
-
-    def step(i: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
-        term_K = i * tiles.block_k + jnp.arange(tiles.block_k)
-        in_terms_1K = (term_K < num_terms)[None, :]
-        x_MK = load(x_ref.at[row_M[:, None], term_K[None, :]], mask=is_row_M[:, None] & in_terms_1K, other=0.0)
-        mask_NK = in_columns_N[:, None] & in_terms_1K
-        weights = [load(weight_ref.at[(*m, column_N[:, None], term_K[None, :])], mask=mask_NK, other=0.0) for m in matrices]
-        return [sum_MN + dot_f32(x_MK, weight_NK.T) for sum_MN, weight_NK in zip(sums, weights, strict=True)]
-
-    zeros = jnp.zeros((tiles.block_m, tiles.block_n), jnp.float32)
-    return lax.fori_loop(0, pl.cdiv(num_terms, tiles.block_k), step, [zeros for _ in matrices])
-
-
-def _summed_down_kernel(
-    expert_ref: Any,  # [P]
-    weight_ref: Any,  # [T, k]
-    x_ref: Any,  # [P, F]
-    down_ref: Any,  # [E, D, F]
-    *refs: Any,  # bias [E, D] if there is one; out [T, D]
-    tiles: Tiles,
-    num_experts: int,
-) -> None:
-    *bias_ref, out_ref = refs
-    (num_pairs, num_terms), (num_tokens, num_choices) = x_ref.shape, weight_ref.shape
-    column_N = pl.program_id(0) * tiles.block_n + jnp.arange(tiles.block_n)
-    in_columns_N = column_N < out_ref.shape[1]
-    pair_M = jnp.arange(MAX_SUMMED_PAIRS)
-    num_steps = pl.cdiv(num_terms, tiles.block_k)
-
-    def step(i: jax.Array, sum_MN: jax.Array) -> jax.Array:
-        pair = lax.div(i, num_steps)
-        expert = expert_ref[pair]
-        term_1K = (lax.rem(i, num_steps) * tiles.block_k + jnp.arange(tiles.block_k))[None, :]
-        in_terms_1K = (term_1K < num_terms) & (expert < num_experts)
-        x_MK = load(x_ref.at[pair_M[:, None], term_1K], mask=(pair_M == pair)[:, None] & in_terms_1K, other=0.0)
-        index = (jnp.minimum(expert, num_experts - 1), column_N[:, None], term_1K)
-        weight_NK = load(down_ref.at[index], mask=in_columns_N[:, None] & in_terms_1K, other=0.0)
-        return sum_MN + dot_f32(x_MK, weight_NK.T)
-
-    zeros = jnp.zeros((MAX_SUMMED_PAIRS, tiles.block_n), jnp.float32)
-    sum_MN = lax.fori_loop(0, num_pairs * num_steps, step, zeros)
-    is_pair_M = pair_M < num_pairs
-    expert_M = load(expert_ref.at[pair_M], mask=is_pair_M, other=num_experts)
-    is_here_M = expert_M < num_experts
-    if bias_ref:
-        mask_MN = is_here_M[:, None] & in_columns_N[None, :]
-        sum_MN += load(bias_ref[0].at[expert_M[:, None], column_N[None, :]], mask=mask_MN, other=0.0).astype(jnp.float32)
-    # Each expert's result is rounded, as where there are more pairs.
-    out_MN = sum_MN.astype(out_ref.dtype).astype(jnp.float32)
-    token_M, choice_M = lax.div(pair_M, num_choices), lax.rem(pair_M, num_choices)
-    weight_M = load(weight_ref.at[token_M, choice_M], mask=is_here_M, other=0.0)
-    for token in range(num_tokens):
-        weight_M1 = jnp.where(token_M == token, weight_M, 0.0)[:, None]
-        out_N = jnp.sum(weight_M1 * out_MN, axis=0)
-        store(out_ref.at[token, column_N], out_N.astype(out_ref.dtype), mask=in_columns_N)

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.checking.case import Case
-from pallas_kernels.checking.expert_choice import TOLERANCE, Shapes, host_arrays, host_error
-from pallas_kernels.expert_choice import IMPLEMENTATIONS, PLAIN, Rule, choose_experts
+from pallas_kernels.checking.expert_choice import TOLERANCE, Shapes, host_arrays, host_error, run
+from pallas_kernels.expert_choice import IMPLEMENTATIONS, PLAIN, Rule
 
 QWEN3_30B = Shapes(128, Rule(8, renormalize=True))
 GPT_OSS_20B = Shapes(32, Rule(4, "softmax_of_chosen"))
@@ -58,11 +58,11 @@ def _case(shapes: Shapes, num_tokens: int, *, is_timed: bool = False) -> Case:
         for name, path in IMPLEMENTATIONS.items()
         if (name not in PLAIN or is_timed) and importlib.import_module(path).supports(interpret=not on_gpu, **case)
     ]
-    variants = {name: functools.partial(choose_experts, rule=rule, implementation=name, interpret=not on_gpu) for name in takes}
+    variants = {name: functools.partial(run, rule=rule, implementation=name, interpret=not on_gpu) for name in takes}
 
     def make() -> tuple[Any, tuple[Any, ...]]:
-        logits, biases = host_arrays(shapes, num_tokens)
-        return jnp.asarray(logits), tuple(jnp.asarray(bias) for bias in biases)
+        logits, constants = host_arrays(shapes, num_tokens)
+        return jnp.asarray(logits), tuple(jnp.asarray(array) for array in constants)
 
     return Case(
         f"choice, {num_tokens} tokens e{shapes.num_experts} k{rule.top_k} {' '.join(notes)}",

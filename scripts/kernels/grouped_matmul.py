@@ -16,6 +16,7 @@ from pallas_kernels.checking.case import Case
 from pallas_kernels.checking.grouped_matmul import TOLERANCE, host_error, plain, routing, run
 from pallas_kernels.grouped_matmul import IMPLEMENTATIONS, PLAIN, mosaic, triton
 from pallas_kernels.grouped_matmul.mosaic_many import Sizes, pick_sizes
+from pallas_kernels.grouped_matmul.triton_few import FewTiling, pick_few_tiling, takes_few
 
 GAIN = 8.0
 """Of a result that is the next call's input; limited, so that inputs stay random numbers near 1."""
@@ -59,9 +60,10 @@ def speed_cases(tiny: bool, tune: bool) -> list[Case]:
     if tiny:
         return [_case(Mixture(num_tokens, 2, 4, 32, 16), is_timed=True, tune=tune) for num_tokens in (1, 40)]
     return [
-        _case(replace(model, num_tokens=num_tokens), is_timed=True, tune=tune)
+        _case(replace(model, num_tokens=num_tokens, padding=padding), is_timed=True, tune=tune)
         for model in (QWEN3_30B, DEEPSEEK_V2_LITE, GPT_OSS_20B)
-        for num_tokens in (1, 8, 64, 256, 1024, 8192)
+        # A decode step of one request has eight rows.
+        for num_tokens, padding in ((8, 7), (8, 0), (64, 0), (256, 0), (1024, 0), (3072, 0), (8192, 0))
     ]
 
 
@@ -92,7 +94,7 @@ def check_cases(tiny: bool) -> list[Case]:
 
 
 def _case(mixture: Mixture, *, is_timed: bool = False, tune: bool = False) -> Case:
-    D, F, num_pairs = mixture.width, mixture.hidden, mixture.num_tokens * mixture.num_choices
+    D, F = mixture.width, mixture.hidden
     total = mixture.all_experts or mixture.num_experts
     expert_Tk, weight_Tk = routing(mixture.num_tokens, mixture.num_choices, total)
     if mixture.only is not None:
@@ -120,7 +122,8 @@ def _case(mixture: Mixture, *, is_timed: bool = False, tune: bool = False) -> Ca
     if not is_timed:
         error = functools.partial(host_error, activation=mixture.activation)
         return Case(mixture.name, make, variants, error, TOLERANCE[mixture.dtype])
-    needed = len(np.unique(expert_Tk))
+    num_real = mixture.num_tokens - mixture.padding
+    needed = len(np.unique(expert_Tk[:num_real]))
     itemsize = jnp.dtype(mixture.dtype).itemsize
     return Case(
         mixture.name,
@@ -129,7 +132,7 @@ def _case(mixture: Mixture, *, is_timed: bool = False, tune: bool = False) -> Ca
         functools.partial(_sampled_error, mixture.activation),
         TOLERANCE[mixture.dtype],
         bytes=itemsize * (needed * 3.0 * D * F + 2.0 * mixture.num_tokens * D),
-        flops=2.0 * 3 * D * F * num_pairs,
+        flops=2.0 * 3 * D * F * num_real * mixture.num_choices,
         feed=_feed,
     )
 
@@ -172,8 +175,9 @@ def _variants(mixture: Mixture, *, tune: bool) -> dict[str, Callable[..., Any]]:
         found |= {
             f"triton {_sizes_of(tiling)}": _variant(triton.experts, tiling=tiling, **options) for tiling in _tilings(mixture)
         }
+        num_pairs = mixture.num_tokens * mixture.num_choices
         for name, max_few_pairs in (("with a plan", 0), ("without a plan", 4096)):
-            if mixture.num_tokens * mixture.num_choices <= 4096:
+            if not takes_few(mixture.num_tokens, mixture.num_choices) and num_pairs <= 4096:
                 found[f"triton {name}"] = _variant(triton.experts, max_few_pairs=max_few_pairs, **options)
     if tune and "mosaic" in takes:
         found |= {
@@ -195,9 +199,10 @@ def _variant(function: Callable[..., jax.Array], **options: Any) -> Callable[...
     return call
 
 
-def _sizes_of(tiling: triton.Tiling) -> str:
-    """Block sizes, warps and stages of both kernels."""
-    return " ".join("-".join(map(str, astuple(tiles))) for tiles in (tiling.gate_up, tiling.down))
+def _sizes_of(tiling: triton.Tiling | FewTiling) -> str:
+    """Block sizes, warps and stages of both kernels; of few tokens' also the programs of a core, and shares."""
+    sizes = " ".join("-".join(map(str, astuple(tiles))) for tiles in (tiling.gate_up, tiling.down))
+    return f"{sizes} {tiling.programs_of_core}-{tiling.num_shares}" if isinstance(tiling, FewTiling) else sizes
 
 
 def _sizes(mixture: Mixture) -> list[tuple[Sizes, Sizes]]:
@@ -207,9 +212,11 @@ def _sizes(mixture: Mixture) -> list[tuple[Sizes, Sizes]]:
     return [(replace(wide[0], num_stages=3), replace(wide[1], num_stages=3)), narrow]
 
 
-def _tilings(mixture: Mixture) -> list[triton.Tiling]:
+def _tilings(mixture: Mixture) -> list[triton.Tiling] | list[FewTiling]:
     """One size changed at a time, in both kernels."""
     num_pairs = mixture.num_tokens * mixture.num_choices
+    if takes_few(mixture.num_tokens, mixture.num_choices):
+        return _few_tilings(jnp.dtype(mixture.dtype).itemsize)
     base = triton.pick_tiling(num_pairs, mixture.num_experts, mixture.hidden, jnp.dtype(mixture.dtype).itemsize)
 
     def both(change: Callable[[triton.Tiles], triton.Tiles]) -> triton.Tiling:
@@ -225,6 +232,20 @@ def _tilings(mixture: Mixture) -> list[triton.Tiling]:
         lambda tiles: replace(tiles, block_k=max(32, tiles.block_k // 2), num_stages=tiles.num_stages + 2),
         lambda tiles: replace(tiles, block_m=min(128, tiles.block_m * 2)),
     ]
-    if num_pairs <= triton.MAX_SUMMED_PAIRS:
-        changes.pop()
     return [tiling for change in changes if (tiling := both(change)) != base]
+
+
+def _few_tilings(itemsize: int) -> list[FewTiling]:
+    """One change at a time, of either kernel."""
+    base = pick_few_tiling(itemsize)
+    gate_up, down = base.gate_up, base.down
+    return [
+        replace(base, gate_up=replace(gate_up, block_k=256, num_stages=4), programs_of_core=2),
+        replace(base, gate_up=replace(gate_up, block_n=32, num_stages=4), programs_of_core=2),
+        replace(base, gate_up=replace(gate_up, num_stages=4), programs_of_core=4),
+        replace(base, gate_up=replace(gate_up, num_warps=2), programs_of_core=3),
+        replace(base, down=replace(down, num_stages=13), num_shares=2),
+        replace(base, down=replace(down, num_stages=7), num_shares=4),
+        replace(base, down=replace(down, block_n=32, num_stages=7), num_shares=4),
+        replace(base, down=replace(down, num_warps=2), num_shares=3),
+    ]

@@ -40,12 +40,12 @@ RULES = {
 def test_choice_against_a_stable_sort(name, implementation):
     shapes = RULES[name]
     (case,) = cases(shapes, implementation, interpret=True, num_tokens=12)
-    logits, biases = case.make()
+    logits, constants = case.make()
     (run,) = case.variants.values()
-    expert_Tk, weight_Tk = jax.jit(run, compiler_options={"xla_backend_optimization_level": 0})(logits, *biases)
+    expert_Tk, weight_Tk = jax.jit(run, compiler_options={"xla_backend_optimization_level": 0})(logits, *constants)
     assert expert_Tk.dtype == jnp.int32 and weight_Tk.dtype == jnp.float32
     assert expert_Tk.shape == weight_Tk.shape == (12, shapes.rule.top_k)
-    assert case.error(logits, biases, (expert_Tk, weight_Tk)) < TOLERANCE
+    assert case.error(logits, constants, (expert_Tk, weight_Tk)) < TOLERANCE
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
@@ -58,17 +58,18 @@ def test_of_equals_the_first_is_chosen_and_minus_infinity_last(rule, expected, i
 
 def test_wrong_choices_are_found():
     shapes = RULES["sigmoid with bias"]
-    logits, biases = host_arrays(shapes, 12)
-    right = reference.choose_experts(np.where(np.isnan(logits), 0, logits), *biases, rule=shapes.rule)
-    expert_Tk, weight_Tk = right[0], np.where(np.isnan(logits[:, :1]), np.nan, right[1])
-    error = functools.partial(host_error, logits, biases, rule=shapes.rule)
+    logits, constants = host_arrays(shapes, 12)
+    right = reference.choose_experts(np.where(np.isnan(logits), 0, logits), *constants[1:], rule=shapes.rule)
+    expert_Tk, weight_Tk = np.where(constants[0][:, None], right[0], -1), np.where(np.isnan(logits[:, :1]), np.nan, right[1])
+    error = functools.partial(host_error, logits, constants, rule=shapes.rule)
     assert error((expert_Tk, weight_Tk)) == 0
-    twice, outside, swapped, lost = (expert_Tk.copy() for _ in range(4))
+    twice, outside, swapped, lost, padded = (expert_Tk.copy() for _ in range(5))
     twice[0, 1] = twice[0, 0]
     outside[0, 0] = shapes.num_experts
     swapped[1, [0, 1]] = swapped[1, [1, 0]]
     lost[3, -1] = np.setdiff1d(np.arange(shapes.num_experts), lost[3])[-1]
-    for wrong in (twice, outside, swapped, lost):
+    padded[-1] = right[0][-1]
+    for wrong in (twice, outside, swapped, lost, padded):
         assert error((wrong, weight_Tk)) > TOLERANCE
     assert error((expert_Tk, weight_Tk * 1.001)) > TOLERANCE
     assert error((expert_Tk, np.nan_to_num(weight_Tk))) > TOLERANCE
@@ -84,6 +85,8 @@ def test_bad_input_is_named():
         choose_experts(logits_TE, rule=Rule(2, num_groups=4))
     with pytest.raises(ValueError, match=r"bias_E is \[5\], expected \[6\]"):
         choose_experts(logits_TE, jnp.zeros(5), rule=Rule(2))
+    with pytest.raises(ValueError, match=r"is_real_T is \[3\], expected \[T\] for logits_TE \[2, 6\]"):
+        choose_experts(logits_TE, None, jnp.ones(3, bool), rule=Rule(2))
     with pytest.raises(
         ValueError, match="'triton' of the choice of experts does not take 6 experts with the scoring 'sparsemixer'"
     ):
