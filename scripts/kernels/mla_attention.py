@@ -50,6 +50,7 @@ def speed_cases(tiny: bool, tune: bool) -> list[Case]:
             (LITE, LITE.batch("prefill 8x1024", prompts=((1024, 0),) * 8)),
             (LITE, LITE.batch("prefill 1x8192", prompts=((8192, 0),))),
             (V3, V3.batch("prefill 2x1024", prompts=((1024, 0),) * 2)),
+            (LITE, LITE.batch("chunk 1x2048 at 6144", prompts=((2048, 6144),))),
             (LITE, LITE.batch("mixed 128 decodes of 600 + 2x256", decodes=(600,) * 128, prompts=((256, 0),) * 2)),
         ]
     return [_case(model, batch, tune=tune) for model, batch in batches]
