@@ -8,7 +8,7 @@ from typing import Any
 
 OPS = ("collectives", "expert_choice", "grouped_matmul", "mla_attention", "paged_attention", "rope_cache_write", "sampling")
 _USES = {
-    "mla_attention": ("cache_write", "paged_attention"),
+    "mla_attention": ("cache_write", "paged_attention", "rope_cache_write"),
     "paged_attention": ("cache_write",),
     "rope_cache_write": ("cache_write",),
 }

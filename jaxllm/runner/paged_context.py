@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -160,7 +160,7 @@ def _write_and_attend_to_latents(
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
     """The same of a layer of latent attention. Returns outputs and cache."""
-    implementation = {"implementation": kernels.mla_attention, "interpret": kernels.interpret}
+    kernel: dict[str, Any] = {"implementation": kernels.mla_attention, "interpret": kernels.interpret}
     tokens, pages_P1SC = mla_attention.rope_and_write(
         projection.q_TNH,
         projection.vector_TC,
@@ -170,14 +170,14 @@ def _write_and_attend_to_latents(
         pages_P1SC,
         slot_T,
         eps=projection.eps,
-        **implementation,
+        **kernel,
     )
     key_NPL, value_NVL = projection.key_NPL, projection.value_NVL
     if not is_decode:
-        rows = (page_table_RB, query_start_R1, kv_length_R)
-        out_TNV = mla_attention.latent_attention(tokens, pages_P1SC, *rows, key_NPL, value_NVL, scale=scale, **implementation)
+        out_TNV = mla_attention.latent_attention(
+            tokens, pages_P1SC, page_table_RB, query_start_R1, kv_length_R, key_NPL, value_NVL, scale=scale, **kernel
+        )
         return out_TNV, pages_P1SC
     q_TNL = mla_attention.absorb(tokens.q_TNP, key_NPL)
-    rows = (page_table_RB, kv_length_R)
-    sum_TNL = mla_attention.latent_decode(q_TNL, tokens.q_TNE, pages_P1SC, *rows, scale=scale, **implementation)
+    sum_TNL = mla_attention.latent_decode(q_TNL, tokens.q_TNE, pages_P1SC, page_table_RB, kv_length_R, scale=scale, **kernel)
     return mla_attention.values_of(sum_TNL, value_NVL), pages_P1SC

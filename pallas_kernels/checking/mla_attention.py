@@ -93,7 +93,8 @@ def call(batch: Batch, **options: Any) -> Callable[..., jax.Array]:
     options = {"scale": batch.options["scale"], **options}
 
     def decode(queries: Any, pages: Any, table: Any, _: Any, kv_length: Any) -> jax.Array:
-        return latent_decode(*queries, pages, table, kv_length, **options)
+        q, q_rotated = queries
+        return latent_decode(q, q_rotated, pages, table, kv_length, **options)
 
     def ragged(queries: Any, pages: Any, table: Any, query_start: Any, kv_length: Any, *others: Any) -> jax.Array:
         *new, key, value = others
@@ -143,13 +144,14 @@ def _operands(
     token = 0
     for row, (new, length) in enumerate(zip(batch.query_lengths, batch.kv_lengths, strict=True)):
         position_n = np.arange(length - new, length)
-        slots_T[token : token + new] = table_RB[row, position_n // batch.page_size] * batch.page_size + position_n % batch.page_size
+        slots_T[token : token + new] = (
+            table_RB[row, position_n // batch.page_size] * batch.page_size + position_n % batch.page_size
+        )
         token += new
     vector_TC = cache[0].reshape(-1, sizes.width)[slots_T].astype(q_TNC.dtype)
     # What padding computes is finite as it is: slot 0 is nobody's and may be NaN.
     vector_TC = xp.where((np.arange(len(slots_T)) < token)[:, None], vector_TC, xp.ones_like(vector_TC))
-    new = vector_TC[:, : sizes.latent_dim], vector_TC[:, sizes.latent_dim :]
-    return (q_TNP, q_TNE), (*cache, *new, *weights)
+    return (q_TNP, q_TNE), (*cache, vector_TC[:, : sizes.latent_dim], vector_TC[:, sizes.latent_dim :], *weights)
 
 
 def host_error(batch: Batch, sizes: Sizes, queries: tuple[Any, ...], constants: tuple[Any, ...], got: Any) -> float:
@@ -165,7 +167,9 @@ def worst_error(batch: Batch, sizes: Sizes, queries: tuple[Any, ...], constants:
     return attention.worst_error(batch, q, cache, got[:, None], finish=finish)
 
 
-def _as_paged(xp: Any, sizes: Sizes, queries: Any, constants: Any, wide: Any) -> tuple[Any, tuple[Any, ...], Callable[[Any], Any]]:
+def _as_paged(
+    xp: Any, sizes: Sizes, queries: Any, constants: Any, wide: Any
+) -> tuple[Any, tuple[Any, ...], Callable[[Any], Any]]:
     """Queries [T, 1, N, C], the cache as keys and values, and what turns sums of vectors into results."""
     pages, *rows = constants[:4]
     q, q_rotated = (x.astype(wide) for x in queries)
@@ -186,7 +190,7 @@ def _as_paged(xp: Any, sizes: Sizes, queries: Any, constants: Any, wide: Any) ->
 
 def write_case(shapes: Shapes, num_tokens: int, implementation: str, *, interpret: bool) -> Case:
     """Tokens into every slot of some pages but the last, two of them padding, against the same in NumPy."""
-    options = {"eps": 1e-6, "implementation": implementation, "interpret": interpret}
+    options: dict[str, Any] = {"eps": 1e-6, "implementation": implementation, "interpret": interpret}
 
     def run(projected: Any, *constants: Any) -> Any:
         return rope_and_write(*projected, *constants, **options)
@@ -219,7 +223,9 @@ def _write_arrays(shapes: Shapes, num_tokens: int) -> tuple[Any, tuple[Any, ...]
 
 def _write_error(shapes: Shapes, projected: tuple[Any, ...], constants: tuple[Any, ...], got: Any) -> float:
     sizes = shapes.sizes
-    (q, vector), (cos, sin, norm, pages, slot_T) = (tuple(np.asarray(x).astype(np.float32) for x in xs) for xs in (projected, constants))
+    (q, vector), (cos, sin, norm, pages, slot_T) = (
+        tuple(np.asarray(x).astype(np.float32) for x in xs) for xs in (projected, constants)
+    )
 
     def rotated(x: np.ndarray) -> np.ndarray:
         first, second = np.split(x, 2, axis=-1)

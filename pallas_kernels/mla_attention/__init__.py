@@ -27,7 +27,17 @@ from pallas_kernels.mla_attention.products import absorb, values_of
 from pallas_kernels.mla_attention.tokens import Tokens
 from pallas_kernels.verified import is_verified
 
-__all__ = ["Tokens", "absorb", "candidates", "choose", "latent_attention", "latent_decode", "rope_and_write", "supports", "values_of"]
+__all__ = [
+    "Tokens",
+    "absorb",
+    "candidates",
+    "choose",
+    "latent_attention",
+    "latent_decode",
+    "rope_and_write",
+    "supports",
+    "values_of",
+]
 
 IMPLEMENTATIONS = {
     "reference": "pallas_kernels.mla_attention.reference",

@@ -33,17 +33,26 @@ def supports(
     num_heads: int,
     latent_dim: int,
     rotated_dim: int,
+    plain_dim: int,
+    value_dim: int,
     page_size: int,
     interpret: bool = False,
-    **heads: int,
 ) -> bool:
     """Widths of whole tiles, and a cache of the queries' type; heads: two tiles of keys must have room beside them."""
     if (platform != "gpu" and not interpret) or not has_mosaic():
         return False
     from pallas_kernels.mla_attention.mosaic_decode import PAGE_SIZES, num_stages
 
-    types, widths = {"dtype": dtype, "cache_dtype": cache_dtype}, {"latent_dim": latent_dim, "rotated_dim": rotated_dim}
-    if not triton.supports(platform=platform, **types, **widths, **heads, interpret=interpret):
+    if not triton.supports(
+        platform=platform,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+        latent_dim=latent_dim,
+        rotated_dim=rotated_dim,
+        plain_dim=plain_dim,
+        value_dim=value_dim,
+        interpret=interpret,
+    ):
         return False
     is_tiled = latent_dim % 64 == 0 and rotated_dim % 64 == 0 and 64 <= latent_dim <= 512 and 64 <= rotated_dim <= 128
     has_type = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16) and jnp.dtype(cache_dtype) == jnp.dtype(dtype)

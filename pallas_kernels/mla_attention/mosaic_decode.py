@@ -61,8 +61,8 @@ def latent_decode(
     tiles = DecodeTiles(BLOCK_K, num_stages(num_heads, pages_P1SC.shape[3], latent_dim), ctas_per_core=1)
     plan = make_plan(kv_length_R, 1, tiles, None, num_workers or num_cores())
     padding = -num_heads % 8
-    queries = (jnp.pad(q, ((0, 0), (0, padding), (0, 0))) if padding else q for q in (q_RNL, q_RNE))
-    parts = _items(*queries, pages_P1SC, page_table_RB, plan, tiles, score_scale=scale * LOG2E, interpret=interpret)
+    queries = tuple(jnp.pad(q, ((0, 0), (0, padding), (0, 0))) if padding else q for q in (q_RNL, q_RNE))
+    parts = _items(queries, pages_P1SC, page_table_RB, plan, tiles, score_scale=scale * LOG2E, interpret=interpret)
     return triton_call(
         _combine_kernel,
         name="latent_decode_combine",
@@ -75,8 +75,7 @@ def latent_decode(
 
 
 def _items(
-    q_RNL: jax.Array,
-    q_RNE: jax.Array,
+    queries: tuple[jax.Array, ...],
     pages_P1SC: jax.Array,
     page_table_RB: jax.Array,
     plan: Plan,
@@ -86,6 +85,7 @@ def _items(
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The main kernel -> the results of whole rows, parts of rows, and the softmax sums of these. Heads are a multiple of 8."""
+    q_RNL, q_RNE = queries
     num_rows, num_heads, latent_dim = q_RNL.shape
     rotated_dim = q_RNE.shape[2]
     num_workers, dtype, block_k = plan.work_W6.shape[0], q_RNL.dtype, tiles.block_k

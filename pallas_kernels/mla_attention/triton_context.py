@@ -64,9 +64,7 @@ def add_context(
     """
     num_tokens, num_heads, _ = out_TNV.shape
     tiles = tiles or pick_tiles(compute_type(q_TNP.dtype, pages_P1SC.dtype).itemsize)
-    items_N5, count_1 = make_items(
-        query_start_R1, kv_length_R, num_tokens, tiles.block_m, min_tokens=min_tokens, context=True
-    )
+    items_N5, count_1 = make_items(query_start_R1, kv_length_R, num_tokens, tiles.block_m, min_tokens=min_tokens, context=True)
     num_programs = min(2 if interpret else num_cores(), num_heads * items_N5.shape[0])
     return triton_call(
         functools.partial(_kernel, tiles=tiles, num_programs=num_programs, score_scale=scale * LOG2E),

@@ -60,9 +60,7 @@ def attend_to_own(
     """
     num_tokens, num_heads, value_dim = v_TNV.shape
     tiles = tiles or pick_tiles(num_tokens, q_TNP.dtype.itemsize)
-    items_N5, count_1 = make_items(
-        query_start_R1, kv_length_R, num_tokens, tiles.block_m, min_tokens=min_tokens, context=False
-    )
+    items_N5, count_1 = make_items(query_start_R1, kv_length_R, num_tokens, tiles.block_m, min_tokens=min_tokens, context=False)
     return triton_call(
         functools.partial(_kernel, block_m=tiles.block_m, block_k=tiles.block_k, score_scale=scale * LOG2E),
         name="latent_attention_local",

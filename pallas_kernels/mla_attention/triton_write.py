@@ -119,7 +119,9 @@ def _kernel(
         factor = lax.rsqrt(jnp.sum(wide_L * wide_L, axis=0) / latent_dim + eps)
         norm_L = load(norm_ref.at[dim_L], mask=in_latent_L, other=0.0).astype(jnp.float32)
         write(0, dim_L, in_latent_L, wide_L * factor * norm_L, latent_ref)
-        halves = [load(vector_ref.at[token, start + dim_h], mask=in_half_h, other=0.0) for start in (latent_dim, latent_dim + half)]
+        halves = [
+            load(vector_ref.at[token, start + dim_h], mask=in_half_h, other=0.0) for start in (latent_dim, latent_dim + half)
+        ]
         for start, x_h in zip((0, half), rotate(*halves), strict=True):
             write(latent_dim, start + dim_h, in_half_h, x_h, rotated_ref)
 

@@ -85,7 +85,9 @@ def test_errors_are_seen_on_the_device_as_on_the_host():
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
-@pytest.mark.parametrize(("dtype", "cache_dtype"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float8_e4m3fn")])
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float8_e4m3fn")]
+)
 def test_norms_rotates_and_writes_each_token_into_its_slot_and_padding_nowhere(implementation, dtype, cache_dtype):
     shapes = checking.Shapes(dtype, cache_dtype, 5, **asdict(SIZES), page_size=8, table_width=1, scale=1.0)
     case = checking.write_case(shapes, 13, implementation, interpret=True)
@@ -126,7 +128,9 @@ def test_triton_kernels_lower_for_a_gpu_in_the_shapes_of_deepseek(num_heads):
     with a_gpu_to_lower_for():
         shapes = (floats((100, 1, 16, 576)), ints((5, 300)), ints((6,)), ints((5,)), *weights)
         text = jax.jit(both).trace(tokens, *shapes).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("xla.gpu.triton") == 6, "a prompt's own tokens, its context, and two times a split decode and its combination"
+    assert text.count("xla.gpu.triton") == 6, (
+        "a prompt's own tokens, its context, and two times a split decode and its combination"
+    )
 
 
 MOSAIC = pytest.mark.skipif(not has_mosaic(), reason="JAX 0.10 lacks parts of Mosaic GPU that the kernel uses")
