@@ -17,7 +17,7 @@ OPS = (
     "sampling",
 )
 _USES = {
-    "mla_attention": ("cache_write", "paged_attention"),
+    "mla_attention": ("cache_write", "paged_attention", "rope_cache_write"),
     "paged_attention": ("cache_write",),
     "rope_cache_write": ("cache_write",),
 }

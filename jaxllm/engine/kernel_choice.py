@@ -177,7 +177,9 @@ def _latent_case(model: ModelConfig, part: LatentAttention, page_size: int) -> d
         "dtype": model.dtype,
         "cache_dtype": model.kv_cache_dtype,
         "num_heads": part.num_heads // part.copies,
-        "width": part.latent_dim + part.rotated_dim,
-        "value_dim": part.latent_dim,
+        "latent_dim": part.latent_dim,
+        "rotated_dim": part.rotated_dim,
+        "plain_dim": part.plain_dim,
+        "value_dim": part.value_dim,
         "page_size": page_size,
     }

@@ -6,7 +6,8 @@ from typing import Protocol
 import jax
 from jax import Array
 
-from pallas_kernels.rope_cache_write.xla import rotated_heads
+from pallas_kernels.mla_attention.tokens import Tokens
+from pallas_kernels.rope_cache_write.xla import apply_rope, rms_norm, rotated_heads
 
 
 @jax.tree_util.register_dataclass
@@ -61,9 +62,40 @@ class Attend(Protocol):
         ...
 
 
-class AttendToLatents(Protocol):
-    """The same of a layer whose tokens have one vector each, which all heads share: it is their key, its first values their value."""
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LatentProjection:
+    """The same of latent attention: a vector per token, of which all heads' keys and values are made."""
 
-    def __call__(self, layer: int, q_TNC: Array, latent_TC: Array, /, *, value_dim: int, scale: float) -> Array:
-        """Outputs [T, N, value_dim] of queries that are normed and rotated already, as the new tokens' vectors are."""
+    q_TNH: Array
+    """[T, N, P + E], of which the last E values are to be rotated."""
+    vector_TC: Array
+    """[T, L + E]: a latent, to be normed, and the rotated part of the key."""
+    cos_TE: Array
+    """Float32 [T, E / 2], as is sin_TE: the angles of the tokens' positions."""
+    sin_TE: Array
+    norm_L: Array
+    """Weight of the RMS norm over latents."""
+    key_NPL: Array
+    """Makes keys of latents, as value_NVL values."""
+    value_NVL: Array
+    eps: float = field(metadata={"static": True})
+
+    def finished(self) -> Tokens:
+        """Queries and vectors as attention takes them."""
+        (latent_dim,), angles = self.norm_L.shape, (self.cos_TE, self.sin_TE)
+        plain_dim = self.key_NPL.shape[1]
+        return Tokens(
+            self.q_TNH[..., :plain_dim],
+            apply_rope(self.q_TNH[..., plain_dim:], angles),
+            rms_norm(self.vector_TC[:, :latent_dim], self.norm_L, eps=self.eps),
+            apply_rope(self.vector_TC[:, latent_dim:], angles),
+        )
+
+
+class AttendToLatents(Protocol):
+    """The same of a layer of latent attention."""
+
+    def __call__(self, layer: int, projection: LatentProjection, /, *, scale: float) -> Array:
+        """Outputs [T, N, V], of the heads' values."""
         ...

@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxllm.layers.attend import Attend, AttendToLatents, Projection
+from jaxllm.layers.attend import Attend, AttendToLatents, LatentProjection, Projection
 from jaxllm.layers.linear import precision_of
 from jaxllm.layers.row_states import OneSequence
 from jaxllm.layers.step import Step
+from pallas_kernels.mla_attention.products import absorb, values_of
 
 
 def dense_attend(positions_T: Array, segment_ids_T: Array | None = None) -> Attend:
@@ -35,10 +36,13 @@ def dense_attend(positions_T: Array, segment_ids_T: Array | None = None) -> Atte
 def dense_attend_to_latents(positions_T: Array, segment_ids_T: Array | None = None) -> AttendToLatents:
     """The same of latent attention."""
 
-    def attend(layer: int, q_TNC: Array, latent_TC: Array, *, value_dim: int, scale: float) -> Array:
-        latent_T1C = latent_TC[:, None]
+    def attend(layer: int, projection: LatentProjection, *, scale: float) -> Array:
+        q_TNP, q_TNE, latent_TL, rotated_TE = projection.finished()
+        q_TNC = jnp.concatenate([absorb(q_TNP, projection.key_NPL), q_TNE], axis=-1)
+        vector_T1C = jnp.concatenate([latent_TL, rotated_TE], axis=-1)[:, None]
         visible_TS = _visible(positions_T, segment_ids_T, None)
-        return _attend(q_TNC[:, None], latent_T1C, latent_T1C[..., :value_dim], visible_TS, scale, None)[:, 0]
+        sum_TNL = _attend(q_TNC[:, None], vector_T1C, latent_TL[:, None], visible_TS, scale, None)[:, 0]
+        return values_of(sum_TNL, projection.value_NVL)
 
     return attend
 

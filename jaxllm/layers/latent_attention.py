@@ -1,8 +1,7 @@
-"""Multi-head latent attention, computed on the latents themselves. Source: arXiv:2405.04434, section 2.1.
+"""Multi-head latent attention: keys and values of all heads are made of one vector per token. Source: arXiv:2405.04434, section 2.1.
 
-A head's key of a token is W_k latent, its value W_v latent. Scores q . (W_k latent) are (q W_k) . latent, and the weighted sum of
-values is W_v times that of latents. So with queries multiplied by W_k all heads have one key and one value per token, the latent,
-and the cache holds nothing else but the rotated part of the key, which is common to all heads anyway.
+The cache holds the latent and the rotated part of the key, which is common to all heads; how attention uses the weights that make
+keys and values of latents is left to `pallas_kernels.mla_attention`.
 """
 
 from collections.abc import Sequence
@@ -12,14 +11,14 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
-from jaxllm.layers.linear import Linear, abstract_param, precision_of
+from jaxllm.layers.attend import LatentProjection
+from jaxllm.layers.linear import Linear, abstract_param
 from jaxllm.layers.norm import Normalization
 from jaxllm.layers.rope import head_order
 from jaxllm.layers.source import Module, Source, Tensor
 from jaxllm.layers.step import Step
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import LatentAttention
-from pallas_kernels.rope_cache_write.xla import apply_rope
 
 
 class MultiHeadLatentAttention(nnx.Module):
@@ -48,6 +47,7 @@ class MultiHeadLatentAttention(nnx.Module):
             bias=part.bias,
         )
         self.latent_norm = Normalization(part.latent_norm, R, "latent", dtype, prefix=prefix)
+        assert self.latent_norm.is_plain, "one kernel norms latents, rotates, and writes the cache"
         self.query_norm = nnx.data(None)
         inputs, axis = D, "embed"
         if part.query_norm is not None and part.query_dim is not None:
@@ -82,20 +82,19 @@ class MultiHeadLatentAttention(nnx.Module):
         """Of runs of tokens [T, D], one after the other, the output of each; of several devices, this one's part of the sum."""
         assert step.attend_to_latents is not None, "the step has no attention over latents"
         part = self.part
-        queries, latents = zip(*(self._projected(x_TD) for x_TD in runs), strict=True)
-        q_TNH, c_TC = jnp.concatenate(queries), jnp.concatenate(latents)
-        angles = step.angles(part.rope, part.rotated_dim)
-        q_TNP, q_TNE = jnp.split(q_TNH, [part.plain_dim], axis=-1)
-        c_TR, c_TE = jnp.split(c_TC, [part.latent_dim], axis=-1)
-        q_TNR = self._product("tnp,npr->tnr", q_TNP, self.key)
-        out_TNR = step.attend_to_latents(
-            self.layer,
-            jnp.concatenate([q_TNR, apply_rope(q_TNE, angles)], axis=-1),
-            jnp.concatenate([self.latent_norm(c_TR), apply_rope(c_TE, angles)], axis=-1),
-            value_dim=part.latent_dim,
-            scale=part.score_scale,
+        queries, vectors = zip(*(self._projected(x_TD) for x_TD in runs), strict=True)
+        cos_TE, sin_TE = step.angles(part.rope, part.rotated_dim)
+        projection = LatentProjection(
+            q_TNH=_joined(queries),
+            vector_TC=_joined(vectors),
+            cos_TE=cos_TE,
+            sin_TE=sin_TE,
+            norm_L=self.latent_norm.factor,
+            key_NPL=self.key[...],
+            value_NVL=self.value[...],
+            eps=self.latent_norm.eps,
         )
-        out_TNV = self._product("tnr,nvr->tnv", out_TNR, self.value)
+        out_TNV = step.attend_to_latents(self.layer, projection, scale=part.score_scale)
         ends = np.cumsum([len(x_TD) for x_TD in runs])
         return [self.out(out_TNV[end - len(x_TD) : end], step.shards) for x_TD, end in zip(runs, ends, strict=True)]
 
@@ -108,10 +107,11 @@ class MultiHeadLatentAttention(nnx.Module):
         query_TQ, c_TC = jnp.split(c_TC, [self.part.query_dim], axis=-1)
         return self.query(self.query_norm(query_TQ)), c_TC
 
-    def _product(self, subscripts: str, x: Array, weight: nnx.Param) -> Array:
-        return jnp.einsum(subscripts, x, weight[...].astype(x.dtype), precision=precision_of(x.dtype))
-
 
 def _behind(start: int, order: tuple[int, ...] | None) -> tuple[int, ...] | None:
     """An order of the values from `start` on; those before stay in place."""
     return None if order is None else (*range(start), *(start + i for i in order))
+
+
+def _joined(runs: Sequence[Array]) -> Array:
+    return runs[0] if len(runs) == 1 else jnp.concatenate(runs)

@@ -3,15 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
 from jaxllm.cache_spec import LayerPlace
-from jaxllm.layers.attend import Projection
+from jaxllm.layers.attend import LatentProjection, Projection
 from jaxllm.layers.row_states import StateRows
 from jaxllm.runner.kernels import Kernels
-from pallas_kernels.mla_attention import latent_attention, latent_decode, write_latents
+from pallas_kernels import mla_attention
 from pallas_kernels.paged_attention import paged_attention, paged_decode
 from pallas_kernels.rope_cache_write import rope_and_write
 
@@ -73,15 +73,12 @@ class PagedContext:
             self.caches[index] = pages
         return out
 
-    def attend_to_latents(
-        self, layer: int, q_TNC: jax.Array, latent_TC: jax.Array, *, value_dim: int, scale: float
-    ) -> jax.Array:
-        """Attention output [T, N, value_dim] of a layer whose cache is one array."""
+    def attend_to_latents(self, layer: int, projection: LatentProjection, *, scale: float) -> jax.Array:
+        """Attention output [T, N, V] of a layer whose cache is one array."""
         place, table = self._find(layer)
         (index,) = place.arrays
         out, self.caches[index] = _write_and_attend_to_latents(
-            q_TNC,
-            latent_TC,
+            projection,
             self.caches[index],
             table.page_table_RB,
             self.query_start_R1,
@@ -89,7 +86,6 @@ class PagedContext:
             table.slot_T,
             is_decode=self.is_decode,
             kernels=self.kernels,
-            value_dim=value_dim,
             scale=scale,
         )
         return out
@@ -165,10 +161,9 @@ def _write_and_attend(
     return out, k_pages, v_pages
 
 
-@partial(jax.jit, static_argnames=("is_decode", "kernels", "value_dim", "scale"))
+@partial(jax.jit, static_argnames=("is_decode", "kernels", "scale"))
 def _write_and_attend_to_latents(
-    q_TNC: jax.Array,
-    latent_TC: jax.Array,
+    projection: LatentProjection,
     pages_P1SC: jax.Array,
     page_table_RB: jax.Array,
     query_start_R1: jax.Array,
@@ -177,14 +172,27 @@ def _write_and_attend_to_latents(
     *,
     is_decode: bool,
     kernels: Kernels,
-    value_dim: int,
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
     """The same of a layer of latent attention. Returns outputs and cache."""
-    pages_P1SC = write_latents(pages_P1SC, latent_TC, slot_T)
-    if is_decode:
-        attention = partial(latent_decode, q_TNC, pages_P1SC, page_table_RB, kv_length_R)
-    else:
-        attention = partial(latent_attention, q_TNC, pages_P1SC, page_table_RB, query_start_R1, kv_length_R)
-    out_TNV = attention(value_dim=value_dim, scale=scale, implementation=kernels.mla_attention, interpret=kernels.interpret)
-    return out_TNV, pages_P1SC
+    kernel: dict[str, Any] = {"implementation": kernels.mla_attention, "interpret": kernels.interpret}
+    tokens, pages_P1SC = mla_attention.rope_and_write(
+        projection.q_TNH,
+        projection.vector_TC,
+        projection.cos_TE,
+        projection.sin_TE,
+        projection.norm_L,
+        pages_P1SC,
+        slot_T,
+        eps=projection.eps,
+        **kernel,
+    )
+    key_NPL, value_NVL = projection.key_NPL, projection.value_NVL
+    if not is_decode:
+        out_TNV = mla_attention.latent_attention(
+            tokens, pages_P1SC, page_table_RB, query_start_R1, kv_length_R, key_NPL, value_NVL, scale=scale, **kernel
+        )
+        return out_TNV, pages_P1SC
+    q_TNL = mla_attention.absorb(tokens.q_TNP, key_NPL)
+    sum_TNL = mla_attention.latent_decode(q_TNL, tokens.q_TNE, pages_P1SC, page_table_RB, kv_length_R, scale=scale, **kernel)
+    return mla_attention.values_of(sum_TNL, value_NVL), pages_P1SC

@@ -142,16 +142,16 @@ class StepPrograms:
         All-reduces that are left to XLA go to NCCL: XLA's own kernel for them keeps buffers outside of JAX's memory pool for
         each all-reduce of each program (13 GiB with the programs of Llama-3.1-8B, measured), for which nothing is left, and is
         no faster.
-        In a large step of several devices one run of tokens is multiplied while another is added up (`Shards.num_runs`): XLA
-        must not merge the products of both, and must look for what it can compute during an all-reduce.
+        Products of the same input are not merged: XLA would copy the weights of both side by side in every step. In a large step of
+        several devices one run of tokens is multiplied while another is added up (`Shards.num_runs`): XLA must not merge these
+        products either, and must look for what it can compute during an all-reduce.
         """
-        options: dict[str, str | bool] = {}
         if self.mesh.devices.flat[0].platform not in ("gpu", "cuda"):
-            return options
+            return {}
+        options: dict[str, str | bool] = {"xla_gpu_dot_merger_threshold_mb": "0"}
         if key.size > _MAX_TRITON_ROWS:
             options["xla_gpu_enable_triton_gemm"] = False
         if self.mesh.size > 1 and key.kind == "forward":
-            options["xla_gpu_dot_merger_threshold_mb"] = "0"
             options["xla_gpu_enable_latency_hiding_scheduler"] = True
         if self.mesh.size > 1 and jax.__version_info__ >= (0, 11):
             options["xla_gpu_experimental_use_collective_kernels"] = ""

@@ -172,10 +172,18 @@ def _random(key: jax.Array, shape: tuple[int, ...], dtype: str, hole: jax.Array)
     return jnp.where(hole, jnp.nan, jax.random.normal(key, shape, jnp.dtype(drawn))).astype(dtype)
 
 
-def worst_error(batch: Batch, q: jax.Array, constants: tuple[jax.Array, ...], got: jax.Array, max_tokens: int = 600) -> float:
+def worst_error(
+    batch: Batch,
+    q: jax.Array,
+    constants: tuple[jax.Array, ...],
+    got: jax.Array,
+    max_tokens: int = 600,
+    finish: Callable[[jax.Array], jax.Array] = lambda out_TKGH: out_TKGH,
+) -> float:
     """The worst relative error of a token's query head against the reference in float32; NaN if anything, padding too, is not finite.
 
     At most max_tokens tokens, spread evenly, are compared: one of a prompt is a decode at its position.
+    finish: what the results went through.
     """
     k, v, table, _, _, *others = constants
     rows = np.repeat(np.arange(len(batch.kv_lengths)), batch.query_lengths)
@@ -193,7 +201,7 @@ def worst_error(batch: Batch, q: jax.Array, constants: tuple[jax.Array, ...], go
         # The last chunk begins earlier, so that all have one shape.
         some = tokens[max(0, min(first, len(tokens) - chunk)) :][:chunk]
         places_of = jnp.asarray(lengths[some], jnp.int32)
-        expected = expect(q[some].astype(jnp.float32), k, v, table[rows[some]], places_of, **batch.named(others))
+        expected = finish(expect(q[some].astype(jnp.float32), k, v, table[rows[some]], places_of, **batch.named(others)))
         off = jnp.linalg.norm(got[some].astype(jnp.float32) - expected, axis=-1)
         size = jnp.linalg.norm(expected, axis=-1)
         worst = max(worst, float(jnp.where(off == 0, 0.0, off / jnp.maximum(size, 1e-6)).max()))

@@ -7,6 +7,7 @@ lengths around a page and the window, chunks behind other keys, more work than a
 import functools
 import importlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -139,12 +140,18 @@ def host_arrays(batch: Batch) -> tuple[np.ndarray, tuple[Any, ...]]:
     )
 
 
-def host_error(batch: Batch, q: np.ndarray, constants: tuple[np.ndarray, ...], got: Any) -> float:
-    """The worst relative error of a token's query head; NaN if anything, padding too, is not finite."""
+def host_error(
+    batch: Batch,
+    q: np.ndarray,
+    constants: tuple[np.ndarray, ...],
+    got: Any,
+    finish: Callable[[np.ndarray], np.ndarray] = lambda out_TKGH: out_TKGH,
+) -> float:
+    """The worst relative error of a token's query head; NaN if anything, padding too, is not finite. finish: see `worst_error`."""
     result = np.asarray(got).astype(np.float32)
     if not np.isfinite(result).all():
         return math.nan
-    expected = attend(batch, q, constants)
+    expected = finish(attend(batch, q, constants))
     off = np.linalg.norm(result[: len(expected)] - expected, axis=-1)
     size = np.linalg.norm(expected, axis=-1)
     return float(np.where(off == 0, 0.0, off / np.maximum(size, 1e-6)).max(initial=0.0))

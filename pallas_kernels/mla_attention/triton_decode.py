@@ -1,6 +1,6 @@
 """Latent decode attention for Pallas-Triton: one query token per row, its keys split over several programs (split-KV).
 
-    vector of a token   [----------- V: latent -----------|-- E: rotated key --]
+    vector of a token   [----------- L: latent -----------|-- E: rotated key --]
     key of all heads    [------------------------------------------------------]
     value of all heads  [---------------------------------]
 
@@ -37,11 +37,11 @@ class DecodeTiles:
     num_stages: int = 4
 
 
-def pick_tiles(num_rows: int, num_heads: int, value_dim: int, itemsize: int, num_slots: int) -> DecodeTiles:
+def pick_tiles(num_rows: int, num_heads: int, latent_dim: int, itemsize: int, num_slots: int) -> DecodeTiles:
     """Sizes for a shape. num_slots is the width of the page table in tokens: the longest that a row can be."""
     # Queries in shared memory must leave room for tiles of keys.
     block_m = min(MAX_HEADS if itemsize <= 2 else 16, max(16, next_power_of_two(num_heads)))
-    block_k = max(16, 32 * 512 * 2 // (max(512, next_power_of_two(value_dim)) * itemsize))
+    block_k = max(16, 32 * 512 * 2 // (max(512, next_power_of_two(latent_dim)) * itemsize))
     # Of few rows most may be padding, which costs nothing: split as for a single one.
     num_pairs = -(-num_heads // block_m) * (1 if num_rows <= 8 else num_rows)
     wanted = max(1, 2 * num_cores() // num_pairs)
@@ -52,27 +52,27 @@ def pick_tiles(num_rows: int, num_heads: int, value_dim: int, itemsize: int, num
 
 
 def latent_decode(
-    q_RNC: jax.Array,
+    q_RNL: jax.Array,
+    q_RNE: jax.Array,
     pages_P1SC: jax.Array,
     page_table_RB: jax.Array,
     kv_length_R: jax.Array,
     *,
-    value_dim: int,
     scale: float,
     interpret: bool = False,
     tiles: DecodeTiles | None = None,
 ) -> jax.Array:
-    num_rows, num_heads, _ = q_RNC.shape
+    num_rows, num_heads, latent_dim = q_RNL.shape
     num_slots = page_table_RB.shape[1] * pages_P1SC.shape[2]
     if tiles is None:
-        itemsize = compute_type(q_RNC.dtype, pages_P1SC.dtype).itemsize
-        tiles = pick_tiles(num_rows, num_heads, value_dim, itemsize, num_slots)
+        itemsize = compute_type(q_RNL.dtype, pages_P1SC.dtype).itemsize
+        tiles = pick_tiles(num_rows, num_heads, latent_dim, itemsize, num_slots)
     splits = tiles.num_splits
     kernel = functools.partial(
         _decode_kernel, block_m=tiles.block_m, block_k=tiles.block_k, num_splits=splits, score_scale=scale * LOG2E
     )
-    shape = (num_rows, num_heads, value_dim)
-    out_shape = jax.ShapeDtypeStruct(shape, q_RNC.dtype)
+    shape = q_RNL.shape
+    out_shape = jax.ShapeDtypeStruct(shape, q_RNL.dtype)
     partial_shape = (
         jax.ShapeDtypeStruct((splits, *shape), jnp.float32),
         jax.ShapeDtypeStruct((splits, *shape[:-1]), jnp.float32),
@@ -85,7 +85,7 @@ def latent_decode(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         interpret=interpret,
-    )(q_RNC, pages_P1SC, page_table_RB, kv_length_R)
+    )(q_RNL, q_RNE, pages_P1SC, page_table_RB, kv_length_R)
     if splits == 1:
         return result
     return triton_call(
@@ -100,34 +100,37 @@ def latent_decode(
 
 
 def _decode_kernel(
-    q_ref,  # [R, N, C]
+    q_ref,  # [R, N, L]
+    q_rotated_ref,  # [R, N, E]
     pages_ref,  # [P, 1, S, C]
     table_ref,  # [R, B]
     length_ref,  # [R]
-    *out_refs,  # out [R, N, V]; or out [splits, R, N, V] float32 and lse [splits, R, N] base 2
+    *out_refs,  # out [R, N, L]; or out [splits, R, N, L] float32 and lse [splits, R, N] base 2
     block_m: int,
     block_k: int,
     num_splits: int,
     score_scale: float,
 ) -> None:
     out_ref, *lse_refs = out_refs
-    num_heads, width = q_ref.shape[1:]
-    value_dim = out_ref.shape[-1]
+    num_heads, latent_dim = q_ref.shape[1:]
     page_size, table_width = pages_ref.shape[2], table_ref.shape[1]
     dtype = compute_type(q_ref.dtype, pages_ref.dtype)
     row, split = pl.program_id(1), pl.program_id(2)
     head_M = pl.program_id(0) * block_m + jnp.arange(block_m)
-    parts = [Part.of(0, value_dim), Part.of(value_dim, width)]
+    parts = [Part.of(0, latent_dim), Part.of(latent_dim, pages_ref.shape[3])]
 
     length = length_ref[row]
     end_tile = lax.div(length + (block_k - 1), block_k)
     per_split = lax.div(end_tile + (num_splits - 1), num_splits)
     begin = split * per_split
     end = jnp.minimum(begin + per_split, end_tile)
-    q_parts = [part.load(q_ref, (row, head_M[:, None]), head_M < num_heads).astype(dtype) for part in parts]
+    q_ML, q_ME = (
+        Part.of(0, ref.shape[-1]).load(ref, (row, head_M[:, None]), head_M < num_heads).astype(dtype)
+        for ref in (q_ref, q_rotated_ref)
+    )
 
     def body(tile, carry):
-        acc_MV, max_M, sum_M = carry
+        acc_ML, max_M, sum_M = carry
         position_k = tile * block_k + jnp.arange(block_k)
         valid_k = position_k < length
         page_index_k = lax.div(position_k, page_size)
@@ -136,27 +139,27 @@ def _decode_kernel(
         page_k1 = load(table_ref.at[row, page_index_k])[:, None]
         offset_k1 = lax.rem(position_k, page_size)[:, None]
         # Lanes outside the row's own slots load nothing and give 0: what lies there may be NaN.
-        latent_kV, rotated_kE = (part.load(pages_ref, (page_k1, 0, offset_k1), valid_k).astype(dtype) for part in parts)
-        scores_Mk = (dot_f32(q_parts[0], latent_kV.T) + dot_f32(q_parts[1], rotated_kE.T)) * score_scale
+        latent_kL, rotated_kE = (part.load(pages_ref, (page_k1, 0, offset_k1), valid_k).astype(dtype) for part in parts)
+        scores_Mk = (dot_f32(q_ML, latent_kL.T) + dot_f32(q_ME, rotated_kE.T)) * score_scale
         scores_Mk = jnp.where(valid_k[None, :], scores_Mk, MASKED)
         new_max_M = jnp.maximum(max_M, scores_Mk.max(axis=1))
         weights_Mk = jnp.exp2(scores_Mk - new_max_M[:, None])
         shrink_M = jnp.exp2(max_M - new_max_M)
-        acc_MV = acc_MV * shrink_M[:, None] + dot_f32(weights_Mk.astype(dtype), latent_kV)
-        return acc_MV, new_max_M, sum_M * shrink_M + weights_Mk.sum(axis=1)
+        acc_ML = acc_ML * shrink_M[:, None] + dot_f32(weights_Mk.astype(dtype), latent_kL)
+        return acc_ML, new_max_M, sum_M * shrink_M + weights_Mk.sum(axis=1)
 
     carry = (
         jnp.zeros((block_m, parts[0].padded), jnp.float32),
         jnp.full((block_m,), MASKED, jnp.float32),
         jnp.zeros((block_m,), jnp.float32),
     )
-    acc_MV, max_M, sum_M = lax.fori_loop(begin, end, body, carry)
+    acc_ML, max_M, sum_M = lax.fori_loop(begin, end, body, carry)
     safe_sum_M = jnp.where(sum_M == 0, 1.0, sum_M)
-    out_MV = acc_MV / safe_sum_M[:, None]
+    out_ML = acc_ML / safe_sum_M[:, None]
     if num_splits == 1:
-        parts[0].store(out_ref, (row, head_M[:, None]), head_M < num_heads, out_MV.astype(out_ref.dtype))
+        parts[0].store(out_ref, (row, head_M[:, None]), head_M < num_heads, out_ML.astype(out_ref.dtype))
         return
-    parts[0].store(out_ref, (split, row, head_M[:, None]), head_M < num_heads, out_MV)
+    parts[0].store(out_ref, (split, row, head_M[:, None]), head_M < num_heads, out_ML)
     lse_M = jnp.where(sum_M == 0, MASKED, max_M + jnp.log2(safe_sum_M))
     (lse_ref,) = lse_refs
     store(lse_ref.at[split, row, head_M], lse_M, mask=head_M < num_heads)
@@ -196,13 +199,13 @@ class Part:
 
 def _combine_kernel(partial_ref, lse_ref, out_ref) -> None:
     """The splits of one query head, weighted by their share of the softmax sum; a split without keys has weight 0."""
-    num_splits, _, _, value_dim = partial_ref.shape
+    num_splits, _, _, latent_dim = partial_ref.shape
     head, row = pl.program_id(0), pl.program_id(1)
     split_s = jnp.arange(max(2, next_power_of_two(num_splits)))
-    part = Part.of(0, value_dim)
+    part = Part.of(0, latent_dim)
     lse_s = load(lse_ref.at[split_s, row, head], mask=split_s < num_splits, other=MASKED)
     weight_s = jnp.exp2(lse_s - lse_s.max(axis=0))
-    partial_sV = part.load(partial_ref, (split_s[:, None], row, head), split_s < num_splits)
-    out_V = (partial_sV * weight_s[:, None]).sum(axis=0) / weight_s.sum(axis=0)
-    dim_V = jnp.arange(part.padded)
-    store(out_ref.at[row, head, dim_V], out_V.astype(out_ref.dtype), mask=dim_V < value_dim)
+    partial_sL = part.load(partial_ref, (split_s[:, None], row, head), split_s < num_splits)
+    out_L = (partial_sL * weight_s[:, None]).sum(axis=0) / weight_s.sum(axis=0)
+    dim_L = jnp.arange(part.padded)
+    store(out_ref.at[row, head, dim_L], out_L.astype(out_ref.dtype), mask=dim_L < latent_dim)

@@ -9,28 +9,28 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.checking.case import Case
-from pallas_kernels.checking.mla_attention import TOLERANCE, Batch, call, make_arrays, worst_error
-from pallas_kernels.mla_attention import IMPLEMENTATIONS, PLAIN, supports, triton_decode, triton_prefill
+from pallas_kernels.checking.mla_attention import TOLERANCE, Batch, Shapes, Sizes, call, make_arrays, worst_error, write_case
+from pallas_kernels.mla_attention import IMPLEMENTATIONS, PLAIN, supports, triton, triton_decode, triton_local
 
 FP8 = "float8_e4m3fn"
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Of a model's latent attention on one device."""
+class Model:
+    """Its latent attention on one device."""
 
     num_heads: int
-    width: int = 576
-    value_dim: int = 512
+    sizes: Sizes = Sizes(latent_dim=512, rotated_dim=64, plain_dim=128, value_dim=128)
 
     def batch(self, name: str, **fields: Any) -> Batch:
         """Rows of this model; the scale is that of its heads' 192 values."""
         fields = {"scale": 192**-0.5, **fields}
-        return Batch(f"{name} n{self.num_heads}", num_kv_heads=1, num_groups=self.num_heads, head_dim=self.width, **fields)
+        sizes = {"num_groups": self.num_heads, "head_dim": self.sizes.width}
+        return Batch(f"{name} n{self.num_heads}", num_kv_heads=1, **sizes, **fields)
 
 
-LITE, V3 = Sizes(16), Sizes(128)
-TOY = Sizes(4, width=48, value_dim=32)
+LITE, V3 = Model(16), Model(128)
+TOY = Model(4, Sizes(latent_dim=32, rotated_dim=16, plain_dim=24, value_dim=20))
 
 
 def speed_cases(tiny: bool, tune: bool) -> list[Case]:
@@ -50,9 +50,10 @@ def speed_cases(tiny: bool, tune: bool) -> list[Case]:
             (LITE, LITE.batch("prefill 8x1024", prompts=((1024, 0),) * 8)),
             (LITE, LITE.batch("prefill 1x8192", prompts=((8192, 0),))),
             (V3, V3.batch("prefill 2x1024", prompts=((1024, 0),) * 2)),
+            (LITE, LITE.batch("chunk 1x2048 at 6144", prompts=((2048, 6144),))),
             (LITE, LITE.batch("mixed 128 decodes of 600 + 2x256", decodes=(600,) * 128, prompts=((256, 0),) * 2)),
         ]
-    return [_case(sizes, batch, tune=tune) for sizes, batch in batches]
+    return [_case(model, batch, tune=tune) for model, batch in batches]
 
 
 def check_cases(tiny: bool) -> list[Case]:
@@ -80,7 +81,7 @@ def check_cases(tiny: bool) -> list[Case]:
             (LITE, LITE.batch("one row", decodes=(777,))),
             (LITE, LITE.batch("padding only", decodes=(0, 0, 0))),
             *(
-                (Sizes(heads), Sizes(heads).batch(kind.strip() or "ragged", **rows))
+                (Model(heads), Model(heads).batch(kind.strip() or "ragged", **rows))
                 for heads in (1, 8, 12, 32, 64, 128)
                 for kind, rows in rows_of.items()
             ),
@@ -91,75 +92,85 @@ def check_cases(tiny: bool) -> list[Case]:
             ),
             *((LITE, LITE.batch(f"fp8 cache{kind}", **rows, cache_dtype=FP8)) for kind, rows in rows_of.items()),
         ]
-    return [_case(sizes, replace(batch, poison=True)) for sizes, batch in found]
+    writes = [] if tiny else [_write_case(dtype, cache, n) for dtype, cache, n in _WRITES]
+    return [*(_case(model, replace(batch, poison=True)) for model, batch in found), *writes]
 
 
-def _case(sizes: Sizes, batch: Batch, *, tune: bool = False) -> Case:
+_WRITES = (("bfloat16", "", 24), ("bfloat16", "", 2000), ("bfloat16", FP8, 24), ("float32", "", 24), ("float16", "bfloat16", 9))
+"""Tokens on their way into the cache: types of these and of the cache, and how many they are."""
+
+
+def _write_case(dtype: str, cache_dtype: str, num_tokens: int) -> Case:
+    heads, sizes = LITE.num_heads, asdict(LITE.sizes)
+    shapes = Shapes(dtype, cache_dtype or dtype, heads, **sizes, page_size=16, table_width=1, scale=1.0)
+    case = write_case(shapes, num_tokens, "triton", interpret=jax.default_backend() != "gpu")
+    return replace(case, name=f"{case.name} {dtype} {cache_dtype}".strip())
+
+
+def _case(model: Model, batch: Batch, *, tune: bool = False) -> Case:
+    sizes = model.sizes
     pairs = batch.flops() / (4 * sizes.width)  # of all heads
+    decode_flops = 2 * (sizes.width + sizes.latent_dim)
+    expand = 2 * batch.num_tokens * model.num_heads * (sizes.plain_dim + sizes.value_dim) * sizes.latent_dim
+    prefill_flops = 2 * (sizes.plain_dim + sizes.rotated_dim + sizes.value_dim)
     return Case(
         batch.name,
-        functools.partial(make_arrays, batch),
-        _variants(sizes, batch, tune),
-        functools.partial(worst_error, batch),
+        functools.partial(make_arrays, batch, sizes),
+        _variants(model, batch, tune),
+        functools.partial(worst_error, batch, sizes),
         TOLERANCE[batch.dtype],
         batch.bytes() / 2,
-        pairs * 2 * (sizes.width + sizes.value_dim),
+        pairs * prefill_flops + expand if batch.prompts else pairs * decode_flops,
         _feed,
     )
 
 
 def _feed(carry: Any, result: Any) -> Any:
-    """Results are as wide as values, queries as keys."""
-    return jnp.concatenate([result, carry[..., result.shape[-1] :]], axis=-1)
+    """Results are as wide as the first part of the queries, or not much narrower."""
+    q, *others = carry
+    return (result if result.shape == q.shape else q.at[..., : result.shape[-1]].set(result), *others)
 
 
-def _variants(sizes: Sizes, batch: Batch, tune: bool) -> dict[str, Callable[..., jax.Array]]:
+def _variants(model: Model, batch: Batch, tune: bool) -> dict[str, Callable[..., jax.Array]]:
     """Every kernel that takes the case, as the engine calls it, and with `tune` other tile sizes of the Triton kernels."""
     interpret = jax.default_backend() != "gpu"
     case: dict[str, Any] = {"dtype": jnp.dtype(batch.dtype), "cache_dtype": jnp.dtype(batch.cache_dtype or batch.dtype)}
-    case |= {"num_heads": sizes.num_heads, "width": sizes.width, "value_dim": sizes.value_dim}
-    case |= {"page_size": batch.page_size, "interpret": interpret}
+    case |= {"num_heads": model.num_heads, "page_size": batch.page_size, "interpret": interpret, **asdict(model.sizes)}
     found = {
-        name: call(batch, sizes.value_dim, implementation=name, interpret=interpret)
+        name: call(batch, implementation=name, interpret=interpret)
         for name in IMPLEMENTATIONS
         if name not in PLAIN and supports(name, **case)
     }
-    for tiles in _tiles(sizes, batch) if tune else []:
+    for tiles in _tiles(model, batch) if tune else []:
         label = "triton " + " ".join(f"{key}={value}" for key, value in asdict(tiles).items())
-        found[label] = functools.partial(_by_tiles, sizes, batch, tiles)
+        found[label] = functools.partial(_by_tiles, batch, tiles)
     return found
 
 
-def _by_tiles(sizes: Sizes, batch: Batch, tiles: Any, q: Any, pages: Any, table: Any, start: Any, length: Any) -> jax.Array:
-    interpret = jax.default_backend() != "gpu"
-    options: dict[str, Any] = {"value_dim": sizes.value_dim, "scale": batch.options["scale"], "interpret": interpret}
+def _by_tiles(batch: Batch, tiles: Any, queries: Any, *constants: Any) -> jax.Array:
+    options: dict[str, Any] = {"scale": batch.options["scale"], "interpret": jax.default_backend() != "gpu"}
     if batch.prompts:
-        return triton_prefill.latent_attention(q, pages, table, start, length, **options, tiles=tiles)
-    return triton_decode.latent_decode(q, pages, table, length, **options, tiles=tiles)
+        pages, table, start, length, latent, rotated, key, value = constants
+        tokens = triton.Tokens(*queries, latent, rotated)
+        rows = (table, start, length, key, value)
+        return triton.ragged(triton_decode.latent_decode, tokens, pages, *rows, **options, local_tiles=tiles)
+    pages, table, _, length = constants
+    return triton_decode.latent_decode(*queries, pages, table, length, **options, tiles=tiles)
 
 
-def _tiles(sizes: Sizes, batch: Batch) -> list[Any]:
-    """Other sizes of the decode kernel, or of that for prompts."""
+def _tiles(model: Model, batch: Batch) -> list[Any]:
+    """Other sizes of the decode kernel, or of that of prompts over their own tokens."""
     if batch.prompts:
         return [
-            triton_prefill.PrefillTiles(block_m, block_k, num_warps, num_stages)
+            triton_local.LocalTiles(block_m, block_k, num_warps, num_stages)
             for block_m, block_k, num_warps, num_stages in (
-                *(
-                    (64, 32, 8, 1),
-                    (64, 32, 8, 3),
-                    (64, 64, 8, 2),
-                    (64, 64, 8, 1),
-                    (64, 16, 8, 3),
-                    (64, 32, 4, 2),
-                    (32, 32, 4, 2),
-                ),
-                *((32, 64, 4, 2), (128, 32, 8, 1), (128, 32, 16, 2), (128, 64, 16, 1), (128, 16, 8, 2)),
+                *((128, 64, 8, 2), (128, 64, 8, 4), (128, 128, 8, 2), (128, 32, 8, 4), (128, 64, 4, 3)),
+                *((64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (64, 32, 4, 3), (256, 64, 16, 2)),
             )
         ]
     slots = batch.width * batch.page_size
-    base = triton_decode.pick_tiles(
-        len(batch.decodes), sizes.num_heads, sizes.value_dim, jnp.dtype(batch.dtype).itemsize, slots
-    )
+    itemsize = jnp.dtype(batch.dtype).itemsize
+    base = triton_decode.pick_tiles(len(batch.decodes), model.num_heads, model.sizes.latent_dim, itemsize, slots)
     splits = sorted({max(1, base.num_splits // 2), base.num_splits, base.num_splits * 2})
     return [
         replace(base, block_k=block_k, num_warps=num_warps, num_stages=num_stages, num_splits=num_splits)

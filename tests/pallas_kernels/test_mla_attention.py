@@ -1,6 +1,7 @@
 """Every implementation of latent attention against attention in NumPy, in float64 for float32, through ragged batches and decodes."""
 
 import functools
+from dataclasses import asdict
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +13,18 @@ from pallas_kernels.checking import mla_attention as checking
 from pallas_kernels.checking.attention import Batch
 from pallas_kernels.mla_attention import (
     IMPLEMENTATIONS,
+    Tokens,
+    absorb,
     candidates,
     latent_attention,
     latent_decode,
     triton_decode,
-    write_latents,
 )
 from tests.pallas_kernels.test_paged_attention import a_gpu_to_lower_for
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 
-WIDTH, VALUE_DIM = 40, 24
+SIZES = checking.Sizes(latent_dim=24, rotated_dim=16, plain_dim=20, value_dim=12)
 GENERAL = [name for name in IMPLEMENTATIONS if name != "mosaic"]
 """Those that take every case here."""
 ROWS = {
@@ -37,7 +39,7 @@ EXACT = {"float32": 5e-6, "bfloat16": 1.5e-2}
 
 
 def batch_of(rows: str, num_heads: int = 3, dtype: str = "float32", **fields: object) -> Batch:
-    sizes = {"num_kv_heads": 1, "num_groups": num_heads, "head_dim": WIDTH, "dtype": dtype}
+    sizes = {"num_kv_heads": 1, "num_groups": num_heads, "head_dim": SIZES.width, "dtype": dtype}
     return Batch(rows, **ROWS[rows], **sizes, scale=0.3, poison=True, **fields)  # type: ignore[arg-type]
 
 
@@ -55,65 +57,80 @@ def batch_of(rows: str, num_heads: int = 3, dtype: str = "float32", **fields: ob
 )
 def test_equals_attention_in_numpy(rows, implementation, fields):
     batch = batch_of(rows, **fields)
-    q, constants = checking.host_arrays(batch)
-    got = jax.jit(checking.call(batch, VALUE_DIM, implementation=implementation, interpret=True))(q, *constants)
-    assert got.shape == (*q.shape[:2], VALUE_DIM) and got.dtype == q.dtype
-    assert checking.host_error(batch, q, constants, got) <= EXACT[batch.dtype]
+    queries, constants = checking.host_arrays(batch, SIZES)
+    got = jax.jit(checking.call(batch, implementation=implementation, interpret=True))(queries, *constants)
+    assert got.shape == (*queries[0].shape[:2], 12 if rows == "ragged" else 24) and got.dtype == queries[0].dtype
+    assert checking.host_error(batch, SIZES, queries, constants, got) <= EXACT[batch.dtype]
 
 
 @pytest.mark.parametrize("num_splits", [1, 2, 5])
 def test_a_rows_keys_split_over_programs(num_splits):
     batch = batch_of("decode")
-    q, constants = checking.host_arrays(batch)
+    queries, constants = checking.host_arrays(batch, SIZES)
     pages, table, _, length = constants
     tiles = triton_decode.DecodeTiles(block_m=16, block_k=16, num_splits=num_splits)
-    got = triton_decode.latent_decode(q, pages, table, length, value_dim=VALUE_DIM, scale=0.3, interpret=True, tiles=tiles)
-    assert checking.host_error(batch, q, constants, got) <= EXACT["float32"]
+    got = triton_decode.latent_decode(*queries, pages, table, length, scale=0.3, interpret=True, tiles=tiles)
+    assert checking.host_error(batch, SIZES, queries, constants, got) <= EXACT["float32"]
 
 
 def test_errors_are_seen_on_the_device_as_on_the_host():
     batch = batch_of("ragged", dtype="bfloat16")
-    q, constants = checking.make_arrays(batch)
-    got = jax.jit(checking.call(batch, VALUE_DIM, implementation="xla"))(q, *constants)
-    assert checking.worst_error(batch, q, constants, got) <= EXACT["bfloat16"]
+    queries, constants = checking.make_arrays(batch, SIZES)
+    got = jax.jit(checking.call(batch, implementation="xla"))(queries, *constants)
+    assert checking.worst_error(batch, SIZES, queries, constants, got) <= EXACT["bfloat16"]
     wrong = got.at[3, 1].multiply(1.1)
-    assert checking.worst_error(batch, q, constants, wrong) > 0.05
-    host = jax.tree.map(np.asarray, (q, constants))
-    assert checking.host_error(batch, *host, wrong) > 0.05
+    assert checking.worst_error(batch, SIZES, queries, constants, wrong) > 0.05
+    host = jax.tree.map(np.asarray, (queries, constants))
+    assert checking.host_error(batch, SIZES, *host, wrong) > 0.05
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint16", "float8_e4m3fn", "uint8"])
-def test_writes_each_token_into_its_slot_and_padding_nowhere(dtype):
-    pages = jnp.zeros((3, 1, 4, 5), dtype)
-    latent_TC = jnp.arange(1, 16, dtype=jnp.float32).reshape(3, 5) * 50
-    written = write_latents(pages, latent_TC, jnp.array([9, -1, 3], jnp.int32))
-    is_float = jnp.issubdtype(pages.dtype, jnp.floating)
-    values = (
-        written if is_float else jax.lax.bitcast_convert_type(written, "bfloat16" if dtype == "uint16" else "float8_e4m3fn")
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float8_e4m3fn")]
+)
+def test_norms_rotates_and_writes_each_token_into_its_slot_and_padding_nowhere(implementation, dtype, cache_dtype):
+    shapes = checking.Shapes(dtype, cache_dtype, 5, **asdict(SIZES), page_size=8, table_width=1, scale=1.0)
+    case = checking.write_case(shapes, 13, implementation, interpret=True)
+    projected, constants = case.make()
+    got = jax.jit(case.variants[implementation])(projected, *constants)
+    assert case.error(projected, constants, got) <= case.tolerance
+    *_, pages, slots = constants
+    unwritten = np.setdiff1d(np.arange(pages.size // SIZES.width), slots)
+    before, after = (np.asarray(x).astype(np.float32).reshape(-1, SIZES.width)[unwritten] for x in (pages, got[1]))
+    np.testing.assert_array_equal(before, after)
+
+
+@pytest.mark.parametrize(("stored", "dtype"), [("uint16", "bfloat16"), ("uint8", "float8_e4m3fn")])
+def test_plain_jax_writes_the_bits_of_narrow_floats(stored, dtype):
+    shapes = checking.Shapes("float32", dtype, 2, **asdict(SIZES), page_size=8, table_width=1, scale=1.0)
+    case = checking.write_case(shapes, 13, "xla", interpret=False)
+    projected, (*others, pages, slots) = case.make()
+    (_, expected), (_, got) = (
+        case.variants["xla"](projected, *others, jnp.asarray(x), slots) for x in (pages, np.asarray(pages).view(stored))
     )
-    expected = np.zeros((3, 1, 4, 5), np.float32)
-    narrow = values.dtype
-    limited = jnp.minimum(latent_TC, 448) if narrow == jnp.float8_e4m3fn else latent_TC
-    expected[2, 0, 1], expected[0, 0, 3] = limited[0].astype(narrow), limited[2].astype(narrow)
-    np.testing.assert_array_equal(values.astype(np.float32), expected)
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(expected).view(stored))
 
 
 @pytest.mark.parametrize("num_heads", [16, 128])
 def test_triton_kernels_lower_for_a_gpu_in_the_shapes_of_deepseek(num_heads):
-    def shape(*dims: int, dtype: str = "int32") -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(dims, dtype)
+    ints = functools.partial(jax.ShapeDtypeStruct, dtype="int32")
+    floats = functools.partial(jax.ShapeDtypeStruct, dtype="bfloat16")
+    tokens = Tokens(floats((64, num_heads, 128)), floats((64, num_heads, 64)), floats((64, 512)), floats((64, 64)))
+    weights = (floats((num_heads, 128, 512)),) * 2
+    options = {"scale": 0.1, "implementation": "triton"}
 
-    q, pages = shape(64, num_heads, 576, dtype="bfloat16"), shape(100, 1, 16, 576, dtype="bfloat16")
-    options = {"value_dim": 512, "scale": 0.1, "implementation": "triton"}
-
-    def both(q, pages, table, query_start, kv_length):
-        ragged = latent_attention(q, pages, table, query_start, kv_length, **options)
-        return ragged, latent_decode(q[:5], pages, table, kv_length, **options)
+    def both(tokens, pages, table, query_start, kv_length, *weights):
+        rows = (pages, table, query_start, kv_length)
+        queries = absorb(tokens.q_TNP, weights[0])[:5], tokens.q_TNE[:5]
+        decoded = latent_decode(*queries, pages, table, kv_length, **options)
+        return latent_attention(tokens, *rows, *weights, **options), decoded
 
     with a_gpu_to_lower_for():
-        traced = jax.jit(both).trace(q, pages, shape(5, 300), shape(6), shape(5))
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("xla.gpu.triton") == 5, "tiles, and two times a split decode and its combination"
+        shapes = (floats((100, 1, 16, 576)), ints((5, 300)), ints((6,)), ints((5,)), *weights)
+        text = jax.jit(both).trace(tokens, *shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("xla.gpu.triton") == 6, (
+        "a prompt's own tokens, its context, and two times a split decode and its combination"
+    )
 
 
 MOSAIC = pytest.mark.skipif(not has_mosaic(), reason="JAX 0.10 lacks parts of Mosaic GPU that the kernel uses")
@@ -133,10 +150,10 @@ MOSAIC = pytest.mark.skipif(not has_mosaic(), reason="JAX 0.10 lacks parts of Mo
 def test_mosaics_decode_equals_attention_in_numpy(lengths, num_workers, fields):
     sizes = {"num_kv_heads": 1, "num_groups": 16, "head_dim": 192, "scale": 0.1, "poison": True, **fields}
     batch = Batch("decode", decodes=lengths, **sizes)
-    q, constants = checking.host_arrays(batch)
+    queries, constants = checking.host_arrays(batch, TILED)
     pages, table, _, length = constants
-    got = _mosaic(num_workers)(q, pages, table, length)
-    assert checking.host_error(batch, q, constants, got) <= EXACT["bfloat16"]
+    got = _mosaic(num_workers)(*queries, pages, table, length)
+    assert checking.host_error(batch, TILED, queries, constants, got) <= EXACT["bfloat16"]
 
 
 @MOSAIC
@@ -160,36 +177,43 @@ def test_mosaics_producer_and_consumer_do_not_race(monkeypatch):
 @MOSAIC
 def test_mosaics_kernel_lowers_for_a_gpu_in_the_shapes_of_deepseek():
     shapes = (jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in MOSAIC_SHAPES)
-    call = functools.partial(latent_decode, value_dim=512, scale=0.1, implementation="mosaic")
+    call = functools.partial(latent_decode, scale=0.1, implementation="mosaic")
     with a_gpu_to_lower_for():
         text = jax.jit(call).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu" in text and text.count("xla.gpu.triton") == 1
 
 
-MOSAIC_SHAPES = (((64, 16, 576), "bfloat16"), ((100, 1, 16, 576), "bfloat16"), ((64, 256), "int32"), ((64,), "int32"))
+MOSAIC_SHAPES = (
+    *(((64, 16, width), "bfloat16") for width in (512, 64)),
+    ((100, 1, 16, 576), "bfloat16"),
+    ((64, 256), "int32"),
+    ((64,), "int32"),
+)
+TILED = checking.Sizes(latent_dim=128, rotated_dim=64, plain_dim=64, value_dim=64)
 
 
 def _mosaic(num_workers):
     from pallas_kernels.mla_attention import mosaic_decode
 
-    options = {"value_dim": 128, "scale": 0.1, "interpret": True, "num_workers": num_workers}
+    options = {"scale": 0.1, "interpret": True, "num_workers": num_workers}
     return jax.jit(functools.partial(mosaic_decode.latent_decode, **options))
 
 
 def test_unverified_kernels_are_no_candidates():
-    case = {"dtype": "bfloat16", "cache_dtype": "bfloat16", "num_heads": 16, "width": 576, "value_dim": 512, "page_size": 16}
+    case = {"dtype": "bfloat16", "cache_dtype": "bfloat16", "num_heads": 16, "page_size": 16}
+    case |= {"latent_dim": 512, "rotated_dim": 64, "plain_dim": 128, "value_dim": 128}
     assert candidates(platform="cpu", **case) == ("xla",)
     assert candidates(platform="gpu", **case) == ("xla",), "this machine's device is not a verified one"
 
 
 def test_what_does_not_fit_is_refused():
-    q, pages = jnp.zeros((2, 3, WIDTH)), jnp.zeros((4, 1, 8, WIDTH))
+    q_RNL, q_RNE, pages = jnp.zeros((2, 3, 24)), jnp.zeros((2, 3, 16)), jnp.zeros((4, 1, 8, 40))
     table, length = jnp.zeros((2, 2), jnp.int32), jnp.zeros(2, jnp.int32)
     with pytest.raises(
         ValueError, match="no implementation 'cudnn' of latent attention; there are reference, xla, triton, mosaic"
     ):
-        latent_decode(q, pages, table, length, value_dim=24, scale=1.0, implementation="cudnn")
-    with pytest.raises(ValueError, match=r"values of width 24 do not fit together; expected \[T, N, C\]"):
-        latent_decode(q[..., :20], pages, table, length, value_dim=24, scale=1.0)
-    with pytest.raises(ValueError, match="does not take 3 heads over vectors of 40 values, of which 8 are the .*use 'xla'"):
-        latent_decode(q, pages, table, length, value_dim=8, scale=1.0, implementation="triton")
+        latent_decode(q_RNL, q_RNE, pages, table, length, scale=1.0, implementation="cudnn")
+    with pytest.raises(ValueError, match=r"rotated parts of 10 values do not fit pages .*; expected \[P, 1, S, 34\]"):
+        latent_decode(q_RNL, q_RNE[..., :10], pages, table, length, scale=1.0)
+    with pytest.raises(ValueError, match="does not take 3 heads of .* over latents of 32, in float32 .*; use 'xla'"):
+        latent_decode(jnp.zeros((2, 3, 32)), q_RNE[..., :8], pages, table, length, scale=1.0, implementation="triton")
