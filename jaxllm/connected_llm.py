@@ -40,6 +40,8 @@ class ConnectedLLM(AsyncLLM):
         client.on_outputs, client.on_refused = self._take_outputs, self._take_refusal
         client.on_failed, client.on_dead = self._take_failure, self._die
         client.on_want_metrics = self._wake_sharing
+        self._asked = 0
+        """Number of the latest WantMetrics."""
         if client.dead_error is not None:  # just now
             self._die(client.dead_error)
         self._must_share = asyncio.Event()
@@ -83,9 +85,10 @@ class ConnectedLLM(AsyncLLM):
         return [*engine, *self._added_metrics()]
 
     async def _share_now(self, *, fresh: bool = False) -> None:
-        self._metrics_of_others = await self._client.call(messages.ShareMetrics(self._own_metrics(), fresh))
+        self._metrics_of_others = await self._client.call(messages.ShareMetrics(self._own_metrics(), fresh, self._asked))
 
-    def _wake_sharing(self) -> None:
+    def _wake_sharing(self, number: int) -> None:
+        self._asked = number
         self._must_share.set()
 
     async def _share_metrics(self) -> None:

@@ -126,9 +126,9 @@ class ModelConfig(ServedModel):
         return self._split(size, math.ceil(self.vocab_size / multiple) * multiple)
 
     def described(self) -> dict[str, Any]:
-        """The fields as JSON values, without their digest; runs of equal layers once, with their number."""
+        """The fields as JSON values, without their digest and origin; runs of equal layers once, with their number."""
         values = dataclasses.asdict(dataclasses.replace(self, layers=()))
-        del values["digest"]
+        del values["digest"], values["gguf_type"]
         runs = [(layer, len(list(run))) for layer, run in itertools.groupby(self.layers)]
         return {**values, "layers": [{"count": count, **dataclasses.asdict(layer)} for layer, count in runs]}
 

@@ -4,6 +4,9 @@ from dataclasses import KW_ONLY, dataclass, field, fields
 
 from jaxllm.pooling_config import PoolingConfig
 
+GGUF_TYPE = "gguf_type"
+"""The key of a config.json made of a GGUF file that says its quantization."""
+
 
 @dataclass(frozen=True)
 class ServedModel:
@@ -17,6 +20,8 @@ class ServedModel:
     generates: bool = True
     """Whether it has a head and generates text; otherwise it makes vectors only."""
     pooling: PoolingConfig = field(default_factory=PoolingConfig)
+    gguf_type: str | None = field(default=None, compare=False)
+    """What the GGUF file that it comes from calls its quantization, e.g. Q4_K_M, or "unknown"; None: it comes from no such file."""
     digest: str = field(default="", compare=False)
     """Of all fields, those that fronts are not sent too."""
 

@@ -19,6 +19,7 @@ from jaxllm.engine import messages
 from jaxllm.engine.messages import (
     Abort,
     Add,
+    Bye,
     Call,
     Dead,
     EngineMessage,
@@ -43,6 +44,8 @@ from jaxllm.served_model import ServedModel
 HELLO_SECONDS = 0.25
 SILENCE_SECONDS = 330.0
 """Without a heartbeat for so long, the engine process counts as hung. Heartbeats arrive four times a second."""
+BYE_MILLISECONDS = 200
+"""The longest wait, when a client closes, until its last messages are sent."""
 _MAX_MESSAGES_A_WAKE = 64
 
 
@@ -58,7 +61,7 @@ class EngineClient:
         self.on_outputs: Callable[[Outputs], None] = lambda message: None
         self.on_refused: Callable[[Refused], None] = lambda message: None
         self.on_failed: Callable[[Failed], None] = lambda message: None
-        self.on_want_metrics: Callable[[], None] = lambda: None
+        self.on_want_metrics: Callable[[int], None] = lambda number: None
         self.on_dead: Callable[[EngineDeadError], None] = lambda error: None
         self.status: Status | None = None
         """The latest heartbeat."""
@@ -111,6 +114,9 @@ class EngineClient:
         if self._closed:
             return
         self._closed = True
+        linger = 0 if self.dead_error is not None else BYE_MILLISECONDS
+        with contextlib.suppress(EngineError):
+            self._send(Bye(self.name))
         self._timer.cancel()
         with contextlib.suppress(RuntimeError):
             self._loop.remove_reader(self._inbox_fd)
@@ -119,7 +125,7 @@ class EngineClient:
         if self._process is not None:
             os.close(self._process)
         self._die(EngineDeadError("the engine was shut down"))
-        self._context.destroy(linger=0)
+        self._context.destroy(linger=linger)
         self._path.unlink(missing_ok=True)
 
     def _send(self, message: Any) -> None:
@@ -188,7 +194,7 @@ class EngineClient:
         elif isinstance(message, Failed):
             self.on_failed(message)
         elif isinstance(message, WantMetrics):
-            self.on_want_metrics()
+            self.on_want_metrics(message.number)
         elif isinstance(message, Dead):
             self._die(EngineDeadError(message.message))
 

@@ -1,7 +1,7 @@
 """Messages between fronts and the engine process: typed msgpack, never pickles. Fields are positional: only append.
 
-A front sends `Hello`, `Add`, `Abort` and `Call`; the engine process sends `Status`, `Ready`, `Outputs`, `Refused`, `Failed`, `Reply`,
-`WantMetrics` and `Dead`. Anything that cannot be decoded raises MessageError.
+A front sends `Hello`, `Add`, `Abort`, `Call` and `Bye`; the engine process sends `Status`, `Ready`, `Outputs`, `Refused`,
+`Failed`, `Reply`, `WantMetrics` and `Dead`. Anything that cannot be decoded raises MessageError.
 """
 
 import inspect
@@ -83,6 +83,12 @@ class Add(_Message, tag="add"):
     request: EngineCoreRequest
 
 
+class Bye(_Message, tag="bye"):
+    """The last message of a front that closes its sockets, while its process may go on."""
+
+    client: str
+
+
 class Abort(_Message, tag="abort"):
     """End requests of this front. Other ids are ignored."""
 
@@ -95,6 +101,8 @@ class ShareMetrics(_Message, tag="share_metrics"):
 
     own: list[Metric]
     fresh: bool = False
+    asked: int = 0
+    """The number of the latest WantMetrics that came before `own` was counted."""
 
 
 def _call_type(name: str) -> type[msgspec.Struct]:
@@ -205,6 +213,9 @@ class Reply(_Message, tag="reply"):
 class WantMetrics(_Message, tag="want_metrics"):
     """Asks a front to share its metrics now, because another front collects the metrics of all."""
 
+    number: int
+    """Grows with each collection."""
+
 
 class Dead(_Message, tag="dead"):
     """The engine cannot continue and its process ends."""
@@ -212,7 +223,7 @@ class Dead(_Message, tag="dead"):
     message: str
 
 
-FrontMessage = Hello | Add | Abort | Call
+FrontMessage = Hello | Add | Abort | Call | Bye
 EngineMessage = Status | Ready | Outputs | Refused | Failed | Reply | WantMetrics | Dead
 
 

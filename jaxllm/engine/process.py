@@ -58,8 +58,9 @@ class EngineLoop:
         """Fronts to notify, once they read again, that their requests were ended."""
         self._metrics: dict[str, list[Metric]] = {}
         self._metrics_of_gone: list[Metric] = []
-        self._gatherings: list[tuple[Call, set[str]]] = []
-        """Calls for the metrics of all fronts, each with the fronts that have not shared theirs yet."""
+        self._num_gatherings = 0
+        self._gatherings: list[tuple[Call, int, set[str]]] = []
+        """Calls for the metrics of all fronts, numbered, each with the fronts that have not shared theirs since."""
         self._stopping = False
         self._ready = messages.encode(
             Ready(
@@ -125,8 +126,8 @@ class EngineLoop:
             self._lagging.discard(command.client)
             self._outbox.disconnect(command.client)
             self._metrics_of_gone = merged([self._metrics_of_gone, self._metrics.pop(command.client, [])])
-            self._gatherings = [(call, wanted) for call, wanted in self._gatherings if call.client != command.client]
-            self._has_shared(command.client)
+            self._gatherings = [gathering for gathering in self._gatherings if gathering[0].client != command.client]
+            self._has_shared(command.client, self._num_gatherings)
         elif isinstance(command, Stop):
             self._stopping = True
         else:
@@ -175,17 +176,22 @@ class EngineLoop:
         self._metrics[command.client] = call.own
         wanted: set[str] = set()
         if call.fresh:
-            question = messages.encode(messages.WantMetrics())
+            self._num_gatherings += 1
+            question = messages.encode(messages.WantMetrics(self._num_gatherings))
             wanted = {client for client in self._metrics if client != command.client and self._outbox.send(client, question)}
-        self._gatherings.append((command, wanted))
-        self._has_shared(command.client)
+        self._gatherings.append((command, self._num_gatherings, wanted))
+        self._has_shared(command.client, call.asked)
 
-    def _has_shared(self, client: str) -> None:
-        """A front shared its metrics or is gone: answer the calls that waited only for it."""
-        for _, wanted in self._gatherings:
-            wanted.discard(client)
-        ready = [command for command, wanted in self._gatherings if not wanted]
-        self._gatherings = [(command, wanted) for command, wanted in self._gatherings if wanted]
+    def _has_shared(self, client: str, asked: int) -> None:
+        """A front shared its metrics after it was asked for gathering `asked`, or is gone: answer the calls that waited only for it.
+
+        What it shared before it was asked may lie in the queue behind the call, and lacks what it has counted since.
+        """
+        for _, number, wanted in self._gatherings:
+            if number <= asked:
+                wanted.discard(client)
+        ready = [command for command, _, wanted in self._gatherings if not wanted]
+        self._gatherings = [gathering for gathering in self._gatherings if gathering[2]]
         for command in ready:
             others = [metrics for client, metrics in self._metrics.items() if client != command.client]
             found = merged([*others, self._metrics_of_gone])

@@ -23,7 +23,7 @@ import msgspec
 import zmq
 
 from jaxllm.engine import messages
-from jaxllm.engine.messages import Dead, Fault, FrontMessage, Hello, Load, MessageError, Refused, State, Status
+from jaxllm.engine.messages import Abort, Add, Bye, Call, Dead, Fault, Hello, Load, MessageError, Refused, State, Status
 from jaxllm.log import logger
 from jaxllm.progress import Progress
 
@@ -43,7 +43,7 @@ def socket_address(directory: str | Path, name: str) -> str:
 
 @dataclass(frozen=True)
 class Gone:
-    """A front's process has ended."""
+    """A front has left, or its process has ended."""
 
     client: str
 
@@ -53,7 +53,7 @@ class Stop:
     """A command to end the engine process."""
 
 
-Command = FrontMessage | Gone | Stop | Callable[[], None]
+Command = Hello | Add | Abort | Call | Gone | Stop | Callable[[], None]
 
 
 @dataclass
@@ -222,6 +222,10 @@ class Listener:
                 client, request_id = sender
                 refusal = Refused(request_id, Fault("engine", "the engine could not read the request; its log has more"))
                 self._outbox.send(client, messages.encode(refusal))
+            return
+        if isinstance(message, Bye):
+            descriptors = [descriptor for descriptor, client in self._processes.items() if client == message.client]
+            self._forget(message.client, next(iter(descriptors), None))
             return
         if isinstance(message, Hello):
             self._greet(message)

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxllm.errors import ModelLoadError
 from jaxllm.gguf_files.reading import GgufFile
+from jaxllm.served_model import GGUF_TYPE
 
 
 @dataclass(frozen=True)
@@ -146,8 +147,20 @@ def config_json(file: GgufFile) -> dict[str, Any]:
         "rope_scaling": _rope_scaling(file),
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": list(dict.fromkeys(id for id in ids if id is not None)),
+        GGUF_TYPE: _quantization(file),
         "torch_dtype": _FILE_TYPES.get(file.metadata.get("general.file_type", -1), "bfloat16"),
     }
+
+
+def _quantization(file: GgufFile) -> str:
+    """llama.cpp's name of the file's mixture of number formats, e.g. Q4_K_M."""
+    from gguf import LlamaFileType
+
+    try:
+        name = LlamaFileType(file.metadata["general.file_type"]).name
+    except (KeyError, ValueError):
+        return "unknown"
+    return name.removeprefix("ALL_").removeprefix("MOSTLY_")
 
 
 def _rope_scaling(file: GgufFile) -> dict[str, Any] | None:

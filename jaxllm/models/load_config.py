@@ -13,6 +13,7 @@ from jaxllm.models.config_reader import ConfigReader
 from jaxllm.models.registry import find
 from jaxllm.pooling_config import bidirectional_faults, is_embedding_checkpoint, load_pooling_config
 from jaxllm.quantization_config import StoredFp8, StoredMxfp4, read_quantization
+from jaxllm.served_model import GGUF_TYPE
 
 
 def load_model_config(
@@ -74,6 +75,7 @@ def load_model_config(
         config,
         dtype=dtype,
         eos_token_ids=_eos_token_ids(raw, directory),
+        gguf_type=raw.get(GGUF_TYPE),
         quantization=quantization,
         stored_fp8=stored,
         stored_mxfp4=stored_mxfp4,

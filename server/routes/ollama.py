@@ -58,7 +58,9 @@ async def tags(request: Request) -> dict[str, Any]:
     """The one model, under each of its names."""
     context = context_of(request)
     model = context.engine.model_config
-    details = {"format": "safetensors", "family": model.architecture, "families": [model.architecture]}
+    details: dict[str, Any] = {"format": "safetensors", "family": model.architecture, "families": [model.architecture]}
+    if model.gguf_type is not None:
+        details |= {"format": "gguf", "quantization_level": model.gguf_type}
     modified_at = _time(context.created)
     names = context.model_names
     return {

@@ -18,9 +18,11 @@ import zmq
 from jaxllm import connected_llm
 from jaxllm.async_llm import AsyncLLM
 from jaxllm.engine import messages
+from jaxllm.engine.client import EngineClient
 from jaxllm.engine.process import EngineLoop
 from jaxllm.engine.sockets import ENGINE_SOCKET, EXIT_HUNG, Pulse, Stop, socket_address
 from jaxllm.errors import EngineDeadError, EngineError, EngineSleepingError, InvalidRequestError
+from jaxllm.metrics.metric import Counter
 from jaxllm.outputs import EngineCoreOutput, RequestOutput
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.request import EngineCoreRequest
@@ -201,7 +203,9 @@ def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(shared: Served) 
     run(main())
 
 
-def test_two_fronts_may_use_the_same_ids_and_share_metrics(shared: Served) -> None:
+def test_two_fronts_may_use_the_same_ids_and_share_metrics(shared: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connected_llm, "SHARE_SECONDS", 30.0)  # a busy machine may take more than a second
+
     def succeeded(metrics: list[Any]) -> int:
         return sum(m.value for m in metrics if m.name == "jaxllm:request_success" and m.labels["finished_reason"] == "stop")
 
@@ -214,6 +218,31 @@ def test_two_fronts_may_use_the_same_ids_and_share_metrics(shared: Served) -> No
             two.shutdown()
             await until_idle(one)
             assert succeeded(await one.get_metrics()) - before == 10, "what a front counted was lost with it"
+
+    run(main())
+
+
+def test_metrics_that_a_front_shared_before_it_was_asked_do_not_answer_a_scrape(shared: Served) -> None:
+    def share(client: EngineClient, count: int, asked: int) -> asyncio.Future[Any]:
+        own = [Counter("jaxllm:test_shared", {}, "", count)]
+        return client.call(messages.ShareMetrics(own, asked=asked))
+
+    async def main() -> None:
+        other = shared.client(1)
+        await other.ready()
+        await share(other, 1, asked=0)
+        replies: list[asyncio.Future[Any]] = []
+
+        def asked(number: int) -> None:
+            replies.append(share(other, 1, asked=number - 1))  # was under way
+            replies.append(share(other, 2, asked=number))
+
+        other.on_want_metrics = asked
+        async with shared.front(0) as llm:
+            found = await llm.get_metrics()
+            assert [m.value for m in found if m.name == "jaxllm:test_shared"] == [2]
+            await asyncio.gather(*replies)
+        other.close()
 
     run(main())
 

@@ -223,6 +223,7 @@ def test_a_file_is_a_model(tmp_path, monkeypatch):
 
     def extras(writer):
         byte_level(writer)
+        writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_K_M)
         writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
 
     file = tmp_path / "model.gguf"
@@ -232,6 +233,7 @@ def test_a_file_is_a_model(tmp_path, monkeypatch):
     params = SamplingParams(temperature=0, max_tokens=len(result.tokens), ignore_eos=True)
     [output] = llm.generate([{"prompt_token_ids": result.prompt}], params, use_tqdm=False)
     assert list(output.outputs[0].token_ids) == result.tokens
+    assert llm.llm_engine.model_config.as_served().gguf_type == "Q4_K_M"
     tokenizer = llm.get_tokenizer()
     (tmp_path / "tokenizer.json").write_text(tiny_tokenizers.ascii_json())
     expected = load_tokenizer(tmp_path)

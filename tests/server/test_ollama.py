@@ -1,5 +1,6 @@
 """ollama's API: the same answers as chat completions, in ollama's format."""
 
+import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -94,6 +95,18 @@ def test_errors_have_ollamas_shape(client: Client, path: str, body: Mapping[str,
     reply = client.post(path, body)
     assert reply.status_code == status and list(reply.json()) == ["error"]
     assert text in reply.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("gguf_type", "told"), [(None, {"format": "safetensors"}), ("Q4_K_M", {"format": "gguf", "quantization_level": "Q4_K_M"})]
+)
+def test_the_list_says_the_format(
+    client: Client, engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch, gguf_type: str | None, told: dict[str, str]
+) -> None:
+    monkeypatch.setattr(engine, "model_config", dataclasses.replace(engine.model_config, gguf_type=gguf_type))
+    [model] = client.get("/api/tags").json()["models"]
+    names = {"family": "LlamaForCausalLM", "families": ["LlamaForCausalLM"]}
+    assert model["details"] == {**names, **told}
 
 
 def test_the_model_is_listed_and_an_empty_request_asks_only_for_it(client: Client, engine: AsyncLLM) -> None:
