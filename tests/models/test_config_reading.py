@@ -27,6 +27,11 @@ def test_numbers_of_a_variant(tmp_path, name):
     heads = config.num_attention_heads
     kinds = getattr(config, "layer_types", None) or [None] * found.num_layers
     for layer, kind in zip(found.layers, kinds, strict=True):
+        if kind == "linear_attention":
+            part = layer.attention
+            assert (part.num_key_heads, part.num_value_heads) == (config.linear_num_key_heads, config.linear_num_value_heads)
+            assert (part.key_dim, part.value_dim) == (config.linear_key_head_dim, config.linear_value_head_dim)
+            continue
         assert layer.attention.num_heads == heads
         if hasattr(layer.attention, "num_kv_heads"):
             assert layer.attention.num_kv_heads == (getattr(config, "num_key_value_heads", None) or heads)
