@@ -179,7 +179,7 @@ _ENGINE = (
             switches="enable_flashinfer_autotune enable_bf16x3_router_gemm monokernel disable_cascade_attn"),
     *_flags("sums over GPUs run in a kernel that is checked at the start, and through NCCL where that cannot be",
             switches="disable_custom_all_reduce"),
-    *_flags("no model here has state-space layers",
+    *_flags("no model here has state-space layers; states of linear attention are float32, and no prefixes of them are cached",
             values="mamba_backend mamba_ssu_algorithm mamba_cache_philox_rounds mamba_cache_dtype mamba_ssm_cache_dtype "
             "mamba_block_size mamba_cache_mode replayssm_buffer_len",
             switches="enable_mamba_cache_stochastic_rounding enable_mamba_shared_prefix_checkpoint use_replayssm",

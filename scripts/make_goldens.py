@@ -173,8 +173,7 @@ VARIANTS: dict[str, PreTrainedConfig] = {
     ),
     "qwen3_moe": Qwen3MoeConfig(**WIDE, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32, norm_topk_prob=True),
     "qwen3_next": Qwen3NextConfig(
-        **{**WIDE, "num_hidden_layers": 3},
-        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        **{**WIDE, "num_hidden_layers": 4},
         linear_num_key_heads=4,
         linear_num_value_heads=8,
         linear_key_head_dim=12,
@@ -183,7 +182,7 @@ VARIANTS: dict[str, PreTrainedConfig] = {
         num_experts_per_tok=3,
         moe_intermediate_size=32,
         shared_expert_intermediate_size=48,
-        mlp_only_layers=[1],
+        mlp_only_layers=[1, 2],
         partial_rotary_factor=0.25,
     ),
     "olmoe": OlmoeConfig(**{**SIZES, "intermediate_size": 32}, num_experts=8, num_experts_per_tok=3),

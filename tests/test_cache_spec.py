@@ -80,10 +80,10 @@ def test_layers_with_a_state_by_row_are_in_no_group():
 
 def test_states_of_linear_attention_are_float32_and_inputs_of_its_convolution_of_the_models_type():
     config = load_model_config(goldens.FOLDER / "qwen3_next", dtype="bfloat16", kv_cache_dtype="fp8")
-    state, full, _ = cache_specs(config)
+    state, *_, full = cache_specs(config)
     assert isinstance(state, RowState) and isinstance(full, FullCache) and full.dtype == "float8_e4m3fn"
     assert [array.dtype for array in state.arrays] == ["bfloat16", "float32"]
-    assert row_bytes(config) == 2 * 4 * (3 * 56 * 2 + 2 * 12 * 16 * 4) == row_bytes(config.for_tensor_parallel(4))
+    assert row_bytes(config) == 3 * 4 * (3 * 56 * 2 + 2 * 12 * 16 * 4) == row_bytes(config.for_tensor_parallel(4))
 
 
 def test_specs_follow_the_model_and_count_copies_of_heads():
