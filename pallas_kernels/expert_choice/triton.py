@@ -1,4 +1,4 @@
-"""One Pallas-Triton kernel, a program per token: compares all scores with each other; of many experts takes the largest k times."""
+"""One Pallas-Triton kernel: a warp per token holds all of its scores in registers and takes the largest k times."""
 
 import functools
 from typing import Any
@@ -14,8 +14,6 @@ from pallas_kernels.sizes import next_power_of_two
 
 MAX_EXPERTS = 512
 """16 scores in each thread of a warp."""
-MAX_COMPARED = 128
-"""The most experts that are compared with each other: that takes time in proportion to their square."""
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 """What was not chosen yet is no lower: -inf marks what was, and what fills the tile."""
 
@@ -32,7 +30,7 @@ def choose_experts(
     rule: Rule,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    num_tokens, num_experts = logits_TE.shape
+    num_tokens = logits_TE.shape[0]
     biases = [] if bias_E is None or rule.scoring == "softmax_of_chosen" else [bias_E]
     are_real = [] if is_real_T is None else [is_real_T.astype(jnp.int32)]
     shape = (num_tokens, rule.top_k)
@@ -41,7 +39,7 @@ def choose_experts(
         name="expert_choice",
         grid=(num_tokens,),
         out_shape=(jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)),
-        num_warps=4 if 64 < num_experts <= MAX_COMPARED else 1,
+        num_warps=1,
         num_stages=1,
         interpret=interpret,
     )(logits_TE, *biases, *are_real)
@@ -86,25 +84,6 @@ def _kernel(
         is_chosen_E = _is_in_chosen_group(left_Ge, group_G, member_1e, lax.div(id_E, size), rule)
         left_E = jnp.where(is_expert_E & ~is_chosen_E, _LOWEST, left_E)
 
-    is_real = is_real_ref[0][row] != 0 if is_real_ref else True
-
-    def normalized(weight: jax.Array, is_chosen: jax.Array) -> jax.Array:
-        if rule.scoring == "softmax_of_chosen":
-            exp = jnp.where(is_chosen, jnp.exp(weight - jnp.max(jnp.where(is_chosen, weight, -jnp.inf), axis=0)), 0.0)
-            weight = exp / jnp.sum(exp, axis=0)
-        elif rule.renormalize:
-            weight = weight / jnp.maximum(jnp.sum(jnp.where(is_chosen, weight, 0.0), axis=0), 1e-20)
-        return weight * rule.scale
-
-    if num_experts <= MAX_COMPARED:
-        is_equal_EE = (left_E[None, :] == left_E[:, None]) & (id_E[None, :] < id_E[:, None])  # of equals the first
-        is_better_EE = (left_E[None, :] > left_E[:, None]) | is_equal_EE
-        place_E = jnp.sum(is_better_EE.astype(jnp.int32), axis=1)
-        is_chosen_E = place_E < rule.top_k
-        store(expert_ref.at[row, place_E], jnp.where(is_real, id_E, -1), mask=is_chosen_E)
-        store(weight_ref.at[row, place_E], normalized(score(logit_E), is_chosen_E), mask=is_chosen_E)
-        return
-
     choice_K = _range(rule.top_k)
 
     def take(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -115,9 +94,16 @@ def _kernel(
     _, expert_K = lax.fori_loop(0, rule.top_k, take, (left_E, jnp.zeros_like(choice_K)))
     is_choice_K = choice_K < rule.top_k
     # Read again: that is quicker than to find each choice among the registers of all threads.
-    weight_K = normalized(score(load(logits_ref.at[row, expert_K])), is_choice_K)
-    store(expert_ref.at[row, choice_K], jnp.where(is_real, expert_K, -1), mask=is_choice_K)
-    store(weight_ref.at[row, choice_K], weight_K, mask=is_choice_K)
+    weight_K = score(load(logits_ref.at[row, expert_K]))
+    if rule.scoring == "softmax_of_chosen":
+        exp_K = jnp.where(is_choice_K, jnp.exp(weight_K - jnp.max(weight_K, axis=0)), 0.0)
+        weight_K = exp_K / jnp.sum(exp_K, axis=0)
+    elif rule.renormalize:
+        weight_K = weight_K / jnp.maximum(jnp.sum(jnp.where(is_choice_K, weight_K, 0.0), axis=0), 1e-20)
+    if is_real_ref:
+        expert_K = jnp.where(is_real_ref[0][row] != 0, expert_K, -1)
+    store(expert_ref.at[row, choice_K], expert_K, mask=is_choice_K)
+    store(weight_ref.at[row, choice_K], weight_K * rule.scale, mask=is_choice_K)
 
 
 def _is_in_chosen_group(

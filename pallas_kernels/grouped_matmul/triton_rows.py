@@ -122,8 +122,8 @@ def _count_kernel(
         place_B, count_E = sums
         index_Q = block * BLOCK + i * part + jnp.arange(part)
         expert_Q = load(expert_ref.at[index_Q], mask=index_Q < num_pairs, other=-1)
-        is_before_QB = (expert_Q[:, None] == expert_B[None, :]) & (index_Q[:, None] < index_B[None, :])
-        place_B += jnp.sum(is_before_QB.astype(jnp.int32), axis=0)
+        is_before_BQ = (expert_Q[None, :] == expert_B[:, None]) & (index_Q[None, :] < index_B[:, None])
+        place_B += jnp.sum(is_before_BQ.astype(jnp.int32), axis=1)
         count_E += jnp.sum((expert_Q[:, None] == id_E[None, :]).astype(jnp.int32), axis=0)
         return place_B, count_E
 
