@@ -114,7 +114,9 @@ class SchedulerOptions:
         "most requests running at once; default: 1024 on a GPU with 64 GiB to use, 256 on a smaller one, 32 on a CPU",
     ] = None
     max_num_batched_tokens: Annotated[
-        int | None, "most tokens computed in one step; default: 3072 for each GPU up to 8192 in all, 512 on a CPU"
+        int | None,
+        "most tokens computed in one step; default: 3072 for each GPU up to 8192 in all, 8192 for a mixture of experts on GPUs with "
+        "64 GiB to use, 512 on a CPU",
     ] = None
     enable_chunked_prefill: Annotated[bool, "let a long prompt be computed over several steps"] = True
     long_prefill_token_threshold: Annotated[
@@ -399,16 +401,21 @@ _RANGES: dict[str, Range] = {
 _BIG_DEVICE_BYTES = 64 << 30
 
 
-def resolve_platform_defaults(config: EngineConfig, *, on_gpu: bool, device_bytes: int = 0) -> EngineConfig:
-    """Resolve every option that depends only on the kind of device and the memory that the engine may use on it."""
+def resolve_platform_defaults(
+    config: EngineConfig, *, on_gpu: bool, device_bytes: int = 0, is_mixture: bool = False
+) -> EngineConfig:
+    """Resolve every option that depends only on the kind of device, the memory that the engine may use on it, and whether the
+    model is a mixture of experts."""
     scheduler, compile_ = config.scheduler, config.compile
     options: dict[str, Any] = {}
     usual = (1024 if device_bytes >= _BIG_DEVICE_BYTES else 256) if on_gpu else 32
     max_num_seqs = scheduler.max_num_seqs or usual
     options["max_num_seqs"] = max_num_seqs
     if scheduler.max_num_batched_tokens is None:
-        # A step of so many tokens takes about as long on several GPUs as one of 3072 does on one.
-        on_gpus = min(3072 * config.parallel.tensor_parallel_size, 8192)
+        # A step of so many tokens takes about as long on several GPUs as one of 3072 does on one. A mixture reads all of its
+        # experts in a step of a thousand tokens already, and computes each for a share of the tokens: it wants more of them.
+        on_big_mixture = is_mixture and device_bytes >= _BIG_DEVICE_BYTES
+        on_gpus = 8192 if on_big_mixture else min(3072 * config.parallel.tensor_parallel_size, 8192)
         options["max_num_batched_tokens"] = max(on_gpus if on_gpu else 512, max_num_seqs)
     if compile_.warmup == "auto":
         options["warmup"] = "background" if on_gpu else "lazy"

@@ -183,7 +183,6 @@ def resolve_sizes(
     if device_bytes is None:
         device_bytes = device_limit(config.parallel.tensor_parallel_size)[1]
     attention = config.compile.attention_implementation
-    config = resolve_platform_defaults(config, on_gpu=on_gpu, device_bytes=device_bytes)
     model_config = load_model_config(
         model_dir,
         overrides=config.model.hf_overrides,
@@ -199,6 +198,7 @@ def resolve_sizes(
     )
     if model_config.pooling.prompt_names:
         logger.info("prompts of the checkpoint, for clients to write before their texts: %s", model_config.pooling.prompt_names)
+    config = resolve_platform_defaults(config, on_gpu=on_gpu, device_bytes=device_bytes, is_mixture=bool(model_config.mixtures))
     model_config = model_config.for_tensor_parallel(config.parallel.tensor_parallel_size)
     config = config.replace(
         attention_implementation=attention_implementation(attention, model_config, config.cache.block_size, on_gpu=on_gpu),

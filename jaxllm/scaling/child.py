@@ -94,7 +94,14 @@ def measure_size(plan: Plan, size: int, log_level: str, teller: Teller) -> None:
         runner=asked.model.runner,
         model_class=asked.model.model_class,
     )
-    options = engine_options(plan, size, on_gpu=on_gpu, device_bytes=device_limit()[1], max_position=described.max_position)
+    options = engine_options(
+        plan,
+        size,
+        on_gpu=on_gpu,
+        device_bytes=device_limit()[1],
+        max_position=described.max_position,
+        is_mixture=bool(described.mixtures),
+    )
     # Report an impossible engine before anything is measured.
     described.for_tensor_parallel(size)
     teller("measuring the device's limits")

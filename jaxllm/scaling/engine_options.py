@@ -15,7 +15,7 @@ SPARE_STEPS = 16
 
 
 def engine_options(
-    plan: Plan, tensor_parallel_size: int, *, on_gpu: bool, device_bytes: int, max_position: int
+    plan: Plan, tensor_parallel_size: int, *, on_gpu: bool, device_bytes: int, max_position: int, is_mixture: bool = False
 ) -> dict[str, Any]:
     """Flat options: equal at every size, except the size itself, the compiled batch sizes, and, if it is not set, a step's
     maximum of tokens.
@@ -33,7 +33,7 @@ def engine_options(
 
     def concrete() -> EngineConfig:
         asked = EngineConfig.from_options(**options)
-        return resolve_platform_defaults(asked, on_gpu=on_gpu, device_bytes=device_bytes)
+        return resolve_platform_defaults(asked, on_gpu=on_gpu, device_bytes=device_bytes, is_mixture=is_mixture)
 
     if "max_num_seqs" not in options:
         usual = concrete().scheduler.max_num_seqs or 1

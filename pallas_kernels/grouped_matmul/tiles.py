@@ -1,7 +1,7 @@
 """What the experts' Triton kernels share: tiles of gathered rows times an expert's weights."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -10,6 +10,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels._compat import dot_f32, load
+
+SMALL_SMEM_BYTES = 96 << 10
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,20 @@ class Tiles:
     block_k: int
     num_warps: int = 4
     num_stages: int = 4
+
+
+def fitted(tiles: Tiles, num_matrices: int, itemsize: int) -> Tiles:
+    """With as many stages, two at least, as the shared memory holds. num_matrices: those that a program reads columns of."""
+    if _has_large_shared_memory():
+        return tiles
+    stage_bytes = itemsize * tiles.block_k * (tiles.block_m + num_matrices * tiles.block_n)
+    return replace(tiles, num_stages=max(2, min(tiles.num_stages, SMALL_SMEM_BYTES // stage_bytes)))
+
+
+def _has_large_shared_memory() -> bool:
+    """Whether a block can have more than 99 KiB: on the data centers' GPUs, and where programs are compiled for one elsewhere."""
+    device = jax.local_devices()[0]
+    return device.platform != "gpu" or str(getattr(device, "compute_capability", "9.0")) in ("8.0", "9.0", "10.0", "10.3")
 
 
 def products(

@@ -12,7 +12,7 @@ Few tokens: see `triton_few`.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 from pallas_kernels._compat import load, store, triton_call
 from pallas_kernels.grouped_matmul.activation import ACTIVATIONS
 from pallas_kernels.grouped_matmul.plan import Plan, local_experts, make_plan, max_tiles, weighted_sum
-from pallas_kernels.grouped_matmul.tiles import Tiles, products
+from pallas_kernels.grouped_matmul.tiles import Tiles, fitted, products
 from pallas_kernels.grouped_matmul.triton_few import FewTiling, experts_of_few, pick_few_tiling, takes_few
 from pallas_kernels.sizes import next_power_of_two
 
@@ -32,8 +32,6 @@ MAX_FEW_PAIRS = 1024
 """The most pairs of which a program finds its own: of more, the time that a plan in XLA takes matters less."""
 _COMPARED = 8192
 """Pairs times rows that a program compares at a time, in registers."""
-
-SMALL_SMEM_BYTES = 96 << 10
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ def pick_tiling(num_pairs: int, num_experts: int, hidden: int, itemsize: int) ->
         tiles = Tiles(16 if num_pairs <= 16 * num_experts else 64, 32, 32, num_stages=2)
         return Tiling(tiles, tiles)
     if num_pairs <= 8 * num_experts:
-        tiling = Tiling(Tiles(16, 32, 128, num_stages=4), Tiles(16, 64, 128, num_stages=4))
+        tiling = Tiling(Tiles(16, 64, 64, num_stages=5), Tiles(16, 128, 64, num_stages=4))
     elif num_pairs <= 24 * num_experts:
         tiling = Tiling(Tiles(32, 32, 128, num_stages=4), Tiles(32, 64, 128, num_stages=4))
     elif num_pairs <= 96 * num_experts:
@@ -72,21 +70,7 @@ def pick_tiling(num_pairs: int, num_experts: int, hidden: int, itemsize: int) ->
     else:
         block_n = 128 if -(-hidden // 128) * 128 <= 1.1 * -(-hidden // 64) * 64 else 64
         tiling = Tiling(Tiles(128, block_n, 64, num_warps=block_n // 16, num_stages=3), Tiles(128, 256, 64, 8, 3))
-    if _has_large_shared_memory():
-        return tiling
-    return Tiling(_shrunk(tiling.gate_up, 2, itemsize), _shrunk(tiling.down, 1, itemsize))
-
-
-def _has_large_shared_memory() -> bool:
-    """Whether a block can have more than 99 KiB: on the data centers' GPUs, and where programs are compiled for one elsewhere."""
-    device = jax.local_devices()[0]
-    return device.platform != "gpu" or str(getattr(device, "compute_capability", "9.0")) in ("8.0", "9.0", "10.0", "10.3")
-
-
-def _shrunk(tiles: Tiles, num_matrices: int, itemsize: int) -> Tiles:
-    """With as many stages, two at least, as 96 KiB hold."""
-    stage_bytes = itemsize * tiles.block_k * (tiles.block_m + num_matrices * tiles.block_n)
-    return replace(tiles, num_stages=max(2, min(tiles.num_stages, SMALL_SMEM_BYTES // stage_bytes)))
+    return Tiling(fitted(tiling.gate_up, 2, itemsize), fitted(tiling.down, 1, itemsize))
 
 
 def experts(

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels._compat import dot_f32, load, num_cores, store, triton_call
 from pallas_kernels.grouped_matmul.activation import ACTIVATIONS
-from pallas_kernels.grouped_matmul.tiles import Tiles, products
+from pallas_kernels.grouped_matmul.tiles import Tiles, fitted, products
 from pallas_kernels.sizes import next_power_of_two
 
 MAX_TOKENS = 16
@@ -39,7 +39,7 @@ class FewTiling:
     down: Tiles
     programs_of_core: int = 2
     """Of the first kernel."""
-    num_shares: int = 3
+    num_shares: int = 4
     """Of the terms of the second kernel's sums."""
 
 
@@ -53,7 +53,8 @@ def pick_few_tiling(itemsize: int) -> FewTiling:
         tiles = Tiles(MAX_TOKENS, 32, 32, num_stages=2)
         return FewTiling(tiles, tiles)
     # In the second kernel the number of the expert is loaded first, which takes half of the stages.
-    return FewTiling(Tiles(MAX_TOKENS, 32, 128, num_stages=4), Tiles(MAX_TOKENS, 16, 256, num_stages=9))
+    gate_up, down = Tiles(MAX_TOKENS, 32, 128, num_stages=4), Tiles(MAX_TOKENS, 64, 128, num_stages=9)
+    return FewTiling(fitted(gate_up, 2, itemsize), fitted(down, 1, itemsize))
 
 
 def experts_of_few(

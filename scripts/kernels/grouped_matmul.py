@@ -240,12 +240,10 @@ def _few_tilings(itemsize: int) -> list[FewTiling]:
     base = pick_few_tiling(itemsize)
     gate_up, down = base.gate_up, base.down
     return [
-        replace(base, gate_up=replace(gate_up, block_k=256, num_stages=4), programs_of_core=2),
-        replace(base, gate_up=replace(gate_up, block_n=32, num_stages=4), programs_of_core=2),
-        replace(base, gate_up=replace(gate_up, num_stages=4), programs_of_core=4),
-        replace(base, gate_up=replace(gate_up, num_warps=2), programs_of_core=3),
-        replace(base, down=replace(down, num_stages=13), num_shares=2),
-        replace(base, down=replace(down, num_stages=7), num_shares=4),
-        replace(base, down=replace(down, block_n=32, num_stages=7), num_shares=4),
-        replace(base, down=replace(down, num_warps=2), num_shares=3),
+        replace(base, gate_up=replace(gate_up, num_stages=5)),
+        replace(base, gate_up=replace(gate_up, block_n=16, num_stages=5), programs_of_core=3),
+        replace(base, gate_up=replace(gate_up, block_n=64, block_k=64, num_stages=5)),
+        replace(base, down=replace(down, num_stages=7), num_shares=8),
+        replace(base, down=replace(down, block_n=32)),
+        replace(base, down=replace(down, block_n=16, block_k=256), num_shares=3),
     ]

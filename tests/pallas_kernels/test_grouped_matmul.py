@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import _compat
-from pallas_kernels.grouped_matmul import candidates, choose, experts, mosaic, mosaic_many, triton, triton_rows
+from pallas_kernels.grouped_matmul import candidates, choose, experts, mosaic, mosaic_many, triton, triton_few, triton_rows
+from pallas_kernels.grouped_matmul import tiles as tiles_module
 from pallas_kernels.grouped_matmul.plan import local_experts, make_plan, max_tiles
 
 needs_mosaic = pytest.mark.skipif(not _compat.has_mosaic(), reason="JAX 0.10 lacks parts of Mosaic GPU that the kernel uses")
@@ -142,12 +143,12 @@ def test_triton_with_a_plan_computes_what_it_does_without(num_tokens, monkeypatc
 
 
 def test_tiles_fit_into_the_shared_memory_of_every_gpu(monkeypatch):
-    monkeypatch.setattr(triton, "_has_large_shared_memory", lambda: False)
-    for num_pairs in (8, 64, 1000, 8000, 60000):
-        tiling = triton.pick_tiling(num_pairs, 128, 768, itemsize=2)
+    monkeypatch.setattr(tiles_module, "_has_large_shared_memory", lambda: False)
+    tilings = [triton.pick_tiling(num_pairs, 128, 768, itemsize=2) for num_pairs in (64, 1000, 8000, 60000)]
+    for tiling in (triton_few.pick_few_tiling(itemsize=2), *tilings):
         for tiles, num_matrices in ((tiling.gate_up, 2), (tiling.down, 1)):
             size = 2 * tiles.num_stages * tiles.block_k * (tiles.block_m + num_matrices * tiles.block_n)
-            assert size <= triton.SMALL_SMEM_BYTES and tiles.num_stages >= 2
+            assert size <= tiles_module.SMALL_SMEM_BYTES and tiles.num_stages >= 2
 
 
 MOSAIC_CASES = {

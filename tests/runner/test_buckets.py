@@ -36,3 +36,10 @@ def test_a_step_never_has_more_rows_than_tokens_or_than_the_limit():
 def test_a_big_gpu_runs_more_requests_at_once(gibibytes, limit):
     config = resolve_platform_defaults(EngineConfig.from_options(), on_gpu=True, device_bytes=gibibytes << 30)
     assert Buckets.choose(config, on_gpu=True).max_rows == limit
+
+
+@pytest.mark.parametrize(("gibibytes", "is_mixture", "tokens"), [(130, False, 3072), (63, True, 3072), (64, True, 8192)])
+def test_a_mixture_computes_more_tokens_at_once_on_a_big_gpu(gibibytes, is_mixture, tokens):
+    config = EngineConfig.from_options()
+    config = resolve_platform_defaults(config, on_gpu=True, device_bytes=gibibytes << 30, is_mixture=is_mixture)
+    assert config.scheduler.max_num_batched_tokens == tokens
