@@ -1,0 +1,87 @@
+"""Weights of experts in 4 bits: MXFP4, 32 values along the inputs share a scale that is a power of two.
+
+A value is a sign, two bits of exponent and one of mantissa (e2m1): 0, 0.5, 1, 1.5, 2, 3, 4 or 6. Four of a block, 8 places apart,
+lie in a word of 16 bits so that a shift and a mask make each the bits of a bfloat16 of 2^-126 times its size; those of two
+neighbouring words in one register:
+
+    value of the block      bits of word p (sign, exponent, mantissa)
+    p                       15, 8 7 6
+    p + 8                   12, 5 4 3       shifted by 3 as the first
+    p + 16                   9, 2 1 0       shifted by 6 as the first
+    p + 24                  14, 13 11 10    what is left
+
+Source: OCP Microscaling Formats (MX) Specification 1.0, 2023.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+BLOCK = 32
+"""Values that share a scale."""
+WORD = 4
+"""Values in a word."""
+WORDS = BLOCK // WORD
+SCALE_BIAS = 127
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""By the lower three bits of a value; the fourth is the sign."""
+PLACES = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (14, 13, 11, 10))
+"""Bits of a word that hold sign, exponent and mantissa of its values."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Mxfp4:
+    """A weight [..., K] in 4 bits, K a multiple of 32."""
+
+    words: jax.Array
+    """uint16 [..., K / 4]"""
+    exponents: jax.Array
+    """uint8 [..., K / 32]: of the scales, which are 2^(exponent - 127)."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.words.shape[:-1], WORD * self.words.shape[-1])
+
+    @property
+    def dtype(self) -> Any:
+        """That of a value."""
+        return jnp.dtype(jnp.float4_e2m1fn)
+
+    def __getitem__(self, index: Any) -> "Mxfp4":
+        """The part at indices of leading dimensions."""
+        return Mxfp4(self.words[index], self.exponents[index])
+
+    def astype(self, dtype: DTypeLike) -> jax.Array:
+        """The values; exact in float32 and bfloat16."""
+        codes = _codes(self.words)  # [..., K / 4, 4]
+        blocks = codes.reshape(*self.exponents.shape, WORDS, WORD)
+        values = jnp.array([*MAGNITUDES, *(-x for x in MAGNITUDES)], jnp.float32)[blocks]
+        wide = jnp.ldexp(values, self.exponents.astype(jnp.int32)[..., None, None] - SCALE_BIAS)
+        return wide.swapaxes(-1, -2).reshape(self.shape).astype(dtype)
+
+
+def pack(blocks: jax.Array, exponents: jax.Array) -> Mxfp4:
+    """From the form of checkpoints: blocks uint8 [..., K / 32, 16] with two values a byte, the lower half first."""
+    codes = jnp.stack([blocks & 15, blocks >> 4], axis=-1).astype(jnp.uint16).reshape(*exponents.shape, WORD, WORDS)
+    words = jnp.zeros((*exponents.shape, WORDS), jnp.uint16)
+    for value, places in enumerate(PLACES):
+        for bit, place in zip((3, 2, 1, 0), places, strict=True):
+            words |= (codes[..., value, :] >> bit & 1) << place
+    return Mxfp4(words.reshape(*exponents.shape[:-1], -1), exponents)
+
+
+def unpack(weight: Mxfp4) -> tuple[jax.Array, jax.Array]:
+    """The blocks and exponents of `pack`."""
+    codes = _codes(weight.words).reshape(*weight.exponents.shape, WORDS, WORD).swapaxes(-1, -2).astype(jnp.uint8)
+    halves = codes.reshape(*weight.exponents.shape, BLOCK // 2, 2)
+    return halves[..., 0] | halves[..., 1] << 4, weight.exponents
+
+
+def _codes(words: jax.Array) -> jax.Array:
+    """uint16 [..., 4]: the values of words, as 4 bits each."""
+    found = [sum((words >> place & 1) << bit for bit, place in zip((3, 2, 1, 0), places, strict=True)) for places in PLACES]
+    return jnp.stack(found, axis=-1)
