@@ -35,12 +35,12 @@ PLACES = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (14, 13, 11, 10))
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Mxfp4:
-    """A weight [..., K] in 4 bits, K a multiple of 32."""
+    """A weight [..., N, K] in 4 bits, K a multiple of 32."""
 
     words: jax.Array
-    """uint16 [..., K / 4]"""
+    """uint16 [..., N, K / 4]"""
     exponents: jax.Array
-    """uint8 [..., K / 32]: of the scales, which are 2^(exponent - 127)."""
+    """uint8 [..., K / 32, N]: of the scales, which are 2^(exponent - 127). Those of neighbouring outputs are read together."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -57,28 +57,29 @@ class Mxfp4:
 
     def astype(self, dtype: DTypeLike) -> jax.Array:
         """The values; exact in float32 and bfloat16."""
-        codes = _codes(self.words)  # [..., K / 4, 4]
-        blocks = codes.reshape(*self.exponents.shape, WORDS, WORD)
-        values = jnp.array([*MAGNITUDES, *(-x for x in MAGNITUDES)], jnp.float32)[blocks]
-        wide = jnp.ldexp(values, self.exponents.astype(jnp.int32)[..., None, None] - SCALE_BIAS)
-        return wide.swapaxes(-1, -2).reshape(self.shape).astype(dtype)
+        exponents = self.exponents.swapaxes(-1, -2).astype(jnp.int32)
+        codes = _codes(self.words).reshape(*exponents.shape, WORDS, WORD).swapaxes(-1, -2)
+        values = jnp.array([*MAGNITUDES, *(-x for x in MAGNITUDES)], jnp.float32)[codes]
+        wide = jnp.ldexp(values, exponents[..., None, None] - SCALE_BIAS)
+        return wide.astype(dtype).reshape(self.shape)
 
 
 def pack(blocks: jax.Array, exponents: jax.Array) -> Mxfp4:
-    """From the form of checkpoints: blocks uint8 [..., K / 32, 16] with two values a byte, the lower half first."""
+    """From the form of checkpoints: uint8 [..., N, K / 32, 16] with two values a byte, the lower half first, and [..., N, K / 32]."""
     codes = jnp.stack([blocks & 15, blocks >> 4], axis=-1).astype(jnp.uint16).reshape(*exponents.shape, WORD, WORDS)
     words = jnp.zeros((*exponents.shape, WORDS), jnp.uint16)
     for value, places in enumerate(PLACES):
         for bit, place in zip((3, 2, 1, 0), places, strict=True):
             words |= (codes[..., value, :] >> bit & 1) << place
-    return Mxfp4(words.reshape(*exponents.shape[:-1], -1), exponents)
+    return Mxfp4(words.reshape(*exponents.shape[:-1], -1), exponents.swapaxes(-1, -2))
 
 
 def unpack(weight: Mxfp4) -> tuple[jax.Array, jax.Array]:
     """The blocks and exponents of `pack`."""
-    codes = _codes(weight.words).reshape(*weight.exponents.shape, WORDS, WORD).swapaxes(-1, -2).astype(jnp.uint8)
-    halves = codes.reshape(*weight.exponents.shape, BLOCK // 2, 2)
-    return halves[..., 0] | halves[..., 1] << 4, weight.exponents
+    exponents = weight.exponents.swapaxes(-1, -2)
+    codes = _codes(weight.words).reshape(*exponents.shape, WORDS, WORD).swapaxes(-1, -2).astype(jnp.uint8)
+    halves = codes.reshape(*exponents.shape, BLOCK // 2, 2)
+    return halves[..., 0] | halves[..., 1] << 4, exponents
 
 
 def _codes(words: jax.Array) -> jax.Array:

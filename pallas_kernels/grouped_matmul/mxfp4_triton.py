@@ -47,8 +47,9 @@ _TIMES = "{{ .reg .b32 a, b; {} mov.b32 b, 0x80008000; fma.rn.bf16x2 $0, a, $2, 
 
 
 def _widen(words: jax.Array, exponents: jax.Array, *, interpret: bool) -> list[jax.Array]:
-    """bfloat16 [N, W] for each value of words uint16 [N, W], times 2^-63; exponents uint8 [N, W / 8]."""
+    """bfloat16 [N, W] for each value of words uint16 [N, W], times 2^-63; exponents uint8 [W / 8, N]."""
     N, W = words.shape
+    exponents = exponents.T
     bits = (exponents.astype(jnp.uint16) + SCALE_SHIFT) << 7
     if interpret:
         scale = jnp.ldexp(jnp.float32(1), exponents.astype(jnp.int32) - SCALE_BIAS - SCALE_SHIFT)
@@ -140,7 +141,7 @@ def pick_tiling(num_pairs: int, num_experts: int) -> Tiling:
 def _gate_up_kernel(
     *refs: Any, find: Any, num_tables: int, tiles: Tiles, activation: str, num_choices: int, interpret: bool
 ) -> None:
-    # x [T, D]; words [E, 2, F, D / 4] and exponents [E, 2, F, D / 32] of gate_up; bias [E, 2, F] if there is one; out [P, F]
+    # x [T, D]; words [E, 2, F, D / 4] and exponents [E, 2, D / 32, F] of gate_up; bias [E, 2, F] if there is one; out [P, F]
     tables, (x_ref, words_ref, exponents_ref, *bias_ref, out_ref) = refs[:num_tables], refs[num_tables:]
     column_N = pl.program_id(0) * tiles.block_n + jnp.arange(tiles.block_n)
     in_columns_N = column_N < out_ref.shape[1]
@@ -164,7 +165,7 @@ def _gate_up_kernel(
 
 
 def _down_kernel(*refs: Any, find: Any, num_tables: int, tiles: Tiles, interpret: bool) -> None:
-    # h [P, F]; words [E, D, F / 4] and exponents [E, D, F / 32] of down; bias [E, D] if there is one; out [P, D]
+    # h [P, F]; words [E, D, F / 4] and exponents [E, F / 32, D] of down; bias [E, D] if there is one; out [P, D]
     tables, (x_ref, words_ref, exponents_ref, *bias_ref, out_ref) = refs[:num_tables], refs[num_tables:]
     column_N = pl.program_id(0) * tiles.block_n + jnp.arange(tiles.block_n)
     in_columns_N = column_N < out_ref.shape[1]
@@ -226,12 +227,11 @@ def _values(
 ) -> list[jax.Array]:
     """Of a step: see `_widen`."""
     word_1W = (turn * (tiles.block_k // WORD) + jnp.arange(tiles.block_k // WORD))[None, :]
-    block_1B = (turn * (tiles.block_k // BLOCK) + jnp.arange(tiles.block_k // BLOCK))[None, :]
-    in_columns_N1 = in_columns_N[:, None]
-    mask = in_columns_N1 & (word_1W < num_terms // WORD)
+    block_B1 = (turn * (tiles.block_k // BLOCK) + jnp.arange(tiles.block_k // BLOCK))[:, None]
+    mask = in_columns_N[:, None] & (word_1W < num_terms // WORD)
     words = load(words_ref.at[(*matrix, column_N[:, None], word_1W)], mask=mask, other=0)
-    mask = in_columns_N1 & (block_1B < num_terms // BLOCK)
-    exponents = load(exponents_ref.at[(*matrix, column_N[:, None], block_1B)], mask=mask, other=0)
+    mask = in_columns_N[None, :] & (block_B1 < num_terms // BLOCK)
+    exponents = load(exponents_ref.at[(*matrix, block_B1, column_N[None, :])], mask=mask, other=0)
     return _widen(words, exponents, interpret=interpret)
 
 
@@ -248,7 +248,7 @@ def _summed_down_kernel(
     weight_ref: Any,  # [T, k]
     x_ref: Any,  # [P, F]
     words_ref: Any,  # [E, D, F / 4]
-    exponents_ref: Any,  # [E, D, F / 32]
+    exponents_ref: Any,  # [E, F / 32, D]
     *refs: Any,  # bias [E, D] if there is one; out [T, D]
     tiles: Tiles,
     num_experts: int,
