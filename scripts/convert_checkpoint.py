@@ -32,7 +32,10 @@ def convert(source: Path, output: Path, dtype: str, quantization: str | None = N
     if output.exists() and any(output.iterdir()):
         raise JaxLLMError(f"{output} is not empty; give a new directory")
     # auto is the checkpoint's type, wherever this runs
-    config = load_model_config(source, dtype=dtype, on_gpu=True, quantization=quantization)
+    # Experts in 4 bits stay so; a config.json describes one kind of quantisation.
+    config = load_model_config(
+        source, dtype=dtype, on_gpu=True, quantization=quantization, dequantize=quantization is not None or None
+    )
     state = load_weights(config, build_model(config), source, load_format="safetensors", mesh=make_mesh(1), progress=show)
     orbax.save(config, state, output)
     for file in sorted({file for pattern in COPIED for file in source.glob(pattern)}):
@@ -43,7 +46,7 @@ def convert(source: Path, output: Path, dtype: str, quantization: str | None = N
     raw = read_config_json(output)
     if config.quantization is not None:
         raw["quantization_config"] = quantization_json(config)
-    else:
+    elif not config.packed_experts:
         raw.pop("quantization_config", None)  # a scale per block is gone
     (output / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
 

@@ -18,8 +18,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 
+DTYPE = jnp.dtype(jnp.float4_e2m1fn)
 BLOCK = 32
 """Values that share a scale."""
 WORD = 4
@@ -49,7 +51,10 @@ class Mxfp4:
     @property
     def dtype(self) -> Any:
         """That of a value."""
-        return jnp.dtype(jnp.float4_e2m1fn)
+        return DTYPE
+
+    def __len__(self) -> int:
+        return len(self.words)
 
     def __getitem__(self, index: Any) -> "Mxfp4":
         """The part at indices of leading dimensions."""
@@ -58,31 +63,34 @@ class Mxfp4:
     def astype(self, dtype: DTypeLike) -> jax.Array:
         """The values; exact in float32 and bfloat16."""
         exponents = self.exponents.swapaxes(-1, -2).astype(jnp.int32)
-        codes = _codes(self.words).reshape(*exponents.shape, WORDS, WORD).swapaxes(-1, -2)
-        values = jnp.array([*MAGNITUDES, *(-x for x in MAGNITUDES)], jnp.float32)[codes]
-        wide = jnp.ldexp(values, exponents[..., None, None] - SCALE_BIAS)
-        return wide.astype(dtype).reshape(self.shape)
+        values = jnp.array([*MAGNITUDES, *(-x for x in MAGNITUDES)], jnp.float32)[_codes(self.words)]
+        return jnp.ldexp(values, exponents[..., None] - SCALE_BIAS).astype(dtype).reshape(self.shape)
 
 
-def pack(blocks: jax.Array, exponents: jax.Array) -> Mxfp4:
-    """From the form of checkpoints: uint8 [..., N, K / 32, 16] with two values a byte, the lower half first, and [..., N, K / 32]."""
-    codes = jnp.stack([blocks & 15, blocks >> 4], axis=-1).astype(jnp.uint16).reshape(*exponents.shape, WORD, WORDS)
-    words = jnp.zeros((*exponents.shape, WORDS), jnp.uint16)
+def widen_after(x: jax.Array, *weights: Mxfp4) -> tuple[jax.Array, ...]:
+    """The weights in the type of x, when x is there: else XLA could widen those of many layers at once."""
+    x, weights = lax.optimization_barrier((x, weights))
+    return tuple(weight.astype(x.dtype) for weight in weights)
+
+
+def pack(blocks: jax.Array) -> jax.Array:
+    """Words uint16 [..., K / 4] of blocks as checkpoints hold them: uint8 [..., K / 32, 16], two values a byte, the lower half first."""
+    codes = jnp.stack([blocks & 15, blocks >> 4], axis=-1).astype(jnp.uint16).reshape(*blocks.shape[:-1], WORD, WORDS)
+    words = jnp.zeros((*blocks.shape[:-1], WORDS), jnp.uint16)
     for value, places in enumerate(PLACES):
         for bit, place in zip((3, 2, 1, 0), places, strict=True):
             words |= (codes[..., value, :] >> bit & 1) << place
-    return Mxfp4(words.reshape(*exponents.shape[:-1], -1), exponents.swapaxes(-1, -2))
+    return words.reshape(*blocks.shape[:-2], -1)
 
 
-def unpack(weight: Mxfp4) -> tuple[jax.Array, jax.Array]:
-    """The blocks and exponents of `pack`."""
-    exponents = weight.exponents.swapaxes(-1, -2)
-    codes = _codes(weight.words).reshape(*exponents.shape, WORDS, WORD).swapaxes(-1, -2).astype(jnp.uint8)
-    halves = codes.reshape(*exponents.shape, BLOCK // 2, 2)
-    return halves[..., 0] | halves[..., 1] << 4, exponents
+def unpack(words: jax.Array) -> jax.Array:
+    """The blocks of `pack`."""
+    codes = _codes(words).astype(jnp.uint8).reshape(*words.shape[:-1], -1, BLOCK // 2, 2)
+    return codes[..., 0] | codes[..., 1] << 4
 
 
 def _codes(words: jax.Array) -> jax.Array:
-    """uint16 [..., 4]: the values of words, as 4 bits each."""
+    """uint16 [..., K / 32, 32]: the values of words, as 4 bits each."""
+    words = words.reshape(*words.shape[:-1], -1, WORDS)
     found = [sum((words >> place & 1) << bit for bit, place in zip((3, 2, 1, 0), places, strict=True)) for places in PLACES]
-    return jnp.stack(found, axis=-1)
+    return jnp.concatenate(found, axis=-1)

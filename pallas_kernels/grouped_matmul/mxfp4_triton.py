@@ -17,17 +17,35 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels._compat import dot_f32, inline_asm, load, store, triton_call
 from pallas_kernels.grouped_matmul.activation import ACTIVATIONS
-from pallas_kernels.grouped_matmul.mxfp4 import BLOCK, MAGNITUDES, PLACES, SCALE_BIAS, WORD, WORDS, Mxfp4
+from pallas_kernels.grouped_matmul.mxfp4 import BLOCK, MAGNITUDES, PLACES, WORD, WORDS, Mxfp4
 from pallas_kernels.grouped_matmul.plan import local_experts, make_plan, max_tiles, weighted_sum
 from pallas_kernels.grouped_matmul.triton import (
     MAX_FEW_PAIRS,
-    MAX_SUMMED_PAIRS,
-    Tiles,
-    Tiling,
     _for_pairs_of_expert,
     _for_tile,
     _tables,
 )
+
+@dataclass(frozen=True)
+class Tiles:
+    """A program computes block_n columns of block_m pairs, block_k terms of each part of the terms at a time."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    num_parts: int = 1
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Tiles of both kernels, whose block_m is the same."""
+
+    gate_up: Tiles
+    """Computes block_n hidden values: as many columns of gate, and of up."""
+    down: Tiles
+
 
 SCALE_SHIFT = 63
 """Weights are computed as 2^-63 of their size, and sums multiplied by 2^63: then scales of 2^-62 to 2^64 are bfloat16 factors of
@@ -46,25 +64,26 @@ _TIMES = "{{ .reg .b32 a, b; {} mov.b32 b, 0x80008000; fma.rn.bf16x2 $0, a, $2, 
 """The product with two factors. The addend is -0."""
 
 
-def _widen(words: jax.Array, exponents: jax.Array, *, interpret: bool) -> list[jax.Array]:
-    """bfloat16 [N, W] for each value of words uint16 [N, W], times 2^-63; exponents uint8 [W / 8, N]."""
-    N, W = words.shape
+def _factors(exponents: jax.Array) -> jax.Array:
+    """What the bits of words [N, W] are multiplied with, for exponents uint8 [W / 8, N]: bfloat16 [N, W]."""
     exponents = exponents.T
+    N, B = exponents.shape
     bits = (exponents.astype(jnp.uint16) + SCALE_SHIFT) << 7
-    if interpret:
-        scale = jnp.ldexp(jnp.float32(1), exponents.astype(jnp.int32) - SCALE_BIAS - SCALE_SHIFT)
-        scale = jnp.repeat(scale, WORDS, axis=1)
-        found = []
-        for places in PLACES:
-            code = sum((words >> place & 1) << bit for bit, place in zip((2, 1, 0), places[1:], strict=True))
-            value = sum(jnp.where(code == i, magnitude, 0.0) for i, magnitude in enumerate(MAGNITUDES))
-            found.append((jnp.where(words >> places[0] & 1, -value, value) * scale).astype(jnp.bfloat16))
-        return found
     factors = lax.bitcast_convert_type(bits, jnp.bfloat16)
-    factors = jnp.broadcast_to(factors[:, :, None], (N, W // WORDS, WORDS)).reshape(N, W)
-    result = [jax.ShapeDtypeStruct((N, W), jnp.bfloat16)]
-    options = {"args": [words, factors], "constraints": "=r,r,r", "pack": 2, "result_shape_dtypes": result}
-    return [inline_asm(_TIMES.format(bits), **options)[0] for bits in _BITS]
+    return jnp.broadcast_to(factors[:, :, None], (N, B, WORDS)).reshape(N, B * WORDS)
+
+
+def _widen(words: jax.Array, factors: jax.Array, value: int, *, interpret: bool) -> jax.Array:
+    """bfloat16 [N, W]: one of the four values of words uint16 [N, W], times 2^-63."""
+    if not interpret:
+        result = [jax.ShapeDtypeStruct(words.shape, jnp.bfloat16)]
+        asm = _TIMES.format(_BITS[value])
+        return inline_asm(asm, args=[words, factors], constraints="=r,r,r", pack=2, result_shape_dtypes=result)[0]
+    sign, *places = PLACES[value]
+    code = sum((words >> place & 1) << bit for bit, place in zip((2, 1, 0), places, strict=True))
+    size = sum(jnp.where(code == i, magnitude, 0.0) for i, magnitude in enumerate(MAGNITUDES))
+    scale = factors.astype(jnp.float32) * 2.0**-126
+    return (jnp.where(words >> sign & 1, -size, size) * scale).astype(jnp.bfloat16)
 
 
 def experts(
@@ -82,7 +101,6 @@ def experts(
     interpret: bool = False,
     tiling: Tiling | None = None,
     max_few_pairs: int = MAX_FEW_PAIRS,
-    max_summed_pairs: int = MAX_SUMMED_PAIRS,
 ) -> jax.Array:
     num_experts, width, hidden = down_EDF.shape
     num_tokens, num_choices = expert_Tk.shape
@@ -117,25 +135,16 @@ def experts(
     hidden_PF = call(gate_up, "experts4_gate_up", tiling.gate_up, hidden, (num_pairs, hidden), x_TD, *weights, *biases)
     weights = down_EDF.words, down_EDF.exponents
     biases = [] if down_bias_ED is None else [down_bias_ED]
-    if num_pairs <= min(max_summed_pairs, max_few_pairs):
-        tiles = tiling.down
-        return triton_call(
-            functools.partial(_summed_down_kernel, tiles=tiles, num_experts=num_experts, interpret=interpret),
-            name="experts4_down_sum",
-            grid=(pl.cdiv(width, tiles.block_n),),
-            out_shape=jax.ShapeDtypeStruct(x_TD.shape, x_TD.dtype),
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
-            interpret=interpret,
-        )(expert_P, weight_Tk, hidden_PF, *weights, *biases)
     out_PD = call(_down_kernel, "experts4_down", tiling.down, width, (num_pairs, width), hidden_PF, *weights, *biases)
     return weighted_sum(out_PD, expert_P, weight_Tk, num_experts)
 
 
 def pick_tiling(num_pairs: int, num_experts: int) -> Tiling:
-    if num_pairs <= 8 * num_experts:
+    if num_pairs <= num_experts:
+        return Tiling(Tiles(8, 16, 128, 2, 4, 2), Tiles(8, 16, 128, 2, 4, 2))
+    if num_pairs <= 16 * num_experts:
         return Tiling(Tiles(16, 64, 256, 4, 4), Tiles(16, 64, 256, 4, 4))
-    return Tiling(Tiles(64, 64, 128, 4, 3), Tiles(64, 128, 128, 4, 3))
+    return Tiling(Tiles(64, 128, 64, 8, 4), Tiles(64, 128, 128, 4, 3))
 
 
 def _gate_up_kernel(
@@ -196,94 +205,47 @@ def _products(
     interpret: bool,
 ) -> list[jax.Array]:
     """float32 [N, M]: weight[matrix, column] @ x[row].T for each of the matrices, given by their leading indices."""
-    num_terms = x_ref.shape[1]
+    num_terms, num_parts = x_ref.shape[1], tiles.num_parts
+    num_steps = pl.cdiv(num_terms, tiles.block_k * num_parts)
+
+    def of_parts(array: jax.Array) -> jax.Array:
+        """The array once for each part."""
+        return jnp.broadcast_to(array[None, :], (num_parts, len(array))).reshape(num_parts * len(array))
+
+    def part_of(length: int) -> jax.Array:
+        return lax.div(jnp.arange(num_parts * length), length)
+
+    row_M, is_row_M, column_N, in_columns_N = map(of_parts, (row_M, is_row_M, column_N, in_columns_N))
+    part_M, part_N = part_of(tiles.block_m), part_of(tiles.block_n)
+    word_W, block_B = jnp.arange(tiles.block_k // WORD), jnp.arange(tiles.block_k // BLOCK)
 
     def step(i: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
-        weights = [
-            _values(tiles, words_ref, exponents_ref, m, column_N, in_columns_N, i, num_terms, interpret=interpret)
-            for m in matrices
-        ]
+        step_N, step_M = part_N * num_steps + i, part_M * num_steps + i
+        word_NW = (step_N * len(word_W))[:, None] + word_W[None, :]
+        block_BN = (step_N * len(block_B))[None, :] + block_B[:, None]
+        weights = []
+        for matrix in matrices:
+            mask_NW = in_columns_N[:, None] & (word_NW < num_terms // WORD)
+            words_NW = load(words_ref.at[(*matrix, column_N[:, None], word_NW)], mask=mask_NW, other=0)
+            mask_BN = in_columns_N[None, :] & (block_BN < num_terms // BLOCK)
+            exponents_BN = load(exponents_ref.at[(*matrix, block_BN, column_N[None, :])], mask=mask_BN, other=0)
+            weights.append((words_NW, _factors(exponents_BN)))
         for value in range(WORD):
-            x_KM = _inputs(tiles, x_ref, row_M, is_row_M, i, value)
-            sums = [sum_NM + dot_f32(weight[value], x_KM) for sum_NM, weight in zip(sums, weights, strict=True)]
+            place_W = lax.div(word_W, WORDS) * BLOCK + value * WORDS + lax.rem(word_W, WORDS)
+            term_WM = place_W[:, None] + (step_M * tiles.block_k)[None, :]
+            mask_WM = (term_WM < num_terms) & is_row_M[None, :]
+            x_WM = load(x_ref.at[row_M[None, :], term_WM], mask=mask_WM, other=0.0)
+            sums = [
+                sum_NM + dot_f32(_widen(*weight, value, interpret=interpret), x_WM)
+                for sum_NM, weight in zip(sums, weights, strict=True)
+            ]
         return sums
 
-    zeros = jnp.zeros((tiles.block_n, tiles.block_m), jnp.float32)
-    sums = lax.fori_loop(0, pl.cdiv(num_terms, tiles.block_k), step, [zeros for _ in matrices])
+    zeros = jnp.zeros((len(column_N), len(row_M)), jnp.float32)
+    sums = lax.fori_loop(0, num_steps, step, [zeros for _ in matrices])
+    if num_parts > 1:
+        # Of a part's columns, those of the same part of x.
+        sums = [jnp.where(part_N[:, None] == part_M[None, :], sum_NM, 0.0) for sum_NM in sums]
+        sums = [jnp.sum(sum_NM.reshape(num_parts, tiles.block_n, len(row_M)), axis=0) for sum_NM in sums]
+        sums = [jnp.sum(sum_NM.reshape(tiles.block_n, num_parts, tiles.block_m), axis=1) for sum_NM in sums]
     return [sum_NM * 2.0**SCALE_SHIFT for sum_NM in sums]
-
-
-def _values(
-    tiles: Tiles,
-    words_ref: Any,
-    exponents_ref: Any,
-    matrix: tuple[Any, ...],
-    column_N: jax.Array,
-    in_columns_N: jax.Array,
-    turn: jax.Array,
-    num_terms: int,
-    *,
-    interpret: bool,
-) -> list[jax.Array]:
-    """Of a step: see `_widen`."""
-    word_1W = (turn * (tiles.block_k // WORD) + jnp.arange(tiles.block_k // WORD))[None, :]
-    block_B1 = (turn * (tiles.block_k // BLOCK) + jnp.arange(tiles.block_k // BLOCK))[:, None]
-    mask = in_columns_N[:, None] & (word_1W < num_terms // WORD)
-    words = load(words_ref.at[(*matrix, column_N[:, None], word_1W)], mask=mask, other=0)
-    mask = in_columns_N[None, :] & (block_B1 < num_terms // BLOCK)
-    exponents = load(exponents_ref.at[(*matrix, block_B1, column_N[None, :])], mask=mask, other=0)
-    return _widen(words, exponents, interpret=interpret)
-
-
-def _inputs(tiles: Tiles, x_ref: Any, row_M: jax.Array, is_row_M: jax.Array, turn: jax.Array, value: int) -> jax.Array:
-    """[W, M]: the terms of x that this value of each word is multiplied with."""
-    word_W = jnp.arange(tiles.block_k // WORD)
-    term_W = turn * tiles.block_k + lax.div(word_W, WORDS) * BLOCK + value * WORDS + lax.rem(word_W, WORDS)
-    mask = (term_W < x_ref.shape[1])[:, None] & is_row_M[None, :]
-    return load(x_ref.at[row_M[None, :], term_W[:, None]], mask=mask, other=0.0)
-
-
-def _summed_down_kernel(
-    expert_ref: Any,  # [P]
-    weight_ref: Any,  # [T, k]
-    x_ref: Any,  # [P, F]
-    words_ref: Any,  # [E, D, F / 4]
-    exponents_ref: Any,  # [E, F / 32, D]
-    *refs: Any,  # bias [E, D] if there is one; out [T, D]
-    tiles: Tiles,
-    num_experts: int,
-    interpret: bool,
-) -> None:
-    *bias_ref, out_ref = refs
-    (num_pairs, num_terms), (num_tokens, num_choices) = x_ref.shape, weight_ref.shape
-    column_N = pl.program_id(0) * tiles.block_n + jnp.arange(tiles.block_n)
-    in_columns_N = column_N < out_ref.shape[1]
-    pair_M = jnp.arange(MAX_SUMMED_PAIRS)
-    num_steps = pl.cdiv(num_terms, tiles.block_k)
-
-    def step(i: jax.Array, sum_NM: jax.Array) -> jax.Array:
-        pair, turn = lax.div(i, num_steps), lax.rem(i, num_steps)
-        expert = expert_ref[pair]
-        matrix = (jnp.minimum(expert, num_experts - 1),)
-        is_column_N = in_columns_N & (expert < num_experts)
-        weight = _values(tiles, words_ref, exponents_ref, matrix, column_N, is_column_N, turn, num_terms, interpret=interpret)
-        for value in range(WORD):
-            sum_NM += dot_f32(weight[value], _inputs(tiles, x_ref, pair_M, pair_M == pair, turn, value))
-        return sum_NM
-
-    zeros = jnp.zeros((tiles.block_n, MAX_SUMMED_PAIRS), jnp.float32)
-    sum_NM = lax.fori_loop(0, num_pairs * num_steps, step, zeros) * 2.0**SCALE_SHIFT
-    is_pair_M = pair_M < num_pairs
-    expert_M = load(expert_ref.at[pair_M], mask=is_pair_M, other=num_experts)
-    is_here_M = expert_M < num_experts
-    if bias_ref:
-        mask_NM = in_columns_N[:, None] & is_here_M[None, :]
-        sum_NM += load(bias_ref[0].at[expert_M[None, :], column_N[:, None]], mask=mask_NM, other=0.0).astype(jnp.float32)
-    # Each expert's result is rounded, as where there are more pairs.
-    out_NM = sum_NM.astype(out_ref.dtype).astype(jnp.float32)
-    token_M, choice_M = lax.div(pair_M, num_choices), lax.rem(pair_M, num_choices)
-    weight_M = load(weight_ref.at[token_M, choice_M], mask=is_here_M, other=0.0)
-    for token in range(num_tokens):
-        weight_1M = jnp.where(token_M == token, weight_M, 0.0)[None, :]
-        out_N = jnp.sum(jnp.where(is_here_M[None, :], weight_1M * out_NM, 0.0), axis=1)
-        store(out_ref.at[token, column_N], out_N.astype(out_ref.dtype), mask=in_columns_N)
