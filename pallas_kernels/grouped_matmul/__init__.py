@@ -86,10 +86,10 @@ def experts(
     module = importlib.import_module(IMPLEMENTATIONS[implementation])
     if isinstance(down_EDF, Mxfp4) and implementation not in PLAIN:
         assert isinstance(gate_up_E2FD, Mxfp4)
-        if is_few(expert_Tk.size, len(down_EDF)):
+        if mxfp4.is_few(expert_Tk.size, len(down_EDF)):
             module = importlib.import_module(_FOR_4_BITS)
         else:
-            gate_up_E2FD, down_EDF = widen_after(x_TD, gate_up_E2FD, down_EDF)
+            gate_up_E2FD, down_EDF = mxfp4.widen_after(x_TD, gate_up_E2FD, down_EDF)
     return module.experts(
         x_TD,
         expert_Tk,

@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
 from pallas_kernels._compat import dot_f32, inline_asm, load, store, triton_call
 from pallas_kernels.grouped_matmul.activation import ACTIVATIONS
-from pallas_kernels.grouped_matmul.mxfp4 import BLOCK, MAGNITUDES, PLACES, WORD, WORDS, Mxfp4
+from pallas_kernels.grouped_matmul.mxfp4 import BLOCK, DTYPE, MAGNITUDES, PLACES, WORD, WORDS, Mxfp4
 from pallas_kernels.grouped_matmul.plan import local_experts, make_plan, max_tiles, weighted_sum
 from pallas_kernels.grouped_matmul.triton import (
     MAX_FEW_PAIRS,
@@ -84,6 +85,19 @@ def _widen(words: jax.Array, factors: jax.Array, value: int, *, interpret: bool)
     size = sum(jnp.where(code == i, magnitude, 0.0) for i, magnitude in enumerate(MAGNITUDES))
     scale = factors.astype(jnp.float32) * 2.0**-126
     return (jnp.where(words >> sign & 1, -size, size) * scale).astype(jnp.bfloat16)
+
+
+def supports(
+    *, platform: str, dtype: DTypeLike, weight_dtype: DTypeLike, width: int, hidden: int, interpret: bool = False
+) -> bool:
+    # Words of a row begin at multiples of 16 bytes.
+    aligned = width % BLOCK == 0 and hidden % BLOCK == 0
+    return (
+        (platform == "gpu" or interpret)
+        and aligned
+        and jnp.dtype(dtype) == jnp.bfloat16
+        and jnp.dtype(weight_dtype) == DTYPE
+    )
 
 
 def experts(
