@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.checking.case import Case
@@ -120,7 +121,8 @@ def packed(*shape: int, seed: int = 0) -> Mxfp4:
     *lead, N, K = shape
     words = rng.integers(0, 1 << 16, (*lead, N, K // WORD), dtype=np.uint16)
     middle = SCALE_BIAS - 1 - round(math.log2(K) / 2)
-    return Mxfp4(words, rng.integers(middle - 1, middle + 1, (*lead, K // BLOCK, N), dtype=np.uint8))
+    exponents = rng.integers(middle - 1, middle + 1, (*lead, K // BLOCK, N), dtype=np.uint8)
+    return Mxfp4(jnp.asarray(words), jnp.asarray(exponents))
 
 
 def _host_arrays(shapes: Shapes, num_tokens: int, num_experts: int, num_choices: int) -> tuple[Any, tuple[Any, ...]]:
@@ -131,6 +133,8 @@ def _host_arrays(shapes: Shapes, num_tokens: int, num_experts: int, num_choices:
     is_real_T = np.arange(num_tokens) < max(1, num_tokens - 3)
     x_TD = normals(num_tokens, D)
     x_TD[~is_real_T] = np.nan
+    gate_up_E2FD: Any
+    down_EDF: Any
     if shapes.is_packed:
         gate_up_E2FD, down_EDF = packed(num_experts, 2, F, D), packed(num_experts, D, F, seed=1)
     else:

@@ -145,7 +145,9 @@ def _check_shapes(
     """Raise ValueError for the first array whose shape does not fit x_TD, expert_Tk and down_EDF."""
     (T, D), (E, _, F) = x_TD.shape, down_EDF.shape
     k = expert_Tk.shape[1]
-    expected: dict[str, tuple[jax.Array | None, tuple[int, ...]]] = {
+    if isinstance(gate_up_E2FD, Mxfp4) != isinstance(down_EDF, Mxfp4):
+        raise ValueError("gate_up_E2FD and down_EDF must both be arrays or both be in 4 bits")
+    expected: dict[str, tuple[jax.Array | Mxfp4 | None, tuple[int, ...]]] = {
         "expert_Tk": (expert_Tk, (T, k)),
         "weight_Tk": (weight_Tk, (T, k)),
         "gate_up_E2FD": (gate_up_E2FD, (E, 2, F, D)),
@@ -154,6 +156,9 @@ def _check_shapes(
         "gate_up_bias_E2F": (gate_up_bias_E2F, (E, 2, F)),
         "down_bias_ED": (down_bias_ED, (E, D)),
     }
+    if isinstance(gate_up_E2FD, Mxfp4) and isinstance(down_EDF, Mxfp4):
+        expected["exponents of gate_up_E2FD"] = gate_up_E2FD.exponents, (E, 2, D // mxfp4.BLOCK, F)
+        expected["exponents of down_EDF"] = down_EDF.exponents, (E, F // mxfp4.BLOCK, D)
     for name, (array, shape) in expected.items():
         if array is not None and array.shape != shape:
             raise ValueError(f"{name} is {list(array.shape)}, expected {list(shape)} for x_TD {list(x_TD.shape)}")

@@ -27,6 +27,7 @@ from pallas_kernels.grouped_matmul.triton import (
     _tables,
 )
 
+
 @dataclass(frozen=True)
 class Tiles:
     """A program computes block_n columns of block_m pairs, block_k terms of each part of the terms at a time."""
@@ -93,10 +94,7 @@ def supports(
     # Words of a row begin at multiples of 16 bytes.
     aligned = width % BLOCK == 0 and hidden % BLOCK == 0
     return (
-        (platform == "gpu" or interpret)
-        and aligned
-        and jnp.dtype(dtype) == jnp.bfloat16
-        and jnp.dtype(weight_dtype) == DTYPE
+        (platform == "gpu" or interpret) and aligned and jnp.dtype(dtype) == jnp.bfloat16 and jnp.dtype(weight_dtype) == DTYPE
     )
 
 

@@ -80,5 +80,7 @@ def kernel_cases(*, interpret: bool) -> list[tuple[str, Case]]:
         for name in ("mosaic", "triton"):
             cases = grouped_matmul.cases(mixture, name, interpret=interpret)
             found += [(f"experts {name}{' biases' * has_biases}", case) for case in cases]
+    mixture = grouped_matmul.Shapes("bfloat16", 6, 3, 256, 96, is_packed=True)
+    found += [("experts triton 4 bits", case) for case in grouped_matmul.cases(mixture, "triton", interpret=interpret)]
     found += [("sampling triton", case) for case in sampling.cases(sampling.Shapes(VOCAB_SIZE), "triton", interpret=interpret)]
     return attention[:7] + found + attention[7:]

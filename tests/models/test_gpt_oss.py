@@ -172,7 +172,9 @@ def test_experts_in_four_bits_are_saved_as_they_were_read(folders: dict[str, Pat
     save_safetensors(config, state, tmp_path / "saved", read_config_json(folders["mxfp4"]))
     for name in ("model.layers.1.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"):
         for part in ("blocks", "scales"):
-            found = [open_checkpoint(d, "auto", "float32").tensor(f"{name}_{part}") for d in (folders["mxfp4"], tmp_path / "saved")]
+            found = [
+                open_checkpoint(d, "auto", "float32").tensor(f"{name}_{part}") for d in (folders["mxfp4"], tmp_path / "saved")
+            ]
             np.testing.assert_array_equal(*found)
     # The same through orbax, from a script that keeps the four bits.
     convert = runpy.run_path(str(SCRIPTS / "convert_checkpoint.py"))["convert"]
@@ -221,7 +223,12 @@ def test_scales_are_exact_at_both_ends() -> None:
     "options",
     [
         {},
-        {"dequantize": False, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 18, "block_size": 8},  # chunks and preemption
+        {
+            "dequantize": False,
+            "max_num_batched_tokens": 16,
+            "num_gpu_blocks_override": 18,
+            "block_size": 8,
+        },  # chunks and preemption
         {"dequantize": False, "tensor_parallel_size": 2},
         {"dequantize": False, "tensor_parallel_size": 2, "enable_expert_parallel": True},
     ],

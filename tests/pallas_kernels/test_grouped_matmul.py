@@ -51,8 +51,8 @@ def make_case(
     }
     if four_bits:
         case |= {
-            "gate_up_E2FD": jax.tree.map(jnp.asarray, packed(num_experts, 2, hidden, width)),
-            "down_EDF": jax.tree.map(jnp.asarray, packed(num_experts, width, hidden)),
+            "gate_up_E2FD": packed(num_experts, 2, hidden, width),
+            "down_EDF": packed(num_experts, width, hidden, seed=1),
         }
     if bias:
         case |= {"gate_up_bias_E2F": normal(num_experts, 2, hidden), "down_bias_ED": normal(num_experts, width)}
@@ -285,6 +285,8 @@ def test_bad_input_is_named():
         experts(**case, activation="relu")
     with pytest.raises(ValueError, match=r"down_bias_ED is \[5, 31\], expected \[5, 32\]"):
         experts(**case, down_bias_ED=jnp.zeros((5, 31)))
+    with pytest.raises(ValueError, match="must both be arrays or both be in 4 bits"):
+        experts(**{**case, "down_EDF": packed(5, 32, 24 + 8)})
     with pytest.raises(ValueError, match="no implementation 'cuda' of experts"):
         experts(**case, implementation="cuda")
 
