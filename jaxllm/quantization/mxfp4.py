@@ -9,6 +9,8 @@ from jax import Array
 
 from pallas_kernels.grouped_matmul.mxfp4 import MAGNITUDES, SCALE_BIAS, Mxfp4
 
+VALUE_BYTES = 17 / 32
+"""With its share of the scale."""
 LARGEST_EXPONENT = 191
 """Of a scale with which kernels can compute: 2^64."""
 
