@@ -40,6 +40,11 @@ class ModelOptions:
         "fp8: the weights of the decoder's layers become 8-bit floats (e4m3, a scale per output channel) while they are loaded, "
         "activations likewise in each step (a scale per token); default: as the checkpoint says",
     ] = None
+    dequantize: Annotated[
+        bool | None,
+        "widen experts that the checkpoint holds in 4 bits (MXFP4) while they are loaded; default: compute from the 4 bits on a GPU in "
+        "bfloat16, else widen",
+    ] = None
     max_model_len: Annotated[
         int | None, "most tokens of one request, prompt and output; default: the model's own; -1: the largest that fits"
     ] = None

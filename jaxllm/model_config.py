@@ -41,6 +41,8 @@ class ModelConfig(ServedModel):
     """How the checkpoint holds fp8 weights, if it does."""
     stored_mxfp4: StoredMxfp4 | None = None
     """Which experts the checkpoint holds in 4 bits, if any."""
+    packed_experts: bool = False
+    """Whether products with these experts are computed from the 4 bits; else they are widened while they are loaded."""
     kv_cache_dtype: str = ""
     """Concrete: one of DTYPES or float8_e4m3fn; empty at construction means dtype."""
     num_spare_layers: int = 0
@@ -138,4 +140,5 @@ class ModelConfig(ServedModel):
     def _split(self, size: int, padded_vocab_size: int) -> "ModelConfig":
         split = {layer: layer.split(size) for layer in set(self.layers)}
         layers = tuple(split[layer] for layer in self.layers)
-        return dataclasses.replace(self, layers=layers, padded_vocab_size=padded_vocab_size)
+        packed = self.packed_experts and all(part.by_expert or part.width // size % 32 == 0 for part in self.mixtures)
+        return dataclasses.replace(self, layers=layers, padded_vocab_size=padded_vocab_size, packed_experts=packed)

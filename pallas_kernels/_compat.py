@@ -17,6 +17,7 @@ DEFAULT_NUM_CORES = 132  # streaming multiprocessors of an H100 or H200
 
 load = plt.load
 store = plt.store
+inline_asm = plt.elementwise_inline_asm
 
 
 def triton_call(

@@ -1,6 +1,6 @@
 """Convert a Hugging Face safetensors model into an orbax one, which loads faster and straight into sharded arrays.
 
-    python scripts/convert_checkpoint.py MODEL OUTPUT [--dtype bfloat16] [--quantization fp8]
+    python scripts/convert_checkpoint.py MODEL OUTPUT [--dtype bfloat16] [--quantization fp8] [--dequantize]
 
 MODEL is a local directory, a hub id or 'demo'. OUTPUT gets the weights and copies of the config and tokenizer files.
 """
@@ -27,12 +27,15 @@ from jaxllm.parallel.mesh import make_mesh
 COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*/config.json")
 
 
-def convert(source: Path, output: Path, dtype: str, quantization: str | None = None) -> None:
+def convert(source: Path, output: Path, dtype: str, quantization: str | None = None, dequantize: bool = False) -> None:
     """Raises JaxLLMError if the source cannot be read or the output exists already."""
     if output.exists() and any(output.iterdir()):
         raise JaxLLMError(f"{output} is not empty; give a new directory")
     # auto is the checkpoint's type, wherever this runs
-    config = load_model_config(source, dtype=dtype, on_gpu=True, quantization=quantization)
+    # Experts in 4 bits stay so; a config.json describes one kind of quantisation.
+    config = load_model_config(
+        source, dtype=dtype, on_gpu=True, quantization=quantization, dequantize=dequantize or quantization is not None
+    )
     state = load_weights(config, build_model(config), source, load_format="safetensors", mesh=make_mesh(1), progress=show)
     orbax.save(config, state, output)
     for file in sorted({file for pattern in COPIED for file in source.glob(pattern)}):
@@ -43,7 +46,7 @@ def convert(source: Path, output: Path, dtype: str, quantization: str | None = N
     raw = read_config_json(output)
     if config.quantization is not None:
         raw["quantization_config"] = quantization_json(config)
-    else:
+    elif not config.packed_experts:
         raw.pop("quantization_config", None)  # a scale per block is gone
     (output / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
 
@@ -60,9 +63,10 @@ def main() -> None:
     parser.add_argument("output", type=Path, help="directory to write, new or empty")
     parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="type of the weights (default: the model's)")
     parser.add_argument("--quantization", choices=("fp8",), help="quantise the weights of the decoder's layers")
+    parser.add_argument("--dequantize", action="store_true", help="widen experts that the model has in 4 bits")
     args = parser.parse_args()
     try:
-        convert(resolve_model(args.model), args.output, args.dtype, args.quantization)
+        convert(resolve_model(args.model), args.output, args.dtype, args.quantization, args.dequantize)
     except JaxLLMError as error:
         sys.exit(f"error: {error}")
 

@@ -148,6 +148,7 @@ def shapes_of(config: EngineConfig, model: ModelConfig, plan: MemoryPlan) -> dic
                 hidden=part.width // (1 if part.by_expert else tensor_parallel),
                 activation=part.activation,
                 has_biases=part.bias,
+                is_packed=model.packed_experts,
             )
             for part in model.mixtures
         ),

@@ -189,6 +189,7 @@ def resolve_sizes(
         dtype=config.model.dtype,
         on_gpu=on_gpu,
         quantization=config.model.quantization,
+        dequantize=config.model.dequantize,
         kv_cache_dtype=config.cache.kv_cache_dtype,
         runner=config.model.runner,
         pooler_config=config.model.pooler_config,
@@ -199,7 +200,7 @@ def resolve_sizes(
     if model_config.pooling.prompt_names:
         logger.info("prompts of the checkpoint, for clients to write before their texts: %s", model_config.pooling.prompt_names)
     config = resolve_platform_defaults(config, on_gpu=on_gpu, device_bytes=device_bytes, is_mixture=bool(model_config.mixtures))
-    model_config = model_config.for_tensor_parallel(config.parallel.tensor_parallel_size)
+    model_config = _split(model_config, config.parallel.tensor_parallel_size)
     config = config.replace(
         attention_implementation=attention_implementation(attention, model_config, config.cache.block_size, on_gpu=on_gpu),
         runner="generate" if model_config.generates else "pooling",
@@ -246,6 +247,20 @@ def _with_room_for_states(config: EngineConfig, model: ModelConfig, device_bytes
         *(most, wanted, bytes_of_row / 2**20),
     )
     return config.replace(max_num_seqs=most)
+
+
+def _split(model_config: ModelConfig, num_devices: int) -> ModelConfig:
+    """`for_tensor_parallel`; logs if experts cannot stay in 4 bits."""
+    split = model_config.for_tensor_parallel(num_devices)
+    if model_config.packed_experts and not split.packed_experts:
+        logger.warning(
+            "experts of width %d in 4 bits have blocks of 32 that %d devices cannot share: they become %s, which takes four times the "
+            "memory; with --enable-expert-parallel they stay in 4 bits",
+            max(part.width for part in split.mixtures),
+            num_devices,
+            split.dtype,
+        )
+    return split
 
 
 def backend() -> str:

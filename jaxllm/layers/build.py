@@ -24,7 +24,7 @@ def build_model(config: ModelConfig) -> CausalLM:
 
 def num_parameters(config: ModelConfig) -> int:
     """Values in the checkpoint: copies of KV heads, padding and scales not counted, a tied head counted once."""
-    plain = dataclasses.replace(config.as_stored(), quantization=None, stored_fp8=None)
+    plain = dataclasses.replace(config.as_stored(), quantization=None, stored_fp8=None, packed_experts=False)
     return sum(math.prod(leaf.shape) for leaf in _leaves(plain))
 
 

@@ -14,8 +14,8 @@ from jaxllm.parallel.shards import ONE_DEVICE, Shards
 from jaxllm.quantization.fp8 import DTYPE as FP8
 from jaxllm.quantization.fp8 import Fp8Weight
 
-Init = Literal["normal", "zeros", "ones", "values", "scale"]
-"""How a parameter without a checkpoint begins; values and scale are those of fp8 weights."""
+Init = Literal["normal", "zeros", "ones", "values", "scale", "words", "exponents"]
+"""How a parameter without a checkpoint begins; values and scale are those of fp8 weights, words and exponents of 4-bit ones."""
 
 
 def abstract_param(

@@ -15,12 +15,14 @@ from jaxllm.layers.step import Step
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import MoE
 from jaxllm.parallel.shards import Shards
+from jaxllm.quantization.mxfp4 import Mxfp4Weight
+from pallas_kernels.grouped_matmul import mxfp4
 
 
 class MixtureOfExperts(nnx.Module):
     """The weighted sum of a few experts' results for each token, and those of shared experts. Source: arXiv:1701.06538.
 
-    Weights of experts are output-major, as checkpoints hold them: gate_up [E, 2, F, D] and down [E, D, F].
+    Weights of experts are output-major, as checkpoints hold them: gate_up [E, 2, F, D] and down [E, D, F], arrays or in 4 bits.
     """
 
     def __init__(self, config: ModelConfig, part: MoE, prefix: str):
@@ -45,8 +47,8 @@ class MixtureOfExperts(nnx.Module):
         gates, down = [f"{name}.{part}" for part in part.gate_up], f"{name}.{part.down}"
         axes = (experts, "gate_up", width, "embed")
         gate_up_source, down_source = _sources(config, part, gates, down)
-        self.gate_up = abstract_param((E, 2, F, D), axes, config.dtype, source=gate_up_source)
-        self.down = abstract_param((E, D, F), (experts, "embed", width), config.dtype, source=down_source)
+        self.gate_up = _weight(config, (E, 2, F, D), axes, gate_up_source)
+        self.down = _weight(config, (E, D, F), (experts, "embed", width), down_source)
         self.gate_up_bias = self.down_bias = nnx.data(None)
         if part.bias:
             assert part.alternating, "no family stores other experts' biases"
@@ -78,8 +80,8 @@ class MixtureOfExperts(nnx.Module):
             taken_TD,
             expert_Tk,
             weight_Tk,
-            gate_up_E2FD.astype(x_TD.dtype),
-            down_EDF.astype(x_TD.dtype),
+            _of_type(gate_up_E2FD, x_TD.dtype),
+            _of_type(down_EDF, x_TD.dtype),
             gate_up_bias_E2F=None if self.gate_up_bias is None else self.gate_up_bias[...],
             down_bias_ED=self._down_bias(shards),
             activation=self.part.activation,
@@ -104,6 +106,22 @@ def _scores(x_TD: Array, weight_ED: Array) -> Array:
     weight_ED = weight_ED.astype(x_TD.dtype)
     precision = precision_of(x_TD.dtype)
     return jnp.einsum("td,ed->te", x_TD, weight_ED, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _weight(config: ModelConfig, shape: tuple[int, ...], axes: tuple[str, ...], source: AnySource) -> nnx.Param | Mxfp4Weight:
+    """In 4 bits if the checkpoint holds it so and the config does not widen it."""
+    if not config.packed_experts or not isinstance(source, Mxfp4):
+        return abstract_param(shape, axes, config.dtype, source=source)
+    *lead, outputs, inputs = shape
+    exponents_shape, exponents_axes = (*lead, inputs // mxfp4.BLOCK, outputs), (*axes[:-2], axes[-1], axes[-2])
+    return Mxfp4Weight(
+        abstract_param((*shape[:-1], inputs // mxfp4.WORD), axes, "uint16", source=source.words, init="words"),
+        abstract_param(exponents_shape, exponents_axes, "uint8", source=source.exponents, init="exponents"),
+    )
+
+
+def _of_type(weight: Array | mxfp4.Mxfp4, dtype: jnp.dtype) -> Array | mxfp4.Mxfp4:
+    return weight if isinstance(weight, mxfp4.Mxfp4) else weight.astype(dtype)
 
 
 def _sources(config: ModelConfig, part: MoE, gates: list[str], down: str) -> tuple[AnySource, AnySource]:

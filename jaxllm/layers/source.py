@@ -180,6 +180,18 @@ class Mxfp4:
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.blocks, self.scales)
 
+    @property
+    def words(self) -> Source:
+        """Of the parameter in 4 bits: the bytes of its values."""
+        *outputs, num_blocks, num_bytes = self.blocks.view
+        return Source((replace(self.blocks, view=(*outputs, num_blocks * num_bytes)),), 0, self.permutation)
+
+    @property
+    def exponents(self) -> Source:
+        """Of the parameter in 4 bits: those of its scales, the last outputs after the blocks."""
+        *others, outputs, blocks = self.permutation
+        return Source((self.scales,), 0, (*others, blocks, outputs))
+
     def read(self, tensor: Callable[[Tensor, Index], np.ndarray], index: Index) -> tuple[np.ndarray, np.ndarray, int]:
         """The blocks and scales that cover a part of the parameter, and at which value of its first block it begins."""
         start, stop, _ = index[-1].indices(MXFP4_BLOCK * self.scales.view[-1])

@@ -21,6 +21,8 @@ from jaxllm.quantization.fp8 import narrow
 
 STANDARD_DEVIATION = 0.02
 _FP8_DEVIATION = 100.0
+_EXPONENT = 120
+"""Of the scales of 4-bit weights, whose values have a deviation of 2.9: 2^-7."""
 
 
 def dummy_weights(
@@ -28,7 +30,7 @@ def dummy_weights(
 ) -> nnx.State:
     """Norm weights 1, biases 0, all others normal with deviation 0.02, made on the devices; the same for every mesh size.
 
-    Fp8 weights too: a scale for all outputs, and values with a deviation of 100.
+    Fp8 weights too: a scale for all outputs, and values with a deviation of 100. 4-bit weights have a deviation of 0.023.
 
     One program per distinct shape, so a model of 32 equal layers costs about ten compilations.
     """
@@ -79,7 +81,11 @@ def _maker(
     flat_shape = (math.prod(stored_shape[:split]), math.prod(stored_shape[split:]))
 
     def make(key: Array, deviation: float) -> Array:
-        if kind in ("normal", "values"):
+        if kind == "words":
+            values = jax.random.bits(key, flat_shape, jnp.uint16).reshape(stored_shape)
+        elif kind == "exponents":
+            values = jnp.full(stored_shape, _EXPONENT, jnp.uint8)
+        elif kind in ("normal", "values"):
             values = jax.random.normal(key, flat_shape, jnp.float32).reshape(stored_shape)
             values = deviation * values if kind == "normal" else narrow(_FP8_DEVIATION * values)
         elif kind == "scale":

@@ -32,7 +32,7 @@ from jaxllm.loaders.layout import (
     source_of,
     state_of,
 )
-from jaxllm.loaders.mxfp4 import read_mxfp4
+from jaxllm.loaders.mxfp4 import packed_words, raise_on_large_exponents, read_mxfp4
 from jaxllm.loaders.quantized import (
     BESIDE_WEIGHTS,
     block_scales,
@@ -101,7 +101,7 @@ def load_checkpoint(
     _check(checkpoint, sources, config)
     if config.stored_fp8 is not None:
         logger.info("%s", describe(config.stored_fp8, config))
-    if config.stored_mxfp4 is not None:
+    if config.stored_mxfp4 is not None and not config.packed_experts:
         logger.info("the checkpoint's 4-bit weights of experts (MXFP4) become %s", config.dtype)
     if transform_on_device is None:
         transform_on_device = not on_cpu(mesh)
@@ -116,6 +116,9 @@ def load_checkpoint(
             read = _tensor_reader(checkpoint, path, source, config)
             if isinstance(source, Stacked):
                 arrays[path] = _read_stacked(read, source, axes, variable.shape, dtype, mesh)
+            elif path[-1] == "words":
+                assert isinstance(source, Source)
+                arrays[path] = packed_words(_place(read, source, axes, mesh), source.permutation, sharding(mesh, axes))
             elif isinstance(source, Mxfp4):
                 arrays[path] = read_mxfp4(read, source, axes, variable.shape, dtype, mesh)
             elif path[-1] == "kv_scale":
@@ -129,6 +132,8 @@ def load_checkpoint(
                 # One weight at a time is in memory both ways.
                 arrays[path], arrays[scale_path] = jax.block_until_ready(quantize(parts))
                 del parts
+            if path[-1] == "exponents":
+                raise_on_large_exponents(arrays[path], source)
             done += sizes[path]
             if progress is not None:
                 progress(done, total)
@@ -159,8 +164,9 @@ def loading_bytes(config: ModelConfig, model: CausalLM, num_devices: int) -> int
             continue
         has_blocks = bool(list(block_scales(path, source, config)))
         is_stored_fp8 = path[-1] == "values" and config.stored_fp8 is not None
-        itemsize = 4 if has_blocks else 1 if is_stored_fp8 else jnp.dtype(config.dtype).itemsize
-        source = source.placed(axes, variable.shape)
+        is_stored_byte = is_stored_fp8 or path[-1] in ("words", "exponents")
+        itemsize = 4 if has_blocks else 1 if is_stored_byte else jnp.dtype(config.dtype).itemsize
+        source = source if path[-1] == "words" else source.placed(axes, variable.shape)
         split = _split_dimension(source, axes)
         for tensor in source.tensors:
             num_bytes = math.prod(tensor.placed_shape) * itemsize
@@ -210,7 +216,12 @@ def _check(checkpoint: Checkpoint, sources: Mapping[ParamPath, AnySource], confi
     ignored += [name for name in entries if name.startswith(spare)]
     if config.stored_fp8 is not None:
         ignored += [name for name in entries if BESIDE_WEIGHTS.search(name)]
-    packed = {tensor.name for source in sources.values() if isinstance(source, Mxfp4) for tensor in source.tensors}
+    packed = {
+        tensor.name
+        for path, source in sources.items()
+        if isinstance(source, Mxfp4) or path[-1] in ("words", "exponents")
+        for tensor in source.tensors
+    }
     unreadable = [
         f"{name} is {entries[name].dtype}"
         for name in wanted

@@ -1,4 +1,4 @@
-"""Reads 4-bit weights, which become the model's type on the device."""
+"""Reads 4-bit weights, which the devices widen or put into the order of kernels."""
 
 import functools
 from collections.abc import Callable
@@ -6,12 +6,14 @@ from collections.abc import Callable
 import jax
 import numpy as np
 from jax import Array, lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
-from jaxllm.layers.source import Index, Mxfp4, Tensor
+from jaxllm.errors import ModelLoadError
+from jaxllm.layers.source import MXFP4_BLOCK, AnySource, Index, Mxfp4, Tensor
 from jaxllm.loaders.layout import Axes
 from jaxllm.parallel.axes import sharding
-from jaxllm.quantization.mxfp4 import widen
+from jaxllm.quantization.mxfp4 import LARGEST_EXPONENT, widen
+from pallas_kernels.grouped_matmul.mxfp4 import pack
 
 
 def read_mxfp4(
@@ -44,3 +46,28 @@ def _widener(permutation: tuple[int, ...], start: int, num_values: int, dtype: n
         return lax.slice_in_dim(values, start, start + num_values, axis=-1).transpose(permutation)
 
     return jax.jit(to_parameter)
+
+
+def packed_words(parts: tuple[Array, ...], permutation: tuple[int, ...], place: NamedSharding) -> Array:
+    """A parameter of words, from the bytes that a checkpoint holds."""
+    (stored,) = parts
+    return jax.block_until_ready(_packer(permutation, place)(stored))
+
+
+@functools.lru_cache(maxsize=64)
+def _packer(permutation: tuple[int, ...], place: NamedSharding) -> Callable[[Array], Array]:
+    def to_words(stored: Array) -> Array:
+        blocks = stored.reshape(*stored.shape[:-1], -1, MXFP4_BLOCK // 2)
+        return pack(blocks).transpose(permutation)
+
+    return jax.jit(to_words, out_shardings=place)
+
+
+def raise_on_large_exponents(exponents: Array, source: AnySource) -> None:
+    """Scales that the kernels cannot compute with."""
+    largest = int(exponents.max())
+    if largest > LARGEST_EXPONENT:
+        raise ModelLoadError(
+            f"{source.tensors[0].name} has a scale of 2^{largest - 127}, experts are computed from 4 bits with scales up to "
+            f"2^{LARGEST_EXPONENT - 127}; use --dequantize"
+        )

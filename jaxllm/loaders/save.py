@@ -13,6 +13,7 @@ from flax import nnx
 from jaxllm.loaders import safetensors
 from jaxllm.loaders.layout import parameters, source_of
 from jaxllm.model_config import ModelConfig
+from pallas_kernels.grouped_matmul.mxfp4 import unpack
 
 
 def save_safetensors(
@@ -27,8 +28,8 @@ def save_safetensors(
     stored_dtype = jnp.dtype(dtype or config.dtype)
     tensors: dict[str, np.ndarray] = {}
     for path, variable in parameters(state):
-        array = np.asarray(jax.device_get(variable[...]))
-        if path[-1] not in ("values", "scale", "kv_scale"):
+        array = np.asarray(jax.device_get(stored_bytes(variable[...]) if path[-1] == "words" else variable[...]))
+        if path[-1] not in ("values", "scale", "kv_scale", "words", "exponents"):
             array = array.astype(stored_dtype)
         source_of(variable).write(array, tensors)
     directory.mkdir(parents=True, exist_ok=True)
@@ -39,11 +40,17 @@ def save_safetensors(
     partial.replace(directory / "model.safetensors")
 
 
+def stored_bytes(words: jax.Array) -> jax.Array:
+    """Uint8 [..., K / 2]: 4-bit values as checkpoints hold them."""
+    return unpack(words).reshape(*words.shape[:-1], -1)
+
+
 def _config_json(config: ModelConfig, described: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     written = {**described, "torch_dtype": dtype, "dtype": dtype, "eos_token_id": list(config.eos_token_ids) or None}
     if not config.generates:
         written["architectures"] = [config.architecture.replace("ForCausalLM", "Model")]
-    written.pop("quantization_config", None)
+    if not config.packed_experts:
+        written.pop("quantization_config", None)
     if config.quantization is not None:
         written["quantization_config"] = quantization_json(config)
     return written

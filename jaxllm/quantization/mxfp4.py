@@ -4,11 +4,27 @@ Source: OCP Microscaling Formats (MX) Specification 1.0, 2023.
 """
 
 import jax.numpy as jnp
+from flax import nnx
 from jax import Array
 
-MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""By the lower three bits; the fourth is the sign."""
-SCALE_BIAS = 127
+from pallas_kernels.grouped_matmul.mxfp4 import MAGNITUDES, SCALE_BIAS, Mxfp4
+
+VALUE_BYTES = 17 / 32
+"""With its share of the scale."""
+LARGEST_EXPONENT = 191
+"""Of a scale with which kernels can compute: 2^64."""
+
+
+class Mxfp4Weight(nnx.Module):
+    """A weight in 4 bits as kernels read it: stands where the array stood."""
+
+    def __init__(self, words: nnx.Param, exponents: nnx.Param):
+        self.words = words
+        self.exponents = exponents
+
+    def __getitem__(self, index: object) -> Mxfp4:
+        """As of a parameter: `weight[...]`."""
+        return Mxfp4(self.words[...], self.exponents[...])[index]
 
 
 def widen(blocks: Array, scales: Array, dtype: str) -> Array:

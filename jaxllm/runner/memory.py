@@ -262,10 +262,15 @@ def estimate_work_bytes(config: EngineConfig, model: ModelConfig) -> int:
     itemsize = jnp.dtype(model.dtype).itemsize
     widest = max(sum(part.values_per_token for part in layer.parts.values()) for layer in set(model.layers))
     per_token = widest // size + 6 * model.hidden_size
+    widened = 0  # experts of a layer, which a step with many tokens computes so
+    if model.packed_experts:
+        widened = (
+            max(3 * part.routing.num_experts * part.width for part in model.mixtures) * model.hidden_size * itemsize // size
+        )
     sampling = 6 * 4 * scheduler.max_num_seqs * model.vocab_size
     rows = (spec.bytes_per_row for spec in cache_specs(model) if isinstance(spec, RowState))
     states = 3 * scheduler.max_num_seqs * max(rows, default=0) // size  # of one layer: gathered, changed and scattered
-    return int(1.25 * (scheduler.max_num_batched_tokens * per_token * itemsize + sampling + states)) + (64 << 20)
+    return int(1.25 * (scheduler.max_num_batched_tokens * per_token * itemsize + sampling + states)) + widened + (64 << 20)
 
 
 def tuning_bytes(config: EngineConfig, model: ModelConfig) -> int:

@@ -5,11 +5,13 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.checking.case import Case
 from pallas_kernels.checking.host import Normals
 from pallas_kernels.grouped_matmul import experts
+from pallas_kernels.grouped_matmul.mxfp4 import BLOCK, SCALE_BIAS, WORD, Mxfp4
 
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 2e-2}
 """Of the largest difference, relative to the largest value: hidden values and each expert's result are rounded too."""
@@ -30,6 +32,8 @@ class Shapes:
     hidden: int
     activation: str = "silu"
     has_biases: bool = False
+    is_packed: bool = False
+    """Whether the weights are in 4 bits."""
 
 
 def cases(shapes: Shapes, implementation: str, *, interpret: bool) -> list[Case]:
@@ -77,7 +81,7 @@ def plain(
     local_Tk = np.where(is_real_T[:, None], expert_Tk - int(first), -1)
     for index in np.intersect1d(local_Tk, np.arange(down.shape[0])):
         token_M, choice_M = np.nonzero(local_Tk == index)
-        gate_up_2FD, down_DF = (np.asarray(array[index]).astype(np.float32) for array in (gate_up, down))
+        gate_up_2FD, down_DF = (np.asarray(weight[index].astype(np.float32)) for weight in (gate_up, down))
         gate_MF, up_MF = x_TD[token_M].astype(np.float32) @ gate_up_2FD.swapaxes(1, 2)
         if biases:
             gate_MF, up_MF = (
@@ -111,6 +115,16 @@ def routing(num_tokens: int, num_choices: int, num_experts: int, seed: int = 0) 
     return expert_Tk, weight_Tk / weight_Tk.sum(axis=1, keepdims=True)
 
 
+def packed(*shape: int, seed: int = 0) -> Mxfp4:
+    """Random weights [..., N, K] in 4 bits, with a deviation near 1.5 / sqrt(K)."""
+    rng = np.random.default_rng(seed)
+    *lead, N, K = shape
+    words = rng.integers(0, 1 << 16, (*lead, N, K // WORD), dtype=np.uint16)
+    middle = SCALE_BIAS - 1 - round(math.log2(K) / 2)
+    exponents = rng.integers(middle - 1, middle + 1, (*lead, K // BLOCK, N), dtype=np.uint8)
+    return Mxfp4(jnp.asarray(words), jnp.asarray(exponents))
+
+
 def _host_arrays(shapes: Shapes, num_tokens: int, num_experts: int, num_choices: int) -> tuple[Any, tuple[Any, ...]]:
     """The last tokens are padding and NaN; one expert more than there are here is chosen from."""
     normals, dtype = Normals(), shapes.dtype
@@ -119,7 +133,12 @@ def _host_arrays(shapes: Shapes, num_tokens: int, num_experts: int, num_choices:
     is_real_T = np.arange(num_tokens) < max(1, num_tokens - 3)
     x_TD = normals(num_tokens, D)
     x_TD[~is_real_T] = np.nan
-    gate_up_E2FD = (normals(num_experts, 2, F, D) * np.float32(2 / math.sqrt(D))).astype(dtype)
-    down_EDF = (normals(num_experts, D, F) * np.float32(1 / math.sqrt(F))).astype(dtype)
+    gate_up_E2FD: Any
+    down_EDF: Any
+    if shapes.is_packed:
+        gate_up_E2FD, down_EDF = packed(num_experts, 2, F, D), packed(num_experts, D, F, seed=1)
+    else:
+        gate_up_E2FD = (normals(num_experts, 2, F, D) * np.float32(2 / math.sqrt(D))).astype(dtype)
+        down_EDF = (normals(num_experts, D, F) * np.float32(1 / math.sqrt(F))).astype(dtype)
     biases = (normals.of(dtype, num_experts, 2, F), normals.of(dtype, num_experts, D)) if shapes.has_biases else ()
     return x_TD.astype(dtype), (expert_Tk, weight_Tk, is_real_T, np.int32(1), gate_up_E2FD, down_EDF, *biases)

@@ -4,7 +4,8 @@ Shapes, common to all implementations:
     x_TD          [T, D] activations
     expert_Tk     int32 [T, k]: the experts chosen for each token, numbered over all devices
     weight_Tk     float32 [T, k]: their routing weights
-    gate_up_E2FD  [E, 2, F, D], down_EDF [E, D, F]: this device's experts, output dimension first, as checkpoints hold them
+    gate_up_E2FD  [E, 2, F, D], down_EDF [E, D, F]: this device's experts, output dimension first, as checkpoints hold them;
+                  both arrays, or both in 4 bits: `mxfp4.Mxfp4`
     gate_up_bias_E2F, down_bias_ED: or None
     is_real_T     bool [T]: False for padding, which is routed nowhere and costs nothing; None: all are real, or chose no expert (-1)
     result        [T, D] in the type of x
@@ -22,9 +23,12 @@ import importlib
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_kernels.grouped_matmul import mxfp4
 from pallas_kernels.grouped_matmul.activation import ACTIVATIONS
+from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4
 from pallas_kernels.verified import is_verified
 
 IMPLEMENTATIONS = {
@@ -35,6 +39,9 @@ IMPLEMENTATIONS = {
 }
 """Each module has experts and supports(platform, dtype, weight_dtype, width, hidden, interpret)."""
 
+_FOR_4_BITS = "pallas_kernels.grouped_matmul.mxfp4_triton"
+"""Computes with weights of 4 bits in place of a kernel of `IMPLEMENTATIONS`."""
+
 PREFERENCE = ("mosaic", "triton", "xla")
 PLAIN = ("xla", "reference")
 """Implementations in plain JAX."""
@@ -44,8 +51,8 @@ def experts(
     x_TD: jax.Array,
     expert_Tk: jax.Array,
     weight_Tk: jax.Array,
-    gate_up_E2FD: jax.Array,
-    down_EDF: jax.Array,
+    gate_up_E2FD: jax.Array | Mxfp4,
+    down_EDF: jax.Array | Mxfp4,
     *,
     is_real_T: jax.Array | None = None,
     gate_up_bias_E2F: jax.Array | None = None,
@@ -71,13 +78,19 @@ def experts(
         implementation = choose(platform=jax.default_backend(), **case)
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"no implementation {implementation!r} of experts; there are {', '.join(IMPLEMENTATIONS)}")
-    module = importlib.import_module(IMPLEMENTATIONS[implementation])
     # An explicit choice is not held to the platform: a program may be compiled here for a GPU elsewhere.
-    if not module.supports(platform="gpu", interpret=interpret, **case):
+    if not _supports(implementation, platform="gpu", interpret=interpret, **case):
         raise ValueError(
             f"implementation {implementation!r} of experts does not take experts of width {case['hidden']} in a model of width "
             f"{case['width']}, activations in {x_TD.dtype} and weights in {gate_up_E2FD.dtype}; use 'xla'"
         )
+    module = importlib.import_module(IMPLEMENTATIONS[implementation])
+    if isinstance(down_EDF, Mxfp4) and implementation not in PLAIN:
+        assert isinstance(gate_up_E2FD, Mxfp4)
+        if mxfp4.is_few(expert_Tk.size, len(down_EDF)):
+            module = importlib.import_module(_FOR_4_BITS)
+        else:
+            gate_up_E2FD, down_EDF = mxfp4.widen_after(x_TD, gate_up_E2FD, down_EDF)
     return module.experts(
         x_TD,
         expert_Tk,
@@ -101,8 +114,16 @@ def candidates(
     width: D. hidden: F on one device.
     """
     case: dict[str, Any] = {"dtype": dtype, "weight_dtype": weight_dtype, "width": width, "hidden": hidden}
-    modules = {name: importlib.import_module(IMPLEMENTATIONS[name]) for name in PREFERENCE}
-    return tuple(name for name in PREFERENCE if modules[name].supports(platform=platform, interpret=interpret, **case))
+    return tuple(name for name in PREFERENCE if _supports(name, platform=platform, interpret=interpret, **case))
+
+
+def _supports(name: str, **case: Any) -> bool:
+    """Whether an implementation takes a case. Weights of 4 bits have a kernel of their own, which leaves many pairs to the named one."""
+    if name not in PLAIN and jnp.dtype(case["weight_dtype"]) == mxfp4.DTYPE:
+        if not importlib.import_module(_FOR_4_BITS).supports(**case):
+            return False
+        case["weight_dtype"] = case["dtype"]
+    return importlib.import_module(IMPLEMENTATIONS[name]).supports(**case)
 
 
 def choose(*, platform: str, dtype: DTypeLike, weight_dtype: DTypeLike, width: int, hidden: int) -> str:
@@ -116,8 +137,8 @@ def _check_shapes(
     x_TD: jax.Array,
     expert_Tk: jax.Array,
     weight_Tk: jax.Array,
-    gate_up_E2FD: jax.Array,
-    down_EDF: jax.Array,
+    gate_up_E2FD: jax.Array | Mxfp4,
+    down_EDF: jax.Array | Mxfp4,
     is_real_T: jax.Array | None,
     gate_up_bias_E2F: jax.Array | None,
     down_bias_ED: jax.Array | None,
@@ -125,7 +146,9 @@ def _check_shapes(
     """Raise ValueError for the first array whose shape does not fit x_TD, expert_Tk and down_EDF."""
     (T, D), (E, _, F) = x_TD.shape, down_EDF.shape
     k = expert_Tk.shape[1]
-    expected: dict[str, tuple[jax.Array | None, tuple[int, ...]]] = {
+    if isinstance(gate_up_E2FD, Mxfp4) != isinstance(down_EDF, Mxfp4):
+        raise ValueError("gate_up_E2FD and down_EDF must both be arrays or both be in 4 bits")
+    expected: dict[str, tuple[jax.Array | Mxfp4 | None, tuple[int, ...]]] = {
         "expert_Tk": (expert_Tk, (T, k)),
         "weight_Tk": (weight_Tk, (T, k)),
         "gate_up_E2FD": (gate_up_E2FD, (E, 2, F, D)),
@@ -134,6 +157,9 @@ def _check_shapes(
         "gate_up_bias_E2F": (gate_up_bias_E2F, (E, 2, F)),
         "down_bias_ED": (down_bias_ED, (E, D)),
     }
+    if isinstance(gate_up_E2FD, Mxfp4) and isinstance(down_EDF, Mxfp4):
+        expected["exponents of gate_up_E2FD"] = gate_up_E2FD.exponents, (E, 2, D // mxfp4.BLOCK, F)
+        expected["exponents of down_EDF"] = down_EDF.exponents, (E, F // mxfp4.BLOCK, D)
     for name, (array, shape) in expected.items():
         if array is not None and array.shape != shape:
             raise ValueError(f"{name} is {list(array.shape)}, expected {list(shape)} for x_TD {list(x_TD.shape)}")

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.grouped_matmul.activation import ACTIVATIONS
+from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4
 
 
 def supports(**_: object) -> bool:
@@ -14,8 +15,8 @@ def experts(
     x_TD: jax.Array,
     expert_Tk: jax.Array,
     weight_Tk: jax.Array,
-    gate_up_E2FD: jax.Array,
-    down_EDF: jax.Array,
+    gate_up_E2FD: jax.Array | Mxfp4,
+    down_EDF: jax.Array | Mxfp4,
     *,
     is_real_T: jax.Array | None = None,
     gate_up_bias_E2F: jax.Array | None = None,
@@ -26,7 +27,7 @@ def experts(
 ) -> jax.Array:
     """Nothing is rounded before the result."""
 
-    def product(a: jax.Array, b: jax.Array) -> jax.Array:
+    def product(a: jax.Array, b: jax.Array | Mxfp4) -> jax.Array:
         return jnp.matmul(a, b.astype(jnp.float32).T, precision=jax.lax.Precision.HIGHEST)
 
     wide_TD = x_TD.astype(jnp.float32)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.grouped_matmul.activation import ACTIVATIONS
+from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4
 from pallas_kernels.grouped_matmul.plan import local_experts, make_plan, weighted_sum
 
 
@@ -20,8 +21,8 @@ def experts(
     x_TD: jax.Array,
     expert_Tk: jax.Array,
     weight_Tk: jax.Array,
-    gate_up_E2FD: jax.Array,
-    down_EDF: jax.Array,
+    gate_up_E2FD: jax.Array | Mxfp4,
+    down_EDF: jax.Array | Mxfp4,
     *,
     is_real_T: jax.Array | None = None,
     gate_up_bias_E2F: jax.Array | None = None,
@@ -44,7 +45,7 @@ def experts(
         row_M = start + jnp.arange(tile_rows)
         is_own_M = (row_M >= plan.start_N[tile]) & (row_M < plan.start_N[tile] + plan.count_N[tile])
         expert = plan.expert_N[tile]
-        gate_up_2FD, down_DF = gate_up_E2FD[expert], down_EDF[expert]
+        gate_up_2FD, down_DF = (weight[expert].astype(x_TD.dtype) for weight in (gate_up_E2FD, down_EDF))
         tile_MD = lax.dynamic_slice_in_dim(x_PD, start, tile_rows)
         gate_up_M2F = _product(tile_MD, gate_up_2FD.reshape(2 * hidden, width)).reshape(tile_rows, 2, hidden)
         if gate_up_bias_E2F is not None:

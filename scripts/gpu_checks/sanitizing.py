@@ -80,6 +80,8 @@ def kernel_cases(*, interpret: bool) -> list[tuple[str, Case]]:
         for name in ("mosaic", "triton"):
             cases = grouped_matmul.cases(mixture, name, interpret=interpret)
             found += [(f"experts {name}{' biases' * has_biases}", case) for case in cases]
+    mixture = grouped_matmul.Shapes("bfloat16", 6, 3, 256, 96, is_packed=True)
+    found += [("experts triton 4 bits", case) for case in grouped_matmul.cases(mixture, "triton", interpret=interpret)]
     delta = gated_delta.Shapes("bfloat16", 2, 2, 24, 40)
     found += [("delta triton", case) for case in gated_delta.cases(delta, "triton", interpret=interpret)]
     found += [("sampling triton", case) for case in sampling.cases(sampling.Shapes(VOCAB_SIZE), "triton", interpret=interpret)]

@@ -1,7 +1,6 @@
 """The experts of a mixture, by every implementation that takes the case: few tokens against a copy, many against the products' peak."""
 
 import functools
-import importlib
 import math
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
@@ -13,8 +12,8 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.checking.case import Case
-from pallas_kernels.checking.grouped_matmul import TOLERANCE, host_error, plain, routing, run
-from pallas_kernels.grouped_matmul import IMPLEMENTATIONS, PLAIN, mosaic, triton
+from pallas_kernels.checking.grouped_matmul import TOLERANCE, host_error, packed, plain, routing, run
+from pallas_kernels.grouped_matmul import IMPLEMENTATIONS, PLAIN, candidates, mosaic, mxfp4, mxfp4_triton, triton
 from pallas_kernels.grouped_matmul.mosaic_many import Sizes, pick_sizes
 from pallas_kernels.grouped_matmul.triton_few import FewTiling, pick_few_tiling, takes_few
 
@@ -40,10 +39,13 @@ class Mixture:
     """The expert of every token's first choice."""
     all_experts: int | None = None
     """Of all devices together; None: those of this one."""
+    four_bits: bool = False
+    """Whether the weights are MXFP4."""
 
     @property
     def name(self) -> str:
         notes = [self.dtype] * (self.dtype != "bfloat16") + [self.activation] * (self.activation != "silu")
+        notes += ["4 bits"] * self.four_bits
         notes += ["biases"] * self.biases + [f"{self.padding} padding"] * (self.padding > 0)
         notes += ["one expert"] * (self.only is not None) + [f"from {self.first} of {self.all_experts}"] * (self.first > 0)
         sizes = f"{self.num_tokens} tokens e{self.num_experts} k{self.num_choices} d{self.width} f{self.hidden}"
@@ -53,15 +55,16 @@ class Mixture:
 QWEN3_30B = Mixture(1, 8, 128, 2048, 768)
 DEEPSEEK_V2_LITE = Mixture(1, 6, 64, 2048, 1408)
 GPT_OSS_20B = Mixture(1, 4, 32, 2880, 2880, activation="swiglu_clamped", biases=True)
+GPT_OSS_20B_4 = replace(GPT_OSS_20B, four_bits=True)
 
 
 def speed_cases(tiny: bool, tune: bool) -> list[Case]:
-    """Three models, from a token to a prompt."""
+    """Three models, one of them also in 4 bits, from a token to a prompt."""
     if tiny:
         return [_case(Mixture(num_tokens, 2, 4, 32, 16), is_timed=True, tune=tune) for num_tokens in (1, 40)]
     return [
         _case(replace(model, num_tokens=num_tokens, padding=padding), is_timed=True, tune=tune)
-        for model in (QWEN3_30B, DEEPSEEK_V2_LITE, GPT_OSS_20B)
+        for model in (QWEN3_30B, DEEPSEEK_V2_LITE, GPT_OSS_20B, GPT_OSS_20B_4)
         # A decode step of one request has eight rows.
         for num_tokens, padding in ((8, 7), (8, 0), (64, 0), (256, 0), (1024, 0), (3072, 0), (8192, 0))
     ]
@@ -71,11 +74,16 @@ def check_cases(tiny: bool) -> list[Case]:
     """Few pairs, some, and many; odd numbers of experts, shares of their width, biases, activations, padding, other devices."""
     toy = Mixture(7, 2, 5, 32, 24)
     if tiny:
-        return [_case(case) for case in (toy, replace(toy, num_tokens=40, biases=True, padding=3))]
+        four_bits = replace(toy, hidden=32, dtype="bfloat16", four_bits=True)
+        return [_case(case) for case in (toy, replace(toy, num_tokens=40, biases=True, padding=3), four_bits)]
     mixtures = [
         *(Mixture(num_tokens, 8, 12, 2048, 768) for num_tokens in (1, 2, 5, 64, 65, 200, 1000)),
         *(Mixture(num_tokens, 6, 8, 2048, 1408) for num_tokens in (1, 17, 400)),
         *(replace(GPT_OSS_20B, num_tokens=num_tokens, num_experts=6) for num_tokens in (1, 9, 300)),
+        *(replace(GPT_OSS_20B_4, num_tokens=num_tokens, num_experts=6) for num_tokens in (1, 3, 9, 40, 300, 1000)),
+        replace(GPT_OSS_20B_4, num_tokens=40, num_experts=4, first=4, all_experts=8, padding=7),
+        *(Mixture(num_tokens, 2, 5, 2880, 1440, biases=True, four_bits=True) for num_tokens in (4, 500)),
+        *(Mixture(num_tokens, 1, 100, 256, 96, only=77, four_bits=True) for num_tokens in (1, 40, 512, 3000)),
         # Shares of tensor parallelism.
         *(Mixture(num_tokens, 4, 7, 2048, hidden) for num_tokens in (3, 500) for hidden in (96, 192, 352)),
         *(Mixture(num_tokens, 2, 5, 2880, 360, biases=True) for num_tokens in (4, 700)),
@@ -109,9 +117,16 @@ def _case(mixture: Mixture, *, is_timed: bool = False, tune: bool = False) -> Ca
 
         is_real_T = jnp.arange(mixture.num_tokens) < mixture.num_tokens - mixture.padding
         x_TD = jnp.where(is_real_T[:, None], normal(mixture.num_tokens, D), jnp.nan).astype(dtype)
-        weights = (
-            normal(mixture.num_experts, 2, F, D, scale=2 / math.sqrt(D)),
-            normal(mixture.num_experts, D, F, scale=1 / math.sqrt(F)),
+        weights: Any = (
+            (
+                packed(mixture.num_experts, 2, F, D),
+                packed(mixture.num_experts, D, F, seed=1),
+            )
+            if mixture.four_bits
+            else (
+                normal(mixture.num_experts, 2, F, D, scale=2 / math.sqrt(D)),
+                normal(mixture.num_experts, D, F, scale=1 / math.sqrt(F)),
+            )
         )
         biases = (normal(mixture.num_experts, 2, F), normal(mixture.num_experts, D)) if mixture.biases else ()
         first = jnp.int32(mixture.first)
@@ -125,13 +140,14 @@ def _case(mixture: Mixture, *, is_timed: bool = False, tune: bool = False) -> Ca
     num_real = mixture.num_tokens - mixture.padding
     needed = len(np.unique(expert_Tk[:num_real]))
     itemsize = jnp.dtype(mixture.dtype).itemsize
+    bytes_per_weight = 17 / 32 if mixture.four_bits else itemsize
     return Case(
         mixture.name,
         make,
         {name: functools.partial(_shifted, variant, total) for name, variant in variants.items()},
         functools.partial(_sampled_error, mixture.activation),
         TOLERANCE[mixture.dtype],
-        bytes=itemsize * (needed * 3.0 * D * F + 2.0 * mixture.num_tokens * D),
+        bytes=bytes_per_weight * needed * 3.0 * D * F + itemsize * 2.0 * mixture.num_tokens * D,
         flops=2.0 * 3 * D * F * num_real * mixture.num_choices,
         feed=_feed,
     )
@@ -160,17 +176,24 @@ def _variants(mixture: Mixture, *, tune: bool) -> dict[str, Callable[..., Any]]:
     on_gpu = jax.default_backend() == "gpu"
     # Mosaic leaves few pairs to Triton.
     is_few = mixture.num_tokens * mixture.num_choices < mosaic.MIN_PAIRS_OF_EXPERT * mixture.num_experts
-    case = {"dtype": jnp.dtype(mixture.dtype), "weight_dtype": jnp.dtype(mixture.dtype)}
+    case = {"dtype": jnp.dtype(mixture.dtype), "weight_dtype": mxfp4.DTYPE if mixture.four_bits else jnp.dtype(mixture.dtype)}
     case |= {"width": mixture.width, "hidden": mixture.hidden}
     options: dict[str, Any] = {"activation": mixture.activation, "interpret": not on_gpu}
     takes = [
         name
-        for name, path in IMPLEMENTATIONS.items()
+        for name in IMPLEMENTATIONS
         if name not in PLAIN
         and not (name == "mosaic" and is_few)
-        and importlib.import_module(path).supports(platform=jax.default_backend(), interpret=not on_gpu, **case)
+        and name in candidates(platform=jax.default_backend(), interpret=not on_gpu, **case)
     ]
     found: dict[str, Callable[..., Any]] = {name: functools.partial(run, implementation=name, **options) for name in takes}
+    if mixture.four_bits:
+        if tune:
+            found |= {
+                f"triton {_sizes_of(tiling)}": _variant(mxfp4_triton.experts, tiling=tiling, **options)
+                for tiling in _tilings_of_4_bits(mixture)
+            }
+        return found
     if tune and "triton" in takes:
         found |= {
             f"triton {_sizes_of(tiling)}": _variant(triton.experts, tiling=tiling, **options) for tiling in _tilings(mixture)
@@ -199,7 +222,7 @@ def _variant(function: Callable[..., jax.Array], **options: Any) -> Callable[...
     return call
 
 
-def _sizes_of(tiling: triton.Tiling | FewTiling) -> str:
+def _sizes_of(tiling: triton.Tiling | FewTiling | mxfp4_triton.Tiling) -> str:
     """Block sizes, warps and stages of both kernels; of few tokens' also the programs of a core, and shares."""
     sizes = " ".join("-".join(map(str, astuple(tiles))) for tiles in (tiling.gate_up, tiling.down))
     return f"{sizes} {tiling.programs_of_core}-{tiling.num_shares}" if isinstance(tiling, FewTiling) else sizes
@@ -247,3 +270,17 @@ def _few_tilings(itemsize: int) -> list[FewTiling]:
         replace(base, down=replace(down, block_n=32)),
         replace(base, down=replace(down, block_n=16, block_k=256), num_shares=3),
     ]
+
+
+def _tilings_of_4_bits(mixture: Mixture) -> list[mxfp4_triton.Tiling]:
+    """One size changed at a time, in both kernels."""
+    base = mxfp4_triton.pick_tiling(mixture.num_tokens * mixture.num_choices, mixture.num_experts)
+    changes: list[Callable[[mxfp4_triton.Tiles], mxfp4_triton.Tiles]] = [
+        lambda tiles: replace(tiles, num_stages=tiles.num_stages - 1),
+        lambda tiles: replace(tiles, num_stages=tiles.num_stages + 1),
+        lambda tiles: replace(tiles, block_n=tiles.block_n * 2, num_warps=tiles.num_warps * 2),
+        lambda tiles: replace(tiles, block_k=tiles.block_k * 2),
+        lambda tiles: replace(tiles, block_k=tiles.block_k // 2),
+        lambda tiles: replace(tiles, block_m=tiles.block_m // 2, num_parts=tiles.num_parts * 2, block_n=tiles.block_n // 2),
+    ]
+    return [mxfp4_triton.Tiling(change(base.gate_up), change(base.down)) for change in changes]

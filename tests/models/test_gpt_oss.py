@@ -3,7 +3,9 @@
 tests/models/test_families.py compares the family with transformers.
 """
 
+import dataclasses
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +13,27 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.config import EngineConfig
 from jaxllm.engine import kernel_check
 from jaxllm.engine.prepare import Prepared
 from jaxllm.errors import ModelLoadError
-from jaxllm.layers.build import build_model, weight_bytes
+from jaxllm.layers.build import build_model, num_parameters, weight_bytes
 from jaxllm.loaders import safetensors
+from jaxllm.loaders.formats import open_checkpoint
 from jaxllm.loaders.load import load_weights
-from jaxllm.models.load_config import load_model_config
+from jaxllm.loaders.save import save_safetensors
+from jaxllm.model_config import ModelConfig
+from jaxllm.models.load_config import load_model_config, read_config_json
 from jaxllm.parallel.mesh import make_mesh
 from jaxllm.quantization.mxfp4 import widen
 from jaxllm.start_times import StartTimes
 from tests.helpers import goldens
 
-D, F, E, LAYERS = 64, 96, 4, 2
+SCRIPTS = Path(__file__).parent.parent.parent / "scripts"
+D, F, E, LAYERS = 64, 192, 4, 2
 CONFIG = {
     "architectures": ["GptOssForCausalLM"],
     "model_type": "gpt_oss",
@@ -116,9 +123,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_experts_in_four_bits_are_what_they_stand_for(folders: dict[str, Path], size: int) -> None:
-    """Of two devices each holds 48 of an expert's 96 values: one and a half blocks."""
+def load(directory: Path, size: int, **options: Any) -> tuple[ModelConfig, nnx.State]:
+    """A checkpoint in float32 on the first devices."""
+    config = load_model_config(directory, **options).for_tensor_parallel(size)
+    return config, load_weights(config, build_model(config), directory, load_format="auto", mesh=make_mesh(size))
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_widened_experts_are_what_their_four_bits_stand_for(folders: dict[str, Path], size: int) -> None:
+    """Of four devices each holds 48 of an expert's 192 values: one and a half blocks."""
     found = [goldens.load(folders[form], tensor_parallel_size=size) for form in ("bfloat16", "mxfp4")]
     (config, plain), (_, unpacked) = found
     assert weight_bytes(found[1][0]) == weight_bytes(config)
@@ -127,14 +140,76 @@ def test_experts_in_four_bits_are_what_they_stand_for(folders: dict[str, Path], 
         np.testing.assert_array_equal(got, expected)
 
 
-def test_whole_experts_of_a_device_in_four_bits(folders: dict[str, Path]) -> None:
-    states = []
-    for form in ("bfloat16", "mxfp4"):
-        config = load_model_config(folders[form], expert_parallel=True).for_tensor_parallel(2)
-        states.append(load_weights(config, build_model(config), folders[form], load_format="auto", mesh=make_mesh(2)))
+def test_whole_experts_of_a_device_are_widened(folders: dict[str, Path]) -> None:
+    states = [load(folders[form], 2, expert_parallel=True)[1] for form in ("bfloat16", "mxfp4")]
     for expected, got in zip(*map(jax.tree.leaves, states), strict=True):
         assert got.sharding == expected.sharding
         np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize(
+    ("size", "expert_parallel"), [(1, False), (2, False), (4, True)], ids=["one device", "by width", "whole experts"]
+)
+def test_experts_that_stay_in_four_bits_are_what_these_stand_for(
+    folders: dict[str, Path], size: int, expert_parallel: bool
+) -> None:
+    config, plain = load(folders["bfloat16"], size, expert_parallel=expert_parallel)
+    packed_config, packed = load(folders["mxfp4"], size, expert_parallel=expert_parallel, dequantize=False)
+    num_values = LAYERS * E * 3 * D * F
+    assert num_parameters(packed_config) == num_parameters(config)
+    assert weight_bytes(config) - weight_bytes(packed_config) == num_values * 4 - num_values * 17 // 32
+    model, packed_model = (nnx.merge(nnx.graphdef(build_model(c)), s) for c, s in ((config, plain), (packed_config, packed)))
+    for block, packed_block in zip(model.blocks, packed_model.blocks, strict=True):
+        for name in ("gate_up", "down"):
+            expected, weight = getattr(block.mlp, name)[...], getattr(packed_block.mlp, name)
+            np.testing.assert_array_equal(weight[...].astype(expected.dtype), expected)
+            for stored in (weight.words[...], weight.exponents[...]):
+                assert stored.addressable_shards[0].data.size * size == stored.size
+
+
+def test_experts_in_four_bits_are_saved_as_they_were_read(folders: dict[str, Path], tmp_path: Path) -> None:
+    config, state = load(folders["mxfp4"], 1, dequantize=False)
+    save_safetensors(config, state, tmp_path / "saved", read_config_json(folders["mxfp4"]))
+    for name in ("model.layers.1.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"):
+        for part in ("blocks", "scales"):
+            found = [
+                open_checkpoint(d, "auto", "float32").tensor(f"{name}_{part}") for d in (folders["mxfp4"], tmp_path / "saved")
+            ]
+            np.testing.assert_array_equal(*found)
+    # The same through orbax, from a script that keeps the four bits.
+    convert = runpy.run_path(str(SCRIPTS / "convert_checkpoint.py"))["convert"]
+    convert(folders["mxfp4"], tmp_path / "orbax", "float32")
+    again = load(tmp_path / "orbax", 2, dequantize=False)[1]
+    for expected, got in zip(*map(jax.tree.leaves, (state, again)), strict=True):
+        np.testing.assert_array_equal(got, expected)
+    with pytest.raises(ModelLoadError, match="holds experts in 4 bits; use --no-dequantize"):
+        load(tmp_path / "orbax", 1)
+
+
+def test_experts_stay_in_four_bits_where_a_kernel_computes_from_them(folders: dict[str, Path]) -> None:
+    def is_packed(**options: Any) -> bool:
+        return load_model_config(folders["mxfp4"], **options).packed_experts
+
+    assert is_packed(on_gpu=True, dtype="bfloat16") and is_packed(dequantize=False)
+    assert not is_packed(on_gpu=True, dtype="float32") and not is_packed() and not is_packed(on_gpu=True, dequantize=True)
+    # 48 values of a device are one and a half blocks.
+    assert not load_model_config(folders["mxfp4"], dequantize=False).for_tensor_parallel(4).packed_experts
+
+
+def test_dummy_experts_have_four_bits_too(folders: dict[str, Path]) -> None:
+    config = load_model_config(folders["mxfp4"], dequantize=False).for_tensor_parallel(2)
+    state = load_weights(config, build_model(config), folders["mxfp4"], load_format="dummy", mesh=make_mesh(2))
+    model = nnx.merge(nnx.graphdef(build_model(config)), state)
+    assert 0.02 < float(model.blocks[0].mlp.down[...].astype("float32").std()) < 0.026
+
+
+def test_a_scale_beyond_what_kernels_compute_with_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    common, _, four_bits = tensors_of()
+    four_bits["model.layers.1.mlp.experts.down_proj_scales"][3, 5, 1] = 192
+    directory = write(tmp_path / "large", common | four_bits, quantization_config=MXFP4)
+    with pytest.raises(ModelLoadError, match=r"layers.1.mlp.experts.down_proj_scales has a scale of 2\^65, .*use --dequantize"):
+        load(directory, 1, dequantize=False)
+    load(directory, 1)
 
 
 def test_scales_are_exact_at_both_ends() -> None:
@@ -148,11 +223,16 @@ def test_scales_are_exact_at_both_ends() -> None:
     "options",
     [
         {},
-        {"max_num_batched_tokens": 16, "num_gpu_blocks_override": 18, "block_size": 8},  # chunks and preemption
-        {"tensor_parallel_size": 2},
-        {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+        {
+            "dequantize": False,
+            "max_num_batched_tokens": 16,
+            "num_gpu_blocks_override": 18,
+            "block_size": 8,
+        },  # chunks and preemption
+        {"dequantize": False, "tensor_parallel_size": 2},
+        {"dequantize": False, "tensor_parallel_size": 2, "enable_expert_parallel": True},
     ],
-    ids=["one device", "a small pool", "two devices", "two devices, whole experts"],
+    ids=["one device, widened", "a small pool", "two devices", "two devices, whole experts"],
 )
 def test_an_engine_gives_the_tokens_of_attention_without_a_cache(folders: dict[str, Path], options: dict) -> None:
     config, state = goldens.load(folders["bfloat16"])
@@ -186,7 +266,10 @@ def test_kernels_are_checked_with_sinks_and_biases(folders: dict[str, Path]) -> 
     shapes = kernel_check.shapes_of(prepared.config, prepared.model_config, prepared.plan)
     [attention], [experts] = shapes["paged_attention"], shapes["grouped_matmul"]
     assert [(layer.window, layer.has_sinks) for layer in attention.layers] == [(8, True), (None, True)]
-    assert experts.has_biases and experts.activation == "swiglu_clamped"
+    assert experts.has_biases and experts.activation == "swiglu_clamped" and not experts.is_packed
+    packed = dataclasses.replace(prepared.model_config, packed_experts=True)
+    [experts] = kernel_check.shapes_of(prepared.config, packed, prepared.plan)["grouped_matmul"]
+    assert experts.is_packed
 
 
 def test_what_mxfp4_cannot_be_is_refused(folders: dict[str, Path]) -> None:

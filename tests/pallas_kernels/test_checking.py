@@ -217,10 +217,11 @@ def test_the_cases_lower_for_a_gpu():
         *rope_cache_write.cases(rope_cache_write.Shapes(**common, has_norms=True), "triton", interpret=False),
         *sampling.cases(sampling.Shapes(4096), "triton", interpret=False),
         *grouped_matmul.cases(replace(EXPERTS, dtype="bfloat16"), "triton", interpret=False),
+        *grouped_matmul.cases(replace(EXPERTS, dtype="bfloat16", hidden=32, is_packed=True), "triton", interpret=False),
         *(case for shapes in ROUTERS for case in expert_choice.cases(shapes, "triton", interpret=False)),
         *gated_delta.cases(gated_delta.Shapes("bfloat16", 2, 2, 128, 96), "triton", interpret=False),
     ]
-    assert len(found) == 4 + 2 + 3 + 3 + 3 + 2
+    assert len(found) == 4 + 2 + 3 + 3 + 3 + 3 + 2
     with a_gpu_to_lower_for():
         for case in found:
             carry, constants = case.make()

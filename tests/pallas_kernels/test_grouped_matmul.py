@@ -9,7 +9,19 @@ import numpy as np
 import pytest
 
 from pallas_kernels import _compat
-from pallas_kernels.grouped_matmul import candidates, choose, experts, mosaic, mosaic_many, triton, triton_few, triton_rows
+from pallas_kernels.checking.grouped_matmul import packed
+from pallas_kernels.grouped_matmul import (
+    candidates,
+    choose,
+    experts,
+    mosaic,
+    mosaic_many,
+    mxfp4,
+    mxfp4_triton,
+    triton,
+    triton_few,
+    triton_rows,
+)
 from pallas_kernels.grouped_matmul import tiles as tiles_module
 from pallas_kernels.grouped_matmul.plan import local_experts, make_plan, max_tiles
 
@@ -29,6 +41,7 @@ def make_case(
     padding: int = 0,
     only: int | None = None,
     all_experts: int | None = None,
+    four_bits: bool = False,
     **options,
 ):
     """Random arguments, by name. only: the expert of every token's first choice. all_experts: of all devices together."""
@@ -48,6 +61,11 @@ def make_case(
         "gate_up_E2FD": normal(num_experts, 2, hidden, width, scale=3 / math.sqrt(width)),
         "down_EDF": normal(num_experts, width, hidden, scale=1 / math.sqrt(hidden)),
     }
+    if four_bits:
+        case |= {
+            "gate_up_E2FD": packed(num_experts, 2, hidden, width),
+            "down_EDF": packed(num_experts, width, hidden, seed=1),
+        }
     if bias:
         case |= {"gate_up_bias_E2F": normal(num_experts, 2, hidden), "down_bias_ED": normal(num_experts, width)}
     if padding:
@@ -58,7 +76,7 @@ def make_case(
 
 def naive(case: dict) -> np.ndarray:
     """One token and choice at a time, nothing rounded."""
-    wide = {name: np.asarray(x, np.float64) for name, x in case.items() if name.endswith(("D", "F", "k"))}
+    wide = {name: np.asarray(x.astype("float32"), np.float64) for name, x in case.items() if name.endswith(("D", "F", "k"))}
     out_TD = np.zeros_like(wide["x_TD"])
     is_real_T = np.asarray(case.get("is_real_T", np.ones(len(out_TD), bool)))
     for token, choice in np.argwhere(is_real_T[:, None] & np.ones_like(wide["expert_Tk"], bool)):
@@ -116,6 +134,60 @@ CASES = {
     "experts of another device": make_case(21, num_experts=3, all_experts=12, first_expert=6, num_choices=4, padding=2),
     "widths that are no multiple of a tile": make_case(5, width=45, hidden=11, bias=True),
 }
+
+
+FOUR_BITS = {
+    "one token": make_case(1, num_experts=4, width=96, hidden=64, dtype="bfloat16", bias=True, four_bits=True),
+    "all there is": make_case(
+        21,
+        num_choices=4,
+        num_experts=3,
+        all_experts=6,
+        first_expert=2,
+        width=160,
+        hidden=96,
+        dtype="bfloat16",
+        bias=True,
+        padding=2,
+        activation="swiglu_clamped",
+        four_bits=True,
+    ),
+}
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla", "triton"])
+@pytest.mark.parametrize("name", FOUR_BITS)
+def test_weights_in_four_bits_against_loops(name, implementation):
+    case = FOUR_BITS[name]
+    assert error(case, run(implementation, case)) < TOLERANCE["bfloat16"]
+
+
+@pytest.mark.parametrize("tiles", [mxfp4_triton.Tiles(4, 16, 32, 2, 2, num_parts=4), mxfp4_triton.Tiles(16, 32, 64, 2, 2)])
+@pytest.mark.parametrize("max_few_pairs", [0, 1000])
+def test_four_bits_in_any_tiles(tiles, max_few_pairs):
+    case = dict(FOUR_BITS["all there is"])
+    activation = case.pop("activation")
+    options = {"interpret": True, "activation": activation, "max_few_pairs": max_few_pairs}
+    got = quick(functools.partial(mxfp4_triton.experts, tiling=mxfp4_triton.Tiling(tiles, tiles), **options))(**case)
+    assert error(case | {"activation": activation}, got) < TOLERANCE["bfloat16"]
+
+
+def test_many_pairs_are_computed_with_widened_weights(monkeypatch):
+    monkeypatch.setattr(mxfp4, "MAX_PAIRS_OF_EXPERT", 1)
+    case = FOUR_BITS["all there is"]
+    assert error(case, run("triton", case)) < TOLERANCE["bfloat16"]
+
+
+def test_four_bits_are_packed_and_unpacked():
+    """Every byte at every place of a block."""
+    blocks = np.stack([np.roll(np.arange(256, dtype=np.uint8), i) for i in range(16)], axis=1).reshape(4, 64, 16)
+    words = mxfp4.pack(jnp.asarray(blocks))
+    np.testing.assert_array_equal(mxfp4.unpack(words), blocks)
+    exponents = np.arange(100, 100 + 256, dtype=np.uint32).reshape(4, 64).astype(np.uint8) % 60 + 100
+    wide = np.asarray(mxfp4.Mxfp4(words, jnp.asarray(exponents.T)).astype("float32"))
+    codes = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(4, 64, 32)
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])[codes & 7] * np.where(codes & 8, -1, 1)
+    np.testing.assert_array_equal(wide, (values * 2.0 ** (exponents[..., None] - 127.0)).reshape(4, -1))
 
 
 @pytest.mark.parametrize(
@@ -248,6 +320,8 @@ def test_bad_input_is_named():
         experts(**case, activation="relu")
     with pytest.raises(ValueError, match=r"down_bias_ED is \[5, 31\], expected \[5, 32\]"):
         experts(**case, down_bias_ED=jnp.zeros((5, 31)))
+    with pytest.raises(ValueError, match="must both be arrays or both be in 4 bits"):
+        experts(**{**case, "down_EDF": packed(5, 32, 24 + 8)})
     with pytest.raises(ValueError, match="no implementation 'cuda' of experts"):
         experts(**case, implementation="cuda")
 
@@ -255,4 +329,7 @@ def test_bad_input_is_named():
 def test_a_kernel_is_chosen_on_its_own_only_where_it_was_verified():
     case = {"dtype": jnp.bfloat16, "weight_dtype": jnp.bfloat16, "width": 2048, "hidden": 768}
     assert candidates(platform="cpu", **case) == ("xla",)
+    four_bits = {**case, "weight_dtype": "float4_e2m1fn"}
+    assert "triton" in candidates(platform="gpu", **four_bits)
+    assert candidates(platform="gpu", **{**four_bits, "dtype": "float32"}) == ("xla",)
     assert choose(platform="gpu", **case) == "xla", "this machine's device has no record"

@@ -199,6 +199,9 @@ def test_a_step_reads_the_experts_that_its_tokens_are_expected_to_choose():
     one = cost.work([(1, 2)], num_steps=1, skip_prompts=True)
     unread = 3 * 6 * expert_values * 2
     assert one.bytes == pytest.approx(weight_bytes - unread + 2 * 3 * LAYER_CACHE)
+    packed = ModelCost(dataclasses.replace(sparse, packed_experts=True), weight_bytes)
+    four_bits = packed.work([(1, 2)], num_steps=1, skip_prompts=True)
+    assert four_bits.bytes == pytest.approx(weight_bytes - unread / 2 * 17 / 32 + 2 * 3 * LAYER_CACHE)
     many = cost.work([(1, 2)] * 1000, num_steps=1, skip_prompts=True)
     assert many.bytes == pytest.approx(weight_bytes + 1000 * 2 * 3 * LAYER_CACHE)
     dense = ModelCost(dataclasses.replace(sparse, layers=config().layers), 1).work([(1, 2)], num_steps=1, skip_prompts=True)

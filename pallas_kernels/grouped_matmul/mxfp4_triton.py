@@ -1,0 +1,263 @@
+"""Both products with weights of 4 bits as Pallas-Triton kernels, which widen them in registers: see `triton` for how they are split.
+
+    [block_n, block_k] words -> values -> tensor cores (weights @ x.T, so that a tile of few tokens is narrow) -> [block_n, block_m]
+
+Four words p, p + 1, ... of a block give four tiles of values, p, p + 8, ...; each is multiplied with those columns of x.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
+
+from pallas_kernels._compat import dot_f32, inline_asm, load, store, triton_call
+from pallas_kernels.grouped_matmul.activation import ACTIVATIONS
+from pallas_kernels.grouped_matmul.mxfp4 import BLOCK, DTYPE, MAGNITUDES, PLACES, WORD, WORDS, Mxfp4
+from pallas_kernels.grouped_matmul.plan import local_experts, make_plan, max_tiles, weighted_sum
+from pallas_kernels.grouped_matmul.triton import (
+    MAX_FEW_PAIRS,
+    _for_pairs_of_expert,
+    _for_tile,
+    _tables,
+)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """A program computes block_n columns of block_m pairs, block_k terms of each part of the terms at a time."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    num_parts: int = 1
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Tiles of both kernels, whose block_m is the same."""
+
+    gate_up: Tiles
+    """Computes block_n hidden values: as many columns of gate, and of up."""
+    down: Tiles
+
+
+SCALE_SHIFT = 63
+"""Weights are computed as 2^-63 of their size, and sums multiplied by 2^63: then scales of 2^-62 to 2^64 are bfloat16 factors of
+what a word's bits are."""
+
+_BITS = (
+    "and.b32 a, $1, 0x81C081C0;",
+    "shl.b32 a, $1, 3; and.b32 a, a, 0x81C081C0;",
+    "shl.b32 a, $1, 6; and.b32 a, a, 0x81C081C0;",
+    "shl.b32 a, $1, 1; and.b32 a, a, 0x80008000;"
+    "shr.b32 b, $1, 4; and.b32 b, b, 0x00C000C0; or.b32 a, a, b;"
+    "shr.b32 b, $1, 5; and.b32 b, b, 0x01000100; or.b32 a, a, b;",
+)
+"""PTX that takes a value each out of two words, as bfloat16 of 2^-126 times its size. See `mxfp4`."""
+_TIMES = "{{ .reg .b32 a, b; {} mov.b32 b, 0x80008000; fma.rn.bf16x2 $0, a, $2, b; }}"
+"""The product with two factors. The addend is -0."""
+
+
+def _factors(exponents: jax.Array) -> jax.Array:
+    """What the bits of words [N, W] are multiplied with, for exponents uint8 [W / 8, N]: bfloat16 [N, W]."""
+    exponents = exponents.T
+    N, B = exponents.shape
+    bits = (exponents.astype(jnp.uint16) + SCALE_SHIFT) << 7
+    factors = lax.bitcast_convert_type(bits, jnp.bfloat16)
+    return jnp.broadcast_to(factors[:, :, None], (N, B, WORDS)).reshape(N, B * WORDS)
+
+
+def _widen(words: jax.Array, factors: jax.Array, value: int, *, interpret: bool) -> jax.Array:
+    """bfloat16 [N, W]: one of the four values of words uint16 [N, W], times 2^-63."""
+    if not interpret:
+        result = [jax.ShapeDtypeStruct(words.shape, jnp.bfloat16)]
+        asm = _TIMES.format(_BITS[value])
+        return inline_asm(asm, args=[words, factors], constraints="=r,r,r", pack=2, result_shape_dtypes=result)[0]
+    sign, *places = PLACES[value]
+    code = sum((words >> place & 1) << bit for bit, place in zip((2, 1, 0), places, strict=True))
+    size = sum(jnp.where(code == i, magnitude, 0.0) for i, magnitude in enumerate(MAGNITUDES))
+    scale = factors.astype(jnp.float32) * 2.0**-126
+    return (jnp.where(words >> sign & 1, -size, size) * scale).astype(jnp.bfloat16)
+
+
+def supports(
+    *, platform: str, dtype: DTypeLike, weight_dtype: DTypeLike, width: int, hidden: int, interpret: bool = False
+) -> bool:
+    # Words of a row begin at multiples of 16 bytes.
+    aligned = width % BLOCK == 0 and hidden % BLOCK == 0
+    return (
+        (platform == "gpu" or interpret) and aligned and jnp.dtype(dtype) == jnp.bfloat16 and jnp.dtype(weight_dtype) == DTYPE
+    )
+
+
+def experts(
+    x_TD: jax.Array,
+    expert_Tk: jax.Array,
+    weight_Tk: jax.Array,
+    gate_up_E2FD: Mxfp4,
+    down_EDF: Mxfp4,
+    *,
+    is_real_T: jax.Array | None = None,
+    gate_up_bias_E2F: jax.Array | None = None,
+    down_bias_ED: jax.Array | None = None,
+    activation: str = "silu",
+    first_expert: int | jax.Array = 0,
+    interpret: bool = False,
+    tiling: Tiling | None = None,
+    max_few_pairs: int = MAX_FEW_PAIRS,
+) -> jax.Array:
+    num_experts, width, hidden = down_EDF.shape
+    num_tokens, num_choices = expert_Tk.shape
+    num_pairs = num_tokens * num_choices
+    tiling = tiling or pick_tiling(num_pairs, num_experts)
+    block_m = tiling.gate_up.block_m
+    assert block_m == tiling.down.block_m, f"{tiling} has two sizes of tiles of pairs"
+    expert_P = local_experts(expert_Tk, is_real_T, first_expert, num_experts)
+    find: Callable[..., None]
+    if num_pairs <= max_few_pairs:
+        find = functools.partial(_for_pairs_of_expert, num_experts=num_experts)
+        tables, num_items = [expert_P], min(num_pairs, num_experts)
+    else:
+        plan = make_plan(expert_P, num_experts, block_m)
+        find, tables, num_items = _for_tile, _tables(plan), max_tiles(num_pairs, num_experts, block_m)
+    options: dict[str, Any] = {"find": find, "num_tables": len(tables), "interpret": interpret}
+
+    def call(kernel: Callable[..., None], name: str, tiles: Tiles, columns: int, out: tuple[int, int], *args: Any) -> Any:
+        return triton_call(
+            functools.partial(kernel, tiles=tiles, **options),
+            name=name,
+            grid=(pl.cdiv(columns, tiles.block_n), num_items),
+            out_shape=jax.ShapeDtypeStruct(out, x_TD.dtype),
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
+            interpret=interpret,
+        )(*tables, *args)
+
+    gate_up = functools.partial(_gate_up_kernel, activation=activation, num_choices=num_choices)
+    weights = gate_up_E2FD.words, gate_up_E2FD.exponents
+    biases = [] if gate_up_bias_E2F is None else [gate_up_bias_E2F]
+    hidden_PF = call(gate_up, "experts4_gate_up", tiling.gate_up, hidden, (num_pairs, hidden), x_TD, *weights, *biases)
+    weights = down_EDF.words, down_EDF.exponents
+    biases = [] if down_bias_ED is None else [down_bias_ED]
+    out_PD = call(_down_kernel, "experts4_down", tiling.down, width, (num_pairs, width), hidden_PF, *weights, *biases)
+    return weighted_sum(out_PD, expert_P, weight_Tk, num_experts)
+
+
+def pick_tiling(num_pairs: int, num_experts: int) -> Tiling:
+    if num_pairs <= num_experts:
+        return Tiling(Tiles(8, 16, 128, 2, 4, 2), Tiles(8, 16, 128, 2, 4, 2))
+    if num_pairs <= 16 * num_experts:
+        return Tiling(Tiles(16, 64, 256, 4, 4), Tiles(16, 64, 256, 4, 4))
+    return Tiling(Tiles(64, 128, 64, 8, 4), Tiles(64, 128, 128, 4, 3))
+
+
+def _gate_up_kernel(
+    *refs: Any, find: Any, num_tables: int, tiles: Tiles, activation: str, num_choices: int, interpret: bool
+) -> None:
+    # x [T, D]; words [E, 2, F, D / 4] and exponents [E, 2, D / 32, F] of gate_up; bias [E, 2, F] if there is one; out [P, F]
+    tables, (x_ref, words_ref, exponents_ref, *bias_ref, out_ref) = refs[:num_tables], refs[num_tables:]
+    column_N = pl.program_id(0) * tiles.block_n + jnp.arange(tiles.block_n)
+    in_columns_N = column_N < out_ref.shape[1]
+
+    def do_tile(expert: jax.Array, pair_M: jax.Array, is_pair_M: jax.Array) -> None:
+        token_M = lax.div(pair_M, num_choices)
+        matrices = [(expert, 0), (expert, 1)]
+        sums = _products(
+            tiles, x_ref, token_M, is_pair_M, words_ref, exponents_ref, matrices, column_N, in_columns_N, interpret=interpret
+        )
+        if bias_ref:
+            sums = [
+                sum_NM + load(bias_ref[0].at[expert, i, column_N], mask=in_columns_N, other=0.0).astype(jnp.float32)[:, None]
+                for i, sum_NM in enumerate(sums)
+            ]
+        mask_NM = in_columns_N[:, None] & is_pair_M[None, :]
+        values = ACTIVATIONS[activation](*sums).astype(out_ref.dtype)
+        store(out_ref.at[pair_M[None, :], column_N[:, None]], values, mask=mask_NM)
+
+    find(*tables, pl.program_id(1), tiles.block_m, do_tile)
+
+
+def _down_kernel(*refs: Any, find: Any, num_tables: int, tiles: Tiles, interpret: bool) -> None:
+    # h [P, F]; words [E, D, F / 4] and exponents [E, F / 32, D] of down; bias [E, D] if there is one; out [P, D]
+    tables, (x_ref, words_ref, exponents_ref, *bias_ref, out_ref) = refs[:num_tables], refs[num_tables:]
+    column_N = pl.program_id(0) * tiles.block_n + jnp.arange(tiles.block_n)
+    in_columns_N = column_N < out_ref.shape[1]
+
+    def do_tile(expert: jax.Array, pair_M: jax.Array, is_pair_M: jax.Array) -> None:
+        (sum_NM,) = _products(
+            tiles, x_ref, pair_M, is_pair_M, words_ref, exponents_ref, [(expert,)], column_N, in_columns_N, interpret=interpret
+        )
+        if bias_ref:
+            sum_NM += load(bias_ref[0].at[expert, column_N], mask=in_columns_N, other=0.0).astype(jnp.float32)[:, None]
+        mask_NM = in_columns_N[:, None] & is_pair_M[None, :]
+        store(out_ref.at[pair_M[None, :], column_N[:, None]], sum_NM.astype(out_ref.dtype), mask=mask_NM)
+
+    find(*tables, pl.program_id(1), tiles.block_m, do_tile)
+
+
+def _products(
+    tiles: Tiles,
+    x_ref: Any,
+    row_M: jax.Array,
+    is_row_M: jax.Array,
+    words_ref: Any,
+    exponents_ref: Any,
+    matrices: list[tuple[Any, ...]],
+    column_N: jax.Array,
+    in_columns_N: jax.Array,
+    *,
+    interpret: bool,
+) -> list[jax.Array]:
+    """float32 [N, M]: weight[matrix, column] @ x[row].T for each of the matrices, given by their leading indices."""
+    num_terms, num_parts = x_ref.shape[1], tiles.num_parts
+    num_steps = pl.cdiv(num_terms, tiles.block_k * num_parts)
+
+    def of_parts(array: jax.Array) -> jax.Array:
+        """The array once for each part."""
+        return jnp.broadcast_to(array[None, :], (num_parts, len(array))).reshape(num_parts * len(array))
+
+    def part_of(length: int) -> jax.Array:
+        return lax.div(jnp.arange(num_parts * length), length)
+
+    row_M, is_row_M, column_N, in_columns_N = map(of_parts, (row_M, is_row_M, column_N, in_columns_N))
+    part_M, part_N = part_of(tiles.block_m), part_of(tiles.block_n)
+    word_W, block_B = jnp.arange(tiles.block_k // WORD), jnp.arange(tiles.block_k // BLOCK)
+
+    def step(i: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
+        step_N, step_M = part_N * num_steps + i, part_M * num_steps + i
+        word_NW = (step_N * len(word_W))[:, None] + word_W[None, :]
+        block_BN = (step_N * len(block_B))[None, :] + block_B[:, None]
+        weights = []
+        for matrix in matrices:
+            mask_NW = in_columns_N[:, None] & (word_NW < num_terms // WORD)
+            words_NW = load(words_ref.at[(*matrix, column_N[:, None], word_NW)], mask=mask_NW, other=0)
+            mask_BN = in_columns_N[None, :] & (block_BN < num_terms // BLOCK)
+            exponents_BN = load(exponents_ref.at[(*matrix, block_BN, column_N[None, :])], mask=mask_BN, other=0)
+            weights.append((words_NW, _factors(exponents_BN)))
+        for value in range(WORD):
+            place_W = lax.div(word_W, WORDS) * BLOCK + value * WORDS + lax.rem(word_W, WORDS)
+            term_WM = place_W[:, None] + (step_M * tiles.block_k)[None, :]
+            mask_WM = (term_WM < num_terms) & is_row_M[None, :]
+            x_WM = load(x_ref.at[row_M[None, :], term_WM], mask=mask_WM, other=0.0)
+            sums = [
+                sum_NM + dot_f32(_widen(*weight, value, interpret=interpret), x_WM)
+                for sum_NM, weight in zip(sums, weights, strict=True)
+            ]
+        return sums
+
+    zeros = jnp.zeros((len(column_N), len(row_M)), jnp.float32)
+    sums = lax.fori_loop(0, num_steps, step, [zeros for _ in matrices])
+    if num_parts > 1:
+        # Of a part's columns, those of the same part of x.
+        sums = [jnp.where(part_N[:, None] == part_M[None, :], sum_NM, 0.0) for sum_NM in sums]
+        sums = [jnp.sum(sum_NM.reshape(num_parts, tiles.block_n, len(row_M)), axis=0) for sum_NM in sums]
+        sums = [jnp.sum(sum_NM.reshape(tiles.block_n, num_parts, tiles.block_m), axis=1) for sum_NM in sums]
+    return [sum_NM * 2.0**SCALE_SHIFT for sum_NM in sums]
