@@ -83,7 +83,7 @@ def test_states_of_linear_attention_are_float32_and_inputs_of_its_convolution_of
     state, *_, full = cache_specs(config)
     assert isinstance(state, RowState) and isinstance(full, FullCache) and full.dtype == "float8_e4m3fn"
     assert [array.dtype for array in state.arrays] == ["bfloat16", "float32"]
-    assert row_bytes(config) == 3 * 4 * (3 * 56 * 2 + 2 * 12 * 16 * 4) == row_bytes(config.for_tensor_parallel(4))
+    assert row_bytes(config) == 3 * 4 * (3 * 48 * 2 + 2 * 16 * 8 * 4) == row_bytes(config.for_tensor_parallel(4))
 
 
 def test_specs_follow_the_model_and_count_copies_of_heads():

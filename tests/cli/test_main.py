@@ -319,11 +319,11 @@ def test_inspect_tells_what_states_by_row_cost(capsys: pytest.CaptureFixture[str
     report = json.loads(capsys.readouterr().out)
     attention, states = report["cache_groups"]
     assert (attention["layers"], states["layers"], states["keeps"]) == ([3], [0, 1, 2], "a state by row")
-    assert states["bytes_per_longest_request"] == 3 * 4 * (3 * 56 + 2 * 12 * 16) * 4
+    assert states["bytes_per_longest_request"] == 3 * 4 * (3 * 48 + 2 * 16 * 8) * 4
     assert report["longest_request_bytes"] == states["bytes_per_longest_request"] + 64 * report["kv_cache_bytes_per_token"]
     assert report["memory_plan"]["state_bytes"] == 5 * states["bytes_per_longest_request"]
     assert main(command) == 0
-    assert "a state by row, layers 0, 1, 2: 25.9 KiB a request" in capsys.readouterr().out
+    assert "a state by row, layers 0, 1, 2: 18.8 KiB a request" in capsys.readouterr().out
 
 
 def test_inspect_plans_for_gpus_that_are_elsewhere(large: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,7 +67,7 @@ def test_states_are_released_by_sleep_and_made_again(core):
     layout, caches = core.memory_plan.cache, core.runner.caches
     states = caches[len(layout.arrays) :]
     assert len(states) == 6 and sum(state.nbytes for state in states) == core.memory_plan.state_bytes
-    assert [state.shape for state in states[:2]] == [(5, 4, 3, 56), (5, 4, 2, 12, 16)]
+    assert [state.shape for state in states[:2]] == [(5, 4, 3, 48), (5, 4, 2, 16, 8)]
     core.sleep(1)
     assert all(array.is_deleted() for array in caches)
     core.wake_up()

@@ -393,7 +393,7 @@ def test_linear_attention_has_a_kernel_that_is_checked_in_its_shapes():
     found = kernel_choice.candidates("triton", model, prepared.plan, prepared.mesh, on_gpu=False)
     assert found["gated_delta"] == ("triton", "xla")
     shapes = kernel_check.shapes_of(prepared.config, model, prepared.plan)
-    assert shapes["gated_delta"] == (gated_delta.Shapes("float32", 2, 2, 12, 16),)
+    assert shapes["gated_delta"] == (gated_delta.Shapes("float32", 2, 2, 16, 8),)
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ DYNAMIC = {
     "ignore": ["lm_head"],
 }
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-LINEAR += ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+LINEAR += ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "in_proj_qkvz", "in_proj_ba", "out_proj")
 PROMPT = list(range(3, 19))
 
 
@@ -98,10 +98,17 @@ def assert_equal(a, b):
         np.testing.assert_allclose(array, b[name], rtol=1e-6, err_msg=name)
 
 
-def test_stored_scales_give_what_quantising_while_loading_gives(tmp_path):
-    config, stored = load(write(tmp_path, DYNAMIC, per_channel))
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_stored_scales_give_what_quantising_while_loading_gives(tmp_path, is_gated):
+    golden = "qwen3_next" if is_gated else "llama_gqa"
+
+    def quantize(name, weight):
+        return {name: weight} if ".experts." in name else per_channel(name, weight)
+
+    ignored = {"ignore": ["lm_head", "re:.*experts.*"]}
+    config, stored = load(write(tmp_path, DYNAMIC | ignored, quantize, golden=golden))
     assert config.quantization == "fp8"
-    stored, computed = by_path(stored), by_path(load(goldens.FOLDER / "llama_gqa", quantization="fp8")[1])
+    stored, computed = by_path(stored), by_path(load(goldens.FOLDER / golden, quantization="fp8")[1])
     assert stored.keys() == computed.keys()
     for name, array in stored.items():
         differs = ~np.isclose(array, computed[name], rtol=1e-6)
@@ -178,16 +185,18 @@ def test_block_scales_are_applied_and_the_weights_are_plain(tmp_path, caplog):
     assert np.abs(again - wanted).max() <= np.abs(wanted).max() / 16
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_block_scales_of_experts_and_of_the_weights_that_latents_are_multiplied_with(tmp_path, size):
+@pytest.mark.parametrize(("golden", "size"), [("deepseek_v3", 1), ("deepseek_v3", 2), ("qwen3_next", 1), ("qwen3_next", 4)])
+def test_block_scales_of_experts_and_of_weights_that_are_cut_up(tmp_path, golden, size):
+    """Those that latents are multiplied with; queries and gates of one tensor, with copies of KV heads; heads of linear attention."""
+
     def widened(name, weight):
         values, scale = per_block(name, weight).values()
         wide = np.kron(scale, np.ones((32, 32), np.float32))[: weight.shape[0], : weight.shape[1]]
         return {name: values.astype(np.float32) * wide}
 
     stored = {"quant_method": "fp8", "weight_block_size": [32, 32]}
-    blocks = write(tmp_path / "blocks", stored, per_block, golden="deepseek_v3")
-    plain = write(tmp_path / "plain", None, widened, golden="deepseek_v3")
+    blocks = write(tmp_path / "blocks", stored, per_block, golden=golden)
+    plain = write(tmp_path / "plain", None, widened, golden=golden)
     assert_equal(load(blocks, tensor_parallel_size=size)[1], load(plain, tensor_parallel_size=size)[1])
 
 
