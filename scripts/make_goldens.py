@@ -298,7 +298,7 @@ VARIANTS: dict[str, PreTrainedConfig] = {
 
 KEPT = (
     *(name for name in VARIANTS if name.startswith(("llama", "mistral"))),
-    *("qwen2", "qwen2_window", "qwen3", "gemma3", "glm4", "cohere2", "gpt2", "mixtral", "qwen3_moe", "qwen3_next"),
+    *("qwen2", "qwen2_window", "qwen3", "gemma3", "glm4", "cohere2", "gpt2", "mixtral", "qwen3_moe", "qwen3_next", "gpt_oss"),
 )
 """Those of tests/goldens."""
 

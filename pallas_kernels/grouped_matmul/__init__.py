@@ -90,7 +90,8 @@ def experts(
         if mxfp4.is_few(expert_Tk.size, len(down_EDF)):
             module = importlib.import_module(_FOR_4_BITS)
         else:
-            gate_up_E2FD, down_EDF = mxfp4.widen_after(x_TD, gate_up_E2FD, down_EDF)
+            widened = importlib.import_module(_FOR_4_BITS).widened
+            gate_up_E2FD, down_EDF = widened(x_TD, gate_up_E2FD, down_EDF, interpret=interpret)
     return module.experts(
         x_TD,
         expert_Tk,

@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 
 DTYPE = jnp.dtype(jnp.float4_e2m1fn)
@@ -72,12 +71,6 @@ class Mxfp4:
 def is_few(num_pairs: int, num_experts: int) -> bool:
     """Whether a kernel that widens weights in registers is the faster one."""
     return num_pairs <= MAX_PAIRS_OF_EXPERT * num_experts
-
-
-def widen_after(x: jax.Array, *weights: Mxfp4) -> tuple[jax.Array, ...]:
-    """The weights in the type of x, when x is there: else XLA could widen those of many layers at once."""
-    x, weights = lax.optimization_barrier((x, weights))
-    return tuple(weight.astype(x.dtype) for weight in weights)
 
 
 def pack(blocks: jax.Array) -> jax.Array:

@@ -151,6 +151,53 @@ def experts(
     return weighted_sum(out_PD, expert_P, weight_Tk, num_experts)
 
 
+def widened(x: jax.Array, *weights: Mxfp4, interpret: bool = False) -> list[jax.Array]:
+    """The weights in bfloat16, computed when x is there: else those of many layers could be widened at once."""
+    x, weights = lax.optimization_barrier((x, weights))
+    return [_widened(weight, interpret=interpret) for weight in weights]
+
+
+def _widened(weight: Mxfp4, *, interpret: bool) -> jax.Array:
+    *lead, num_columns, num_terms = weight.shape
+    words = weight.words.reshape(-1, *weight.words.shape[-2:])
+    exponents = weight.exponents.reshape(-1, *weight.exponents.shape[-2:])
+    tiles = Tiles(0, 64, 256, num_warps=4, num_stages=1)
+    wide = triton_call(
+        functools.partial(_widening_kernel, tiles=tiles, interpret=interpret),
+        name="experts4_widen",
+        grid=(pl.cdiv(num_terms, tiles.block_k), pl.cdiv(num_columns, tiles.block_n), len(words)),
+        out_shape=jax.ShapeDtypeStruct((len(words), num_columns, num_terms), jnp.bfloat16),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        interpret=interpret,
+    )(words, exponents)
+    return wide.reshape(*lead, num_columns, num_terms)
+
+
+def _widening_kernel(words_ref: Any, exponents_ref: Any, out_ref: Any, *, tiles: Tiles, interpret: bool) -> None:
+    # words [L, N, K / 4], exponents [L, K / 32, N], out [L, N, K]
+    _, num_columns, num_terms = out_ref.shape
+    step, matrix = pl.program_id(0), pl.program_id(2)
+    column_N = pl.program_id(1) * tiles.block_n + jnp.arange(tiles.block_n)
+    in_columns_N = column_N < num_columns
+    place_W = jnp.arange(tiles.block_k // WORD)
+    word_W = step * (tiles.block_k // WORD) + place_W
+    block_B = step * (tiles.block_k // BLOCK) + jnp.arange(tiles.block_k // BLOCK)
+    mask_NW = in_columns_N[:, None] & (word_W < num_terms // WORD)[None, :]
+    words_NW = load(words_ref.at[matrix, column_N[:, None], word_W[None, :]], mask=mask_NW, other=0)
+    mask_BN = (block_B < num_terms // BLOCK)[:, None] & in_columns_N[None, :]
+    factors_NW = _factors(load(exponents_ref.at[matrix, block_B[:, None], column_N[None, :]], mask=mask_BN, other=0))
+    for value in range(WORD):
+        values_NW = _widen(words_NW, factors_NW, value, interpret=interpret).astype(jnp.float32) * 2.0**SCALE_SHIFT
+        term_W = step * tiles.block_k + _terms(place_W, value)
+        store(out_ref.at[matrix, column_N[:, None], term_W[None, :]], values_NW.astype(out_ref.dtype), mask=mask_NW)
+
+
+def _terms(word_W: jax.Array, value: int) -> jax.Array:
+    """The places of a value of each word among the terms."""
+    return lax.div(word_W, WORDS) * BLOCK + value * WORDS + lax.rem(word_W, WORDS)
+
+
 def pick_tiling(num_pairs: int, num_experts: int) -> Tiling:
     if num_pairs <= num_experts:
         return Tiling(Tiles(8, 16, 128, 2, 4, 2), Tiles(8, 16, 128, 2, 4, 2))
@@ -243,8 +290,7 @@ def _products(
             exponents_BN = load(exponents_ref.at[(*matrix, block_BN, column_N[None, :])], mask=mask_BN, other=0)
             weights.append((words_NW, _factors(exponents_BN)))
         for value in range(WORD):
-            place_W = lax.div(word_W, WORDS) * BLOCK + value * WORDS + lax.rem(word_W, WORDS)
-            term_WM = place_W[:, None] + (step_M * tiles.block_k)[None, :]
+            term_WM = _terms(word_W, value)[:, None] + (step_M * tiles.block_k)[None, :]
             mask_WM = (term_WM < num_terms) & is_row_M[None, :]
             x_WM = load(x_ref.at[row_M[None, :], term_WM], mask=mask_WM, other=0.0)
             sums = [
