@@ -34,7 +34,7 @@ class DecodeTiles:
     block_k: int
     num_splits: int
     num_warps: int = 4
-    num_stages: int = 4
+    num_stages: int = 5
 
 
 def pick_tiles(num_rows: int, num_heads: int, latent_dim: int, itemsize: int, num_slots: int) -> DecodeTiles:
@@ -43,12 +43,15 @@ def pick_tiles(num_rows: int, num_heads: int, latent_dim: int, itemsize: int, nu
     block_m = min(MAX_HEADS if itemsize <= 2 else 16, max(16, next_power_of_two(num_heads)))
     block_k = max(16, 32 * 512 * 2 // (max(512, next_power_of_two(latent_dim)) * itemsize))
     # Of few rows most may be padding, which costs nothing: split as for a single one.
-    num_pairs = -(-num_heads // block_m) * (1 if num_rows <= 8 else num_rows)
+    is_few = num_rows <= 8
+    num_pairs = -(-num_heads // block_m) * (1 if is_few else num_rows)
     wanted = max(1, 2 * num_cores() // num_pairs)
     # A split below four tiles costs more in the combination than it gains.
     num_splits = max(1, min(wanted, num_slots // (4 * block_k), 64))
-    is_small = block_m <= 16
-    return DecodeTiles(block_m, block_k, num_splits, num_warps=4 if is_small else 8, num_stages=4 if is_small else 3)
+    if block_m > 16:
+        return DecodeTiles(block_m, block_k, num_splits, num_warps=8, num_stages=3)
+    # A program of few rows has few tiles, which many stages do not help, but their start costs.
+    return DecodeTiles(block_m, block_k, num_splits, num_warps=4, num_stages=2 if is_few else 5)
 
 
 def latent_decode(

@@ -27,17 +27,16 @@ from pallas_kernels.paged_attention.triton_decode import LOG2E, MASKED
 class LocalTiles:
     """Sizes of the kernel: queries and keys of a tile."""
 
-    block_m: int = 128
-    block_k: int = 64
-    num_warps: int = 8
-    num_stages: int = 3
+    block_m: int = 64
+    block_k: int = 32
+    num_warps: int = 4
+    num_stages: int = 2
 
 
-def pick_tiles(num_tokens: int, itemsize: int) -> LocalTiles:
-    """Sizes for a number of tokens and a type."""
-    if itemsize > 2:  # full float32 products run without tensor cores and hold their operands in registers
-        return LocalTiles(block_m=16, block_k=16, num_warps=4, num_stages=1)
-    return LocalTiles() if num_tokens > 64 else LocalTiles(block_m=64, num_warps=4)
+def pick_tiles(itemsize: int) -> LocalTiles:
+    """Sizes for a type."""
+    # Full float32 products run without tensor cores and hold their operands in registers.
+    return LocalTiles() if itemsize <= 2 else LocalTiles(block_m=16, block_k=16, num_stages=1)
 
 
 def attend_to_own(
@@ -59,7 +58,7 @@ def attend_to_own(
     Rows of fewer than min_tokens tokens are left out: what the results hold in their place is undefined.
     """
     num_tokens, num_heads, value_dim = v_TNV.shape
-    tiles = tiles or pick_tiles(num_tokens, q_TNP.dtype.itemsize)
+    tiles = tiles or pick_tiles(q_TNP.dtype.itemsize)
     items_N5, count_1 = make_items(query_start_R1, kv_length_R, num_tokens, tiles.block_m, min_tokens=min_tokens, context=False)
     return triton_call(
         functools.partial(_kernel, block_m=tiles.block_m, block_k=tiles.block_k, score_scale=scale * LOG2E),

@@ -33,7 +33,7 @@ class Tiles:
 
 def pick_tiles(num_tokens: int, num_heads: int) -> Tiles:
     """Few tokens: small programs, for the shortest way through. Many: fewer programs."""
-    return Tiles(min(4 if num_tokens <= 512 else 16, next_power_of_two(num_heads)), 4)
+    return Tiles(min(2 if num_tokens <= 512 else 8, next_power_of_two(num_heads)), 2)
 
 
 def rope_and_write(

@@ -164,8 +164,8 @@ def _tiles(model: Model, batch: Batch) -> list[Any]:
         return [
             triton_local.LocalTiles(block_m, block_k, num_warps, num_stages)
             for block_m, block_k, num_warps, num_stages in (
-                *((128, 64, 8, 2), (128, 64, 8, 4), (128, 128, 8, 2), (128, 32, 8, 4), (128, 64, 4, 3)),
-                *((64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (64, 32, 4, 3), (256, 64, 16, 2)),
+                *((64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (64, 32, 4, 3), (64, 16, 4, 3), (64, 32, 8, 2)),
+                *((128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (128, 32, 8, 2)),
             )
         ]
     slots = batch.width * batch.page_size

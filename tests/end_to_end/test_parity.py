@@ -93,7 +93,7 @@ def test_chunks_and_preemption(variant, max_in_flight, enable_prefix_caching):
         ("llama_gqa", {"attention_implementation": "reference"}),
         ("llama_head_dim", {"attention_implementation": "triton"}),
         ("qwen3", {"tensor_parallel_size": 2, "attention_implementation": "triton"}),
-        ("deepseek_v2_lite", {"tensor_parallel_size": 2}),
+        ("deepseek_v2_lite", {"tensor_parallel_size": 2, "attention_implementation": "triton"}),
         ("deepseek_v3", {"tensor_parallel_size": 4, "block_size": 8}),
         ("deepseek_v2", {"attention_implementation": "triton"}),
         ("qwen3_next", {"tensor_parallel_size": 4, "block_size": 8, "async_scheduling": False}),
