@@ -23,7 +23,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import _compat, row_copies
-from pallas_kernels.grouped_matmul.plan import Plan
 from pallas_kernels.grouped_matmul.triton_rows import SortedRows
 from pallas_kernels.row_copies import Rows
 
@@ -58,7 +57,7 @@ def grouped_product(
     x_SK: jax.Array,
     weight_EAFK: jax.Array,
     bias_EAF: jax.Array | None,
-    plan: Plan | SortedRows,
+    plan: SortedRows,
     combine: Callable[..., jax.Array],
     *,
     sizes: Sizes,

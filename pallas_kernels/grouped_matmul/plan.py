@@ -16,12 +16,12 @@ BLOCK = 256
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Plan:
-    """Tiles and their rows. A row is a place in the sorted order, an expert's rows begin at a multiple of the alignment."""
+    """Tiles and their rows. A row is a place in the sorted order."""
 
     row_P: jax.Array
-    """int32 [P]: the row of each pair, S if it has no expert here."""
-    pair_S: jax.Array
-    """int32 [S]: the pair of each row, P where the row is of none."""
+    """int32 [P]: the row of each pair, P if it has no expert here."""
+    pair_P: jax.Array
+    """int32 [P]: the pair of each row, P where the row is of none."""
     expert_N: jax.Array
     """int32 [N]: the expert of each tile; E for a tile that is not used, these come last."""
     start_N: jax.Array
@@ -55,7 +55,7 @@ def max_tiles(num_pairs: int, num_experts: int, tile_rows: int) -> int:
     return min(num_pairs, num_experts) + num_pairs // tile_rows
 
 
-def make_plan(expert_P: jax.Array, num_experts: int, tile_rows: int, alignment: int = 1) -> Plan:
+def make_plan(expert_P: jax.Array, num_experts: int, tile_rows: int) -> Plan:
     """The plan for pairs whose experts are given by `local_experts`."""
     num_pairs = expert_P.shape[0]
     expert_P = jnp.where((expert_P >= 0) & (expert_P < num_experts), expert_P, num_experts)
@@ -66,21 +66,18 @@ def make_plan(expert_P: jax.Array, num_experts: int, tile_rows: int, alignment: 
         """Sums over the experts before each."""
         return jnp.sum(jnp.where(expert_E[None, :] < expert_E[:, None], x_E[None, :], 0), axis=1, dtype=jnp.int32)
 
-    tiles_E, start_E = -(-count_E // tile_rows), before(-(-count_E // alignment) * alignment)
+    tiles_E, start_E = -(-count_E // tile_rows), before(count_E)
     first_E = before(tiles_E)
-    num_rows = num_pairs
-    if alignment > 1:  # also of the array itself, which has room for a tile
-        num_rows = max(tile_rows, -(-(num_pairs + min(num_experts, num_pairs) * (alignment - 1)) // alignment) * alignment)
     known_P = jnp.minimum(expert_P, num_experts - 1)
-    row_P = jnp.where(expert_P < num_experts, start_E[known_P] + place_P, num_rows)
-    pair_S = jnp.full(num_rows, num_pairs, jnp.int32).at[row_P].set(jnp.arange(num_pairs, dtype=jnp.int32), mode="drop")
+    row_P = jnp.where(expert_P < num_experts, start_E[known_P] + place_P, num_pairs)
+    pair_P = jnp.full(num_pairs, num_pairs, jnp.int32).at[row_P].set(jnp.arange(num_pairs, dtype=jnp.int32), mode="drop")
     tile_N = jnp.arange(max_tiles(num_pairs, num_experts, tile_rows), dtype=jnp.int32)
     expert_N = jnp.sum(tile_N[:, None] >= (first_E + tiles_E)[None, :], axis=1, dtype=jnp.int32)
     known_N = jnp.minimum(expert_N, num_experts - 1)
     offset_N = (tile_N - first_E[known_N]) * tile_rows
     count_N = jnp.where(expert_N < num_experts, jnp.clip(count_E[known_N] - offset_N, 0, tile_rows), 0)
     start_N = jnp.where(count_N > 0, start_E[known_N] + offset_N, 0)
-    return Plan(row_P, pair_S, expert_N, start_N, count_N)
+    return Plan(row_P, pair_P, expert_N, start_N, count_N)
 
 
 def _places(expert_P: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:

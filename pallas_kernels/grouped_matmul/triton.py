@@ -141,7 +141,7 @@ def experts(
 
 
 def _tables(plan: Plan) -> list[jax.Array]:
-    return [plan.pair_S, plan.expert_N, plan.start_N, plan.count_N]
+    return [plan.pair_P, plan.expert_N, plan.start_N, plan.count_N]
 
 
 def _for_pairs_of_expert(

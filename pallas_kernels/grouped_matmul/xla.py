@@ -37,7 +37,7 @@ def experts(
     num_pairs = expert_P.shape[0]
     tile_rows = min(num_pairs, max(8, min(128, num_pairs // num_experts)))
     plan = make_plan(expert_P, num_experts, tile_rows)
-    x_PD = x_TD.at[plan.pair_S // num_choices].get(mode="clip")
+    x_PD = x_TD.at[plan.pair_P // num_choices].get(mode="clip")
 
     def compute_tile(tile: jax.Array, out_PD: jax.Array) -> jax.Array:
         # A tile at the end begins earlier and computes rows of another expert too, which are not kept.

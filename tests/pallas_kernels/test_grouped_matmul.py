@@ -269,39 +269,41 @@ def test_a_choice_made_twice_counts_twice():
     assert error(case, run("xla", case)) < TOLERANCE["float32"]
 
 
-@pytest.mark.parametrize("alignment", [1, 8])
 @pytest.mark.parametrize(("num_pairs", "num_experts", "tile_rows"), [(1, 4, 8), (200, 7, 16), (64, 300, 8), (96, 1, 32)])
-def test_plan_puts_every_pair_into_one_tile_of_its_expert(num_pairs, num_experts, tile_rows, alignment):
+def test_plan_puts_every_pair_into_one_tile_of_its_expert(num_pairs, num_experts, tile_rows):
     rng = np.random.default_rng(0)
     expert_P = rng.integers(0, num_experts + 1, num_pairs)
-    make = jax.jit(functools.partial(make_plan, num_experts=num_experts, tile_rows=tile_rows, alignment=alignment))
+    make = jax.jit(functools.partial(make_plan, num_experts=num_experts, tile_rows=tile_rows))
     plan = jax.tree.map(np.asarray, vars(make(jnp.asarray(expert_P, jnp.int32))))
     found = {}
     for expert, start, count in zip(plan["expert_N"], plan["start_N"], plan["count_N"], strict=True):
         assert 0 <= count <= tile_rows and (expert == num_experts) == (count == 0)
         assert (start - plan["start_N"][plan["expert_N"] == expert][0]) % tile_rows == 0
-        found |= {int(pair): int(expert) for pair in plan["pair_S"][start : start + count]}
+        found |= {int(pair): int(expert) for pair in plan["pair_P"][start : start + count]}
     assert found == {pair: expert for pair, expert in enumerate(expert_P) if expert < num_experts}
-    assert (plan["start_N"] % alignment == 0).all() and len(plan["expert_N"]) == max_tiles(num_pairs, num_experts, tile_rows)
+    assert len(plan["expert_N"]) == max_tiles(num_pairs, num_experts, tile_rows)
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "num_choices", "num_experts", "alignment"), [(5, 2, 3, 8), (300, 2, 7, 8), (150, 3, 300, 1)]
-)
-def test_rows_are_sorted_as_planned_and_summed_back(num_tokens, num_choices, num_experts, alignment):
+@pytest.mark.parametrize(("num_tokens", "num_choices", "num_experts", "alignment"), [(300, 2, 7, 8), (90, 3, 300, 1)])
+def test_rows_are_sorted_by_expert_and_summed_back(num_tokens, num_choices, num_experts, alignment):
     rng = np.random.default_rng(0)
     expert_P = jnp.asarray(rng.integers(-1, num_experts + 1, num_tokens * num_choices), jnp.int32)
     x_TD = jnp.asarray(rng.normal(size=(num_tokens, 24)), jnp.float32)
     weight_Tk = jnp.asarray(rng.uniform(size=(num_tokens, num_choices)), jnp.float32)
     sizes = {"num_experts": num_experts, "tile_rows": 16, "alignment": alignment}
     rows = quick(functools.partial(triton_rows.sort_rows, **sizes, interpret=True))(x_TD, expert_P)
-    plan = make_plan(expert_P, **sizes)
-    for name in ("expert_N", "start_N", "count_N", "num_tiles"):
-        np.testing.assert_array_equal(getattr(rows, name), getattr(plan, name), name)
     is_here_P = np.asarray((expert_P >= 0) & (expert_P < num_experts))
-    row_P = np.asarray(rows.row_P)[is_here_P]
-    np.testing.assert_array_equal(row_P, np.asarray(plan.row_P)[is_here_P])
-    np.testing.assert_array_equal(np.asarray(rows.x_SD)[row_P], np.repeat(x_TD, num_choices, axis=0)[is_here_P])
+    tiles, row_P, next_row = [], np.zeros(len(expert_P), int), 0
+    for expert in range(num_experts):
+        (pairs,) = np.nonzero(np.asarray(expert_P) == expert)
+        row_P[pairs] = next_row + np.arange(len(pairs))
+        tiles += [(expert, next_row + i, min(16, len(pairs) - i)) for i in range(0, len(pairs), 16)]
+        next_row += -(-len(pairs) // alignment) * alignment
+    found = np.stack([rows.expert_N, rows.start_N, rows.count_N], axis=1)
+    assert rows.num_tiles == len(tiles) and found[: len(tiles)].tolist() == [list(tile) for tile in tiles]
+    assert (found[len(tiles) :] == (num_experts, 0, 0)).all() and next_row <= len(rows.x_SD)
+    np.testing.assert_array_equal(np.asarray(rows.row_P)[is_here_P], row_P[is_here_P])
+    np.testing.assert_array_equal(np.asarray(rows.x_SD)[row_P[is_here_P]], np.repeat(x_TD, num_choices, axis=0)[is_here_P])
     sum_rows = quick(functools.partial(triton_rows.sum_rows, num_experts=num_experts, interpret=True))
     weight_T = np.where(is_here_P.reshape(weight_Tk.shape), weight_Tk, 0).sum(axis=1)
     got_TD = sum_rows(rows.x_SD, rows.row_P, expert_P, weight_Tk)
