@@ -6,6 +6,7 @@ import pytest
 from jaxllm.errors import ConfigError, ModelLoadError
 from jaxllm.model_parts import MoE, QueryScale, Rope
 from jaxllm.models.load_config import load_model_config
+from tests.helpers import goldens
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -130,6 +131,28 @@ def test_sliding_windows(read):
     assert windows(read({**qwen, "use_sliding_window": True, "layer_types": kinds})) == [16, None, 16, None]
     with pytest.raises(ModelLoadError, match="layer_types is .*must be 4 of"):
         read({**qwen, "use_sliding_window": True, "layer_types": kinds[:3]})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ({"layer_types": ["linear_attention"] * 4}, "layer_types has linear_attention alone, supported: with at least one"),
+        ({"layer_types": ["sliding_attention"] * 4}, "layer_types is .*must be 4 of linear_attention or full_attention"),
+        ({"linear_num_key_heads": 3}, "linear_num_key_heads is 3, must divide linear_num_value_heads, which is 8"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', supported: 'silu'"),
+    ],
+)
+def test_what_of_qwen3_next_cannot_be_computed_is_told(overrides, told):
+    with pytest.raises(ModelLoadError, match=told):
+        load_model_config(goldens.FOLDER / "qwen3_next", overrides=overrides)
+
+
+def test_linear_attention_is_split_by_key_heads():
+    config = load_model_config(goldens.FOLDER / "qwen3_next")
+    with pytest.raises(
+        ConfigError, match="size is 8, which does not divide 4 key heads of linear attention; .* takes 1, 2, 4$"
+    ):
+        config.for_tensor_parallel(8)
 
 
 def test_biases_and_norms_of_the_families(read):
