@@ -242,7 +242,9 @@ def estimate_work_bytes(config: EngineConfig, model: ModelConfig) -> int:
     per_token = widest // size + 6 * model.hidden_size
     widened = 0  # experts of a layer, which a step with many tokens computes so
     if model.packed_experts:
-        widened = max(3 * part.routing.num_experts * part.width for part in model.mixtures) * model.hidden_size * itemsize // size
+        widened = (
+            max(3 * part.routing.num_experts * part.width for part in model.mixtures) * model.hidden_size * itemsize // size
+        )
     sampling = 6 * 4 * scheduler.max_num_seqs * model.vocab_size
     return int(1.25 * (scheduler.max_num_batched_tokens * per_token * itemsize + sampling)) + widened + (64 << 20)
 
