@@ -26,7 +26,6 @@ from pallas_kernels.grouped_matmul.triton import (
     _for_tile,
     _tables,
 )
-from pallas_kernels.sizes import next_power_of_two
 
 
 @dataclass(frozen=True)
@@ -50,10 +49,6 @@ class Tiling:
     down: Tiles
 
 
-MAX_COMPARED_PAIRS = 128
-"""The most pairs of which a program compares each with each other, to number the chosen experts."""
-NUM_TURNS = 4
-"""Programs that share the chosen experts of so few pairs: as many as a token chooses in gpt-oss."""
 SCALE_SHIFT = 63
 """Weights are computed as 2^-63 of their size, and sums multiplied by 2^63: then scales of 2^-62 to 2^64 are bfloat16 factors of
 what a word's bits are."""
@@ -127,10 +122,7 @@ def experts(
     assert block_m == tiling.down.block_m, f"{tiling} has two sizes of tiles of pairs"
     expert_P = local_experts(expert_Tk, is_real_T, first_expert, num_experts)
     find: Callable[..., None]
-    if num_pairs <= min(MAX_COMPARED_PAIRS, max_few_pairs):
-        find = functools.partial(_for_chosen_experts, num_experts=num_experts)
-        tables, num_items = [expert_P], min(num_pairs, num_experts, NUM_TURNS)
-    elif num_pairs <= max_few_pairs:
+    if num_pairs <= max_few_pairs:
         find = functools.partial(_for_pairs_of_expert, num_experts=num_experts)
         tables, num_items = [expert_P], min(num_pairs, num_experts)
     else:
@@ -208,37 +200,10 @@ def _terms(word_W: jax.Array, value: int) -> jax.Array:
 
 def pick_tiling(num_pairs: int, num_experts: int) -> Tiling:
     if num_pairs <= num_experts:
-        return Tiling(Tiles(8, 16, 128, 2, 4, 2), Tiles(8, 16, 128, 2, 4, 2))
+        return Tiling(Tiles(16, 32, 256, 2, 4), Tiles(16, 64, 256, 4, 4))
     if num_pairs <= 16 * num_experts:
         return Tiling(Tiles(16, 64, 256, 4, 4), Tiles(16, 64, 256, 4, 4))
     return Tiling(Tiles(64, 128, 64, 8, 4), Tiles(64, 128, 128, 4, 3))
-
-
-def _for_chosen_experts(
-    expert_ref: Any, item: jax.Array, block_m: int, do_tile: Callable[..., None], *, num_experts: int
-) -> None:
-    """Tiles of every NUM_TURNS-th chosen expert: where most tokens are padding, few experts have pairs."""
-    (num_pairs,) = expert_ref.shape
-    index_P = jnp.arange(max(2, next_power_of_two(num_pairs)))
-    expert_P = load(expert_ref.at[index_P], mask=index_P < num_pairs, other=num_experts)
-    is_same_before_PP = (expert_P[None, :] == expert_P[:, None]) & (index_P[None, :] < index_P[:, None])
-    before_P = jnp.sum(is_same_before_PP.astype(jnp.int32), axis=1)
-    is_first_P = (before_P == 0) & (expert_P < num_experts)
-    number_P = jnp.where(is_first_P, jnp.cumsum(is_first_P.astype(jnp.int32)) - 1, -1)
-    num_chosen = jnp.sum(is_first_P.astype(jnp.int32))
-
-    @pl.loop(0, lax.div(num_chosen - item + (NUM_TURNS - 1), NUM_TURNS))
-    def _(turn):
-        expert = jnp.sum(jnp.where(number_P == item + turn * NUM_TURNS, expert_P, 0))
-        is_mine_P = expert_P == expert
-        count = jnp.sum(is_mine_P.astype(jnp.int32))
-        place_P = jnp.where(is_mine_P, before_P, -1)
-
-        @pl.loop(0, lax.div(count + (block_m - 1), block_m))
-        def _(tile):
-            place_M = tile * block_m + jnp.arange(block_m)
-            pair_M = jnp.sum(jnp.where(place_P[None, :] == place_M[:, None], index_P[None, :], 0), axis=1)
-            do_tile(expert, jnp.where(place_M < count, pair_M, num_pairs), place_M < count)
 
 
 def _gate_up_kernel(

@@ -16,6 +16,7 @@ from pallas_kernels.mla_attention import (
     Tokens,
     absorb,
     candidates,
+    choose,
     latent_attention,
     latent_decode,
     triton_decode,
@@ -199,11 +200,12 @@ def _mosaic(num_workers):
     return jax.jit(functools.partial(mosaic_decode.latent_decode, **options))
 
 
-def test_unverified_kernels_are_no_candidates():
+def test_kernels_are_candidates_of_an_engines_check_and_no_choice_without_one():
     case = {"dtype": "bfloat16", "cache_dtype": "bfloat16", "num_heads": 16, "page_size": 16}
     case |= {"latent_dim": 512, "rotated_dim": 64, "plain_dim": 128, "value_dim": 128}
     assert candidates(platform="cpu", **case) == ("xla",)
-    assert candidates(platform="gpu", **case) == ("xla",), "this machine's device is not a verified one"
+    assert candidates(platform="gpu", **case) == ("triton", "xla")
+    assert choose(platform="gpu", **case) == "xla", "this machine's device is not a verified one"
 
 
 def test_what_does_not_fit_is_refused():
