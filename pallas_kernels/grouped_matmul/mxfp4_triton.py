@@ -217,7 +217,7 @@ def _for_chosen_experts(
     expert_P = load(expert_ref.at[index_P], mask=index_P < num_pairs, other=num_experts)
     is_same_before_PP = (expert_P[None, :] == expert_P[:, None]) & (index_P[None, :] < index_P[:, None])
     before_P = jnp.sum(is_same_before_PP.astype(jnp.int32), axis=1)
-    is_first_P = (before_P == 0) & (expert_P < num_experts)
+    is_first_P = (before_P == 0) & (expert_P >= 0) & (expert_P < num_experts)
     number_P = jnp.where(is_first_P, jnp.cumsum(is_first_P.astype(jnp.int32)) - 1, -1)
     num_chosen = jnp.sum(is_first_P.astype(jnp.int32))
 
