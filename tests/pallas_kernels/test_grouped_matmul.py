@@ -150,7 +150,7 @@ def test_weights_in_four_bits_against_loops(name, implementation):
     assert error(case, run(implementation, case)) < TOLERANCE["bfloat16"]
 
 
-@pytest.mark.parametrize("tiles", [mxfp4_triton.Tiles(4, 16, 32, 2, 2, num_parts=4), mxfp4_triton.Tiles(16, 32, 64, 2, 2)])
+@pytest.mark.parametrize("tiles", [mxfp4_triton.Tiles(4, 16, 32, 2, 2), mxfp4_triton.Tiles(16, 32, 64, 2, 2)])
 @pytest.mark.parametrize("max_few_pairs", [0, 1000])
 def test_four_bits_in_any_tiles(tiles, max_few_pairs):
     case = dict(FOUR_BITS["all there is"])
