@@ -281,6 +281,6 @@ def _tilings_of_4_bits(mixture: Mixture) -> list[mxfp4_triton.Tiling]:
         lambda tiles: replace(tiles, block_n=tiles.block_n * 2, num_warps=tiles.num_warps * 2),
         lambda tiles: replace(tiles, block_k=tiles.block_k * 2),
         lambda tiles: replace(tiles, block_k=tiles.block_k // 2),
-        lambda tiles: replace(tiles, block_m=tiles.block_m // 2, num_parts=tiles.num_parts * 2, block_n=tiles.block_n // 2),
+        lambda tiles: replace(tiles, block_n=tiles.block_n // 2, num_warps=tiles.num_warps // 2),
     ]
     return [mxfp4_triton.Tiling(change(base.gate_up), change(base.down)) for change in changes]

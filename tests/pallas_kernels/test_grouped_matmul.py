@@ -162,7 +162,18 @@ def test_weights_in_four_bits_against_loops(name, implementation):
     assert error(case, run(implementation, case)) < TOLERANCE["bfloat16"]
 
 
-@pytest.mark.parametrize("tiles", [mxfp4_triton.Tiles(4, 16, 32, 2, 2, num_parts=4), mxfp4_triton.Tiles(16, 32, 64, 2, 2)])
+@pytest.mark.parametrize("implementation", ["reference", "xla", "triton"])
+@pytest.mark.parametrize(
+    "case", [make_case(9, padding=4), make_case(3, padding=2, dtype="bfloat16", hidden=32, four_bits=True)]
+)
+def test_padding_may_have_chosen_no_expert(case, implementation):
+    """In place of `is_real_T`: -1, as the choice writes for it."""
+    chosen = {name: x for name, x in case.items() if name != "is_real_T"}
+    chosen["expert_Tk"] = jnp.where(case["is_real_T"][:, None], case["expert_Tk"], -1)
+    assert error(case, run(implementation, chosen)) < TOLERANCE[str(case["x_TD"].dtype)]
+
+
+@pytest.mark.parametrize("tiles", [mxfp4_triton.Tiles(4, 16, 32, 2, 2), mxfp4_triton.Tiles(16, 32, 64, 2, 2)])
 @pytest.mark.parametrize("max_few_pairs", [0, 1000])
 def test_four_bits_in_any_tiles(tiles, max_few_pairs):
     case = dict(FOUR_BITS["all there is"])
