@@ -1,0 +1,31 @@
+"""The parts that a family composes a decoder of: plain descriptions, without arrays and without JAX.
+
+Each part says what its tensors are called in a checkpoint, relative to the decoder layer that it belongs to. `jaxllm/layers/` has a
+module for each.
+"""
+
+from jaxllm.model_parts.attention import Attention, GatedDeltaNet, LatentAttention, QueryScale
+from jaxllm.model_parts.decoder import Head, Layer, Names, Positions
+from jaxllm.model_parts.mlp import MLP, Activation, ExpertActivation, MoE, Routing, Scoring
+from jaxllm.model_parts.norm import Norm
+from jaxllm.model_parts.rope import Rope, RopeKind
+
+__all__ = [
+    "MLP",
+    "Activation",
+    "Attention",
+    "ExpertActivation",
+    "GatedDeltaNet",
+    "Head",
+    "LatentAttention",
+    "Layer",
+    "MoE",
+    "Names",
+    "Norm",
+    "Positions",
+    "QueryScale",
+    "Rope",
+    "RopeKind",
+    "Routing",
+    "Scoring",
+]

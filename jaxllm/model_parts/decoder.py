@@ -1,0 +1,70 @@
+"""A decoder layer, and what stands around the layers."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxllm.model_parts.attention import Attention, GatedDeltaNet, LatentAttention
+from jaxllm.model_parts.mlp import MLP, MoE
+from jaxllm.model_parts.norm import Norm
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A decoder layer: x + attention(attention_norm(x)), then x + mlp(mlp_norm(x))."""
+
+    attention: Attention | LatentAttention | GatedDeltaNet
+    mlp: MLP | MoE
+    attention_norm: Norm | None
+    mlp_norm: Norm | None
+    attention_post_norm: Norm | None = None
+    """Of what attention adds to x."""
+    mlp_post_norm: Norm | None = None
+    parallel: bool = False
+    """Whether it is x + attention(attention_norm(x)) + mlp(attention_norm(x))."""
+    residual_scale: float = 1.0
+    """Factor of what attention and MLP add to x."""
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """Attention and MLP by name."""
+        return {"attention": self.attention, "mlp": self.mlp}
+
+    def indivisible(self, size: int) -> list[str]:
+        """The numbers that keep this layer from being split over `size` devices."""
+        return self.attention.indivisible(size) + self.mlp.indivisible(size)
+
+    def split(self, size: int) -> "Layer":
+        """The shapes when the layer is split over `size` devices; 1: the shapes of the checkpoint."""
+        return replace(self, attention=self.attention.split(size), mlp=self.mlp.split(size))
+
+
+@dataclass(frozen=True)
+class Names:
+    """What a checkpoint calls the tensors outside of the layers."""
+
+    embedding: str = "model.embed_tokens"
+    layer: str = "model.layers.{}"
+    head: str = "lm_head"
+    ignored: tuple[str, ...] = ()
+    """How the names of tensors begin that are not loaded."""
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Learned embeddings of positions, added to those of the tokens."""
+
+    name: str
+    count: int
+    """Rows of the table."""
+    offset: int = 0
+    """Row of the first position."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """What becomes of the products of hidden states and head: logits."""
+
+    scale: float = 1.0
+    soft_cap: float | None = None
+    """Logits l become soft_cap * tanh(l / soft_cap)."""
+    bias: bool = False

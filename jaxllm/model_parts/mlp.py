@@ -1,0 +1,130 @@
+"""What a layer computes of each token alone: an MLP, or a mixture of experts."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+ExpertActivation = Literal["silu", "gelu_tanh", "swiglu_clamped"]
+"""Of experts: those of `pallas_kernels.grouped_matmul`."""
+
+
+@dataclass(frozen=True)
+class MLP:
+    """down(activation(gate(x)) * up(x)); without a gate down(activation(up(x)))."""
+
+    width: int
+    activation: Activation = "silu"
+    gated: bool = True
+    bias: bool = False
+    name: str = "mlp"
+    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    """One name of a gated MLP: a tensor with the rows of both, the gate's first. Without a gate the name of up."""
+    down: str = "down_proj"
+    transposed: bool = False
+    """Whether the checkpoint holds the weights as [inputs, outputs]."""
+
+    @property
+    def linears(self) -> dict[str, tuple[str, ...]]:
+        """The checkpoint's modules that each linear layer is made of."""
+        prefix = f"{self.name}." if self.name else ""
+        return {"gate_up": tuple(f"{prefix}{part}" for part in self.gate_up), "down": (f"{prefix}{self.down}",)}
+
+    @property
+    def values_per_token(self) -> int:
+        """Intermediate values that a step has at once for each token, over all devices."""
+        return 3 * self.width
+
+    def indivisible(self, size: int) -> list[str]:
+        """The numbers that keep this part from being split over `size` devices."""
+        return [f"an intermediate size of {self.width}"] if self.width % size else []
+
+    def split(self, size: int) -> "MLP":
+        return self
+
+
+Scoring = Literal["softmax", "sigmoid", "softmax_of_chosen", "sparsemixer"]
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How each token chooses its experts from the logits of the router.
+
+    softmax and sigmoid: the largest scores, of which the weights are those chosen; softmax_of_chosen: the largest logits, weighted by
+    the softmax over these alone; sparsemixer: two experts, one after the other (arXiv:2409.12136).
+    """
+
+    num_experts: int
+    top_k: int
+    """Experts of a token."""
+    scoring: Scoring = "softmax"
+    renormalize: bool = False
+    """Whether the weights of a token are divided by their sum."""
+    scale: float = 1.0
+    """Factor of the weights."""
+    router: str = "gate"
+    router_bias: bool = False
+    correction_bias: str | None = None
+    """A tensor added to the scores for the choice, not for the weights."""
+    correction_bias_rank: int = 1
+    """Dimensions of that tensor, of which the last is that of the experts."""
+    num_groups: int = 1
+    top_groups: int = 1
+    """Only experts of so many groups are chosen: of those with the largest score."""
+    sums_two: bool = False
+    """Whether the score of a group is the sum of its two largest, instead of its largest."""
+    jitter: float = 0.0
+    """Of sparsemixer: relative distance from the largest logit within which experts share the weight, halved."""
+
+
+@dataclass(frozen=True)
+class MoE:
+    """A mixture of experts, each a gated MLP; perhaps with experts that every token goes through."""
+
+    routing: Routing
+    width: int
+    """Of an expert."""
+    activation: ExpertActivation = "silu"
+    bias: bool = False
+    """Of the experts."""
+    shared: MLP | None = None
+    shared_gate: str | None = None
+    """A tensor whose product with x, after a sigmoid, is the factor of the shared experts' result."""
+    name: str = "mlp"
+    gate_up: tuple[str, ...] = ("experts.{}.gate_proj", "experts.{}.up_proj")
+    """One name without {}: a tensor of all experts."""
+    down: str = "experts.{}.down_proj"
+    transposed: bool = False
+    """Whether the checkpoint holds tensors of all experts [experts, inputs, outputs], named without `.weight`."""
+    alternating: bool = False
+    """Whether outputs of gate and up alternate in these, instead of the gate's coming first."""
+    weighs_input: bool = False
+    """Whether the weight of a token's only expert is a factor of what the expert takes, instead of its result."""
+    by_expert: bool = False
+    """Whether devices share the work by whole experts instead of by the experts' width."""
+
+    @property
+    def linears(self) -> dict[str, tuple[str, ...]]:
+        """The checkpoint's modules that each linear layer is made of."""
+        found = {}
+        if "{}" in self.down:
+            for i in range(self.routing.num_experts):
+                found[f"experts.{i}.gate_up"] = tuple(f"{self.name}.{part.format(i)}" for part in self.gate_up)
+                found[f"experts.{i}.down"] = (f"{self.name}.{self.down.format(i)}",)
+        shared = self.shared.linears if self.shared is not None else {}
+        return found | {f"shared.{part}": names for part, names in shared.items()}
+
+    @property
+    def values_per_token(self) -> int:
+        """Intermediate values that a step has at once for each token, over all devices."""
+        return 4 * self.routing.top_k * self.width + (self.shared.values_per_token if self.shared is not None else 0)
+
+    def indivisible(self, size: int) -> list[str]:
+        """The numbers that keep this part from being split over `size` devices."""
+        faults = self.shared.indivisible(size) if self.shared is not None else []
+        if self.by_expert:
+            count = self.routing.num_experts
+            return faults + ([f"{count} experts"] if count % size else [])
+        return faults + ([f"an intermediate size of experts of {self.width}"] if self.width % size else [])
+
+    def split(self, size: int) -> "MoE":
+        return self

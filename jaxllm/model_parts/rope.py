@@ -1,0 +1,30 @@
+"""How tokens' positions turn queries and keys."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding. Which fields count depends on `kind`; the names are Hugging Face's."""
+
+    theta: float = 10000.0
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    original_max_position: int | None = None
+    """Context of the pretraining; set for every kind but default and linear."""
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+    """Factor of cosine and sine."""
+    divisors: tuple[float, ...] = ()
+    """What longrope divides each frequency by."""
+    rotary_dim: int | None = None
+    """Leading values of a head that are rotated; None: all."""
+    interleaved: bool = False
+    """Whether value 2 i of a head turns with value 2 i + 1, instead of value i with the one half a head behind it."""
