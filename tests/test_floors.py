@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 FLOORS = {
     "jaxllm": 0,  # plain types: every module directly in jaxllm/ that is not named below
     "jaxllm.gguf_files": 0,
+    "jaxllm.model_parts": 0,
     "jaxllm.scheduler": 1,
     "jaxllm.text": 1,
     "jaxllm.structured": 1,
@@ -47,6 +48,7 @@ FLOORS = {
 SIBLINGS = {
     ("jaxllm", "jaxllm.gguf_files"),
     ("jaxllm.gguf_files", "jaxllm"),
+    ("jaxllm", "jaxllm.model_parts"),
     ("jaxllm.structured", "jaxllm.text"),
     ("jaxllm.text", "jaxllm.metrics"),
     ("jaxllm.layers", "jaxllm.quantization"),
@@ -65,6 +67,7 @@ WITHOUT_JAX = {
     "jaxllm",
     "jaxllm.gguf_files",
     "jaxllm.http_client",
+    "jaxllm.model_parts",
     "jaxllm.models",
     "jaxllm.scheduler",
     "jaxllm.text",

