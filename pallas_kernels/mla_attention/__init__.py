@@ -144,17 +144,19 @@ def supports(
 
 
 def candidates(*, platform: str, dtype: DTypeLike, cache_dtype: DTypeLike, page_size: int, **sizes: int) -> tuple[str, ...]:
-    """The names of PREFERENCE that take a case, the fastest first; "xla" takes every case."""
+    """The names of PREFERENCE that take a case and are plain JAX or were verified on the kind of the first device, the fastest first."""
     case: dict[str, Any] = {"dtype": dtype, "cache_dtype": cache_dtype, "page_size": page_size, **sizes}
-    modules = {name: importlib.import_module(IMPLEMENTATIONS[name]) for name in PREFERENCE}
-    return tuple(name for name in PREFERENCE if modules[name].supports(platform=platform, **case))
+    trusted = platform == "gpu" and is_verified(jax.local_devices()[0].device_kind, "mla_attention")
+    return tuple(
+        name
+        for name in PREFERENCE
+        if (trusted or name in PLAIN) and importlib.import_module(IMPLEMENTATIONS[name]).supports(platform=platform, **case)
+    )
 
 
 def choose(*, platform: str, dtype: DTypeLike, cache_dtype: DTypeLike, page_size: int, **sizes: int) -> str:
-    """The first of `candidates` that is plain JAX or was verified on the kind of the first device."""
-    names = candidates(platform=platform, dtype=dtype, cache_dtype=cache_dtype, page_size=page_size, **sizes)
-    trusted = platform == "gpu" and is_verified(jax.local_devices()[0].device_kind, "mla_attention")
-    return next(name for name in names if trusted or name in PLAIN)
+    """The first of `candidates`; "xla" takes every case."""
+    return candidates(platform=platform, dtype=dtype, cache_dtype=cache_dtype, page_size=page_size, **sizes)[0]
 
 
 def _resolve(

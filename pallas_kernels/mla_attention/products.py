@@ -25,6 +25,7 @@ def expand(latent_TL: jax.Array, weight_NHL: jax.Array) -> jax.Array:
 
 
 def _product(subscripts: str, x: jax.Array, weight: jax.Array) -> jax.Array:
-    # A GPU's default for float32 is TF32, of 10 bits of mantissa.
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.einsum(subscripts, x, weight.astype(x.dtype), precision=precision)
+    # A GPU's default for float32 is TF32, of 10 bits of mantissa; a CPU sums products of bfloat16 by head in less than float32.
+    wide = jnp.float32 if jax.default_backend() == "cpu" else x.dtype
+    precision = jax.lax.Precision.HIGHEST if wide == jnp.float32 else None
+    return jnp.einsum(subscripts, x.astype(wide), weight.astype(x.dtype).astype(wide), precision=precision).astype(x.dtype)

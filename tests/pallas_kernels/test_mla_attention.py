@@ -16,7 +16,6 @@ from pallas_kernels.mla_attention import (
     Tokens,
     absorb,
     candidates,
-    choose,
     latent_attention,
     latent_decode,
     triton_decode,
@@ -36,8 +35,7 @@ ROWS = {
     },
     "decode": {"decodes": (1, 15, 16, 17, 0, 130)},
 }
-EXACT = {"float32": 5e-6, "bfloat16": 3e-2}
-"""On the CPU of JAX 0.11 a bfloat16 product of heads is three times as far off as one rounding; a GPU is held to half of this."""
+EXACT = {"float32": 5e-6, "bfloat16": 1.5e-2}
 
 
 def batch_of(rows: str, num_heads: int = 3, dtype: str = "float32", **fields: object) -> Batch:
@@ -201,12 +199,11 @@ def _mosaic(num_workers):
     return jax.jit(functools.partial(mosaic_decode.latent_decode, **options))
 
 
-def test_kernels_are_candidates_of_an_engines_check_and_no_choice_without_one():
+def test_unverified_kernels_are_no_candidates():
     case = {"dtype": "bfloat16", "cache_dtype": "bfloat16", "num_heads": 16, "page_size": 16}
     case |= {"latent_dim": 512, "rotated_dim": 64, "plain_dim": 128, "value_dim": 128}
     assert candidates(platform="cpu", **case) == ("xla",)
-    assert candidates(platform="gpu", **case) == ("triton", "xla")
-    assert choose(platform="gpu", **case) == "xla", "this machine's device is not a verified one"
+    assert candidates(platform="gpu", **case) == ("xla",), "this machine's device is not a verified one"
 
 
 def test_what_does_not_fit_is_refused():
