@@ -20,6 +20,9 @@ from pallas_kernels.mla_attention import Tokens, latent_attention, latent_decode
 
 WRITE_EXACT = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.2e-2}
 """How far a value may be off that was normed and rotated, beside the largest: two roundings."""
+ROUNDED_KEYS = 2.0
+"""How much further off prompts may be than paged attention: their keys are made of latents and rounded, which turns up where a
+softmax has two high scores (in NumPy 1.1e-2 for bfloat16, and with nothing else rounded)."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ def cases(shapes: Shapes, implementation: str, *, interpret: bool) -> list[Case]
             functools.partial(host_arrays, batch, sizes),
             {implementation: call(batch, implementation=implementation, interpret=interpret)},
             functools.partial(host_error, batch, sizes),
-            max(TOLERANCE[batch.dtype], TOLERANCE.get(batch.cache_dtype, 0.0)),
+            max(TOLERANCE[batch.dtype], TOLERANCE.get(batch.cache_dtype, 0.0)) * (ROUNDED_KEYS if batch.prompts else 1),
         )
         for batch in batches
     ]
@@ -106,16 +109,17 @@ def call(batch: Batch, **options: Any) -> Callable[..., jax.Array]:
 def host_arrays(batch: Batch, sizes: Sizes) -> tuple[tuple[np.ndarray, ...], tuple[Any, ...]]:
     """(both parts of the queries, (pages, table, query starts, lengths)), on the host.
 
-    With prompts also the tokens' own latents and rotated parts, as they are in the pages, and the weights of keys and values.
+    With prompts also the tokens' own latents and rotated parts, as they are in the pages, and the weights of keys and values,
+    which make keys as large as those of paged attention's cases: the scores of larger ones show how keys are rounded, not errors.
     """
     q, (pages, _, *rows) = attention_at_start.host_arrays(batch)
     normals = Normals()
     dtype, num_heads = q.dtype, q.shape[2]
 
-    def weight(width: int, inputs: int) -> np.ndarray:
-        return (normals(num_heads, width, sizes.latent_dim) * inputs**-0.5).astype(dtype)
+    def weight(width: int) -> np.ndarray:
+        return (normals(num_heads, width, sizes.latent_dim) * sizes.latent_dim**-0.5).astype(dtype)
 
-    weights = weight(sizes.plain_dim, sizes.plain_dim), weight(sizes.value_dim, sizes.latent_dim)
+    weights = weight(sizes.plain_dim), weight(sizes.value_dim)
     q_TNP = normals.of(dtype, batch.num_tokens, num_heads, sizes.plain_dim)
     return _operands(np, batch, sizes, q[:, 0], (pages, *rows), q_TNP, weights)
 
@@ -125,10 +129,10 @@ def make_arrays(batch: Batch, sizes: Sizes) -> tuple[tuple[jax.Array, ...], tupl
     q, (pages, _, *rows) = attention.make_arrays(batch)
     keys, num_heads = jax.random.split(jax.random.key(1), 3), q.shape[2]
 
-    def weight(key: jax.Array, width: int, inputs: int) -> jax.Array:
-        return (jax.random.normal(key, (num_heads, width, sizes.latent_dim)) * inputs**-0.5).astype(q.dtype)
+    def weight(key: jax.Array, width: int) -> jax.Array:
+        return (jax.random.normal(key, (num_heads, width, sizes.latent_dim)) * sizes.latent_dim**-0.5).astype(q.dtype)
 
-    weights = weight(keys[0], sizes.plain_dim, sizes.plain_dim), weight(keys[1], sizes.value_dim, sizes.latent_dim)
+    weights = weight(keys[0], sizes.plain_dim), weight(keys[1], sizes.value_dim)
     q_TNP = jax.random.normal(keys[2], (batch.num_tokens, num_heads, sizes.plain_dim), q.dtype)
     return _operands(jnp, batch, sizes, q[:, 0], (pages, *rows), q_TNP, weights)
 

@@ -77,7 +77,7 @@ def test_errors_are_seen_on_the_device_as_on_the_host():
     batch = batch_of("ragged", dtype="bfloat16")
     queries, constants = checking.make_arrays(batch, SIZES)
     got = jax.jit(checking.call(batch, implementation="xla"))(queries, *constants)
-    assert checking.worst_error(batch, SIZES, queries, constants, got) <= EXACT["bfloat16"]
+    assert checking.worst_error(batch, SIZES, queries, constants, got) <= EXACT["bfloat16"] * checking.ROUNDED_KEYS
     wrong = got.at[3, 1].multiply(1.1)
     assert checking.worst_error(batch, SIZES, queries, constants, wrong) > 0.05
     host = jax.tree.map(np.asarray, (queries, constants))
