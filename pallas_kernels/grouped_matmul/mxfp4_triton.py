@@ -1,13 +1,12 @@
-"""Both products with weights of 4 bits as Pallas-Triton kernels, which widen them in registers: see `triton` for how they are split.
+"""Both products with weights of 4 bits by the kernels of `triton` and `triton_few`, which widen these in registers.
 
-    [block_n, block_k] words -> values -> tensor cores (weights @ x.T, so that a tile of few tokens is narrow) -> [block_n, block_m]
+    [columns, block_k] words -> values -> tensor cores (weights @ x.T, so that a tile of few rows is narrow) -> [columns, block_m]
 
 Four words p, p + 1, ... of a block give four tiles of values, p, p + 8, ...; each is multiplied with those columns of x.
 """
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,31 +16,11 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_kernels._compat import dot_f32, inline_asm, load, store, triton_call
-from pallas_kernels.grouped_matmul.activation import ACTIVATIONS
-from pallas_kernels.grouped_matmul.mxfp4 import BLOCK, DTYPE, MAGNITUDES, PLACES, WORD, WORDS, Mxfp4
-from pallas_kernels.grouped_matmul.plan import local_experts, make_plan, max_tiles, weighted_sum
-from pallas_kernels.grouped_matmul.triton import MAX_FEW_PAIRS, _for_pairs_of_expert, _for_tile, _tables
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """A program computes block_n columns of block_m pairs, block_k terms at a time."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """Tiles of both kernels, whose block_m is the same."""
-
-    gate_up: Tiles
-    """Computes block_n hidden values: as many columns of gate, and of up."""
-    down: Tiles
-
+from pallas_kernels.grouped_matmul import triton
+from pallas_kernels.grouped_matmul.mxfp4 import BLOCK, DTYPE, MAGNITUDES, PLACES, SCALE_BIAS, WORD, WORDS, Mxfp4
+from pallas_kernels.grouped_matmul.tiles import At, Kind, Tiles
+from pallas_kernels.grouped_matmul.triton import MAX_FEW_PAIRS, Tiling
+from pallas_kernels.grouped_matmul.triton_few import MAX_TOKENS, FewTiling, takes_few
 
 SCALE_SHIFT = 63
 """Weights are computed as 2^-63 of their size, and sums multiplied by 2^63: then scales of 2^-62 to 2^64 are bfloat16 factors of
@@ -62,11 +41,14 @@ _TIMES = "{{ .reg .b32 a, b; {} mov.b32 b, 0x80008000; fma.rn.bf16x2 $0, a, $2, 
 
 def _factors(exponents: jax.Array) -> jax.Array:
     """What the bits of words [N, W] are multiplied with, for exponents uint8 [W / 8, N]: bfloat16 [N, W]."""
-    exponents = exponents.T
-    N, B = exponents.shape
-    bits = (exponents.astype(jnp.uint16) + SCALE_SHIFT) << 7
-    factors = lax.bitcast_convert_type(bits, jnp.bfloat16)
-    return jnp.broadcast_to(factors[:, :, None], (N, B, WORDS)).reshape(N, B * WORDS)
+    bits = (exponents.T.astype(jnp.uint16) + SCALE_SHIFT) << 7
+    return _repeated(lax.bitcast_convert_type(bits, jnp.bfloat16), WORDS)
+
+
+def _repeated(x_NB: jax.Array, times: int) -> jax.Array:
+    """[N, B * times]"""
+    N, B = x_NB.shape
+    return jnp.broadcast_to(x_NB[:, :, None], (N, B, times)).reshape(N, B * times)
 
 
 def _widen(words: jax.Array, factors: jax.Array, value: int, *, interpret: bool) -> jax.Array:
@@ -99,50 +81,89 @@ def experts(
     gate_up_E2FD: Mxfp4,
     down_EDF: Mxfp4,
     *,
-    is_real_T: jax.Array | None = None,
-    gate_up_bias_E2F: jax.Array | None = None,
-    down_bias_ED: jax.Array | None = None,
-    activation: str = "silu",
-    first_expert: int | jax.Array = 0,
-    interpret: bool = False,
-    tiling: Tiling | None = None,
+    tiling: Tiling | FewTiling | None = None,
     max_few_pairs: int = MAX_FEW_PAIRS,
+    interpret: bool = False,
+    **options: Any,
 ) -> jax.Array:
-    num_experts, width, hidden = down_EDF.shape
+    """As `triton.experts`."""
     num_tokens, num_choices = expert_Tk.shape
-    num_pairs = num_tokens * num_choices
-    tiling = tiling or pick_tiling(num_pairs, num_experts)
-    block_m = tiling.gate_up.block_m
-    assert block_m == tiling.down.block_m, f"{tiling} has two sizes of tiles of pairs"
-    expert_P = local_experts(expert_Tk, is_real_T, first_expert, num_experts)
-    find: Callable[..., None]
-    if num_pairs <= max_few_pairs:
-        find = functools.partial(_for_pairs_of_expert, num_experts=num_experts)
-        tables, num_items = [expert_P], min(num_pairs, num_experts)
-    else:
-        plan = make_plan(expert_P, num_experts, block_m)
-        find, tables, num_items = _for_tile, _tables(plan), max_tiles(num_pairs, num_experts, block_m)
-    options: dict[str, Any] = {"find": find, "num_tables": len(tables), "interpret": interpret}
+    return triton.experts(
+        x_TD,
+        expert_Tk,
+        weight_Tk,
+        gate_up_E2FD,
+        down_EDF,
+        tiling=tiling or pick_tiling(num_tokens, num_choices, len(down_EDF)),
+        max_few_pairs=max_few_pairs,
+        kind=Kind(
+            "experts4", lambda weight: [weight.words, weight.exponents], functools.partial(_products, interpret=interpret)
+        ),
+        interpret=interpret,
+        **options,
+    )
 
-    def call(kernel: Callable[..., None], name: str, tiles: Tiles, columns: int, out: tuple[int, int], *args: Any) -> Any:
-        return triton_call(
-            functools.partial(kernel, tiles=tiles, **options),
-            name=name,
-            grid=(pl.cdiv(columns, tiles.block_n), num_items),
-            out_shape=jax.ShapeDtypeStruct(out, x_TD.dtype),
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
-            interpret=interpret,
-        )(*tables, *args)
 
-    gate_up = functools.partial(_gate_up_kernel, activation=activation, num_choices=num_choices)
-    weights = gate_up_E2FD.words, gate_up_E2FD.exponents
-    biases = [] if gate_up_bias_E2F is None else [gate_up_bias_E2F]
-    hidden_PF = call(gate_up, "experts4_gate_up", tiling.gate_up, hidden, (num_pairs, hidden), x_TD, *weights, *biases)
-    weights = down_EDF.words, down_EDF.exponents
-    biases = [] if down_bias_ED is None else [down_bias_ED]
-    out_PD = call(_down_kernel, "experts4_down", tiling.down, width, (num_pairs, width), hidden_PF, *weights, *biases)
-    return weighted_sum(out_PD, expert_P, weight_Tk, num_experts)
+def pick_tiling(num_tokens: int, num_choices: int, num_experts: int) -> Tiling | FewTiling:
+    """As measured on an H200 with gpt-oss's experts."""
+    if takes_few(num_tokens, num_choices):
+        gate_up, down = (
+            Tiles(MAX_TOKENS, 32, 256, num_warps=4, num_stages=4),
+            Tiles(MAX_TOKENS, 64, 256, num_warps=4, num_stages=4),
+        )
+        return FewTiling(gate_up, down, programs_of_core=3)
+    if num_tokens * num_choices <= 16 * num_experts:
+        return Tiling(Tiles(16, 64, 256, num_warps=4, num_stages=3), Tiles(16, 64, 256, num_warps=4, num_stages=4))
+    return Tiling(Tiles(64, 64, 256, num_warps=4, num_stages=2), Tiles(64, 128, 128, num_warps=4, num_stages=3))
+
+
+def _products(
+    tiles: Tiles,
+    steps: tuple[Any, Any],
+    at: At,
+    weight_refs: Sequence[Any],
+    num_matrices: int,
+    num_terms: int,
+    first_column: jax.Array,
+    num_columns: int,
+    *,
+    interpret: bool,
+) -> list[jax.Array]:
+    """As `tiles.products`. The matrices' columns are rows C of one tile, matrices differ in their last leading index alone."""
+    words_ref, exponents_ref = weight_refs
+    index_C = jnp.arange(num_matrices * tiles.block_n)
+    column_C = first_column + lax.rem(index_C, tiles.block_n)
+    in_columns_C = column_C < num_columns
+    word_W, block_B = jnp.arange(tiles.block_k // WORD), jnp.arange(tiles.block_k // BLOCK)
+
+    def step(i: jax.Array, sum_CM: jax.Array) -> jax.Array:
+        place, matrices, load_x = at(i)
+        *lead, matrix = matrices[0]
+        matrix_C = matrix + lax.div(index_C, tiles.block_n)
+        first_word, first_block = place * len(word_W), place * len(block_B)
+        mask_CW = in_columns_C[:, None] & (first_word + word_W < num_terms // WORD)[None, :]
+        mask_BC = (first_block + block_B < num_terms // BLOCK)[:, None] & in_columns_C[None, :]
+        index = (*lead, matrix_C[:, None], column_C[:, None], (first_word + word_W)[None, :])
+        words_CW = load(words_ref.at[index], mask=mask_CW, other=0)
+        index = (*lead, matrix_C[None, :], (first_block + block_B)[:, None], column_C[None, :])
+        factors_CW = _factors(load(exponents_ref.at[index], mask=mask_BC, other=0))
+        for value in range(WORD):
+            x_MW = load_x(place * tiles.block_k + _terms(word_W, value))
+            sum_CM += dot_f32(_widen(words_CW, factors_CW, value, interpret=interpret), x_MW.T)
+        return sum_CM
+
+    zeros = jnp.zeros((num_matrices * tiles.block_n, tiles.block_m), jnp.float32)
+    sum_CM = lax.fori_loop(*steps, step, zeros) * 2.0**SCALE_SHIFT
+    if num_matrices == 1:
+        return [sum_CM.T]
+    sum_ANM = sum_CM.reshape(num_matrices, tiles.block_n, tiles.block_m)
+    matrix_A11 = jnp.arange(num_matrices)[:, None, None]
+    return [jnp.sum(jnp.where(matrix_A11 == matrix, sum_ANM, 0.0), axis=0).T for matrix in range(num_matrices)]
+
+
+def _terms(word_W: jax.Array, value: int) -> jax.Array:
+    """The places of a value of each word among the terms."""
+    return lax.div(word_W, WORDS) * BLOCK + value * WORDS + lax.rem(word_W, WORDS)
 
 
 def widened(x: jax.Array, *weights: Mxfp4, interpret: bool = False) -> list[jax.Array]:
@@ -155,9 +176,9 @@ def _widened(weight: Mxfp4, *, interpret: bool) -> jax.Array:
     *lead, num_columns, num_terms = weight.shape
     words = weight.words.reshape(-1, *weight.words.shape[-2:])
     exponents = weight.exponents.reshape(-1, *weight.exponents.shape[-2:])
-    tiles = Tiles(0, 64, 256, num_warps=4, num_stages=1)
+    tiles = Tiles(0, 16, 256, num_warps=4, num_stages=1)
     wide = triton_call(
-        functools.partial(_widening_kernel, tiles=tiles, interpret=interpret),
+        functools.partial(_widening_kernel, tiles=tiles),
         name="experts4_widen",
         grid=(pl.cdiv(num_terms, tiles.block_k), pl.cdiv(num_columns, tiles.block_n), len(words)),
         out_shape=jax.ShapeDtypeStruct((len(words), num_columns, num_terms), jnp.bfloat16),
@@ -168,119 +189,33 @@ def _widened(weight: Mxfp4, *, interpret: bool) -> jax.Array:
     return wide.reshape(*lead, num_columns, num_terms)
 
 
-def _widening_kernel(words_ref: Any, exponents_ref: Any, out_ref: Any, *, tiles: Tiles, interpret: bool) -> None:
+def _widening_kernel(words_ref: Any, exponents_ref: Any, out_ref: Any, *, tiles: Tiles) -> None:
     # words [L, N, K / 4], exponents [L, K / 32, N], out [L, N, K]
     _, num_columns, num_terms = out_ref.shape
     step, matrix = pl.program_id(0), pl.program_id(2)
     column_N = pl.program_id(1) * tiles.block_n + jnp.arange(tiles.block_n)
     in_columns_N = column_N < num_columns
-    place_W = jnp.arange(tiles.block_k // WORD)
-    word_W = step * (tiles.block_k // WORD) + place_W
+    term_K = step * tiles.block_k + jnp.arange(tiles.block_k)
+    mask_NK = in_columns_N[:, None] & (term_K < num_terms)[None, :]
+    # A thread stores neighbouring values, and reads each word once for each of its four.
+    word_K, value_K = lax.div(term_K, BLOCK) * WORDS + lax.rem(term_K, WORDS), lax.rem(lax.div(term_K, WORDS), WORD)
+    words_NK = load(words_ref.at[matrix, column_N[:, None], word_K[None, :]], mask=mask_NK, other=0).astype(jnp.int32)
+    values_NK = _value(words_NK, jnp.broadcast_to(value_K[None, :], words_NK.shape))
     block_B = step * (tiles.block_k // BLOCK) + jnp.arange(tiles.block_k // BLOCK)
-    mask_NW = in_columns_N[:, None] & (word_W < num_terms // WORD)[None, :]
-    words_NW = load(words_ref.at[matrix, column_N[:, None], word_W[None, :]], mask=mask_NW, other=0)
     mask_BN = (block_B < num_terms // BLOCK)[:, None] & in_columns_N[None, :]
-    factors_NW = _factors(load(exponents_ref.at[matrix, block_B[:, None], column_N[None, :]], mask=mask_BN, other=0))
-    for value in range(WORD):
-        values_NW = _widen(words_NW, factors_NW, value, interpret=interpret).astype(jnp.float32) * 2.0**SCALE_SHIFT
-        term_W = step * tiles.block_k + _terms(place_W, value)
-        store(out_ref.at[matrix, column_N[:, None], term_W[None, :]], values_NW.astype(out_ref.dtype), mask=mask_NW)
+    exponents_BN = load(exponents_ref.at[matrix, block_B[:, None], column_N[None, :]], mask=mask_BN, other=SCALE_BIAS)
+    # 2^(exponent - 127) as the bits of a float32; that of 0 is less than any normal number.
+    bits_NB = exponents_BN.T.astype(jnp.int32)
+    bits_NB = jnp.where(bits_NB == 0, 1 << 22, bits_NB << 23)
+    scales_NK = _repeated(lax.bitcast_convert_type(bits_NB, jnp.float32), BLOCK)
+    out_NK = (values_NK * scales_NK).astype(out_ref.dtype)
+    store(out_ref.at[matrix, column_N[:, None], term_K[None, :]], out_NK, mask=mask_NK)
 
 
-def _terms(word_W: jax.Array, value: int) -> jax.Array:
-    """The places of a value of each word among the terms."""
-    return lax.div(word_W, WORDS) * BLOCK + value * WORDS + lax.rem(word_W, WORDS)
-
-
-def pick_tiling(num_pairs: int, num_experts: int) -> Tiling:
-    """As measured on an H200 with gpt-oss's experts."""
-    if num_pairs <= 16 * num_experts:
-        return Tiling(Tiles(16, 64, 256, num_warps=4, num_stages=3), Tiles(16, 64, 256, num_warps=4, num_stages=4))
-    return Tiling(Tiles(64, 64, 256, num_warps=4, num_stages=2), Tiles(64, 128, 128, num_warps=4, num_stages=3))
-
-
-def _gate_up_kernel(
-    *refs: Any, find: Any, num_tables: int, tiles: Tiles, activation: str, num_choices: int, interpret: bool
-) -> None:
-    # x [T, D]; words [E, 2, F, D / 4] and exponents [E, 2, D / 32, F] of gate_up; bias [E, 2, F] if there is one; out [P, F]
-    tables, (x_ref, words_ref, exponents_ref, *bias_ref, out_ref) = refs[:num_tables], refs[num_tables:]
-    column_N = pl.program_id(0) * tiles.block_n + jnp.arange(tiles.block_n)
-    in_columns_N = column_N < out_ref.shape[1]
-
-    def do_tile(expert: jax.Array, pair_M: jax.Array, is_pair_M: jax.Array) -> None:
-        token_M = lax.div(pair_M, num_choices)
-        matrices = [(expert, 0), (expert, 1)]
-        sums = _products(
-            tiles, x_ref, token_M, is_pair_M, words_ref, exponents_ref, matrices, column_N, in_columns_N, interpret=interpret
-        )
-        if bias_ref:
-            sums = [
-                sum_NM + load(bias_ref[0].at[expert, i, column_N], mask=in_columns_N, other=0.0).astype(jnp.float32)[:, None]
-                for i, sum_NM in enumerate(sums)
-            ]
-        mask_NM = in_columns_N[:, None] & is_pair_M[None, :]
-        values = ACTIVATIONS[activation](*sums).astype(out_ref.dtype)
-        store(out_ref.at[pair_M[None, :], column_N[:, None]], values, mask=mask_NM)
-
-    find(*tables, pl.program_id(1), tiles.block_m, do_tile)
-
-
-def _down_kernel(*refs: Any, find: Any, num_tables: int, tiles: Tiles, interpret: bool) -> None:
-    # h [P, F]; words [E, D, F / 4] and exponents [E, F / 32, D] of down; bias [E, D] if there is one; out [P, D]
-    tables, (x_ref, words_ref, exponents_ref, *bias_ref, out_ref) = refs[:num_tables], refs[num_tables:]
-    column_N = pl.program_id(0) * tiles.block_n + jnp.arange(tiles.block_n)
-    in_columns_N = column_N < out_ref.shape[1]
-
-    def do_tile(expert: jax.Array, pair_M: jax.Array, is_pair_M: jax.Array) -> None:
-        (sum_NM,) = _products(
-            tiles, x_ref, pair_M, is_pair_M, words_ref, exponents_ref, [(expert,)], column_N, in_columns_N, interpret=interpret
-        )
-        if bias_ref:
-            sum_NM += load(bias_ref[0].at[expert, column_N], mask=in_columns_N, other=0.0).astype(jnp.float32)[:, None]
-        mask_NM = in_columns_N[:, None] & is_pair_M[None, :]
-        store(out_ref.at[pair_M[None, :], column_N[:, None]], sum_NM.astype(out_ref.dtype), mask=mask_NM)
-
-    find(*tables, pl.program_id(1), tiles.block_m, do_tile)
-
-
-def _products(
-    tiles: Tiles,
-    x_ref: Any,
-    row_M: jax.Array,
-    is_row_M: jax.Array,
-    words_ref: Any,
-    exponents_ref: Any,
-    matrices: list[tuple[Any, ...]],
-    column_N: jax.Array,
-    in_columns_N: jax.Array,
-    *,
-    interpret: bool,
-) -> list[jax.Array]:
-    """float32 [N, M]: weight[matrix, column] @ x[row].T for each of the matrices, given by their leading indices."""
-    num_terms = x_ref.shape[1]
-    word_W, block_B = jnp.arange(tiles.block_k // WORD), jnp.arange(tiles.block_k // BLOCK)
-
-    def step(i: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
-        first_word, first_block = i * len(word_W), i * len(block_B)
-        mask_NW = in_columns_N[:, None] & (first_word + word_W < num_terms // WORD)[None, :]
-        mask_BN = (first_block + block_B < num_terms // BLOCK)[:, None] & in_columns_N[None, :]
-        weights = []
-        for matrix in matrices:
-            index = (*matrix, column_N[:, None], (first_word + word_W)[None, :])
-            words_NW = load(words_ref.at[index], mask=mask_NW, other=0)
-            index = (*matrix, (first_block + block_B)[:, None], column_N[None, :])
-            exponents_BN = load(exponents_ref.at[index], mask=mask_BN, other=0)
-            weights.append((words_NW, _factors(exponents_BN)))
-        for value in range(WORD):
-            term_W = i * tiles.block_k + _terms(word_W, value)
-            mask_WM = (term_W < num_terms)[:, None] & is_row_M[None, :]
-            x_WM = load(x_ref.at[row_M[None, :], term_W[:, None]], mask=mask_WM, other=0.0)
-            sums = [
-                sum_NM + dot_f32(_widen(*weight, value, interpret=interpret), x_WM)
-                for sum_NM, weight in zip(sums, weights, strict=True)
-            ]
-        return sums
-
-    zeros = jnp.zeros((tiles.block_n, tiles.block_m), jnp.float32)
-    sums = lax.fori_loop(0, pl.cdiv(num_terms, tiles.block_k), step, [zeros for _ in matrices])
-    return [sum_NM * 2.0**SCALE_SHIFT for sum_NM in sums]
+def _value(words: jax.Array, value: jax.Array) -> jax.Array:
+    """float32: of each word the value with this number."""
+    last = (words << 1 & 0x8000) | (words >> 4 & 0xC0) | (words >> 5 & 0x100)
+    bits = jnp.where(value == WORD - 1, last, words << 3 * value)
+    # The bits of a float16 of 2^-14 times the size.
+    bits = (bits & 0x8000) | (bits & 0x01C0) << 3
+    return lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.float16).astype(jnp.float32) * 2.0**14

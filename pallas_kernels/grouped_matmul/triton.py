@@ -11,7 +11,7 @@ Few tokens: see `triton_few`.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 from pallas_kernels._compat import load, store, triton_call
 from pallas_kernels.grouped_matmul.activation import ACTIVATIONS
 from pallas_kernels.grouped_matmul.plan import Plan, local_experts, make_plan, max_tiles, weighted_sum
-from pallas_kernels.grouped_matmul.tiles import Tiles, fitted, products
+from pallas_kernels.grouped_matmul.tiles import PLAIN, Kind, Tiles, fitted, products_of_rows
 from pallas_kernels.grouped_matmul.triton_few import FewTiling, experts_of_few, pick_few_tiling, takes_few
 from pallas_kernels.sizes import next_power_of_two
 
@@ -77,8 +77,8 @@ def experts(
     x_TD: jax.Array,
     expert_Tk: jax.Array,
     weight_Tk: jax.Array,
-    gate_up_E2FD: jax.Array,
-    down_EDF: jax.Array,
+    gate_up_E2FD: Any,
+    down_EDF: Any,
     *,
     is_real_T: jax.Array | None = None,
     gate_up_bias_E2F: jax.Array | None = None,
@@ -88,8 +88,9 @@ def experts(
     interpret: bool = False,
     tiling: Tiling | FewTiling | None = None,
     max_few_pairs: int = MAX_FEW_PAIRS,
+    kind: Kind = PLAIN,
 ) -> jax.Array:
-    """tiling: None for the usual one. max_few_pairs: 0 for a plan in any case."""
+    """tiling: None for the usual one of arrays. max_few_pairs: 0 for a plan in any case. kind: that of the weights."""
     num_experts, width, hidden = down_EDF.shape
     num_tokens, num_choices = expert_Tk.shape
     num_pairs = num_tokens * num_choices
@@ -106,6 +107,7 @@ def experts(
             gate_up_bias_E2F,
             down_bias_ED,
             activation=activation,
+            kind=kind,
             tiling=tiling,
             interpret=interpret,
         )
@@ -119,12 +121,12 @@ def experts(
     else:
         plan = make_plan(expert_P, num_experts, block_m)
         find, tables, num_items = _for_tile, _tables(plan), max_tiles(num_pairs, num_experts, block_m)
-    options: dict[str, Any] = {"find": find, "num_tables": len(tables)}
+    options: dict[str, Any] = {"find": find, "num_tables": len(tables), "kind": kind}
 
     def call(kernel: Callable[..., None], name: str, tiles: Tiles, columns: int, out: tuple[int, int], *args: Any) -> Any:
         return triton_call(
             functools.partial(kernel, tiles=tiles, **options),
-            name=name,
+            name=f"{kind.prefix}_{name}",
             grid=(pl.cdiv(columns, tiles.block_n), num_items),
             out_shape=jax.ShapeDtypeStruct(out, x_TD.dtype),
             num_warps=tiles.num_warps,
@@ -132,11 +134,12 @@ def experts(
             interpret=interpret,
         )(*tables, *args)
 
-    biases = [] if gate_up_bias_E2F is None else [gate_up_bias_E2F]
+    weights, biases = kind.arrays(gate_up_E2FD), [] if gate_up_bias_E2F is None else [gate_up_bias_E2F]
+    options["num_arrays"] = len(weights)
     gate_up = functools.partial(_gate_up_kernel, activation=activation, num_choices=num_choices)
-    hidden_PF = call(gate_up, "experts_gate_up", tiling.gate_up, hidden, (num_pairs, hidden), x_TD, gate_up_E2FD, *biases)
-    biases = [] if down_bias_ED is None else [down_bias_ED]
-    out_PD = call(_down_kernel, "experts_down", tiling.down, width, (num_pairs, width), hidden_PF, down_EDF, *biases)
+    hidden_PF = call(gate_up, "gate_up", tiling.gate_up, hidden, (num_pairs, hidden), x_TD, *weights, *biases)
+    weights, biases = kind.arrays(down_EDF), [] if down_bias_ED is None else [down_bias_ED]
+    out_PD = call(_down_kernel, "down", tiling.down, width, (num_pairs, width), hidden_PF, *weights, *biases)
     return weighted_sum(out_PD, expert_P, weight_Tk, num_experts)
 
 
@@ -195,15 +198,18 @@ def _for_tile(
         do_tile(expert_ref[item], pair_M, row_M < count)
 
 
-def _gate_up_kernel(*refs: Any, find: Any, num_tables: int, tiles: Tiles, activation: str, num_choices: int) -> None:
+def _gate_up_kernel(
+    *refs: Any, find: Any, num_tables: int, kind: Kind, num_arrays: int, tiles: Tiles, activation: str, num_choices: int
+) -> None:
     # x [T, D], gate_up [E, 2, F, D], bias [E, 2, F] if there is one, out [P, F]
-    tables, (x_ref, weight_ref, *bias_ref, out_ref) = refs[:num_tables], refs[num_tables:]
-    column_N = pl.program_id(0) * tiles.block_n + jnp.arange(tiles.block_n)
-    in_columns_N = column_N < out_ref.shape[1]
+    tables, (x_ref, *weight_refs), (*bias_ref, out_ref) = _groups(refs, num_tables, 1 + num_arrays)
+    first_column, num_columns = pl.program_id(0) * tiles.block_n, out_ref.shape[1]
+    column_N = first_column + jnp.arange(tiles.block_n)
+    in_columns_N = column_N < num_columns
 
     def do_tile(expert: jax.Array, pair_M: jax.Array, is_pair_M: jax.Array) -> None:
-        token_M = lax.div(pair_M, num_choices)
-        sums = products(tiles, x_ref, token_M, is_pair_M, weight_ref, [(expert, 0), (expert, 1)], column_N, in_columns_N)
+        token_M, matrices = lax.div(pair_M, num_choices), [(expert, 0), (expert, 1)]
+        sums = products_of_rows(kind, tiles, x_ref, token_M, is_pair_M, weight_refs, matrices, first_column, num_columns)
         if bias_ref:
             sums = [
                 sum_MN + load(bias_ref[0].at[expert, i, column_N], mask=in_columns_N, other=0.0).astype(jnp.float32)[None, :]
@@ -217,17 +223,27 @@ def _gate_up_kernel(*refs: Any, find: Any, num_tables: int, tiles: Tiles, activa
     find(*tables, pl.program_id(1), tiles.block_m, do_tile)
 
 
-def _down_kernel(*refs: Any, find: Any, num_tables: int, tiles: Tiles) -> None:
+def _down_kernel(*refs: Any, find: Any, num_tables: int, kind: Kind, num_arrays: int, tiles: Tiles) -> None:
     # h [P, F], down [E, D, F], bias [E, D] if there is one, out [P, D]
-    tables, (x_ref, weight_ref, *bias_ref, out_ref) = refs[:num_tables], refs[num_tables:]
-    column_N = pl.program_id(0) * tiles.block_n + jnp.arange(tiles.block_n)
-    in_columns_N = column_N < out_ref.shape[1]
+    tables, (x_ref, *weight_refs), (*bias_ref, out_ref) = _groups(refs, num_tables, 1 + num_arrays)
+    first_column, num_columns = pl.program_id(0) * tiles.block_n, out_ref.shape[1]
+    column_N = first_column + jnp.arange(tiles.block_n)
+    in_columns_N = column_N < num_columns
 
     def do_tile(expert: jax.Array, pair_M: jax.Array, is_pair_M: jax.Array) -> None:
-        (sum_MN,) = products(tiles, x_ref, pair_M, is_pair_M, weight_ref, [(expert,)], column_N, in_columns_N)
+        (sum_MN,) = products_of_rows(kind, tiles, x_ref, pair_M, is_pair_M, weight_refs, [(expert,)], first_column, num_columns)
         if bias_ref:
             sum_MN += load(bias_ref[0].at[expert, column_N], mask=in_columns_N, other=0.0).astype(jnp.float32)[None, :]
         mask_MN = is_pair_M[:, None] & in_columns_N[None, :]
         store(out_ref.at[pair_M[:, None], column_N[None, :]], sum_MN.astype(out_ref.dtype), mask=mask_MN)
 
     find(*tables, pl.program_id(1), tiles.block_m, do_tile)
+
+
+def _groups(refs: Sequence[Any], *sizes: int) -> list[Sequence[Any]]:
+    """The references in groups of these sizes, and what is left."""
+    found = []
+    for size in sizes:
+        found.append(refs[:size])
+        refs = refs[size:]
+    return [*found, refs]

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels._compat import dot_f32, load, num_cores, store, triton_call
+from pallas_kernels._compat import load, num_cores, store, triton_call
 from pallas_kernels.grouped_matmul.activation import ACTIVATIONS
-from pallas_kernels.grouped_matmul.tiles import Tiles, fitted, products
+from pallas_kernels.grouped_matmul.tiles import Kind, Tiles, fitted, products_of_rows
 from pallas_kernels.sizes import next_power_of_two
 
 MAX_TOKENS = 16
@@ -61,12 +61,13 @@ def experts_of_few(
     x_TD: jax.Array,
     expert_P: jax.Array,
     weight_Tk: jax.Array,
-    gate_up_E2FD: jax.Array,
-    down_EDF: jax.Array,
+    gate_up_E2FD: Any,
+    down_EDF: Any,
     gate_up_bias_E2F: jax.Array | None,
     down_bias_ED: jax.Array | None,
     *,
     activation: str,
+    kind: Kind,
     tiling: FewTiling,
     interpret: bool,
 ) -> jax.Array:
@@ -75,11 +76,13 @@ def experts_of_few(
     num_tokens, num_choices = weight_Tk.shape
     num_items = min(len(expert_P), num_experts)
     weight_P = weight_Tk.reshape(-1)
+    gate_up, down = kind.arrays(gate_up_E2FD), kind.arrays(down_EDF)
+    num_arrays = len(gate_up)
 
     def call(kernel: Callable[..., None], name: str, tiles: Tiles, grid: tuple[int, ...], out: Any, *args: Any) -> Any:
         return triton_call(
-            functools.partial(kernel, tiles=tiles),
-            name=name,
+            functools.partial(kernel, kind=kind, num_arrays=num_arrays, tiles=tiles),
+            name=f"few_{kind.prefix}_{name}",
             grid=grid,
             out_shape=out,
             num_warps=tiles.num_warps,
@@ -91,7 +94,7 @@ def experts_of_few(
     num_programs = min(num_items * pl.cdiv(hidden, tiles.block_n), tiling.programs_of_core * num_cores())
     hidden_NTF, item_2N, num_items_1 = call(
         functools.partial(_gate_up_kernel, activation=activation, num_choices=num_choices),
-        "few_experts_gate_up",
+        "gate_up",
         tiles,
         (num_programs,),
         (
@@ -99,16 +102,16 @@ def experts_of_few(
             jax.ShapeDtypeStruct((2, num_items), jnp.int32),
             jax.ShapeDtypeStruct((1,), jnp.int32),
         ),
-        *(expert_P, weight_P, x_TD, gate_up_E2FD, *biases),
+        *(expert_P, weight_P, x_TD, *gate_up, *biases),
     )
     tiles, biases = tiling.down, [] if down_bias_ED is None else [expert_P, weight_P, down_bias_ED]
     sum_STD = call(
         _down_kernel,
-        "few_experts_down",
+        "down",
         tiles,
         (pl.cdiv(width, tiles.block_n), tiling.num_shares),
         jax.ShapeDtypeStruct((tiling.num_shares, num_tokens, width), jnp.float32),
-        *(item_2N, num_items_1, hidden_NTF, down_EDF, *biases),
+        *(item_2N, num_items_1, hidden_NTF, *down, *biases),
     )
     return jnp.sum(sum_STD, axis=0).astype(x_TD.dtype)
 
@@ -117,14 +120,16 @@ def _gate_up_kernel(
     expert_ref: Any,  # [P]
     weight_ref: Any,  # [P]
     x_ref: Any,  # [T, D]
-    gate_up_ref: Any,  # [E, 2, F, D]
-    *refs: Any,  # bias [E, 2, F] if there is one; hidden [N, T, F], expert and bits of its tokens [2, N], number of these [1]
+    # gate_up [E, 2, F, D]; bias [E, 2, F] if there is one; hidden [N, T, F], expert and bits of its tokens [2, N], number of these [1]
+    *refs: Any,
+    kind: Kind,
+    num_arrays: int,
     tiles: Tiles,
     activation: str,
     num_choices: int,
 ) -> None:
-    *bias_ref, hidden_ref, item_ref, num_items_ref = refs
-    num_pairs, num_experts, num_columns = expert_ref.shape[0], gate_up_ref.shape[0], gate_up_ref.shape[2]
+    weight_refs, (*bias_ref, hidden_ref, item_ref, num_items_ref) = refs[:num_arrays], refs[num_arrays:]
+    num_pairs, num_experts, num_columns = expert_ref.shape[0], weight_refs[0].shape[0], hidden_ref.shape[2]
     num_blocks = pl.cdiv(num_columns, tiles.block_n)
     index_P = jnp.arange(max(2, next_power_of_two(num_pairs)))
     expert_P = load(expert_ref.at[index_P], mask=index_P < num_pairs, other=-1)
@@ -148,9 +153,10 @@ def _gate_up_kernel(
         expert = jnp.sum(jnp.where(place_P == item, expert_P, 0))
         is_chosen_MP = is_own_MP & (expert_P == expert)[None, :]
         is_row_M = jnp.sum(is_chosen_MP.astype(jnp.int32), axis=1) > 0
-        column_N = block * tiles.block_n + jnp.arange(tiles.block_n)
+        first_column, matrices = block * tiles.block_n, [(expert, 0), (expert, 1)]
+        column_N = first_column + jnp.arange(tiles.block_n)
         in_columns_N = column_N < num_columns
-        sums = products(tiles, x_ref, row_M, is_row_M, gate_up_ref, [(expert, 0), (expert, 1)], column_N, in_columns_N)
+        sums = products_of_rows(kind, tiles, x_ref, row_M, is_row_M, weight_refs, matrices, first_column, num_columns)
         if bias_ref:
             sums = [
                 sum_MN + load(bias_ref[0].at[expert, i, column_N], mask=in_columns_N, other=0.0).astype(jnp.float32)[None, :]
@@ -171,33 +177,33 @@ def _down_kernel(
     item_ref: Any,  # [2, N]
     num_items_ref: Any,  # [1]
     hidden_ref: Any,  # [N, T, F]
-    down_ref: Any,  # [E, D, F]
-    *refs: Any,  # expert [P], weight [P] and bias [E, D] if there is one; partial sums [S, T, D]
+    *refs: Any,  # down [E, D, F]; expert [P], weight [P] and bias [E, D] if there is one; partial sums [S, T, D]
+    kind: Kind,
+    num_arrays: int,
     tiles: Tiles,
 ) -> None:
-    *bias_refs, out_ref = refs
-    (num_experts, width, num_terms), (num_shares, num_tokens, _) = down_ref.shape, out_ref.shape
-    share = pl.program_id(1)
-    column_N = pl.program_id(0) * tiles.block_n + jnp.arange(tiles.block_n)
+    weight_refs, (*bias_refs, out_ref) = refs[:num_arrays], refs[num_arrays:]
+    num_experts, num_terms, (num_shares, num_tokens, width) = weight_refs[0].shape[0], hidden_ref.shape[2], out_ref.shape
+    share, first_column = pl.program_id(1), pl.program_id(0) * tiles.block_n
+    column_N = first_column + jnp.arange(tiles.block_n)
     in_columns_N = column_N < width
     row_M = jnp.arange(tiles.block_m)
     steps_of_item = pl.cdiv(num_terms, tiles.block_k)
     num_steps = num_items_ref[0] * steps_of_item
 
-    def step(i: jax.Array, sum_MN: jax.Array) -> jax.Array:
-        item = lax.div(i, steps_of_item)
+    def at(i: jax.Array) -> Any:
+        item, place = lax.div(i, steps_of_item), lax.rem(i, steps_of_item)
         expert, bits = item_ref[0, item], item_ref[1, item]
-        term_1K = (lax.rem(i, steps_of_item) * tiles.block_k + jnp.arange(tiles.block_k))[None, :]
-        in_terms_1K = term_1K < num_terms
-        is_row_M1 = ((lax.shift_right_logical(jnp.broadcast_to(bits, row_M.shape), row_M) & 1) != 0)[:, None]
-        x_MK = load(hidden_ref.at[item, row_M[:, None], term_1K], mask=is_row_M1 & in_terms_1K, other=0.0)
-        mask_NK = in_columns_N[:, None] & in_terms_1K
-        weight_NK = load(down_ref.at[expert, column_N[:, None], term_1K], mask=mask_NK, other=0.0)
-        return sum_MN + dot_f32(x_MK, weight_NK.T)
+        is_row_M = (lax.shift_right_logical(jnp.broadcast_to(bits, row_M.shape), row_M) & 1) != 0
 
-    zeros = jnp.zeros((tiles.block_m, tiles.block_n), jnp.float32)
+        def load_x(term_K: jax.Array) -> jax.Array:
+            mask_MK = is_row_M[:, None] & (term_K < num_terms)[None, :]
+            return load(hidden_ref.at[item, row_M[:, None], term_K[None, :]], mask=mask_MK, other=0.0)
+
+        return place, [(expert,)], load_x
+
     begin, end = (lax.div(num_steps * part, num_shares) for part in (share, share + 1))
-    sum_MN = lax.fori_loop(begin, end, step, zeros)
+    (sum_MN,) = kind.products(tiles, (begin, end), at, weight_refs, 1, num_terms, first_column, width)
     is_row_M = row_M < num_tokens
     if bias_refs:
         sum_MN += _sum_of_biases(bias_refs, row_M, is_row_M & (share == 0), column_N, in_columns_N, num_tokens, num_experts)

@@ -15,6 +15,7 @@ from pallas_kernels.checking.case import Case
 from pallas_kernels.checking.grouped_matmul import TOLERANCE, host_error, packed, plain, routing, run
 from pallas_kernels.grouped_matmul import IMPLEMENTATIONS, PLAIN, candidates, mosaic, mxfp4, mxfp4_triton, triton
 from pallas_kernels.grouped_matmul.mosaic_many import Sizes, pick_sizes
+from pallas_kernels.grouped_matmul.tiles import Tiles
 from pallas_kernels.grouped_matmul.triton_few import FewTiling, pick_few_tiling, takes_few
 
 GAIN = 8.0
@@ -222,7 +223,7 @@ def _variant(function: Callable[..., jax.Array], **options: Any) -> Callable[...
     return call
 
 
-def _sizes_of(tiling: triton.Tiling | FewTiling | mxfp4_triton.Tiling) -> str:
+def _sizes_of(tiling: triton.Tiling | FewTiling) -> str:
     """Block sizes, warps and stages of both kernels; of few tokens' also the programs of a core, and shares."""
     sizes = " ".join("-".join(map(str, astuple(tiles))) for tiles in (tiling.gate_up, tiling.down))
     return f"{sizes} {tiling.programs_of_core}-{tiling.num_shares}" if isinstance(tiling, FewTiling) else sizes
@@ -242,10 +243,10 @@ def _tilings(mixture: Mixture) -> list[triton.Tiling] | list[FewTiling]:
         return _few_tilings(jnp.dtype(mixture.dtype).itemsize)
     base = triton.pick_tiling(num_pairs, mixture.num_experts, mixture.hidden, jnp.dtype(mixture.dtype).itemsize)
 
-    def both(change: Callable[[triton.Tiles], triton.Tiles]) -> triton.Tiling:
+    def both(change: Callable[[Tiles], Tiles]) -> triton.Tiling:
         return triton.Tiling(change(base.gate_up), change(base.down))
 
-    changes: list[Callable[[triton.Tiles], triton.Tiles]] = [
+    changes: list[Callable[[Tiles], Tiles]] = [
         lambda tiles: replace(tiles, num_stages=tiles.num_stages - 1),
         lambda tiles: replace(tiles, num_stages=tiles.num_stages + 1),
         lambda tiles: replace(tiles, num_warps=tiles.num_warps * 2 if tiles.num_warps < 8 else 4),
@@ -272,10 +273,10 @@ def _few_tilings(itemsize: int) -> list[FewTiling]:
     ]
 
 
-def _tilings_of_4_bits(mixture: Mixture) -> list[mxfp4_triton.Tiling]:
-    """One size changed at a time, in both kernels."""
-    base = mxfp4_triton.pick_tiling(mixture.num_tokens * mixture.num_choices, mixture.num_experts)
-    changes: list[Callable[[mxfp4_triton.Tiles], mxfp4_triton.Tiles]] = [
+def _tilings_of_4_bits(mixture: Mixture) -> list[triton.Tiling] | list[FewTiling]:
+    """One size changed at a time, of few tokens' in either kernel."""
+    base = mxfp4_triton.pick_tiling(mixture.num_tokens, mixture.num_choices, mixture.num_experts)
+    changes: list[Callable[[Tiles], Tiles]] = [
         lambda tiles: replace(tiles, num_stages=tiles.num_stages - 1),
         lambda tiles: replace(tiles, num_stages=tiles.num_stages + 1),
         lambda tiles: replace(tiles, block_n=tiles.block_n * 2, num_warps=tiles.num_warps * 2),
@@ -283,4 +284,11 @@ def _tilings_of_4_bits(mixture: Mixture) -> list[mxfp4_triton.Tiling]:
         lambda tiles: replace(tiles, block_k=tiles.block_k // 2),
         lambda tiles: replace(tiles, block_n=tiles.block_n // 2, num_warps=tiles.num_warps // 2),
     ]
-    return [mxfp4_triton.Tiling(change(base.gate_up), change(base.down)) for change in changes]
+    if isinstance(base, FewTiling):
+        return [
+            *(replace(base, gate_up=change(base.gate_up)) for change in changes),
+            *(replace(base, down=change(base.down)) for change in changes),
+            *(replace(base, programs_of_core=programs) for programs in (2, 4)),
+            *(replace(base, num_shares=shares) for shares in (2, 8)),
+        ]
+    return [triton.Tiling(change(base.gate_up), change(base.down)) for change in changes]

@@ -136,22 +136,23 @@ CASES = {
 }
 
 
+ALL_THERE_IS = {
+    "num_choices": 4,
+    "num_experts": 3,
+    "all_experts": 6,
+    "first_expert": 2,
+    "width": 160,
+    "hidden": 96,
+    "dtype": "bfloat16",
+    "bias": True,
+    "padding": 2,
+    "activation": "swiglu_clamped",
+    "four_bits": True,
+}
 FOUR_BITS = {
     "one token": make_case(1, num_experts=4, width=96, hidden=64, dtype="bfloat16", bias=True, four_bits=True),
-    "all there is": make_case(
-        21,
-        num_choices=4,
-        num_experts=3,
-        all_experts=6,
-        first_expert=2,
-        width=160,
-        hidden=96,
-        dtype="bfloat16",
-        bias=True,
-        padding=2,
-        activation="swiglu_clamped",
-        four_bits=True,
-    ),
+    "few tokens": make_case(11, **ALL_THERE_IS),
+    "all there is": make_case(21, **ALL_THERE_IS),
 }
 
 
@@ -173,13 +174,13 @@ def test_padding_may_have_chosen_no_expert(case, implementation):
     assert error(case, run(implementation, chosen)) < TOLERANCE[str(case["x_TD"].dtype)]
 
 
-@pytest.mark.parametrize("tiles", [mxfp4_triton.Tiles(4, 16, 32, 2, 2), mxfp4_triton.Tiles(16, 32, 64, 2, 2)])
+@pytest.mark.parametrize("tiles", [triton.Tiles(4, 16, 32, 2, 2), triton.Tiles(16, 32, 64, 2, 2)])
 @pytest.mark.parametrize("max_few_pairs", [0, 1000])
 def test_four_bits_in_any_tiles(tiles, max_few_pairs):
     case = dict(FOUR_BITS["all there is"])
     activation = case.pop("activation")
     options = {"interpret": True, "activation": activation, "max_few_pairs": max_few_pairs}
-    got = quick(functools.partial(mxfp4_triton.experts, tiling=mxfp4_triton.Tiling(tiles, tiles), **options))(**case)
+    got = quick(functools.partial(mxfp4_triton.experts, tiling=triton.Tiling(tiles, tiles), **options))(**case)
     assert error(case | {"activation": activation}, got) < TOLERANCE["bfloat16"]
 
 
