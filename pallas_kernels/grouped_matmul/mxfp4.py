@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 DTYPE = jnp.dtype(jnp.float4_e2m1fn)
-MAX_PAIRS_OF_EXPERT = 384
+MAX_PAIRS_OF_EXPERT = 192
 """On average: of more, products with weights that are widened first are faster."""
 BLOCK = 32
 """Values that share a scale."""

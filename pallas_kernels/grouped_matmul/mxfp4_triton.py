@@ -19,7 +19,7 @@ from pallas_kernels._compat import dot_f32, inline_asm, load, store, triton_call
 from pallas_kernels.grouped_matmul import triton
 from pallas_kernels.grouped_matmul.mxfp4 import BLOCK, DTYPE, MAGNITUDES, PLACES, SCALE_BIAS, WORD, WORDS, Mxfp4
 from pallas_kernels.grouped_matmul.tiles import At, Kind, Tiles
-from pallas_kernels.grouped_matmul.triton import MAX_FEW_PAIRS, Tiling
+from pallas_kernels.grouped_matmul.triton import Tiling
 from pallas_kernels.grouped_matmul.triton_few import MAX_TOKENS, FewTiling, takes_few
 
 SCALE_SHIFT = 63
@@ -82,11 +82,11 @@ def experts(
     down_EDF: Mxfp4,
     *,
     tiling: Tiling | FewTiling | None = None,
-    max_few_pairs: int = MAX_FEW_PAIRS,
+    max_few_pairs: int = 0,
     interpret: bool = False,
     **options: Any,
 ) -> jax.Array:
-    """As `triton.experts`."""
+    """As `triton.experts`. Always with a plan, unless tokens are few: finding pairs takes registers that widening needs."""
     num_tokens, num_choices = expert_Tk.shape
     return triton.experts(
         x_TD,
@@ -107,14 +107,10 @@ def experts(
 def pick_tiling(num_tokens: int, num_choices: int, num_experts: int) -> Tiling | FewTiling:
     """As measured on an H200 with gpt-oss's experts."""
     if takes_few(num_tokens, num_choices):
-        gate_up, down = (
-            Tiles(MAX_TOKENS, 32, 256, num_warps=4, num_stages=4),
-            Tiles(MAX_TOKENS, 64, 256, num_warps=4, num_stages=4),
-        )
-        return FewTiling(gate_up, down, programs_of_core=3)
+        return FewTiling(Tiles(MAX_TOKENS, 64, 256, num_stages=3), Tiles(MAX_TOKENS, 64, 256, num_stages=6), num_shares=8)
     if num_tokens * num_choices <= 16 * num_experts:
-        return Tiling(Tiles(16, 64, 256, num_warps=4, num_stages=3), Tiles(16, 64, 256, num_warps=4, num_stages=4))
-    return Tiling(Tiles(64, 64, 256, num_warps=4, num_stages=2), Tiles(64, 128, 128, num_warps=4, num_stages=3))
+        return Tiling(Tiles(16, 64, 128), Tiles(16, 128, 128))
+    return Tiling(Tiles(64, 128, 128, num_warps=8, num_stages=3), Tiles(64, 256, 128, num_warps=8, num_stages=3))
 
 
 def _products(
