@@ -2,8 +2,8 @@
 
 A record: {"date", "commit", "versions": {name: version}, "parts": {part: {"passed", "failed", "skipped", "seconds",
 "date", "commit", "note"}}, "ops": {op: digest of its source}}. A part that is run alone later replaces its own entry only,
-and one that was skipped replaces none. An op's digest is present exactly if the last run of the part that verifies it
-(kernels, or collectives) ran all of that op's cases and none failed.
+and one that was skipped replaces none; nor does the part kernels with some of the groups of cases, which a record of a run names
+in "groups". An op's digest is present exactly if the last run of its cases ran all of them and none failed.
 """
 
 import dataclasses
@@ -109,6 +109,8 @@ class Run:
                 "note": "; ".join(dict.fromkeys(outcome.detail for outcome in skipped)),
             }
         found: dict[str, Any] = {"date": today, "commit": commit, "versions": versions(), "parts": parts}
+        if set(self.ops) < set(OPS_OF_CASES):
+            found["groups"] = sorted(self.ops)
         ops = verified_ops(self.outcomes.get("kernels", ()), self.ops)
         among_devices = self.outcomes.get("collectives", ())
         if any(outcome.passed for outcome in among_devices) and not any(outcome.failed for outcome in among_devices):
@@ -136,14 +138,20 @@ def verified_ops(outcomes: Iterable[Outcome], groups: Iterable[str]) -> list[str
 
 def merge(records: Mapping[str, Any], device_kind: str, new: Mapping[str, Any]) -> dict[str, Any]:
     """Merge a new record of a device into the records. Its parts replace those of the same name, unless all of a part was
-    skipped, and its ops those that such a part verifies.
+    skipped, and its ops those that such a part verifies. Of kernels in some groups only the groups' ops are replaced.
     """
+    groups = new.get("groups")
+    new = {name: value for name, value in new.items() if name != "groups"}
     old = records.get(device_kind, {})
     parts, ops = dict(old.get("parts", {})), dict(old.get("ops", {}))
     for name, part in new["parts"].items():
-        if part["passed"] or part["failed"] or name not in parts:
+        if not (part["passed"] or part["failed"] or name not in parts):
+            continue
+        is_whole = name != "kernels" or groups is None
+        if is_whole or name not in parts:
             parts[name] = part
-            ops = {op: digest for op, digest in ops.items() if op not in OPS_OF_PARTS.get(name, ())}
+        replaced = OPS_OF_PARTS.get(name, ()) if is_whole else [OPS_OF_CASES[group] for group in groups]
+        ops = {op: digest for op, digest in ops.items() if op not in replaced}
     together = {**old, **new, "parts": parts, "ops": dict(sorted((ops | new["ops"]).items()))}
     return {**records, device_kind: together}
 

@@ -1,5 +1,6 @@
 """What a GPU run verified is recorded, shown on a page, and stands there as unverified when the source has changed since."""
 
+import dataclasses
 import json
 
 import pytest
@@ -84,6 +85,10 @@ def test_a_later_run_replaces_its_own_parts_and_what_they_verify() -> None:
     assert found["parts"]["tokens"]["failed"] == 1 and list(found["ops"]) == OF_KERNELS
     skipped = record.merge(records, "NVIDIA H200", run_of(tokens=[skip("t", "no")]).record())["NVIDIA H200"]
     assert skipped["parts"]["tokens"]["passed"] == 1
+    some = dataclasses.replace(run_of(kernels=[Outcome("rope: a case", False, "")]), ops=("rope",))
+    found = record.merge(records, "NVIDIA H200", some.record())["NVIDIA H200"]
+    assert found["parts"]["kernels"]["failed"] == 0 and "groups" not in found
+    assert list(found["ops"]) == [op for op in OF_KERNELS if op != "rope_cache_write"]
     failing = run_of(kernels=[Outcome(outcome.name, False, "") for outcome in PASSED])
     assert record.merge(records, "NVIDIA H200", failing.record())["NVIDIA H200"]["ops"] == {}
 
