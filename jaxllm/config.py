@@ -42,8 +42,8 @@ class ModelOptions:
     ] = None
     dequantize: Annotated[
         bool | None,
-        "widen experts that the checkpoint holds in 4 bits (MXFP4) while they are loaded, which is the default; --no-dequantize keeps "
-        "and computes from 4 bits",
+        "widen experts that the checkpoint holds in 4 bits (MXFP4) while they are loaded; default: compute from the 4 bits on a GPU in "
+        "bfloat16, else widen",
     ] = None
     max_model_len: Annotated[
         int | None, "most tokens of one request, prompt and output; default: the model's own; -1: the largest that fits"

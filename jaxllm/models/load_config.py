@@ -35,7 +35,7 @@ def load_model_config(
 
     `overrides` is laid over the top level of config.json. dtype "auto" is the checkpoint's on a GPU and float32 on a CPU, where
     narrower types are emulated. quantization "fp8" computes in fp8 whatever the checkpoint holds; None: as the checkpoint says.
-    dequantize: widen experts that the checkpoint holds in 4 bits; None: yes. Only False, on devices of any kind, computes from them.
+    dequantize: widen experts that the checkpoint holds in 4 bits; None: where there is no kernel that computes from them.
     kv_cache_dtype "auto" is fp8 if the checkpoint says so, else dtype.
     runner: what the model is for; "auto" is pooling for a checkpoint without a head or with sentence-transformers' files, else
     generate. pooler_config is laid over how the checkpoint wants to be pooled.
@@ -71,6 +71,7 @@ def load_model_config(
         kv_cache_dtype = FP8 if stored is not None and stored.kv_cache else dtype
     elif kv_cache_dtype in ("fp8", "fp8_e4m3"):
         kv_cache_dtype = FP8
+    has_kernel = on_gpu and dtype == "bfloat16"
     pooling = load_pooling_config(directory, raw, pooler_config)
     longest = config.max_position
     config = dataclasses.replace(
@@ -81,7 +82,7 @@ def load_model_config(
         quantization=quantization,
         stored_fp8=stored,
         stored_mxfp4=stored_mxfp4,
-        packed_experts=stored_mxfp4 is not None and dequantize is False,
+        packed_experts=stored_mxfp4 is not None and not (dequantize if dequantize is not None else not has_kernel),
         kv_cache_dtype=kv_cache_dtype,
         generates=generates,
         pooling=pooling,

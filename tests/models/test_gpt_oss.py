@@ -190,8 +190,8 @@ def test_experts_stay_in_four_bits_where_a_kernel_computes_from_them(folders: di
     def is_packed(**options: Any) -> bool:
         return load_model_config(folders["mxfp4"], **options).packed_experts
 
-    assert is_packed(dequantize=False) and is_packed(on_gpu=True, dtype="bfloat16", dequantize=False)
-    assert not is_packed(on_gpu=True, dtype="bfloat16") and not is_packed() and not is_packed(on_gpu=True, dequantize=True)
+    assert is_packed(on_gpu=True, dtype="bfloat16") and is_packed(dequantize=False)
+    assert not is_packed(on_gpu=True, dtype="float32") and not is_packed() and not is_packed(on_gpu=True, dequantize=True)
     # 48 values of a device are one and a half blocks.
     assert not load_model_config(folders["mxfp4"], dequantize=False).for_tensor_parallel(4).packed_experts
 
