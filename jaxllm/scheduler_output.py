@@ -90,5 +90,5 @@ class ModelRunnerOutput:
     """For pooling requests whose prompt is computed: `EngineCoreOutput.pooled`."""
     errors: dict[str, str] = field(default_factory=dict)
     """Requests that failed alone in this step, with the reason."""
-    not_finite: frozenset[str] = frozenset()
+    not_finite: set[str] = field(default_factory=set)
     """Requests for which the model computed logits or vectors that are not finite numbers."""

@@ -53,10 +53,14 @@ PLACES = {
     "step": Place("core", "jaxllm.runner.runner", "ModelRunner.dispatch"),
     "row": Place("core", "jaxllm.runner.rows", "Rows.add", lambda self, data: data.request_id),
     "launch": Place("core", "jaxllm.runner.runner", "ModelRunner._prepare"),
-    "draw": Place("core", "jaxllm.runner.runner", "ModelRunner._sample"),
-    "admit": Place("core", "jaxllm.runner.runner", "ModelRunner._pack_admission", lambda self, row: row.data.request_id),
-    "result": Place("core", "jaxllm.runner.runner", "PendingStep.result"),
-    "sampler": Place("core", "jaxllm.runner.runner", "PendingStep._scores_of", lambda self, row, index: row.data.request_id),
+    "draw": Place("core", "jaxllm.runner.consumers.sampling", "Sampling.launch"),
+    "admit": Place(
+        "core", "jaxllm.runner.consumers.sampling", "Sampling.pack_admission", lambda self, row: row.data.request_id
+    ),
+    "result": Place("core", "jaxllm.runner.pending", "PendingStep.result"),
+    "sampler": Place(
+        "core", "jaxllm.runner.consumers.sampling", "PendingTokens.scores_of", lambda self, row, index: row.data.request_id
+    ),
     "stop": Place("core", "jaxllm.request", "Request.append_output", lambda self, token_id: self.request_id),
     "caches": Place("core", "jaxllm.runner.runner", "ModelRunner.start_over"),
     "detokenizer": Place("front", "jaxllm.text.output_processor", "_Answer.update", lambda self, news: self.engine_id),

@@ -13,7 +13,8 @@ from jaxllm.thinking import force_token
 
 if TYPE_CHECKING:
     from jaxllm.runner.masked_step import MaskedStep
-    from jaxllm.runner.runner import LaunchingStep, ModelRunner, PendingStep
+    from jaxllm.runner.pending import LaunchingStep, PendingStep
+    from jaxllm.runner.runner import ModelRunner
 
 LONG_STEP_SECONDS = 0.0035
 """Steps longer than this give the host time to read one and dispatch another while the next runs, so two in flight keep the device busy."""

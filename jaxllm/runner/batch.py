@@ -12,22 +12,9 @@ from jaxllm.sampling.variants import Variant
 from jaxllm.scheduler_output import CachedRequestData, SchedulerOutput
 
 
-@dataclass(frozen=True)
-class PromptLogprobsChunk:
-    """Prompt positions of one request whose logprobs this step yields."""
-
-    row: Row
-    first_token: int
-    """Index among the step's tokens of the first position."""
-    targets: list[int]
-    """The prompt tokens that follow those positions; none follows the last position of a prompt."""
-    is_last: bool
-    """Whether the prompt ends with them."""
-
-
-@dataclass(frozen=True)
-class PoolingChunk:
-    """Prompt tokens of one pooling request that this step computes."""
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Known tokens of one request that a step computes: a part of its prompt, or of its tokens before it was preempted."""
 
     row: Row
     place: int
@@ -35,13 +22,18 @@ class PoolingChunk:
     first_token: int
     """Index of the chunk among the tokens of the step."""
     start: int
-    """Its position in the prompt."""
+    """Its position in the request."""
     count: int
 
     @property
+    def stop(self) -> int:
+        """The position after it."""
+        return self.start + self.count
+
+    @property
     def is_last(self) -> bool:
-        """Whether the prompt ends with it."""
-        return self.start + self.count >= self.row.num_known
+        """Whether the known tokens end with it."""
+        return self.stop >= self.row.num_known
 
 
 @dataclass(frozen=True)
@@ -57,10 +49,10 @@ class Batch:
     variant: Variant
     logprobs: LogprobsKind
     admitted: list[Row]
-    prompt_logprobs: list[PromptLogprobsChunk]
+    chunks: list[Chunk]
+    """Known tokens among those of the step."""
     extra_updates: tuple[np.ndarray, np.ndarray] | None
     """(flat index, block id) of block-table entries that do not fit into the buffer."""
-    pooling: list[PoolingChunk] = field(default_factory=list)
     errors: dict[str, str] = field(default_factory=dict)
     """Requests that failed alone, with the reason. They have no row and are not part of the step."""
 
@@ -121,13 +113,12 @@ class BatchBuilder:
         columns[:num_rows, Column.TOKEN_ROW] = index_R
         columns[num_rows:] = rows.columns[rows.trash]
         views.token_ids_T[:num_rows] = FROM_ROW
-        prefills = []
+        chunks = []
         for i in np.flatnonzero(start_R < num_known_R):  # the last token of a prompt, computed alone
             views.token_ids_T[i] = scheduled[i].data.token_ids[start_R[i]]
-            prefills.append((scheduled[i], int(start_R[i]), 1))
+            chunks.append(Chunk(scheduled[i], int(i), int(i), int(start_R[i]), 1))
         extra = self._fill_updates(layout, buffer, update_index, update_block)
-        prompt_logprobs = self._prompt_logprobs(prefills)
-        return Batch(buffer, layout, True, scheduled, variant, LogprobsKind.NONE, [], prompt_logprobs, extra)
+        return Batch(buffer, layout, True, scheduled, variant, LogprobsKind.NONE, [], chunks, extra)
 
     def _build_mixed(self, plan: SchedulerOutput) -> Batch:
         """A step of any other kind."""
@@ -162,13 +153,11 @@ class BatchBuilder:
         scheduled = sampling + partial
         sampled = [row for row, _, _ in sampling]
         num_tokens = sum(count for _, _, count in scheduled)
-        prompt_logprobs = self._prompt_logprobs(scheduled)
         variant = max((row.variant for row in sampled), default=Variant.GREEDY)
         if plan.masked_request_ids:
             variant = max(variant, Variant.MASKED)
         logprobs = LogprobsKind.of(sampled) if variant == Variant.FULL else LogprobsKind.NONE
         is_decode = not partial and num_tokens == len(scheduled) and variant < Variant.MASKED
-        is_decode = is_decode and not any(chunk.targets for chunk in prompt_logprobs)
         if is_decode:
             layout = decode_layout(self.buckets.fit_decode(len(scheduled)), self.num_groups)
         else:
@@ -177,8 +166,8 @@ class BatchBuilder:
             layout = mixed_layout(num_tokens, num_rows, self.block_size, self.num_groups)
         buffer = self._fill(layout, scheduled, len(sampled))
         extra = self._fill_updates(layout, buffer, update_index, update_block)
-        pooling = _pooling_chunks(scheduled)
-        return Batch(buffer, layout, is_decode, sampled, variant, logprobs, admitted, prompt_logprobs, extra, pooling, errors)
+        chunks = _chunks(scheduled)
+        return Batch(buffer, layout, is_decode, sampled, variant, logprobs, admitted, chunks, extra, errors)
 
     def empty(self, layout: StepLayout) -> np.ndarray:
         """The buffer of an empty step."""
@@ -231,28 +220,17 @@ class BatchBuilder:
             return None
         return np.asarray(index[room:], np.int32), np.asarray(block[room:], np.int32)
 
-    def _prompt_logprobs(self, scheduled: list[tuple[Row, int, int]]) -> list[PromptLogprobsChunk]:
-        chunks, first = [], 0
-        for row, start, count in scheduled:
-            num_prompt, stop = row.data.num_prompt_tokens, start + count
-            resumed = row.num_known > num_prompt  # then they were delivered before
-            if row.num_prompt_logprobs is not None and start < num_prompt and not resumed:
-                targets = row.data.token_ids[start + 1 : stop + 1]
-                chunks.append(PromptLogprobsChunk(row, first, targets, is_last=stop >= num_prompt))
-            first += count
-        return chunks
-
 
 def _samples(row: Row, start: int, count: int) -> bool:
     """Whether computing these tokens of a request gives a new one."""
     return row.pooling is None and start + count >= row.num_known
 
 
-def _pooling_chunks(scheduled: list[tuple[Row, int, int]]) -> list[PoolingChunk]:
+def _chunks(scheduled: list[tuple[Row, int, int]]) -> list[Chunk]:
     chunks, first = [], 0
     for place, (row, start, count) in enumerate(scheduled):
-        if row.pooling is not None:
-            chunks.append(PoolingChunk(row, place, first, start, count))
+        if start < row.num_known:
+            chunks.append(Chunk(row, place, first, start, count))
         first += count
     return chunks
 

@@ -2,7 +2,9 @@
 
 import enum
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+import numpy as np
 
 from jaxllm.sampling.columns import NUM_COLUMNS
 
@@ -69,3 +71,11 @@ def decode_layout(num_rows: int, num_groups: int = 1) -> StepLayout:
 def mixed_layout(num_tokens: int, num_rows: int, block_size: int, num_groups: int = 1) -> StepLayout:
     """A step of any shape. A separate program writes the new blocks of long cached prefixes that do not fit here."""
     return StepLayout(num_rows, num_tokens, num_groups * (num_tokens // block_size + 2 * num_rows))
+
+
+def padded(first: Any, second: Any, size: int, *, padding: int) -> np.ndarray:
+    """int32 [2, size]: two equally long lists, the rest filled with `padding`."""
+    arrays = np.full((2, size), padding, np.int32)
+    arrays[0, : len(first)] = first
+    arrays[1, : len(second)] = second
+    return arrays

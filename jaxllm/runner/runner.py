@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,28 +16,28 @@ from jax.sharding import Mesh
 from jaxllm.config import EngineConfig
 from jaxllm.loaders.layout import abstract_state, delete
 from jaxllm.model_config import ModelConfig
-from jaxllm.parallel.shards import PEERS_LOST, make_shards
+from jaxllm.parallel.shards import make_shards
 from jaxllm.progress import SILENT, Progress
-from jaxllm.runner.batch import Batch, BatchBuilder, PromptLogprobsChunk, request_failed
+from jaxllm.runner.batch import Batch, BatchBuilder
 from jaxllm.runner.buckets import Buckets
+from jaxllm.runner.consumers import Hidden, HiddenConsumer, PendingPart
+from jaxllm.runner.consumers.pooling import Pooling
+from jaxllm.runner.consumers.prompt_logprobs import PromptLogprobs
+from jaxllm.runner.consumers.sampling import PendingTokens, Sampling
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.launcher import Launcher
-from jaxllm.runner.layout import StepLayout
+from jaxllm.runner.layout import StepLayout, padded
 from jaxllm.runner.masked_step import MaskedStep
 from jaxllm.runner.memory import MemoryPlan
 from jaxllm.runner.peers import Peers
-from jaxllm.runner.pooler import PendingVectors, Pooler
+from jaxllm.runner.pending import LaunchingStep, PendingStep
 from jaxllm.runner.program_store import ProgramStore
 from jaxllm.runner.programs import Programs
-from jaxllm.runner.prompt_logprobs import PendingPromptLogprobs, trim
-from jaxllm.runner.rows import LogprobsKind, Row, Rows
+from jaxllm.runner.rows import Rows
 from jaxllm.runner.step import Caches, RowArrays, Scores, StepFunctions
-from jaxllm.runner.step_programs import PROMPT_LOGPROBS_CHUNK, UPDATES_PER_WRITE, ProgramKey, StepPrograms
-from jaxllm.sampling.mask import num_words
-from jaxllm.sampling.state import SamplingState, pack_admission
+from jaxllm.runner.step_programs import UPDATES_PER_WRITE, ProgramKey, StepPrograms
 from jaxllm.sampling.variants import Variant
-from jaxllm.sampling_params import MAX_LOGPROB_TOKEN_IDS
-from jaxllm.scheduler_output import NOT_FINITE, ModelRunnerOutput, SchedulerOutput, TokenLogprobs
+from jaxllm.scheduler_output import SchedulerOutput
 from jaxllm.start_times import StartTimes
 
 T = TypeVar("T")
@@ -55,92 +55,11 @@ and on a small model longer than the device. With more requests, the two threads
 
 
 @dataclass(frozen=True)
-class PendingStep:
-    """A step in flight."""
-
-    sampled: list[Row]
-    token_R: jax.Array
-    """Sampled tokens. For a step that only pools, another small result to wait for."""
-    scores: Scores
-    prompt_logprobs: list[PendingPromptLogprobs]
-    errors: dict[str, str] = field(default_factory=dict)
-    """Requests that failed alone, with the reason."""
-    vectors: PendingVectors | None = None
-
-    def start_copies(self) -> None:
-        """Start copying the results to the host; each copy runs as soon as its result is ready."""
-        vectors = None if self.vectors is None else (self.vectors.vectors_RD, self.vectors.hidden_TD)
-        arrays = (self.token_R, self.scores, [part.scores for part in self.prompt_logprobs], vectors)
-        for array in jax.tree.leaves(arrays):
-            array.copy_to_host_async()
-
-    def result(self) -> ModelRunnerOutput:
-        """Wait for the device and return the results of the step."""
-        tokens = np.asarray(self.token_R)[: len(self.sampled)].tolist()
-        if PEERS_LOST in tokens:
-            for shard in self.token_R.addressable_shards:
-                shard.data.block_until_ready()  # raises a device's own error, if that made the others wait
-            raise RuntimeError("a device waited too long for its part of a sum from another: the step's results are lost")
-        sampled = {row.data.request_id: [token] for row, token in zip(self.sampled, tokens, strict=True)}
-        not_finite = {request_id for request_id, (token,) in sampled.items() if token == NOT_FINITE}
-        logprobs: dict[str, TokenLogprobs] = {}
-        for i, row in enumerate(self.sampled):
-            try:
-                if (scores := self._scores_of(row, i)) is not None:
-                    logprobs[row.data.request_id] = scores
-            except jax.errors.JaxRuntimeError:  # a device error affects all requests
-                raise
-            except Exception as error:
-                self.errors[row.data.request_id] = request_failed(row.data.request_id, error)
-        prompt_logprobs: dict[str, TokenLogprobs] = {}
-        for part in self.prompt_logprobs:
-            request_id = part.row.data.request_id
-            try:
-                whole = part.collect()
-            except jax.errors.JaxRuntimeError:
-                raise
-            except Exception as error:
-                self.errors[request_id] = request_failed(request_id, error)
-                continue
-            if whole is not None:
-                prompt_logprobs[request_id] = whole
-        pooled: dict[str, np.ndarray] = {}
-        if self.vectors is not None:
-            pooled = self.vectors.collect()
-            not_finite.update(request_id for request_id, vector in pooled.items() if not np.isfinite(vector).all())
-        return ModelRunnerOutput(sampled, logprobs, prompt_logprobs, pooled, self.errors, frozenset(not_finite))
-
-    def _scores_of(self, row: Row, index: int) -> TokenLogprobs | None:
-        """The logprobs that the sampled request of this index asked for."""
-        at = slice(index, index + 1)
-        if row.named_ids is not None:
-            assert self.scores.named is not None
-            return trim(self.scores.named, at, len(row.named_ids))
-        if row.num_logprobs is not None:
-            assert self.scores.top is not None
-            return trim(self.scores.top, at, row.num_logprobs)
-        return None
-
-
-@dataclass(frozen=True)
-class LaunchingStep:
-    """A step that a thread is launching."""
-
-    launched: "Future[PendingStep]"
-
-    def result(self) -> ModelRunnerOutput:
-        """Wait for the launch and the device, and return the results of the step. Raises the launch's error, if any."""
-        return self.launched.result().result()
-
-
-@dataclass(frozen=True)
-class _Hidden:
+class _Forward:
     """A step whose forward pass is dispatched."""
 
-    hidden_ND: jax.Array
-    columns_NC: jax.Array
-    prompt_logprobs: list[PendingPromptLogprobs]
-    vectors: PendingVectors | None
+    hidden: Hidden
+    parts: list[PendingPart]
     errors: dict[str, str]
 
 
@@ -180,10 +99,15 @@ class ModelRunner:
             logprobs_mode=config.model.logprobs_mode,
             processors=processors,
         )
-        self.vocab_size = model_config.padded_vocab_size
-        self.processors = processors
         self.buckets = Buckets.choose(config, on_gpu=on_gpu)
         max_blocks = -(-plan.max_model_len // plan.block_size)
+        self.sampling = Sampling(
+            self,
+            self.buckets,
+            num_rows=max_rows + 1,
+            vocab_size=model_config.padded_vocab_size,
+            processors=processors,
+        )
         self.rows = Rows(max_rows)
         self.batches = BatchBuilder(
             self.rows, self.buckets, block_size=plan.block_size, max_blocks=max_blocks, num_groups=len(plan.cache.groups)
@@ -196,7 +120,7 @@ class ModelRunner:
             params=tuple(shapes),
             num_blocks=plan.num_blocks,
             max_blocks=max_blocks,
-            make_state=self._new_state,
+            make_state=self.sampling.new_state,
         )
         self.times = times or StartTimes()
         self.store = store
@@ -208,12 +132,9 @@ class ModelRunner:
             is_storable=self.shapes.is_storable,
             times=self.times,
         )
-        self._pooler = Pooler(model_config, self.buckets, self._program, self._put)
+        self.consumers: tuple[HiddenConsumer, ...] = (PromptLogprobs(self), Pooling(self, self.buckets, model_config))
         self.caches: Caches = ()
         self.row_arrays = self._new_row_arrays()
-        self._sampling_state: SamplingState | None = None
-        self._open_masks: dict[int, jax.Array] = {}
-        """Masks that allow every token, by number of rows."""
         self._spacers: list[jax.Array] = []
         """Small arrays between free places: see `_small_places`."""
         self._peers: Peers | None = None
@@ -291,8 +212,8 @@ class ModelRunner:
         """
         places, spacers = [], []
         for _ in range(NUM_SMALL_PLACES):
-            places.append(self._put(np.zeros(SMALL_PLACE_BYTES // 4, np.int32)))
-            spacers.append(self._put(np.zeros(1, np.int32)))
+            places.append(self.put(np.zeros(SMALL_PLACE_BYTES // 4, np.int32)))
+            spacers.append(self.put(np.zeros(1, np.int32)))
         jax.block_until_ready((places, spacers))
         delete(places)
         return spacers
@@ -322,12 +243,17 @@ class ModelRunner:
     def drop_caches(self) -> None:
         """Free all rows and the arrays that steps change: the KV cache, the rows' arrays, the state of full sampling."""
         self.rows.clear()
-        delete((self.caches, self.row_arrays, self._sampling_state, self._open_masks))
-        self._pooler.delete_arrays()
-        self.caches, self._sampling_state, self._open_masks = (), None, {}
+        delete((self.caches, self.row_arrays))
+        self._delete_consumers_arrays()
+        self.caches = ()
+
+    def _delete_consumers_arrays(self) -> None:
+        self.sampling.delete_arrays()
+        for consumer in self.consumers:
+            consumer.delete_arrays()
 
     def _new_row_arrays(self) -> RowArrays:
-        return self._put(jax.tree.map(lambda wanted: np.zeros(wanted.shape, wanted.dtype), self.shapes.rows))  # type: ignore[no-any-return]
+        return self.put(jax.tree.map(lambda wanted: np.zeros(wanted.shape, wanted.dtype), self.shapes.rows))  # type: ignore[no-any-return]
 
     def warm_up(self) -> None:
         """Run the programs once on empty steps. From then on, compilations that a request waits for are counted."""
@@ -349,19 +275,19 @@ class ModelRunner:
             if key.kind in ("forward", "decode"):
                 layout = self.shapes.layout(key)
                 buffer = self._send(layout, self.batches.empty(layout))
-                self.caches, self.row_arrays, *_ = program(self.params, self.caches, self.row_arrays, buffer, self._workspace)
+                self.caches, self.row_arrays, *_ = program(self.params, self.caches, self.row_arrays, buffer, self.workspace)
             if key.kind == "sample" and key.variant < Variant.MASKED:
-                hidden_ND, columns_NC = self._put(self.shapes.nothing_to_sample())
+                hidden_ND, columns_NC = self.put(self.shapes.nothing_to_sample())
                 self.row_arrays, *_ = program(
-                    self.params, self.row_arrays, hidden_ND, columns_NC, None, None, None, self._workspace
+                    self.params, self.row_arrays, hidden_ND, columns_NC, None, None, None, self.workspace
                 )
         jax.block_until_ready((self.row_arrays, self.caches))
 
     @property
-    def _workspace(self) -> jax.Array | None:
+    def workspace(self) -> jax.Array | None:
         return None if self._peers is None else self._peers.workspace
 
-    def _program(self, key: ProgramKey) -> jax.stages.Compiled:
+    def program(self, key: ProgramKey) -> jax.stages.Compiled:
         """A compiled program. If devices wait for each other in kernels, its first runs happen while no other program runs."""
         program = self.programs.get(key)
         if self._peers is not None and not self._peers.knows(key):
@@ -376,8 +302,8 @@ class ModelRunner:
         self.programs.shutdown()
         if self._launcher is not None:
             self._launcher.shutdown()
-        delete((self.params, self.caches, self.row_arrays, self._sampling_state, self._open_masks, self._spacers))
-        self._pooler.delete_arrays()
+        delete((self.params, self.caches, self.row_arrays, self._spacers))
+        self._delete_consumers_arrays()
         if self._peers is not None:
             self._peers.delete_arrays()
             self._peers = None
@@ -407,15 +333,13 @@ class ModelRunner:
 
     def _dispatch_masked(self, batch: Batch) -> MaskedStep:
         in_thread = self._launcher is not None and batch.layout.num_rows <= MAX_THREAD_ROWS
-        hidden = self._submit(partial(self._launch_forward, batch), in_thread=in_thread)
+        forward = self._submit(partial(self._launch_forward, batch), in_thread=in_thread)
 
         def draw(mask_RW: np.ndarray) -> LaunchingStep:
-            launched = self._submit(lambda: self._launch_sample(batch, hidden.result(), mask_RW), in_thread=in_thread)
+            launched = self._submit(lambda: self._launch_sample(batch, forward.result(), mask_RW), in_thread=in_thread)
             return LaunchingStep(launched)
 
-        num_rows = self.buckets.fit_sample(max(1, len(batch.sampled)))
-        mask_RW = np.full((num_rows, num_words(self.vocab_size)), -1, np.int32)
-        return MaskedStep([row.data.request_id for row in batch.sampled], mask_RW, draw)
+        return MaskedStep([row.data.request_id for row in batch.sampled], self.sampling.new_mask(batch), draw)
 
     def _submit(self, call: Callable[[], T], *, in_thread: bool) -> "Future[T]":
         """Run a call after all earlier launches, in the thread or in this one."""
@@ -436,23 +360,23 @@ class ModelRunner:
     def _launch(self, batch: Batch) -> PendingStep:
         start = time.perf_counter()
         if batch.is_decode:
-            pending = self._decode(batch, self._prepare(batch))
+            pending = self._decode(batch)
         else:
-            pending = self._sample(batch, self._forward(batch, self._prepare(batch)), None)
+            pending = self._sample(batch, self._forward(batch), None)
         if self._on_gpu:  # a CPU's results are on the host already
             pending.start_copies()
         self.launch_seconds += time.perf_counter() - start
         return pending
 
-    def _launch_forward(self, batch: Batch) -> _Hidden:
+    def _launch_forward(self, batch: Batch) -> _Forward:
         start = time.perf_counter()
-        hidden = self._forward(batch, self._prepare(batch))
+        forward = self._forward(batch)
         self.launch_seconds += time.perf_counter() - start
-        return hidden
+        return forward
 
-    def _launch_sample(self, batch: Batch, hidden: _Hidden, mask_RW: np.ndarray) -> PendingStep:
+    def _launch_sample(self, batch: Batch, forward: _Forward, mask_RW: np.ndarray) -> PendingStep:
         start = time.perf_counter()
-        pending = self._sample(batch, hidden, self._put(mask_RW))
+        pending = self._sample(batch, forward, mask_RW)
         if self._on_gpu:
             pending.start_copies()
         self.launch_seconds += time.perf_counter() - start
@@ -465,120 +389,51 @@ class ModelRunner:
         errors = dict(batch.errors)
         for row in batch.admitted:
             if row.needs_state:
-                self._admit(row, errors)
+                self.sampling.admit(row, errors)
         return errors
 
-    def _decode(self, batch: Batch, errors: dict[str, str]) -> PendingStep:
-        program = self._program(ProgramKey("decode", batch.layout.num_rows, batch.variant))
+    def _decode(self, batch: Batch) -> PendingStep:
+        errors = self._prepare(batch)
+        program = self.program(ProgramKey("decode", batch.layout.num_rows, batch.variant))
         self.caches, self.row_arrays, token_R = program(
-            self.params, self.caches, self.row_arrays, self._send(batch.layout, batch.buffer), self._workspace
+            self.params, self.caches, self.row_arrays, self._send(batch.layout, batch.buffer), self.workspace
         )
-        # This program computes only the last token of a prompt, so no prompt token follows.
-        ended = [PendingPromptLogprobs(chunk.row, 0, [], chunk.is_last) for chunk in batch.prompt_logprobs]
-        return PendingStep(batch.sampled, token_R, Scores(None, None), ended, errors)
+        parts = [consumer.launch(work, None) for consumer, work in self._select(batch)]
+        return PendingStep(token_R, [PendingTokens(batch.sampled, token_R, Scores(None, None)), *parts], errors)
 
-    def _sample_key(self, batch: Batch) -> ProgramKey:
-        num_rows = self.buckets.fit_sample(max(1, len(batch.sampled)))
-        return ProgramKey("sample", num_rows, batch.variant, batch.logprobs)
-
-    def _forward(self, batch: Batch, errors: dict[str, str]) -> _Hidden:
-        only_pools = bool(batch.pooling) and not batch.sampled
+    def _forward(self, batch: Batch) -> _Forward:
+        work = self._select(batch)
         forward_key = ProgramKey("forward", batch.layout.num_tokens)
-        expected = [forward_key, *([] if only_pools else [self._sample_key(batch)])]
-        expected += self._pooler.keys(batch.pooling, batch.layout.num_tokens)
+        expected = [forward_key, *([self.sampling.key(batch)] if batch.sampled else [])]
+        expected += [key for consumer, part in work for key in consumer.keys(part, batch.layout.num_tokens)]
         if batch.sampled and batch.variant < Variant.MASKED:
             # The next step's program, unless other requests arrive.
             expected.append(ProgramKey("decode", self.buckets.fit_decode(len(batch.sampled)), batch.variant))
         self.programs.expect(expected)
-        forward = self._program(forward_key)
-        self.caches, self.row_arrays, hidden_TD, hidden_ND, columns_NC = forward(
-            self.params, self.caches, self.row_arrays, self._send(batch.layout, batch.buffer), self._workspace
+        errors = self._prepare(batch)
+        forward = self.program(forward_key)
+        self.caches, self.row_arrays, *results = forward(
+            self.params, self.caches, self.row_arrays, self._send(batch.layout, batch.buffer), self.workspace
         )
-        vectors = self._pooler.run(batch.pooling, hidden_TD, hidden_ND) if batch.pooling else None
-        parts = [self._score_prompt(chunk, hidden_TD) for chunk in batch.prompt_logprobs]
-        return _Hidden(hidden_ND, columns_NC, parts, vectors, errors)
+        hidden = Hidden(*results)
+        return _Forward(hidden, [consumer.launch(part, hidden) for consumer, part in work], errors)
 
-    def _sample(self, batch: Batch, hidden: _Hidden, mask_RW: jax.Array | None) -> PendingStep:
-        token_R, scores = hidden.columns_NC, Scores(None, None)
-        if batch.sampled or not batch.pooling:
-            key = self._sample_key(batch)
-            sample = self._program(key)
-            state = self._state() if batch.variant == Variant.FULL else None
-            named_ids = self._named_ids(batch.sampled, key.size) if batch.logprobs == LogprobsKind.NAMED else None
-            if batch.variant >= Variant.MASKED and mask_RW is None:
-                mask_RW = self._open_mask(key.size)
-            self.row_arrays, token_R, state, scores = sample(
-                self.params,
-                self.row_arrays,
-                hidden.hidden_ND,
-                hidden.columns_NC,
-                state,
-                named_ids,
-                mask_RW,
-                self._workspace,
-            )
-            if state is not None:
-                self._sampling_state = state
-        return PendingStep(batch.sampled, token_R, scores, hidden.prompt_logprobs, hidden.errors, hidden.vectors)
+    def _select(self, batch: Batch) -> list[tuple[HiddenConsumer, Any]]:
+        """The consumers that have work in a step, with it."""
+        return [(consumer, work) for consumer in self.consumers if (work := consumer.select(batch.chunks))]
 
-    def _open_mask(self, num_rows: int) -> jax.Array:
-        """A mask that allows every token, for full sampling of rows without a grammar."""
-        if num_rows not in self._open_masks:
-            self._open_masks[num_rows] = self._put(np.full((num_rows, num_words(self.vocab_size)), -1, np.int32))
-        return self._open_masks[num_rows]
-
-    def _named_ids(self, sampled: list[Row], num_rows: int) -> jax.Array:
-        ids = np.full((num_rows, MAX_LOGPROB_TOKEN_IDS), -1, np.int32)
-        for i, row in enumerate(sampled):
-            ids[i, : len(row.named_ids or ())] = row.named_ids or ()
-        return self._put(ids)
-
-    def _score_prompt(self, chunk: PromptLogprobsChunk, hidden_TD: jax.Array) -> PendingPromptLogprobs:
-        scores = []
-        for first in range(0, len(chunk.targets), PROMPT_LOGPROBS_CHUNK):
-            program = self._program(ProgramKey("prompt_logprobs", hidden_TD.shape[0]))
-            targets = chunk.targets[first : first + PROMPT_LOGPROBS_CHUNK]
-            index = chunk.first_token + first + np.arange(len(targets))
-            arrays = _padded(index, targets, PROMPT_LOGPROBS_CHUNK, padding=0)
-            scores.append(program(self.params, hidden_TD, self._put(arrays)))
-        return PendingPromptLogprobs(chunk.row, len(chunk.targets), scores, chunk.is_last)
+    def _sample(self, batch: Batch, forward: _Forward, mask_RW: np.ndarray | None) -> PendingStep:
+        if not batch.sampled:
+            return PendingStep(forward.hidden.columns_NC, forward.parts, forward.errors)
+        tokens = self.sampling.launch(batch, forward.hidden, mask_RW)
+        return PendingStep(tokens.token_R, [tokens, *forward.parts], forward.errors)
 
     def _write_blocks(self, index: np.ndarray, block: np.ndarray) -> None:
-        program = self._program(ProgramKey("write_blocks"))
+        program = self.program(ProgramKey("write_blocks"))
         for first in range(0, len(index), UPDATES_PER_WRITE):
             part = slice(first, first + UPDATES_PER_WRITE)
-            arrays = _padded(index[part], block[part], UPDATES_PER_WRITE, padding=np.iinfo(np.int32).max)
-            self.row_arrays = program(self.row_arrays, self._put(arrays))
-
-    def _admit(self, row: Row, errors: dict[str, str]) -> None:
-        """Send one request's part of the state of full sampling. On failure, adds the reason to `errors`."""
-        try:
-            packed = self._pack_admission(row)
-        except Exception as error:
-            errors[row.data.request_id] = request_failed(row.data.request_id, error)
-            return
-        program = self._program(ProgramKey("admit"))
-        self._sampling_state = program(self._state(), self._put(np.int32(row.index)), self._put(packed))
-
-    def _pack_admission(self, row: Row) -> Any:
-        data = row.data
-        return pack_admission(
-            data.sampling_params,
-            data.token_ids,
-            data.num_prompt_tokens,
-            data.eos_token_ids,
-            vocab_size=self.vocab_size,
-            processors=self.processors,
-        )
-
-    def _state(self) -> SamplingState:
-        """The arrays of full sampling, made for the first request that needs them."""
-        if self._sampling_state is None:
-            self._sampling_state = self._program(ProgramKey("new_state"))()
-        return self._sampling_state
-
-    def _new_state(self) -> SamplingState:
-        return SamplingState.zeros(self.rows.trash + 1, self.vocab_size, self.processors)
+            arrays = padded(index[part], block[part], UPDATES_PER_WRITE, padding=np.iinfo(np.int32).max)
+            self.row_arrays = program(self.row_arrays, self.put(arrays))
 
     def _send(self, layout: StepLayout, buffer: np.ndarray) -> Any:
         """A step's buffer in the form that its program takes."""
@@ -586,14 +441,7 @@ class ModelRunner:
             return self._peers.send(layout, buffer, self.batches.empty)
         # A program for one GPU that is called with a host array sends it in half the time of a device_put. A program for a CPU
         # would keep the array until after its results are ready, and abort a process that exits meanwhile.
-        return buffer if self._on_one_gpu else self._put(buffer)
+        return buffer if self._on_one_gpu else self.put(buffer)
 
-    def _put(self, arrays: Any) -> Any:
+    def put(self, arrays: Any) -> Any:
         return jax.device_put(arrays, self.shapes.replicated)
-
-
-def _padded(first: Any, second: Any, size: int, *, padding: int) -> np.ndarray:
-    arrays = np.full((2, size), padding, np.int32)
-    arrays[0, : len(first)] = first
-    arrays[1, : len(second)] = second
-    return arrays

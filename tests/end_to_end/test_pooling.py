@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from jaxllm.request import ErrorKind, FinishReason
+from jaxllm.runner.consumers.pooling import Pooling
 from tests.helpers import engines, goldens
 
 NAME, LONGEST = "qwen3", 112
@@ -143,15 +144,16 @@ def test_an_aborted_request_leaves_nothing(core):
 def test_vectors_that_are_not_numbers_fail_their_request_alone(core, monkeypatch):
     engines.reschedule(core)
     long, short = prompts([12, 9])
-    run = core.runner._pooler.run
+    pooling = next(consumer for consumer in core.runner.consumers if isinstance(consumer, Pooling))
+    launch = pooling.launch
 
-    def with_nan(chunks, hidden_TD, hidden_ND):
-        pending = run(chunks, hidden_TD, hidden_ND)
+    def with_nan(work, hidden):
+        pending = launch(work, hidden)
         places = [i for i, chunk in enumerate(pending.finished) if chunk.row.data.request_id == "broken"]
         vectors_RD = pending.vectors_RD if not places else pending.vectors_RD.at[places[0]].set(np.nan)
         return type(pending)(pending.finished, vectors_RD, pending.by_token, pending.hidden_TD)
 
-    monkeypatch.setattr(core.runner._pooler, "run", with_nan)
+    monkeypatch.setattr(pooling, "launch", with_nan)
     answers = engines.run(core, [engines.pooling_request("broken", long), engines.pooling_request("short", short)])
     broken = answers["broken"]
     assert (broken.finish_reason, broken.error_kind) == (FinishReason.ERROR, ErrorKind.NOT_FINITE)

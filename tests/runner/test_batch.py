@@ -4,6 +4,7 @@ import pytest
 from jaxllm.config import EngineConfig, resolve_platform_defaults
 from jaxllm.runner.batch import BatchBuilder
 from jaxllm.runner.buckets import Buckets
+from jaxllm.runner.consumers.prompt_logprobs import PromptLogprobs
 from jaxllm.runner.layout import FROM_ROW, Column, StepLayout
 from jaxllm.runner.rows import Rows
 from jaxllm.sampling.variants import Variant
@@ -116,11 +117,11 @@ def test_prompt_logprobs_cover_each_prompt_token_but_the_first_once_over_chunks(
         cached = [("a", [], computed)] if computed else []
         batch = builder.build(plan(first, cached, counts={"a": count}))
         assert batch.is_decode == (count == 1)
-        chunks += batch.prompt_logprobs
+        chunks += PromptLogprobs(None).select(batch.chunks)
         computed += count
-    assert [target for chunk in chunks for target in chunk.targets] == prompt[1:]
+    assert [target for chunk in chunks for target in chunk.token_ids] == prompt[1:]
     assert [chunk.is_last for chunk in chunks] == [*[False] * (len(counts) - 1), True]
-    assert builder.build(plan(cached=[("a", [], computed)], counts={"a": 1})).prompt_logprobs == []
+    assert builder.build(plan(cached=[("a", [], computed)], counts={"a": 1})).chunks == []
 
 
 def test_freed_rows_are_given_again(builder):

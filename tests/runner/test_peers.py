@@ -1,6 +1,7 @@
 """Steps of devices that exchange through each other's memory, with a stand-in for what only GPUs have: XLA's collectives, and a
 workspace whose first word is the state."""
 
+import functools
 import types
 
 import jax
@@ -14,9 +15,10 @@ from jaxllm.engine import kernel_choice, prepare
 from jaxllm.errors import RequestFailedError
 from jaxllm.parallel.shards import PEERS_LOST
 from jaxllm.runner import peers as peers_module
-from jaxllm.runner import runner as runner_module
+from jaxllm.runner.consumers.sampling import PendingTokens
 from jaxllm.runner.step import Scores
 from jaxllm.runner.step_programs import ProgramKey
+from jaxllm.scheduler_output import ModelRunnerOutput
 from pallas_kernels import collectives
 from pallas_kernels.collectives.exchange import FAILED, SILENT, WAITING
 
@@ -100,7 +102,7 @@ class Lost:
 
 def test_a_step_that_waited_in_vain_says_what_kept_the_other_device():
     def failing(error):
-        return runner_module.PendingStep([None], Lost(error), Scores(None, None), []).result
+        return functools.partial(PendingTokens([None], Lost(error), Scores(None, None)).collect, ModelRunnerOutput({}))
 
     memory = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: device 1")
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED: device 1"):

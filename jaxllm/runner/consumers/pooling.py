@@ -1,6 +1,6 @@
 """Pools the pooling requests of a step, and returns each request's vectors when its prompt is computed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,10 +9,12 @@ import numpy as np
 
 from jaxllm.model_config import ModelConfig
 from jaxllm.pooling_params import PoolingParams
-from jaxllm.runner.batch import PoolingChunk
+from jaxllm.runner.batch import Chunk
 from jaxllm.runner.buckets import Buckets
+from jaxllm.runner.consumers import Device, Hidden
 from jaxllm.runner.pooling_step import POOL_COLUMNS
 from jaxllm.runner.step_programs import ProgramKey
+from jaxllm.scheduler_output import ModelRunnerOutput
 
 _SHORTEST = np.float32(1e-12)
 
@@ -21,19 +23,23 @@ _SHORTEST = np.float32(1e-12)
 class PendingVectors:
     """Vectors of a step in flight: of whole prompts, and of each token of a chunk."""
 
-    finished: Sequence[PoolingChunk]
+    finished: Sequence[Chunk]
     vectors_RD: jax.Array | None
     """Of the finished requests, in order."""
-    by_token: Sequence[PoolingChunk]
+    by_token: Sequence[Chunk]
     hidden_TD: jax.Array | None
     """Of all tokens of the step."""
 
-    def collect(self) -> dict[str, np.ndarray]:
-        """The vectors of requests that are done (waits for the device); those of earlier tokens are kept in the row.
+    @property
+    def arrays(self) -> Any:
+        return self.vectors_RD, self.hidden_TD
+
+    def collect(self, output: ModelRunnerOutput) -> None:
+        """Add the vectors of requests that are done; those of earlier tokens are kept in the row.
 
         Parts belong to the row, not to the request: a preempted request starts again in a new row.
         """
-        done: dict[str, np.ndarray] = {}
+        done = output.pooled
         if self.vectors_RD is not None:
             vectors = np.asarray(self.vectors_RD)
             for i, chunk in enumerate(self.finished):
@@ -48,58 +54,59 @@ class PendingVectors:
                 row.pooled_parts.append(_token_vectors(hidden[part], row.pooling))
                 if chunk.is_last:
                     done[row.data.request_id] = np.concatenate(row.pooled_parts)
-        return done
+        output.not_finite.update(request_id for request_id, vector in done.items() if not np.isfinite(vector).all())
 
 
-class Pooler:
+class Pooling:
     """Holds the running sums of requests that use mean pooling."""
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        buckets: Buckets,
-        program: Callable[[ProgramKey], jax.stages.Compiled],
-        put: Callable[[Any], Any],
-    ):
+    def __init__(self, device: Device, buckets: Buckets, model: ModelConfig):
         self._is_mean = model.pooling.pooling_type == "mean"
         self._width = model.hidden_size
         self._buckets = buckets
-        self._program = program
-        self._put = put
+        self._device = device
         self._sums_ND: jax.Array | None = None
 
-    def keys(self, chunks: Sequence[PoolingChunk], num_tokens: int) -> list[ProgramKey]:
-        """The programs that `run` will call."""
-        whole = [chunk for chunk in chunks if not _is_by_token(chunk)]
+    def select(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+        """Those of pooling requests."""
+        return [chunk for chunk in chunks if chunk.row.pooling is not None]
+
+    def keys(self, work: Sequence[Chunk], num_tokens: int) -> list[ProgramKey]:
+        """The programs that `launch` calls."""
+        whole = [chunk for chunk in work if not _is_by_token(chunk)]
         num_finished = sum(chunk.is_last for chunk in whole)
         keys = [ProgramKey("add_up", num_tokens)] if whole and self._is_mean else []
         return [*keys, ProgramKey("pool", self._buckets.fit_sample(num_finished))] if num_finished else keys
 
-    def run(self, chunks: Sequence[PoolingChunk], hidden_TD: jax.Array, hidden_ND: jax.Array) -> PendingVectors:
+    def launch(self, work: Sequence[Chunk], hidden: Hidden | None) -> PendingVectors:
         """Start what these chunks need of a step's hidden states: of all its tokens, and of the last token of each of its rows."""
-        by_token = [chunk for chunk in chunks if _is_by_token(chunk)]
-        whole = [chunk for chunk in chunks if not _is_by_token(chunk)]
+        assert hidden is not None, "pooling requests never decode"
+        hidden_TD = hidden.hidden_TD
+        by_token = [chunk for chunk in work if _is_by_token(chunk)]
+        whole = [chunk for chunk in work if not _is_by_token(chunk)]
         finished = [chunk for chunk in whole if chunk.is_last]
-        source = hidden_ND
+        source = hidden.hidden_ND
         if self._is_mean and whole:
             source = self._add_up(whole, hidden_TD)
         vectors_RD = self._pool(finished, source) if finished else None
         return PendingVectors(finished, vectors_RD, by_token, hidden_TD if by_token else None)
 
-    def _add_up(self, chunks: Sequence[PoolingChunk], hidden_TD: jax.Array) -> jax.Array:
+    def _add_up(self, chunks: Sequence[Chunk], hidden_TD: jax.Array) -> jax.Array:
         num_tokens, num_rows = hidden_TD.shape[0], self._buckets.max_rows
         if self._sums_ND is None:
-            self._sums_ND = self._put(np.zeros((num_rows, self._width), np.float32))
+            self._sums_ND = self._device.put(np.zeros((num_rows, self._width), np.float32))
         packed = np.zeros(num_tokens + num_rows, np.int32)
         owner_T, first_N = packed[:num_tokens], packed[num_tokens:]
         owner_T[:] = num_rows
         for chunk in chunks:
             owner_T[chunk.first_token : chunk.first_token + chunk.count] = chunk.row.index
             first_N[chunk.row.index] = chunk.start == 0
-        self._sums_ND = self._program(ProgramKey("add_up", num_tokens))(self._sums_ND, hidden_TD, self._put(packed))
+        self._sums_ND = self._device.program(ProgramKey("add_up", num_tokens))(
+            self._sums_ND, hidden_TD, self._device.put(packed)
+        )
         return self._sums_ND
 
-    def _pool(self, finished: Sequence[PoolingChunk], source_XD: jax.Array) -> jax.Array:
+    def _pool(self, finished: Sequence[Chunk], source_XD: jax.Array) -> jax.Array:
         size = self._buckets.fit_sample(len(finished))
         requests = np.zeros((size, POOL_COLUMNS), np.int32)
         for i, chunk in enumerate(finished):
@@ -107,7 +114,7 @@ class Pooler:
             assert params is not None
             index, divisor = (row.index, row.num_known) if self._is_mean else (chunk.place, 1)
             requests[i] = index, divisor, params.dimensions or self._width, bool(params.use_activation)
-        return self._program(ProgramKey("pool", size))(source_XD, self._put(requests))
+        return self._device.program(ProgramKey("pool", size))(source_XD, self._device.put(requests))
 
     def delete_arrays(self) -> None:
         """Release the memory of the sums. They are allocated again on next use."""
@@ -116,7 +123,7 @@ class Pooler:
         self._sums_ND = None
 
 
-def _is_by_token(chunk: PoolingChunk) -> bool:
+def _is_by_token(chunk: Chunk) -> bool:
     assert chunk.row.pooling is not None
     return chunk.row.pooling.task == "token_embed"
 

@@ -1,0 +1,126 @@
+"""Logprobs of prompts: scored in the steps that compute them, collected in the row, and returned once they are complete."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxllm.runner.batch import Chunk
+from jaxllm.runner.consumers import Device, Hidden, alone
+from jaxllm.runner.layout import padded
+from jaxllm.runner.rows import Row
+from jaxllm.runner.step import Logprobs
+from jaxllm.runner.step_programs import PROMPT_LOGPROBS_CHUNK, ProgramKey
+from jaxllm.scheduler_output import ModelRunnerOutput, TokenLogprobs
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Prompt positions of one request whose logprobs a step yields."""
+
+    row: Row
+    first_token: int
+    """Index among the step's tokens of the first position."""
+    token_ids: list[int]
+    """The prompt tokens that follow those positions; none follows the last position of a prompt."""
+    is_last: bool
+    """Whether the prompt ends with them."""
+
+
+class PromptLogprobs:
+    """Scores the prompt tokens of requests that ask for `prompt_logprobs`."""
+
+    def __init__(self, device: Device):
+        self._device = device
+
+    def select(self, chunks: Sequence[Chunk]) -> list[Targets]:
+        """Of prompts that are computed for the first time: those of a resumed request were delivered before."""
+        return [
+            Targets(
+                chunk.row,
+                chunk.first_token,
+                chunk.row.data.token_ids[chunk.start + 1 : chunk.stop + 1],
+                is_last=chunk.stop >= chunk.row.data.num_prompt_tokens,
+            )
+            for chunk in chunks
+            if chunk.row.num_prompt_logprobs is not None
+            and chunk.start < chunk.row.data.num_prompt_tokens == chunk.row.num_known
+        ]
+
+    def keys(self, work: Sequence[Targets], num_tokens: int) -> list[ProgramKey]:
+        """The programs that `launch` calls. Not announced: most engines never need it."""
+        return []
+
+    def launch(self, work: Sequence[Targets], hidden: Hidden | None) -> "PendingPromptLogprobs":
+        """Start to score. Without hidden states there is nothing to score, only prompts that end."""
+        return PendingPromptLogprobs([(targets, self._score(targets, hidden)) for targets in work])
+
+    def _score(self, targets: Targets, hidden: Hidden | None) -> list[Logprobs]:
+        scores = []
+        for first in range(0, len(targets.token_ids), PROMPT_LOGPROBS_CHUNK):
+            assert hidden is not None, "a decode step with prompt tokens to score"
+            program = self._device.program(ProgramKey("prompt_logprobs", hidden.hidden_TD.shape[0]))
+            token_ids = targets.token_ids[first : first + PROMPT_LOGPROBS_CHUNK]
+            index = targets.first_token + first + np.arange(len(token_ids))
+            arrays = padded(index, token_ids, PROMPT_LOGPROBS_CHUNK, padding=0)
+            scores.append(program(self._device.params, hidden.hidden_TD, self._device.put(arrays)))
+        return scores
+
+    def delete_arrays(self) -> None:
+        """Nothing is kept."""
+
+
+@dataclass(frozen=True)
+class PendingPromptLogprobs:
+    """Scores of prompt tokens, in flight from the device."""
+
+    targets: Sequence[tuple[Targets, list[Logprobs]]]
+    """With scores of PROMPT_LOGPROBS_CHUNK tokens each, the last one padded."""
+
+    @property
+    def arrays(self) -> Any:
+        return [scores for _, scores in self.targets]
+
+    def collect(self, output: ModelRunnerOutput) -> None:
+        """Add these parts to earlier ones of their rows; the output gets those that are complete.
+
+        Parts belong to the row, not to the request: a preempted request starts again in a new row.
+        """
+        for targets, scores in self.targets:
+            request_id = targets.row.data.request_id
+            with alone(request_id, output):
+                _keep(targets, scores)
+                if targets.is_last:
+                    output.prompt_logprobs[request_id] = _whole(targets.row)
+
+
+def _keep(targets: Targets, found: Sequence[Logprobs]) -> None:
+    row, count = targets.row, len(targets.token_ids)
+    assert row.num_prompt_logprobs is not None, "a part of a request that asked for none"
+    for first, scores in zip(range(0, count, PROMPT_LOGPROBS_CHUNK), found, strict=True):
+        row.prompt_parts.append(trim(scores, slice(0, count - first), row.num_prompt_logprobs))
+
+
+def _whole(row: Row) -> TokenLogprobs:
+    assert row.num_prompt_logprobs is not None
+    parts = row.prompt_parts or [_no_logprobs(row.num_prompt_logprobs)]
+    return TokenLogprobs(
+        np.concatenate([part.token_ids for part in parts]),
+        np.concatenate([part.logprobs for part in parts]),
+        np.concatenate([part.ranks for part in parts]),
+    )
+
+
+def _no_logprobs(num_logprobs: int) -> TokenLogprobs:
+    """Those of a prompt of one token."""
+    shape = (0, 1 + max(0, num_logprobs))
+    return TokenLogprobs(np.zeros(shape, np.int32), np.zeros(shape, np.float32), np.zeros(0, np.int32))
+
+
+def trim(scores: Logprobs, rows: slice, num_logprobs: int) -> TokenLogprobs:
+    """Some rows of the device's scores, with as many likeliest tokens as were asked for (-1: all)."""
+    token_ids, logprobs, ranks = jax.device_get(scores)
+    columns = slice(0, None if num_logprobs == -1 else num_logprobs + 1)
+    return TokenLogprobs(token_ids[rows, columns], logprobs[rows, columns], ranks[rows])

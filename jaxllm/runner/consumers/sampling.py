@@ -1,0 +1,157 @@
+"""Samples a token for each row of a step that has computed all its tokens, with the logprobs that requests ask for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxllm.loaders.layout import delete
+from jaxllm.parallel.shards import PEERS_LOST
+from jaxllm.runner.batch import Batch, request_failed
+from jaxllm.runner.buckets import Buckets
+from jaxllm.runner.consumers import Device, Hidden, alone
+from jaxllm.runner.consumers.prompt_logprobs import trim
+from jaxllm.runner.rows import LogprobsKind, Row
+from jaxllm.runner.step import Scores
+from jaxllm.runner.step_programs import ProgramKey
+from jaxllm.sampling.mask import num_words
+from jaxllm.sampling.state import SamplingState, pack_admission
+from jaxllm.sampling.variants import Variant
+from jaxllm.sampling_params import MAX_LOGPROB_TOKEN_IDS
+from jaxllm.scheduler_output import NOT_FINITE, ModelRunnerOutput, TokenLogprobs
+
+
+@dataclass(frozen=True)
+class PendingTokens:
+    """Sampled tokens of a step in flight."""
+
+    rows: Sequence[Row]
+    token_R: jax.Array
+    scores: Scores
+
+    @property
+    def arrays(self) -> Any:
+        return self.token_R, self.scores
+
+    def collect(self, output: ModelRunnerOutput) -> None:
+        tokens = np.asarray(self.token_R)[: len(self.rows)].tolist()
+        if PEERS_LOST in tokens:
+            for shard in self.token_R.addressable_shards:
+                shard.data.block_until_ready()  # raises a device's own error, if that made the others wait
+            raise RuntimeError("a device waited too long for its part of a sum from another: the step's results are lost")
+        for i, (row, token) in enumerate(zip(self.rows, tokens, strict=True)):
+            request_id = row.data.request_id
+            output.sampled_token_ids[request_id] = [token]
+            if token == NOT_FINITE:
+                output.not_finite.add(request_id)
+            if row.named_ids is None and row.num_logprobs is None:
+                continue
+            with alone(request_id, output):
+                output.logprobs[request_id] = self.scores_of(row, i)
+
+    def scores_of(self, row: Row, index: int) -> TokenLogprobs:
+        """The logprobs that the request of this index asked for."""
+        at = slice(index, index + 1)
+        if row.named_ids is not None:
+            assert self.scores.named is not None
+            return trim(self.scores.named, at, len(row.named_ids))
+        assert self.scores.top is not None and row.num_logprobs is not None
+        return trim(self.scores.top, at, row.num_logprobs)
+
+
+class Sampling:
+    """Runs the programs that sample, and holds what full sampling keeps of its requests on the device."""
+
+    def __init__(self, device: Device, buckets: Buckets, *, num_rows: int, vocab_size: int, processors: tuple[Any, ...]):
+        """num_rows: with that of padding."""
+        self._device = device
+        self._buckets = buckets
+        self._num_rows = num_rows
+        self._vocab_size = vocab_size
+        self._processors = processors
+        self._state: SamplingState | None = None
+        self._open_masks: dict[int, jax.Array] = {}
+        """Masks that allow every token, by number of rows."""
+
+    def key(self, batch: Batch) -> ProgramKey:
+        """The program that samples for a batch."""
+        return ProgramKey("sample", self._fit(batch), batch.variant, batch.logprobs)
+
+    def _fit(self, batch: Batch) -> int:
+        return self._buckets.fit_sample(max(1, len(batch.sampled)))
+
+    def launch(self, batch: Batch, hidden: Hidden, mask_RW: np.ndarray | None) -> PendingTokens:
+        """Start to sample. mask_RW: the tokens that each row may get; None: all."""
+        device, key = self._device, self.key(batch)
+        program = device.program(key)
+        state = self.state() if batch.variant == Variant.FULL else None
+        named_ids = self._named_ids(batch.sampled, key.size) if batch.logprobs == LogprobsKind.NAMED else None
+        mask = None if mask_RW is None else device.put(mask_RW)
+        if mask is None and batch.variant >= Variant.MASKED:
+            mask = self._open_mask(key.size)
+        device.row_arrays, token_R, state, scores = program(
+            device.params, device.row_arrays, hidden.hidden_ND, hidden.columns_NC, state, named_ids, mask, device.workspace
+        )
+        if state is not None:
+            self._state = state
+        return PendingTokens(batch.sampled, token_R, scores)
+
+    def new_mask(self, batch: Batch) -> np.ndarray:
+        """A mask on the host that allows every token."""
+        return self._all_allowed(self._fit(batch))
+
+    def _open_mask(self, num_rows: int) -> jax.Array:
+        """The same on the device, for full sampling of rows without a grammar."""
+        if num_rows not in self._open_masks:
+            self._open_masks[num_rows] = self._device.put(self._all_allowed(num_rows))
+        return self._open_masks[num_rows]
+
+    def _all_allowed(self, num_rows: int) -> np.ndarray:
+        return np.full((num_rows, num_words(self._vocab_size)), -1, np.int32)
+
+    def _named_ids(self, sampled: Sequence[Row], num_rows: int) -> jax.Array:
+        ids = np.full((num_rows, MAX_LOGPROB_TOKEN_IDS), -1, np.int32)
+        for i, row in enumerate(sampled):
+            ids[i, : len(row.named_ids or ())] = row.named_ids or ()
+        return self._device.put(ids)  # type: ignore[no-any-return]
+
+    # State of full sampling
+
+    def admit(self, row: Row, errors: dict[str, str]) -> None:
+        """Send one request's part of the state. On failure, adds the reason to `errors`."""
+        try:
+            packed = self.pack_admission(row)
+        except Exception as error:
+            errors[row.data.request_id] = request_failed(row.data.request_id, error)
+            return
+        program, put = self._device.program(ProgramKey("admit")), self._device.put
+        self._state = program(self.state(), put(np.int32(row.index)), put(packed))
+
+    def pack_admission(self, row: Row) -> Any:
+        """A request's part of the state, on the host."""
+        data = row.data
+        return pack_admission(
+            data.sampling_params,
+            data.token_ids,
+            data.num_prompt_tokens,
+            data.eos_token_ids,
+            vocab_size=self._vocab_size,
+            processors=self._processors,
+        )
+
+    def state(self) -> SamplingState:
+        """The arrays of full sampling, made for the first request that needs them."""
+        if self._state is None:
+            self._state = self._device.program(ProgramKey("new_state"))()
+        return self._state
+
+    def new_state(self) -> SamplingState:
+        """Zeros, as the program "new_state" makes them."""
+        return SamplingState.zeros(self._num_rows, self._vocab_size, self._processors)
+
+    def delete_arrays(self) -> None:
+        """Release the memory of the state and of masks. They are made again on next use."""
+        delete((self._state, self._open_masks))
+        self._state, self._open_masks = None, {}
