@@ -30,7 +30,7 @@ from jaxllm.models.load_config import load_model_config, read_config_json
 from jaxllm.parallel.mesh import make_mesh
 from jaxllm.quantization.mxfp4 import widen
 from jaxllm.start_times import StartTimes
-from tests.helpers import goldens
+from tests.helpers import engines, goldens
 
 SCRIPTS = Path(__file__).parent.parent.parent / "scripts"
 D, F, E, LAYERS = 64, 192, 4, 2
@@ -222,28 +222,21 @@ def test_scales_are_exact_at_both_ends() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {
             "dequantize": False,
             "max_num_batched_tokens": 16,
-            "num_gpu_blocks_override": 18,
+            "token_buckets": (16,),
+            "num_gpu_blocks_override": 19,
             "block_size": 8,
         },  # chunks and preemption
         {"dequantize": False, "tensor_parallel_size": 2},
         {"dequantize": False, "tensor_parallel_size": 2, "enable_expert_parallel": True},
     ],
-    ids=["one device, widened", "a small pool", "two devices", "two devices, whole experts"],
+    ids=["a small pool", "two devices", "two devices, whole experts"],
 )
 def test_an_engine_gives_the_tokens_of_attention_without_a_cache(folders: dict[str, Path], options: dict) -> None:
     config, state = goldens.load(folders["bfloat16"])
-    llm = LLM(
-        str(folders["mxfp4"]),
-        skip_tokenizer_init=True,
-        max_model_len=96,
-        max_num_seqs=4,
-        decode_buckets=(4,),
-        **options,
-    )
+    llm = LLM(str(folders["mxfp4"]), **{**engines.SMALL, **options})
     answers = llm.generate(
         [{"prompt_token_ids": prompt} for prompt in PROMPTS], SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
     )
