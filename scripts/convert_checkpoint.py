@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument(
         "--dequantize",
         action=argparse.BooleanOptionalAction,
-        help="widen experts that the model has in 4 bits, or keep them so (default: what an engine does)",
+        help="widen experts that the model has in 4 bits, or keep them so (default: what an engine does on a GPU)",
     )
     args = parser.parse_args()
     try:
