@@ -103,7 +103,9 @@ class ModelConfig(ServedModel):
         """Whether the linear layer that consists of these modules of the checkpoint is computed in fp8."""
         if self.quantization is None:
             return False
-        return self.stored_fp8 is None or all(map(self.stored_fp8.covers, modules))
+        if self.stored_fp8 is None:
+            return not any(name.endswith(self.names.unquantized) for name in modules)
+        return all(map(self.stored_fp8.covers, modules))
 
     def as_stored(self) -> "ModelConfig":
         """This config before `for_tensor_parallel`: the shapes of the checkpoint."""

@@ -39,6 +39,7 @@ from jaxllm.scaling.decodes import SETTLING_STEPS, time_decodes
 from jaxllm.scaling.host_times import HostTimes
 from jaxllm.scaling.limits import Ceilings, ModelCost, measure_ceilings
 from jaxllm.scaling.requests import greedy, random_prompts
+from scripts.measuring.engine_option import engine_option
 from scripts.measuring.idle import trace_idle_share
 from scripts.measuring.rows import HEADER, Row, markdown_table
 
@@ -116,7 +117,7 @@ class Bench:
         self.recorded = _recorded(args.recorded, model.name)
         self.goals = json.loads(args.goals.read_text()).get(model.name, {}) if args.goals else {}
         config = {"load_format": "dummy", "enable_prefix_caching": False, "skip_tokenizer_init": True, "max_model_len": 4096}
-        config |= {name: json.loads(value) for name, value in (option.split("=", 1) for option in options)}
+        config |= dict(map(engine_option, options))
         # The ceilings start the device, the engine comes after.
         reserve_device_memory(
             config.get("gpu_memory_utilization", 0.92), tensor_parallel_size=config.get("tensor_parallel_size", 1)

@@ -23,6 +23,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from scripts.measuring.engine_option import engine_option
+
 CASES = ("cold", "warm", "compile", "artifact", "xla", "restored")
 COMMAND = "import sys; from jaxllm.cli.main import main; sys.exit(main(sys.argv[1:]))"
 
@@ -142,13 +146,12 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--measure", help=argparse.SUPPRESS)
-    parser.add_argument("options", nargs="*", help="engine options, name=value with JSON values")
+    parser.add_argument("options", nargs="*", type=engine_option, help="engine options, name=value")
     args = parser.parse_intermixed_args()
     if args.measure:
         measure(json.loads(args.measure), args.warm_up_runs)
         return
-    options = {"model": args.model, "use_progress_bar": False}
-    options |= {name: json.loads(value) for name, value in (option.split("=", 1) for option in args.options)}
+    options = {"model": args.model, "use_progress_bar": False, **dict(args.options)}
     end, results = time.monotonic() + args.limit, {}
     print("times since the process began; parts overlap, and those of threads add up", flush=True)
     with tempfile.TemporaryDirectory() as directory:

@@ -17,7 +17,10 @@ from typing import Any
 
 import jsonschema
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from jaxllm import LLM, SamplingParams
+from scripts.measuring.engine_option import engine_option
 
 SCHEMAS = Path(__file__).parent / "structured_schemas.jsonl"
 PROMPTS = ("data = ", "The answer as JSON: ", "print(json.dumps(", "# ", "x = [")
@@ -29,14 +32,13 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=300)
     parser.add_argument("--schemas", type=Path, default=SCHEMAS)
     parser.add_argument("--tokenizer", type=Path)
-    parser.add_argument("options", nargs="*", metavar="name=value")
+    parser.add_argument("options", nargs="*", type=engine_option, metavar="name=value")
     arguments = parser.parse_args()
     schemas = [json.loads(line) for line in arguments.schemas.read_text(encoding="utf-8").splitlines()]
     if arguments.tokenizer is not None:
         time_masks(schemas, arguments.tokenizer)
         return 0
-    options = dict(option.split("=", 1) for option in arguments.options)
-    llm = LLM(**{"model": "demo", "use_progress_bar": False, **{name: _value(text) for name, text in options.items()}})
+    llm = LLM(**{"model": "demo", "use_progress_bar": False, **dict(arguments.options)})
     try:
         invalid = check(llm, schemas, arguments.generations, arguments.max_tokens)
         time_steps(llm, schemas)
@@ -147,13 +149,6 @@ def time_masks(schemas: list[Any], directory: Path) -> None:
         print(
             f"{name}: mean {statistics.mean(times):.1f}, median {statistics.median(times):.1f}, p99 {p99:.1f}, max {ordered[-1]:.1f}"
         )
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 if __name__ == "__main__":

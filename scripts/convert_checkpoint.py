@@ -1,6 +1,6 @@
 """Convert a Hugging Face safetensors model into an orbax one, which loads faster and straight into sharded arrays.
 
-    python scripts/convert_checkpoint.py MODEL OUTPUT [--dtype bfloat16] [--quantization fp8] [--dequantize]
+    python scripts/convert_checkpoint.py MODEL OUTPUT [--dtype bfloat16] [--quantization fp8] [--no-dequantize]
 
 MODEL is a local directory, a hub id or 'demo'. OUTPUT gets the weights and copies of the config and tokenizer files.
 """
@@ -27,15 +27,18 @@ from jaxllm.parallel.mesh import make_mesh
 COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*/config.json")
 
 
-def convert(source: Path, output: Path, dtype: str, quantization: str | None = None, dequantize: bool = False) -> None:
-    """Raises JaxLLMError if the source cannot be read or the output exists already."""
+def convert(source: Path, output: Path, dtype: str, quantization: str | None = None, dequantize: bool | None = None) -> None:
+    """Raises JaxLLMError if the source cannot be read or the output exists already.
+
+    dequantize: as the engine's option of this name.
+    """
     if output.exists() and any(output.iterdir()):
         raise JaxLLMError(f"{output} is not empty; give a new directory")
+    if quantization is not None and dequantize is False:
+        raise JaxLLMError("a config.json describes one kind of quantisation; leave --quantization or --no-dequantize out")
     # auto is the checkpoint's type, wherever this runs
-    # Experts in 4 bits stay so; a config.json describes one kind of quantisation.
-    config = load_model_config(
-        source, dtype=dtype, on_gpu=True, quantization=quantization, dequantize=dequantize or quantization is not None
-    )
+    dequantize = True if quantization is not None else dequantize
+    config = load_model_config(source, dtype=dtype, on_gpu=True, quantization=quantization, dequantize=dequantize)
     state = load_weights(config, build_model(config), source, load_format="safetensors", mesh=make_mesh(1), progress=show)
     orbax.save(config, state, output)
     for file in sorted({file for pattern in COPIED for file in source.glob(pattern)}):
@@ -63,7 +66,11 @@ def main() -> None:
     parser.add_argument("output", type=Path, help="directory to write, new or empty")
     parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="type of the weights (default: the model's)")
     parser.add_argument("--quantization", choices=("fp8",), help="quantise the weights of the decoder's layers")
-    parser.add_argument("--dequantize", action="store_true", help="widen experts that the model has in 4 bits")
+    parser.add_argument(
+        "--dequantize",
+        action=argparse.BooleanOptionalAction,
+        help="widen experts that the model has in 4 bits, or keep them so (default: what an engine does on a GPU)",
+    )
     args = parser.parse_args()
     try:
         convert(resolve_model(args.model), args.output, args.dtype, args.quantization, args.dequantize)

@@ -49,7 +49,8 @@ FOOT = """
 ## Fp8
 
 `--quantization fp8` turns 16-bit weights into fp8 (e4m3) while they load, with a scale per output channel;
-activations get a scale per token. Embedding, head and norms keep the model's type.
+activations get a scale per token. Embedding, head, norms and what makes the gates of linear attention keep the model's
+type.
 
 Checkpoints of quant_method `compressed-tensors` (float-quantized) and `fp8` load as they are. Those with a scale per
 block become 16-bit weights, or with `--quantization fp8` get scales per channel. Experts in 4 bits (quant_method `mxfp4`, as

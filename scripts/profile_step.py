@@ -11,7 +11,6 @@ Steps are timed without a trace first; the trace that follows has the gaps and w
 
 import argparse
 import itertools
-import json
 import os
 import sys
 import time
@@ -32,6 +31,7 @@ from jaxllm.engine.core import EngineCore
 from jaxllm.request import EngineCoreRequest
 from jaxllm.sampling_params import SamplingParams
 from scripts.measuring.describe import describe
+from scripts.measuring.engine_option import engine_option
 
 
 def main() -> None:
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="steps timed without a trace")
     parser.add_argument("--traced", type=int, default=10, help="steps traced")
     parser.add_argument("--top", type=int, default=20)
-    parser.add_argument("options", nargs="*", help="engine options, name=value")
+    parser.add_argument("options", nargs="*", type=engine_option, help="engine options, name=value")
     args = parser.parse_intermixed_args()
     if not (args.decode or args.prefill or args.mixed):
         args.decode = "1,64"
@@ -85,7 +85,7 @@ class Profiler:
 
     def __init__(self, args: argparse.Namespace, sizes: dict[str, Any]):
         options = {"load_format": "dummy", "enable_prefix_caching": False, "max_model_len": 4096, "warmup": "lazy", **sizes}
-        options |= {name: json.loads(value) for name, value in (option.split("=", 1) for option in args.options)}
+        options |= dict(args.options)
         self.args = args
         self.core = EngineCore(EngineConfig.from_options(model=str(args.model), **options))
         self.core.finish_compiling()

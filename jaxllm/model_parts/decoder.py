@@ -47,6 +47,8 @@ class Names:
     head: str = "lm_head"
     ignored: tuple[str, ...] = ()
     """How the names of tensors begin that are not loaded."""
+    unquantized: tuple[str, ...] = ()
+    """How the names of linear layers end that stay plain where weights are quantised while they load."""
 
 
 @dataclass(frozen=True)

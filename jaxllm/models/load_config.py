@@ -63,6 +63,8 @@ def load_model_config(
         reader.faults.extend(_mxfp4_faults(config))
     if reader.faults:
         raise ModelLoadError(f"{directory / 'config.json'}: {'; '.join(dict.fromkeys(reader.faults))}")
+    if dequantize is False and stored_mxfp4 is None:
+        raise ConfigError(f"dequantize is False, but {directory} has no experts in 4 bits (MXFP4); leave --no-dequantize out")
     if expert_parallel and not config.mixtures:
         raise ConfigError(f"enable_expert_parallel is set, but {architecture} has no experts; leave it out")
     if quantization is None and stored is not None and stored.block_shape is None:

@@ -10,6 +10,8 @@ from jaxllm.model_parts import MLP, GatedDeltaNet, Names, Norm
 from jaxllm.models.config_reader import ConfigReader
 from jaxllm.models.qwen_moe import read_moe, with_experts
 
+NAMES = Names(ignored=("mtp.",), unquantized=("linear_attn.in_proj_ba",))
+"""The fp8 checkpoints keep in_proj_ba plain too: it is small, and exponentials of its outputs decay the states."""
 KINDS = {"linear_attention": True, "full_attention": False}
 """Whether a layer has linear attention, by its entry in layer_types."""
 
@@ -39,7 +41,7 @@ def read(c: ConfigReader) -> ModelConfig:
     layer = c.pre_norm_layer(attention, c.mlp())
     layer = replace(layer, attention_norm=_norm(c, "input_layernorm"), mlp_norm=_norm(c, "post_attention_layernorm"))
     layers = with_experts(c, [replace(layer, attention=linear) if is_linear else layer for is_linear in kinds], moe)
-    return c.decoder(layers, max_position, norm=_norm(c, "model.norm"), names=Names(ignored=("mtp.",)))
+    return c.decoder(layers, max_position, norm=_norm(c, "model.norm"), names=NAMES)
 
 
 def _linear_attention(c: ConfigReader) -> GatedDeltaNet:

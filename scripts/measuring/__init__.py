@@ -1,1 +1,1 @@
-"""What the benchmarks share beside `jaxllm/scaling/`: idle shares from traces, rows of tables, an engine core with a set pace."""
+"""What the benchmarks share beside `jaxllm/scaling/`: options, idle shares from traces, rows of tables, a core with a set pace."""

@@ -7,6 +7,8 @@ import jax
 import numpy as np
 import pytest
 
+from jaxllm.config import EngineConfig
+from jaxllm.engine.prepare import resolve_sizes
 from jaxllm.errors import ConfigError
 from jaxllm.request import FinishReason
 from tests.helpers import engines, goldens
@@ -66,6 +68,7 @@ def test_states_are_released_by_sleep_and_made_again(core):
     engines.reschedule(core)
     layout, caches = core.memory_plan.cache, core.runner.caches
     states = caches[len(layout.arrays) :]
+    assert core.config.cache.enable_prefix_caching is False
     assert len(states) == 6 and sum(state.nbytes for state in states) == core.memory_plan.state_bytes
     assert [state.shape for state in states[:2]] == [(5, 4, 3, 48), (5, 4, 2, 16, 8)]
     core.sleep(1)
@@ -97,12 +100,16 @@ def test_what_is_not_finite_stays_in_its_row(core):
         assert answers[str(i)].tokens == RESULTS[i % 4].tokens[:8]
 
 
+def resolve(enable_prefix_caching: bool | None) -> EngineConfig:
+    directory = goldens.golden(NAME).directory
+    options = {**engines.SMALL, "enable_prefix_caching": enable_prefix_caching}
+    return resolve_sizes(EngineConfig.from_options(model=str(directory), **options), directory)[0]
+
+
 @pytest.mark.parametrize(("asked", "told"), [(None, True), (False, False)])
 def test_prefix_caching_is_off(asked, told, caplog):
     caplog.set_level(logging.INFO, logger="jaxllm")
-    core = engines.make_core(NAME, num_gpu_blocks_override=10, enable_prefix_caching=asked)
-    assert core.config.cache.enable_prefix_caching is False
-    core.shutdown()
+    assert resolve(asked).cache.enable_prefix_caching is False
     assert ("prefix caching is off: layers with linear attention" in caplog.text) == told
 
 
@@ -110,4 +117,4 @@ def test_prefix_caching_is_refused_if_it_is_asked_for():
     with pytest.raises(
         ConfigError, match="enable_prefix_caching is set, but Qwen3NextForCausalLM .* --no-enable-prefix-caching"
     ):
-        engines.make_core(NAME, enable_prefix_caching=True)
+        resolve(True)

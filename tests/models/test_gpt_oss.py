@@ -19,7 +19,7 @@ from jaxllm import LLM, SamplingParams
 from jaxllm.config import EngineConfig
 from jaxllm.engine import kernel_check
 from jaxllm.engine.prepare import Prepared
-from jaxllm.errors import ModelLoadError
+from jaxllm.errors import ConfigError, JaxLLMError, ModelLoadError
 from jaxllm.layers.build import build_model, num_parameters, weight_bytes
 from jaxllm.loaders import safetensors
 from jaxllm.loaders.formats import open_checkpoint
@@ -30,7 +30,7 @@ from jaxllm.models.load_config import load_model_config, read_config_json
 from jaxllm.parallel.mesh import make_mesh
 from jaxllm.quantization.mxfp4 import widen
 from jaxllm.start_times import StartTimes
-from tests.helpers import goldens
+from tests.helpers import engines, goldens
 
 SCRIPTS = Path(__file__).parent.parent.parent / "scripts"
 D, F, E, LAYERS = 64, 192, 4, 2
@@ -178,12 +178,20 @@ def test_experts_in_four_bits_are_saved_as_they_were_read(folders: dict[str, Pat
             np.testing.assert_array_equal(*found)
     # The same through orbax, from a script that keeps the four bits.
     convert = runpy.run_path(str(SCRIPTS / "convert_checkpoint.py"))["convert"]
-    convert(folders["mxfp4"], tmp_path / "orbax", "float32")
+    convert(folders["mxfp4"], tmp_path / "orbax", "float32", dequantize=False)
     again = load(tmp_path / "orbax", 2, dequantize=False)[1]
     for expected, got in zip(*map(jax.tree.leaves, (state, again)), strict=True):
         np.testing.assert_array_equal(got, expected)
     with pytest.raises(ModelLoadError, match="holds experts in 4 bits; use --no-dequantize"):
         load(tmp_path / "orbax", 1)
+    with pytest.raises(JaxLLMError, match="one kind of quantisation"):
+        convert(folders["mxfp4"], tmp_path / "fp8", "float32", "fp8", dequantize=False)
+    # It makes what an engine reads by default, unless it is told otherwise.
+    convert(folders["mxfp4"], tmp_path / "default", "float32")
+    for expected, got in zip(
+        *map(jax.tree.leaves, (load(d, 1)[1] for d in (folders["mxfp4"], tmp_path / "default"))), strict=True
+    ):
+        np.testing.assert_array_equal(got, expected)
 
 
 def test_experts_stay_in_four_bits_where_a_kernel_computes_from_them(folders: dict[str, Path]) -> None:
@@ -192,6 +200,8 @@ def test_experts_stay_in_four_bits_where_a_kernel_computes_from_them(folders: di
 
     assert is_packed(on_gpu=True, dtype="bfloat16") and is_packed(dequantize=False)
     assert not is_packed(on_gpu=True, dtype="float32") and not is_packed() and not is_packed(on_gpu=True, dequantize=True)
+    with pytest.raises(ConfigError, match=r"has no experts in 4 bits \(MXFP4\); leave --no-dequantize out"):
+        load_model_config(folders["bfloat16"], dequantize=False)
     # 48 values of a device are one and a half blocks.
     assert not load_model_config(folders["mxfp4"], dequantize=False).for_tensor_parallel(4).packed_experts
 
@@ -222,28 +232,21 @@ def test_scales_are_exact_at_both_ends() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {
             "dequantize": False,
             "max_num_batched_tokens": 16,
-            "num_gpu_blocks_override": 18,
+            "token_buckets": (16,),
+            "num_gpu_blocks_override": 19,
             "block_size": 8,
         },  # chunks and preemption
         {"dequantize": False, "tensor_parallel_size": 2},
         {"dequantize": False, "tensor_parallel_size": 2, "enable_expert_parallel": True},
     ],
-    ids=["one device, widened", "a small pool", "two devices", "two devices, whole experts"],
+    ids=["a small pool", "two devices", "two devices, whole experts"],
 )
 def test_an_engine_gives_the_tokens_of_attention_without_a_cache(folders: dict[str, Path], options: dict) -> None:
     config, state = goldens.load(folders["bfloat16"])
-    llm = LLM(
-        str(folders["mxfp4"]),
-        skip_tokenizer_init=True,
-        max_model_len=96,
-        max_num_seqs=4,
-        decode_buckets=(4,),
-        **options,
-    )
+    llm = LLM(str(folders["mxfp4"]), **{**engines.SMALL, **options})
     answers = llm.generate(
         [{"prompt_token_ids": prompt} for prompt in PROMPTS], SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
     )

@@ -14,6 +14,11 @@ def torch():
     return pytest.importorskip("torch")
 
 
+def test_the_script_that_makes_goldens_knows_each():
+    assert make_goldens.kept() == sorted(path.name for path in make_goldens.FOLDER.iterdir())
+    assert make_goldens.VARIANTS.keys() >= set(make_goldens.kept())
+
+
 @pytest.mark.parametrize("name", goldens.NAMES)
 def test_logits_equal_transformers(name, torch):
     import transformers

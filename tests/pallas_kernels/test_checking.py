@@ -141,9 +141,15 @@ ROUTERS = (
 )
 
 
-@pytest.mark.parametrize(("has_norms", "norm_offset"), [(False, 0.0), (True, 0.0), (True, 1.0)])
 @pytest.mark.parametrize(
-    ("dtype", "cache_dtype"), [("float32", "float32"), ("bfloat16", "float8_e4m3fn"), ("float32", "bfloat16")]
+    ("dtype", "cache_dtype", "has_norms", "norm_offset"),
+    [
+        ("float32", "float32", False, 0.0),
+        ("float32", "float32", True, 0.0),
+        ("float32", "bfloat16", True, 1.0),
+        ("bfloat16", "float8_e4m3fn", False, 0.0),
+        ("bfloat16", "float8_e4m3fn", True, 1.0),
+    ],
 )
 def test_plain_rope_and_write_pass_and_a_stray_write_does_not(dtype, cache_dtype, has_norms, norm_offset):
     scaled = cache_dtype == "float8_e4m3fn"

@@ -81,16 +81,13 @@ RAGGED = {
     "window of one": Batch(rows=((9, 9), (1, 20)), window=1),
     "window longer than the keys": Batch(rows=((9, 9), (1, 20)), window=500),
     "soft cap": Batch(rows=MIXED, soft_cap=1.5),
-    "window and soft cap": Batch(rows=MIXED, soft_cap=1.5, window=11),
     "sinks": Batch(rows=MIXED, has_sinks=True, num_groups=3),
     "sinks, window and soft cap": Batch(rows=MIXED, has_sinks=True, soft_cap=1.5, window=11),
     "one head per group": Batch(rows=MIXED, num_groups=1),
-    "three heads per group": Batch(rows=MIXED, num_groups=3, num_kv_heads=1),
     "sixteen heads per group": Batch(rows=((5, 5), (1, 20)), num_groups=16, num_kv_heads=1),
-    **{f"head width {n}": Batch(rows=((5, 5), (1, 20)), head_dim=n, padded_tokens=7) for n in (32, 64, 80, 96, 128, 256)},
+    **{f"head width {n}": Batch(rows=((5, 5), (1, 20)), head_dim=n, padded_tokens=7) for n in (80, 256)},
     "bfloat16": Batch(rows=MIXED, dtype="bfloat16"),
     "float16": Batch(rows=MIXED, dtype="float16"),
-    "page size 16": Batch(rows=MIXED, page_size=16),
     "page size 128": Batch(rows=((5, 5), (1, 140)), page_size=128, num_kv_heads=1, padded_rows=2, padded_width=3),
 }
 DECODE = {
@@ -104,12 +101,10 @@ DECODE = {
     "soft cap": Batch(rows=((1, 2), (1, 80)), soft_cap=2.0),
     "sinks": Batch(rows=((1, 2), (1, 80), (0, 0)), num_groups=3, has_sinks=True),
     "sinks and window": Batch(rows=((1, 2), (1, 110)), has_sinks=True, window=10),
-    "three heads per group": Batch(rows=((1, 2), (1, 80)), num_groups=3),
     "head width 80": Batch(rows=((1, 2), (1, 80)), head_dim=80),
     "head width 256": Batch(rows=((1, 2), (1, 40)), head_dim=256),
     "bfloat16": Batch(rows=((1, 2), (1, 80)), dtype="bfloat16"),
     "float16": Batch(rows=((1, 2), (1, 80)), dtype="float16"),
-    "page size 16": Batch(rows=((1, 2), (1, 80)), page_size=16),
     "page size 128": Batch(rows=((1, 2), (1, 130)), page_size=128, padded_width=2),
 }
 
@@ -210,8 +205,12 @@ def test_ragged_attention_matches_the_oracle(name: str, implementation: str) -> 
     assert_close(batch, got, oracle(batch))
 
 
-@pytest.mark.parametrize("implementation", GENERAL)
-@pytest.mark.parametrize("name", DECODE)
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [(name, implementation) for name in DECODE for implementation in GENERAL if implementation != "reference"]
+    # The reference computes decodes as it computes prompts.
+    + [(name, "reference") for name in ("padding rows", "sinks and window", "soft cap", "bfloat16")],
+)
 def test_decode_matches_the_oracle(name: str, implementation: str) -> None:
     batch = DECODE[name]
     args, expected = as_decode(batch)
@@ -220,8 +219,7 @@ def test_decode_matches_the_oracle(name: str, implementation: str) -> None:
     assert_close(batch, got, expected)
 
 
-@pytest.mark.parametrize("splits", [2, 3, 7])
-@pytest.mark.parametrize(("window", "has_sinks"), [(None, False), (20, True)])
+@pytest.mark.parametrize(("splits", "window", "has_sinks"), [(2, None, False), (3, 20, True), (7, 20, True)])
 def test_splits_of_the_triton_decode_combine_to_the_whole(splits: int, window: int | None, has_sinks: bool) -> None:
     batch = Batch(rows=((1, 1), (1, 110), (0, 0), (1, 17)), num_groups=3, window=window, has_sinks=has_sinks)
     args, expected = as_decode(batch)

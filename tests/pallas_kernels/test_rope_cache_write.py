@@ -118,9 +118,7 @@ def test_matches_loops_in_float64(implementation: str, options: dict) -> None:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize(
-    "scales", [{}, {"k_scale": 0.01, "v_scale": 0.3}, {"v_scale": jnp.float32(2.0)}], ids=["1", "both", "v"]
-)
+@pytest.mark.parametrize("scales", [{}, {"k_scale": 0.01, "v_scale": jnp.float32(0.3)}], ids=["1", "a number and an array"])
 def test_values_of_a_float8_cache_are_scaled_and_limited(implementation: str, scales: dict) -> None:
     case = make_case(dtype="bfloat16", cache_dtype="float8_e4m3fn", norm=True)
     case["qkv_TKGH"] = case["qkv_TKGH"].at[0, 0, -1, 0].set(1e6)  # beyond the largest
@@ -143,7 +141,7 @@ def test_padding_is_written_nowhere_and_its_queries_are_computed(implementation:
     np.testing.assert_array_equal(v_pages, case["v_pages_PKSH"])
 
 
-@pytest.mark.parametrize("tiles", [Tiles(1, 1), Tiles(2, 4), Tiles(4, 4), Tiles(8, 2)], ids=str)
+@pytest.mark.parametrize("tiles", [Tiles(1, 1), Tiles(2, 4), Tiles(8, 2)], ids=str)
 def test_every_tiling_gives_the_same(tiles: Tiles) -> None:
     case = make_case(norm=True, dtype="bfloat16", num_kv_heads=5)
     static = {name: case[name] for name in ("eps", "norm_offset")}

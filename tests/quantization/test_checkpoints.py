@@ -103,9 +103,10 @@ def test_stored_scales_give_what_quantising_while_loading_gives(tmp_path, is_gat
     golden = "qwen3_next" if is_gated else "llama_gqa"
 
     def quantize(name, weight):
-        return {name: weight} if ".experts." in name else per_channel(name, weight)
+        is_plain = ".experts." in name or "in_proj_ba" in name
+        return {name: weight} if is_plain else per_channel(name, weight)
 
-    ignored = {"ignore": ["lm_head", "re:.*experts.*"]}
+    ignored = {"ignore": ["lm_head", "re:.*experts.*", "re:.*in_proj_ba"]}
     config, stored = load(write(tmp_path, DYNAMIC | ignored, quantize, golden=golden))
     assert config.quantization == "fp8"
     stored, computed = by_path(stored), by_path(load(goldens.FOLDER / golden, quantization="fp8")[1])
@@ -212,6 +213,16 @@ def test_ignored_modules_stay_as_they_are(tmp_path):
     assert "blocks.1.mlp.down.weight" in names and "blocks.0.attention.out.weight" in names
     assert "blocks.0.mlp.down.weight.values" in names and "blocks.1.attention.out.weight.scale" in names
     assert np.isfinite(goldens.logits(config, state, PROMPT)).all()
+
+
+def test_gates_of_linear_attention_are_made_of_plain_weights_unless_the_checkpoint_has_fp8_ones(tmp_path):
+    source = goldens.FOLDER / "qwen3_next"
+    config, state = load(source, quantization="fp8")
+    assert {"blocks.0.attention.ba.weight", "blocks.0.attention.qkvz.weight.values"} <= by_path(state).keys()
+    goldens.save(config, state, tmp_path, source)
+    assert_equal(load(tmp_path)[1], state)
+    stored = load_model_config(source, overrides={"quantization_config": DYNAMIC})
+    assert stored.is_quantized(("model.layers.0.linear_attn.in_proj_ba",))
 
 
 def test_half_of_a_product_cannot_be_quantised(tmp_path):
