@@ -1,6 +1,6 @@
 """Convert a Hugging Face safetensors model into an orbax one, which loads faster and straight into sharded arrays.
 
-    python scripts/convert_checkpoint.py MODEL OUTPUT [--dtype bfloat16] [--quantization fp8] [--no-dequantize]
+    python scripts/convert_checkpoint.py MODEL OUTPUT [--dtype bfloat16] [--quantization fp8] [--[no-]dequantize]
 
 MODEL is a local directory, a hub id or 'demo'. OUTPUT gets the weights and copies of the config and tokenizer files.
 """
