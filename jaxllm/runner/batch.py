@@ -7,7 +7,7 @@ import numpy as np
 from jaxllm.log import logger
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.layout import FROM_ROW, Column, StepLayout, decode_layout, mixed_layout
-from jaxllm.runner.rows import LogprobsKind, Row, Rows
+from jaxllm.runner.rows import NO_DECODE, LogprobsKind, Row, Rows
 from jaxllm.sampling.variants import Variant
 from jaxllm.scheduler_output import CachedRequestData, SchedulerOutput
 
@@ -95,7 +95,7 @@ class BatchBuilder:
         index_R = np.fromiter([row.index for row in scheduled], np.int32, num_rows)
         start_R = np.fromiter(cached.num_computed_tokens, np.int32, num_rows)
         num_known_R, variant = rows.num_known_N[index_R], Variant(rows.variant_N[index_R].max(initial=Variant.GREEDY))
-        if variant >= Variant.MASKED or (start_R + 1 < num_known_R).any():
+        if variant >= NO_DECODE or (start_R + 1 < num_known_R).any():
             return None
         update_index: list[int] = []
         update_block: list[int] = []
@@ -156,8 +156,9 @@ class BatchBuilder:
         variant = max((row.variant for row in sampled), default=Variant.GREEDY)
         if plan.masked_request_ids:
             variant = max(variant, Variant.MASKED)
-        logprobs = LogprobsKind.of(sampled) if variant == Variant.FULL else LogprobsKind.NONE
-        is_decode = not partial and num_tokens == len(scheduled) and variant < Variant.MASKED
+        logprobs = LogprobsKind.of(sampled)
+        can_decode = variant < NO_DECODE and logprobs == LogprobsKind.NONE
+        is_decode = can_decode and not partial and num_tokens == len(scheduled)
         if is_decode:
             layout = decode_layout(self.buckets.fit_decode(len(scheduled)), self.num_groups)
         else:

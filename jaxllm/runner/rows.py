@@ -12,6 +12,9 @@ from jaxllm.sampling.columns import pack_columns
 from jaxllm.sampling.variants import Variant, needs_logprobs, needs_state, variant_of
 from jaxllm.scheduler_output import NewRequestData, TokenLogprobs
 
+NO_DECODE = Variant.MASKED
+"""From this variant on, the decode program does not serve a row: it has neither masks nor states."""
+
 
 class LogprobsKind(enum.IntEnum):
     """The tokens whose logprobs a step reports beside the sampled ones; each kind includes the lower ones."""
@@ -63,16 +66,19 @@ class Row:
 class Rows:
     """Rows 0 … max_rows-1 hold requests; row max_rows is the trash row that padding writes to."""
 
-    def __init__(self, max_rows: int):
+    def __init__(self, max_rows: int, *, processed_logprobs: bool = False):
+        """processed_logprobs: logprobs are those of what was drawn from, which full sampling alone returns."""
         self.trash = max_rows
+        self.processed_logprobs = processed_logprobs
         self.by_request: dict[str, Row] = {}
         self.columns = np.zeros((max_rows + 1, NUM_ROW_COLUMNS), np.int32)
         """What a row sends to the device in every step; START, NUM_TOKENS and TOKEN_ROW are set step by step."""
         self.columns[:, Column.ROW] = np.arange(max_rows + 1)
         self.columns[:, Column.TOKEN_ROW] = max_rows
         self.num_known_N = np.zeros(max_rows + 1, np.int32)
+        """`Row.num_known` by row, for the whole batch at once."""
         self.variant_N = np.zeros(max_rows + 1, np.int32)
-        """`Row.num_known` and `Row.variant` by row, for the whole batch at once."""
+        """`Row.variant` by row, NO_DECODE for rows that the decode program does not serve."""
         self._free = list(range(max_rows - 1, -1, -1))
 
     def add(self, data: NewRequestData) -> Row:
@@ -80,16 +86,15 @@ class Rows:
         assert data.request_id not in self.by_request, f"request {data.request_id} has a row already"
         params = data.sampling_params
         sampling_columns = pack_columns(params)
-        lowest = Variant.MASKED if data.is_masked else Variant.GREEDY
+        variant = variant_of(params, processed_logprobs=self.processed_logprobs)
+        if needs_logprobs(params):
+            variant = max(variant, Variant.RANDOM)
         row = Row(
             index=self._free[-1],
             data=data,
             num_known=len(data.token_ids),
             num_blocks=0,
-            # The decode program neither reports logprobs nor shows hidden states to pool.
-            variant=Variant.FULL
-            if needs_logprobs(params) or data.pooling_params is not None
-            else max(variant_of(params), lowest),
+            variant=max(variant, Variant.MASKED) if data.is_masked else variant,
             needs_state=needs_state(params),
             num_logprobs=params.logprobs,
             named_ids=params.logprob_token_ids,
@@ -99,7 +104,9 @@ class Rows:
         self._free.pop()  # only now: nothing of this request can fail any more
         self.by_request[data.request_id] = row
         self.num_known_N[row.index] = row.num_known
-        self.variant_N[row.index] = row.variant
+        # The decode program neither reports logprobs nor shows hidden states to pool.
+        is_decoded = not needs_logprobs(params) and data.pooling_params is None
+        self.variant_N[row.index] = row.variant if is_decoded else NO_DECODE
         self.columns[row.index, Column.WRITE_FROM] = data.num_cached_tokens
         self.columns[row.index, Column.SAMPLING :] = sampling_columns
         return row

@@ -33,7 +33,7 @@ from jaxllm.runner.peers import Peers
 from jaxllm.runner.pending import LaunchingStep, PendingStep
 from jaxllm.runner.program_store import ProgramStore
 from jaxllm.runner.programs import Programs
-from jaxllm.runner.rows import Rows
+from jaxllm.runner.rows import NO_DECODE, LogprobsKind, Rows
 from jaxllm.runner.step import Caches, RowArrays, Scores, StepFunctions
 from jaxllm.runner.step_programs import UPDATES_PER_WRITE, ProgramKey, StepPrograms
 from jaxllm.sampling.variants import Variant
@@ -108,7 +108,7 @@ class ModelRunner:
             vocab_size=model_config.padded_vocab_size,
             processors=processors,
         )
-        self.rows = Rows(max_rows)
+        self.rows = Rows(max_rows, processed_logprobs=config.model.logprobs_mode.startswith("processed"))
         self.batches = BatchBuilder(
             self.rows, self.buckets, block_size=plan.block_size, max_blocks=max_blocks, num_groups=len(plan.cache.groups)
         )
@@ -406,7 +406,7 @@ class ModelRunner:
         forward_key = ProgramKey("forward", batch.layout.num_tokens)
         expected = [forward_key, *([self.sampling.key(batch)] if batch.sampled else [])]
         expected += [key for consumer, part in work for key in consumer.keys(part, batch.layout.num_tokens)]
-        if batch.sampled and batch.variant < Variant.MASKED:
+        if batch.sampled and batch.variant < NO_DECODE and batch.logprobs == LogprobsKind.NONE:
             # The next step's program, unless other requests arrive.
             expected.append(ProgramKey("decode", self.buckets.fit_decode(len(batch.sampled)), batch.variant))
         self.programs.expect(expected)

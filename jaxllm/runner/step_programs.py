@@ -97,6 +97,12 @@ class StepPrograms:
             return []
         return [
             *(ProgramKey("sample", size, Variant.MASKED) for size in buckets.sample_rows),
+            *(
+                ProgramKey("sample", size, variant, kind)
+                for size in buckets.sample_rows
+                for variant in (Variant.RANDOM, Variant.MASKED)
+                for kind in (LogprobsKind.TOP, LogprobsKind.NAMED)
+            ),
             *self._pooling_keys(),
             ProgramKey("new_state"),
             ProgramKey("admit"),
@@ -118,9 +124,8 @@ class StepPrograms:
     def uses_peers(self, key: ProgramKey) -> bool:
         """Whether devices wait for each other inside the program's kernels. Its first runs must then be silent
         (`Communicator.first_runs`), so those are the programs of every engine, which are there before the first request."""
-        return self.workspace is not None and (
-            key.kind in ("forward", "decode") or (key.kind == "sample" and key.variant < Variant.MASKED)
-        )
+        is_early = key.variant < Variant.MASKED and key.logprobs == LogprobsKind.NONE
+        return self.workspace is not None and (key.kind in ("forward", "decode") or (key.kind == "sample" and is_early))
 
     def nothing_to_sample(self) -> tuple[np.ndarray, np.ndarray]:
         """hidden_ND and columns_NC of a step without requests."""

@@ -178,7 +178,7 @@ def steps_that_saw_the_end(core, busy, num_rounds) -> list[bool]:
             if plan.total_num_scheduled_tokens:
                 steps.append((plan, runner.dispatch(plan)))
     assert len(steps) == 6
-    ready = [pending.token_R.is_ready() for _, pending in steps]
+    ready = [pending.done.is_ready() for _, pending in steps]
 
     tokens = []
     for plan, pending in steps:

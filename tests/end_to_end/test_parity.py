@@ -48,6 +48,7 @@ def test_whole_prompts(variant):
     engines.reschedule(core)
     check(name, core)
     assert core.stats().num_preemptions == 0
+    assert core.runner.sampling._state is None, "logprobs need no state of the size of the vocabulary"
 
 
 def test_cached_prompts(variant):

@@ -50,6 +50,8 @@ def strangers(count: int, seed: int):
         {"repetition_penalty": 1.5},
         {"temperature": 1.3, "top_p": 0.5, "min_p": 0.1},
         {"temperature": 1.5, "top_n_sigma": 1.0},
+        {"temperature": 1.0, "logprobs": 2},
+        {"logprob_token_ids": [5, 9]},
     ]
     for i in range(count):
         prompt = rng.integers(128, size=rng.integers(1, 40)).tolist()
@@ -67,6 +69,14 @@ def test_alone_with_async_scheduling(core, alone):
         assert engines.run(core, [target(kind)])[kind].tokens == alone[kind]
     assert len({tuple(tokens) for tokens in alone.values()}) == len(TARGETS)
     assert all(len(set(tokens)) > 10 for tokens in alone.values()), "these draws would show little"
+
+
+@pytest.mark.parametrize("asked", [{"logprobs": 2}, {"logprob_token_ids": [5, 9]}])
+def test_logprobs_change_no_token(core, alone, asked):
+    engines.reschedule(core)
+    for kind in TARGETS:
+        request = engines.request(kind, PROMPT, max_tokens=NUM_TOKENS, **TARGETS[kind], **asked)
+        assert engines.run(core, [request])[kind].tokens == alone[kind]
 
 
 @pytest.mark.parametrize("async_scheduling", [True, False])
