@@ -20,12 +20,11 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.failures import Failure, kind_of
 from jaxllm.engine.fingerprint import surroundings
 from jaxllm.engine.kernel_choice import PLAIN, Candidates
+from jaxllm.engine.kernel_shapes import shapes_of
 from jaxllm.errors import KernelCheckError
 from jaxllm.kernel_verdicts import OpReport, Subject, Verdict, VerdictStore
-from jaxllm.layers.routing import rule_of
 from jaxllm.log import logger
-from jaxllm.model_config import FP8, ModelConfig
-from jaxllm.model_parts import Attention
+from jaxllm.model_config import ModelConfig
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.memory import MemoryPlan
 from pallas_kernels.checking import (
@@ -93,102 +92,6 @@ def choose_kernels(
         ops=tuple(op for op in found if op not in skipped),
     )
     return check_.run()
-
-
-def shapes_of(config: EngineConfig, model: ModelConfig, plan: MemoryPlan) -> dict[str, tuple[Any, ...]]:
-    """By op, the sets of shapes that its cases depend on, on one device."""
-    tensor_parallel, max_logprobs = config.parallel.tensor_parallel_size, config.model.max_logprobs
-    common: dict[str, Any] = {
-        "dtype": model.dtype,
-        "cache_dtype": model.kv_cache_dtype,
-        "page_size": plan.block_size,
-        "has_scales": model.has_kv_scales and model.kv_cache_dtype == FP8,
-    }
-    layers: dict[tuple[int, int, int], list[Attention]] = {}
-    for part in model.attentions:
-        layers.setdefault((part.num_kv_heads // tensor_parallel, part.group_size, part.head_dim), []).append(part)
-    heads: dict[Any, dict[str, Any]] = {
-        shape: dict(zip(("num_kv_heads", "num_groups", "head_dim"), shape, strict=True)) for shape in layers
-    }
-    return {
-        "paged_attention": tuple(
-            attention_at_start.Shapes(
-                **common,
-                **heads[shape],
-                table_width=-(-plan.max_model_len // plan.block_size),
-                layers=tuple(
-                    dict.fromkeys(
-                        attention_at_start.Layer(part.scale, part.window, part.soft_cap, part.sinks) for part in parts
-                    )
-                ),
-            )
-            for shape, parts in layers.items()
-        ),
-        "rope_cache_write": tuple(
-            rope_cache_write.Shapes(
-                **common,
-                **heads[shape],
-                eps=norms[0].eps if norms else 1e-6,
-                has_norms=norms is not None,
-                norm_offset=norms[0].weight_offset if norms else 0.0,
-            )
-            for shape, parts in layers.items()
-            for norms in dict.fromkeys(part.head_norms for part in parts)
-        ),
-        "expert_choice": tuple(
-            expert_choice.Shapes(routing.num_experts, rule_of(routing), has_bias=routing.correction_bias is not None)
-            for routing in dict.fromkeys(part.routing for part in model.mixtures)
-        ),
-        "grouped_matmul": tuple(
-            grouped_matmul.Shapes(
-                dtype=model.dtype,
-                num_experts=part.routing.num_experts // (tensor_parallel if part.by_expert else 1),
-                num_choices=part.routing.top_k,
-                width=model.hidden_size,
-                hidden=part.width // (1 if part.by_expert else tensor_parallel),
-                activation=part.activation,
-                has_biases=part.bias,
-                is_packed=model.packed_experts,
-            )
-            for part in model.mixtures
-        ),
-        "gated_delta": tuple(
-            gated_delta.Shapes(
-                model.dtype, part.num_key_heads // tensor_parallel, part.group_size, part.key_dim, part.value_dim
-            )
-            for part in model.delta_nets
-        ),
-        "mla_attention": tuple(
-            mla_attention.Shapes(
-                dtype=model.dtype,
-                cache_dtype=model.kv_cache_dtype,
-                num_heads=part.num_heads // tensor_parallel,
-                latent_dim=part.latent_dim,
-                rotated_dim=part.rotated_dim,
-                plain_dim=part.plain_dim,
-                value_dim=part.value_dim,
-                page_size=plan.block_size,
-                table_width=-(-plan.max_model_len // plan.block_size),
-                scale=part.score_scale,
-            )
-            for part in model.latent_attentions
-        ),
-        COLLECTIVES: (
-            collectives.Shapes(
-                num_devices=tensor_parallel,
-                width=model.hidden_size,
-                dtype=model.dtype,
-                vocab_size=model.padded_vocab_size,
-            ),
-        ),
-        "sampling": (
-            sampling.Shapes(
-                vocab_size=model.padded_vocab_size,
-                num_padded=model.padded_vocab_size - model.vocab_size,
-                num_top_values=model.vocab_size if max_logprobs == -1 else min(max_logprobs, model.vocab_size),
-            ),
-        ),
-    }
 
 
 @dataclass

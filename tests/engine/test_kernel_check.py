@@ -15,7 +15,7 @@ import pytest
 
 from jaxllm import env
 from jaxllm.config import EngineConfig
-from jaxllm.engine import kernel_check, kernel_choice
+from jaxllm.engine import kernel_check, kernel_choice, kernel_shapes
 from jaxllm.engine.core import EngineCore
 from jaxllm.engine.kernel_check import Choice, choose_kernels
 from jaxllm.engine.prepare import Prepared
@@ -346,7 +346,7 @@ def test_on_a_cpu_nothing_is_checked_unless_asked(choose, no_check, tmp_path):
 def test_kernels_are_checked_in_the_shapes_of_a_device(model):
     config, model_config, plan = model
     split = model_config.for_tensor_parallel(2)
-    shapes = kernel_check.shapes_of(config.replace(tensor_parallel_size=2), split, plan)
+    shapes = kernel_shapes.shapes_of(config.replace(tensor_parallel_size=2), split, plan)
     [attention] = shapes["paged_attention"]
     whole = model_config.layers[0].attention
     assert attention.num_kv_heads == whole.num_kv_heads // 2
@@ -358,7 +358,7 @@ def test_kernels_are_checked_in_the_shapes_of_a_device(model):
 def test_every_kind_of_layer_is_checked(name):
     config = EngineConfig.from_options(model=str(goldens.golden(name).directory), **engines.SMALL)
     prepared = Prepared.of(config, goldens.golden(name).directory, (), StartTimes())
-    shapes = kernel_check.shapes_of(prepared.config, prepared.model_config, prepared.plan)
+    shapes = kernel_shapes.shapes_of(prepared.config, prepared.model_config, prepared.plan)
     windows = [layer.window for shape in shapes["paged_attention"] for layer in shape.layers]
     assert sorted(windows, key=str) == sorted({layer.attention.window for layer in prepared.model_config.layers}, key=str)
 
@@ -370,7 +370,7 @@ def test_a_mixture_has_kernels_that_are_checked_in_its_shapes(tmp_path):
     model = prepared.model_config
     found = kernel_choice.candidates("triton", model, prepared.plan, prepared.mesh, on_gpu=False)
     assert found["expert_choice"] == found["grouped_matmul"] == ("triton", "xla")
-    shapes = kernel_check.shapes_of(prepared.config, model, prepared.plan)
+    shapes = kernel_shapes.shapes_of(prepared.config, model, prepared.plan)
     assert shapes["expert_choice"] == (expert_choice.Shapes(8, Rule(3, renormalize=True)),)
     check = kernel_check.KernelCheck(
         found,
@@ -392,7 +392,7 @@ def test_linear_attention_has_a_kernel_that_is_checked_in_its_shapes():
     model = prepared.model_config
     found = kernel_choice.candidates("triton", model, prepared.plan, prepared.mesh, on_gpu=False)
     assert found["gated_delta"] == ("triton", "xla")
-    shapes = kernel_check.shapes_of(prepared.config, model, prepared.plan)
+    shapes = kernel_shapes.shapes_of(prepared.config, model, prepared.plan)
     assert shapes["gated_delta"] == (gated_delta.Shapes("float32", 2, 2, 16, 8),)
 
 

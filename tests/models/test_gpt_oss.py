@@ -17,7 +17,7 @@ from flax import nnx
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.config import EngineConfig
-from jaxllm.engine import kernel_check
+from jaxllm.engine import kernel_shapes
 from jaxllm.engine.prepare import Prepared
 from jaxllm.errors import ConfigError, JaxLLMError, ModelLoadError
 from jaxllm.layers.build import build_model, num_parameters, weight_bytes
@@ -266,12 +266,12 @@ def test_an_engine_gives_the_tokens_of_attention_without_a_cache(folders: dict[s
 def test_kernels_are_checked_with_sinks_and_biases(folders: dict[str, Path]) -> None:
     config = EngineConfig.from_options(model=str(folders["mxfp4"]), skip_tokenizer_init=True, max_model_len=96)
     prepared = Prepared.of(config, folders["mxfp4"], (), StartTimes())
-    shapes = kernel_check.shapes_of(prepared.config, prepared.model_config, prepared.plan)
+    shapes = kernel_shapes.shapes_of(prepared.config, prepared.model_config, prepared.plan)
     [attention], [experts] = shapes["paged_attention"], shapes["grouped_matmul"]
     assert [(layer.window, layer.has_sinks) for layer in attention.layers] == [(8, True), (None, True)]
     assert experts.has_biases and experts.activation == "swiglu_clamped" and not experts.is_packed
     packed = dataclasses.replace(prepared.model_config, packed_experts=True)
-    [experts] = kernel_check.shapes_of(prepared.config, packed, prepared.plan)["grouped_matmul"]
+    [experts] = kernel_shapes.shapes_of(prepared.config, packed, prepared.plan)["grouped_matmul"]
     assert experts.is_packed
 
 

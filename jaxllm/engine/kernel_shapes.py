@@ -1,0 +1,171 @@
+"""The shapes in which an engine calls each op on one device: those that its kernels are checked in."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from jaxllm.config import EngineConfig
+from jaxllm.layers.routing import rule_of
+from jaxllm.model_config import FP8, ModelConfig
+from jaxllm.model_parts import Attention
+from jaxllm.runner.memory import MemoryPlan
+from pallas_kernels.checking import (
+    attention_at_start,
+    collectives,
+    expert_choice,
+    gated_delta,
+    grouped_matmul,
+    mla_attention,
+    rope_cache_write,
+    sampling,
+)
+
+
+@dataclass(frozen=True)
+class _Engine:
+    """What shapes depend on."""
+
+    model: ModelConfig
+    plan: MemoryPlan
+    tensor_parallel: int
+    max_logprobs: int
+    """-1: the whole vocabulary."""
+
+    @property
+    def table_width(self) -> int:
+        return -(-self.plan.max_model_len // self.plan.block_size)
+
+    @property
+    def paged(self) -> dict[str, Any]:
+        """What all layers with keys and values share."""
+        model = self.model
+        return {
+            "dtype": model.dtype,
+            "cache_dtype": model.kv_cache_dtype,
+            "page_size": self.plan.block_size,
+            "has_scales": model.has_kv_scales and model.kv_cache_dtype == FP8,
+        }
+
+    @property
+    def layers(self) -> list[tuple[dict[str, int], list[Attention]]]:
+        """The kinds of layers by the numbers and width of their heads."""
+        found: dict[tuple[int, int, int], list[Attention]] = {}
+        for part in self.model.attentions:
+            found.setdefault((part.num_kv_heads // self.tensor_parallel, part.group_size, part.head_dim), []).append(part)
+        names = ("num_kv_heads", "num_groups", "head_dim")
+        return [(dict(zip(names, heads, strict=True)), parts) for heads, parts in found.items()]
+
+
+def _paged_attention(engine: _Engine) -> tuple[attention_at_start.Shapes, ...]:
+    def kinds(parts: list[Attention]) -> tuple[attention_at_start.Layer, ...]:
+        layers = (attention_at_start.Layer(part.scale, part.window, part.soft_cap, part.sinks) for part in parts)
+        return tuple(dict.fromkeys(layers))
+
+    return tuple(
+        attention_at_start.Shapes(**engine.paged, **heads, table_width=engine.table_width, layers=kinds(parts))
+        for heads, parts in engine.layers
+    )
+
+
+def _rope_cache_write(engine: _Engine) -> tuple[rope_cache_write.Shapes, ...]:
+    return tuple(
+        rope_cache_write.Shapes(
+            **engine.paged,
+            **heads,
+            eps=norms[0].eps if norms else 1e-6,
+            has_norms=norms is not None,
+            norm_offset=norms[0].weight_offset if norms else 0.0,
+        )
+        for heads, parts in engine.layers
+        for norms in dict.fromkeys(part.head_norms for part in parts)
+    )
+
+
+def _expert_choice(engine: _Engine) -> tuple[expert_choice.Shapes, ...]:
+    return tuple(
+        expert_choice.Shapes(routing.num_experts, rule_of(routing), has_bias=routing.correction_bias is not None)
+        for routing in dict.fromkeys(part.routing for part in engine.model.mixtures)
+    )
+
+
+def _grouped_matmul(engine: _Engine) -> tuple[grouped_matmul.Shapes, ...]:
+    model, tensor_parallel = engine.model, engine.tensor_parallel
+    return tuple(
+        grouped_matmul.Shapes(
+            dtype=model.dtype,
+            num_experts=part.routing.num_experts // (tensor_parallel if part.by_expert else 1),
+            num_choices=part.routing.top_k,
+            width=model.hidden_size,
+            hidden=part.width // (1 if part.by_expert else tensor_parallel),
+            activation=part.activation,
+            has_biases=part.bias,
+            is_packed=model.packed_experts,
+        )
+        for part in model.mixtures
+    )
+
+
+def _gated_delta(engine: _Engine) -> tuple[gated_delta.Shapes, ...]:
+    return tuple(
+        gated_delta.Shapes(
+            engine.model.dtype, part.num_key_heads // engine.tensor_parallel, part.group_size, part.key_dim, part.value_dim
+        )
+        for part in engine.model.delta_nets
+    )
+
+
+def _mla_attention(engine: _Engine) -> tuple[mla_attention.Shapes, ...]:
+    model = engine.model
+    return tuple(
+        mla_attention.Shapes(
+            dtype=model.dtype,
+            cache_dtype=model.kv_cache_dtype,
+            num_heads=part.num_heads // engine.tensor_parallel,
+            latent_dim=part.latent_dim,
+            rotated_dim=part.rotated_dim,
+            plain_dim=part.plain_dim,
+            value_dim=part.value_dim,
+            page_size=engine.plan.block_size,
+            table_width=engine.table_width,
+            scale=part.score_scale,
+        )
+        for part in model.latent_attentions
+    )
+
+
+def _collectives(engine: _Engine) -> tuple[collectives.Shapes, ...]:
+    model = engine.model
+    return (
+        collectives.Shapes(
+            num_devices=engine.tensor_parallel, width=model.hidden_size, dtype=model.dtype, vocab_size=model.padded_vocab_size
+        ),
+    )
+
+
+def _sampling(engine: _Engine) -> tuple[sampling.Shapes, ...]:
+    model, max_logprobs = engine.model, engine.max_logprobs
+    return (
+        sampling.Shapes(
+            vocab_size=model.padded_vocab_size,
+            num_padded=model.padded_vocab_size - model.vocab_size,
+            num_top_values=model.vocab_size if max_logprobs == -1 else min(max_logprobs, model.vocab_size),
+        ),
+    )
+
+
+_SHAPES: dict[str, Callable[[_Engine], tuple[Any, ...]]] = {
+    "paged_attention": _paged_attention,
+    "rope_cache_write": _rope_cache_write,
+    "expert_choice": _expert_choice,
+    "grouped_matmul": _grouped_matmul,
+    "gated_delta": _gated_delta,
+    "mla_attention": _mla_attention,
+    "collectives": _collectives,
+    "sampling": _sampling,
+}
+
+
+def shapes_of(config: EngineConfig, model: ModelConfig, plan: MemoryPlan) -> dict[str, tuple[Any, ...]]:
+    """By op, the sets of shapes that its cases depend on, on one device."""
+    engine = _Engine(model, plan, config.parallel.tensor_parallel_size, config.model.max_logprobs)
+    return {op: shapes(engine) for op, shapes in _SHAPES.items()}
