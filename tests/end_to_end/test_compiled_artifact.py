@@ -81,7 +81,7 @@ def artifact(request, tmp_path_factory) -> tuple[int, Path]:
             flags += [f"--{name}", ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
     command = "import sys; from jaxllm.cli.main import main; sys.exit(main())"
     out = python(size, "-c", command, "compile", str(goldens.golden(NAME).directory), "--output", str(directory), *flags)
-    assert out.startswith("15 programs")
+    assert out.startswith("19 programs")
     return size, directory
 
 
