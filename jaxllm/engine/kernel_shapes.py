@@ -47,7 +47,7 @@ class _Engine:
         }
 
     @property
-    def layers(self) -> list[tuple[dict[str, int], list[Attention]]]:
+    def layers(self) -> list[tuple[dict[str, Any], list[Attention]]]:
         """The kinds of layers by the numbers and width of their heads."""
         found: dict[tuple[int, int, int], list[Attention]] = {}
         for part in self.model.attentions:
