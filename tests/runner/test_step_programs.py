@@ -10,7 +10,7 @@ from jaxllm.runner.step_programs import ProgramKey, StepPrograms
 from tests.helpers.engines import make_core
 
 NCCL = {"xla_gpu_experimental_use_collective_kernels": ""}
-ALWAYS = {"xla_gpu_dot_merger_threshold_mb": "0", "xla_disable_hlo_passes": "rematerialization"}
+APART = {"xla_gpu_dot_merger_threshold_mb": "0"}
 CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 
 
@@ -18,14 +18,14 @@ CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 @pytest.mark.parametrize(
     ("platform", "num_devices", "rows", "options"),
     [
-        ("gpu", 1, 8, ALWAYS),
-        ("gpu", 1, 64, ALWAYS | CUBLAS),
-        ("gpu", 2, 8, ALWAYS | NCCL),
-        ("cuda", 4, 64, ALWAYS | NCCL | CUBLAS),
+        ("gpu", 1, 8, APART),
+        ("gpu", 1, 64, APART | CUBLAS),
+        ("gpu", 2, 8, APART | NCCL),
+        ("cuda", 4, 64, APART | NCCL | CUBLAS),
         ("cpu", 2, 64, {}),
     ],
 )
-def test_what_xla_is_told_of_products_all_reduces_and_recomputing(platform, num_devices, rows, options) -> None:
+def test_products_are_not_merged_large_ones_go_to_cublas_and_all_reduces_to_nccl(platform, num_devices, rows, options) -> None:
     devices = np.array([SimpleNamespace(platform=platform)] * num_devices)
     programs = SimpleNamespace(mesh=SimpleNamespace(devices=devices, size=num_devices))
     assert StepPrograms.compiler_options(programs, ProgramKey("decode", rows)) == options
