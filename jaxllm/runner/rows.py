@@ -66,10 +66,10 @@ class Row:
 class Rows:
     """Rows 0 … max_rows-1 hold requests; row max_rows is the trash row that padding writes to."""
 
-    def __init__(self, max_rows: int, *, processed_logprobs: bool = False):
-        """processed_logprobs: logprobs are those of what was drawn from, which full sampling alone returns."""
+    def __init__(self, max_rows: int, *, full_logprobs: bool = False):
+        """full_logprobs: requests for logprobs take full sampling."""
         self.trash = max_rows
-        self.processed_logprobs = processed_logprobs
+        self.full_logprobs = full_logprobs
         self.by_request: dict[str, Row] = {}
         self.columns = np.zeros((max_rows + 1, NUM_ROW_COLUMNS), np.int32)
         """What a row sends to the device in every step; START, NUM_TOKENS and TOKEN_ROW are set step by step."""
@@ -86,7 +86,7 @@ class Rows:
         assert data.request_id not in self.by_request, f"request {data.request_id} has a row already"
         params = data.sampling_params
         sampling_columns = pack_columns(params)
-        variant = variant_of(params, processed_logprobs=self.processed_logprobs)
+        variant = variant_of(params, full_logprobs=self.full_logprobs)
         if needs_logprobs(params):
             variant = max(variant, Variant.RANDOM)
         row = Row(

@@ -88,6 +88,8 @@ class ModelRunner:
         self._weights_structure = structure
         self.params: tuple[jax.Array, ...] = ()
         vocab_size, max_logprobs = model_config.vocab_size, config.model.max_logprobs
+        # What was drawn from is known to full sampling alone. And no GPU has run the other programs with logprobs yet.
+        full_logprobs = config.model.logprobs_mode.startswith("processed") or on_gpu
         functions = StepFunctions(
             # Flattened once: walking the module tree in each step would cost milliseconds.
             merge=lambda params: nnx.merge(graphdef, jax.tree.unflatten(structure, params)),
@@ -108,7 +110,7 @@ class ModelRunner:
             vocab_size=model_config.padded_vocab_size,
             processors=processors,
         )
-        self.rows = Rows(max_rows, processed_logprobs=config.model.logprobs_mode.startswith("processed"))
+        self.rows = Rows(max_rows, full_logprobs=full_logprobs)
         self.batches = BatchBuilder(
             self.rows, self.buckets, block_size=plan.block_size, max_blocks=max_blocks, num_groups=len(plan.cache.groups)
         )
@@ -121,6 +123,7 @@ class ModelRunner:
             num_blocks=plan.num_blocks,
             max_blocks=max_blocks,
             make_state=self.sampling.new_state,
+            full_logprobs=full_logprobs,
         )
         self.times = times or StartTimes()
         self.store = store

@@ -56,6 +56,8 @@ class StepPrograms:
     max_blocks: int
     """Per request and group of layers."""
     make_state: Callable[[], SamplingState]
+    full_logprobs: bool
+    """Whether full sampling alone reports logprobs."""
 
     @property
     def cache(self) -> CacheLayout:
@@ -102,6 +104,7 @@ class StepPrograms:
                 for size in buckets.sample_rows
                 for variant in (Variant.RANDOM, Variant.MASKED)
                 for kind in (LogprobsKind.TOP, LogprobsKind.NAMED)
+                if not self.full_logprobs
             ),
             *self._pooling_keys(),
             ProgramKey("new_state"),

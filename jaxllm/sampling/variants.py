@@ -18,10 +18,10 @@ class Variant(enum.IntEnum):
     """Everything, with per-request state on the device."""
 
 
-def variant_of(params: SamplingParams, *, processed_logprobs: bool = False) -> Variant:
-    """The lowest program that serves a request. `processed_logprobs`: the engine reports logprobs after processing
-    (logprobs_mode processed_*), which only FULL returns."""
-    if needs_state(params) or params.top_n_sigma > 0 or (processed_logprobs and needs_logprobs(params)):
+def variant_of(params: SamplingParams, *, full_logprobs: bool = False) -> Variant:
+    """The lowest program that serves a request. `full_logprobs`: FULL alone reports logprobs, as it must with logprobs_mode
+    processed_*."""
+    if needs_state(params) or params.top_n_sigma > 0 or (full_logprobs and needs_logprobs(params)):
         return Variant.FULL
     return Variant.GREEDY if params.is_greedy else Variant.RANDOM
 

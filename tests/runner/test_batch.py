@@ -109,6 +109,12 @@ def test_the_batch_takes_the_cheapest_program_that_serves_every_row(builder, par
     assert (batch.variant, batch.is_decode) == (variant, is_decode)
 
 
+def test_logprobs_take_the_full_sampler_where_it_alone_reports_them():
+    rows = Rows(MAX_ROWS, full_logprobs=True)
+    assert rows.add(new("a", [1], [1], logprobs=2)).variant == Variant.FULL
+    assert rows.add(new("b", [1], [2])).variant == Variant.GREEDY
+
+
 @pytest.mark.parametrize("counts", [(40,), (16, 24), (20, 19, 1), (1,)])
 def test_prompt_logprobs_cover_each_prompt_token_but_the_first_once_over_chunks(builder, counts):
     prompt, computed, chunks = list(range(50, 50 + sum(counts))), 0, []

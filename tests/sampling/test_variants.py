@@ -47,8 +47,8 @@ def test_a_batch_takes_the_highest_variant():
 def test_processed_logprobs_need_the_full_program_but_no_state():
     params = SamplingParams(temperature=0, logprobs=0)
     assert needs_logprobs(params) and not needs_state(params)
-    assert variant_of(params, processed_logprobs=True) is Variant.FULL
-    assert variant_of(SamplingParams(temperature=0), processed_logprobs=True) is Variant.GREEDY
+    assert variant_of(params, full_logprobs=True) is Variant.FULL
+    assert variant_of(SamplingParams(temperature=0), full_logprobs=True) is Variant.GREEDY
     assert needs_logprobs(SamplingParams(logprob_token_ids=[1])) and not needs_logprobs(SamplingParams(prompt_logprobs=1))
 
 
