@@ -1,0 +1,102 @@
+"""What proposes draft tokens, as seen by the runner. A step checks the drafts of the step before it and proposes new ones.
+
+A drafter is traced into the step's programs: nothing here may depend on values, and what it keeps between steps it keeps in arrays.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxllm.cache_spec import CacheSpec
+from jaxllm.layers.step import Step
+from jaxllm.parallel.shards import Shards
+from jaxllm.progress import Progress
+
+NO_DRAFT = -4
+"""In place of a draft: there is none. No drawn token equals it."""
+
+
+@dataclass
+class Drafting:
+    """A step whose tokens are computed and drawn, while a program is traced. Names of sizes: T tokens of the step, R rows.
+
+    A row of a step has computed a run of consecutive tokens: a part of its prompt, or its last token and the drafts that followed it.
+    Some of the drafts may have proved wrong. The tokens after them were computed in vain; whatever is written to the cache at their
+    positions is overwritten by later steps before anything reads it.
+    """
+
+    target: Any
+    """The model that the drafts are for, with `embedding` and `logits(hidden, shards)`."""
+    shards: Shards
+    token_ids_T: jax.Array
+    """The tokens of the step, drafts included; 0 for padding."""
+    next_ids_T: jax.Array
+    """The token after each of them: known, or drawn in this step."""
+    position_T: jax.Array
+    row_T: jax.Array
+    """The place of each token's row in arrays by row; the last place, which nothing reads, for padding."""
+    hidden_TD: jax.Array
+    """After the target's last norm."""
+    features: tuple[jax.Array, ...]
+    """[T, D] each: what enters the target's layers of `Drafter.feature_layers`, before any norm."""
+    last_R: jax.Array
+    """Index among T of the last token of each row that proved right: the latest draw followed it."""
+    token_R: jax.Array
+    """The latest drawn token of each row, which the row's next step computes first."""
+    position_R: jax.Array
+    """Its position."""
+    row_R: jax.Array
+    """The place of each row in arrays by row; the last place for rows that drew nothing in this step, and for padding."""
+    same_step: Callable[[jax.Array], Step]
+    """(token_ids_T) -> a step of the drafter's layers with these tokens in the places and positions of the target's.
+
+    `Step.attend(layer, …)` counts the drafter's layers from 0. Steps share the caches: each sees what earlier ones wrote."""
+    decode_step: Callable[[jax.Array, jax.Array], Step]
+    """(token_ids_R, position_R) -> a step of one token for each row at any position from 0 on. A position behind the blocks of its
+    row is computed, but not written."""
+    draw: Callable[[jax.Array, jax.Array], jax.Array]
+    """(logits_RV of this device's columns, position_R) -> a token of each row, drawn as the target will draw it at that position:
+    with the row's temperature, filters and noise. In greedy programs the likeliest."""
+
+
+class Drafter(Protocol):
+    """Proposes `num_drafts` tokens for each row that drew one."""
+
+    @property
+    def num_drafts(self) -> int:
+        """Most drafts of a row, the number of columns of what `propose` returns."""
+
+    @property
+    def num_lookahead(self) -> int:
+        """Positions from that of the latest drawn token on that `propose` writes to the cache."""
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """Layers of the target whose inputs it reads."""
+
+    @property
+    def cache_specs(self) -> tuple[CacheSpec, ...]:
+        """What its own layers keep in the blocks of requests."""
+
+    @property
+    def model(self) -> nnx.Module | None:
+        """Its weights, as shapes with logical axes; None without."""
+
+    def load(self, mesh: Mesh, progress: Progress) -> nnx.State:
+        """The values of `model`, on the devices. Raises ModelLoadError."""
+
+    def new_state(self, num_rows: int) -> Any:
+        """A tree of arrays by row that are kept between steps, all zeros; num_rows: with that of padding."""
+
+    def follow(self, model: Any, state: Any, drafting: Drafting) -> Any:
+        """Take in a step after which no drafts are wanted. Returns the state. May do nothing where that only costs acceptance."""
+
+    def propose(self, model: Any, state: Any, drafting: Drafting) -> tuple[Any, jax.Array]:
+        """Take in a step. Returns the state and int32[R, num_drafts]: the tokens expected after token_R, NO_DRAFT where none is.
+
+        model: with values. Rows that drew nothing may get anything.
+        """
