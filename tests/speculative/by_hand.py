@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxllm.cache_spec import cache_layout
@@ -78,13 +79,15 @@ class ByHand:
         self.layout = cache_layout(self.drafter.cache_specs, block_size=BLOCK_SIZE, max_step_tokens=NUM_TOKENS)
         shape = NUM_ROWS * NUM_PAGES, BLOCK_SIZE
         # What was never written must not be read.
+        place = NamedSharding(self.mesh, P(None, TENSOR))
         self.caches = [
-            jnp.full((shape[0], array.num_heads, shape[1], array.width), 50.0, array.dtype) for array in self.layout.arrays
+            jnp.full((shape[0], array.num_heads, shape[1], array.width), 50.0, array.dtype, device=place)
+            for array in self.layout.arrays
         ]
         pages = np.random.default_rng(0).permutation(NUM_ROWS * NUM_PAGES)
         self.page_table_RB = pages.reshape(NUM_ROWS, NUM_PAGES).astype(np.int32)
         specs = [jax.tree.map(lambda leaf: leaf.sharding.spec, state) for state in (self.state, self.target_state)]
-        cache_specs = [P(None, TENSOR)] * len(self.caches) if self.size > 1 else [P()] * len(self.caches)
+        cache_specs = [P(None, TENSOR)] * len(self.caches)
         mapped = jax.shard_map(
             self._propose, mesh=self.mesh, in_specs=(*specs, cache_specs, P()), out_specs=(cache_specs, P()), check_vma=False
         )

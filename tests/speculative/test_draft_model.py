@@ -26,7 +26,7 @@ def greedy(config, state, tokens: list[int], count: int, noise: np.ndarray) -> l
 
 @pytest.mark.parametrize(
     ("name", "size", "is_drawn"),
-    [("llama_gqa", 1, False), ("deepseek_v2_lite", 1, False), ("mistral_window", 2, True), ("qwen2", 2, True)],
+    [("mistral_window", 1, False), ("qwen2", 2, True)],
 )
 def test_drafts_are_those_of_the_model_alone(name, size, is_drawn, monkeypatch):
     """Of any family, with other sizes of heads and vocabulary (qwen2 has 131 tokens)."""
@@ -63,10 +63,9 @@ def test_a_draft_model_must_have_the_targets_vocabulary(tmp_path):
     options = {"target_directory": tmp_path / "target", "num_drafts": 2}
     with pytest.raises(ConfigError, match=r"draft has 131 tokens, the target 128: both must have the same vocabulary"):
         draft_model.make(tmp_path / "draft", target, **options)
-    for name, size in (("draft", 131), ("target", 128)):
+    for name in ("draft", "target"):
         tokenizer = {"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}
         (tmp_path / name / "tokenizer.json").write_text(json.dumps(tokenizer))
-        assert size  # sizes of the embeddings, which the tokenizers know nothing of
     assert draft_model.make(tmp_path / "draft", target, **options).config.vocab_size == 131
 
 
