@@ -94,6 +94,8 @@ class ModelRunnerOutput:
 
     sampled_token_ids: dict[str, list[int]]
     """New tokens by request, several if drafts were right; a request whose prefill is not done yet is absent."""
+    num_drafts: dict[str, int] = field(default_factory=dict)
+    """Drafts that the step checked, by request; empty without a drafter."""
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
     """For requests that asked, aligned with their new tokens."""
     prompt_logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)

@@ -24,9 +24,11 @@ class Buckets:
     max_rows: int
     widths: tuple[int, ...] = (1,)
     """Tokens that a row may sample in a step: 1, and 1 with the most drafts."""
+    max_draft_rows: int = 0
+    """Most rows of a step with drafts."""
 
     @classmethod
-    def choose(cls, config: EngineConfig, *, on_gpu: bool, num_drafts: int = 0) -> "Buckets":
+    def choose(cls, config: EngineConfig, *, on_gpu: bool, num_drafts: int = 0, max_draft_rows: int = 0) -> "Buckets":
         """The configured sizes, or the usual ones up to the scheduler's limits. num_drafts: most of a row."""
         max_rows, max_tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
         assert max_rows is not None and max_tokens is not None, "platform defaults are resolved before buckets are chosen"
@@ -38,6 +40,7 @@ class Buckets:
             sample_rows=_up_to(_SAMPLE_ROWS, max_rows),
             max_rows=max_rows,
             widths=(1, 1 + num_drafts) if num_drafts else (1,),
+            max_draft_rows=max_draft_rows,
         )
 
     def fit_decode(self, num_rows: int) -> int:
