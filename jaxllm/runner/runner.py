@@ -56,10 +56,6 @@ MAX_THREAD_ROWS = 64
 and on a small model longer than the device. With more requests, the two threads would contend for the interpreter."""
 
 
-MAX_DRAFT_ROWS = 64
-"""Most rows of a step with drafts: with more, computing drafts costs more than the few steps that they save."""
-
-
 class _Weights:
     """The weights of a model, as the flat tuple of arrays that programs take."""
 
@@ -123,7 +119,7 @@ class ModelRunner:
             drafting=None if drafter is None else DraftFunctions(drafter, merges[1:], model_config.num_layers),
         )
         num_drafts = 0 if drafter is None else drafter.num_drafts
-        self.buckets = Buckets.choose(config, on_gpu=on_gpu, num_drafts=num_drafts, max_draft_rows=MAX_DRAFT_ROWS)
+        self.buckets = Buckets.choose(config, on_gpu=on_gpu, num_drafts=num_drafts)
         max_blocks = -(-plan.max_model_len // plan.block_size)
         self.sampling = Sampling(
             self,
@@ -172,6 +168,7 @@ class ModelRunner:
         self._on_gpu, self._on_one_gpu = on_gpu, on_gpu and mesh.size == 1
         # On a CPU, launches are too cheap for a thread.
         self._launcher = Launcher() if on_gpu else None
+        self._cost_of_drafts: dict[int, float] = {}
         self.num_steps = 0
         self.dispatch_seconds = 0.0
         """Total host time of all `dispatch` calls, in seconds."""
@@ -300,6 +297,10 @@ class ModelRunner:
                 self._peers.first_runs(partial(self._run_on_nothing, keys))
             self._peers.note(key for key in keys if self.shapes.uses_peers(key))
         self.programs.is_warm = True
+
+    def cost_of_drafts(self, num_rows: int) -> float:
+        """How many times as long a step of so many rows takes with drafts as without, as measured while warming up; 1 if it was not."""
+        return self._cost_of_drafts.get(self.buckets.fit_decode(num_rows), 1.0)
 
     def _run_on_nothing(self, keys: Sequence[ProgramKey]) -> None:
         """Run programs on empty steps, which write nothing but trash, and wait until they are done."""

@@ -103,13 +103,13 @@ class StepPrograms:
                 ProgramKey("decode", size, variant, width=width)
                 for size in reversed(buckets.decode_rows)
                 for variant in simple
-                for width in self.widths(size)
+                for width in buckets.widths_of(size)
             ),
             *(
                 ProgramKey("sample", size, variant, width=width)
                 for size in reversed(buckets.sample_rows)
                 for variant in simple
-                for width in self.widths(size)
+                for width in buckets.widths_of(size)
             ),
             *(
                 ProgramKey("propose", size, variant, width=width)
@@ -128,10 +128,6 @@ class StepPrograms:
         drafting = self.functions.drafting
         return drafting is not None and drafting.drafter.needs_history
 
-    def widths(self, num_rows: int) -> tuple[int, ...]:
-        """The numbers of tokens that a step of so many rows may sample for each."""
-        return tuple(width for width in self.buckets.widths if width == 1 or num_rows <= self.buckets.max_draft_rows)
-
     def rare_keys(self) -> list[ProgramKey]:
         """What only some requests ask for: grammars, the full sampler, logprobs, vectors."""
         buckets = self.buckets
@@ -141,14 +137,14 @@ class StepPrograms:
             *(
                 ProgramKey("sample", size, Variant.MASKED, width=width)
                 for size in buckets.sample_rows
-                for width in self.widths(size)
+                for width in buckets.widths_of(size)
             ),
             *(
                 ProgramKey("sample", size, variant, kind, width)
                 for size in buckets.sample_rows
                 for variant in (Variant.RANDOM, Variant.MASKED)
                 for kind in (LogprobsKind.TOP, LogprobsKind.NAMED)
-                for width in self.widths(size)
+                for width in buckets.widths_of(size)
                 if not self.full_logprobs
             ),
             *self._pooling_keys(),
@@ -158,7 +154,7 @@ class StepPrograms:
                 ProgramKey("sample", size, Variant.FULL, kind, width)
                 for size in buckets.sample_rows
                 for kind in LogprobsKind
-                for width in self.widths(size)
+                for width in buckets.widths_of(size)
             ),
             *(ProgramKey("prompt_logprobs", size) for size in buckets.tokens),
         ]

@@ -1,6 +1,6 @@
 """How many drafts each request gets: as many as its recent ones were worth, and none where a batch gains nothing by them."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from jaxllm.request import Request
@@ -90,13 +90,3 @@ class AdaptiveControl:
         """See DraftControl."""
         self._of_request.pop(request_id, None)
 
-
-def cost_of(seconds: Mapping[tuple[int, int], float], widest: int) -> Callable[[int], float]:
-    """The measured cost of drafts, from the seconds of a step by (rows, width); 1 where nothing was measured."""
-    sizes = sorted(rows for rows, width in seconds if width == widest and (rows, 1) in seconds)
-
-    def cost(num_rows: int) -> float:
-        size = next((size for size in sizes if size >= num_rows), None)
-        return 1.0 if size is None else seconds[size, widest] / seconds[size, 1]
-
-    return cost
