@@ -146,6 +146,17 @@ class SchedulerOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SpeculativeOptions:
+    """Speculative decoding"""
+
+    speculative_config: Annotated[
+        dict[str, Any] | None,
+        "JSON object that chooses what proposes tokens for the model to verify several in one step, with vLLM's names: method, "
+        "num_speculative_tokens, model and others (docs/SPECULATIVE.md); default: each step writes one token of a request",
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class ParallelOptions:
     """Parallelism"""
 
@@ -200,6 +211,7 @@ class EngineConfig:
     model: ModelOptions = field(default_factory=ModelOptions)
     cache: CacheOptions = field(default_factory=CacheOptions)
     scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
+    speculative: SpeculativeOptions = field(default_factory=SpeculativeOptions)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
     compile: CompileOptions = field(default_factory=CompileOptions)
     observe: ObserveOptions = field(default_factory=ObserveOptions)
@@ -230,6 +242,7 @@ _GROUPS: dict[str, Any] = {
     "model": ModelOptions,
     "cache": CacheOptions,
     "scheduler": SchedulerOptions,
+    "speculative": SpeculativeOptions,
     "parallel": ParallelOptions,
     "compile": CompileOptions,
     "observe": ObserveOptions,

@@ -13,6 +13,7 @@ from jaxllm.config import (
     ObserveOptions,
     ParallelOptions,
     SchedulerOptions,
+    SpeculativeOptions,
     flags,
 )
 from jaxllm.flag_arguments import add_flag
@@ -21,7 +22,9 @@ from jaxllm.vllm_flags import SHORT_NAMES, TABLE, as_options
 
 
 @dataclass(frozen=True, init=False, kw_only=True)
-class EngineArgs(ModelOptions, CacheOptions, SchedulerOptions, ParallelOptions, CompileOptions, ObserveOptions):
+class EngineArgs(
+    ModelOptions, CacheOptions, SchedulerOptions, SpeculativeOptions, ParallelOptions, CompileOptions, ObserveOptions
+):
     """Takes the engine's options and vLLM's names (`jaxllm.vllm_flags`); `LLM(**dataclasses.asdict(args))` works too.
 
     Raises ConfigError for unknown names, wrong values and what vLLM's names ask for and is not to be had here.

@@ -12,6 +12,7 @@ from jaxllm.at_exit import shut_down_at_exit
 from jaxllm.config import EngineConfig
 from jaxllm.core_interface import Core, PauseCalls
 from jaxllm.engine import fault_points
+from jaxllm.engine.features import check_speculative_config
 from jaxllm.engine_args import FromOptions
 from jaxllm.errors import ConfigError, EngineDeadError, EngineError, JaxLLMError
 from jaxllm.metrics.engine_metrics import EngineMetrics
@@ -283,7 +284,7 @@ class LLMEngine(FromOptions, PauseCalls):
 
 
 def check_model(config: EngineConfig) -> None:
-    """Raise the errors of a model's config.json before JAX is imported."""
+    """Raise the errors of a model's config.json, and of what proposes tokens for it, before JAX is imported."""
     options = config.model
     directory = text_files(options.model, revision=options.revision, download_dir=options.download_dir)
     model_config = load_model_config(
@@ -295,6 +296,7 @@ def check_model(config: EngineConfig) -> None:
         model_class=options.model_class,
     )
     model_config.for_tensor_parallel(config.parallel.tensor_parallel_size)
+    check_speculative_config(config)
 
 
 def _load_chat_template(text_or_file: str) -> str:

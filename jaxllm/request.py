@@ -145,7 +145,7 @@ class Request:
     num_drafts_in_flight: int = 0
     """Drafts in steps in flight."""
     may_have_drafts: bool = False
-    """Whether the latest planned step of the request samples, so that drafts may follow."""
+    """Whether drafts are proposed behind the latest planned step of the request."""
     num_cached_tokens: int = -1
     """Prompt tokens found in the prefix cache at the first admission; -1 before it."""
     num_preemptions: int = 0

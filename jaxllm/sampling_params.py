@@ -142,6 +142,9 @@ class SamplingParams:
     """Filled by the front, which has the tokenizer."""
     extra_args: Annotated[dict[str, Any] | None, InRequests(neutral=({},))] = None
     """Custom logits processors to apply, by name, with their arguments: {name: [floats]}."""
+    num_speculative_tokens: Annotated[int | None, Range(0), InRequests(neutral=(0,))] = None
+    """Most drafts that each step verifies for this request, where the engine has a speculative_config; None, or more than that has: as
+    many as that has. With exact acceptance, no token depends on it."""
     skip_reading_prefix_cache: bool | None = None
     repetition_detection: Annotated[dict[str, int] | None, InRequests()] = None
     """End the output when it closes with min_count equal runs of min_pattern_size to max_pattern_size tokens (these keys)."""

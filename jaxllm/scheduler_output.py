@@ -41,8 +41,8 @@ class RowStep(NamedTuple):
     request_id: str
     start: int
     """Position of its first token; an upper bound while drafts of the request are in flight. The device knows it exactly."""
-    count: int
-    """Number of tokens, drafts included."""
+    num_tokens: int
+    """Drafts included."""
     num_drafts: int
     """How many of them, at the end, are drafts: the device has their ids."""
     new_blocks: list[int]
@@ -73,7 +73,7 @@ class SchedulerOutput:
     @property
     def num_scheduled_tokens(self) -> dict[str, int]:
         """Number of tokens by request. Too slow for the step loop."""
-        return {row.request_id: row.count for row in self.rows}
+        return {row.request_id: row.num_tokens for row in self.rows}
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,8 @@ class ModelRunnerOutput:
 
     sampled_token_ids: dict[str, list[int]]
     """New tokens by request, several if drafts were right; a request whose prefill is not done yet is absent."""
+    num_drafts: dict[str, int] = field(default_factory=dict)
+    """Drafts that the step checked, by request; empty without a drafter."""
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
     """For requests that asked, aligned with their new tokens."""
     prompt_logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxllm.errors import ConfigError
 from jaxllm.flag_arguments import merge, spelling
-from jaxllm.vllm_flags import QUANTIZATIONS, SHORT_NAMES, TABLE, VllmFlag, translated
+from jaxllm.vllm_flags import QUANTIZATIONS, SHORT_NAMES, TABLE, VllmFlag, add_translated, translated
 
 DEST = "vllm_flags"
 
@@ -45,9 +45,7 @@ def add_vllm_arguments(parser: argparse.ArgumentParser, *, at_once: bool = False
 def take_vllm_arguments(found: argparse.Namespace) -> None:
     """Set the options of vLLM's flags; own flags win. Logs flags without effect; raises ConfigError for refused ones."""
     for name, (value, how) in vars(found).pop(DEST, {}).items():
-        for option, translation in translated(name, value, how).items():
-            if option not in found:
-                setattr(found, option, translation)
+        add_translated(vars(found), translated(name, value, how))
 
 
 def help_lines(word: str) -> list[str]:
@@ -58,7 +56,7 @@ def help_lines(word: str) -> list[str]:
 
 def _about(flag: VllmFlag) -> str:
     if flag.option is not None:
-        return f"  {spelling(flag.name)}: as {spelling(flag.option)} ({flag.text})"
+        return f"  {spelling(flag.name)}: as {spelling(flag.option)}{f'.{flag.key}' if flag.key else ''} ({flag.text})"
     only = f", but for {' or '.join(map(str, flag.harmless))}" if flag.harmless else ""
     return f"  {spelling(flag.name)}: {f'refused{only}' if flag.refused else 'no effect'}: {flag.text}"
 
@@ -82,7 +80,7 @@ class _TakeAtOnce(argparse.Action):
         except ConfigError as error:
             parser.error(str(error))
         for option, translation in {**options, self.dest: value}.items():
-            setattr(namespace, option, translation)
+            setattr(namespace, option, _merged(getattr(namespace, option, None), translation))
 
 
 def _read(name: str, values: Any, option_string: str) -> Any:
@@ -110,4 +108,4 @@ def _value(text: str) -> Any:
         return text
 
 
-_LONG_NAMES = {SHORT_NAMES[flag.name]: spelling(flag.name) for flag in TABLE.values() if flag.name in SHORT_NAMES}
+_LONG_NAMES = {short: spelling(name) for name, short in SHORT_NAMES.items()}

@@ -32,6 +32,8 @@ class VllmFlag:
     """Keys of an object that may have any value."""
     option: str | None = None
     """The option of ours that it sets."""
+    key: str | None = None
+    """The key of that option, an object, that it sets."""
     words: Mapping[str, Any] = field(default_factory=dict)
     """How values of that option are called here; None: the option is left alone."""
 
@@ -87,7 +89,7 @@ TAKEN = _names("""
     max_num_queued_reqs max_num_queued_tokens enable_chunked_prefill long_prefill_token_threshold
     long_prefill_token_threshold_adaptive
     scheduling_policy scheduler_reserve_full_isl watermark async_scheduling stream_interval disable_log_stats
-    chat_template config
+    speculative_config chat_template config
 """)
 """Flags that the engine's commands take under the same name with the same meaning."""
 TAKEN_BY_SERVER = _names("""
@@ -253,10 +255,17 @@ _ENGINE = (
             switches="fully_sharded_loras enable_tower_connector_lora specialize_active_lora enable_mixed_moe_lora_format "
             "enable_moe_shared_loras"),
     # Speculative decoding and transfer
-    *_refused("speculative decoding is not supported yet", objects="speculative_config",
-              values="spec_method spec_model spec_tokens speculative_model num_speculative_tokens"),
-    *_flags("only matters for speculative decoding, which is refused", values="num_lookahead_slots"),
-    *_refused("answers report no figures of speculative decoding", values="per_request_spec_decode_metrics", harmless=("none",)),
+    *_flags("short for that key of --speculative-config", values="spec_method", option="speculative_config", key="method"),
+    *_flags("short for that key of --speculative-config", values="spec_model", option="speculative_config", key="model"),
+    *_flags("short for that key of --speculative-config", values="spec_tokens", option="speculative_config",
+            key="num_speculative_tokens"),
+    *_flags("the older name of that key of --speculative-config", values="speculative_model", option="speculative_config",
+            key="model"),
+    *_flags("the older name of that key of --speculative-config", values="num_speculative_tokens", option="speculative_config",
+            key="num_speculative_tokens"),
+    *_flags("each step reserves the slots that its drafts need", values="num_lookahead_slots"),
+    *_refused("/metrics has the acceptance of all requests together (docs/METRICS.md)", values="per_request_spec_decode_metrics",
+              harmless=("none",)),
     *_refused("caches and weights are not passed between servers",
               objects="kv_transfer_config kv_events_config ec_transfer_config ec_manager_config weight_transfer_config"),
     *_refused("no model here has use for it", objects="diffusion_config engram_config aux_output_config additional_config"),
@@ -335,18 +344,32 @@ def as_options(options: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in options.items():
         if name in TABLE:
-            for option, translation in translated(name, value).items():
-                found.setdefault(option, translation)
-        elif name in TAKEN_BY_SERVER:
+            continue
+        if name in TAKEN_BY_SERVER:
             if not _asks_for_nothing(value):
                 warn_once(f"{name}={value!r} changes nothing here: it is for clients of `jaxllm serve`")
         else:
             found[name] = WORDS[name].get(value, value) if name in WORDS and isinstance(value, str) else value
+    for name, value in options.items():
+        if name in TABLE:
+            add_translated(found, translated(name, value))
     return found
+
+
+def add_translated(found: dict[str, Any], translation: Mapping[str, Any]) -> None:
+    """Add what `translated` returns to options of ours, which win; of objects, each key of theirs."""
+    for name, value in translation.items():
+        own = found.get(name)
+        if isinstance(value, Mapping) and (own is None or isinstance(own, Mapping)):
+            found[name] = {**(own or {}), **value, **(own or {})}
+        else:
+            found.setdefault(name, value)
 
 
 def _set_by(flag: VllmFlag, value: Any, how: str) -> dict[str, Any]:
     assert flag.option is not None
+    if flag.key is not None:
+        return {flag.option: {flag.key: value}}
     if not flag.words:
         return {flag.option: value}
     if value not in flag.words:

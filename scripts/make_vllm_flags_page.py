@@ -32,7 +32,10 @@ def page() -> str:
     """The whole text."""
     by_option = [flag for flag in TABLE.values() if flag.option is not None]
     others = [flag for flag in TABLE.values() if flag.option is None]
-    renamed = [f"`{_called(flag.name)}` sets `{spelling(str(flag.option))}`" for flag in by_option]
+    renamed = [
+        f"`{_called(flag.name)}` sets `{spelling(str(flag.option))}{'.' * bool(flag.key)}{flag.key or ''}`"
+        for flag in by_option
+    ]
     words = [f"`{spelling(name)} {theirs}` is `{ours}`" for name, pairs in WORDS.items() for theirs, ours in pairs.items()]
     return "\n".join(
         [

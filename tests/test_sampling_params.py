@@ -40,6 +40,7 @@ from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, Sampling
         ({"top_n_sigma": -1.5}, ["top_n_sigma is -1.5", "finite and at least -1"]),
         ({"top_n_sigma": math.inf}, ["inf"]),
         ({"thinking_token_budget": -2}, ["thinking_token_budget is -2", "at least -1"]),
+        ({"num_speculative_tokens": -1}, ["num_speculative_tokens is -1", "at least 0"]),
         ({"n": None}, ["n is None", "an integer"]),
         ({"stop_token_ids": 3}, ["3", "list"]),
         ({"ignore_eos": 1}, ["ignore_eos is 1"]),

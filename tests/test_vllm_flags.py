@@ -58,8 +58,8 @@ def test_what_texts_recommend_exists() -> None:
         ("pipeline_parallel_size", True, "refused"),
         ("structured_outputs_config", {"backend": "guidance", "enable_in_reasoning": False}, "changes nothing here"),
         ("structured_outputs_config", {"disable_any_whitespace": True}, "refused"),
-        ("speculative_config", None, None),
-        ("speculative_config", {"method": "ngram"}, "refused: speculative decoding is not supported yet"),
+        ("kv_transfer_config", None, None),
+        ("kv_transfer_config", {"kv_role": "kv_both"}, "refused: caches and weights are not passed between servers"),
         ("distributed_executor_backend", "ray", "refused (only mp or uni is taken)"),
         ("task", "classify", "refused: task can only be auto, generate, embed, embedding"),
     ],
@@ -85,3 +85,9 @@ def test_flags_of_other_names_set_options_of_ours() -> None:
         "max_model_len": -1,
     }
     assert as_options({"no_such": 1}) == {"no_such": 1}
+    keys = {"spec_method": "ngram", "spec_tokens": 3, "num_speculative_tokens": None}
+    assert as_options(keys) == as_options({**keys, "speculative_config": None})
+    assert as_options(keys) == {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+    keys["speculative_config"] = {"num_speculative_tokens": 4, "prompt_lookup_max": 2}
+    both = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 2}
+    assert as_options(keys) == as_options(dict(reversed(keys.items()))) == {"speculative_config": both}

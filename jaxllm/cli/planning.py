@@ -44,6 +44,7 @@ def plan(options: Mapping[str, Any], *, device_bytes: int | None = None) -> Plan
     device_bytes: plan for GPUs with this much memory instead of this machine's devices.
     """
     from jaxllm.engine import prepare
+    from jaxllm.engine.features import check_speculative_config
     from jaxllm.layers.build import build_model
     from jaxllm.loaders.load import loading_bytes
     from jaxllm.parallel.mesh import make_mesh
@@ -53,6 +54,7 @@ def plan(options: Mapping[str, Any], *, device_bytes: int | None = None) -> Plan
     asked = EngineConfig.from_options(**options)
     num_devices = asked.parallel.tensor_parallel_size
     load_processors(asked.model.logits_processors or ())
+    check_speculative_config(asked)
     faults: list[JaxLLMError] = []
     if device_bytes is None:
         memory.reserve_device_memory(asked.cache.gpu_memory_utilization, tensor_parallel_size=num_devices)

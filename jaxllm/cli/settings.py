@@ -87,9 +87,12 @@ def read_config_file(path: str | None) -> dict[str, tuple[Any, str]]:
         else:
             settings = dict([read_file_setting(key, value, known, where)])
         for name, typed in settings.items():
-            if name in found:
-                raise ConfigError(f"{where}: {key} is set already at {found[name][1]}")
-            found[name] = (typed, where)
+            before, origin = found.get(name, (None, where))
+            if isinstance(before, Mapping) and isinstance(typed, Mapping) and not before.keys() & typed.keys():
+                typed = {**before, **typed}  # vLLM has names for single keys
+            elif name in found:
+                raise ConfigError(f"{where}: {key} is set already at {origin}")
+            found[name] = (typed, origin)
     return found
 
 

@@ -9,6 +9,8 @@ from jaxllm.config import EngineConfig
 _DECODE_ROWS_GPU = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 _DECODE_ROWS_CPU = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _SAMPLE_ROWS = (8, 64, 256)
+MAX_DRAFT_ROWS = 64
+"""Most rows of a step with drafts: with more, drafts cost more than the few steps that they save."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,10 @@ class Buckets:
     def fit_width(self, num_drafts: int) -> int:
         """The smallest width that holds a token and its drafts."""
         return self.widths[bisect.bisect_left(self.widths, 1 + num_drafts)]
+
+    def widths_of(self, num_rows: int) -> tuple[int, ...]:
+        """The widths of a step of so many rows."""
+        return self.widths if num_rows <= MAX_DRAFT_ROWS else self.widths[:1]
 
     def rows_for_tokens(self, num_tokens: int) -> int:
         """Rows of a step of `num_tokens` tokens: each request computes at least one."""

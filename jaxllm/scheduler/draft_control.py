@@ -23,3 +23,6 @@ class DraftControl(Protocol):
 
     def note(self, shares: Iterable[Share], result: ModelRunnerOutput) -> None:
         """Learn from a step."""
+
+    def forget(self, request_id: str) -> None:
+        """A request has ended."""

@@ -156,6 +156,8 @@ class Scheduler:
         self._num_not_finite += request.error_kind is ErrorKind.NOT_FINITE
         del self.requests[request.request_id]
         self._finished_ids.append(request.request_id)
+        if self.drafts is not None:
+            self.drafts.forget(request.request_id)
 
     def _drop_finished_from_running(self) -> None:
         self.running = [request for request in self.running if not request.status.is_finished]
@@ -364,7 +366,7 @@ class Scheduler:
             num_step_tokens += count
             request.num_computed_tokens += count
             request.num_output_placeholders += num_samples
-            request.may_have_drafts = num_samples > 0
+            request.may_have_drafts = num_samples > 0 and most_drafts > 0
             if num_drafts:
                 request.num_drafts_in_flight += num_drafts
         self._step_id += 1
@@ -483,7 +485,7 @@ def _withdraw(shares: list[Share], request: Request) -> int:
     for index, (sharer, _, row) in enumerate(shares):
         if sharer is request:
             del shares[index]
-            return row.count
+            return row.num_tokens
     return 0
 
 

@@ -49,6 +49,12 @@ NOTHING = (
         ("--generation-config vllm", {"generation_config": "none"}),
         ('--override-generation-config {"top_k":5}', {"override_generation_config": {"top_k": 5}}),
         ("--override-generation-config.top_k 5", {"override_generation_config": {"top_k": 5}}),
+        ('-sc {"method":"ngram"} --spec-tokens 3', {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
+        (
+            "--spec-method ngram -sc.num_speculative_tokens 3",
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+        ),
+        ("--num-speculative-tokens 2 --spec-model a/b", {"speculative_config": {"num_speculative_tokens": 2, "model": "a/b"}}),
     ],
 )
 def test_flags_of_vllm_are_accepted(line: str, options: dict[str, object], caplog: pytest.LogCaptureFixture) -> None:
@@ -87,6 +93,11 @@ def test_a_config_file_of_vllm(tmp_path: Path) -> None:
     path = tmp_path / "serve.yaml"
     path.write_text("enforce-eager: true\ntask: embed\ndtype: half\nserved_model_name: [a, b]\n")
     assert options_of(f"--config {path}") == {"runner": "pooling", "dtype": "float16"}
+    path.write_text("spec-tokens: 3\nspeculative-config: {method: ngram}\n")
+    assert options_of(f"--config {path}") == {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+    path.write_text("spec-tokens: 3\nspeculative-config: {num_speculative_tokens: 2}\n")
+    with pytest.raises(ConfigError, match=f"{path}:2: speculative-config is set already at {path}:1"):
+        options_of(f"--config {path}")
     path.write_text("seed: 1\nenable-lora: true\n")
     with pytest.raises(ConfigError, match=rf"{path}:2: enable-lora is refused: adapters"):
         options_of(f"--config {path}")
@@ -116,6 +127,7 @@ def script_parser() -> argparse.ArgumentParser:
         ("--dtype half --no-enable-prefix-caching --max-tokens 3", {"dtype": "float16", "enable_prefix_caching": False}),
         ("--task embed", {"runner": "pooling"}),
         ('--hf-overrides {"a":1} --hf-overrides {"b":2}', {"hf_overrides": {"a": 1, "b": 2}}),
+        ('--spec-tokens 3 -sc {"method":"ngram"}', {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("kind", [EngineArgs, AsyncEngineArgs])

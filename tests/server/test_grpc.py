@@ -103,7 +103,16 @@ def test_token_ids_are_a_prompt_too_and_final_only_answers_once(wire: Wire, core
 
 def test_parameters_reach_the_engine(wire: Wire, core: FakeEngineCore) -> None:
     sampling = pb.SamplingParams(
-        temperature=0.5, top_k=3, max_tokens=2, stop=["x"], logit_bias={5: 1.5}, logprobs=1, seed=-7, min_p=0.25, top_n_sigma=2
+        temperature=0.5,
+        top_k=3,
+        max_tokens=2,
+        stop=["x"],
+        logit_bias={5: 1.5},
+        logprobs=1,
+        seed=-7,
+        min_p=0.25,
+        top_n_sigma=2,
+        num_speculative_tokens=0,
     )
     responses = wire.generate(text="hi", sampling=sampling, cache_salt="s")
     request = core.requests[-1]
@@ -111,6 +120,7 @@ def test_parameters_reach_the_engine(wire: Wire, core: FakeEngineCore) -> None:
     assert request.queue_timeout_seconds == 60
     assert (params.temperature, params.top_k, params.max_tokens, params.stop) == (0.5, 3, 2, ["x"])
     assert (params.logit_bias, params.logprobs, params.seed, params.min_p, params.top_n_sigma) == ({5: 1.5}, 1, -7, 0.25, 2)
+    assert params.num_speculative_tokens == 0
     assert request.cache_salt == "s"
     places = [place for response in responses for place in response.outputs[0].logprobs]
     assert [len(place.entries) for place in places] == [2, 2]

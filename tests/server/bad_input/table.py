@@ -122,6 +122,7 @@ SAMPLING = [
     *_raw("min_p", CHAT, "min_p", ["NaN"]),
     *_each("top_n_sigma", CHAT, "top_n_sigma", [-2, "1"]),
     *_each("thinking_token_budget", CHAT, "thinking_token_budget", [-2, 1.5, "1", 5]),
+    *_each("num_speculative_tokens", CHAT, "num_speculative_tokens", [-1, 1.5, "1", True]),
     *_each("presence_penalty", CHAT, "presence_penalty", [3, -3]),
     *_each("frequency_penalty", CHAT, "frequency_penalty", [3, -3]),
     *_raw("frequency_penalty", CHAT, "frequency_penalty", ["NaN"]),

@@ -1,0 +1,45 @@
+"""What vLLM's speculative_config can ask for and this one cannot, with the reason."""
+
+from collections.abc import Mapping
+from typing import Any
+
+METHODS_ELSEWHERE: Mapping[str, str] = {
+    "suffix": "n-grams look up the request's own tokens",
+    "medusa": "EAGLE-3 heads of the same models accept more",
+    "mlp_speculator": "EAGLE-3 heads of the same models accept more",
+    "dflash": "drafts are proposed one after another",
+    "dspark": "drafts are proposed one after another",
+    "extract_hidden_states": "hidden states leave the device only as embeddings",
+    "custom_class": "drafters are part of the source (docs/HOW_TO_ADD.md)",
+}
+"""Methods of vLLM by name."""
+
+_INHERITED = "drafts use what the model uses"
+_NO_SUFFIX = "there is no suffix decoding; the method ngram looks up the request's own tokens"
+_BLOCK_HASHES = "prefix caching keeps drafts' caches right without options"
+
+REFUSED: Mapping[str, tuple[Any, ...]] = {
+    "code_revision": ("a checkpoint's own code is never run",),
+    "max_model_len": ("drafts are proposed up to the model's own max_model_len",),
+    "tensor_parallel_size": ("drafts are split like the model, by the engine's tensor_parallel_size",),
+    "suffix_decoding_max_tree_depth": (_NO_SUFFIX,),
+    "suffix_decoding_max_cached_requests": (_NO_SUFFIX,),
+    "suffix_decoding_max_spec_factor": (_NO_SUFFIX,),
+    "suffix_decoding_min_token_prob": (_NO_SUFFIX,),
+    "use_heterogeneous_vocab": ("a draft model must have the model's vocabulary", False),
+    "parallel_drafting": ("drafts are proposed one after another", False),
+    "enable_adaptive_verification": ("how many drafts a row gets follows from what was accepted before", False),
+    "disable_eagle_block_drop": (_BLOCK_HASHES, False),
+    "disable_lookahead_block_hashes": (_BLOCK_HASHES, False),
+    "draft_lm_head_quantization": ("heads are never quantised",),
+    "kv_cache_dtype": (_INHERITED, "auto"),
+    "attention_backend": (_INHERITED,),
+    "moe_backend": (_INHERITED, "auto"),
+    "enforce_eager": ("every step is a compiled program", False, True),
+    "use_local_argmax_reduction": ("drafts are drawn over several devices as the model's own tokens are", False),
+    "disable_padded_drafter_batch": ("batches always have compiled sizes", False),
+    "disable_logprobs": ("logprobs are those of the model, with or without drafts", False),
+    "disable_log_stats": ("set it as an option of the engine", False),
+    "disable_mqa_scorer": ("all drafts of a row are verified at once", False),
+}
+"""Names of vLLM's object: why they are not supported, and values that ask for nothing."""
