@@ -54,8 +54,11 @@ class DraftModel:
         options: dict[str, Any] = {"load_format": self.load_format, "seed": self.seed}
         return load_weights(self.config, self.model, self.directory, mesh=mesh, progress=bytes_loaded(progress), **options)
 
-    def new_state(self, num_rows: int) -> tuple[()]:
+    def new_state(self, num_rows: int, max_model_len: int) -> tuple[()]:
         return ()
+
+    def show(self, state: Any, row: jax.Array, position: jax.Array, token_ids_C: jax.Array) -> Any:
+        raise AssertionError("what is cached of a prefix is there for its layers too")
 
     def follow(self, model: CausalLM, state: tuple[()], drafting: Drafting) -> tuple[()]:
         """Keep up with the cache, without which no later draft would be right."""

@@ -59,8 +59,11 @@ class HiddenStateDrafter:
     def cache_specs(self) -> tuple[CacheSpec, ...]:
         return cache_specs(self.config, disable_windows=True)  # type: ignore[return-value]
 
-    def new_state(self, num_rows: int) -> tuple[()]:
+    def new_state(self, num_rows: int, max_model_len: int) -> tuple[()]:
         return ()
+
+    def show(self, state: Any, row: jax.Array, position: jax.Array, token_ids_C: jax.Array) -> Any:
+        raise AssertionError("what is cached of a prefix is there for its layers too")
 
     def follow(self, model: Predictor, state: tuple[()], drafting: Drafting) -> tuple[()]:
         """Keep up with the cache, without which no later draft would be right."""

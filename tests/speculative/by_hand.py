@@ -150,7 +150,7 @@ class ByHand:
         is_real_R = arrays["position_R"] > 0
         query_start_R1 = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(count_R)])
 
-        def step(ids, position, row, is_real, query_start_R1, kv_length_R, *, is_decode):
+        def step(ids, position, row, is_real, query_start_R1, kv_length_R, num_queries):
             page = jnp.asarray(self.page_table_RB)[row, jnp.minimum(position // BLOCK_SIZE, NUM_PAGES - 1)]
             fits = is_real & (position < MAX_LENGTH)
             slot = jnp.where(fits, page * BLOCK_SIZE + position % BLOCK_SIZE, -1)
@@ -161,18 +161,18 @@ class ByHand:
                 query_start_R1=query_start_R1,
                 kv_length_R=kv_length_R,
                 rows=StateRows(jnp.arange(NUM_ROWS), kv_length_R == 0, None),
-                is_decode=is_decode,
+                num_queries=num_queries,
                 kernels=XLA,
             )
             return Step(ids, position, context, shards, is_real, attend_to_latents=context.attend_to_latents)
 
         def same_step(ids_T):
-            return step(ids_T, position_T, row_T, is_real_T, query_start_R1, start_R + count_R, is_decode=False)
+            return step(ids_T, position_T, row_T, is_real_T, query_start_R1, start_R + count_R, None)
 
         def decode_step(ids_R, position_R):
             row_R, starts = jnp.arange(NUM_ROWS), jnp.arange(NUM_ROWS + 1)
             kv_length_R = jnp.where(is_real_R, jnp.minimum(position_R + 1, MAX_LENGTH), 0)
-            return step(ids_R, position_R, row_R, is_real_R, starts, kv_length_R, is_decode=True)
+            return step(ids_R, position_R, row_R, is_real_R, starts, kv_length_R, 1)
 
         def draw(logits_RV, position_R):
             num_columns = logits_RV.shape[1]
@@ -193,5 +193,5 @@ class ByHand:
             draw=draw,
             **{**arrays, "features": tuple(arrays["features"])},
         )
-        _, drafts_RK = self.drafter.propose(nnx.merge(drafter_graph, state), self.drafter.new_state(NUM_ROWS), drafting)
+        _, drafts_RK = self.drafter.propose(nnx.merge(drafter_graph, state), self.drafter.new_state(NUM_ROWS, MAX_LENGTH), drafting)
         return caches, drafts_RK
