@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxllm.cache_spec import CacheSpec, RowState, cache_specs
+from jaxllm.cache_spec import RowState, cache_specs
 from jaxllm.errors import ConfigError, ModelLoadError
 from jaxllm.layers.build import build_model
 from jaxllm.layers.decoder import CausalLM
@@ -19,46 +19,21 @@ from jaxllm.model_config import ModelConfig
 from jaxllm.models.load_config import load_model_config
 from jaxllm.progress import Progress, bytes_loaded
 from jaxllm.runner.drafter import Drafting
-from jaxllm.speculative.choice import choose
+from jaxllm.speculative.with_weights import DrafterWithWeights
 
 
-@dataclass(frozen=True)
-class DraftModel:
+@dataclass(frozen=True, kw_only=True)
+class DraftModel(DrafterWithWeights):
     """Any model that keeps all it knows of a sequence in blocks. It computes the tokens of each step too, then draft after draft."""
-
-    directory: Path
-    config: ModelConfig
-    """Of the draft model, split over the devices."""
-    target: ModelConfig
-    model: CausalLM
-    num_drafts: int
-    is_drawn: bool
-    load_format: str = "auto"
-    seed: int = 0
 
     @property
     def num_lookahead(self) -> int:
         return self.num_drafts
 
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        return ()
-
-    @property
-    def cache_specs(self) -> tuple[CacheSpec, ...]:
-        # A window saves nothing of blocks that the target's layers with full attention share.
-        return cache_specs(self.config, disable_windows=True)  # type: ignore[return-value]
-
     def load(self, mesh: Mesh, progress: Progress) -> nnx.State:
         """Raises ModelLoadError."""
         options: dict[str, Any] = {"load_format": self.load_format, "seed": self.seed}
         return load_weights(self.config, self.model, self.directory, mesh=mesh, progress=bytes_loaded(progress), **options)
-
-    def new_state(self, num_rows: int, max_model_len: int) -> tuple[()]:
-        return ()
-
-    def show(self, state: Any, row: jax.Array, position: jax.Array, token_ids_C: jax.Array) -> Any:
-        raise AssertionError("what is cached of a prefix is there for its layers too")
 
     def follow(self, model: CausalLM, state: tuple[()], drafting: Drafting) -> tuple[()]:
         """Keep up with the cache, without which no later draft would be right."""
@@ -71,8 +46,7 @@ class DraftModel:
         for i in range(self.num_drafts):
             position_R = drafting.position_R + i
             logits_RV = model.logits(model(drafting.decode_step(token_R, position_R)), drafting.shards)
-            vocab_size = self.config.vocab_size
-            token_R = choose(logits_RV, position_R + 1, drafting, self.target, vocab_size=vocab_size, is_drawn=self.is_drawn)
+            token_R = self.choose(logits_RV, position_R + 1, drafting)
             drafts.append(token_R)
         return state, jnp.stack(drafts, axis=1)
 
@@ -82,22 +56,19 @@ def make(
     target: ModelConfig,
     *,
     target_directory: Path,
-    num_drafts: int,
-    is_drawn: bool = False,
     tensor_parallel_size: int = 1,
     max_model_len: int | None = None,
     on_gpu: bool = False,
-    load_format: str = "auto",
-    seed: int = 0,
+    quantization: str | None = None,
+    **fields: Any,
 ) -> DraftModel:
-    """The drafter of a model directory.
+    """The drafter of a model directory, with these fields.
 
-    target: split over the devices. is_drawn: drafts are drawn as the target draws, instead of the likeliest.
-    max_model_len: the longest sequence served. Raises ConfigError and ModelLoadError.
+    target: split over the devices. max_model_len: the longest sequence served. quantization: as the engine's option.
+    Raises ConfigError and ModelLoadError.
     """
-    config = load_model_config(
-        directory, dtype=target.dtype, on_gpu=on_gpu, kv_cache_dtype=target.kv_cache_dtype, runner="generate"
-    )
+    types: dict[str, Any] = {"dtype": target.dtype, "kv_cache_dtype": target.kv_cache_dtype, "quantization": quantization}
+    config = load_model_config(directory, on_gpu=on_gpu, runner="generate", **types)
     if any(isinstance(spec, RowState) for spec in cache_specs(config)):
         raise ConfigError(
             f"the draft model {directory} ({config.architecture}) has layers with linear attention, whose states cannot be taken back "
@@ -113,7 +84,7 @@ def make(
             "the draft model %s knows sequences of %d tokens, max_model_len is %d: fewer drafts behind its limit will prove right",
             *(directory, config.max_position, max_model_len),
         )
-    return DraftModel(directory, config, target, build_model(config), num_drafts, is_drawn, load_format, seed)
+    return DraftModel(config=config, target=target, model=build_model(config), directory=directory, **fields)
 
 
 def _check_vocabulary(directory: Path, config: ModelConfig, target_directory: Path, target: ModelConfig) -> None:

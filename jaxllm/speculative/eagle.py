@@ -7,7 +7,7 @@ target's layers, and has a head of its own, often for the likelier part of the v
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -104,13 +104,13 @@ class EagleHead(nnx.Module):
         return (target if self.head is None else self.head).logits(hidden_RD, shards)  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Eagle(HiddenStateDrafter):
     """Proposes with an `EagleHead`."""
 
-    directory: Path = Path()
-    load_format: str = "auto"
-    seed: int = 0
+    @property
+    def described(self) -> Mapping[str, Any]:
+        return {**super().described, "parts": asdict(self.model.parts)}
 
     def load(self, mesh: Mesh, progress: Progress) -> nnx.State:
         """Raises ModelLoadError."""
@@ -136,21 +136,18 @@ def make(
     target: ModelConfig,
     *,
     is_third: bool,
-    num_drafts: int,
-    is_drawn: bool = False,
     tensor_parallel_size: int = 1,
-    load_format: str = "auto",
-    seed: int = 0,
+    **fields: Any,
 ) -> Eagle:
-    """The drafter of a directory with an EAGLE-3 head, or with one of EAGLE.
+    """The drafter of a directory with an EAGLE-3 head, or with one of EAGLE, with these fields.
 
-    target: split over the devices. is_drawn: drafts are drawn as the target draws, instead of the likeliest.
-    Raises ConfigError and ModelLoadError.
+    target: split over the devices. Raises ConfigError and ModelLoadError.
     """
     raw = read_config_json(directory)
     layers = _feature_layers(raw, directory, target) if is_third else ()
     config = _read(raw, directory, target, is_third=is_third)
-    checkpoint = None if load_format == "dummy" else open_checkpoint(directory, load_format, config.dtype)
+    is_random = fields.get("load_format") == "dummy"
+    checkpoint = None if is_random else open_checkpoint(directory, dtype=config.dtype)
     parts = _parts(checkpoint, config, target, raw, num_features=len(layers))
     if checkpoint is not None:
         config = _check(checkpoint, config, target, parts)
@@ -162,13 +159,9 @@ def make(
         config=config,
         target=target,
         model=EagleHead(config, target, parts),
-        num_drafts=num_drafts,
-        vocab_size=config.vocab_size,
-        is_drawn=is_drawn,
         feature_layers=layers,
         directory=directory,
-        load_format=load_format,
-        seed=seed,
+        **fields,
     )
 
 

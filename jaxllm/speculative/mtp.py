@@ -22,7 +22,7 @@ from jaxllm.layers.step import Step
 from jaxllm.loaders.dummy import dummy_weights
 from jaxllm.loaders.load import load_checkpoint
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import GatedDeltaNet, Norm
+from jaxllm.model_parts import Norm
 from jaxllm.parallel.shards import Shards
 from jaxllm.progress import Progress, bytes_loaded
 from jaxllm.runner.drafter import Drafting
@@ -61,13 +61,9 @@ class NextTokenLayer(nnx.Module):
         return target.logits(hidden_RD, shards)  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MultiTokenPrediction(HiddenStateDrafter):
     """Proposes with the first layer behind the target's."""
-
-    directory: Path = Path()
-    load_format: str = "auto"
-    seed: int = 0
 
     def load(self, mesh: Mesh, progress: Progress) -> nnx.State:
         """Raises ModelLoadError."""
@@ -79,41 +75,17 @@ class MultiTokenPrediction(HiddenStateDrafter):
         )
 
 
-def make(
-    directory: Path,
-    target: ModelConfig,
-    *,
-    num_drafts: int,
-    is_drawn: bool = False,
-    load_format: str = "auto",
-    seed: int = 0,
-) -> MultiTokenPrediction:
-    """The drafter that a target's checkpoint holds.
-
-    target: split over the devices. is_drawn: drafts are drawn as the target draws, instead of the likeliest. Raises ConfigError.
-    """
+def make(directory: Path, target: ModelConfig, **fields: Any) -> MultiTokenPrediction:
+    """The drafter that a target's checkpoint holds, with these fields. target: split over the devices. Raises ConfigError."""
     if not target.num_spare_layers:
         raise ConfigError(
             f"{directory} ({target.architecture}) has no layers for multi-token prediction (num_nextn_predict_layers in config.json); "
             "choose another method than mtp"
         )
-    if any(isinstance(layer.attention, GatedDeltaNet) for layer in target.layers):
-        raise ConfigError(
-            f"{directory} ({target.architecture}) has layers with linear attention, whose states cannot be taken back when a draft "
-            "proves wrong; leave speculative decoding out"
-        )
+    if fields.get("load_format") == "orbax":
+        raise ConfigError("load_format is orbax, whose checkpoints have no layers for multi-token prediction; load safetensors")
     config = _config(target)
-    return MultiTokenPrediction(
-        config=config,
-        target=target,
-        model=NextTokenLayer(config),
-        num_drafts=num_drafts,
-        vocab_size=target.vocab_size,
-        is_drawn=is_drawn,
-        directory=directory,
-        load_format=load_format,
-        seed=seed,
-    )
+    return MultiTokenPrediction(config=config, target=target, model=NextTokenLayer(config), directory=directory, **fields)
 
 
 def _config(target: ModelConfig) -> ModelConfig:

@@ -11,12 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxllm.cache_spec import CacheSpec, cache_specs
 from jaxllm.layers.step import Step
-from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.shards import Shards
 from jaxllm.runner.drafter import Drafting
-from jaxllm.speculative.choice import choose
+from jaxllm.speculative.with_weights import DrafterWithWeights
 
 
 class Predictor(Protocol):
@@ -37,33 +35,13 @@ class Predictor(Protocol):
         """Of this device's columns of its vocabulary."""
 
 
-@dataclass(frozen=True)
-class HiddenStateDrafter:
+@dataclass(frozen=True, kw_only=True)
+class HiddenStateDrafter(DrafterWithWeights):
     """Proposes with a `Predictor`. Position p of its cache has the hidden state of the target's position p with the token behind it."""
-
-    config: ModelConfig
-    """Of its layers, split over the devices."""
-    target: ModelConfig
-    model: Any
-    """A `Predictor`."""
-    num_drafts: int
-    vocab_size: int
-    is_drawn: bool
-    feature_layers: tuple[int, ...] = ()
 
     @property
     def num_lookahead(self) -> int:
         return self.num_drafts - 1
-
-    @property
-    def cache_specs(self) -> tuple[CacheSpec, ...]:
-        return cache_specs(self.config, disable_windows=True)  # type: ignore[return-value]
-
-    def new_state(self, num_rows: int, max_model_len: int) -> tuple[()]:
-        return ()
-
-    def show(self, state: Any, row: jax.Array, position: jax.Array, token_ids_C: jax.Array) -> Any:
-        raise AssertionError("what is cached of a prefix is there for its layers too")
 
     def follow(self, model: Predictor, state: tuple[()], drafting: Drafting) -> tuple[()]:
         """Keep up with the cache, without which no later draft would be right."""
@@ -86,12 +64,5 @@ class HiddenStateDrafter:
         return model(drafting.target, model.hidden(drafting), step, drafting.last_R)
 
     def _choose(self, model: Predictor, out_RD: Array, drafting: Drafting, position_R: Array) -> jax.Array:
-        return choose(
-            model.logits(drafting.target, out_RD, drafting.shards),
-            position_R,
-            drafting,
-            self.target,
-            vocab_size=self.vocab_size,
-            token_ids_V=None if model.token_ids is None else model.token_ids[...],
-            is_drawn=self.is_drawn,
-        )
+        token_ids_V = None if model.token_ids is None else model.token_ids[...]
+        return self.choose(model.logits(drafting.target, out_RD, drafting.shards), position_R, drafting, token_ids_V)

@@ -193,5 +193,7 @@ class ByHand:
             draw=draw,
             **{**arrays, "features": tuple(arrays["features"])},
         )
-        _, drafts_RK = self.drafter.propose(nnx.merge(drafter_graph, state), self.drafter.new_state(NUM_ROWS, MAX_LENGTH), drafting)
+        _, drafts_RK = self.drafter.propose(
+            nnx.merge(drafter_graph, state), self.drafter.new_state(NUM_ROWS, MAX_LENGTH), drafting
+        )
         return caches, drafts_RK
