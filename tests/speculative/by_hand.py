@@ -30,10 +30,12 @@ MAX_LENGTH = BLOCK_SIZE * NUM_PAGES
 XLA = Kernels(paged_attention="xla", rope_cache_write="xla", mla_attention="xla")
 
 
-def target_hidden_states(
-    config: ModelConfig, state: nnx.State, layers: tuple[int, ...]
-) -> Callable[[list[int]], tuple[np.ndarray, list[np.ndarray]]]:
-    """A function from a sequence to its hidden states [T, D] after the last norm of a model, and what enters these layers."""
+HiddenStates = Callable[[list[int]], tuple[np.ndarray, list[np.ndarray]]]
+"""From a sequence to a model's hidden states [T, D] after the last norm, and what enters some of its layers."""
+
+
+def target_hidden_states(config: ModelConfig, state: nnx.State, layers: tuple[int, ...]) -> HiddenStates:
+    """Those of a model, for sequences up to MAX_LENGTH."""
     graph, positions = nnx.graphdef(build_model(config)), jnp.arange(MAX_LENGTH)
 
     @jax.jit
@@ -65,15 +67,16 @@ class ByHand:
     target: ModelConfig
     """Split over the devices."""
     target_state: nnx.State
-    hidden_states: Callable[[list[int]], tuple[np.ndarray, list[np.ndarray]]]
+    hidden_states: HiddenStates
     """As `target_hidden_states` returns it, with what enters the drafter's feature layers."""
-    sequences: list[Sequence]
     size: int = 1
     noise: np.ndarray | None = None
     """[positions, vocabulary], added to logits by `Drafting.draw`."""
     caches: list[Any] = field(default_factory=list)
 
     def __post_init__(self):
+        rng = np.random.default_rng(1)
+        self.sequences = [Sequence(rng.integers(0, 100, count).tolist()) for count in (7, 3)]
         self.mesh = make_mesh(self.size)
         self.state = self.drafter.load(self.mesh, SILENT)
         self.layout = cache_layout(self.drafter.cache_specs, block_size=BLOCK_SIZE, max_step_tokens=NUM_TOKENS)
@@ -93,6 +96,21 @@ class ByHand:
         )
         self.propose = jax.jit(mapped)
         self.graphs = nnx.graphdef(self.drafter.model), nnx.graphdef(build_model(self.target))
+
+    def compare(self, expected: Callable[[list[int]], list[int]], *, rounds: int = 3) -> None:
+        """Compare the drafts of two sequences, of 7 and 3 tokens, with those that a function says follow all tokens so far: after a
+        prompt in two parts, and after drafts of which some were right."""
+        rng = np.random.default_rng(4)
+        a, b = self.sequences
+        drafts = self.step([a.tokens[:5], b.tokens], num_right=[5, 3], drawn=[None, 17])
+        assert drafts[1].tolist() == expected(b.tokens)
+        steps = [([a.tokens[5:], [17, 3, 4, 5]], [2, 2], [99, 6])]
+        for right, drawn in (([4, 1], [11, 12]), ([1, 4], [13, 14]), ([2, 3], [15, 16]))[:rounds]:
+            steps.append(([[], []], right, drawn))
+        for own, right, drawn in steps:
+            tokens = [part or [s.tokens[-1], *rng.integers(0, 100, 3).tolist()] for part, s in zip(own, (a, b), strict=True)]
+            drafts = self.step(tokens, num_right=right, drawn=drawn)
+            assert drafts.tolist() == [expected(sequence.tokens) for sequence in (a, b)]
 
     def step(self, tokens: list[list[int]], *, num_right: list[int], drawn: list[int | None]) -> np.ndarray:
         """A step of some tokens of each sequence, the first of which prove right. drawn: the token after these; None: the prompt goes

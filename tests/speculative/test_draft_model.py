@@ -9,7 +9,7 @@ import pytest
 from jaxllm.errors import ConfigError
 from jaxllm.speculative import draft_model
 from tests.helpers import goldens
-from tests.speculative.by_hand import MAX_LENGTH, ByHand, Sequence, target_hidden_states
+from tests.speculative.by_hand import MAX_LENGTH, ByHand, target_hidden_states
 
 TARGET = goldens.FOLDER / "llama_mha"
 V = 128
@@ -36,23 +36,10 @@ def test_drafts_are_those_of_the_model_alone(name, size, is_drawn, monkeypatch):
     options = {"num_drafts": 3, "is_drawn": is_drawn, "tensor_parallel_size": size}
     drafter = draft_model.make(directory, split, target_directory=TARGET, **options)
     assert drafter.num_lookahead == 3 and drafter.feature_layers == ()
-    rng = np.random.default_rng(1)
-    noise = rng.gumbel(size=(MAX_LENGTH, V)) * is_drawn
-    a, b = (Sequence(rng.integers(0, V, n).tolist()) for n in (7, 3))
-    states = target_hidden_states(*goldens.load(TARGET), ())
-    engine = ByHand(drafter, split, split_state, states, [a, b], size, noise)
+    noise = np.random.default_rng(1).gumbel(size=(MAX_LENGTH, V)) * is_drawn
+    engine = ByHand(drafter, split, split_state, target_hidden_states(*goldens.load(TARGET), ()), size, noise)
     model = goldens.load(directory)
-
-    def check(found: np.ndarray, *sequences: Sequence) -> None:
-        for drafts, sequence in zip(found, engine.sequences, strict=True):
-            if any(sequence is s for s in sequences):
-                assert drafts.tolist() == greedy(*model, sequence.tokens, 3, noise)
-
-    check(engine.step([a.tokens[:5], b.tokens], num_right=[5, 3], drawn=[None, 17]), b)
-    check(engine.step([a.tokens[5:], [17, 3, 4, 5]], num_right=[2, 2], drawn=[99, 6]), a, b)
-    for right, drawn in (([4, 1], [11, 12]), ([1, 4], [13, 14])):
-        own = [[s.tokens[-1], *rng.integers(0, V, 3).tolist()] for s in engine.sequences]
-        check(engine.step(own, num_right=right, drawn=drawn), a, b)
+    engine.compare(lambda tokens: greedy(*model, tokens, 3, noise), rounds=2)
 
 
 def test_a_draft_model_must_have_the_targets_vocabulary(tmp_path):
