@@ -207,6 +207,7 @@ def distil(
     """Trains, saves and measures the drafters."""
     import jax
 
+    from jaxllm.loaders.save import save_safetensors
     from jaxllm.models.load_config import load_model_config
     from scripts.demo_data import distilling, eagle3
     from scripts.demo_data.training import Recipe
@@ -234,6 +235,13 @@ def distil(
         draft_directory.mkdir(parents=True, exist_ok=True)
         (draft_directory / "config.json").write_text(json.dumps(draft_json), encoding="utf-8")
         drafters.append(distilling.DraftModelTraining(load_model_config(draft_directory, dtype=training_dtype())))
+    # Measured in float32, as a CPU serves them; a head computes in the type of its target.
+    measured = [
+        distilling.DraftModelTraining(load_model_config(draft_directory, dtype="float32"))
+        if drafter.columns is None
+        else drafter
+        for drafter in drafters
+    ]
 
     recipe = Recipe(
         arguments.short_rows,
@@ -247,7 +255,7 @@ def distil(
     )
     feature_layers = tuple(arguments.feature_layers)
     with concurrent.futures.ThreadPoolExecutor() as threads:  # compiles what measures beside what trains
-        untrained = [threads.submit(held_out.line, drafter, drafter.init(jax.random.key(0))) for drafter in drafters]
+        untrained = [threads.submit(held_out.line, drafter, drafter.init(jax.random.key(0))) for drafter in measured]
         training = distilling.Distilling(
             target.training_config, target.state, feature_layers, drafters, recipe, arguments.depth, arguments.seed
         )
@@ -255,7 +263,7 @@ def distil(
         report("untrained " + "\n".join(line.result() for line in untrained))
 
     def test() -> str:
-        return "\n".join(held_out.line(drafter, training.state["drafters"][drafter.name]) for drafter in drafters)
+        return "\n".join(held_out.line(drafter, training.state["drafters"][drafter.name]) for drafter in measured)
 
     deadline = STARTED + 60 * arguments.minutes
     training.train(
@@ -267,17 +275,13 @@ def distil(
         log_every=4 if arguments.tiny else 100,
     )
     params = jax.tree.map(lambda leaf: leaf.astype("bfloat16").astype("float32"), training.state["drafters"])
-    for drafter in drafters:
+    for drafter in measured:
         if isinstance(drafter, distilling.Eagle3Training):
             directory = arguments.output / "demo_eagle3"
             eagle3.save_head(directory, drafter.sizes, params[drafter.name], drafter.columns)
         else:
-            from jaxllm.loaders.save import save_safetensors
-
             directory = draft_directory
-            config = load_model_config(directory, dtype="float32")
-            save_safetensors(config, params[drafter.name], directory, draft_json, dtype="bfloat16")
-            drafter = distilling.DraftModelTraining(config)
+            save_safetensors(drafter.config, params[drafter.name], directory, draft_json, dtype="bfloat16")
         report(f"saved {directory}: {(directory / 'model.safetensors').stat().st_size / 2**20:.2f} MiB of weights")
         report(held_out.line(drafter, params[drafter.name]))
 

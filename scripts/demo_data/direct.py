@@ -37,7 +37,12 @@ class DirectModel:
         return [answer[:-1] if answer[-1] in stop_ids else answer for answer in answers]
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], stop_ids: Sequence[int], max_new: int, batch: int = 128, temperature: float = 0.0
+        self,
+        prompts: Sequence[Sequence[int]],
+        stop_ids: Sequence[int],
+        max_new: int,
+        batch: int = 128,
+        temperature: float = 0.0,
     ) -> list[list[int]]:
         """The continuation of each prompt up to and with a stop id, or `max_new` tokens, drawn with the noise of `draw_noise`."""
         answers: list[list[int]] = [[] for _ in prompts]

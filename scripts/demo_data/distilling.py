@@ -37,9 +37,7 @@ class Reading:
     """Of the token after each."""
 
 
-def read(
-    target: Any, feature_layers: tuple[int, ...], ids_T: Array, positions_T: Array, segment_T: Array
-) -> Reading:
+def read(target: Any, feature_layers: tuple[int, ...], ids_T: Array, positions_T: Array, segment_T: Array) -> Reading:
     """Run the target over a row."""
     step = dense_step(ids_T, positions_T, segment_T)
     runs, features = target.embed(step), []
@@ -79,9 +77,7 @@ class Eagle3Training:
     def logits(self, params: eagle3.Params, reading: Reading, depth: int) -> list[Array]:
         positions_T, segment_T = reading.positions_T, reading.segment_T
         visible_TS = (positions_T[:, None] >= positions_T) & (segment_T[:, None] == segment_T)
-        return eagle3.unrolled(
-            params, self.sizes, reading.features_TF, reading.embedded_TD, positions_T, visible_TS, depth
-        )
+        return eagle3.unrolled(params, self.sizes, reading.features_TF, reading.embedded_TD, positions_T, visible_TS, depth)
 
 
 class DraftModelTraining:
@@ -185,5 +181,3 @@ class Distilling(Training):
 def _depth(drafter: DrafterTraining, depth: int) -> int:
     """In a training row a draft model's later drafts are its first ones of later positions."""
     return depth if drafter.columns is not None else 1
-
-
