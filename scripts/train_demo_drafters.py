@@ -156,7 +156,8 @@ def continue_python(arguments: argparse.Namespace, target: Target, text: np.ndar
     direct = DirectModel(target.training_config, target.state)
     begins = rng.integers(0, len(text) - CONTINUED_FROM, arguments.continued)
     prompts = [(text[at : at + CONTINUED_FROM] & packing.TOKEN_MASK).tolist() for at in begins]
-    half, max_new, batch = arguments.continued // 2, SHORT_LENGTH - CONTINUED_FROM, 8 if arguments.tiny else 1024
+    half, max_new = arguments.continued // 2, SHORT_LENGTH - CONTINUED_FROM
+    batch = min(1024, arguments.continued - half)
     outputs = direct.generate(prompts[:half], STOP_IDS, max_new, batch)
     outputs += direct.generate(prompts[half:], STOP_IDS, max_new, batch, temperature=1.0)
     rows = np.full((arguments.continued, SHORT_LENGTH), packing.STARTS, np.uint16)
