@@ -38,6 +38,7 @@ END_OF_TEXT_ID, TURN_END_ID = (
 )
 STOP_IDS = (TURN_END_ID, END_OF_TEXT_ID)
 MOST_DRAFTS = 6
+DIRECTORIES = {"eagle3": "demo_eagle3", "draft": "demo_draft"}
 
 
 def report(line: str) -> None:
@@ -102,16 +103,37 @@ def main() -> None:
             documents = documents[:20]
         texts = pool.submit(packing.document_stream, tokenizer, documents, END_OF_TEXT_ID)
         target = load_target(arguments)
-        held_out = threads.submit(HeldOut, arguments, target, tokenizer, held_out_texts)  # compiles beside the rest
+        # What is compiled and generated in threads takes turns on the device, and compiling is most of it.
+        held_out = threads.submit(HeldOut, arguments, target, tokenizer, held_out_texts)
         text = texts.result()
+        drafters = make_drafters(arguments, target, [jobs[0].result()[0], text])
+        training = threads.submit(start_training, arguments, target, drafters)
+        measured = measured_drafters(arguments, drafters)
+        untrained = threads.submit(lambda: [held_out.result().line(drafter, drafter.init(0)) for drafter in measured])
         continued = continue_python(arguments, target, text)
         parts = [job.result() for job in jobs]
-    dialogues, long = (np.concatenate([part[size] for part in parts]) for size in (0, 1))
-    # Half as many rows of continued Python as of dialogues, of which a third of the tokens is trained on.
-    repeated = np.resize(continued, (len(dialogues) // 2, SHORT_LENGTH))
-    data = (np.concatenate([dialogues, repeated]), long, text)
-    report(f"data: {len(dialogues)} rows of dialogues, {len(long)} long ones, {text.size / 1e6:.1f} M tokens of Python")
-    distil(arguments, target, data, continued, held_out.result())
+        dialogues, long = (np.concatenate([part[size] for part in parts]) for size in (0, 1))
+        # Half as many rows of continued Python as of dialogues, of which a third of the tokens is trained on.
+        repeated = np.resize(continued, (len(dialogues) // 2, SHORT_LENGTH))
+        data = (np.concatenate([dialogues, repeated]), long, text)
+        report(f"data: {len(dialogues)} rows of dialogues, {len(long)} long ones, {text.size / 1e6:.1f} M tokens of Python")
+        report("untrained " + "\n".join(untrained.result()))
+
+    def measure(params: dict[str, Any]) -> str:
+        return "\n".join(held_out.result().line(drafter, params[drafter.name]) for drafter in measured)
+
+    training.result().train(
+        data,
+        STARTED + 60 * arguments.minutes,
+        max_steps=arguments.steps,
+        report=report,
+        test=lambda: measure(training.result().state["drafters"]),
+        tests=(0.5,),
+        log_every=4 if arguments.tiny else 100,
+    )
+    params = rounded(training.result().state["drafters"])
+    save(arguments, measured, params)
+    report(measure(params))
 
 
 @dataclasses.dataclass
@@ -185,7 +207,13 @@ def frequent_tokens(rows: list[np.ndarray], size: int) -> tuple[np.ndarray, list
     return chosen, [float(share[chosen].sum()) for share in shares]
 
 
-def draft_config_json(arguments: argparse.Namespace, target: dict[str, Any]) -> dict[str, Any]:
+def target_json(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The config.json of the demo model."""
+    config: dict[str, Any] = json.loads((arguments.target / "config.json").read_text(encoding="utf-8"))
+    return config
+
+
+def draft_config_json(arguments: argparse.Namespace) -> dict[str, Any]:
     """The draft model as transformers describes it: a narrow Llama of the target's vocabulary."""
     sizes = {
         "hidden_size": arguments.draft_hidden_size,
@@ -195,29 +223,18 @@ def draft_config_json(arguments: argparse.Namespace, target: dict[str, Any]) -> 
         "num_key_value_heads": 2,
         "head_dim": 64,
     }
-    return target | sizes
+    return target_json(arguments) | sizes
 
 
-def distil(
-    arguments: argparse.Namespace,
-    target: Target,
-    data: tuple[np.ndarray, np.ndarray, np.ndarray],
-    continued: np.ndarray,
-    held_out: "HeldOut",
-) -> None:
-    """Trains, saves and measures the drafters."""
-    import jax
-
-    from jaxllm.loaders.save import save_safetensors
+def make_drafters(arguments: argparse.Namespace, target: Target, rows: list[np.ndarray]) -> list[Any]:
+    """What is trained. rows: samples of what the target says, from which the head's vocabulary is chosen."""
     from jaxllm.models.load_config import load_model_config
     from scripts.demo_data import distilling, eagle3
-    from scripts.demo_data.training import Recipe
 
-    target_json = json.loads((arguments.target / "config.json").read_text(encoding="utf-8"))
     drafters: list[distilling.DrafterTraining] = []
     if arguments.only != "draft":
-        columns, shares = frequent_tokens([data[0][: len(data[0]) * 2 // 3], continued], arguments.draft_vocab_size)
-        report(f"the head drafts {len(columns)} tokens: {shares[0]:.2%} of the answers, {shares[1]:.2%} of continued Python")
+        columns, shares = frequent_tokens(rows, arguments.draft_vocab_size)
+        report(f"the head drafts {len(columns)} tokens: {shares[0]:.2%} of the answers, {shares[1]:.2%} of Python")
         sizes = eagle3.Eagle3Sizes(
             hidden_size=target.config.hidden_size,
             vocab_size=target.config.vocab_size,
@@ -227,22 +244,33 @@ def distil(
             head_dim=64,
             intermediate_size=arguments.head_intermediate_size,
             feature_layers=tuple(arguments.feature_layers),
-            max_position_embeddings=target_json["max_position_embeddings"],
+            max_position_embeddings=target_json(arguments)["max_position_embeddings"],
         )
         drafters.append(distilling.Eagle3Training(sizes, columns, target.state["embedding"]["weight"][...]))
-    draft_json = draft_config_json(arguments, target_json)
-    draft_directory = arguments.output / "demo_draft"
     if arguments.only != "eagle3":
-        draft_directory.mkdir(parents=True, exist_ok=True)
-        (draft_directory / "config.json").write_text(json.dumps(draft_json), encoding="utf-8")
-        drafters.append(distilling.DraftModelTraining(load_model_config(draft_directory, dtype=training_dtype())))
-    # Measured in float32, as a CPU serves them; a head computes in the type of its target.
-    measured = [
-        distilling.DraftModelTraining(load_model_config(draft_directory, dtype="float32"))
-        if drafter.columns is None
-        else drafter
+        directory = arguments.output / DIRECTORIES["draft"]
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "config.json").write_text(json.dumps(draft_config_json(arguments)), encoding="utf-8")
+        drafters.append(distilling.DraftModelTraining(load_model_config(directory, dtype=training_dtype())))
+    return drafters
+
+
+def measured_drafters(arguments: argparse.Namespace, drafters: list[Any]) -> list[Any]:
+    """The drafters in float32, as a CPU serves them. A head computes in the type of its target."""
+    from jaxllm.models.load_config import load_model_config
+    from scripts.demo_data.distilling import DraftModelTraining
+
+    config = arguments.output / DIRECTORIES["draft"]
+    return [
+        DraftModelTraining(load_model_config(config, dtype="float32")) if drafter.name == "draft" else drafter
         for drafter in drafters
     ]
+
+
+def start_training(arguments: argparse.Namespace, target: Target, drafters: list[Any]) -> Any:
+    """The training with its step compiled."""
+    from scripts.demo_data.distilling import Distilling
+    from scripts.demo_data.training import Recipe
 
     recipe = Recipe(
         arguments.short_rows,
@@ -254,37 +282,32 @@ def distil(
         warmup_steps=3 if arguments.tiny else 100,
         constant_until=0.4,
     )
-    feature_layers = tuple(arguments.feature_layers)
-    with concurrent.futures.ThreadPoolExecutor() as threads:  # compiles what measures beside what trains
-        untrained = [threads.submit(held_out.line, drafter, drafter.init(jax.random.key(0))) for drafter in measured]
-        training = distilling.Distilling(
-            target.training_config, target.state, feature_layers, drafters, recipe, arguments.depth, arguments.seed
-        )
-        report(f"step compiled, {recipe.tokens_per_step} tokens a step")
-        report("untrained " + "\n".join(line.result() for line in untrained))
+    layers = tuple(arguments.feature_layers)
+    training = Distilling(target.training_config, target.state, layers, drafters, recipe, arguments.depth, arguments.seed)
+    report(f"step compiled, {recipe.tokens_per_step} tokens a step")
+    return training
 
-    def test() -> str:
-        return "\n".join(held_out.line(drafter, training.state["drafters"][drafter.name]) for drafter in measured)
 
-    deadline = STARTED + 60 * arguments.minutes
-    training.train(
-        data,
-        deadline,
-        max_steps=arguments.steps,
-        report=report,
-        test=test,
-        log_every=4 if arguments.tiny else 100,
-    )
-    params = jax.tree.map(lambda leaf: leaf.astype("bfloat16").astype("float32"), training.state["drafters"])
-    for drafter in measured:
-        if isinstance(drafter, distilling.Eagle3Training):
-            directory = arguments.output / "demo_eagle3"
+def rounded(params: Any) -> Any:
+    """To the type in which the files hold them."""
+    import jax
+
+    return jax.tree.map(lambda leaf: leaf.astype("bfloat16").astype("float32"), params)
+
+
+def save(arguments: argparse.Namespace, drafters: list[Any], params: dict[str, Any]) -> None:
+    """Write the drafters in bfloat16."""
+    from jaxllm.loaders.save import save_safetensors
+    from scripts.demo_data import eagle3
+
+    for drafter in drafters:
+        directory = arguments.output / DIRECTORIES[drafter.name]
+        if drafter.name == "eagle3":
             eagle3.save_head(directory, drafter.sizes, params[drafter.name], drafter.columns)
         else:
-            directory = draft_directory
-            save_safetensors(drafter.config, params[drafter.name], directory, draft_json, dtype="bfloat16")
+            described = draft_config_json(arguments)
+            save_safetensors(drafter.config, params[drafter.name], directory, described, dtype="bfloat16")
         report(f"saved {directory}: {(directory / 'model.safetensors').stat().st_size / 2**20:.2f} MiB of weights")
-        report(held_out.line(drafter, params[drafter.name]))
 
 
 class HeldOut:

@@ -56,7 +56,7 @@ class DrafterTraining(Protocol):
     columns: np.ndarray | None
     """The target's token ids of its columns; None: all."""
 
-    def init(self, key: Array) -> Any:
+    def init(self, seed: int) -> Any:
         """Float32 parameters."""
 
     def logits(self, params: Any, reading: Reading, depth: int) -> list[Array]:
@@ -71,8 +71,8 @@ class Eagle3Training:
     def __init__(self, sizes: Eagle3Sizes, columns: np.ndarray, embedding_VD: Array):
         self.sizes, self.columns, self._embedding_VD = sizes, columns, embedding_VD
 
-    def init(self, key: Array) -> eagle3.Params:
-        return eagle3.init_params(self.sizes, self._embedding_VD[self.columns], key)
+    def init(self, seed: int) -> eagle3.Params:
+        return eagle3.init_params(self.sizes, self._embedding_VD[self.columns], jax.random.key(seed))
 
     def logits(self, params: eagle3.Params, reading: Reading, depth: int) -> list[Array]:
         positions_T, segment_T = reading.positions_T, reading.segment_T
@@ -89,8 +89,8 @@ class DraftModelTraining:
         self.config = config
         self.graph, _ = nnx.split(build_model(config))
 
-    def init(self, key: Array) -> nnx.State:
-        return init_params(build_model(self.config), key)
+    def init(self, seed: int) -> nnx.State:
+        return init_params(build_model(self.config), jax.random.key(seed))
 
     def logits(self, params: nnx.State, reading: Reading, depth: int) -> list[Array]:
         model = nnx.merge(self.graph, params)
@@ -137,7 +137,7 @@ class Distilling(Training):
             f"{drafter.name} {measure}" for drafter in drafters for measure in ("loss", "agrees first", "agrees last")
         )
         graph, _ = nnx.split(build_model(target_config))
-        params = {drafter.name: drafter.init(jax.random.key(seed)) for drafter in drafters}
+        params = {drafter.name: drafter.init(seed) for drafter in drafters}
         optimizer = make_optimizer(recipe)
         moments = {name: optimizer.init(values) for name, values in params.items()}
 

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,17 +149,15 @@ class Training:
         max_steps: int | None,
         report: Callable[[str], None],
         test: Callable[[], str],
+        tests: Sequence[float] = (0.25, 0.5, 0.75),
         log_every: int = 200,
     ) -> None:
-        """Train until the deadline (of `time.monotonic`) or for `max_steps`.
-
-        Reports the results of `test` three times during training.
-        """
+        """Train until the deadline (of `time.monotonic`) or for `max_steps`. Reports the results of `test` at these shares of it."""
         on_device = tuple(jax.device_put(part) for part in data)
         begin = time.monotonic()
         in_flight: deque[Array] = deque()
         recent: list[np.ndarray] = []
-        tests_left = [0.25, 0.5, 0.75]
+        tests_left = list(tests)
         step, last_log = 0, begin
         while True:
             now = time.monotonic()

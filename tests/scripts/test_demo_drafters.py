@@ -7,11 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import load_file
 
 pytest.importorskip("optax")
 
-from jaxllm.hub import resolve_model
 from jaxllm.layers.build import build_model
 from jaxllm.layers.dense_attention import dense_step
 from jaxllm.loaders.dummy import init_params
@@ -21,7 +19,7 @@ from scripts.demo_data import eagle3
 from scripts.demo_data.acceptance import AcceptanceTest, tokens_per_step
 from scripts.demo_data.direct import DirectModel
 from scripts.demo_data.distilling import Distilling, DraftModelTraining, Eagle3Training, read
-from scripts.demo_data.packing import STARTS, TRAINED
+from scripts.demo_data.packing import TRAINED
 from scripts.demo_data.training import Recipe
 from tests.helpers.eagle3_numpy import Eagle3
 
@@ -61,7 +59,7 @@ def _sharpened(state):
 
 def _head(target):
     head = Eagle3Training(HEAD, COLUMNS, target["embedding"]["weight"][...])
-    params = head.init(jax.random.key(2))
+    params = head.init(2)
     return head, {name: leaf.astype(jnp.bfloat16).astype(jnp.float32) for name, leaf in params.items()}
 
 
