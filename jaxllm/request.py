@@ -139,9 +139,13 @@ class Request:
     max_num_tokens: int = field(init=False)
     """Limit of prompt and output together, in tokens; the scheduler lowers it to the model's limit."""
     num_computed_tokens: int = 0
-    """Tokens whose keys and values are in the cache or will be after the steps in flight."""
+    """Tokens whose keys and values are in the cache or will be after the steps in flight, if all their drafts are right."""
     num_output_placeholders: int = 0
-    """Tokens that steps in flight will sample."""
+    """Tokens that steps in flight will sample, if all their drafts are right."""
+    num_drafts_in_flight: int = 0
+    """Drafts in steps in flight."""
+    may_have_drafts: bool = False
+    """Whether drafts are proposed behind the latest planned step of the request."""
     num_cached_tokens: int = -1
     """Prompt tokens found in the prefix cache at the first admission; -1 before it."""
     num_preemptions: int = 0

@@ -1,6 +1,7 @@
 """The interface between scheduler and runner: a step's plan (`SchedulerOutput`) and its result (`ModelRunnerOutput`)."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,26 +35,30 @@ class NewRequestData:
     pooling_params: PoolingParams | None = None
 
 
-@dataclass(frozen=True)
-class CachedRequestData:
-    """Requests that already have a row. Contains only changes, in aligned lists."""
+class RowStep(NamedTuple):
+    """One request's part of a step. A tuple, because one is made for every request in every step."""
 
-    request_ids: list[str] = field(default_factory=list)
-    new_block_ids: list[list[int]] = field(default_factory=list)
-    """Appended to the request's block tables: the blocks of the first table, as many of the second, and so on. Empty lists where
-    nothing is new."""
-    num_computed_tokens: list[int] = field(default_factory=list)
+    request_id: str
+    start: int
+    """Position of its first token; an upper bound while drafts of the request are in flight. The device knows it exactly."""
+    count: int
+    """Number of tokens, drafts included."""
+    num_drafts: int
+    """How many of them, at the end, are drafts: the device has their ids."""
+    new_blocks: list[int]
+    """Appended to the request's block tables: the blocks of the first table, as many of the second, and so on. Empty for a new
+    request, whose tables come whole."""
 
 
 @dataclass(frozen=True)
 class SchedulerOutput:
-    """One step: the number of tokens of each request. Scheduled requests = scheduled_cached_reqs + scheduled_new_reqs."""
+    """One step. The new requests' parts are the last of `rows`, in the same order."""
 
-    scheduled_new_reqs: list[NewRequestData]
-    scheduled_cached_reqs: CachedRequestData
-    num_scheduled_tokens: dict[str, int]
-    """Request id to number of tokens, in scheduling order (running requests first)."""
-    total_num_scheduled_tokens: int
+    new_requests: list[NewRequestData]
+    rows: list[RowStep]
+    """In scheduling order: running requests first."""
+    num_tokens: int
+    """Of all rows."""
     finished_request_ids: list[str]
     """Requests that ended since the last step. Free their rows before admitting new requests."""
     preempted_request_ids: list[str]
@@ -62,6 +67,13 @@ class SchedulerOutput:
     masked_request_ids: tuple[str, ...] = ()
     """Requests that sample under a grammar in this step, or whose thinking may have used up its budget. The step waits for their
     masks, which need their last tokens."""
+    num_drafts: int = 0
+    """Most drafts of a row, in this step and proposed for the next."""
+
+    @property
+    def num_scheduled_tokens(self) -> dict[str, int]:
+        """Number of tokens by request. Too slow for the step loop."""
+        return {row.request_id: row.count for row in self.rows}
 
 
 @dataclass(frozen=True)
@@ -81,7 +93,9 @@ class ModelRunnerOutput:
     """The results of a step."""
 
     sampled_token_ids: dict[str, list[int]]
-    """New tokens by request; a request whose prefill is not done yet is absent."""
+    """New tokens by request, several if drafts were right; a request whose prefill is not done yet is absent."""
+    num_drafts: dict[str, int] = field(default_factory=dict)
+    """Drafts that the step checked, by request; empty without a drafter."""
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
     """For requests that asked, aligned with their new tokens."""
     prompt_logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)

@@ -68,7 +68,8 @@ class ThinkingSection:
         self._budget = budget
         self._num_left = budget.num_tokens
         self._is_open = budget.is_open
-        self._is_over = False
+        self.is_over = False
+        """Whether the section has ended."""
 
     @property
     def forced_token_id(self) -> int | None:
@@ -77,7 +78,7 @@ class ThinkingSection:
 
     def may_force(self, num_unknown: int) -> bool:
         """Whether the token after so many that are not known yet may be a forced one."""
-        if self._is_over:
+        if self.is_over:
             return False
         # An open section is over after the forced token; one that is not open may open at any token, which does not count.
         return self._num_left == num_unknown if self._is_open else self._num_left < num_unknown
@@ -85,7 +86,7 @@ class ThinkingSection:
     def advance(self, token_id: int) -> None:
         """Take in the next token of the output."""
         if token_id in self._budget.end_token_ids:
-            self._is_over = True
+            self.is_over = True
         elif self._is_open:
             self._num_left -= 1
         else:

@@ -71,13 +71,13 @@ def step_times(num_running: int, num_waiting: int, prompt_len: int, num_steps: i
         builder.build(plan)
         built = time.perf_counter()
         done = {r.request_id for r in scheduler.running if r.num_computed_tokens >= r.num_tokens}
-        result = ModelRunnerOutput({request_id: [7] for request_id in plan.num_scheduled_tokens if request_id in done})
+        result = ModelRunnerOutput({row.request_id: [7] for row in plan.rows if row.request_id in done})
         updating = time.perf_counter()
         news = scheduler.update_from_output(plan, result)
         updated = time.perf_counter()
         front.process(news)
         processed = time.perf_counter()
-        if plan.total_num_scheduled_tokens == len(plan.scheduled_cached_reqs.request_ids) == num_running:
+        if plan.num_tokens == len(plan.rows) - len(plan.new_requests) == num_running:
             schedule_seconds.append(scheduled - start)
             build_seconds.append(built - scheduled)
             update_seconds.append(updated - updating)

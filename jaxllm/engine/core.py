@@ -69,7 +69,7 @@ class EngineCore:
         config, warmup = prepared.config, prepared.config.compile.warmup
         eager = warmup in ("all", "background")
         logger.info("%s", prepared.plan.describe())
-        weights: nnx.State | None = None
+        weights: list[nnx.State] = []
         try:
             if eager:
                 prepared.runner.start_programs(rare_later=warmup == "background")
@@ -83,7 +83,7 @@ class EngineCore:
                         prepared = prepared.settled(rare_later=warmup == "background")
                         prepared.runner.wait_for_programs(progress, rare=warmup == "all")
                 self.runner = prepared.runner
-                self.runner.set_weights(weights)
+                self.runner.set_weights(*weights)
                 self.runner.allocate_caches()
                 jax.block_until_ready(self.runner.caches)  # raises if a device cannot allocate its part
                 if eager:
@@ -113,6 +113,7 @@ class EngineCore:
             num_blocks=plan.num_blocks,
             max_model_len=plan.max_model_len,
             policies=plan.cache.policies,
+            drafts=None if prepared.speculation is None else prepared.speculation.new_control(self.runner.cost_of_drafts),
         )
         max_in_flight = _MAX_IN_FLIGHT[jax.default_backend() != "cpu"] if self.config.scheduler.async_scheduling else 1
         self.grammars = Grammars(self._vocabulary, self.model_config.padded_vocab_size)
@@ -127,10 +128,11 @@ class EngineCore:
         """Outputs of requests that ended between two steps."""
         self._dead: BaseException | None = None
 
-    def _load_weights(self, prepared: Prepared, progress: Progress) -> nnx.State:
+    def _load_weights(self, prepared: Prepared, progress: Progress) -> list[nnx.State]:
+        """Of the model, and of its drafter if that has any."""
         options = prepared.config.model
         with self.start_times.part("weights"):
-            weights = load_weights(
+            model = load_weights(
                 prepared.model_config,
                 prepared.model,
                 self.model_dir,
@@ -139,6 +141,9 @@ class EngineCore:
                 seed=options.seed or 0,
                 progress=_bytes_to(progress),
             )
+            weights = [model]
+            if prepared.speculation is not None and prepared.speculation.drafter.model is not None:
+                weights.append(prepared.speculation.drafter.load(prepared.mesh, progress))
             jax.block_until_ready(weights)
         progress.finish()
         return weights

@@ -1,9 +1,16 @@
 """Registers the features that live in packages of their own. A package and its line here can be deleted together."""
 
 import importlib
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxllm.model_config import ModelConfig
+    from jaxllm.runner.drafter import Drafter
+    from jaxllm.scheduler.draft_control import DraftControl
 
 DRAFTERS: str | None = "jaxllm.speculative:make_drafter"
 """What makes the drafter of a speculative_config, as module:function; None: this build has no drafters."""
@@ -16,3 +23,28 @@ def check_speculative_config(config: EngineConfig) -> None:
     if DRAFTERS is None:
         raise ConfigError("speculative_config is set, but this build has no drafters; leave it out")
     importlib.import_module(DRAFTERS.partition(":")[0]).of_engine(config)
+
+
+class Speculation(Protocol):
+    """What the package of drafters makes of a speculative_config."""
+
+    @property
+    def drafter(self) -> "Drafter": ...
+
+    @property
+    def described(self) -> Mapping[str, Any]:
+        """All that the compiled programs depend on, as JSON values."""
+
+    def new_control(self, cost_of: Callable[[int], float]) -> "DraftControl":
+        """What decides how many drafts requests get. cost_of: how many times as long a step of so many rows takes with drafts."""
+
+
+def make_speculation(config: EngineConfig, target: "ModelConfig") -> Speculation | None:
+    """The drafter of a config and its control; None without speculative_config. Raises ConfigError or ModelLoadError."""
+    if config.speculative.speculative_config is None:
+        return None
+    if DRAFTERS is None:
+        check_speculative_config(config)
+    module, name = str(DRAFTERS).split(":")
+    made: Speculation = getattr(importlib.import_module(module), name)(config, target)
+    return made

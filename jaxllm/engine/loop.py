@@ -56,7 +56,7 @@ class StepLoop:
         while self._undrawn is None and len(self._in_flight) < self._depth() and self.scheduler.has_requests():
             self.working_on = None
             self.working_on = plan = self.scheduler.schedule()
-            if plan.total_num_scheduled_tokens == 0:
+            if plan.num_tokens == 0:
                 break
             pending = self.runner.dispatch(plan)
             self._in_flight.append((plan, pending))

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import Mesh
 
 from jaxllm import env
 from jaxllm.cache_spec import row_bytes
 from jaxllm.config import AUTO_MODEL_LEN, EngineConfig, resolve_platform_defaults
 from jaxllm.engine.failures import explain, is_out_of_memory
+from jaxllm.engine.features import Speculation, make_speculation
 from jaxllm.engine.fingerprint import fingerprint
 from jaxllm.engine.kernel_check import Choice, choose_kernels
 from jaxllm.engine.kernel_choice import attention_implementation, candidates
@@ -27,6 +29,7 @@ from jaxllm.model_config import ModelConfig
 from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.axes import MESH_AXES
 from jaxllm.parallel.mesh import make_mesh
+from jaxllm.runner.drafter import Drafter
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.memory import MemoryPlan, check_free_memory, check_pool, device_limit, memory_plan, reserve_device_memory
 from jaxllm.runner.program_store import ProgramStore, local_store, open_artifact, read_manifest
@@ -53,6 +56,7 @@ class Prepared:
     runner: ModelRunner
     processors: tuple[Processor, ...]
     times: StartTimes
+    speculation: Speculation | None
 
     @classmethod
     def of(cls, config: EngineConfig, model_dir: Path, processors: tuple[Processor, ...], times: StartTimes) -> "Prepared":
@@ -72,14 +76,17 @@ class Prepared:
         with times.part("config and model"):
             config, model_config, mesh = resolve(config, model_dir)
             model = build_model(model_config)
-            plan = _plan(config, model_config, weight_bytes(model, mesh.size))
+            speculation = make_speculation(config, model_config)
+            drafter = None if speculation is None else speculation.drafter
+            num_bytes = weight_bytes(model, mesh.size) + _drafter_bytes(drafter, config, model_config, mesh.size)
+            plan = _plan(config, model_config, num_bytes, drafter=drafter)
             check_pool(plan, list(mesh.devices.flat))
         with times.part("kernel check"):
             chosen = _choose_kernels(wanted, config, model_config, plan, mesh)
             config = config.replace(attention_implementation=chosen.kernels.attention)
         with times.part("config and model"):
-            runner = _runner(config, model_config, mesh, model, plan, chosen.kernels, processors, times)
-        return cls(config, model_config, mesh, model, plan, chosen.kernels, chosen.report, runner, processors, times)
+            runner = _runner(config, model_config, mesh, model, plan, chosen.kernels, processors, times, speculation)
+        return cls(config, model_config, mesh, model, plan, chosen.kernels, chosen.report, runner, processors, times, speculation)
 
     def settled(self, *, rare_later: bool) -> "Prepared":
         """Return this, or a copy with a smaller cache if the largest program needs more memory than estimated.
@@ -92,30 +99,65 @@ class Prepared:
         work_bytes = self.runner.work_bytes()
         if work_bytes <= self.plan.work_bytes:
             return self
-        plan = _plan(self.config, self.model_config, self.plan.weight_bytes, work_bytes)
+        drafter = None if self.speculation is None else self.speculation.drafter
+        plan = _plan(self.config, self.model_config, self.plan.weight_bytes, work_bytes, drafter=drafter)
         if plan.num_blocks == self.plan.num_blocks:
             return replace(self, plan=plan)
         logger.info("the largest step needs more memory than estimated: %s", plan.describe())
         self.runner.programs.shutdown()
-        runner = _runner(self.config, self.model_config, self.mesh, self.model, plan, self.kernels, self.processors, self.times)
+        made_of = (self.config, self.model_config, self.mesh, self.model, plan, self.kernels, self.processors)
+        runner = _runner(*made_of, self.times, self.speculation)
         runner.start_programs(rare_later=rare_later)
         return replace(self, plan=plan, runner=runner)
 
     def fingerprint(self) -> dict[str, object]:
         """Everything that the programs depend on."""
-        return fingerprint(self.config, self.model_config, self.model, self.mesh, self.plan, self.kernels)
+        return _fingerprint(
+            self.config, self.model_config, self.model, self.mesh, self.plan, self.kernels, self.speculation
+        )
 
 
-def _plan(config: EngineConfig, model: ModelConfig, weight_bytes: int, work_bytes: int | None = None) -> MemoryPlan:
+def _fingerprint(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    model: CausalLM,
+    mesh: Mesh,
+    plan: MemoryPlan,
+    kernels: Kernels,
+    speculation: Speculation | None,
+) -> dict[str, object]:
+    found = fingerprint(config, model_config, model, mesh, plan, kernels)
+    return found if speculation is None else {**found, "drafter": speculation.described}
+
+
+def _drafter_bytes(drafter: Drafter | None, config: EngineConfig, model: ModelConfig, num_devices: int) -> int:
+    """Bytes on each device of a drafter's weights, and of what it keeps of all rows."""
+    if drafter is None:
+        return 0
+    assert config.scheduler.max_num_seqs is not None
+    wanted = config.model.max_model_len
+    max_len = model.max_position if wanted in (None, AUTO_MODEL_LEN) else wanted
+    state = jax.eval_shape(partial(drafter.new_state, config.scheduler.max_num_seqs + 1, max_len))
+    num_state_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
+    return num_state_bytes + (0 if drafter.model is None else weight_bytes(drafter.model, num_devices))
+
+
+def _plan(
+    config: EngineConfig,
+    model: ModelConfig,
+    weight_bytes: int,
+    work_bytes: int | None = None,
+    *,
+    drafter: Drafter | None = None,
+) -> MemoryPlan:
     """Make and check the memory plan. With a compiled artifact, the cache has the size that its programs expect, if it fits."""
-    plan = memory_plan(config, model, weight_bytes=weight_bytes, work_bytes=work_bytes)
+    make = partial(memory_plan, model=model, weight_bytes=weight_bytes, work_bytes=work_bytes, drafter=drafter)
+    plan = make(config)
     artifact, options = config.compile.compiled_artifact, config.cache
     if artifact is not None and options.num_gpu_blocks_override is None and options.kv_cache_memory_bytes is None:
         num_blocks = read_manifest(Path(artifact)).get("num_gpu_blocks")
         if isinstance(num_blocks, int) and num_blocks <= plan.num_blocks:
-            plan = memory_plan(
-                config.replace(num_gpu_blocks_override=num_blocks), model, weight_bytes=weight_bytes, work_bytes=work_bytes
-            )
+            plan = make(config.replace(num_gpu_blocks_override=num_blocks))
     plan.check()
     return plan
 
@@ -144,10 +186,11 @@ def _runner(
     kernels: Kernels,
     processors: tuple[Processor, ...],
     times: StartTimes,
+    speculation: Speculation | None,
 ) -> ModelRunner:
     store: ProgramStore | None = None
     options, devices = config.compile, list(mesh.devices.flat)
-    made_of = partial(fingerprint, config, model_config, model, mesh, plan, kernels)
+    made_of = partial(_fingerprint, config, model_config, model, mesh, plan, kernels, speculation)
     if options.compiled_artifact is not None:
         store = open_artifact(Path(options.compiled_artifact), made_of(), devices)
     elif options.compilation_cache:
@@ -155,10 +198,11 @@ def _runner(
             store = local_store(env.cache_dir() / "engines", made_of(), devices)
         except ConfigError as error:
             logger.warning("%s", error)
-    return ModelRunner(config, model_config, model, mesh, plan, kernels, processors, store=store, times=times)
+    drafter = None if speculation is None else speculation.drafter
+    return ModelRunner(config, model_config, model, mesh, plan, kernels, processors, drafter=drafter, store=store, times=times)
 
 
-def weight_bytes(model: CausalLM, num_devices: int) -> int:
+def weight_bytes(model: nnx.Module, num_devices: int) -> int:
     """Bytes of the weights on each of `num_devices` devices."""
     found = 0
     for _, variable in parameters(model):

@@ -23,7 +23,7 @@ TAGS = ("weights", "kv_cache")
 class Sleep:
     """The sleep state of an engine. `load_weights` reads the weights from the checkpoint."""
 
-    def __init__(self, runner: ModelRunner, load_weights: Callable[[], nnx.State]):
+    def __init__(self, runner: ModelRunner, load_weights: Callable[[], list[nnx.State]]):
         self._runner = runner
         self._load_weights = load_weights
         self._weights: list[np.ndarray] | None = None
@@ -81,7 +81,7 @@ class Sleep:
         if tag == "kv_cache":
             self._runner.start_over()
         elif self._weights is None:
-            self._runner.set_weights(self._load_weights())
+            self._runner.set_weights(*self._load_weights())
         else:
             self._runner.put_weights(self._weights)
 

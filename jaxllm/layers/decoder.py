@@ -110,12 +110,14 @@ class CausalLM(nnx.Module):
                 learned_TD = self.positions(positions_T)
                 part_TD += learned_TD if shards.size == 1 else jnp.where(shards.index == 0, learned_TD, 0)
             runs.append(shards.add_and_norm(part_TD, None, self._norm_before(0)))
+        _keep_features(runs, step, 0)
         return runs
 
     def run(self, runs: list[Run], step: Step, layers: range) -> list[Run]:
         """The tokens after these layers."""
         for layer in layers:
             runs = self.blocks[layer](runs, self._norm_before(layer + 1), step)
+            _keep_features(runs, step, layer + 1)
         return runs
 
     def logits(self, hidden_TD: Array, shards: Shards = ONE_DEVICE) -> Array:
@@ -125,3 +127,9 @@ class CausalLM(nnx.Module):
     def _norm_before(self, layer: int) -> AnyNorm:
         """The norm that a layer takes; behind the last layer, the model's own."""
         return self.blocks[layer].attention_norm if layer < len(self.blocks) else self.norm
+
+
+def _keep_features(runs: Sequence[Run], step: Step, layer: int) -> None:
+    """Keep the tokens that enter a layer, if the step wants them."""
+    if layer in step.wanted_features:
+        step.features[layer] = runs[0][0] if len(runs) == 1 else jnp.concatenate([x_TD for x_TD, _ in runs])

@@ -1,6 +1,6 @@
 """What a model may want to know of a step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -42,6 +42,10 @@ class Step:
     """Of layers that keep a state by row; None where there are none."""
     gated_delta: Callable[..., tuple[Array, Array]] = partial(gated_delta, implementation="xla")
     """Outputs and states of the gated delta rule: `pallas_kernels.gated_delta.gated_delta`."""
+    wanted_features: Collection[int] = ()
+    """Layers whose input `features` is to hold; one more than the last layer has stands for what the last one leaves."""
+    features: dict[int, Array] = field(default_factory=dict)
+    """[T, D] each: the sum of embedding and earlier layers that enters a layer, before any norm, whole on every device."""
     _angles: dict[tuple[Rope | None, int], tuple[Array, Array]] = field(default_factory=dict)
 
     def angles(self, rope: Rope | None, head_dim: int) -> tuple[Array, Array]:

@@ -9,7 +9,7 @@ from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.layout import FROM_ROW, Column, StepLayout, decode_layout, mixed_layout
 from jaxllm.runner.rows import NO_DECODE, LogprobsKind, Row, Rows
 from jaxllm.sampling.variants import Variant
-from jaxllm.scheduler_output import CachedRequestData, SchedulerOutput
+from jaxllm.scheduler_output import RowStep, SchedulerOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,10 @@ class Batch:
     layout: StepLayout
     is_decode: bool
     """Run by the fused decode program."""
+    width: int
+    """Tokens that a row may sample: 1, and drafts."""
+    proposes: bool
+    """Whether drafts are wanted for the next step."""
     sampled: list[Row]
     """Requests that get a token, in the order of the device's rows."""
     variant: Variant
@@ -60,86 +64,103 @@ class Batch:
 class BatchBuilder:
     """Gives rows to the requests of a plan and fills buffers."""
 
-    def __init__(self, rows: Rows, buckets: Buckets, *, block_size: int, max_blocks: int, num_groups: int = 1):
-        """max_blocks: of a request in each of the `num_groups` groups of layers."""
+    def __init__(
+        self,
+        rows: Rows,
+        buckets: Buckets,
+        *,
+        block_size: int,
+        max_blocks: int,
+        num_groups: int = 1,
+        num_updates: int | None = None,
+    ):
+        """max_blocks: of a request in each of the `num_groups` groups of layers. num_updates: most new blocks of a row in a decode."""
         self.rows = rows
         self.buckets = buckets
         self.block_size = block_size
         self.max_blocks = max_blocks
         self.num_groups = num_groups
+        self.num_updates = num_groups if num_updates is None else num_updates
 
     def build(self, plan: SchedulerOutput) -> Batch:
         """Give rows to new requests, then lay out the step: rows that sample first, the others behind them.
 
         A request that can be given no row is left out, of this step and of the next, which may be planned already.
         """
-        cached = plan.scheduled_cached_reqs
-        are_decodes = not plan.scheduled_new_reqs and plan.total_num_scheduled_tokens == len(cached.request_ids)
-        if are_decodes and not plan.masked_request_ids:
-            batch = self._build_decode(cached)
+        if not plan.new_requests and not plan.masked_request_ids:
+            batch = self._build_decode(plan)
             if batch is not None:
                 return batch
         return self._build_mixed(plan)
 
-    def _build_decode(self, cached: CachedRequestData) -> Batch | None:
-        """Build a step in which each request computes one token and samples the next; None if the decode program cannot run it.
+    def _build_decode(self, plan: SchedulerOutput) -> Batch | None:
+        """Build a step in which each request computes its last token, and drafts, and samples; None if the decode program cannot run it.
 
         Fills whole columns at once: nearly every step is built here, and its cost grows with the number of requests.
         """
-        rows = self.rows
+        ids, starts, counts, drafts, new_blocks = zip(*plan.rows, strict=True) if plan.rows else ((),) * 5
+        rows, num_rows = self.rows, len(ids)
+        num_drafts = plan.num_tokens - num_rows
+        if num_drafts != (sum(drafts) if num_drafts else 0):
+            return None
         try:
-            scheduled = [rows.by_request[request_id] for request_id in cached.request_ids]
+            scheduled = [rows.by_request[request_id] for request_id in ids]
         except KeyError:
             return None
-        num_rows = len(scheduled)
         index_R = np.fromiter([row.index for row in scheduled], np.int32, num_rows)
-        start_R = np.fromiter(cached.num_computed_tokens, np.int32, num_rows)
+        start_R = np.fromiter(starts, np.int32, num_rows)
         num_known_R, variant = rows.num_known_N[index_R], Variant(rows.variant_N[index_R].max(initial=Variant.GREEDY))
         if variant >= NO_DECODE or (start_R + 1 < num_known_R).any():
             return None
         update_index: list[int] = []
         update_block: list[int] = []
-        for row, blocks in zip(scheduled, cached.new_block_ids, strict=True):
+        for row, blocks in zip(scheduled, new_blocks, strict=True):
             if blocks:
                 self._extend_table(row, blocks, update_index, update_block)
-        layout = decode_layout(self.buckets.fit_decode(num_rows), self.num_groups)
+        width = self.buckets.fit_width(plan.num_drafts)
+        layout = decode_layout(self.buckets.fit_decode(num_rows), self.num_updates)
         # A fresh buffer each step: the device may still be reading the last one.
         buffer = np.zeros(layout.size, np.int32)
         views = layout.views(buffer)
         columns = views.columns_RC
         columns[:num_rows] = rows.columns[index_R]
-        columns[:num_rows, Column.START] = start_R
-        columns[:num_rows, Column.NUM_TOKENS] = 1
+        columns[:num_rows, Column.START] = self._starts(start_R, num_known_R)
+        columns[:num_rows, Column.NUM_TOKENS] = np.fromiter(counts, np.int32, num_rows) if num_drafts else 1
         columns[:num_rows, Column.TOKEN_ROW] = index_R
+        if num_drafts:
+            columns[:num_rows, Column.NUM_DRAFTS] = np.fromiter(drafts, np.int32, num_rows)
         columns[num_rows:] = rows.columns[rows.trash]
         views.token_ids_T[:num_rows] = FROM_ROW
         chunks = []
         for i in np.flatnonzero(start_R < num_known_R):  # the last token of a prompt, computed alone
             views.token_ids_T[i] = scheduled[i].data.token_ids[start_R[i]]
-            chunks.append(Chunk(scheduled[i], int(i), int(i), int(start_R[i]), 1))
+            chunks.append(Chunk(scheduled[i], int(i), int(i) * width, int(start_R[i]), 1))
         extra = self._fill_updates(layout, buffer, update_index, update_block)
-        return Batch(buffer, layout, True, scheduled, variant, LogprobsKind.NONE, [], chunks, extra)
+        proposes = plan.num_drafts > 0
+        return Batch(buffer, layout, True, width, proposes, scheduled, variant, LogprobsKind.NONE, [], chunks, extra)
+
+    def _starts(self, start_R: np.ndarray, num_known_R: np.ndarray) -> np.ndarray:
+        """The first positions of rows as the device is told them: with drafts, it alone knows how many of a row were right."""
+        return start_R if self.buckets.widths == (1,) else np.where(start_R < num_known_R, start_R, FROM_ROW)
 
     def _build_mixed(self, plan: SchedulerOutput) -> Batch:
         """A step of any other kind."""
         rows = self.rows
         update_index: list[int] = []
         update_block: list[int] = []
-        sampling: list[tuple[Row, int, int]] = []
-        partial: list[tuple[Row, int, int]] = []
-        counts = plan.num_scheduled_tokens
-        cached = plan.scheduled_cached_reqs
-        for request_id, blocks, start in zip(cached.request_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
-            row = rows.by_request.get(request_id)
+        sampling: list[tuple[Row, RowStep]] = []
+        partial: list[tuple[Row, RowStep]] = []
+        num_known = len(plan.rows) - len(plan.new_requests)
+        for step in plan.rows[:num_known]:
+            row = rows.by_request.get(step.request_id)
             if row is None:
                 continue
-            if blocks:
-                self._extend_table(row, blocks, update_index, update_block)
-            count = counts[request_id]
-            (sampling if _samples(row, start, count) else partial).append((row, start, count))
+            if step.new_blocks:
+                self._extend_table(row, step.new_blocks, update_index, update_block)
+            (sampling if _samples(row, step) else partial).append((row, step))
         admitted = []
         errors: dict[str, str] = {}
-        for data in plan.scheduled_new_reqs:
+        for data, step in zip(plan.new_requests, plan.rows[num_known:], strict=True):
             try:
                 row = rows.add(data)
             except Exception as error:
@@ -147,20 +168,20 @@ class BatchBuilder:
                 continue
             admitted.append(row)
             self._extend_table(row, data.block_ids, update_index, update_block)
-            start, count = data.num_computed_tokens, counts[data.request_id]
-            (sampling if _samples(row, start, count) else partial).append((row, start, count))
+            (sampling if _samples(row, step) else partial).append((row, step))
 
         scheduled = sampling + partial
-        sampled = [row for row, _, _ in sampling]
-        num_tokens = sum(count for _, _, count in scheduled)
+        sampled = [row for row, _ in sampling]
+        num_tokens = sum(step.count for _, step in scheduled)
         variant = max((row.variant for row in sampled), default=Variant.GREEDY)
         if plan.masked_request_ids:
             variant = max(variant, Variant.MASKED)
         logprobs = LogprobsKind.of(sampled)
-        can_decode = variant < NO_DECODE and logprobs == LogprobsKind.NONE
+        most_drafts = max((step.num_drafts for _, step in sampling), default=0)
+        can_decode = variant < NO_DECODE and logprobs == LogprobsKind.NONE and not plan.num_drafts
         is_decode = can_decode and not partial and num_tokens == len(scheduled)
         if is_decode:
-            layout = decode_layout(self.buckets.fit_decode(len(scheduled)), self.num_groups)
+            layout = decode_layout(self.buckets.fit_decode(len(scheduled)), self.num_updates)
         else:
             num_tokens = self.buckets.fit_tokens(max(1, num_tokens))
             num_rows = self.buckets.rows_for_tokens(num_tokens)
@@ -168,7 +189,8 @@ class BatchBuilder:
         buffer = self._fill(layout, scheduled, len(sampled))
         extra = self._fill_updates(layout, buffer, update_index, update_block)
         chunks = _chunks(scheduled)
-        return Batch(buffer, layout, is_decode, sampled, variant, logprobs, admitted, chunks, extra, errors)
+        width, proposes = self.buckets.fit_width(most_drafts), plan.num_drafts > 0
+        return Batch(buffer, layout, is_decode, width, proposes, sampled, variant, logprobs, admitted, chunks, extra, errors)
 
     def empty(self, layout: StepLayout) -> np.ndarray:
         """The buffer of an empty step."""
@@ -180,32 +202,38 @@ class BatchBuilder:
         count = len(blocks) // self.num_groups
         first = row.index * self.num_groups * self.max_blocks + row.num_blocks
         row.num_blocks += count
+        self.rows.columns[row.index, Column.LIMIT] = row.num_blocks * self.block_size
         assert row.num_blocks <= self.max_blocks, f"request {row.data.request_id} outgrew its block table"
         for start in range(first, first + self.num_groups * self.max_blocks, self.max_blocks):
             update_index.extend(range(start, start + count))
         update_block.extend(blocks)
 
-    def _fill(self, layout: StepLayout, scheduled: list[tuple[Row, int, int]], num_sampled: int) -> np.ndarray:
+    def _fill(self, layout: StepLayout, scheduled: list[tuple[Row, RowStep]], num_sampled: int) -> np.ndarray:
         # A fresh buffer each step: the device may still be reading the last one.
         buffer = np.zeros(layout.size, np.int32)
         views = layout.views(buffer)
         num_rows = len(scheduled)
-        indices = [row.index for row, _, _ in scheduled]
+        indices = np.fromiter([row.index for row, _ in scheduled], np.int32, num_rows)
+        starts = np.fromiter([step.start for _, step in scheduled], np.int32, num_rows)
         columns = views.columns_RC
-        columns[:num_rows] = self.rows.columns[np.asarray(indices, np.intp)]
-        columns[:num_rows, Column.START] = [start for _, start, _ in scheduled]
-        columns[:num_rows, Column.NUM_TOKENS] = [count for _, _, count in scheduled]
+        columns[:num_rows] = self.rows.columns[indices]
+        columns[:num_rows, Column.START] = self._starts(starts, self.rows.num_known_N[indices])
+        columns[:num_rows, Column.NUM_TOKENS] = [step.count for _, step in scheduled]
+        columns[:num_rows, Column.NUM_DRAFTS] = [step.num_drafts for _, step in scheduled]
         columns[:num_sampled, Column.TOKEN_ROW] = indices[:num_sampled]
         columns[num_rows:] = self.rows.columns[self.rows.trash]
 
         tokens = views.token_ids_T
         tokens[:] = FROM_ROW
         position = 0
-        for row, start, count in scheduled:
-            if start < row.num_known:
-                known = row.data.token_ids[start : start + count]
+        for i, (row, step) in enumerate(scheduled):
+            if step.start < row.num_known:
+                stop = step.start + step.count
+                known = row.data.token_ids[step.start : stop]
                 tokens[position : position + len(known)] = known
-            position += count
+                if stop < row.num_known:
+                    columns[i, Column.NEXT_TOKEN] = row.data.token_ids[stop]
+            position += step.count
         tokens[position:] = 0
         return buffer
 
@@ -222,17 +250,17 @@ class BatchBuilder:
         return np.asarray(index[room:], np.int32), np.asarray(block[room:], np.int32)
 
 
-def _samples(row: Row, start: int, count: int) -> bool:
+def _samples(row: Row, step: RowStep) -> bool:
     """Whether computing these tokens of a request gives a new one."""
-    return row.pooling is None and start + count >= row.num_known
+    return row.pooling is None and step.start + step.count >= row.num_known
 
 
-def _chunks(scheduled: list[tuple[Row, int, int]]) -> list[Chunk]:
+def _chunks(scheduled: list[tuple[Row, RowStep]]) -> list[Chunk]:
     chunks, first = [], 0
-    for place, (row, start, count) in enumerate(scheduled):
-        if start < row.num_known:
-            chunks.append(Chunk(row, place, first, start, count))
-        first += count
+    for place, (row, step) in enumerate(scheduled):
+        if step.start < row.num_known:
+            chunks.append(Chunk(row, place, first, step.start, step.count))
+        first += step.count
     return chunks
 
 

@@ -9,6 +9,8 @@ from jaxllm.config import EngineConfig
 _DECODE_ROWS_GPU = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 _DECODE_ROWS_CPU = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _SAMPLE_ROWS = (8, 64, 256)
+MAX_DRAFT_ROWS = 64
+"""Most rows of a step with drafts: with more, drafts cost more than the few steps that they save."""
 
 
 @dataclass(frozen=True)
@@ -22,10 +24,12 @@ class Buckets:
     sample_rows: tuple[int, ...]
     """Rows that a step other than decode samples."""
     max_rows: int
+    widths: tuple[int, ...] = (1,)
+    """Tokens that a row may sample in a step: 1, and 1 with the most drafts."""
 
     @classmethod
-    def choose(cls, config: EngineConfig, *, on_gpu: bool) -> "Buckets":
-        """The configured sizes, or the usual ones up to the scheduler's limits."""
+    def choose(cls, config: EngineConfig, *, on_gpu: bool, num_drafts: int = 0) -> "Buckets":
+        """The configured sizes, or the usual ones up to the scheduler's limits. num_drafts: most of a row."""
         max_rows, max_tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
         assert max_rows is not None and max_tokens is not None, "platform defaults are resolved before buckets are chosen"
         decode = config.compile.decode_buckets or (_DECODE_ROWS_GPU if on_gpu else _DECODE_ROWS_CPU)
@@ -35,6 +39,7 @@ class Buckets:
             tokens=_up_to(tokens, max_tokens),
             sample_rows=_up_to(_SAMPLE_ROWS, max_rows),
             max_rows=max_rows,
+            widths=(1, 1 + num_drafts) if num_drafts else (1,),
         )
 
     def fit_decode(self, num_rows: int) -> int:
@@ -48,6 +53,14 @@ class Buckets:
     def fit_sample(self, num_rows: int) -> int:
         """The smallest sample size that holds `num_rows`."""
         return self.sample_rows[bisect.bisect_left(self.sample_rows, num_rows)]
+
+    def fit_width(self, num_drafts: int) -> int:
+        """The smallest width that holds a token and its drafts."""
+        return self.widths[bisect.bisect_left(self.widths, 1 + num_drafts)]
+
+    def widths_of(self, num_rows: int) -> tuple[int, ...]:
+        """The widths of a step of so many rows."""
+        return self.widths if num_rows <= MAX_DRAFT_ROWS else self.widths[:1]
 
     def rows_for_tokens(self, num_tokens: int) -> int:
         """Rows of a step of `num_tokens` tokens: each request computes at least one."""

@@ -86,11 +86,18 @@ class Drafter(Protocol):
     def model(self) -> nnx.Module | None:
         """Its weights, as shapes with logical axes; None without."""
 
+    @property
+    def needs_history(self) -> bool:
+        """Whether it must be shown the tokens of a request that no step computes, because their keys and values are cached."""
+
     def load(self, mesh: Mesh, progress: Progress) -> nnx.State:
         """The values of `model`, on the devices. Raises ModelLoadError."""
 
-    def new_state(self, num_rows: int) -> Any:
+    def new_state(self, num_rows: int, max_model_len: int) -> Any:
         """A tree of arrays by row that are kept between steps, all zeros; num_rows: with that of padding."""
+
+    def show(self, state: Any, row: jax.Array, position: jax.Array, token_ids_C: jax.Array) -> Any:
+        """Take in tokens of a row, from a position on, that no step computes; negative ones are none. If `needs_history`."""
 
     def follow(self, model: Any, state: Any, drafting: Drafting) -> Any:
         """Take in a step after which no drafts are wanted. Returns the state. May do nothing where that only costs acceptance."""

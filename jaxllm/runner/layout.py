@@ -16,15 +16,18 @@ class Column(enum.IntEnum):
 
     ROW = 0  # place in the persistent arrays; the trash row for padding
     NUM_TOKENS = 1  # tokens computed in this step; 0 for padding
-    START = 2  # position of the first of them
+    START = 2  # position of the first of them; FROM_ROW if only the device knows
     WRITE_FROM = 3  # keys and values of earlier positions are shared and stay untouched
-    TOKEN_ROW = 4  # where the sampled token goes: ROW, or the trash row if this step samples nothing
-    SAMPLING = 5
+    LIMIT = 4  # nor are there blocks for this position and later ones
+    TOKEN_ROW = 5  # where the sampled token goes: ROW, or the trash row if this step samples nothing
+    NUM_DRAFTS = 6  # of the tokens, the last so many are drafts
+    NEXT_TOKEN = 7  # of a row that samples nothing: the token behind those of this step
+    SAMPLING = 8
 
 
 NUM_ROW_COLUMNS = Column.SAMPLING + NUM_COLUMNS
 FROM_ROW = -1
-"""In place of a token id: the token lies in its request's row on the device."""
+"""In place of a token id or position: it lies in its request's row on the device."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +66,9 @@ class StepLayout:
         )
 
 
-def decode_layout(num_rows: int, num_groups: int = 1) -> StepLayout:
-    """A step of one token a row, which needs at most one new block a row in each group of layers."""
-    return StepLayout(num_rows, num_rows, num_rows * num_groups)
+def decode_layout(num_rows: int, num_updates: int = 1) -> StepLayout:
+    """A step in which the host knows at most one token of each row. num_updates: most new blocks of a row, in all groups of layers."""
+    return StepLayout(num_rows, num_rows, num_rows * num_updates)
 
 
 def mixed_layout(num_tokens: int, num_rows: int, block_size: int, num_groups: int = 1) -> StepLayout:

@@ -15,6 +15,8 @@ from jaxllm.config import AUTO_MODEL_LEN, EngineConfig
 from jaxllm.errors import ConfigError, OutOfMemoryError
 from jaxllm.layers import build
 from jaxllm.model_config import ModelConfig
+from jaxllm.runner.buckets import MAX_DRAFT_ROWS
+from jaxllm.runner.drafter import Drafter
 from pallas_kernels.collectives import WORKSPACE_BYTES
 
 COLLECTIVE_BYTES = 1536 << 20
@@ -173,10 +175,11 @@ def memory_plan(
     weight_bytes: int | None = None,
     work_bytes: int | None = None,
     device_bytes: int | None = None,
+    drafter: Drafter | None = None,
 ) -> MemoryPlan:
     """The plan for a config with platform defaults resolved. Known byte counts replace the estimates.
 
-    device_bytes: plan for GPUs with so much memory instead of for this machine's devices.
+    drafter: its layers get caches behind the model's; weight_bytes counts its weights and states. device_bytes: plan for GPUs with so much memory instead of for this machine's devices.
     """
     tensor_parallel = config.parallel.tensor_parallel_size
     on_gpu = device_bytes is not None or jax.default_backend() != "cpu"
@@ -187,9 +190,10 @@ def memory_plan(
     if weight_bytes is None:
         weight_bytes = build.weight_bytes(model) // tensor_parallel
     if work_bytes is None:
-        work_bytes = estimate_work_bytes(config, model)
+        work_bytes = estimate_work_bytes(config, model, width=1 if drafter is None else 1 + drafter.num_drafts)
+    specs = cache_specs(model, disable_windows=config.cache.disable_hybrid_kv_cache_manager)
     cache = cache_layout(
-        cache_specs(model, disable_windows=config.cache.disable_hybrid_kv_cache_manager),
+        specs if drafter is None else (*specs, *drafter.cache_specs),
         block_size=config.cache.block_size,
         max_step_tokens=config.scheduler.max_num_batched_tokens or 0,
     )
@@ -255,8 +259,8 @@ def countable_blocks(num_blocks: int, values_per_block: int, itemsize: int) -> i
     return num_blocks
 
 
-def estimate_work_bytes(config: EngineConfig, model: ModelConfig) -> int:
-    """Temporary memory of the largest step, a little too much rather than too little."""
+def estimate_work_bytes(config: EngineConfig, model: ModelConfig, *, width: int = 1) -> int:
+    """Temporary memory of the largest step, a little too much rather than too little. width: most tokens that a row samples."""
     scheduler, size = config.scheduler, config.parallel.tensor_parallel_size
     assert scheduler.max_num_batched_tokens is not None and scheduler.max_num_seqs is not None
     itemsize = jnp.dtype(model.dtype).itemsize
@@ -267,7 +271,8 @@ def estimate_work_bytes(config: EngineConfig, model: ModelConfig) -> int:
         widened = (
             max(3 * part.routing.num_experts * part.width for part in model.mixtures) * model.hidden_size * itemsize // size
         )
-    sampling = 6 * 4 * scheduler.max_num_seqs * model.vocab_size
+    max_rows = scheduler.max_num_seqs
+    sampling = 6 * 4 * max(max_rows, min(max_rows, MAX_DRAFT_ROWS) * width) * model.vocab_size
     rows = (spec.bytes_per_row for spec in cache_specs(model) if isinstance(spec, RowState))
     states = 3 * scheduler.max_num_seqs * max(rows, default=0) // size  # of one layer: gathered, changed and scattered
     return int(1.25 * (scheduler.max_num_batched_tokens * per_token * itemsize + sampling + states)) + widened + (64 << 20)

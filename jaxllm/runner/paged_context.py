@@ -35,8 +35,8 @@ class PagedContext:
     query_start_R1: jax.Array
     kv_length_R: jax.Array
     rows: StateRows
-    is_decode: bool
-    """Token i is the only token of row i."""
+    num_queries: int | None
+    """Tokens of each row, in a step where every row has as many; None: any mix."""
     kernels: Kernels
 
     def __call__(
@@ -63,7 +63,7 @@ class PagedContext:
             self.kv_length_R,
             table.slot_T,
             sinks_KG,
-            is_decode=self.is_decode,
+            num_queries=self.num_queries,
             kernels=self.kernels,
             scale=scale,
             window=window,
@@ -84,7 +84,7 @@ class PagedContext:
             self.query_start_R1,
             self.kv_length_R,
             table.slot_T,
-            is_decode=self.is_decode,
+            num_queries=self.num_queries,
             kernels=self.kernels,
             scale=scale,
         )
@@ -105,7 +105,7 @@ class PagedContext:
         return place, self.tables[place.group]
 
 
-@partial(jax.jit, static_argnames=("is_decode", "kernels", "scale", "window", "soft_cap"))
+@partial(jax.jit, static_argnames=("num_queries", "kernels", "scale", "window", "soft_cap"))
 def _write_and_attend(
     projection: Projection,
     k_pages_PKSH: jax.Array,
@@ -116,7 +116,7 @@ def _write_and_attend(
     slot_T: jax.Array,
     sinks_KG: jax.Array | None,
     *,
-    is_decode: bool,
+    num_queries: int | None,
     kernels: Kernels,
     scale: float,
     window: int | None,
@@ -144,8 +144,8 @@ def _write_and_attend(
         implementation=kernels.rope_cache_write,
         interpret=kernels.interpret,
     )
-    if is_decode:
-        attention = partial(paged_decode, q_TKGH, k_pages, v_pages, page_table_RB, kv_length_R)
+    if num_queries is not None:
+        attention = partial(paged_decode, q_TKGH, k_pages, v_pages, page_table_RB, kv_length_R, num_queries=num_queries)
     else:
         attention = partial(paged_attention, q_TKGH, k_pages, v_pages, page_table_RB, query_start_R1, kv_length_R)
     out = attention(
@@ -161,7 +161,7 @@ def _write_and_attend(
     return out, k_pages, v_pages
 
 
-@partial(jax.jit, static_argnames=("is_decode", "kernels", "scale"))
+@partial(jax.jit, static_argnames=("num_queries", "kernels", "scale"))
 def _write_and_attend_to_latents(
     projection: LatentProjection,
     pages_P1SC: jax.Array,
@@ -170,7 +170,7 @@ def _write_and_attend_to_latents(
     kv_length_R: jax.Array,
     slot_T: jax.Array,
     *,
-    is_decode: bool,
+    num_queries: int | None,
     kernels: Kernels,
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
@@ -188,11 +188,13 @@ def _write_and_attend_to_latents(
         **kernel,
     )
     key_NPL, value_NVL = projection.key_NPL, projection.value_NVL
-    if not is_decode:
+    if num_queries is None:
         out_TNV = mla_attention.latent_attention(
             tokens, pages_P1SC, page_table_RB, query_start_R1, kv_length_R, key_NPL, value_NVL, scale=scale, **kernel
         )
         return out_TNV, pages_P1SC
     q_TNL = mla_attention.absorb(tokens.q_TNP, key_NPL)
-    sum_TNL = mla_attention.latent_decode(q_TNL, tokens.q_TNE, pages_P1SC, page_table_RB, kv_length_R, scale=scale, **kernel)
+    sum_TNL = mla_attention.latent_decode(
+        q_TNL, tokens.q_TNE, pages_P1SC, page_table_RB, kv_length_R, num_queries=num_queries, scale=scale, **kernel
+    )
     return mla_attention.values_of(sum_TNL, value_NVL), pages_P1SC

@@ -10,8 +10,9 @@ _SHORTEST = 1e-12
 
 
 def pool(source_XD: jax.Array, request_RC: jax.Array) -> jax.Array:
-    """Float32 [R, D]: row `index` of the source, divided by `divisor`; zero from column `width` on; of length 1 if `normalize`."""
+    """Float32 [R, D]: row `index` of the source ([X, D], or [X, W, D] as hidden_NWD), divided by `divisor`; zero from column `width` on; of length 1 if `normalize`."""
     index_R, divisor_R, width_R, normalize_R = request_RC.T
+    source_XD = source_XD[:, 0] if source_XD.ndim == 3 else source_XD  # the last token of each row comes first
     vector_RD = source_XD[index_R].astype(jnp.float32) / jnp.maximum(divisor_R, 1)[:, None].astype(jnp.float32)
     vector_RD = jnp.where(jnp.arange(vector_RD.shape[1]) < width_R[:, None], vector_RD, 0.0)
     length_R1 = jnp.sqrt(jnp.sum(vector_RD * vector_RD, axis=1, keepdims=True))

@@ -24,6 +24,8 @@ from jaxllm.runner.consumers import Hidden, HiddenConsumer, PendingPart
 from jaxllm.runner.consumers.pooling import Pooling
 from jaxllm.runner.consumers.prompt_logprobs import PromptLogprobs
 from jaxllm.runner.consumers.sampling import PendingTokens, Sampling
+from jaxllm.runner.draft_step import DraftFunctions
+from jaxllm.runner.drafter import Drafter
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.launcher import Launcher
 from jaxllm.runner.layout import StepLayout, padded
@@ -33,9 +35,9 @@ from jaxllm.runner.peers import Peers
 from jaxllm.runner.pending import LaunchingStep, PendingStep
 from jaxllm.runner.program_store import ProgramStore
 from jaxllm.runner.programs import Programs
-from jaxllm.runner.rows import NO_DECODE, LogprobsKind, Rows
-from jaxllm.runner.step import Caches, RowArrays, Scores, StepFunctions
-from jaxllm.runner.step_programs import UPDATES_PER_WRITE, ProgramKey, StepPrograms
+from jaxllm.runner.rows import NO_DECODE, LogprobsKind, Row, Rows
+from jaxllm.runner.step import Caches, Params, RowArrays, Scores, StepFunctions
+from jaxllm.runner.step_programs import TOKENS_PER_SHOW, UPDATES_PER_WRITE, ProgramKey, StepPrograms
 from jaxllm.sampling.variants import Variant
 from jaxllm.scheduler_output import SchedulerOutput
 from jaxllm.start_times import StartTimes
@@ -52,6 +54,18 @@ the buffer of any decode."""
 MAX_THREAD_ROWS = 64
 """A thread launches steps of at most this many requests: a launch takes the host longer than planning and reading such a step,
 and on a small model longer than the device. With more requests, the two threads would contend for the interpreter."""
+
+
+class _Weights:
+    """The weights of a model, as the flat tuple of arrays that programs take."""
+
+    def __init__(self, model: nnx.Module, mesh: Mesh):
+        self._graphdef = nnx.graphdef(model)
+        self.shapes, self.structure = jax.tree.flatten(abstract_state(model, mesh))
+
+    def merge(self, part: slice, params: Params) -> Any:
+        """The model with its part of the weights of all models."""
+        return nnx.merge(self._graphdef, jax.tree.unflatten(self.structure, params[part]))
 
 
 @dataclass(frozen=True)
@@ -76,23 +90,25 @@ class ModelRunner:
         kernels: Kernels,
         processors: tuple[Any, ...] = (),
         *,
+        drafter: Drafter | None = None,
         store: ProgramStore | None = None,
         times: StartTimes | None = None,
     ):
         on_gpu = jax.default_backend() != "cpu"
         max_rows, threads = config.scheduler.max_num_seqs, config.compile.compile_threads
         assert max_rows is not None and threads is not None, "platform defaults are resolved before the runner is made"
-        graphdef = nnx.graphdef(model)
-        # Programs need shapes only, so they compile while the weights load.
-        shapes, structure = jax.tree.flatten(abstract_state(model, mesh))
-        self._weights_structure = structure
+        # Programs need shapes only, so they compile while the weights load. Weights are flattened once: walking the module tree in
+        # each step would cost milliseconds.
+        models = [model] if drafter is None or drafter.model is None else [model, drafter.model]
+        self._weights = [_Weights(part, mesh) for part in models]
+        first = [sum(len(part.shapes) for part in self._weights[:index]) for index in range(len(models) + 1)]
+        merges = [partial(part.merge, slice(*first[i : i + 2])) for i, part in enumerate(self._weights)]
         self.params: tuple[jax.Array, ...] = ()
         vocab_size, max_logprobs = model_config.vocab_size, config.model.max_logprobs
         # What was drawn from is known to full sampling alone. And no GPU has run the other programs with logprobs yet.
         full_logprobs = config.model.logprobs_mode.startswith("processed") or on_gpu
         functions = StepFunctions(
-            # Flattened once: walking the module tree in each step would cost milliseconds.
-            merge=lambda params: nnx.merge(graphdef, jax.tree.unflatten(structure, params)),
+            merge=merges[0],
             shards=make_shards(mesh),
             cache=plan.cache,
             max_rows=max_rows,
@@ -100,8 +116,10 @@ class ModelRunner:
             num_logprobs=vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size),
             logprobs_mode=config.model.logprobs_mode,
             processors=processors,
+            drafting=None if drafter is None else DraftFunctions(drafter, merges[1:], model_config.num_layers),
         )
-        self.buckets = Buckets.choose(config, on_gpu=on_gpu)
+        num_drafts = 0 if drafter is None else drafter.num_drafts
+        self.buckets = Buckets.choose(config, on_gpu=on_gpu, num_drafts=num_drafts)
         max_blocks = -(-plan.max_model_len // plan.block_size)
         self.sampling = Sampling(
             self,
@@ -111,19 +129,24 @@ class ModelRunner:
             processors=processors,
         )
         self.rows = Rows(max_rows, full_logprobs=full_logprobs)
-        self.batches = BatchBuilder(
-            self.rows, self.buckets, block_size=plan.block_size, max_blocks=max_blocks, num_groups=len(plan.cache.groups)
-        )
         self.shapes = StepPrograms(
             functions=functions,
             buckets=self.buckets,
             model=model_config,
             mesh=mesh,
-            params=tuple(shapes),
+            params=tuple(shape for part in self._weights for shape in part.shapes),
             num_blocks=plan.num_blocks,
             max_blocks=max_blocks,
             make_state=self.sampling.new_state,
             full_logprobs=full_logprobs,
+        )
+        self.batches = BatchBuilder(
+            self.rows,
+            self.buckets,
+            block_size=plan.block_size,
+            max_blocks=max_blocks,
+            num_groups=len(plan.cache.groups),
+            num_updates=self.shapes.num_updates,
         )
         self.times = times or StartTimes()
         self.store = store
@@ -145,6 +168,7 @@ class ModelRunner:
         self._on_gpu, self._on_one_gpu = on_gpu, on_gpu and mesh.size == 1
         # On a CPU, launches are too cheap for a thread.
         self._launcher = Launcher() if on_gpu else None
+        self._cost_of_drafts: dict[int, float] = {}
         self.num_steps = 0
         self.dispatch_seconds = 0.0
         """Total host time of all `dispatch` calls, in seconds."""
@@ -175,10 +199,13 @@ class ModelRunner:
             return 0  # this backend does not report it
         return int(sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes)
 
-    def set_weights(self, weights: nnx.State) -> None:
-        """Set the weights, with the shapes and placement that the model declares."""
-        leaves, structure = jax.tree.flatten(weights)
-        assert structure == self._weights_structure, "weights of another model"  # type: ignore[operator]
+    def set_weights(self, *weights: nnx.State) -> None:
+        """Set the weights of the model and of its drafter, if that has any, with the shapes and placement that they declare."""
+        leaves: list[jax.Array] = []
+        for state, expected in zip(weights, self._weights, strict=True):
+            found, structure = jax.tree.flatten(state)
+            assert structure == expected.structure, "weights of another model"
+            leaves += found
         for found, wanted in zip(leaves, self.shapes.params, strict=True):
             same = found.shape == wanted.shape and found.dtype == wanted.dtype
             assert same and found.sharding.is_equivalent_to(wanted.sharding, found.ndim), "a weight of another shape or place"
@@ -271,6 +298,10 @@ class ModelRunner:
             self._peers.note(key for key in keys if self.shapes.uses_peers(key))
         self.programs.is_warm = True
 
+    def cost_of_drafts(self, num_rows: int) -> float:
+        """How many times as long a step of so many rows takes with drafts as without, as measured while warming up; 1 if it was not."""
+        return self._cost_of_drafts.get(self.buckets.fit_decode(num_rows), 1.0)
+
     def _run_on_nothing(self, keys: Sequence[ProgramKey]) -> None:
         """Run programs on empty steps, which write nothing but trash, and wait until they are done."""
         for key in keys:
@@ -280,9 +311,13 @@ class ModelRunner:
                 buffer = self._send(layout, self.batches.empty(layout))
                 self.caches, self.row_arrays, *_ = program(self.params, self.caches, self.row_arrays, buffer, self.workspace)
             if key.kind == "sample" and key.variant < Variant.MASKED:
-                hidden_ND, columns_NC = self.put(self.shapes.nothing_to_sample())
+                hidden_NWD, columns_NC = self.put(self.shapes.nothing_to_sample())
                 self.row_arrays, *_ = program(
-                    self.params, self.row_arrays, hidden_ND, columns_NC, None, None, None, self.workspace
+                    self.params, self.row_arrays, hidden_NWD, columns_NC, None, None, None, self.workspace
+                )
+            if key.kind == "propose":
+                self.caches, self.row_arrays = program(
+                    self.params, self.caches, self.row_arrays, *self.put(self.shapes.nothing_to_propose(key)), self.workspace
                 )
         jax.block_until_ready((self.row_arrays, self.caches))
 
@@ -393,16 +428,18 @@ class ModelRunner:
         for row in batch.admitted:
             if row.needs_state:
                 self.sampling.admit(row, errors)
+            if self.shapes.shows_history and row.data.num_computed_tokens:
+                self._show(row)
         return errors
 
     def _decode(self, batch: Batch) -> PendingStep:
         errors = self._prepare(batch)
-        program = self.program(ProgramKey("decode", batch.layout.num_rows, batch.variant))
-        self.caches, self.row_arrays, token_R = program(
+        program = self.program(ProgramKey("decode", batch.layout.num_rows, batch.variant, width=batch.width))
+        self.caches, self.row_arrays, drawn = program(
             self.params, self.caches, self.row_arrays, self._send(batch.layout, batch.buffer), self.workspace
         )
         parts = [consumer.launch(work, None) for consumer, work in self._select(batch)]
-        return PendingStep(token_R, [PendingTokens(batch.sampled, token_R, Scores(None, None)), *parts], errors)
+        return PendingStep(drawn, [PendingTokens(batch.sampled, drawn, Scores(None, None)), *parts], errors)
 
     def _forward(self, batch: Batch) -> _Forward:
         work = self._select(batch)
@@ -411,7 +448,10 @@ class ModelRunner:
         expected += [key for consumer, part in work for key in consumer.keys(part, batch.layout.num_tokens)]
         if batch.sampled and batch.variant < NO_DECODE and batch.logprobs == LogprobsKind.NONE:
             # The next step's program, unless other requests arrive.
-            expected.append(ProgramKey("decode", self.buckets.fit_decode(len(batch.sampled)), batch.variant))
+            num_rows, width = self.buckets.fit_decode(len(batch.sampled)), self._propose_width(batch)
+            expected.append(ProgramKey("decode", num_rows, batch.variant, width=width))
+        if self.shapes.functions.drafting is not None:
+            expected.append(self._propose_key(batch))
         self.programs.expect(expected)
         errors = self._prepare(batch)
         forward = self.program(forward_key)
@@ -426,10 +466,31 @@ class ModelRunner:
         return [(consumer, work) for consumer in self.consumers if (work := consumer.select(batch.chunks))]
 
     def _sample(self, batch: Batch, forward: _Forward, mask_RW: np.ndarray | None) -> PendingStep:
-        if not batch.sampled:
-            return PendingStep(forward.hidden.columns_NC, forward.parts, forward.errors)
-        tokens = self.sampling.launch(batch, forward.hidden, mask_RW)
-        return PendingStep(tokens.token_R, [tokens, *forward.parts], forward.errors)
+        hidden = forward.hidden
+        tokens = [self.sampling.launch(batch, hidden, mask_RW)] if batch.sampled else []
+        if hidden.for_drafter is not None:
+            token_ids_T, features = hidden.for_drafter
+            self.caches, self.row_arrays = self.program(self._propose_key(batch))(
+                self.params,
+                self.caches,
+                self.row_arrays,
+                hidden.hidden_TD,
+                hidden.columns_NC,
+                token_ids_T,
+                features,
+                self.workspace,
+            )
+        return PendingStep(
+            tokens[0].drawn if tokens else hidden.columns_NC, [*tokens, *forward.parts], forward.errors
+        )
+
+    def _propose_key(self, batch: Batch) -> ProgramKey:
+        """The program that shows a step to the drafter."""
+        variant = min(batch.variant, Variant.RANDOM)
+        return ProgramKey("propose", batch.layout.num_tokens, variant, width=self._propose_width(batch))
+
+    def _propose_width(self, batch: Batch) -> int:
+        return self.buckets.widths[-1] if batch.proposes else 1
 
     def _write_blocks(self, index: np.ndarray, block: np.ndarray) -> None:
         program = self.program(ProgramKey("write_blocks"))
@@ -437,6 +498,15 @@ class ModelRunner:
             part = slice(first, first + UPDATES_PER_WRITE)
             arrays = padded(index[part], block[part], UPDATES_PER_WRITE, padding=np.iinfo(np.int32).max)
             self.row_arrays = program(self.row_arrays, self.put(arrays))
+
+    def _show(self, row: Row) -> None:
+        """Show the cached prefix of a request to the drafter."""
+        program, token_ids = self.program(ProgramKey("show")), row.data.token_ids
+        for first in range(0, row.data.num_computed_tokens, TOKENS_PER_SHOW):
+            part = token_ids[first : min(first + TOKENS_PER_SHOW, row.data.num_computed_tokens)]
+            tokens = np.full(TOKENS_PER_SHOW, -1, np.int32)
+            tokens[: len(part)] = part
+            self.row_arrays = program(self.row_arrays, *self.put((np.array([row.index, first], np.int32), tokens)))
 
     def _send(self, layout: StepLayout, buffer: np.ndarray) -> Any:
         """A step's buffer in the form that its program takes."""

@@ -1,20 +1,20 @@
 """The compiled step: stateless functions from weights, caches, rows and a step's buffer to new caches, rows and tokens."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxllm.cache_spec import CacheLayout
-from jaxllm.layers.row_states import StateRows
-from jaxllm.layers.step import Step, choose_experts, compute_experts, gated_delta
+from jaxllm.layers.step import Step
 from jaxllm.parallel.shards import PEERS_LOST, Shards
+from jaxllm.runner.draft_step import DraftFunctions
+from jaxllm.runner.drafts import DraftRows, accept, continues, note_computed, resolve_starts
 from jaxllm.runner.kernels import Kernels
-from jaxllm.runner.layout import FROM_ROW, Column, StepLayout, StepViews
-from jaxllm.runner.paged_context import GroupTable, PagedContext
+from jaxllm.runner.layout import Column, StepLayout, StepViews
+from jaxllm.runner.places import Places, device_tokens, each_draw, first_of_each, locate, locate_decode, make_step
 from jaxllm.runner.rows import LogprobsKind
 from jaxllm.sampling.columns import unpack_columns
 from jaxllm.sampling.logprobs import named_logprobs, top_logprobs
@@ -33,19 +33,8 @@ class RowArrays(NamedTuple):
     last_token_N: jax.Array
     block_table_NB: jax.Array
     """The block tables of all groups of layers, side by side."""
-
-
-class Tokens(NamedTuple):
-    """The tokens of a step with their rows, positions and places in the cache."""
-
-    token_ids_T: jax.Array
-    position_T: jax.Array
-    is_real_T: jax.Array
-    tables: tuple[GroupTable, ...]
-    """By group of layers."""
-    query_start_R1: jax.Array
-    kv_length_R: jax.Array
-    rows: StateRows
+    drafts: DraftRows | None = None
+    """None without a drafter."""
 
 
 class Logprobs(NamedTuple):
@@ -81,6 +70,8 @@ class StepFunctions:
     """Number of likeliest tokens reported beside the sampled one."""
     logprobs_mode: str
     processors: tuple[Any, ...] = ()
+    drafting: DraftFunctions | None = None
+    """What proposes drafts; None without."""
 
     def forward(
         self,
@@ -90,95 +81,193 @@ class StepFunctions:
         rows: RowArrays,
         buffer: jax.Array,
         workspace: jax.Array | None,
-    ) -> tuple[Caches, RowArrays, jax.Array, jax.Array, jax.Array]:
-        """Run the model over a mixed step. Returns caches, rows, hidden_TD, and for sampling hidden_ND and columns_NC (N = max_rows)."""
+    ) -> tuple[Any, ...]:
+        """Run the model over a mixed step. Returns caches, rows, hidden_TD, and for sampling hidden_NWD and columns_NC (N = max_rows,
+        W the most tokens that a row may sample); with a drafter also what `propose` takes of the step."""
         shards = self.shards.through(workspace)
         views = layout.views(shards.of_first(buffer))
         rows = _update_block_table(rows, views)
-        tokens = _locate_tokens(rows, views, self.cache)
-        hidden_TD, caches = self._run_model(params, caches, tokens, shards, is_decode=False)
+        columns_RC = resolve_starts(rows.drafts, views.columns_RC)
+        places = locate(rows.block_table_NB, columns_RC, layout.num_tokens, self.cache)
+        token_ids_T = device_tokens(rows.last_token_N, rows.drafts, views.token_ids_T, places)
+        step = self._step(caches, token_ids_T, places, shards)
+        hidden_TD = self.merge(params)(step)
         hidden_TD = shards.check(hidden_TD, jnp.nan)
-        last_R = jnp.maximum(tokens.query_start_R1[1:] - 1, 0)
+        drafts_R1 = columns_RC[:, Column.NUM_DRAFTS, None]
+        width = 1 if self.drafting is None else self.drafting.width
+        last_RW = places.query_start_R1[1:, None] - 1 - drafts_R1 + jnp.arange(width)
         pad = self.max_rows - layout.num_rows
-        hidden_ND = jnp.pad(hidden_TD[last_R], ((0, pad), (0, 0)))
+        hidden_NWD = jnp.pad(hidden_TD[jnp.clip(last_RW, 0, layout.num_tokens - 1)], ((0, pad), (0, 0), (0, 0)))
         # Padding rows, including those beyond this layout, point to the trash row.
-        columns_NC = jnp.pad(views.columns_RC, ((0, pad), (0, 0)))
+        columns_NC = jnp.pad(columns_RC, ((0, pad), (0, 0)))
         columns_NC = columns_NC.at[layout.num_rows :, Column.TOKEN_ROW].set(self.max_rows)
-        return caches, rows, hidden_TD, hidden_ND, columns_NC
+        caches = tuple(step.attend.caches)
+        if self.drafting is None:
+            return caches, rows, hidden_TD, hidden_NWD, columns_NC
+        rows = rows._replace(drafts=note_computed(rows.drafts, columns_RC))
+        return caches, rows, hidden_TD, hidden_NWD, columns_NC, (token_ids_T, self.drafting.features(step))
 
     def decode(
         self,
         layout: StepLayout,
         variant: Variant,
+        width: int,
         params: Params,
         caches: Caches,
         rows: RowArrays,
         buffer: jax.Array,
         workspace: jax.Array | None,
     ) -> tuple[Caches, RowArrays, jax.Array]:
-        """Run the model and sample one token for every row, in one program. Returns caches, rows and the tokens."""
+        """Run the model and sample for every row, in one program. Returns caches, rows and the tokens [R], or with a drafter
+        `DrawnTokens`; a row has then up to `width` tokens, drafts included, and gets drafts for its next step if width > 1."""
         shards = self.shards.through(workspace)
         views = layout.views(shards.of_first(buffer))
         rows = _update_block_table(rows, views)
-        tokens = _locate_decode_tokens(rows, views, self.cache)
-        hidden_RD, caches = self._run_model(params, caches, tokens, shards, is_decode=True)
-        logits_RV = self.merge(params).logits(hidden_RD, shards)
-        token_R = shards.check(self._draw_shared(variant, logits_RV, views.columns_RC, shards), PEERS_LOST)
-        return caches, _store_tokens(rows, views.columns_RC, token_R), token_R
+        columns_RC = resolve_starts(rows.drafts, views.columns_RC)
+        places = locate_decode(rows.block_table_NB, columns_RC, width, self.cache)
+        known_T = views.token_ids_T if width == 1 else first_of_each(views.token_ids_T, width)
+        token_ids_T = device_tokens(rows.last_token_N, rows.drafts, known_T, places)
+        step = self._step(caches, token_ids_T, places, shards)
+        hidden_TD = self.merge(params)(step)
+        logits_TV = self.merge(params).logits(hidden_TD, shards)
+        token_T = self.draw_shared(variant, logits_TV, each_draw(columns_RC, width), shards)
+        token_T = shards.check(token_T, PEERS_LOST)
+        caches = tuple(step.attend.caches)
+        if self.drafting is None:
+            return caches, _store_tokens(rows, columns_RC, token_T), token_T
+        rows, drawn_RW = self._accept(rows, columns_RC, token_T, width)
+        rows, caches = self.drafting.propose(
+            self, variant, width, params, caches, rows, columns_RC, places, token_ids_T, hidden_TD,
+            self.drafting.features(step), shards,
+        )  # fmt: skip
+        return caches, rows, drawn_RW
 
     def sample(
         self,
         num_rows: int,
         variant: Variant,
         kind: LogprobsKind,
+        width: int,
         params: Params,
         rows: RowArrays,
-        hidden_ND: jax.Array,
+        hidden_NWD: jax.Array,
         columns_NC: jax.Array,
         state: SamplingState | None,
         named_ids_RI: jax.Array | None,
         mask_RW: jax.Array | None,
         workspace: jax.Array | None,
     ) -> tuple[RowArrays, jax.Array, SamplingState | None, Scores]:
-        """Sample the first `num_rows` rows after `forward`. Full sampling takes and returns its state, NAMED takes the named ids,
-        MASKED and above the mask. Tokens may be NO_TOKEN or NOT_FINITE."""
+        """Sample the first `num_rows` rows after `forward`, up to `width` tokens each. Full sampling takes and returns its state,
+        NAMED takes the named ids, MASKED and above the mask. Tokens may be NO_TOKEN or NOT_FINITE.
+
+        Tokens are [R], or with a drafter [R, W + 1] as of `decode`; scores have `width` for each row.
+        """
         columns_RC = columns_NC[:num_rows]
-        logits_RV = self.merge(params).logits(hidden_ND[:num_rows], self.shards)
+        hidden_TD = hidden_NWD[:num_rows, :width].reshape(num_rows * width, -1)
+        columns_TC = each_draw(columns_RC, width)
+        if width > 1:  # a row with a mask or named ids has the same for each of its tokens
+            mask_RW = None if mask_RW is None else jnp.repeat(mask_RW, width, axis=0)
+            named_ids_RI = None if named_ids_RI is None else jnp.repeat(named_ids_RI, width, axis=0)
+        logits_TV = self.merge(params).logits(hidden_TD, self.shards)
         peers = self.shards.through(workspace)
         if variant < Variant.FULL and kind == LogprobsKind.NONE:
             # The masked variant is compiled late, when the devices may be busy: see `uses_peers`.
             shards = peers if variant < Variant.MASKED else self.shards
-            token_R = peers.check(self._draw_shared(variant, logits_RV, columns_RC, shards, mask_RW), PEERS_LOST)
-            return _store_tokens(rows, columns_RC, token_R), token_R, state, Scores(None, None)
+            token_T = peers.check(self.draw_shared(variant, logits_TV, columns_TC, shards, mask_RW), PEERS_LOST)
+            rows, token_T = self._store(rows, columns_RC, token_T, width)
+            return rows, token_T, state, Scores(None, None)
         # Every device holds the state of all rows, so each needs all logits and samples all rows.
-        logits_RV = raw_RV = scored_RV = self.shards.all_columns(logits_RV)
+        logits_TV = raw_TV = scored_TV = self.shards.all_columns(logits_TV)
         if variant >= Variant.MASKED:
             assert mask_RW is not None, "masked sampling needs a mask"
-            logits_RV = apply_mask(logits_RV, mask_RW)
+            logits_TV = apply_mask(logits_TV, mask_RW)
         if variant == Variant.FULL:
             assert state is not None, "full sampling needs its state"
-            sampling = unpack_columns(columns_RC[:, Column.SAMPLING :])
+            token_T, state, processed_TV = self._draw_full(logits_TV, rows, columns_RC, columns_TC, state, width)
+            if self.logprobs_mode.startswith("processed"):
+                scored_TV = processed_TV
+        else:
+            token_T = self._draw(variant, logits_TV, columns_TC)
+        token_T = peers.check(mark_not_finite(token_T, logit_of(token_T, raw_TV)), PEERS_LOST)
+        top = named = None
+        if kind >= LogprobsKind.TOP:
+            top = self._top(scored_TV, token_T)
+        if kind == LogprobsKind.NAMED:
+            assert named_ids_RI is not None
+            named = Logprobs(*named_logprobs(scored_TV, token_T, named_ids_RI, normalize=self._normalize))
+        rows, token_T = self._store(rows, columns_RC, token_T, width)
+        return rows, token_T, state, Scores(top, named)
+
+    def propose(
+        self,
+        num_tokens: int,
+        variant: Variant,
+        width: int,
+        params: Params,
+        caches: Caches,
+        rows: RowArrays,
+        hidden_TD: jax.Array,
+        columns_NC: jax.Array,
+        token_ids_T: jax.Array,
+        features: tuple[jax.Array, ...],
+        workspace: jax.Array | None,
+    ) -> tuple[Caches, RowArrays]:
+        """After `forward` and `sample`: show the step to the drafter, which proposes drafts for the next one if width > 1."""
+        assert self.drafting is not None
+        shards = self.shards.through(workspace)
+        columns_RC = columns_NC[: min(num_tokens, self.max_rows)]
+        places = locate(rows.block_table_NB, columns_RC, num_tokens, self.cache)
+        rows, caches = self.drafting.propose(
+            self, variant, width, params, caches, rows, columns_RC, places, token_ids_T, hidden_TD, features, shards
+        )
+        return caches, rows
+
+    def _draw_full(
+        self,
+        logits_TV: jax.Array,
+        rows: RowArrays,
+        columns_RC: jax.Array,
+        columns_TC: jax.Array,
+        state: SamplingState,
+        width: int,
+    ) -> tuple[jax.Array, SamplingState, jax.Array]:
+        """Full sampling, which depends on the tokens before: the tokens of a row are drawn one after the other, as long as the
+        drafts are right."""
+        row_R, is_alive_R = columns_RC[:, Column.TOKEN_ROW], None
+        tokens, processed = [], []
+        for index in range(width):
+            part = slice(index, None, width)
+            sampling = unpack_columns(columns_TC[part, Column.SAMPLING :])
+            if is_alive_R is not None:
+                sampling = replace(sampling, uses_state=jnp.where(is_alive_R, sampling.uses_state, 0))
             token_R, state, processed_RV = sample_full(
-                logits_RV,
+                logits_TV[part],
                 sampling,
-                _next_position(columns_RC),
+                _next_position(columns_TC[part]),
                 state,
-                columns_RC[:, Column.TOKEN_ROW],
+                row_R,
                 self.processors,
                 **self._sampling_kernels,
             )
-            if self.logprobs_mode.startswith("processed"):
-                scored_RV = processed_RV
-        else:
-            token_R = self._draw(variant, logits_RV, columns_RC)
-        token_R = peers.check(mark_not_finite(token_R, logit_of(token_R, raw_RV)), PEERS_LOST)
-        top = named = None
-        if kind >= LogprobsKind.TOP:
-            top = self._top(scored_RV, token_R)
-        if kind == LogprobsKind.NAMED:
-            assert named_ids_RI is not None
-            named = Logprobs(*named_logprobs(scored_RV, token_R, named_ids_RI, normalize=self._normalize))
-        return _store_tokens(rows, columns_RC, token_R), token_R, state, Scores(top, named)
+            tokens.append(token_R)
+            processed.append(processed_RV)
+            if index + 1 < width:
+                is_alive_R = continues(rows.drafts, columns_RC, index, token_R, is_alive_R)
+        if width == 1:
+            return tokens[0], state, processed[0]
+        return jnp.stack(tokens, 1).reshape(-1), state, jnp.stack(processed, 1).reshape(logits_TV.shape)
+
+    def _store(self, rows: RowArrays, columns_RC: jax.Array, token_T: jax.Array, width: int) -> tuple[RowArrays, jax.Array]:
+        """Keep drawn tokens in their rows. Returns what the host reads."""
+        if self.drafting is None:
+            return _store_tokens(rows, columns_RC, token_T), token_T
+        return self._accept(rows, columns_RC, token_T, width)
+
+    def _accept(self, rows: RowArrays, columns_RC: jax.Array, token_T: jax.Array, width: int) -> tuple[RowArrays, jax.Array]:
+        """Keep the drawn tokens up to the first that a draft did not foresee. Returns what the host reads: see `accept`."""
+        assert rows.drafts is not None
+        drafts, last_R, drawn_RX = accept(rows.drafts, columns_RC, token_T.reshape(-1, width))
+        return _store_tokens(rows._replace(drafts=drafts), columns_RC, last_R), drawn_RX
 
     def prompt_logprobs(self, params: Params, hidden_TD: jax.Array, chunk_2C: jax.Array) -> Logprobs:
         """Logprobs of prompt tokens (second row of the chunk) that follow tokens of the step (first row: their index)."""
@@ -200,36 +289,11 @@ class StepFunctions:
         index_U, block_U = update_2U
         return rows._replace(block_table_NB=_set_flat(rows.block_table_NB, index_U, block_U))
 
-    def _run_model(
-        self, params: Params, caches: Caches, tokens: Tokens, shards: Shards, *, is_decode: bool
-    ) -> tuple[jax.Array, Caches]:
-        context = PagedContext(
-            caches=list(caches),
-            places=self.cache.places,
-            tables=tokens.tables,
-            query_start_R1=tokens.query_start_R1,
-            kv_length_R=tokens.kv_length_R,
-            rows=tokens.rows,
-            is_decode=is_decode,
-            kernels=self.kernels,
-        )
-        kernels = self.kernels
-        step = Step(
-            tokens.token_ids_T,
-            tokens.position_T,
-            context,
-            shards,
-            tokens.is_real_T,
-            choose_experts=partial(choose_experts, implementation=kernels.expert_choice, interpret=kernels.interpret),
-            experts=partial(compute_experts, implementation=kernels.grouped_matmul, interpret=kernels.interpret),
-            attend_to_latents=context.attend_to_latents,
-            states=context,
-            gated_delta=partial(gated_delta, implementation=kernels.gated_delta, interpret=kernels.interpret),
-        )
-        hidden_TD = self.merge(params)(step)
-        return hidden_TD, tuple(context.caches)
+    def _step(self, caches: Caches, token_ids_T: jax.Array, places: Places, shards: Shards) -> Step:
+        wanted = () if self.drafting is None else self.drafting.drafter.feature_layers
+        return make_step(list(caches), token_ids_T, places, self.cache.places, self.kernels, shards, wanted)
 
-    def _draw_shared(
+    def draw_shared(
         self,
         variant: Variant,
         logits_RV: jax.Array,
@@ -237,7 +301,7 @@ class StepFunctions:
         shards: Shards,
         mask_RW: jax.Array | None = None,
     ) -> jax.Array:
-        """A token for each row, from this device's columns of the logits: the likeliest by comparing the devices' own,
+        """int32[R]: a token for each row, from this device's columns of the logits: the likeliest by comparing the devices' own,
         a random one by the device that has the row's share of the work, with the row's whole logits."""
         if variant == Variant.GREEDY:
             own_R = self._draw(variant, logits_RV, columns_RC)
@@ -277,68 +341,3 @@ def _update_block_table(rows: RowArrays, views: StepViews[jax.Array]) -> RowArra
 
 def _store_tokens(rows: RowArrays, columns_RC: jax.Array, token_R: jax.Array) -> RowArrays:
     return rows._replace(last_token_N=rows.last_token_N.at[columns_RC[:, Column.TOKEN_ROW]].set(jnp.maximum(token_R, 0)))
-
-
-def _locate_tokens(rows: RowArrays, views: StepViews[jax.Array], cache: CacheLayout) -> Tokens:
-    """Compute the row, position and slot of each token of a ragged step."""
-    columns_RC = views.columns_RC
-    num_tokens = views.token_ids_T.shape[0]
-    start_R, count_R = columns_RC[:, Column.START], columns_RC[:, Column.NUM_TOKENS]
-    query_start_R1 = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(count_R, dtype=jnp.int32)])
-    index_T = jnp.arange(num_tokens, dtype=jnp.int32)
-    # Comparing with every row is one kernel; a binary search would be a loop, which a CUDA graph cannot contain.
-    owner_T = jnp.searchsorted(query_start_R1, index_T, side="right", method="compare_all").astype(jnp.int32) - 1
-    is_real_T = index_T < query_start_R1[-1]
-    owner_T = jnp.where(is_real_T, owner_T, 0)
-    position_T = jnp.where(is_real_T, start_R[owner_T] + index_T - query_start_R1[owner_T], 0)
-    page_tables = _by_group(rows.block_table_NB[columns_RC[:, Column.ROW]], cache)
-    pages = [page_table_RB[owner_T, position_T // cache.block_size] for page_table_RB in page_tables]
-    is_written_T = is_real_T & (position_T >= columns_RC[owner_T, Column.WRITE_FROM])
-    token_T = jnp.where(views.token_ids_T == FROM_ROW, rows.last_token_N[columns_RC[owner_T, Column.ROW]], views.token_ids_T)
-    return Tokens(
-        token_ids_T=token_T,
-        position_T=position_T,
-        is_real_T=is_real_T,
-        tables=_group_tables(page_tables, pages, position_T, is_written_T, cache),
-        query_start_R1=query_start_R1,
-        kv_length_R=jnp.where(count_R > 0, start_R + count_R, 0),
-        rows=StateRows(columns_RC[:, Column.ROW], start_R == 0, query_start_R1),
-    )
-
-
-def _locate_decode_tokens(rows: RowArrays, views: StepViews[jax.Array], cache: CacheLayout) -> Tokens:
-    """The same for a decode step, in which row i has exactly token i."""
-    columns_RC = views.columns_RC
-    num_rows = columns_RC.shape[0]
-    position_R, is_real_R = columns_RC[:, Column.START], columns_RC[:, Column.NUM_TOKENS] > 0
-    row_R = columns_RC[:, Column.ROW]
-    page_tables = _by_group(rows.block_table_NB[row_R], cache)
-    pages = [page_table_RB[jnp.arange(num_rows), position_R // cache.block_size] for page_table_RB in page_tables]
-    is_written_R = is_real_R & (position_R >= columns_RC[:, Column.WRITE_FROM])
-    return Tokens(
-        token_ids_T=jnp.where(views.token_ids_T == FROM_ROW, rows.last_token_N[row_R], views.token_ids_T),
-        position_T=position_R,
-        is_real_T=is_real_R,
-        tables=_group_tables(page_tables, pages, position_R, is_written_R, cache),
-        query_start_R1=jnp.arange(num_rows + 1, dtype=jnp.int32),
-        kv_length_R=jnp.where(is_real_R, position_R + 1, 0),
-        rows=StateRows(row_R, position_R == 0, None),
-    )
-
-
-def _by_group(block_table_RB: jax.Array, cache: CacheLayout) -> list[jax.Array]:
-    """Cut block tables into those of the groups.
-
-    One may begin with blocks that the request has freed meanwhile, and end with those of an earlier request of its row: attention
-    reads neither.
-    """
-    num_groups = len(cache.groups)
-    return jnp.split(block_table_RB, num_groups, axis=1) if num_groups > 1 else [block_table_RB]
-
-
-def _group_tables(
-    page_tables: list[jax.Array], pages: list[jax.Array], position_T: jax.Array, is_written_T: jax.Array, cache: CacheLayout
-) -> tuple[GroupTable, ...]:
-    """The page tables of the groups, with the slots of tokens that lie in these pages."""
-    slots = (jnp.where(is_written_T, page_T * cache.block_size + position_T % cache.block_size, -1) for page_T in pages)
-    return tuple(map(GroupTable, page_tables, slots))

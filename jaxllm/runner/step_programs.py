@@ -15,6 +15,7 @@ from jaxllm.cache_spec import CacheArray, CacheLayout, StateArray
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.mesh import TENSOR
 from jaxllm.runner.buckets import Buckets
+from jaxllm.runner.drafts import DraftRows
 from jaxllm.runner.layout import NUM_ROW_COLUMNS, Column, StepLayout, decode_layout, mixed_layout
 from jaxllm.runner.pooling_step import POOL_COLUMNS, add_up, pool
 from jaxllm.runner.rows import LogprobsKind
@@ -30,17 +31,21 @@ _MAX_TRITON_ROWS = 16
 """Up to here XLA may multiply with Triton kernels of its own, which for 8 rows are the fastest."""
 UPDATES_PER_WRITE = 1024
 """Block-table entries that one `write_blocks` sets."""
+TOKENS_PER_SHOW = 1024
+"""Tokens of a cached prefix that one `show` shows to the drafter."""
 PROMPT_LOGPROBS_CHUNK = 64
 """Prompt positions that one `prompt_logprobs` scores: a chunk of logits is all that is ever in memory."""
 
 
 class ProgramKey(NamedTuple):
-    """Which program. `size` is tokens for forward, prompt_logprobs and add_up, rows for decode, sample and pool."""
+    """Which program. `size` is tokens for forward, propose, prompt_logprobs and add_up, rows for decode, sample and pool."""
 
     kind: str
     size: int = 0
     variant: Variant = Variant.GREEDY
     logprobs: LogprobsKind = LogprobsKind.NONE
+    width: int = 1
+    """Tokens that a row may sample; in propose, 1 if no drafts are wanted."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,13 @@ class StepPrograms:
     @property
     def cache(self) -> CacheLayout:
         return self.functions.cache
+
+    @property
+    def num_updates(self) -> int:
+        """Most new blocks of a row in a decode, in all groups of layers."""
+        drafting = self.functions.drafting
+        most_tokens = 1 if drafting is None else drafting.width + drafting.drafter.num_lookahead
+        return len(self.cache.groups) * -(-most_tokens // self.cache.block_size + (drafting is not None))
 
     @property
     def replicated(self) -> NamedSharding:
@@ -87,10 +99,34 @@ class StepPrograms:
             return [*forward, *self._pooling_keys(), ProgramKey("write_blocks")]
         return [
             *forward,
-            *(ProgramKey("decode", size, variant) for size in reversed(buckets.decode_rows) for variant in simple),
-            *(ProgramKey("sample", size, variant) for size in reversed(buckets.sample_rows) for variant in simple),
+            *(
+                ProgramKey("decode", size, variant, width=width)
+                for size in reversed(buckets.decode_rows)
+                for variant in simple
+                for width in buckets.widths_of(size)
+            ),
+            *(
+                ProgramKey("sample", size, variant, width=width)
+                for size in reversed(buckets.sample_rows)
+                for variant in simple
+                for width in buckets.widths_of(size)
+            ),
+            *(
+                ProgramKey("propose", size, variant, width=width)
+                for size in reversed(buckets.tokens)
+                for variant in simple
+                for width in buckets.widths
+                if self.functions.drafting is not None
+            ),
+            *([ProgramKey("show")] if self.shows_history else []),
             ProgramKey("write_blocks"),
         ]
+
+    @property
+    def shows_history(self) -> bool:
+        """Whether the drafter must be shown the tokens of cached prefixes."""
+        drafting = self.functions.drafting
+        return drafting is not None and drafting.drafter.needs_history
 
     def rare_keys(self) -> list[ProgramKey]:
         """What only some requests ask for: grammars, the full sampler, logprobs, vectors."""
@@ -98,18 +134,28 @@ class StepPrograms:
         if not self.model.generates:
             return []
         return [
-            *(ProgramKey("sample", size, Variant.MASKED) for size in buckets.sample_rows),
             *(
-                ProgramKey("sample", size, variant, kind)
+                ProgramKey("sample", size, Variant.MASKED, width=width)
+                for size in buckets.sample_rows
+                for width in buckets.widths_of(size)
+            ),
+            *(
+                ProgramKey("sample", size, variant, kind, width)
                 for size in buckets.sample_rows
                 for variant in (Variant.RANDOM, Variant.MASKED)
                 for kind in (LogprobsKind.TOP, LogprobsKind.NAMED)
+                for width in buckets.widths_of(size)
                 if not self.full_logprobs
             ),
             *self._pooling_keys(),
             ProgramKey("new_state"),
             ProgramKey("admit"),
-            *(ProgramKey("sample", size, Variant.FULL, kind) for size in buckets.sample_rows for kind in LogprobsKind),
+            *(
+                ProgramKey("sample", size, Variant.FULL, kind, width)
+                for size in buckets.sample_rows
+                for kind in LogprobsKind
+                for width in buckets.widths_of(size)
+            ),
             *(ProgramKey("prompt_logprobs", size) for size in buckets.tokens),
         ]
 
@@ -128,18 +174,29 @@ class StepPrograms:
         """Whether devices wait for each other inside the program's kernels. Its first runs must then be silent
         (`Communicator.first_runs`), so those are the programs of every engine, which are there before the first request."""
         is_early = key.variant < Variant.MASKED and key.logprobs == LogprobsKind.NONE
-        return self.workspace is not None and (key.kind in ("forward", "decode") or (key.kind == "sample" and is_early))
+        return self.workspace is not None and (key.kind in ("forward", "decode", "propose") or (key.kind == "sample" and is_early))
 
     def nothing_to_sample(self) -> tuple[np.ndarray, np.ndarray]:
-        """hidden_ND and columns_NC of a step without requests."""
+        """hidden_NWD and columns_NC of a step without requests."""
         columns_NC = np.zeros((self.buckets.max_rows, NUM_ROW_COLUMNS), np.int32)
-        columns_NC[:, Column.TOKEN_ROW] = self.buckets.max_rows
-        return np.zeros((self.buckets.max_rows, self.model.hidden_size), jnp.dtype(self.model.dtype)), columns_NC
+        columns_NC[:, [Column.ROW, Column.TOKEN_ROW]] = self.buckets.max_rows
+        return np.zeros(self._sampled_shape, jnp.dtype(self.model.dtype)), columns_NC
+
+    def nothing_to_propose(self, key: ProgramKey) -> tuple[Any, ...]:
+        """What `propose` takes of a step without requests."""
+        assert self.functions.drafting is not None
+        hidden_TD = np.zeros((key.size, self.model.hidden_size), jnp.dtype(self.model.dtype))
+        features = (hidden_TD,) * len(self.functions.drafting.drafter.feature_layers)
+        return hidden_TD, self.nothing_to_sample()[1], np.zeros(key.size, np.int32), features
+
+    @property
+    def _sampled_shape(self) -> tuple[int, int, int]:
+        return self.buckets.max_rows, self.buckets.widths[-1], self.model.hidden_size
 
     def layout(self, key: ProgramKey) -> StepLayout:
         """The step buffer of a forward or decode program."""
         if key.kind == "decode":
-            return decode_layout(key.size, len(self.cache.groups))
+            return decode_layout(key.size, self.num_updates)
         return mixed_layout(key.size, self.buckets.rows_for_tokens(key.size), self.cache.block_size, len(self.cache.groups))
 
     def compiler_options(self, key: ProgramKey) -> dict[str, str | bool]:
@@ -182,25 +239,35 @@ class StepPrograms:
     def _lower_forward(self, key: ProgramKey) -> jax.stages.Lowered:
         layout, same = self.layout(key), self.replicated
         arguments = (self.params, self._caches, self.rows, self._buffer(layout), self.workspace)
-        out = (self._cache_shardings, same, same, same, same)
+        out = (self._cache_shardings, same, same, same, same, *([same] if self.functions.drafting is not None else []))
         return self._lower_on_each(partial(self.functions.forward, layout), arguments, out, donate=(1, 2))
 
     def _lower_decode(self, key: ProgramKey) -> jax.stages.Lowered:
         layout, same = self.layout(key), self.replicated
         arguments = (self.params, self._caches, self.rows, self._buffer(layout), self.workspace)
         out = (self._cache_shardings, same, same)
-        return self._lower_on_each(partial(self.functions.decode, layout, key.variant), arguments, out, donate=(1, 2))
+        return self._lower_on_each(partial(self.functions.decode, layout, key.variant, key.width), arguments, out, donate=(1, 2))
 
     def _lower_sample(self, key: ProgramKey) -> jax.stages.Lowered:
         max_rows = self.buckets.max_rows
         state = self._state if key.variant == Variant.FULL else None
         named_ids = self._ints(key.size, MAX_LOGPROB_TOKEN_IDS) if key.logprobs == LogprobsKind.NAMED else None
         mask = self._ints(key.size, num_words(self.model.padded_vocab_size)) if key.variant >= Variant.MASKED else None
-        function = partial(self.functions.sample, key.size, key.variant, key.logprobs)
-        hidden_ND = self._shape((max_rows, self.model.hidden_size), self.model.dtype)
+        function = partial(self.functions.sample, key.size, key.variant, key.logprobs, key.width)
+        hidden_NWD = self._shape(self._sampled_shape, self.model.dtype)
         columns_NC = self._ints(max_rows, NUM_ROW_COLUMNS)
-        arguments = (self.params, self.rows, hidden_ND, columns_NC, state, named_ids, mask, self.workspace)
+        arguments = (self.params, self.rows, hidden_NWD, columns_NC, state, named_ids, mask, self.workspace)
         return self._lower_on_each(function, arguments, self.replicated, donate=(1, 4))
+
+    def _lower_propose(self, key: ProgramKey) -> jax.stages.Lowered:
+        assert self.functions.drafting is not None
+        hidden_TD = self._shape((key.size, self.model.hidden_size), self.model.dtype)
+        features = (hidden_TD,) * len(self.functions.drafting.drafter.feature_layers)
+        columns_NC = self._ints(self.buckets.max_rows, NUM_ROW_COLUMNS)
+        step = (hidden_TD, columns_NC, self._ints(key.size), features)
+        arguments = (self.params, self._caches, self.rows, *step, self.workspace)
+        function = partial(self.functions.propose, key.size, key.variant, key.width)
+        return self._lower_on_each(function, arguments, (self._cache_shardings, self.replicated), donate=(1, 2))
 
     def _lower_prompt_logprobs(self, key: ProgramKey) -> jax.stages.Lowered:
         hidden_TD = self._shape((key.size, self.model.hidden_size), self.model.dtype)
@@ -209,8 +276,9 @@ class StepPrograms:
 
     def _lower_pool(self, key: ProgramKey) -> jax.stages.Lowered:
         is_mean = self.model.pooling.pooling_type == "mean"
-        source_ND = self._shape((self.buckets.max_rows, self.model.hidden_size), jnp.float32 if is_mean else self.model.dtype)
-        return jax.jit(pool, out_shardings=self.replicated).lower(source_ND, self._ints(key.size, POOL_COLUMNS))
+        sums = self._shape((self.buckets.max_rows, self.model.hidden_size), jnp.float32)
+        source = sums if is_mean else self._shape(self._sampled_shape, self.model.dtype)
+        return jax.jit(pool, out_shardings=self.replicated).lower(source, self._ints(key.size, POOL_COLUMNS))
 
     def _lower_add_up(self, key: ProgramKey) -> jax.stages.Lowered:
         num_rows, width = self.buckets.max_rows, self.model.hidden_size
@@ -221,6 +289,12 @@ class StepPrograms:
     def _lower_write_blocks(self, key: ProgramKey) -> jax.stages.Lowered:
         program = jax.jit(self.functions.write_blocks, donate_argnums=0, out_shardings=self.replicated)
         return program.lower(self.rows, self._ints(2, UPDATES_PER_WRITE))
+
+    def _lower_show(self, key: ProgramKey) -> jax.stages.Lowered:
+        drafting = self.functions.drafting
+        assert drafting is not None
+        program = jax.jit(drafting.show, donate_argnums=0, out_shardings=self.replicated)
+        return program.lower(self.rows, self._ints(2), self._ints(TOKENS_PER_SHOW))
 
     def _lower_new_state(self, key: ProgramKey) -> jax.stages.Lowered:
         return jax.jit(self.make_state, out_shardings=self.replicated).lower()
@@ -271,7 +345,16 @@ class StepPrograms:
     def rows(self) -> Any:
         num_rows = self.buckets.max_rows + 1
         table = self._ints(num_rows, len(self.cache.groups) * self.max_blocks)
-        return RowArrays(self._ints(num_rows), table)  # type: ignore[arg-type]
+        drafts = None
+        if (drafting := self.functions.drafting) is not None:
+            state = jax.eval_shape(partial(drafting.drafter.new_state, num_rows, self.max_blocks * self.cache.block_size))
+            drafts = DraftRows(
+                self._ints(num_rows),  # type: ignore[arg-type]
+                self._ints(num_rows, drafting.drafter.num_drafts),  # type: ignore[arg-type]
+                self._ints(num_rows, drafting.width),  # type: ignore[arg-type]
+                jax.tree.map(lambda x: self._shape(x.shape, x.dtype), state),
+            )
+        return RowArrays(self._ints(num_rows), table, drafts)  # type: ignore[arg-type]
 
     def _buffer(self, layout: StepLayout) -> jax.ShapeDtypeStruct:
         """A step's buffer; of devices that exchange through their memory the first has it, and gives it to the others."""

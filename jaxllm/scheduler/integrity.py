@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def check_integrity(scheduler: "Scheduler", in_flight: Iterable[list[Share]]) -> None:
     """Raise AssertionError if requests, queues, counts and blocks disagree. `in_flight`: the shares of each step in flight."""
-    scheduler.cache_manager.check_integrity(scheduler.running)
+    scheduler.cache_manager.check_integrity(scheduler.running, has_drafts=scheduler.drafts is not None)
     waiting = list(scheduler.waiting)
     assert len(waiting) == len(scheduler.waiting)
     ids = sorted(request.request_id for request in [*scheduler.running, *waiting])
@@ -22,9 +22,11 @@ def check_integrity(scheduler: "Scheduler", in_flight: Iterable[list[Share]]) ->
         f"{len(scheduler.running)} requests run, at most {scheduler.max_num_seqs} may"
     )
     samples: dict[Request, int] = {}
+    drafts: dict[Request, int] = {}
     for shares in in_flight:
-        for request, _, num_samples, _ in shares:
+        for request, num_samples, row in shares:
             samples[request] = samples.get(request, 0) + num_samples
+            drafts[request] = drafts.get(request, 0) + row.num_drafts
     for request in waiting:
         assert request.status in (RequestStatus.WAITING, RequestStatus.WAITING_FOR_GRAMMAR, RequestStatus.PREEMPTED)
         assert request.num_computed_tokens == 0
@@ -33,5 +35,6 @@ def check_integrity(scheduler: "Scheduler", in_flight: Iterable[list[Share]]) ->
     for request in [*scheduler.running, *waiting]:
         num_known = request.num_tokens + request.num_output_placeholders
         assert request.num_output_placeholders == samples.get(request, 0), "placeholders differ from the steps in flight"
+        assert request.num_drafts_in_flight == drafts.get(request, 0), "drafts differ from the steps in flight"
         assert request.num_computed_tokens <= num_known <= request.max_num_tokens, "more tokens than there may be"
         assert request.num_prompt_tokens <= request.num_tokens < request.max_num_tokens

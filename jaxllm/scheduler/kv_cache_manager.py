@@ -72,13 +72,16 @@ class KVCacheManager:
         *,
         max_step_tokens: int,
         policies: Sequence[CachePolicy] = (FULL,),
+        num_lookahead: int = 0,
     ):
-        """max_step_tokens: most tokens of a request that one step computes. policies: of each group."""
+        """max_step_tokens: most tokens of a request that one step computes. policies: of each group. num_lookahead: slots that a
+        request gets behind the tokens of a step, up to its most tokens, for a drafter to write to."""
         self.block_size = options.block_size
         self.enable_prefix_caching = bool(options.enable_prefix_caching)
         self.pool = BlockPool(num_blocks)
         self.policies = tuple(policies)
         self._max_step_tokens = max_step_tokens
+        self._num_lookahead = num_lookahead
         self._suffixes = [index.to_bytes(2, "little") if index else b"" for index in range(len(policies))]
         """What tells apart the hashes of equal tokens in different groups."""
         suffixes_of: dict[CachePolicy, list[bytes]] = {}
@@ -166,7 +169,7 @@ class KVCacheManager:
         """
         num_tokens = request.num_computed_tokens + prefix.num_computed_tokens + num_new_tokens
         table = self._tables.get(request.request_id)
-        if table is not None and num_tokens <= table.num_slots:
+        if table is not None and num_tokens + self._num_lookahead <= table.num_slots:
             # The fast path of nearly every decode: it runs for each request in each step.
             if len(request.block_hashes) > table.num_published:
                 self._publish(request, table, num_tokens)
@@ -175,9 +178,10 @@ class KVCacheManager:
             found = prefix.groups or [_GroupTable([], 0)] * len(self.policies)
             groups = [_GroupTable(group.blocks.copy(), group.num_expired) for group in found]
         else:
-            self._free_expired(table, request.num_computed_tokens)
+            self._free_expired(table, request.num_computed_tokens - request.num_drafts_in_flight)
             groups = table.groups
-        num_new = max(0, -(-num_tokens // self.block_size) - len(groups[0].blocks))
+        num_slots = num_tokens + min(self._num_lookahead, max(0, request.max_num_tokens - 1 - num_tokens))
+        num_new = max(0, -(-num_slots // self.block_size) - len(groups[0].blocks))
         num_needed = num_new * len(groups)
         if whole_sequence_must_fit:
             num_held = sum(len(group.blocks) - group.num_expired for group in groups)
@@ -241,16 +245,20 @@ class KVCacheManager:
         """Discard all cached content. Does nothing and returns False while any request holds blocks."""
         return self.pool.reset()
 
-    def check_integrity(self, requests: Collection[Request]) -> None:
-        """Raise AssertionError unless these requests have the tables, and blocks are shared only where content is equal."""
+    def check_integrity(self, requests: Collection[Request], *, has_drafts: bool = False) -> None:
+        """Raise AssertionError unless these requests have the tables, and blocks are shared only where content is equal.
+
+        has_drafts: requests may hold slots for drafts that were wrong; their next tokens take them.
+        """
         self.pool.check_integrity()
         assert self._tables.keys() == {request.request_id for request in requests}, "tables of requests that do not run"
         uses = [0] * len(self.pool.blocks)
         content: dict[int, tuple[int, bytes]] = {}
         for request in requests:
             table = self._tables[request.request_id]
-            num_blocks = -(-request.num_computed_tokens // self.block_size)
-            assert table.num_slots == num_blocks * self.block_size, "blocks differ from tokens"
+            num_blocks, num_spare = len(table.groups[0].blocks), table.num_slots - request.num_computed_tokens
+            assert table.num_slots == num_blocks * self.block_size, "slots differ from blocks"
+            assert 0 <= num_spare and (num_spare < self.block_size or has_drafts), "blocks differ from tokens"
             assert table.num_shared <= table.num_published <= len(request.block_hashes), "published blocks of unknown content"
             held = [block.block_id for group in table.groups for block in group.held]
             assert len(set(held)) == len(held), "a block twice in the tables of one request"

@@ -8,14 +8,14 @@ from jaxllm.log import logger
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import ErrorKind, Request, RequestStatus
 from jaxllm.scheduler.stop import check_stop
-from jaxllm.scheduler_output import ModelRunnerOutput, TokenLogprobs
+from jaxllm.scheduler_output import ModelRunnerOutput, RowStep, TokenLogprobs
 
 _NOT_FINITE = "the model computed NaN or infinity for this request; check its weights, or choose a dtype with a larger range"
 
-Share = tuple[Request, int, int, list[int]]
-"""One request's part of a step: the request, its number of tokens, the number of tokens that it samples (1 if the step reaches
-the end of the known tokens, else 0; a pooled vector counts as a token), its new blocks. A plain tuple, because one is made for
-every request in every step."""
+Share = tuple[Request, int, RowStep]
+"""One request's part of a step: the request, the most tokens that it may sample (0 if the step does not reach the end of its known
+tokens, else 1 and its drafts; a pooled vector counts as a token), its row. A plain tuple, because one is made for every request in
+every step."""
 
 
 def take_in(
@@ -32,8 +32,9 @@ def take_in(
     sampled_token_ids, errors = result.sampled_token_ids, result.errors
     logprobs, prompt_logprobs = result.logprobs, result.prompt_logprobs
     last_unfinished = RequestStatus.PREEMPTED
-    for request, _, num_samples, _ in shares:
+    for request, num_samples, row in shares:
         request.num_output_placeholders -= num_samples
+        request.num_drafts_in_flight -= row.num_drafts
         if request.status > last_unfinished:
             continue
         request_id = request.request_id
@@ -46,6 +47,8 @@ def take_in(
         elif result.not_finite and request_id in result.not_finite:
             new_token_ids, end = _fail(request, _NOT_FINITE, ErrorKind.NOT_FINITE)
         elif sampled := sampled_token_ids.get(request_id):
+            if len(sampled) < num_samples and request.status == RequestStatus.RUNNING:
+                request.num_computed_tokens -= num_samples - len(sampled)  # drafts that were wrong
             try:
                 new_token_ids, end = _append_until_stop(request, sampled)
                 if logprobs:

@@ -21,6 +21,7 @@ from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import ErrorKind, Request, RequestStatus
 from jaxllm.scheduler.block_hash import block_hasher
 from jaxllm.scheduler.deadlines import Deadlines, describe_expiry
+from jaxllm.scheduler.draft_control import DraftControl
 from jaxllm.scheduler.errors import PlanError, UpdateError
 from jaxllm.scheduler.integrity import check_integrity
 from jaxllm.scheduler.kv_cache_manager import CachedPrefix, KVCacheManager
@@ -28,7 +29,7 @@ from jaxllm.scheduler.limits import check_options, check_room, check_servable
 from jaxllm.scheduler.refusal import Refusal
 from jaxllm.scheduler.results import Share, last_news, take_in
 from jaxllm.scheduler.waiting_queue import make_waiting_queue
-from jaxllm.scheduler_output import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from jaxllm.scheduler_output import ModelRunnerOutput, NewRequestData, RowStep, SchedulerOutput
 from jaxllm.scheduler_stats import SchedulerStats
 
 
@@ -43,16 +44,23 @@ class Scheduler:
         num_blocks: int,
         max_model_len: int,
         policies: Sequence[CachePolicy] = (FULL,),
+        drafts: DraftControl | None = None,
     ):
-        """policies: of each group of layers that has block tables of its own."""
+        """policies: of each group of layers that has block tables of its own. drafts: how many each request gets; None: none."""
         check_options(options, max_model_len)
         assert options.max_num_seqs is not None and options.max_num_batched_tokens is not None
         self.options = options
         self.max_model_len = max_model_len
         self.max_num_seqs = options.max_num_seqs
         self.max_num_batched_tokens = options.max_num_batched_tokens
+        self.drafts = drafts
         self._new_cache_manager = partial(
-            KVCacheManager, cache, num_blocks, policies=policies, max_step_tokens=options.max_num_batched_tokens
+            KVCacheManager,
+            cache,
+            num_blocks,
+            policies=policies,
+            max_step_tokens=options.max_num_batched_tokens,
+            num_lookahead=0 if drafts is None else drafts.num_lookahead,
         )
         self.cache_manager = self._new_cache_manager()
         self.running: list[Request] = []
@@ -148,6 +156,8 @@ class Scheduler:
         self._num_not_finite += request.error_kind is ErrorKind.NOT_FINITE
         del self.requests[request.request_id]
         self._finished_ids.append(request.request_id)
+        if self.drafts is not None:
+            self.drafts.forget(request.request_id)
 
     def _drop_finished_from_running(self) -> None:
         self.running = [request for request in self.running if not request.status.is_finished]
@@ -180,16 +190,19 @@ class Scheduler:
             if self.options.long_prefill_token_threshold_adaptive:
                 cap = max(cap, self.max_num_batched_tokens // num_unfinished)
         num_preemptions = self._num_preemptions
-        shares, budget = self._schedule_running(cap)
+        most_drafts = 0
+        if self.drafts is not None:
+            most_drafts = self.drafts.most(min(len(self.running) + len(self.waiting), self.max_num_seqs))
+        shares, budget = self._schedule_running(cap, most_drafts)
         new_requests: list[NewRequestData] = []
         # A step never both preempts and admits: the admitted request would be preempted next.
         if self.waiting and budget > 0 and self._num_preemptions == num_preemptions:
             new_requests = self._schedule_waiting(shares, cap, budget)
         self._num_left_waiting = len(self.waiting)
-        return self._commit(shares, new_requests)
+        return self._commit(shares, new_requests, most_drafts)
 
-    def _schedule_running(self, cap: int) -> tuple[list[Share], int]:
-        """Returns the shares of the running requests, none above `cap` tokens, and the rest of the token budget."""
+    def _schedule_running(self, cap: int, most_drafts: int) -> tuple[list[Share], int]:
+        """Returns the shares of the running requests, none above `cap` tokens or `most_drafts` drafts, and the rest of the token budget."""
         budget = self.max_num_batched_tokens
         allocate_slots, running = self.cache_manager.allocate_slots, self.running
         run_ahead = self.options.async_scheduling
@@ -204,8 +217,15 @@ class Scheduler:
                     num_known += request.num_output_placeholders
                     if not run_ahead or num_known >= request.max_num_tokens:
                         continue  # it waits for its token, or will end with it
+                num_drafts = 0
                 num_wanted = num_known - request.num_computed_tokens
-                num_tokens = num_wanted if num_wanted == 1 else min(num_wanted, cap, budget)
+                if num_wanted > 1:
+                    num_tokens = min(num_wanted, cap, budget)
+                elif most_drafts and request.may_have_drafts:
+                    num_drafts = self._num_drafts(request, min(most_drafts, budget - 1, request.max_num_tokens - num_known - 1))
+                    num_tokens = num_wanted = 1 + num_drafts
+                else:
+                    num_tokens = 1
                 while (new_block_ids := allocate_slots(request, num_tokens)) is None:
                     victim_index = self._choose_victim()
                     victim = running.pop(victim_index)
@@ -216,11 +236,20 @@ class Scheduler:
                     if victim is request:
                         break
                 if new_block_ids is not None:
-                    shares.append((request, num_tokens, int(num_tokens == num_wanted), new_block_ids))
+                    num_samples = 1 + num_drafts if num_tokens == num_wanted else 0
+                    row = RowStep(request.request_id, request.num_computed_tokens, num_tokens, num_drafts, new_block_ids)
+                    shares.append((request, num_samples, row))
                     budget -= num_tokens
         except Exception as error:
             raise PlanError(request.request_id) from error
         return shares, budget
+
+    def _num_drafts(self, request: Request, most: int) -> int:
+        """Number of drafts that the request computes behind its last token, at most `most`."""
+        assert self.drafts is not None
+        if request.matcher is not None or (request.thinking is not None and not request.thinking.is_over):
+            return 0  # which tokens are allowed after drafts is not known yet
+        return max(0, min(most, self.drafts.of(request)))
 
     def _choose_victim(self) -> int:
         """Index in `running` of the request to preempt: the latest admitted, or the least urgent under the priority policy."""
@@ -275,7 +304,8 @@ class Scheduler:
                     break
                 self.waiting.pop()
                 new_requests.append(self._admit(request, prefix))
-                share: Share = (request, num_tokens, int(num_tokens == num_wanted), new_block_ids)
+                row = RowStep(request.request_id, prefix.num_computed_tokens, num_tokens, 0, [])
+                share: Share = (request, int(num_tokens == num_wanted), row)
                 shares.append(share)
                 budget -= num_tokens
                 num_promised += self._num_blocks_to_come(share) if whole else 0
@@ -287,7 +317,7 @@ class Scheduler:
 
     def _num_blocks_to_come(self, share: Share) -> int:
         """Number of blocks that the rest of a prompt will take after this step."""
-        request, _, num_samples, _ = share
+        request, num_samples, _ = share
         if num_samples:
             return 0
         return self.cache_manager.num_blocks_for(request.num_tokens) - self.cache_manager.num_blocks_of(request.request_id)
@@ -323,38 +353,35 @@ class Scheduler:
         request.num_computed_tokens = data.num_computed_tokens
         request.status = RequestStatus.RUNNING
 
-    def _commit(self, shares: list[Share], new_requests: list[NewRequestData]) -> SchedulerOutput:
+    def _commit(self, shares: list[Share], new_requests: list[NewRequestData], most_drafts: int) -> SchedulerOutput:
         """Build the plan and count its tokens as computed. The shares of the new requests come last."""
         num_known = len(shares) - len(new_requests)
-        known = shares[:num_known]
-        for (request, _, _, _), data in zip(shares[num_known:], new_requests, strict=True):
+        for (request, _, _), data in zip(shares[num_known:], new_requests, strict=True):
             self._note_admission(request, data)
-        cached = CachedRequestData(
-            [request.request_id for request, _, _, _ in known],
-            [new_block_ids for _, _, _, new_block_ids in known],
-            [request.num_computed_tokens for request, _, _, _ in known],
-        )
-        num_scheduled_tokens: dict[str, int] = {}
+        num_step_tokens = 0
         masked_ids: list[str] = []
-        for request, num_tokens, num_samples, _ in shares:
+        for request, num_samples, (_, _, count, num_drafts, _) in shares:
             if num_samples and _may_be_masked(request):
                 masked_ids.append(request.request_id)
-            num_scheduled_tokens[request.request_id] = num_tokens
-            request.num_computed_tokens += num_tokens
+            num_step_tokens += count
+            request.num_computed_tokens += count
             request.num_output_placeholders += num_samples
+            request.may_have_drafts = num_samples > 0 and most_drafts > 0
+            if num_drafts:
+                request.num_drafts_in_flight += num_drafts
         self._step_id += 1
         plan = SchedulerOutput(
-            scheduled_new_reqs=new_requests,
-            scheduled_cached_reqs=cached,
-            num_scheduled_tokens=num_scheduled_tokens,
-            total_num_scheduled_tokens=sum(num_scheduled_tokens.values()),
+            new_requests=new_requests,
+            rows=[row for _, _, row in shares],
+            num_tokens=num_step_tokens,
             finished_request_ids=self._finished_ids.copy(),
             preempted_request_ids=self._preempted_ids.copy(),
             step_id=self._step_id,
             masked_request_ids=tuple(masked_ids),
+            num_drafts=most_drafts,
         )
         if shares:
-            self._step_tokens.add(plan.total_num_scheduled_tokens)
+            self._step_tokens.add(num_step_tokens)
             self._in_flight[self._step_id] = shares
             self._finished_ids.clear()
             self._preempted_ids.clear()
@@ -375,7 +402,10 @@ class Scheduler:
         """
         outputs: list[EngineCoreOutput] = []
         try:
-            if take_in(self._in_flight.pop(plan.step_id, ()), result, outputs, self._finish):
+            shares = self._in_flight.pop(plan.step_id, ())
+            if self.drafts is not None:
+                self.drafts.note(shares, result)
+            if take_in(shares, result, outputs, self._finish):
                 self._drop_finished_from_running()
         except Exception as error:
             raise UpdateError(outputs) from error
@@ -394,7 +424,7 @@ class Scheduler:
                 self._preempt(self.running.pop())
             self._in_flight.clear()
             for request in self.waiting:
-                request.num_output_placeholders = 0
+                request.num_output_placeholders = request.num_drafts_in_flight = 0
         return self.cache_manager.reset_prefix_cache()
 
     def start_over(self) -> None:
@@ -415,7 +445,7 @@ class Scheduler:
                 request.status = RequestStatus.PREEMPTED
                 request.num_preemptions += 1
                 self._num_preemptions += 1
-            request.num_computed_tokens = request.num_output_placeholders = 0
+            request.num_computed_tokens = request.num_output_placeholders = request.num_drafts_in_flight = 0
             self.waiting.add(request)
 
     def limit_steps(self, divisor: int) -> None:
@@ -452,10 +482,10 @@ class Scheduler:
 
 def _withdraw(shares: list[Share], request: Request) -> int:
     """Remove a request's share, if it has one, from the step. Returns its number of tokens."""
-    for index, (sharer, num_tokens, _, _) in enumerate(shares):
+    for index, (sharer, _, row) in enumerate(shares):
         if sharer is request:
             del shares[index]
-            return num_tokens
+            return row.count
     return 0
 
 

@@ -26,7 +26,8 @@ SCALES = (0.75, 1.5)
 class Batch:
     """Rows of one query by the number of their keys, and prompts as (new tokens, keys before them). Without prompts it is a decode.
 
-    A decode row of 0 keys is padding, as a prompt of (0, 0) is; `padding` counts tokens after the last prompt.
+    A decode row of 0 keys is padding, as a prompt of (0, 0) is; `padding` counts tokens after the last prompt. Rows of a decode may
+    have a few queries each.
     """
 
     name: str
@@ -49,12 +50,16 @@ class Batch:
     has_scales: bool = False
     """Keys and values are multiplied by SCALES."""
     has_sinks: bool = False
+    num_queries: int = 1
+    """Of each row of a decode."""
     table_width: int = 0
     """Pages in a row of the table, if more than the longest row needs."""
 
     @property
     def query_lengths(self) -> list[int]:
-        singles = [1 if length or not self.prompts else 0 for length in self.decodes]
+        if not self.prompts:
+            return [self.num_queries] * len(self.decodes)
+        singles = [1 if length else 0 for length in self.decodes]
         return singles + [new for new, _ in self.prompts]
 
     @property
@@ -94,12 +99,12 @@ class Batch:
     def flops(self) -> float:
         pairs = 0
         for new, length in zip(self.query_lengths, self.kv_lengths, strict=True):
-            seen = np.arange(length - new, length) + 1
+            seen = np.maximum(np.arange(length - new, length) + 1, 0)
             pairs += int(np.minimum(seen, self.window or length).sum())
         return 4.0 * pairs * self.head_dim * self.num_kv_heads * self.num_groups
 
     def bytes(self) -> float:
-        keys = sum(min(n, self.window or n) for n in self.kv_lengths)
+        keys = sum(min(n, (self.window or n) + self.num_queries - 1) for n in self.kv_lengths)
         return 2.0 * keys * self.num_kv_heads * self.head_dim * jnp.dtype(self.cache_dtype or self.dtype).itemsize
 
 
@@ -138,7 +143,8 @@ def call(module: Any, batch: Batch, **options: Any) -> Callable[..., jax.Array]:
         named = {**batch.options, **batch.named(others), **options}
         if batch.prompts:
             return module.paged_attention(q, k, v, table, query_start, kv_length, **named)
-        return module.paged_decode(q, k, v, table, kv_length, **named)
+        several = {"num_queries": batch.num_queries} if batch.num_queries > 1 else {}
+        return module.paged_decode(q, k, v, table, kv_length, **several, **named)
 
     return run
 
@@ -189,7 +195,7 @@ def worst_error(
     rows = np.repeat(np.arange(len(batch.kv_lengths)), batch.query_lengths)
     start = np.concatenate([[0], np.cumsum(batch.query_lengths)])
     tokens = np.arange(len(rows))
-    lengths = np.array(batch.kv_lengths)[rows] - start[rows + 1] + tokens + 1
+    lengths = np.maximum(np.array(batch.kv_lengths)[rows] - start[rows + 1] + tokens + 1, 0)
     if not bool(jnp.isfinite(got).all()):
         return math.nan
     token_bytes = 8 * batch.width * batch.page_size * batch.num_kv_heads * batch.head_dim

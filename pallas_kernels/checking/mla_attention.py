@@ -97,7 +97,7 @@ def call(batch: Batch, **options: Any) -> Callable[..., jax.Array]:
 
     def decode(queries: Any, pages: Any, table: Any, _: Any, kv_length: Any) -> jax.Array:
         q, q_rotated = queries
-        return latent_decode(q, q_rotated, pages, table, kv_length, **options)
+        return latent_decode(q, q_rotated, pages, table, kv_length, num_queries=batch.num_queries, **options)
 
     def ragged(queries: Any, pages: Any, table: Any, query_start: Any, kv_length: Any, *others: Any) -> jax.Array:
         *new, key, value = others

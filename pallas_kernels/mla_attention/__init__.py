@@ -25,6 +25,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.mla_attention.products import absorb, values_of
 from pallas_kernels.mla_attention.tokens import Tokens
+from pallas_kernels.paged_attention.queries import check_rows
 from pallas_kernels.verified import is_verified
 
 __all__ = [
@@ -113,17 +114,23 @@ def latent_decode(
     kv_length_R: jax.Array,
     *,
     scale: float,
+    num_queries: int = 1,
     implementation: str | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Attention where every row has one query, its last position -> weighted sums of latents [R, N, L]; zeros for a padding row.
 
     q_RNL: queries of latents (`absorb`); of the result, `values_of` makes that of the heads.
+    num_queries: W, for a few queries of each row: see `paged_attention.paged_decode`.
     """
+    check_rows(len(q_RNL), len(page_table_RB), num_queries)
     _, num_heads, latent_dim = q_RNL.shape
     sizes = (num_heads, latent_dim, q_RNE.shape[2], 128, 128)  # a decode does not see the heads' own sizes
     module = _resolve(implementation, q_RNL.dtype, pages_P1SC, sizes, interpret)
-    return module.latent_decode(q_RNL, q_RNE, pages_P1SC, page_table_RB, kv_length_R, scale=scale, interpret=interpret)
+    options: dict[str, Any] = {"scale": scale, "interpret": interpret}
+    if num_queries > 1:
+        options["num_queries"] = num_queries
+    return module.latent_decode(q_RNL, q_RNE, pages_P1SC, page_table_RB, kv_length_R, **options)
 
 
 def supports(

@@ -24,6 +24,7 @@ from pallas_kernels import row_copies
 from pallas_kernels._compat import add_wgmma, load, load_smem, mosaic_interpret, num_cores, store, triton_call
 from pallas_kernels.paged_attention import mosaic_decode as paged
 from pallas_kernels.paged_attention.mosaic_decode import LAYOUT, LOG2E, MASKED, DecodeTiles, Item, Plan, make_plan
+from pallas_kernels.paged_attention.queries import in_parts
 from pallas_kernels.row_copies import Rows
 
 SMEM_BYTES = 227 * 1024
@@ -53,10 +54,14 @@ def latent_decode(
     kv_length_R: jax.Array,
     *,
     scale: float,
+    num_queries: int = 1,
     interpret: bool = False,
     num_workers: int | None = None,
 ) -> jax.Array:
     """num_workers: CTAs, for tests; by default as many as the device holds at once."""
+    if num_queries > 1:
+        options = {"num_queries": num_queries, "scale": scale, "interpret": interpret}
+        return in_parts(latent_decode, 1, (q_RNL, q_RNE), (pages_P1SC,), page_table_RB, kv_length_R, **options)
     num_rows, num_heads, latent_dim = q_RNL.shape
     tiles = DecodeTiles(BLOCK_K, num_stages(num_heads, pages_P1SC.shape[3], latent_dim), ctas_per_core=1)
     plan = make_plan(kv_length_R, 1, tiles, None, num_workers or num_cores())

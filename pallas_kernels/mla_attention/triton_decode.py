@@ -19,6 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels._compat import dot_f32, load, num_cores, store, triton_call
+from pallas_kernels.paged_attention.queries import in_parts
 from pallas_kernels.paged_attention.triton_decode import LOG2E, MASKED, compute_type
 from pallas_kernels.sizes import next_power_of_two
 
@@ -62,9 +63,13 @@ def latent_decode(
     kv_length_R: jax.Array,
     *,
     scale: float,
+    num_queries: int = 1,
     interpret: bool = False,
     tiles: DecodeTiles | None = None,
 ) -> jax.Array:
+    if num_queries > 1:
+        options = {"num_queries": num_queries, "scale": scale, "interpret": interpret}
+        return in_parts(latent_decode, 1, (q_RNL, q_RNE), (pages_P1SC,), page_table_RB, kv_length_R, **options)
     num_rows, num_heads, latent_dim = q_RNL.shape
     num_slots = page_table_RB.shape[1] * pages_P1SC.shape[2]
     if tiles is None:

@@ -84,9 +84,11 @@ def decode_as_paged(
     kv_length_R: jax.Array,
     *,
     scale: float,
+    num_queries: int = 1,
     interpret: bool = False,
 ) -> jax.Array:
     """A decode by an implementation of paged attention."""
     q_RNC = jnp.concatenate([q_RNL, q_RNE], axis=-1)
-    out_R1NC = module.paged_decode(q_RNC[:, None], pages_P1SC, pages_P1SC, page_table_RB, kv_length_R, scale=scale)
+    rows = (page_table_RB, kv_length_R)
+    out_R1NC = module.paged_decode(q_RNC[:, None], pages_P1SC, pages_P1SC, *rows, scale=scale, num_queries=num_queries)
     return out_R1NC[:, 0, :, : q_RNL.shape[2]]

@@ -19,6 +19,8 @@ from types import ModuleType
 import jax
 from jax.typing import ArrayLike, DTypeLike
 
+from pallas_kernels.paged_attention.queries import check_rows
+
 IMPLEMENTATIONS = {
     "reference": "pallas_kernels.paged_attention.reference",
     "xla": "pallas_kernels.paged_attention.xla",
@@ -93,11 +95,19 @@ def paged_decode(
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
     sinks_KG: jax.Array | None = None,
+    num_queries: int = 1,
     implementation: str | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """`paged_attention` where every row has one query, its last position -> out_RKGH; a padding row gives zeros."""
+    """`paged_attention` where every row has one query, its last position -> out_RKGH; a padding row gives zeros.
+
+    num_queries: W, for a few queries of each row, its last W positions: q and the result are [R * W, K, G, H], query w of row r at
+        r * W + w. A row has at least W keys, or none (padding).
+    Raises ValueError for what the implementation does not take, and if there are not W queries for each row of the page table.
+    """
+    check_rows(len(q_RKGH), len(page_table_RB), num_queries)
     module = _resolve(implementation, q_RKGH, k_pages_PKSH, sinks_KG is not None, interpret)
+    several = {"num_queries": num_queries} if num_queries > 1 else {}
     return module.paged_decode(
         q_RKGH,
         k_pages_PKSH,
@@ -111,6 +121,7 @@ def paged_decode(
         v_scale=v_scale,
         sinks_KG=sinks_KG,
         interpret=interpret,
+        **several,
     )
 
 

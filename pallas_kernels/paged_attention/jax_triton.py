@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.paged_attention import triton_decode, triton_prefill
+from pallas_kernels.paged_attention.queries import in_parts
 from pallas_kernels.paged_attention.tiles import make_tiles
 from pallas_kernels.paged_attention.triton_decode import LOG2E
 from pallas_kernels.sizes import next_power_of_two
@@ -71,12 +72,17 @@ def paged_decode(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    num_queries: int = 1,
     interpret: bool = False,
     tiles: triton_decode.DecodeTiles | None = None,
     **others: None,
 ) -> jax.Array:
     """Compiled for the GPU only: there is no interpreter inside JAX. others: the dispatcher's options that must be absent."""
     assert not interpret and not any(other is not None for other in others.values()), "the dispatcher refuses these"
+    if num_queries > 1:
+        options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap}
+        pages = (k_pages_PKSH, v_pages_PKSH)
+        return in_parts(paged_decode, 1, (q_RKGH,), pages, page_table_RB, kv_length_R, num_queries=num_queries, **options)
     kernels, call = _kernels()
     num_rows, num_kv_heads, num_groups, head_dim = q_RKGH.shape
     num_slots = page_table_RB.shape[1] * k_pages_PKSH.shape[2]

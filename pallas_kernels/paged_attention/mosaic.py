@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from pallas_kernels.paged_attention import mosaic_prefill, triton_prefill
+from pallas_kernels.paged_attention.queries import in_parts
 from pallas_kernels.paged_attention.ragged import by_row_length
 
 __all__ = ["paged_attention", "paged_decode", "supports"]
@@ -56,9 +57,21 @@ def paged_decode(
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
     sinks_KG: jax.Array | None = None,
+    num_queries: int = 1,
     interpret: bool = False,
 ) -> jax.Array:
     """By whichever kernel was measured faster: Mosaic's for few rows of wide heads, else that of Triton."""
+    if num_queries > 1:
+        options: dict[str, Any] = {
+            "scale": scale,
+            "window": window,
+            "soft_cap": soft_cap,
+            "k_scale": k_scale,
+            "v_scale": v_scale,
+        }
+        options |= {"sinks_KG": sinks_KG, "interpret": interpret}
+        pages = (k_pages_PKSH, v_pages_PKSH)
+        return in_parts(paged_decode, 1, (q_RKGH,), pages, page_table_RB, kv_length_R, num_queries=num_queries, **options)
     num_rows, _, _, head_dim = q_RKGH.shape
     if num_rows <= MAX_MOSAIC_DECODE_ROWS and head_dim >= 128:
         # Imported late: it needs Mosaic, and `supports` has to answer where there is none.

@@ -55,9 +55,14 @@ def paged_decode(
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
     sinks_KG: jax.Array | None = None,
+    num_queries: int = 1,
     interpret: bool = False,
 ) -> jax.Array:
     position_R = kv_length_R - 1
+    if num_queries > 1:
+        before_R = jnp.tile(num_queries - 1 - jnp.arange(num_queries, dtype=jnp.int32), len(kv_length_R))
+        position_R = jnp.maximum(jnp.repeat(position_R, num_queries) - before_R, -1)
+        page_table_RB = jnp.repeat(page_table_RB, num_queries, axis=0)
     return _attend(
         q_RKGH, k_pages_PKSH, v_pages_PKSH, page_table_RB, position_R, scale, window, soft_cap, k_scale, v_scale, sinks_KG
     )

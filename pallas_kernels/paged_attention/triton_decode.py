@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.typing import ArrayLike
 
 from pallas_kernels._compat import dot_f32, load, num_cores, store, triton_call
+from pallas_kernels.paged_attention.queries import in_parts
 from pallas_kernels.sizes import next_power_of_two
 
 LOG2E = math.log2(math.e)
@@ -71,9 +72,21 @@ def paged_decode(
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
     sinks_KG: jax.Array | None = None,
+    num_queries: int = 1,
     interpret: bool = False,
     tiles: DecodeTiles | None = None,
 ) -> jax.Array:
+    if num_queries > 1:
+        options: dict[str, Any] = {
+            "scale": scale,
+            "window": window,
+            "soft_cap": soft_cap,
+            "k_scale": k_scale,
+            "v_scale": v_scale,
+        }
+        options |= {"sinks_KG": sinks_KG, "interpret": interpret}
+        pages = (k_pages_PKSH, v_pages_PKSH)
+        return in_parts(paged_decode, 1, (q_RKGH,), pages, page_table_RB, kv_length_R, num_queries=num_queries, **options)
     num_rows, num_kv_heads, num_groups, head_dim = q_RKGH.shape
     page_size = k_pages_PKSH.shape[2]
     num_slots = page_table_RB.shape[1] * page_size

@@ -5,12 +5,15 @@ device. Decodes go through a few rows of about the same length at once, so that 
 rows times the longest. Longer queries go one tile of tokens after the other (see tiles.py), each up to its own causal limit.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
 from pallas_kernels.cache_write.bits import as_values
+from pallas_kernels.paged_attention.queries import in_parts
 from pallas_kernels.paged_attention.tiles import COUNT, POSITION, ROW, TOKEN, make_tiles
 
 MASKED = -1e30  # finite, so that a wholly masked chunk gives no NaN; the first valid score wipes what it added
@@ -37,8 +40,20 @@ def paged_decode(
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
     sinks_KG: jax.Array | None = None,
+    num_queries: int = 1,
     interpret: bool = False,
 ) -> jax.Array:
+    if num_queries > 1:
+        options: dict[str, Any] = {
+            "scale": scale,
+            "window": window,
+            "soft_cap": soft_cap,
+            "k_scale": k_scale,
+            "v_scale": v_scale,
+        }
+        options |= {"sinks_KG": sinks_KG, "interpret": interpret}
+        pages = (k_pages_PKSH, v_pages_PKSH)
+        return in_parts(paged_decode, 1, (q_RKGH,), pages, page_table_RB, kv_length_R, num_queries=num_queries, **options)
     num_rows = q_RKGH.shape[0]
     group = min(GROUP_ROWS, num_rows)
     chunk_pages = _chunk_pages(DECODE_CHUNK_BYTES // group, k_pages_PKSH, page_table_RB.shape[1])

@@ -175,7 +175,7 @@ def steps_that_saw_the_end(core, busy, num_rounds) -> list[bool]:
     with jax.transfer_guard("disallow"):
         for _ in range(6):
             plan = scheduler.schedule()
-            if plan.total_num_scheduled_tokens:
+            if plan.num_tokens:
                 steps.append((plan, runner.dispatch(plan)))
     assert len(steps) == 6
     ready = [pending.done.is_ready() for _, pending in steps]

@@ -23,15 +23,9 @@ class FakeRunner:
     def dispatch(self, plan):
         step = sum(event[0] == "dispatch" for event in self.events)
         self.events.append(("dispatch", step))
-        starts = dict(zip(plan.scheduled_cached_reqs.request_ids, plan.scheduled_cached_reqs.num_computed_tokens, strict=True))
-        for new in plan.scheduled_new_reqs:
+        for new in plan.new_requests:
             self.known[new.request_id] = len(new.token_ids)
-            starts[new.request_id] = new.num_computed_tokens
-        sampled = {
-            request_id: [7]
-            for request_id, n in plan.num_scheduled_tokens.items()
-            if starts[request_id] + n >= self.known[request_id]
-        }
+        sampled = {row.request_id: [7] for row in plan.rows if row.start + row.count >= self.known[row.request_id]}
         return FakePending(self, step, sampled)
 
 

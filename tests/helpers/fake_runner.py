@@ -88,18 +88,16 @@ class FakeRunner:
         """Run a step."""
         for request_id in (*plan.finished_request_ids, *plan.preempted_request_ids):
             self.rows.pop(request_id, None)
-        for data in plan.scheduled_new_reqs:
+        for data in plan.new_requests:
             self._admit(data)
-        cached = plan.scheduled_cached_reqs
-        for request_id, new_ids, num_computed in zip(
-            cached.request_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
-            row = self.rows[request_id]
-            self._extend(row, new_ids)
-            assert row.num_computed == num_computed
-        order = [*cached.request_ids, *(data.request_id for data in plan.scheduled_new_reqs)]
-        assert list(plan.num_scheduled_tokens) == order
-        assert 0 < plan.total_num_scheduled_tokens == sum(plan.num_scheduled_tokens.values()) <= self.max_tokens
+        num_known = len(plan.rows) - len(plan.new_requests)
+        for planned in plan.rows[:num_known]:
+            row = self.rows[planned.request_id]
+            self._extend(row, planned.new_blocks)
+            assert row.num_computed == planned.start
+        assert [planned.request_id for planned in plan.rows[num_known:]] == [data.request_id for data in plan.new_requests]
+        assert len(plan.num_scheduled_tokens) == len(plan.rows)
+        assert 0 < plan.num_tokens == sum(planned.count for planned in plan.rows) <= self.max_tokens
         assert len(self.rows) <= self.max_num_seqs
         for request_id, count in plan.num_scheduled_tokens.items():
             self._write(self.rows[request_id], count)
@@ -113,7 +111,7 @@ class FakeRunner:
             elif row.num_computed == len(row.token_ids):
                 sampled[request_id] = [next_token(row.digest_at(row.num_computed - 1), self.vocab_size)]
                 row.token_ids += sampled[request_id]
-        self.num_computed_tokens += plan.total_num_scheduled_tokens
+        self.num_computed_tokens += plan.num_tokens
         return ModelRunnerOutput(sampled, pooled=pooled)
 
     def start_over(self) -> None:
@@ -179,7 +177,7 @@ class FakeEngine:
         while len(self.in_flight) < self.depth:
             plan = self.scheduler.schedule()
             self.scheduler.check_integrity()
-            if plan.total_num_scheduled_tokens == 0:
+            if plan.num_tokens == 0:
                 break
             self.plans.append(plan)
             self.in_flight.append((plan, self.runner.dispatch(plan)))

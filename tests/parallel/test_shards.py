@@ -96,7 +96,9 @@ def test_without_peers_nothing_is_checked():
 @pytest.mark.parametrize("min_tokens", [8, 10_000], ids=["two runs", "one run"])
 @pytest.mark.parametrize("name", ["llama_gqa", "qwen2"])
 def test_a_model_over_several_devices_is_the_model(name, min_tokens, monkeypatch):
-    """Also if a step's tokens are computed in two runs; the vocabulary is padded and odd biases are there (qwen2)."""
+    """Also if a step's tokens are computed in two runs; the vocabulary is padded and odd biases are there (qwen2).
+
+    From what enters a layer, the rest of the model computes the same; what leaves the last layer is normed."""
     monkeypatch.setattr(shards_module, "MIN_TOKENS_OF_TWO_RUNS", min_tokens)
     directory, length = goldens.FOLDER / name, 16
     token_ids = list(range(3, 3 + length))
@@ -108,11 +110,18 @@ def test_a_model_over_several_devices_is_the_model(name, min_tokens, monkeypatch
 
     def forward(state, token_ids_T, positions_T):
         model = nnx.merge(graph, state)
-        hidden_TD = model(Step(token_ids_T, positions_T, dense_attend(positions_T), shards))
-        return shards.all_columns(model.logits(hidden_TD, shards))
+        last = len(model.blocks)
+        step = Step(token_ids_T, positions_T, dense_attend(positions_T), shards, wanted_features=(1, last))
+        hidden_TD = model(step)
+        run = (step.features[1], model.blocks[1].attention_norm(step.features[1]))
+        ((_, again_TD),) = model.run([run], step, range(1, last))
+        return shards.all_columns(model.logits(hidden_TD, shards)), hidden_TD, again_TD, model.norm(step.features[last])
 
     specs = jax.tree.map(lambda leaf: leaf.sharding.spec, state)
     mapped = jax.shard_map(forward, mesh=mesh, in_specs=(specs, P(), P()), out_specs=P(), check_vma=False)
-    found = np.asarray(jax.jit(mapped)(state, np.array(token_ids, np.int32), np.arange(length, dtype=np.int32)))
+    ids_T, positions_T = np.array(token_ids, np.int32), np.arange(length, dtype=np.int32)
+    found, hidden, *others = map(np.asarray, jax.jit(mapped)(state, ids_T, positions_T))
+    for other in others:
+        np.testing.assert_allclose(other, hidden, atol=1e-5)
     np.testing.assert_allclose(found[:, : config.vocab_size], expected[:, : config.vocab_size], atol=2e-4)
     assert (found[:, config.vocab_size :] == -np.inf).all()

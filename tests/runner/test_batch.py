@@ -9,7 +9,7 @@ from jaxllm.runner.layout import FROM_ROW, Column, StepLayout
 from jaxllm.runner.rows import Rows
 from jaxllm.sampling.variants import Variant
 from jaxllm.sampling_params import SamplingParams
-from jaxllm.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from jaxllm.scheduler_output import NewRequestData, RowStep, SchedulerOutput
 
 BLOCK_SIZE, MAX_BLOCKS, MAX_ROWS = 16, 8, 4
 
@@ -37,8 +37,9 @@ def new(request_id, token_ids, blocks, *, computed=0, cached=None, **params):
 
 def plan(new_requests=(), cached=(), counts=None):
     """`cached` is (request_id, new_block_ids, num_computed_tokens)."""
-    ids, blocks, computed = [list(part) for part in zip(*cached, strict=True)] if cached else ([], [], [])
-    return SchedulerOutput(list(new_requests), CachedRequestData(ids, blocks, computed), counts, sum(counts.values()), [], [])
+    rows = [RowStep(request_id, start, counts[request_id], 0, blocks) for request_id, blocks, start in cached]
+    rows += [RowStep(data.request_id, data.num_computed_tokens, counts[data.request_id], 0, []) for data in new_requests]
+    return SchedulerOutput(list(new_requests), rows, sum(counts.values()), [], [])
 
 
 def test_views_cover_the_buffer_without_overlap():

@@ -41,8 +41,8 @@ def test_no_step_beyond_max_model_len():
 def test_without_it_no_step_is_planned_before_the_tokens_are_known():
     scheduler = make_scheduler(async_scheduling=False)
     scheduler.add_request(make_request("a", 10))
-    assert scheduler.schedule().total_num_scheduled_tokens == 10
-    assert scheduler.schedule().total_num_scheduled_tokens == 0
+    assert scheduler.schedule().num_tokens == 10
+    assert scheduler.schedule().num_tokens == 0
 
 
 def test_the_token_past_an_early_stop_is_dropped():
@@ -80,7 +80,7 @@ def test_an_equal_prompt_shares_blocks_that_are_still_being_computed():
     engine.scheduler.add_request(b)
     engine.depth = 3
     engine.dispatch()
-    (data,) = engine.plans[-1].scheduled_new_reqs
+    (data,) = engine.plans[-1].new_requests
     assert data.num_computed_tokens == data.num_cached_tokens == 96
     assert engine.run() == {"a": expected(a), "b": expected(b)}
 
@@ -95,7 +95,7 @@ def test_a_second_turn_computes_only_what_the_history_leaves_of_a_block(depth):
         engine.scheduler.add_request(make_request(f"turn2-{i}", request.token_ids, max_tokens=2))
     plan = engine.scheduler.schedule()
     assert plan.num_scheduled_tokens == {f"turn2-{i}": 300 % 16 for i in range(5)}
-    assert all(data.num_cached_tokens == 288 for data in plan.scheduled_new_reqs)
+    assert all(data.num_cached_tokens == 288 for data in plan.new_requests)
 
 
 def test_a_whole_block_of_history_is_found_up_to_its_last_computed_token():
@@ -123,7 +123,7 @@ def test_a_token_in_flight_at_preemption_is_delivered_once():
     known = b.num_tokens
     # Not readmitted, though it were first in line, before its token has come.
     engine.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
-    assert engine.scheduler.schedule().total_num_scheduled_tokens == 0
+    assert engine.scheduler.schedule().num_tokens == 0
     assert engine.scheduler.waiting.peek() is b
     while b.num_output_placeholders:
         engine.collect()
@@ -150,7 +150,7 @@ def test_a_preempted_request_is_not_overtaken_while_its_tokens_are_in_flight(pol
     waiting = make_request("w", 8, arrival=2, max_tokens=4)
     engine = engine_of(*requests, waiting, num_blocks=11, block_size=4, max_num_seqs=2, depth=depth, scheduling_policy=policy)
     engine.run()
-    admissions = [data.request_id for plan in engine.plans for data in plan.scheduled_new_reqs]
+    admissions = [data.request_id for plan in engine.plans for data in plan.new_requests]
     assert admissions == ["a", "b", "b", "w"]
 
 

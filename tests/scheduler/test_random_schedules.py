@@ -147,7 +147,7 @@ def watch(scheduler: Scheduler) -> None:
 
     def watched_schedule() -> SchedulerOutput:
         plan = schedule()
-        admitted = [place(scheduler.requests[data.request_id]) for data in plan.scheduled_new_reqs]
+        admitted = [place(scheduler.requests[data.request_id]) for data in plan.new_requests]
         if admitted and scheduler.waiting:
             assert max(admitted) < min(map(place, scheduler.waiting)), "a request was overtaken"
         return plan

@@ -5,7 +5,7 @@ import pytest
 from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.request import FinishReason, RequestStatus
 from jaxllm.scheduler.scheduler import PlanError
-from jaxllm.scheduler_output import ModelRunnerOutput
+from jaxllm.scheduler_output import ModelRunnerOutput, RowStep
 from tests.helpers.scheduling import make_request, make_scheduler, result_of, run_to_end, step
 
 
@@ -30,7 +30,7 @@ def test_decodes_come_first_and_prefills_share_the_rest(caching):
     assert counts(plan) == [400, 400, 224] and outputs == []
     plan, outputs = step(scheduler)
     assert counts(plan) == [400, 400, 224] and [output.request_id for output in outputs] == ["a", "b"]
-    assert len(plan.scheduled_new_reqs) == 0 and plan.scheduled_cached_reqs.num_computed_tokens == [400, 400, 224]
+    assert len(plan.new_requests) == 0 and [row.start for row in plan.rows] == [400, 400, 224]
     plan, outputs = step(scheduler)
     assert counts(plan) == [1, 1, 352] and [output.request_id for output in outputs] == ["a", "b", "c"]
 
@@ -85,17 +85,16 @@ def test_a_new_request_is_sent_whole_and_then_as_differences():
     scheduler = make_scheduler(max_num_batched_tokens=32)
     add(scheduler, make_request("a", 40))
     new = scheduler.schedule()
-    (data,) = new.scheduled_new_reqs
+    (data,) = new.new_requests
     assert data.token_ids == scheduler.requests["a"].token_ids and data.token_ids is not scheduler.requests["a"].token_ids
     assert (data.num_prompt_tokens, data.num_computed_tokens, data.num_cached_tokens) == (40, 0, 0)
     assert data.block_ids == [1, 2]
     scheduler.update_from_output(new, result_of(scheduler, new))
     plan, _ = step(scheduler)
-    cached = plan.scheduled_cached_reqs
-    assert plan.scheduled_new_reqs == [] and plan.step_id == new.step_id + 1
-    assert (cached.request_ids, cached.new_block_ids, cached.num_computed_tokens) == (["a"], [[3]], [32])
+    assert plan.new_requests == [] and plan.step_id == new.step_id + 1
+    assert plan.rows == [RowStep("a", start=32, count=8, num_drafts=0, new_blocks=[3])]
     plan, _ = step(scheduler)
-    assert plan.scheduled_cached_reqs.new_block_ids == [[]] and counts(plan) == [1]
+    assert [row.new_blocks for row in plan.rows] == [[]] and counts(plan) == [1]
 
 
 def test_ended_ids_come_with_every_plan_until_one_has_tokens():
@@ -105,7 +104,7 @@ def test_ended_ids_come_with_every_plan_until_one_has_tokens():
     scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
     for _ in range(2):
         plan = scheduler.schedule()
-        assert plan.total_num_scheduled_tokens == 0 and plan.finished_request_ids == ["a"]
+        assert plan.num_tokens == 0 and plan.finished_request_ids == ["a"]
     add(scheduler, make_request("b", 10))
     assert scheduler.schedule().finished_request_ids == ["a"]
     assert scheduler.schedule().finished_request_ids == []
@@ -124,13 +123,13 @@ def test_the_latest_request_is_preempted_and_its_token_in_flight_kept():
     a, b = make_request("a", 80), make_request("b", 80)
     add(scheduler, a)
     first = scheduler.schedule()
-    assert len(first.scheduled_new_reqs[0].block_ids) == 5
+    assert len(first.new_requests[0].block_ids) == 5
     add(scheduler, b)
     second = scheduler.schedule()
-    assert list(second.num_scheduled_tokens) == ["b"] and len(second.scheduled_new_reqs[0].block_ids) == 5
+    assert list(second.num_scheduled_tokens) == ["b"] and len(second.new_requests[0].block_ids) == 5
     scheduler.update_from_output(first, ModelRunnerOutput({"a": [0]}))
     third = scheduler.schedule()
-    assert third.preempted_request_ids == ["b"] and third.scheduled_cached_reqs.new_block_ids == [[10]]
+    assert third.preempted_request_ids == ["b"] and [row.new_blocks for row in third.rows] == [[10]]
     assert scheduler.running == [a] and b.status == RequestStatus.PREEMPTED
     scheduler.check_integrity()
     (output,) = scheduler.update_from_output(second, ModelRunnerOutput({"b": [42]}))
@@ -151,7 +150,7 @@ def test_a_preempted_request_waits_in_front_and_returns_as_new_with_its_outputs(
     assert counts(plan) == [1] and outputs[0].finish_reason == FinishReason.LENGTH
     plan, outputs = step(scheduler)
     assert plan.finished_request_ids == ["a"] and list(plan.num_scheduled_tokens) == ["b", "c"]
-    data = plan.scheduled_new_reqs[0]
+    data = plan.new_requests[0]
     assert data.token_ids == [*b.spec.prompt_token_ids, 7] and data.num_prompt_tokens == 80
     assert data.num_computed_tokens == 0 and plan.num_scheduled_tokens["b"] == 81
     assert outputs[0].num_preemptions == 1 and outputs[0].new_token_ids == [7]
@@ -163,7 +162,7 @@ def test_a_resumed_request_finds_its_own_blocks():
     step(scheduler)
     scheduler._preempt(scheduler.running.pop())
     plan, _ = step(scheduler)
-    (data,) = plan.scheduled_new_reqs
+    (data,) = plan.new_requests
     assert data.request_id == "b" and data.num_computed_tokens == data.num_cached_tokens == 80 and len(data.token_ids) == 81
     assert plan.num_scheduled_tokens == {"a": 1, "b": 1}
     stats = scheduler.stats()
@@ -263,13 +262,13 @@ def test_an_equal_prompt_shares_blocks_planned_in_the_same_step_and_computes_one
     prompt = list(range(64))
     add(scheduler, make_request("a", prompt), make_request("b", prompt))
     plan, outputs = step(scheduler)
-    a, b = plan.scheduled_new_reqs
+    a, b = plan.new_requests
     assert counts(plan) == [64, 1] and a.block_ids == b.block_ids
     assert (b.num_computed_tokens, b.num_cached_tokens) == (63, 64)
     assert [output.num_cached_tokens for output in outputs] == [0, 64]
     plan, _ = step(scheduler)
     assert counts(plan) == [1, 1]
-    x, y = plan.scheduled_cached_reqs.new_block_ids
+    x, y = (row.new_blocks for row in plan.rows)
     assert len(x) == len(y) == 1 and x != y
 
 
@@ -317,7 +316,7 @@ def test_reset_with_running_requests_preempts_all_and_keeps_their_order():
     scheduler.check_integrity()
     plan, _ = step(scheduler)
     assert sorted(plan.preempted_request_ids) == ["a", "b", "c"]
-    assert [data.request_id for data in plan.scheduled_new_reqs] == ["a", "b", "c"] and counts(plan) == [41, 41, 41]
+    assert [data.request_id for data in plan.new_requests] == ["a", "b", "c"] and counts(plan) == [41, 41, 41]
     assert all(request.num_preemptions == 1 for request in requests)
 
 
@@ -465,7 +464,7 @@ def test_limited_steps_have_fewer_requests_and_tokens():
         scheduler.add_request(make_request(str(number), 30))
     scheduler.limit_steps(4)
     plan, _ = step(scheduler)
-    assert plan.total_num_scheduled_tokens == 16 and len(plan.num_scheduled_tokens) == 1
+    assert plan.num_tokens == 16 and len(plan.num_scheduled_tokens) == 1
     scheduler.limit_steps(1)
     plan, _ = step(scheduler)
-    assert plan.total_num_scheduled_tokens == 64
+    assert plan.num_tokens == 64

@@ -110,8 +110,8 @@ def test_a_wholly_cached_prompt_computes_its_last_token(policies):
     for name in ("a", "b"):
         engine.scheduler.add_request(make_request(name, prompt, max_tokens=4))
         assert engine.run()[name] == oracle_tokens(prompt, 4, VOCAB)
-    assert engine.plans[-4].scheduled_new_reqs[0].num_computed_tokens == 23
-    assert engine.plans[-4].scheduled_new_reqs[0].num_cached_tokens == 24
+    assert engine.plans[-4].new_requests[0].num_computed_tokens == 23
+    assert engine.plans[-4].new_requests[0].num_cached_tokens == 24
 
 
 def test_nothing_of_a_failed_request_stays_findable():

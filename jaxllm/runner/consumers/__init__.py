@@ -19,10 +19,12 @@ class Hidden:
 
     hidden_TD: jax.Array
     """Of all tokens."""
-    hidden_ND: jax.Array
-    """Of the last token of each row."""
+    hidden_NWD: jax.Array
+    """Of the last token of each row, or with drafts of the last ones."""
     columns_NC: jax.Array
     """The rows' columns, of which sampling reads its parameters."""
+    for_drafter: Any = None
+    """What drafts are proposed of: token_ids_T, and features of the drafter's choice."""
 
 
 class Device(Protocol):

@@ -85,7 +85,7 @@ class Pooling:
         by_token = [chunk for chunk in work if _is_by_token(chunk)]
         whole = [chunk for chunk in work if not _is_by_token(chunk)]
         finished = [chunk for chunk in whole if chunk.is_last]
-        source = hidden.hidden_ND
+        source = hidden.hidden_NWD
         if self._is_mean and whole:
             source = self._add_up(whole, hidden_TD)
         vectors_RD = self._pool(finished, source) if finished else None

@@ -13,6 +13,7 @@ from jaxllm.runner.batch import Batch, request_failed
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.consumers import Device, Hidden, alone
 from jaxllm.runner.consumers.prompt_logprobs import trim
+from jaxllm.runner.drafter import NO_DRAFT
 from jaxllm.runner.rows import LogprobsKind, Row
 from jaxllm.runner.step import Scores
 from jaxllm.runner.step_programs import ProgramKey
@@ -28,37 +29,47 @@ class PendingTokens:
     """Sampled tokens of a step in flight."""
 
     rows: Sequence[Row]
-    token_R: jax.Array
+    drawn: jax.Array
+    """int32[R], or with a drafter [R, W + 1]: see `drafts.accept`."""
     scores: Scores
 
     @property
     def arrays(self) -> Any:
-        return self.token_R, self.scores
+        return self.drawn, self.scores
 
     def collect(self, output: ModelRunnerOutput) -> None:
-        tokens = np.asarray(self.token_R)[: len(self.rows)].tolist()
-        if PEERS_LOST in tokens:
-            for shard in self.token_R.addressable_shards:
+        drawn = np.asarray(self.drawn)[: len(self.rows)]
+        if PEERS_LOST in drawn:
+            for shard in self.drawn.addressable_shards:
                 shard.data.block_until_ready()  # raises a device's own error, if that made the others wait
             raise RuntimeError("a device waited too long for its part of a sum from another: the step's results are lost")
-        for i, (row, token) in enumerate(zip(self.rows, tokens, strict=True)):
+        width = 1 if drawn.ndim == 1 else drawn.shape[1] - 1
+        for i, (row, tokens) in enumerate(zip(self.rows, _tokens_of_rows(drawn, output, self.rows), strict=True)):
             request_id = row.data.request_id
-            output.sampled_token_ids[request_id] = [token]
-            if token == NOT_FINITE:
+            output.sampled_token_ids[request_id] = tokens
+            if NOT_FINITE in tokens:
                 output.not_finite.add(request_id)
             if row.named_ids is None and row.num_logprobs is None:
                 continue
             with alone(request_id, output):
-                output.logprobs[request_id] = self.scores_of(row, i)
+                output.logprobs[request_id] = self.scores_of(row, slice(i * width, i * width + len(tokens)))
 
-    def scores_of(self, row: Row, index: int) -> TokenLogprobs:
-        """The logprobs that the request of this index asked for."""
-        at = slice(index, index + 1)
+    def scores_of(self, row: Row, at: slice) -> TokenLogprobs:
+        """The logprobs of these draws that their request asked for."""
         if row.named_ids is not None:
             assert self.scores.named is not None
             return trim(self.scores.named, at, len(row.named_ids))
         assert self.scores.top is not None and row.num_logprobs is not None
         return trim(self.scores.top, at, row.num_logprobs)
+
+
+def _tokens_of_rows(drawn: np.ndarray, output: ModelRunnerOutput, rows: Sequence[Row]) -> list[list[int]]:
+    """The tokens of each row. Adds the numbers of its drafts to the output."""
+    if drawn.ndim == 1:
+        return [[token] for token in drawn.tolist()]
+    counts = (drawn[:, :-1] != NO_DRAFT).sum(axis=1).tolist()
+    output.num_drafts.update(zip((row.data.request_id for row in rows), drawn[:, -1].tolist(), strict=True))
+    return [tokens[:count] for tokens, count in zip(drawn[:, :-1].tolist(), counts, strict=True)]
 
 
 class Sampling:
@@ -77,7 +88,7 @@ class Sampling:
 
     def key(self, batch: Batch) -> ProgramKey:
         """The program that samples for a batch."""
-        return ProgramKey("sample", self._fit(batch), batch.variant, batch.logprobs)
+        return ProgramKey("sample", self._fit(batch), batch.variant, batch.logprobs, batch.width)
 
     def _fit(self, batch: Batch) -> int:
         return self._buckets.fit_sample(max(1, len(batch.sampled)))
@@ -91,12 +102,12 @@ class Sampling:
         mask = None if mask_RW is None else device.put(mask_RW)
         if mask is None and batch.variant >= Variant.MASKED:
             mask = self._open_mask(key.size)
-        device.row_arrays, token_R, state, scores = program(
-            device.params, device.row_arrays, hidden.hidden_ND, hidden.columns_NC, state, named_ids, mask, device.workspace
+        device.row_arrays, drawn, state, scores = program(
+            device.params, device.row_arrays, hidden.hidden_NWD, hidden.columns_NC, state, named_ids, mask, device.workspace
         )
         if state is not None:
             self._state = state
-        return PendingTokens(batch.sampled, token_R, scores)
+        return PendingTokens(batch.sampled, drawn, scores)
 
     def new_mask(self, batch: Batch) -> np.ndarray:
         """A mask on the host that allows every token."""

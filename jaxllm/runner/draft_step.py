@@ -1,0 +1,132 @@
+"""Shows a step to the drafter and keeps the drafts that it proposes, as a part of the step's programs."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm.cache_spec import CacheLayout, LayerPlace
+from jaxllm.layers.step import Step
+from jaxllm.parallel.shards import Shards
+from jaxllm.runner.drafter import NO_DRAFT, Drafter, Drafting
+from jaxllm.runner.kernels import Kernels
+from jaxllm.runner.layout import Column
+from jaxllm.runner.places import Places, at_positions, each_draw, make_step
+from jaxllm.sampling.variants import Variant
+
+
+class Engine(Protocol):
+    """What drafting uses of `StepFunctions`."""
+
+    merge: Callable[[Any], Any]
+    cache: CacheLayout
+    kernels: Kernels
+    max_rows: int
+
+    def draw_shared(self, variant: Variant, logits_RV: jax.Array, columns_RC: jax.Array, shards: Shards) -> jax.Array: ...
+
+
+@dataclass(frozen=True)
+class DraftFunctions:
+    """A drafter in the programs of an engine."""
+
+    drafter: Drafter
+    merges: Sequence[Callable[[Any], Any]]
+    """Weights -> the drafter's model; empty for one without weights."""
+    num_target_layers: int
+
+    @property
+    def width(self) -> int:
+        """Most tokens that a row samples in a step."""
+        return 1 + self.drafter.num_drafts
+
+    def features(self, step: Step) -> tuple[jax.Array, ...]:
+        """What the drafter wants to know of the target's step."""
+        return tuple(step.features[layer] for layer in self.drafter.feature_layers)
+
+    def show(self, rows: Any, row_and_position: jax.Array, token_ids_C: jax.Array) -> Any:
+        """Show tokens that no step computes to the drafter."""
+        row, position = row_and_position
+        state = self.drafter.show(rows.drafts.state, row, position, token_ids_C)
+        return rows._replace(drafts=rows.drafts._replace(state=state))
+
+    def propose(
+        self,
+        engine: Engine,
+        variant: Variant,
+        width: int,
+        params: Any,
+        caches: tuple[jax.Array, ...],
+        rows: Any,
+        columns_RC: jax.Array,
+        places: Places,
+        token_ids_T: jax.Array,
+        hidden_TD: jax.Array,
+        features: tuple[jax.Array, ...],
+        shards: Shards,
+    ) -> tuple[Any, tuple[jax.Array, ...]]:
+        """Show a step to the drafter; with width 1 no drafts are wanted. Returns the rows and the caches.
+
+        rows: after the tokens of the step were stored; columns_RC, with resolved starts, and places: of the step.
+        """
+        shared = list(caches)
+        layers = engine.cache.places[self.num_target_layers :]
+        row_R, start_R = columns_RC[:, Column.TOKEN_ROW], columns_RC[:, Column.START]
+        count_R, limit_R = columns_RC[:, Column.NUM_TOKENS], columns_RC[:, Column.LIMIT]
+        first_R = count_R - 1 - columns_RC[:, Column.NUM_DRAFTS]
+        drawn_RW = rows.drafts.drawn_NW[row_R]
+        num_drawn_R = jnp.maximum(jnp.sum(drawn_RW != NO_DRAFT, axis=1), 1)
+        samples_R = row_R != engine.max_rows
+
+        def decode_step(token_R: jax.Array, position_R: jax.Array) -> Step:
+            at = at_positions(rows.block_table_NB, row_R, position_R, jnp.where(samples_R, limit_R, 0), engine.cache)
+            return make_step(shared, token_R, at, layers, engine.kernels, shards)
+
+        def draw(logits_RV: jax.Array, position_R: jax.Array) -> jax.Array:
+            drawn = columns_RC.at[:, Column.START].set(position_R - 1).at[:, Column.NUM_TOKENS].set(1)
+            return engine.draw_shared(min(variant, Variant.RANDOM), logits_RV, drawn, shards)
+
+        drafting = Drafting(
+            target=engine.merge(params),
+            shards=shards,
+            token_ids_T=token_ids_T,
+            next_ids_T=_next_ids(columns_RC, places, token_ids_T, drawn_RW, samples_R, first_R),
+            position_T=places.position_T,
+            row_T=jnp.where(places.is_real_T, places.row_T, engine.max_rows),
+            hidden_TD=hidden_TD,
+            features=features,
+            last_R=jnp.clip(places.query_start_R1[:-1] + first_R + num_drawn_R - 1, 0, len(token_ids_T) - 1),
+            token_R=rows.last_token_N[row_R],
+            position_R=start_R + first_R + num_drawn_R,
+            row_R=row_R,
+            same_step=lambda ids_T: make_step(shared, ids_T, places, layers, engine.kernels, shards),
+            decode_step=decode_step,
+            draw=draw,
+        )
+        model, kept = (self.merges[0](params) if self.merges else None), rows.drafts
+        if width == 1:
+            state = self.drafter.follow(model, kept.state, drafting)
+            draft_RK = jnp.full((len(row_R), self.drafter.num_drafts), NO_DRAFT, jnp.int32)
+        else:
+            state, draft_RK = self.drafter.propose(model, kept.state, drafting)
+        kept = kept._replace(state=state, draft_NK=kept.draft_NK.at[row_R].set(draft_RK))
+        return rows._replace(drafts=kept), tuple(shared)
+
+
+def _next_ids(
+    columns_RC: jax.Array,
+    places: Places,
+    token_ids_T: jax.Array,
+    drawn_RW: jax.Array,
+    samples_R: jax.Array,
+    first_R: jax.Array,
+) -> jax.Array:
+    """The token behind each token of a step: drawn, or known to the host."""
+    owner_T, index_T = places.owner_T, places.offset_T - first_R[places.owner_T]
+    drawn_T = jnp.maximum(drawn_RW[owner_T, jnp.clip(index_T, 0, drawn_RW.shape[1] - 1)], 0)
+    following_T = jnp.concatenate([token_ids_T[1:], token_ids_T[:1]])
+    is_last_T = places.offset_T == columns_RC[owner_T, Column.NUM_TOKENS] - 1
+    known_T = jnp.where(is_last_T, columns_RC[owner_T, Column.NEXT_TOKEN], following_T)
+    return jnp.where(samples_R[owner_T] & (index_T >= 0), drawn_T, known_T)

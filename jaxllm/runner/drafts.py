@@ -1,0 +1,69 @@
+"""What the rows keep of drafts on the device, and which of them prove right."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm.runner.drafter import NO_DRAFT
+from jaxllm.runner.layout import FROM_ROW, Column
+
+
+class DraftRows(NamedTuple):
+    """Arrays by row, as of `RowArrays`."""
+
+    num_computed_N: jax.Array
+    """Tokens of the row that are computed, all of them right."""
+    draft_NK: jax.Array
+    """The tokens expected behind the last one; NO_DRAFT where none is."""
+    drawn_NW: jax.Array
+    """The tokens that the latest step which sampled added to the row, NO_DRAFT behind them."""
+    state: Any
+    """What the drafter keeps."""
+
+
+def resolve_starts(drafts: DraftRows | None, columns_RC: jax.Array) -> jax.Array:
+    """The rows' columns with the positions that only the device knows."""
+    if drafts is None:
+        return columns_RC
+    start_R = columns_RC[:, Column.START]
+    known_R = drafts.num_computed_N[columns_RC[:, Column.ROW]]
+    return columns_RC.at[:, Column.START].set(jnp.where(start_R == FROM_ROW, known_R, start_R))
+
+
+def note_computed(drafts: DraftRows, columns_RC: jax.Array) -> DraftRows:
+    """Count the tokens of a step as computed, for rows that sample nothing; `accept` corrects the others."""
+    end_R = columns_RC[:, Column.START] + columns_RC[:, Column.NUM_TOKENS]
+    return drafts._replace(num_computed_N=drafts.num_computed_N.at[columns_RC[:, Column.ROW]].set(end_R))
+
+
+def continues(
+    drafts: DraftRows, columns_RC: jax.Array, index: int, token_R: jax.Array, is_alive_R: jax.Array | None
+) -> jax.Array:
+    """Whether the draw behind this one, the row's `index`-th, counts: its input, the draft, equals the token drawn here."""
+    draft_R = drafts.draft_NK[columns_RC[:, Column.ROW], index]
+    equals_R = (draft_R == token_R) & (index < columns_RC[:, Column.NUM_DRAFTS])
+    return equals_R if is_alive_R is None else equals_R & is_alive_R
+
+
+def accept(drafts: DraftRows, columns_RC: jax.Array, token_RW: jax.Array) -> tuple[DraftRows, jax.Array, jax.Array]:
+    """Compare drafts with the tokens that were drawn where they stand. Returns the new rows, the last token of each row that counts,
+    and for the host int32[R, W + 1]: the tokens that count, NO_DRAFT behind them, then the number of drafts there were."""
+    num_rows, width = token_RW.shape
+    index_W = jnp.arange(width)
+    row_R, target_R = columns_RC[:, Column.ROW], columns_RC[:, Column.TOKEN_ROW]
+    num_drafts_R1 = columns_RC[:, Column.NUM_DRAFTS, None]
+    draft_RK = jnp.where(index_W[:-1] < num_drafts_R1, drafts.draft_NK[row_R, : width - 1], NO_DRAFT)
+    is_right_RK = (draft_RK == token_RW[:, :-1]).astype(jnp.int32)
+    num_right_R = jnp.sum(jnp.cumprod(is_right_RK, axis=1), axis=1)
+    drawn_RW = jnp.where(index_W <= num_right_R[:, None], token_RW, NO_DRAFT)
+    last_R = jnp.take_along_axis(token_RW, num_right_R[:, None], axis=1)[:, 0]
+    num_computed_R = columns_RC[:, Column.START] + columns_RC[:, Column.NUM_TOKENS] - num_drafts_R1[:, 0] + num_right_R
+    most = drafts.drawn_NW.shape[1]
+    kept_RW = jnp.pad(drawn_RW, ((0, 0), (0, most - width)), constant_values=NO_DRAFT)
+    new = drafts._replace(
+        num_computed_N=drafts.num_computed_N.at[target_R].set(num_computed_R),
+        drawn_NW=drafts.drawn_NW.at[target_R].set(kept_RW),
+    )
+    num_found_R1 = jnp.sum(draft_RK != NO_DRAFT, axis=1, keepdims=True, dtype=jnp.int32)
+    return new, last_R, jnp.concatenate([drawn_RW, num_found_R1], axis=1)

@@ -1,0 +1,194 @@
+"""Where the tokens of a step are: their rows, positions and slots in the cache."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm.cache_spec import CacheLayout, LayerPlace
+from jaxllm.layers.row_states import StateRows
+from jaxllm.layers.step import Step, choose_experts, compute_experts, gated_delta
+from jaxllm.parallel.shards import Shards
+from jaxllm.runner.drafts import DraftRows
+from jaxllm.runner.kernels import Kernels
+from jaxllm.runner.layout import FROM_ROW, Column
+from jaxllm.runner.paged_context import GroupTable, PagedContext
+
+
+class Places(NamedTuple):
+    """The tokens of a step, each in a row; the tokens of a row are consecutive."""
+
+    row_T: jax.Array
+    """Each token's row in the arrays of all rows; that of padding may be any."""
+    owner_T: jax.Array
+    """Its row among those of the step."""
+    offset_T: jax.Array
+    """Its index in that row's part of the step."""
+    position_T: jax.Array
+    is_real_T: jax.Array
+    tables: tuple[GroupTable, ...]
+    """By group of layers."""
+    query_start_R1: jax.Array
+    kv_length_R: jax.Array
+    rows: StateRows
+    num_queries: int | None
+    """Tokens of each row, in a step where every row has as many; None: any mix."""
+
+
+def locate(block_table_NB: jax.Array, columns_RC: jax.Array, num_tokens: int, cache: CacheLayout) -> Places:
+    """The places of a ragged step's tokens."""
+    start_R, count_R = columns_RC[:, Column.START], columns_RC[:, Column.NUM_TOKENS]
+    query_start_R1 = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(count_R, dtype=jnp.int32)])
+    index_T = jnp.arange(num_tokens, dtype=jnp.int32)
+    # Comparing with every row is one kernel; a binary search would be a loop, which a CUDA graph cannot contain.
+    owner_T = jnp.searchsorted(query_start_R1, index_T, side="right", method="compare_all").astype(jnp.int32) - 1
+    is_real_T = index_T < query_start_R1[-1]
+    owner_T = jnp.where(is_real_T, owner_T, 0)
+    offset_T = index_T - query_start_R1[owner_T]
+    position_T = jnp.where(is_real_T, start_R[owner_T] + offset_T, 0)
+    page_tables = _by_group(block_table_NB[columns_RC[:, Column.ROW]], cache)
+    pages = [page_table_RB[owner_T, position_T // cache.block_size] for page_table_RB in page_tables]
+    is_written_T = is_real_T & (position_T >= columns_RC[owner_T, Column.WRITE_FROM])
+    return Places(
+        row_T=columns_RC[owner_T, Column.ROW],
+        owner_T=owner_T,
+        offset_T=offset_T,
+        position_T=position_T,
+        is_real_T=is_real_T,
+        tables=_group_tables(page_tables, pages, position_T, is_written_T, cache),
+        query_start_R1=query_start_R1,
+        kv_length_R=jnp.where(count_R > 0, start_R + count_R, 0),
+        rows=StateRows(columns_RC[:, Column.ROW], start_R == 0, query_start_R1),
+        num_queries=None,
+    )
+
+
+def locate_decode(block_table_NB: jax.Array, columns_RC: jax.Array, width: int, cache: CacheLayout) -> Places:
+    """The same for a step in which row i has the tokens width * i … width * i + width - 1, of which the first NUM_TOKENS are real."""
+    num_rows = columns_RC.shape[0]
+    index_T = jnp.arange(num_rows * width, dtype=jnp.int32)
+    owner_T, offset_T = index_T // width, index_T % width
+    start_R, count_R, row_R = columns_RC[:, Column.START], columns_RC[:, Column.NUM_TOKENS], columns_RC[:, Column.ROW]
+    columns_TC = columns_RC if width == 1 else columns_RC[owner_T]
+    position_T = columns_TC[:, Column.START] + offset_T
+    is_real_T = offset_T < columns_TC[:, Column.NUM_TOKENS]
+    page_tables = _by_group(block_table_NB[row_R], cache)
+    pages = [page_table_RB[owner_T, position_T // cache.block_size] for page_table_RB in page_tables]
+    is_written_T = is_real_T & (position_T >= columns_TC[:, Column.WRITE_FROM])
+    return Places(
+        row_T=columns_TC[:, Column.ROW],
+        owner_T=owner_T,
+        offset_T=offset_T,
+        position_T=position_T,
+        is_real_T=is_real_T,
+        tables=_group_tables(page_tables, pages, position_T, is_written_T, cache),
+        query_start_R1=jnp.arange(num_rows + 1, dtype=jnp.int32) * width,
+        kv_length_R=jnp.where(count_R > 0, start_R + width, 0),
+        rows=StateRows(row_R, start_R == 0, None),
+        num_queries=width,
+    )
+
+
+def at_positions(
+    block_table_NB: jax.Array, row_R: jax.Array, position_R: jax.Array, limit_R: jax.Array, cache: CacheLayout
+) -> Places:
+    """One token for each row at any position; those from `limit_R` on, behind the blocks of the row, are not written."""
+    num_rows = row_R.shape[0]
+    is_real_R = position_R < limit_R
+    page_tables = _by_group(block_table_NB[row_R], cache)
+    index_R = jnp.arange(num_rows, dtype=jnp.int32)
+    pages = [page_table_RB[index_R, position_R // cache.block_size] for page_table_RB in page_tables]
+    return Places(
+        row_T=row_R,
+        owner_T=index_R,
+        offset_T=jnp.zeros(num_rows, jnp.int32),
+        position_T=position_R,
+        is_real_T=is_real_R,
+        tables=_group_tables(page_tables, pages, position_R, is_real_R, cache),
+        query_start_R1=jnp.arange(num_rows + 1, dtype=jnp.int32),
+        kv_length_R=jnp.where(is_real_R, position_R + 1, 0),
+        rows=StateRows(row_R, position_R == 0, None),
+        num_queries=1,
+    )
+
+
+def device_tokens(last_token_N: jax.Array, drafts: DraftRows | None, known_T: jax.Array, places: Places) -> jax.Array:
+    """The ids of a step's tokens, those that the host does not know from their rows: the last drawn token, then the drafts."""
+    token_T = last_token_N[places.row_T]
+    if drafts is not None:
+        draft_T = drafts.draft_NK[places.row_T, jnp.clip(places.offset_T - 1, 0, drafts.draft_NK.shape[1] - 1)]
+        token_T = jnp.where(places.offset_T == 0, token_T, jnp.maximum(draft_T, 0))
+    return jnp.where(known_T == FROM_ROW, token_T, known_T)
+
+
+def first_of_each(known_R: jax.Array, width: int) -> jax.Array:
+    """Ids that the host knows, of the first token of each row, for all tokens: FROM_ROW for the others."""
+    others_RW = jnp.full((known_R.shape[0], width - 1), FROM_ROW, known_R.dtype)
+    return jnp.concatenate([known_R[:, None], others_RW], axis=1).reshape(-1)
+
+
+def each_draw(columns_RC: jax.Array, width: int) -> jax.Array:
+    """The columns of each draw of each row, as of rows that compute one token; with width 1 the columns as they are."""
+    if width == 1:
+        return columns_RC
+    num_rows = columns_RC.shape[0]
+    count_R, drafts_R = columns_RC[:, Column.NUM_TOKENS], columns_RC[:, Column.NUM_DRAFTS]
+    first_R = columns_RC[:, Column.START] + count_R - 1 - drafts_R
+    start_T = (first_R[:, None] + jnp.arange(width)).reshape(-1)
+    columns_TC = jnp.repeat(columns_RC, width, axis=0, total_repeat_length=num_rows * width)
+    return columns_TC.at[:, Column.START].set(start_T).at[:, Column.NUM_TOKENS].set(1)
+
+
+def make_step(
+    caches: list[jax.Array],
+    token_ids_T: jax.Array,
+    places: Places,
+    layers: Sequence[LayerPlace],
+    kernels: Kernels,
+    shards: Shards,
+    wanted_features: Sequence[int] = (),
+) -> Step:
+    """What a model with these layers runs on. It replaces the arrays in `caches`."""
+    context = PagedContext(
+        caches=caches,
+        places=layers,
+        tables=places.tables,
+        query_start_R1=places.query_start_R1,
+        kv_length_R=places.kv_length_R,
+        rows=places.rows,
+        num_queries=places.num_queries,
+        kernels=kernels,
+    )
+    return Step(
+        token_ids_T,
+        places.position_T,
+        context,
+        shards,
+        places.is_real_T,
+        choose_experts=partial(choose_experts, implementation=kernels.expert_choice, interpret=kernels.interpret),
+        experts=partial(compute_experts, implementation=kernels.grouped_matmul, interpret=kernels.interpret),
+        attend_to_latents=context.attend_to_latents,
+        states=context,
+        gated_delta=partial(gated_delta, implementation=kernels.gated_delta, interpret=kernels.interpret),
+        wanted_features=wanted_features,
+    )
+
+
+def _by_group(block_table_RB: jax.Array, cache: CacheLayout) -> list[jax.Array]:
+    """Cut block tables into those of the groups.
+
+    One may begin with blocks that the request has freed meanwhile, and end with those of an earlier request of its row: attention
+    reads neither.
+    """
+    num_groups = len(cache.groups)
+    return jnp.split(block_table_RB, num_groups, axis=1) if num_groups > 1 else [block_table_RB]
+
+
+def _group_tables(
+    page_tables: list[jax.Array], pages: list[jax.Array], position_T: jax.Array, is_written_T: jax.Array, cache: CacheLayout
+) -> tuple[GroupTable, ...]:
+    """The page tables of the groups, with the slots of tokens that lie in these pages."""
+    slots = (jnp.where(is_written_T, page_T * cache.block_size + position_T % cache.block_size, -1) for page_T in pages)
+    return tuple(map(GroupTable, page_tables, slots))

@@ -1,0 +1,28 @@
+"""How many drafts each request computes in a step, as seen by the scheduler."""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from jaxllm.request import Request
+from jaxllm.scheduler.results import Share
+from jaxllm.scheduler_output import ModelRunnerOutput
+
+
+class DraftControl(Protocol):
+    """Chooses numbers of drafts and learns from how many were right."""
+
+    @property
+    def num_lookahead(self) -> int:
+        """Positions behind the tokens of a step that the drafter writes to the cache."""
+
+    def most(self, num_running: int) -> int:
+        """Most drafts of a request in the next step, in which so many requests may run. Called once for each step."""
+
+    def of(self, request: Request) -> int:
+        """Most drafts of this request in the step that is planned."""
+
+    def note(self, shares: Iterable[Share], result: ModelRunnerOutput) -> None:
+        """Learn from a step."""
+
+    def forget(self, request_id: str) -> None:
+        """A request has ended."""

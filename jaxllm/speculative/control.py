@@ -1,0 +1,92 @@
+"""How many drafts each request gets: as many as its recent ones were worth, and none where a batch gains nothing by them."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from jaxllm.request import Request
+from jaxllm.scheduler.results import Share
+from jaxllm.scheduler_output import ModelRunnerOutput
+
+_WEIGHT_OF_REQUEST, _WEIGHT_OF_ALL = 0.2, 0.02
+"""Weight of the latest step in the mean number of drafts that were right: of one request, and of all."""
+_STEPS_BETWEEN_TRIALS, _STEPS_OF_TRIAL = 200, 10
+"""While drafts do not pay, so many steps go by without, and then so many have some again."""
+
+
+@dataclass
+class _Mean:
+    """A mean in which earlier values count less and less."""
+
+    value: float
+
+    def add(self, value: float, weight: float) -> None:
+        self.value += weight * (value - self.value)
+
+
+class AdaptiveControl:
+    """Gives a request about twice as many drafts as were right of late, at least one.
+
+    In a batch where a step with drafts takes c times as long as one without, drafts pay if a request gets more than c tokens in a step.
+    """
+
+    def __init__(
+        self,
+        num_drafts: int,
+        num_lookahead: int,
+        *,
+        most_drafts: Callable[[int], int],
+        cost_of: Callable[[int], float] = lambda num_rows: 1.0,
+    ):
+        """most_drafts: what the options allow at a number of running requests. cost_of: c for a number of rows."""
+        self.num_drafts = num_drafts
+        self.num_lookahead = num_lookahead
+        self._most_drafts = most_drafts
+        self._cost_of = cost_of
+        self._of_request: dict[str, _Mean] = {}
+        self._of_all = _Mean(num_drafts)
+        self._num_idle = 0
+        self.num_now = num_drafts
+        """Most drafts of a request in the latest step."""
+
+    def most(self, num_running: int) -> int:
+        """See DraftControl."""
+        self.num_now = self._choose(num_running)
+        return self.num_now
+
+    def _choose(self, num_running: int) -> int:
+        allowed = min(self.num_drafts, self._most_drafts(num_running))
+        if not allowed or not num_running:
+            return allowed
+        if 1 + self._of_all.value >= self._cost_of(num_running):
+            self._num_idle = 0
+            return allowed
+        self._num_idle += 1
+        is_trial = self._num_idle % (_STEPS_BETWEEN_TRIALS + _STEPS_OF_TRIAL) >= _STEPS_BETWEEN_TRIALS
+        return allowed if is_trial else 0
+
+    def of(self, request: Request) -> int:
+        """See DraftControl."""
+        asked = request.sampling_params.num_speculative_tokens
+        mean = self._of_request.get(request.request_id)
+        wanted = self.num_drafts if mean is None else 1 + round(2 * mean.value)
+        return wanted if asked is None else min(wanted, asked)
+
+    def note(self, shares: Iterable[Share], result: ModelRunnerOutput) -> None:
+        """See DraftControl."""
+        for request, _, row in shares:
+            if not row.num_drafts:
+                continue
+            sampled = result.sampled_token_ids.get(row.request_id)
+            if sampled is None:
+                continue
+            num_right = len(sampled) - 1
+            mean = self._of_request.get(row.request_id)
+            if mean is None:
+                mean = self._of_request[row.request_id] = _Mean(row.num_drafts)
+            mean.add(num_right, _WEIGHT_OF_REQUEST)
+            self._of_all.add(num_right, _WEIGHT_OF_ALL)
+
+    def forget(self, request_id: str) -> None:
+        """See DraftControl."""
+        self._of_request.pop(request_id, None)
+
