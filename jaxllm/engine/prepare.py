@@ -86,7 +86,9 @@ class Prepared:
             config = config.replace(attention_implementation=chosen.kernels.attention)
         with times.part("config and model"):
             runner = _runner(config, model_config, mesh, model, plan, chosen.kernels, processors, times, speculation)
-        return cls(config, model_config, mesh, model, plan, chosen.kernels, chosen.report, runner, processors, times, speculation)
+        return cls(
+            config, model_config, mesh, model, plan, chosen.kernels, chosen.report, runner, processors, times, speculation
+        )
 
     def settled(self, *, rare_later: bool) -> "Prepared":
         """Return this, or a copy with a smaller cache if the largest program needs more memory than estimated.
@@ -112,9 +114,7 @@ class Prepared:
 
     def fingerprint(self) -> dict[str, object]:
         """Everything that the programs depend on."""
-        return _fingerprint(
-            self.config, self.model_config, self.model, self.mesh, self.plan, self.kernels, self.speculation
-        )
+        return _fingerprint(self.config, self.model_config, self.model, self.mesh, self.plan, self.kernels, self.speculation)
 
 
 def _fingerprint(

@@ -480,9 +480,7 @@ class ModelRunner:
                 features,
                 self.workspace,
             )
-        return PendingStep(
-            tokens[0].drawn if tokens else hidden.columns_NC, [*tokens, *forward.parts], forward.errors
-        )
+        return PendingStep(tokens[0].drawn if tokens else hidden.columns_NC, [*tokens, *forward.parts], forward.errors)
 
     def _propose_key(self, batch: Batch) -> ProgramKey:
         """The program that shows a step to the drafter."""

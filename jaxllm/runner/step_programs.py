@@ -174,7 +174,9 @@ class StepPrograms:
         """Whether devices wait for each other inside the program's kernels. Its first runs must then be silent
         (`Communicator.first_runs`), so those are the programs of every engine, which are there before the first request."""
         is_early = key.variant < Variant.MASKED and key.logprobs == LogprobsKind.NONE
-        return self.workspace is not None and (key.kind in ("forward", "decode", "propose") or (key.kind == "sample" and is_early))
+        return self.workspace is not None and (
+            key.kind in ("forward", "decode", "propose") or (key.kind == "sample" and is_early)
+        )
 
     def nothing_to_sample(self) -> tuple[np.ndarray, np.ndarray]:
         """hidden_NWD and columns_NC of a step without requests."""
@@ -246,7 +248,9 @@ class StepPrograms:
         layout, same = self.layout(key), self.replicated
         arguments = (self.params, self._caches, self.rows, self._buffer(layout), self.workspace)
         out = (self._cache_shardings, same, same)
-        return self._lower_on_each(partial(self.functions.decode, layout, key.variant, key.width), arguments, out, donate=(1, 2))
+        return self._lower_on_each(
+            partial(self.functions.decode, layout, key.variant, key.width), arguments, out, donate=(1, 2)
+        )
 
     def _lower_sample(self, key: ProgramKey) -> jax.stages.Lowered:
         max_rows = self.buckets.max_rows

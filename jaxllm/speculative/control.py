@@ -89,4 +89,3 @@ class AdaptiveControl:
     def forget(self, request_id: str) -> None:
         """See DraftControl."""
         self._of_request.pop(request_id, None)
-

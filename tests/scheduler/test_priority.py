@@ -101,9 +101,7 @@ def test_a_victim_already_in_the_step_is_taken_out_and_its_tokens_given_back():
     before = low.num_computed_tokens
     plan, outputs = step(scheduler)
     assert plan.preempted_request_ids == ["low"]
-    assert (
-        plan.num_scheduled_tokens == {"high": 1} and plan.num_tokens == 1 and not plan.new_requests
-    )
+    assert plan.num_scheduled_tokens == {"high": 1} and plan.num_tokens == 1 and not plan.new_requests
     assert ids(outputs) == ["high"] and low.num_computed_tokens == 0 and before == 34
 
 
