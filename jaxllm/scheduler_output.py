@@ -41,8 +41,8 @@ class RowStep(NamedTuple):
     request_id: str
     start: int
     """Position of its first token; an upper bound while drafts of the request are in flight. The device knows it exactly."""
-    count: int
-    """Number of tokens, drafts included."""
+    num_tokens: int
+    """Drafts included."""
     num_drafts: int
     """How many of them, at the end, are drafts: the device has their ids."""
     new_blocks: list[int]
@@ -73,7 +73,7 @@ class SchedulerOutput:
     @property
     def num_scheduled_tokens(self) -> dict[str, int]:
         """Number of tokens by request. Too slow for the step loop."""
-        return {row.request_id: row.count for row in self.rows}
+        return {row.request_id: row.num_tokens for row in self.rows}
 
 
 @dataclass(frozen=True)

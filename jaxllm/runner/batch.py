@@ -172,7 +172,7 @@ class BatchBuilder:
 
         scheduled = sampling + partial
         sampled = [row for row, _ in sampling]
-        num_tokens = sum(step.count for _, step in scheduled)
+        num_tokens = sum(step.num_tokens for _, step in scheduled)
         variant = max((row.variant for row in sampled), default=Variant.GREEDY)
         if plan.masked_request_ids:
             variant = max(variant, Variant.MASKED)
@@ -218,7 +218,7 @@ class BatchBuilder:
         columns = views.columns_RC
         columns[:num_rows] = self.rows.columns[indices]
         columns[:num_rows, Column.START] = self._starts(starts, self.rows.num_known_N[indices])
-        columns[:num_rows, Column.NUM_TOKENS] = [step.count for _, step in scheduled]
+        columns[:num_rows, Column.NUM_TOKENS] = [step.num_tokens for _, step in scheduled]
         columns[:num_rows, Column.NUM_DRAFTS] = [step.num_drafts for _, step in scheduled]
         columns[:num_sampled, Column.TOKEN_ROW] = indices[:num_sampled]
         columns[num_rows:] = self.rows.columns[self.rows.trash]
@@ -228,12 +228,12 @@ class BatchBuilder:
         position = 0
         for i, (row, step) in enumerate(scheduled):
             if step.start < row.num_known:
-                stop = step.start + step.count
+                stop = step.start + step.num_tokens
                 known = row.data.token_ids[step.start : stop]
                 tokens[position : position + len(known)] = known
                 if stop < row.num_known:
                     columns[i, Column.NEXT_TOKEN] = row.data.token_ids[stop]
-            position += step.count
+            position += step.num_tokens
         tokens[position:] = 0
         return buffer
 
@@ -252,15 +252,15 @@ class BatchBuilder:
 
 def _samples(row: Row, step: RowStep) -> bool:
     """Whether computing these tokens of a request gives a new one."""
-    return row.pooling is None and step.start + step.count >= row.num_known
+    return row.pooling is None and step.start + step.num_tokens >= row.num_known
 
 
 def _chunks(scheduled: list[tuple[Row, RowStep]]) -> list[Chunk]:
     chunks, first = [], 0
     for place, (row, step) in enumerate(scheduled):
         if step.start < row.num_known:
-            chunks.append(Chunk(row, place, first, step.start, step.count))
-        first += step.count
+            chunks.append(Chunk(row, place, first, step.start, step.num_tokens))
+        first += step.num_tokens
     return chunks
 
 

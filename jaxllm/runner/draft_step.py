@@ -7,23 +7,30 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from jaxllm.cache_spec import CacheLayout, LayerPlace
+from jaxllm.cache_spec import CacheLayout
 from jaxllm.layers.step import Step
 from jaxllm.parallel.shards import Shards
 from jaxllm.runner.drafter import NO_DRAFT, Drafter, Drafting
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.layout import Column
-from jaxllm.runner.places import Places, at_positions, each_draw, make_step
+from jaxllm.runner.places import Places, at_positions, make_step
 from jaxllm.sampling.variants import Variant
 
 
 class Engine(Protocol):
     """What drafting uses of `StepFunctions`."""
 
-    merge: Callable[[Any], Any]
-    cache: CacheLayout
-    kernels: Kernels
-    max_rows: int
+    @property
+    def merge(self) -> Callable[[Any], Any]: ...
+
+    @property
+    def cache(self) -> CacheLayout: ...
+
+    @property
+    def kernels(self) -> Kernels: ...
+
+    @property
+    def max_rows(self) -> int: ...
 
     def draw_shared(self, variant: Variant, logits_RV: jax.Array, columns_RC: jax.Array, shards: Shards) -> jax.Array: ...
 

@@ -87,6 +87,10 @@ class Drafter(Protocol):
         """Its weights, as shapes with logical axes; None without."""
 
     @property
+    def synthetic_rates(self) -> tuple[float, ...]:
+        """For measurements: by place, how often a draft counts as right whose predecessors do, whatever it is; else empty."""
+
+    @property
     def needs_history(self) -> bool:
         """Whether it must be shown the tokens of a request that no step computes, because their keys and values are cached."""
 

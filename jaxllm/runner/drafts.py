@@ -1,5 +1,6 @@
 """What the rows keep of drafts on the device, and which of them prove right."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -46,16 +47,26 @@ def continues(
     return equals_R if is_alive_R is None else equals_R & is_alive_R
 
 
-def accept(drafts: DraftRows, columns_RC: jax.Array, token_RW: jax.Array) -> tuple[DraftRows, jax.Array, jax.Array]:
+def accept(
+    drafts: DraftRows, columns_RC: jax.Array, token_RW: jax.Array, synthetic_rates: Sequence[float] = ()
+) -> tuple[DraftRows, jax.Array, jax.Array]:
     """Compare drafts with the tokens that were drawn where they stand. Returns the new rows, the last token of each row that counts,
-    and for the host int32[R, W + 1]: the tokens that count, NO_DRAFT behind them, then the number of drafts there were."""
+    and for the host int32[R, W + 1]: the tokens that count, NO_DRAFT behind them, then the number of drafts there were.
+
+    synthetic_rates: if not empty, by place how often a draft counts whose predecessors do, whatever it is.
+    """
     num_rows, width = token_RW.shape
     index_W = jnp.arange(width)
     row_R, target_R = columns_RC[:, Column.ROW], columns_RC[:, Column.TOKEN_ROW]
     num_drafts_R1 = columns_RC[:, Column.NUM_DRAFTS, None]
     draft_RK = jnp.where(index_W[:-1] < num_drafts_R1, drafts.draft_NK[row_R, : width - 1], NO_DRAFT)
-    is_right_RK = (draft_RK == token_RW[:, :-1]).astype(jnp.int32)
-    num_right_R = jnp.sum(jnp.cumprod(is_right_RK, axis=1), axis=1)
+    is_right_RK = draft_RK == token_RW[:, :-1]
+    if synthetic_rates:
+        position_RK = columns_RC[:, Column.START, None] + index_W[:-1]
+        key_RK = jax.vmap(jax.vmap(jax.random.key))(position_RK * drafts.draft_NK.shape[0] + row_R[:, None])
+        is_right_RK = jax.vmap(jax.vmap(jax.random.uniform))(key_RK) < jnp.asarray(synthetic_rates)[: width - 1]
+        is_right_RK &= index_W[:-1] < num_drafts_R1
+    num_right_R = jnp.sum(jnp.cumprod(is_right_RK.astype(jnp.int32), axis=1), axis=1)
     drawn_RW = jnp.where(index_W <= num_right_R[:, None], token_RW, NO_DRAFT)
     last_R = jnp.take_along_axis(token_RW, num_right_R[:, None], axis=1)[:, 0]
     num_computed_R = columns_RC[:, Column.START] + columns_RC[:, Column.NUM_TOKENS] - num_drafts_R1[:, 0] + num_right_R

@@ -179,7 +179,8 @@ def memory_plan(
 ) -> MemoryPlan:
     """The plan for a config with platform defaults resolved. Known byte counts replace the estimates.
 
-    drafter: its layers get caches behind the model's; weight_bytes counts its weights and states. device_bytes: plan for GPUs with so much memory instead of for this machine's devices.
+    drafter: its layers get caches behind the model's; weight_bytes counts its weights and states.
+    device_bytes: plan for GPUs with so much memory instead of for this machine's devices.
     """
     tensor_parallel = config.parallel.tensor_parallel_size
     on_gpu = device_bytes is not None or jax.default_backend() != "cpu"

@@ -203,9 +203,9 @@ class ModelRunner:
         """Set the weights of the model and of its drafter, if that has any, with the shapes and placement that they declare."""
         leaves: list[jax.Array] = []
         for state, expected in zip(weights, self._weights, strict=True):
-            found, structure = jax.tree.flatten(state)
-            assert structure == expected.structure, "weights of another model"
-            leaves += found
+            arrays, structure = jax.tree.flatten(state)
+            assert structure == expected.structure, "weights of another model"  # type: ignore[operator]
+            leaves += arrays
         for found, wanted in zip(leaves, self.shapes.params, strict=True):
             same = found.shape == wanted.shape and found.dtype == wanted.dtype
             assert same and found.sharding.is_equivalent_to(wanted.sharding, found.ndim), "a weight of another shape or place"

@@ -90,7 +90,8 @@ class StepFunctions:
         columns_RC = resolve_starts(rows.drafts, views.columns_RC)
         places = locate(rows.block_table_NB, columns_RC, layout.num_tokens, self.cache)
         token_ids_T = device_tokens(rows.last_token_N, rows.drafts, views.token_ids_T, places)
-        step = self._step(caches, token_ids_T, places, shards)
+        kept = list(caches)
+        step = self._step(kept, token_ids_T, places, shards)
         hidden_TD = self.merge(params)(step)
         hidden_TD = shards.check(hidden_TD, jnp.nan)
         drafts_R1 = columns_RC[:, Column.NUM_DRAFTS, None]
@@ -101,8 +102,8 @@ class StepFunctions:
         # Padding rows, including those beyond this layout, point to the trash row.
         columns_NC = jnp.pad(columns_RC, ((0, pad), (0, 0)))
         columns_NC = columns_NC.at[layout.num_rows :, Column.TOKEN_ROW].set(self.max_rows)
-        caches = tuple(step.attend.caches)
-        if self.drafting is None:
+        caches = tuple(kept)
+        if self.drafting is None or rows.drafts is None:
             return caches, rows, hidden_TD, hidden_NWD, columns_NC
         rows = rows._replace(drafts=note_computed(rows.drafts, columns_RC))
         return caches, rows, hidden_TD, hidden_NWD, columns_NC, (token_ids_T, self.drafting.features(step))
@@ -127,12 +128,13 @@ class StepFunctions:
         places = locate_decode(rows.block_table_NB, columns_RC, width, self.cache)
         known_T = views.token_ids_T if width == 1 else first_of_each(views.token_ids_T, width)
         token_ids_T = device_tokens(rows.last_token_N, rows.drafts, known_T, places)
-        step = self._step(caches, token_ids_T, places, shards)
+        kept = list(caches)
+        step = self._step(kept, token_ids_T, places, shards)
         hidden_TD = self.merge(params)(step)
         logits_TV = self.merge(params).logits(hidden_TD, shards)
         token_T = self.draw_shared(variant, logits_TV, each_draw(columns_RC, width), shards)
         token_T = shards.check(token_T, PEERS_LOST)
-        caches = tuple(step.attend.caches)
+        caches = tuple(kept)
         if self.drafting is None:
             return caches, _store_tokens(rows, columns_RC, token_T), token_T
         rows, drawn_RW = self._accept(rows, columns_RC, token_T, width)
@@ -251,7 +253,7 @@ class StepFunctions:
             )
             tokens.append(token_R)
             processed.append(processed_RV)
-            if index + 1 < width:
+            if rows.drafts is not None and index + 1 < width:
                 is_alive_R = continues(rows.drafts, columns_RC, index, token_R, is_alive_R)
         if width == 1:
             return tokens[0], state, processed[0]
@@ -265,8 +267,9 @@ class StepFunctions:
 
     def _accept(self, rows: RowArrays, columns_RC: jax.Array, token_T: jax.Array, width: int) -> tuple[RowArrays, jax.Array]:
         """Keep the drawn tokens up to the first that a draft did not foresee. Returns what the host reads: see `accept`."""
-        assert rows.drafts is not None
-        drafts, last_R, drawn_RX = accept(rows.drafts, columns_RC, token_T.reshape(-1, width))
+        assert rows.drafts is not None and self.drafting is not None
+        token_RW, rates = token_T.reshape(-1, width), self.drafting.drafter.synthetic_rates
+        drafts, last_R, drawn_RX = accept(rows.drafts, columns_RC, token_RW, rates)
         return _store_tokens(rows._replace(drafts=drafts), columns_RC, last_R), drawn_RX
 
     def prompt_logprobs(self, params: Params, hidden_TD: jax.Array, chunk_2C: jax.Array) -> Logprobs:
@@ -289,9 +292,10 @@ class StepFunctions:
         index_U, block_U = update_2U
         return rows._replace(block_table_NB=_set_flat(rows.block_table_NB, index_U, block_U))
 
-    def _step(self, caches: Caches, token_ids_T: jax.Array, places: Places, shards: Shards) -> Step:
+    def _step(self, caches: list[jax.Array], token_ids_T: jax.Array, places: Places, shards: Shards) -> Step:
+        """What the model runs on. It replaces the arrays in `caches`."""
         wanted = () if self.drafting is None else self.drafting.drafter.feature_layers
-        return make_step(list(caches), token_ids_T, places, self.cache.places, self.kernels, shards, wanted)
+        return make_step(caches, token_ids_T, places, self.cache.places, self.kernels, shards, wanted)
 
     def draw_shared(
         self,

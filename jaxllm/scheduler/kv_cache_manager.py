@@ -258,7 +258,7 @@ class KVCacheManager:
             table = self._tables[request.request_id]
             num_blocks, num_spare = len(table.groups[0].blocks), table.num_slots - request.num_computed_tokens
             assert table.num_slots == num_blocks * self.block_size, "slots differ from blocks"
-            assert 0 <= num_spare and (num_spare < self.block_size or has_drafts), "blocks differ from tokens"
+            assert num_spare >= 0 and (num_spare < self.block_size or has_drafts), "blocks differ from tokens"
             assert table.num_shared <= table.num_published <= len(request.block_hashes), "published blocks of unknown content"
             held = [block.block_id for group in table.groups for block in group.held]
             assert len(set(held)) == len(held), "a block twice in the tables of one request"

@@ -485,7 +485,7 @@ def _withdraw(shares: list[Share], request: Request) -> int:
     for index, (sharer, _, row) in enumerate(shares):
         if sharer is request:
             del shares[index]
-            return row.count
+            return row.num_tokens
     return 0
 
 

@@ -73,7 +73,7 @@ class AdaptiveControl:
 
     def note(self, shares: Iterable[Share], result: ModelRunnerOutput) -> None:
         """See DraftControl."""
-        for request, _, row in shares:
+        for _, _, row in shares:
             if not row.num_drafts:
                 continue
             sampled = result.sampled_token_ids.get(row.request_id)

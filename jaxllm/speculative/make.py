@@ -55,5 +55,6 @@ def make(config: EngineConfig, target: ModelConfig) -> Drafters:
 def _drafter(options: SpeculativeConfig, config: EngineConfig, target: ModelConfig) -> Drafter:
     num_drafts = options.num_speculative_tokens
     if options.method == "ngram":
-        return NGramDrafter(num_drafts, options.prompt_lookup_min, options.prompt_lookup_max)
+        rates = options.synthetic_rates_after_each
+        return NGramDrafter(num_drafts, options.prompt_lookup_min, options.prompt_lookup_max, synthetic_rates=rates)
     raise ConfigError(f"speculative_config: method {options.method} is not there yet")

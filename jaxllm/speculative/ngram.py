@@ -29,6 +29,7 @@ class NGramDrafter:
     cache_specs: tuple[CacheSpec, ...] = ()
     model: nnx.Module | None = None
     needs_history: bool = True
+    synthetic_rates: tuple[float, ...] = ()
 
     def load(self, mesh: Mesh, progress: Progress) -> nnx.State:
         """There are no weights."""

@@ -25,7 +25,7 @@ class FakeRunner:
         self.events.append(("dispatch", step))
         for new in plan.new_requests:
             self.known[new.request_id] = len(new.token_ids)
-        sampled = {row.request_id: [7] for row in plan.rows if row.start + row.count >= self.known[row.request_id]}
+        sampled = {row.request_id: [7] for row in plan.rows if row.start + row.num_tokens >= self.known[row.request_id]}
         return FakePending(self, step, sampled)
 
 

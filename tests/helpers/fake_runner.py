@@ -97,7 +97,7 @@ class FakeRunner:
             assert row.num_computed == planned.start
         assert [planned.request_id for planned in plan.rows[num_known:]] == [data.request_id for data in plan.new_requests]
         assert len(plan.num_scheduled_tokens) == len(plan.rows)
-        assert 0 < plan.num_tokens == sum(planned.count for planned in plan.rows) <= self.max_tokens
+        assert 0 < plan.num_tokens == sum(planned.num_tokens for planned in plan.rows) <= self.max_tokens
         assert len(self.rows) <= self.max_num_seqs
         for request_id, count in plan.num_scheduled_tokens.items():
             self._write(self.rows[request_id], count)

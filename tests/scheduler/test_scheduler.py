@@ -92,7 +92,7 @@ def test_a_new_request_is_sent_whole_and_then_as_differences():
     scheduler.update_from_output(new, result_of(scheduler, new))
     plan, _ = step(scheduler)
     assert plan.new_requests == [] and plan.step_id == new.step_id + 1
-    assert plan.rows == [RowStep("a", start=32, count=8, num_drafts=0, new_blocks=[3])]
+    assert plan.rows == [RowStep("a", start=32, num_tokens=8, num_drafts=0, new_blocks=[3])]
     plan, _ = step(scheduler)
     assert [row.new_blocks for row in plan.rows] == [[]] and counts(plan) == [1]
 
