@@ -223,8 +223,10 @@ def run_synthetic(arguments: argparse.Namespace, options: dict[str, Any]) -> lis
     """--synthetic: one engine after the other, because each takes the device's memory."""
     num_drafts = arguments.num_speculative_tokens
     config = {
-        **{"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 1, "num_speculative_tokens": num_drafts},
-        **{"rejection_sample_method": "synthetic"},
+        "method": "ngram",
+        "prompt_lookup_max": 1,
+        "num_speculative_tokens": num_drafts,
+        "rejection_sample_method": "synthetic",
         "synthetic_acceptance_rates": [arguments.synthetic**i for i in range(1, num_drafts + 1)],
         **options.pop("speculative_config", {}),
     }
