@@ -12,6 +12,7 @@ Flash-Decoding (Dao et al. 2023). With one split a program writes the result its
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +69,7 @@ def latent_decode(
     tiles: DecodeTiles | None = None,
 ) -> jax.Array:
     if num_queries > 1:
-        options = {"num_queries": num_queries, "scale": scale, "interpret": interpret}
+        options: dict[str, Any] = {"num_queries": num_queries, "scale": scale, "interpret": interpret}
         return in_parts(latent_decode, 1, (q_RNL, q_RNE), (pages_P1SC,), page_table_RB, kv_length_R, **options)
     num_rows, num_heads, latent_dim = q_RNL.shape
     num_slots = page_table_RB.shape[1] * pages_P1SC.shape[2]
