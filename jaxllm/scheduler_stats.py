@@ -36,6 +36,15 @@ class SchedulerStats:
     """Steps by their tokens, between the bounds of `observations.STEP_TOKENS`."""
     num_step_tokens: int = 0
     """Tokens of all steps."""
+    num_drafts: int = 0
+    """Rows of steps that had drafts to verify."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    """The part of these drafts that was accepted."""
+    accepted_per_position: tuple[int, ...] = ()
+    """The same by position among a row's drafts; empty if the engine has no speculative_config."""
+    num_speculative_tokens: int = 0
+    """Most drafts that a row gets at this moment; 0 where they would cost more than they bring."""
     num_retried_steps: int = 0
     """Failed steps whose requests were recomputed (this and the next are set by the core)."""
     num_lost_steps: int = 0

@@ -36,6 +36,11 @@ The idle share over five minutes is `rate(jaxllm:device_idle_seconds_total[5m]) 
 lower bound, because the device may finish its last step a little before the host hears of it. One minus the same quotient with
 `device_wait_seconds` is an upper bound. The gauge `device_idle_fraction` is the lower bound since the start.
 
+**Is speculative decoding worth it?** With a `speculative_config`, `spec_decode_*` count drafts. The mean acceptance length, the tokens that
+a request gets in a step with drafts, is `1 + rate(jaxllm:spec_decode_num_accepted_tokens_total[5m]) /
+rate(jaxllm:spec_decode_num_drafts_total[5m])`; the acceptance rate divides by `spec_decode_num_draft_tokens_total` instead.
+[SPECULATIVE.md](SPECULATIVE.md) explains them.
+
 **Compiled while serving.** With `--warmup all` and `background`, `programs_compiled_after_warmup` must stay at 0: each one made a request
 wait. While requests wait for programs, `awaited_programs` counts these.
 """
@@ -44,7 +49,7 @@ wait. While requests wait for programs, `awaited_programs` counts these.
 def every_metric() -> list[Metric]:
     """One engine's and one front's metrics, with something counted wherever a metric appears only then."""
     engine = EngineMetrics("m", 100, cache_config={"block_size": "16"})
-    engine.load = SchedulerStats(0, 0, 0.0, 0, 0, 0, 0, 0)
+    engine.load = SchedulerStats(0, 0, 0.0, 0, 0, 0, 0, 0, accepted_per_position=(0,))
     http = HttpMetrics()
     http.request_done("GET", 200, "/", 0.0)
     http.tool_calls_parsed("hermes")

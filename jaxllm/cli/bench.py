@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxllm.acceptance import Acceptance, report_lines
 from jaxllm.cli import options, planning, running
 from jaxllm.cli.flags import engine_flags, sampling_flags, shaping_flags
 from jaxllm.cli.json_files import check_writable, write_json
@@ -132,15 +133,20 @@ def run(arguments: argparse.Namespace) -> int:
         ]
         progress.start("measuring", arguments.warmup_runs + iterations, "run")
         runs = []
-        for number in range(arguments.warmup_runs + iterations):
-            measured = _measure(llm, prompts, params)
+        for _ in range(arguments.warmup_runs):
+            _measure(llm, prompts, params)
             progress.advance()
-            if number >= arguments.warmup_runs:
-                runs.append(measured)
+        before = Acceptance.of(llm.llm_engine.core.stats())
+        for _ in range(iterations):
+            runs.append(_measure(llm, prompts, params))
+            progress.advance()
+        drafts = Acceptance.of(llm.llm_engine.core.stats()) - before
     finally:
         progress.finish()
         llm.shutdown()
     report = throughput_report(lengths, runs) if arguments.what == "throughput" else latency_report(lengths, runs)
+    if drafts.accepted_per_position:
+        report |= drafts.report()
     if arguments.output_json:
         write_json(Path(arguments.output_json), report)
     print(json.dumps(report) if arguments.json else _as_text(report))
@@ -266,7 +272,7 @@ def read_mix(path: str) -> list[Lengths]:
 def _as_text(report: Mapping[str, Any]) -> str:
     lines = []
     for name, value in report.items():
-        if name.startswith("all_"):
+        if name.startswith(("all_", "spec_decode_")):
             continue
         if isinstance(value, Mapping):
             lines += [f"{'p' + percent:<36}{seconds:.4f} s" for percent, seconds in value.items()]
@@ -274,4 +280,5 @@ def _as_text(report: Mapping[str, Any]) -> str:
         unit = " s" if name.endswith("_seconds") else ""
         number = f"{value:.4f}" if unit else f"{value:.2f}" if isinstance(value, float) else str(value)
         lines.append(f"{name.removesuffix('_seconds').replace('_', ' '):<36}{number}{unit}")
+    lines += [f"{name:<36}{text}" for name, text in report_lines(report)]
     return "\n".join(lines)

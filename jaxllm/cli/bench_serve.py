@@ -19,10 +19,12 @@ from jaxllm.errors import ConfigError
 from jaxllm.progress import Progress
 
 if TYPE_CHECKING:
+    from jaxllm.acceptance import Acceptance
     from jaxllm.http_client.arrivals import RampUp
     from jaxllm.http_client.client import ServerClient
     from jaxllm.http_client.datasets import LoadPrompt, PromptWriter, Tokenizer
     from jaxllm.http_client.load import LoadRun
+    from jaxllm.http_client.scrape import Scrape
 
 __all__ = ["ABOUT", "EXAMPLES", "add_arguments", "run"]
 
@@ -50,13 +52,13 @@ def run(arguments: argparse.Namespace) -> int:
     prompts, warm_up = _prompts(arguments)
     progress = make_progress(quiet=arguments.quiet or arguments.disable_tqdm)
     try:
-        model, load = run_async(_measure(arguments, prompts, warm_up, progress))
+        model, load, drafts = run_async(_measure(arguments, prompts, warm_up, progress))
     finally:
         progress.finish()
     from jaxllm.http_client import results
 
     percentiles = arguments.metric_percentiles
-    figures = results.summary(load, percentiles=percentiles, goodput_ms=goodput)
+    figures = results.summary(load, percentiles=percentiles, goodput_ms=goodput) | (drafts.report() if drafts else {})
     report = _header(arguments, model, len(prompts)) | metadata | figures
     if not arguments.quiet and any(outcome.succeeded and outcome.num_output_tokens is None for outcome in load.outcomes):
         terminal.note("the server reports no usage for some answers; each of their chunks is counted as one token")
@@ -77,9 +79,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def _measure(
     arguments: argparse.Namespace, prompts: "list[LoadPrompt]", warm_up: "LoadPrompt", progress: Progress
-) -> "tuple[str, LoadRun]":
+) -> "tuple[str, LoadRun, Acceptance | None]":
     from jaxllm.http_client.arrivals import start_times
     from jaxllm.http_client.load import ENDPOINTS, RequestMaker, ask, run_load, wait_until_ready
+    from jaxllm.http_client.scrape import acceptance
 
     backend = BACKENDS[arguments.backend]
     path = arguments.endpoint or ENDPOINTS[backend]
@@ -104,8 +107,9 @@ async def _measure(
         progress.start("measuring", len(prompts), "request")
         if arguments.profile:
             await client.post("/start_profile")
+        before = await _scrape(client)
         try:
-            return model, await run_load(
+            load = await run_load(
                 client,
                 maker,
                 path,
@@ -118,6 +122,19 @@ async def _measure(
         finally:
             if arguments.profile:
                 await client.post("/stop_profile")
+        after = await _scrape(client)
+        return model, load, acceptance(before, after) if before and after else None
+
+
+async def _scrape(client: "ServerClient") -> "Scrape | None":
+    """The server's metrics; None if it has none."""
+    from jaxllm.http_client.client import ServerError
+    from jaxllm.http_client.scrape import read_scrape
+
+    try:
+        return read_scrape((await client.get("/metrics")).decode("utf-8", "replace"), 0.0)
+    except (ServerError, ValueError):
+        return None
 
 
 async def _first_model(client: "ServerClient", timeout_seconds: float) -> str:

@@ -119,6 +119,8 @@ def as_lines(found: Mapping[str, Any]) -> list[str]:
         ("prompt", f"{found['prompt_tokens_per_second']:.1f} tokens/s"),
         ("generation", f"{found['generation_tokens_per_second']:.1f} tokens/s"),
     ]
+    if (drafts := found["drafts"]) is not None:
+        rows.append(("drafts", _drafts(drafts)))
     if found["preemptions"]:
         rows.append(("preemptions", f"{found['preemptions']:.0f}"))
     for name, percentiles in found["latency_ms"].items():
@@ -165,6 +167,13 @@ def _one_line(found: Mapping[str, Any]) -> str:
 
 def _compiling(programs: Mapping[str, float]) -> str:
     return f"program {programs['ready'] + 1:.0f} of {programs['total']:.0f}; requests wait for it"
+
+
+def _drafts(report: Mapping[str, Any]) -> str:
+    if not report["spec_decode_num_drafts"]:
+        return "–"
+    rate, length = report["spec_decode_acceptance_rate"], report["spec_decode_acceptance_length"]
+    return f"{rate:.1f}% accepted, {length:.2f} tokens a step of a request"
 
 
 def _counts(found: Mapping[str, Mapping[str, float]]) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxllm.acceptance import report_lines
 from jaxllm.http_client.load import LoadRun, Outcome
 
 METRICS: Mapping[str, str] = {
@@ -110,6 +111,7 @@ def as_text(report: Mapping[str, Any], metrics: Sequence[str], percentiles: Sequ
         ("peak output tokens/s", f"{report['max_output_tokens_per_s']:.0f}"),
         ("peak concurrent requests", str(report["max_concurrent_requests"])),
     ]
+    rows += report_lines(report)
     lines = [f"{name:<28}{value:>14}" for name, value in rows]
     columns = ["mean", "median", "std", *(percentile_key(percent) for percent in percentiles)]
     lines.append("\n" + f"{'milliseconds':<40}" + "".join(f"{column:>11}" for column in columns))

@@ -8,6 +8,8 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from jaxllm.acceptance import Acceptance
+
 PREFIXES = ("jaxllm:", "vllm:")
 PERCENTILES = (50, 90, 99)
 LATENCIES: Mapping[str, str] = {
@@ -33,7 +35,12 @@ class Scrape:
     num_engines: int = 1
 
 
-LABELS: Mapping[str, str] = {"request_success": "finished_reason", "http_requests": "status", "awaited_programs": "state"}
+LABELS: Mapping[str, str] = {
+    "request_success": "finished_reason",
+    "http_requests": "status",
+    "awaited_programs": "state",
+    "spec_decode_num_accepted_tokens_per_pos": "position",
+}
 """The metrics that are split by a label."""
 
 
@@ -73,6 +80,7 @@ def view(before: Scrape, now: Scrape) -> dict[str, Any]:
         return _growth(before.values.get(name, 0.0), now.values.get(name, 0.0))
 
     queries = grown("prefix_cache_queries")
+    drafts = acceptance(before, now)
     return {
         "models": now.model_names,
         "interval_seconds": seconds,
@@ -84,6 +92,7 @@ def view(before: Scrape, now: Scrape) -> dict[str, Any]:
         "prompt_tokens_per_second": grown("prompt_tokens") / seconds,
         "generation_tokens_per_second": grown("generation_tokens") / seconds,
         "preemptions": grown("num_preemptions"),
+        "drafts": None if drafts is None else drafts.report(),
         "latency_ms": {
             name: _percentiles(before.buckets.get(metric, {}), now.buckets.get(metric, {}))
             for name, metric in LATENCIES.items()
@@ -92,6 +101,24 @@ def view(before: Scrape, now: Scrape) -> dict[str, Any]:
         "finished": _by_label(before, now, "request_success"),
         "http": _by_label(before, now, "http_requests"),
     }
+
+
+def acceptance(before: Scrape, now: Scrape) -> Acceptance | None:
+    """How many drafts were verified and accepted between two readings; None if the server has no speculative decoding."""
+    if "spec_decode_num_drafts" not in now.values:
+        return None
+    change = _totals_of_drafts(now) - _totals_of_drafts(before)
+    return change if change.num_drafts >= 0 else _totals_of_drafts(now)  # a restarted server counts from 0
+
+
+def _totals_of_drafts(scrape: Scrape) -> Acceptance:
+    values, by_position = scrape.values, scrape.by_label.get("spec_decode_num_accepted_tokens_per_pos", {})
+    return Acceptance(
+        values.get("spec_decode_num_drafts", 0.0),
+        values.get("spec_decode_num_draft_tokens", 0.0),
+        values.get("spec_decode_num_accepted_tokens", 0.0),
+        tuple(by_position[position] for position in sorted(by_position, key=int)),
+    )
 
 
 def quantile(buckets: Mapping[float, float], fraction: float) -> float | None:

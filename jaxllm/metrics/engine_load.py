@@ -37,9 +37,24 @@ def add_load(found: Collected, load: SchedulerStats) -> None:
         load.device_idle_seconds,
         "time with unfinished requests and no step on the device or queued there",
     )
+    _add_drafts(found, load)
     num_ready, num_awaited = load.awaited_programs
     awaited = "programs that requests wait for now, by whether they are ready"
     found.gauge("awaited_programs", num_ready, awaited, state="ready")
     found.gauge("awaited_programs", num_awaited - num_ready, awaited, state="missing")
     fraction = load.device_idle_seconds / load.work_seconds if load.work_seconds > 0 else 0.0
     found.gauge("device_idle_fraction", fraction, "device_idle_seconds per engine_work_seconds since the start")
+
+
+def _add_drafts(found: Collected, load: SchedulerStats) -> None:
+    """Speculative decoding, where the engine has a speculative_config."""
+    if not load.accepted_per_position:
+        return
+    found.counter("spec_decode_num_drafts", load.num_drafts, "rows of steps that had drafts to verify")
+    found.counter("spec_decode_num_draft_tokens", load.num_draft_tokens, "drafts that were verified")
+    found.counter("spec_decode_num_accepted_tokens", load.num_accepted_tokens, "drafts that were accepted")
+    for position, count in enumerate(load.accepted_per_position):
+        by_position = "the same by position among a row's drafts, from 0"
+        found.counter("spec_decode_num_accepted_tokens_per_pos", count, by_position, position=str(position))
+    most = "most drafts that a row gets now; 0: switched off, because they would cost more than they bring"
+    found.gauge("spec_decode_num_speculative_tokens", load.num_speculative_tokens, most)

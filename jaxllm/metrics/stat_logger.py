@@ -1,10 +1,11 @@
-"""Logs a line at intervals: speed and load of the engine."""
+"""Logs a line at intervals: speed and load of the engine, and a second one for the acceptance of drafts."""
 
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
+from jaxllm.acceptance import Acceptance, percentages
 from jaxllm.log import logger
 from jaxllm.metrics.engine_metrics import EngineMetrics
 
@@ -22,6 +23,7 @@ class _Totals:
     hits: int = 0
     preemptions: int = 0
     rejections: int = 0
+    drafts: Acceptance = Acceptance()
 
     def __sub__(self, earlier: "_Totals") -> "_Totals":
         return _Totals(*(getattr(self, field.name) - getattr(earlier, field.name) for field in fields(self)))
@@ -51,6 +53,8 @@ class StatLogger:
         load = self._metrics.load
         is_idle = not (change.computed or change.generated or (load is not None and load.num_running + load.num_waiting))
         logger.log(logging.DEBUG if is_idle and self._was_idle else logging.INFO, "%s", self._line(change, seconds))
+        if load is not None and change.drafts.num_drafts > 0:
+            logger.info("%s", _line_of_drafts(change.drafts, load.num_speculative_tokens, seconds))
         self._was_idle = is_idle
 
     def _line(self, change: _Totals, seconds: float) -> str:
@@ -75,4 +79,14 @@ class StatLogger:
             load.prefix_cache_hits,
             load.num_preemptions,
             load.num_rejected_for_requests + load.num_rejected_for_tokens,
+            Acceptance.of(load),
         )
+
+
+def _line_of_drafts(drafts: Acceptance, most_now: int, seconds: float) -> str:
+    return (
+        f"speculative decoding: mean acceptance length {drafts.mean_length:.2f}, "
+        f"accepted {drafts.num_accepted_tokens / seconds:.1f} tokens/s, drafted {drafts.num_draft_tokens / seconds:.1f} tokens/s, "
+        f"acceptance rate {drafts.rate:.1%}, by position {percentages(drafts.rates_per_position)}, "
+        + (f"up to {most_now} drafts a request now" if most_now else "off now")
+    )

@@ -10,6 +10,7 @@ from jaxllm.cli import bench
 from jaxllm.cli.main import main
 from jaxllm.log import info_once
 from jaxllm.scaling.requests import random_prompts
+from tests.helpers.fake_engine_core import FakeEngineCore, FakeStats
 
 
 def test_throughput_counts_the_tokens_of_all_requests(opened: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,6 +28,25 @@ def test_throughput_counts_the_tokens_of_all_requests(opened: Any, capsys: pytes
     assert len(opened.core.requests) == 3 * 4
     assert all(request.sampling_params.ignore_eos for request in opened.core.requests)
     assert not any(request.sampling_params.detokenize for request in opened.core.requests)
+
+
+@pytest.mark.parametrize("what", ["throughput", "latency"])
+def test_acceptance_of_drafts_is_reported(
+    what: str, opened: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stats(core: FakeEngineCore) -> FakeStats:
+        count = len(core.requests)
+        return FakeStats(
+            num_drafts=count, num_draft_tokens=2 * count, num_accepted_tokens=count, accepted_per_position=(count, 0)
+        )
+
+    monkeypatch.setattr(FakeEngineCore, "stats", stats)
+    arguments = ["bench", what, "--num-prompts", "2", "--iterations", "3", "--input-len", "5", "--output-len", "4", "-q"]
+    assert main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["spec_decode_acceptance_length"], found["spec_decode_num_drafts"]) == (2.0, 6)
+    assert main(arguments) == 0
+    assert "acceptance by position              100% 0%" in capsys.readouterr().out.splitlines()
 
 
 def test_latency_reports_average_and_percentiles(opened: Any, capsys: pytest.CaptureFixture[str]) -> None:

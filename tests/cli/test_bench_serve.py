@@ -56,6 +56,30 @@ def test_the_table_tells_latencies_and_errors(stub: Stub, capsys: pytest.Capture
     assert "2 × HTTP 500: broken" in shown
 
 
+def test_acceptance_of_drafts_is_read_from_the_server_s_metrics(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--num-prompts", "2", "--input-len", "3", "--output-len", "4"]
+    assert not [name for name in measured(stub, capsys, *arguments) if name.startswith("spec_decode")]
+    page = 'vllm:spec_decode_{}_total{{engine="0",model_name="m"{}}} {}\n'
+
+    def set_metrics(scale: int) -> None:
+        counts = {"num_drafts": 4, "num_draft_tokens": 8, "num_accepted_tokens": 6}
+        lines = [page.format(name, "", scale * count) for name, count in counts.items()]
+        lines += [page.format("num_accepted_tokens_per_pos", f',position="{i}"', scale * (4 - 2 * i)) for i in (1, 0)]
+        stub.pages["/metrics"] = "".join(lines)
+
+    def answer(body: dict[str, Any]) -> None:
+        set_metrics(len(stub.bodies))
+
+    set_metrics(0)
+    stub.fail = answer
+    found = measured(stub, capsys, *arguments)
+    assert (found["spec_decode_acceptance_length"], found["spec_decode_acceptance_rate"]) == (2.5, 75)
+    assert found["spec_decode_per_position_acceptance_rates"] == [1.0, 0.5]
+    assert found["spec_decode_num_drafts"] == 8, "without the request that waited for the server"
+    assert bench(stub, *arguments) == 0
+    assert "mean acceptance length" in capsys.readouterr().out
+
+
 def test_a_server_without_usage_is_noted(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
     stub.with_usage = False
     arguments = ["--num-prompts", "2", "--input-len", "3", "--output-len", "4", "--json"]

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 import pytest
 
 from jaxllm.cli.main import main
+from jaxllm.cli.top import as_lines
+from jaxllm.http_client.scrape import read_scrape, view
 from tests.helpers.stub_server import Stub, running_stub
 
 PAGE = """
@@ -41,6 +43,20 @@ def test_programs_that_requests_wait_for_are_shown(stub: Stub, capsys: pytest.Ca
     stub.pages["/metrics"] = PAGE + awaited.format("ready", 1) + awaited.format("missing", 3)
     assert top(stub) == 0
     assert "compiling           program 2 of 4; requests wait for it" in capsys.readouterr().out.splitlines()
+
+
+def test_acceptance_of_drafts_is_shown(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
+    pages = [PAGE + drafts(10, 20, 5), PAGE + drafts(14, 28, 11)]
+    stub.pages["/metrics"] = pages[0]
+    assert top(stub) == 0
+    assert "drafts              –" in capsys.readouterr().out.splitlines()
+    lines = as_lines(view(*(read_scrape(page, 0.0) for page in pages)))
+    assert "drafts              75.0% accepted, 2.50 tokens a step of a request" in lines
+
+
+def drafts(num_drafts: int, num_draft_tokens: int, num_accepted: int) -> str:
+    counts = {"num_drafts": num_drafts, "num_draft_tokens": num_draft_tokens, "num_accepted_tokens": num_accepted}
+    return "".join(f'jaxllm:spec_decode_{name}_total{{engine="0",model_name="m"}} {count}\n' for name, count in counts.items())
 
 
 def test_once_as_json_is_for_scripts(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:

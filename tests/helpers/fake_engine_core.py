@@ -39,6 +39,11 @@ class FakeStats:
     num_cache_blocks: int = 0
     step_token_counts: tuple[int, ...] = ()
     num_step_tokens: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_position: tuple[int, ...] = ()
+    num_speculative_tokens: int = 0
     work_seconds: float = 0.0
     device_wait_seconds: float = 0.0
     device_idle_seconds: float = 0.0

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxllm.http_client.scrape import quantile, read_scrape, sparkline, view
+from jaxllm.acceptance import Acceptance
+from jaxllm.http_client.scrape import Scrape, acceptance, quantile, read_scrape, sparkline, view
 from jaxllm.metrics.engine_metrics import EngineMetrics
 from jaxllm.metrics.prometheus import exposition
 from jaxllm.sampling_params import SamplingParams
@@ -51,6 +52,23 @@ def test_our_own_metrics_give_rates_and_percentiles() -> None:
 def test_a_server_that_started_again_counts_from_zero() -> None:
     found = view(read_scrape(VLLM_PAGE % (1000, 4), 0.0), read_scrape(VLLM_PAGE % (50, 1), 1.0))
     assert found["generation_tokens_per_second"] == 50.0 and found["finished"]["stop"]["new"] == 1
+
+
+def test_acceptance_between_two_readings() -> None:
+    metrics = EngineMetrics("m", 100)
+
+    def reading(**drafts: object) -> Scrape:
+        metrics.load = FakeStats(**drafts)  # type: ignore[arg-type, assignment]
+        return read_scrape(exposition(metrics.snapshot()).decode(), 0.0)
+
+    none = reading()
+    assert acceptance(none, none) is None and view(none, none)["drafts"] is None
+    positions = tuple(range(12, 0, -1))
+    before = reading(num_drafts=1, num_draft_tokens=12, num_accepted_tokens=0, accepted_per_position=(0,) * 12)
+    now = reading(num_drafts=13, num_draft_tokens=156, num_accepted_tokens=78, accepted_per_position=positions)
+    assert acceptance(before, now) == Acceptance(12, 144, 78, positions)
+    assert acceptance(now, before) == Acceptance(1, 12, 0, (0,) * 12), "the server started again"
+    assert view(before, now)["drafts"]["spec_decode_acceptance_length"] == 7.5
 
 
 @pytest.mark.parametrize("page", ["", "<html>", "go_threads 5\n", "vllm:x{ 5\n"])

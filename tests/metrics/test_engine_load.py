@@ -36,3 +36,23 @@ def test_one_sleep_state_is_on() -> None:
         if isinstance(metric, Gauge) and metric.name == "jaxllm:engine_sleep_state"
     }
     assert states == {"awake": 0, "weights_offloaded": 1, "discard_all": 0}
+
+
+def test_drafts_are_counted_where_the_engine_speculates() -> None:
+    def drafts(**stats: object) -> dict[tuple[str, str], float]:
+        found = [metric for metric in collected(**stats) if metric.name.startswith("jaxllm:spec_decode_")]
+        return {
+            (metric.name.removeprefix("jaxllm:spec_decode_"), metric.labels.get("position", "")): metric.value
+            for metric in found
+        }
+
+    assert drafts() == {}
+    stats = {"num_drafts": 4, "num_draft_tokens": 8, "num_accepted_tokens": 6, "accepted_per_position": (4, 2)}
+    assert drafts(**stats, num_speculative_tokens=2) == {
+        ("num_drafts", ""): 4,
+        ("num_draft_tokens", ""): 8,
+        ("num_accepted_tokens", ""): 6,
+        ("num_accepted_tokens_per_pos", "0"): 4,
+        ("num_accepted_tokens_per_pos", "1"): 2,
+        ("num_speculative_tokens", ""): 2,
+    }

@@ -121,8 +121,19 @@ def test_the_log_line_comes_once_an_interval_and_not_when_idle(caplog: pytest.Lo
         metrics.load = FakeStats(num_running=1, num_preemptions=3, num_rejected_for_tokens=2)
         assert "preemptions 3, turned away 2" in lines_until(40)[0]
         metrics.load = FakeStats()
+        drafts = {"num_drafts": 40, "num_draft_tokens": 80, "num_accepted_tokens": 60, "accepted_per_position": (40, 20)}
+        metrics.load = FakeStats(num_running=1, **drafts, num_speculative_tokens=2)  # type: ignore[arg-type]
+        _, line = lines_until(50)
+        assert line == (
+            "speculative decoding: mean acceptance length 2.50, accepted 6.0 tokens/s, drafted 8.0 tokens/s, acceptance rate 75.0%, "
+            "by position 100% 50%, up to 2 drafts a request now"
+        )
+        drafts |= {"num_drafts": 41, "num_draft_tokens": 82}
+        metrics.load = FakeStats(num_running=1, **drafts)  # type: ignore[arg-type]
+        assert lines_until(60)[1].endswith("acceptance rate 0.0%, by position 0% 0%, off now")
+        assert len(lines_until(70)) == 1, "nothing was drafted"
         metrics.load = FakeStats(prefix_cache_queries=10, prefix_cache_hits=5)
-        assert len(lines_until(50)) == 1, "the line after the last work"
-        assert lines_until(80) == []
+        assert len(lines_until(80)) == 1, "the line after the last work"
+        assert lines_until(110) == []
     with caplog.at_level(logging.DEBUG, "jaxllm"):
-        assert len(lines_until(100)) == 2, "idle lines are for the debug level"
+        assert len(lines_until(130)) == 2, "idle lines are for the debug level"

@@ -1,0 +1,309 @@
+"""Measures speculative decoding beside the same engine without it: tokens/s, steps, and how many drafts are accepted.
+
+    python scripts/bench_speculative.py --copy                                   # n-grams, a text that repeats itself with edits
+    python scripts/bench_speculative.py --method eagle3 --draft DIRECTORY        # held-out questions and Python text
+    python scripts/bench_speculative.py --synthetic 0.75 --model DIRECTORY       # dummy weights, drafts accepted at a set rate
+
+--copy and --method take the demo model by default; both engines run in turn on the same prompts, the fastest run of each counts, and
+the greedy tokens of both are compared. --copy: passages of Python, each repeated with a changed token in each repetition. The demo
+model does not copy faithfully, but it goes on repeating, as an answer that quotes its prompt does.
+
+--synthetic times steps: all prompts are computed, then so many steps of the engine, first without drafts, then with. Dummy weights
+write tokens that nobody could foresee, so each draft is accepted with the probability given if all before it are. A row of the table
+has the time of a step, the tokens that a request gets in it, and the quotient: the time for an accepted token.
+
+Options of the engine follow as name=value.
+"""
+
+import argparse
+import inspect
+import json
+import sys
+import textwrap
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+
+from jaxllm import LLM, SamplingParams
+from jaxllm.acceptance import Acceptance, percentages
+from jaxllm.llm_engine import LLMEngine
+from jaxllm.scaling.decodes import SETTLING_STEPS
+from jaxllm.scaling.requests import end_all, greedy, random_prompts
+from scripts.demo_data import chat_tokenizer, python_text, scoring, tasks
+from scripts.measuring.engine_option import engine_option
+
+NGRAM = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+Prompt = dict[str, list[int]]
+
+
+@dataclass(frozen=True)
+class Work:
+    """Requests that are given at once."""
+
+    name: str
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+
+
+@dataclass
+class Found:
+    """What an engine made of a work."""
+
+    seconds: float
+    """Of the fastest run."""
+    tokens: list[list[int]]
+    drafts: Acceptance
+    """Of all runs."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(map(len, self.tokens)) / self.seconds
+
+
+def copying(llm: LLM, count: int) -> list[Prompt]:
+    """Passages of 20 to 60 tokens, repeated up to about 400; each repetition has a token of another place."""
+    source = llm.get_tokenizer().encode(inspect.getsource(argparse) + inspect.getsource(textwrap))
+    rng = np.random.default_rng(0)
+    prompts = []
+    for _ in range(count):
+        length = int(rng.integers(20, 60))
+        start = int(rng.integers(0, len(source) - length))
+        passage, prompt = list(source[start : start + length]), []
+        while len(prompt) < 400:
+            edited = list(passage)
+            edited[int(rng.integers(0, length))] = source[int(rng.integers(0, len(source)))]
+            prompt += edited
+        prompts.append({"prompt_token_ids": prompt + passage})
+    return prompts
+
+
+def questions(llm: LLM, count: int) -> list[Prompt]:
+    """Held-out questions to the demo model, as its chat template writes them."""
+    encode = llm.get_tokenizer().encode
+    found = (question for question in tasks.held_out_questions(count) if not question.tools)
+    return [
+        {"prompt_token_ids": list(encode(chat_tokenizer.render_question(each), add_special_tokens=False))} for each in found
+    ]
+
+
+def beginnings(llm: LLM, count: int) -> list[Prompt]:
+    """The first 64 tokens of held-out files of Python."""
+    texts = python_text.library_texts()[1][:count]
+    return [{"prompt_token_ids": list(llm.get_tokenizer().encode(text, add_special_tokens=False)[:64])} for text in texts]
+
+
+def compare(engines: dict[str, LLM], work: Work, rows: int, repeats: int) -> dict[str, Found]:
+    """Run the work with both engines in turn, so many requests at once, once unmeasured and then repeatedly."""
+    found: dict[str, Found] = {}
+    for number in range(1 + repeats):
+        for name, llm in engines.items():
+            before, began, tokens = Acceptance.of(llm.llm_engine.core.stats()), time.perf_counter(), []
+            for at in range(0, len(work.prompts), rows):
+                outputs = llm.generate(work.prompts[at : at + rows], work.params, use_tqdm=False)
+                tokens += [list(output.outputs[0].token_ids) for output in outputs]
+            seconds = time.perf_counter() - began
+            drafts = Acceptance.of(llm.llm_engine.core.stats()) - before
+            if number == 0:
+                llm.llm_engine.finish_compiling()
+            elif name not in found or seconds < found[name].seconds:
+                found[name] = Found(seconds, tokens, drafts)
+    return found
+
+
+def report(work: Work, rows: int, found: dict[str, Found]) -> dict[str, Any]:
+    """Print a work's figures. Returns them by name."""
+    without, drafting = found["without"], found["with"]
+    num_equal = sum(one == other for one, other in zip(without.tokens, drafting.tokens, strict=True))
+    speedup = drafting.tokens_per_second / without.tokens_per_second
+    print(
+        f"{work.name}, {rows} at once: {without.tokens_per_second:.0f} tokens/s without, {drafting.tokens_per_second:.0f} with: "
+        f"{speedup:.2f} times; {described(drafting.drafts)}; {num_equal} of {len(without.tokens)} outputs equal",
+        flush=True,
+    )
+    return {
+        "work": work.name,
+        "rows": rows,
+        "tokens_per_second_without": without.tokens_per_second,
+        "tokens_per_second": drafting.tokens_per_second,
+        "speedup": speedup,
+        "equal_outputs": num_equal,
+        **drafting.drafts.report(),
+    }
+
+
+def described(drafts: Acceptance) -> str:
+    """Acceptance in a line."""
+    if not drafts.num_drafts:
+        return "no drafts"
+    return f"mean acceptance length {drafts.mean_length:.2f}, by position {percentages(drafts.rates_per_position)}"
+
+
+def run_works(arguments: argparse.Namespace, options: dict[str, Any]) -> list[dict[str, Any]]:
+    """--copy and --method."""
+    config = {**options.pop("speculative_config", {}), "num_speculative_tokens": arguments.num_speculative_tokens}
+    config = {**NGRAM, **config} if arguments.copy else {"method": arguments.method, **config}
+    if arguments.draft is not None:
+        config["model"] = arguments.draft
+    # Without prefix caching: a repeated prompt must be computed again.
+    common = {"model": arguments.model, "enable_prefix_caching": False, "use_progress_bar": False, **options}
+    engines = {"without": LLM(**common), "with": LLM(**common, speculative_config=config)}
+    llm, count = engines["without"], arguments.prompts
+    fixed = SamplingParams(temperature=0.0, max_tokens=arguments.output_len, ignore_eos=True)
+    if arguments.copy:
+        works = [Work("copying", copying(llm, count), fixed)]
+    else:
+        answer = SamplingParams(temperature=0.0, max_tokens=scoring.MAX_ANSWER_TOKENS)
+        works = [Work("questions", questions(llm, count), answer), Work("Python text", beginnings(llm, count), fixed)]
+    print(f"{arguments.model}, {json.dumps(config)}", flush=True)
+    try:
+        return [
+            report(work, rows, compare(engines, work, rows, arguments.repeats)) for work in works for rows in arguments.rows
+        ]
+    finally:
+        for each in engines.values():
+            each.shutdown()
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A stretch of steps of the same requests, from the results of one to those of the last."""
+
+    seconds: float
+    num_steps: int
+    num_tokens: int
+    drafts: Acceptance
+
+    @property
+    def ms_per_step(self) -> float:
+        return 1e3 * self.seconds / self.num_steps
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.seconds
+
+
+def time_steps(engine: LLMEngine, prompts: Sequence[Prompt], num_steps: int, max_tokens: int) -> Steps:
+    """Time steps that compute no prompt. Raises SystemExit if a request ends before them."""
+    for i, prompt in enumerate(prompts):
+        engine.add_request(f"steps {i}", prompt, greedy(max_tokens))
+    have_token: set[str] = set()
+
+    def step() -> int:
+        """The number of tokens that it wrote."""
+        news = engine.core.step()
+        engine.take(news)
+        have_token.update(item.request_id for item in news if item.new_token_ids)
+        return sum(len(item.new_token_ids) for item in news)
+
+    try:
+        while len(have_token) < len(prompts) and engine.has_unfinished_requests():
+            step()
+        for _ in range(SETTLING_STEPS):
+            step()
+        before, began = Acceptance.of(engine.core.stats()), time.perf_counter()
+        num_tokens = sum(step() for _ in range(num_steps))
+        seconds = time.perf_counter() - began
+        drafts = Acceptance.of(engine.core.stats()) - before
+        if engine.get_num_unfinished_requests() < len(prompts):
+            sys.exit(
+                f"{len(prompts)} requests do not run at once for {num_steps} steps; lower --prompt-len or raise max_model_len"
+            )
+        return Steps(seconds, num_steps, num_tokens, drafts)
+    finally:
+        end_all(engine)
+
+
+def run_synthetic(arguments: argparse.Namespace, options: dict[str, Any]) -> list[dict[str, Any]]:
+    """--synthetic: one engine after the other, because each takes the device's memory."""
+    num_drafts = arguments.num_speculative_tokens
+    config = {
+        "method": "ngram",
+        "prompt_lookup_max": 1,
+        "num_speculative_tokens": num_drafts,
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_rates": [arguments.synthetic**i for i in range(1, num_drafts + 1)],
+        **options.pop("speculative_config", {}),
+    }
+    common = {"load_format": "dummy", "enable_prefix_caching": False, "skip_tokenizer_init": True, "use_progress_bar": False}
+    common |= {"max_model_len": 4096, **options}
+    found: dict[str, dict[int, Steps]] = {}
+    for name, more in (("without", {}), ("with", {"speculative_config": config})):
+        began = time.perf_counter()
+        llm = LLM(model=arguments.model, **common, **more)
+        engine = llm.llm_engine
+        engine.finish_compiling()
+        print(f"engine {name} drafts: start {time.perf_counter() - began:.1f} s", flush=True)
+        found[name] = {}
+        try:
+            for rows in arguments.rows:
+                prompts = random_prompts([arguments.prompt_len] * rows, engine.model_config.vocab_size, seed=0)
+                max_tokens = engine.max_model_len - arguments.prompt_len
+                time_steps(engine, prompts, SETTLING_STEPS, max_tokens)  # compiles what is rare, and lets the drafts settle
+                steps = found[name][rows] = time_steps(engine, prompts, arguments.steps, max_tokens)
+                print(
+                    f"  {rows:>4} rows: {steps.ms_per_step:.3f} ms a step, {steps.num_tokens / rows / steps.num_steps:.2f} tokens of a "
+                    f"request in it, {1e3 * steps.seconds * rows / steps.num_tokens:.3f} ms a token, "
+                    f"{steps.tokens_per_second:.0f} tokens/s; {described(steps.drafts)}",
+                    flush=True,
+                )
+        finally:
+            llm.shutdown()
+    results = []
+    for rows in arguments.rows:
+        without, drafting = found["without"][rows], found["with"][rows]
+        slower, faster = drafting.ms_per_step / without.ms_per_step, drafting.tokens_per_second / without.tokens_per_second
+        print(f"{rows} rows: a step takes {slower:.2f} times as long, tokens/s are {faster:.2f} times as many")
+        results.append(
+            {
+                "rows": rows,
+                "ms_per_step_without": without.ms_per_step,
+                "ms_per_step": drafting.ms_per_step,
+                "ms_per_token": 1e3 * drafting.seconds * rows / drafting.num_tokens,
+                "speedup": faster,
+                **drafting.drafts.report(),
+            }
+        )
+    return results
+
+
+def main() -> None:
+    """Measure and print."""
+    lines = __doc__.splitlines()
+    parser = argparse.ArgumentParser(
+        description=lines[0], epilog="\n".join(lines[1:]), formatter_class=argparse.RawTextHelpFormatter
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--copy", action="store_true", help="n-grams on a text that repeats itself")
+    what.add_argument("--method", help="another method on held-out questions and text")
+    what.add_argument(
+        "--synthetic", type=float, metavar="RATE", help="steps with dummy weights and drafts accepted at this rate"
+    )
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--draft", metavar="DIRECTORY", help="checkpoint of the method")
+    parser.add_argument("--num-speculative-tokens", type=int, default=4, metavar="K")
+    parser.add_argument("--rows", type=lambda text: [int(word) for word in text.split(",")], help="requests at once, e.g. 1,8")
+    parser.add_argument("--prompts", type=int, default=8, help="prompts of a work (default: 8)")
+    parser.add_argument("--output-len", type=int, default=256, help="tokens written for a prompt of text (default: 256)")
+    parser.add_argument("--repeats", type=int, default=3, help="timed runs of --copy and --method (default: 3)")
+    parser.add_argument("--prompt-len", type=int, default=1024, help="tokens of a prompt of --synthetic (default: 1024)")
+    parser.add_argument("--steps", type=int, default=64, help="timed steps of --synthetic (default: 64)")
+    parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument("options", type=engine_option, nargs="*", metavar="name=value", help="options of the engine")
+    arguments = parser.parse_intermixed_args()
+    if arguments.synthetic is not None and not 0 <= arguments.synthetic <= 1:
+        parser.error(f"--synthetic is {arguments.synthetic}, must be 0 to 1")
+    options = dict(arguments.options)
+    arguments.rows = arguments.rows or ([1, 64, 256] if arguments.synthetic is not None else [1, 8])
+    results = run_synthetic(arguments, options) if arguments.synthetic is not None else run_works(arguments, options)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
