@@ -135,16 +135,13 @@ def test_counted_steps_are_those_of_drafting_and_verifying(target, temperature):
     drafter = DraftModelTraining(CONFIG)
     generated = test.generate([[5, 17, 80]], [0], 40, temperature)
     (text,) = generated.texts
-    assert test.measure(DraftModelTraining(CONFIG), target, generated)[2] == pytest.approx(
-        (len(text) - 4) / -(-(len(text) - 4) // 4)
-    )
+    assert test.measure(drafter, target, generated)[2] == pytest.approx((len(text) - 4) / -(-(len(text) - 4) // 4))
     draft_model, num_known, steps = DirectModel(CONFIG, noisy), 4, 0
     while num_known < len(text):
         drafts = draft_model.generate([text[:num_known]], [], 3, 1, temperature)[0]
         matching = [draft == token for draft, token in zip(drafts, text[num_known:], strict=False)]
         num_known += 1 + [*matching, False].index(False)
         steps += 1
-    test = AcceptanceTest(CONFIG, target, (1,), depth=3, batch=1)
     measured = test.measure(drafter, noisy, generated)
     assert measured[2] == pytest.approx((len(text) - 4) / steps)
     assert 1.0 < measured[0] < measured[2] < 4.0
