@@ -1,5 +1,7 @@
 """Progress reports of long work. A caller that displays them (the command line) passes a subclass; the base class is silent."""
 
+from collections.abc import Callable
+
 
 class Progress:
     """One task at a time: `start`, `advance` as often as needed, `finish`. This base shows nothing.
@@ -21,3 +23,17 @@ class Progress:
 
 
 SILENT = Progress()
+
+
+def bytes_loaded(progress: Progress) -> Callable[[int, int], None]:
+    """A callback (bytes done, bytes in all) that reports how far weights are loaded."""
+    last = 0
+
+    def report(done: int, total: int) -> None:
+        nonlocal last
+        if last == 0:
+            progress.start("loading weights", total, "B")
+        progress.advance(done - last)
+        last = done
+
+    return report

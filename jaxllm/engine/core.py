@@ -1,7 +1,7 @@
 """EngineCore: builds scheduler and runner from a config and serves requests in token ids. Text stays in the front."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from jaxllm.loaders.layout import delete
 from jaxllm.loaders.load import load_weights
 from jaxllm.log import logger
 from jaxllm.outputs import EngineCoreOutput
-from jaxllm.progress import SILENT, Progress
+from jaxllm.progress import SILENT, Progress, bytes_loaded
 from jaxllm.request import EngineCoreRequest, ErrorKind, FinishReason, Request, RequestStatus
 from jaxllm.sampling.processors import Processor, check_processors, load_processors
 from jaxllm.scheduler.scheduler import Scheduler
@@ -139,7 +139,7 @@ class EngineCore:
                 load_format=options.load_format,
                 mesh=prepared.mesh,
                 seed=options.seed or 0,
-                progress=_bytes_to(progress),
+                progress=bytes_loaded(progress),
             )
             weights = [model]
             if prepared.speculation is not None and prepared.speculation.drafter.model is not None:
@@ -341,20 +341,6 @@ class EngineCore:
         self._dead = error
         self.loop.forget()
         self.scheduler.finish_requests(list(self.scheduler.requests), RequestStatus.FINISHED_ERROR)
-
-
-def _bytes_to(progress: Progress) -> Callable[[int, int], None]:
-    """A callback (bytes done, bytes in all) that feeds a progress bar."""
-    last = 0
-
-    def report(done: int, total: int) -> None:
-        nonlocal last
-        if last == 0:
-            progress.start("loading weights", total, "B")
-        progress.advance(done - last)
-        last = done
-
-    return report
 
 
 class _explained_out_of_memory:

@@ -82,7 +82,10 @@ class Prepared:
             plan = _plan(config, model_config, num_bytes, drafter=drafter)
             check_pool(plan, list(mesh.devices.flat))
         with times.part("kernel check"):
-            chosen = _choose_kernels(wanted, config, model_config, plan, mesh)
+            computed = model_config
+            if drafter is not None:
+                computed = replace(model_config, layers=(*model_config.layers, *drafter.layers))
+            chosen = _choose_kernels(wanted, config, computed, plan, mesh)
             config = config.replace(attention_implementation=chosen.kernels.attention)
         with times.part("config and model"):
             runner = _runner(config, model_config, mesh, model, plan, chosen.kernels, processors, times, speculation)

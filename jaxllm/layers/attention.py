@@ -29,6 +29,7 @@ class GroupedQueryAttention(nnx.Module):
 
     def __init__(self, config: ModelConfig, part: Attention, layer: int, prefix: str):
         D, K, G, H = config.hidden_size, part.num_kv_heads, part.group_size, part.head_dim
+        inputs = part.num_inputs * D
         stored_K, stored_G = K // part.kv_head_replicas, G * part.kv_head_replicas
         self.layer = layer
         self.part = part
@@ -36,7 +37,7 @@ class GroupedQueryAttention(nnx.Module):
         names = [f"{prefix}{name}" for name in part.linears["qkv"]] * (3 // len(part.qkv))
         self.qkv = Linear(
             "td,dkgh->tkgh",
-            (D, K, G + 2, H),
+            (inputs, K, G + 2, H),
             ("embed", "heads", "qkv", "head"),
             config.dtype,
             modules=[
@@ -52,7 +53,7 @@ class GroupedQueryAttention(nnx.Module):
         if part.gated:
             self.gate = Linear(
                 "td,dkgh->tkgh",
-                (D, K, G, H),
+                (inputs, K, G, H),
                 ("embed", "heads", "group", "head"),
                 config.dtype,
                 modules=[Module(names[0], (stored_K, stored_G, H), columns=(H, 2 * H, 2 * H))],

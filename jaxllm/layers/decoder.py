@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import jax.numpy as jnp
@@ -47,10 +48,16 @@ class DecoderBlock(nnx.Module):
         self.mlp = make_mlp(config, parts.mlp, prefix)  # type: ignore[arg-type]
         self.mlp_post_norm = norm(parts.mlp_post_norm)
 
-    def __call__(self, runs: Sequence[Run], next_norm: AnyNorm, step: Step) -> list[Run]:
-        """From x and attention_norm(x) to the new x and next_norm of it: each sum of partial products ends in a norm."""
+    def __call__(self, runs: Sequence[Run], next_norm: AnyNorm, step: Step, kept_R: Array | None = None) -> list[Run]:
+        """From x and attention_norm(x) to the new x and next_norm of it: each sum of partial products ends in a norm.
+
+        kept_R: indices in the only run of the tokens whose result is wanted; of the others, the cache gets what it keeps.
+        """
         shards = step.shards
         attended = self.attention([normed_TD for _, normed_TD in runs], step)
+        if kept_R is not None:
+            attended, runs = [attended[0][kept_R]], [(runs[0][0][kept_R], runs[0][1][kept_R])]
+            step = replace(step, is_real_T=None)
         if self.parts.parallel:
             added = [part_TD + fed_TD for part_TD, fed_TD in zip(attended, self._fed_forward(runs, step), strict=True)]
             return self._joined(added, runs, self.mlp_post_norm, next_norm, shards)

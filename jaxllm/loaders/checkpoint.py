@@ -26,7 +26,9 @@ DTYPES: dict[str, np.dtype] = {
 """The types that can be loaded, by safetensors' names."""
 BYTES = "U8"
 """The type of packed weights."""
-NUMPY_TYPES = {**DTYPES, BYTES: np.dtype(np.uint8)}
+INTEGERS: dict[str, np.dtype] = {"I64": np.dtype(np.int64), "I32": np.dtype(np.int32)}
+"""The types of tables of numbers, which are not weights."""
+NUMPY_TYPES: dict[str, np.dtype] = {**DTYPES, BYTES: np.dtype(np.uint8), **INTEGERS}
 _LFS_POINTER = b"version "
 
 

@@ -26,15 +26,21 @@ _EXPONENT = 120
 
 
 def dummy_weights(
-    config: ModelConfig, model: CausalLM, mesh: Mesh, *, seed: int, progress: Progress | None = None
+    config: ModelConfig,
+    model: nnx.Module,
+    mesh: Mesh,
+    *,
+    seed: int,
+    progress: Progress | None = None,
+    build: Callable[[ModelConfig], nnx.Module] = build_model,
 ) -> nnx.State:
     """Norm weights 1, biases 0, all others normal with deviation 0.02, made on the devices; the same for every mesh size.
 
     Fp8 weights too: a scale for all outputs, and values with a deviation of 100. 4-bit weights have a deviation of 0.023.
 
-    One program per distinct shape, so a model of 32 equal layers costs about ten compilations.
+    build: makes `model` of its config. One program per distinct shape, so a model of 32 equal layers costs about ten compilations.
     """
-    stored_shapes = {path: variable.shape for path, variable in parameters(build_model(config.as_stored()))}
+    stored_shapes = {path: variable.shape for path, variable in parameters(build(config.as_stored()))}
     key = jax.random.key(seed)
     arrays: dict[ParamPath, Array] = {}
     total = sum(variable.size * jnp.dtype(variable.dtype).itemsize for _, variable in parameters(model))

@@ -81,7 +81,7 @@ def load_weights(
 
 def load_checkpoint(
     config: ModelConfig,
-    model: CausalLM,
+    model: nnx.Module,
     directory: Path,
     *,
     mesh: Mesh,

@@ -46,6 +46,8 @@ class Attention:
     sigmoid."""
     sinks: bool = False
     """Whether each query head has a learned score that takes part in its softmax as a key's does, with a value of zero."""
+    num_inputs: int = 1
+    """Vectors of the model's width that it takes of each token, one behind the other."""
     name: str = "self_attn"
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     """One name: a tensor with the rows of all three, queries first."""

@@ -19,6 +19,7 @@ MESH_AXES: dict[str, str | None] = {
     "kv": None,
     "kernel": None,
     "position": None,
+    "draft_vocab": None,
     "experts": None,
     "expert_mlp": None,
     "split_experts": TENSOR,

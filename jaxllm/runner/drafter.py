@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from jaxllm.cache_spec import CacheSpec
 from jaxllm.layers.step import Step
+from jaxllm.model_parts import Layer
 from jaxllm.parallel.shards import Shards
 from jaxllm.progress import Progress
 
@@ -77,6 +78,10 @@ class Drafter(Protocol):
     @property
     def feature_layers(self) -> tuple[int, ...]:
         """Layers of the target whose inputs it reads."""
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """Its own layers: kernels must support them too."""
 
     @property
     def cache_specs(self) -> tuple[CacheSpec, ...]:

@@ -191,7 +191,8 @@ def memory_plan(
     if weight_bytes is None:
         weight_bytes = build.weight_bytes(model) // tensor_parallel
     if work_bytes is None:
-        work_bytes = estimate_work_bytes(config, model, width=1 if drafter is None else 1 + drafter.num_drafts)
+        width, num_features = (1, 0) if drafter is None else (1 + drafter.num_drafts, len(drafter.feature_layers))
+        work_bytes = estimate_work_bytes(config, model, width=width, num_features=num_features)
     specs = cache_specs(model, disable_windows=config.cache.disable_hybrid_kv_cache_manager)
     cache = cache_layout(
         specs if drafter is None else (*specs, *drafter.cache_specs),
@@ -260,13 +261,16 @@ def countable_blocks(num_blocks: int, values_per_block: int, itemsize: int) -> i
     return num_blocks
 
 
-def estimate_work_bytes(config: EngineConfig, model: ModelConfig, *, width: int = 1) -> int:
-    """Temporary memory of the largest step, a little too much rather than too little. width: most tokens that a row samples."""
+def estimate_work_bytes(config: EngineConfig, model: ModelConfig, *, width: int = 1, num_features: int = 0) -> int:
+    """Temporary memory of the largest step, a little too much rather than too little.
+
+    width: most tokens that a row samples. num_features: hidden states of each token that a drafter takes.
+    """
     scheduler, size = config.scheduler, config.parallel.tensor_parallel_size
     assert scheduler.max_num_batched_tokens is not None and scheduler.max_num_seqs is not None
     itemsize = jnp.dtype(model.dtype).itemsize
     widest = max(sum(part.values_per_token for part in layer.parts.values()) for layer in set(model.layers))
-    per_token = widest // size + 6 * model.hidden_size
+    per_token = widest // size + (6 + 2 * num_features) * model.hidden_size
     widened = 0  # experts of a layer, which a step with many tokens computes so
     if model.packed_experts:
         widened = (

@@ -10,7 +10,10 @@ _SHORTEST = 1e-12
 
 
 def pool(source_XD: jax.Array, request_RC: jax.Array) -> jax.Array:
-    """Float32 [R, D]: row `index` of the source ([X, D], or [X, W, D] as hidden_NWD), divided by `divisor`; zero from column `width` on; of length 1 if `normalize`."""
+    """Float32 [R, D]: row `index` of the source, divided by `divisor`; zero from column `width` on; of length 1 if `normalize`.
+
+    The source may also be [X, W, D], as hidden_NWD: the last token of a row without drafts comes first.
+    """
     index_R, divisor_R, width_R, normalize_R = request_RC.T
     source_XD = source_XD[:, 0] if source_XD.ndim == 3 else source_XD  # the last token of each row comes first
     vector_RD = source_XD[index_R].astype(jnp.float32) / jnp.maximum(divisor_R, 1)[:, None].astype(jnp.float32)

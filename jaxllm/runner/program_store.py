@@ -84,8 +84,8 @@ class ProgramStore:
         return True
 
     def _path(self, key: ProgramKey) -> Path:
-        variant, logprobs = key.variant.name.lower(), key.logprobs.name.lower()
-        return self.directory / f"{key.kind}-{key.size}-{variant}-{logprobs}.program"
+        parts = (getattr(part, "name", str(part)).lower() for part in key)  # all, so that no two programs share a file
+        return self.directory / f"{'-'.join(parts)}.program"
 
 
 def local_store(parent: Path, fingerprint: Fingerprint, devices: Sequence[jax.Device]) -> ProgramStore | None:

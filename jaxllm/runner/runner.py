@@ -105,8 +105,8 @@ class ModelRunner:
         merges = [partial(part.merge, slice(*first[i : i + 2])) for i, part in enumerate(self._weights)]
         self.params: tuple[jax.Array, ...] = ()
         vocab_size, max_logprobs = model_config.vocab_size, config.model.max_logprobs
-        # What was drawn from is known to full sampling alone. And no GPU has run the other programs with logprobs yet.
-        full_logprobs = config.model.logprobs_mode.startswith("processed") or on_gpu
+        # What was drawn from is known to full sampling alone.
+        full_logprobs = config.model.logprobs_mode.startswith("processed")
         functions = StepFunctions(
             merge=merges[0],
             shards=make_shards(mesh),

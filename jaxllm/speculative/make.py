@@ -5,15 +5,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from jaxllm.cache_spec import row_bytes
-from jaxllm.config import EngineConfig
+from jaxllm.config import AUTO_MODEL_LEN, EngineConfig
 from jaxllm.errors import ConfigError
+from jaxllm.hub import resolve_model
 from jaxllm.model_config import ModelConfig
-from jaxllm.runner.drafter import Drafter
 from jaxllm.scheduler.draft_control import DraftControl
+from jaxllm.speculative import draft_model, eagle, mtp
 from jaxllm.speculative.control import AdaptiveControl
+from jaxllm.speculative.draft_model import DraftModel
+from jaxllm.speculative.eagle import Eagle
+from jaxllm.speculative.mtp import MultiTokenPrediction
 from jaxllm.speculative.ngram import NGramDrafter
 from jaxllm.speculative.options import SpeculativeConfig, of_engine
+from jaxllm.text.model_files import text_files
+
+AnyDrafter = NGramDrafter | DraftModel | Eagle | MultiTokenPrediction
 
 
 @dataclass(frozen=True)
@@ -21,12 +30,12 @@ class Drafters:
     """See `jaxllm.engine.features.Speculation`."""
 
     options: SpeculativeConfig
-    drafter: Drafter
+    drafter: AnyDrafter
 
     @property
     def described(self) -> Mapping[str, Any]:
         """See Speculation."""
-        return dataclasses.asdict(self.options)
+        return {**dataclasses.asdict(self.options), **self.drafter.described}
 
     def new_control(self, cost_of: Callable[[int], float]) -> DraftControl:
         """See Speculation."""
@@ -49,12 +58,39 @@ def make(config: EngineConfig, target: ModelConfig) -> Drafters:
             f"speculative_config: {target.architecture} has layers with linear attention, whose states cannot drop a wrong draft; "
             "leave speculative_config out"
         )
-    return Drafters(options, _drafter(options, config, target))
+    try:
+        return Drafters(options, _drafter(options, config, target))
+    except ConfigError as error:
+        raise ConfigError(f"speculative_config: {error}") from error
 
 
-def _drafter(options: SpeculativeConfig, config: EngineConfig, target: ModelConfig) -> Drafter:
-    num_drafts = options.num_speculative_tokens
+def _drafter(options: SpeculativeConfig, config: EngineConfig, target: ModelConfig) -> AnyDrafter:
+    num_drafts, rates = options.num_speculative_tokens, options.synthetic_rates_after_each
     if options.method == "ngram":
-        rates = options.synthetic_rates_after_each
         return NGramDrafter(num_drafts, options.prompt_lookup_min, options.prompt_lookup_max, synthetic_rates=rates)
-    raise ConfigError(f"speculative_config: method {options.method} is not there yet")
+    given, size = config.model, config.parallel.tensor_parallel_size
+    target_directory = text_files(given.model, revision=given.revision, download_dir=given.download_dir)
+    fields = {
+        "num_drafts": num_drafts,
+        "is_drawn": options.draft_sample_method == "probabilistic",
+        "seed": given.seed or 0,
+        "synthetic_rates": rates,
+    }
+    if options.method == "mtp":
+        return mtp.make(target_directory, target, load_format=given.load_format, **fields)
+    assert options.model is not None
+    directory = resolve_model(options.model, options.revision, given.download_dir)
+    fields["load_format"] = "dummy" if given.load_format == "dummy" else "auto"
+    if options.method == "draft_model":
+        wanted = given.max_model_len
+        return draft_model.make(
+            directory,
+            target,
+            target_directory=target_directory,
+            tensor_parallel_size=size,
+            max_model_len=target.max_position if wanted in (None, AUTO_MODEL_LEN) else wanted,
+            on_gpu=jax.default_backend() != "cpu",
+            quantization=options.quantization,
+            **fields,
+        )
+    return eagle.make(directory, target, is_third=options.method == "eagle3", tensor_parallel_size=size, **fields)

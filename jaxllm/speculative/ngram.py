@@ -1,5 +1,6 @@
 """Proposes what followed the latest tokens when they occurred before: prompt lookup, without a model."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxllm.cache_spec import CacheSpec
+from jaxllm.model_parts import Layer
 from jaxllm.progress import Progress
 from jaxllm.runner.drafter import NO_DRAFT, Drafting
 
@@ -28,8 +30,14 @@ class NGramDrafter:
     feature_layers: tuple[int, ...] = ()
     cache_specs: tuple[CacheSpec, ...] = ()
     model: nnx.Module | None = None
+    layers: tuple[Layer, ...] = ()
     needs_history: bool = True
     synthetic_rates: tuple[float, ...] = ()
+
+    @property
+    def described(self) -> Mapping[str, Any]:
+        """Nothing beside the options."""
+        return {}
 
     def load(self, mesh: Mesh, progress: Progress) -> nnx.State:
         """There are no weights."""

@@ -53,10 +53,13 @@ class Shapes:
     """The kinds of layers that there are."""
     has_scales: bool = False
     """Whether stored keys and values have scales."""
+    num_queries: int = 1
+    """Of each row in decodes of several queries; 1: there are none."""
 
 
 def cases(shapes: Shapes, implementation: str, *, interpret: bool) -> list[Case]:
-    """Each kind of layer in a ragged batch, a small one where other tiles are for it, and in decodes of few and of many rows."""
+    """Each kind of layer in a ragged batch, a small one where other tiles are for it, and in decodes of few and of many rows, of
+    one query a row and of several if there are such."""
     module = importlib.import_module(IMPLEMENTATIONS[implementation])
     has_small_tiles = implementation == "triton" or jnp.dtype(shapes.cache_dtype).itemsize == 1
     return [
@@ -112,11 +115,26 @@ def batches(shapes: Shapes, layer: Layer) -> list[Batch]:
         "has_sinks": layer.has_sinks,
         "table_width": shapes.table_width,
     }
+    decodes = {
+        "8 rows": (*few, 3 * page - 1 if window is None else window + 1),
+        "24 rows": (*few, *around, *range(5, 5 + 7 * (17 - len(around)), 7)),
+    }
+    queries = shapes.num_queries
     return [
         Batch(f"ragged batch{said}", decodes=(page + 1, 0, 3 * page), prompts=(*prompts, *short, nobody), padding=5, **common),
         Batch(SMALL + said, prompts=(*tiny, *(nobody,) * 13), padding=4, **common),
-        Batch(f"decode of 8 rows{said}", decodes=(*few, 3 * page - 1 if window is None else window + 1), **common),
-        Batch(f"decode of 24 rows{said}", decodes=(*few, *around, *range(5, 5 + 7 * (17 - len(around)), 7)), **common),
+        *(Batch(f"decode of {rows}{said}", decodes=lengths, **common) for rows, lengths in decodes.items()),
+        *(
+            # A row has as many keys as queries, or none.
+            Batch(
+                f"decode of {rows} of {queries} queries{said}",
+                decodes=tuple(length and max(length, queries) for length in lengths),
+                num_queries=queries,
+                **common,
+            )
+            for rows, lengths in decodes.items()
+            if queries > 1
+        ),
     ]
 
 

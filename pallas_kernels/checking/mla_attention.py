@@ -55,6 +55,8 @@ class Shapes:
     table_width: int
     """Pages in a row of the table."""
     scale: float
+    num_queries: int = 1
+    """Of each row in decodes of several queries; 1: there are none."""
 
     @property
     def sizes(self) -> Sizes:
@@ -73,6 +75,7 @@ def cases(shapes: Shapes, implementation: str, *, interpret: bool) -> list[Case]
         page_size=shapes.page_size,
         table_width=shapes.table_width,
         layers=(),
+        num_queries=shapes.num_queries,
     )
     batches = attention_at_start.batches(as_paged, attention_at_start.Layer(shapes.scale))
     attending = [

@@ -13,6 +13,7 @@ Everything is written in float32, whole rows to their place and parts of rows to
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +61,7 @@ def latent_decode(
 ) -> jax.Array:
     """num_workers: CTAs, for tests; by default as many as the device holds at once."""
     if num_queries > 1:
-        options = {"num_queries": num_queries, "scale": scale, "interpret": interpret}
+        options: dict[str, Any] = {"num_queries": num_queries, "scale": scale, "interpret": interpret}
         return in_parts(latent_decode, 1, (q_RNL, q_RNE), (pages_P1SC,), page_table_RB, kv_length_R, **options)
     num_rows, num_heads, latent_dim = q_RNL.shape
     tiles = DecodeTiles(BLOCK_K, num_stages(num_heads, pages_P1SC.shape[3], latent_dim), ctas_per_core=1)

@@ -19,7 +19,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels._compat import dot_f32, load, num_cores, store, triton_call
-from pallas_kernels.paged_attention.queries import in_parts
 from pallas_kernels.paged_attention.triton_decode import LOG2E, MASKED, compute_type
 from pallas_kernels.sizes import next_power_of_two
 
@@ -67,17 +66,23 @@ def latent_decode(
     interpret: bool = False,
     tiles: DecodeTiles | None = None,
 ) -> jax.Array:
+    asked = q_RNL.shape
     if num_queries > 1:
-        options = {"num_queries": num_queries, "scale": scale, "interpret": interpret}
-        return in_parts(latent_decode, 1, (q_RNL, q_RNE), (pages_P1SC,), page_table_RB, kv_length_R, **options)
-    num_rows, num_heads, latent_dim = q_RNL.shape
+        # The queries of a row are more heads.
+        q_RNL, q_RNE = (q.reshape(-1, num_queries * q.shape[1], q.shape[2]) for q in (q_RNL, q_RNE))
+    num_rows, num_lines, latent_dim = q_RNL.shape
     num_slots = page_table_RB.shape[1] * pages_P1SC.shape[2]
     if tiles is None:
         itemsize = compute_type(q_RNL.dtype, pages_P1SC.dtype).itemsize
-        tiles = pick_tiles(num_rows, num_heads, latent_dim, itemsize, num_slots)
+        tiles = pick_tiles(num_rows, num_lines, latent_dim, itemsize, num_slots)
     splits = tiles.num_splits
     kernel = functools.partial(
-        _decode_kernel, block_m=tiles.block_m, block_k=tiles.block_k, num_splits=splits, score_scale=scale * LOG2E
+        _decode_kernel,
+        num_queries=num_queries,
+        block_m=tiles.block_m,
+        block_k=tiles.block_k,
+        num_splits=splits,
+        score_scale=scale * LOG2E,
     )
     shape = q_RNL.shape
     out_shape = jax.ShapeDtypeStruct(shape, q_RNL.dtype)
@@ -88,43 +93,45 @@ def latent_decode(
     result = triton_call(
         kernel,
         name="latent_decode",
-        grid=(-(-num_heads // tiles.block_m), num_rows, splits),
+        grid=(-(-num_lines // tiles.block_m), num_rows, splits),
         out_shape=out_shape if splits == 1 else partial_shape,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         interpret=interpret,
     )(q_RNL, q_RNE, pages_P1SC, page_table_RB, kv_length_R)
     if splits == 1:
-        return result
-    return triton_call(
+        return result.reshape(asked) if num_queries > 1 else result
+    result = triton_call(
         _combine_kernel,
         name="latent_decode_combine",
-        grid=(num_heads, num_rows),
+        grid=(num_lines, num_rows),
         out_shape=out_shape,
         num_warps=1 if splits <= 8 else 4,
         num_stages=1,
         interpret=interpret,
     )(*result)
+    return result.reshape(asked) if num_queries > 1 else result
 
 
 def _decode_kernel(
-    q_ref,  # [R, N, L]
-    q_rotated_ref,  # [R, N, E]
+    q_ref,  # [R, W * N, L]
+    q_rotated_ref,  # [R, W * N, E]
     pages_ref,  # [P, 1, S, C]
     table_ref,  # [R, B]
     length_ref,  # [R]
-    *out_refs,  # out [R, N, L]; or out [splits, R, N, L] float32 and lse [splits, R, N] base 2
+    *out_refs,  # out [R, W * N, L]; or out [splits, R, W * N, L] float32 and lse [splits, R, W * N] base 2
+    num_queries: int,
     block_m: int,
     block_k: int,
     num_splits: int,
     score_scale: float,
 ) -> None:
     out_ref, *lse_refs = out_refs
-    num_heads, latent_dim = q_ref.shape[1:]
+    num_lines, latent_dim = q_ref.shape[1:]
     page_size, table_width = pages_ref.shape[2], table_ref.shape[1]
     dtype = compute_type(q_ref.dtype, pages_ref.dtype)
     row, split = pl.program_id(1), pl.program_id(2)
-    head_M = pl.program_id(0) * block_m + jnp.arange(block_m)
+    line_M = pl.program_id(0) * block_m + jnp.arange(block_m)
     parts = [Part.of(0, latent_dim), Part.of(latent_dim, pages_ref.shape[3])]
 
     length = length_ref[row]
@@ -133,7 +140,7 @@ def _decode_kernel(
     begin = split * per_split
     end = jnp.minimum(begin + per_split, end_tile)
     q_ML, q_ME = (
-        Part.of(0, ref.shape[-1]).load(ref, (row, head_M[:, None]), head_M < num_heads).astype(dtype)
+        Part.of(0, ref.shape[-1]).load(ref, (row, line_M[:, None]), line_M < num_lines).astype(dtype)
         for ref in (q_ref, q_rotated_ref)
     )
 
@@ -149,7 +156,11 @@ def _decode_kernel(
         # Lanes outside the row's own slots load nothing and give 0: what lies there may be NaN.
         latent_kL, rotated_kE = (part.load(pages_ref, (page_k1, 0, offset_k1), valid_k).astype(dtype) for part in parts)
         scores_Mk = (dot_f32(q_ML, latent_kL.T) + dot_f32(q_ME, rotated_kE.T)) * score_scale
-        scores_Mk = jnp.where(valid_k[None, :], scores_Mk, MASKED)
+        seen = valid_k[None, :]
+        if num_queries > 1:
+            behind_M = num_queries - 1 - lax.div(line_M, num_lines // num_queries)
+            seen = position_k[None, :] < (length - behind_M)[:, None]
+        scores_Mk = jnp.where(seen, scores_Mk, MASKED)
         new_max_M = jnp.maximum(max_M, scores_Mk.max(axis=1))
         weights_Mk = jnp.exp2(scores_Mk - new_max_M[:, None])
         shrink_M = jnp.exp2(max_M - new_max_M)
@@ -165,12 +176,12 @@ def _decode_kernel(
     safe_sum_M = jnp.where(sum_M == 0, 1.0, sum_M)
     out_ML = acc_ML / safe_sum_M[:, None]
     if num_splits == 1:
-        parts[0].store(out_ref, (row, head_M[:, None]), head_M < num_heads, out_ML.astype(out_ref.dtype))
+        parts[0].store(out_ref, (row, line_M[:, None]), line_M < num_lines, out_ML.astype(out_ref.dtype))
         return
-    parts[0].store(out_ref, (split, row, head_M[:, None]), head_M < num_heads, out_ML)
+    parts[0].store(out_ref, (split, row, line_M[:, None]), line_M < num_lines, out_ML)
     lse_M = jnp.where(sum_M == 0, MASKED, max_M + jnp.log2(safe_sum_M))
     (lse_ref,) = lse_refs
-    store(lse_ref.at[split, row, head_M], lse_M, mask=head_M < num_heads)
+    store(lse_ref.at[split, row, line_M], lse_M, mask=line_M < num_lines)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from pallas_kernels.paged_attention import mosaic_prefill, triton_prefill
-from pallas_kernels.paged_attention.queries import in_parts
 from pallas_kernels.paged_attention.ragged import by_row_length
 
 __all__ = ["paged_attention", "paged_decode", "supports"]
@@ -61,18 +60,7 @@ def paged_decode(
     interpret: bool = False,
 ) -> jax.Array:
     """By whichever kernel was measured faster: Mosaic's for few rows of wide heads, else that of Triton."""
-    if num_queries > 1:
-        options: dict[str, Any] = {
-            "scale": scale,
-            "window": window,
-            "soft_cap": soft_cap,
-            "k_scale": k_scale,
-            "v_scale": v_scale,
-        }
-        options |= {"sinks_KG": sinks_KG, "interpret": interpret}
-        pages = (k_pages_PKSH, v_pages_PKSH)
-        return in_parts(paged_decode, 1, (q_RKGH,), pages, page_table_RB, kv_length_R, num_queries=num_queries, **options)
-    num_rows, _, _, head_dim = q_RKGH.shape
+    num_rows, head_dim = len(kv_length_R), q_RKGH.shape[3]
     if num_rows <= MAX_MOSAIC_DECODE_ROWS and head_dim >= 128:
         # Imported late: it needs Mosaic, and `supports` has to answer where there is none.
         from pallas_kernels.paged_attention import mosaic_decode as kernels
@@ -91,6 +79,7 @@ def paged_decode(
         k_scale=k_scale,
         v_scale=v_scale,
         sinks_KG=sinks_KG,
+        num_queries=num_queries,
         interpret=interpret,
     )
 

@@ -36,6 +36,7 @@ from pallas_kernels._compat import (
     store,
     triton_call,
 )
+from pallas_kernels.paged_attention.queries import in_parts
 from pallas_kernels.paged_attention.triton_decode import cap_scores
 from pallas_kernels.row_copies import Rows
 
@@ -43,6 +44,8 @@ LOG2E = math.log2(math.e)
 MASKED = -1e30  # finite, so that a difference of two maxima is never NaN
 PLACE, ROW, LENGTH, HEAD, TILE, COUNT = range(6)  # columns of Plan.work_W6
 SMEM_BYTES = 228 * 1024  # of a core; a CTA takes 1 KB beside its own
+MAX_SUMS = 8192
+"""Sums that the registers of a warpgroup hold: query heads of all queries times their width."""
 PAGE_SIZES = (8, 16, 32, 64, 128)
 LAYOUT = plgpu.Layout.WGMMA
 TILE_ROWS = 8  # of the swizzled tiles in shared memory
@@ -60,16 +63,31 @@ class DecodeTiles:
     min_share: int = 1
 
 
-def pick_tiles(num_groups: int, head_dim: int, cache_itemsize: int) -> DecodeTiles:
+def pick_tiles(num_groups: int, head_dim: int, cache_itemsize: int, num_queries: int = 1) -> DecodeTiles:
     """Two CTAs per core if each has room for three tiles and 128 registers suffice, else one; as many tiles as there is room for."""
-    block_k, padded_groups = 64, -(-num_groups // 8) * 8
-    fixed = padded_groups * (10 * head_dim + 2 * block_k) + 4096  # queries, weights, results; barriers and reductions
+    block_k, padded_lines = 64, -(-num_queries * num_groups // 8) * 8
+    fixed = padded_lines * (10 * head_dim + 2 * block_k) + 4096  # queries, weights, results; barriers and reductions
+    if num_queries > 1:
+        fixed += 2 * head_dim * padded_lines  # the queries in tiles
     if cache_itemsize == 1:
-        fixed += 2 * head_dim * (block_k + padded_groups)  # one tile and the queries, widened
+        fixed += 2 * head_dim * (block_k + padded_lines)  # one tile and the queries, widened
     tile = 2 * block_k * head_dim * cache_itemsize
     stages = {ctas: (SMEM_BYTES // ctas - fixed - 1024) // tile for ctas in (1, 2)}
-    ctas = 2 if stages[2] >= 3 and padded_groups * head_dim < 2048 else 1
+    ctas = 2 if stages[2] >= 3 and padded_lines * head_dim < 2048 else 1
     return DecodeTiles(block_k=block_k, num_stages=min(stages[ctas], 8), ctas_per_core=ctas)
+
+
+def most_queries(num_groups: int, head_dim: int, cache_itemsize: int, wanted: int) -> int:
+    """The most queries of a row, up to as many as are wanted, for which there are registers and shared memory; at least one."""
+
+    def fit(num_queries: int) -> bool:
+        padded_lines = -(-num_queries * num_groups // 8) * 8
+        return (
+            padded_lines * head_dim <= MAX_SUMS
+            and pick_tiles(num_groups, head_dim, cache_itemsize, num_queries).num_stages >= 2
+        )
+
+    return max((count for count in range(2, wanted + 1) if fit(count)), default=1)
 
 
 class Plan(NamedTuple):
@@ -140,6 +158,7 @@ def paged_decode(
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
     sinks_KG: jax.Array | None = None,
+    num_queries: int = 1,
     interpret: bool = False,
     tiles: DecodeTiles | None = None,
     num_workers: int | None = None,
@@ -158,11 +177,25 @@ def paged_decode(
         )
     if page_size not in PAGE_SIZES:
         raise ValueError(f"the Mosaic decode kernel takes pages of {PAGE_SIZES} tokens, got {page_size}; use 'xla'")
+    cache_itemsize = k_pages_PKSH.dtype.itemsize
+    most = most_queries(num_groups, head_dim, cache_itemsize, num_queries)
+    if num_queries > most:
+        options: dict[str, Any] = {
+            "scale": scale,
+            "window": window,
+            "soft_cap": soft_cap,
+            "k_scale": k_scale,
+            "v_scale": v_scale,
+        }
+        options |= {"sinks_KG": sinks_KG, "interpret": interpret, "num_workers": num_workers, "num_queries": num_queries}
+        pages = (k_pages_PKSH, v_pages_PKSH)
+        return in_parts(paged_decode, most, (q_RKGH,), pages, page_table_RB, kv_length_R, **options)
     if tiles is None:
-        tiles = pick_tiles(num_groups, head_dim, k_pages_PKSH.dtype.itemsize)
+        tiles = pick_tiles(num_groups, head_dim, cache_itemsize, num_queries)
     if num_workers is None:
         num_workers = num_cores() * tiles.ctas_per_core
-    plan = make_plan(kv_length_R, num_kv_heads, tiles, window, num_workers)
+    span = None if window is None else window + num_queries - 1
+    plan = make_plan(kv_length_R, num_kv_heads, tiles, span, num_workers)
     whole_RKGH, partial_CGH, lse_CN = decode_items(
         q_RKGH,
         k_pages_PKSH,
@@ -175,6 +208,7 @@ def paged_decode(
         k_scale=k_scale,
         v_scale=v_scale,
         sinks_KG=sinks_KG,
+        num_queries=num_queries,
         interpret=interpret,
         tiles=tiles,
     )
@@ -194,27 +228,32 @@ def decode_items(
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
     sinks_KG: jax.Array | None = None,
+    num_queries: int = 1,
     interpret: bool,
     tiles: DecodeTiles,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The main kernel -> the result where a worker saw a whole row and head, the parts of the others, and their softmax sums."""
-    num_rows, num_kv_heads, num_groups, head_dim = q_RKGH.shape
-    num_workers = plan.work_W6.shape[0]
-    padded_groups = -(-num_groups // 8) * 8
-    if TILE_ROWS % num_groups:
+    num_tokens, num_kv_heads, num_groups, head_dim = q_RKGH.shape
+    num_workers, num_lines = plan.work_W6.shape[0], num_queries * num_groups
+    padded_lines = -(-num_lines // 8) * 8
+    if num_queries == 1 and TILE_ROWS % num_groups:
         # Queries of a KV head are loaded as whole tiles of rows, or lie in one: see `row_copies`.
-        q_RKGH = jnp.pad(q_RKGH, ((0, 0), (0, 0), (0, padded_groups - num_groups), (0, 0)))
+        q_RKGH = jnp.pad(q_RKGH, ((0, 0), (0, 0), (0, padded_lines - num_groups), (0, 0)))
     q_QH = q_RKGH.reshape(-1, head_dim)
     # The array has whole tiles, as many as a copy at least.
-    padding = max(-(-q_QH.shape[0] // TILE_ROWS) * TILE_ROWS, padded_groups) - q_QH.shape[0]
-    if padding:
+    padding = max(-(-q_QH.shape[0] // TILE_ROWS) * TILE_ROWS, padded_lines) - q_QH.shape[0]
+    if num_queries == 1 and padding:
         q_QH = jnp.pad(q_QH, ((0, padding), (0, 0)))
-    sinks = () if sinks_KG is None else (jnp.pad(sinks_KG, ((0, 0), (0, padded_groups - num_groups))),)
+    sinks: tuple[jax.Array, ...] = ()
+    if sinks_KG is not None:
+        sinks_KN = sinks_KG if num_queries == 1 else jnp.tile(sinks_KG, (1, num_queries))
+        sinks = (jnp.pad(sinks_KN, ((0, 0), (0, padded_lines - num_lines))),)
     kernel = functools.partial(
         _decode_kernel,
         has_sinks=bool(sinks),
         num_kv_heads=num_kv_heads,
         num_groups=num_groups,
+        num_queries=num_queries,
         block_k=tiles.block_k,
         num_stages=tiles.num_stages,
         score_scale=scale * LOG2E,
@@ -224,20 +263,21 @@ def decode_items(
     )
     scales = [jnp.asarray(1.0 if x is None else x, jnp.float32).reshape(1) for x in (k_scale, v_scale)]
     dtype, cache_dtype, page_size = q_RKGH.dtype, k_pages_PKSH.dtype, k_pages_PKSH.shape[2]
-    widened = {}
+    compute_dtype = dtype if cache_dtype == dtype else WIDE
+    copied = {}  # what the products take, where that is not as it was loaded
     if cache_dtype != dtype:
-        widened = {
-            "wide": _swizzled((tiles.block_k, head_dim), WIDE),
-            "wide_q": _swizzled((padded_groups, head_dim), WIDE),
-        }
+        copied["wide"] = _swizzled((tiles.block_k, head_dim), WIDE)
+    if cache_dtype != dtype or num_queries > 1:
+        copied["wide_q"] = _swizzled((padded_lines, head_dim), compute_dtype)
+    q_shape = (2, padded_lines, head_dim)
     copies = tiles.block_k // min(page_size, tiles.block_k)
     ring = (tiles.num_stages, tiles.block_k, head_dim)
     return plgpu.kernel(
         kernel,
         out_type=(
-            jax.ShapeDtypeStruct((num_rows, num_kv_heads, num_groups, head_dim), dtype),
-            jax.ShapeDtypeStruct((2 * num_workers, num_groups, head_dim), jnp.float32),
-            jax.ShapeDtypeStruct((2 * num_workers, padded_groups), jnp.float32),
+            jax.ShapeDtypeStruct((num_tokens, num_kv_heads, num_groups, head_dim), dtype),
+            jax.ShapeDtypeStruct((2 * num_workers, num_lines, head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((2 * num_workers, padded_lines), jnp.float32),
         ),
         grid=(num_workers,),
         grid_names=("worker",),
@@ -245,14 +285,15 @@ def decode_items(
         thread_name="warpgroup",
         scratch_types=(
             {
-                "q": _swizzled((2, padded_groups, head_dim), dtype),
+                # Without tiles queries of several tokens come to lie one behind the other.
+                "q": _swizzled(q_shape, dtype) if num_queries == 1 else plgpu.SMEM(q_shape, dtype),
                 "k": _swizzled(ring, cache_dtype),
                 "v": _swizzled(ring, cache_dtype),
-                "p": _swizzled((padded_groups, tiles.block_k), WIDE if widened else dtype),
-                "out": plgpu.SMEM((padded_groups, head_dim), dtype),
-                "partial": plgpu.SMEM((padded_groups, head_dim), jnp.float32),
-                **widened,
-                "q_full": plgpu.Barrier(num_barriers=2),
+                "p": _swizzled((padded_lines, tiles.block_k), compute_dtype),
+                "out": plgpu.SMEM((padded_lines, head_dim), dtype),
+                "partial": plgpu.SMEM((padded_lines, head_dim), jnp.float32),
+                **copied,
+                "q_full": plgpu.Barrier(num_arrivals=num_queries, num_barriers=2),
                 "q_free": plgpu.Barrier(num_barriers=2),
                 "k_full": plgpu.Barrier(num_arrivals=copies, num_barriers=tiles.num_stages),
                 "k_free": plgpu.Barrier(num_barriers=tiles.num_stages),
@@ -269,11 +310,12 @@ def combine_items(
     whole_RKGH: jax.Array, partial_CGH: jax.Array, lse_CN: jax.Array, plan: Plan, sinks_KG: jax.Array | None, *, interpret: bool
 ) -> jax.Array:
     """The result, in the place of whole_RKGH: parts are merged, rows without keys become zeros."""
-    num_rows, num_kv_heads, num_groups, _ = whole_RKGH.shape
+    num_rows, num_kv_heads, _ = plan.workers_RK2.shape
+    num_lines = partial_CGH.shape[1]
     return triton_call(
         _combine_kernel,
         name="paged_decode_combine",
-        grid=(num_kv_heads * num_groups, num_rows),
+        grid=(num_kv_heads * num_lines, num_rows),
         out_shape=jax.ShapeDtypeStruct(whole_RKGH.shape, whole_RKGH.dtype),
         num_warps=2,
         num_stages=1,
@@ -331,7 +373,7 @@ def _walk(visit: Callable[[Item, Any], Any], carry: Any, rows_ref, work_ref, *, 
 
 
 def _decode_kernel(
-    q_ref,  # [R * K * G, H]
+    q_ref,  # [R * W * K * G, H]
     k_ref,  # [P, K, S, H]
     v_ref,  # [P, K, S, H]
     table_ref,  # [R, B]
@@ -343,6 +385,7 @@ def _decode_kernel(
     has_sinks: bool,
     num_kv_heads: int,
     num_groups: int,
+    num_queries: int,
     block_k: int,
     num_stages: int,
     score_scale: float,
@@ -352,13 +395,14 @@ def _decode_kernel(
 ) -> None:
     """refs: sinks [K, N] float32 if has_sinks; then
 
-    out [R, K, G, H], of which only whole pairs are written;
-    partial [2 W, G, H] float32: of the item that begins a pair in place 2 w + 1, of the one that goes on in place 2 w;
-    lse [2 W, N] float32, base 2; shared memory by name.
+    out [R * W, K, G, H], of which only whole pairs are written;
+    partial [2 workers, W * G, H] float32: of the item that begins a pair in place 2 w + 1, of the one that goes on in place 2 w;
+    lse [2 workers, N] float32, base 2; shared memory by name.
     """
     sinks_ref, out_ref, partial_ref, lse_ref, smem = refs if has_sinks else (None, *refs)
+    span = None if window is None else window + num_queries - 1
     walk = functools.partial(
-        _walk, rows_ref=rows_ref, work_ref=work_ref, num_kv_heads=num_kv_heads, block_k=block_k, window=window
+        _walk, rows_ref=rows_ref, work_ref=work_ref, num_kv_heads=num_kv_heads, block_k=block_k, window=span
     )
     warpgroup = lax.axis_index("warpgroup")
 
@@ -371,6 +415,7 @@ def _decode_kernel(
             lse_ref=lse_ref,
             smem=smem,
             num_groups=num_groups,
+            num_queries=num_queries,
             score_scale=score_scale * k_scale_ref[0],
             value_scale=v_scale_ref[0],
             sinks_ref=sinks_ref,
@@ -392,6 +437,7 @@ def _decode_kernel(
             smem=smem,
             num_kv_heads=num_kv_heads,
             num_groups=num_groups,
+            num_queries=num_queries,
         )
         num_items, num_tiles = walk(visit, (jnp.int32(0), jnp.int32(0)))
         # A completion that nobody waited for would be taken for a later one.
@@ -407,10 +453,10 @@ def _drain(num_used: jax.Array, num_slots: int, free_barrier) -> None:
     lax.fori_loop(jnp.maximum(num_used - num_slots, 0), num_used, body, None)
 
 
-def _fetch(item: Item, carry, *, q_ref, k_ref, v_ref, table_ref, smem, num_kv_heads: int, num_groups: int):
+def _fetch(item: Item, carry, *, q_ref, k_ref, v_ref, table_ref, smem, num_kv_heads: int, num_groups: int, num_queries: int):
     """The producer's part of an item: its queries and its tiles into the rings, as soon as there is room."""
     num_items, num_tiles = carry
-    padded_groups = smem["q"].shape[1]
+    padded_lines = smem["q"].shape[1]
     num_stages, block_k, _ = smem["k"].shape
     page_size = k_ref.shape[2]
     copy_rows = min(page_size, block_k)
@@ -418,10 +464,15 @@ def _fetch(item: Item, carry, *, q_ref, k_ref, v_ref, table_ref, smem, num_kv_he
 
     slot = lax.rem(num_items, jnp.int32(2))
     pl.when(num_items >= 2)(functools.partial(plgpu.barrier_wait, smem["q_free"].at[slot]))
-    # Rows past the group are queries of another, or zeros: columns of the products that are not kept.
-    unit = padded_groups if TILE_ROWS % num_groups else num_groups
-    queries = Rows(item.row * num_kv_heads + item.head, unit, padded_groups, used=num_groups)
-    row_copies.load(q_ref, queries, smem["q"].at[slot], smem["q_full"].at[slot])
+    # Rows past the group are queries of another, or zeros, or left over: columns of the products that are not kept.
+    if num_queries == 1:
+        unit = padded_lines if TILE_ROWS % num_groups else num_groups
+        queries = Rows(item.row * num_kv_heads + item.head, unit, padded_lines, used=num_groups)
+        row_copies.load(q_ref, queries, smem["q"].at[slot], smem["q_full"].at[slot])
+    else:
+        for query in range(num_queries):
+            queries = Rows((item.row * num_queries + query) * num_kv_heads + item.head, num_groups, num_groups)
+            row_copies.load(q_ref, queries, smem["q"].at[slot, pl.ds(query * num_groups, num_groups)], smem["q_full"].at[slot])
 
     last_page = lax.div(item.length - 1, jnp.int32(page_size))
 
@@ -457,6 +508,7 @@ def _attend(
     lse_ref,
     smem,
     num_groups: int,
+    num_queries: int,
     score_scale,
     value_scale,
     sinks_ref,
@@ -466,13 +518,23 @@ def _attend(
 ):
     """The consumer's part of an item: attention of its queries over its tiles."""
     num_items, num_tiles = carry
-    padded_groups = smem["q"].shape[1]
+    padded_lines = smem["q"].shape[1]
     num_stages, block_k, head_dim = smem["k"].shape
     is_widened = "wide" in smem
-    first_position = jnp.int32(0) if window is None else jnp.maximum(item.length - window, 0)
+    first_position = jnp.int32(0) if window is None else jnp.maximum(item.length - (window + num_queries - 1), 0)
 
     def is_visible(position):
         return (position >= first_position) & (position < item.length)
+
+    def is_visible_to_each(start, shape):
+        """[k, N]: whether each query sees a key."""
+        if num_queries == 1:
+            return is_visible(start + plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=LAYOUT))
+        query_kN = lax.div(plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=LAYOUT), jnp.int32(num_groups))
+        # From the query's own position back, shifted by a constant of the tile.
+        ahead_kN = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=LAYOUT) - query_kN
+        end = item.length - (num_queries - 1) - start
+        return ahead_kN < end if window is None else (ahead_kN < end) & (ahead_kN >= end - window)
 
     def widen(name, stage):
         """The tile as the products take it: an 8-bit one is copied."""
@@ -499,13 +561,12 @@ def _attend(
             plgpu.wgmma(acc_ref, k_ref, q_ref.transpose((1, 0)))
             return acc_ref[...]
 
-        scores_kN = pl.run_scoped(score, plgpu.ACC((block_k, padded_groups), jnp.float32)) * score_scale
+        scores_kN = pl.run_scoped(score, plgpu.ACC((block_k, padded_lines), jnp.float32)) * score_scale
         if not is_widened:
             plgpu.barrier_arrive(smem["k_free"].at[stage])
         if soft_cap is not None:
             scores_kN = cap_scores(scores_kN, soft_cap)
-        position_kN = start + plgpu.broadcasted_iota(jnp.int32, scores_kN.shape, 0, layout=LAYOUT)
-        scores_kN = jnp.where(is_visible(position_kN), scores_kN, MASKED)
+        scores_kN = jnp.where(is_visible_to_each(start, scores_kN.shape), scores_kN, MASKED)
         new_max_N = jnp.maximum(max_N, scores_kN.max(axis=0))
         weights_kN = jnp.exp2(scores_kN - lax.broadcast_in_dim(new_max_N, scores_kN.shape, [1]))
         shrink_N = jnp.exp2(max_N - new_max_N)
@@ -536,15 +597,16 @@ def _attend(
     slot = lax.rem(num_items, jnp.int32(2))
     plgpu.barrier_wait(smem["q_full"].at[slot])
     q_ref = smem["q"].at[slot]
-    if is_widened:
-        q_HN = load_smem(q_ref.transpose((1, 0)), plgpu.Layout.WGMMA_TRANSPOSED)
+    if "wide_q" in smem:
+        # Of a few queries the rows lie without tiles, in the same banks: it is once an item.
+        q_HN = plgpu.load(q_ref.transpose((1, 0)), (), layout=plgpu.Layout.WGMMA_TRANSPOSED, optimized=num_queries == 1)
         q_ref = smem["wide_q"]
-        q_ref.transpose((1, 0))[...] = q_HN.astype(jnp.float32).astype(WIDE)
+        q_ref.transpose((1, 0))[...] = q_HN.astype(jnp.float32).astype(WIDE) if is_widened else q_HN
         plgpu.commit_smem()
     state = (
-        plgpu.layout_cast(jnp.zeros((head_dim, padded_groups), jnp.float32), LAYOUT),
-        plgpu.layout_cast(jnp.full((padded_groups,), MASKED, jnp.float32), LAYOUT.reduce(0)),
-        plgpu.layout_cast(jnp.zeros((block_k, padded_groups), jnp.float32), LAYOUT),
+        plgpu.layout_cast(jnp.zeros((head_dim, padded_lines), jnp.float32), LAYOUT),
+        plgpu.layout_cast(jnp.full((padded_lines,), MASKED, jnp.float32), LAYOUT.reduce(0)),
+        plgpu.layout_cast(jnp.zeros((block_k, padded_lines), jnp.float32), LAYOUT),
     )
     acc_HN, max_N, sum_kN = lax.fori_loop(0, item.num_tiles, body, state)
     plgpu.barrier_arrive(smem["q_free"].at[slot])
@@ -555,27 +617,32 @@ def _attend(
         sum_N += jnp.where(item.is_first & item.is_last, jnp.exp2(sink_N - max_N), 0.0)
     acc_HN = acc_HN * lax.broadcast_in_dim(value_scale / sum_N, acc_HN.shape, [1])
 
-    _store_item(item, acc_HN, max_N, sum_N, out_ref, partial_ref, lse_ref, smem, num_groups)
+    _store_item(item, acc_HN, max_N, sum_N, out_ref, partial_ref, lse_ref, smem, num_groups, num_queries)
     return num_items + 1, num_tiles + item.num_tiles
 
 
-def _store_item(item: Item, acc_HN, max_N, sum_N, out_ref, partial_ref, lse_ref, smem, num_groups: int) -> None:
+def _store_item(
+    item: Item, acc_HN, max_N, sum_N, out_ref, partial_ref, lse_ref, smem, num_groups: int, num_queries: int
+) -> None:
     """A whole row and head goes to the result, a part with its softmax sum to its place for the combination."""
-    is_whole, groups = item.is_first & item.is_last, Rows(0, num_groups, num_groups)
+    is_whole, groups, num_lines = item.is_first & item.is_last, Rows(0, num_groups, num_groups), num_queries * num_groups
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the buffers still hold what the item before stores
 
     @pl.when(is_whole)
     def _store_whole():
         _store_transposed(smem["out"], acc_HN.astype(out_ref.dtype))
         plgpu.commit_smem()
-        row_copies.store(smem["out"].at[pl.ds(0, num_groups)], out_ref, groups, before=(item.row, item.head))
+        for query in range(num_queries):
+            token = item.row if num_queries == 1 else item.row * num_queries + query
+            lines = smem["out"].at[pl.ds(query * num_groups, num_groups)]
+            row_copies.store(lines, out_ref, groups, before=(token, item.head))
 
     @pl.when(jnp.logical_not(is_whole))
     def _store_part():
         part = 2 * lax.axis_index("worker") + item.is_first.astype(jnp.int32)
         _store_transposed(smem["partial"], acc_HN)
         plgpu.commit_smem()
-        row_copies.store(smem["partial"].at[pl.ds(0, num_groups)], partial_ref, groups, before=(part,))
+        row_copies.store(smem["partial"].at[pl.ds(0, num_lines)], partial_ref, Rows(0, num_lines, num_lines), before=(part,))
         lse_ref.at[part][...] = max_N + jnp.log2(sum_N)
 
 
@@ -591,9 +658,13 @@ def _combine_kernel(whole_ref, partial_ref, lse_ref, workers_ref, *refs) -> None
     """
     del whole_ref
     *sinks_refs, out_ref = refs
-    num_groups, head_dim = partial_ref.shape[1:]
+    num_lines, head_dim = partial_ref.shape[1:]
+    num_groups = out_ref.shape[2]
     row = pl.program_id(1)
-    head, group = lax.div(pl.program_id(0), num_groups), lax.rem(pl.program_id(0), num_groups)
+    head, line = lax.div(pl.program_id(0), num_lines), lax.rem(pl.program_id(0), num_lines)
+    token, group = row, line
+    if num_lines > num_groups:
+        token, group = row * (num_lines // num_groups) + lax.div(line, num_groups), lax.rem(line, num_groups)
     first, last = workers_ref[row, head, 0], workers_ref[row, head, 1]
     dim_H = jnp.arange(head_dim)
     num_parts = 16  # read at once
@@ -603,8 +674,8 @@ def _combine_kernel(whole_ref, partial_ref, lse_ref, workers_ref, *refs) -> None
         index_c = chunk * num_parts + jnp.arange(num_parts)
         exists_c = first + index_c <= last
         part_c = 2 * (first + index_c) + (index_c == 0).astype(jnp.int32)
-        lse_c = load(lse_ref.at[part_c, group], mask=exists_c, other=MASKED)
-        part_cH = load(partial_ref.at[part_c[:, None], group, dim_H[None, :]], mask=exists_c[:, None], other=0.0)
+        lse_c = load(lse_ref.at[part_c, line], mask=exists_c, other=MASKED)
+        part_cH = load(partial_ref.at[part_c[:, None], line, dim_H[None, :]], mask=exists_c[:, None], other=0.0)
         new_max = jnp.maximum(max_, lse_c.max(axis=0))
         weight_c = jnp.exp2(lse_c - new_max)
         shrink = jnp.exp2(max_ - new_max)
@@ -618,4 +689,4 @@ def _combine_kernel(whole_ref, partial_ref, lse_ref, workers_ref, *refs) -> None
         num_chunks = lax.div(last - first + num_parts, num_parts)
         acc_H, _, sum_ = lax.fori_loop(0, num_chunks, body, state)
         out_H = acc_H / jnp.where(sum_ == 0, 1.0, sum_)  # a row without keys: zeros
-        store(out_ref.at[row, head, group, dim_H], out_H.astype(out_ref.dtype))
+        store(out_ref.at[token, head, group, dim_H], out_H.astype(out_ref.dtype))

@@ -28,6 +28,8 @@ from pallas_kernels.sizes import next_power_of_two
 
 LOG2E = math.log2(math.e)
 MASKED = -1e30  # finite, so that a wholly masked tile gives no NaN; the first valid score wipes what it added
+MAX_LINES = 64
+"""Query heads of a few queries that a program holds; more go in parts."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,8 @@ def paged_decode(
     interpret: bool = False,
     tiles: DecodeTiles | None = None,
 ) -> jax.Array:
-    if num_queries > 1:
+    num_rows, num_kv_heads, num_groups, head_dim = q_RKGH.shape
+    if num_queries * num_groups > MAX_LINES and num_queries > 1:
         options: dict[str, Any] = {
             "scale": scale,
             "window": window,
@@ -84,10 +87,10 @@ def paged_decode(
             "k_scale": k_scale,
             "v_scale": v_scale,
         }
-        options |= {"sinks_KG": sinks_KG, "interpret": interpret}
-        pages = (k_pages_PKSH, v_pages_PKSH)
-        return in_parts(paged_decode, 1, (q_RKGH,), pages, page_table_RB, kv_length_R, num_queries=num_queries, **options)
-    num_rows, num_kv_heads, num_groups, head_dim = q_RKGH.shape
+        options |= {"sinks_KG": sinks_KG, "interpret": interpret, "tiles": tiles, "num_queries": num_queries}
+        most, pages = max(1, MAX_LINES // num_groups), (k_pages_PKSH, v_pages_PKSH)
+        return in_parts(paged_decode, most, (q_RKGH,), pages, page_table_RB, kv_length_R, **options)
+    num_rows //= num_queries
     page_size = k_pages_PKSH.shape[2]
     num_slots = page_table_RB.shape[1] * page_size
     if tiles is None:
@@ -95,6 +98,7 @@ def paged_decode(
     splits = tiles.num_splits
     kernel = functools.partial(
         _decode_kernel,
+        num_queries=num_queries,
         block_k=tiles.block_k,
         num_splits=splits,
         score_scale=scale * LOG2E,
@@ -131,7 +135,7 @@ def paged_decode(
     return triton_call(
         _combine_kernel,
         name="paged_decode_combine",
-        grid=(num_kv_heads * num_groups, num_rows),
+        grid=(num_kv_heads * num_groups, len(q_RKGH)),
         out_shape=out_shape,
         num_warps=1 if splits <= 8 else 4,
         num_stages=1,
@@ -170,14 +174,15 @@ def cap_scores(scores: jax.Array, cap: float) -> jax.Array:
 
 
 def _decode_kernel(
-    q_ref,  # [R, K, G, H]
+    q_ref,  # [R * W, K, G, H]
     k_ref,  # [P, K, S, H]
     v_ref,  # [P, K, S, H]
     table_ref,  # [R, B]
     length_ref,  # [R]
-    *refs,  # see `optional_refs`; out [R, K, G, H]; or out [splits, R, K, G, H] float32 and lse [splits, R, K, G] base 2
+    *refs,  # see `optional_refs`; out as q; or out [splits, R * W, K, G, H] float32 and lse [splits, R * W, K, G] base 2
     has_kv_scale: bool,
     has_sinks: bool,
+    num_queries: int,
     block_k: int,
     num_splits: int,
     score_scale: float,
@@ -191,20 +196,32 @@ def _decode_kernel(
     if kv_scale_ref is not None:
         score_scale *= kv_scale_ref[0]
     head, row, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    group_M = jnp.arange(max(16, next_power_of_two(num_groups)))
+    num_lines = num_queries * num_groups
+    line_M = jnp.arange(max(16, next_power_of_two(num_lines)))
+    group_M, token_M = line_M, row
+    if num_queries > 1:
+        query_M = lax.div(line_M, num_groups)
+        group_M, token_M = lax.rem(line_M, num_groups), row * num_queries + query_M
+    token_M1 = token_M if num_queries == 1 else token_M[:, None]
     dim_H = jnp.arange(next_power_of_two(head_dim))
     in_dim_1H = (dim_H < head_dim)[None, :]
-    q_mask_MH = (group_M < num_groups)[:, None] & in_dim_1H
+    q_mask_MH = (line_M < num_lines)[:, None] & in_dim_1H
 
     length = length_ref[row]
-    first_position = 0 if window is None else jnp.maximum(length - window, 0)
+    first_position = 0 if window is None else jnp.maximum(length - (window + num_queries - 1), 0)
     first_tile = 0 if window is None else lax.div(first_position, block_k)
     end_tile = lax.div(length + (block_k - 1), block_k)
     per_split = lax.div(end_tile - first_tile + (num_splits - 1), num_splits)
     begin = first_tile + split * per_split
     end = jnp.minimum(begin + per_split, end_tile)
 
-    q_MH = load(q_ref.at[row, head, group_M[:, None], dim_H[None, :]], mask=q_mask_MH, other=0.0).astype(dtype)
+    q_MH = load(q_ref.at[token_M1, head, group_M[:, None], dim_H[None, :]], mask=q_mask_MH, other=0.0).astype(dtype)
+
+    def seen_by_each(position_k):
+        """Of keys that a query of the row sees, those that each query sees."""
+        end_M1 = (length - (num_queries - 1) + query_M)[:, None]
+        seen_Mk = position_k[None, :] < end_M1
+        return seen_Mk if window is None else seen_Mk & (position_k[None, :] >= end_M1 - window)
 
     def body(tile, carry):
         acc_MH, max_M, sum_M = carry
@@ -223,7 +240,7 @@ def _decode_kernel(
         scores_Mk = dot_f32(q_MH, k_kH.T) * score_scale
         if soft_cap is not None:
             scores_Mk = cap_scores(scores_Mk, soft_cap)
-        scores_Mk = jnp.where(valid_k[None, :], scores_Mk, MASKED)
+        scores_Mk = jnp.where(valid_k[None, :] if num_queries == 1 else seen_by_each(position_k), scores_Mk, MASKED)
         new_max_M = jnp.maximum(max_M, scores_Mk.max(axis=1))
         weights_Mk = jnp.exp2(scores_Mk - new_max_M[:, None])
         shrink_M = jnp.exp2(max_M - new_max_M)
@@ -234,19 +251,19 @@ def _decode_kernel(
     m = group_M.shape[0]
     init = (jnp.zeros((m, dim_H.shape[0]), jnp.float32), jnp.full((m,), MASKED, jnp.float32), jnp.zeros((m,), jnp.float32))
     if sinks_ref is not None:
-        init = (init[0], *sink_start(sinks_ref, head, group_M, group_M < num_groups))
+        init = (init[0], *sink_start(sinks_ref, head, group_M, line_M < num_lines))
     acc_MH, max_M, sum_M = lax.fori_loop(begin, end, body, init)
     safe_sum_M = jnp.where(sum_M == 0, 1.0, sum_M)
     out_MH = acc_MH / safe_sum_M[:, None]
     if kv_scale_ref is not None:
         out_MH *= kv_scale_ref[1]
     if num_splits == 1:
-        store(out_ref.at[row, head, group_M[:, None], dim_H[None, :]], out_MH.astype(out_ref.dtype), mask=q_mask_MH)
+        store(out_ref.at[token_M1, head, group_M[:, None], dim_H[None, :]], out_MH.astype(out_ref.dtype), mask=q_mask_MH)
         return
     lse_M = jnp.where(sum_M == 0, MASKED, max_M + jnp.log2(safe_sum_M))
-    store(out_ref.at[split, row, head, group_M[:, None], dim_H[None, :]], out_MH, mask=q_mask_MH)
+    store(out_ref.at[split, token_M1, head, group_M[:, None], dim_H[None, :]], out_MH, mask=q_mask_MH)
     (lse_ref,) = lse_refs
-    store(lse_ref.at[split, row, head, group_M], lse_M, mask=group_M < num_groups)
+    store(lse_ref.at[split, token_M, head, group_M], lse_M, mask=line_M < num_lines)
 
 
 def _combine_kernel(partial_ref, lse_ref, *refs) -> None:

@@ -5,15 +5,12 @@ device. Decodes go through a few rows of about the same length at once, so that 
 rows times the longest. Longer queries go one tile of tokens after the other (see tiles.py), each up to its own causal limit.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
 from pallas_kernels.cache_write.bits import as_values
-from pallas_kernels.paged_attention.queries import in_parts
 from pallas_kernels.paged_attention.tiles import COUNT, POSITION, ROW, TOKEN, make_tiles
 
 MASKED = -1e30  # finite, so that a wholly masked chunk gives no NaN; the first valid score wipes what it added
@@ -43,18 +40,13 @@ def paged_decode(
     num_queries: int = 1,
     interpret: bool = False,
 ) -> jax.Array:
+    asked, num_groups = q_RKGH.shape, q_RKGH.shape[2]
     if num_queries > 1:
-        options: dict[str, Any] = {
-            "scale": scale,
-            "window": window,
-            "soft_cap": soft_cap,
-            "k_scale": k_scale,
-            "v_scale": v_scale,
-        }
-        options |= {"sinks_KG": sinks_KG, "interpret": interpret}
-        pages = (k_pages_PKSH, v_pages_PKSH)
-        return in_parts(paged_decode, 1, (q_RKGH,), pages, page_table_RB, kv_length_R, num_queries=num_queries, **options)
-    num_rows = q_RKGH.shape[0]
+        # The queries of a row are more groups of its heads.
+        q_RKGH = _as_groups(q_RKGH, num_queries)
+        sinks_KG = None if sinks_KG is None else jnp.tile(sinks_KG, (1, num_queries))
+        behind_G = num_queries - 1 - jnp.arange(num_queries * num_groups, dtype=jnp.int32) // num_groups
+    num_rows = len(q_RKGH)
     group = min(GROUP_ROWS, num_rows)
     chunk_pages = _chunk_pages(DECODE_CHUNK_BYTES // group, k_pages_PKSH, page_table_RB.shape[1])
     chunk = chunk_pages * k_pages_PKSH.shape[2]
@@ -75,7 +67,7 @@ def paged_decode(
             position_L = chunk_index * chunk + jnp.arange(chunk, dtype=jnp.int32)
             valid_rL = position_L[None] < length_r[:, None]
             if window is not None:
-                valid_rL &= position_L[None] >= length_r[:, None] - window
+                valid_rL &= position_L[None] >= length_r[:, None] - (window + num_queries - 1)
             pages_rc = lax.dynamic_slice(table_RB, (row, chunk_index * chunk_pages), (group, chunk_pages))
             k_rKLH = _gather(k_pages_PKSH, pages_rc)
             # Slots outside the row's keys may hold NaN, which a weight of zero would not remove.
@@ -83,7 +75,14 @@ def paged_decode(
             scores_rKGL = _einsum("rkgh,rklh->rkgl", q_rKGH, k_rKLH)
             if soft_cap is not None:
                 scores_rKGL = soft_cap * jnp.tanh(scores_rKGL / soft_cap)
-            scores_rKGL = jnp.where(valid_rL[:, None, None], scores_rKGL, MASKED)
+            seen = valid_rL[:, None, None]
+            if num_queries > 1:
+                end_rG1 = length_r[:, None, None] - behind_G[None, :, None]
+                seen_rGL = position_L < end_rG1
+                if window is not None:
+                    seen_rGL &= position_L >= end_rG1 - window
+                seen = seen_rGL[:, None]
+            scores_rKGL = jnp.where(seen, scores_rKGL, MASKED)
             new_max_rKG = jnp.maximum(max_rKG, scores_rKGL.max(axis=3))
             weights_rKGL = jnp.exp(scores_rKGL - new_max_rKG[..., None])
             shrink_rKG = jnp.exp(max_rKG - new_max_rKG)
@@ -95,7 +94,7 @@ def paged_decode(
         if window is not None:
             # The shortest row decides; rows without keys do not count.
             shortest = jnp.min(jnp.where(length_r > 0, length_r, jnp.iinfo(jnp.int32).max))
-            begin = jnp.minimum(jnp.maximum(shortest - window, 0) // chunk, end)
+            begin = jnp.minimum(jnp.maximum(shortest - (window + num_queries - 1), 0) // chunk, end)
         carry = _empty_softmax(q_rKGH.shape, sinks_KG)
         acc_rKGH, _, sum_rKG = lax.fori_loop(begin, end, body, carry)
         out_rKGH = acc_rKGH / jnp.where(sum_rKG == 0, 1.0, sum_rKG)[..., None]
@@ -104,7 +103,10 @@ def paged_decode(
         return lax.dynamic_update_slice_in_dim(out, out_rKGH.astype(out.dtype), row, axis=0)
 
     out_RKGH = lax.fori_loop(0, q.shape[0] // group, group_body, jnp.zeros(q.shape, q_RKGH.dtype))
-    return jnp.zeros_like(q_RKGH).at[order_R].set(out_RKGH[padding:])
+    out_RKGH = jnp.zeros_like(q_RKGH).at[order_R].set(out_RKGH[padding:])
+    if num_queries == 1:
+        return out_RKGH
+    return out_RKGH.reshape(num_rows, -1, num_queries, *asked[2:]).swapaxes(1, 2).reshape(asked)
 
 
 def paged_attention(
@@ -195,6 +197,12 @@ def paged_attention(
         sinks_KG=sinks_KG,
     )
     return out.at[jnp.where(single_R, token_R, num_tokens)].set(single_RKGH, mode="drop")
+
+
+def _as_groups(q_RKGH: jax.Array, num_queries: int) -> jax.Array:
+    """[R * W, K, G, H] -> [R, K, W * G, H]."""
+    q = q_RKGH.reshape(-1, num_queries, *q_RKGH.shape[1:]).swapaxes(1, 2)
+    return q.reshape(*q.shape[:2], -1, q.shape[-1])
 
 
 def _empty_softmax(shape: tuple[int, ...], sinks: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -1,4 +1,4 @@
-"""Greedy answers and likelihoods from the plain model in JAX, without the engine: to test a model right after training."""
+"""Answers and likelihoods from the plain model in JAX, without the engine: to test a model right after training."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -33,6 +33,18 @@ class DirectModel:
         self, prompts: Sequence[Sequence[int]], stop_ids: Sequence[int], max_new: int, batch: int = 128
     ) -> list[list[int]]:
         """The greedy continuation of each prompt up to a stop id, which is left out, or `max_new` tokens."""
+        answers = self.generate(prompts, stop_ids, max_new, batch)
+        return [answer[:-1] if answer[-1] in stop_ids else answer for answer in answers]
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        stop_ids: Sequence[int],
+        max_new: int,
+        batch: int = 128,
+        temperature: float = 0.0,
+    ) -> list[list[int]]:
+        """The continuation of each prompt up to and with a stop id, or `max_new` tokens, drawn with the noise of `draw_noise`."""
         answers: list[list[int]] = [[] for _ in prompts]
         for lower, upper in zip((0, *PROMPT_BUCKETS), PROMPT_BUCKETS, strict=False):
             places = [place for place, prompt in enumerate(prompts) if lower < len(prompt) <= upper]
@@ -44,10 +56,12 @@ class DirectModel:
                     lengths[row] = len(prompts[place])
                     token_ids[row, : lengths[row]] = prompts[place]
                 stops = np.array(stop_ids, np.int32)
-                out = np.asarray(self._generate(self.state, token_ids, lengths, len(some), stops, max_new=max_new))
+                seeds = np.resize(np.array(some, np.int32), batch)
+                inputs = (token_ids, lengths, len(some), stops, seeds, np.float32(temperature))
+                out = np.asarray(self._generate(self.state, *inputs, max_new=max_new))
                 for row, place in enumerate(some):
                     ended = np.flatnonzero(np.isin(out[row], stops))
-                    answers[place] = out[row, : ended[0] if len(ended) else max_new].tolist()
+                    answers[place] = out[row, : ended[0] + 1 if len(ended) else max_new].tolist()
         return answers
 
     def log_likelihood(self, windows: Sequence[Sequence[int]], batch: int = 16) -> float:
@@ -60,6 +74,11 @@ class DirectModel:
                 token_ids[row, : len(window)] = window
             total += float(self._log_likelihood(self.state, token_ids))
         return total
+
+
+def draw_noise(seed: Array, position: Array, num_tokens: int) -> Array:
+    """Float32 [V], Gumbel: the token drawn for a position is the argmax of logits + temperature * noise."""
+    return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), position), (num_tokens,))
 
 
 def _log_likelihood(graph: nnx.GraphDef, state: nnx.State, token_ids_RT: Array) -> Array:
@@ -84,16 +103,22 @@ def _generate(
     length_R: Array,
     num_rows: Array,
     stop_ids: Array,
+    seed_R: Array,
+    temperature: Array,
     *,
     max_new: int,
 ) -> Array:
-    """Greedy continuations [R, max_new] of padded prompts; rows past num_rows are idle. After a stop id comes noise."""
+    """Continuations [R, max_new] of padded prompts; rows past num_rows are idle. After a stop id comes anything."""
     model = nnx.merge(graph, state)
     R, T = token_ids_RT.shape
     positions_T = jnp.arange(T)
     precision = precision_of(jnp.dtype(config.dtype))
 
-    def prefill(token_ids_T: Array, length: Array) -> tuple[Array, list[Array], list[Array]]:
+    def draw(hidden_D: Array, seed: Array, position: Array) -> Array:
+        logits_V = model.logits(hidden_D[None])[0]
+        return jnp.argmax(logits_V + temperature * draw_noise(seed, position, len(logits_V)))
+
+    def prefill(token_ids_T: Array, length: Array, seed: Array) -> tuple[Array, list[Array], list[Array]]:
         keys: list[Array] = []
         values: list[Array] = []
         causal = dense_attend(positions_T)
@@ -106,9 +131,11 @@ def _generate(
             return causal(layer, projection, **options)
 
         hidden_TD = model(Step(token_ids_T, positions_T, attend))
-        return jnp.argmax(model.logits(hidden_TD[length - 1][None])[0]), keys, values
+        return draw(hidden_TD[length - 1], seed, length), keys, values
 
-    def decode(token: Array, position: Array, keys: list[Array], values: list[Array]) -> tuple[Array, list[Array], list[Array]]:
+    def decode(
+        token: Array, position: Array, seed: Array, keys: list[Array], values: list[Array]
+    ) -> tuple[Array, list[Array], list[Array]]:
         keys, values = list(keys), list(values)
 
         def attend(layer: int, projection: Projection, *, scale: float, **options: Any) -> Array:
@@ -124,16 +151,16 @@ def _generate(
             return jnp.einsum("kgts,skh->tkgh", weights, values[layer], precision=precision)
 
         hidden_TD = model(Step(token[None], position[None], attend))
-        return jnp.argmax(model.logits(hidden_TD)[0]), keys, values
+        return draw(hidden_TD[0], seed, position + 1), keys, values
 
     def step(carry: tuple) -> tuple:
         step_index, token_R, done_R, keys, values, out = carry
         out = out.at[:, step_index].set(token_R)
         done_R |= jnp.isin(token_R, stop_ids)
-        token_R, keys, values = jax.vmap(decode)(token_R, length_R + step_index, keys, values)
+        token_R, keys, values = jax.vmap(decode)(token_R, length_R + step_index, seed_R, keys, values)
         return step_index + 1, token_R, done_R, keys, values, out
 
-    token_R, keys, values = jax.vmap(prefill)(token_ids_RT, length_R)
+    token_R, keys, values = jax.vmap(prefill)(token_ids_RT, length_R, seed_R)
     idle_R = jnp.arange(R) >= num_rows
     start = (jnp.int32(0), token_R, idle_R, keys, values, jnp.zeros((R, max_new), token_R.dtype))
     return jax.lax.while_loop(lambda carry: (carry[0] < max_new) & ~jnp.all(carry[2]), step, start)[-1]

@@ -1,9 +1,10 @@
-"""The training step of the demo model and the loop around it: AdamW in float32, computing in bfloat16, for a given time."""
+"""The loop of a training, AdamW in float32 for a given time, and the step of the demo model, which computes in bfloat16."""
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,13 +57,17 @@ class Recipe:
         return self.peak_rate * min(1.0, (step + 1) / self.warmup_steps) * falling
 
 
-def row_losses(model: nnx.Module, tokens_T: Array) -> tuple[Array, Array]:
-    """Summed cross entropy of the trained tokens of a packed row, and how many they are."""
-    ids_T = (tokens_T & TOKEN_MASK).astype(jnp.int32)
+def unpack(tokens_T: Array) -> tuple[Array, Array, Array, Array]:
+    """Token ids of a packed row, their positions and segments, and whether a token starts a segment."""
     starts_T = (tokens_T & STARTS) != 0
     places_T = jnp.arange(tokens_T.shape[0])
-    segment_T = jnp.cumsum(starts_T)
     positions_T = places_T - jax.lax.cummax(jnp.where(starts_T, places_T, 0))
+    return (tokens_T & TOKEN_MASK).astype(jnp.int32), positions_T, jnp.cumsum(starts_T), starts_T
+
+
+def row_losses(model: nnx.Module, tokens_T: Array) -> tuple[Array, Array]:
+    """Summed cross entropy of the trained tokens of a packed row, and how many they are."""
+    ids_T, positions_T, segment_T, starts_T = unpack(tokens_T)
     hidden_TD = model(dense_step(ids_T, positions_T, segment_T))
     logits_TV = model.logits(hidden_TD[:-1])
     wanted_T = (((tokens_T & TRAINED) != 0) & ~starts_T)[1:]
@@ -104,31 +109,27 @@ def make_step(graph: nnx.GraphDef, optimizer: optax.GradientTransformation) -> C
     return step
 
 
-class Trainer:
-    """The parameters, the optimizer's state and the compiled step."""
+class Training:
+    """Values that are trained, the optimizer's state and the compiled step."""
 
-    def __init__(self, config: ModelConfig, recipe: Recipe, seed: int):
+    measures: tuple[str, ...] = ()
+    """Names of what a step measures."""
+
+    def __init__(self, recipe: Recipe, seed: int, state: Any, moments: Any, step: Callable[..., tuple]):
+        """step: (state, moments, rate, batches) -> (state, moments, measures)."""
         self.recipe = recipe
         self.seed = seed
-        model = build_model(config)
-        self.graph, _ = nnx.split(model)
-        self.state = init_params(model, jax.random.key(seed))
-        self._optimizer = make_optimizer(recipe)
-        self._moments = self._optimizer.init(self.state)
-        self._step = self._compile_step()
+        self.state = state
+        self._moments = moments
+        batches = tuple(jax.ShapeDtypeStruct(shape, jnp.uint16) for shape in recipe.batch_shapes)
+        rate = jax.ShapeDtypeStruct((), jnp.float32)
+        self._step = jax.jit(step, donate_argnums=(0, 1)).lower(state, moments, rate, batches).compile()
         self._fetch = jax.jit(self._fetch_batch)
 
     @property
     def num_parameters(self) -> int:
         """Tied ones count once."""
         return sum(leaf.size for leaf in jax.tree.leaves(self.state))
-
-    def _compile_step(self) -> jax.stages.Compiled:
-        recipe = self.recipe
-        batches = tuple(jax.ShapeDtypeStruct(shape, jnp.uint16) for shape in recipe.batch_shapes)
-        rate = jax.ShapeDtypeStruct((), jnp.float32)
-        step = jax.jit(make_step(self.graph, self._optimizer), donate_argnums=(0, 1))
-        return step.lower(self.state, self._moments, rate, batches).compile()
 
     def _fetch_batch(self, data: Batches, step: Array) -> Batches:
         """Rows drawn at random, and windows of the text."""
@@ -148,17 +149,15 @@ class Trainer:
         max_steps: int | None,
         report: Callable[[str], None],
         test: Callable[[], str],
+        tests: Sequence[float] = (0.25, 0.5, 0.75),
         log_every: int = 200,
     ) -> None:
-        """Train until the deadline (of `time.monotonic`) or for `max_steps`.
-
-        Reports the results of `test` three times during training.
-        """
+        """Train until the deadline (of `time.monotonic`) or for `max_steps`. Reports the results of `test` at these shares of it."""
         on_device = tuple(jax.device_put(part) for part in data)
         begin = time.monotonic()
         in_flight: deque[Array] = deque()
         recent: list[np.ndarray] = []
-        tests_left = [0.25, 0.5, 0.75]
+        tests_left = list(tests)
         step, last_log = 0, begin
         while True:
             now = time.monotonic()
@@ -173,13 +172,14 @@ class Trainer:
             if len(in_flight) > 8:  # keeps the host's clock close to the device's without waiting for the newest step
                 recent.append(np.asarray(in_flight.popleft()))
             if step % log_every == 0 and recent:
-                chat, text = np.mean(recent, axis=0)
-                if not np.isfinite(chat + text):
+                means = np.mean(recent, axis=0)
+                if not np.all(np.isfinite(means)):
                     raise RuntimeError(f"the loss is not finite at step {step}; lower --rate")
                 speed = log_every * self.recipe.tokens_per_step / (time.monotonic() - last_log)
                 report(
                     f"step {step:>6}  {100 * progress:5.1f} %  rate {float(rate):.5f}  "
-                    f"chat loss {chat:.4f}  text loss {text:.4f}  {speed / 1e6:.2f} M tokens/s"
+                    + "".join(f"{name} {mean:.4f}  " for name, mean in zip(self.measures, means, strict=True))
+                    + f"{speed / 1e6:.2f} M tokens/s"
                 )
                 recent.clear()
                 last_log = time.monotonic()
@@ -191,3 +191,16 @@ class Trainer:
         report(
             f"trained {step} steps, {step * self.recipe.tokens_per_step / 1e6:.0f} M tokens in {time.monotonic() - begin:.0f} s"
         )
+
+
+class Trainer(Training):
+    """The training of the demo model."""
+
+    measures = ("chat loss", "text loss")
+
+    def __init__(self, config: ModelConfig, recipe: Recipe, seed: int):
+        model = build_model(config)
+        graph, _ = nnx.split(model)
+        state = init_params(model, jax.random.key(seed))
+        optimizer = make_optimizer(recipe)
+        super().__init__(recipe, seed, state, optimizer.init(state), make_step(graph, optimizer))

@@ -22,12 +22,14 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.core import EngineCore
 from jaxllm.layers.row_states import StateRows
 from jaxllm.runner.paged_context import GroupTable
-from jaxllm.runner.step import Tokens
+from jaxllm.runner.places import Places, make_step
 from scripts.gpu_checks import Outcome, kernels_in_use
 from scripts.gpu_checks import shapes as shapes_of
 from scripts.gpu_checks.shapes import LLAMA_8B
 from scripts.kernels.compiling import Compiler
 
+Tokens = tuple[jax.Array, Places]
+"""Token ids, and where they are."""
 FACTOR, WORST_FACTOR = 1.5, 2.0
 MOST = 0.2
 """If plain XLA is off by more, the comparison is not meaningful."""
@@ -85,9 +87,21 @@ class Steps:
             slot[i] = table[row, at // BLOCK] * BLOCK + at % BLOCK
         start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         is_real = np.arange(padded) < len(places)
-        rows = StateRows(np.arange(self.num_rows, dtype=np.int32), lengths == counts, start)  # type: ignore[arg-type]
-        tokens = Tokens(token, position, is_real, (GroupTable(table, slot),), start, lengths.astype(np.int32), rows)  # type: ignore[arg-type]
-        return jax.tree.map(jnp.asarray, tokens)
+        owner = np.zeros(padded, np.int32)
+        owner[: len(places)] = [row for row, _ in places]
+        at = Places(
+            row_T=owner,  # type: ignore[arg-type]
+            owner_T=owner,  # type: ignore[arg-type]
+            offset_T=np.zeros(padded, np.int32),  # type: ignore[arg-type]
+            position_T=position,  # type: ignore[arg-type]
+            is_real_T=is_real,  # type: ignore[arg-type]
+            tables=(GroupTable(table, slot),),  # type: ignore[arg-type]
+            query_start_R1=start,  # type: ignore[arg-type]
+            kv_length_R=lengths.astype(np.int32),
+            rows=StateRows(np.arange(self.num_rows, dtype=np.int32), lengths == counts, start),  # type: ignore[arg-type]
+            num_queries=None,
+        )
+        return jax.tree.map(jnp.asarray, (token, at))  # type: ignore[no-any-return]
 
 
 def check(*, tiny: bool) -> Iterator[Outcome]:
@@ -161,8 +175,11 @@ def _logits(core: EngineCore, steps: Steps) -> dict[str, np.ndarray]:
     runner.params = tuple(rounded(x) for x in runner.params)
 
     def forward(is_decode: bool, params: Any, caches: Any, tokens: Tokens) -> tuple[jax.Array, Any]:
-        hidden_TD, caches = functions._run_model(params, caches, tokens, functions.shards, is_decode=is_decode)
-        return functions.merge(params).logits(hidden_TD, functions.shards).astype(jnp.float32)[:, :vocab_size], caches
+        (token_ids, places), kept = tokens, list(caches)
+        places = places._replace(num_queries=1 if is_decode else None)
+        model = functions.merge(params)
+        step = make_step(kept, token_ids, places, functions.cache.places, functions.kernels, functions.shards)
+        return model.logits(model(step), functions.shards).astype(jnp.float32)[:, :vocab_size], tuple(kept)
 
     prefill, decodes = steps.prefill(vocab_size), [steps.decode(vocab_size, step) for step in range(steps.num_decodes)]
     compiler = Compiler()

@@ -24,12 +24,19 @@ def speed_cases(tiny: bool, tune: bool) -> list[Case]:
         batches = [
             Batch("decode tiny", decodes=(70, 33), **toy),  # type: ignore[arg-type]
             Batch("mixed tiny", decodes=(9,), prompts=((21, 5),), padding=3, **toy),  # type: ignore[arg-type]
+            Batch("decode of 3 queries tiny", decodes=(70, 33), num_queries=3, **toy),  # type: ignore[arg-type]
         ]
     else:
         batches = [
             Batch(f"decode {rows}x{length} h{dim}", decodes=(length,) * rows, head_dim=dim)
             for dim in (128, 64)
             for rows, length in ((1, 8192), (64, 1152), (16, 4096), (256, 1152), (1, 1152))
+        ]
+        # Beside those of one query, which read the same keys.
+        batches += [
+            Batch(f"decode of {queries} queries {rows}x{length} h128", decodes=(length,) * rows, num_queries=queries)
+            for rows, length in ((1, 1024), (8, 1024), (64, 1024), (1, 4096), (8, 4096), (64, 4096))
+            for queries in (1, 5, 8)
         ]
         for dim in (128, 64):
             batches += [
@@ -50,6 +57,7 @@ def check_cases(tiny: bool) -> list[Case]:
             Batch("mixed", decodes=edges, prompts=((5, 0), (17, 16)), padding=3, head_dim=64, **toy),  # type: ignore[arg-type]
             Batch("sinks", decodes=(40,), prompts=((9, 8),), has_sinks=True, head_dim=64, **toy),  # type: ignore[arg-type]
             Batch("window, cap", decodes=(40,), prompts=((9, 8),), window=7, soft_cap=30.0, head_dim=64, **toy),  # type: ignore[arg-type]
+            Batch("few queries", decodes=(3, 0, 4, 40), num_queries=3, has_sinks=True, window=20, head_dim=64, **toy),  # type: ignore[arg-type]
             Batch("h128 decode", decodes=(1, 17, 40), head_dim=128, num_kv_heads=1, num_groups=3, poison=True),
             Batch("h128", prompts=((4, 0), (70, 20), (3, 0)), head_dim=128, num_kv_heads=1, num_groups=2, poison=True),
         ]
@@ -81,6 +89,7 @@ def check_cases(tiny: bool) -> list[Case]:
             for said, window in (("", None), (" window 128", 128))
             for kind, rows in rows_of.items()
         ),
+        *_few_queries(),
         Batch("sinks of long rows", decodes=(4096, 32768, 0), num_groups=8, has_sinks=True),
         Batch("sinks of 512 rows", decodes=many, head_dim=64, num_groups=8, has_sinks=True),
         Batch("sinks fp8 cache", head_dim=64, num_groups=8, cache_dtype=FP8, has_scales=True, has_sinks=True, **ragged),  # type: ignore[arg-type]
@@ -116,6 +125,44 @@ def check_cases(tiny: bool) -> list[Case]:
         ),
     ]
     return [_case(replace(batch, poison=True), tiny=False) for batch in batches]
+
+
+def _few_queries() -> list[Batch]:
+    """Rows of a few queries each: lengths from their number on, and around tiles, pages and the window."""
+    fields: list[tuple[int, int, dict[str, Any]]] = [
+        (2, 4, {}),
+        (5, 4, {}),
+        (8, 8, {}),
+        (17, 8, {}),
+        (5, 1, {"window": 50}),
+        (17, 4, {"window": 1}),
+        (8, 4, {"soft_cap": 30.0, "window": 100}),
+        (5, 8, {"has_sinks": True, "window": 128}),
+        (17, 1, {"has_sinks": True}),
+        (5, 4, {"cache_dtype": FP8, "has_scales": True}),
+        (8, 8, {"cache_dtype": FP8, "has_scales": True, "has_sinks": True, "window": 50}),
+        (5, 8, {"head_dim": 64, "has_sinks": True, "window": 128}),
+        (5, 3, {"head_dim": 80, "num_kv_heads": 2}),
+        (5, 4, {"head_dim": 256, "num_kv_heads": 2}),
+        (5, 4, {"dtype": "float32"}),
+        (2, 8, {"dtype": "float16", "page_size": 128}),
+        (3, 3, {"page_size": 8}),
+    ]
+    batches = []
+    for queries, groups, options in fields:
+        said = "".join(f" {name} {value}" for name, value in options.items())
+        lengths = (queries, 0, queries + 1, 63 + queries, 64, 66, 1037)
+        batches.append(Batch(f"{queries} queries g{groups}{said}", lengths, num_queries=queries, num_groups=groups, **options))
+    spread = tuple(int(n) for n in np.random.default_rng(2).integers(5, 700, 61))
+    return [
+        *batches,
+        Batch("5 queries of long rows", decodes=(32768, 5000, 5), num_queries=5),
+        Batch(
+            "5 queries of long rows, window, sinks", decodes=(32768, 5), num_queries=5, num_groups=8, window=900, has_sinks=True
+        ),
+        Batch("5 queries of 64 rows", decodes=(0, *spread, 5, 1040), num_queries=5),
+        Batch("8 queries of 64 rows fp8 cache", decodes=(0, *spread, 8, 1040), num_queries=8, cache_dtype=FP8, has_scales=True),
+    ]
 
 
 def _case(batch: Batch, *, tiny: bool, tune: bool = False) -> Case:

@@ -46,6 +46,10 @@ def speed_cases(tiny: bool, tune: bool) -> list[Case]:
                 (LITE, LITE.batch(f"decode {r}x{n}", decodes=(n,) * r))
                 for r, n in ((64, 4096), (1, 4096), (8, 4096), (256, 1152))
             ),
+            *(
+                (LITE, LITE.batch(f"decode of 5 queries {r}x{n}", decodes=(n,) * r, num_queries=5))
+                for r, n in ((64, 4096), (1, 4096), (8, 4096))
+            ),
             (V3, V3.batch("decode 64x4096", decodes=(4096,) * 64)),
             (LITE, LITE.batch("prefill 8x1024", prompts=((1024, 0),) * 8)),
             (LITE, LITE.batch("prefill 1x8192", prompts=((8192, 0),))),
@@ -65,6 +69,7 @@ def check_cases(tiny: bool) -> list[Case]:
     if tiny:
         found = [
             (TOY, TOY.batch("edges", decodes=edges)),
+            (TOY, TOY.batch("few queries", decodes=(3, 0, 40), num_queries=3)),
             (TOY, TOY.batch("mixed", decodes=edges, prompts=((5, 0), (17, 16)), padding=3)),
         ]
     else:
@@ -80,6 +85,12 @@ def check_cases(tiny: bool) -> list[Case]:
             (LITE, LITE.batch("512 rows", decodes=tuple(1 + (i * 37) % 700 for i in range(512)))),
             (LITE, LITE.batch("one row", decodes=(777,))),
             (LITE, LITE.batch("padding only", decodes=(0, 0, 0))),
+            *(
+                (Model(heads), Model(heads).batch(f"{n} queries", decodes=(n, 0, n + 1, 63 + n, 64, 1037), num_queries=n))
+                for n, heads in ((2, 16), (5, 16), (5, 128), (17, 12))
+            ),
+            (LITE, LITE.batch("5 queries of 64 rows", decodes=tuple(5 + (i * 37) % 700 for i in range(64)), num_queries=5)),
+            (LITE, LITE.batch("5 queries fp8 cache", decodes=(5, 300, 17), num_queries=5, cache_dtype=FP8)),
             *(
                 (Model(heads), Model(heads).batch(kind.strip() or "ragged", **rows))
                 for heads in (1, 8, 12, 32, 64, 128)

@@ -35,6 +35,7 @@ VARIANTS = {
     "ragged": TOY,
     "decode": replace(TOY, prompts=(), padding=0),
     "window and cap": replace(TOY, window=4, soft_cap=2.0, scale=0.4),
+    "few queries": replace(TOY, prompts=(), padding=0, num_queries=3, window=5),
     "sinks": replace(TOY, has_sinks=True),
     "fp8": replace(TOY, cache_dtype="float8_e4m3fn", has_scales=True, has_sinks=True),
     "bfloat16": replace(TOY, dtype="bfloat16"),
@@ -91,6 +92,13 @@ def test_the_ragged_batch_has_what_once_went_wrong(num_kv_heads):
         assert small.num_tokens == 16 and len(few.decodes) == 8 and len(many.decodes) == 24 and 0 in few.decodes
         if layer.window:
             assert {layer.window - 1, layer.window, layer.window + 1} <= {*ragged.kv_lengths, *few.decodes, *many.decodes}
+
+
+def test_decodes_of_several_queries_are_checked_where_there_are_such():
+    *others, few, many = batches(replace(SHAPES, num_queries=17), Layer(0.1, 100))
+    assert others == batches(SHAPES, Layer(0.1, 100))
+    assert (few.num_queries, len(few.decodes)) == (17, 8) and (many.num_queries, len(many.decodes)) == (17, 24)
+    assert min(filter(None, few.decodes)) == 17 and 0 in few.decodes
 
 
 def test_a_wide_window_is_checked_at_a_smaller_width():

@@ -2,17 +2,19 @@
 
 import functools
 import importlib
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels._compat import has_mosaic
 from pallas_kernels.checking import mla_attention as latents
 from pallas_kernels.checking.attention import TOLERANCE, Batch, call
 from pallas_kernels.checking.attention_at_start import host_arrays, host_error
 from pallas_kernels.mla_attention import latent_decode
-from pallas_kernels.paged_attention import IMPLEMENTATIONS, paged_decode
+from pallas_kernels.paged_attention import IMPLEMENTATIONS, paged_decode, triton_decode
 from pallas_kernels.paged_attention.queries import in_parts
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
@@ -52,15 +54,59 @@ def test_a_few_queries_a_row_equal_attention_in_numpy(name: str, implementation:
     np.testing.assert_array_equal(np.asarray(got)[padding], 0)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "xla", "triton"])
-def test_a_few_queries_of_latents_equal_attention_in_numpy(implementation: str) -> None:
+@pytest.mark.parametrize(("implementation", "num_heads"), [("reference", 3), ("xla", 3), ("triton", 3), ("triton", 20)])
+def test_a_few_queries_of_latents_equal_attention_in_numpy(implementation: str, num_heads: int) -> None:
     sizes = latents.Sizes(latent_dim=24, rotated_dim=16, plain_dim=20, value_dim=12)
     fields = SMALL | {"num_kv_heads": 1, "head_dim": sizes.width, "scale": 0.3}
-    batch = Batch("", decodes=(4, 0, 16, 70), num_groups=3, num_queries=4, **fields)
+    batch = Batch("", decodes=(4, 0, 16, 70), num_groups=num_heads, num_queries=4, **fields)
     queries, constants = latents.host_arrays(batch, sizes)
     got = in_haste(latents.call(batch, implementation=implementation, interpret=True))(queries, *constants)
     assert got.shape == queries[0].shape
     assert latents.host_error(batch, sizes, queries, constants, got) <= TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize("num_splits", [2, 7])
+def test_splits_of_a_few_queries_combine_to_the_whole(num_splits: int) -> None:
+    batch = replace(BATCHES["sinks"], decodes=(4, 0, 41, 90))
+    q, constants = host_arrays(batch)
+    tiles = triton_decode.DecodeTiles(block_k=16, num_splits=num_splits)
+    got = in_haste(call(triton_decode, batch, interpret=True, tiles=tiles))(q, *constants)
+    assert host_error(batch, q, constants, got) <= TOLERANCE[batch.dtype]
+
+
+WIDE = {"num_kv_heads": 2, "head_dim": 64, "page_size": 16, "poison": True}
+MOSAIC = {
+    "rows over several workers": (Batch("", decodes=(5, 64, 0, 69, 130), num_queries=5, num_groups=4, **WIDE), 5),
+    "window, soft cap, an odd group": (
+        Batch("", decodes=(100, 3), num_queries=3, num_groups=3, window=40, soft_cap=2.0, **WIDE),
+        3,
+    ),
+    "sinks, of whole rows and of rows in parts": (
+        Batch("", decodes=(8, 150, 0, 66), num_queries=8, num_groups=1, has_sinks=True, **WIDE),
+        4,
+    ),
+    "8-bit cache": (
+        Batch("", decodes=(70, 2), num_queries=2, num_groups=4, cache_dtype="float8_e4m3fn", has_scales=True, **WIDE),
+        2,
+    ),
+    "more queries than registers hold": (
+        Batch("", decodes=(70, 17), num_queries=17, num_groups=8, **WIDE | {"num_kv_heads": 1, "head_dim": 128}),
+        2,
+    ),
+}
+
+
+@pytest.mark.skipif(not has_mosaic(), reason="JAX 0.10 lacks parts of Mosaic GPU that the kernel uses")
+@pytest.mark.parametrize("name", MOSAIC)
+def test_mosaics_kernel_equals_attention_in_numpy(name: str) -> None:
+    from pallas_kernels.paged_attention import mosaic_decode
+
+    batch, num_workers = MOSAIC[name]
+    q, constants = host_arrays(batch)
+    got = jax.jit(call(mosaic_decode, batch, interpret=True, num_workers=num_workers))(q, *constants)
+    assert host_error(batch, q, constants, got) <= TOLERANCE[batch.dtype]
+    padding = np.repeat(np.array(batch.decodes) == 0, batch.num_queries)
+    np.testing.assert_array_equal(np.asarray(got, np.float32)[padding], 0)
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 4, 7])

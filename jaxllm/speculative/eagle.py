@@ -1,0 +1,285 @@
+"""Drafts of a decoder layer trained on the target's hidden states. Sources: arXiv:2401.15077 (EAGLE), arXiv:2503.01840 (EAGLE-3).
+
+EAGLE goes on from the hidden state after the target's last norm and predicts the next one. EAGLE-3 takes what enters three of the
+target's layers, and has a head of its own, often for the likelier part of the vocabulary only.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+from jax.sharding import Mesh
+
+from jaxllm.errors import ConfigError, ModelLoadError
+from jaxllm.layers.decoder import DecoderBlock
+from jaxllm.layers.embedding import Embedding
+from jaxllm.layers.linear import Linear, abstract_param
+from jaxllm.layers.norm import make_norm
+from jaxllm.layers.source import Module
+from jaxllm.layers.step import Step
+from jaxllm.loaders.checkpoint import INTEGERS, Checkpoint
+from jaxllm.loaders.dummy import dummy_weights
+from jaxllm.loaders.formats import open_checkpoint
+from jaxllm.loaders.layout import axes_of, parameters, state_of
+from jaxllm.loaders.load import load_checkpoint
+from jaxllm.model_config import ModelConfig
+from jaxllm.model_parts import MLP, Attention, Layer, Names, Norm
+from jaxllm.models.config_reader import ConfigReader
+from jaxllm.models.load_config import read_config_json
+from jaxllm.models.registry import find
+from jaxllm.parallel.axes import sharding
+from jaxllm.parallel.shards import Shards
+from jaxllm.progress import Progress, bytes_loaded
+from jaxllm.runner.drafter import Drafting
+from jaxllm.speculative.predictor import HiddenStateDrafter
+
+_OFFSETS = "d2t"
+"""The tensor of what is added to ids of the head's vocabulary to get the target's."""
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What a checkpoint's head is made of."""
+
+    num_features: int
+    """Vectors of the target that it fuses; 0: EAGLE, which fuses the embedding of the next token with the one hidden state."""
+    residual_is_normed: bool
+    has_bias: bool
+    has_embedding: bool
+    has_head: bool
+    has_offsets: bool
+
+
+class EagleHead(nnx.Module):
+    """The layer and what is around it. Embedding and head are the target's where the checkpoint has none."""
+
+    def __init__(self, config: ModelConfig, target: ModelConfig, parts: _Parts):
+        """target: of the same number of devices."""
+        H, dtype = config.hidden_size, config.dtype
+        self.parts = parts
+        inputs = (parts.num_features or 2) * target.hidden_size
+        fused = Module("fc", (H,))
+        self.fused = Linear("td,dh->th", (inputs, H), ("embed", "embed"), dtype, modules=[fused], bias=parts.has_bias)
+        self.block = DecoderBlock(config, 0)
+        self.hidden_norm = make_norm(_hidden_norm(config) if parts.num_features else None, H, dtype)
+        self.norm = make_norm(config.norm if parts.num_features else None, H, dtype)
+        own = replace(config, vocab_size=target.vocab_size, padded_vocab_size=target.padded_vocab_size)
+        self.embedding = Embedding(own, config.names.embedding) if parts.has_embedding else nnx.data(None)
+        self.head = Embedding(config, config.names.head) if parts.has_head else nnx.data(None)
+        self.token_ids = (
+            abstract_param((config.vocab_size,), ("draft_vocab",), "int32", source=_OFFSETS, init="zeros")
+            if parts.has_offsets
+            else nnx.data(None)
+        )
+
+    def hidden(self, drafting: Drafting) -> Array:
+        if not self.parts.num_features:
+            return drafting.hidden_TD
+        return self.fused(jnp.concatenate(drafting.features, axis=-1))
+
+    def __call__(self, target: Any, hidden_TX: Array, step: Step, kept_R: Array | None = None) -> tuple[Array, Array]:
+        embedding = target.embedding if self.embedding is None else self.embedding
+        norm = self.block.attention_norm
+        # EAGLE has no norm here.
+        _, embedded_TD = step.shards.add_and_norm(embedding(step.token_ids_T, step.shards), None, norm)
+        if self.parts.num_features:
+            normed_TD = self.hidden_norm(hidden_TX)
+            x_TD = normed_TD if self.parts.residual_is_normed else hidden_TX
+            run = (x_TD, jnp.concatenate([embedded_TD, normed_TD], axis=-1))
+        else:
+            x_TD = self.fused(jnp.concatenate([embedded_TD, hidden_TX], axis=-1))
+            run = (x_TD, x_TD)
+        ((x_TD, out_TD),) = self.block([run], self.norm, step, kept_R)
+        return x_TD, out_TD
+
+    def logits(self, target: Any, hidden_RD: Array, shards: Shards) -> Array:
+        return (target if self.head is None else self.head).logits(hidden_RD, shards)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle(HiddenStateDrafter):
+    """Proposes with an `EagleHead`."""
+
+    @property
+    def described(self) -> Mapping[str, Any]:
+        return {**super().described, "parts": asdict(self.model.parts)}
+
+    def load(self, mesh: Mesh, progress: Progress) -> nnx.State:
+        """Raises ModelLoadError."""
+        report, parts = bytes_loaded(progress), self.model.parts
+
+        def build(config: ModelConfig, parts: _Parts = parts) -> EagleHead:
+            return EagleHead(config, self.target if config is self.config else self.target.as_stored(), parts)
+
+        if self.load_format == "dummy":
+            return dummy_weights(self.config, self.model, mesh, seed=self.seed, progress=report, build=build)
+        weights = build(self.config, replace(parts, has_offsets=False))
+        options: dict[str, Any] = {"load_format": self.load_format, "mesh": mesh, "progress": report}
+        state = load_checkpoint(self.config, weights, self.directory, **options)
+        arrays = {path: variable.get_value() for path, variable in parameters(state)}
+        if parts.has_offsets:
+            ids = _token_ids(open_checkpoint(self.directory, self.load_format), self.config.vocab_size, self.target)
+            arrays["token_ids",] = jax.device_put(ids, sharding(mesh, axes_of(self.model.token_ids)))
+        return state_of(self.model, arrays)
+
+
+def make(
+    directory: Path,
+    target: ModelConfig,
+    *,
+    is_third: bool,
+    tensor_parallel_size: int = 1,
+    **fields: Any,
+) -> Eagle:
+    """The drafter of a directory with an EAGLE-3 head, or with one of EAGLE, with these fields.
+
+    target: split over the devices. Raises ConfigError and ModelLoadError.
+    """
+    raw = read_config_json(directory)
+    layers = _feature_layers(raw, directory, target) if is_third else ()
+    config = _read(raw, directory, target, is_third=is_third)
+    is_random = fields.get("load_format") == "dummy"
+    checkpoint = None if is_random else open_checkpoint(directory, dtype=config.dtype)
+    parts = _parts(checkpoint, config, target, raw, num_features=len(layers))
+    if checkpoint is not None:
+        config = _check(checkpoint, config, target, parts)
+    try:
+        config = config.for_tensor_parallel(tensor_parallel_size)
+    except ConfigError as error:
+        raise ConfigError(f"the draft head {directory}: {error}") from error
+    return Eagle(
+        config=config,
+        target=target,
+        model=EagleHead(config, target, parts),
+        feature_layers=layers,
+        directory=directory,
+        **fields,
+    )
+
+
+def _read(raw: Mapping[str, Any], directory: Path, target: ModelConfig, *, is_third: bool) -> ModelConfig:
+    """A decoder of one layer, with the vocabulary of the head. It is read as the family reads it that its name contains."""
+    names = raw.get("architectures") or ["LlamaForCausalLM"]
+    name = re.sub("(?i)eagle-?3?", "", str(names[0]))
+    plain = {**raw, "architectures": [name], "vocab_size": raw.get("vocab_size", target.vocab_size)}
+    architecture, read, _ = find(plain, directory)
+    reader = ConfigReader(architecture, plain, [])
+    config = read(reader)
+    faults = reader.faults
+    reader.refuse_unless("num_hidden_layers", 1)
+    layer = config.layers[0]
+    if not isinstance(layer.attention, Attention) or not isinstance(layer.mlp, MLP) or layer.attention_norm is None:
+        faults.append(f"{architecture} has no layers as Llama has them, which drafts are computed with")
+    if is_third and (layer.attention_post_norm is not None or layer.parallel):
+        faults.append(f"{architecture} has other norms than Llama")
+    for place in (raw, raw.get("eagle_config") or {}):
+        flags = ConfigReader(architecture, place, faults)
+        flags.refuse_unless("norm_before_fc", False)
+        flags.refuse_unless("use_aux_hidden_state", is_third)
+    if config.vocab_size != target.vocab_size:
+        faults.append(f"vocab_size is {config.vocab_size}, must be the target's {target.vocab_size}")
+    width = reader.integer("target_hidden_size", target.hidden_size)
+    if width != target.hidden_size:
+        faults.append(f"target_hidden_size is {width}, the target's hidden_size is {target.hidden_size}")
+    if not is_third and config.hidden_size != target.hidden_size:
+        faults.append(f"hidden_size is {config.hidden_size}, must be the target's {target.hidden_size}")
+    vocab_size = reader.integer("draft_vocab_size", config.vocab_size) if is_third else config.vocab_size
+    if faults:
+        raise ModelLoadError(f"{directory / 'config.json'}: {'; '.join(dict.fromkeys(faults))}")
+    return replace(
+        config,
+        layers=(_with_two_inputs(layer) if is_third else replace(layer, attention_norm=None),),
+        norm=replace(config.norm, name="norm"),
+        names=Names("embed_tokens", "layers.0", "lm_head", ("t2d", _OFFSETS)),
+        vocab_size=vocab_size,
+        padded_vocab_size=vocab_size,
+        tie_word_embeddings=False,
+        dtype=target.dtype,
+        kv_cache_dtype=target.kv_cache_dtype,
+    )
+
+
+def _with_two_inputs(layer: Layer) -> Layer:
+    assert isinstance(layer.attention, Attention)
+    return replace(layer, attention=replace(layer.attention, num_inputs=2))
+
+
+def _hidden_norm(config: ModelConfig) -> Norm:
+    return replace(config.norm, name=f"{config.layer_name(0)}.hidden_norm")
+
+
+def _feature_layers(raw: Mapping[str, Any], directory: Path, target: ModelConfig) -> tuple[int, ...]:
+    """The layers of the target whose inputs an EAGLE-3 head takes."""
+    num_layers, key = target.num_layers, "eagle_aux_hidden_state_layer_ids"
+    given = (raw.get("eagle_config") or {}).get(key, raw.get(key))
+    if given is None:
+        given = [2, num_layers // 2, num_layers - 3]
+    is_list = isinstance(given, list) and given and all(type(layer) is int for layer in given)
+    if not is_list or not all(0 <= layer <= num_layers for layer in given):
+        raise ModelLoadError(
+            f"{directory / 'config.json'}: {key} is {json.dumps(given)}, must be a list of layers of the target, 0 to {num_layers}"
+        )
+    return tuple(given)
+
+
+def _parts(
+    checkpoint: Checkpoint | None, config: ModelConfig, target: ModelConfig, raw: Mapping[str, Any], *, num_features: int
+) -> _Parts:
+    """What the checkpoint has; without one, what it would have."""
+    entries = {} if checkpoint is None else checkpoint.entries
+    shares_head = config.hidden_size == target.hidden_size and config.vocab_size == target.vocab_size
+    differs = num_features > 0 and (checkpoint is None or not shares_head)
+    return _Parts(
+        num_features,
+        residual_is_normed=bool(raw.get("norm_before_residual")),
+        has_bias="fc.bias" in entries,
+        has_embedding="embed_tokens.weight" in entries or config.hidden_size != target.hidden_size,
+        has_head="lm_head.weight" in entries or differs,
+        has_offsets=_OFFSETS in entries or config.vocab_size != target.vocab_size,
+    )
+
+
+def _check(checkpoint: Checkpoint, config: ModelConfig, target: ModelConfig, parts: _Parts) -> ModelConfig:
+    """The config with the names that the checkpoint has. Raises ModelLoadError for what does not fit the target."""
+    entries, width = checkpoint.entries, target.hidden_size
+    wanted = (config.hidden_size, (parts.num_features or 2) * width)
+    if "fc.weight" in entries and tuple(entries["fc.weight"].shape) != wanted:
+        kind = f"{parts.num_features} hidden states" if parts.num_features else "an embedding and a hidden state"
+        raise ModelLoadError(
+            f"fc.weight in {checkpoint.directory} is {list(entries['fc.weight'].shape)}, must be {list(wanted)} for {kind} of a target "
+            f"of hidden_size {width}; give the head that was trained for this target"
+        )
+    if parts.has_offsets:
+        _token_ids(checkpoint, config.vocab_size, target)
+    names = config.names
+    if any(name.startswith("midlayer.") for name in entries):
+        names = replace(names, layer="midlayer")
+    if not parts.num_features:  # some converters write the norm that EAGLE does not have
+        names = replace(names, ignored=(*names.ignored, f"{names.layer}.input_layernorm."))
+    return replace(config, names=names)
+
+
+def _token_ids(checkpoint: Checkpoint, vocab_size: int, target: ModelConfig) -> np.ndarray:
+    """The target's ids of the head's vocabulary, int32. Raises ModelLoadError."""
+    entry = checkpoint.entries.get(_OFFSETS)
+    told = "missing" if entry is None else f"{entry.dtype} {list(entry.shape)}"
+    if entry is None or entry.dtype not in INTEGERS or tuple(entry.shape) != (vocab_size,):
+        raise ModelLoadError(
+            f"{_OFFSETS} in {checkpoint.directory} is {told}, must be {vocab_size} integers: what is added to the ids of the head's "
+            f"draft_vocab_size {vocab_size} to get the target's"
+        )
+    ids = np.arange(vocab_size) + checkpoint.tensor(_OFFSETS)
+    if ids.min() < 0 or ids.max() >= target.vocab_size:
+        raise ModelLoadError(
+            f"{_OFFSETS} in {checkpoint.directory} gives the token ids {ids.min()} to {ids.max()}, must be those of the target's "
+            f"{target.vocab_size} tokens"
+        )
+    return ids.astype(np.int32)

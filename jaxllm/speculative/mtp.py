@@ -1,0 +1,98 @@
+"""Drafts of the layers for multi-token prediction that a checkpoint has behind the target's. Source: arXiv:2412.19437, section 2.2.
+
+Each combines the hidden state of a token, after the target's last norm, with the embedding of the next token. Where a checkpoint has
+several of these layers, only the first is used: it goes on from its own results.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.sharding import Mesh
+
+from jaxllm.errors import ConfigError
+from jaxllm.layers.decoder import DecoderBlock
+from jaxllm.layers.linear import Linear
+from jaxllm.layers.norm import Normalization
+from jaxllm.layers.source import Module
+from jaxllm.layers.step import Step
+from jaxllm.loaders.dummy import dummy_weights
+from jaxllm.loaders.load import load_checkpoint
+from jaxllm.model_config import ModelConfig
+from jaxllm.model_parts import Norm
+from jaxllm.parallel.shards import Shards
+from jaxllm.progress import Progress, bytes_loaded
+from jaxllm.runner.drafter import Drafting
+from jaxllm.speculative.predictor import HiddenStateDrafter
+
+
+class NextTokenLayer(nnx.Module):
+    """A layer like the target's last, with norms of what goes in and what comes out; embedding and head are the target's."""
+
+    def __init__(self, config: ModelConfig):
+        D, prefix, eps = config.hidden_size, f"{config.layer_name(0)}.", config.norm.eps
+        self.token_ids = nnx.data(None)
+
+        def norm(name: str) -> Normalization:
+            return Normalization(Norm(name, eps), D, "embed", config.dtype, prefix=prefix)
+
+        self.embedding_norm, self.hidden_norm, self.norm = norm("enorm"), norm("hnorm"), norm("shared_head.norm")
+        module = Module(f"{prefix}eh_proj", (D,))
+        self.joined = Linear("td,dh->th", (2 * D, D), ("embed", "embed"), config.dtype, modules=[module])
+        self.block = DecoderBlock(config, 0)
+        for _, part in nnx.iter_modules(self.block):
+            if isinstance(part, Linear) and config.is_quantized(part.module_names):
+                part.quantize()
+
+    def hidden(self, drafting: Drafting) -> Array:
+        return drafting.hidden_TD
+
+    def __call__(self, target: Any, hidden_TD: Array, step: Step, kept_R: Array | None = None) -> tuple[Array, Array]:
+        part_TD = target.embedding(step.token_ids_T, step.shards)
+        _, embedded_TD = step.shards.add_and_norm(part_TD, None, self.embedding_norm)
+        x_TD = self.joined(jnp.concatenate([embedded_TD, self.hidden_norm(hidden_TD)], axis=-1))
+        ((_, out_TD),) = self.block([(x_TD, self.block.attention_norm(x_TD))], self.norm, step, kept_R)
+        return out_TD, out_TD
+
+    def logits(self, target: Any, hidden_RD: Array, shards: Shards) -> Array:
+        return target.logits(hidden_RD, shards)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiTokenPrediction(HiddenStateDrafter):
+    """Proposes with the first layer behind the target's."""
+
+    def load(self, mesh: Mesh, progress: Progress) -> nnx.State:
+        """Raises ModelLoadError."""
+        report = bytes_loaded(progress)
+        if self.load_format == "dummy":
+            return dummy_weights(self.config, self.model, mesh, seed=self.seed, progress=report, build=NextTokenLayer)
+        return load_checkpoint(
+            self.config, self.model, self.directory, mesh=mesh, load_format=self.load_format, progress=report
+        )
+
+
+def make(directory: Path, target: ModelConfig, **fields: Any) -> MultiTokenPrediction:
+    """The drafter that a target's checkpoint holds, with these fields. target: split over the devices. Raises ConfigError."""
+    if not target.num_spare_layers:
+        raise ConfigError(
+            f"{directory} ({target.architecture}) has no layers for multi-token prediction (num_nextn_predict_layers in config.json); "
+            "choose another method than mtp"
+        )
+    if fields.get("load_format") == "orbax":
+        raise ConfigError("load_format is orbax, whose checkpoints have no layers for multi-token prediction; load safetensors")
+    config = _config(target)
+    return MultiTokenPrediction(config=config, target=target, model=NextTokenLayer(config), directory=directory, **fields)
+
+
+def _config(target: ModelConfig) -> ModelConfig:
+    """One layer, the first behind the target's; all other tensors of the checkpoint are ignored."""
+    names, first = target.names, target.num_layers
+    others = [f"{target.layer_name(i)}." for i in range(first + target.num_spare_layers) if i != first]
+    shared = [f"{target.layer_name(first)}.{name}." for name in ("embed_tokens", "shared_head.head")]
+    outside = [f"{name}." for name in (names.embedding, names.head, target.norm.name)]
+    names = replace(names, layer=target.layer_name(first), ignored=(*names.ignored, *others, *shared, *outside))
+    return replace(target, layers=(target.layers[-1],), names=names, num_spare_layers=0)

@@ -1,0 +1,50 @@
+"""Layers for multi-token prediction: around them NumPy, they themselves by dense attention over whole sequences."""
+
+import json
+
+import pytest
+from flax import nnx
+
+from jaxllm.errors import ConfigError, ModelLoadError
+from jaxllm.parallel.mesh import make_mesh
+from jaxllm.progress import SILENT
+from jaxllm.speculative import mtp
+from tests.helpers import goldens
+from tests.speculative.by_hand import ByHand, target_hidden_states
+from tests.speculative.checkpoints import MTP_TARGET, NextTokenOracle, write_with_next_token_layer
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return write_with_next_token_layer(tmp_path_factory.mktemp("mtp"))
+
+
+def test_drafts_are_those_of_the_layer_alone(directory):
+    size = 2
+    split, split_state = goldens.load(directory, tensor_parallel_size=size)
+    drafter = mtp.make(directory, split, num_drafts=2)
+    assert drafter.num_lookahead == 1 and drafter.feature_layers == ()
+    states, oracle = target_hidden_states(*goldens.load(directory), ()), NextTokenOracle(directory)
+    engine = ByHand(drafter, split, split_state, states, size)
+    engine.compare(lambda tokens: oracle.drafts(tokens, states, 2), rounds=2)
+
+
+def test_a_target_without_the_layer_is_refused(tmp_path):
+    target = goldens.load(goldens.FOLDER / "llama_gqa")[0]
+    with pytest.raises(ConfigError, match="llama_gqa .LlamaForCausalLM. has no layers for multi-token prediction"):
+        mtp.make(goldens.FOLDER / "llama_gqa", target, num_drafts=1)
+    with pytest.raises(ConfigError, match="load_format is orbax, whose checkpoints have no layers for multi-token prediction"):
+        mtp.make(MTP_TARGET, goldens.load(MTP_TARGET)[0], load_format="orbax")
+    target = goldens.load(MTP_TARGET)[0]  # its config.json has the layer, its weights have not
+    with pytest.raises(ModelLoadError, match=r"missing: model.layers.3.eh_proj.weight, model.layers.3.enorm.weight"):
+        mtp.make(MTP_TARGET, target, num_drafts=1).load(make_mesh(1), SILENT)
+    assert json.loads((MTP_TARGET / "config.json").read_text())["num_nextn_predict_layers"] == 1
+
+
+def test_random_weights_have_the_shapes_of_the_layer(directory):
+    config = goldens.load(directory, tensor_parallel_size=2)[0]
+    shapes = []
+    for load_format in ("dummy", "auto"):
+        state = mtp.make(directory, config, num_drafts=1, load_format=load_format).load(make_mesh(2), SILENT)
+        shapes.append([leaf.shape for _, leaf in nnx.to_flat_state(state)])
+    assert shapes[0] == shapes[1]
