@@ -4,9 +4,9 @@
     python scripts/bench_speculative.py --method eagle3 --draft DIRECTORY        # held-out questions and Python text
     python scripts/bench_speculative.py --synthetic 0.75 --model DIRECTORY       # dummy weights, drafts accepted at a set rate
 
---copy and --method take the demo model by default; both engines run in turn on the same prompts, the fastest run of each counts, and
-the greedy tokens of both are compared. --copy: passages of Python, each repeated with other names. The demo model goes on repeating
-them with changes of its own, as an answer does that gives back a text of the prompt with edits.
+--copy and --method take the demo model by default; both engines run in turn on the same prompts, the fastest run of each batch
+counts, and the greedy tokens of both are compared. --copy: passages of Python, each repeated with other names. The demo model goes on
+repeating them with changes of its own, as an answer does that gives back a text of the prompt with edits.
 
 --synthetic times steps: all prompts are computed, then so many steps of the engine, first without drafts, then with. Dummy weights
 write tokens that nobody could foresee, so each draft is accepted with the probability given if all before it are. A row of the table
@@ -17,10 +17,11 @@ Options of the engine follow as name=value.
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +52,10 @@ class Work:
 class Found:
     """What an engine made of a work."""
 
-    seconds: float
-    """Of the fastest run."""
-    tokens: list[list[int]]
-    drafts: Acceptance
-    """Of all runs."""
+    seconds: float = 0.0
+    """Of the fastest run of each batch."""
+    tokens: list[list[int]] = field(default_factory=list)
+    drafts: Acceptance = Acceptance()
 
     @property
     def tokens_per_second(self) -> float:
@@ -140,20 +140,24 @@ def beginnings(llm: LLM, count: int) -> list[Prompt]:
 
 
 def compare(engines: dict[str, LLM], work: Work, rows: int, repeats: int) -> dict[str, Found]:
-    """Run the work with both engines in turn, so many requests at once, once unmeasured and then repeatedly."""
-    found: dict[str, Found] = {}
-    for number in range(1 + repeats):
-        for name, llm in engines.items():
-            before, began, tokens = Acceptance.of(llm.llm_engine.core.stats()), time.perf_counter(), []
-            for at in range(0, len(work.prompts), rows):
-                outputs = llm.generate(work.prompts[at : at + rows], work.params, use_tqdm=False)
-                tokens += [list(output.outputs[0].token_ids) for output in outputs]
-            seconds = time.perf_counter() - began
-            drafts = Acceptance.of(llm.llm_engine.core.stats()) - before
-            if number == 0:
-                llm.llm_engine.finish_compiling()
-            elif name not in found or seconds < found[name].seconds:
-                found[name] = Found(seconds, tokens, drafts)
+    """Run the work with both engines, so many requests at once, each batch once unmeasured and then repeatedly in turn."""
+    found = {name: Found() for name in engines}
+    before = {name: Acceptance.of(llm.llm_engine.core.stats()) for name, llm in engines.items()}
+    for at in range(0, len(work.prompts), rows):
+        prompts, fastest = work.prompts[at : at + rows], dict.fromkeys(engines, math.inf)
+        for number in range(1 + repeats):
+            for name, llm in engines.items():
+                began = time.perf_counter()
+                outputs = llm.generate(prompts, work.params, use_tqdm=False)
+                if number:
+                    fastest[name] = min(fastest[name], time.perf_counter() - began)
+                else:
+                    found[name].tokens += [list(output.outputs[0].token_ids) for output in outputs]
+                    llm.llm_engine.finish_compiling()
+        for name, seconds in fastest.items():
+            found[name].seconds += seconds
+    for name, llm in engines.items():
+        found[name].drafts = Acceptance.of(llm.llm_engine.core.stats()) - before[name]
     return found
 
 
