@@ -4,9 +4,9 @@
     python scripts/bench_speculative.py --method eagle3 --draft DIRECTORY        # held-out questions and Python text
     python scripts/bench_speculative.py --synthetic 0.75 --model DIRECTORY       # dummy weights, drafts accepted at a set rate
 
---copy and --method take the demo model by default; both engines run in turn on the same prompts, the fastest run of each counts, and
-the greedy tokens of both are compared. --copy: passages of Python, each repeated with a changed token in each repetition. The demo
-model does not copy faithfully, but it goes on repeating, as an answer that quotes its prompt does.
+--copy and --method take the demo model by default; both engines run in turn on the same prompts, the fastest run of each batch
+counts, and the greedy tokens of both are compared. --copy: passages of Python, each repeated with other names. The demo model goes on
+repeating them with changes of its own, as an answer does that gives back a text of the prompt with edits.
 
 --synthetic times steps: all prompts are computed, then so many steps of the engine, first without drafts, then with. Dummy weights
 write tokens that nobody could foresee, so each draft is accepted with the probability given if all before it are. A row of the table
@@ -16,19 +16,16 @@ Options of the engine follow as name=value.
 """
 
 import argparse
-import inspect
 import json
+import math
 import sys
-import textwrap
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-import numpy as np
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.acceptance import Acceptance, percentages
@@ -55,31 +52,75 @@ class Work:
 class Found:
     """What an engine made of a work."""
 
-    seconds: float
-    """Of the fastest run."""
-    tokens: list[list[int]]
-    drafts: Acceptance
-    """Of all runs."""
+    seconds: float = 0.0
+    """Of the fastest run of each batch."""
+    tokens: list[list[int]] = field(default_factory=list)
+    drafts: Acceptance = Acceptance()
 
     @property
     def tokens_per_second(self) -> float:
         return sum(map(len, self.tokens)) / self.seconds
 
 
+NAMES = ("name", "age", "city", "country", "size", "width", "height", "color")
+PASSAGES = (
+    """    def get_{n}(self):
+        \"\"\"Return the {n} of the object.\"\"\"
+        return self._{n}
+
+    def set_{n}(self, value):
+        \"\"\"Set the {n} of the object.\"\"\"
+        self._{n} = value
+
+""",
+    """    @property
+    def {n}(self):
+        \"\"\"Return the {n} of the object.\"\"\"
+        return self._{n}
+
+    @{n}.setter
+    def {n}(self, value):
+        \"\"\"Set the {n} of the object.\"\"\"
+        self._{n} = value
+
+""",
+    """    if {n} is None:
+        raise ValueError('the {n} must be given')
+    if not isinstance({n}, int):
+        raise TypeError('the {n} must be an integer')
+    result.append({n})
+""",
+    """    try:
+        {n} = int(values['{n}'])
+    except KeyError:
+        raise ValueError('{n} is missing') from None
+    result['{n}'] = {n}
+""",
+    """    def test_{n}(self):
+        \"\"\"Check the {n} of the object.\"\"\"
+        obj = self.make_object()
+        self.assertEqual(obj.{n}, self.expected.{n})
+        self.assertIsNotNone(obj.{n})
+
+""",
+    """    logger.info("reading the {n}")
+    {n} = read_{n}(path)
+    if {n} is None:
+        logger.error("no {n} in %s", path)
+        return None
+""",
+)
+"""What the copying prompts repeat, each time with another name."""
+
+
 def copying(llm: LLM, count: int) -> list[Prompt]:
-    """Passages of 20 to 60 tokens, repeated up to about 400; each repetition has a token of another place."""
-    source = llm.get_tokenizer().encode(inspect.getsource(argparse) + inspect.getsource(textwrap))
-    rng = np.random.default_rng(0)
+    """Passages of Python, each repeated with other names; of further prompts, the names come in another order."""
     prompts = []
-    for _ in range(count):
-        length = int(rng.integers(20, 60))
-        start = int(rng.integers(0, len(source) - length))
-        passage, prompt = list(source[start : start + length]), []
-        while len(prompt) < 400:
-            edited = list(passage)
-            edited[int(rng.integers(0, length))] = source[int(rng.integers(0, len(source)))]
-            prompt += edited
-        prompts.append({"prompt_token_ids": prompt + passage})
+    for i in range(count):
+        passage, first = PASSAGES[i % len(PASSAGES)], i // len(PASSAGES)
+        names = [*NAMES[first % len(NAMES) :], *NAMES[: first % len(NAMES)]]
+        text = "".join(passage.format(n=name) for name in names)
+        prompts.append({"prompt_token_ids": list(llm.get_tokenizer().encode(text, add_special_tokens=False))})
     return prompts
 
 
@@ -99,20 +140,24 @@ def beginnings(llm: LLM, count: int) -> list[Prompt]:
 
 
 def compare(engines: dict[str, LLM], work: Work, rows: int, repeats: int) -> dict[str, Found]:
-    """Run the work with both engines in turn, so many requests at once, once unmeasured and then repeatedly."""
-    found: dict[str, Found] = {}
-    for number in range(1 + repeats):
-        for name, llm in engines.items():
-            before, began, tokens = Acceptance.of(llm.llm_engine.core.stats()), time.perf_counter(), []
-            for at in range(0, len(work.prompts), rows):
-                outputs = llm.generate(work.prompts[at : at + rows], work.params, use_tqdm=False)
-                tokens += [list(output.outputs[0].token_ids) for output in outputs]
-            seconds = time.perf_counter() - began
-            drafts = Acceptance.of(llm.llm_engine.core.stats()) - before
-            if number == 0:
-                llm.llm_engine.finish_compiling()
-            elif name not in found or seconds < found[name].seconds:
-                found[name] = Found(seconds, tokens, drafts)
+    """Run the work with both engines, so many requests at once, each batch once unmeasured and then repeatedly in turn."""
+    found = {name: Found() for name in engines}
+    before = {name: Acceptance.of(llm.llm_engine.core.stats()) for name, llm in engines.items()}
+    for at in range(0, len(work.prompts), rows):
+        prompts, fastest = work.prompts[at : at + rows], dict.fromkeys(engines, math.inf)
+        for number in range(1 + repeats):
+            for name, llm in engines.items():
+                began = time.perf_counter()
+                outputs = llm.generate(prompts, work.params, use_tqdm=False)
+                if number:
+                    fastest[name] = min(fastest[name], time.perf_counter() - began)
+                else:
+                    found[name].tokens += [list(output.outputs[0].token_ids) for output in outputs]
+                    llm.llm_engine.finish_compiling()
+        for name, seconds in fastest.items():
+            found[name].seconds += seconds
+    for name, llm in engines.items():
+        found[name].drafts = Acceptance.of(llm.llm_engine.core.stats()) - before[name]
     return found
 
 
@@ -286,9 +331,9 @@ def main() -> None:
     )
     parser.add_argument("--model", default="demo")
     parser.add_argument("--draft", metavar="DIRECTORY", help="checkpoint of the method")
-    parser.add_argument("--num-speculative-tokens", type=int, default=4, metavar="K")
+    parser.add_argument("--num-speculative-tokens", type=int, metavar="K", help="default: 8 for --copy, else 4")
     parser.add_argument("--rows", type=lambda text: [int(word) for word in text.split(",")], help="requests at once, e.g. 1,8")
-    parser.add_argument("--prompts", type=int, default=8, help="prompts of a work (default: 8)")
+    parser.add_argument("--prompts", type=int, default=12, help="prompts of a work (default: 12)")
     parser.add_argument("--output-len", type=int, default=256, help="tokens written for a prompt of text (default: 256)")
     parser.add_argument("--repeats", type=int, default=3, help="timed runs of --copy and --method (default: 3)")
     parser.add_argument("--prompt-len", type=int, default=1024, help="tokens of a prompt of --synthetic (default: 1024)")
@@ -299,6 +344,7 @@ def main() -> None:
     if arguments.synthetic is not None and not 0 <= arguments.synthetic <= 1:
         parser.error(f"--synthetic is {arguments.synthetic}, must be 0 to 1")
     options = dict(arguments.options)
+    arguments.num_speculative_tokens = arguments.num_speculative_tokens or (8 if arguments.copy else 4)
     arguments.rows = arguments.rows or ([1, 64, 256] if arguments.synthetic is not None else [1, 8])
     results = run_synthetic(arguments, options) if arguments.synthetic is not None else run_works(arguments, options)
     if arguments.json:
