@@ -73,7 +73,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="8 steps, little data: tries the script itself")
     arguments = parser.parse_args()
     if arguments.tiny:
-        small = {"dialogues": 500, "continued": 16, "depth": 3, "draft_vocab_size": 256, "head_intermediate_size": 64}
+        small = {"dialogues": 500, "continued": 16, "depth": 2, "draft_vocab_size": 256, "head_intermediate_size": 64}
         small |= {"draft_hidden_size": 64, "draft_intermediate_size": 64, "draft_layers": 1, "short_rows": 4, "long_rows": 1}
         vars(arguments).update(small | {"text_rows": 1, "steps": 8, "processes": 2, "questions": 8})
     return arguments
