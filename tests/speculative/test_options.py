@@ -74,7 +74,7 @@ def config_of(model: str | None, revision: str | None) -> dict[str, Any]:
         ({"method": None}, "neither method nor model is given; the methods are ngram, draft_model, eagle, eagle3, mtp"),
         ({"method": "ngrams"}, "method is 'ngrams'; the methods are ngram, draft_model, eagle, eagle3, mtp; did you mean 'ngram'?"),
         ({"method": 3}, "method is 3, must be text"),
-        ({"method": "mimo_mtp"}, "method 'mimo_mtp' is not supported: MTP heads are read from checkpoints of DeepSeek-V3, GLM-4.5"),
+        ({"method": "mimo_mtp"}, "method 'mimo_mtp' is not supported: layers for multi-token prediction are read from"),
         ({"method": "eagle3"}, "model is missing: for the method eagle3 it names the checkpoint of the EAGLE-3 head"),
         ({"method": "draft_model"}, "model is missing: for the method draft_model it names the smaller model"),
         ({"method": None, "model": "medusa"}, "model 'medusa' is a drafter of the kind medusa, which is not supported"),
