@@ -85,17 +85,22 @@ def main() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer_file = arguments.target / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
-    per_job = DIALOGUES_PER_JOB
-    counts = [min(per_job, arguments.dialogues - at) for at in range(0, arguments.dialogues, per_job)]
+    counts = [min(DIALOGUES_PER_JOB, arguments.dialogues - at) for at in range(0, arguments.dialogues, DIALOGUES_PER_JOB)]
     with (
         concurrent.futures.ProcessPoolExecutor(arguments.processes, multiprocessing.get_context("spawn")) as pool,
         concurrent.futures.ThreadPoolExecutor() as threads,
     ):
         jobs = [
             # Other seeds than those of the demo model's own training.
-            pool.submit(packing.dialogue_rows, tokenizer_file, (arguments.seed + 1001) * 1_000_000 + job, count, *lengths)
+            pool.submit(
+                packing.dialogue_rows,
+                tokenizer_file,
+                (arguments.seed + 1001) * 1_000_000 + job,
+                count,
+                SHORT_LENGTH,
+                LONG_LENGTH,
+            )
             for job, count in enumerate(counts)
-            for lengths in [(SHORT_LENGTH, LONG_LENGTH)]
         ]
         library, held_out_texts = python_text.library_texts()
         documents = python_text.training_documents(library, arguments.seed)
@@ -103,7 +108,7 @@ def main() -> None:
             documents = documents[:20]
         texts = pool.submit(packing.document_stream, tokenizer, documents, END_OF_TEXT_ID)
         target = load_target(arguments)
-        # What is compiled and generated in threads takes turns on the device, and compiling is most of it.
+        # Most of the time until the training begins is compiling, which threads do at the same time.
         held_out = threads.submit(HeldOut, arguments, target, tokenizer, held_out_texts)
         text = texts.result()
         drafters = make_drafters(arguments, target, [jobs[0].result()[0], text])

@@ -24,6 +24,7 @@ from jaxllm.runner.consumers import Hidden, HiddenConsumer, PendingPart
 from jaxllm.runner.consumers.pooling import Pooling
 from jaxllm.runner.consumers.prompt_logprobs import PromptLogprobs
 from jaxllm.runner.consumers.sampling import PendingTokens, Sampling
+from jaxllm.runner.draft_cost import measure_costs
 from jaxllm.runner.draft_step import DraftFunctions
 from jaxllm.runner.drafter import Drafter
 from jaxllm.runner.kernels import Kernels
@@ -296,6 +297,8 @@ class ModelRunner:
             with self.times.part("warm-up runs"):
                 self._peers.first_runs(partial(self._run_on_nothing, keys))
             self._peers.note(key for key in keys if self.shapes.uses_peers(key))
+        with self.times.part("cost of drafts"):
+            self._cost_of_drafts = measure_costs(self.shapes, self.rows.trash, self._run_decode)
         self.programs.is_warm = True
 
     def cost_of_drafts(self, num_rows: int) -> float:
@@ -306,7 +309,9 @@ class ModelRunner:
         """Run programs on empty steps, which write nothing but trash, and wait until they are done."""
         for key in keys:
             program = self.programs.get(key)
-            if key.kind in ("forward", "decode"):
+            if key.kind == "decode":
+                self._run_decode(key, self.batches.empty(self.shapes.layout(key)))
+            if key.kind == "forward":
                 layout = self.shapes.layout(key)
                 buffer = self._send(layout, self.batches.empty(layout))
                 self.caches, self.row_arrays, *_ = program(self.params, self.caches, self.row_arrays, buffer, self.workspace)
@@ -434,12 +439,18 @@ class ModelRunner:
 
     def _decode(self, batch: Batch) -> PendingStep:
         errors = self._prepare(batch)
-        program = self.program(ProgramKey("decode", batch.layout.num_rows, batch.variant, width=batch.width))
-        self.caches, self.row_arrays, drawn = program(
-            self.params, self.caches, self.row_arrays, self._send(batch.layout, batch.buffer), self.workspace
-        )
+        key = ProgramKey("decode", batch.layout.num_rows, batch.variant, width=batch.width)
+        self.program(key)
+        drawn = self._run_decode(key, batch.buffer)
         parts = [consumer.launch(work, None) for consumer, work in self._select(batch)]
         return PendingStep(drawn, [PendingTokens(batch.sampled, drawn, Scores(None, None)), *parts], errors)
+
+    def _run_decode(self, key: ProgramKey, buffer: np.ndarray) -> jax.Array:
+        sent = self._send(self.shapes.layout(key), buffer)
+        self.caches, self.row_arrays, drawn = self.programs.get(key)(
+            self.params, self.caches, self.row_arrays, sent, self.workspace
+        )
+        return drawn  # type: ignore[no-any-return]
 
     def _forward(self, batch: Batch) -> _Forward:
         work = self._select(batch)

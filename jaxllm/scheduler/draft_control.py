@@ -4,12 +4,21 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from jaxllm.request import Request
+from jaxllm.scheduler.draft_counts import DraftCounts
 from jaxllm.scheduler.results import Share
 from jaxllm.scheduler_output import ModelRunnerOutput
 
 
 class DraftControl(Protocol):
     """Chooses numbers of drafts and learns from how many were right."""
+
+    @property
+    def counts(self) -> DraftCounts:
+        """Drafts so far, and how many were right."""
+
+    @property
+    def num_now(self) -> int:
+        """Most drafts of a request in the latest step."""
 
     @property
     def num_lookahead(self) -> int:

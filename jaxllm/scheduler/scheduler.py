@@ -458,7 +458,7 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """The load now and the totals so far."""
-        return SchedulerStats(
+        stats = SchedulerStats(
             num_running=len(self.running),
             num_waiting=len(self.waiting),
             cache_usage=self.cache_manager.pool.usage,
@@ -474,6 +474,13 @@ class Scheduler:
             step_token_counts=tuple(self._step_tokens.counts),
             num_step_tokens=int(self._step_tokens.sum),
         )
+        if self.drafts is not None:
+            counts = self.drafts.counts
+            stats.num_drafts, stats.num_draft_tokens = counts.num_drafts, counts.num_draft_tokens
+            stats.num_accepted_tokens = counts.num_accepted_tokens
+            stats.accepted_per_position = counts.accepted_per_position
+            stats.num_speculative_tokens = self.drafts.num_now
+        return stats
 
     def check_integrity(self) -> None:
         """Raise AssertionError if requests, queues, counts and blocks disagree."""

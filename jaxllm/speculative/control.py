@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from jaxllm.request import Request
+from jaxllm.scheduler.draft_counts import DraftCounts
 from jaxllm.scheduler.results import Share
 from jaxllm.scheduler_output import ModelRunnerOutput
 
@@ -46,7 +47,9 @@ class AdaptiveControl:
         self._of_all = _Mean(num_drafts)
         self._num_idle = 0
         self.num_now = num_drafts
-        """Most drafts of a request in the latest step."""
+        """See DraftControl."""
+        self.counts = DraftCounts(num_drafts)
+        """See DraftControl."""
 
     def most(self, num_running: int) -> int:
         """See DraftControl."""
@@ -80,6 +83,7 @@ class AdaptiveControl:
             if sampled is None:
                 continue
             num_right = len(sampled) - 1
+            self.counts.note(result.num_drafts.get(row.request_id, row.num_drafts), num_right)
             mean = self._of_request.get(row.request_id)
             if mean is None:
                 mean = self._of_request[row.request_id] = _Mean(row.num_drafts)

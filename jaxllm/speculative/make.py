@@ -12,6 +12,7 @@ from jaxllm.config import AUTO_MODEL_LEN, EngineConfig
 from jaxllm.errors import ConfigError
 from jaxllm.hub import resolve_model
 from jaxllm.model_config import ModelConfig
+from jaxllm.runner.buckets import MAX_DRAFT_ROWS
 from jaxllm.scheduler.draft_control import DraftControl
 from jaxllm.speculative import draft_model, eagle, mtp
 from jaxllm.speculative.control import AdaptiveControl
@@ -42,7 +43,7 @@ class Drafters:
         return AdaptiveControl(
             self.options.num_speculative_tokens,
             self.drafter.num_lookahead,
-            most_drafts=self.options.most_drafts,
+            most_drafts=lambda num_running: 0 if num_running > MAX_DRAFT_ROWS else self.options.most_drafts(num_running),
             cost_of=cost_of,
         )
 

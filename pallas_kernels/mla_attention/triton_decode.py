@@ -7,7 +7,7 @@
 A program holds up to 64 query heads as the rows of a tile and walks its range of keys in tiles of block_k tokens, gathered through
 the page table. Each latent is loaded once, for the scores and for the sum, and shared by all heads: with 16 heads there are 30
 operations for each byte. The softmax is kept online in base 2 (Milakov and Gimelshein 2018); splits are merged as in
-Flash-Decoding (Dao et al. 2023). With one split a program writes the result itself.
+Flash-Decoding (Dao et al. 2023). With one split a program writes the result itself. The heads of W queries a row are W * N heads.
 """
 
 import functools

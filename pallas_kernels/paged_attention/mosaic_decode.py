@@ -11,6 +11,7 @@ to a buffer, and a second kernel merges the parts by their softmax sums (split-K
 
 Keys are the M of the products and the G query heads of a KV head, filled up to a multiple of 8, their N: no work is spent on 64
 rows of queries that are not there. Two CTAs share a core, so that one computes while the other waits.
+Of W queries a row, N are the W * G query heads that share its keys; each query has its own last key.
 """
 
 import functools
@@ -67,10 +68,10 @@ def pick_tiles(num_groups: int, head_dim: int, cache_itemsize: int, num_queries:
     """Two CTAs per core if each has room for three tiles and 128 registers suffice, else one; as many tiles as there is room for."""
     block_k, padded_lines = 64, -(-num_queries * num_groups // 8) * 8
     fixed = padded_lines * (10 * head_dim + 2 * block_k) + 4096  # queries, weights, results; barriers and reductions
-    if num_queries > 1:
-        fixed += 2 * head_dim * padded_lines  # the queries in tiles
     if cache_itemsize == 1:
-        fixed += 2 * head_dim * (block_k + padded_lines)  # one tile and the queries, widened
+        fixed += 2 * head_dim * block_k  # one tile, widened
+    if cache_itemsize == 1 or num_queries > 1:
+        fixed += 2 * head_dim * padded_lines  # the queries, widened or in tiles
     tile = 2 * block_k * head_dim * cache_itemsize
     stages = {ctas: (SMEM_BYTES // ctas - fixed - 1024) // tile for ctas in (1, 2)}
     ctas = 2 if stages[2] >= 3 and padded_lines * head_dim < 2048 else 1
@@ -187,7 +188,8 @@ def paged_decode(
             "k_scale": k_scale,
             "v_scale": v_scale,
         }
-        options |= {"sinks_KG": sinks_KG, "interpret": interpret, "num_workers": num_workers, "num_queries": num_queries}
+        options |= {"sinks_KG": sinks_KG, "num_queries": num_queries}
+        options |= {"interpret": interpret, "tiles": tiles, "num_workers": num_workers}
         pages = (k_pages_PKSH, v_pages_PKSH)
         return in_parts(paged_decode, most, (q_RKGH,), pages, page_table_RB, kv_length_R, **options)
     if tiles is None:
@@ -264,7 +266,7 @@ def decode_items(
     scales = [jnp.asarray(1.0 if x is None else x, jnp.float32).reshape(1) for x in (k_scale, v_scale)]
     dtype, cache_dtype, page_size = q_RKGH.dtype, k_pages_PKSH.dtype, k_pages_PKSH.shape[2]
     compute_dtype = dtype if cache_dtype == dtype else WIDE
-    copied = {}  # what the products take, where that is not as it was loaded
+    copied = {}  # operands of the products that are not as they were loaded
     if cache_dtype != dtype:
         copied["wide"] = _swizzled((tiles.block_k, head_dim), WIDE)
     if cache_dtype != dtype or num_queries > 1:

@@ -8,6 +8,7 @@
 A program holds the G query heads of one KV head as the rows of a 16-row tile (rows past G are masked), walks its range of keys
 in tiles of block_k tokens (block_k/S pages, gathered through the page table), and keeps the softmax online in base 2
 (Milakov and Gimelshein 2018; split-KV as in Flash-Decoding, Dao et al. 2023). With one split it writes the result itself.
+Of W queries a row, the tile holds the W * G query heads that share its keys; each query has its own last key.
 """
 
 import functools

@@ -54,7 +54,7 @@ class AcceptanceTest:
         self._direct = DirectModel(config, target)
         self._graph, _ = nnx.split(build_model(config))
         self._feature_layers, self._depth, self._batch = feature_layers, depth, batch
-        self._programs: dict[str, Any] = {}
+        self._programs: dict[DrafterTraining, Any] = {}
 
     def generate(
         self, prompts: Sequence[Sequence[int]], stop_ids: Sequence[int], max_new: int, temperature: float
@@ -78,7 +78,7 @@ class AcceptanceTest:
         return results
 
     def _accepted(self, drafter: DrafterTraining, params: Any, generated: Generated) -> list[list[int]]:
-        program = self._programs.setdefault(drafter.name, self._program(drafter))
+        program = self._programs.setdefault(drafter, self._program(drafter))
         accepted: list[list[int]] = [[] for _ in generated.texts]
         for lower, upper in zip((0, *WIDTHS), WIDTHS, strict=False):
             places = [place for place, text in enumerate(generated.texts) if lower < len(text) <= upper]

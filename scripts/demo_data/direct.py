@@ -34,7 +34,7 @@ class DirectModel:
     ) -> list[list[int]]:
         """The greedy continuation of each prompt up to a stop id, which is left out, or `max_new` tokens."""
         answers = self.generate(prompts, stop_ids, max_new, batch)
-        return [answer[:-1] if answer[-1] in stop_ids else answer for answer in answers]
+        return [answer[:-1] if answer and answer[-1] in stop_ids else answer for answer in answers]
 
     def generate(
         self,

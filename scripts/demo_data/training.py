@@ -187,6 +187,8 @@ class Training:
                 tests_left.pop(0)
                 report(test())
                 last_log = time.monotonic()
+        if step == 0:
+            raise RuntimeError("no time was left to train; raise --minutes")
         jax.block_until_ready(self.state)
         report(
             f"trained {step} steps, {step * self.recipe.tokens_per_step / 1e6:.0f} M tokens in {time.monotonic() - begin:.0f} s"

@@ -1,8 +1,4 @@
-"""An EAGLE-3 head in float64 NumPy, read from its published form: the oracle of everything that computes or trains one.
-
-    head = Eagle3(directory, embedding_VD)
-    drafts = head.drafts(features_TF, next_ids_T, num_drafts=4)
-"""
+"""An EAGLE-3 head in float64 NumPy, read from its published form: the oracle of everything that computes or trains one."""
 
 import json
 from pathlib import Path

@@ -38,7 +38,7 @@ SMALL = {
 def make_core(name: str, *, processors: tuple[Processor, ...] = (), **options: Any) -> EngineCore:
     """An engine over a golden's checkpoint; options beside or in place of SMALL."""
     model = str(goldens.golden(name).directory)
-    core = EngineCore(EngineConfig.from_options(model=model, **{**SMALL, **options}), processors=processors)
+    core = EngineCore(EngineConfig.from_options(**{**SMALL, "model": model, **options}), processors=processors)
     buckets = core.runner.buckets
     largest = [ProgramKey("forward", buckets.tokens[-1])]
     if core.model_config.generates:

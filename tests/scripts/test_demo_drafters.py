@@ -1,28 +1,37 @@
 """The training and the measurement of the demo model's drafters, on models of two narrow layers; the files that come with jaxllm."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file
+from tokenizers import Tokenizer
 
 pytest.importorskip("optax")
 
 from jaxllm.layers.build import build_model
 from jaxllm.layers.dense_attention import dense_step
 from jaxllm.loaders.dummy import init_params
+from jaxllm.loaders.load import load_weights
 from jaxllm.models import llama
 from jaxllm.models.config_reader import ConfigReader
-from scripts.demo_data import eagle3
+from jaxllm.models.load_config import load_model_config
+from jaxllm.parallel.mesh import make_mesh
+from scripts.demo_data import chat_tokenizer, eagle3
 from scripts.demo_data.acceptance import AcceptanceTest, tokens_per_step
 from scripts.demo_data.direct import DirectModel
 from scripts.demo_data.distilling import Distilling, DraftModelTraining, Eagle3Training, read
 from scripts.demo_data.packing import TRAINED
+from scripts.demo_data.tasks import held_out_questions
 from scripts.demo_data.training import Recipe
 from tests.helpers.eagle3_numpy import Eagle3
 
+DATA = Path(__file__).parents[2] / "jaxllm" / "data"
 SIZES = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -126,16 +135,13 @@ def test_counted_steps_are_those_of_drafting_and_verifying(target, temperature):
     drafter = DraftModelTraining(CONFIG)
     generated = test.generate([[5, 17, 80]], [0], 40, temperature)
     (text,) = generated.texts
-    assert test.measure(DraftModelTraining(CONFIG), target, generated)[2] == pytest.approx(
-        (len(text) - 4) / -(-(len(text) - 4) // 4)
-    )
+    assert test.measure(drafter, target, generated)[2] == pytest.approx((len(text) - 4) / -(-(len(text) - 4) // 4))
     draft_model, num_known, steps = DirectModel(CONFIG, noisy), 4, 0
     while num_known < len(text):
         drafts = draft_model.generate([text[:num_known]], [], 3, 1, temperature)[0]
         matching = [draft == token for draft, token in zip(drafts, text[num_known:], strict=False)]
         num_known += 1 + [*matching, False].index(False)
         steps += 1
-    test = AcceptanceTest(CONFIG, target, (1,), depth=3, batch=1)
     measured = test.measure(drafter, noisy, generated)
     assert measured[2] == pytest.approx((len(text) - 4) / steps)
     assert 1.0 < measured[0] < measured[2] < 4.0
@@ -148,3 +154,105 @@ def test_tokens_past_the_end_are_not_counted():
     assert tokens_per_step(accepted, num_prompt=3, num_tokens=10, num_drafts=4) == (6, 2)
     assert tokens_per_step([0] * 20, num_prompt=3, num_tokens=10, num_drafts=4) == (6, 6)
     assert tokens_per_step([0, 0, 2, 9, 9, 1, 9, 9], num_prompt=3, num_tokens=9, num_drafts=4) == (5, 2)
+
+
+WIDTH = 128
+
+
+def _shipped(name: str):
+    directory = DATA / name
+    config = load_model_config(directory, dtype="float32")
+    model = build_model(config)
+    state = load_weights(config, model, directory, load_format="safetensors", mesh=make_mesh(1), seed=0, progress=None)
+    return nnx.split(model)[0], state
+
+
+def _padded(tokens: list[int]) -> np.ndarray:
+    return np.pad(np.array(tokens), (0, WIDTH - len(tokens)))
+
+
+@pytest.fixture(scope="module")
+def demo_model():
+    """Runs the demo model over tokens: the features of every token, and what it says after it."""
+    graph, state = _shipped("demo")
+    config = json.loads((DATA / "demo_eagle3" / "config.json").read_text())
+    layers = tuple(config["eagle_config"]["eagle_aux_hidden_state_layer_ids"])
+
+    @jax.jit
+    def run(state, ids_T):
+        positions_T = jnp.arange(WIDTH)
+        reading = read(nnx.merge(graph, state), layers, ids_T, positions_T, jnp.zeros_like(ids_T))
+        return reading.features_TF, jnp.argmax(reading.logits_TV, axis=1)
+
+    def run_demo(tokens):
+        return tuple(np.asarray(x)[: len(tokens)] for x in run(state, _padded(tokens)))
+
+    return run_demo, np.asarray(state["embedding"]["weight"][...])
+
+
+@pytest.fixture(scope="module")
+def shipped_drafters(demo_model):
+    """By name, (features of all tokens but the last, tokens) -> four drafts."""
+    head = Eagle3(DATA / "demo_eagle3", demo_model[1])
+    graph, state = _shipped("demo_draft")
+
+    @jax.jit
+    def likeliest(state, ids_T):
+        model = nnx.merge(graph, state)
+        return jnp.argmax(model.logits(model(dense_step(ids_T, jnp.arange(WIDTH)))), axis=1)
+
+    def draft(features_TF, tokens):
+        drafts: list[int] = []
+        while len(drafts) < 4:
+            known = tokens + drafts
+            drafts.append(int(likeliest(state, _padded(known))[len(known) - 1]))
+        return drafts
+
+    return {"eagle3": lambda features_TF, tokens: head.drafts(features_TF, tokens[1:], 4), "draft": draft}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "minimum"), [("eagle3", 2.6), ("draft", 2.2)])
+def test_drafts_of_the_shipped_drafters_are_accepted(demo_model, shipped_drafters, name, minimum):
+    """Draft and verify, greedily, over held-out questions."""
+    run_demo, _ = demo_model
+    tokenizer = Tokenizer.from_file(str(DATA / "demo" / "tokenizer.json"))
+    prompts = [tokenizer.encode(chat_tokenizer.render_question(question)).ids for question in held_out_questions(14)]
+    num_tokens = num_steps = 0
+    for prompt in [prompt for prompt in prompts if len(prompt) < WIDTH // 2]:
+        features_TF, next_T = run_demo(prompt)
+        known = [*prompt, int(next_T[-1])]
+        while known[-1] not in (0, 2) and len(known) + 5 < WIDTH:
+            drafts = shipped_drafters[name](features_TF, known)
+            features_TF, next_T = run_demo(known + drafts)
+            drawn = next_T[len(known) - 1 :].tolist()
+            accepted = [*(draft == token for draft, token in zip(drafts, drawn, strict=False)), False].index(False)
+            emitted = drawn[: accepted + 1]
+            emitted = emitted[: emitted.index(2) + 1] if 2 in emitted else emitted
+            known += emitted
+            features_TF = features_TF[: len(known) - 1]
+            num_tokens, num_steps = num_tokens + len(emitted), num_steps + 1
+    assert num_tokens / num_steps > minimum
+
+
+def test_the_shipped_head_is_as_its_config_says():
+    tensors = load_file(DATA / "demo_eagle3" / "model.safetensors")
+    config = json.loads((DATA / "demo_eagle3" / "config.json").read_text())
+    sizes = eagle3.Eagle3Sizes(
+        hidden_size=config["hidden_size"],
+        vocab_size=config["vocab_size"],
+        draft_vocab_size=config["draft_vocab_size"],
+        num_heads=config["num_attention_heads"],
+        num_kv_heads=config["num_key_value_heads"],
+        head_dim=config["head_dim"],
+        intermediate_size=config["intermediate_size"],
+        feature_layers=tuple(config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]),
+        max_position_embeddings=config["max_position_embeddings"],
+    )
+    assert config == sizes.config_json("bfloat16")
+    token_ids = np.arange(sizes.draft_vocab_size) + tensors.pop("d2t")
+    assert (
+        np.all(np.diff(token_ids) > 0) and token_ids[[0, -1]].tolist() <= [0, sizes.vocab_size - 1] and {0, 2} <= set(token_ids)
+    )
+    np.testing.assert_array_equal(np.flatnonzero(tensors.pop("t2d")), token_ids)
+    assert {name: tensor.shape for name, tensor in tensors.items()} == sizes.shapes

@@ -1,0 +1,121 @@
+"""Whole engines whose drafters have weights: the same tokens as without, and drafts that are the drafter's own."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxllm.engine.core import EngineCore
+from jaxllm.runner.drafter import NO_DRAFT
+from tests.helpers import engines, goldens
+from tests.speculative.by_hand import MAX_LENGTH, HiddenStates, target_hidden_states
+from tests.speculative.checkpoints import (
+    CONFIG_3,
+    MTP_TARGET,
+    TARGET,
+    EagleOracle,
+    NextTokenOracle,
+    head_tensors,
+    write,
+    write_with_next_token_layer,
+)
+
+RESULTS = goldens.golden(TARGET.name).results
+PROMPTS = [result.prompt for result in RESULTS]
+SAMPLED = {"temperature": 0.9, "top_p": 0.95, "max_tokens": 20}
+
+
+def requests(**params: Any):
+    return [engines.request(str(i), prompt, seed=i, **{**SAMPLED, **params}) for i, prompt in enumerate(PROMPTS)]
+
+
+def tokens_of(answers) -> dict[str, list[int]]:
+    return {name: answer.tokens for name, answer in answers.items()}
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """By temperature, what an engine without drafts says."""
+    core = engines.make_core(TARGET.name)
+    found = {t: tokens_of(engines.run(core, requests(temperature=t))) for t in (0.0, 0.9)}
+    core.shutdown()
+    return found
+
+
+def count_steps(core: EngineCore, wanted) -> tuple[dict[str, list[int]], int]:
+    steps = []
+    answers = engines.run(core, wanted, after_step=lambda step, _: steps.append(step))
+    return tokens_of(answers), len(steps)
+
+
+def test_a_model_that_drafts_for_itself_is_always_right(expected):
+    """Drafts have the request's own noise. Also with a cached beginning, prompts in parts, and after a preemption."""
+    options = {"method": "draft_model", "model": str(TARGET), "num_speculative_tokens": 3}
+    core = engines.make_core(TARGET.name, speculative_config=options)
+    for temperature in (0.0, 0.9):
+        (request, *_), wanted = requests(temperature=temperature), expected[temperature]
+        engines.reschedule(core, max_in_flight=1)
+        found, num_steps = count_steps(core, [request])
+        assert found["0"] == wanted["0"] and num_steps <= 1 + 20 // 4 + 1
+        found, num_steps = count_steps(core, [request])  # its prompt is cached
+        assert found["0"] == wanted["0"] and num_steps <= 1 + 20 // 4 + 1
+    engines.reschedule(core, num_blocks=12, max_num_batched_tokens=16)
+    answers = engines.run(core, requests(temperature=0.0, max_tokens=64))
+    assert tokens_of(answers) == {str(i): result.tokens for i, result in enumerate(RESULTS)}
+    assert any(answer.num_preemptions for answer in answers.values())
+    core.shutdown()
+
+
+def compare_drafts(core: EngineCore, drafts_of: Callable[[list[int]], list[int]]) -> Callable[..., None]:
+    """What to call after each step of an engine with one step in flight: its rows must have the drafts that follow their tokens."""
+    num_compared = 0
+
+    def compare(step: int, answers: dict[str, engines.Answer]) -> None:
+        nonlocal num_compared
+        found = np.asarray(core.runner.row_arrays.drafts.draft_NK)
+        for name, row in core.runner.rows.by_request.items():
+            drafts, answer = found[row.index].tolist(), answers[name]
+            tokens = PROMPTS[int(name)] + answer.tokens
+            if answer.tokens and answer.finish_reason is None and drafts[0] != NO_DRAFT and len(tokens) < MAX_LENGTH - 4:
+                assert drafts == drafts_of(tokens), f"request {name} after step {step}"
+                num_compared += 1
+
+    compare.done = lambda: num_compared  # type: ignore[attr-defined]
+    return compare
+
+
+def run_and_compare(core: EngineCore, drafts_of: Callable[[list[int]], list[int]], **params: Any) -> dict[str, list[int]]:
+    engines.reschedule(core, max_in_flight=1)
+    compare = compare_drafts(core, drafts_of)
+    answers = engines.run(core, requests(**params), after_step=compare)
+    assert compare.done() > 20  # type: ignore[attr-defined]
+    return tokens_of(answers)
+
+
+def test_drafts_of_an_eagle_head_in_an_engine_of_two_devices(expected, tmp_path):
+    weights = head_tensors(is_third=True)
+    options = {"method": "eagle3", "model": str(write(tmp_path / "head", CONFIG_3, weights)), "num_speculative_tokens": 3}
+    core = engines.make_core(TARGET.name, speculative_config=options, tensor_parallel_size=2)
+    oracle, states = EagleOracle(weights, CONFIG_3), hidden_states(core)
+    found = run_and_compare(core, lambda tokens: oracle.drafts(tokens, states, 3), temperature=0.0)
+    assert found == expected[0.0]
+    engines.reschedule(core, max_num_batched_tokens=16)
+    assert tokens_of(engines.run(core, requests())) == expected[0.9]
+    core.shutdown()
+
+
+def test_drafts_of_a_layer_for_multi_token_prediction(tmp_path):
+    directory = write_with_next_token_layer(tmp_path)
+    options = {"method": "mtp", "num_speculative_tokens": 2}
+    core = engines.make_core(MTP_TARGET.name, model=str(directory), speculative_config=options, tensor_parallel_size=2)
+    oracle, states = NextTokenOracle(directory), hidden_states(core)
+    found = run_and_compare(core, lambda tokens: oracle.drafts(tokens, states, 2), temperature=0.0)
+    results = goldens.golden(MTP_TARGET.name).results
+    assert [result.prompt for result in results] == PROMPTS
+    assert found == {str(i): result.tokens[:20] for i, result in enumerate(results)}
+    core.shutdown()
+
+
+def hidden_states(core: EngineCore) -> HiddenStates:
+    return target_hidden_states(*goldens.load(core.model_dir), core.runner.shapes.functions.drafting.drafter.feature_layers)
