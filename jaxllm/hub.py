@@ -23,8 +23,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 def resolve_model(
     name: str, revision: str | None = None, download_dir: str | None = None, *, files: Sequence[str] = FILES
 ) -> Path:
-    """The directory of a model: one of SHIPPED, a local directory, a GGUF file (for which one is made), or a hub id, which is downloaded (or
-    found in the hub's cache).
+    """The directory of a model: one of SHIPPED, a local directory, a GGUF file (for which one is made), or a hub id, which is
+    downloaded (or found in the hub's cache).
 
     `files`: patterns of what to download. Raises ModelLoadError, saying what the name is not and what to do.
     """
