@@ -9,6 +9,8 @@ from jaxllm.config import nearest
 from jaxllm.errors import ModelLoadError
 
 DEMO = "demo"
+SHIPPED = (DEMO, "demo_draft", "demo_eagle3")
+"""What is part of the package: the demo model, and the models that propose tokens for it."""
 FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "tokenizer*")
 """What is downloaded: weights in safetensors form, configs, tokenizer and chat template."""
 OTHER_WEIGHTS = ("pytorch_model*.bin",)
@@ -21,13 +23,13 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 def resolve_model(
     name: str, revision: str | None = None, download_dir: str | None = None, *, files: Sequence[str] = FILES
 ) -> Path:
-    """The directory of a model: 'demo', a local directory, a GGUF file (for which one is made), or a hub id, which is downloaded (or
-    found in the hub's cache).
+    """The directory of a model: one of SHIPPED, a local directory, a GGUF file (for which one is made), or a hub id, which is
+    downloaded (or found in the hub's cache).
 
     `files`: patterns of what to download. Raises ModelLoadError, saying what the name is not and what to do.
     """
-    if name == DEMO:
-        return Path(jaxllm.__file__).parent / "data" / DEMO
+    if name in SHIPPED:
+        return Path(jaxllm.__file__).parent / "data" / name
     local = Path(name).expanduser()
     if name and local.is_dir():
         return local
@@ -93,4 +95,5 @@ def _first_line(error: Exception) -> str:
 
 
 def _hint(name: str) -> str:
-    return f"; did you mean {DEMO!r}?" if nearest(name, [DEMO]) else ""
+    close = nearest(name, SHIPPED)
+    return f"; did you mean {close!r}?" if close else ""

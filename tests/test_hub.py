@@ -1,7 +1,7 @@
 import pytest
 
 from jaxllm.errors import ModelLoadError
-from jaxllm.hub import resolve_model
+from jaxllm.hub import SHIPPED, resolve_model
 from tests.helpers import goldens, stand_in_hub
 
 
@@ -9,8 +9,10 @@ def test_local_directory_is_taken_as_it_is():
     assert resolve_model(str(goldens.FOLDER / "qwen2")) == goldens.FOLDER / "qwen2"
 
 
-def test_demo_is_shipped_with_the_package():
-    assert resolve_model("demo").parts[-3:] == ("jaxllm", "data", "demo")
+@pytest.mark.parametrize("name", SHIPPED)
+def test_demo_models_are_shipped_with_the_package(name):
+    assert resolve_model(name).parts[-3:] == ("jaxllm", "data", name)
+    assert (resolve_model(name) / "config.json").is_file()
 
 
 @pytest.mark.parametrize("name", ["./no/such/model", "/no/such/model", "a/b/c", "", "two words"])

@@ -13,7 +13,7 @@ from jaxllm.config import EngineConfig, nearest, type_matches, unknown_name
 from jaxllm.errors import ConfigError, ModelLoadError
 from jaxllm.flag_arguments import noun, without_none
 from jaxllm.log import info_once
-from jaxllm.speculative.refused import METHODS_ELSEWHERE, REFUSED
+from jaxllm.speculative.refused import METHODS_ELSEWHERE, REFUSED, REJECTION_METHODS_ELSEWHERE
 from jaxllm.text.model_files import read_json, text_files
 
 MAX_DRAFTS = 16
@@ -73,9 +73,8 @@ class SpeculativeConfig:
     """Most tokens that are looked for."""
     draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
     """Whether a drafter with a model takes its likeliest token, or draws as the request does, with the same noise."""
-    rejection_sample_method: Literal["exact", "standard", "synthetic"] = "exact"
-    """Which drafts are accepted. exact: those equal to what the target draws; standard: by the ratio of probabilities;
-    synthetic: at given rates, whatever they are."""
+    rejection_sample_method: Literal["exact", "synthetic"] = "exact"
+    """Which drafts are accepted. exact: those equal to what the target draws; synthetic: at given rates, whatever they are."""
     synthetic_acceptance_rates: tuple[float, ...] | None = None
     """By position, how often a draft and all before it are accepted; set if and only if acceptance is synthetic."""
     num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] | None = None
@@ -190,9 +189,8 @@ def _known(raw: Any, tensor_parallel_size: int) -> dict[str, Any]:
 
 
 def _method_hint(name: str, value: Any) -> str:
-    if name != "rejection_sample_method" or value not in ("block", "fly"):
-        return ""
-    return f"; {value} {'drafts are not verified as a block' if value == 'block' else 'changes the distribution of the output'}"
+    reason = REJECTION_METHODS_ELSEWHERE.get(value) if name == "rejection_sample_method" and isinstance(value, str) else None
+    return "" if reason is None else f"; {value} {reason}"
 
 
 def _method(given: Mapping[str, Any], read_config: Callable[[str | None, str | None], Mapping[str, Any]]) -> Method:
@@ -211,7 +209,9 @@ def _method(given: Mapping[str, Any], read_config: Callable[[str | None, str | N
     if method in METHODS:
         return typing.cast("Method", method)
     if method in METHODS_ELSEWHERE or method.endswith("_mtp"):
-        reason = METHODS_ELSEWHERE.get(method, "MTP heads are read from checkpoints of DeepSeek-V3, GLM-4.5 and Qwen3-Next")
+        reason = METHODS_ELSEWHERE.get(
+            method, "layers for multi-token prediction are read from checkpoints of DeepSeek-V3 and GLM-4.5"
+        )
         raise _error(f"method {method!r} is not supported: {reason}; {_METHODS_TEXT}")
     close = nearest(method, METHODS)
     raise _error(f"method is {method!r}; {_METHODS_TEXT}{f'; did you mean {close!r}?' if close else ''}")

@@ -14,6 +14,13 @@ METHODS_ELSEWHERE: Mapping[str, str] = {
 }
 """Methods of vLLM by name."""
 
+REJECTION_METHODS_ELSEWHERE: Mapping[str, str] = {
+    "standard": "keeps the distribution of the output, exact keeps every token",
+    "block": "keeps the distribution of the output, exact keeps every token",
+    "fly": "changes the distribution of the output",
+}
+"""Values of rejection_sample_method of vLLM by name."""
+
 _INHERITED = "drafts use what the model uses"
 _NO_SUFFIX = "there is no suffix decoding; the method ngram looks up the request's own tokens"
 _BLOCK_HASHES = "prefix caching keeps drafts' caches right without options"
