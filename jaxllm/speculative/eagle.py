@@ -143,9 +143,9 @@ def make(
 
     target: split over the devices. Raises ConfigError and ModelLoadError.
     """
-    raw = read_config_json(directory)
-    layers = _feature_layers(raw, directory, target) if is_third else ()
+    raw = _flat(read_config_json(directory))
     config = _read(raw, directory, target, is_third=is_third)
+    layers = _feature_layers(raw, directory, target) if is_third else ()
     is_random = fields.get("load_format") == "dummy"
     checkpoint = None if is_random else open_checkpoint(directory, dtype=config.dtype)
     parts = _parts(checkpoint, config, target, raw, num_features=len(layers))
@@ -163,6 +163,14 @@ def make(
         directory=directory,
         **fields,
     )
+
+
+def _flat(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config.json, with that of the layer on top of it where it is an object of its own (the library speculators writes it so)."""
+    layer = raw.get("transformer_layer_config")
+    if not isinstance(layer, Mapping):
+        return raw
+    return {**raw, "architectures": None, **layer}
 
 
 def _read(raw: Mapping[str, Any], directory: Path, target: ModelConfig, *, is_third: bool) -> ModelConfig:
