@@ -87,9 +87,8 @@ class EagleHead(nnx.Module):
 
     def __call__(self, target: Any, hidden_TX: Array, step: Step, kept_R: Array | None = None) -> tuple[Array, Array]:
         embedding = target.embedding if self.embedding is None else self.embedding
-        norm = self.block.attention_norm
-        # EAGLE has no norm here.
-        _, embedded_TD = step.shards.add_and_norm(embedding(step.token_ids_T, step.shards), None, norm)
+        part_TD = embedding(step.token_ids_T, step.shards)
+        _, embedded_TD = step.shards.add_and_norm(part_TD, None, self.block.attention_norm)  # EAGLE has no norm here
         if self.parts.num_features:
             normed_TD = self.hidden_norm(hidden_TX)
             x_TD = normed_TD if self.parts.residual_is_normed else hidden_TX
