@@ -24,7 +24,6 @@ from jaxllm.runner.consumers import Hidden, HiddenConsumer, PendingPart
 from jaxllm.runner.consumers.pooling import Pooling
 from jaxllm.runner.consumers.prompt_logprobs import PromptLogprobs
 from jaxllm.runner.consumers.sampling import PendingTokens, Sampling
-from jaxllm.runner.draft_cost import measure_costs
 from jaxllm.runner.draft_step import DraftFunctions
 from jaxllm.runner.drafter import Drafter
 from jaxllm.runner.kernels import Kernels
@@ -169,7 +168,6 @@ class ModelRunner:
         self._on_gpu, self._on_one_gpu = on_gpu, on_gpu and mesh.size == 1
         # On a CPU, launches are too cheap for a thread.
         self._launcher = Launcher() if on_gpu else None
-        self._cost_of_drafts: dict[int, float] = {}
         self.num_steps = 0
         self.dispatch_seconds = 0.0
         """Total host time of all `dispatch` calls, in seconds."""
@@ -297,13 +295,7 @@ class ModelRunner:
             with self.times.part("warm-up runs"):
                 self._peers.first_runs(partial(self._run_on_nothing, keys))
             self._peers.note(key for key in keys if self.shapes.uses_peers(key))
-        with self.times.part("cost of drafts"):
-            self._cost_of_drafts = measure_costs(self.shapes, self.rows.trash, self._run_decode)
         self.programs.is_warm = True
-
-    def cost_of_drafts(self, num_rows: int) -> float:
-        """How many times as long a step of so many rows takes with drafts as without, as measured while warming up; 1 if it was not."""
-        return self._cost_of_drafts.get(self.buckets.fit_decode(num_rows), 1.0)
 
     def _run_on_nothing(self, keys: Sequence[ProgramKey]) -> None:
         """Run programs on empty steps, which write nothing but trash, and wait until they are done."""
