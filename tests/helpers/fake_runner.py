@@ -78,6 +78,9 @@ class RandomDrafts:
             if sampled:
                 self.counts.note(result.num_drafts[row.request_id], len(sampled) - 1)
 
+    def note_seconds(self, num_rows: int, num_drafts: int, seconds: float) -> None:
+        """See DraftControl."""
+
     def forget(self, request_id: str) -> None:
         """See DraftControl."""
 

@@ -180,8 +180,11 @@ def run_load(
     drafts: tuple[int, int, float] | None,
     **options: Any,
 ) -> int:
-    """Run a random load to its end. Returns the number of steps. num_blocks: for each group; 0: as few as possible. drafts: most of a row, the positions
-    behind them that a drafter writes to, and how often one is right."""
+    """Run a random load to its end. Returns the number of steps.
+
+    num_blocks: for each group; 0: as few as possible. drafts: most of a row, how many positions behind them a drafter writes to, and
+    how often one is right.
+    """
     max_model_len = 46
     control = None
     if drafts is not None:
