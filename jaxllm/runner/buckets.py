@@ -33,6 +33,8 @@ class Buckets:
         max_rows, max_tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
         assert max_rows is not None and max_tokens is not None, "platform defaults are resolved before buckets are chosen"
         decode = config.compile.decode_buckets or (_DECODE_ROWS_GPU if on_gpu else _DECODE_ROWS_CPU)
+        if num_drafts:
+            decode = (*decode, MAX_DRAFT_ROWS)  # larger steps have no program with drafts
         tokens = config.compile.token_buckets or _token_sizes(max_tokens, fine=on_gpu)
         return cls(
             decode_rows=_up_to(decode, max_rows),

@@ -16,6 +16,8 @@ _STEPS_BETWEEN_TRIALS, _STEPS_OF_TRIAL = 300, 8
 """While drafts do not pay, so many steps go by without, and then so many have some again."""
 _TIMES, _ENOUGH_TIMES = 8, 3
 """Latest times kept of steps of a size, and how many of them are enough to compare."""
+_STEPS_TO_TIME = 20
+"""For want of times, at most so many steps go by without drafts: those that compute prompts too are not timed."""
 _STEPS_UNTIL_REFRESH = 2000
 """After so many steps with drafts, steps without are timed anew: contexts have grown, or other requests have come."""
 
@@ -38,11 +40,15 @@ class _Times:
         self.wide: deque[float] = deque(maxlen=_TIMES)
         self.num_wide = 0
         """Steps with drafts since those without were timed."""
+        self.num_asked = 0
+        """Steps without drafts that were planned to be timed."""
 
-    @property
-    def are_missing(self) -> bool:
-        """Whether steps without drafts must be timed."""
-        return len(self.plain) < _ENOUGH_TIMES and len(self.wide) >= _ENOUGH_TIMES
+    def ask_for_plain(self) -> bool:
+        """Whether the next step shall have no drafts, to be timed."""
+        if len(self.plain) >= _ENOUGH_TIMES or len(self.wide) < _ENOUGH_TIMES or self.num_asked == _STEPS_TO_TIME:
+            return False
+        self.num_asked += 1
+        return True
 
     @property
     def cost(self) -> float | None:
@@ -59,7 +65,7 @@ class _Times:
         self.num_wide += 1
         if self.num_wide >= _STEPS_UNTIL_REFRESH:
             self.plain.clear()
-            self.num_wide = 0
+            self.num_wide = self.num_asked = 0
 
 
 class AdaptiveControl:
@@ -93,7 +99,7 @@ class AdaptiveControl:
         if not allowed or not num_running:
             return allowed
         times = self._times[num_running.bit_length()]
-        if times.are_missing:
+        if times.ask_for_plain():
             return 0
         cost = times.cost
         if cost is None or 1 + self._of_all.value >= cost:
@@ -116,8 +122,8 @@ class AdaptiveControl:
 
     def note(self, shares: Iterable[Share], result: ModelRunnerOutput) -> None:
         """See DraftControl."""
-        for _, _, row in shares:
-            if not row.num_drafts:
+        for request, _, row in shares:
+            if not row.num_drafts or request.status.is_finished:
                 continue
             sampled = result.sampled_token_ids.get(row.request_id)
             if sampled is None:
