@@ -114,7 +114,7 @@ class EngineCore:
             num_blocks=plan.num_blocks,
             max_model_len=plan.max_model_len,
             policies=plan.cache.policies,
-            drafts=None if prepared.speculation is None else prepared.speculation.new_control(self.runner.cost_of_drafts),
+            drafts=None if prepared.speculation is None else prepared.speculation.new_control(),
             rooms=(self.grammars,),
         )
         max_in_flight = _MAX_IN_FLIGHT[jax.default_backend() != "cpu"] if self.config.scheduler.async_scheduling else 1

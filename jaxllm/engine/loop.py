@@ -75,6 +75,7 @@ class StepLoop:
         self._in_flight.popleft()  # only now, so that an interrupted wait is repeated
         if self._last_read_at is not None:
             self._recent_seconds.append(end - self._last_read_at)
+            self.scheduler.note_seconds(plan, end - self._last_read_at)
         self._last_read_at = end if self._in_flight else None
         self._news += self.scheduler.update_from_output(plan, result)
         self._draw_if_possible()

@@ -23,7 +23,6 @@ from jaxllm.runner.consumers import Hidden, HiddenConsumer
 from jaxllm.runner.consumers.pooling import Pooling
 from jaxllm.runner.consumers.prompt_logprobs import PromptLogprobs
 from jaxllm.runner.consumers.sampling import PendingTokens, Sampling
-from jaxllm.runner.draft_cost import measure_costs
 from jaxllm.runner.draft_step import DraftFunctions
 from jaxllm.runner.drafter import Drafter
 from jaxllm.runner.kernels import Kernels
@@ -139,7 +138,6 @@ class ModelRunner:
         self._on_gpu, self._on_one_gpu = on_gpu, on_gpu and mesh.size == 1
         # On a CPU, launches are too cheap for a thread.
         self._launcher = Launcher() if on_gpu else None
-        self._cost_of_drafts: dict[int, float] = {}
         self.num_steps = 0
         self.dispatch_seconds = 0.0
         """Total host time of all `dispatch` calls, in seconds."""
@@ -248,13 +246,7 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Run the programs once on empty steps. From then on, compilations that a request waits for are counted."""
         warm_up.run_common(self)
-        with self.times.part("cost of drafts"):
-            self._cost_of_drafts = measure_costs(self.shapes, self.rows.trash, self.run_decode)
         self.programs.is_warm = True
-
-    def cost_of_drafts(self, num_rows: int) -> float:
-        """How many times as long a step of so many rows takes with drafts as without, as measured while warming up; 1 if it was not."""
-        return self._cost_of_drafts.get(self.buckets.fit_decode(num_rows), 1.0)
 
     @property
     def workspace(self) -> jax.Array | None:

@@ -33,5 +33,8 @@ class DraftControl(Protocol):
     def note(self, shares: Iterable[Share], result: ModelRunnerOutput) -> None:
         """Learn from a step."""
 
+    def note_seconds(self, num_rows: int, num_drafts: int, seconds: float) -> None:
+        """Learn from how long a step took that computed no prompts. num_drafts: what `most` had allowed."""
+
     def forget(self, request_id: str) -> None:
         """A request has ended."""

@@ -426,6 +426,11 @@ class Scheduler:
             raise UpdateError(outputs) from error
         return outputs
 
+    def note_seconds(self, plan: SchedulerOutput, seconds: float) -> None:
+        """Record how long a step took that began when the step before it ended."""
+        if self.drafts is not None and plan.num_tokens == sum(1 + row.num_drafts for row in plan.rows):
+            self.drafts.note_seconds(len(plan.rows), plan.num_drafts, seconds)
+
     # Operations on the whole state
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:

@@ -68,7 +68,7 @@ def make(
     Raises ConfigError and ModelLoadError.
     """
     types: dict[str, Any] = {"dtype": target.dtype, "kv_cache_dtype": target.kv_cache_dtype, "quantization": quantization}
-    config = load_model_config(directory, on_gpu=on_gpu, runner="generate", **types)
+    config = load_model_config(directory, on_gpu=on_gpu, runner="generate", max_model_len=max_model_len, **types)
     if any(isinstance(spec, RowState) for spec in cache_specs(config)):
         raise ConfigError(
             f"the draft model {directory} ({config.architecture}) has layers with linear attention, whose states cannot be taken back "
