@@ -14,6 +14,7 @@ from jaxllm.runner.drafter import NO_DRAFT, Drafter, Drafting
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.layout import Column
 from jaxllm.runner.places import Places, at_positions, make_step
+from jaxllm.sampling.rejection import as_kept
 from jaxllm.sampling.variants import Variant
 
 
@@ -33,6 +34,8 @@ class Engine(Protocol):
     def max_rows(self) -> int: ...
 
     def draw_shared(self, variant: Variant, logits_RV: jax.Array, columns_RC: jax.Array, shards: Shards) -> jax.Array: ...
+
+    def draw_draft(self, logits_RV: jax.Array, columns_RC: jax.Array) -> jax.Array: ...
 
 
 @dataclass(frozen=True)
@@ -86,14 +89,21 @@ class DraftFunctions:
         drawn_RW = rows.drafts.drawn_NW[row_R]
         num_drawn_R = jnp.maximum(jnp.sum(drawn_RW != NO_DRAFT, axis=1), 1)
         samples_R = row_R != engine.max_rows
+        num_kept, logits_NKV = 0, rows.drafts.logits_NKV
 
         def decode_step(token_R: jax.Array, position_R: jax.Array) -> Step:
             at = at_positions(rows.block_table_NB, row_R, position_R, jnp.where(samples_R, limit_R, 0), engine.cache)
             return make_step(shared, token_R, at, layers, engine.kernels, shards)
 
         def draw(logits_RV: jax.Array, position_R: jax.Array) -> jax.Array:
+            nonlocal num_kept, logits_NKV
             drawn = columns_RC.at[:, Column.START].set(position_R - 1).at[:, Column.NUM_TOKENS].set(1)
-            return engine.draw_shared(min(variant, Variant.RANDOM), logits_RV, drawn, shards)
+            if variant == Variant.GREEDY or logits_NKV is None:
+                return engine.draw_shared(min(variant, Variant.RANDOM), logits_RV, drawn, shards)
+            kept_RV = as_kept(shards.all_columns(logits_RV))
+            logits_NKV = logits_NKV.at[row_R, num_kept].set(kept_RV)
+            num_kept += 1
+            return engine.draw_draft(kept_RV.astype(logits_RV.dtype), drawn)
 
         drafting = Drafting(
             target=engine.merge(params),
@@ -118,7 +128,8 @@ class DraftFunctions:
             draft_RK = jnp.full((len(row_R), self.drafter.num_drafts), NO_DRAFT, jnp.int32)
         else:
             state, draft_RK = self.drafter.propose(model, kept.state, drafting)
-        kept = kept._replace(state=state, draft_NK=kept.draft_NK.at[row_R].set(draft_RK))
+        assert num_kept in (0, self.drafter.num_drafts), "a drafter that draws must draw each of its drafts"
+        kept = kept._replace(state=state, draft_NK=kept.draft_NK.at[row_R].set(draft_RK), logits_NKV=logits_NKV)
         return rows._replace(drafts=kept), tuple(shared)
 
 

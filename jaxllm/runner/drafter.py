@@ -61,7 +61,7 @@ class Drafting:
     row is computed, but not written."""
     draw: Callable[[jax.Array, jax.Array], jax.Array]
     """(logits_RV of this device's columns, position_R) -> a token of each row, drawn as the target will draw it at that position:
-    with the row's temperature, filters and noise. In greedy programs the likeliest."""
+    with the row's temperature, filters and noise; if `accepts_by_ratio` with other noise. In greedy programs the likeliest."""
 
 
 class Drafter(Protocol):
@@ -90,6 +90,15 @@ class Drafter(Protocol):
     @property
     def model(self) -> nnx.Module | None:
         """Its weights, as shapes with logical axes; None without."""
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether it draws its drafts: it then calls `Drafting.draw` once for each of the `num_drafts`, in their order."""
+
+    @property
+    def accepts_by_ratio(self) -> bool:
+        """Whether drafts are accepted by the ratio of the target's and the drafter's probabilities (`sampling.rejection`), instead of
+        those that equal the target's draw."""
 
     @property
     def synthetic_rates(self) -> tuple[float, ...]:

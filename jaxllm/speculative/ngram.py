@@ -32,6 +32,8 @@ class NGramDrafter:
     model: nnx.Module | None = None
     layers: tuple[Layer, ...] = ()
     needs_history: bool = True
+    is_drawn: bool = False
+    accepts_by_ratio: bool = False
     synthetic_rates: tuple[float, ...] = ()
 
     @property
