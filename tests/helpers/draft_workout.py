@@ -3,6 +3,8 @@
 import random
 from collections.abc import Callable
 
+import numpy as np
+
 from jaxllm.engine.core import EngineCore
 from jaxllm.engine.fault_points import injected
 from jaxllm.request import EngineCoreRequest, FinishReason
@@ -26,16 +28,19 @@ FULL = (
     {"repetition_penalty": 1.3, "presence_penalty": 0.5},
     {"temperature": 0.7, "frequency_penalty": 0.4, "logprobs": 1},
     {"logit_bias": {3: 2.0, 4: -2.0}, "temperature": 0.9},
-    {"allowed_token_ids": list(range(30, 90))},
+    {"allowed_token_ids": [31, 32, 33, 34]},
     {"min_tokens": 20, "stop_token_ids": [RESULTS[3].tokens[4]]},
 )
 
 
 def requests(*kinds: dict) -> list[EngineCoreRequest]:
-    """One for each prompt of the golden, which are more than there are rows, of these kinds in turn."""
+    """More than there are rows, of these kinds in turn, with the prompts of the golden."""
+    count = max(len(kinds), len(RESULTS))
     return [
-        engines.request(str(i), result.prompt, **{"max_tokens": NUM_TOKENS, "seed": i, **kinds[i % len(kinds)]})
-        for i, result in enumerate(RESULTS)
+        engines.request(
+            str(i), RESULTS[i % len(RESULTS)].prompt, **{"max_tokens": NUM_TOKENS, "seed": i, **kinds[i % len(kinds)]}
+        )
+        for i in range(count)
     ]
 
 
@@ -53,13 +58,13 @@ class Workout:
         engines.reschedule(self.core, **options)
 
     def check(self, wanted: list[EngineCoreRequest], expected: dict[str, Answer], **options) -> dict[str, Answer]:
-        """The answers are as expected, and drafts were accepted meanwhile."""
-        before = self.drafts.counts.num_accepted_tokens
+        """The answers are as expected, and there were drafts."""
+        before = self.drafts.counts.num_drafts
         found = engines.run(self.core, wanted, **options)
         for name, answer in found.items():
             compare(name, answer, expected[name])
         self.core.check_integrity()
-        assert self.drafts.counts.num_accepted_tokens > before + 10
+        assert self.drafts.counts.num_drafts > before
         return found
 
     def without_drafts(self, wanted: list[EngineCoreRequest]) -> dict[str, Answer]:
@@ -79,7 +84,7 @@ def compare(name: str, found: Answer, expected: Answer) -> None:
         assert (one is None) == (other is None)
         if one is not None and other is not None:
             assert one.token_ids[:, 0].tolist() == other.token_ids[:, 0].tolist()
-            assert abs(one.logprobs - other.logprobs).max() < 1e-4
+            np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-4)
             assert one.ranks.tolist() == other.ranks.tolist()
 
 
@@ -89,7 +94,10 @@ def depths_and_chunks(core: EngineCore) -> None:
     for kinds, schedules in (
         (DECODED, [{"async_scheduling": False}, {"max_in_flight": 2, "num_blocks": 9}]),
         (SCORED, [{"max_in_flight": 3, "max_num_batched_tokens": 13}]),
-        (FULL, [{"max_in_flight": 2, "max_num_batched_tokens": 16}, {"async_scheduling": False, "enable_prefix_caching": False}]),
+        (
+            FULL,
+            [{"max_in_flight": 2, "max_num_batched_tokens": 16}, {"async_scheduling": False, "enable_prefix_caching": False}],
+        ),
         ((*DECODED, *SCORED, *FULL), [{"max_in_flight": 3, "num_blocks": 9, "max_num_batched_tokens": 21}]),
     ):
         expected = workout.without_drafts(requests(*kinds))
@@ -99,7 +107,7 @@ def depths_and_chunks(core: EngineCore) -> None:
                 answers = workout.check(requests(*kinds), expected)
                 num_preempted += sum(answer.num_preemptions for answer in answers.values())
                 num_cached += sum(answer.num_cached_tokens for answer in answers.values())
-    assert num_preempted and num_cached
+    assert num_preempted and num_cached and workout.drafts.counts.num_accepted_tokens > 50
 
 
 def interruptions(core: EngineCore) -> None:
@@ -130,6 +138,7 @@ def interruptions(core: EngineCore) -> None:
         core.sleep(level)
         core.wake_up()
         workout.check(wanted, expected)
+    assert workout.drafts.counts.num_accepted_tokens > 20
 
 
 def the_longest_requests(core: EngineCore) -> None:
