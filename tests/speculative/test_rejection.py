@@ -7,8 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxllm.acceptance import Acceptance
+from jaxllm.engine.core import EngineCore
+from jaxllm.request import EngineCoreRequest
 from jaxllm.runner.drafter import NO_DRAFT
-from jaxllm.runner.drafts import DraftRows, accept
+from jaxllm.runner.drafts import DraftRows, accept, forget_drafts
 from jaxllm.runner.layout import NUM_ROW_COLUMNS, Column
 from jaxllm.sampling.columns import SamplingColumns, pack_columns, unpack_columns
 from jaxllm.sampling.noise import Stream
@@ -16,6 +19,9 @@ from jaxllm.sampling.rejection import as_kept, sample_verified
 from jaxllm.sampling.sampler import sample_random
 from jaxllm.sampling.stages import scale, threshold
 from jaxllm.sampling_params import SamplingParams
+from jaxllm.speculative.control import AdaptiveControl
+from tests.helpers import engines, goldens
+from tests.speculative.checkpoints import TARGET
 
 NUM_ROWS, V = 20_000, 7
 FIRST = 11
@@ -159,6 +165,13 @@ def test_drafts_that_are_certain_impossible_or_missing():
         assert (verify(p, greedy, draft, Q_LOGITS[0, 0]) == p.argmax()).all()
 
 
+def test_drafts_are_dropped_that_nothing_followed():
+    """A later request in the row would take them for its own, with other probabilities."""
+    drafts = DraftRows(jnp.zeros(3, jnp.int32), jnp.full((3, 2), 7), jnp.zeros((3, 3), jnp.int32), ())
+    columns_RC = jnp.zeros((2, NUM_ROW_COLUMNS), jnp.int32).at[:, Column.TOKEN_ROW].set(jnp.array([0, 2]))
+    assert forget_drafts(drafts, columns_RC).draft_NK.tolist() == [[NO_DRAFT] * 2, [7, 7], [NO_DRAFT] * 2]
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_logit_that_is_not_finite_is_what_is_drawn(bad):
     """So the caller finds it."""
@@ -192,3 +205,39 @@ def test_exact_acceptance_keeps_tokens_and_is_as_frequent_as_theory_says():
     check_rate(tokens[0] == tokens[1], equal.sum())
     # No method accepts more often than the ratio of probabilities, and shared noise at least half of what it could.
     assert np.minimum(p, q).sum() > equal.sum() > np.minimum(p, q).sum() / (2 - np.minimum(p, q).sum())
+
+
+def acceptance_of(core: EngineCore, requests: list[EngineCoreRequest]) -> tuple[Acceptance, dict[str, list[int]]]:
+    """What an engine accepts while it answers requests, and their tokens."""
+    before = Acceptance.of(core.stats())
+    answers = engines.run(core, requests)
+    return Acceptance.of(core.stats()) - before, {name: answer.tokens for name, answer in answers.items()}
+
+
+def test_an_engine_of_two_devices_accepts_what_a_model_drafts_for_itself(monkeypatch):
+    """All of it, but for the half precision that distributions are kept in, in whatever rows the requests are."""
+    options = {
+        "method": "draft_model",
+        "model": str(TARGET),
+        "num_speculative_tokens": 2,
+        "rejection_sample_method": "standard",
+    }
+    monkeypatch.setattr(AdaptiveControl, "most", lambda control, num_running: control.num_drafts)  # whatever pays
+    core = engines.make_core(TARGET.name, speculative_config=options, tensor_parallel_size=2)
+    engines.reschedule(core, max_in_flight=1)
+    results = goldens.golden(TARGET.name).results
+
+    def requests(**params):
+        return [engines.request(str(i), result.prompt, seed=i, max_tokens=24, **params) for i, result in enumerate(results)]
+
+    sampled = {"temperature": 1.5, "top_p": 0.95, "min_p": 0.001}
+    found, tokens = acceptance_of(core, [*requests(temperature=0.0)[:2], *requests(**sampled)[2:]])
+    assert found.num_draft_tokens > 30 and found.rate > 0.97
+    assert [tokens["0"], tokens["1"]] == [result.tokens[:24] for result in results[:2]]
+    for alone in requests(**sampled)[-2:]:
+        assert acceptance_of(core, [alone])[1] == {alone.request_id: tokens[alone.request_id]}
+    # With logprobs drafts must equal what the target draws, with other noise.
+    _, expected = acceptance_of(core, requests(**sampled, logprobs=1, num_speculative_tokens=0))
+    found, tokens = acceptance_of(core, requests(**sampled, logprobs=1))
+    assert tokens == expected and 0 < found.rate < 0.7
+    core.shutdown()
