@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.hub import resolve_model
 from jaxllm.runner.drafter import NO_DRAFT
 from jaxllm.runner.drafts import DraftRows, accept
 from jaxllm.runner.layout import NUM_ROW_COLUMNS, Column
@@ -17,9 +16,6 @@ from jaxllm.sampling.rejection import as_kept, sample_verified
 from jaxllm.sampling.sampler import sample_random
 from jaxllm.sampling.stages import scale, threshold
 from jaxllm.sampling_params import SamplingParams
-from jaxllm.text.tokenizer import load_tokenizer
-from tests.helpers import engines
-from tests.speculative.checkpoints import TARGET
 
 NUM_ROWS, V = 20_000, 7
 FIRST = 11
