@@ -66,7 +66,7 @@ def make(config: EngineConfig, target: ModelConfig) -> Drafters:
 
 def _drafter(options: SpeculativeConfig, config: EngineConfig, target: ModelConfig) -> AnyDrafter:
     num_drafts = options.num_speculative_tokens
-    acceptance = {
+    acceptance: dict[str, Any] = {
         "accepts_by_ratio": options.rejection_sample_method == "standard",
         "synthetic_rates": options.synthetic_rates_after_each,
     }

@@ -7,6 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxllm.acceptance import Acceptance
+from jaxllm.engine.core import EngineCore
+from jaxllm.hub import resolve_model
+from jaxllm.request import EngineCoreRequest
 from jaxllm.runner.drafter import NO_DRAFT
 from jaxllm.runner.drafts import DraftRows, accept
 from jaxllm.runner.layout import NUM_ROW_COLUMNS, Column
@@ -16,6 +20,9 @@ from jaxllm.sampling.rejection import as_kept, sample_verified
 from jaxllm.sampling.sampler import sample_random
 from jaxllm.sampling.stages import scale, threshold
 from jaxllm.sampling_params import SamplingParams
+from jaxllm.text.tokenizer import load_tokenizer
+from tests.helpers import engines, goldens
+from tests.speculative.checkpoints import TARGET
 
 NUM_ROWS, V = 20_000, 7
 FIRST = 11
@@ -192,3 +199,59 @@ def test_exact_acceptance_keeps_tokens_and_is_as_frequent_as_theory_says():
     check_rate(tokens[0] == tokens[1], equal.sum())
     # No method accepts more often than the ratio of probabilities, and shared noise at least half of what it could.
     assert np.minimum(p, q).sum() > equal.sum() > np.minimum(p, q).sum() / (2 - np.minimum(p, q).sum())
+
+
+def acceptance_of(core: EngineCore, requests: list[EngineCoreRequest]) -> tuple[Acceptance, dict[str, list[int]]]:
+    """What an engine accepts while it answers requests, and their tokens."""
+    before = Acceptance.of(core.stats())
+    answers = engines.run(core, requests)
+    return Acceptance.of(core.stats()) - before, {name: answer.tokens for name, answer in answers.items()}
+
+
+def test_an_engine_of_two_devices_accepts_what_a_model_drafts_for_itself():
+    """All of it, but for the half precision that distributions are kept in, in whatever rows the requests are."""
+    options = {
+        "method": "draft_model",
+        "model": str(TARGET),
+        "num_speculative_tokens": 3,
+        "rejection_sample_method": "standard",
+    }
+    core = engines.make_core(TARGET.name, speculative_config=options, tensor_parallel_size=2)
+    engines.reschedule(core, max_in_flight=1)
+    results = goldens.golden(TARGET.name).results
+
+    def requests(**params):
+        return [engines.request(str(i), result.prompt, seed=i, max_tokens=24, **params) for i, result in enumerate(results)]
+
+    sampled = {"temperature": 1.5, "top_p": 0.95, "min_p": 0.001}
+    found, tokens = acceptance_of(core, requests(**sampled))
+    assert found.num_draft_tokens > 50 and found.rate > 0.97
+    for alone in requests(**sampled)[-2:]:
+        assert acceptance_of(core, [alone])[1] == {alone.request_id: tokens[alone.request_id]}
+    # Likeliest tokens, also beside drawn ones; and logprobs, with which drafts must equal what the target draws with other noise.
+    expected = [result.tokens[:24] for result in results]
+    mixed = [*requests(temperature=0.0)[:2], *requests(**sampled)[2:]]
+    for wanted in (requests(temperature=0.0), mixed):
+        found, tokens = acceptance_of(core, wanted)
+        assert [tokens["0"], tokens["1"]] == expected[:2] and found.rate > 0.97
+    wanted = acceptance_of(core, requests(**sampled, logprobs=1, num_speculative_tokens=0))[1]
+    found, tokens = acceptance_of(core, requests(**sampled, logprobs=1))
+    assert tokens == wanted and 0 < found.rate < 0.5
+    core.shutdown()
+
+
+@pytest.mark.slow
+def test_the_ratio_of_probabilities_accepts_more_of_a_demo_drafter_than_equality():
+    demo, rates = resolve_model("demo"), {}
+    prompts = [load_tokenizer(demo).encode(text) for text in ("def fibonacci(n):", "import os\n\n\ndef list_files(path):\n")]
+    for method in ("exact", "standard"):
+        options = {"model": str(demo.parent / "demo_eagle3"), "num_speculative_tokens": 3, "rejection_sample_method": method}
+        core = engines.make_core(TARGET.name, model=str(demo), speculative_config=options)
+        wanted = [
+            engines.request(f"{i} {seed}", prompt, seed=seed, temperature=1.0, max_tokens=64)
+            for i, prompt in enumerate(prompts)
+            for seed in range(16)
+        ]
+        rates[method] = acceptance_of(core, wanted)[0].rate
+        core.shutdown()
+    assert 0.6 > rates["standard"] > rates["exact"] - 0.02 > 0.3
