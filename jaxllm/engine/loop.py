@@ -5,11 +5,11 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
+from jaxllm.engine import masks
 from jaxllm.engine.work_clock import WorkClock
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.scheduler_output import SchedulerOutput
-from jaxllm.thinking import force_token
 
 if TYPE_CHECKING:
     from jaxllm.runner.pending import StepInFlight
@@ -94,25 +94,14 @@ class StepLoop:
         return news
 
     def _draw_if_possible(self) -> None:
-        """Fill the masks of the waiting step from its requests' grammars and thinking budgets, and sample, once their last tokens
-        are known."""
+        """Fill the masks of the waiting step and sample, once the last tokens of its masked requests are known."""
         if self._undrawn is None:
             return
         plan, pending = self._undrawn
-        if not self.scheduler.tokens_are_known(plan.masked_request_ids):
+        if not self.scheduler.tokens_are_known(plan):
             return
         self.working_on = plan
-        mask_RW = pending.mask_RW
-        assert mask_RW is not None
-        found = (self.scheduler.requests.get(request_id) for request_id in pending.sampled_ids)
-        requests = [(row, request) for row, request in enumerate(found) if request is not None]
-        if any(request.matcher is not None for _, request in requests):
-            from jaxllm.structured.matcher import Matcher, fill_masks  # imports llguidance
-
-            fill_masks([(r.matcher, row) for row, r in requests if isinstance(r.matcher, Matcher)], mask_RW)
-        for row, request in requests:
-            if request.thinking is not None and (token_id := request.thinking.forced_token_id) is not None:
-                force_token(mask_RW[row], token_id)
+        masks.fill(pending, self.scheduler.requests)
         self._undrawn = None
         pending.draw()
 

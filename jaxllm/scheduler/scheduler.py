@@ -259,8 +259,8 @@ class Scheduler:
     def _num_drafts(self, request: Request, most: int) -> int:
         """Number of drafts that the request computes behind its last token, at most `most`."""
         assert self.drafts is not None
-        if request.matcher is not None or (request.thinking is not None and not request.thinking.is_over):
-            return 0  # which tokens are allowed after drafts is not known yet
+        if request.thinking is not None and not request.thinking.is_over:
+            return 0  # the budget counts single tokens
         return max(0, min(most, self.drafts.of(request)))
 
     def _choose_victim(self) -> int:
@@ -405,10 +405,13 @@ class Scheduler:
             self._preempted_ids.clear()
         return plan
 
-    def tokens_are_known(self, request_ids: Iterable[str]) -> bool:
-        """Whether the latest step is the only one in flight that samples a token for any of these requests."""
-        found = (self.requests.get(request_id) for request_id in request_ids)
-        return all(request is None or request.num_output_placeholders <= 1 for request in found)
+    def tokens_are_known(self, plan: SchedulerOutput) -> bool:
+        """Whether a step in flight is the only one that samples tokens for any of its masked requests."""
+        masked_ids = set(plan.masked_request_ids)
+        shares = (share for share in self._in_flight.get(plan.step_id, ()) if share[2].request_id in masked_ids)
+        return all(
+            request.status.is_finished or request.num_output_placeholders <= num_samples for request, num_samples, _ in shares
+        )
 
     # Processing the results of a step
 

@@ -147,7 +147,7 @@ def test_a_greedy_token_is_the_likeliest_that_is_allowed(core, structured, vocab
     num_checked = 0
     for token, ids in zip(answer.tokens, answer.token_logprobs.token_ids, strict=True):
         mask = np.full((1, 4), -1, np.int32)
-        fill_masks([(matcher, 0)], mask)
+        fill_masks([(matcher, 0, [])], mask)
         allowed = np.unpackbits(mask.view(np.uint8)[0], bitorder="little").astype(bool)
         assert allowed[token]
         ranked = [id for id in ids[1:] if allowed[id]]
