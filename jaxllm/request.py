@@ -26,14 +26,13 @@ class RequestStatus(enum.IntEnum):
     """The state of a request. All members after PREEMPTED are finished states."""
 
     WAITING = 0
-    WAITING_FOR_GRAMMAR = 1
-    RUNNING = 2
-    PREEMPTED = 3
-    FINISHED_STOPPED = 4
-    FINISHED_LENGTH_CAPPED = 5
-    FINISHED_ABORTED = 6
-    FINISHED_ERROR = 7
-    FINISHED_REPETITION = 8
+    RUNNING = 1
+    PREEMPTED = 2
+    FINISHED_STOPPED = 3
+    FINISHED_LENGTH_CAPPED = 4
+    FINISHED_ABORTED = 5
+    FINISHED_ERROR = 6
+    FINISHED_REPETITION = 7
 
     @property
     def is_finished(self) -> bool:

@@ -37,9 +37,9 @@ def measure(options: dict[str, Any], warm_up_runs: int | None) -> None:
     from jaxllm.start_times import process_age_seconds
 
     if warm_up_runs is not None:
-        from jaxllm.runner import runner
+        from jaxllm.runner import warm_up
 
-        runner.WARM_UP_RUNS = warm_up_runs
+        warm_up.WARM_UP_RUNS = warm_up_runs
     llm = LLM(**options)
     ready = process_age_seconds()
     engine, params = llm.llm_engine, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)

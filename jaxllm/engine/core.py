@@ -107,16 +107,17 @@ class EngineCore:
             self.runner.programs.num_loaded,
             self.start_times.describe(),
         )
+        self.grammars = Grammars(self._vocabulary, self.model_config.padded_vocab_size)
         self.scheduler = Scheduler(
             self.config.scheduler,
             self.config.cache,
             num_blocks=plan.num_blocks,
             max_model_len=plan.max_model_len,
             policies=plan.cache.policies,
-            drafts=None if prepared.speculation is None else prepared.speculation.new_control(self.runner.cost_of_drafts),
+            drafts=None if prepared.speculation is None else prepared.speculation.new_control(),
+            rooms=(self.grammars,),
         )
         max_in_flight = _MAX_IN_FLIGHT[jax.default_backend() != "cpu"] if self.config.scheduler.async_scheduling else 1
-        self.grammars = Grammars(self._vocabulary, self.model_config.padded_vocab_size)
         self.loop = StepLoop(self.scheduler, self.runner, max_in_flight=max_in_flight)
         self._failures = FailurePolicy()
         self._sleep = Sleep(self.runner, partial(self._load_weights, prepared, SILENT))

@@ -1,7 +1,7 @@
 """Registers the features that live in packages of their own. A package and its line here can be deleted together."""
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxllm.config import EngineConfig
@@ -35,8 +35,8 @@ class Speculation(Protocol):
     def described(self) -> Mapping[str, Any]:
         """All that the compiled programs depend on, as JSON values."""
 
-    def new_control(self, cost_of: Callable[[int], float]) -> "DraftControl":
-        """What decides how many drafts requests get. cost_of: how many times as long a step of so many rows takes with drafts."""
+    def new_control(self) -> "DraftControl":
+        """What decides how many drafts requests get."""
 
 
 def make_speculation(config: EngineConfig, target: "ModelConfig") -> Speculation | None:

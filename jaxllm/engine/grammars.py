@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from jaxllm.errors import GrammarError
 from jaxllm.log import logger
 from jaxllm.outputs import EngineCoreOutput
-from jaxllm.request import ErrorKind, Grammar, Request, RequestStatus
+from jaxllm.request import ErrorKind, Grammar, Request
+from jaxllm.scheduler.admission import Fit
 from jaxllm.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -26,7 +27,10 @@ MAX_WAIT_SECONDS = 0.02
 
 
 class Grammars:
-    """The compiled grammars of an engine core. One thread compiles; all methods are called by the step loop's thread."""
+    """The compiled grammars of an engine core. One thread compiles; all methods are called by the step loop's thread.
+
+    An AdmissionRoom in which a request fits as soon as it has its matcher.
+    """
 
     def __init__(self, load_vocabulary: "Callable[[tuple[int, ...]], Vocabulary]", num_columns: int):
         """`load_vocabulary` takes the ids of EOS tokens. It is called with the first grammar, because it takes a second."""
@@ -50,14 +54,23 @@ class Grammars:
             self._templates.move_to_end(grammar.text)
             self._start(request, found[0])
             return
-        request.status = RequestStatus.WAITING_FOR_GRAMMAR
         job = self._compiling.get(grammar.text)
         if job is None:
             job = self._compiling[grammar.text] = self._executor().submit(self._compile, grammar, request.spec.eos_token_ids)
         self._waiting.append((request, job))
 
+    def fits(self, request: Request) -> Fit:
+        """See AdmissionRoom. Requests without a grammar, or whose grammar is compiled already, overtake those that wait."""
+        return Fit.LATER if request.spec.grammar is not None and request.matcher is None else Fit.NOW
+
+    def take(self, request: Request) -> None:
+        """See AdmissionRoom. Nothing is limited, so nothing is held."""
+
+    def release(self, request: Request) -> None:
+        """See AdmissionRoom."""
+
     def settle(self, scheduler: Scheduler) -> list[EngineCoreOutput]:
-        """Release the requests whose grammars are compiled. Returns the outputs of those whose grammars failed to compile.
+        """Give the requests whose grammars are compiled their matchers. Returns the outputs of those whose grammars failed to compile.
 
         Waits up to MAX_WAIT_SECONDS if every request waits for its grammar.
         """
@@ -68,14 +81,13 @@ class Grammars:
         news: list[EngineCoreOutput] = []
         still_waiting = []
         for request, job in self._waiting:
-            if request.status != RequestStatus.WAITING_FOR_GRAMMAR:
-                continue  # it ended meanwhile
+            if request.status.is_finished:
+                continue
             if not job.done():
                 still_waiting.append((request, job))
                 continue
             try:
                 self._start(request, job.result())
-                request.status = RequestStatus.WAITING
             except GrammarError as error:
                 news += scheduler.fail_requests([request.request_id], ErrorKind.CONSTRAINT, str(error))
             except Exception:

@@ -62,7 +62,13 @@ def _paged_attention(engine: _Engine) -> tuple[attention_at_start.Shapes, ...]:
         return tuple(dict.fromkeys(layers))
 
     return tuple(
-        attention_at_start.Shapes(**engine.paged, **heads, table_width=engine.table_width, layers=kinds(parts))
+        attention_at_start.Shapes(
+            **engine.paged,
+            **heads,
+            table_width=engine.table_width,
+            layers=kinds(parts),
+            num_queries=engine.plan.num_queries,
+        )
         for heads, parts in engine.layers
     )
 
@@ -128,6 +134,7 @@ def _mla_attention(engine: _Engine) -> tuple[mla_attention.Shapes, ...]:
             page_size=engine.plan.block_size,
             table_width=engine.table_width,
             scale=part.score_scale,
+            num_queries=engine.plan.num_queries,
         )
         for part in model.latent_attentions
     )

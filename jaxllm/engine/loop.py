@@ -12,8 +12,7 @@ from jaxllm.scheduler_output import SchedulerOutput
 from jaxllm.thinking import force_token
 
 if TYPE_CHECKING:
-    from jaxllm.runner.masked_step import MaskedStep
-    from jaxllm.runner.pending import LaunchingStep, PendingStep
+    from jaxllm.runner.pending import StepInFlight
     from jaxllm.runner.runner import ModelRunner
 
 LONG_STEP_SECONDS = 0.0035
@@ -31,11 +30,11 @@ class StepLoop:
         self.scheduler = scheduler
         self.runner = runner
         self.max_in_flight = max_in_flight
-        self._in_flight: deque[tuple[SchedulerOutput, PendingStep | LaunchingStep | MaskedStep]] = deque()
+        self._in_flight: deque[tuple[SchedulerOutput, StepInFlight]] = deque()
         self.working_on: SchedulerOutput | None = None
         """The step that is being dispatched or read; after an error, the failed step. None while planning."""
         self._news: list[EngineCoreOutput] = []
-        self._undrawn: tuple[SchedulerOutput, MaskedStep] | None = None
+        self._undrawn: tuple[SchedulerOutput, StepInFlight] | None = None
         """The last step in flight, if it waits for masks. No further step is dispatched until it has them."""
         self._last_read_at: float | None = None
         """When the latest step was read, if the next one was already in flight."""
@@ -63,7 +62,7 @@ class StepLoop:
             if len(self._in_flight) == 1:
                 self.note_work()
             if plan.masked_request_ids:
-                self._undrawn = plan, pending  # type: ignore[assignment]
+                self._undrawn = plan, pending
                 self._draw_if_possible()
         if not self._in_flight:
             return []
@@ -76,6 +75,7 @@ class StepLoop:
         self._in_flight.popleft()  # only now, so that an interrupted wait is repeated
         if self._last_read_at is not None:
             self._recent_seconds.append(end - self._last_read_at)
+            self.scheduler.note_seconds(plan, end - self._last_read_at)
         self._last_read_at = end if self._in_flight else None
         self._news += self.scheduler.update_from_output(plan, result)
         self._draw_if_possible()
@@ -102,15 +102,17 @@ class StepLoop:
         if not self.scheduler.tokens_are_known(plan.masked_request_ids):
             return
         self.working_on = plan
+        mask_RW = pending.mask_RW
+        assert mask_RW is not None
         found = (self.scheduler.requests.get(request_id) for request_id in pending.sampled_ids)
         requests = [(row, request) for row, request in enumerate(found) if request is not None]
         if any(request.matcher is not None for _, request in requests):
             from jaxllm.structured.matcher import Matcher, fill_masks  # imports llguidance
 
-            fill_masks([(r.matcher, row) for row, r in requests if isinstance(r.matcher, Matcher)], pending.mask_RW)
+            fill_masks([(r.matcher, row) for row, r in requests if isinstance(r.matcher, Matcher)], mask_RW)
         for row, request in requests:
             if request.thinking is not None and (token_id := request.thinking.forced_token_id) is not None:
-                force_token(pending.mask_RW[row], token_id)
+                force_token(mask_RW[row], token_id)
         self._undrawn = None
         pending.draw()
 

@@ -96,4 +96,6 @@ def accept(
         drawn_NW=drafts.drawn_NW.at[target_R].set(kept_RW),
     )
     num_found_R1 = jnp.sum(draft_RK != NO_DRAFT, axis=1, keepdims=True, dtype=jnp.int32)
+    if synthetic_rates:
+        num_found_R1 = num_drafts_R1
     return new, last_R, jnp.concatenate([drawn_RW, num_found_R1], axis=1)

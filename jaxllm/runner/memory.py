@@ -57,6 +57,8 @@ class MemoryPlan:
     on_gpu: bool = True
     num_rows: int = 0
     """Rows of the states that layers keep by row: that of padding included."""
+    num_queries: int = 1
+    """Most tokens of a row in a decode: 1, and its drafts."""
 
     @property
     def block_size(self) -> int:
@@ -190,9 +192,9 @@ def memory_plan(
         device, limit = f"a GPU of {_size(device_bytes)}", usable_bytes(config, device_bytes)
     if weight_bytes is None:
         weight_bytes = build.weight_bytes(model) // tensor_parallel
+    num_queries, num_features = (1, 0) if drafter is None else (1 + drafter.num_drafts, len(drafter.feature_layers))
     if work_bytes is None:
-        width, num_features = (1, 0) if drafter is None else (1 + drafter.num_drafts, len(drafter.feature_layers))
-        work_bytes = estimate_work_bytes(config, model, width=width, num_features=num_features)
+        work_bytes = estimate_work_bytes(config, model, width=num_queries, num_features=num_features)
     specs = cache_specs(model, disable_windows=config.cache.disable_hybrid_kv_cache_manager)
     cache = cache_layout(
         specs if drafter is None else (*specs, *drafter.cache_specs),
@@ -246,6 +248,7 @@ def memory_plan(
         tensor_parallel,
         on_gpu,
         num_rows,
+        num_queries,
     )
 
 

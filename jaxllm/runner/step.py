@@ -140,6 +140,8 @@ class StepFunctions:
         if self.drafting is None:
             return caches, _store_tokens(rows, columns_RC, token_T), token_T
         rows, drawn_RW = self._accept(rows, columns_RC, token_T, width)
+        if self.drafting.is_idle(layout.num_rows):
+            return caches, rows, drawn_RW
         rows, caches = self.drafting.propose(
             self, variant, width, params, caches, rows, columns_RC, places, token_ids_T, hidden_TD,
             self.drafting.features(step), shards,

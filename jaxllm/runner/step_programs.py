@@ -73,7 +73,7 @@ class StepPrograms:
         """Most new blocks of a row in a decode, in all groups of layers."""
         drafting = self.functions.drafting
         most_tokens = 1 if drafting is None else drafting.width + drafting.drafter.num_lookahead
-        return len(self.cache.groups) * -(-most_tokens // self.cache.block_size + (drafting is not None))
+        return len(self.cache.groups) * -(-most_tokens // self.cache.block_size)
 
     @property
     def replicated(self) -> NamedSharding:

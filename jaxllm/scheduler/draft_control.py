@@ -9,6 +9,11 @@ from jaxllm.scheduler.results import Share
 from jaxllm.scheduler_output import ModelRunnerOutput
 
 
+def levels(num_drafts: int) -> tuple[int, ...]:
+    """The most drafts of a row that steps are compiled for, beside none, if there are `num_drafts` at most: half of them and all."""
+    return (num_drafts,) if num_drafts < 3 else (-(-num_drafts // 2), num_drafts)
+
+
 class DraftControl(Protocol):
     """Chooses numbers of drafts and learns from how many were right."""
 
@@ -32,6 +37,9 @@ class DraftControl(Protocol):
 
     def note(self, shares: Iterable[Share], result: ModelRunnerOutput) -> None:
         """Learn from a step."""
+
+    def note_seconds(self, num_rows: int, num_drafts: int, seconds: float) -> None:
+        """Learn from how long a step took that computed no prompts. num_drafts: what `most` had allowed."""
 
     def forget(self, request_id: str) -> None:
         """A request has ended."""

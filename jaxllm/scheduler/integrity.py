@@ -28,7 +28,7 @@ def check_integrity(scheduler: "Scheduler", in_flight: Iterable[list[Share]]) ->
             samples[request] = samples.get(request, 0) + num_samples
             drafts[request] = drafts.get(request, 0) + row.num_drafts
     for request in waiting:
-        assert request.status in (RequestStatus.WAITING, RequestStatus.WAITING_FOR_GRAMMAR, RequestStatus.PREEMPTED)
+        assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
         assert request.num_computed_tokens == 0
     for request in scheduler.running:
         assert request.status == RequestStatus.RUNNING

@@ -19,6 +19,7 @@ from jaxllm.errors import InvalidRequestError, OverloadedError
 from jaxllm.observations import STEP_TOKENS, Observations
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import ErrorKind, Request, RequestStatus
+from jaxllm.scheduler.admission import AdmissionRoom, Fit, fit_all
 from jaxllm.scheduler.block_hash import block_hasher
 from jaxllm.scheduler.deadlines import Deadlines, describe_expiry
 from jaxllm.scheduler.draft_control import DraftControl
@@ -45,8 +46,10 @@ class Scheduler:
         max_model_len: int,
         policies: Sequence[CachePolicy] = (FULL,),
         drafts: DraftControl | None = None,
+        rooms: Sequence[AdmissionRoom] = (),
     ):
-        """policies: of each group of layers that has block tables of its own. drafts: how many each request gets; None: none."""
+        """policies: of each group of layers that has block tables of its own. drafts: how many each request gets; None: none.
+        rooms: what a request needs beside blocks."""
         check_options(options, max_model_len)
         assert options.max_num_seqs is not None and options.max_num_batched_tokens is not None
         self.options = options
@@ -54,6 +57,7 @@ class Scheduler:
         self.max_num_seqs = options.max_num_seqs
         self.max_num_batched_tokens = options.max_num_batched_tokens
         self.drafts = drafts
+        self.rooms = rooms
         self._new_cache_manager = partial(
             KVCacheManager,
             cache,
@@ -152,12 +156,17 @@ class Scheduler:
             self.cache_manager.free(request, num_valid)
         else:
             self.waiting.remove(request)
+        self._release(request)
         request.status = status
         self._num_not_finite += request.error_kind is ErrorKind.NOT_FINITE
         del self.requests[request.request_id]
         self._finished_ids.append(request.request_id)
         if self.drafts is not None:
             self.drafts.forget(request.request_id)
+
+    def _release(self, request: Request) -> None:
+        for room in self.rooms:
+            room.release(request)
 
     def _drop_finished_from_running(self) -> None:
         self.running = [request for request in self.running if not request.status.is_finished]
@@ -227,6 +236,9 @@ class Scheduler:
                 else:
                     num_tokens = 1
                 while (new_block_ids := allocate_slots(request, num_tokens)) is None:
+                    if num_drafts:
+                        num_drafts, num_tokens, num_wanted = 0, 1, 1
+                        continue
                     victim_index = self._choose_victim()
                     victim = running.pop(victim_index)
                     if victim_index < index:
@@ -263,6 +275,7 @@ class Scheduler:
         Its placeholders stay: tokens in flight remain valid, and the request is not readmitted before they arrive.
         """
         self.cache_manager.free(request, request.num_computed_tokens)
+        self._release(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
         request.num_preemptions += 1
@@ -271,7 +284,7 @@ class Scheduler:
         self.waiting.put_back(request)
 
     def _schedule_waiting(self, shares: list[Share], cap: int, budget: int) -> list[NewRequestData]:
-        """Admit waiting requests in order, up to the first that does not fit. Appends their shares to `shares`."""
+        """Admit waiting requests in order, up to the first that others may not overtake. Appends their shares to `shares`."""
         manager, whole = self.cache_manager, self.options.scheduler_reserve_full_isl
         # Blocks that earlier admitted prompts have yet to allocate: they count as used.
         num_promised = sum(self._num_blocks_to_come(share) for share in shares) if whole else 0
@@ -282,7 +295,10 @@ class Scheduler:
                 request = self.waiting.peek()
                 if request.num_output_placeholders:
                     break  # preempted, with tokens in flight: later requests must not take the blocks that it freed
-                if request.status == RequestStatus.WAITING_FOR_GRAMMAR:
+                fit = fit_all(self.rooms, request)
+                if fit is Fit.IN_TURN:
+                    break
+                if fit is Fit.LATER:
                     skipped.append(self.waiting.pop())
                     continue
                 num_reserved = num_promised + (self._num_watermark_blocks if self.running else 0)
@@ -328,6 +344,8 @@ class Scheduler:
     def _admit(self, request: Request, prefix: CachedPrefix) -> NewRequestData:
         self._refusal = None
         self.running.append(request)
+        for room in self.rooms:
+            room.take(request)
         return NewRequestData(
             request_id=request.request_id,
             token_ids=request.token_ids.copy(),
@@ -411,6 +429,11 @@ class Scheduler:
             raise UpdateError(outputs) from error
         return outputs
 
+    def note_seconds(self, plan: SchedulerOutput, seconds: float) -> None:
+        """Record how long a step took that began when the step before it ended."""
+        if self.drafts is not None and plan.num_tokens == sum(1 + row.num_drafts for row in plan.rows):
+            self.drafts.note_seconds(len(plan.rows), plan.num_drafts, seconds)
+
     # Operations on the whole state
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
@@ -446,6 +469,7 @@ class Scheduler:
                 request.num_preemptions += 1
                 self._num_preemptions += 1
             request.num_computed_tokens = request.num_output_placeholders = request.num_drafts_in_flight = 0
+            self._release(request)
             self.waiting.add(request)
 
     def limit_steps(self, divisor: int) -> None:

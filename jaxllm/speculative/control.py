@@ -1,17 +1,26 @@
 """How many drafts each request gets: as many as its recent ones were worth, and none where a batch gains nothing by them."""
 
+import statistics
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from jaxllm.request import Request
+from jaxllm.scheduler.draft_control import levels
 from jaxllm.scheduler.draft_counts import DraftCounts
 from jaxllm.scheduler.results import Share
 from jaxllm.scheduler_output import ModelRunnerOutput
 
 _WEIGHT_OF_REQUEST, _WEIGHT_OF_ALL = 0.2, 0.02
-"""Weight of the latest step in the mean number of drafts that were right: of one request, and of all."""
-_STEPS_BETWEEN_TRIALS, _STEPS_OF_TRIAL = 200, 10
+"""Weight of the latest step in means: of one request, and of all."""
+_STEPS_BETWEEN_TRIALS, _STEPS_OF_TRIAL = 300, 8
 """While drafts do not pay, so many steps go by without, and then so many have some again."""
+_TIMES, _ENOUGH_TIMES = 8, 3
+"""Latest times kept of steps of a kind, and how many of them are enough to compare."""
+_STEPS_TO_TIME = 20
+"""At most so many steps are planned in order to be timed: those that compute prompts too are not timed."""
+_STEPS_UNTIL_REFRESH = 2000
+"""After so many steps, the kinds of steps that are not chosen are timed anew: contexts have grown, or other requests have come."""
 
 
 @dataclass
@@ -24,27 +33,57 @@ class _Mean:
         self.value += weight * (value - self.value)
 
 
-class AdaptiveControl:
-    """Gives a request about twice as many drafts as were right of late, at least one.
+class _Times:
+    """How long steps of a number of rows took of late, by the most drafts of a row."""
 
-    In a batch where a step with drafts takes c times as long as one without, drafts pay if a request gets more than c tokens in a step.
+    def __init__(self, levels: Iterable[int]):
+        self._seconds = {level: deque[float](maxlen=_TIMES) for level in levels}
+        self._num_asked = dict.fromkeys(self._seconds, 0)
+        """Steps that were planned in order to be timed."""
+        self._num_steps = 0
+
+    def level_to_time(self) -> int | None:
+        """What the next step shall have in order to be timed; None if nothing is missing. The most drafts come first."""
+        for level, seconds in self._seconds.items():
+            if len(seconds) < _ENOUGH_TIMES and self._num_asked[level] < _STEPS_TO_TIME:
+                self._num_asked[level] += 1
+                return level
+        return None
+
+    def of(self, level: int) -> float | None:
+        """Seconds of a step; None if that is not known yet."""
+        seconds = self._seconds[level]
+        return statistics.median(seconds) if len(seconds) >= _ENOUGH_TIMES else None
+
+    def add(self, level: int, seconds: float) -> None:
+        if level not in self._seconds:
+            return  # the options allow other numbers of drafts at some sizes
+        self._seconds[level].append(seconds)
+        self._num_steps += 1
+        if self._num_steps >= _STEPS_UNTIL_REFRESH:
+            self._num_steps = 0
+            for other in self._seconds.keys() - {level}:
+                self._seconds[other].clear()
+                self._num_asked[other] = 0
+
+
+class AdaptiveControl:
+    """Gives a request about twice as many drafts as were right of late, at least one, and in a step as many as pay.
+
+    Steps are timed by the number of drafts that they have room for, and by powers of two of their rows. The number that brings the
+    most tokens a second is chosen, given how often drafts were right of late, by their place.
     """
 
-    def __init__(
-        self,
-        num_drafts: int,
-        num_lookahead: int,
-        *,
-        most_drafts: Callable[[int], int],
-        cost_of: Callable[[int], float] = lambda num_rows: 1.0,
-    ):
-        """most_drafts: what the options allow at a number of running requests. cost_of: c for a number of rows."""
+    def __init__(self, num_drafts: int, num_lookahead: int, *, most_drafts: Callable[[int], int]):
+        """most_drafts: what the options allow at a number of running requests."""
         self.num_drafts = num_drafts
         self.num_lookahead = num_lookahead
         self._most_drafts = most_drafts
-        self._cost_of = cost_of
         self._of_request: dict[str, _Mean] = {}
-        self._of_all = _Mean(num_drafts)
+        self._by_place = [_Mean(1.0) for _ in range(num_drafts)]
+        """How often a draft at each place was right, and all before it."""
+        self._levels = (*reversed(levels(num_drafts)), 0)
+        self._times = defaultdict[int, _Times](lambda: _Times(self._levels))
         self._num_idle = 0
         self.num_now = num_drafts
         """See DraftControl."""
@@ -60,12 +99,25 @@ class AdaptiveControl:
         allowed = min(self.num_drafts, self._most_drafts(num_running))
         if not allowed or not num_running:
             return allowed
-        if 1 + self._of_all.value >= self._cost_of(num_running):
-            self._num_idle = 0
-            return allowed
-        self._num_idle += 1
-        is_trial = self._num_idle % (_STEPS_BETWEEN_TRIALS + _STEPS_OF_TRIAL) >= _STEPS_BETWEEN_TRIALS
-        return allowed if is_trial else 0
+        times = self._times[num_running.bit_length()]
+        best = times.level_to_time()
+        if best is None:
+            best = max(self._levels, key=lambda level: self._tokens_per_second(times, level))
+            self._num_idle = 0 if best else self._num_idle + 1
+            if self._num_idle % (_STEPS_BETWEEN_TRIALS + _STEPS_OF_TRIAL) >= _STEPS_BETWEEN_TRIALS:
+                best = allowed
+        return min(best, allowed)
+
+    def _tokens_per_second(self, times: _Times, level: int) -> float:
+        """Of a request. Where a kind of step was never timed, more drafts are better."""
+        seconds = times.of(level)
+        if seconds is None:
+            return float(level)
+        return (1 + sum(mean.value for mean in self._by_place[:level])) / seconds
+
+    def note_seconds(self, num_rows: int, num_drafts: int, seconds: float) -> None:
+        """See DraftControl."""
+        self._times[num_rows.bit_length()].add(num_drafts, seconds)
 
     def of(self, request: Request) -> int:
         """See DraftControl."""
@@ -76,8 +128,8 @@ class AdaptiveControl:
 
     def note(self, shares: Iterable[Share], result: ModelRunnerOutput) -> None:
         """See DraftControl."""
-        for _, _, row in shares:
-            if not row.num_drafts:
+        for request, _, row in shares:
+            if not row.num_drafts or request.status.is_finished:
                 continue
             sampled = result.sampled_token_ids.get(row.request_id)
             if sampled is None:
@@ -88,7 +140,8 @@ class AdaptiveControl:
             if mean is None:
                 mean = self._of_request[row.request_id] = _Mean(row.num_drafts)
             mean.add(num_right, _WEIGHT_OF_REQUEST)
-            self._of_all.add(num_right, _WEIGHT_OF_ALL)
+            for place in range(row.num_drafts):
+                self._by_place[place].add(num_right > place, _WEIGHT_OF_ALL)
 
     def forget(self, request_id: str) -> None:
         """See DraftControl."""

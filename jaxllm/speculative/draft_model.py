@@ -43,7 +43,7 @@ class DraftModel(DrafterWithWeights):
     def propose(self, model: CausalLM, state: tuple[()], drafting: Drafting) -> tuple[tuple[()], jax.Array]:
         state = self.follow(model, state, drafting)
         token_R, drafts = drafting.token_R, []
-        for i in range(self.num_drafts):
+        for i in range(drafting.num_wanted):
             position_R = drafting.position_R + i
             logits_RV = model.logits(model(drafting.decode_step(token_R, position_R)), drafting.shards)
             token_R = self.choose(logits_RV, position_R + 1, drafting)
@@ -68,7 +68,7 @@ def make(
     Raises ConfigError and ModelLoadError.
     """
     types: dict[str, Any] = {"dtype": target.dtype, "kv_cache_dtype": target.kv_cache_dtype, "quantization": quantization}
-    config = load_model_config(directory, on_gpu=on_gpu, runner="generate", **types)
+    config = load_model_config(directory, on_gpu=on_gpu, runner="generate", max_model_len=max_model_len, **types)
     if any(isinstance(spec, RowState) for spec in cache_specs(config)):
         raise ConfigError(
             f"the draft model {directory} ({config.architecture}) has layers with linear attention, whose states cannot be taken back "

@@ -87,9 +87,8 @@ class EagleHead(nnx.Module):
 
     def __call__(self, target: Any, hidden_TX: Array, step: Step, kept_R: Array | None = None) -> tuple[Array, Array]:
         embedding = target.embedding if self.embedding is None else self.embedding
-        norm = self.block.attention_norm
-        # EAGLE has no norm here.
-        _, embedded_TD = step.shards.add_and_norm(embedding(step.token_ids_T, step.shards), None, norm)
+        part_TD = embedding(step.token_ids_T, step.shards)
+        _, embedded_TD = step.shards.add_and_norm(part_TD, None, self.block.attention_norm)  # EAGLE has no norm here
         if self.parts.num_features:
             normed_TD = self.hidden_norm(hidden_TX)
             x_TD = normed_TD if self.parts.residual_is_normed else hidden_TX
@@ -143,9 +142,9 @@ def make(
 
     target: split over the devices. Raises ConfigError and ModelLoadError.
     """
-    raw = read_config_json(directory)
-    layers = _feature_layers(raw, directory, target) if is_third else ()
+    raw = _flat(read_config_json(directory))
     config = _read(raw, directory, target, is_third=is_third)
+    layers = _feature_layers(raw, directory, target) if is_third else ()
     is_random = fields.get("load_format") == "dummy"
     checkpoint = None if is_random else open_checkpoint(directory, dtype=config.dtype)
     parts = _parts(checkpoint, config, target, raw, num_features=len(layers))
@@ -163,6 +162,14 @@ def make(
         directory=directory,
         **fields,
     )
+
+
+def _flat(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config.json, with that of the layer on top of it where it is an object of its own (the library speculators writes it so)."""
+    layer = raw.get("transformer_layer_config")
+    if not isinstance(layer, Mapping):
+        return raw
+    return {**raw, "architectures": None, **layer}
 
 
 def _read(raw: Mapping[str, Any], directory: Path, target: ModelConfig, *, is_third: bool) -> ModelConfig:

@@ -1,7 +1,7 @@
 """Makes the drafter and its control that a `speculative_config` asks for."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,13 +38,12 @@ class Drafters:
         """See Speculation."""
         return {**dataclasses.asdict(self.options), **self.drafter.described}
 
-    def new_control(self, cost_of: Callable[[int], float]) -> DraftControl:
+    def new_control(self) -> DraftControl:
         """See Speculation."""
         return AdaptiveControl(
             self.options.num_speculative_tokens,
             self.drafter.num_lookahead,
             most_drafts=lambda num_running: 0 if num_running > MAX_DRAFT_ROWS else self.options.most_drafts(num_running),
-            cost_of=cost_of,
         )
 
 

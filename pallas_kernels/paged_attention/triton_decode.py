@@ -44,7 +44,13 @@ class DecodeTiles:
 
 
 def pick_tiles(
-    num_rows: int, num_kv_heads: int, head_dim: int, itemsize: int, num_slots: int, window: int | None = None
+    num_rows: int,
+    num_kv_heads: int,
+    head_dim: int,
+    itemsize: int,
+    num_slots: int,
+    window: int | None = None,
+    num_queries: int = 1,
 ) -> DecodeTiles:
     """Sizes for a shape. num_slots is the width of the page table in tokens: the longest that a row can be."""
     padded_dim = next_power_of_two(head_dim)
@@ -53,8 +59,9 @@ def pick_tiles(
     # Of few rows most may be padding, which costs nothing: split as for a single one.
     num_pairs = num_kv_heads * (1 if num_rows <= 8 else num_rows)
     if num_pairs >= num_cores():
-        # Two even out the last wave; of narrow heads they would be too short for that to pay (measured).
-        wanted = 2 if num_pairs < 8 * num_cores() and padded_dim * itemsize >= 256 else 1
+        # Two even out the last wave; of narrow heads they would be too short for that to pay, and of several queries there is
+        # more to merge than that saves (measured).
+        wanted = 2 if num_pairs < 8 * num_cores() and padded_dim * itemsize >= 256 and num_queries == 1 else 1
     else:
         wanted = 2 * num_cores() // num_pairs
     # A split below four tiles costs more in the combination than it gains.
@@ -95,7 +102,7 @@ def paged_decode(
     page_size = k_pages_PKSH.shape[2]
     num_slots = page_table_RB.shape[1] * page_size
     if tiles is None:
-        tiles = pick_tiles(num_rows, num_kv_heads, head_dim, k_pages_PKSH.dtype.itemsize, num_slots, window)
+        tiles = pick_tiles(num_rows, num_kv_heads, head_dim, k_pages_PKSH.dtype.itemsize, num_slots, window, num_queries)
     splits = tiles.num_splits
     kernel = functools.partial(
         _decode_kernel,

@@ -32,7 +32,7 @@ def damage(core):
     whole = core.runner.params
 
     def set_elements(name: str, index, value: float) -> None:
-        paths = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(core.runner._weights_structure, whole))[0]
+        paths = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(core.runner.weights.structures[0], whole))[0]
         [at] = [i for i, (path, _) in enumerate(paths) if name in jax.tree_util.keystr(path)]
         weight = np.array(whole[at])
         weight[index] = value

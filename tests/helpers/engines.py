@@ -64,6 +64,7 @@ def reschedule(core: EngineCore, *, num_blocks: int | None = None, max_in_flight
         max_model_len=core.max_model_len,
         policies=core.memory_plan.cache.policies,
         drafts=core.scheduler.drafts,
+        rooms=(core.grammars,),
     )
     core.loop = StepLoop(core.scheduler, core.runner, max_in_flight=max_in_flight if config.scheduler.async_scheduling else 1)
     return core
@@ -74,11 +75,11 @@ def renew(core: EngineCore) -> EngineCore:
     core._dead = None
     core.scheduler.finish_requests(list(core.scheduler.requests), RequestStatus.FINISHED_ABORTED)
     core.loop.forget()
+    core.grammars.shutdown()
+    core.grammars = Grammars(core._vocabulary, core.model_config.padded_vocab_size)
     reschedule(core, max_in_flight=3)
     core.runner.start_over()
     core._failures = FailurePolicy()
-    core.grammars.shutdown()
-    core.grammars = Grammars(core._vocabulary, core.model_config.padded_vocab_size)
     return core
 
 

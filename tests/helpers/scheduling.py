@@ -9,6 +9,8 @@ from jaxllm.outputs import EngineCoreOutput
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.request import EngineCoreRequest, Request
 from jaxllm.sampling_params import SamplingParams
+from jaxllm.scheduler.admission import AdmissionRoom
+from jaxllm.scheduler.draft_control import DraftControl
 from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
@@ -22,6 +24,8 @@ def make_scheduler(
     max_model_len: int = 8192,
     caching: bool = True,
     policies: Sequence[CachePolicy] = (FULL,),
+    rooms: Sequence[AdmissionRoom] = (),
+    drafts: DraftControl | None = None,
     **options: Any,
 ) -> Scheduler:
     """A scheduler without watermark or run-ahead unless asked."""
@@ -33,7 +37,15 @@ def make_scheduler(
         **options,
     }
     cache = CacheOptions(block_size=block_size, enable_prefix_caching=caching)
-    return Scheduler(SchedulerOptions(**options), cache, num_blocks=num_blocks, max_model_len=max_model_len, policies=policies)
+    return Scheduler(
+        SchedulerOptions(**options),
+        cache,
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        policies=policies,
+        rooms=rooms,
+        drafts=drafts,
+    )
 
 
 def make_request(

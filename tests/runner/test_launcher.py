@@ -39,9 +39,9 @@ def test_steps_launched_by_the_thread_and_at_once_take_turns_without_a_differenc
     core.runner._launcher = Launcher()
     ways = []
     submit = core.runner._launcher.submit
-    launch = core.runner._launch
+    prepare = core.runner._prepare
     monkeypatch.setattr(core.runner._launcher, "submit", lambda call: (ways.append("thread"), submit(call))[1])
-    monkeypatch.setattr(core.runner, "_launch", lambda batch: (ways.append(batch.layout.num_rows > 2), launch(batch))[1])
+    monkeypatch.setattr(core.runner, "_prepare", lambda batch: (ways.append(batch.layout.num_rows > 2), prepare(batch))[1])
     requests = [engines.request(str(i), r.prompt, max_tokens=6 + 9 * i) for i, r in enumerate(results[:4])]
     answers = engines.run(core, requests)
     for i, result in enumerate(results[:4]):
@@ -53,7 +53,7 @@ def test_steps_launched_by_the_thread_and_at_once_take_turns_without_a_differenc
 def test_a_launch_that_fails_in_the_thread_ends_its_requests():
     core = engines.make_core("llama_gqa", max_num_seqs=2)
     core.runner._launcher = Launcher()
-    core.runner._decode = lambda batch: 1 / 0
+    core.runner._decode = lambda step: 1 / 0
     answers = engines.run(core, [engines.request("a", [1, 2, 3], max_tokens=9)])
     assert answers["a"].finish_reason is FinishReason.ERROR
     core.shutdown()

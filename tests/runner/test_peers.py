@@ -120,7 +120,7 @@ def test_steps_through_peers_draw_the_same_tokens_and_survive_a_wait_that_was_gi
     expected = [tokens(one, params) for params in PARAMS]
     one.shutdown()
     runner = llm.llm_engine.core.runner
-    communicator, known = runner._peers._communicator, runner._peers._known
+    communicator, known = runner.peers._communicator, runner.peers._known
     assert runner.shapes.functions.kernels.collectives == "peer"
     assert [tokens(llm, params) for params in PARAMS] == expected
 

@@ -6,9 +6,9 @@ import shutil
 import numpy as np
 import pytest
 
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, ModelLoadError
 from jaxllm.speculative import draft_model
-from tests.helpers import goldens
+from tests.helpers import engines, goldens
 from tests.speculative.by_hand import MAX_LENGTH, ByHand, target_hidden_states
 
 TARGET = goldens.FOLDER / "llama_mha"
@@ -54,6 +54,22 @@ def test_a_draft_model_must_have_the_targets_vocabulary(tmp_path):
         tokenizer = {"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}
         (tmp_path / name / "tokenizer.json").write_text(json.dumps(tokenizer))
     assert draft_model.make(tmp_path / "draft", target, **options).config.vocab_size == 131
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"method": "draft_model", "model": str(goldens.FOLDER / "qwen2")}, "qwen2 has 131 tokens, the target 128"),
+        (
+            {"method": "eagle3", "model": str(goldens.FOLDER / "qwen2")},
+            "num_hidden_layers is 2, supported: 1; vocab_size is 131, must be the target's 128",
+        ),
+        ({"method": "mtp"}, "has no layers for multi-token prediction"),
+    ],
+)
+def test_an_engine_does_not_start_with_a_drafter_that_does_not_fit(options, told):
+    with pytest.raises((ConfigError, ModelLoadError), match=told):
+        engines.make_core(TARGET.name, speculative_config={**options, "num_speculative_tokens": 2})
 
 
 def test_what_a_draft_model_cannot_be(tmp_path, caplog):

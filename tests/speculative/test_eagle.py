@@ -16,6 +16,13 @@ from tests.speculative.checkpoints import CONFIG, CONFIG_3, TARGET, EagleOracle,
 
 THIRD = head_tensors(is_third=True)
 FIRST = head_tensors(is_third=False, layer="layers.0")
+NESTED = {
+    "architectures": ["Eagle3Speculator"],
+    "transformer_layer_config": {key: value for key, value in CONFIG.items() if key != "architectures"},
+    "eagle_aux_hidden_state_layer_ids": CONFIG_3["eagle_aux_hidden_state_layer_ids"],
+    "norm_before_residual": True,
+    "target_hidden_size": None,
+}
 EMBEDDING = np.random.default_rng(5).standard_normal((V, H)).astype(np.float32)
 
 
@@ -23,9 +30,9 @@ EMBEDDING = np.random.default_rng(5).standard_normal((V, H)).astype(np.float32)
     ("config", "weights", "size", "is_drawn"),
     [
         (CONFIG_3, THIRD, 1, False),
-        (CONFIG_3, THIRD, 2, True),
+        ({**CONFIG_3, "architectures": ["LlamaForCausalLMEagle3"]}, THIRD, 2, True),
         (
-            {**CONFIG_3, "draft_vocab_size": None, "norm_before_residual": True, "architectures": ["LlamaForCausalLMEagle3"]},
+            NESTED,
             head_tensors(is_third=True, layer="layers.0", draft_vocab=V, **{"embed_tokens.weight": EMBEDDING}),
             4,
             False,

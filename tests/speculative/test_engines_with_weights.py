@@ -90,6 +90,7 @@ def run_and_compare(core: EngineCore, drafts_of: Callable[[list[int]], list[int]
     return tokens_of(answers)
 
 
+@pytest.mark.slow
 def test_drafts_of_an_eagle_head_in_an_engine_of_two_devices(tmp_path):
     weights = head_tensors(is_third=True)
     options = {"method": "eagle3", "model": str(write(tmp_path / "head", CONFIG_3, weights)), "num_speculative_tokens": 3}
@@ -102,6 +103,7 @@ def test_drafts_of_an_eagle_head_in_an_engine_of_two_devices(tmp_path):
     core.shutdown()
 
 
+@pytest.mark.slow
 def test_drafts_of_a_layer_for_multi_token_prediction(tmp_path):
     directory = write_with_next_token_layer(tmp_path)
     options = {"method": "mtp", "num_speculative_tokens": 2}

@@ -1,4 +1,4 @@
-"""Layers for multi-token prediction: what is read of a checkpoint. Their drafts: `test_engines_with_weights`."""
+"""Layers for multi-token prediction: around them NumPy, they themselves by dense attention over whole sequences."""
 
 import json
 
@@ -10,12 +10,22 @@ from jaxllm.parallel.mesh import make_mesh
 from jaxllm.progress import SILENT
 from jaxllm.speculative import mtp
 from tests.helpers import goldens
-from tests.speculative.checkpoints import MTP_TARGET, write_with_next_token_layer
+from tests.speculative.by_hand import ByHand, target_hidden_states
+from tests.speculative.checkpoints import MTP_TARGET, NextTokenOracle, write_with_next_token_layer
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     return write_with_next_token_layer(tmp_path_factory.mktemp("mtp"))
+
+
+def test_drafts_are_those_of_the_layer_alone(directory):
+    """Over two devices, with latent attention and experts."""
+    drafter = mtp.make(directory, goldens.load(directory, tensor_parallel_size=2)[0], num_drafts=2)
+    assert drafter.num_lookahead == 1 and drafter.feature_layers == ()
+    states, oracle = target_hidden_states(*goldens.load(directory), ()), NextTokenOracle(directory)
+    engine = ByHand(drafter, *goldens.load(directory, tensor_parallel_size=2), states, 2)
+    engine.compare(lambda tokens: oracle.drafts(tokens, states, 2), rounds=2)
 
 
 def test_a_target_without_the_layer_is_refused(tmp_path):
