@@ -30,6 +30,7 @@ from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.axes import MESH_AXES
 from jaxllm.parallel.mesh import make_mesh
 from jaxllm.runner.drafter import Drafter
+from jaxllm.runner.drafts import kept_logits
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.memory import MemoryPlan, check_free_memory, check_pool, device_limit, memory_plan, reserve_device_memory
 from jaxllm.runner.program_store import ProgramStore, local_store, open_artifact, read_manifest
@@ -140,9 +141,11 @@ def _drafter_bytes(drafter: Drafter | None, config: EngineConfig, model: ModelCo
     assert config.scheduler.max_num_seqs is not None
     wanted = config.model.max_model_len
     max_len = model.max_position if wanted in (None, AUTO_MODEL_LEN) else wanted
-    state = jax.eval_shape(partial(drafter.new_state, config.scheduler.max_num_seqs + 1, max_len))
-    num_state_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
-    return num_state_bytes + (0 if drafter.model is None else weight_bytes(drafter.model, num_devices))
+    num_rows = config.scheduler.max_num_seqs + 1
+    state = jax.eval_shape(partial(drafter.new_state, num_rows, max_len))
+    kept = jax.tree.leaves((state, kept_logits(drafter, num_rows, model.padded_vocab_size)))
+    num_kept_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in kept)
+    return num_kept_bytes + (0 if drafter.model is None else weight_bytes(drafter.model, num_devices))
 
 
 def _plan(

@@ -10,10 +10,12 @@ import jax.numpy as jnp
 from jaxllm.cache_spec import CacheLayout
 from jaxllm.layers.step import Step
 from jaxllm.parallel.shards import Shards
+from jaxllm.runner.buckets import MAX_DRAFT_ROWS
 from jaxllm.runner.drafter import NO_DRAFT, Drafter, Drafting
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.layout import Column
 from jaxllm.runner.places import Places, at_positions, make_step
+from jaxllm.sampling.rejection import as_kept
 from jaxllm.sampling.variants import Variant
 
 
@@ -34,6 +36,8 @@ class Engine(Protocol):
 
     def draw_shared(self, variant: Variant, logits_RV: jax.Array, columns_RC: jax.Array, shards: Shards) -> jax.Array: ...
 
+    def draw_draft(self, logits_RV: jax.Array, columns_RC: jax.Array) -> jax.Array: ...
+
 
 @dataclass(frozen=True)
 class DraftFunctions:
@@ -48,6 +52,13 @@ class DraftFunctions:
     def width(self) -> int:
         """Most tokens that a row samples in a step."""
         return 1 + self.drafter.num_drafts
+
+    def is_idle(self, num_rows: int) -> bool:
+        """Whether decodes of so many rows are not shown to the drafter: they never have drafts, and its model would cost time.
+
+        Requests that were decoded so get fewer right drafts later, when fewer run.
+        """
+        return num_rows > MAX_DRAFT_ROWS and self.drafter.model is not None
 
     def features(self, step: Step) -> tuple[jax.Array, ...]:
         """What the drafter wants to know of the target's step."""
@@ -86,14 +97,21 @@ class DraftFunctions:
         drawn_RW = rows.drafts.drawn_NW[row_R]
         num_drawn_R = jnp.maximum(jnp.sum(drawn_RW != NO_DRAFT, axis=1), 1)
         samples_R = row_R != engine.max_rows
+        num_kept, logits_NKV = 0, rows.drafts.logits_NKV
 
         def decode_step(token_R: jax.Array, position_R: jax.Array) -> Step:
             at = at_positions(rows.block_table_NB, row_R, position_R, jnp.where(samples_R, limit_R, 0), engine.cache)
             return make_step(shared, token_R, at, layers, engine.kernels, shards)
 
         def draw(logits_RV: jax.Array, position_R: jax.Array) -> jax.Array:
+            nonlocal num_kept, logits_NKV
             drawn = columns_RC.at[:, Column.START].set(position_R - 1).at[:, Column.NUM_TOKENS].set(1)
-            return engine.draw_shared(min(variant, Variant.RANDOM), logits_RV, drawn, shards)
+            if variant == Variant.GREEDY or logits_NKV is None:
+                return engine.draw_shared(min(variant, Variant.RANDOM), logits_RV, drawn, shards)
+            kept_RV = as_kept(shards.all_columns(logits_RV))
+            logits_NKV = logits_NKV.at[row_R, num_kept].set(kept_RV)
+            num_kept += 1
+            return engine.draw_draft(kept_RV.astype(logits_RV.dtype), drawn)
 
         drafting = Drafting(
             target=engine.merge(params),
@@ -110,15 +128,18 @@ class DraftFunctions:
             row_R=row_R,
             same_step=lambda ids_T: make_step(shared, ids_T, places, layers, engine.kernels, shards),
             decode_step=decode_step,
+            num_wanted=width - 1,
             draw=draw,
         )
         model, kept = (self.merges[0](params) if self.merges else None), rows.drafts
         if width == 1:
-            state = self.drafter.follow(model, kept.state, drafting)
-            draft_RK = jnp.full((len(row_R), self.drafter.num_drafts), NO_DRAFT, jnp.int32)
+            state, draft_RK = self.drafter.follow(model, kept.state, drafting), jnp.zeros((len(row_R), 0), jnp.int32)
         else:
             state, draft_RK = self.drafter.propose(model, kept.state, drafting)
-        kept = kept._replace(state=state, draft_NK=kept.draft_NK.at[row_R].set(draft_RK))
+        missing = ((0, 0), (0, self.drafter.num_drafts - (width - 1)))
+        draft_RK = jnp.pad(draft_RK, missing, constant_values=NO_DRAFT)
+        assert num_kept in (0, width - 1), "a drafter that draws must draw each of its drafts"
+        kept = kept._replace(state=state, draft_NK=kept.draft_NK.at[row_R].set(draft_RK), logits_NKV=logits_NKV)
         return rows._replace(drafts=kept), tuple(shared)
 
 

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxllm.runner.drafter import NO_DRAFT
+from jaxllm.runner.drafter import NO_DRAFT, Drafter
 from jaxllm.runner.layout import FROM_ROW, Column
+from jaxllm.sampling.rejection import KEPT_DTYPE
 
 
 class DraftRows(NamedTuple):
@@ -21,6 +22,24 @@ class DraftRows(NamedTuple):
     """The tokens that the latest step which sampled added to the row, NO_DRAFT behind them."""
     state: Any
     """What the drafter keeps."""
+    logits_NKV: jax.Array | None = None
+    """What each draft was drawn from, as of `rejection.as_kept`; whole on every device. See `kept_logits`."""
+
+
+def kept_logits(drafter: Drafter, num_rows: int, vocab_size: int) -> jax.ShapeDtypeStruct | None:
+    """The array of `DraftRows.logits_NKV`; None where no distribution is needed. num_rows: with that of padding."""
+    if not (drafter.accepts_by_ratio and drafter.is_drawn):
+        return None
+    return jax.ShapeDtypeStruct((num_rows, drafter.num_drafts, vocab_size), KEPT_DTYPE)
+
+
+def drafts_of_draws(drafts: DraftRows, columns_RC: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
+    """int32[R * width] each: the draft in the place of each draw of each row, NO_DRAFT where none is, and its index among the drafts
+    of all rows."""
+    most, index_W = drafts.draft_NK.shape[1], jnp.arange(width)
+    row_R1, place_W = columns_RC[:, Column.ROW, None], jnp.minimum(index_W, most - 1)
+    draft_RW = jnp.where(index_W < columns_RC[:, Column.NUM_DRAFTS, None], drafts.draft_NK[row_R1, place_W], NO_DRAFT)
+    return draft_RW.reshape(-1), (row_R1 * most + place_W).reshape(-1)
 
 
 def resolve_starts(drafts: DraftRows | None, columns_RC: jax.Array) -> jax.Array:

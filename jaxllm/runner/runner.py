@@ -356,7 +356,7 @@ class ModelRunner:
         expected += [key for consumer, part in work for key in consumer.keys(part, batch.layout.num_tokens)]
         if batch.sampled and batch.variant < NO_DECODE and batch.logprobs == LogprobsKind.NONE:
             # The next step's program, unless other requests arrive.
-            num_rows, width = self.buckets.fit_decode(len(batch.sampled)), self._propose_width(batch)
+            num_rows, width = self.buckets.fit_decode(len(batch.sampled)), batch.next_width
             expected.append(ProgramKey("decode", num_rows, batch.variant, width=width))
         if self.shapes.functions.drafting is not None:
             expected.append(self._propose_key(batch))
@@ -400,10 +400,7 @@ class ModelRunner:
     def _propose_key(self, batch: Batch) -> ProgramKey:
         """The program that shows a step to the drafter."""
         variant = min(batch.variant, Variant.RANDOM)
-        return ProgramKey("propose", batch.layout.num_tokens, variant, width=self._propose_width(batch))
-
-    def _propose_width(self, batch: Batch) -> int:
-        return self.buckets.widths[-1] if batch.proposes else 1
+        return ProgramKey("propose", batch.layout.num_tokens, variant, width=batch.next_width)
 
     def _write_blocks(self, index: np.ndarray, block: np.ndarray) -> None:
         program = self.program(ProgramKey("write_blocks"))

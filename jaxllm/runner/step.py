@@ -11,7 +11,7 @@ from jaxllm.cache_spec import CacheLayout
 from jaxllm.layers.step import Step
 from jaxllm.parallel.shards import PEERS_LOST, Shards
 from jaxllm.runner.draft_step import DraftFunctions
-from jaxllm.runner.drafts import DraftRows, accept, continues, note_computed, resolve_starts
+from jaxllm.runner.drafts import DraftRows, accept, continues, drafts_of_draws, note_computed, resolve_starts
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.layout import Column, StepLayout, StepViews
 from jaxllm.runner.places import Places, device_tokens, each_draw, first_of_each, locate, locate_decode, make_step
@@ -19,6 +19,8 @@ from jaxllm.runner.rows import LogprobsKind
 from jaxllm.sampling.columns import unpack_columns
 from jaxllm.sampling.logprobs import named_logprobs, top_logprobs
 from jaxllm.sampling.mask import apply_mask
+from jaxllm.sampling.noise import Stream
+from jaxllm.sampling.rejection import sample_verified
 from jaxllm.sampling.sampler import logit_of, mark_not_finite, sample_full, sample_greedy, sample_random
 from jaxllm.sampling.state import SamplingState
 from jaxllm.sampling.variants import Variant
@@ -132,12 +134,14 @@ class StepFunctions:
         step = self._step(kept, token_ids_T, places, shards)
         hidden_TD = self.merge(params)(step)
         logits_TV = self.merge(params).logits(hidden_TD, shards)
-        token_T = self.draw_shared(variant, logits_TV, each_draw(columns_RC, width), shards)
+        token_T = self._draw_after_drafts(variant, logits_TV, rows, columns_RC, width, shards)
         token_T = shards.check(token_T, PEERS_LOST)
         caches = tuple(kept)
         if self.drafting is None:
             return caches, _store_tokens(rows, columns_RC, token_T), token_T
         rows, drawn_RW = self._accept(rows, columns_RC, token_T, width)
+        if self.drafting.is_idle(layout.num_rows):
+            return caches, rows, drawn_RW
         rows, caches = self.drafting.propose(
             self, variant, width, params, caches, rows, columns_RC, places, token_ids_T, hidden_TD,
             self.drafting.features(step), shards,
@@ -174,7 +178,8 @@ class StepFunctions:
         if variant < Variant.FULL and kind == LogprobsKind.NONE:
             # The masked variant is compiled late, when the devices may be busy: see `uses_peers`.
             shards = peers if variant < Variant.MASKED else self.shards
-            token_T = peers.check(self.draw_shared(variant, logits_TV, columns_TC, shards, mask_TW), PEERS_LOST)
+            token_T = self._draw_after_drafts(variant, logits_TV, rows, columns_RC, width, shards, mask_TW)
+            token_T = peers.check(token_T, PEERS_LOST)
             rows, token_T = self._store(rows, columns_RC, token_T, width)
             return rows, token_T, state, Scores(None, None)
         # Every device holds the state of all rows, so each needs all logits and samples all rows.
@@ -295,6 +300,37 @@ class StepFunctions:
         """What the model runs on. It replaces the arrays in `caches`."""
         wanted = () if self.drafting is None else self.drafting.drafter.feature_layers
         return make_step(caches, token_ids_T, places, self.cache.places, self.kernels, shards, wanted)
+
+    def _draw_after_drafts(
+        self,
+        variant: Variant,
+        logits_TV: jax.Array,
+        rows: RowArrays,
+        columns_RC: jax.Array,
+        width: int,
+        shards: Shards,
+        mask_TW: jax.Array | None = None,
+    ) -> jax.Array:
+        """As `draw_shared`, `width` tokens for each row, in the places of its drafts. Where these are accepted by the ratio of
+        probabilities, a token is the draft if that is accepted. The likeliest tokens need no ratio, nor do masked ones: any draft that
+        equals the target's own draw may be accepted."""
+        columns_TC = each_draw(columns_RC, width)
+        is_by_ratio = self.drafting is not None and self.drafting.drafter.accepts_by_ratio
+        if not is_by_ratio or width == 1 or variant != Variant.RANDOM or rows.drafts is None:
+            return self.draw_shared(variant, logits_TV, columns_TC, shards, mask_TW)
+        logits_tV = shards.to_rows(logits_TV)
+        columns_tC, draft_t, index_t = shards.own_rows((columns_TC, *drafts_of_draws(rows.drafts, columns_RC, width)))
+        kept_NKV, sampling = rows.drafts.logits_NKV, unpack_columns(columns_tC[:, Column.SAMPLING :])
+        kept_tV = None if kept_NKV is None else kept_NKV.reshape(-1, kept_NKV.shape[-1])[index_t]
+        token_t = sample_verified(logits_tV, sampling, _next_position(columns_tC), draft_t, kept_tV)
+        return shards.from_rows(mark_not_finite(token_t, logit_of(token_t, logits_tV)), len(columns_TC))
+
+    def draw_draft(self, logits_RV: jax.Array, columns_RC: jax.Array) -> jax.Array:
+        """int32[R]: a draft for each row, from whole logits, independent of the token that the target draws there."""
+        sampling = unpack_columns(columns_RC[:, Column.SAMPLING :])
+        options: dict[str, Any] = {"stream": Stream.DRAFT, **self._sampling_kernels}
+        token_R = sample_random(logits_RV, sampling, _next_position(columns_RC), **options)
+        return mark_not_finite(token_R, logit_of(token_R, logits_RV))
 
     def draw_shared(
         self,

@@ -15,7 +15,7 @@ from jaxllm.cache_spec import CacheArray, CacheLayout, StateArray
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.mesh import TENSOR
 from jaxllm.runner.buckets import Buckets
-from jaxllm.runner.drafts import DraftRows
+from jaxllm.runner.drafts import DraftRows, kept_logits
 from jaxllm.runner.layout import NUM_ROW_COLUMNS, Column, StepLayout, decode_layout, mixed_layout
 from jaxllm.runner.pooling_step import POOL_COLUMNS, add_up, pool
 from jaxllm.runner.rows import LogprobsKind
@@ -73,7 +73,7 @@ class StepPrograms:
         """Most new blocks of a row in a decode, in all groups of layers."""
         drafting = self.functions.drafting
         most_tokens = 1 if drafting is None else drafting.width + drafting.drafter.num_lookahead
-        return len(self.cache.groups) * -(-most_tokens // self.cache.block_size + (drafting is not None))
+        return len(self.cache.groups) * -(-most_tokens // self.cache.block_size)
 
     @property
     def replicated(self) -> NamedSharding:
@@ -359,11 +359,12 @@ class StepPrograms:
         drafts = None
         if (drafting := self.functions.drafting) is not None:
             state = jax.eval_shape(partial(drafting.drafter.new_state, num_rows, self.max_blocks * self.cache.block_size))
+            logits = kept_logits(drafting.drafter, num_rows, self.model.padded_vocab_size)
             drafts = DraftRows(
                 self._ints(num_rows),  # type: ignore[arg-type]
                 self._ints(num_rows, drafting.drafter.num_drafts),  # type: ignore[arg-type]
                 self._ints(num_rows, drafting.width),  # type: ignore[arg-type]
-                jax.tree.map(lambda x: self._shape(x.shape, x.dtype), state),
+                *jax.tree.map(lambda x: self._shape(x.shape, x.dtype), (state, logits)),
             )
         return RowArrays(self._ints(num_rows), table, drafts)  # type: ignore[arg-type]
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.sampling.columns import SamplingColumns
-from jaxllm.sampling.noise import gumbel_RV, key_words
+from jaxllm.sampling.noise import Stream, gumbel_RV, key_words
 from jaxllm.sampling.processors import Processor, apply_processors
 from jaxllm.sampling.stages import STAGES, factor, scale, threshold
 from jaxllm.sampling.state import SamplingState, gather, record
@@ -44,16 +44,17 @@ def sample_random(
     columns: SamplingColumns,
     position_R: jax.Array,
     *,
+    stream: Stream = Stream.TARGET,
     implementation: str = "xla",
     interpret: bool = False,
 ) -> jax.Array:
     """int32[R]: a token of each row, drawn after temperature, min_p, top_k and top_p; the likeliest where temperature is 0.
 
-    `position_R` is the index in its sequence of the token being drawn: draws depend on it and the seed only.
+    `position_R` is the index in its sequence of the token being drawn: draws depend on it, the seed and the stream only.
     """
     if implementation != "xla":
-        return _draw_by_kernel(logits_RV, columns, position_R, implementation, interpret)
-    return _draw(scale(logits_RV, columns), threshold(logits_RV, columns), columns, position_R)
+        return _draw_by_kernel(logits_RV, columns, position_R, implementation, interpret, stream)
+    return _draw(scale(logits_RV, columns), threshold(logits_RV, columns), columns, position_R, stream)
 
 
 def sample_full(
@@ -89,17 +90,28 @@ def sample_full(
     return token_R, record(state, row_R, columns.uses_state, token_R), processed_RV
 
 
-def _draw(logits_RV: jax.Array, threshold_R: jax.Array, columns: SamplingColumns, position_R: jax.Array) -> jax.Array:
+def _draw(
+    logits_RV: jax.Array,
+    threshold_R: jax.Array,
+    columns: SamplingColumns,
+    position_R: jax.Array,
+    stream: Stream = Stream.TARGET,
+) -> jax.Array:
     # The largest of logits plus Gumbel noise is a draw from their softmax.
-    noise_RV = gumbel_RV(columns.seed_low, columns.seed_high, position_R, logits_RV.shape[1])
+    noise_RV = gumbel_RV(columns.seed_low, columns.seed_high, position_R, logits_RV.shape[1], stream)
     noisy_RV = jnp.where(columns.temperature[:, None] > 0, logits_RV + noise_RV, logits_RV)
     return sample_greedy(jnp.where(logits_RV < threshold_R[:, None], -jnp.inf, noisy_RV))  # a NaN is kept
 
 
 def _draw_by_kernel(
-    logits_RV: jax.Array, columns: SamplingColumns, position_R: jax.Array, implementation: str, interpret: bool
+    logits_RV: jax.Array,
+    columns: SamplingColumns,
+    position_R: jax.Array,
+    implementation: str,
+    interpret: bool,
+    stream: Stream = Stream.TARGET,
 ) -> jax.Array:
-    words_R2 = key_words(columns.seed_low, columns.seed_high, position_R)
+    words_R2 = key_words(columns.seed_low, columns.seed_high, position_R, stream)
     params = kernels.DrawParams(
         is_greedy=columns.temperature == 0,
         scale=factor(columns),
@@ -117,7 +129,8 @@ def _argmax(logits_RV: jax.Array) -> jax.Array:
 
 
 def _argmax_in_two_passes(logits_RV: jax.Array) -> jax.Array:
+    # A CPU's maximum of many values passes over NaN.
+    logits_RV = jnp.where(jnp.isnan(logits_RV), jnp.inf, logits_RV)
     highest_R1 = jnp.max(logits_RV, axis=1, keepdims=True)
     token_RV = jax.lax.broadcasted_iota(jnp.int32, logits_RV.shape, 1)
-    is_highest_RV = (logits_RV == highest_R1) | jnp.isnan(logits_RV)
-    return jnp.min(jnp.where(is_highest_RV, token_RV, logits_RV.shape[1]), axis=1)
+    return jnp.min(jnp.where(logits_RV == highest_R1, token_RV, logits_RV.shape[1]), axis=1)

@@ -75,7 +75,7 @@ class KVCacheManager:
         num_lookahead: int = 0,
     ):
         """max_step_tokens: most tokens of a request that one step computes. policies: of each group. num_lookahead: slots that a
-        request gets behind the tokens of a step, up to its most tokens, for a drafter to write to."""
+        request gets behind the tokens of a step that draws, up to its most tokens, for a drafter to write to."""
         self.block_size = options.block_size
         self.enable_prefix_caching = bool(options.enable_prefix_caching)
         self.pool = BlockPool(num_blocks)
@@ -165,7 +165,8 @@ class KVCacheManager:
 
         Returns the ids of the new blocks (without those of the prefix): those of the first group, as many of the second, and so
         on. Returns None if there are too few free blocks for these tokens, or for all known tokens if the whole sequence must
-        fit; then nothing is allocated. The reserved blocks always stay free. Frees the request's blocks that have expired.
+        fit; then nothing is allocated. The reserved blocks always stay free. Frees the request's blocks that have expired. Slots
+        for a drafter are given where blocks are left: what it cannot write only makes its drafts worse.
         """
         num_tokens = request.num_computed_tokens + prefix.num_computed_tokens + num_new_tokens
         table = self._tables.get(request.request_id)
@@ -180,17 +181,22 @@ class KVCacheManager:
         else:
             self._free_expired(table, request.num_computed_tokens - request.num_drafts_in_flight)
             groups = table.groups
-        num_slots = num_tokens + min(self._num_lookahead, max(0, request.max_num_tokens - 1 - num_tokens))
-        num_new = max(0, -(-num_slots // self.block_size) - len(groups[0].blocks))
+        num_held = len(groups[0].blocks)
+        num_new = max(0, -(-num_tokens // self.block_size) - num_held)
         num_needed = num_new * len(groups)
         if whole_sequence_must_fit:
-            num_held = sum(len(group.blocks) - group.num_expired for group in groups)
-            num_needed = max(num_needed, self.num_blocks_for(request.num_tokens) - num_held)
+            num_in_use = sum(len(group.blocks) - group.num_expired for group in groups)
+            num_needed = max(num_needed, self.num_blocks_for(request.num_tokens) - num_in_use)
         shared = prefix.blocks
         # An unused cached block leaves the free queue, just like a new one.
         num_needed += sum(block.ref_count == 0 for block in shared)
-        if num_needed + num_reserved_blocks > self.pool.num_free_blocks:
+        num_spare = self.pool.num_free_blocks - num_reserved_blocks - num_needed
+        if num_spare < 0:
             return None
+        num_ahead = min(self._num_lookahead, request.max_num_tokens - 1 - num_tokens)
+        if num_ahead > 0 and num_tokens >= request.num_tokens:
+            wanted = -(-(num_tokens + num_ahead) // self.block_size) - num_held
+            num_new = max(num_new, min(wanted, num_new + num_spare // len(groups)))
         if table is None:
             self.pool.touch(shared)
             table = self._tables[request.request_id] = _BlockTable(groups)

@@ -238,6 +238,9 @@ class Scheduler:
                 else:
                     num_tokens = 1
                 while (new_block_ids := allocate_slots(request, num_tokens)) is None:
+                    if num_drafts:
+                        num_drafts, num_tokens, num_wanted = 0, 1, 1
+                        continue
                     victim_index = self._choose_victim()
                     victim = running.pop(victim_index)
                     if victim_index < index:

@@ -66,16 +66,20 @@ def make(config: EngineConfig, target: ModelConfig) -> Drafters:
 
 
 def _drafter(options: SpeculativeConfig, config: EngineConfig, target: ModelConfig) -> AnyDrafter:
-    num_drafts, rates = options.num_speculative_tokens, options.synthetic_rates_after_each
+    num_drafts = options.num_speculative_tokens
+    acceptance: dict[str, Any] = {
+        "accepts_by_ratio": options.rejection_sample_method == "standard",
+        "synthetic_rates": options.synthetic_rates_after_each,
+    }
     if options.method == "ngram":
-        return NGramDrafter(num_drafts, options.prompt_lookup_min, options.prompt_lookup_max, synthetic_rates=rates)
+        return NGramDrafter(num_drafts, options.prompt_lookup_min, options.prompt_lookup_max, **acceptance)
     given, size = config.model, config.parallel.tensor_parallel_size
     target_directory = text_files(given.model, revision=given.revision, download_dir=given.download_dir)
     fields = {
         "num_drafts": num_drafts,
         "is_drawn": options.draft_sample_method == "probabilistic",
         "seed": given.seed or 0,
-        "synthetic_rates": rates,
+        **acceptance,
     }
     if options.method == "mtp":
         return mtp.make(target_directory, target, load_format=given.load_format, **fields)

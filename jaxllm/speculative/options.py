@@ -72,9 +72,11 @@ class SpeculativeConfig:
     prompt_lookup_max: int = DEFAULT_LOOKUP
     """Most tokens that are looked for."""
     draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
-    """Whether a drafter with a model takes its likeliest token, or draws as the request does, with the same noise."""
-    rejection_sample_method: Literal["exact", "synthetic"] = "exact"
-    """Which drafts are accepted. exact: those equal to what the target draws; synthetic: at given rates, whatever they are."""
+    """Whether a drafter with a model takes its likeliest token, or draws as the request does: with the same noise, unless drafts are
+    accepted by standard."""
+    rejection_sample_method: Literal["exact", "standard", "synthetic"] = "exact"
+    """Which drafts are accepted. exact: those equal to what the target draws; standard: by the ratio of the target's and the drafter's
+    probabilities; synthetic: at given rates, whatever they are."""
     synthetic_acceptance_rates: tuple[float, ...] | None = None
     """By position, how often a draft and all before it are accepted; set if and only if acceptance is synthetic."""
     num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] | None = None

@@ -28,6 +28,7 @@ class DrafterWithWeights:
     num_drafts: int
     is_drawn: bool = False
     """Drafts are drawn as the target draws, instead of the likeliest."""
+    accepts_by_ratio: bool = False
     load_format: str = "auto"
     seed: int = 0
     """Of random weights."""

@@ -1,19 +1,23 @@
 """A runner without a model: its KV cache holds, in each slot, a digest of all tokens up to that position, and the group it is of.
 
 Whatever a request reads is compared with the digest of what it should read, so a block that was shared wrongly, reused
-too early or never written shows itself in the step that reads it.
+too early or never written shows itself in the step that reads it. Drafts that are wrong leave digests of wrong tokens behind.
 """
 
+import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from jaxllm.cache_policy import CachePolicy, WindowPolicy
 from jaxllm.outputs import EngineCoreOutput
+from jaxllm.request import Request
+from jaxllm.scheduler.draft_counts import DraftCounts
+from jaxllm.scheduler.results import Share
 from jaxllm.scheduler.scheduler import Scheduler
-from jaxllm.scheduler_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from jaxllm.scheduler_output import ModelRunnerOutput, NewRequestData, RowStep, SchedulerOutput
 
 _MASK = (1 << 61) - 1
 NOTHING = (-1, -1)
@@ -48,6 +52,39 @@ def digests(token_ids: list[int]) -> list[int]:
     return found[1:]
 
 
+class RandomDrafts:
+    """A DraftControl without any sense. It knows which requests have not ended, and with which share of right drafts."""
+
+    def __init__(self, rng: random.Random, *, num_drafts: int, num_lookahead: int = 0, share_right: float = 0.5):
+        self.rng, self.num_drafts, self.num_lookahead, self.share_right = rng, num_drafts, num_lookahead, share_right
+        self.counts = DraftCounts(num_drafts)
+        self.num_now = 0
+
+    def most(self, num_running: int) -> int:
+        """See DraftControl."""
+        assert num_running >= 0
+        self.num_now = self.rng.choice([0, self.num_drafts, self.num_drafts, self.rng.randint(0, self.num_drafts)])
+        return self.num_now
+
+    def of(self, request: Request) -> int:
+        """See DraftControl."""
+        return self.rng.randint(0, self.num_drafts)
+
+    def note(self, shares: Iterable[Share], result: ModelRunnerOutput) -> None:
+        """See DraftControl."""
+        for _, num_samples, row in shares:
+            sampled = result.sampled_token_ids.get(row.request_id, [])
+            assert len(sampled) <= num_samples and result.num_drafts.get(row.request_id, 0) <= row.num_drafts
+            if sampled:
+                self.counts.note(result.num_drafts[row.request_id], len(sampled) - 1)
+
+    def note_seconds(self, num_rows: int, num_drafts: int, seconds: float) -> None:
+        """See DraftControl."""
+
+    def forget(self, request_id: str) -> None:
+        """See DraftControl."""
+
+
 @dataclass
 class _Row:
     token_ids: list[int]
@@ -57,6 +94,8 @@ class _Row:
     num_cached: int
     pools: bool = False
     digests: list[int] = field(default_factory=list)
+    has_drafts: bool = False
+    """Whether drafts were proposed behind its latest token."""
 
     def digest_at(self, position: int) -> int:
         while len(self.digests) <= position:
@@ -77,7 +116,9 @@ class FakeRunner:
         max_num_seqs: int,
         max_tokens: int,
         policies: Sequence[CachePolicy],
+        drafts: RandomDrafts | None = None,
     ):
+        self.drafts = drafts
         self.block_size, self.vocab_size, self.policies = block_size, vocab_size, policies
         self.max_num_seqs, self.max_tokens = max_num_seqs, max_tokens
         self.memory = [[NOTHING] * block_size for _ in range(num_blocks)]
@@ -94,25 +135,63 @@ class FakeRunner:
         for planned in plan.rows[:num_known]:
             row = self.rows[planned.request_id]
             self._extend(row, planned.new_blocks)
-            assert row.num_computed == planned.start
+            assert row.num_computed == planned.start or self.drafts is not None and row.num_computed < planned.start
         assert [planned.request_id for planned in plan.rows[num_known:]] == [data.request_id for data in plan.new_requests]
         assert len(plan.num_scheduled_tokens) == len(plan.rows)
         assert 0 < plan.num_tokens == sum(planned.num_tokens for planned in plan.rows) <= self.max_tokens
         assert len(self.rows) <= self.max_num_seqs
-        for request_id, count in plan.num_scheduled_tokens.items():
-            self._write(self.rows[request_id], count)
-        sampled, pooled = {}, {}
-        for request_id, count in plan.num_scheduled_tokens.items():
-            row = self.rows[request_id]
+        foreseen = {planned.request_id: self._draft(self.rows[planned.request_id], planned) for planned in plan.rows}
+        for planned in plan.rows:
+            row, wrong = self.rows[planned.request_id], planned.num_drafts - len(foreseen[planned.request_id])
+            row.token_ids += foreseen[planned.request_id]
+            self._write(row, planned.num_tokens - wrong, wrong)
+        sampled, pooled, num_drafts = {}, {}, {}
+        for planned in plan.rows:
+            request_id, count = planned.request_id, planned.num_tokens - planned.num_drafts
+            row, right = self.rows[request_id], foreseen[request_id]
+            count += len(right)
             self._check_reads(row, count)
             row.num_computed += count
             if row.num_computed == len(row.token_ids) and row.pools:
                 pooled[request_id] = np.array(row.digests[: row.num_computed])
             elif row.num_computed == len(row.token_ids):
-                sampled[request_id] = [next_token(row.digest_at(row.num_computed - 1), self.vocab_size)]
-                row.token_ids += sampled[request_id]
+                drawn = next_token(row.digest_at(row.num_computed - 1), self.vocab_size)
+                row.token_ids.append(drawn)
+                sampled[request_id], num_drafts[request_id] = [*right, drawn], planned.num_drafts
+                row.has_drafts = plan.num_drafts > 0
+                if row.has_drafts:
+                    self._spoil(row)
         self.num_computed_tokens += plan.num_tokens
-        return ModelRunnerOutput(sampled, pooled=pooled)
+        return ModelRunnerOutput(sampled, num_drafts, pooled=pooled)
+
+    def _draft(self, row: _Row, planned: RowStep) -> list[int]:
+        """The first drafts of a row that are right."""
+        right: list[int] = []
+        if not planned.num_drafts:
+            return right
+        assert self.drafts is not None and row.has_drafts and row.num_computed == len(row.token_ids) - 1
+        assert planned.num_tokens == 1 + planned.num_drafts
+        last = row.digest_at(row.num_computed)
+        while len(right) < planned.num_drafts and self.drafts.rng.random() < self.drafts.share_right:
+            right.append(next_token(last, self.vocab_size))
+            last = digest(last, right[-1])
+        return right
+
+    def _spoil(self, row: _Row) -> None:
+        """What a drafter with layers of its own writes behind the tokens of a row, as far as it has blocks."""
+        assert self.drafts is not None
+        for group, table in enumerate(row.block_ids):
+            end = min(row.num_computed + self.drafts.num_lookahead, len(table) * self.block_size)
+            for position in range(row.num_computed, end):
+                block, offset = self._slot(row, group, position)
+                block[offset] = NOTHING
+
+    def check_block(self, row: _Row, index: int) -> None:
+        """A block holds the right tokens of its row, in each group that has not freed it."""
+        positions = range(index * self.block_size, (index + 1) * self.block_size)
+        for group, table in enumerate(row.block_ids):
+            if table[index] and self.policies[group].num_expired(row.num_computed, self.block_size) <= index:
+                assert self.memory[table[index]] == [(group, row.digest_at(position)) for position in positions]
 
     def start_over(self) -> None:
         """Drop rows and memory."""
@@ -140,12 +219,13 @@ class FakeRunner:
         assert block_id != 0
         return self.memory[block_id], position % self.block_size
 
-    def _write(self, row: _Row, count: int) -> None:
+    def _write(self, row: _Row, count: int, num_wrong: int) -> None:
         assert count > 0 and row.num_computed + count <= len(row.token_ids)
+        end = row.num_computed + count
         for group in range(len(self.policies)):
-            for position in range(max(row.num_computed, row.num_cached), row.num_computed + count):
+            for position in range(max(row.num_computed, row.num_cached), end + num_wrong):
                 block, offset = self._slot(row, group, position)
-                block[offset] = (group, row.digest_at(position))
+                block[offset] = (group, row.digest_at(position)) if position < end else NOTHING
 
     def _check_reads(self, row: _Row, count: int) -> None:
         """The next `count` tokens read all tokens before them, or those in the window of their group."""
@@ -168,6 +248,7 @@ class FakeEngine:
             max_num_seqs=scheduler.max_num_seqs,
             max_tokens=scheduler.max_num_batched_tokens,
             policies=scheduler.cache_manager.policies,
+            drafts=scheduler.drafts,
         )
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.plans: list[SchedulerOutput] = []
@@ -181,6 +262,15 @@ class FakeEngine:
                 break
             self.plans.append(plan)
             self.in_flight.append((plan, self.runner.dispatch(plan)))
+            if self.scheduler.drafts is not None:
+                self._check_published()
+
+    def _check_published(self) -> None:
+        """The latest block of each request that others may find holds no draft that was wrong."""
+        for request in self.scheduler.running:
+            table, row = self.scheduler.cache_manager._tables[request.request_id], self.runner.rows[request.request_id]
+            if table.num_published:
+                self.runner.check_block(row, table.num_published - 1)
 
     def collect(self) -> list[EngineCoreOutput]:
         """Take in the oldest step in flight."""

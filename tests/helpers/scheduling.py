@@ -10,6 +10,7 @@ from jaxllm.pooling_params import PoolingParams
 from jaxllm.request import EngineCoreRequest, Request
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler.admission import AdmissionRoom
+from jaxllm.scheduler.draft_control import DraftControl
 from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
@@ -24,6 +25,7 @@ def make_scheduler(
     caching: bool = True,
     policies: Sequence[CachePolicy] = (FULL,),
     rooms: Sequence[AdmissionRoom] = (),
+    drafts: DraftControl | None = None,
     **options: Any,
 ) -> Scheduler:
     """A scheduler without watermark or run-ahead unless asked."""
@@ -36,7 +38,13 @@ def make_scheduler(
     }
     cache = CacheOptions(block_size=block_size, enable_prefix_caching=caching)
     return Scheduler(
-        SchedulerOptions(**options), cache, num_blocks=num_blocks, max_model_len=max_model_len, policies=policies, rooms=rooms
+        SchedulerOptions(**options),
+        cache,
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        policies=policies,
+        rooms=rooms,
+        drafts=drafts,
     )
 
 

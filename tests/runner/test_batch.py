@@ -35,6 +35,15 @@ def new(request_id, token_ids, blocks, *, computed=0, cached=None, **params):
     )
 
 
+@pytest.fixture
+def drafting():
+    """A builder for rows of up to three drafts; two groups of layers."""
+    config = EngineConfig.from_options(max_num_seqs=MAX_ROWS, max_num_batched_tokens=64, decode_buckets=(1, 2))
+    buckets = Buckets.choose(resolve_platform_defaults(config, on_gpu=False), on_gpu=False, num_drafts=3)
+    sizes = {"block_size": 2, "max_blocks": MAX_BLOCKS, "num_groups": 2, "num_updates": 4}
+    return BatchBuilder(Rows(MAX_ROWS), buckets, **sizes)
+
+
 def plan(new_requests=(), cached=(), counts=None):
     """`cached` is (request_id, new_block_ids, num_computed_tokens)."""
     rows = [RowStep(request_id, start, counts[request_id], 0, blocks) for request_id, blocks, start in cached]
@@ -129,6 +138,74 @@ def test_prompt_logprobs_cover_each_prompt_token_but_the_first_once_over_chunks(
     assert [target for chunk in chunks for target in chunk.token_ids] == prompt[1:]
     assert [chunk.is_last for chunk in chunks] == [*[False] * (len(counts) - 1), True]
     assert builder.build(plan(cached=[("a", [], computed)], counts={"a": 1})).chunks == []
+
+
+def drafts_plan(*rows, most, new_requests=()):
+    """rows: (request_id, start, num_tokens, num_drafts, new_blocks)."""
+    steps = [RowStep(*row) for row in rows]
+    steps += [RowStep(data.request_id, 0, len(data.token_ids), 0, []) for data in new_requests]
+    return SchedulerOutput(list(new_requests), steps, sum(step.num_tokens for step in steps), [], [], num_drafts=most)
+
+
+def test_a_decode_with_drafts(drafting):
+    drafting.build(
+        drafts_plan(most=3, new_requests=[new(name, [5, 6, 7], [i, i + 1, i, i + 1]) for i, name in enumerate("abc")])
+    )
+    batch = drafting.build(drafts_plan(("a", 3, 4, 3, [20, 21, 30, 31]), ("c", 5, 2, 1, []), ("b", 3, 1, 0, [22, 32]), most=3))
+    assert batch.is_decode and (batch.width, batch.next_width, batch.layout.num_rows) == (4, 4, 4)
+    assert [row.data.request_id for row in batch.sampled] == list("acb") and batch.chunks == []
+    views, rows = batch.layout.views(batch.buffer), drafting.rows.by_request
+    columns = views.columns_RC
+    assert columns[:, Column.ROW].tolist() == [*(rows[name].index for name in "acb"), MAX_ROWS]
+    assert columns[:, Column.TOKEN_ROW].tolist() == columns[:, Column.ROW].tolist()
+    assert columns[:3, Column.START].tolist() == [FROM_ROW] * 3
+    assert columns[:, Column.NUM_TOKENS].tolist() == [4, 2, 1, 0]
+    assert columns[:, Column.NUM_DRAFTS].tolist() == [3, 1, 0, 0]
+    assert columns[:3, Column.LIMIT].tolist() == [8, 4, 6]
+    assert views.token_ids_T[:3].tolist() == [FROM_ROW] * 3
+    # Each group's blocks follow those that the row has in it.
+    first = {name: rows[name].index * 2 * MAX_BLOCKS for name in "ab"}
+    written = dict(zip(views.update_index_U.tolist(), views.update_block_U.tolist(), strict=True))
+    expected = {first["a"] + 2: 20, first["a"] + 3: 21, first["a"] + 10: 30, first["a"] + 11: 31}
+    expected |= {first["b"] + 2: 22, first["b"] + 10: 32}
+    assert {index: block for index, block in written.items() if index < np.iinfo(np.int32).max} == expected
+    assert batch.extra_updates is None
+
+
+@pytest.mark.parametrize(("most", "width"), [(0, 1), (1, 3), (2, 3), (3, 4)])
+def test_the_width_of_a_decode_is_that_of_the_drafts_it_proposes(drafting, most, width):
+    drafting.build(drafts_plan(most=3, new_requests=[new("a", [5], [1, 2])]))
+    batch = drafting.build(drafts_plan(("a", 1, 1, 0, []), most=most))
+    assert (batch.is_decode, batch.width, batch.next_width) == (True, width, width)
+
+
+def test_the_last_token_of_a_prompt_decodes_beside_drafts(drafting):
+    """The host knows it, and how many tokens are computed before it."""
+    long = new("b", [7, 8, 9], [3, 4, 5, 6])
+    first = SchedulerOutput(
+        [new("a", [5], [1, 2]), long], [RowStep("a", 0, 1, 0, []), RowStep("b", 0, 2, 0, [])], 3, [], [], num_drafts=3
+    )
+    views = drafting.build(first)
+    columns = views.layout.views(views.buffer).columns_RC
+    assert columns[:2, Column.NEXT_TOKEN].tolist() == [0, 9]  # only a row that draws nothing has a next token that is known
+    batch = drafting.build(drafts_plan(("a", 1, 3, 2, []), ("b", 2, 1, 0, []), most=3))
+    views = batch.layout.views(batch.buffer)
+    assert batch.is_decode and views.token_ids_T[:2].tolist() == [FROM_ROW, 9]
+    assert views.columns_RC[:2, Column.START].tolist() == [FROM_ROW, 2]
+    chunk = batch.chunks[0]
+    assert (chunk.row.data.request_id, chunk.place, chunk.first_token, chunk.start, chunk.count) == ("b", 1, 4, 2, 1)
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_a_mixed_step_samples_as_many_tokens_as_a_row_has_drafts(drafting, drafts):
+    drafting.build(drafts_plan(most=3, new_requests=[new("a", [5], [1, 2])]))
+    arriving = new("b", [7, 8, 9], [3, 4, 5, 6])
+    batch = drafting.build(drafts_plan(("a", 1, 1 + drafts, drafts, []), most=3, new_requests=[arriving]))
+    assert not batch.is_decode and (batch.width, batch.next_width) == (3 if drafts else 1, 4)
+    views = batch.layout.views(batch.buffer)
+    assert views.token_ids_T[: 4 + drafts].tolist() == [FROM_ROW] * (1 + drafts) + [7, 8, 9]
+    assert views.columns_RC[:2, Column.START].tolist() == [FROM_ROW, 0]
+    assert views.columns_RC[:2, Column.NUM_DRAFTS].tolist() == [drafts, 0]
 
 
 def test_freed_rows_are_given_again(builder):

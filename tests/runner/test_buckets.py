@@ -1,7 +1,7 @@
 import pytest
 
 from jaxllm.config import EngineConfig, resolve_platform_defaults
-from jaxllm.runner.buckets import Buckets
+from jaxllm.runner.buckets import MAX_DRAFT_ROWS, Buckets
 
 
 def choose(*, on_gpu=True, **options):
@@ -43,3 +43,14 @@ def test_a_mixture_computes_more_tokens_at_once_on_a_big_gpu(gibibytes, is_mixtu
     config = EngineConfig.from_options()
     config = resolve_platform_defaults(config, on_gpu=True, device_bytes=gibibytes << 30, is_mixture=is_mixture)
     assert config.scheduler.max_num_batched_tokens == tokens
+
+
+def test_every_decode_that_may_have_drafts_fits_into_a_size_with_drafts():
+    config = resolve_platform_defaults(
+        EngineConfig.from_options(max_num_seqs=200, max_num_batched_tokens=256, decode_buckets=(128,)), on_gpu=True
+    )
+    buckets = Buckets.choose(config, on_gpu=True, num_drafts=3)
+    assert buckets.decode_rows == (64, 128, 200)
+    for num_rows in range(1, MAX_DRAFT_ROWS + 1):
+        assert buckets.widths_of(buckets.fit_decode(num_rows)) == buckets.widths_of(buckets.fit_sample(num_rows)) == (1, 3, 4)
+    assert [buckets.fit_width(num_drafts) for num_drafts in range(4)] == [1, 3, 3, 4]

@@ -6,6 +6,9 @@ import jax
 import numpy as np
 import pytest
 
+from jaxllm.config import EngineConfig, resolve_platform_defaults
+from jaxllm.runner.buckets import Buckets
+from jaxllm.runner.program_store import ProgramStore
 from jaxllm.runner.step_programs import ProgramKey, StepPrograms
 from tests.helpers.engines import make_core
 
@@ -29,6 +32,40 @@ def test_products_are_not_merged_large_ones_go_to_cublas_and_all_reduces_to_nccl
     devices = np.array([SimpleNamespace(platform=platform)] * num_devices)
     programs = SimpleNamespace(mesh=SimpleNamespace(devices=devices, size=num_devices))
     assert StepPrograms.compiler_options(programs, ProgramKey("decode", rows)) == options
+
+
+def engine_programs(*, num_drafts: int = 0, num_lookahead: int = 0, num_groups: int = 1, max_rows: int = 200) -> StepPrograms:
+    """Without a model: their keys and layouts."""
+    config = resolve_platform_defaults(
+        EngineConfig.from_options(max_num_seqs=max_rows, max_num_batched_tokens=512), on_gpu=True
+    )
+    drafter = SimpleNamespace(num_lookahead=num_lookahead, needs_history=True)
+    drafting = SimpleNamespace(width=1 + num_drafts, drafter=drafter) if num_drafts else None
+    programs = object.__new__(StepPrograms)
+    functions = SimpleNamespace(drafting=drafting, cache=SimpleNamespace(groups=[None] * num_groups, block_size=4))
+    pooling = SimpleNamespace(pooling_type="mean")
+    values = {"functions": functions, "model": SimpleNamespace(generates=True, pooling=pooling), "full_logprobs": False}
+    for name, value in {**values, "buckets": Buckets.choose(config, on_gpu=True, num_drafts=num_drafts)}.items():
+        object.__setattr__(programs, name, value)
+    return programs
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_each_program_of_an_engine_has_a_file_of_its_own(tmp_path, num_drafts) -> None:
+    programs = engine_programs(num_drafts=num_drafts)
+    keys, store = programs.all_keys(), ProgramStore(tmp_path, jax.devices(), writable=False, strict=False)
+    assert len({store._path(key) for key in keys}) == len(set(keys)) == len(keys)
+    assert any(key.width > 1 for key in keys) == (num_drafts > 0)
+
+
+@pytest.mark.parametrize(
+    ("num_drafts", "num_lookahead", "most_new_blocks"), [(0, 0, 1), (1, 0, 1), (3, 0, 1), (3, 2, 2), (5, 5, 3)]
+)
+def test_a_decode_has_room_for_the_new_blocks_of_its_rows(num_drafts, num_lookahead, most_new_blocks) -> None:
+    """In blocks of four tokens: those of the step and those that the drafter writes behind them."""
+    programs = engine_programs(num_drafts=num_drafts, num_lookahead=num_lookahead, num_groups=2)
+    assert programs.num_updates == 2 * most_new_blocks
+    assert programs.layout(ProgramKey("decode", 8)).num_updates == 8 * 2 * most_new_blocks
 
 
 @pytest.mark.slow

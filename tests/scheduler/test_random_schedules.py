@@ -5,20 +5,20 @@ The fake runner checks in each step that every position read holds the keys of t
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxllm.cache_policy import FULL, CachePolicy, WindowPolicy
+from jaxllm.cache_policy import FULL, CachePolicy, WindowPolicy, num_blocks_for
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.request import FinishReason, Request, RequestStatus
 from jaxllm.scheduler.scheduler import Scheduler
-from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from tests.helpers.fake_runner import FakeEngine, digests, oracle_tokens
+from jaxllm.scheduler_output import SchedulerOutput
+from tests.helpers.fake_runner import FakeEngine, RandomDrafts, digests, oracle_tokens
 from tests.helpers.scheduling import make_request, make_scheduler
 
 VOCAB, END, STOP = 12, 3, 5
@@ -90,7 +90,7 @@ class _Load:
         request_id = self.rng.choice(list(plan.num_scheduled_tokens))
         sampled = {key: tokens for key, tokens in result.sampled_token_ids.items() if key != request_id}
         errors = {**result.errors, request_id: "it broke"}
-        self.engine.in_flight[0] = (plan, ModelRunnerOutput(sampled, errors=errors, pooled=result.pooled))
+        self.engine.in_flight[0] = (plan, replace(result, sampled_token_ids=sampled, errors=errors))
 
     def collect(self) -> None:
         for output in self.engine.collect():
@@ -99,7 +99,8 @@ class _Load:
                 self.check_vector(request_id, output)
                 continue
             self.received[request_id] += output.new_token_ids
-            assert len(output.new_token_ids) == (output.finish_reason != FinishReason.ERROR)
+            num_new, has_failed = len(output.new_token_ids), output.finish_reason == FinishReason.ERROR
+            assert (num_new == 0) == has_failed and (num_new <= 1 or self.engine.scheduler.drafts is not None)
             if output.finish_reason not in (None, FinishReason.ERROR):
                 self.check_whole(request_id, output.finish_reason)
             if output.finish_reason is not None:
@@ -170,11 +171,28 @@ POLICIES = [(FULL,), (WindowPolicy(8),), (FULL, WindowPolicy(6)), (FULL, *[Windo
 
 
 def run_load(
-    *, seed: int, policies: Sequence[CachePolicy], depth: int, num_blocks: int, reuse_ids: bool, **options: Any
+    *,
+    seed: int,
+    policies: Sequence[CachePolicy],
+    depth: int,
+    num_blocks: int,
+    reuse_ids: bool,
+    drafts: tuple[int, int, float] | None,
+    **options: Any,
 ) -> int:
-    """Run a random load to its end. Returns the number of steps. num_blocks: for each group."""
+    """Run a random load to its end. Returns the number of steps.
+
+    num_blocks: for each group; 0: as few as possible. drafts: most of a row, how many positions behind them a drafter writes to, and
+    how often one is right.
+    """
     max_model_len = 46
-    num_blocks = (num_blocks - 1) * len(policies) + 1
+    control = None
+    if drafts is not None:
+        num_drafts, num_lookahead, share_right = drafts
+        rng = random.Random(seed + 1)
+        control = RandomDrafts(rng, num_drafts=num_drafts, num_lookahead=num_lookahead, share_right=share_right)
+    least = num_blocks_for(policies, max_model_len, 4, options["max_num_batched_tokens"])
+    num_blocks = 1 + ((num_blocks - 1) * len(policies) if num_blocks else least)
     scheduler = make_scheduler(
         num_blocks=num_blocks,
         block_size=4,
@@ -182,6 +200,7 @@ def run_load(
         async_scheduling=depth > 1,
         long_prefill_token_threshold_adaptive=seed % 2 == 0,
         policies=policies,
+        drafts=control,
         **options,
     )
     watch(scheduler)
@@ -200,8 +219,9 @@ CHOICES: dict[str, list[Any]] = {
     "policies": [(FULL,), *POLICIES],
     "scheduling_policy": ["fcfs", "priority"],
     "depth": [1, 2, 3],
+    "drafts": [None, (1, 0, 0.5), (3, 0, 0.8), (3, 2, 0.7), (5, 4, 0.5)],
     "caching": [True, False],
-    "num_blocks": [13, 16, 30, 100],
+    "num_blocks": [0, 13, 16, 30, 100],
     "max_num_seqs": [1, 3, 8],
     "max_num_batched_tokens": [1, 5, 16, 64],
     "long_prefill_token_threshold": [0, 0, 4],
