@@ -39,6 +39,8 @@ class StepInFlight:
     """With masked requests and drafts: `DraftRows.draft_NK` before the step."""
     start_draw: "Callable[[StepInFlight], None] | None" = None
     """With masked requests, until `draw` is called."""
+    was_drawn_late: bool = False
+    """Whether the forward pass was over before `draw`, so that the device had nothing to do."""
 
     @property
     def sampled_ids(self) -> list[str]:
@@ -60,6 +62,7 @@ class StepInFlight:
     def draw(self) -> None:
         """Start sampling under the current mask. Returns at once."""
         assert self.start_draw is not None, "drawn twice"
+        self.was_drawn_late = self.hidden is not None and self.hidden.columns_NC.is_ready()  # type: ignore[attr-defined]
         start, self.start_draw = self.start_draw, None
         start(self)
 

@@ -183,8 +183,9 @@ class Scheduler:
 
     # Planning a step
 
-    def schedule(self) -> SchedulerOutput:
-        """Plan the next step.
+    def schedule(self, *, masked_wait: bool = False) -> SchedulerOutput:
+        """Plan the next step. masked_wait: requests with a grammar whose last tokens are in flight leave the step to others, if there
+        are any.
 
         A plan without tokens need not run and may be dropped: every plan repeats the finished and preempted ids until one
         has tokens. The runner must therefore accept ids that it has already dropped, and must apply them before the new
@@ -202,7 +203,8 @@ class Scheduler:
         most_drafts = 0
         if self.drafts is not None:
             most_drafts = self.drafts.most(min(len(self.running) + len(self.waiting), self.max_num_seqs))
-        shares, budget = self._schedule_running(cap, most_drafts)
+        masked_wait = masked_wait and any(request.matcher is None for request in self.running)
+        shares, budget = self._schedule_running(cap, most_drafts, masked_wait=masked_wait)
         new_requests: list[NewRequestData] = []
         # A step never both preempts and admits: the admitted request would be preempted next.
         if self.waiting and budget > 0 and self._num_preemptions == num_preemptions:
@@ -210,7 +212,7 @@ class Scheduler:
         self._num_left_waiting = len(self.waiting)
         return self._commit(shares, new_requests, most_drafts)
 
-    def _schedule_running(self, cap: int, most_drafts: int) -> tuple[list[Share], int]:
+    def _schedule_running(self, cap: int, most_drafts: int, *, masked_wait: bool) -> tuple[list[Share], int]:
         """Returns the shares of the running requests, none above `cap` tokens or `most_drafts` drafts, and the rest of the token budget."""
         budget = self.max_num_batched_tokens
         allocate_slots, running = self.cache_manager.allocate_slots, self.running
@@ -224,7 +226,7 @@ class Scheduler:
                 num_known = len(request.token_ids)
                 if request.num_output_placeholders:
                     num_known += request.num_output_placeholders
-                    if not run_ahead or num_known >= request.max_num_tokens:
+                    if not run_ahead or num_known >= request.max_num_tokens or (masked_wait and request.matcher is not None):
                         continue  # it waits for its token, or will end with it
                 num_drafts = 0
                 num_wanted = num_known - request.num_computed_tokens

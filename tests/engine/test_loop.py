@@ -32,6 +32,8 @@ class FakeRunner:
 
 
 class FakePending:
+    was_drawn_late = False
+
     def __init__(self, runner, step, sampled):
         self.runner, self.step, self.sampled = runner, step, sampled
 
