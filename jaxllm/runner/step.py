@@ -169,34 +169,33 @@ class StepFunctions:
         columns_NC: jax.Array,
         state: SamplingState | None,
         named_ids_RI: jax.Array | None,
-        mask_RW: jax.Array | None,
+        mask_TW: jax.Array | None,
         workspace: jax.Array | None,
     ) -> tuple[RowArrays, jax.Array, SamplingState | None, Scores]:
         """Sample the first `num_rows` rows after `forward`, up to `width` tokens each. Full sampling takes and returns its state,
-        NAMED takes the named ids, MASKED and above the mask. Tokens may be NO_TOKEN or NOT_FINITE.
+        NAMED takes the named ids, MASKED and above a mask for each token. Tokens may be NO_TOKEN or NOT_FINITE.
 
         Tokens are [R], or with a drafter [R, W + 1] as of `decode`; scores have `width` for each row.
         """
         columns_RC = columns_NC[:num_rows]
         hidden_TD = hidden_NWD[:num_rows, :width].reshape(num_rows * width, -1)
         columns_TC = each_draw(columns_RC, width)
-        if width > 1:  # a row with a mask or named ids has the same for each of its tokens
-            mask_RW = None if mask_RW is None else jnp.repeat(mask_RW, width, axis=0)
+        if width > 1:  # a row with named ids has the same for each of its tokens
             named_ids_RI = None if named_ids_RI is None else jnp.repeat(named_ids_RI, width, axis=0)
         logits_TV = self.merge(params).logits(hidden_TD, self.shards)
         peers = self.shards.through(workspace)
         if variant < Variant.FULL and kind == LogprobsKind.NONE:
             # The masked variant is compiled late, when the devices may be busy: see `uses_peers`.
             shards = peers if variant < Variant.MASKED else self.shards
-            token_T = self._draw_after_drafts(variant, logits_TV, rows, columns_RC, width, shards, mask_RW)
+            token_T = self._draw_after_drafts(variant, logits_TV, rows, columns_RC, width, shards, mask_TW)
             token_T = peers.check(token_T, PEERS_LOST)
             rows, token_T = self._store(rows, columns_RC, token_T, width)
             return rows, token_T, state, Scores(None, None)
         # Every device holds the state of all rows, so each needs all logits and samples all rows.
         logits_TV = raw_TV = scored_TV = self.shards.all_columns(logits_TV)
         if variant >= Variant.MASKED:
-            assert mask_RW is not None, "masked sampling needs a mask"
-            logits_TV = apply_mask(logits_TV, mask_RW)
+            assert mask_TW is not None, "masked sampling needs a mask"
+            logits_TV = apply_mask(logits_TV, mask_TW)
         if variant == Variant.FULL:
             assert state is not None, "full sampling needs its state"
             token_T, state, processed_TV = self._draw_full(logits_TV, rows, columns_RC, columns_TC, state, width)

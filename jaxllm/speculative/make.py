@@ -44,6 +44,7 @@ class Drafters:
             self.options.num_speculative_tokens,
             self.drafter.num_lookahead,
             most_drafts=lambda num_running: 0 if num_running > MAX_DRAFT_ROWS else self.options.most_drafts(num_running),
+            are_checked=not self.drafter.synthetic_rates,
         )
 
 
