@@ -11,7 +11,15 @@ from jaxllm.cache_spec import CacheLayout
 from jaxllm.layers.step import Step
 from jaxllm.parallel.shards import PEERS_LOST, Shards
 from jaxllm.runner.draft_step import DraftFunctions
-from jaxllm.runner.drafts import DraftRows, accept, continues, drafts_of_draws, note_computed, resolve_starts
+from jaxllm.runner.drafts import (
+    DraftRows,
+    accept,
+    continues,
+    drafts_of_draws,
+    forget_drafts,
+    note_computed,
+    resolve_starts,
+)
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.layout import Column, StepLayout, StepViews
 from jaxllm.runner.places import Places, device_tokens, each_draw, first_of_each, locate, locate_decode, make_step
@@ -141,7 +149,8 @@ class StepFunctions:
             return caches, _store_tokens(rows, columns_RC, token_T), token_T
         rows, drawn_RW = self._accept(rows, columns_RC, token_T, width)
         if self.drafting.is_idle(layout.num_rows):
-            return caches, rows, drawn_RW
+            assert rows.drafts is not None
+            return caches, rows._replace(drafts=forget_drafts(rows.drafts, columns_RC)), drawn_RW
         rows, caches = self.drafting.propose(
             self, variant, width, params, caches, rows, columns_RC, places, token_ids_T, hidden_TD,
             self.drafting.features(step), shards,

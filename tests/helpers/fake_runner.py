@@ -63,12 +63,14 @@ class RandomDrafts:
     def most(self, num_running: int) -> int:
         """See DraftControl."""
         assert num_running >= 0
-        self.num_now = self.rng.choice([0, self.num_drafts, self.num_drafts, self.rng.randint(0, self.num_drafts)])
+        self.num_now = self.rng.choice([0, *[self.num_drafts] * 4, self.rng.randint(0, self.num_drafts)])
         return self.num_now
 
     def of(self, request: Request) -> int:
         """See DraftControl."""
-        return self.rng.randint(0, self.num_drafts)
+        asked = request.sampling_params.num_speculative_tokens
+        most = self.num_drafts if asked is None else min(asked, self.num_drafts)
+        return self.rng.choice([most, self.rng.randint(0, most)])
 
     def note(self, shares: Iterable[Share], result: ModelRunnerOutput) -> None:
         """See DraftControl."""

@@ -1,0 +1,31 @@
+"""Whole engines give the same tokens with drafts of each kind as without, whatever happens to them."""
+
+from collections.abc import Callable
+
+import pytest
+
+from jaxllm.engine.core import EngineCore
+from tests.helpers import draft_workout, engines
+from tests.speculative.checkpoints import TARGET
+
+pytestmark = pytest.mark.slow
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+ITSELF = {"method": "draft_model", "model": str(TARGET), "num_speculative_tokens": 3, "draft_sample_method": "greedy"}
+
+
+@pytest.mark.parametrize(
+    ("options", "size", "workouts"),
+    [
+        (NGRAM, 1, (draft_workout.interruptions, draft_workout.the_longest_requests)),
+        (NGRAM, 4, (draft_workout.the_longest_requests,)),
+        (ITSELF, 1, (draft_workout.interruptions, draft_workout.the_longest_requests)),
+    ],
+    ids=["n-gram", "n-gram of 4 devices", "draft model"],
+)
+def test_tokens_are_those_of_an_engine_without_drafts(options, size, workouts: tuple[Callable[[EngineCore], None], ...]) -> None:
+    core = engines.make_core(draft_workout.NAME, speculative_config=options, tensor_parallel_size=size)
+    for work_out in workouts:
+        engines.renew(core)
+        work_out(core)
+    core.shutdown()
