@@ -49,11 +49,12 @@ class StepInFlight:
 
     def drafts(self) -> list[list[int]]:
         """The drafts that each request of `sampled_ids` computes in this step, if any is masked. Waits until they are proposed."""
+        rows = self.batch.sampled
+        if self.batch.width == 1:
+            return [[]] * len(rows)
         for launched in self.launches:
             launched.result()
-        rows = self.batch.sampled
-        if self.draft_NK is None:
-            return [[]] * len(rows)
+        assert self.draft_NK is not None, "a step without masked requests"
         draft_NK = np.asarray(self.draft_NK)
         num_drafts_R = self.batch.layout.views(self.batch.buffer).columns_RC[:, Column.NUM_DRAFTS]
         found = (draft_NK[row.index, :count].tolist() for row, count in zip(rows, num_drafts_R, strict=False))

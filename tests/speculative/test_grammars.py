@@ -30,7 +30,7 @@ SAMPLING = {
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    config = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
     sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 128}
     few = {"decode_buckets": (4,), "token_buckets": (64,)}
     with pytest.MonkeyPatch.context() as patch:
@@ -45,7 +45,12 @@ def test_the_tokens_are_those_without_drafts_and_drafts_are_accepted(llm: LLM, s
     found, num_accepted = {}, {}
     for num_drafts in (0, None):
         params = [
-            SamplingParams(**SAMPLING[sampling], max_tokens=40, structured_outputs=form, num_speculative_tokens=num_drafts)
+            SamplingParams(
+                **SAMPLING[sampling],
+                max_tokens=40 if form else 12,  # without a grammar: beside the others
+                structured_outputs=form,
+                num_speculative_tokens=num_drafts,
+            )
             for form in FORMS.values()
         ]
         before = Acceptance.of(llm.llm_engine.core.stats())
