@@ -133,7 +133,7 @@ def time_masks(schemas: list[Any], directory: Path) -> None:
         for _ in range(100):
             mask = np.full((1, -(-num_tokens // 32)), -1, np.int32)
             start = time.perf_counter()
-            fill_masks([(matcher, 0)], mask)
+            fill_masks([(matcher, 0, [])], mask)
             fill_us.append(1e6 * (time.perf_counter() - start))
             allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8)[0], bitorder="little"))
             token = int(draw.choice(allowed))

@@ -5,11 +5,12 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
+from jaxllm.engine import masks
+from jaxllm.engine.mask_pace import MaskPace
 from jaxllm.engine.work_clock import WorkClock
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.scheduler_output import SchedulerOutput
-from jaxllm.thinking import force_token
 
 if TYPE_CHECKING:
     from jaxllm.runner.pending import StepInFlight
@@ -36,6 +37,7 @@ class StepLoop:
         self._news: list[EngineCoreOutput] = []
         self._undrawn: tuple[SchedulerOutput, StepInFlight] | None = None
         """The last step in flight, if it waits for masks. No further step is dispatched until it has them."""
+        self._mask_pace = MaskPace()
         self._last_read_at: float | None = None
         """When the latest step was read, if the next one was already in flight."""
         self._recent_seconds: deque[float] = deque(maxlen=_NUM_RECENT_STEPS)
@@ -54,7 +56,7 @@ class StepLoop:
             self.note_work()
         while self._undrawn is None and len(self._in_flight) < self._depth() and self.scheduler.has_requests():
             self.working_on = None
-            self.working_on = plan = self.scheduler.schedule()
+            self.working_on = plan = self.scheduler.schedule(masked_wait=self._mask_pace.is_apart)
             if plan.num_tokens == 0:
                 break
             pending = self.runner.dispatch(plan)
@@ -74,14 +76,20 @@ class StepLoop:
         self.wait_seconds += end - start
         self._in_flight.popleft()  # only now, so that an interrupted wait is repeated
         if self._last_read_at is not None:
-            self._recent_seconds.append(end - self._last_read_at)
-            self.scheduler.note_seconds(plan, end - self._last_read_at)
+            self._note_seconds(plan, pending, end - self._last_read_at)
         self._last_read_at = end if self._in_flight else None
         self._news += self.scheduler.update_from_output(plan, result)
         self._draw_if_possible()
         if not self._in_flight:
             self.note_work()
         return self.take_news()
+
+    def _note_seconds(self, plan: SchedulerOutput, pending: "StepInFlight", seconds: float) -> None:
+        """Record how long a step took that began when the step before it ended."""
+        self._recent_seconds.append(seconds)
+        self.scheduler.note_seconds(plan, seconds)
+        holds_up_others = 0 < len(plan.masked_request_ids) < len(plan.rows)
+        self._mask_pace.note(seconds, is_late=pending.was_drawn_late if holds_up_others else None)
 
     def _depth(self) -> int:
         """The number of steps that may be in flight now."""
@@ -94,25 +102,14 @@ class StepLoop:
         return news
 
     def _draw_if_possible(self) -> None:
-        """Fill the masks of the waiting step from its requests' grammars and thinking budgets, and sample, once their last tokens
-        are known."""
+        """Fill the masks of the waiting step and sample, once the last tokens of its masked requests are known."""
         if self._undrawn is None:
             return
         plan, pending = self._undrawn
-        if not self.scheduler.tokens_are_known(plan.masked_request_ids):
+        if not self.scheduler.tokens_are_known(plan):
             return
         self.working_on = plan
-        mask_RW = pending.mask_RW
-        assert mask_RW is not None
-        found = (self.scheduler.requests.get(request_id) for request_id in pending.sampled_ids)
-        requests = [(row, request) for row, request in enumerate(found) if request is not None]
-        if any(request.matcher is not None for _, request in requests):
-            from jaxllm.structured.matcher import Matcher, fill_masks  # imports llguidance
-
-            fill_masks([(r.matcher, row) for row, r in requests if isinstance(r.matcher, Matcher)], mask_RW)
-        for row, request in requests:
-            if request.thinking is not None and (token_id := request.thinking.forced_token_id) is not None:
-                force_token(mask_RW[row], token_id)
+        masks.fill(pending, self.scheduler.requests)
         self._undrawn = None
         pending.draw()
 

@@ -46,8 +46,8 @@ class Batch:
     """Run by the fused decode program."""
     width: int
     """Tokens that a row may sample: 1, and drafts."""
-    proposes: bool
-    """Whether drafts are wanted for the next step."""
+    next_width: int
+    """The same of the next step, for which drafts are proposed: 1 if none are wanted."""
     sampled: list[Row]
     """Requests that get a token, in the order of the device's rows."""
     variant: Variant
@@ -136,8 +136,7 @@ class BatchBuilder:
             views.token_ids_T[i] = scheduled[i].data.token_ids[start_R[i]]
             chunks.append(Chunk(scheduled[i], int(i), int(i) * width, int(start_R[i]), 1))
         extra = self._fill_updates(layout, buffer, update_index, update_block)
-        proposes = plan.num_drafts > 0
-        return Batch(buffer, layout, True, width, proposes, scheduled, variant, LogprobsKind.NONE, [], chunks, extra)
+        return Batch(buffer, layout, True, width, width, scheduled, variant, LogprobsKind.NONE, [], chunks, extra)
 
     def _starts(self, start_R: np.ndarray, num_known_R: np.ndarray) -> np.ndarray:
         """The first positions of rows as the device is told them: with drafts, it alone knows how many of a row were right."""
@@ -189,8 +188,8 @@ class BatchBuilder:
         buffer = self._fill(layout, scheduled, len(sampled))
         extra = self._fill_updates(layout, buffer, update_index, update_block)
         chunks = _chunks(scheduled)
-        width, proposes = self.buckets.fit_width(most_drafts), plan.num_drafts > 0
-        return Batch(buffer, layout, is_decode, width, proposes, sampled, variant, logprobs, admitted, chunks, extra, errors)
+        width, next_width = self.buckets.fit_width(most_drafts), self.buckets.fit_width(plan.num_drafts)
+        return Batch(buffer, layout, is_decode, width, next_width, sampled, variant, logprobs, admitted, chunks, extra, errors)
 
     def empty(self, layout: StepLayout) -> np.ndarray:
         """The buffer of an empty step."""

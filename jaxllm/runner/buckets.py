@@ -4,6 +4,7 @@ import bisect
 from dataclasses import dataclass
 
 from jaxllm.config import EngineConfig
+from jaxllm.scheduler.draft_control import levels
 
 # From eight on: XLA turns products of fewer rows into reductions, which read small weights at a third of the speed.
 _DECODE_ROWS_GPU = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
@@ -25,7 +26,7 @@ class Buckets:
     """Rows that a step other than decode samples."""
     max_rows: int
     widths: tuple[int, ...] = (1,)
-    """Tokens that a row may sample in a step: 1, and 1 with the most drafts."""
+    """Tokens that a row may sample in a step: 1, and 1 with drafts."""
 
     @classmethod
     def choose(cls, config: EngineConfig, *, on_gpu: bool, num_drafts: int = 0) -> "Buckets":
@@ -41,7 +42,7 @@ class Buckets:
             tokens=_up_to(tokens, max_tokens),
             sample_rows=_up_to(_SAMPLE_ROWS, max_rows),
             max_rows=max_rows,
-            widths=(1, 1 + num_drafts) if num_drafts else (1,),
+            widths=(1, *(1 + level for level in levels(num_drafts))) if num_drafts else (1,),
         )
 
     def fit_decode(self, num_rows: int) -> int:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxllm.cache_spec import CacheLayout
 from jaxllm.layers.step import Step
 from jaxllm.parallel.shards import Shards
+from jaxllm.runner.buckets import MAX_DRAFT_ROWS
 from jaxllm.runner.drafter import NO_DRAFT, Drafter, Drafting
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.layout import Column
@@ -51,6 +52,13 @@ class DraftFunctions:
     def width(self) -> int:
         """Most tokens that a row samples in a step."""
         return 1 + self.drafter.num_drafts
+
+    def is_idle(self, num_rows: int) -> bool:
+        """Whether decodes of so many rows are not shown to the drafter: they never have drafts, and its model would cost time.
+
+        Requests that were decoded so get fewer right drafts later, when fewer run.
+        """
+        return num_rows > MAX_DRAFT_ROWS and self.drafter.model is not None
 
     def features(self, step: Step) -> tuple[jax.Array, ...]:
         """What the drafter wants to know of the target's step."""
@@ -120,15 +128,17 @@ class DraftFunctions:
             row_R=row_R,
             same_step=lambda ids_T: make_step(shared, ids_T, places, layers, engine.kernels, shards),
             decode_step=decode_step,
+            num_wanted=width - 1,
             draw=draw,
         )
         model, kept = (self.merges[0](params) if self.merges else None), rows.drafts
         if width == 1:
-            state = self.drafter.follow(model, kept.state, drafting)
-            draft_RK = jnp.full((len(row_R), self.drafter.num_drafts), NO_DRAFT, jnp.int32)
+            state, draft_RK = self.drafter.follow(model, kept.state, drafting), jnp.zeros((len(row_R), 0), jnp.int32)
         else:
             state, draft_RK = self.drafter.propose(model, kept.state, drafting)
-        assert num_kept in (0, self.drafter.num_drafts), "a drafter that draws must draw each of its drafts"
+        missing = ((0, 0), (0, self.drafter.num_drafts - (width - 1)))
+        draft_RK = jnp.pad(draft_RK, missing, constant_values=NO_DRAFT)
+        assert num_kept in (0, width - 1), "a drafter that draws must draw each of its drafts"
         kept = kept._replace(state=state, draft_NK=kept.draft_NK.at[row_R].set(draft_RK), logits_NKV=logits_NKV)
         return rows._replace(drafts=kept), tuple(shared)
 

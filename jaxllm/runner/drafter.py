@@ -59,6 +59,8 @@ class Drafting:
     decode_step: Callable[[jax.Array, jax.Array], Step]
     """(token_ids_R, position_R) -> a step of one token for each row at any position from 0 on. A position behind the blocks of its
     row is computed, but not written."""
+    num_wanted: int
+    """Drafts that the next step has room for: at most `Drafter.num_drafts`. 0 in `Drafter.follow`."""
     draw: Callable[[jax.Array, jax.Array], jax.Array]
     """(logits_RV of this device's columns, position_R) -> a token of each row, drawn as the target will draw it at that position:
     with the row's temperature, filters and noise; if `accepts_by_ratio` with other noise. In greedy programs the likeliest."""
@@ -69,7 +71,7 @@ class Drafter(Protocol):
 
     @property
     def num_drafts(self) -> int:
-        """Most drafts of a row, the number of columns of what `propose` returns."""
+        """Most drafts of a row."""
 
     @property
     def num_lookahead(self) -> int:
@@ -93,7 +95,7 @@ class Drafter(Protocol):
 
     @property
     def is_drawn(self) -> bool:
-        """Whether it draws its drafts: it then calls `Drafting.draw` once for each of the `num_drafts`, in their order."""
+        """Whether it draws its drafts: it then calls `Drafting.draw` once for each of `num_wanted` drafts, in their order."""
 
     @property
     def accepts_by_ratio(self) -> bool:
@@ -121,7 +123,7 @@ class Drafter(Protocol):
         """Take in a step after which no drafts are wanted. Returns the state. May do nothing where that only costs acceptance."""
 
     def propose(self, model: Any, state: Any, drafting: Drafting) -> tuple[Any, jax.Array]:
-        """Take in a step. Returns the state and int32[R, num_drafts]: the tokens expected after token_R, NO_DRAFT where none is.
+        """Take in a step. Returns the state and int32[R, num_wanted]: the tokens expected after token_R, NO_DRAFT where none is.
 
         model: with values. Rows that drew nothing may get anything.
         """

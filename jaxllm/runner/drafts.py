@@ -66,6 +66,11 @@ def continues(
     return equals_R if is_alive_R is None else equals_R & is_alive_R
 
 
+def forget_drafts(drafts: DraftRows, columns_RC: jax.Array) -> DraftRows:
+    """After a step that the drafter is not shown: its drafts were for other positions, or even for an earlier request in the row."""
+    return drafts._replace(draft_NK=drafts.draft_NK.at[columns_RC[:, Column.TOKEN_ROW]].set(NO_DRAFT))
+
+
 def accept(
     drafts: DraftRows, columns_RC: jax.Array, token_RW: jax.Array, synthetic_rates: Sequence[float] = ()
 ) -> tuple[DraftRows, jax.Array, jax.Array]:

@@ -3,12 +3,15 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import jax
 import numpy as np
 
 from jaxllm.runner.batch import Batch
 from jaxllm.runner.consumers import Hidden, PendingPart
+from jaxllm.runner.drafter import NO_DRAFT
+from jaxllm.runner.layout import Column
 from jaxllm.scheduler_output import ModelRunnerOutput
 
 
@@ -16,7 +19,7 @@ from jaxllm.scheduler_output import ModelRunnerOutput
 class StepInFlight:
     """A dispatched step. Launches, which may run in a thread, fill in what they started on the device.
 
-    A step with masked requests has two launches: `dispatch` starts the forward pass, `draw` samples under `mask_RW`.
+    A step with masked requests has two launches: `dispatch` starts the forward pass, `draw` samples under `mask_TW`.
     """
 
     batch: Batch
@@ -29,20 +32,38 @@ class StepInFlight:
     """Requests that failed alone, with the reason."""
     done: jax.Array | None = None
     """A small result to wait for, once all is launched."""
-    mask_RW: np.ndarray | None = None
-    """With masked requests: bit b of word w in row i allows token 32 w + b to request i of `sampled_ids`. Allows every token at
-    first."""
+    mask_TW: np.ndarray | None = None
+    """With masked requests: what request i of `sampled_ids` may draw behind its last token is in row i * width, and behind its d-th
+    draft in row i * width + d, with the width of the batch: bit b of word w allows token 32 w + b. Allows every token at first."""
+    draft_NK: jax.Array | None = None
+    """With masked requests and drafts: `DraftRows.draft_NK` before the step."""
     start_draw: "Callable[[StepInFlight], None] | None" = None
     """With masked requests, until `draw` is called."""
+    was_drawn_late: bool = False
+    """Whether the forward pass was over before `draw`, so that the device had nothing to do."""
 
     @property
     def sampled_ids(self) -> list[str]:
         """The requests that get a token."""
         return [row.data.request_id for row in self.batch.sampled]
 
+    def drafts(self) -> list[list[int]]:
+        """The drafts that each request of `sampled_ids` computes in this step, if any is masked. Waits until they are proposed."""
+        rows = self.batch.sampled
+        if self.batch.width == 1:
+            return [[]] * len(rows)
+        for launched in self.launches:
+            launched.result()
+        assert self.draft_NK is not None, "a step without masked requests"
+        draft_NK = np.asarray(self.draft_NK)
+        num_drafts_R = self.batch.layout.views(self.batch.buffer).columns_RC[:, Column.NUM_DRAFTS]
+        found = (draft_NK[row.index, :count].tolist() for row, count in zip(rows, num_drafts_R, strict=False))
+        return [[*takewhile(NO_DRAFT.__ne__, tokens)] for tokens in found]
+
     def draw(self) -> None:
         """Start sampling under the current mask. Returns at once."""
         assert self.start_draw is not None, "drawn twice"
+        self.was_drawn_late = self.hidden is not None and self.hidden.columns_NC.is_ready()  # type: ignore[attr-defined]
         start, self.start_draw = self.start_draw, None
         start(self)
 

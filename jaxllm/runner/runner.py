@@ -285,7 +285,7 @@ class ModelRunner:
         batch = self.batches.build(plan)
         step = StepInFlight(batch)
         if plan.masked_request_ids:
-            step.mask_RW, step.start_draw = self.sampling.new_mask(batch), partial(self._start, self._sample)
+            step.mask_TW, step.start_draw = self.sampling.new_mask(batch), partial(self._start, self._sample)
             self._start(self._forward, step)
         else:
             self._start(self._decode if batch.is_decode else self._forward_and_sample, step)
@@ -356,11 +356,18 @@ class ModelRunner:
         expected += [key for consumer, part in work for key in consumer.keys(part, batch.layout.num_tokens)]
         if batch.sampled and batch.variant < NO_DECODE and batch.logprobs == LogprobsKind.NONE:
             # The next step's program, unless other requests arrive.
-            num_rows, width = self.buckets.fit_decode(len(batch.sampled)), self._propose_width(batch)
+            num_rows, width = self.buckets.fit_decode(len(batch.sampled)), batch.next_width
             expected.append(ProgramKey("decode", num_rows, batch.variant, width=width))
         if self.shapes.functions.drafting is not None:
             expected.append(self._propose_key(batch))
+        reads_drafts = step.mask_TW is not None and batch.width > 1
+        if reads_drafts:
+            expected.append(ProgramKey("drafts"))
         self.programs.expect(expected)
+        if reads_drafts:
+            assert self.row_arrays.drafts is not None
+            step.draft_NK = draft_NK = self.program(ProgramKey("drafts"))(self.row_arrays.drafts.draft_NK)
+            draft_NK.copy_to_host_async()
         step.errors = self._prepare(batch)
         forward = self.program(forward_key)
         self.caches, self.row_arrays, *results = forward(
@@ -375,7 +382,7 @@ class ModelRunner:
 
     def _sample(self, step: StepInFlight) -> None:
         batch, hidden = step.batch, step.take_hidden()
-        tokens = [self.sampling.launch(batch, hidden, step.mask_RW)] if batch.sampled else []
+        tokens = [self.sampling.launch(batch, hidden, step.mask_TW)] if batch.sampled else []
         if hidden.for_drafter is not None:
             token_ids_T, features = hidden.for_drafter
             self.caches, self.row_arrays = self.program(self._propose_key(batch))(
@@ -393,10 +400,7 @@ class ModelRunner:
     def _propose_key(self, batch: Batch) -> ProgramKey:
         """The program that shows a step to the drafter."""
         variant = min(batch.variant, Variant.RANDOM)
-        return ProgramKey("propose", batch.layout.num_tokens, variant, width=self._propose_width(batch))
-
-    def _propose_width(self, batch: Batch) -> int:
-        return self.buckets.widths[-1] if batch.proposes else 1
+        return ProgramKey("propose", batch.layout.num_tokens, variant, width=batch.next_width)
 
     def _write_blocks(self, index: np.ndarray, block: np.ndarray) -> None:
         program = self.program(ProgramKey("write_blocks"))

@@ -11,7 +11,15 @@ from jaxllm.cache_spec import CacheLayout
 from jaxllm.layers.step import Step
 from jaxllm.parallel.shards import PEERS_LOST, Shards
 from jaxllm.runner.draft_step import DraftFunctions
-from jaxllm.runner.drafts import DraftRows, accept, continues, drafts_of_draws, note_computed, resolve_starts
+from jaxllm.runner.drafts import (
+    DraftRows,
+    accept,
+    continues,
+    drafts_of_draws,
+    forget_drafts,
+    note_computed,
+    resolve_starts,
+)
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.layout import Column, StepLayout, StepViews
 from jaxllm.runner.places import Places, device_tokens, each_draw, first_of_each, locate, locate_decode, make_step
@@ -140,6 +148,9 @@ class StepFunctions:
         if self.drafting is None:
             return caches, _store_tokens(rows, columns_RC, token_T), token_T
         rows, drawn_RW = self._accept(rows, columns_RC, token_T, width)
+        if self.drafting.is_idle(layout.num_rows):
+            assert rows.drafts is not None
+            return caches, rows._replace(drafts=forget_drafts(rows.drafts, columns_RC)), drawn_RW
         rows, caches = self.drafting.propose(
             self, variant, width, params, caches, rows, columns_RC, places, token_ids_T, hidden_TD,
             self.drafting.features(step), shards,
@@ -158,34 +169,33 @@ class StepFunctions:
         columns_NC: jax.Array,
         state: SamplingState | None,
         named_ids_RI: jax.Array | None,
-        mask_RW: jax.Array | None,
+        mask_TW: jax.Array | None,
         workspace: jax.Array | None,
     ) -> tuple[RowArrays, jax.Array, SamplingState | None, Scores]:
         """Sample the first `num_rows` rows after `forward`, up to `width` tokens each. Full sampling takes and returns its state,
-        NAMED takes the named ids, MASKED and above the mask. Tokens may be NO_TOKEN or NOT_FINITE.
+        NAMED takes the named ids, MASKED and above a mask for each token. Tokens may be NO_TOKEN or NOT_FINITE.
 
         Tokens are [R], or with a drafter [R, W + 1] as of `decode`; scores have `width` for each row.
         """
         columns_RC = columns_NC[:num_rows]
         hidden_TD = hidden_NWD[:num_rows, :width].reshape(num_rows * width, -1)
         columns_TC = each_draw(columns_RC, width)
-        if width > 1:  # a row with a mask or named ids has the same for each of its tokens
-            mask_RW = None if mask_RW is None else jnp.repeat(mask_RW, width, axis=0)
+        if width > 1:  # a row with named ids has the same for each of its tokens
             named_ids_RI = None if named_ids_RI is None else jnp.repeat(named_ids_RI, width, axis=0)
         logits_TV = self.merge(params).logits(hidden_TD, self.shards)
         peers = self.shards.through(workspace)
         if variant < Variant.FULL and kind == LogprobsKind.NONE:
             # The masked variant is compiled late, when the devices may be busy: see `uses_peers`.
             shards = peers if variant < Variant.MASKED else self.shards
-            token_T = self._draw_after_drafts(variant, logits_TV, rows, columns_RC, width, shards, mask_RW)
+            token_T = self._draw_after_drafts(variant, logits_TV, rows, columns_RC, width, shards, mask_TW)
             token_T = peers.check(token_T, PEERS_LOST)
             rows, token_T = self._store(rows, columns_RC, token_T, width)
             return rows, token_T, state, Scores(None, None)
         # Every device holds the state of all rows, so each needs all logits and samples all rows.
         logits_TV = raw_TV = scored_TV = self.shards.all_columns(logits_TV)
         if variant >= Variant.MASKED:
-            assert mask_RW is not None, "masked sampling needs a mask"
-            logits_TV = apply_mask(logits_TV, mask_RW)
+            assert mask_TW is not None, "masked sampling needs a mask"
+            logits_TV = apply_mask(logits_TV, mask_TW)
         if variant == Variant.FULL:
             assert state is not None, "full sampling needs its state"
             token_T, state, processed_TV = self._draw_full(logits_TV, rows, columns_RC, columns_TC, state, width)

@@ -147,6 +147,7 @@ class StepPrograms:
                 for width in buckets.widths_of(size)
                 if not self.full_logprobs
             ),
+            *([] if self.functions.drafting is None else [ProgramKey("drafts")]),
             *self._pooling_keys(),
             ProgramKey("new_state"),
             ProgramKey("admit"),
@@ -256,7 +257,9 @@ class StepPrograms:
         max_rows = self.buckets.max_rows
         state = self._state if key.variant == Variant.FULL else None
         named_ids = self._ints(key.size, MAX_LOGPROB_TOKEN_IDS) if key.logprobs == LogprobsKind.NAMED else None
-        mask = self._ints(key.size, num_words(self.model.padded_vocab_size)) if key.variant >= Variant.MASKED else None
+        mask = (
+            self._ints(key.size * key.width, num_words(self.model.padded_vocab_size)) if key.variant >= Variant.MASKED else None
+        )
         function = partial(self.functions.sample, key.size, key.variant, key.logprobs, key.width)
         hidden_NWD = self._shape(self._sampled_shape, self.model.dtype)
         columns_NC = self._ints(max_rows, NUM_ROW_COLUMNS)
@@ -299,6 +302,10 @@ class StepPrograms:
         assert drafting is not None
         program = jax.jit(drafting.show, donate_argnums=0, out_shardings=self.replicated)
         return program.lower(self.rows, self._ints(2), self._ints(TOKENS_PER_SHOW))
+
+    def _lower_drafts(self, key: ProgramKey) -> jax.stages.Lowered:
+        """A copy, which stays when the next program takes the rows."""
+        return jax.jit(jnp.copy, out_shardings=self.replicated).lower(self.rows.drafts.draft_NK)
 
     def _lower_new_state(self, key: ProgramKey) -> jax.stages.Lowered:
         return jax.jit(self.make_state, out_shardings=self.replicated).lower()

@@ -129,7 +129,8 @@ def _argmax(logits_RV: jax.Array) -> jax.Array:
 
 
 def _argmax_in_two_passes(logits_RV: jax.Array) -> jax.Array:
+    # A CPU's maximum of many values passes over NaN.
+    logits_RV = jnp.where(jnp.isnan(logits_RV), jnp.inf, logits_RV)
     highest_R1 = jnp.max(logits_RV, axis=1, keepdims=True)
     token_RV = jax.lax.broadcasted_iota(jnp.int32, logits_RV.shape, 1)
-    is_highest_RV = (logits_RV == highest_R1) | jnp.isnan(logits_RV)
-    return jnp.min(jnp.where(is_highest_RV, token_RV, logits_RV.shape[1]), axis=1)
+    return jnp.min(jnp.where(logits_RV == highest_R1, token_RV, logits_RV.shape[1]), axis=1)

@@ -9,6 +9,11 @@ from jaxllm.scheduler.results import Share
 from jaxllm.scheduler_output import ModelRunnerOutput
 
 
+def levels(num_drafts: int) -> tuple[int, ...]:
+    """The most drafts of a row that steps are compiled for, beside none, if there are `num_drafts` at most: half of them and all."""
+    return (num_drafts,) if num_drafts < 3 else (-(-num_drafts // 2), num_drafts)
+
+
 class DraftControl(Protocol):
     """Chooses numbers of drafts and learns from how many were right."""
 

@@ -183,8 +183,9 @@ class Scheduler:
 
     # Planning a step
 
-    def schedule(self) -> SchedulerOutput:
-        """Plan the next step.
+    def schedule(self, *, masked_wait: bool = False) -> SchedulerOutput:
+        """Plan the next step. masked_wait: requests with a grammar whose last tokens are in flight leave the step to others, if there
+        are any.
 
         A plan without tokens need not run and may be dropped: every plan repeats the finished and preempted ids until one
         has tokens. The runner must therefore accept ids that it has already dropped, and must apply them before the new
@@ -202,7 +203,8 @@ class Scheduler:
         most_drafts = 0
         if self.drafts is not None:
             most_drafts = self.drafts.most(min(len(self.running) + len(self.waiting), self.max_num_seqs))
-        shares, budget = self._schedule_running(cap, most_drafts)
+        masked_wait = masked_wait and any(request.matcher is None for request in self.running)
+        shares, budget = self._schedule_running(cap, most_drafts, masked_wait=masked_wait)
         new_requests: list[NewRequestData] = []
         # A step never both preempts and admits: the admitted request would be preempted next.
         if self.waiting and budget > 0 and self._num_preemptions == num_preemptions:
@@ -210,7 +212,7 @@ class Scheduler:
         self._num_left_waiting = len(self.waiting)
         return self._commit(shares, new_requests, most_drafts)
 
-    def _schedule_running(self, cap: int, most_drafts: int) -> tuple[list[Share], int]:
+    def _schedule_running(self, cap: int, most_drafts: int, *, masked_wait: bool) -> tuple[list[Share], int]:
         """Returns the shares of the running requests, none above `cap` tokens or `most_drafts` drafts, and the rest of the token budget."""
         budget = self.max_num_batched_tokens
         allocate_slots, running = self.cache_manager.allocate_slots, self.running
@@ -224,7 +226,7 @@ class Scheduler:
                 num_known = len(request.token_ids)
                 if request.num_output_placeholders:
                     num_known += request.num_output_placeholders
-                    if not run_ahead or num_known >= request.max_num_tokens:
+                    if not run_ahead or num_known >= request.max_num_tokens or (masked_wait and request.matcher is not None):
                         continue  # it waits for its token, or will end with it
                 num_drafts = 0
                 num_wanted = num_known - request.num_computed_tokens
@@ -259,8 +261,8 @@ class Scheduler:
     def _num_drafts(self, request: Request, most: int) -> int:
         """Number of drafts that the request computes behind its last token, at most `most`."""
         assert self.drafts is not None
-        if request.matcher is not None or (request.thinking is not None and not request.thinking.is_over):
-            return 0  # which tokens are allowed after drafts is not known yet
+        if request.thinking is not None and not request.thinking.is_over:
+            return 0  # the budget counts single tokens
         return max(0, min(most, self.drafts.of(request)))
 
     def _choose_victim(self) -> int:
@@ -405,10 +407,13 @@ class Scheduler:
             self._preempted_ids.clear()
         return plan
 
-    def tokens_are_known(self, request_ids: Iterable[str]) -> bool:
-        """Whether the latest step is the only one in flight that samples a token for any of these requests."""
-        found = (self.requests.get(request_id) for request_id in request_ids)
-        return all(request is None or request.num_output_placeholders <= 1 for request in found)
+    def tokens_are_known(self, plan: SchedulerOutput) -> bool:
+        """Whether a step in flight is the only one that samples tokens for any of its masked requests."""
+        masked_ids = set(plan.masked_request_ids)
+        shares = (share for share in self._in_flight.get(plan.step_id, ()) if share[2].request_id in masked_ids)
+        return all(
+            request.status.is_finished or request.num_output_placeholders <= num_samples for request, num_samples, _ in shares
+        )
 
     # Processing the results of a step
 

@@ -6,20 +6,21 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from jaxllm.request import Request
+from jaxllm.scheduler.draft_control import levels
 from jaxllm.scheduler.draft_counts import DraftCounts
 from jaxllm.scheduler.results import Share
 from jaxllm.scheduler_output import ModelRunnerOutput
 
 _WEIGHT_OF_REQUEST, _WEIGHT_OF_ALL = 0.2, 0.02
-"""Weight of the latest step in the mean number of drafts that were right: of one request, and of all."""
+"""Weight of the latest step in means: of one request, and of all."""
 _STEPS_BETWEEN_TRIALS, _STEPS_OF_TRIAL = 300, 8
 """While drafts do not pay, so many steps go by without, and then so many have some again."""
 _TIMES, _ENOUGH_TIMES = 8, 3
-"""Latest times kept of steps of a size, and how many of them are enough to compare."""
+"""Latest times kept of steps of a kind, and how many of them are enough to compare."""
 _STEPS_TO_TIME = 20
-"""For want of times, at most so many steps go by without drafts: those that compute prompts too are not timed."""
+"""At most so many steps are planned in order to be timed: those that compute prompts too are not timed."""
 _STEPS_UNTIL_REFRESH = 2000
-"""After so many steps with drafts, steps without are timed anew: contexts have grown, or other requests have come."""
+"""After so many steps, the kinds of steps that are not chosen are timed anew: contexts have grown, or other requests have come."""
 
 
 @dataclass
@@ -33,56 +34,58 @@ class _Mean:
 
 
 class _Times:
-    """How long steps of a number of rows took of late, with and without drafts."""
+    """How long steps of a number of rows took of late, by the most drafts of a row."""
 
-    def __init__(self) -> None:
-        self.plain: deque[float] = deque(maxlen=_TIMES)
-        self.wide: deque[float] = deque(maxlen=_TIMES)
-        self.num_wide = 0
-        """Steps with drafts since those without were timed."""
-        self.num_asked = 0
-        """Steps without drafts that were planned to be timed."""
+    def __init__(self, levels: Iterable[int]):
+        self._seconds = {level: deque[float](maxlen=_TIMES) for level in levels}
+        self._num_asked = dict.fromkeys(self._seconds, 0)
+        """Steps that were planned in order to be timed."""
+        self._num_steps = 0
 
-    def ask_for_plain(self) -> bool:
-        """Whether the next step shall have no drafts, to be timed."""
-        if len(self.plain) >= _ENOUGH_TIMES or len(self.wide) < _ENOUGH_TIMES or self.num_asked == _STEPS_TO_TIME:
-            return False
-        self.num_asked += 1
-        return True
+    def level_to_time(self) -> int | None:
+        """What the next step shall have in order to be timed; None if nothing is missing. The most drafts come first."""
+        for level, seconds in self._seconds.items():
+            if len(seconds) < _ENOUGH_TIMES and self._num_asked[level] < _STEPS_TO_TIME:
+                self._num_asked[level] += 1
+                return level
+        return None
 
-    @property
-    def cost(self) -> float | None:
-        """How many times as long a step takes with drafts; None if that is not known yet."""
-        if min(len(self.plain), len(self.wide)) < _ENOUGH_TIMES:
-            return None
-        return statistics.median(self.wide) / statistics.median(self.plain)
+    def of(self, level: int) -> float | None:
+        """Seconds of a step; None if that is not known yet."""
+        seconds = self._seconds[level]
+        return statistics.median(seconds) if len(seconds) >= _ENOUGH_TIMES else None
 
-    def add(self, seconds: float, *, has_drafts: bool) -> None:
-        if not has_drafts:
-            self.plain.append(seconds)
-            return
-        self.wide.append(seconds)
-        self.num_wide += 1
-        if self.num_wide >= _STEPS_UNTIL_REFRESH:
-            self.plain.clear()
-            self.num_wide = self.num_asked = 0
+    def add(self, level: int, seconds: float) -> None:
+        if level not in self._seconds:
+            return  # the options allow other numbers of drafts at some sizes
+        self._seconds[level].append(seconds)
+        self._num_steps += 1
+        if self._num_steps >= _STEPS_UNTIL_REFRESH:
+            self._num_steps = 0
+            for other in self._seconds.keys() - {level}:
+                self._seconds[other].clear()
+                self._num_asked[other] = 0
 
 
 class AdaptiveControl:
-    """Gives a request about twice as many drafts as were right of late, at least one.
+    """Gives a request about twice as many drafts as were right of late, at least one, and in a step as many as pay.
 
-    Steps are timed with and without drafts, by powers of two of their rows. Where a step takes c times as long with drafts, they pay
-    if a request gets more than c tokens in a step.
+    Steps are timed by the number of drafts that they have room for, and by powers of two of their rows. The number that brings the
+    most tokens a second is chosen, given how often drafts were right of late, by their place.
     """
 
-    def __init__(self, num_drafts: int, num_lookahead: int, *, most_drafts: Callable[[int], int]):
-        """most_drafts: what the options allow at a number of running requests."""
+    def __init__(self, num_drafts: int, num_lookahead: int, *, most_drafts: Callable[[int], int], are_checked: bool = True):
+        """most_drafts: what the options allow at a number of running requests. are_checked: only those that the target draws too are
+        accepted."""
         self.num_drafts = num_drafts
         self.num_lookahead = num_lookahead
         self._most_drafts = most_drafts
+        self._are_checked = are_checked
         self._of_request: dict[str, _Mean] = {}
-        self._of_all = _Mean(num_drafts)
-        self._times: defaultdict[int, _Times] = defaultdict(_Times)
+        self._by_place = [_Mean(1.0) for _ in range(num_drafts)]
+        """How often a draft at each place was right, and all before it."""
+        self._levels = (*reversed(levels(num_drafts)), 0)
+        self._times = defaultdict[int, _Times](lambda: _Times(self._levels))
         self._num_idle = 0
         self.num_now = num_drafts
         """See DraftControl."""
@@ -99,22 +102,29 @@ class AdaptiveControl:
         if not allowed or not num_running:
             return allowed
         times = self._times[num_running.bit_length()]
-        if times.ask_for_plain():
-            return 0
-        cost = times.cost
-        if cost is None or 1 + self._of_all.value >= cost:
-            self._num_idle = 0
-            return allowed
-        self._num_idle += 1
-        is_trial = self._num_idle % (_STEPS_BETWEEN_TRIALS + _STEPS_OF_TRIAL) >= _STEPS_BETWEEN_TRIALS
-        return allowed if is_trial else 0
+        best = times.level_to_time()
+        if best is None:
+            best = max(self._levels, key=lambda level: self._tokens_per_second(times, level))
+            self._num_idle = 0 if best else self._num_idle + 1
+            if self._num_idle % (_STEPS_BETWEEN_TRIALS + _STEPS_OF_TRIAL) >= _STEPS_BETWEEN_TRIALS:
+                best = allowed
+        return min(best, allowed)
+
+    def _tokens_per_second(self, times: _Times, level: int) -> float:
+        """Of a request. Where a kind of step was never timed, more drafts are better."""
+        seconds = times.of(level)
+        if seconds is None:
+            return float(level)
+        return (1 + sum(mean.value for mean in self._by_place[:level])) / seconds
 
     def note_seconds(self, num_rows: int, num_drafts: int, seconds: float) -> None:
         """See DraftControl."""
-        self._times[num_rows.bit_length()].add(seconds, has_drafts=num_drafts > 0)
+        self._times[num_rows.bit_length()].add(num_drafts, seconds)
 
     def of(self, request: Request) -> int:
         """See DraftControl."""
+        if request.matcher is not None and not self._are_checked:
+            return 0  # the output would leave its grammar
         asked = request.sampling_params.num_speculative_tokens
         mean = self._of_request.get(request.request_id)
         wanted = self.num_drafts if mean is None else 1 + round(2 * mean.value)
@@ -134,7 +144,8 @@ class AdaptiveControl:
             if mean is None:
                 mean = self._of_request[row.request_id] = _Mean(row.num_drafts)
             mean.add(num_right, _WEIGHT_OF_REQUEST)
-            self._of_all.add(num_right, _WEIGHT_OF_ALL)
+            for place in range(row.num_drafts):
+                self._by_place[place].add(num_right > place, _WEIGHT_OF_ALL)
 
     def forget(self, request_id: str) -> None:
         """See DraftControl."""

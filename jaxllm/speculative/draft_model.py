@@ -43,7 +43,7 @@ class DraftModel(DrafterWithWeights):
     def propose(self, model: CausalLM, state: tuple[()], drafting: Drafting) -> tuple[tuple[()], jax.Array]:
         state = self.follow(model, state, drafting)
         token_R, drafts = drafting.token_R, []
-        for i in range(self.num_drafts):
+        for i in range(drafting.num_wanted):
             position_R = drafting.position_R + i
             logits_RV = model.logits(model(drafting.decode_step(token_R, position_R)), drafting.shards)
             token_R = self.choose(logits_RV, position_R + 1, drafting)

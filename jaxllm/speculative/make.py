@@ -44,6 +44,7 @@ class Drafters:
             self.options.num_speculative_tokens,
             self.drafter.num_lookahead,
             most_drafts=lambda num_running: 0 if num_running > MAX_DRAFT_ROWS else self.options.most_drafts(num_running),
+            are_checked=not self.drafter.synthetic_rates,
         )
 
 
@@ -66,7 +67,7 @@ def make(config: EngineConfig, target: ModelConfig) -> Drafters:
 
 def _drafter(options: SpeculativeConfig, config: EngineConfig, target: ModelConfig) -> AnyDrafter:
     num_drafts = options.num_speculative_tokens
-    acceptance = {
+    acceptance: dict[str, Any] = {
         "accepts_by_ratio": options.rejection_sample_method == "standard",
         "synthetic_rates": options.synthetic_rates_after_each,
     }

@@ -62,7 +62,7 @@ class NGramDrafter:
     def propose(self, model: Any, state: jax.Array, drafting: Drafting) -> tuple[jax.Array, jax.Array]:
         """See Drafter."""
         state = self.follow(model, state, drafting)
-        return state, self.find(state[drafting.row_R], drafting.position_R)
+        return state, self.find(state[drafting.row_R], drafting.position_R)[:, : drafting.num_wanted]
 
     def find(self, tokens_RL: jax.Array, last_R: jax.Array) -> jax.Array:
         """int32[R, num_drafts]: the drafts behind position last_R of each row."""

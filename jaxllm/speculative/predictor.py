@@ -51,7 +51,7 @@ class HiddenStateDrafter(DrafterWithWeights):
     def propose(self, model: Predictor, state: tuple[()], drafting: Drafting) -> tuple[tuple[()], jax.Array]:
         hidden_RX, out_RD = self._begin(model, drafting)
         drafts: list[jax.Array] = []
-        for i in range(self.num_drafts):
+        for i in range(drafting.num_wanted):
             if i:
                 step = drafting.decode_step(drafts[-1], drafting.position_R + i - 1)
                 hidden_RX, out_RD = model(drafting.target, hidden_RX, step)

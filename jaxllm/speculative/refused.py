@@ -15,7 +15,7 @@ METHODS_ELSEWHERE: Mapping[str, str] = {
 """Methods of vLLM by name."""
 
 REJECTION_METHODS_ELSEWHERE: Mapping[str, str] = {
-    "block": "keeps the distribution of the output, as standard does draft by draft",
+    "block": "keeps the distribution of the output, as standard does",
     "fly": "changes the distribution of the output",
 }
 """Values of rejection_sample_method of vLLM by name."""

@@ -7,7 +7,7 @@ from functools import cache
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
-from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
+from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
 
 from jaxllm.errors import GrammarError
 from jaxllm.request import Grammar
@@ -51,26 +51,35 @@ class Matcher:
         start_after: Sequence[int] | None = None,
     ):
         """`ends_at_eos`: an EOS token ends the output. If not, the output ends where the grammar allows nothing else."""
+        self._template = template
         self._matcher = template.matcher.deep_copy()
+        self._consumed: list[int] = []
+        """Tokens of the output since the grammar holds."""
         self.num_tokens = template.num_tokens
         self._eos_token_ids = [token for token in eos_token_ids if token < num_columns]
         self._ends_at_eos = ends_at_eos and bool(self._eos_token_ids)
         self._awaited = tuple(start_after or ())
         self._recent: list[int] = []
-        self._failure: GrammarError | None = None
-        """The error of the last mask, if it could not be computed."""
+        self._failure: tuple[int, GrammarError] | None = None
+        """The first of the last masks that could not be computed: how many tokens are still to come before it, and why."""
         self.is_done = False
         """Whether the output is complete and nothing but its end can follow."""
 
-    @property
-    def is_active(self) -> bool:
-        """Whether the grammar holds for the next token."""
-        return not self._awaited
+    def num_free(self, drafts: Sequence[int]) -> int | None:
+        """How many of these tokens are the next before the grammar holds; None if it does not hold even behind all of them."""
+        if not self._awaited:
+            return 0
+        run, size = [*self._recent, *drafts], len(self._awaited)
+        ends = range(len(self._recent) + 1, len(run) + 1)
+        return next((end - len(self._recent) for end in ends if tuple(run[max(0, end - size) : end]) == self._awaited), None)
 
     def advance(self, token_id: int) -> None:
         """Advance by the next token of the output. Raises GrammarError if the grammar does not allow it."""
         if self._failure is not None:
-            raise self._failure
+            num_before, error = self._failure
+            if not num_before:
+                raise error
+            self._failure = num_before - 1, error
         if self._awaited:
             self._recent = [*self._recent, token_id][-len(self._awaited) :]
             if tuple(self._recent) == self._awaited:
@@ -78,6 +87,7 @@ class Matcher:
             return
         if not self._matcher.consume_token(token_id):
             raise GrammarError("the output left its grammar")
+        self._consumed.append(token_id)
         if not self._ends_at_eos:
             self.is_done = self._only_end_remains()
 
@@ -90,39 +100,66 @@ class Matcher:
         _clear(words, self._eos_token_ids)
         return not words.any()
 
-    def _take_mask(self, words: np.ndarray, mask_W: np.ndarray) -> None:
-        """Copy the mask that llguidance computed to a row of the model's columns."""
-        num_words = min(len(words), len(mask_W))
-        mask_W[:] = 0
-        mask_W[:num_words] = words[:num_words]
+    def _take_masks(self, words_DW: np.ndarray, mask_DW: np.ndarray, num_before: int) -> None:
+        """Copy the masks that llguidance computed, behind the last token and behind each draft, to rows of the model's columns.
+
+        There are none behind a draft that the grammar forbids. num_before: drafts before these, which the grammar does not see.
+        """
+        message = "allows no token of this model at this position"
+        if self._matcher.is_error():
+            if not self._matcher.get_error().startswith("NoExtension"):
+                message = "became too complex for this output"
+            # The last mask is the one that failed: it allows EOS alone. A matcher would stay in its error state, also where a draft
+            # that proves wrong led into it.
+            words_DW[np.flatnonzero(words_DW.any(axis=1))[-1:]] = 0
+            self._matcher = self._template.matcher.deep_copy()
+            self._matcher.consume_tokens(self._consumed)
+        num_words = min(words_DW.shape[1], mask_DW.shape[1])
+        mask_DW[:, num_words:] = 0
+        mask_DW[:, :num_words] = words_DW[:, :num_words]
         if not self._ends_at_eos:
-            _clear(mask_W, self._eos_token_ids)
-        is_stuck = self._matcher.is_error() and not self._matcher.get_error().startswith("NoExtension")
-        if is_stuck:
-            self._failure = GrammarError("the grammar became too complex for this output")
-        elif self._matcher.is_error() or not mask_W.any():
-            self._failure = GrammarError("the grammar allows no token of this model at this position")
-        if self._failure is not None:
-            mask_W[:] = -1  # the token that is drawn ends the request
+            for mask_W in mask_DW:
+                _clear(mask_W, self._eos_token_ids)
+        is_known_D = mask_DW.any(axis=1)
+        if is_known_D.all():
+            return
+        # From there on anything may be drawn: either no such token counts, or the first one ends the request.
+        first = int(np.argmin(is_known_D))
+        mask_DW[first:] = -1
+        self._failure = num_before + first, GrammarError(f"the grammar {message}")
 
 
-def fill_masks(matchers: Sequence[tuple[Matcher, int]], mask_RW: np.ndarray) -> None:
-    """Write what each matcher allows into its row: bit b of word w for token 32 w + b. Other rows stay as they are.
+def fill_masks(matchers: Sequence[tuple[Matcher, int, Sequence[int]]], mask_TW: np.ndarray) -> None:
+    """Write what each matcher allows into its row, and what it allows behind each of its drafts into the rows after it: bit b of word w
+    for token 32 w + b. Other rows stay as they are.
 
-    A matcher whose mask cannot be computed fails when it is advanced.
+    A matcher whose mask cannot be computed fails when it is advanced to that mask. Masks behind a draft that is not allowed are not
+    restricted.
     """
-    active = [(matcher, row) for matcher, row in matchers if matcher.is_active]
-    if not active:
+    places: list[tuple[int, int]] = []
+    """Row of the mask and drafts before it, of the first mask of each job."""
+    jobs: list[tuple[Matcher, int, list[int]]] = []
+    num_masks = 0
+    for matcher, row, drafts in matchers:
+        matcher._failure = None
+        if (num_free := matcher.num_free(drafts)) is not None:
+            places.append((row + num_free, num_free))
+            jobs.append((matcher, num_masks, list(drafts[num_free:])))
+            num_masks += 1 + len(drafts) - num_free
+    if not jobs:
         return
-    words_MW = np.empty((len(active), -(-active[0][0].num_tokens // BITS)), np.int32)
-    executor = _executor() if len(active) >= _MIN_PARALLEL else None
-    if executor is not None:
-        fill_next_token_bitmask_par(executor, [(matcher._matcher, i) for i, (matcher, _) in enumerate(active)], words_MW)
+    words_MW = np.zeros((num_masks, -(-jobs[0][0].num_tokens // BITS)), np.int32)
+    single = [(matcher._matcher, index) for matcher, index, drafts in jobs if not drafts]
+    if len(single) >= _MIN_PARALLEL:
+        fill_next_token_bitmask_par(_executor(), single, words_MW)
     else:
-        for i, (matcher, _) in enumerate(active):
-            fill_next_token_bitmask(matcher._matcher, words_MW, i)
-    for i, (matcher, row) in enumerate(active):
-        matcher._take_mask(words_MW[i], mask_RW[row])
+        for llmatcher, index in single:
+            fill_next_token_bitmask(llmatcher, words_MW, index)
+    if several := [(matcher._matcher, index, drafts) for matcher, index, drafts in jobs if drafts]:
+        fill_next_token_bitmask_par_with_draft_tokens(_executor(), several, words_MW)
+    for (matcher, index, drafts), (row, num_free) in zip(jobs, places, strict=True):
+        size = 1 + len(drafts)
+        matcher._take_masks(words_MW[index : index + size], mask_TW[row : row + size], num_free)
 
 
 def _clear(words: np.ndarray, token_ids: Sequence[int]) -> None:
@@ -132,6 +169,5 @@ def _clear(words: np.ndarray, token_ids: Sequence[int]) -> None:
 
 
 @cache
-def _executor() -> LLExecutor | None:
-    num_threads = min((os.cpu_count() or 1) // 2, 8)
-    return LLExecutor(num_threads=num_threads) if num_threads > 1 else None
+def _executor() -> LLExecutor:
+    return LLExecutor(num_threads=max(1, min((os.cpu_count() or 1) // 2, 8)))

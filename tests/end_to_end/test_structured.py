@@ -2,6 +2,7 @@
 
 import json
 import threading
+from types import SimpleNamespace
 
 import jsonschema
 import numpy as np
@@ -121,14 +122,20 @@ def test_each_output_has_its_form(alone, tokenizer):
     [
         {"max_in_flight": 2},
         {"max_in_flight": 3},
+        {"max_in_flight": 2, "apart": True},
+        {"max_in_flight": 3, "max_num_batched_tokens": 12, "apart": True},
         {"max_in_flight": 3, "max_num_batched_tokens": 12},
         {"max_in_flight": 3, "num_blocks": 16, "enable_prefix_caching": False, "watermark": 0.0},
         {"async_scheduling": False, "max_num_batched_tokens": 7},
     ],
-    ids=["async", "three in flight", "chunks", "preemption", "chunks in turn"],
+    ids=["async", "three in flight", "apart", "chunks apart", "chunks", "preemption", "chunks in turn"],
 )
 def test_the_tokens_are_the_same_however_the_steps_fall(core, structured, alone, options):
+    options = dict(options)
+    is_apart = options.pop("apart", False)
     engines.reschedule(core, **options)
+    if is_apart:
+        core.loop._mask_pace = SimpleNamespace(is_apart=True, note=lambda seconds, is_late: None)
     answers = engines.run(core, several(structured))
     assert {name: answer.tokens for name, answer in answers.items()} == {name: a.tokens for name, a in alone.items()}
     assert {name: answer.finish_reason for name, answer in answers.items()} == {
@@ -147,7 +154,7 @@ def test_a_greedy_token_is_the_likeliest_that_is_allowed(core, structured, vocab
     num_checked = 0
     for token, ids in zip(answer.tokens, answer.token_logprobs.token_ids, strict=True):
         mask = np.full((1, 4), -1, np.int32)
-        fill_masks([(matcher, 0)], mask)
+        fill_masks([(matcher, 0, [])], mask)
         allowed = np.unpackbits(mask.view(np.uint8)[0], bitorder="little").astype(bool)
         assert allowed[token]
         ranked = [id for id in ids[1:] if allowed[id]]

@@ -1,5 +1,7 @@
 """The loop with a fake runner: order of dispatching and reading."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -30,6 +32,8 @@ class FakeRunner:
 
 
 class FakePending:
+    was_drawn_late = False
+
     def __init__(self, runner, step, sampled):
         self.runner, self.step, self.sampled = runner, step, sampled
 
@@ -129,7 +133,11 @@ class MaskedPending(FakePending):
     def __init__(self, runner, step, sampled):
         super().__init__(runner, step, sampled)
         self.sampled_ids = list(sampled)
-        self.mask_RW = np.full((len(sampled), 4), -1, np.int32)
+        self.mask_TW = np.full((len(sampled), 4), -1, np.int32)
+        self.batch = SimpleNamespace(width=1)
+
+    def drafts(self):
+        return [[]] * len(self.sampled_ids)
 
     def draw(self):
         self.runner.events.append(("draw", self.step))

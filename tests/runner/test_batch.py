@@ -152,7 +152,7 @@ def test_a_decode_with_drafts(drafting):
         drafts_plan(most=3, new_requests=[new(name, [5, 6, 7], [i, i + 1, i, i + 1]) for i, name in enumerate("abc")])
     )
     batch = drafting.build(drafts_plan(("a", 3, 4, 3, [20, 21, 30, 31]), ("c", 5, 2, 1, []), ("b", 3, 1, 0, [22, 32]), most=3))
-    assert batch.is_decode and batch.proposes and (batch.width, batch.layout.num_rows) == (4, 4)
+    assert batch.is_decode and (batch.width, batch.next_width, batch.layout.num_rows) == (4, 4, 4)
     assert [row.data.request_id for row in batch.sampled] == list("acb") and batch.chunks == []
     views, rows = batch.layout.views(batch.buffer), drafting.rows.by_request
     columns = views.columns_RC
@@ -172,11 +172,11 @@ def test_a_decode_with_drafts(drafting):
     assert batch.extra_updates is None
 
 
-@pytest.mark.parametrize(("most", "width"), [(0, 1), (1, 4), (3, 4)])
+@pytest.mark.parametrize(("most", "width"), [(0, 1), (1, 3), (2, 3), (3, 4)])
 def test_the_width_of_a_decode_is_that_of_the_drafts_it_proposes(drafting, most, width):
     drafting.build(drafts_plan(most=3, new_requests=[new("a", [5], [1, 2])]))
     batch = drafting.build(drafts_plan(("a", 1, 1, 0, []), most=most))
-    assert (batch.is_decode, batch.width, batch.proposes) == (True, width, most > 0)
+    assert (batch.is_decode, batch.width, batch.next_width) == (True, width, width)
 
 
 def test_the_last_token_of_a_prompt_decodes_beside_drafts(drafting):
@@ -201,7 +201,7 @@ def test_a_mixed_step_samples_as_many_tokens_as_a_row_has_drafts(drafting, draft
     drafting.build(drafts_plan(most=3, new_requests=[new("a", [5], [1, 2])]))
     arriving = new("b", [7, 8, 9], [3, 4, 5, 6])
     batch = drafting.build(drafts_plan(("a", 1, 1 + drafts, drafts, []), most=3, new_requests=[arriving]))
-    assert not batch.is_decode and batch.proposes and batch.width == (4 if drafts else 1)
+    assert not batch.is_decode and (batch.width, batch.next_width) == (3 if drafts else 1, 4)
     views = batch.layout.views(batch.buffer)
     assert views.token_ids_T[: 4 + drafts].tolist() == [FROM_ROW] * (1 + drafts) + [7, 8, 9]
     assert views.columns_RC[:2, Column.START].tolist() == [FROM_ROW, 0]

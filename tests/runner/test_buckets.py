@@ -52,5 +52,5 @@ def test_every_decode_that_may_have_drafts_fits_into_a_size_with_drafts():
     buckets = Buckets.choose(config, on_gpu=True, num_drafts=3)
     assert buckets.decode_rows == (64, 128, 200)
     for num_rows in range(1, MAX_DRAFT_ROWS + 1):
-        assert buckets.widths_of(buckets.fit_decode(num_rows)) == buckets.widths_of(buckets.fit_sample(num_rows)) == (1, 4)
-    assert [buckets.fit_width(num_drafts) for num_drafts in range(4)] == [1, 4, 4, 4]
+        assert buckets.widths_of(buckets.fit_decode(num_rows)) == buckets.widths_of(buckets.fit_sample(num_rows)) == (1, 3, 4)
+    assert [buckets.fit_width(num_drafts) for num_drafts in range(4)] == [1, 3, 3, 4]

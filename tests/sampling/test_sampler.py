@@ -204,6 +204,9 @@ def test_greedy_takes_the_lowest_of_equals_and_nan_counts_as_the_highest():
     logits[3, 5:] = -np.inf
     logits[4, 6:] = np.nan
     assert np.asarray(greedy(logits))[:5].tolist() == [0, 7, 0, 0, 6]
+    many = np.zeros((2, 20_000), np.float32)
+    many[0, 2], many[0, 5] = 1, np.nan
+    assert np.asarray(greedy(many)).tolist() == [5, 0]
 
 
 def run_alone(params, token_ids, logits_SV, *, num_prompt_tokens=None, row=2):

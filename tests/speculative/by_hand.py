@@ -206,6 +206,7 @@ class ByHand:
             target=nnx.merge(target_graph, target_state),
             shards=shards,
             row_R=jnp.where(is_real_R, jnp.arange(NUM_ROWS), NUM_ROWS - 1),
+            num_wanted=self.drafter.num_drafts,
             same_step=same_step,
             decode_step=decode_step,
             draw=draw,

@@ -90,3 +90,17 @@ def test_nothing_is_kept_of_requests_that_have_ended():
     note(adaptive, request, 0)
     assert adaptive.of(make_request("a", 1)) == NUM_DRAFTS
     assert adaptive.counts.num_drafts == 1
+
+
+def test_a_step_has_as_many_drafts_as_bring_the_most_tokens_a_second():
+    """Where a wide step is bound by arithmetic, half of the drafts may bring more than all."""
+    for costs, right, best in (((1.0, 1.2, 1.7), 2, 2), ((1.0, 1.05, 1.1), 4, 4), ((1.0, 3.0, 5.0), 1, 0)):
+        adaptive, requests = control(), [make_request("a", 1)]
+        chosen = []
+        for _ in range(400):
+            most = adaptive.most(1)
+            chosen.append(most)
+            if most:
+                note(adaptive, requests[0], min(most, right), most)
+            adaptive.note_seconds(1, most, costs[(0, 2, 4).index(most)])
+        assert chosen[-100:].count(best) >= 90, (costs, chosen[-20:])

@@ -37,7 +37,7 @@ def matcher(vocabulary, *, num_columns=NUM_COLUMNS, ends_at_eos=True, start_afte
 def allowed(*matchers, num_columns=NUM_COLUMNS):
     """The allowed tokens of each."""
     mask = np.full((len(matchers), -(-num_columns // 32)), -1, np.int32)
-    fill_masks([(matcher, row) for row, matcher in enumerate(matchers)], mask)
+    fill_masks([(matcher, row, []) for row, matcher in enumerate(matchers)], mask)
     bits = np.unpackbits(mask.view(np.uint8), axis=1, bitorder="little")
     sets = [set(np.flatnonzero(row).tolist()) for row in bits]
     return sets if len(sets) > 1 else sets[0]
@@ -81,9 +81,9 @@ def test_before_it_begins_everything_is_allowed(vocabulary, tokenizer):
     output = matcher(vocabulary, choice=["ab"], start_after=(5, 6))
     for token in (5, 5, 7, 6, 5, 5):
         output.advance(token)
-        assert not output.is_active and len(allowed(output)) == NUM_COLUMNS
+        assert output.num_free([]) is None and len(allowed(output)) == NUM_COLUMNS
     output.advance(6)
-    assert output.is_active and allowed(output) == set(tokenizer.encode("ab", add_special_tokens=False))
+    assert output.num_free([]) == 0 and allowed(output) == set(tokenizer.encode("ab", add_special_tokens=False))
 
 
 def test_many_outputs_are_filled_at_once_each_with_its_own(vocabulary, tokenizer):
@@ -105,6 +105,64 @@ def test_a_mask_that_allows_nothing_lets_the_next_token_end_the_output(vocabular
     assert len(allowed(output)) == NUM_COLUMNS
     with pytest.raises(GrammarError, match="no token"):
         output.advance(2)
+
+
+DIGITS = {"json": {"type": "array", "items": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("form", "drafts", "num_right"),
+    [
+        (DIGITS, "[12,345]", 8),
+        ({"regex": "abc*"}, "abccc", 5),
+        ({"regex": "abc*"}, "abxcc", 2),
+        ({"regex": "abc"}, "abccc", 3),
+        ({"choice": ["ab", "abc"]}, "x", 0),
+        ({"regex": "abc*", "ends_at_eos": False}, "abcc", 4),
+        ({"regex": "abc*", "start_after": (9, 8)}, [9, 8, "abc"], 5),
+        ({"regex": "abc*", "start_after": (9, 8)}, [7, 9, "abc"], 5),
+        ({"regex": "abc*", "start_after": (9, 8)}, [9, 9, 8, "abx", 5], 5),
+    ],
+)
+def test_the_masks_behind_drafts_are_those_of_an_output_with_these_tokens(vocabulary, tokenizer, form, drafts, num_right):
+    """One by one or with others at once, and the output itself stays where it is."""
+    ids = [*drafts] if isinstance(drafts, list) else [drafts]
+    letters = {letter: tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "abcx[]12345,"}
+    ids = [token for part in ids for token in ([part] if isinstance(part, int) else [letters[letter] for letter in part])]
+    outputs = [matcher(vocabulary, **form), matcher(vocabulary, regex="b+"), matcher(vocabulary, **form)]
+    size = 1 + len(ids)
+    mask = np.full((2 * size + 1, NUM_COLUMNS // 32), -1, np.int32)
+    fill_masks([(outputs[0], 0, ids), (outputs[1], size, []), (outputs[2], size + 1, ids[:1])], mask)
+    bits = np.unpackbits(mask.view(np.uint8), axis=1, bitorder="little")
+    found = [set(np.flatnonzero(row).tolist()) for row in bits]
+    by_hand = matcher(vocabulary, **form)
+    for index, token in enumerate([*ids[:num_right], None]):
+        assert found[index] == allowed(by_hand), index
+        if index < 2:
+            assert found[size + 1 + index] == found[index]
+        if token is not None:
+            by_hand.advance(token)
+    assert all(len(tokens) == NUM_COLUMNS for tokens in found[num_right + 1 : size])
+    assert found[size] == allowed(matcher(vocabulary, regex="b+"))
+    for token in ids[:num_right]:
+        outputs[0].advance(token)
+    assert allowed(outputs[0]) == allowed(by_hand)
+
+
+def test_a_dead_end_behind_a_draft_ends_the_output_only_if_the_draft_is_right(vocabulary, tokenizer):
+    a, b, x = (tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "abx")
+    for drawn in ([a, b], [a, x, x]):
+        output = matcher(vocabulary, regex="a(bé|xx)")
+        mask = np.full((4, NUM_COLUMNS // 32), -1, np.int32)
+        fill_masks([(output, 0, [a, b, a])], mask)
+        output.advance(a)
+        output.advance(drawn[1])
+        if drawn[1] == b:
+            with pytest.raises(GrammarError, match="no token"):
+                output.advance(a)
+        else:
+            assert allowed(output) == {x}
+            output.advance(x)
 
 
 def test_tokens_beyond_the_models_columns_are_never_allowed(vocabulary, tokenizer):

@@ -84,7 +84,7 @@ class Sampling:
         self._processors = processors
         self._state: SamplingState | None = None
         self._open_masks: dict[int, jax.Array] = {}
-        """Masks that allow every token, by number of rows."""
+        """Masks that allow every token, by number of draws."""
 
     def key(self, batch: Batch) -> ProgramKey:
         """The program that samples for a batch."""
@@ -93,15 +93,15 @@ class Sampling:
     def _fit(self, batch: Batch) -> int:
         return self._buckets.fit_sample(max(1, len(batch.sampled)))
 
-    def launch(self, batch: Batch, hidden: Hidden, mask_RW: np.ndarray | None) -> PendingTokens:
-        """Start to sample. mask_RW: the tokens that each row may get; None: all."""
+    def launch(self, batch: Batch, hidden: Hidden, mask_TW: np.ndarray | None) -> PendingTokens:
+        """Start to sample. mask_TW: what each draw of each row may give; None: any token."""
         device, key = self._device, self.key(batch)
         program = device.program(key)
         state = self.state() if batch.variant == Variant.FULL else None
         named_ids = self._named_ids(batch.sampled, key.size) if batch.logprobs == LogprobsKind.NAMED else None
-        mask = None if mask_RW is None else device.put(mask_RW)
+        mask = None if mask_TW is None else device.put(mask_TW)
         if mask is None and batch.variant >= Variant.MASKED:
-            mask = self._open_mask(key.size)
+            mask = self._open_mask(key.size * key.width)
         device.row_arrays, drawn, state, scores = program(
             device.params, device.row_arrays, hidden.hidden_NWD, hidden.columns_NC, state, named_ids, mask, device.workspace
         )
@@ -111,16 +111,16 @@ class Sampling:
 
     def new_mask(self, batch: Batch) -> np.ndarray:
         """A mask on the host that allows every token."""
-        return self._all_allowed(self._fit(batch))
+        return self._all_allowed(self._fit(batch) * batch.width)
 
-    def _open_mask(self, num_rows: int) -> jax.Array:
+    def _open_mask(self, num_draws: int) -> jax.Array:
         """The same on the device, for full sampling of rows without a grammar."""
-        if num_rows not in self._open_masks:
-            self._open_masks[num_rows] = self._device.put(self._all_allowed(num_rows))
-        return self._open_masks[num_rows]
+        if num_draws not in self._open_masks:
+            self._open_masks[num_draws] = self._device.put(self._all_allowed(num_draws))
+        return self._open_masks[num_draws]
 
-    def _all_allowed(self, num_rows: int) -> np.ndarray:
-        return np.full((num_rows, num_words(self._vocab_size)), -1, np.int32)
+    def _all_allowed(self, num_draws: int) -> np.ndarray:
+        return np.full((num_draws, num_words(self._vocab_size)), -1, np.int32)
 
     def _named_ids(self, sampled: Sequence[Row], num_rows: int) -> jax.Array:
         ids = np.full((num_rows, MAX_LOGPROB_TOKEN_IDS), -1, np.int32)
