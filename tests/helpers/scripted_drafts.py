@@ -56,7 +56,7 @@ class ScriptedDrafter:
 
     def propose(self, model: None, state: None, drafting: Drafting) -> tuple[None, jax.Array]:
         follower_LV, drafts = jnp.asarray(self.followers, jnp.int32), [drafting.token_R]
-        for index in range(self.num_drafts):
+        for index in range(drafting.num_wanted):
             position_R = jnp.minimum(drafting.position_R + index, len(self.followers) - 1)
             drafts.append(jnp.where(drafts[-1] < 0, NO_DRAFT, follower_LV[position_R, drafts[-1]]))
         return None, jnp.stack(drafts[1:], axis=1)
