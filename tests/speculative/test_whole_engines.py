@@ -23,7 +23,9 @@ ITSELF = {"method": "draft_model", "model": str(TARGET), "num_speculative_tokens
     ],
     ids=["n-gram", "n-gram of 4 devices", "draft model"],
 )
-def test_tokens_are_those_of_an_engine_without_drafts(options, size, workouts: tuple[Callable[[EngineCore], None], ...]) -> None:
+def test_tokens_are_those_of_an_engine_without_drafts(
+    options, size, workouts: tuple[Callable[[EngineCore], None], ...]
+) -> None:
     core = engines.make_core(draft_workout.NAME, speculative_config=options, tensor_parallel_size=size)
     for work_out in workouts:
         engines.renew(core)
