@@ -57,7 +57,7 @@ PLACES = {
     "admit": Place(
         "core", "jaxllm.runner.consumers.sampling", "Sampling.pack_admission", lambda self, row: row.data.request_id
     ),
-    "result": Place("core", "jaxllm.runner.pending", "StepInFlight.result"),
+    "result": Place("core", "jaxllm.runner.pending", "StepInFlight.read"),
     "sampler": Place(
         "core", "jaxllm.runner.consumers.sampling", "PendingTokens.scores_of", lambda self, row, index: row.data.request_id
     ),

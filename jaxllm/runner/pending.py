@@ -85,6 +85,10 @@ class StepInFlight:
         """
         for launched in self.launches:
             launched.result()
+        return self.read()
+
+    def read(self) -> ModelRunnerOutput:
+        """Wait for the device and return the results of the step, whose launches are over. Raises RuntimeError before `draw`."""
         if self.done is None:
             raise RuntimeError("the step was never drawn")
         np.asarray(self.done)

@@ -75,6 +75,10 @@ def locate_decode(block_table_NB: jax.Array, columns_RC: jax.Array, width: int, 
     position_T = columns_TC[:, Column.START] + offset_T
     is_real_T = offset_T < columns_TC[:, Column.NUM_TOKENS]
     page_tables = _by_group(block_table_NB[row_R], cache)
+    if width > 1:
+        # The keys of a row that ends at the longest length, with those of tokens that are not real, reach behind its table.
+        extra = -(-(width - 1) // cache.block_size)
+        page_tables = [jnp.pad(page_table_RB, ((0, 0), (0, extra))) for page_table_RB in page_tables]
     pages = [page_table_RB[owner_T, position_T // cache.block_size] for page_table_RB in page_tables]
     is_written_T = is_real_T & (position_T >= columns_TC[:, Column.WRITE_FROM])
     return Places(

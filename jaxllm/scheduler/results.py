@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable
+from itertools import takewhile
 
 from jaxllm.errors import GrammarError
 from jaxllm.log import logger
@@ -45,10 +46,17 @@ def take_in(
         if errors and request_id in errors:
             new_token_ids, end = _fail(request, errors[request_id])
         elif result.not_finite and request_id in result.not_finite:
-            new_token_ids, end = _fail(request, _NOT_FINITE, ErrorKind.NOT_FINITE)
+            # With drafts, tokens may come before the one that could not be drawn.
+            good = [*takewhile(lambda token_id: token_id >= 0, sampled_token_ids.get(request_id, ()))]
+            new_token_ids, end = _append_until_stop(request, good) if request.matcher is None else ([], None)
+            if end is None:
+                _, end = _fail(request, _NOT_FINITE, ErrorKind.NOT_FINITE)
+            if logprobs:
+                new_logprobs = _first_rows(logprobs.get(request_id), len(new_token_ids))
         elif sampled := sampled_token_ids.get(request_id):
             if len(sampled) < num_samples and request.status == RequestStatus.RUNNING:
                 request.num_computed_tokens -= num_samples - len(sampled)  # drafts that were wrong
+            num_known = request.num_tokens
             try:
                 new_token_ids, end = _append_until_stop(request, sampled)
                 if logprobs:
@@ -56,7 +64,10 @@ def take_in(
                 if is_first and prompt_logprobs:
                     new_prompt_logprobs = prompt_logprobs.get(request_id)
             except GrammarError as error:
-                new_token_ids, end = _fail(request, str(error), ErrorKind.CONSTRAINT)
+                _, end = _fail(request, str(error), ErrorKind.CONSTRAINT)
+                new_token_ids = request.token_ids[num_known:]  # those before the one that could not be drawn
+                if logprobs:
+                    new_logprobs = _first_rows(logprobs.get(request_id), len(new_token_ids))
             except Exception as error:
                 logger.exception("taking in the tokens of request %s failed", request_id)
                 new_token_ids, end = _fail(request, f"the request failed in the engine ({type(error).__name__})")

@@ -167,10 +167,9 @@ def write(run: Run, directory: str | None) -> list[Path]:
         return [verified.RECORDS, *write_pages(records)]
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    records = merge({}, kind, run.record())
-    save(records, folder / verified.RECORDS.name)
+    save({kind: run.record()}, folder / verified.RECORDS.name)
     page = folder / page_name(kind)
-    page.write_text(render_page(kind, records[kind]), encoding="utf-8")
+    page.write_text(render_page(kind, merge({}, kind, run.record())[kind]), encoding="utf-8")
     return [folder / verified.RECORDS.name, page]
 
 

@@ -62,7 +62,9 @@ def check_slots(places: Places, step: np.ndarray, first_tokens: list[int]) -> No
     for group, table in enumerate(places.tables):
         assert (table.slot_T[~is_real] == -1).all()
         part = slice(group * MAX_BLOCKS, (group + 1) * MAX_BLOCKS)
-        np.testing.assert_array_equal(table.page_table_RB, TABLE[step[:, Column.ROW], part])
+        np.testing.assert_array_equal(table.page_table_RB[:, :MAX_BLOCKS], TABLE[step[:, Column.ROW], part])
+        # Behind its end, where keys of tokens that are not real would lie, there is the null block.
+        assert not table.page_table_RB[:, MAX_BLOCKS:].any()
 
 
 def test_tokens_of_a_ragged_step_lie_one_after_the_other():

@@ -3,9 +3,9 @@
 import pytest
 
 from jaxllm.errors import ConfigError, InvalidRequestError
-from jaxllm.request import FinishReason, RequestStatus
+from jaxllm.request import ErrorKind, FinishReason, RequestStatus
 from jaxllm.scheduler.scheduler import PlanError
-from jaxllm.scheduler_output import ModelRunnerOutput, RowStep
+from jaxllm.scheduler_output import NO_TOKEN, NOT_FINITE, ModelRunnerOutput, RowStep
 from tests.helpers.scheduling import make_request, make_scheduler, result_of, run_to_end, step
 
 
@@ -468,3 +468,15 @@ def test_limited_steps_have_fewer_requests_and_tokens():
     scheduler.limit_steps(1)
     plan, _ = step(scheduler)
     assert plan.num_tokens == 64
+
+
+@pytest.mark.parametrize(("last", "not_finite"), [(NO_TOKEN, False), (NOT_FINITE, True)])
+def test_tokens_before_one_that_could_not_be_drawn_are_reported(last, not_finite):
+    """With drafts a step brings several."""
+    scheduler = make_scheduler()
+    scheduler.add_request(make_request("a", 4))
+    plan = scheduler.schedule()
+    result = ModelRunnerOutput({"a": [7, 8, last]}, not_finite={"a"} if not_finite else set())
+    [news] = scheduler.update_from_output(plan, result)
+    assert news.new_token_ids == [7, 8] and news.finish_reason == FinishReason.ERROR
+    assert news.error_kind == (ErrorKind.NOT_FINITE if not_finite else ErrorKind.CONSTRAINT)

@@ -169,13 +169,14 @@ def test_logits_come_from_the_step_functions_of_an_engine() -> None:
 def test_the_steps_of_the_logits_write_each_slot_once_and_decodes_follow_prompts() -> None:
     steps = logits.Steps(prompts=(20, 1, 17), num_decodes=2)
     parts = [steps.prefill(64), steps.decode(64, 0), steps.decode(64, 1)]
-    slots = np.concatenate([np.asarray(part.tables[0].slot_T) for part in parts])
+    ids_of_parts, places = zip(*parts, strict=True)
+    slots = np.concatenate([np.asarray(place.tables[0].slot_T) for place in places])
     written = slots[slots >= 0]
     assert len(written) == len(set(written)) == 38 + 2 * 3 and written.min() >= 16
-    assert parts[0].query_start_R1.tolist() == [0, 20, 21, *[38] * 6]
-    assert parts[1].position_T.tolist()[:3] == [20, 1, 17] and parts[2].kv_length_R.tolist() == [22, 3, 19, *[0] * 5]
+    assert places[0].query_start_R1.tolist() == [0, 20, 21, *[38] * 6]
+    assert places[1].position_T.tolist()[:3] == [20, 1, 17] and places[2].kv_length_R.tolist() == [22, 3, 19, *[0] * 5]
     ids = steps.token_ids(64)
-    assert parts[2].token_ids_T.tolist()[:3] == [request[-1] for request in ids]
+    assert ids_of_parts[2].tolist()[:3] == [request[-1] for request in ids]
 
 
 @pytest.fixture(scope="module")
