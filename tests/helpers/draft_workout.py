@@ -93,12 +93,13 @@ def depths_and_chunks(core: EngineCore) -> None:
     workout, num_preempted, num_cached = Workout(core), 0, 0
     for kinds, schedules in (
         (DECODED, [{"async_scheduling": False}, {"max_in_flight": 2, "num_blocks": 9}]),
-        (SCORED, [{"max_in_flight": 3, "max_num_batched_tokens": 13}]),
         (
-            FULL,
-            [{"max_in_flight": 2, "max_num_batched_tokens": 16}, {"async_scheduling": False, "enable_prefix_caching": False}],
+            (*DECODED, *SCORED, *FULL),
+            [
+                {"max_in_flight": 3, "num_blocks": 9, "max_num_batched_tokens": 21},
+                {"async_scheduling": False, "enable_prefix_caching": False},
+            ],
         ),
-        ((*DECODED, *SCORED, *FULL), [{"max_in_flight": 3, "num_blocks": 9, "max_num_batched_tokens": 21}]),
     ):
         expected = workout.without_drafts(requests(*kinds))
         for schedule in schedules:

@@ -10,24 +10,19 @@ import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file
-from tokenizers import Tokenizer
 
 pytest.importorskip("optax")
 
 from jaxllm.layers.build import build_model
 from jaxllm.layers.dense_attention import dense_step
 from jaxllm.loaders.dummy import init_params
-from jaxllm.loaders.load import load_weights
 from jaxllm.models import llama
 from jaxllm.models.config_reader import ConfigReader
-from jaxllm.models.load_config import load_model_config
-from jaxllm.parallel.mesh import make_mesh
-from scripts.demo_data import chat_tokenizer, eagle3
+from scripts.demo_data import eagle3
 from scripts.demo_data.acceptance import AcceptanceTest, tokens_per_step
 from scripts.demo_data.direct import DirectModel
 from scripts.demo_data.distilling import Distilling, DraftModelTraining, Eagle3Training, read
 from scripts.demo_data.packing import TRAINED
-from scripts.demo_data.tasks import held_out_questions
 from scripts.demo_data.training import Recipe
 from tests.helpers.eagle3_numpy import Eagle3
 
@@ -154,85 +149,6 @@ def test_tokens_past_the_end_are_not_counted():
     assert tokens_per_step(accepted, num_prompt=3, num_tokens=10, num_drafts=4) == (6, 2)
     assert tokens_per_step([0] * 20, num_prompt=3, num_tokens=10, num_drafts=4) == (6, 6)
     assert tokens_per_step([0, 0, 2, 9, 9, 1, 9, 9], num_prompt=3, num_tokens=9, num_drafts=4) == (5, 2)
-
-
-WIDTH = 128
-
-
-def _shipped(name: str):
-    directory = DATA / name
-    config = load_model_config(directory, dtype="float32")
-    model = build_model(config)
-    state = load_weights(config, model, directory, load_format="safetensors", mesh=make_mesh(1), seed=0, progress=None)
-    return nnx.split(model)[0], state
-
-
-def _padded(tokens: list[int]) -> np.ndarray:
-    return np.pad(np.array(tokens), (0, WIDTH - len(tokens)))
-
-
-@pytest.fixture(scope="module")
-def demo_model():
-    """Runs the demo model over tokens: the features of every token, and what it says after it."""
-    graph, state = _shipped("demo")
-    config = json.loads((DATA / "demo_eagle3" / "config.json").read_text())
-    layers = tuple(config["eagle_config"]["eagle_aux_hidden_state_layer_ids"])
-
-    @jax.jit
-    def run(state, ids_T):
-        positions_T = jnp.arange(WIDTH)
-        reading = read(nnx.merge(graph, state), layers, ids_T, positions_T, jnp.zeros_like(ids_T))
-        return reading.features_TF, jnp.argmax(reading.logits_TV, axis=1)
-
-    def run_demo(tokens):
-        return tuple(np.asarray(x)[: len(tokens)] for x in run(state, _padded(tokens)))
-
-    return run_demo, np.asarray(state["embedding"]["weight"][...])
-
-
-@pytest.fixture(scope="module")
-def shipped_drafters(demo_model):
-    """By name, (features of all tokens but the last, tokens) -> four drafts."""
-    head = Eagle3(DATA / "demo_eagle3", demo_model[1])
-    graph, state = _shipped("demo_draft")
-
-    @jax.jit
-    def likeliest(state, ids_T):
-        model = nnx.merge(graph, state)
-        return jnp.argmax(model.logits(model(dense_step(ids_T, jnp.arange(WIDTH)))), axis=1)
-
-    def draft(features_TF, tokens):
-        drafts: list[int] = []
-        while len(drafts) < 4:
-            known = tokens + drafts
-            drafts.append(int(likeliest(state, _padded(known))[len(known) - 1]))
-        return drafts
-
-    return {"eagle3": lambda features_TF, tokens: head.drafts(features_TF, tokens[1:], 4), "draft": draft}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "minimum"), [("eagle3", 2.6), ("draft", 2.2)])
-def test_drafts_of_the_shipped_drafters_are_accepted(demo_model, shipped_drafters, name, minimum):
-    """Draft and verify, greedily, over held-out questions."""
-    run_demo, _ = demo_model
-    tokenizer = Tokenizer.from_file(str(DATA / "demo" / "tokenizer.json"))
-    prompts = [tokenizer.encode(chat_tokenizer.render_question(question)).ids for question in held_out_questions(14)]
-    num_tokens = num_steps = 0
-    for prompt in [prompt for prompt in prompts if len(prompt) < WIDTH // 2]:
-        features_TF, next_T = run_demo(prompt)
-        known = [*prompt, int(next_T[-1])]
-        while known[-1] not in (0, 2) and len(known) + 5 < WIDTH:
-            drafts = shipped_drafters[name](features_TF, known)
-            features_TF, next_T = run_demo(known + drafts)
-            drawn = next_T[len(known) - 1 :].tolist()
-            accepted = [*(draft == token for draft, token in zip(drafts, drawn, strict=False)), False].index(False)
-            emitted = drawn[: accepted + 1]
-            emitted = emitted[: emitted.index(2) + 1] if 2 in emitted else emitted
-            known += emitted
-            features_TF = features_TF[: len(known) - 1]
-            num_tokens, num_steps = num_tokens + len(emitted), num_steps + 1
-    assert num_tokens / num_steps > minimum
 
 
 def test_the_shipped_head_is_as_its_config_says():
