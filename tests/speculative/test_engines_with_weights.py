@@ -129,7 +129,7 @@ def hidden_states(core: EngineCore) -> HiddenStates:
 
 @pytest.mark.parametrize(
     ("method", "model", "least"),
-    [("eagle3", "demo_eagle3", 2.8), pytest.param("draft_model", "demo_draft", 2.8, marks=pytest.mark.slow)],
+    [("eagle3", "demo_eagle3", 2.8)],
 )
 def test_the_demo_models_drafters_are_mostly_right(method, model, least):
     """Tokens per step are about those of docs/DEMO_MODEL.md."""

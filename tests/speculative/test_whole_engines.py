@@ -6,12 +6,10 @@ import pytest
 
 from jaxllm.engine.core import EngineCore
 from tests.helpers import draft_workout, engines
-from tests.speculative.checkpoints import TARGET
 
 pytestmark = pytest.mark.slow
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-ITSELF = {"method": "draft_model", "model": str(TARGET), "num_speculative_tokens": 3, "draft_sample_method": "greedy"}
 
 
 @pytest.mark.parametrize(
@@ -19,9 +17,8 @@ ITSELF = {"method": "draft_model", "model": str(TARGET), "num_speculative_tokens
     [
         (NGRAM, 1, (draft_workout.interruptions, draft_workout.the_longest_requests)),
         (NGRAM, 4, (draft_workout.the_longest_requests,)),
-        (ITSELF, 1, (draft_workout.the_longest_requests,)),
     ],
-    ids=["n-gram", "n-gram of 4 devices", "draft model"],
+    ids=["n-gram", "n-gram of 4 devices"],
 )
 def test_tokens_are_those_of_an_engine_without_drafts(
     options, size, workouts: tuple[Callable[[EngineCore], None], ...]
