@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Mapping
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxllm.config import EngineConfig
@@ -18,11 +19,9 @@ DRAFTERS: str | None = "jaxllm.speculative:make_drafter"
 
 def check_speculative_config(config: EngineConfig) -> None:
     """Raise ConfigError for a speculative_config that is wrong in itself or that other options exclude. Does not import JAX."""
-    if config.speculative.speculative_config is None:
-        return
-    if DRAFTERS is None:
-        raise ConfigError("speculative_config is set, but this build has no drafters; leave it out")
-    importlib.import_module(DRAFTERS.partition(":")[0]).of_engine(config)
+    if config.speculative.speculative_config is not None:
+        module, _ = _drafters()
+        module.of_engine(config)
 
 
 class Speculation(Protocol):
@@ -43,8 +42,14 @@ def make_speculation(config: EngineConfig, target: "ModelConfig") -> Speculation
     """The drafter of a config and its control; None without speculative_config. Raises ConfigError or ModelLoadError."""
     if config.speculative.speculative_config is None:
         return None
-    if DRAFTERS is None:
-        check_speculative_config(config)
-    module, name = str(DRAFTERS).split(":")
-    made: Speculation = getattr(importlib.import_module(module), name)(config, target)
+    module, name = _drafters()
+    made: Speculation = getattr(module, name)(config, target)
     return made
+
+
+def _drafters() -> tuple[ModuleType, str]:
+    """The package of drafters, and the name of the function that makes one. Raises ConfigError if there is none."""
+    if DRAFTERS is None:
+        raise ConfigError("speculative_config is set, but this build has no drafters; leave it out")
+    module, _, name = DRAFTERS.partition(":")
+    return importlib.import_module(module), name

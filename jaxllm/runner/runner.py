@@ -331,17 +331,15 @@ class ModelRunner:
     def _decode(self, step: StepInFlight) -> None:
         batch = step.batch
         step.errors = self._prepare(batch)
-        key = ProgramKey("decode", batch.layout.num_rows, batch.variant, width=batch.width)
-        self.program(key)
-        drawn = self.run_decode(key, batch.buffer)
+        program = self.program(ProgramKey("decode", batch.layout.num_rows, batch.variant, width=batch.width))
+        drawn = self.run_decode(program, batch.layout, batch.buffer)
         parts = [consumer.launch(work, None) for consumer, work in self._select(batch)]
         step.done, step.parts = drawn, [PendingTokens(batch.sampled, drawn, Scores(None, None)), *parts]
 
-    def run_decode(self, key: ProgramKey, buffer: np.ndarray) -> jax.Array:
-        sent = self.send(self.shapes.layout(key), buffer)
-        self.caches, self.row_arrays, drawn = self.programs.get(key)(
-            self.params, self.caches, self.row_arrays, sent, self.workspace
-        )
+    def run_decode(self, program: jax.stages.Compiled, layout: StepLayout, buffer: np.ndarray) -> jax.Array:
+        """Start a decode program with a step's buffer. Returns the drawn tokens, in the form of `StepFunctions.decode`."""
+        sent = self.send(layout, buffer)
+        self.caches, self.row_arrays, drawn = program(self.params, self.caches, self.row_arrays, sent, self.workspace)
         return drawn  # type: ignore[no-any-return]
 
     def _forward_and_sample(self, step: StepInFlight) -> None:

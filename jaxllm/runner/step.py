@@ -130,7 +130,8 @@ class StepFunctions:
         workspace: jax.Array | None,
     ) -> tuple[Caches, RowArrays, jax.Array]:
         """Run the model and sample for every row, in one program. Returns caches, rows and the tokens [R], or with a drafter
-        `DrawnTokens`; a row has then up to `width` tokens, drafts included, and gets drafts for its next step if width > 1."""
+        what the host reads of `drafts.accept`: a row has then up to `width` tokens, drafts included, and gets drafts for its next step
+        if width > 1."""
         shards = self.shards.through(workspace)
         views = layout.views(shards.of_first(buffer))
         rows = _update_block_table(rows, views)
@@ -175,7 +176,7 @@ class StepFunctions:
         """Sample the first `num_rows` rows after `forward`, up to `width` tokens each. Full sampling takes and returns its state,
         NAMED takes the named ids, MASKED and above a mask for each token. Tokens may be NO_TOKEN or NOT_FINITE.
 
-        Tokens are [R], or with a drafter [R, W + 1] as of `decode`; scores have `width` for each row.
+        Tokens are [R], or with a drafter [R, W + 1] as of `drafts.accept`; scores have `width` for each row.
         """
         columns_RC = columns_NC[:num_rows]
         hidden_TD = hidden_NWD[:num_rows, :width].reshape(num_rows * width, -1)

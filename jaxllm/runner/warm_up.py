@@ -35,7 +35,8 @@ def run_on_nothing(runner: "ModelRunner", keys: Sequence[ProgramKey]) -> None:
     for key in keys:
         program = runner.programs.get(key)
         if key.kind == "decode":
-            runner.run_decode(key, runner.batches.empty(shapes.layout(key)))
+            layout = shapes.layout(key)
+            runner.run_decode(program, layout, runner.batches.empty(layout))
         if key.kind == "forward":
             layout = shapes.layout(key)
             buffer = runner.send(layout, runner.batches.empty(layout))

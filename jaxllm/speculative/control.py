@@ -111,10 +111,10 @@ class AdaptiveControl:
         return min(best, allowed)
 
     def _tokens_per_second(self, times: _Times, level: int) -> float:
-        """Of a request. Where a kind of step was never timed, more drafts are better."""
+        """Of a request; 0 for a kind of step that was not timed. Where none was, the most drafts, which come first, are chosen."""
         seconds = times.of(level)
         if seconds is None:
-            return float(level)
+            return 0.0
         return (1 + sum(mean.value for mean in self._by_place[:level])) / seconds
 
     def note_seconds(self, num_rows: int, num_drafts: int, seconds: float) -> None:
