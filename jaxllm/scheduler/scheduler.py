@@ -16,7 +16,6 @@ from functools import partial
 from jaxllm.cache_policy import FULL, CachePolicy
 from jaxllm.config import CacheOptions, SchedulerOptions
 from jaxllm.errors import InvalidRequestError, OverloadedError
-from jaxllm.observations import STEP_TOKENS, Observations
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import ErrorKind, Request, RequestStatus
 from jaxllm.scheduler.admission import AdmissionRoom, Fit, fit_all
@@ -29,6 +28,7 @@ from jaxllm.scheduler.kv_cache_manager import CachedPrefix, KVCacheManager
 from jaxllm.scheduler.limits import check_options, check_room, check_servable
 from jaxllm.scheduler.refusal import Refusal
 from jaxllm.scheduler.results import Share, last_news, take_in
+from jaxllm.scheduler.totals import Totals
 from jaxllm.scheduler.waiting_queue import make_waiting_queue
 from jaxllm.scheduler_output import ModelRunnerOutput, NewRequestData, RowStep, SchedulerOutput
 from jaxllm.scheduler_stats import SchedulerStats
@@ -84,12 +84,7 @@ class Scheduler:
         self._finished_ids: list[str] = []
         self._preempted_ids: list[str] = []
         self._refusal: Refusal | None = None
-        self._num_preemptions = 0
-        self._step_tokens = Observations(STEP_TOKENS)
-        self._num_rejected = {"max_num_queued_reqs": 0, "max_num_queued_tokens": 0}
-        self._num_not_finite = 0
-        # [queried, found] tokens of first admissions, and of admissions after preemption.
-        self._prefix_totals, self._resumed_prefix_totals = [0, 0], [0, 0]
+        self._totals = Totals()
 
     # Requests come and go
 
@@ -106,7 +101,7 @@ class Scheduler:
         try:
             check_room(request, self.waiting, self.options, num_seats)
         except OverloadedError as error:
-            self._num_rejected[error.limit] += 1
+            self._totals.num_rejected[error.limit] += 1
             raise
         if request.pooling_params is None:
             request.max_num_tokens = min(request.max_num_tokens, self.max_model_len)
@@ -158,7 +153,7 @@ class Scheduler:
             self.waiting.remove(request)
         self._release(request)
         request.status = status
-        self._num_not_finite += request.error_kind is ErrorKind.NOT_FINITE
+        self._totals.num_not_finite += request.error_kind is ErrorKind.NOT_FINITE
         del self.requests[request.request_id]
         self._finished_ids.append(request.request_id)
         if self.drafts is not None:
@@ -199,7 +194,7 @@ class Scheduler:
             cap = self.options.long_prefill_token_threshold
             if self.options.long_prefill_token_threshold_adaptive:
                 cap = max(cap, self.max_num_batched_tokens // num_unfinished)
-        num_preemptions = self._num_preemptions
+        num_preemptions = self._totals.num_preemptions
         most_drafts = 0
         if self.drafts is not None:
             most_drafts = self.drafts.most(min(len(self.running) + len(self.waiting), self.max_num_seqs))
@@ -207,7 +202,7 @@ class Scheduler:
         shares, budget = self._schedule_running(cap, most_drafts, masked_wait=masked_wait)
         new_requests: list[NewRequestData] = []
         # A step never both preempts and admits: the admitted request would be preempted next.
-        if self.waiting and budget > 0 and self._num_preemptions == num_preemptions:
+        if self.waiting and budget > 0 and self._totals.num_preemptions == num_preemptions:
             new_requests = self._schedule_waiting(shares, cap, budget)
         self._num_left_waiting = len(self.waiting)
         return self._commit(shares, new_requests, most_drafts)
@@ -281,7 +276,7 @@ class Scheduler:
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
         request.num_preemptions += 1
-        self._num_preemptions += 1
+        self._totals.num_preemptions += 1
         self._preempted_ids.append(request.request_id)
         self.waiting.put_back(request)
 
@@ -364,9 +359,7 @@ class Scheduler:
     def _note_admission(self, request: Request, data: NewRequestData) -> None:
         """Update a request once the plan that admits it is complete."""
         if self.cache_manager.reads_cache(request):
-            totals = self._resumed_prefix_totals if request.num_preemptions else self._prefix_totals
-            totals[0] += request.num_tokens
-            totals[1] += data.num_cached_tokens
+            self._totals.note_prefix(request, data)
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = data.num_cached_tokens
             request.scheduled_at = time.monotonic()
@@ -401,7 +394,7 @@ class Scheduler:
             num_drafts=most_drafts,
         )
         if shares:
-            self._step_tokens.add(num_step_tokens)
+            self._totals.step_tokens.add(num_step_tokens)
             self._in_flight[self._step_id] = shares
             self._finished_ids.clear()
             self._preempted_ids.clear()
@@ -472,7 +465,7 @@ class Scheduler:
             if request.status == RequestStatus.RUNNING:
                 request.status = RequestStatus.PREEMPTED
                 request.num_preemptions += 1
-                self._num_preemptions += 1
+                self._totals.num_preemptions += 1
             request.num_computed_tokens = request.num_output_placeholders = request.num_drafts_in_flight = 0
             self._release(request)
             self.waiting.add(request)
@@ -487,29 +480,13 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """The load now and the totals so far."""
-        stats = SchedulerStats(
+        return SchedulerStats(
             num_running=len(self.running),
             num_waiting=len(self.waiting),
             cache_usage=self.cache_manager.pool.usage,
-            num_preemptions=self._num_preemptions,
-            prefix_cache_queries=self._prefix_totals[0],
-            prefix_cache_hits=self._prefix_totals[1],
-            resumed_prefix_cache_queries=self._resumed_prefix_totals[0],
-            resumed_prefix_cache_hits=self._resumed_prefix_totals[1],
-            num_rejected_for_requests=self._num_rejected["max_num_queued_reqs"],
-            num_rejected_for_tokens=self._num_rejected["max_num_queued_tokens"],
-            num_not_finite=self._num_not_finite,
             num_cache_blocks=self.cache_manager.pool.num_usable_blocks,
-            step_token_counts=tuple(self._step_tokens.counts),
-            num_step_tokens=int(self._step_tokens.sum),
+            **self._totals.stats(self.drafts),
         )
-        if self.drafts is not None:
-            counts = self.drafts.counts
-            stats.num_drafts, stats.num_draft_tokens = counts.num_drafts, counts.num_draft_tokens
-            stats.num_accepted_tokens = counts.num_accepted_tokens
-            stats.accepted_per_position = counts.accepted_per_position
-            stats.num_speculative_tokens = self.drafts.num_now
-        return stats
 
     def check_integrity(self) -> None:
         """Raise AssertionError if requests, queues, counts and blocks disagree."""

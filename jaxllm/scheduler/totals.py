@@ -1,0 +1,49 @@
+"""What a scheduler counts from its start on, for `SchedulerStats`."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxllm.observations import STEP_TOKENS, Observations
+from jaxllm.request import Request
+from jaxllm.scheduler.draft_control import DraftControl
+from jaxllm.scheduler_output import NewRequestData
+
+
+@dataclass
+class Totals:
+    """Counts since the start."""
+
+    num_preemptions: int = 0
+    num_not_finite: int = 0
+    """Requests that ended because the model computed NaN or infinity for them."""
+    num_rejected: dict[str, int] = field(default_factory=lambda: {"max_num_queued_reqs": 0, "max_num_queued_tokens": 0})
+    """By the limit that was reached."""
+    step_tokens: Observations = field(default_factory=lambda: Observations(STEP_TOKENS))
+    _first: list[int] = field(default_factory=lambda: [0, 0])
+    _resumed: list[int] = field(default_factory=lambda: [0, 0])
+    """[queried, found] tokens of the prefix cache, of first admissions and of those after preemption."""
+
+    def note_prefix(self, request: Request, data: NewRequestData) -> None:
+        """Count the admission of a request that was looked up in the prefix cache."""
+        totals = self._resumed if request.num_preemptions else self._first
+        totals[0] += request.num_tokens
+        totals[1] += data.num_cached_tokens
+
+    def stats(self, drafts: DraftControl | None) -> dict[str, Any]:
+        """The fields of `SchedulerStats` that these and a drafter's counts fill."""
+        fields: dict[str, Any] = {
+            "num_preemptions": self.num_preemptions,
+            "prefix_cache_queries": self._first[0],
+            "prefix_cache_hits": self._first[1],
+            "resumed_prefix_cache_queries": self._resumed[0],
+            "resumed_prefix_cache_hits": self._resumed[1],
+            "num_rejected_for_requests": self.num_rejected["max_num_queued_reqs"],
+            "num_rejected_for_tokens": self.num_rejected["max_num_queued_tokens"],
+            "num_not_finite": self.num_not_finite,
+            "step_token_counts": tuple(self.step_tokens.counts),
+            "num_step_tokens": int(self.step_tokens.sum),
+        }
+        if drafts is not None:
+            names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "accepted_per_position")
+            fields |= {name: getattr(drafts.counts, name) for name in names} | {"num_speculative_tokens": drafts.num_now}
+        return fields
