@@ -67,6 +67,8 @@ class ErrorKind(enum.StrEnum):
     """The request's constraints leave no token to continue with."""
     NOT_FINITE = "not_finite"
     """The model computed NaN or infinity for it."""
+    ADAPTER = "adapter"
+    """Its adapter could not be loaded."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,8 @@ class EngineCoreRequest:
     """The grammar made from sampling_params.structured_outputs, which is not set here."""
     thinking_budget: ThinkingBudget | None = None
     """What sampling_params.thinking_token_budget, which is not set here, means for this prompt."""
+    adapter: str | None = None
+    """Name of the LoRA adapter; None: the model as it is."""
 
 
 @dataclass(eq=False)
