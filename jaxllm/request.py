@@ -67,6 +67,8 @@ class ErrorKind(enum.StrEnum):
     """The request's constraints leave no token to continue with."""
     NOT_FINITE = "not_finite"
     """The model computed NaN or infinity for it."""
+    ADAPTER = "adapter"
+    """Its adapter could not be loaded."""
 
 
 @dataclass(frozen=True)
