@@ -70,8 +70,9 @@ class Linear(nnx.Module):
         self.modules, self.joined = tuple(modules), joined
         self.is_split = any(MESH_AXES[axis] for axis in axes[:n])
         """Whether devices split the inputs, so that each computes a part of the sum."""
-        inputs = tuple(shape[:n]) if inputs is None else inputs
-        source = output_major(self.modules, "weight", joined, inputs, transposed=transposed)
+        self.shape, self.axes = tuple(shape), tuple(axes)
+        self.inputs = tuple(shape[:n] if inputs is None else inputs)
+        source = output_major(self.modules, "weight", joined, self.inputs, transposed=transposed)
         self.weight: nnx.Param | Fp8Weight = abstract_param(shape, axes, dtype, source=source)
         source = output_major(self.modules, "bias", joined)
         self.bias = abstract_param(shape[n:], axes[n:], dtype, source=source, init="zeros") if bias else None
