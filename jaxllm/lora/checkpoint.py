@@ -10,7 +10,7 @@ from jaxllm.hub import resolve_model
 from jaxllm.log import logger
 from jaxllm.lora.match import Factors, Match
 from jaxllm.lora.peft import CONFIG, PeftConfig, read_config
-from jaxllm.lora.targets import ExpertPart, TargetShape, padded_rank
+from jaxllm.lora.shapes import ExpertPart, TargetShape
 from jaxllm.lora.weights import NAMES, WeightsFile
 
 _KEPT = 4
@@ -27,14 +27,13 @@ class AdapterFiles:
         weights: WeightsFile,
         targets: Mapping[str, TargetShape],
         factors: Mapping[str, Factors],
-        max_rank: int,
+        padded_rank: int,
     ):
         self.directory = directory
         self.config = config
         self.rank = max(each.rank for each in factors.values())
         """The largest of its modules'."""
-        self.padded_rank = padded_rank(max_rank)
-        """Of the tensors that are handed out."""
+        self._padded_rank = padded_rank
         self._weights, self._targets, self._factors = weights, targets, factors
         self._recent: dict[str, np.ndarray] = {}
 
@@ -44,14 +43,16 @@ class AdapterFiles:
         return tuple(self._factors)
 
     def tensor(self, name: str) -> np.ndarray:
-        """A target's "….lora_A.weight", float32 [padded_rank, inputs], or "….lora_B.weight", float32 [outputs, padded_rank] with
-        the scale multiplied in; zeros if the adapter does not change the target. The same for embeddings, whose inputs are tokens.
+        """A target's "….lora_A.weight", float32 [rank, inputs], or "….lora_B.weight", float32 [outputs, rank] with the scale
+        multiplied in; zeros if the adapter does not change the target. The same for embeddings, whose inputs are tokens.
 
         Raises AdapterError if the file is gone or was changed, or has values that are not finite.
         """
         module, _, side = name.removesuffix(".weight").rpartition(".lora_")
         target, factors = self._targets[module], self._factors.get(module)
-        tensor = np.zeros((self.padded_rank, target.inputs) if side == "A" else (target.outputs, self.padded_rank), np.float32)
+        tensor = np.zeros(
+            (self._padded_rank, target.inputs) if side == "A" else (target.outputs, self._padded_rank), np.float32
+        )
         if factors is None:
             return tensor
         with np.errstate(over="ignore", invalid="ignore"):
@@ -99,6 +100,7 @@ def read_adapter(
     path: str | Path,
     targets: Mapping[str, TargetShape],
     max_rank: int,
+    rank: int,
     *,
     target_modules: Sequence[str] | None = None,
     model: str | None = None,
@@ -107,7 +109,8 @@ def read_adapter(
 
     path: its directory, or a hub id, which is downloaded.
     targets: what adapters may change, by the checkpoint's names of modules.
-    max_rank: the highest rank that there is space for, at most the last of `targets.RANKS`.
+    max_rank: the highest rank that adapters may have.
+    rank: of the tensors that are handed out, which are padded with zeros; at least max_rank.
     target_modules: the option lora_target_modules, for errors.
     model: the name of the served model, for the log.
 
@@ -121,7 +124,7 @@ def read_adapter(
         logger.debug("adapter %s was made for %s, and is used with %s", directory, config.base_model, model)
     if config.task_type not in (None, "CAUSAL_LM"):
         logger.debug("adapter %s was made for the task %s", directory, config.task_type)
-    return AdapterFiles(directory, config, weights, targets, factors, max_rank)
+    return AdapterFiles(directory, config, weights, targets, factors, rank)
 
 
 def _directory(path: str) -> Path:

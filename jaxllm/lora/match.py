@@ -9,7 +9,8 @@ from jaxllm.errors import AdapterError
 from jaxllm.loaders.checkpoint import TensorEntry
 from jaxllm.lora.names import Experts, LoraName, TargetNames, is_covered, module_of, parse
 from jaxllm.lora.peft import CONFIG, MERGE, PeftConfig
-from jaxllm.lora.targets import EXPERT_PARAMETERS, RANKS, ExpertPart, TargetShape
+from jaxllm.lora.shapes import EXPERT_PARAMETERS, ExpertPart, TargetShape
+from jaxllm.lora_options import RANKS
 
 _DTYPES = ("F32", "F16", "BF16")
 _SHOWN = 3

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from jaxllm.lora.peft import PeftConfig
-from jaxllm.lora.targets import EXPERT_PARAMETERS, TargetShape
+from jaxllm.lora.shapes import EXPERT_PARAMETERS, TargetShape
 
 _PREFIX = "base_model.model."
 _INNER = ".base_layer"

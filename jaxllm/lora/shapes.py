@@ -1,18 +1,10 @@
-"""What of a model adapters can change, by the names of its checkpoint."""
+"""Sizes of the modules that adapters may change, by the names of the checkpoint. Does not import JAX."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from jaxllm.model_parts import MoE
-
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""What the ranks of adapters are padded to."""
-
-
-def padded_rank(rank: int) -> int:
-    """The smallest of RANKS that is not below `rank`, which must not be above the last."""
-    return next(size for size in RANKS if size >= rank)
 
 
 @dataclass(frozen=True)
@@ -37,7 +29,7 @@ EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
 
 @dataclass(frozen=True)
 class TargetShape:
-    """A linear layer's or an embedding's sizes. An embedding's inputs are its tokens."""
+    """A module of the checkpoint that an adapter may change. An embedding's inputs are its tokens."""
 
     inputs: int
     outputs: int

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxllm.loaders import safetensors
 from jaxllm.loaders.checkpoint import DTYPES
-from jaxllm.lora.targets import TargetShape, expert_targets
+from jaxllm.lora.shapes import TargetShape, expert_targets
 from jaxllm.models.load_config import load_model_config, read_config_json
 
 EMBEDDINGS = ("embed_tokens", "wte")

@@ -19,8 +19,8 @@ import pytest
 from jaxllm.errors import AdapterError
 from jaxllm.loaders import safetensors
 from jaxllm.lora.checkpoint import AdapterFiles, read_adapter
-from jaxllm.lora.targets import TargetShape
-from tests.helpers import adapters, goldens
+from jaxllm.lora.shapes import TargetShape
+from tests.helpers import goldens, peft_files
 
 Q, K = (f"model.layers.0.self_attn.{name}_proj" for name in "qk")
 EMBEDDING = "model.embed_tokens"
@@ -50,7 +50,7 @@ def write(directory: Path, tensors: dict[str, np.ndarray] = GOOD, **config: Any)
 
 
 def read(directory: Path, max_rank: int = 4) -> AdapterFiles:
-    return read_adapter(directory, TARGETS, max_rank)
+    return read_adapter(directory, TARGETS, max_rank, rank=8)
 
 
 def delta(files: AdapterFiles, module: str) -> np.ndarray:
@@ -72,7 +72,7 @@ def test_reads_a_module_of_any_class_of_the_model(tmp_path, name, dtype):
     tensors = pair(name, dtype=dtype)
     files = read(write(tmp_path / "adapter", tensors))
     a, b = (tensors[f"{name}.lora_{side}.weight"].astype(np.float32) for side in "AB")
-    assert (files.modules, files.rank, files.padded_rank) == ((Q,), 2, 8)
+    assert (files.modules, files.rank) == ((Q,), 2)
     found_a, found_b = (files.tensor(f"{Q}.lora_{side}.weight") for side in "AB")
     np.testing.assert_array_equal(found_a, np.pad(a, ((0, 6), (0, 0))))
     np.testing.assert_array_equal(found_b, np.pad(4 * b, ((0, 0), (0, 6))))
@@ -119,10 +119,10 @@ def test_changes_of_weights_are_those_that_merging_makes(tmp_path, name, stacked
     """All linear layers, experts among them, ranks and alphas of their own."""
     model = goldens.FOLDER / name
     patterns = {"rank_pattern": {"o_proj": 3, "experts.gate_up_proj": 5}, "alpha_pattern": {"down_proj": 7}}
-    directory = adapters.write(tmp_path / "adapter", model, rslora=True, stacked=stacked, **patterns)
-    merged = adapters._read(adapters.merged(model, directory, tmp_path / "merged"))
-    base = adapters._read(model)
-    files = read_adapter(directory, adapters.targets_of(model), 8)
+    directory = peft_files.write(tmp_path / "adapter", model, rslora=True, stacked=stacked, **patterns)
+    merged = peft_files._read(peft_files.merged(model, directory, tmp_path / "merged"))
+    base = peft_files._read(model)
+    files = read_adapter(directory, peft_files.targets_of(model), 8, rank=8)
     changed = {name for name, tensor in base.items() if not np.array_equal(tensor, merged[name])}
     for module in files.modules:
         weight = f"{module}.weight"
@@ -205,7 +205,7 @@ def test_refuses_tensors(tmp_path, tensors, message):
 
 def test_names_what_lora_target_modules_leaves_out(tmp_path):
     with pytest.raises(AdapterError, match=r"q_proj, which lora_target_modules \(k_proj\) leaves out"):
-        read_adapter(write(tmp_path / "adapter"), {K: TARGETS[K]}, 8, target_modules=["k_proj"])
+        read_adapter(write(tmp_path / "adapter"), {K: TARGETS[K]}, 8, 8, target_modules=["k_proj"])
 
 
 CONFIG_FILE, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
