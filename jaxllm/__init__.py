@@ -17,6 +17,7 @@ _EXPORTS = {
     "SamplingParams": "jaxllm.sampling_params",
     "BeamSearchParams": "jaxllm.sampling_params",
     "PoolingParams": "jaxllm.pooling_params",
+    "LoRARequest": "jaxllm.lora_request",
     "RequestOutputKind": "jaxllm.sampling_params",
     "StructuredOutputsParams": "jaxllm.structured_outputs",
     "GuidedDecodingParams": "jaxllm.structured_outputs",

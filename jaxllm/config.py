@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from jaxllm.errors import ConfigError
+from jaxllm.lora_options import RANKS, LoRAOptions, lora_faults
 
 AUTO_MODEL_LEN = -1
 """`max_model_len=-1`: the largest that the cache can hold for one request."""
@@ -212,6 +213,7 @@ class EngineConfig:
     cache: CacheOptions = field(default_factory=CacheOptions)
     scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
     speculative: SpeculativeOptions = field(default_factory=SpeculativeOptions)
+    lora: LoRAOptions = field(default_factory=LoRAOptions)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
     compile: CompileOptions = field(default_factory=CompileOptions)
     observe: ObserveOptions = field(default_factory=ObserveOptions)
@@ -224,7 +226,7 @@ class EngineConfig:
     def checked(self) -> "EngineConfig":
         """This config, if every value lies in its range and the values agree. Raises ConfigError with all faults found."""
         flat = self.flat()
-        faults = [*type_faults(flags(), flat), *range_faults(_RANGES, flat)]
+        faults = [*type_faults(flags(), flat), *range_faults(_RANGES, flat), *lora_faults(flat)]
         if faults:
             raise ConfigError("; ".join(faults))
         return self
@@ -243,6 +245,7 @@ _GROUPS: dict[str, Any] = {
     "cache": CacheOptions,
     "scheduler": SchedulerOptions,
     "speculative": SpeculativeOptions,
+    "lora": LoRAOptions,
     "parallel": ParallelOptions,
     "compile": CompileOptions,
     "observe": ObserveOptions,
@@ -409,6 +412,10 @@ _RANGES: dict[str, Range] = {
     "max_num_queued_tokens": at_least(0),
     "watermark": (lambda v: 0 <= v < 1, "at least 0 and below 1"),
     "stream_interval": at_least(1),
+    "max_loras": at_least(1),
+    "max_lora_rank": (lambda v: 1 <= v <= RANKS[-1], f"1 to {RANKS[-1]}"),
+    "max_cpu_loras": at_least(1),
+    "lora_target_modules": (lambda v: bool(v) and all(v), "a list of names such as q_proj"),
     "tensor_parallel_size": at_least(1),
     "compile_threads": at_least(1),
     "decode_buckets": (lambda v: len(v) > 0 and min(v) >= 1, "a list of positive sizes"),

@@ -98,6 +98,36 @@ class ControlCalls:
         """
         return self.call_core("check_integrity")
 
+    # LoRA adapters, by name. All raise ConfigError if the engine was started without enable_lora.
+
+    def add_adapter(self, name: str, path: str, replace: bool = False) -> Any:
+        """Start to read and check the adapter in the local directory `path`. Returns a number for `adapter_state`.
+
+        Requests may name it once it is ready. Raises InvalidRequestError if there is one of this name, unless it is to be
+        replaced; requests that run keep the one they began with.
+        """
+        return self.call_core("add_adapter", name, path, replace)
+
+    def adapter_state(self, number: int) -> Any:
+        """How far `add_adapter` has got, as an AdapterState."""
+        return self.call_core("adapter_state", number)
+
+    def remove_adapter(self, name: str) -> Any:
+        """Refuse new requests for an adapter, and free its memory when those that run have ended.
+
+        Returns False if there is none of this name.
+        """
+        return self.call_core("remove_adapter", name)
+
+    def list_adapters(self) -> Any:
+        """The adapters that requests may name, as a list of AdapterInfo; empty without enable_lora."""
+        return self.call_core("list_adapters")
+
+    def pin_adapter(self, name: str) -> Any:
+        """Keep an adapter on the device until it is removed. Raises AdapterNotFoundError, or InvalidRequestError if all others
+        are pinned already."""
+        return self.call_core("pin_adapter", name)
+
 
 class PauseCalls(ControlCalls):
     """Control calls of engines that accept requests during a pause. LLM has none of them: its methods would wait for ever."""

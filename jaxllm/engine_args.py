@@ -9,6 +9,7 @@ from jaxllm.config import (
     CacheOptions,
     CompileOptions,
     EngineConfig,
+    LoRAOptions,
     ModelOptions,
     ObserveOptions,
     ParallelOptions,
@@ -23,7 +24,14 @@ from jaxllm.vllm_flags import SHORT_NAMES, TABLE, as_options
 
 @dataclass(frozen=True, init=False, kw_only=True)
 class EngineArgs(
-    ModelOptions, CacheOptions, SchedulerOptions, SpeculativeOptions, ParallelOptions, CompileOptions, ObserveOptions
+    ModelOptions,
+    CacheOptions,
+    SchedulerOptions,
+    SpeculativeOptions,
+    LoRAOptions,
+    ParallelOptions,
+    CompileOptions,
+    ObserveOptions,
 ):
     """Takes the engine's options and vLLM's names (`jaxllm.vllm_flags`); `LLM(**dataclasses.asdict(args))` works too.
 

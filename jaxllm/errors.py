@@ -3,6 +3,8 @@
 JaxLLMError
 ├── ConfigError            (ValueError)  an engine option is wrong, unknown or contradicts another
 ├── InvalidRequestError    (ValueError)  one request cannot be served; names the parameter
+├── AdapterNotFoundError  (InvalidRequestError)  the adapter that a request names is not loaded
+├── AdapterError                         a LoRA adapter is missing, faulty, or does not fit the model or the options
 ├── GrammarError           (ValueError)  an output's form cannot be compiled, or the output cannot go on in it
 ├── ModelLoadError                       a checkpoint is missing, incomplete, corrupt or of an unknown kind
 ├── KernelCheckError                     no implementation of an op gives right results on this device
@@ -29,6 +31,14 @@ class InvalidRequestError(JaxLLMError, ValueError):
     def __init__(self, message: str, param: str | None = None):
         super().__init__(message)
         self.param = param
+
+
+class AdapterNotFoundError(InvalidRequestError):
+    """The adapter that a request or a call names is not loaded."""
+
+
+class AdapterError(JaxLLMError):
+    """A LoRA adapter is missing or faulty, or does not fit the model or the options."""
 
 
 class GrammarError(JaxLLMError, ValueError):

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from jaxllm.config import Flag, unknown_name
 from jaxllm.vllm_flags import WORDS
 
-SEVERAL_WORDS = ("api_key", "served_model_name")
+SEVERAL_WORDS = ("api_key", "served_model_name", "lora_target_modules", "lora_modules")
 """Options whose flag may be followed by several texts, as vLLM has it: `--api-key one two`."""
 
 _SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}

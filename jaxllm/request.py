@@ -67,6 +67,8 @@ class ErrorKind(enum.StrEnum):
     """The request's constraints leave no token to continue with."""
     NOT_FINITE = "not_finite"
     """The model computed NaN or infinity for it."""
+    ADAPTER = "adapter"
+    """Its adapter could not be loaded."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,15 @@ class OutputMatcher(Protocol):
         ...
 
 
+class RequestAdapter(Protocol):
+    """The adapter of a request, in the engine core."""
+
+    cache_key: str
+    """Differs between adapters whose keys and values differ."""
+    slot: int
+    """Its slot on the device, while a request that has it is admitted."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineCoreRequest:
     """One validated sequence to generate or to pool, in token ids. The front sends it to the engine core."""
@@ -115,6 +126,8 @@ class EngineCoreRequest:
     """The grammar made from sampling_params.structured_outputs, which is not set here."""
     thinking_budget: ThinkingBudget | None = None
     """What sampling_params.thinking_token_budget, which is not set here, means for this prompt."""
+    adapter: str | None = None
+    """Name of the adapter that computes it; None: the model alone."""
 
 
 @dataclass(eq=False)
@@ -156,6 +169,8 @@ class Request:
     error_kind: ErrorKind | None = None
     matcher: OutputMatcher | None = None
     """The matcher of a request with a grammar, once the grammar is compiled. It has consumed all output tokens."""
+    adapter: RequestAdapter | None = None
+    """What computes a request whose spec names an adapter."""
     thinking: ThinkingSection | None = field(init=False)
     """The thinking section of a request with a budget. It has consumed all output tokens."""
     block_hashes: list[bytes] = field(default_factory=list)

@@ -13,6 +13,9 @@ NO_TOKEN = -1
 NOT_FINITE = -3
 """In place of a token: its logit is NaN or infinite, as in the whole row after an overflow in the model."""
 
+NO_ADAPTER = -1
+"""In place of the slot of an adapter."""
+
 
 @dataclass(frozen=True)
 class NewRequestData:
@@ -33,6 +36,8 @@ class NewRequestData:
     is_masked: bool = False
     """Whether a grammar restricts its tokens."""
     pooling_params: PoolingParams | None = None
+    adapter_slot: int = NO_ADAPTER
+    """The slot on the device of the request's adapter."""
 
 
 class RowStep(NamedTuple):

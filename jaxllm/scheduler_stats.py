@@ -55,5 +55,11 @@ class SchedulerStats:
     """Time in which the loop waited for the device."""
     device_idle_seconds: float = 0.0
     """Time with unfinished requests and no step in flight."""
+    waiting_adapters: tuple[str, ...] = ()
+    """Names of the LoRA adapters of waiting requests (this and the next two are set by the core)."""
+    running_adapters: tuple[str, ...] = ()
+    """The same of running requests."""
+    max_adapters: int = 0
+    """Most adapters in a step; 0 without enable_lora."""
     awaited_programs: tuple[int, int] = (0, 0)
     """Programs that the current step waits for: ready, and in total. Set in heartbeats only."""

@@ -90,6 +90,7 @@ TAKEN = _names("""
     long_prefill_token_threshold_adaptive
     scheduling_policy scheduler_reserve_full_isl watermark async_scheduling stream_interval disable_log_stats
     speculative_config chat_template config
+    enable_lora max_loras max_lora_rank max_cpu_loras lora_dtype lora_target_modules
 """)
 """Flags that the engine's commands take under the same name with the same meaning."""
 TAKEN_BY_SERVER = _names("""
@@ -100,7 +101,7 @@ TAKEN_BY_SERVER = _names("""
     exclude_tools_when_tool_choice_none tool_call_parser reasoning_parser max_log_len enable_prompt_tokens_details
     enable_per_request_metrics enable_server_load_tracking enable_force_include_usage sse_keep_alive_interval
     enable_log_requests enable_tokenizer_info_endpoint fingerprint_mode shutdown_timeout served_model_name
-    otlp_traces_endpoint api_server_count
+    otlp_traces_endpoint api_server_count lora_modules
 """)
 """The same for `jaxllm serve`."""
 OLDER = _names("""
@@ -248,12 +249,14 @@ _ENGINE = (
             switches="multi_step_stream_outputs disable_async_output_proc"),
     *_flags("--long-prefill-token-threshold limits long prompts", values="max_num_partial_prefills max_long_partial_prefills"),
     # LoRA
-    *_refused("adapters are not supported yet; merge the adapter into the weights",
-              switches="enable_lora enable_lora_bias", lists="lora_modules", objects="default_mm_loras"),
-    *_flags("only matters with --enable-lora, which is refused", lists="lora_target_modules",
-            values="max_loras max_lora_rank max_cpu_loras lora_dtype max_lora_cls_labels",
-            switches="fully_sharded_loras enable_tower_connector_lora specialize_active_lora enable_mixed_moe_lora_format "
-            "enable_moe_shared_loras"),
+    *_refused("biases of adapters are not supported; train the adapter with bias='none'", switches="enable_lora_bias"),
+    *_refused("models read text alone; name the adapter in the request", objects="default_mm_loras"),
+    *_flags("each adapter is split over the GPUs as the layers are that it changes", switches="fully_sharded_loras"),
+    *_flags("steps without adapters always run programs without them", switches="specialize_active_lora"),
+    *_flags("the form of an adapter's experts is read from its files", switches="enable_mixed_moe_lora_format"),
+    *_refused("each expert has matrices of its own", switches="enable_moe_shared_loras"),
+    *_flags("models read text alone and have no other layers", switches="enable_tower_connector_lora"),
+    *_flags("no model here has a head for classes", values="max_lora_cls_labels"),
     # Speculative decoding and transfer
     *_flags("short for that key of --speculative-config", values="spec_method", option="speculative_config", key="method"),
     *_flags("short for that key of --speculative-config", values="spec_model", option="speculative_config", key="model"),

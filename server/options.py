@@ -71,6 +71,25 @@ class AccessOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AdapterOptions:
+    """Adapters of the server"""
+
+    lora_modules: Annotated[
+        list[str] | None,
+        "LoRA adapter to load at the start, as NAME=PATH or a JSON object with name, path and base_model_name; several after one "
+        "flag; requests choose it by their `model`; needs enable_lora",
+    ] = None
+    lora_dir: Annotated[
+        str | None,
+        "directory of LoRA adapters: a `model` that is the name of one in it is loaded with its first request; "
+        "/v1/load_lora_adapter then reads from it alone; needs enable_lora",
+    ] = None
+    allow_runtime_lora_updating: Annotated[
+        bool, "offer /v1/load_lora_adapter and /v1/unload_lora_adapter, with the operator's key; needs enable_lora"
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class LimitOptions:
     """Limits"""
 
@@ -180,6 +199,7 @@ _GROUPS: dict[str, Any] = {
     "network": NetworkOptions,
     "processes": ProcessOptions,
     "access": AccessOptions,
+    "adapters": AdapterOptions,
     "limits": LimitOptions,
     "chat": ChatOptions,
     "replies": ReplyOptions,
@@ -194,6 +214,7 @@ class ServerOptions:
     network: NetworkOptions = field(default_factory=NetworkOptions)
     processes: ProcessOptions = field(default_factory=ProcessOptions)
     access: AccessOptions = field(default_factory=AccessOptions)
+    adapters: AdapterOptions = field(default_factory=AdapterOptions)
     limits: LimitOptions = field(default_factory=LimitOptions)
     chat: ChatOptions = field(default_factory=ChatOptions)
     replies: ReplyOptions = field(default_factory=ReplyOptions)
@@ -274,6 +295,7 @@ _RANGES: dict[str, Range] = {
     "max_log_len": at_least(0),
     "root_path": (lambda value: not value or (value.startswith("/") and not value.endswith("/")), "like /path"),
     "response_role": (lambda value: bool(value), "a role such as assistant"),
+    "lora_modules": (lambda value: bool(value), "NAME=PATH, at least one"),
     "served_model_name": (lambda value: value and all(value), "texts that are not empty"),
     "api_key": (lambda value: all(key.isascii() and key.isprintable() and key for key in value), "ASCII and not empty"),
 }

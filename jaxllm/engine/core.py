@@ -8,19 +8,31 @@ from typing import TYPE_CHECKING, Any
 import jax
 from flax import nnx
 
+from jaxllm.adapters import AdapterInfo, AdapterState
 from jaxllm.config import EngineConfig
 from jaxllm.core_interface import PauseMode, SleepMode
 from jaxllm.engine import fault_points
 from jaxllm.engine.failures import FailurePolicy, explain, is_out_of_memory
+from jaxllm.engine.features import AdapterManager
 from jaxllm.engine.grammars import Grammars
 from jaxllm.engine.loop import StepLoop
 from jaxllm.engine.pause import Pause
+from jaxllm.engine.preparations import Preparation
 from jaxllm.engine.prepare import Prepared
 from jaxllm.engine.profiler import Profiler
 from jaxllm.engine.sleep import Sleep, check_level
-from jaxllm.errors import EngineDeadError, EngineError, EngineSleepingError, JaxLLMError, OutOfMemoryError, OverloadedError
+from jaxllm.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineError,
+    EngineSleepingError,
+    InvalidRequestError,
+    JaxLLMError,
+    OutOfMemoryError,
+    OverloadedError,
+)
 from jaxllm.hub import resolve_model
-from jaxllm.loaders.layout import delete
+from jaxllm.loaders.layout import delete, zeros
 from jaxllm.loaders.load import load_weights
 from jaxllm.log import logger
 from jaxllm.outputs import EngineCoreOutput
@@ -107,15 +119,18 @@ class EngineCore:
             self.runner.programs.num_loaded,
             self.start_times.describe(),
         )
-        self.grammars = Grammars(self._vocabulary, self.model_config.padded_vocab_size)
+        features = prepared.features
+        self.adapters = None if features.adapters is None else features.adapters.new_manager(self.runner)
+        grammars = Grammars(self._vocabulary, self.model_config.padded_vocab_size)
+        self._preparations: list[Preparation] = [grammars, *([] if self.adapters is None else [self.adapters])]
         self.scheduler = Scheduler(
             self.config.scheduler,
             self.config.cache,
             num_blocks=plan.num_blocks,
             max_model_len=plan.max_model_len,
             policies=plan.cache.policies,
-            drafts=None if prepared.speculation is None else prepared.speculation.new_control(),
-            rooms=(self.grammars,),
+            drafts=None if features.speculation is None else features.speculation.new_control(),
+            rooms=self._preparations,
         )
         max_in_flight = _MAX_IN_FLIGHT[jax.default_backend() != "cpu"] if self.config.scheduler.async_scheduling else 1
         self.loop = StepLoop(self.scheduler, self.runner, max_in_flight=max_in_flight)
@@ -130,7 +145,7 @@ class EngineCore:
         self._dead: BaseException | None = None
 
     def _load_weights(self, prepared: Prepared, progress: Progress) -> list[nnx.State]:
-        """Of the model, and of its drafter if that has any."""
+        """Of the model, of its drafter if that has any, and of the slots of adapters: zeros."""
         options = prepared.config.model
         with self.start_times.part("weights"):
             model = load_weights(
@@ -143,8 +158,11 @@ class EngineCore:
                 progress=bytes_loaded(progress),
             )
             weights = [model]
-            if prepared.speculation is not None and prepared.speculation.drafter.model is not None:
-                weights.append(prepared.speculation.drafter.load(prepared.mesh, progress))
+            drafter, adaptation = prepared.features.drafter, prepared.features.adaptation
+            if drafter is not None and drafter.model is not None:
+                weights.append(drafter.load(prepared.mesh, progress))
+            if adaptation is not None:
+                weights.append(zeros(adaptation.model, prepared.mesh))
             jax.block_until_ready(weights)
         progress.finish()
         return weights
@@ -164,9 +182,16 @@ class EngineCore:
 
     def _queue(self, request: EngineCoreRequest) -> None:
         admitted = Request(request)
+        if request.adapter is not None and self.adapters is None:
+            raise InvalidRequestError(
+                f"adapter {request.adapter!r} is named, but the engine has none: start it with enable_lora", "adapter"
+            )
+        for preparation in self._preparations:
+            preparation.bind(admitted)
         self.scheduler.add_request(admitted)
         try:
-            self.grammars.admit(admitted)
+            for preparation in self._preparations:
+                preparation.admit(admitted)
         except BaseException:
             self.scheduler.finish_requests(admitted.request_id, RequestStatus.FINISHED_ERROR)
             raise
@@ -188,7 +213,9 @@ class EngineCore:
         Raises EngineDeadError if the engine cannot continue; all requests end then.
         """
         self._check_alive()
-        news = self.scheduler.fail_expired() + self.grammars.settle(self.scheduler)
+        news = self.scheduler.fail_expired()
+        for preparation in self._preparations:
+            news += preparation.settle(self.scheduler)
         if self._news:
             news, self._news = self._news + news, []
         if self._pause.mode == "keep":
@@ -230,6 +257,9 @@ class EngineCore:
         self.scheduler.start_over()
         self.loop.note_work()
         self._sleep.fall_asleep(level)
+        if level > 1:
+            for preparation in self._preparations:
+                preparation.forget_slots()
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """See ControlCalls."""
@@ -270,6 +300,28 @@ class EngineCore:
         """Whether the engine is paused while earlier requests run to completion."""
         return self._pause.mode in ("abort", "wait") and self.loop.has_work
 
+    def add_adapter(self, name: str, path: str, replace: bool = False) -> int:
+        """See ControlCalls, as for the next four."""
+        return self._manager().add_adapter(name, path, replace)
+
+    def adapter_state(self, number: int) -> AdapterState:
+        return self._manager().adapter_state(number)
+
+    def remove_adapter(self, name: str) -> bool:
+        return self._manager().remove_adapter(name)
+
+    def list_adapters(self) -> list[AdapterInfo]:
+        return [] if self.adapters is None else self.adapters.list_adapters()
+
+    def pin_adapter(self, name: str) -> None:
+        self._manager().pin_adapter(name)
+
+    def _manager(self) -> AdapterManager:
+        self._check_alive()
+        if self.adapters is None:
+            raise ConfigError("the engine has no adapters: start it with enable_lora")
+        return self.adapters
+
     def start_profile(self) -> None:
         """Start a trace with JAX's profiler. Raises ConfigError without `profiler_dir`, EngineError during a trace."""
         self._profiler.start()
@@ -290,6 +342,8 @@ class EngineCore:
             assert not self.loop.step(), "a step has news of a request that is gone"
         assert pool.num_free_blocks == pool.num_usable_blocks, "blocks are held by nobody"
         self.runner.check_idle(self.scheduler.finished_ids)
+        for preparation in self._preparations:
+            preparation.check_integrity()
 
     def stats(self) -> SchedulerStats:
         """Numbers for logs and metrics."""
@@ -320,7 +374,8 @@ class EngineCore:
             self._die(EngineDeadError("the engine was shut down"))
         if self._profiler.is_running:
             self._profiler.stop()
-        self.grammars.shutdown()
+        for preparation in self._preparations:
+            preparation.shutdown()
         self.runner.delete_arrays()
 
     def _vocabulary(self, eos_token_ids: tuple[int, ...]) -> "Vocabulary":

@@ -2,25 +2,35 @@
 
 import importlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxllm.config import EngineConfig
+from jaxllm.engine.preparations import Preparation
 from jaxllm.errors import ConfigError
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from jaxllm.adapters import AdapterInfo, AdapterState
+    from jaxllm.layers.decoder import CausalLM
     from jaxllm.model_config import ModelConfig
+    from jaxllm.runner.adaptation import Adaptation
     from jaxllm.runner.drafter import Drafter
+    from jaxllm.runner.runner import ModelRunner
     from jaxllm.scheduler.draft_control import DraftControl
 
 DRAFTERS: str | None = "jaxllm.speculative:make_drafter"
 """What makes the drafter of a speculative_config, as module:function; None: this build has no drafters."""
+ADAPTERS: str | None = "jaxllm.lora:make_adapters"
+"""What makes the slots and the manager of adapters; None: this build has no adapters."""
 
 
 def check_speculative_config(config: EngineConfig) -> None:
     """Raise ConfigError for a speculative_config that is wrong in itself or that other options exclude. Does not import JAX."""
     if config.speculative.speculative_config is not None:
-        module, _ = _drafters()
+        module, _ = _maker(DRAFTERS, "speculative_config is set, but this build has no drafters; leave it out")
         module.of_engine(config)
 
 
@@ -38,18 +48,68 @@ class Speculation(Protocol):
         """What decides how many drafts requests get."""
 
 
-def make_speculation(config: EngineConfig, target: "ModelConfig") -> Speculation | None:
-    """The drafter of a config and its control; None without speculative_config. Raises ConfigError or ModelLoadError."""
-    if config.speculative.speculative_config is None:
-        return None
-    module, name = _drafters()
-    made: Speculation = getattr(module, name)(config, target)
-    return made
+class Adapters(Protocol):
+    """What the package of adapters makes of an engine's options."""
+
+    @property
+    def adaptation(self) -> "Adaptation": ...
+
+    @property
+    def described(self) -> Mapping[str, Any]:
+        """All that the compiled programs depend on, as JSON values."""
+
+    def new_manager(self, runner: "ModelRunner") -> "AdapterManager":
+        """What loads adapters and gives them slots."""
 
 
-def _drafters() -> tuple[ModuleType, str]:
-    """The package of drafters, and the name of the function that makes one. Raises ConfigError if there is none."""
-    if DRAFTERS is None:
-        raise ConfigError("speculative_config is set, but this build has no drafters; leave it out")
-    module, _, name = DRAFTERS.partition(":")
+class AdapterManager(Preparation, Protocol):
+    """See `ControlCalls` for the methods that are called from outside."""
+
+    def add_adapter(self, name: str, path: str, replace: bool = False) -> int: ...
+    def adapter_state(self, adapter_id: int) -> "AdapterState": ...
+    def remove_adapter(self, name: str) -> bool: ...
+    def list_adapters(self) -> "list[AdapterInfo]": ...
+    def pin_adapter(self, name: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Features:
+    """The features that an engine's options ask for."""
+
+    speculation: Speculation | None = None
+    adapters: Adapters | None = None
+
+    @classmethod
+    def of(cls, config: EngineConfig, model_config: "ModelConfig", model: "CausalLM", mesh: "Mesh") -> "Features":
+        """Raises ConfigError or ModelLoadError."""
+        speculation: Speculation | None = None
+        adapters: Adapters | None = None
+        if config.speculative.speculative_config is not None:
+            module, name = _maker(DRAFTERS, "speculative_config is set, but this build has no drafters; leave it out")
+            speculation = getattr(module, name)(config, model_config)
+        if config.lora.enable_lora:
+            module, name = _maker(ADAPTERS, "enable_lora is set, but this build has no adapters; leave it out")
+            adapters = getattr(module, name)(config, model_config, model, mesh)
+        return cls(speculation, adapters)
+
+    @property
+    def drafter(self) -> "Drafter | None":
+        return None if self.speculation is None else self.speculation.drafter
+
+    @property
+    def adaptation(self) -> "Adaptation | None":
+        return None if self.adapters is None else self.adapters.adaptation
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """All that the compiled programs depend on, by feature."""
+        found = {"drafter": self.speculation, "adapters": self.adapters}
+        return {name: feature.described for name, feature in found.items() if feature is not None}
+
+
+def _maker(registered: str | None, missing: str) -> tuple[ModuleType, str]:
+    """The package of a feature, and the name of the function that makes it. Raises ConfigError if there is none."""
+    if registered is None:
+        raise ConfigError(missing)
+    module, _, name = registered.partition(":")
     return importlib.import_module(module), name

@@ -29,7 +29,7 @@ MAX_WAIT_SECONDS = 0.02
 class Grammars:
     """The compiled grammars of an engine core. One thread compiles; all methods are called by the step loop's thread.
 
-    An AdmissionRoom in which a request fits as soon as it has its matcher.
+    A Preparation: a request fits as soon as it has its matcher.
     """
 
     def __init__(self, load_vocabulary: "Callable[[tuple[int, ...]], Vocabulary]", num_columns: int):
@@ -43,6 +43,9 @@ class Grammars:
         self._compiling: dict[str, Future[Template]] = {}
         """Running compilations by the text of the grammar."""
         self._waiting: list[tuple[Request, Future[Template]]] = []
+
+    def bind(self, request: Request) -> None:
+        """See Preparation. The front compiled the grammar on trial."""
 
     def admit(self, request: Request) -> None:
         """Give a request its matcher, or let it wait until its grammar is compiled."""
@@ -101,6 +104,12 @@ class Grammars:
                 if job.exception() is None:
                     self._keep(text, job.result())
         return news
+
+    def forget_slots(self) -> None:
+        """See Preparation. Nothing of a grammar is on the device."""
+
+    def check_integrity(self) -> None:
+        """See Preparation."""
 
     def shutdown(self) -> None:
         """End the thread. May be called again."""

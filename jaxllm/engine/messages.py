@@ -5,14 +5,17 @@ A front sends `Hello`, `Add`, `Abort`, `Call` and `Bye`; the engine process send
 """
 
 import inspect
+from collections.abc import Sequence
 from typing import Any, Literal, Union
 
 import msgspec
 import numpy as np
 
+from jaxllm.adapters import AdapterInfo, AdapterState
 from jaxllm.config import EngineConfig
 from jaxllm.core_interface import ControlCalls, PauseCalls
 from jaxllm.errors import (
+    AdapterNotFoundError,
     ConfigError,
     EngineDeadError,
     EngineError,
@@ -32,6 +35,7 @@ MAX_MESSAGE_BYTES = 1 << 30
 """A longer message ends its connection. Prompt logprobs of a long prompt are the longest messages."""
 State = Literal["loading", "compiling", "running", "idle"]
 _ERROR_TYPES: dict[str, type[JaxLLMError]] = {
+    "no_adapter": AdapterNotFoundError,
     "invalid": InvalidRequestError,
     "config": ConfigError,
     "dead": EngineDeadError,
@@ -181,7 +185,7 @@ class Outputs(_Message, tag="outputs"):
 class Fault(_Message):
     """A JaxLLMError in serialized form."""
 
-    kind: Literal["invalid", "config", "dead", "overloaded", "sleeping", "engine"]
+    kind: Literal["no_adapter", "invalid", "config", "dead", "overloaded", "sleeping", "engine"]
     message: str
     param: str | None = None
     retry_after_seconds: int = 1
@@ -204,7 +208,7 @@ class Reply(_Message, tag="reply"):
     """The result of a Call, or its error."""
 
     number: int
-    result: bool | int | float | str | list[Metric] | None = None
+    result: bool | int | float | str | Sequence[Metric | AdapterInfo] | AdapterState | None = None
     fault: Fault | None = None
     load: Load | None = None
     """The load, in replies with metrics."""
@@ -279,6 +283,8 @@ def fault_of(error: BaseException) -> Fault:
 
 def error_of(fault: Fault) -> JaxLLMError:
     """The exception that a fault describes."""
+    if fault.kind == "no_adapter":
+        return AdapterNotFoundError(fault.message, fault.param)
     if fault.kind == "invalid":
         return InvalidRequestError(fault.message, fault.param)
     if fault.kind == "overloaded":

@@ -5,6 +5,7 @@ import os
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jaxllm import env
 from jaxllm.cache_spec import row_bytes
 from jaxllm.config import AUTO_MODEL_LEN, EngineConfig, resolve_platform_defaults
 from jaxllm.engine.failures import explain, is_out_of_memory
-from jaxllm.engine.features import Speculation, make_speculation
+from jaxllm.engine.features import Features
 from jaxllm.engine.fingerprint import fingerprint
 from jaxllm.engine.kernel_check import Choice, choose_kernels
 from jaxllm.engine.kernel_choice import attention_implementation, candidates
@@ -29,6 +30,7 @@ from jaxllm.model_config import ModelConfig
 from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.axes import MESH_AXES
 from jaxllm.parallel.mesh import make_mesh
+from jaxllm.runner.adaptation import Adaptation
 from jaxllm.runner.drafter import Drafter
 from jaxllm.runner.drafts import kept_logits
 from jaxllm.runner.kernels import Kernels
@@ -57,7 +59,7 @@ class Prepared:
     runner: ModelRunner
     processors: tuple[Processor, ...]
     times: StartTimes
-    speculation: Speculation | None
+    features: Features
 
     @classmethod
     def of(cls, config: EngineConfig, model_dir: Path, processors: tuple[Processor, ...], times: StartTimes) -> "Prepared":
@@ -77,9 +79,10 @@ class Prepared:
         with times.part("config and model"):
             config, model_config, mesh = resolve(config, model_dir)
             model = build_model(model_config)
-            speculation = make_speculation(config, model_config)
-            drafter = None if speculation is None else speculation.drafter
+            features = Features.of(config, model_config, model, mesh)
+            drafter, adaptation = features.drafter, features.adaptation
             num_bytes = weight_bytes(model, mesh.size) + _drafter_bytes(drafter, config, model_config, mesh.size)
+            num_bytes += _adapter_bytes(adaptation, mesh.size)
             plan = _plan(config, model_config, num_bytes, drafter=drafter)
             check_pool(plan, list(mesh.devices.flat))
         with times.part("kernel check"):
@@ -89,10 +92,8 @@ class Prepared:
             chosen = _choose_kernels(wanted, config, computed, plan, mesh)
             config = config.replace(attention_implementation=chosen.kernels.attention)
         with times.part("config and model"):
-            runner = _runner(config, model_config, mesh, model, plan, chosen.kernels, processors, times, speculation)
-        return cls(
-            config, model_config, mesh, model, plan, chosen.kernels, chosen.report, runner, processors, times, speculation
-        )
+            runner = _runner(config, model_config, mesh, model, plan, chosen.kernels, processors, times, features)
+        return cls(config, model_config, mesh, model, plan, chosen.kernels, chosen.report, runner, processors, times, features)
 
     def settled(self, *, rare_later: bool) -> "Prepared":
         """Return this, or a copy with a smaller cache if the largest program needs more memory than estimated.
@@ -105,20 +106,20 @@ class Prepared:
         work_bytes = self.runner.work_bytes()
         if work_bytes <= self.plan.work_bytes:
             return self
-        drafter = None if self.speculation is None else self.speculation.drafter
-        plan = _plan(self.config, self.model_config, self.plan.weight_bytes, work_bytes, drafter=drafter)
+        num_bytes = self.plan.weight_bytes
+        plan = _plan(self.config, self.model_config, num_bytes, work_bytes, drafter=self.features.drafter)
         if plan.num_blocks == self.plan.num_blocks:
             return replace(self, plan=plan)
         logger.info("the largest step needs more memory than estimated: %s", plan.describe())
         self.runner.programs.shutdown()
         made_of = (self.config, self.model_config, self.mesh, self.model, plan, self.kernels, self.processors)
-        runner = _runner(*made_of, self.times, self.speculation)
+        runner = _runner(*made_of, self.times, self.features)
         runner.start_programs(rare_later=rare_later)
         return replace(self, plan=plan, runner=runner)
 
     def fingerprint(self) -> dict[str, object]:
         """Everything that the programs depend on."""
-        return _fingerprint(self.config, self.model_config, self.model, self.mesh, self.plan, self.kernels, self.speculation)
+        return _fingerprint(self.config, self.model_config, self.model, self.mesh, self.plan, self.kernels, self.features)
 
 
 def _fingerprint(
@@ -128,10 +129,9 @@ def _fingerprint(
     mesh: Mesh,
     plan: MemoryPlan,
     kernels: Kernels,
-    speculation: Speculation | None,
+    features: Features,
 ) -> dict[str, object]:
-    found = fingerprint(config, model_config, model, mesh, plan, kernels)
-    return found if speculation is None else {**found, "drafter": speculation.described}
+    return {**fingerprint(config, model_config, model, mesh, plan, kernels), **features.described}
 
 
 def _drafter_bytes(drafter: Drafter | None, config: EngineConfig, model: ModelConfig, num_devices: int) -> int:
@@ -146,6 +146,13 @@ def _drafter_bytes(drafter: Drafter | None, config: EngineConfig, model: ModelCo
     kept = jax.tree.leaves((state, kept_logits(drafter, num_rows, model.padded_vocab_size)))
     num_kept_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in kept)
     return num_kept_bytes + (0 if drafter.model is None else weight_bytes(drafter.model, num_devices))
+
+
+def _adapter_bytes(adaptation: Adaptation | None, num_devices: int) -> int:
+    """Bytes on each device of the slots of adapters, and of an adapter on its way to one."""
+    if adaptation is None:
+        return 0
+    return weight_bytes(adaptation.model, num_devices) + adaptation.packed_size * jnp.dtype(adaptation.dtype).itemsize
 
 
 def _plan(
@@ -192,11 +199,11 @@ def _runner(
     kernels: Kernels,
     processors: tuple[Processor, ...],
     times: StartTimes,
-    speculation: Speculation | None,
+    features: Features,
 ) -> ModelRunner:
     store: ProgramStore | None = None
     options, devices = config.compile, list(mesh.devices.flat)
-    made_of = partial(_fingerprint, config, model_config, model, mesh, plan, kernels, speculation)
+    made_of = partial(_fingerprint, config, model_config, model, mesh, plan, kernels, features)
     if options.compiled_artifact is not None:
         store = open_artifact(Path(options.compiled_artifact), made_of(), devices)
     elif options.compilation_cache:
@@ -204,8 +211,8 @@ def _runner(
             store = local_store(env.cache_dir() / "engines", made_of(), devices)
         except ConfigError as error:
             logger.warning("%s", error)
-    drafter = None if speculation is None else speculation.drafter
-    return ModelRunner(config, model_config, model, mesh, plan, kernels, processors, drafter=drafter, store=store, times=times)
+    made: dict[str, Any] = {"drafter": features.drafter, "adaptation": features.adaptation}
+    return ModelRunner(config, model_config, model, mesh, plan, kernels, processors, **made, store=store, times=times)
 
 
 def weight_bytes(model: nnx.Module, num_devices: int) -> int:

@@ -13,6 +13,7 @@ from jaxllm.layers.attend import Projection
 from jaxllm.layers.linear import Init, Linear, abstract_param
 from jaxllm.layers.norm import normed
 from jaxllm.layers.rope import head_order
+from jaxllm.layers.runs import products, products_by_run
 from jaxllm.layers.source import Module, Source, Tensor
 from jaxllm.layers.step import Step
 from jaxllm.model_config import ModelConfig
@@ -88,7 +89,7 @@ class GroupedQueryAttention(nnx.Module):
     def __call__(self, runs: Sequence[Array], step: Step) -> list[Array]:
         """Of runs of tokens [T, D], one after the other, the output of each; of several devices, this one's part of the sum."""
         part = self.part
-        qkv_TKGH = _joined([self.qkv(x_TD) for x_TD in runs])
+        qkv_TKGH = products(self.qkv, runs, step)
         q_norm, k_norm = self.q_norm, self.k_norm
         if part.whole_norms is not None or part.own_norms is not None:
             qkv_TKGH, q_norm, k_norm = self._normed(qkv_TKGH, step.shards), None, None
@@ -115,9 +116,8 @@ class GroupedQueryAttention(nnx.Module):
             sinks_KG=None if self.sinks is None else self.sinks[...],
         )
         if self.gate is not None:
-            out_TKGH = out_TKGH * jax.nn.sigmoid(_joined([self.gate(x_TD) for x_TD in runs]))
-        ends = np.cumsum([len(x_TD) for x_TD in runs])
-        return [self.out(out_TKGH[end - len(x_TD) : end], step.shards) for x_TD, end in zip(runs, ends, strict=True)]
+            out_TKGH = out_TKGH * jax.nn.sigmoid(products(self.gate, runs, step))
+        return products_by_run(self.out, out_TKGH, runs, step)
 
     def _normed(self, qkv_TKGH: Array, shards: Shards) -> Array:
         """Queries and keys with the norms over all heads, or with those of each head's own weight."""
@@ -185,7 +185,3 @@ def _with_scaled_queries(qkv_TKGH: Array, scale: QueryScale, positions_T: Array)
     is_query_G = np.arange(qkv_TKGH.shape[2]) < qkv_TKGH.shape[2] - 2
     factor_TG = jnp.where(is_query_G, factor_T[:, None], 1)
     return (qkv_TKGH * factor_TG[:, None, :, None]).astype(qkv_TKGH.dtype)
-
-
-def _joined(runs: Sequence[Array]) -> Array:
-    return runs[0] if len(runs) == 1 else jnp.concatenate(runs)

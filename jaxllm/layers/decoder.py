@@ -1,6 +1,5 @@
 """The decoder that a `ModelConfig` describes."""
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,6 +15,7 @@ from jaxllm.layers.latent_attention import MultiHeadLatentAttention
 from jaxllm.layers.mlp import FeedForward
 from jaxllm.layers.moe import MixtureOfExperts
 from jaxllm.layers.norm import NoNorm, Normalization, make_norm
+from jaxllm.layers.runs import starts
 from jaxllm.layers.step import Step
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import Attention, GatedDeltaNet, LatentAttention, MoE
@@ -65,8 +65,8 @@ class DecoderBlock(nnx.Module):
         return self._joined(self._fed_forward(runs, step), runs, self.mlp_post_norm, next_norm, shards)
 
     def _fed_forward(self, runs: Sequence[Run], step: Step) -> list[Array]:
-        starts = itertools.accumulate((len(x_TD) for x_TD, _ in runs), initial=0)
-        return [self.mlp(normed_TD, step, start) for (_, normed_TD), start in zip(runs, starts, strict=False)]
+        normed = [normed_TD for _, normed_TD in runs]
+        return [self.mlp(normed_TD, step, start) for normed_TD, start in zip(normed, starts(normed), strict=True)]
 
     def _joined(
         self, parts: Sequence[Array], runs: Sequence[Run], post_norm: AnyNorm, next_norm: AnyNorm, shards: Shards

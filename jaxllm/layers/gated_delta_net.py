@@ -11,6 +11,7 @@ from jax import Array
 from jaxllm.layers.causal_conv import causal_conv
 from jaxllm.layers.linear import Linear, abstract_param
 from jaxllm.layers.norm import Normalization
+from jaxllm.layers.runs import products, products_by_run
 from jaxllm.layers.source import Module, Source, Tensor
 from jaxllm.layers.step import Step
 from jaxllm.model_config import ModelConfig
@@ -61,7 +62,7 @@ class GatedDelta(nnx.Module):
         part, states = self.part, step.states
         assert states is not None, "the step has no states by row"
         H, V, C, G = part.key_dim, part.value_dim, part.num_channels, part.group_size
-        qkvz_TKC, ba_TKC = (_joined([linear(x_TD) for x_TD in runs]) for linear in (self.qkvz, self.ba))
+        qkvz_TKC, ba_TKC = (products(linear, runs, step) for linear in (self.qkvz, self.ba))
         num_heads, dtype = qkvz_TKC.shape[1], qkvz_TKC.dtype
         arrays = states.read(self.layer)
         if arrays is None:
@@ -87,13 +88,8 @@ class GatedDelta(nnx.Module):
 
         gate_TKGV = jax.nn.silu(z_TKC.astype(jnp.float32)).reshape(out_TKGV.shape)
         out_TKGV = (self.norm(out_TKGV) * gate_TKGV).astype(dtype)
-        ends = np.cumsum([len(x_TD) for x_TD in runs])
-        return [self.out(out_TKGV[end - len(x_TD) : end], step.shards) for x_TD, end in zip(runs, ends, strict=True)]
+        return products_by_run(self.out, out_TKGV, runs, step)
 
 
 def _normed(x_TKH: Array) -> Array:
     return x_TKH * jax.lax.rsqrt(jnp.sum(jnp.square(x_TKH), axis=-1, keepdims=True) + 1e-6)
-
-
-def _joined(runs: Sequence[Array]) -> Array:
-    return runs[0] if len(runs) == 1 else jnp.concatenate(runs)

@@ -7,7 +7,6 @@ keys and values of latents is left to `pallas_kernels.mla_attention`.
 from collections.abc import Sequence
 
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import Array
 
@@ -15,6 +14,7 @@ from jaxllm.layers.attend import LatentProjection
 from jaxllm.layers.linear import Linear, abstract_param
 from jaxllm.layers.norm import Normalization
 from jaxllm.layers.rope import head_order
+from jaxllm.layers.runs import joined, products_by_run, starts
 from jaxllm.layers.source import Module, Source, Tensor
 from jaxllm.layers.step import Step
 from jaxllm.model_config import ModelConfig
@@ -82,11 +82,12 @@ class MultiHeadLatentAttention(nnx.Module):
         """Of runs of tokens [T, D], one after the other, the output of each; of several devices, this one's part of the sum."""
         assert step.attend_to_latents is not None, "the step has no attention over latents"
         part = self.part
-        queries, vectors = zip(*(self._projected(x_TD) for x_TD in runs), strict=True)
+        projected = (self._projected(x_TD, step, start) for x_TD, start in zip(runs, starts(runs), strict=True))
+        queries, vectors = zip(*projected, strict=True)
         cos_TE, sin_TE = step.angles(part.rope, part.rotated_dim)
         projection = LatentProjection(
-            q_TNH=_joined(queries),
-            vector_TC=_joined(vectors),
+            q_TNH=joined(queries),
+            vector_TC=joined(vectors),
             cos_TE=cos_TE,
             sin_TE=sin_TE,
             norm_L=self.latent_norm.factor,
@@ -95,23 +96,18 @@ class MultiHeadLatentAttention(nnx.Module):
             eps=self.latent_norm.eps,
         )
         out_TNV = step.attend_to_latents(self.layer, projection, scale=part.score_scale)
-        ends = np.cumsum([len(x_TD) for x_TD in runs])
-        return [self.out(out_TNV[end - len(x_TD) : end], step.shards) for x_TD, end in zip(runs, ends, strict=True)]
+        return products_by_run(self.out, out_TNV, runs, step)
 
-    def _projected(self, x_TD: Array) -> tuple[Array, Array]:
+    def _projected(self, x_TD: Array, step: Step, start: int) -> tuple[Array, Array]:
         """Queries [T, N, P + E], and latents with rotated keys behind them [T, R + E], neither normed nor rotated."""
-        c_TC = self.latents(x_TD)
+        c_TC = step.product(self.latents, x_TD, start)
         if self.query_norm is None:
-            return self.query(x_TD), c_TC
+            return step.product(self.query, x_TD, start), c_TC
         assert self.part.query_dim is not None
         query_TQ, c_TC = jnp.split(c_TC, [self.part.query_dim], axis=-1)
-        return self.query(self.query_norm(query_TQ)), c_TC
+        return step.product(self.query, self.query_norm(query_TQ), start), c_TC
 
 
 def _behind(start: int, order: tuple[int, ...] | None) -> tuple[int, ...] | None:
     """An order of the values from `start` on; those before stay in place."""
     return None if order is None else (*range(start), *(start + i for i in order))
-
-
-def _joined(runs: Sequence[Array]) -> Array:
-    return runs[0] if len(runs) == 1 else jnp.concatenate(runs)

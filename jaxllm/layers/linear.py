@@ -10,6 +10,7 @@ from jax import Array
 from jax.lax import Precision
 
 from jaxllm.layers.source import AnySource, Module, output_major, plain
+from jaxllm.parallel.axes import MESH_AXES
 from jaxllm.parallel.shards import ONE_DEVICE, Shards
 from jaxllm.quantization.fp8 import DTYPE as FP8
 from jaxllm.quantization.fp8 import Fp8Weight
@@ -67,8 +68,11 @@ class Linear(nnx.Module):
             f"{subscripts} is not of the form that is taken"
         )
         self.modules, self.joined = tuple(modules), joined
-        inputs = tuple(shape[:n]) if inputs is None else inputs
-        source = output_major(self.modules, "weight", joined, inputs, transposed=transposed)
+        self.is_split = any(MESH_AXES[axis] for axis in axes[:n])
+        """Whether devices split the inputs, so that each computes a part of the sum."""
+        self.shape, self.axes = tuple(shape), tuple(axes)
+        self.inputs = tuple(shape[:n] if inputs is None else inputs)
+        source = output_major(self.modules, "weight", joined, self.inputs, transposed=transposed)
         self.weight: nnx.Param | Fp8Weight = abstract_param(shape, axes, dtype, source=source)
         source = output_major(self.modules, "bias", joined)
         self.bias = abstract_param(shape[n:], axes[n:], dtype, source=source, init="zeros") if bias else None

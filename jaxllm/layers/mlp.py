@@ -51,6 +51,6 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x_TD: Array, step: Step, start: int = 0) -> Array:
         """Of several devices, this one's part of the sum. x are the tokens of the step from `start` on."""
-        gate_up_TCF = self.gate_up(x_TD)
+        gate_up_TCF = step.product(self.gate_up, x_TD, start)
         x_TF = self.activation(gate_up_TCF[:, 0])
-        return self.down(x_TF * gate_up_TCF[:, 1] if self.gated else x_TF, step.shards)
+        return step.product(self.down, x_TF * gate_up_TCF[:, 1] if self.gated else x_TF, start)

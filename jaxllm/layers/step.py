@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
 import jax
 from jax import Array
@@ -16,10 +17,21 @@ from pallas_kernels import expert_choice
 from pallas_kernels import gated_delta as gated_delta_rule
 from pallas_kernels.grouped_matmul import experts
 
+if TYPE_CHECKING:
+    from jaxllm.layers.linear import Linear
+
 # Traced and lowered once for all layers of a program.
 choose_experts = jax.jit(expert_choice.choose_experts, static_argnames=("rule", "implementation", "interpret"))
 compute_experts = jax.jit(experts, static_argnames=("activation", "implementation", "interpret"))
 gated_delta = jax.jit(gated_delta_rule.gated_delta, static_argnames=("implementation", "interpret"))
+
+
+class Adapt(Protocol):
+    """Changes what layers compute by the adapter of each token's request."""
+
+    def __call__(self, linear: "Linear", x: Array, y: Array, start: int) -> Array:
+        """The product y of a layer with x, of the tokens from `start` on, with what their adapters add."""
+        ...
 
 
 @dataclass
@@ -42,11 +54,18 @@ class Step:
     """Of layers that keep a state by row; None where there are none."""
     gated_delta: Callable[..., tuple[Array, Array]] = partial(gated_delta, implementation="xla")
     """Outputs and states of the gated delta rule: `pallas_kernels.gated_delta.gated_delta`."""
+    adapt: Adapt | None = None
+    """None: no token has an adapter."""
     wanted_features: Collection[int] = ()
     """Layers whose input `features` is to hold; one more than the last layer has stands for what the last one leaves."""
     features: dict[int, Array] = field(default_factory=dict)
     """[T, D] each: the sum of embedding and earlier layers that enters a layer, before any norm, whole on every device."""
     _angles: dict[tuple[Rope | None, int], tuple[Array, Array]] = field(default_factory=dict)
+
+    def product(self, linear: "Linear", x: Array, start: int = 0) -> Array:
+        """The product of a layer with the tokens from `start` on; where devices split its inputs, this one's part of the sum."""
+        y = linear(x, self.shards if linear.is_split else ONE_DEVICE)
+        return y if self.adapt is None else self.adapt(linear, x, y, start)
 
     def angles(self, rope: Rope | None, head_dim: int) -> tuple[Array, Array]:
         """Cosine and sine, float32 [T, H/2], of every token; layers with equal ropes share them."""

@@ -48,6 +48,16 @@ def abstract_state(model: nnx.Module, mesh: Mesh) -> nnx.State:
     )
 
 
+def zeros(model: nnx.Module, mesh: Mesh) -> nnx.State:
+    """The model's state with zeros, on the devices."""
+    wanted = abstract_state(model, mesh)
+    make = jax.jit(
+        lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), wanted),
+        out_shardings=jax.tree.map(lambda x: x.sharding, wanted),
+    )
+    return make()
+
+
 def axes_of(variable: nnx.Variable) -> Axes:
     """The logical axes that the layer declared."""
     return variable.get_metadata("axes")

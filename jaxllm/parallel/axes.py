@@ -23,6 +23,8 @@ MESH_AXES: dict[str, str | None] = {
     "experts": None,
     "expert_mlp": None,
     "split_experts": TENSOR,
+    "slot": None,
+    "rank": None,
 }
 
 

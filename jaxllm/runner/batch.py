@@ -9,7 +9,7 @@ from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.layout import FROM_ROW, Column, StepLayout, decode_layout, mixed_layout
 from jaxllm.runner.rows import NO_DECODE, LogprobsKind, Row, Rows
 from jaxllm.sampling.variants import Variant
-from jaxllm.scheduler_output import RowStep, SchedulerOutput
+from jaxllm.scheduler_output import NO_ADAPTER, RowStep, SchedulerOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,8 @@ class Batch:
     """Requests that get a token, in the order of the device's rows."""
     variant: Variant
     logprobs: LogprobsKind
+    adapted: bool
+    """Whether a row has an adapter."""
     admitted: list[Row]
     chunks: list[Chunk]
     """Known tokens among those of the step."""
@@ -130,13 +132,14 @@ class BatchBuilder:
         if num_drafts:
             columns[:num_rows, Column.NUM_DRAFTS] = np.fromiter(drafts, np.int32, num_rows)
         columns[num_rows:] = rows.columns[rows.trash]
+        adapted = bool((columns[:num_rows, Column.ADAPTER] != NO_ADAPTER).any())
         views.token_ids_T[:num_rows] = FROM_ROW
         chunks = []
         for i in np.flatnonzero(start_R < num_known_R):  # the last token of a prompt, computed alone
             views.token_ids_T[i] = scheduled[i].data.token_ids[start_R[i]]
             chunks.append(Chunk(scheduled[i], int(i), int(i) * width, int(start_R[i]), 1))
         extra = self._fill_updates(layout, buffer, update_index, update_block)
-        return Batch(buffer, layout, True, width, width, scheduled, variant, LogprobsKind.NONE, [], chunks, extra)
+        return Batch(buffer, layout, True, width, width, scheduled, variant, LogprobsKind.NONE, adapted, [], chunks, extra)
 
     def _starts(self, start_R: np.ndarray, num_known_R: np.ndarray) -> np.ndarray:
         """The first positions of rows as the device is told them: with drafts, it alone knows how many of a row were right."""
@@ -189,7 +192,9 @@ class BatchBuilder:
         extra = self._fill_updates(layout, buffer, update_index, update_block)
         chunks = _chunks(scheduled)
         width, next_width = self.buckets.fit_width(most_drafts), self.buckets.fit_width(plan.num_drafts)
-        return Batch(buffer, layout, is_decode, width, next_width, sampled, variant, logprobs, admitted, chunks, extra, errors)
+        adapted = any(row.data.adapter_slot != NO_ADAPTER for row, _ in scheduled)
+        kind = (is_decode, width, next_width, sampled, variant, logprobs, adapted)
+        return Batch(buffer, layout, *kind, admitted, chunks, extra, errors)
 
     def empty(self, layout: StepLayout) -> np.ndarray:
         """The buffer of an empty step."""

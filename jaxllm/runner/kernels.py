@@ -11,6 +11,7 @@ OPS = (
     "expert_choice",
     "grouped_matmul",
     "gated_delta",
+    "lora",
 )
 
 
@@ -31,6 +32,8 @@ class Kernels:
     """Experts of a mixture."""
     gated_delta: str = "xla"
     """States of linear attention."""
+    lora: str = ""
+    """What adapters add to products."""
     interpret: bool = False
     """Run Pallas kernels as plain JAX: on a CPU."""
 

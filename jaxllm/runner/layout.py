@@ -22,7 +22,8 @@ class Column(enum.IntEnum):
     TOKEN_ROW = 5  # where the sampled token goes: ROW, or the trash row if this step samples nothing
     NUM_DRAFTS = 6  # of the tokens, the last so many are drafts
     NEXT_TOKEN = 7  # of a row that samples nothing: the token behind those of this step
-    SAMPLING = 8
+    ADAPTER = 8  # slot of the row's adapter, NO_ADAPTER for none
+    SAMPLING = 9
 
 
 NUM_ROW_COLUMNS = Column.SAMPLING + NUM_COLUMNS

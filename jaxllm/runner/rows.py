@@ -10,7 +10,7 @@ from jaxllm.pooling_params import PoolingParams
 from jaxllm.runner.layout import NUM_ROW_COLUMNS, Column
 from jaxllm.sampling.columns import pack_columns
 from jaxllm.sampling.variants import Variant, needs_logprobs, needs_state, variant_of
-from jaxllm.scheduler_output import NewRequestData, TokenLogprobs
+from jaxllm.scheduler_output import NO_ADAPTER, NewRequestData, TokenLogprobs
 
 NO_DECODE = Variant.MASKED
 """From this variant on, the decode program does not serve a row: it has neither masks nor states."""
@@ -75,6 +75,7 @@ class Rows:
         """What a row sends to the device in every step; START, NUM_TOKENS and TOKEN_ROW are set step by step."""
         self.columns[:, Column.ROW] = np.arange(max_rows + 1)
         self.columns[:, Column.TOKEN_ROW] = max_rows
+        self.columns[:, Column.ADAPTER] = NO_ADAPTER
         self.num_known_N = np.zeros(max_rows + 1, np.int32)
         """`Row.num_known` by row, for the whole batch at once."""
         self.variant_N = np.zeros(max_rows + 1, np.int32)
@@ -108,6 +109,7 @@ class Rows:
         is_decoded = not needs_logprobs(params) and data.pooling_params is None
         self.variant_N[row.index] = row.variant if is_decoded else NO_DECODE
         self.columns[row.index, Column.WRITE_FROM] = data.num_cached_tokens
+        self.columns[row.index, Column.ADAPTER] = data.adapter_slot
         self.columns[row.index, Column.SAMPLING :] = sampling_columns
         return row
 

@@ -17,6 +17,7 @@ from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.shards import make_shards
 from jaxllm.progress import SILENT, Progress
 from jaxllm.runner import warm_up
+from jaxllm.runner.adaptation import Adaptation, Adapting
 from jaxllm.runner.batch import Batch, BatchBuilder
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.consumers import Hidden, HiddenConsumer
@@ -64,6 +65,7 @@ class ModelRunner:
         processors: tuple[Any, ...] = (),
         *,
         drafter: Drafter | None = None,
+        adaptation: Adaptation | None = None,
         store: ProgramStore | None = None,
         times: StartTimes | None = None,
     ):
@@ -71,8 +73,10 @@ class ModelRunner:
         max_rows, threads = config.scheduler.max_num_seqs, config.compile.compile_threads
         assert max_rows is not None and threads is not None, "platform defaults are resolved before the runner is made"
         # Programs need shapes only, so they compile while the weights load.
-        self.weights = Weights([model] if drafter is None or drafter.model is None else [model, drafter.model], mesh)
+        models = [model, *(part.model for part in (drafter, adaptation) if part is not None and part.model is not None)]
+        self.weights = Weights(models, mesh)
         merges = self.weights.merges
+        adapting = None if adaptation is None else Adapting(adaptation, merges[-1], self.weights.parts[-1])
         self.params: tuple[jax.Array, ...] = ()
         vocab_size, max_logprobs = model_config.vocab_size, config.model.max_logprobs
         # What was drawn from is known to full sampling alone.
@@ -86,7 +90,8 @@ class ModelRunner:
             num_logprobs=vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size),
             logprobs_mode=config.model.logprobs_mode,
             processors=processors,
-            drafting=None if drafter is None else DraftFunctions(drafter, merges[1:], model_config.num_layers),
+            drafting=None if drafter is None else DraftFunctions(drafter, merges[1:2], model_config.num_layers),
+            adapting=adapting,
         )
         num_drafts = 0 if drafter is None else drafter.num_drafts
         self.buckets = Buckets.choose(config, on_gpu=on_gpu, num_drafts=num_drafts)
@@ -169,12 +174,25 @@ class ModelRunner:
         return int(sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes)
 
     def set_weights(self, *weights: nnx.State) -> None:
-        """Set the weights of the model and of its drafter, if that has any, with the shapes and placement that they declare."""
+        """Set the weights of the model, of its drafter, and the slots of adapters, as far as there are any, with the shapes and placement
+        that they declare."""
         self.params = self.weights.flatten(weights)
 
     def put_weights(self, weights: Sequence[np.ndarray]) -> None:
         """Set the weights from host arrays in the order of `params`."""
         self.params = self.weights.put(weights)
+
+    def write_adapter(self, slot: int, packed: jax.Array) -> None:
+        """Write an adapter (`StepPrograms.packed_adapter`) into a slot, after the steps dispatched so far and before later ones.
+
+        Takes the array. Raises the device's error if it cannot; the slots are then lost.
+        """
+        adapting = self.shapes.functions.adapting
+        assert adapting is not None, "the engine has no adapters"
+        if self._launcher is not None:
+            self._launcher.drain()
+        arrays = self.program(ProgramKey("write_adapter"))(self.params[adapting.part], packed, self.put(np.int32(slot)))
+        self.params = (*self.params[: adapting.part.start], *arrays)
 
     def drop_weights(self) -> None:
         """Release the memory of the weights."""
@@ -331,7 +349,8 @@ class ModelRunner:
     def _decode(self, step: StepInFlight) -> None:
         batch = step.batch
         step.errors = self._prepare(batch)
-        program = self.program(ProgramKey("decode", batch.layout.num_rows, batch.variant, width=batch.width))
+        key = ProgramKey("decode", batch.layout.num_rows, batch.variant, width=batch.width, adapted=batch.adapted)
+        program = self.program(key)
         drawn = self.run_decode(program, batch.layout, batch.buffer)
         parts = [consumer.launch(work, None) for consumer, work in self._select(batch)]
         step.done, step.parts = drawn, [PendingTokens(batch.sampled, drawn, Scores(None, None)), *parts]
@@ -349,13 +368,13 @@ class ModelRunner:
     def _forward(self, step: StepInFlight) -> None:
         batch = step.batch
         work = self._select(batch)
-        forward_key = ProgramKey("forward", batch.layout.num_tokens)
+        forward_key = ProgramKey("forward", batch.layout.num_tokens, adapted=batch.adapted)
         expected = [forward_key, *([self.sampling.key(batch)] if batch.sampled else [])]
         expected += [key for consumer, part in work for key in consumer.keys(part, batch.layout.num_tokens)]
         if batch.sampled and batch.variant < NO_DECODE and batch.logprobs == LogprobsKind.NONE:
             # The next step's program, unless other requests arrive.
             num_rows, width = self.buckets.fit_decode(len(batch.sampled)), batch.next_width
-            expected.append(ProgramKey("decode", num_rows, batch.variant, width=width))
+            expected.append(ProgramKey("decode", num_rows, batch.variant, width=width, adapted=batch.adapted))
         if self.shapes.functions.drafting is not None:
             expected.append(self._propose_key(batch))
         reads_drafts = step.mask_TW is not None and batch.width > 1

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.cache_spec import CacheLayout
-from jaxllm.layers.step import Step
+from jaxllm.layers.step import Adapt, Step
 from jaxllm.parallel.shards import PEERS_LOST, Shards
+from jaxllm.runner.adaptation import Adapting
 from jaxllm.runner.draft_step import DraftFunctions
 from jaxllm.runner.drafts import (
     DraftRows,
@@ -32,6 +33,7 @@ from jaxllm.sampling.rejection import sample_verified
 from jaxllm.sampling.sampler import logit_of, mark_not_finite, sample_full, sample_greedy, sample_random
 from jaxllm.sampling.state import SamplingState
 from jaxllm.sampling.variants import Variant
+from jaxllm.scheduler_output import NO_ADAPTER
 
 Params = tuple[jax.Array, ...]
 Caches = tuple[jax.Array, ...]
@@ -82,18 +84,23 @@ class StepFunctions:
     processors: tuple[Any, ...] = ()
     drafting: DraftFunctions | None = None
     """What proposes drafts; None without."""
+    adapting: Adapting | None = None
+    """What adapts the model to requests; None without."""
 
     def forward(
         self,
         layout: StepLayout,
+        adapted: bool,
         params: Params,
         caches: Caches,
         rows: RowArrays,
         buffer: jax.Array,
         workspace: jax.Array | None,
     ) -> tuple[Any, ...]:
-        """Run the model over a mixed step. Returns caches, rows, hidden_TD, and for sampling hidden_NWD and columns_NC (N = max_rows,
-        W the most tokens that a row may sample); with a drafter also what `propose` takes of the step."""
+        """Run the model over a mixed step, with the rows' adapters if `adapted`.
+
+        Returns caches, rows, hidden_TD, and for sampling hidden_NWD and columns_NC (N = max_rows, W the most tokens that a row may
+        sample); with a drafter also what `propose` takes of the step."""
         shards = self.shards.through(workspace)
         views = layout.views(shards.of_first(buffer))
         rows = _update_block_table(rows, views)
@@ -102,6 +109,8 @@ class StepFunctions:
         token_ids_T = device_tokens(rows.last_token_N, rows.drafts, views.token_ids_T, places)
         kept = list(caches)
         step = self._step(kept, token_ids_T, places, shards)
+        if adapted:
+            step.adapt = self._adapt(params, columns_RC, places, shards)
         hidden_TD = self.merge(params)(step)
         hidden_TD = shards.check(hidden_TD, jnp.nan)
         drafts_R1 = columns_RC[:, Column.NUM_DRAFTS, None]
@@ -123,15 +132,17 @@ class StepFunctions:
         layout: StepLayout,
         variant: Variant,
         width: int,
+        adapted: bool,
         params: Params,
         caches: Caches,
         rows: RowArrays,
         buffer: jax.Array,
         workspace: jax.Array | None,
     ) -> tuple[Caches, RowArrays, jax.Array]:
-        """Run the model and sample for every row, in one program. Returns caches, rows and the tokens [R], or with a drafter
-        what the host reads of `drafts.accept`: a row has then up to `width` tokens, drafts included, and gets drafts for its next step
-        if width > 1."""
+        """Run the model, with the rows' adapters if `adapted`, and sample for every row, in one program.
+
+        Returns caches, rows and the tokens [R], or with a drafter what the host reads of `drafts.accept`: a row has then up to `width`
+        tokens, drafts included, and gets drafts for its next step if width > 1."""
         shards = self.shards.through(workspace)
         views = layout.views(shards.of_first(buffer))
         rows = _update_block_table(rows, views)
@@ -141,6 +152,8 @@ class StepFunctions:
         token_ids_T = device_tokens(rows.last_token_N, rows.drafts, known_T, places)
         kept = list(caches)
         step = self._step(kept, token_ids_T, places, shards)
+        if adapted:
+            step.adapt = self._adapt(params, columns_RC, places, shards)
         hidden_TD = self.merge(params)(step)
         logits_TV = self.merge(params).logits(hidden_TD, shards)
         token_T = self._draw_after_drafts(variant, logits_TV, rows, columns_RC, width, shards)
@@ -310,6 +323,16 @@ class StepFunctions:
         """What the model runs on. It replaces the arrays in `caches`."""
         wanted = () if self.drafting is None else self.drafting.drafter.feature_layers
         return make_step(caches, token_ids_T, places, self.cache.places, self.kernels, shards, wanted)
+
+    def _adapt(self, params: Params, columns_RC: jax.Array, places: Places, shards: Shards) -> Adapt:
+        assert self.adapting is not None, "the engine has no adapters"
+        slot_T = jnp.where(places.is_real_T, columns_RC[places.owner_T, Column.ADAPTER], NO_ADAPTER)
+        return self.adapting.adaptation.adapt(self.adapting.merge(params), slot_T, shards, self.kernels)
+
+    def write_adapter(self, arrays: Params, packed_1P: jax.Array, slot: jax.Array) -> Params:
+        """The arrays of all slots with an adapter in one of them."""
+        assert self.adapting is not None
+        return self.adapting.adaptation.write(arrays, packed_1P, slot)
 
     def _draw_after_drafts(
         self,

@@ -24,6 +24,7 @@ from jaxllm.sampling.mask import num_words
 from jaxllm.sampling.state import SamplingState, admit
 from jaxllm.sampling.variants import Variant
 from jaxllm.sampling_params import MAX_LOGPROB_TOKEN_IDS
+from jaxllm.scheduler_output import NO_ADAPTER
 from pallas_kernels import collectives
 from pallas_kernels.cache_write.bits import bits_type
 
@@ -46,6 +47,8 @@ class ProgramKey(NamedTuple):
     logprobs: LogprobsKind = LogprobsKind.NONE
     width: int = 1
     """Tokens that a row may sample; in propose, 1 if no drafts are wanted."""
+    adapted: bool = False
+    """Whether rows may have adapters."""
 
 
 @dataclass(frozen=True)
@@ -94,16 +97,19 @@ class StepPrograms:
     def common_keys(self) -> list[ProgramKey]:
         """What almost every request needs, the slowest to compile first."""
         buckets, simple = self.buckets, (Variant.GREEDY, Variant.RANDOM)
-        forward = [ProgramKey("forward", size) for size in reversed(buckets.tokens)]
+        adapted = (False,) if self.functions.adapting is None else (False, True)
+        forward = [ProgramKey("forward", size, adapted=has) for size in reversed(buckets.tokens) for has in adapted]
+        writes = [ProgramKey("write_blocks"), *([ProgramKey("write_adapter")] if len(adapted) > 1 else [])]
         if not self.model.generates:
-            return [*forward, *self._pooling_keys(), ProgramKey("write_blocks")]
+            return [*forward, *self._pooling_keys(), *writes]
         return [
             *forward,
             *(
-                ProgramKey("decode", size, variant, width=width)
+                ProgramKey("decode", size, variant, width=width, adapted=has)
                 for size in reversed(buckets.decode_rows)
                 for variant in simple
                 for width in buckets.widths_of(size)
+                for has in adapted
             ),
             *(
                 ProgramKey("sample", size, variant, width=width)
@@ -119,7 +125,7 @@ class StepPrograms:
                 if self.functions.drafting is not None
             ),
             *([ProgramKey("show")] if self.shows_history else []),
-            ProgramKey("write_blocks"),
+            *writes,
         ]
 
     @property
@@ -183,6 +189,7 @@ class StepPrograms:
         """hidden_NWD and columns_NC of a step without requests."""
         columns_NC = np.zeros((self.buckets.max_rows, NUM_ROW_COLUMNS), np.int32)
         columns_NC[:, [Column.ROW, Column.TOKEN_ROW]] = self.buckets.max_rows
+        columns_NC[:, Column.ADAPTER] = NO_ADAPTER
         return np.zeros(self._sampled_shape, jnp.dtype(self.model.dtype)), columns_NC
 
     def nothing_to_propose(self, key: ProgramKey) -> tuple[Any, ...]:
@@ -243,14 +250,14 @@ class StepPrograms:
         layout, same = self.layout(key), self.replicated
         arguments = (self.params, self._caches, self.rows, self._buffer(layout), self.workspace)
         out = (self._cache_shardings, same, same, same, same, *([same] if self.functions.drafting is not None else []))
-        return self._lower_on_each(partial(self.functions.forward, layout), arguments, out, donate=(1, 2))
+        return self._lower_on_each(partial(self.functions.forward, layout, key.adapted), arguments, out, donate=(1, 2))
 
     def _lower_decode(self, key: ProgramKey) -> jax.stages.Lowered:
         layout, same = self.layout(key), self.replicated
         arguments = (self.params, self._caches, self.rows, self._buffer(layout), self.workspace)
         out = (self._cache_shardings, same, same)
         return self._lower_on_each(
-            partial(self.functions.decode, layout, key.variant, key.width), arguments, out, donate=(1, 2)
+            partial(self.functions.decode, layout, key.variant, key.width, key.adapted), arguments, out, donate=(1, 2)
         )
 
     def _lower_sample(self, key: ProgramKey) -> jax.stages.Lowered:
@@ -296,6 +303,21 @@ class StepPrograms:
     def _lower_write_blocks(self, key: ProgramKey) -> jax.stages.Lowered:
         program = jax.jit(self.functions.write_blocks, donate_argnums=0, out_shardings=self.replicated)
         return program.lower(self.rows, self._ints(2, UPDATES_PER_WRITE))
+
+    def _lower_write_adapter(self, key: ProgramKey) -> jax.stages.Lowered:
+        adapting = self.functions.adapting
+        assert adapting is not None
+        arrays = self.params[adapting.part]
+        out = tuple(array.sharding for array in arrays)
+        return self._lower_on_each(self.functions.write_adapter, (arrays, self.packed_adapter, self._ints()), out, donate=0)
+
+    @property
+    def packed_adapter(self) -> jax.ShapeDtypeStruct:
+        """One adapter: each device's part of its arrays, one after the other."""
+        assert self.functions.adapting is not None
+        adaptation = self.functions.adapting.adaptation
+        by_device = NamedSharding(self.mesh, PartitionSpec(TENSOR))
+        return jax.ShapeDtypeStruct((self.mesh.size, adaptation.packed_size), jnp.dtype(adaptation.dtype), sharding=by_device)
 
     def _lower_show(self, key: ProgramKey) -> jax.stages.Lowered:
         drafting = self.functions.drafting

@@ -5,6 +5,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import jax
+import numpy as np
 
 from jaxllm.runner.step_programs import ProgramKey
 from jaxllm.sampling.variants import Variant
@@ -50,4 +51,7 @@ def run_on_nothing(runner: "ModelRunner", keys: Sequence[ProgramKey]) -> None:
             runner.caches, runner.row_arrays = program(
                 runner.params, runner.caches, runner.row_arrays, *runner.put(shapes.nothing_to_propose(key)), workspace
             )
+        if key.kind == "write_adapter":
+            wanted = shapes.packed_adapter
+            runner.write_adapter(0, jax.device_put(np.zeros(wanted.shape, wanted.dtype), wanted.sharding))
     jax.block_until_ready((runner.row_arrays, runner.caches))

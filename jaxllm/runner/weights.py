@@ -23,11 +23,14 @@ class Weights:
         flat = [jax.tree.flatten(abstract_state(model, mesh)) for model in models]
         self.structures = [structure for _, structure in flat]
         self.shapes: tuple[jax.ShapeDtypeStruct, ...] = tuple(shape for shapes, _ in flat for shape in shapes)
+        self.parts: list[slice] = []
+        """The place of each model's weights among all."""
         self.merges: list[Callable[[Params], Any]] = []
         """For each model: the weights of all models -> the model with its own."""
         first = 0
         for model, (shapes, structure) in zip(models, flat, strict=True):
             part = slice(first, first + len(shapes))
+            self.parts.append(part)
             self.merges.append(partial(_merge, nnx.graphdef(model), structure, part))
             first = part.stop
 

@@ -38,16 +38,22 @@ def block_hasher(block_size: int, algorithm: HashAlgorithm) -> Callable[[Request
         num_hashed = len(hashes) * block_size
         if len(token_ids) - num_hashed < block_size:
             return
-        salt = request.spec.cache_salt
         parent = hashes[-1] if hashes else NO_PARENT
         for start in range(num_hashed, len(token_ids) - block_size + 1, block_size):
             end = start + block_size
             # The chain of parents carries what the first block has.
-            keys: tuple[ExtraKey, ...] = (("cache_salt", salt),) if start == 0 and salt is not None else ()
+            keys: tuple[ExtraKey, ...] = () if start else _first_keys(request)
             parent = hash_block(parent, token_ids[start:end], keys, algorithm)
             hashes.append(parent)
 
     return extend_hashes
+
+
+def _first_keys(request: Request) -> tuple[ExtraKey, ...]:
+    """What shapes a request's keys and values beside its tokens."""
+    salt, adapter = request.spec.cache_salt, request.adapter
+    keys: tuple[ExtraKey, ...] = () if salt is None else (("cache_salt", salt),)
+    return keys if adapter is None else (*keys, ("adapter", adapter.cache_key))
 
 
 def cbor(value: object) -> bytes:

@@ -30,7 +30,7 @@ from jaxllm.scheduler.refusal import Refusal
 from jaxllm.scheduler.results import Share, last_news, take_in
 from jaxllm.scheduler.totals import Totals
 from jaxllm.scheduler.waiting_queue import make_waiting_queue
-from jaxllm.scheduler_output import ModelRunnerOutput, NewRequestData, RowStep, SchedulerOutput
+from jaxllm.scheduler_output import NO_ADAPTER, ModelRunnerOutput, NewRequestData, RowStep, SchedulerOutput
 from jaxllm.scheduler_stats import SchedulerStats
 
 
@@ -354,6 +354,7 @@ class Scheduler:
             num_cached_tokens=prefix.num_cached_tokens,
             is_masked=request.matcher is not None,
             pooling_params=request.pooling_params,
+            adapter_slot=NO_ADAPTER if request.adapter is None else request.adapter.slot,
         )
 
     def _note_admission(self, request: Request, data: NewRequestData) -> None:

@@ -30,7 +30,7 @@ NOTHING = (
     "--trust-remote-code --enforce-eager --swap-space 4 --disable-log-requests --tokenizer-mode auto "
     "--pipeline-parallel-size 1 --structured-outputs-config.backend xgrammar --compilation-config {} -O3 -cc.mode 3 "
     "--distributed-executor-backend mp --enable-sleep-mode --model-impl auto --max-seq-len-to-capture 8192 "
-    "--disable-custom-all-reduce --no-enable-lora --cudagraph-capture-sizes 1 2 4 --limit-mm-per-prompt.image 2"
+    "--disable-custom-all-reduce --no-enable-lora-bias --cudagraph-capture-sizes 1 2 4 --limit-mm-per-prompt.image 2"
 )
 
 
@@ -63,15 +63,14 @@ def test_flags_of_vllm_are_accepted(line: str, options: dict[str, object], caplo
     if line == NOTHING:
         for given in ("--enforce-eager", "-O 3", "--cudagraph-capture-sizes 1 2 4", '--compilation-config {"mode": 3}'):
             assert f"{given} changes nothing here" in caplog.text
-        assert "--no-enable-lora" not in caplog.text
+        assert "--no-enable-lora-bias" not in caplog.text
 
 
 @pytest.mark.parametrize(
     ("line", "told"),
     [
         ("-pp 2", "-pp 2 is refused (only 1 is taken): only --tensor-parallel-size splits a model"),
-        ("--enable-lora", "--enable-lora is refused: adapters are not supported yet"),
-        ("--lora-modules a=b c=d", "--lora-modules a=b c=d is refused"),
+        ("--enable-lora-bias", "--enable-lora-bias is refused: biases of adapters are not supported"),
         ("-q awq", "unknown value 'awq'"),
         ("--structured-outputs-config.disable_any_whitespace true", "is refused: llguidance"),
         ("--enforce-eagr", "did you mean '--enforce-eager'?"),
@@ -98,8 +97,8 @@ def test_a_config_file_of_vllm(tmp_path: Path) -> None:
     path.write_text("spec-tokens: 3\nspeculative-config: {num_speculative_tokens: 2}\n")
     with pytest.raises(ConfigError, match=f"{path}:2: speculative-config is set already at {path}:1"):
         options_of(f"--config {path}")
-    path.write_text("seed: 1\nenable-lora: true\n")
-    with pytest.raises(ConfigError, match=rf"{path}:2: enable-lora is refused: adapters"):
+    path.write_text("seed: 1\nenable-lora-bias: true\n")
+    with pytest.raises(ConfigError, match=rf"{path}:2: enable-lora-bias is refused: biases"):
         options_of(f"--config {path}")
 
 
@@ -148,7 +147,7 @@ def test_defaults_that_a_script_sets_count_for_flags_of_vllm_too() -> None:
     assert (args.runner, args.max_num_seqs) == ("pooling", 7)
 
 
-@pytest.mark.parametrize("line", ["--enable-lora", "--dtype int3", "--max-model-len many"])
+@pytest.mark.parametrize("line", ["--enable-lora-bias", "--dtype int3", "--max-model-len many"])
 def test_a_script_ends_at_a_flag_that_is_refused(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         script_parser().parse_args(line.split())

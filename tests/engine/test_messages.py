@@ -5,11 +5,14 @@ import inspect
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from jaxllm.adapters import AdapterInfo, AdapterState
 from jaxllm.engine import messages
-from jaxllm.engine.messages import MessageError
+from jaxllm.engine.messages import MessageError, Reply
+from jaxllm.errors import AdapterNotFoundError
 from jaxllm.request import EngineCoreRequest
 from jaxllm.sampling_params import SamplingParams
 
@@ -76,6 +79,19 @@ def test_a_request_with_any_field_replaced_is_read_or_refused(data: st.DataObjec
 def test_the_request_itself_is_read() -> None:
     (found,) = read(ADD)
     assert found.request.prompt_token_ids == [1, 2, 3] and messages.sender_of_add(ADD) == ("a", "x")
+
+
+@pytest.mark.parametrize(
+    "result",
+    [[AdapterInfo("sql", "/a/sql", 8, 1024, True, "host")], AdapterState("failed", "no such file"), [], 7, False, None],
+)
+def test_what_calls_about_adapters_return_is_read_as_it_was_sent(result: Any) -> None:
+    assert messages.decode_engine_message(messages.encode(Reply(1, result))) == Reply(1, result)
+
+
+def test_an_unknown_adapter_stays_that_on_its_way_to_the_front() -> None:
+    error = messages.error_of(messages.fault_of(AdapterNotFoundError("there is no adapter 'x'", "model")))
+    assert type(error) is AdapterNotFoundError and (str(error), error.param) == ("there is no adapter 'x'", "model")
 
 
 def test_every_control_call_is_a_method_of_the_core_with_the_fields_of_its_message() -> None:

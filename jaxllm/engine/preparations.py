@@ -1,0 +1,30 @@
+"""What requests wait for before they are admitted, and what prepares it beside the step loop. Does not import JAX."""
+
+from typing import Protocol
+
+from jaxllm.outputs import EngineCoreOutput
+from jaxllm.request import Request
+from jaxllm.scheduler.admission import AdmissionRoom
+from jaxllm.scheduler.scheduler import Scheduler
+
+
+class Preparation(AdmissionRoom, Protocol):
+    """Prepares what some requests need: grammars, adapters. The step loop's thread calls all methods."""
+
+    def bind(self, request: Request) -> None:
+        """A request is about to be queued. Raises InvalidRequestError if it can never get what it needs; changes nothing else."""
+
+    def admit(self, request: Request) -> None:
+        """A request was queued: begin to prepare what it needs."""
+
+    def settle(self, scheduler: Scheduler) -> list[EngineCoreOutput]:
+        """Take in what is prepared. Called once a step. Returns the outputs of requests that failed."""
+
+    def forget_slots(self) -> None:
+        """What the device had of it is lost: its memory was released."""
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if something is held by nobody. Called without unfinished requests."""
+
+    def shutdown(self) -> None:
+        """End the threads. May be called again."""

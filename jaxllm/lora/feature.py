@@ -1,0 +1,54 @@
+"""What the options of an engine make of adapters."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jax.sharding import Mesh
+
+from jaxllm.config import EngineConfig
+from jaxllm.errors import ConfigError
+from jaxllm.layers.decoder import CausalLM
+from jaxllm.lora.device import DeviceSlots
+from jaxllm.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from jaxllm.lora.adapters import Adapters
+    from jaxllm.runner.runner import ModelRunner
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """See `jaxllm.engine.features.Adapters`."""
+
+    config: EngineConfig
+    adaptation: DeviceSlots
+
+    @classmethod
+    def of(cls, config: EngineConfig, model_config: ModelConfig, model: CausalLM, mesh: Mesh) -> "LoRA":
+        """Raises ConfigError if no layer can be adapted."""
+        options = config.lora
+        dtype = model_config.dtype if options.lora_dtype == "auto" else options.lora_dtype
+        names = options.lora_target_modules
+        slots = DeviceSlots(model, mesh, num_slots=options.max_loras, rank=options.padded_rank, dtype=dtype, names=names)
+        if names is not None and (unknown := set(names) - {name.rsplit(".", 1)[-1] for name in slots.targets}):
+            known = sorted(
+                {name.rsplit(".", 1)[-1] for name in DeviceSlots(model, mesh, num_slots=1, rank=8, dtype=dtype).targets}
+            )
+            raise ConfigError(
+                f"lora_target_modules has {sorted(unknown)[0]!r}, no module of {model_config.architecture} that adapters can change; "
+                f"there are {', '.join(known)}"
+            )
+        return cls(config, slots)
+
+    @property
+    def described(self) -> Mapping[str, Any]:
+        """See Adapters."""
+        slots = self.adaptation
+        return {"slots": slots.num_slots, "rank": slots.rank, "dtype": slots.dtype, "modules": sorted(slots.targets)}
+
+    def new_manager(self, runner: "ModelRunner") -> "Adapters":
+        """See Adapters."""
+        from jaxllm.lora.adapters import Adapters
+
+        return Adapters(self.config, self.adaptation, runner)

@@ -1,0 +1,43 @@
+"""What adapts a model to requests by their adapters, as seen by the runner. It is traced into the step's programs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+from flax import nnx
+
+from jaxllm.layers.step import Adapt
+from jaxllm.parallel.shards import Shards
+from jaxllm.runner.kernels import Kernels
+
+
+class Adaptation(Protocol):
+    """Keeps adapters in slots: arrays on the device that a program writes without being compiled anew."""
+
+    @property
+    def model(self) -> nnx.Module:
+        """The arrays of all slots, as shapes with logical axes. All zeros at the start."""
+
+    @property
+    def packed_size(self) -> int:
+        """Values of one adapter on one device."""
+
+    @property
+    def dtype(self) -> str:
+        """Of these values."""
+
+    def adapt(self, model: Any, slot_T: jax.Array, shards: Shards, kernels: Kernels) -> Adapt:
+        """What changes a step's products. slot_T: the slot of each token, NO_ADAPTER for none."""
+
+    def write(self, arrays: tuple[jax.Array, ...], packed_1P: jax.Array, slot: jax.Array) -> tuple[jax.Array, ...]:
+        """The arrays of `model`, flat, with an adapter in a slot; on each device with its own part of all of them."""
+
+
+@dataclass(frozen=True)
+class Adapting:
+    """An adaptation, and its arrays among those of all weights."""
+
+    adaptation: Adaptation
+    merge: Callable[[tuple[jax.Array, ...]], Any]
+    part: slice
