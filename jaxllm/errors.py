@@ -7,6 +7,7 @@ JaxLLMError
 ├── AdapterError                         a LoRA adapter is missing, faulty, or does not fit the model or the options
 ├── GrammarError           (ValueError)  an output's form cannot be compiled, or the output cannot go on in it
 ├── ModelLoadError                       a checkpoint is missing, incomplete, corrupt or of an unknown kind
+├── AdapterError                         an adapter is missing, broken, not supported or made for another model
 ├── KernelCheckError                     no implementation of an op gives right results on this device
 ├── OutOfMemoryError                     the device cannot hold what was asked for; names the flag to change
 └── EngineError                          the engine failed in what it was asked; the message says whether to try again
@@ -47,6 +48,10 @@ class GrammarError(JaxLLMError, ValueError):
 
 class ModelLoadError(JaxLLMError):
     """A checkpoint is missing, incomplete, corrupt or of an unknown kind."""
+
+
+class AdapterError(JaxLLMError):
+    """An adapter (LoRA) is missing, broken, of a kind that is not supported, or made for another model."""
 
 
 class KernelCheckError(JaxLLMError):
