@@ -12,6 +12,7 @@ from jaxllm.layers.linear import Linear, abstract_param
 from jaxllm.layers.source import Index, Source, Tensor, output_major
 from jaxllm.loaders.layout import axes_of, expand, parameters, source_of
 from jaxllm.parallel.axes import MESH_AXES
+from pallas_kernels.lora import Parts
 
 Kind = Literal["linear"]
 Read = Callable[[str], np.ndarray]
@@ -47,6 +48,10 @@ class Target(nnx.Module):
         self.down = abstract_param((*lead, *shape[:n]), ("slot", "rank", *axes[:n]), dtype, source=source)
         source = output_major(modules, "lora_B.weight", linear.joined, (rank,))
         self.up = abstract_param((num_slots, rank, *shape[n:]), ("slot", "rank", *axes[n:]), dtype, source=source)
+
+    def parts(self, outputs: Sequence[int]) -> Parts:
+        """Which of these outputs, those of a device, belong to which module."""
+        return Parts(math.prod(outputs[: self.before]), self.sizes, math.prod(outputs[self.before + 1 :]))
 
 
 def name_of(linear: Linear) -> str:
