@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.grouped_matmul.plan import make_plan
 
