@@ -11,12 +11,14 @@ OPS = (
     "expert_choice",
     "gated_delta",
     "grouped_matmul",
+    "lora",
     "mla_attention",
     "paged_attention",
     "rope_cache_write",
     "sampling",
 )
 _USES = {
+    "lora": ("grouped_matmul",),
     "mla_attention": ("cache_write", "paged_attention", "rope_cache_write"),
     "paged_attention": ("cache_write",),
     "rope_cache_write": ("cache_write",),

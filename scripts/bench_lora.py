@@ -90,7 +90,9 @@ def bench_loading(engine: LLMEngine, adapters: Sequence[LoRARequest], arguments:
             while engine.has_unfinished_requests():
                 engine.step()
             seconds.append(time.perf_counter() - began)
-        print(f"first token with {adapter.lora_name}: {1e3 * seconds[0]:.0f} ms with loading, {1e3 * seconds[1]:.0f} ms without")
+        print(
+            f"first token with {adapter.lora_name}: {1e3 * seconds[0]:.0f} ms with loading, {1e3 * seconds[1]:.0f} ms without"
+        )
 
 
 @dataclass
@@ -181,7 +183,10 @@ def main() -> None:
         num_files = arguments.adapters + 2
         for number in range(num_files):
             write_adapter(Path(temporary) / str(number), targets, arguments.rank, number)
-        made = [LoRARequest(f"adapter-{i}", i + 1, f"{temporary}/{i % num_files}") for i in range(max(num_files, arguments.registered))]
+        made = [
+            LoRARequest(f"adapter-{i}", i + 1, f"{temporary}/{i % num_files}")
+            for i in range(max(num_files, arguments.registered))
+        ]
         try:
             bench_loading(engine, made[:num_files], arguments)
             bench_steps(engine, made[: arguments.adapters], [int(rows) for rows in arguments.rows.split(",")], arguments)

@@ -121,8 +121,7 @@ class EngineCore:
         )
         features = prepared.features
         self.adapters = None if features.adapters is None else features.adapters.new_manager(self.runner)
-        grammars = Grammars(self._vocabulary, self.model_config.padded_vocab_size)
-        self._preparations: list[Preparation] = [grammars, *([] if self.adapters is None else [self.adapters])]
+        self.grammars = Grammars(self._vocabulary, self.model_config.padded_vocab_size)
         self.scheduler = Scheduler(
             self.config.scheduler,
             self.config.cache,
@@ -130,7 +129,7 @@ class EngineCore:
             max_model_len=plan.max_model_len,
             policies=plan.cache.policies,
             drafts=None if features.speculation is None else features.speculation.new_control(),
-            rooms=self._preparations,
+            rooms=self.preparations,
         )
         max_in_flight = _MAX_IN_FLIGHT[jax.default_backend() != "cpu"] if self.config.scheduler.async_scheduling else 1
         self.loop = StepLoop(self.scheduler, self.runner, max_in_flight=max_in_flight)
@@ -186,15 +185,20 @@ class EngineCore:
             raise InvalidRequestError(
                 f"adapter {request.adapter!r} is named, but the engine has none: start it with enable_lora", "adapter"
             )
-        for preparation in self._preparations:
+        for preparation in self.preparations:
             preparation.bind(admitted)
         self.scheduler.add_request(admitted)
         try:
-            for preparation in self._preparations:
+            for preparation in self.preparations:
                 preparation.admit(admitted)
         except BaseException:
             self.scheduler.finish_requests(admitted.request_id, RequestStatus.FINISHED_ERROR)
             raise
+
+    @property
+    def preparations(self) -> tuple[Preparation, ...]:
+        """What requests may wait for before they run."""
+        return (self.grammars,) if self.adapters is None else (self.grammars, self.adapters)
 
     def abort_requests(self, request_ids: list[str]) -> None:
         """End requests now; unknown ids are ignored."""
@@ -214,7 +218,7 @@ class EngineCore:
         """
         self._check_alive()
         news = self.scheduler.fail_expired()
-        for preparation in self._preparations:
+        for preparation in self.preparations:
             news += preparation.settle(self.scheduler)
         if self._news:
             news, self._news = self._news + news, []
@@ -258,7 +262,7 @@ class EngineCore:
         self.loop.note_work()
         self._sleep.fall_asleep(level)
         if level > 1:
-            for preparation in self._preparations:
+            for preparation in self.preparations:
                 preparation.forget_slots()
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
@@ -342,7 +346,7 @@ class EngineCore:
             assert not self.loop.step(), "a step has news of a request that is gone"
         assert pool.num_free_blocks == pool.num_usable_blocks, "blocks are held by nobody"
         self.runner.check_idle(self.scheduler.finished_ids)
-        for preparation in self._preparations:
+        for preparation in self.preparations:
             preparation.check_integrity()
 
     def stats(self) -> SchedulerStats:
@@ -374,7 +378,7 @@ class EngineCore:
             self._die(EngineDeadError("the engine was shut down"))
         if self._profiler.is_running:
             self._profiler.stop()
-        for preparation in self._preparations:
+        for preparation in self.preparations:
             preparation.shutdown()
         self.runner.delete_arrays()
 

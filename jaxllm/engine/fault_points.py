@@ -30,12 +30,15 @@ class Place:
     function: str
     """Qualified: a class's method, or a function of the module."""
     request_id: Callable[..., str | None] = lambda *args, **kwargs: None
-    """Returns the id of the request that a call with these arguments concerns, if any."""
+    """Returns the id of the request, or the name of the adapter, that a call with these arguments concerns, if any."""
 
 
 PLACES = {
     "add": Place("core", "jaxllm.scheduler.scheduler", "Scheduler.add_request", lambda self, request: request.request_id),
     "grammar": Place("core", "jaxllm.engine.grammars", "Grammars._start", lambda self, request, template: request.request_id),
+    "adapter.read": Place("core", "jaxllm.lora.adapters", "Adapters._read", lambda self, adapter, packs: adapter.name),
+    "adapter.stage": Place("core", "jaxllm.lora.adapters", "Adapters._stage", lambda self, adapter, packed: adapter.name),
+    "adapter.write": Place("core", "jaxllm.lora.adapters", "Adapters._write", lambda self, adapter, slot, staged: adapter.name),
     "mask": Place("core", "jaxllm.structured.matcher", "fill_masks"),
     "schedule": Place("core", "jaxllm.scheduler.scheduler", "Scheduler.schedule"),
     "allocate": Place(

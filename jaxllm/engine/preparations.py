@@ -18,7 +18,10 @@ class Preparation(AdmissionRoom, Protocol):
         """A request was queued: begin to prepare what it needs."""
 
     def settle(self, scheduler: Scheduler) -> list[EngineCoreOutput]:
-        """Take in what is prepared. Called once a step. Returns the outputs of requests that failed."""
+        """Take in what is prepared. Called once a step. Returns the outputs of requests that failed.
+
+        Raises LostError if what steps need on the device is lost; the engine must start over.
+        """
 
     def forget_slots(self) -> None:
         """What the device had of it is lost: its memory was released."""

@@ -11,7 +11,7 @@ import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
 
@@ -49,7 +49,7 @@ class Checkpoint(checkpoint.Checkpoint):
     """Files of PyTorch."""
 
     INDEX = "pytorch_model.bin.index.json"
-    PATTERNS = ("pytorch_model*.bin",)
+    PATTERNS: ClassVar[tuple[str, ...]] = ("pytorch_model*.bin",)
 
     def read_entries(self, file: Path) -> dict[str, TensorEntry]:
         if not zipfile.is_zipfile(file):

@@ -8,7 +8,7 @@ import math
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -35,7 +35,7 @@ class Checkpoint(checkpoint.Checkpoint):
 
     INDEX = "model.safetensors.index.json"
     # Some repositories hold the same weights a second time, under names of their own, for another program.
-    PATTERNS = ("model*.safetensors", "*.safetensors")
+    PATTERNS: ClassVar[tuple[str, ...]] = ("model*.safetensors", "*.safetensors")
 
     def read_entries(self, file: Path) -> dict[str, TensorEntry]:
         return read_header(file)
@@ -57,7 +57,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
             raise corrupt(f"its header should have {length} bytes, {size - 8} follow")
         try:
             header = json.loads(stream.read(length))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise corrupt(f"its header is not JSON ({error})") from error
     if not isinstance(header, dict):
         raise corrupt("its header is not a JSON object")

@@ -14,7 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.layers.linear import Linear
 from jaxllm.loaders.layout import axes_of, parameters
-from jaxllm.lora.targets import Read, Slots, TargetShape, adaptable, name_of, pack, packed_size, shapes_of
+from jaxllm.lora.shapes import TargetShape
+from jaxllm.lora.targets import Read, Slots, adaptable, name_of, pack, packed_size, shapes_of
 from jaxllm.parallel.axes import MESH_AXES
 from jaxllm.parallel.mesh import TENSOR
 from jaxllm.parallel.shards import Shards

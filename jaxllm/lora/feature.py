@@ -2,18 +2,24 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError
 from jaxllm.layers.decoder import CausalLM
+from jaxllm.lora.adapters import Adapters
+from jaxllm.lora.checkpoint import read_adapter
 from jaxllm.lora.device import DeviceSlots
+from jaxllm.lora.host_memory import AdapterFiles
 from jaxllm.model_config import ModelConfig
 
 if TYPE_CHECKING:
-    from jaxllm.lora.adapters import Adapters
     from jaxllm.runner.runner import ModelRunner
 
 
@@ -47,8 +53,36 @@ class LoRA:
         slots = self.adaptation
         return {"slots": slots.num_slots, "rank": slots.rank, "dtype": slots.dtype, "modules": sorted(slots.targets)}
 
-    def new_manager(self, runner: "ModelRunner") -> "Adapters":
+    def new_manager(self, runner: "ModelRunner") -> Adapters:
         """See Adapters."""
-        from jaxllm.lora.adapters import Adapters
+        slots, options = self.adaptation, self.config.lora
+        reader = partial(
+            read_adapter,
+            targets=slots.targets,
+            max_rank=options.max_lora_rank,
+            rank=slots.rank,
+            target_modules=options.lora_target_modules,
+            model=self.config.model.model,
+        )
+        return Adapters(Writer(slots, runner), reader, max_host=self.config.lora.max_cpu_loras)
 
-        return Adapters(self.config, self.adaptation, runner)
+
+class Writer:
+    """A SlotWriter for the slots of a runner."""
+
+    def __init__(self, slots: DeviceSlots, runner: "ModelRunner"):
+        self._slots, self._runner = slots, runner
+        self.num_slots = slots.num_slots
+        self.num_bytes = slots.packed_size * slots.mesh.size * jnp.dtype(slots.dtype).itemsize
+
+    def pack(self, files: AdapterFiles) -> np.ndarray:
+        """See SlotWriter."""
+        return self._slots.pack(files.tensor)
+
+    def stage(self, packed: np.ndarray) -> jax.Array:
+        """See SlotWriter."""
+        return jax.block_until_ready(self._slots.stage(packed))
+
+    def write(self, slot: int, staged: jax.Array) -> None:
+        """See SlotWriter."""
+        self._runner.write_adapter(slot, staged)

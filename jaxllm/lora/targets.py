@@ -2,8 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from flax import nnx
@@ -11,20 +9,11 @@ from flax import nnx
 from jaxllm.layers.linear import Linear, abstract_param
 from jaxllm.layers.source import Index, Source, Tensor, output_major
 from jaxllm.loaders.layout import axes_of, expand, parameters, source_of
+from jaxllm.lora.shapes import TargetShape
 from jaxllm.parallel.axes import MESH_AXES
 
-Kind = Literal["linear"]
 Read = Callable[[str], np.ndarray]
 """A tensor of an adapter by its name, such as "model.layers.0.mlp.up_proj.lora_A.weight", with the rank of the slots."""
-
-
-@dataclass(frozen=True)
-class TargetShape:
-    """A module of the checkpoint that an adapter may change."""
-
-    inputs: int
-    outputs: int
-    kind: Kind = "linear"
 
 
 class Target(nnx.Module):

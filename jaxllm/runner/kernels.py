@@ -32,7 +32,7 @@ class Kernels:
     """Experts of a mixture."""
     gated_delta: str = "xla"
     """States of linear attention."""
-    lora: str = ""
+    lora: str = "xla"
     """What adapters add to products."""
     interpret: bool = False
     """Run Pallas kernels as plain JAX: on a CPU."""

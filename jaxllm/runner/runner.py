@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxllm.config import EngineConfig
-from jaxllm.loaders.layout import delete
+from jaxllm.loaders.layout import delete, zeros
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.shards import make_shards
 from jaxllm.progress import SILENT, Progress
@@ -194,6 +194,15 @@ class ModelRunner:
         arrays = self.program(ProgramKey("write_adapter"))(self.params[adapting.part], packed, self.put(np.int32(slot)))
         self.params = (*self.params[: adapting.part.start], *arrays)
 
+    def _replace_lost_slots(self) -> None:
+        """Empty slots in place of arrays that a failed `write_adapter` took."""
+        adapting = self.shapes.functions.adapting
+        if adapting is None or not any(array.is_deleted() for array in self.params[adapting.part]):
+            return
+        delete(self.params[adapting.part])
+        empty = jax.tree.leaves(zeros(adapting.adaptation.model, self.shapes.mesh))
+        self.params = (*self.params[: adapting.part.start], *empty)
+
     def drop_weights(self) -> None:
         """Release the memory of the weights."""
         delete(self.params)
@@ -236,6 +245,7 @@ class ModelRunner:
                 jax.block_until_ready((self.row_arrays, self.caches))
             self.peers.reset()
         self.drop_caches()
+        self._replace_lost_slots()
         self.row_arrays = self._new_row_arrays()
         self.allocate_caches()
         jax.block_until_ready((self.row_arrays, self.caches))

@@ -31,8 +31,8 @@ class AdmissionRoom(Protocol):
         """The request is admitted. Called before the next `fits`."""
 
     def release(self, request: Request) -> None:
-        """The request ended, was preempted or starts over. It may hold nothing. Steps in flight may still compute it, but all of them
-        before any step that is planned from now on."""
+        """The request ended, was preempted or starts over, as its status says. It may hold nothing. Steps in flight may still compute
+        it, but all of them before any step that is planned from now on."""
 
 
 def fit_all(rooms: Iterable[AdmissionRoom], request: Request) -> Fit:

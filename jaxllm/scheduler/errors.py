@@ -18,3 +18,12 @@ class UpdateError(Exception):
         super().__init__("taking in a step failed")
         self.news = news
         """Outputs of the requests processed before the failure. Their tokens are committed, so they must be reported."""
+
+
+class LostError(Exception):
+    """Something on the device that steps use was lost, but not the requests. The original error is the cause."""
+
+    def __init__(self, request_ids: list[str]):
+        super().__init__("what steps need on the device was lost")
+        self.request_ids = request_ids
+        """Requests that end with it."""

@@ -151,8 +151,8 @@ class Scheduler:
             self.cache_manager.free(request, num_valid)
         else:
             self.waiting.remove(request)
-        self._release(request)
         request.status = status
+        self._release(request)
         self._totals.num_not_finite += request.error_kind is ErrorKind.NOT_FINITE
         del self.requests[request.request_id]
         self._finished_ids.append(request.request_id)
@@ -272,8 +272,8 @@ class Scheduler:
         Its placeholders stay: tokens in flight remain valid, and the request is not readmitted before they arrive.
         """
         self.cache_manager.free(request, request.num_computed_tokens)
-        self._release(request)
         request.status = RequestStatus.PREEMPTED
+        self._release(request)
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         self._totals.num_preemptions += 1

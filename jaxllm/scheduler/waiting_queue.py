@@ -22,6 +22,9 @@ class WaitingQueue:
     def __len__(self) -> int:
         return len(self._requests)
 
+    def __contains__(self, request: Request) -> bool:
+        return self._requests.get(request.request_id) is request
+
     def __iter__(self) -> Iterator[Request]:
         """All requests, in any order."""
         return iter(self._requests.values())

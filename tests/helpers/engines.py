@@ -64,7 +64,7 @@ def reschedule(core: EngineCore, *, num_blocks: int | None = None, max_in_flight
         max_model_len=core.max_model_len,
         policies=core.memory_plan.cache.policies,
         drafts=core.scheduler.drafts,
-        rooms=(core.grammars,),
+        rooms=core.preparations,
     )
     core.loop = StepLoop(core.scheduler, core.runner, max_in_flight=max_in_flight if config.scheduler.async_scheduling else 1)
     return core

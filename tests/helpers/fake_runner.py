@@ -17,7 +17,7 @@ from jaxllm.request import Request
 from jaxllm.scheduler.draft_counts import DraftCounts
 from jaxllm.scheduler.results import Share
 from jaxllm.scheduler.scheduler import Scheduler
-from jaxllm.scheduler_output import ModelRunnerOutput, NewRequestData, RowStep, SchedulerOutput
+from jaxllm.scheduler_output import NO_ADAPTER, ModelRunnerOutput, NewRequestData, RowStep, SchedulerOutput
 
 _MASK = (1 << 61) - 1
 NOTHING = (-1, -1)
@@ -33,9 +33,11 @@ def next_token(last_digest: int, vocab_size: int) -> int:
     return (last_digest >> 7) % vocab_size
 
 
-def oracle_tokens(prompt: list[int], count: int, vocab_size: int, ends: frozenset[int] = frozenset()) -> list[int]:
-    """The output of a request: `count` tokens, or fewer up to one of `ends`."""
-    last, output = 0, []
+def oracle_tokens(
+    prompt: list[int], count: int, vocab_size: int, ends: frozenset[int] = frozenset(), adapter: int = 0
+) -> list[int]:
+    """The output of a request: `count` tokens, or fewer up to one of `ends`. adapter: what its digests start from."""
+    last, output = adapter, list[int]()
     for token_id in prompt:
         last = digest(last, token_id)
     while len(output) < count and not (output and output[-1] in ends):
@@ -98,10 +100,13 @@ class _Row:
     digests: list[int] = field(default_factory=list)
     has_drafts: bool = False
     """Whether drafts were proposed behind its latest token."""
+    adapter: int = 0
+    """What its digests start from."""
+    adapter_slot: int = NO_ADAPTER
 
     def digest_at(self, position: int) -> int:
         while len(self.digests) <= position:
-            previous = self.digests[-1] if self.digests else 0
+            previous = self.digests[-1] if self.digests else self.adapter
             self.digests.append(digest(previous, self.token_ids[len(self.digests)]))
         return self.digests[position]
 
@@ -126,6 +131,8 @@ class FakeRunner:
         self.memory = [[NOTHING] * block_size for _ in range(num_blocks)]
         self.rows: dict[str, _Row] = {}
         self.num_computed_tokens = 0
+        self.slots: list[int] = []
+        """What the adapter in each slot lets digests start from."""
 
     def dispatch(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Run a step."""
@@ -142,6 +149,11 @@ class FakeRunner:
         assert len(plan.num_scheduled_tokens) == len(plan.rows)
         assert 0 < plan.num_tokens == sum(planned.num_tokens for planned in plan.rows) <= self.max_tokens
         assert len(self.rows) <= self.max_num_seqs
+        for planned in plan.rows:
+            row = self.rows[planned.request_id]
+            assert row.adapter_slot == NO_ADAPTER or self.slots[row.adapter_slot] == row.adapter, (
+                "another adapter is in its slot"
+            )
         foreseen = {planned.request_id: self._draft(self.rows[planned.request_id], planned) for planned in plan.rows}
         for planned in plan.rows:
             row, wrong = self.rows[planned.request_id], planned.num_drafts - len(foreseen[planned.request_id])
@@ -207,6 +219,9 @@ class FakeRunner:
         row = _Row(list(data.token_ids), tables, data.num_computed_tokens, data.num_cached_tokens)
         self._extend(row, data.block_ids)
         row.pools = data.pooling_params is not None
+        row.adapter_slot = data.adapter_slot
+        if data.adapter_slot != NO_ADAPTER:
+            row.adapter = self.slots[data.adapter_slot]
         self.rows[data.request_id] = row
 
     def _extend(self, row: _Row, new_ids: list[int]) -> None:

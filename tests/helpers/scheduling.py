@@ -59,6 +59,7 @@ def make_request(
     pooling: PoolingParams | None = None,
     queue_timeout_seconds: float | None = None,
     timeout_seconds: float | None = None,
+    adapter: str | None = None,
     **params: Any,
 ) -> Request:
     """A request with the given prompt, or with one of that length that shares no beginning with another id's."""
@@ -75,6 +76,7 @@ def make_request(
         pooling_params=pooling,
         queue_timeout_seconds=queue_timeout_seconds,
         timeout_seconds=timeout_seconds,
+        adapter=adapter,
     )
     return Request(spec)
 

@@ -34,15 +34,20 @@ def test_products_are_not_merged_large_ones_go_to_cublas_and_all_reduces_to_nccl
     assert StepPrograms.compiler_options(programs, ProgramKey("decode", rows)) == options
 
 
-def engine_programs(*, num_drafts: int = 0, num_lookahead: int = 0, num_groups: int = 1, max_rows: int = 200) -> StepPrograms:
+def engine_programs(
+    *, num_drafts: int = 0, num_lookahead: int = 0, num_groups: int = 1, max_rows: int = 200, has_adapters: bool = False
+) -> StepPrograms:
     """Without a model: their keys and layouts."""
     config = resolve_platform_defaults(
         EngineConfig.from_options(max_num_seqs=max_rows, max_num_batched_tokens=512), on_gpu=True
     )
     drafter = SimpleNamespace(num_lookahead=num_lookahead, needs_history=True)
     drafting = SimpleNamespace(width=1 + num_drafts, drafter=drafter) if num_drafts else None
+    adapting = object() if has_adapters else None
     programs = object.__new__(StepPrograms)
-    functions = SimpleNamespace(drafting=drafting, cache=SimpleNamespace(groups=[None] * num_groups, block_size=4))
+    functions = SimpleNamespace(
+        drafting=drafting, adapting=adapting, cache=SimpleNamespace(groups=[None] * num_groups, block_size=4)
+    )
     pooling = SimpleNamespace(pooling_type="mean")
     values = {"functions": functions, "model": SimpleNamespace(generates=True, pooling=pooling), "full_logprobs": False}
     for name, value in {**values, "buckets": Buckets.choose(config, on_gpu=True, num_drafts=num_drafts)}.items():
@@ -50,12 +55,13 @@ def engine_programs(*, num_drafts: int = 0, num_lookahead: int = 0, num_groups: 
     return programs
 
 
-@pytest.mark.parametrize("num_drafts", [0, 3])
-def test_each_program_of_an_engine_has_a_file_of_its_own(tmp_path, num_drafts) -> None:
-    programs = engine_programs(num_drafts=num_drafts)
+@pytest.mark.parametrize(("num_drafts", "has_adapters"), [(0, False), (3, False), (3, True)])
+def test_each_program_of_an_engine_has_a_file_of_its_own(tmp_path, num_drafts, has_adapters) -> None:
+    programs = engine_programs(num_drafts=num_drafts, has_adapters=has_adapters)
     keys, store = programs.all_keys(), ProgramStore(tmp_path, jax.devices(), writable=False, strict=False)
     assert len({store._path(key) for key in keys}) == len(set(keys)) == len(keys)
     assert any(key.width > 1 for key in keys) == (num_drafts > 0)
+    assert any(key.adapted for key in keys) == has_adapters
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,119 @@
+"""The names of an adapter's tensors, and which modules of the model they stand for."""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from jaxllm.lora.peft import PeftConfig
+from jaxllm.lora.shapes import EXPERT_PARAMETERS, TargetShape
+
+_PREFIX = "base_model.model."
+_INNER = ".base_layer"
+"""What a module is called inside the wrapper of another parameter of its."""
+_TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(\.(?!weight$)[^.]+)?(\.weight)?")
+"""PEFT before 0.3 wrote the adapter's name behind lora_A too: "….lora_A.default.weight"."""
+_WRAPPERS = {"model", "language_model", "text_model", "transformer"}
+"""Parts of names in front of the layers that differ between classes of the same model."""
+
+
+@dataclass(frozen=True)
+class LoraName:
+    """A tensor of the file."""
+
+    tensor: str
+    """As the file has it."""
+    module: str
+    """As PEFT has it: "model.layers.0.self_attn.q_proj"."""
+    side: str
+    """A or B."""
+    is_embedding: bool
+
+
+def parse(tensor: str) -> LoraName | None:
+    """None: it is no part of a LoRA."""
+    found = None if tensor.endswith(".bias") else _TENSOR.fullmatch(tensor)
+    if found is None:
+        return None
+    return LoraName(tensor, module_of(found["module"]), found["side"], found["embedding"] is not None)
+
+
+def module_of(name: str) -> str:
+    """A name of the file without what PEFT puts in front of all."""
+    return name.removeprefix(_PREFIX)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A parameter of all experts of a layer."""
+
+    module: str
+    """As PEFT has it."""
+    parameter: str
+    targets: Mapping[str, TargetShape]
+    """By the name of the target."""
+
+    @property
+    def name(self) -> str:
+        """As PEFT has it."""
+        return f"{self.module}.{self.parameter}"
+
+
+class TargetNames:
+    """The targets by the names that adapters have for them."""
+
+    def __init__(self, targets: Mapping[str, TargetShape]):
+        self._names = {_canonical(name): name for name in targets}
+        experts: dict[str, dict[str, dict[str, TargetShape]]] = defaultdict(lambda: defaultdict(dict))
+        for name, target in targets.items():
+            if target.part is not None:
+                experts[_canonical(target.part.module)][target.part.parameter][name] = target
+        self._experts = experts
+
+    def target(self, module: str) -> str | None:
+        """The target that PEFT calls `module`; None: there is no such."""
+        return self._names.get(_canonical(module))
+
+    def owner(self, module: str) -> str | None:
+        """What has parameters of all experts, if `module` is a wrapper of one of them."""
+        while module.endswith(_INNER):
+            module = module.removesuffix(_INNER)
+        return module if _canonical(module) in self._experts else None
+
+    def parameters(
+        self, owner: str, wrappers: Iterable[str], config: PeftConfig, fits: Callable[[str, Experts], bool]
+    ) -> dict[str, Experts]:
+        """What each of the wrappers found around a module's parameters adapts; without those of which that cannot be told.
+
+        PEFT puts a wrapper around the module for each parameter, in the order in which they are declared, and names it by its
+        depth alone.
+
+        fits: whether the tensors of a wrapper have the shapes of a parameter's.
+        """
+        known = self._experts[_canonical(owner)]
+        all_parameters = [Experts(owner, name, known[name]) for name in EXPERT_PARAMETERS if name in known]
+        innermost_first = sorted(wrappers, key=len, reverse=True)
+        wrapped = [each for each in all_parameters if _is_named(each.name, config.target_parameters)]
+        if len(wrapped) != len(innermost_first):
+            wrapped = all_parameters
+        if len(wrapped) == len(innermost_first):
+            return dict(zip(innermost_first, wrapped, strict=True))
+        if len(innermost_first) > 1:
+            return {}
+        return {wrapper: each for wrapper in innermost_first for each in all_parameters if fits(wrapper, each)}
+
+
+def is_covered(module: str, target_modules: tuple[str, ...] | str | None) -> bool:
+    """Whether target_modules, if it is a list, names a module. Patterns are not tried: they may take for ever."""
+    return not isinstance(target_modules, tuple) or not target_modules or _is_named(module, target_modules)
+
+
+def _is_named(name: str, ends: Iterable[str]) -> bool:
+    return any(name == end or name.endswith(f".{end}") for end in ends)
+
+
+def _canonical(name: str) -> str:
+    """The same for all names of a module, whichever class of the model it belongs to."""
+    parts = name.split(".")
+    first = next((i for i, part in enumerate(parts) if part not in _WRAPPERS), len(parts) - 1)
+    return ".".join("mlp" if part == "block_sparse_moe" else part for part in parts[first:])

@@ -1,0 +1,74 @@
+"""The file with an adapter's tensors: safetensors, or PyTorch's form, which is read without PyTorch."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from jaxllm.errors import AdapterError, ModelLoadError
+from jaxllm.loaders import pytorch, safetensors
+from jaxllm.loaders.checkpoint import TensorEntry
+
+NAMES = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
+"""The first that a directory has is read."""
+
+
+class _Safetensors(safetensors.Checkpoint):
+    INDEX: ClassVar[str] = ""
+    PATTERNS: ClassVar[tuple[str, ...]] = NAMES[:1]
+
+
+class _PyTorch(pytorch.Checkpoint):
+    INDEX: ClassVar[str] = ""
+    PATTERNS: ClassVar[tuple[str, ...]] = NAMES[1:]
+
+
+class WeightsFile:
+    """An adapter's tensors by name. Only headers are read at once; a file that changes afterwards is noticed."""
+
+    def __init__(self, directory: Path):
+        """Raises AdapterError if there is no such file, or it is broken."""
+        self._directory = directory
+        try:
+            self._file = next(file for name in NAMES if (file := directory / name).is_file())
+            self._identity = _identity(self._file.stat())
+            self._checkpoint = (_Safetensors if self._file.suffix == ".safetensors" else _PyTorch)(directory)
+        except StopIteration:
+            raise AdapterError(f"adapter {directory}: {_not_found(directory)}") from None
+        except ModelLoadError as error:
+            raise AdapterError(f"adapter {directory}: {error}; save or copy it again") from error
+        except OSError as error:
+            raise AdapterError(f"adapter {directory}: cannot read its weights ({error}); restore them") from error
+
+    @property
+    def entries(self) -> Mapping[str, TensorEntry]:
+        return self._checkpoint.entries
+
+    def values(self, name: str) -> np.ndarray:
+        """A tensor in float32. Raises AdapterError if the file is gone or was changed."""
+        entry = self.entries[name]
+        try:
+            # No memory map: the process would end if the file became shorter.
+            with self._file.open("rb") as stream:
+                is_same = _identity(os.fstat(stream.fileno())) == self._identity
+                stream.seek(entry.start)
+                data = np.frombuffer(stream.read(entry.num_bytes), np.uint8)
+        except OSError as error:
+            raise AdapterError(
+                f"adapter {self._directory}: cannot read {self._file.name} ({error.strerror}); restore it and load it again"
+            ) from error
+        if not is_same or len(data) < entry.num_bytes:
+            raise AdapterError(f"adapter {self._directory}: {self._file.name} was changed after it was checked; load it again")
+        return self._checkpoint.decoded(name, data).astype(np.float32, copy=False)
+
+
+def _identity(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _not_found(directory: Path) -> str:
+    others = [file.name for pattern in ("*.safetensors", "*.bin", "*.pt") for file in sorted(directory.glob(pattern))]
+    found = f"; it has {', '.join(others[:3])}" if others else ""
+    return f"it has no weights ({', '.join(NAMES)}){found}; give the directory that PEFT's save_pretrained wrote"

@@ -1,0 +1,252 @@
+"""An engine without a model whose adapters are numbers, in virtual time: loading takes a known time, and nothing sleeps."""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxllm.errors import AdapterError, JaxLLMError
+from jaxllm.lora.adapters import Adapters
+from jaxllm.outputs import EngineCoreOutput
+from jaxllm.request import ErrorKind, FinishReason, Request, RequestStatus
+from jaxllm.scheduler.errors import LostError
+from tests.helpers.fake_runner import FakeEngine, FakeRunner, oracle_tokens
+from tests.helpers.scheduling import make_request, make_scheduler
+
+VOCAB = 97
+
+
+@dataclass
+class Clock:
+    """Virtual time, in seconds."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class VirtualLanes:
+    """Lanes whose jobs take a known time each, one after the other."""
+
+    clock: Clock
+    seconds: dict[str, float]
+    jobs: dict[str, list[tuple[bool, int, Future[Any], Callable[[], Any]]]] = field(
+        default_factory=lambda: {"read": [], "stage": []}
+    )
+    ends: dict[str, float] = field(default_factory=dict)
+    """When the job that a lane works on is done."""
+    numbers: Any = field(default_factory=itertools.count)
+
+    def submit(self, lane: str, job: Callable[[], Any], *, urgent: bool = True) -> Future[Any]:
+        future: Future[Any] = Future()
+        self.jobs[lane].append((not urgent, next(self.numbers), future, job))
+        self.ends.setdefault(lane, self.clock.now + self.seconds[lane])
+        return future
+
+    def wait(self, jobs: Sequence[Future[Any]], seconds: float) -> None:
+        limit = self.clock.now + seconds
+        while self.ends and min(self.ends.values()) <= limit and not any(job.done() for job in jobs):
+            self.clock.now = max(self.clock.now, min(self.ends.values()))
+            self.work()
+        if not any(job.done() for job in jobs):
+            self.clock.now = limit
+
+    def work(self) -> None:
+        """Finish the jobs that are done by now."""
+        for lane, waiting in self.jobs.items():
+            while lane in self.ends and self.ends[lane] <= self.clock.now:
+                _, _, future, job = waiting.pop(waiting.index(min(waiting, key=lambda entry: entry[:2])))
+                end = self.ends.pop(lane)
+                if waiting:
+                    self.ends[lane] = end + self.seconds[lane]
+                try:
+                    future.set_result(job())
+                except Exception as error:
+                    future.set_exception(error)
+
+    def shutdown(self) -> None:
+        """See Lanes."""
+
+
+@dataclass
+class Number:
+    """The files of an adapter: a number, in a file of a directory or known by the path."""
+
+    value: int
+    directory: Path
+    rank: int = 8
+
+    def tensor(self, name: str) -> np.ndarray:
+        raise NotImplementedError
+
+
+def read_number(path: str) -> Number:
+    """A number in a directory, or the path itself as one."""
+    if path.isdigit():
+        return Number(int(path), Path("/nowhere"))
+    try:
+        return Number(int((Path(path) / "adapter_model.safetensors").read_text()), Path(path))
+    except (OSError, ValueError) as error:
+        raise AdapterError(f"{path}: {error}") from error
+
+
+class NumberWriter:
+    """Writes numbers into the slots of a FakeRunner."""
+
+    num_bytes = 8
+
+    def __init__(self, num_slots: int, runner: Callable[[], FakeRunner]):
+        self.num_slots, self._runner = num_slots, runner
+
+    def pack(self, files: Number) -> np.ndarray:
+        return np.array(files.value)
+
+    def stage(self, packed: np.ndarray) -> int:
+        return int(packed)
+
+    def write(self, slot: int, staged: int) -> None:
+        self._runner().slots[slot] = staged
+
+
+class AdapterEngine:
+    """Scheduler, fake runner and adapters. Checks every output against that of its adapter alone."""
+
+    def __init__(
+        self,
+        num_slots: int,
+        *,
+        max_host: int | None = None,
+        depth: int = 1,
+        seconds: dict[str, float] | None = None,
+        step_seconds: float = 0.02,
+        **options: Any,
+    ):
+        self.clock = Clock()
+        self.lanes = VirtualLanes(self.clock, seconds or {"read": 0.1, "stage": 0.01})
+        self.step_seconds = step_seconds
+        self.adapters = Adapters(
+            NumberWriter(num_slots, lambda: self.engine.runner),  # type: ignore[arg-type]
+            read_number,
+            max_host=max_host,
+            lanes=self.lanes,  # type: ignore[arg-type]
+            clock=self.clock,
+        )
+        self.scheduler = make_scheduler(rooms=(self.adapters,), async_scheduling=depth > 1, **options)
+        self.engine = FakeEngine(self.scheduler, vocab_size=VOCAB, depth=depth)
+        self.engine.runner.slots = [0] * num_slots
+        self.requests: dict[str, tuple[Request, int]] = {}
+        """All requests by id, with the number of their adapter."""
+        self.values: dict[int, int] = {}
+        """The numbers in the files of adapters when they were added."""
+        self.received: dict[str, list[int]] = {}
+        self.errors: dict[str, str] = {}
+        self.admitted_at: dict[str, float] = {}
+        self._names = itertools.count()
+
+    def add(self, name: str, path: str | Path, *, replace: bool = False) -> str:
+        """Load an adapter while the engine is idle. Returns the error, if any."""
+        number = self.start_adding(name, path, replace=replace)
+        while (state := self.adapters.adapter_state(number)).state == "loading":
+            self.tick()
+        return state.error
+
+    def start_adding(self, name: str, path: str | Path, *, replace: bool = False) -> int:
+        """Begin to load an adapter. Returns its number for `adapter_state`."""
+        number = self.adapters.add_adapter(name, str(path), replace)
+        with contextlib.suppress(AdapterError):
+            self.values.setdefault(number, read_number(str(path)).value)
+        return number
+
+    def ask(self, adapter: str | None, prompt: int | list[int] = 5, *, request_id: str | None = None, **params: Any) -> str:
+        """Queue a request. Returns its id."""
+        request_id = request_id or f"r{next(self._names)}"
+        request = make_request(request_id, prompt, eos=(), adapter=adapter, arrival=self.clock.now, **params)
+        self.adapters.bind(request)
+        self.scheduler.add_request(request)
+        self.adapters.admit(request)
+        value = 0 if request.adapter is None else self.values[request.adapter.number]  # type: ignore[attr-defined]
+        self.requests[request_id], self.received[request_id] = (request, value), []
+        return request_id
+
+    def tick(self, seconds: float | None = None) -> None:
+        """Let time pass."""
+        self.clock.now += self.step_seconds if seconds is None else seconds
+        self.lanes.work()
+
+    def step(self) -> list[str]:
+        """What EngineCore.step does, with the time that it takes. Returns the requests that it admitted."""
+        num_plans = len(self.engine.plans)
+        try:
+            self._take(self.adapters.settle(self.scheduler))
+        except LostError as error:
+            self.start_over(error.request_ids, lost=True)
+        self.check()
+        self.engine.dispatch()
+        admitted = [data.request_id for plan in self.engine.plans[num_plans:] for data in plan.new_requests]
+        for request_id in admitted:
+            self.admitted_at.setdefault(request_id, self.clock.now)
+        if self.engine.in_flight:
+            self.tick()
+            self._take(self.engine.collect())
+        self.check()
+        return admitted
+
+    def start_over(self, failed: Sequence[str] = (), *, lost: bool = False) -> None:
+        """What a failed step leads to. lost: with the slots."""
+        self.engine.start_over()
+        if lost:
+            self.engine.runner.slots = [0] * len(self.engine.runner.slots)
+        self._take(self.scheduler.fail_requests(failed, ErrorKind.INTERNAL, "lost"))
+
+    def abort(self, *request_ids: str) -> None:
+        self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+
+    def run(self, limit: int = 2000) -> None:
+        """Step until every request has ended; nothing may be left behind."""
+        for _ in range(limit):
+            if not self.scheduler.has_requests():
+                break
+            self.step()
+        assert not self.scheduler.has_requests(), "a request never ends"
+        while self.engine.in_flight:
+            assert self.engine.collect() == []
+        self.check()
+        self.adapters.check_integrity()
+        pool = self.scheduler.cache_manager.pool
+        assert pool.num_free_blocks == pool.num_usable_blocks
+
+    def check(self) -> None:
+        self.scheduler.check_integrity()
+        self.adapters.check_integrity(self.scheduler.requests.values())
+        assert all((request in request.adapter.running) == (request in self.scheduler.running) for request in self._adapted())  # type: ignore[union-attr]
+
+    def _adapted(self) -> list[Request]:
+        return [request for request in self.scheduler.requests.values() if request.adapter is not None]
+
+    def _take(self, news: list[EngineCoreOutput]) -> None:
+        for output in news:
+            request, value = self.requests[output.request_id]
+            self.received[output.request_id] += output.new_token_ids
+            if output.finish_reason == FinishReason.ERROR:
+                self.errors[output.request_id] = str(output.stop_reason)
+            elif output.finish_reason is not None:
+                limit = request.sampling_params.max_tokens
+                assert limit is not None
+                expected = oracle_tokens(request.spec.prompt_token_ids, limit, VOCAB, adapter=value)
+                assert self.received[output.request_id] == expected, f"{output.request_id} was computed with another adapter"
+
+
+def refused(call: Callable[[], object]) -> str:
+    """The error of a call."""
+    try:
+        call()
+    except JaxLLMError as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("it was not refused")

@@ -1,0 +1,341 @@
+"""Adapters as PEFT writes them: what is read of them, and how broken ones are refused."""
+
+import contextlib
+import io
+import json
+import math
+import pickle
+import shutil
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxllm.errors import AdapterError
+from jaxllm.loaders import safetensors
+from jaxllm.lora.checkpoint import AdapterFiles, read_adapter
+from jaxllm.lora.shapes import TargetShape
+from tests.helpers import goldens, peft_files
+
+Q, K = (f"model.layers.0.self_attn.{name}_proj" for name in "qk")
+EMBEDDING = "model.embed_tokens"
+TARGETS = {
+    Q: TargetShape(6, 8),
+    K: TargetShape(6, 4),
+    EMBEDDING: TargetShape(10, 6, "embedding"),
+    "lm_head": TargetShape(6, 10),
+}
+CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 8, "target_modules": ["q_proj", "k_proj"]}
+RNG = np.random.default_rng(0)
+
+
+def pair(module: str, outputs: int = 8, inputs: int = 6, rank: int = 2, dtype: Any = np.float32) -> dict[str, np.ndarray]:
+    a, b = RNG.standard_normal((rank, inputs)), RNG.standard_normal((outputs, rank))
+    return {f"{module}.lora_A.weight": a.astype(dtype), f"{module}.lora_B.weight": b.astype(dtype)}
+
+
+GOOD = pair(f"base_model.model.{Q}")
+
+
+def write(directory: Path, tensors: dict[str, np.ndarray] = GOOD, **config: Any) -> Path:
+    directory.mkdir(exist_ok=True)
+    (directory / "adapter_config.json").write_text(json.dumps({**CONFIG, **config}), encoding="utf-8")
+    safetensors.write(directory / "adapter_model.safetensors", tensors)
+    return directory
+
+
+def read(directory: Path, max_rank: int = 4) -> AdapterFiles:
+    return read_adapter(directory, TARGETS, max_rank, rank=8)
+
+
+def delta(files: AdapterFiles, module: str) -> np.ndarray:
+    return files.tensor(f"{module}.lora_B.weight") @ files.tensor(f"{module}.lora_A.weight")
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize(
+    "name",
+    [
+        f"base_model.model.{Q}",
+        Q,
+        "base_model.model.layers.0.self_attn.q_proj",
+        "base_model.model.model.language_model.layers.0.self_attn.q_proj",
+        "base_model.model.language_model.model.layers.0.self_attn.q_proj",
+    ],
+)
+def test_reads_a_module_of_any_class_of_the_model(tmp_path, name, dtype):
+    tensors = pair(name, dtype=dtype)
+    files = read(write(tmp_path / "adapter", tensors))
+    a, b = (tensors[f"{name}.lora_{side}.weight"].astype(np.float32) for side in "AB")
+    assert (files.modules, files.rank) == ((Q,), 2)
+    found_a, found_b = (files.tensor(f"{Q}.lora_{side}.weight") for side in "AB")
+    np.testing.assert_array_equal(found_a, np.pad(a, ((0, 6), (0, 0))))
+    np.testing.assert_array_equal(found_b, np.pad(4 * b, ((0, 0), (0, 6))))
+    assert files.tensor(f"{K}.lora_A.weight").shape == (8, 6) and not delta(files, K).any()
+
+
+def test_reads_embeddings_and_old_names_and_ignores_the_copies_of_base_weights(tmp_path):
+    q, e = pair(Q), pair("e", outputs=6, inputs=10)
+    tensors = {
+        **{f"base_model.model.{name.replace('.weight', '.default.weight')}": t for name, t in q.items()},
+        f"base_model.model.{EMBEDDING}.lora_embedding_A": e["e.lora_A.weight"],
+        f"base_model.model.{EMBEDDING}.lora_embedding_B": e["e.lora_B.weight"],
+        f"base_model.model.{EMBEDDING}.base_layer.weight": np.zeros((10, 6), np.float32),
+        **pair("base_model.model.lm_head", outputs=10),
+        "base_model.model.lm_head.base_layer.weight": np.zeros((10, 6), np.float32),
+    }
+    files = read(write(tmp_path / "adapter", tensors, target_modules=["q_proj", "embed_tokens", "lm_head"]))
+    assert set(files.modules) == {Q, EMBEDDING, "lm_head"}
+    np.testing.assert_allclose(delta(files, Q), 4 * q[f"{Q}.lora_B.weight"] @ q[f"{Q}.lora_A.weight"], rtol=1e-5)
+    np.testing.assert_allclose(delta(files, EMBEDDING), 4 * e["e.lora_B.weight"] @ e["e.lora_A.weight"], rtol=1e-5)
+
+
+def test_reads_files_of_pytorch_without_it(tmp_path):
+    directory = write(tmp_path / "adapter")
+    (directory / "adapter_model.safetensors").unlink()
+    write_bin(directory / "adapter_model.bin", GOOD)
+    expected = delta(read(write(tmp_path / "other")), Q)
+    np.testing.assert_array_equal(delta(read(directory), Q), expected)
+
+
+def test_scale_follows_patterns_and_rslora(tmp_path):
+    tensors = {**pair(Q, rank=2), **pair(K, outputs=4, rank=4)}
+    fields = {"rank_pattern": {"k_proj": 4}, "alpha_pattern": {r".*layers\.0.*q_proj": 3, "proj": 5}}
+    for use_rslora, scales in (False, (3 / 2, 8 / 4)), (True, (3 / math.sqrt(2), 8 / 2)):
+        files = read(write(tmp_path / "adapter", tensors, use_rslora=use_rslora, **fields))
+        for module, scale in zip((Q, K), scales, strict=True):
+            expected = scale * tensors[f"{module}.lora_B.weight"] @ tensors[f"{module}.lora_A.weight"]
+            np.testing.assert_allclose(delta(files, module), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("name", ["llama_gqa", "gpt2", "qwen3", "qwen3_moe", "mixtral", "gpt_oss"])
+def test_changes_of_weights_are_those_that_merging_makes(tmp_path, name, stacked):
+    """All linear layers, experts among them, ranks and alphas of their own."""
+    model = goldens.FOLDER / name
+    patterns = {"rank_pattern": {"o_proj": 3, "experts.gate_up_proj": 5}, "alpha_pattern": {"down_proj": 7}}
+    directory = peft_files.write(tmp_path / "adapter", model, rslora=True, stacked=stacked, **patterns)
+    merged = peft_files._read(peft_files.merged(model, directory, tmp_path / "merged"))
+    base = peft_files._read(model)
+    files = read_adapter(directory, peft_files.targets_of(model), 8, rank=8)
+    changed = {name for name, tensor in base.items() if not np.array_equal(tensor, merged[name])}
+    for module in files.modules:
+        weight = f"{module}.weight"
+        if weight in base:
+            changed.discard(weight)
+            difference = merged[weight] - base[weight]
+            np.testing.assert_allclose(difference.T if name == "gpt2" else difference, delta(files, module), atol=1e-4)
+        else:  # gpt_oss: [experts, inputs, outputs], the outputs of gate and up alternating
+            prefix, i, part = module.rsplit(".", 2)
+            key = f"{prefix}.{'down_proj' if part == 'down_proj' else 'gate_up_proj'}"
+            changed.discard(key)
+            rows = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2), "down_proj": slice(None)}[part]
+            difference = (merged[key] - base[key])[int(i), :, rows]
+            np.testing.assert_allclose(difference.T, delta(files, module), atol=1e-4)
+    assert not changed
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"peft_type": "VERA"}, 'only "LORA" is supported'),
+        ({"use_dora": True}, "merge_and_unload"),
+        ({"bias": "all"}, "trained biases"),
+        ({"lora_bias": True}, "biases of LoRA"),
+        ({"modules_to_save": ["lm_head"]}, "whole modules"),
+        ({"init_lora_weights": "pissa_niter_4"}, "path_initial_model_for_weight_conversion"),
+        ({"layer_replication": [[0, 1]]}, "layers cannot be repeated"),
+        ({"alora_invocation_tokens": [1, 2]}, "aLoRA"),
+        ({"use_qalora": True}, "QALoRA"),
+        ({"r": 0}, "Expected `int` >= 1"),
+        ({"r": "8"}, "Expected `int`"),
+        ({"r": 10**400}, "is broken"),
+        ({"lora_alpha": 10**400}, "is broken"),
+        ({"lora_alpha": None}, "lora_alpha"),
+        ({"rank_pattern": {"(": 4}}, "is broken"),
+        ({"rank_pattern": [4]}, "Expected `object"),
+        ({"target_modules": "("}, "is broken"),
+        ({"r": 3}, "has rank 2, but adapter_config.json says 3"),
+        ({"target_modules": ["k_proj"]}, f"does not list in target_modules {Q}"),
+    ],
+)
+def test_refuses_configs(tmp_path, config, message):
+    with pytest.raises(AdapterError) as error:
+        read(write(tmp_path / "adapter", **config))
+    assert message in str(error.value) and str(tmp_path / "adapter") in str(error.value)
+
+
+ZEROS = np.zeros((8, 6), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({}, "no tensor named"),
+        (pair("model.layers.0.self_attn.o_proj"), "it changes model.layers.0.self_attn.o_proj, which the model does not have"),
+        (
+            pair("model.layers.7.self_attn.q_proj"),
+            "adapters cannot change (they can change embed_tokens, k_proj, lm_head, q_proj)",
+        ),
+        (pair(Q, 16, 12), f"{Q}.lora_A is [2, 12], must be [2, 6], {Q}.lora_B is [16, 2], must be [8, 2]"),
+        ({**GOOD, f"{K}.lora_A.weight": ZEROS[:2]}, f"{K} has only lora_A"),
+        ({**GOOD, **pair(Q)}, "twice"),
+        ({**GOOD, **pair("base_model.model.layers.0.self_attn.q_proj")}, "twice"),
+        (pair(Q, dtype=ml_dtypes.float8_e4m3fn), "must be float32, float16 or bfloat16"),
+        ({**GOOD, f"{Q}.lora_magnitude_vector": ZEROS[:, 0]}, "part of DoRA"),
+        ({**GOOD, f"{Q}.lora_B.bias": ZEROS[:, 0]}, "a bias"),
+        ({**GOOD, "base_model.model.lm_head.weight": ZEROS}, "a whole weight"),
+        ({**GOOD, f"{EMBEDDING}.base_layer.weight": ZEROS}, "vocabulary was resized"),
+        (pair(EMBEDDING, 6, 10), "lora_embedding_A"),
+        ({f"{Q}.lora_A.weight": ZEROS[0], f"{Q}.lora_B.weight": ZEROS[:0]}, "must be matrices and not empty"),
+        (pair(Q, rank=8), "raise --max-lora-rank to 8"),
+    ],
+)
+def test_refuses_tensors(tmp_path, tensors, message):
+    rank = next((t.shape[0] for name, t in tensors.items() if name.endswith("lora_A.weight")), 2)
+    with pytest.raises(AdapterError) as error:
+        read(write(tmp_path / "adapter", tensors, r=max(rank if rank == 8 else 2, 1)))
+    assert message in str(error.value) and str(tmp_path / "adapter") in str(error.value)
+
+
+def test_names_what_lora_target_modules_leaves_out(tmp_path):
+    with pytest.raises(AdapterError, match=r"q_proj, which lora_target_modules \(k_proj\) leaves out"):
+        read_adapter(write(tmp_path / "adapter"), {K: TARGETS[K]}, 8, 8, target_modules=["k_proj"])
+
+
+CONFIG_FILE, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def weights(change: Callable[[bytes], bytes], name: str = WEIGHTS) -> Callable[[Path], Any]:
+    """Changes the weights, and perhaps the file's name."""
+
+    def apply(directory: Path) -> None:
+        data = (directory / WEIGHTS).read_bytes()
+        (directory / WEIGHTS).unlink()
+        (directory / name).write_bytes(change(data))
+
+    return apply
+
+
+def with_entry(**fields: Any) -> Callable[[bytes], bytes]:
+    """Changes the header's entry of a tensor."""
+
+    def change(data: bytes) -> bytes:
+        (length,) = struct.unpack("<Q", data[:8])
+        header = json.loads(data[8 : 8 + length])
+        header[f"base_model.model.{Q}.lora_A.weight"].update(fields)
+        text = json.dumps(header).encode()
+        return struct.pack("<Q", len(text)) + text + data[8 + length :]
+
+    return change
+
+
+def config(text: bytes) -> Callable[[Path], Any]:
+    return lambda directory: (directory / CONFIG_FILE).write_bytes(text)
+
+
+def archive(value: Any) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("a/data.pkl", pickle.dumps(value))
+    return file.getvalue()
+
+
+def a_directory_for(name: str) -> Callable[[Path], Any]:
+    return lambda directory: ((directory / name).unlink(), (directory / name).mkdir())
+
+
+BREAKS: dict[str, Callable[[Path], Any]] = {
+    "nothing": shutil.rmtree,
+    "no config": lambda directory: (directory / CONFIG_FILE).unlink(),
+    "no weights": lambda directory: (directory / WEIGHTS).unlink(),
+    "weights of another name": weights(bytes, "model.safetensors"),
+    "config is a directory": a_directory_for(CONFIG_FILE),
+    "weights are a directory": a_directory_for(WEIGHTS),
+    "empty weights": weights(lambda data: b""),
+    "truncated": weights(lambda data: data[:-1]),
+    "truncated header": weights(lambda data: data[:40]),
+    "header is a list": weights(lambda data: struct.pack("<Q", 2) + b"[]"),
+    "header without end": weights(lambda data: struct.pack("<Q", 2**63) + data[8:]),
+    "deep header": weights(lambda data: struct.pack("<Q", 10**5) + b"[" * 10**5),
+    "wrong offsets": weights(with_entry(data_offsets=[0, 10**30])),
+    "negative shape": weights(with_entry(shape=[-1, -48])),
+    "no shape": weights(with_entry(shape=None)),
+    "unknown type": weights(with_entry(dtype="Q7")),
+    "LFS pointer": weights(lambda data: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"),
+    "PyTorch: no archive": weights(bytes, "adapter_model.bin"),
+    "PyTorch: code": weights(lambda data: archive({"x": print}), "adapter_model.bin"),
+    "PyTorch: no tensors": weights(lambda data: archive({"x": 1}), "adapter_model.pt"),
+    "config is a list": config(b"[1]"),
+    "config is not JSON": config(b"{"),
+    "config is not text": config(b"\xff\xfe\x00"),
+    "deep config": config(b"[" * 10**5),
+    "no number": config(json.dumps({**CONFIG, "lora_alpha": math.nan}).encode()),
+    "beyond float32": config(json.dumps({**CONFIG, "lora_alpha": 1e300}).encode()),
+    "not finite": lambda directory: write(directory, {**GOOD, f"base_model.model.{Q}.lora_B.weight": ZEROS[:, :2] * math.nan}),
+}
+
+
+@pytest.mark.parametrize("how", BREAKS)
+def test_broken_adapters_raise_nothing_else(tmp_path, how):
+    directory = write(tmp_path / "adapter")
+    BREAKS[how](directory)
+    with pytest.raises(AdapterError, match=r"adapter .*; "):
+        read(directory).tensor(f"{Q}.lora_B.weight")
+
+
+def test_any_flipped_byte_is_read_or_refused(tmp_path):
+    directory = write(tmp_path / "adapter")
+    for name in (CONFIG_FILE, WEIGHTS):
+        data = (directory / name).read_bytes()
+        for i in range(0, len(data), 3):
+            changed = bytearray(data)
+            changed[i] ^= 1 << RNG.integers(8)
+            (directory / name).write_bytes(changed)
+            with contextlib.suppress(AdapterError):
+                delta(read(directory), Q)
+        (directory / name).write_bytes(data)
+
+
+@pytest.mark.parametrize("how", ["gone", "replaced", "shorter"])
+def test_a_file_that_changes_after_the_check_is_noticed(tmp_path, how):
+    directory = write(tmp_path / "adapter")
+    files = read(directory)
+    weights = directory / "adapter_model.safetensors"
+    if how == "gone":
+        weights.unlink()
+    elif how == "replaced":
+        safetensors.write(tmp_path / "new", GOOD)
+        (tmp_path / "new").rename(weights)
+    else:
+        weights.write_bytes(weights.read_bytes()[:-8])
+    with pytest.raises(AdapterError, match="load it again"):
+        files.tensor(f"{Q}.lora_B.weight")
+
+
+def test_names_without_a_directory_are_hub_ids(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for name in ("nobody/no-such-adapter", "/no/such/directory", "../x", ""):
+        with pytest.raises(AdapterError, match=rf"adapter {name}: "):
+            read(Path(name) if name else name)  # type: ignore[arg-type]
+
+
+def write_bin(file: Path, tensors: dict[str, np.ndarray]) -> None:
+    """A file of PyTorch, spelled out: its pickle names functions of torch, which is not installed."""
+    out = b"\x80\x02}("
+    for key, (name, tensor) in enumerate(tensors.items()):
+        text, rows, columns = name.encode(), *tensor.shape
+        out += b"X" + struct.pack("<I", len(text)) + text
+        out += b"ctorch._utils\n_rebuild_tensor_v2\n((X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x00"
+        out += str(key).encode() + b"X\x03\x00\x00\x00cpuJ" + struct.pack("<i", tensor.size) + b"tQK\x00"
+        out += b"K" + bytes([rows]) + b"K" + bytes([columns]) + b"\x86K" + bytes([columns]) + b"K\x01\x86"
+        out += b"\x89ccollections\nOrderedDict\n)RtR"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("adapter_model/data.pkl", out + b"u.")
+        for key, tensor in enumerate(tensors.values()):
+            archive.writestr(f"adapter_model/data/{key}", tensor.tobytes())
