@@ -51,6 +51,9 @@ class FakeStats:
     waiting_adapters: tuple[str, ...] = ()
     running_adapters: tuple[str, ...] = ()
     max_adapters: int = 0
+    num_adapter_loads: int = 0
+    num_adapter_evictions: int = 0
+    adapter_load_seconds: float = 0.0
     work_seconds: float = 0.0
     device_wait_seconds: float = 0.0
     device_idle_seconds: float = 0.0
