@@ -47,7 +47,9 @@ def test_an_adapter_is_loaded_once_and_every_call_can_name_it(llm: LLM, core: Fa
     assert [request.adapter for request in core.requests] == ["sql", None]
     core.requests.clear()
     llm.generate("a", SamplingParams(max_tokens=2, n=2), use_tqdm=False, lora_request=sql)
-    llm.chat([{"role": "user", "content": "a"}], SHORT, chat_template="{{ messages[0].content }}", use_tqdm=False, lora_request=sql)
+    llm.chat(
+        [{"role": "user", "content": "a"}], SHORT, chat_template="{{ messages[0].content }}", use_tqdm=False, lora_request=sql
+    )
     list(llm.generate_iter("a", SHORT, lora_request=sql))
     llm.beam_search("a", BeamSearchParams(beam_width=2, max_tokens=2), lora_request=sql)
     llm.embed("a", use_tqdm=False, lora_request=sql)
@@ -86,7 +88,10 @@ def test_bad_requests_name_the_fault_and_run_nothing(llm: LLM, core: FakeEngineC
     (tmp_path / "file").touch()
     refused(LoRARequest("x", 9, str(tmp_path / "file")), "is a file; give the directory", AdapterError)
     llm.add_lora(sql)
-    refused(LoRARequest("sql", 1, adapter(tmp_path / "b")), "is loaded from .*sql, not from .*b; remove it first, or set load_inplace")
+    refused(
+        LoRARequest("sql", 1, adapter(tmp_path / "b")),
+        "is loaded from .*sql, not from .*b; remove it first, or set load_inplace",
+    )
     refused(LoRARequest("b", 1, str(tmp_path / "b")), "lora_int_id 1 is of adapter 'sql'")
     with pytest.raises(InvalidRequestError, match="no adapter has lora_int_id 7"):
         llm.pin_lora(7)
@@ -146,7 +151,13 @@ def test_many_tasks_load_an_adapter_once(core: FakeEngineCore, sql: LoRARequest)
 def test_options_that_cannot_be(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         EngineConfig.from_options(enable_lora=True, **options)
-    assert [EngineConfig.from_options(max_lora_rank=rank).lora.padded_rank for rank in (1, 8, 9, 320, 321)] == [8, 8, 16, 320, 512]
+    assert [EngineConfig.from_options(max_lora_rank=rank).lora.padded_rank for rank in (1, 8, 9, 320, 321)] == [
+        8,
+        8,
+        16,
+        320,
+        512,
+    ]
 
 
 def test_options_without_enable_lora_are_reported(caplog: pytest.LogCaptureFixture) -> None:

@@ -111,7 +111,19 @@ def test_the_directory_has_what_no_one_loaded(engine: AsyncLLM, core: FakeEngine
 
         client.run(twice())
         assert client.complete(model="sql").json()["model"] == "sql" and adds(core) == [("sql", f"{root}/sql", False)]
-        for name in ("link", "empty", "..", ".", "../outside", "root/sql", str(root / "sql"), "sql/", "a\0b", "x" * 300, "nothing"):
+        for name in (
+            "link",
+            "empty",
+            "..",
+            ".",
+            "../outside",
+            "root/sql",
+            str(root / "sql"),
+            "sql/",
+            "a\0b",
+            "x" * 300,
+            "nothing",
+        ):
             assert client.complete(model=name).status_code == 404, name
         (root / "torn").mkdir()
         (root / "torn" / "adapter_config.json").write_text("{}")
@@ -123,7 +135,9 @@ def test_the_directory_has_what_no_one_loaded(engine: AsyncLLM, core: FakeEngine
     assert len(adds(core)) == 3
 
 
-def test_adapters_of_others_come_and_go(engine: AsyncLLM, core: FakeEngineCore, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_of_others_come_and_go(
+    engine: AsyncLLM, core: FakeEngineCore, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another front loads and drops adapters."""
     with Client(create_app(engine, options())) as client:
         client.run(engine.load_adapter("sql", str(root / "sql")))
@@ -158,7 +172,9 @@ def test_operators_load_and_unload(engine: AsyncLLM, core: FakeEngineCore, root:
         sql = {"lora_name": "sql", "lora_path": str(root / "sql")}
         assert load(**sql) == (200, "Success: LoRA adapter 'sql' added successfully.")
         status, text = load(**sql)
-        assert status == 400 and "The lora adapter 'sql' has already been loaded. If you want to load the adapter in place" in text
+        assert (
+            status == 400 and "The lora adapter 'sql' has already been loaded. If you want to load the adapter in place" in text
+        )
         assert load(**sql, load_inplace=True, is_3d_lora_weight=False)[0] == 200 and adds(core)[-1][2]
         assert client.complete(model="sql").status_code == 200
         assert unload("sql") == (200, "Success: LoRA adapter 'sql' removed successfully.")
@@ -180,7 +196,12 @@ def test_operators_load_and_unload(engine: AsyncLLM, core: FakeEngineCore, root:
 def test_with_a_directory_operators_load_from_it_alone(engine: AsyncLLM, core: FakeEngineCore, root: Path) -> None:
     with Client(create_app(engine, options(allow_runtime_lora_updating=True, lora_dir=str(root)))) as client:
         for path in ("sql", f"{root}/sql", "./empty/../sql"):
-            assert client.post("/v1/load_lora_adapter", {"lora_name": path[:3], "lora_path": path, "load_inplace": True}).status_code == 200
+            assert (
+                client.post(
+                    "/v1/load_lora_adapter", {"lora_name": path[:3], "lora_path": path, "load_inplace": True}
+                ).status_code
+                == 200
+            )
             assert adds(core)[-1][1] == f"{root}/sql"
         for path in ("link", "..", "../outside", str(root.parent / "outside"), ".", "/etc", "org/name", "a\0b"):
             reply = client.post("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": path})
@@ -188,9 +209,9 @@ def test_with_a_directory_operators_load_from_it_alone(engine: AsyncLLM, core: F
 
 
 def test_a_start_with_a_bad_adapter_fails(engine: AsyncLLM, root: Path) -> None:
-    with Client(create_app(engine, options(lora_modules=[f"x={root}/empty"]))) as client:
-        with pytest.raises(AdapterError, match="adapter_config.json is missing"):
-            load_modules(client)
+    client = Client(create_app(engine, options(lora_modules=[f"x={root}/empty"])))
+    with client, pytest.raises(AdapterError, match="adapter_config.json is missing"):
+        load_modules(client)
 
 
 @pytest.mark.parametrize(
