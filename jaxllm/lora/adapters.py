@@ -260,6 +260,7 @@ class Adapters:
         in_turn = sorted(self._wanting, key=lambda adapter: adapter.order)
         self._start_staging(in_turn)
         self._close_slots(in_turn)
+        self._slots.note_waiting()
         for adapter in in_turn:
             if not self._start_reading(adapter):
                 break

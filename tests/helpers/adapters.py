@@ -195,6 +195,8 @@ class AdapterEngine:
         if self.engine.in_flight:
             self.tick()
             self._take(self.engine.collect())
+        else:
+            self.tick(0.001)
         self.check()
         return admitted
 
