@@ -19,6 +19,8 @@ from jaxllm.engine_args import FromOptions
 from jaxllm.errors import EngineDeadError, EngineError
 from jaxllm.llm_engine import Core, LLMEngine, Texts
 from jaxllm.log import logger
+from jaxllm.lora_calls import AsyncLoraCalls, loras_in_a_loop
+from jaxllm.lora_request import LoRARequest
 from jaxllm.mailbox import Letter, Mailbox, post
 from jaxllm.metrics.metric import Metric
 from jaxllm.outputs import PoolingRequestOutput, RequestMetrics, RequestOutput, raise_error
@@ -26,7 +28,7 @@ from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
 from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from jaxllm.scheduler_stats import SchedulerStats
-from jaxllm.text.input_processor import FrontRequest, Prompt, refuse_adapter
+from jaxllm.text.input_processor import FrontRequest, Prompt
 from jaxllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ DRAIN_POLL_SECONDS = 0.02
 """Interval between checks whether the requests of an engine that pauses with mode "wait" have ended."""
 
 
-class AsyncLLM(FromOptions, PauseCalls):
+class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
     """An engine whose steps run in a thread of their own. Only that thread touches the engine core.
 
     Raises ConfigError, ModelLoadError or OutOfMemoryError.
@@ -70,6 +72,7 @@ class AsyncLLM(FromOptions, PauseCalls):
         self.max_model_len = engine.max_model_len
         self.kernels = engine.core.kernels
         self.input_processor = engine.input_processor
+        self.loras = loras_in_a_loop(engine.config, self.call_core)
         self._mailboxes: dict[str, Mailbox] = {}
         """Mailboxes by internal id. Only accessed by the thread that owns the engine."""
         self._searches: dict[str, str] = {}
@@ -99,8 +102,9 @@ class AsyncLLM(FromOptions, PauseCalls):
         priority: int = 0,
         queue_timeout_seconds: float | None = None,
         timeout_seconds: float | None = None,
+        adapter: str | None = None,
     ) -> FrontRequest:
-        """Check and tokenize a prompt for `stream`. Reports every fault of the prompt here.
+        """Check and tokenize a prompt for `stream`. Reports every fault of the prompt here. `adapter`: name of a loaded one.
 
         Raises InvalidRequestError, or OverloadedError if the machine is too busy to check whether a grammar can be used.
         A request that exceeds its queue timeout or its timeout ends with the finish reason "error" and that `error_kind`.
@@ -120,6 +124,7 @@ class AsyncLLM(FromOptions, PauseCalls):
             queue_timeout_seconds=queue_timeout_seconds,
             timeout_seconds=timeout_seconds,
             grammar=grammar,
+            adapter=adapter,
         )
         request = await asyncio.to_thread(process, request_id, prompt, params)
         return request if search is None else replace(request, beam_search_params=search)
@@ -153,25 +158,34 @@ class AsyncLLM(FromOptions, PauseCalls):
         prompt: Prompt,
         sampling_params: SamplingParams | None,
         request_id: str,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         *,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """`prepare` and `stream` in one. Raises InvalidRequestError, EngineError or EngineDeadError."""
-        refuse_adapter(lora_request)
-        request = await self.prepare(prompt, sampling_params, request_id, priority=priority)
+        """Load the adapter if need be, `prepare` and `stream`. Raises InvalidRequestError, AdapterError, EngineError or
+        EngineDeadError.
+        """
+        adapter = await self.loras.use(lora_request)
+        request = await self.prepare(prompt, sampling_params, request_id, priority=priority, adapter=adapter)
         async with contextlib.aclosing(self.stream(request)) as outputs:
             async for output in outputs:
                 yield output
 
     async def beam_search(
-        self, prompt: Prompt, params: BeamSearchParams, request_id: str, *, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: BeamSearchParams,
+        request_id: str,
+        lora_request: LoRARequest | None = None,
+        *,
+        priority: int = 0,
     ) -> RequestOutput:
         """Find the likeliest answers by beam search, best first. Cancelling the task aborts the search.
 
         Raises InvalidRequestError, EngineError or EngineDeadError. An aborted search returns no answers.
         """
-        output = await self._search(await self.prepare(prompt, params, request_id, priority=priority))
+        adapter = await self.loras.use(lora_request)
+        output = await self._search(await self.prepare(prompt, params, request_id, priority=priority, adapter=adapter))
         raise_error(output)
         return output
 
@@ -212,13 +226,21 @@ class AsyncLLM(FromOptions, PauseCalls):
                     self._abandon(request.internal_id)
 
     async def pool(
-        self, prompt: Prompt, pooling_params: PoolingParams, request_id: str, *, priority: int = 0
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams,
+        request_id: str,
+        lora_request: LoRARequest | None = None,
+        *,
+        priority: int = 0,
     ) -> PoolingRequestOutput:
         """Compute the vector of a prompt, or the vectors of its tokens. Cancelling the task aborts the request.
 
         Raises InvalidRequestError, EngineError or EngineDeadError. An aborted request returns no vectors.
         """
-        return await self.pool_prepared(await self.prepare(prompt, pooling_params, request_id, priority=priority))
+        adapter = await self.loras.use(lora_request)
+        request = await self.prepare(prompt, pooling_params, request_id, priority=priority, adapter=adapter)
+        return await self.pool_prepared(request)
 
     async def pool_prepared(self, request: FrontRequest) -> PoolingRequestOutput:
         """`pool` for a request that `prepare` made from PoolingParams."""

@@ -39,9 +39,14 @@ def resolve_model(
         return unpack(local)
     if local.is_file():
         raise ModelLoadError(f"{name} is a file; give a GGUF file, or the directory that holds config.json and the weights")
-    if not _HUB_ID.fullmatch(name) or name.startswith((".", "~")):
+    if not is_hub_id(name):
         raise ModelLoadError(f"{name!r} is neither a local directory nor a hub id (owner/name); check its spelling")
     return _download(name, revision, download_dir, files)
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name has the form of a hub id."""
+    return _HUB_ID.fullmatch(name) is not None
 
 
 def _download(name: str, revision: str | None, download_dir: str | None, files: Sequence[str]) -> Path:

@@ -17,6 +17,8 @@ from jaxllm.core_interface import ControlCalls
 from jaxllm.errors import InvalidRequestError
 from jaxllm.interrupt import DeferredInterrupt
 from jaxllm.llm_engine import Core, LLMEngine
+from jaxllm.lora_calls import LoraCalls, Loras, run_now
+from jaxllm.lora_request import LoRARequest
 from jaxllm.metrics.metric import Metric
 from jaxllm.outputs import (
     EmbeddingOutput,
@@ -31,7 +33,7 @@ from jaxllm.pooling_params import PoolingParams, PoolingTask
 from jaxllm.progress import Progress
 from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from jaxllm.scoring import as_texts, cosine, pairs
-from jaxllm.text.input_processor import FrontRequest, Prompt, TokensPrompt, refuse_adapter
+from jaxllm.text.input_processor import FrontRequest, Prompt, TokensPrompt
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.tqdm_bars import LoadingBar, open_bar
 from jaxllm.vllm_flags import as_options
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
     from jaxllm.text.chat_template import ContentFormat
 
 
-class LLM(ControlCalls):
+class LLM(LoraCalls, ControlCalls):
     """A model with its engine, for use from one thread.
 
     Keyword arguments are the engine's options (`jaxllm.config`); docs/VLLM_FLAGS.md lists the accepted options of vLLM.
@@ -90,24 +92,26 @@ class LLM(ControlCalls):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Generate the answers to prompts and return them in the order of the prompts.
 
         A prompt is a text, a list of token ids, or an object with `prompt` or `prompt_token_ids` and optionally `cache_salt`.
         `sampling_params`: one for all prompts or one each; default: the model's own. `use_tqdm`: whether to show a progress
-        bar, or a replacement for tqdm; default: the engine's `use_progress_bar`. All prompts are checked before any runs:
-        InvalidRequestError names the indices of the invalid ones. EngineError or a Ctrl-C ends all requests.
+        bar, or a replacement for tqdm; default: the engine's `use_progress_bar`. `lora_request`: the adapter of all prompts or
+        one each, loaded if it is not yet (AdapterError). All prompts are checked before any runs: InvalidRequestError names the
+        indices of the invalid ones. EngineError or a Ctrl-C ends all requests.
         """
-        refuse_adapter(lora_request)
-        return self._finish(self._checked(prompts, sampling_params, priority, RequestOutputKind.FINAL_ONLY), use_tqdm)
+        kind = RequestOutputKind.FINAL_ONLY
+        return self._finish(self._checked(prompts, sampling_params, priority, kind, lora_request), use_tqdm)
 
     def generate_iter(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: Sequence[int] | None = None,
     ) -> Generator[tuple[int, RequestOutput], None, None]:
         """Yield outputs as they arrive, each with the index of its prompt. `sampling_params.output_kind` sets their content.
@@ -115,7 +119,7 @@ class LLM(ControlCalls):
         A request that failed alone has the finish reason "error" and the message as stop reason. Closing the iterator aborts
         unfinished requests.
         """
-        iterator = self._run(self._checked(prompts, sampling_params, priority, None))
+        iterator = self._run(self._checked(prompts, sampling_params, priority, None, lora_request))
         self._iterators.add(iterator)
         return iterator
 
@@ -125,14 +129,13 @@ class LLM(ControlCalls):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: Sequence[int] | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Generate the answers to one conversation or a list of them. Template options: see `render_conversations`."""
-        refuse_adapter(lora_request)
         prompts = self.render_conversations(messages, **template_options)
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request, priority=priority)
 
     def render_conversations(
         self,
@@ -169,16 +172,21 @@ class LLM(ControlCalls):
         return [TokensPrompt(prompt=text, prompt_token_ids=ids) for text, ids in zip(texts, all_ids, strict=True)]
 
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool | Callable[..., Any] = False
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        lora_request: LoRARequest | None = None,
+        use_tqdm: bool | Callable[..., Any] = False,
     ) -> list[BeamSearchOutput]:
-        """Find the likeliest answers to each prompt by beam search, best first."""
-        checked = self._checked(prompts, SamplingParams(max_tokens=1), None, RequestOutputKind.FINAL_ONLY)
+        """Find the likeliest answers to each prompt by beam search, best first. `lora_request`: the adapter of all prompts."""
+        checked = self._checked(prompts, SamplingParams(max_tokens=1), None, RequestOutputKind.FINAL_ONLY, lora_request)
         engine = self.llm_engine
         bar = open_bar(use_tqdm, params.max_tokens, "Searching", "token")
 
         def run(prompts: list[list[int]], sampling_params: SamplingParams) -> list[RequestOutput]:
             bar.update(1)
-            return self.generate(prompts, sampling_params, use_tqdm=False)  # type: ignore[arg-type]
+            return self.generate(prompts, sampling_params, use_tqdm=False, lora_request=lora_request)  # type: ignore[arg-type]
 
         try:
             return search_beams(
@@ -201,7 +209,7 @@ class LLM(ControlCalls):
         *,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """Compute one vector per prompt, in order. Prompts and errors: as for `generate`."""
         return [
@@ -223,16 +231,16 @@ class LLM(ControlCalls):
         *,
         pooling_task: PoolingTask | None = None,
         use_tqdm: bool | Callable[..., Any] | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[PoolingRequestOutput]:
         """Compute the vector of each prompt (task embed) or of each of its tokens (token_embed), as NumPy arrays.
 
         The parameters or `pooling_task` set the task. Prompts and errors: as for `generate`.
         """
-        refuse_adapter(lora_request)
         all_prompts = prompt_list(prompts)
         params_list = one_each(pooling_params or PoolingParams(), len(all_prompts), "pooling_params")
-        requests = self._requests(all_prompts, [_with_task(params, pooling_task) for params in params_list], None)
+        tasks = [_with_task(params, pooling_task) for params in params_list]
+        requests = self._requests(all_prompts, tasks, None, lora_request)
         return self._finish(requests, use_tqdm)
 
     def score(
@@ -242,7 +250,7 @@ class LLM(ControlCalls):
         *,
         pooling_params: PoolingParams | None = None,
         use_tqdm: bool | Callable[..., Any] | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[ScoringRequestOutput]:
         """Compute the cosine of the vectors of two texts: one text with each of many, or pair by pair."""
         first, second = as_texts(data_1, "data_1"), as_texts(data_2, "data_2")
@@ -272,6 +280,11 @@ class LLM(ControlCalls):
         """All metrics now."""
         return self.llm_engine.get_metrics()
 
+    @property
+    def loras(self) -> Loras:  # type: ignore[override]
+        """The adapters that LoRARequests have named."""
+        return self.llm_engine.loras
+
     def call_core(self, name: str, *arguments: Any) -> Any:
         return getattr(self.llm_engine, name)(*arguments)
 
@@ -295,20 +308,24 @@ class LLM(ControlCalls):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: Sequence[int] | None,
         output_kind: RequestOutputKind | None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
     ) -> list[FrontRequest]:
         """Make a request for each prompt, or raise one error that names all invalid prompts."""
         all_prompts = prompt_list(prompts)
-        return self._requests(all_prompts, self._params_list(sampling_params, len(all_prompts), output_kind), priority)
+        params = self._params_list(sampling_params, len(all_prompts), output_kind)
+        return self._requests(all_prompts, params, priority, lora_request)
 
     def _requests(
         self,
         all_prompts: list[Prompt],
         all_params: Sequence[SamplingParams | PoolingParams],
         priority: Sequence[int] | None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
     ) -> list[FrontRequest]:
         """The same, with the parameters of each prompt known."""
         if priority is not None and len(priority) != len(all_prompts):
             raise InvalidRequestError(f"priority has {len(priority)} values for {len(all_prompts)} prompts", "priority")
+        adapters = run_now(self.loras.use_each(lora_request, len(all_prompts)))
         processor = self.llm_engine.input_processor
         tokenized = processor.tokenize_texts(all_prompts)
         arrival_time = time.time()
@@ -320,6 +337,7 @@ class LLM(ControlCalls):
                 all_params[place],
                 arrival_time=arrival_time,
                 priority=0 if priority is None else priority[place],
+                adapter=adapters[place],
             )
 
         return each(range(len(all_prompts)), request, "prompt")

@@ -15,6 +15,9 @@ from jaxllm.engine import fault_points
 from jaxllm.engine.features import check_speculative_config
 from jaxllm.engine_args import FromOptions
 from jaxllm.errors import ConfigError, EngineDeadError, EngineError, JaxLLMError
+from jaxllm.lora_calls import LoraCalls, loras_in_this_thread, run_now
+from jaxllm.lora_options import without_effect
+from jaxllm.lora_request import LoRARequest
 from jaxllm.metrics.engine_metrics import EngineMetrics
 from jaxllm.metrics.metric import Metric
 from jaxllm.metrics.stat_logger import StatLogger
@@ -61,7 +64,7 @@ def load_texts(config: EngineConfig, times: StartTimes | None = None) -> Texts:
     return Texts(generation_config, tokenizer, template)
 
 
-class LLMEngine(FromOptions, PauseCalls):
+class LLMEngine(FromOptions, LoraCalls, PauseCalls):
     """An engine core with its tokenizer and the requests in flight.
 
     Builds the core from the config and the logits processors (`jaxllm.sampling.processors`) unless a core is given, and loads
@@ -99,6 +102,7 @@ class LLMEngine(FromOptions, PauseCalls):
         self.config = self.core.config
         self.model_config = self.core.model_config
         self.max_model_len = self.core.max_model_len
+        self.loras = loras_in_this_thread(self.config, self.call_core)
         self.metrics: EngineMetrics | None = None
         self._stat_logger: StatLogger | None = None
         if not config.observe.disable_log_stats:
@@ -131,14 +135,17 @@ class LLMEngine(FromOptions, PauseCalls):
         params: SamplingParams | PoolingParams | None = None,
         *,
         arrival_time: float | None = None,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
     ) -> None:
         """Queue a prompt to generate from or (with PoolingParams) to pool. The id need not be unique; outputs carry it.
 
-        Raises InvalidRequestError.
+        Waits until the adapter of `lora_request` is loaded. Raises InvalidRequestError or AdapterError.
         """
         params = self.get_default_sampling_params() if params is None else params
-        self.add(self.input_processor.process(request_id, prompt, params, arrival_time=arrival_time, priority=priority))
+        adapter = run_now(self.loras.use(lora_request))
+        process = self.input_processor.process
+        self.add(process(request_id, prompt, params, arrival_time=arrival_time, priority=priority, adapter=adapter))
 
     def add(self, request: FrontRequest) -> None:
         """Queue a request that the input processor made. If the core rejects one of its answers, none is queued."""
@@ -286,6 +293,8 @@ class LLMEngine(FromOptions, PauseCalls):
 def check_model(config: EngineConfig) -> None:
     """Raise the errors of a model's config.json, and of what proposes tokens for it, before JAX is imported."""
     options = config.model
+    if unused := without_effect(config.lora):
+        log.warn_once(f"{', '.join(unused)} changes nothing without enable_lora (--enable-lora)")
     directory = text_files(options.model, revision=options.revision, download_dir=options.download_dir)
     model_config = load_model_config(
         directory,

@@ -55,8 +55,15 @@ class LoRA:
 
     def new_manager(self, runner: "ModelRunner") -> Adapters:
         """See Adapters."""
-        slots, max_rank = self.adaptation, self.config.lora.max_lora_rank
-        reader = partial(read_adapter, targets=slots.targets, max_rank=max_rank, rank=slots.rank)
+        slots, options = self.adaptation, self.config.lora
+        reader = partial(
+            read_adapter,
+            targets=slots.targets,
+            max_rank=options.max_lora_rank,
+            rank=slots.rank,
+            target_modules=options.lora_target_modules,
+            model=self.config.model.model,
+        )
         return Adapters(Writer(slots, runner), reader, max_host=self.config.lora.max_cpu_loras)
 
 

@@ -48,14 +48,6 @@ _NOTHING_SAMPLED = SamplingParams(
 """The sampling parameters of pooling requests, which sample nothing."""
 
 
-def refuse_adapter(lora_request: object) -> None:
-    """Raise InvalidRequestError for the adapter that vLLM's methods take; None asks for none."""
-    if lora_request is not None:
-        raise InvalidRequestError(
-            "lora_request must be None: adapters are not supported yet; merge the adapter into the weights", "lora_request"
-        )
-
-
 @dataclass(frozen=True)
 class FrontRequest:
     """One prompt, checked, with a request to the engine core for each of its n answers."""
@@ -131,11 +123,12 @@ class InputProcessor:
         queue_timeout_seconds: float | None = None,
         timeout_seconds: float | None = None,
         grammar: Grammar | None = None,
+        adapter: str | None = None,
     ) -> FrontRequest:
         """Check a prompt and complete its parameters. Raises InvalidRequestError, or TypeError for a request id that is no string.
 
         The request ends with an error if it exceeds its queue timeout or its timeout. `grammar`: the compiled structured
-        output of `params`; None: compile it here, and wait for it.
+        output of `params`; None: compile it here, and wait for it. `adapter`: the name of a loaded LoRA adapter.
         """
         if not isinstance(request_id, str):
             raise TypeError(f"request_id is a {type(request_id).__name__}, must be a str")
@@ -171,6 +164,7 @@ class InputProcessor:
                 cache_salt=cache_salt,
                 queue_timeout_seconds=queue_timeout_seconds,
                 timeout_seconds=timeout_seconds,
+                adapter=adapter,
             )
             sampling, pooling = request.sampling_params, request.pooling_params
             return FrontRequest(request_id, internal_id, text, token_ids, sampling, [request], arrival_time, pooling)
@@ -197,6 +191,7 @@ class InputProcessor:
                 timeout_seconds=timeout_seconds,
                 grammar=grammar,
                 thinking_budget=thinking_budget,
+                adapter=adapter,
             )
             for index in range(params.n)
         ]
