@@ -5,7 +5,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -24,6 +23,7 @@ from jaxllm.scheduler.admission import Fit
 from jaxllm.scheduler.errors import LostError
 from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.scheduler_output import NO_ADAPTER
+from jaxllm.scheduler_stats import SchedulerStats
 
 CLAIM_SECONDS = 2.0
 """An adapter that waited this long for a slot gets one whose adapter admits no further requests meanwhile."""
@@ -51,22 +51,6 @@ class SlotWriter(Protocol):
 
         After an error the contents of all slots are lost, and zeros when the engine has started over.
         """
-
-
-@dataclass
-class AdapterStats:
-    """The load now, and totals since the start."""
-
-    waiting: tuple[str, ...]
-    """Names of the adapters of waiting requests."""
-    running: tuple[str, ...]
-    """The same of running requests."""
-    num_loads: int
-    """Adapters written to a slot."""
-    num_evictions: int
-    """Adapters that lost their slot to another one."""
-    load_seconds: float
-    """Time from an adapter's first need of a slot until it had one, of all loads together."""
 
 
 class Adapters:
@@ -280,12 +264,13 @@ class Adapters:
         """End the threads. May be called again."""
         self._lanes.shutdown()
 
-    @property
-    def stats(self) -> AdapterStats:
-        """Numbers for metrics."""
-        waiting = dict.fromkeys(adapter.name for adapter in self._used if len(adapter.waiting))
-        running = dict.fromkeys(adapter.name for adapter in self._used if adapter.running)
-        return AdapterStats(tuple(waiting), tuple(running), self._num_loads, self._slots.num_evictions, self._load_seconds)
+    def add_stats(self, stats: SchedulerStats) -> None:
+        """Set what the stats tell of adapters."""
+        stats.max_adapters = self._writer.num_slots
+        stats.waiting_adapters = tuple(dict.fromkeys(adapter.name for adapter in self._used if len(adapter.waiting)))
+        stats.running_adapters = tuple(dict.fromkeys(adapter.name for adapter in self._used if adapter.running))
+        stats.num_adapter_loads, stats.num_adapter_evictions = self._num_loads, self._slots.num_evictions
+        stats.adapter_load_seconds = self._load_seconds
 
     def check_integrity(self, requests: Iterable[Request] = ()) -> None:
         """Raise AssertionError if adapters, slots, memory and these requests, the unfinished ones, disagree."""
