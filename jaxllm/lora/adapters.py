@@ -132,6 +132,8 @@ class Adapters:
         is_new = name in self._new
         if is_new:
             self._give_up(name, "was removed before it was loaded")
+        for used in self._used:
+            used.passes_pin &= used.name != name
         adapter = self._by_name.pop(name, None)
         if adapter is not None:
             self._retire(adapter)
@@ -156,18 +158,19 @@ class Adapters:
         """See ControlCalls. It gets its slot with the next request, whatever that names."""
         self._take_in_read()
         adapter = self._named(name, "name")
-        if adapter.is_pinned:
-            return
-        num_slots, pinned = self._writer.num_slots, self._num_pinned
-        if pinned >= num_slots:
-            raise InvalidRequestError(f"all {num_slots} slots have pinned adapters; remove one, or raise --max-loras", "name")
-        others = [other.name for other in self._used if other is not adapter and not other.is_pinned]
-        if pinned + 1 == num_slots and others:
-            raise InvalidRequestError(
-                f"{name!r} would take the last slot, and there are requests for adapter {others[0]!r}; wait for them, or raise --max-loras",
-                "name",
-            )
+        if reason := self._why_not_pinned(adapter):
+            raise InvalidRequestError(f"adapter {name!r} cannot be pinned: {reason}", "name")
         self._pin(adapter, True)
+
+    def _why_not_pinned(self, adapter: Adapter) -> str:
+        """Empty if it can be: requests of other adapters still get a slot."""
+        num_slots = self._writer.num_slots
+        if adapter.is_pinned or self._num_pinned + 1 < num_slots:
+            return ""
+        if self._num_pinned == num_slots:
+            return f"all {num_slots} slots have pinned adapters; remove one, or raise --max-loras"
+        other = next((other.name for other in self._used if other is not adapter and not other.is_pinned), None)
+        return "" if other is None else f"it would take the last slot, and there are requests for {other!r}; wait for them, or raise --max-loras"
 
     # A Preparation
 
@@ -335,9 +338,8 @@ class Adapters:
         before = self._by_name.get(adapter.name)
         self._by_name[adapter.name] = adapter
         if before is not None:
-            was_pinned = before.is_pinned
+            before.passes_pin = before.is_pinned
             self._retire(before)
-            self._pin(adapter, was_pinned)
 
     def _note_outcome(self, adapter: Adapter, error: str) -> None:
         self._outcomes[adapter.number] = error
@@ -361,6 +363,12 @@ class Adapters:
         if adapter.slot != NO_ADAPTER:
             self._slots.clear(adapter)
         self._host.packed.pop(adapter, None)
+        heir = self._by_name.get(adapter.name)
+        if adapter.passes_pin and heir is not None:
+            if reason := self._why_not_pinned(heir):
+                logger.warning("adapter %r, which was replaced, is not pinned any longer: %s", heir.name, reason)
+            else:
+                self._pin(heir, True)
 
     def _pin(self, adapter: Adapter, is_pinned: bool) -> None:
         self._num_pinned += is_pinned - adapter.is_pinned

@@ -81,12 +81,17 @@ def test_the_least_recently_used_slot_is_taken_and_never_a_pinned_one():
 def test_what_pins_refuse():
     engine = make(1, "a", "b")
     waiting = engine.ask("b")
-    assert "requests for adapter 'b'" in refused(lambda: engine.adapters.pin_adapter("a"))
+    assert "requests for 'b'" in refused(lambda: engine.adapters.pin_adapter("a"))
     engine.run()
     engine.adapters.pin_adapter("a")
     assert "all 1 slots have pinned adapters" in refused(lambda: engine.adapters.pin_adapter("b"))
     assert "all 1 have pinned adapters" in refused(lambda: engine.ask("b"))
     assert "AdapterNotFoundError" in refused(lambda: engine.adapters.pin_adapter("x"))
+    old = engine.ask("a")
+    assert engine.add("a", "7", replace=True) == ""
+    new = engine.ask("a")
+    engine.run()
+    assert engine.received[old] != engine.received[new] and engine.adapters.list_adapters()[0].is_pinned
     assert engine.adapters.remove_adapter("a") and engine.received[waiting]
     engine.ask("b")
     engine.run()
