@@ -83,9 +83,7 @@ def add(
         functools.partial(_shrink_kernel, **common),
         name="lora_shrink",
         grid=(num_tiles, num_splits, pl.cdiv(num_rows, tiling.block_q)),
-        out_shape=jax.ShapeDtypeStruct(
-            (num_splits, num_tokens, num_rows), x_TD.dtype if num_splits == 1 else jnp.float32
-        ),
+        out_shape=jax.ShapeDtypeStruct((num_splits, num_tokens, num_rows), x_TD.dtype if num_splits == 1 else jnp.float32),
         num_warps=tiling.shrink_warps,
         num_stages=tiling.shrink_stages,
         interpret=interpret,

@@ -188,7 +188,9 @@ def check_changes(model: Path, adapter: Path, merged: Path) -> None:
             key = f"{targets[module].part.module}.{targets[module].part.parameter}"  # type: ignore[union-attr]
         left.discard(key)
         np.testing.assert_allclose(found, delta, atol=1e-4)
-    assert left <= {"lm_head.weight"} and (not left or np.array_equal(changed["lm_head.weight"], base["model.embed_tokens.weight"]))
+    assert left <= {"lm_head.weight"} and (
+        not left or np.array_equal(changed["lm_head.weight"], base["model.embed_tokens.weight"])
+    )
 
 
 def _of_expert(part: ExpertPart | None, weights: Mapping[str, np.ndarray]) -> np.ndarray:
