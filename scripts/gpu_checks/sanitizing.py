@@ -8,7 +8,15 @@ from collections.abc import Iterator
 
 import jax
 
-from pallas_kernels.checking import attention_at_start, expert_choice, gated_delta, grouped_matmul, lora, rope_cache_write, sampling
+from pallas_kernels.checking import (
+    attention_at_start,
+    expert_choice,
+    gated_delta,
+    grouped_matmul,
+    lora,
+    rope_cache_write,
+    sampling,
+)
 from pallas_kernels.checking.attention_at_start import Layer
 from pallas_kernels.checking.case import Case
 from pallas_kernels.checking.check import check as run_cases
