@@ -51,7 +51,7 @@ class DeviceSlots:
     @cached_property
     def products(self) -> Collection[tuple[int, lora.Parts]]:
         """See Adaptation."""
-        found = {}
+        found: dict[tuple[int, lora.Parts], None] = {}
         for target in self.model.targets:
             (_, *inputs), (_, *outputs) = (self._local_shape(variable) for variable in (target.down, target.up))
             found[math.prod(inputs), target.parts(outputs)] = None

@@ -94,9 +94,7 @@ def add(
         z_PTQ = jnp.sum(z_PTQ, axis=0, keepdims=True).astype(x_TD.dtype)
     num_blocks = parts.before * sum(pl.cdiv(size, tiling.block_n) for _, size in parts.runs())
     expand = triton_call(
-        functools.partial(
-            _expand_kernel, num_lists=len(lists), block_m=block_m, tiling=tiling, parts=parts, dtype=x_TD.dtype
-        ),
+        functools.partial(_expand_kernel, num_lists=len(lists), block_m=block_m, tiling=tiling, parts=parts, dtype=x_TD.dtype),
         name="lora_expand",
         grid=(num_tiles, num_blocks),
         out_shape=jax.ShapeDtypeStruct(y_TN.shape, y_TN.dtype),
