@@ -37,7 +37,8 @@ class Tiling:
     block_n: int
     shrink_warps: int = 4
     expand_warps: int = 4
-    stages: int = 3
+    shrink_stages: int = 3
+    expand_stages: int = 1
     in_place: bool = False
 
 
@@ -47,7 +48,7 @@ def pick_tiling(num_tokens: int, width: int, rank: int, num_modules: int, itemsi
     block_d = 128 if itemsize < 4 else 32
     num_splits = 1
     if is_few:
-        num_splits = max(1, min(16, width // (2 * block_d)))
+        num_splits = max(1, min(16 // pl.cdiv(num_modules * rank, block_q), width // (2 * block_d)))
     return Tiling(block_q, block_d, num_splits, max(16, min(64, rank)), 128 if itemsize < 4 else 64, in_place=not is_few)
 
 
@@ -82,11 +83,9 @@ def add(
         functools.partial(_shrink_kernel, **common),
         name="lora_shrink",
         grid=(num_tiles, num_splits, pl.cdiv(num_rows, tiling.block_q)),
-        out_shape=jax.ShapeDtypeStruct(
-            (num_splits, num_tokens, num_rows), x_TD.dtype if num_splits == 1 else jnp.float32
-        ),
+        out_shape=jax.ShapeDtypeStruct((num_splits, num_tokens, num_rows), x_TD.dtype if num_splits == 1 else jnp.float32),
         num_warps=tiling.shrink_warps,
-        num_stages=tiling.stages,
+        num_stages=tiling.shrink_stages,
         interpret=interpret,
     )(*lists, x_TD, a_SQD)
     blocks = [pl.cdiv(size, tiling.block_n) for _, size in parts.runs()]
@@ -96,7 +95,7 @@ def add(
         grid=(parts.before * sum(blocks), num_tiles),
         out_shape=jax.ShapeDtypeStruct(y_TN.shape, y_TN.dtype),
         num_warps=tiling.expand_warps,
-        num_stages=tiling.stages,
+        num_stages=tiling.expand_stages,
         interpret=interpret,
         input_output_aliases={len(lists) + 2: 0} if tiling.in_place else None,
     )
