@@ -127,11 +127,11 @@ def test_the_directory_has_what_no_one_loaded(engine: AsyncLLM, core: FakeEngine
             assert client.complete(model=name).status_code == 404, name
         (root / "torn").mkdir()
         (root / "torn" / "adapter_config.json").write_text("{}")
-        core.adapter_faults["torn"] = "adapter 'torn': lora_A of layers.0 is 9 x 8, must be 8 x 8"
+        core.adapter_faults["torn"] = f"adapter {root}/torn: lora_A of layers.0 is 9 x 8, must be 8 x 8"
         for _ in range(2):
             reply = client.complete(model="torn")
             assert reply.status_code == 400 and reply.json()["error"]["param"] == "model"
-            assert "must be 8 x 8" in reply.text
+            assert reply.json()["error"]["message"] == "adapter torn: lora_A of layers.0 is 9 x 8, must be 8 x 8"
     assert len(adds(core)) == 3
 
 
