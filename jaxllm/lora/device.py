@@ -22,6 +22,9 @@ from jaxllm.parallel.shards import Shards
 from jaxllm.runner.kernels import Kernels
 from pallas_kernels import lora
 
+# Traced and lowered once for all layers of a program.
+add = jax.jit(lora.add, static_argnames=("parts", "implementation", "interpret"))
+
 
 class DeviceSlots:
     """An Adaptation: what a number of adapters of at most a rank need on the devices of a mesh."""
@@ -51,7 +54,7 @@ class DeviceSlots:
     @cached_property
     def products(self) -> Collection[tuple[int, lora.Parts]]:
         """See Adaptation."""
-        found = {}
+        found: dict[tuple[int, lora.Parts], None] = {}
         for target in self.model.targets:
             (_, *inputs), (_, *outputs) = (self._local_shape(variable) for variable in (target.down, target.up))
             found[math.prod(inputs), target.parts(outputs)] = None
@@ -100,7 +103,7 @@ class Products:
             return y
         x_TD = x.reshape(len(x), -1)
         down_SQD, up_SRN = target.down[...], target.up[...]
-        added = lora.add(
+        added = add(
             y.reshape(len(y), -1),
             x_TD,
             down_SQD.reshape(*down_SQD.shape[:2], -1),
