@@ -86,7 +86,7 @@ class Lora:
 
 def merged(config: ModelConfig, state: nnx.State, adapt: Lora) -> nnx.State:
     """The weights of a model with an adapter in them."""
-    model = nnx.merge(nnx.split(build_model(config))[0], state)
+    model = nnx.merge(nnx.split(build_model(config))[0], state, copy=True)
     for linear in adaptable(model, None):
         weight = linear.weight[...]
         inputs = int(np.prod(weight.shape[: linear.num_contracted]))
