@@ -61,5 +61,11 @@ class SchedulerStats:
     """The same of running requests."""
     max_adapters: int = 0
     """Most adapters in a step; 0 without enable_lora."""
+    num_adapter_loads: int = 0
+    """Adapters that were written into a slot (this and the next two are set by the core)."""
+    num_adapter_evictions: int = 0
+    """The part of them that took the slot of another adapter."""
+    adapter_load_seconds: float = 0.0
+    """Time from an adapter's first request until it had its slot, of all loads together."""
     awaited_programs: tuple[int, int] = (0, 0)
     """Programs that the current step waits for: ready, and in total. Set in heartbeats only."""

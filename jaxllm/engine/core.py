@@ -218,13 +218,13 @@ class EngineCore:
         """
         self._check_alive()
         news = self.scheduler.fail_expired()
-        for preparation in self.preparations:
-            news += preparation.settle(self.scheduler)
         if self._news:
             news, self._news = self._news + news, []
-        if self._pause.mode == "keep":
-            return news
         try:
+            for preparation in self.preparations:
+                news += preparation.settle(self.scheduler)
+            if self._pause.mode == "keep":
+                return news
             news += self.loop.step()
         except Exception as error:
             news += self._recover(error)
@@ -356,6 +356,8 @@ class EngineCore:
         stats.device_wait_seconds = self.loop.wait_seconds
         stats.sleep_level = self._sleep.level
         stats.num_retried_steps, stats.num_lost_steps = self._failures.num_retried_steps, self._failures.num_lost_steps
+        if self.adapters is not None:
+            self.adapters.add_stats(stats)
         return stats
 
     @property

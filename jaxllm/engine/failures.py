@@ -10,7 +10,7 @@ from jaxllm.errors import EngineDeadError, OutOfMemoryError
 from jaxllm.log import logger
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import ErrorKind
-from jaxllm.scheduler.errors import PlanError, UpdateError
+from jaxllm.scheduler.errors import LostError, PlanError, UpdateError
 
 MAX_RETRIES = 2
 """Number of times that a request is recomputed after the device ran out of memory, until it gets another token."""
@@ -124,6 +124,12 @@ class FailurePolicy:
                 self._count_failure(error)
             self.num_retried_steps += 1
             ended, why, message = [error.request_id], ErrorKind.INTERNAL, _message(error.__cause__ or error)
+        elif isinstance(error, LostError):
+            logger.error("%s; %d requests end, the others are computed again", error, len(error.request_ids), exc_info=error)
+            if kind is not Failure.OUT_OF_MEMORY:
+                self._count_failure(error)
+            self.num_retried_steps += 1
+            ended, why, message = error.request_ids, ErrorKind.INTERNAL, _message(error.__cause__ or error)
         elif kind is Failure.OUT_OF_MEMORY and not isinstance(error, UpdateError):
             self.num_retried_steps += 1
             ended = self._retry(loop, step_ids)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jaxllm.runner.drafter import Drafter
     from jaxllm.runner.runner import ModelRunner
     from jaxllm.scheduler.draft_control import DraftControl
+    from jaxllm.scheduler_stats import SchedulerStats
 
 DRAFTERS: str | None = "jaxllm.speculative:make_drafter"
 """What makes the drafter of a speculative_config, as module:function; None: this build has no drafters."""
@@ -70,6 +71,9 @@ class AdapterManager(Preparation, Protocol):
     def remove_adapter(self, name: str) -> bool: ...
     def list_adapters(self) -> "list[AdapterInfo]": ...
     def pin_adapter(self, name: str) -> None: ...
+
+    def add_stats(self, stats: "SchedulerStats") -> None:
+        """Set what the stats tell of adapters."""
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,8 @@ class Adapter:
     running: set[Request] = field(default_factory=set)
     """Its requests that are admitted."""
     is_pinned: bool = False
+    passes_pin: bool = False
+    """Whether the adapter that replaced it is pinned when its own last request has ended."""
     is_retired: bool = False
     """Whether it was removed or replaced: its last requests end with it."""
 

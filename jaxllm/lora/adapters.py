@@ -5,7 +5,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -24,6 +23,7 @@ from jaxllm.scheduler.admission import Fit
 from jaxllm.scheduler.errors import LostError
 from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.scheduler_output import NO_ADAPTER
+from jaxllm.scheduler_stats import SchedulerStats
 
 CLAIM_SECONDS = 2.0
 """An adapter that waited this long for a slot gets one whose adapter admits no further requests meanwhile."""
@@ -51,22 +51,6 @@ class SlotWriter(Protocol):
 
         After an error the contents of all slots are lost, and zeros when the engine has started over.
         """
-
-
-@dataclass
-class AdapterStats:
-    """The load now, and totals since the start."""
-
-    waiting: tuple[str, ...]
-    """Names of the adapters of waiting requests."""
-    running: tuple[str, ...]
-    """The same of running requests."""
-    num_loads: int
-    """Adapters written to a slot."""
-    num_evictions: int
-    """Adapters that lost their slot to another one."""
-    load_seconds: float
-    """Time from an adapter's first need of a slot until it had one, of all loads together."""
 
 
 class Adapters:
@@ -148,6 +132,8 @@ class Adapters:
         is_new = name in self._new
         if is_new:
             self._give_up(name, "was removed before it was loaded")
+        for used in self._used:
+            used.passes_pin &= used.name != name
         adapter = self._by_name.pop(name, None)
         if adapter is not None:
             self._retire(adapter)
@@ -172,18 +158,23 @@ class Adapters:
         """See ControlCalls. It gets its slot with the next request, whatever that names."""
         self._take_in_read()
         adapter = self._named(name, "name")
-        if adapter.is_pinned:
-            return
-        num_slots, pinned = self._writer.num_slots, self._num_pinned
-        if pinned >= num_slots:
-            raise InvalidRequestError(f"all {num_slots} slots have pinned adapters; remove one, or raise --max-loras", "name")
-        others = [other.name for other in self._used if other is not adapter and not other.is_pinned]
-        if pinned + 1 == num_slots and others:
-            raise InvalidRequestError(
-                f"{name!r} would take the last slot, and there are requests for adapter {others[0]!r}; wait for them, or raise --max-loras",
-                "name",
-            )
+        if reason := self._why_not_pinned(adapter):
+            raise InvalidRequestError(f"adapter {name!r} cannot be pinned: {reason}", "name")
         self._pin(adapter, True)
+
+    def _why_not_pinned(self, adapter: Adapter) -> str:
+        """Empty if it can be: requests of other adapters still get a slot."""
+        num_slots = self._writer.num_slots
+        if adapter.is_pinned or self._num_pinned + 1 < num_slots:
+            return ""
+        if self._num_pinned == num_slots:
+            return f"all {num_slots} slots have pinned adapters; remove one, or raise --max-loras"
+        other = next((other.name for other in self._used if other is not adapter and not other.is_pinned), None)
+        return (
+            ""
+            if other is None
+            else f"it would take the last slot, and there are requests for {other!r}; wait for them, or raise --max-loras"
+        )
 
     # A Preparation
 
@@ -260,6 +251,7 @@ class Adapters:
         in_turn = sorted(self._wanting, key=lambda adapter: adapter.order)
         self._start_staging(in_turn)
         self._close_slots(in_turn)
+        self._slots.note_waiting()
         for adapter in in_turn:
             if not self._start_reading(adapter):
                 break
@@ -279,12 +271,13 @@ class Adapters:
         """End the threads. May be called again."""
         self._lanes.shutdown()
 
-    @property
-    def stats(self) -> AdapterStats:
-        """Numbers for metrics."""
-        waiting = dict.fromkeys(adapter.name for adapter in self._used if len(adapter.waiting))
-        running = dict.fromkeys(adapter.name for adapter in self._used if adapter.running)
-        return AdapterStats(tuple(waiting), tuple(running), self._num_loads, self._slots.num_evictions, self._load_seconds)
+    def add_stats(self, stats: SchedulerStats) -> None:
+        """Set what the stats tell of adapters."""
+        stats.max_adapters = self._writer.num_slots
+        stats.waiting_adapters = tuple(dict.fromkeys(adapter.name for adapter in self._used if len(adapter.waiting)))
+        stats.running_adapters = tuple(dict.fromkeys(adapter.name for adapter in self._used if adapter.running))
+        stats.num_adapter_loads, stats.num_adapter_evictions = self._num_loads, self._slots.num_evictions
+        stats.adapter_load_seconds = self._load_seconds
 
     def check_integrity(self, requests: Iterable[Request] = ()) -> None:
         """Raise AssertionError if adapters, slots, memory and these requests, the unfinished ones, disagree."""
@@ -349,9 +342,8 @@ class Adapters:
         before = self._by_name.get(adapter.name)
         self._by_name[adapter.name] = adapter
         if before is not None:
-            was_pinned = before.is_pinned
+            before.passes_pin = before.is_pinned
             self._retire(before)
-            self._pin(adapter, was_pinned)
 
     def _note_outcome(self, adapter: Adapter, error: str) -> None:
         self._outcomes[adapter.number] = error
@@ -375,6 +367,12 @@ class Adapters:
         if adapter.slot != NO_ADAPTER:
             self._slots.clear(adapter)
         self._host.packed.pop(adapter, None)
+        heir = self._by_name.get(adapter.name)
+        if adapter.passes_pin and heir is not None:
+            if reason := self._why_not_pinned(heir):
+                logger.warning("adapter %r, which was replaced, is not pinned any longer: %s", heir.name, reason)
+            else:
+                self._pin(heir, True)
 
     def _pin(self, adapter: Adapter, is_pinned: bool) -> None:
         self._num_pinned += is_pinned - adapter.is_pinned

@@ -1,7 +1,7 @@
 """Adapters on the device: slots in stacked arrays, and what they add to the products of a step. Source: arXiv:2106.09685."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +21,9 @@ from jaxllm.parallel.mesh import TENSOR
 from jaxllm.parallel.shards import Shards
 from jaxllm.runner.kernels import Kernels
 from pallas_kernels import lora
+
+# Traced and lowered once for all layers of a program.
+add = jax.jit(lora.add, static_argnames=("parts", "implementation", "interpret"))
 
 
 class DeviceSlots:
@@ -49,13 +52,22 @@ class DeviceSlots:
         return Products(model, slot_T, self.num_slots, kernels)
 
     @cached_property
+    def products(self) -> Collection[tuple[int, lora.Parts]]:
+        """See Adaptation."""
+        found: dict[tuple[int, lora.Parts], None] = {}
+        for target in self.model.targets:
+            (_, *inputs), (_, *outputs) = (self._local_shape(variable) for variable in (target.down, target.up))
+            found[math.prod(inputs), target.parts(outputs)] = None
+        return tuple(found)
+
+    @cached_property
     def _local_shapes(self) -> list[tuple[int, ...]]:
         """Of each array's part on one device, without the slots."""
-        shapes = []
-        for _, variable in parameters(self.model):
-            sizes = zip(variable.shape[1:], axes_of(variable)[1:], strict=True)
-            shapes.append(tuple(size // (self.mesh.size if MESH_AXES[axis] else 1) for size, axis in sizes))
-        return shapes
+        return [self._local_shape(variable) for _, variable in parameters(self.model)]
+
+    def _local_shape(self, variable: nnx.Variable) -> tuple[int, ...]:
+        sizes = zip(variable.shape[1:], axes_of(variable)[1:], strict=True)
+        return tuple(size // (self.mesh.size if MESH_AXES[axis] else 1) for size, axis in sizes)
 
     def write(self, arrays: tuple[Array, ...], packed_1P: Array, slot: Array) -> tuple[Array, ...]:
         """See Adaptation."""
@@ -91,15 +103,13 @@ class Products:
             return y
         x_TD = x.reshape(len(x), -1)
         down_SQD, up_SRN = target.down[...], target.up[...]
-        outputs = y.shape[1:]
-        parts = lora.Parts(math.prod(outputs[: target.before]), target.sizes, math.prod(outputs[target.before + 1 :]))
-        added = lora.add(
+        added = add(
             y.reshape(len(y), -1),
             x_TD,
             down_SQD.reshape(*down_SQD.shape[:2], -1),
             up_SRN.reshape(*up_SRN.shape[:2], -1),
             self._group(start, len(x)),
-            parts=parts,
+            parts=target.parts(y.shape[1:]),
             implementation=self._kernels.lora,
             interpret=self._kernels.interpret,
         )

@@ -11,6 +11,7 @@ from jaxllm.layers.source import Index, Source, Tensor, output_major
 from jaxllm.loaders.layout import axes_of, expand, parameters, source_of
 from jaxllm.lora.shapes import TargetShape
 from jaxllm.parallel.axes import MESH_AXES
+from pallas_kernels.lora import Parts
 
 Read = Callable[[str], np.ndarray]
 """A tensor of an adapter by its name, such as "model.layers.0.mlp.up_proj.lora_A.weight", with the rank of the slots."""
@@ -36,6 +37,10 @@ class Target(nnx.Module):
         self.down = abstract_param((*lead, *shape[:n]), ("slot", "rank", *axes[:n]), dtype, source=source)
         source = output_major(modules, "lora_B.weight", linear.joined, (rank,))
         self.up = abstract_param((num_slots, rank, *shape[n:]), ("slot", "rank", *axes[n:]), dtype, source=source)
+
+    def parts(self, outputs: Sequence[int]) -> Parts:
+        """Which of these outputs, those of a device, belong to which module."""
+        return Parts(math.prod(outputs[: self.before]), self.sizes, math.prod(outputs[self.before + 1 :]))
 
 
 def name_of(linear: Linear) -> str:

@@ -220,6 +220,8 @@ class StepPrograms:
         Products of the same input are not merged: XLA would copy the weights of both side by side in every step. In a large step of
         several devices one run of tokens is multiplied while another is added up (`Shards.num_runs`): XLA must not merge these
         products either, and must look for what it can compute during an all-reduce.
+        What adapters change does not depend on the product that it is added to: on one device, nodes of a CUDA graph that do not
+        depend on each other run beside each other.
         """
         if self.mesh.devices.flat[0].platform not in ("gpu", "cuda"):
             return {}
@@ -230,6 +232,8 @@ class StepPrograms:
             options["xla_gpu_enable_latency_hiding_scheduler"] = True
         if self.mesh.size > 1 and jax.__version_info__ >= (0, 11):
             options["xla_gpu_experimental_use_collective_kernels"] = ""
+        if key.adapted and self.mesh.size == 1:
+            options["xla_gpu_command_buffer_scheduling_mode"] = "CONCURRENT"
         return options
 
     def lower(self, key: ProgramKey) -> jax.stages.Lowered:

@@ -15,6 +15,7 @@ from jaxllm.lora.adapters import Adapters
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import ErrorKind, FinishReason, Request, RequestStatus
 from jaxllm.scheduler.errors import LostError
+from jaxllm.scheduler_stats import SchedulerStats
 from tests.helpers.fake_runner import FakeEngine, FakeRunner, oracle_tokens
 from tests.helpers.scheduling import make_request, make_scheduler
 
@@ -195,6 +196,8 @@ class AdapterEngine:
         if self.engine.in_flight:
             self.tick()
             self._take(self.engine.collect())
+        else:
+            self.tick(0.001)
         self.check()
         return admitted
 
@@ -207,6 +210,12 @@ class AdapterEngine:
 
     def abort(self, *request_ids: str) -> None:
         self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+
+    @property
+    def stats(self) -> SchedulerStats:
+        stats = self.scheduler.stats()
+        self.adapters.add_stats(stats)
+        return stats
 
     def run(self, limit: int = 2000) -> None:
         """Step until every request has ended; nothing may be left behind."""

@@ -35,7 +35,7 @@ def test_requests_of_several_adapters_and_of_none_share_steps():
     engine.run()
     assert len({tuple(tokens) for tokens in engine.received.values()}) == 3 and not engine.errors
     assert where(engine) == {"a": "device", "b": "device"}
-    assert (engine.adapters.stats.num_loads, engine.adapters.stats.num_evictions) == (2, 0)
+    assert (engine.stats.num_adapter_loads, engine.stats.num_adapter_evictions) == (2, 0)
 
 
 def test_at_most_as_many_adapters_as_slots_run_and_others_are_overtaken():
@@ -45,12 +45,11 @@ def test_at_most_as_many_adapters_as_slots_run_and_others_are_overtaken():
     admitted: list[str] = []
     while len(admitted) < 4:
         admitted += [ids[request_id] for request_id in engine.step()]
-        stats = engine.adapters.stats
-        assert len(stats.running) <= 2
+        assert len(engine.stats.running_adapters) <= 2
     assert admitted[0] == "plain" and set(admitted) == {"plain", "a1", "a2", "b1"}
-    assert engine.adapters.stats.waiting == ("c",) and set(engine.adapters.stats.running) == {"a", "b"}
+    assert engine.stats.waiting_adapters == ("c",) and set(engine.stats.running_adapters) == {"a", "b"}
     engine.run()
-    assert engine.adapters.stats.num_evictions == 1 and where(engine)["c"] == "device"
+    assert engine.stats.num_adapter_evictions == 1 and where(engine)["c"] == "device"
 
 
 def test_steps_go_on_while_an_adapter_is_read_and_it_has_its_slot_before_it_is_next_in_line():
@@ -82,12 +81,17 @@ def test_the_least_recently_used_slot_is_taken_and_never_a_pinned_one():
 def test_what_pins_refuse():
     engine = make(1, "a", "b")
     waiting = engine.ask("b")
-    assert "requests for adapter 'b'" in refused(lambda: engine.adapters.pin_adapter("a"))
+    assert "requests for 'b'" in refused(lambda: engine.adapters.pin_adapter("a"))
     engine.run()
     engine.adapters.pin_adapter("a")
     assert "all 1 slots have pinned adapters" in refused(lambda: engine.adapters.pin_adapter("b"))
     assert "all 1 have pinned adapters" in refused(lambda: engine.ask("b"))
     assert "AdapterNotFoundError" in refused(lambda: engine.adapters.pin_adapter("x"))
+    old = engine.ask("a")
+    assert engine.add("a", "7", replace=True) == ""
+    new = engine.ask("a")
+    engine.run()
+    assert engine.received[old] != engine.received[new] and engine.adapters.list_adapters()[0].is_pinned
     assert engine.adapters.remove_adapter("a") and engine.received[waiting]
     engine.ask("b")
     engine.run()
@@ -109,7 +113,7 @@ def test_adapters_that_lack_a_slot_take_turns_and_each_turn_serves_a_request():
     for index in range(30):
         engine.ask("abc"[index % 3])
     engine.run()
-    assert engine.adapters.stats.num_loads <= 30
+    assert engine.stats.num_adapter_loads <= 30
 
 
 def test_a_request_that_waits_for_blocks_keeps_its_slot():
@@ -118,7 +122,7 @@ def test_a_request_that_waits_for_blocks_keeps_its_slot():
     for adapter in "abab":
         engine.ask(adapter, [1] * 20, max_tokens=12)
     engine.run()
-    assert engine.adapters.stats.num_loads <= 5
+    assert engine.stats.num_adapter_loads <= 5
 
 
 # Disk
@@ -183,7 +187,7 @@ def test_slots_that_were_lost_are_filled_again():
     engine.adapters._host.packed.clear()
     engine.check()
     engine.run()
-    assert engine.adapters.stats.num_loads == 4
+    assert engine.stats.num_adapter_loads == 4
 
 
 # Names
