@@ -170,7 +170,9 @@ class Adapters:
         if self._num_pinned == num_slots:
             return f"all {num_slots} slots have pinned adapters; remove one, or raise --max-loras"
         other = next((other.name for other in self._used if other is not adapter and not other.is_pinned), None)
-        return "" if other is None else f"it would take the last slot, and there are requests for {other!r}; wait for them, or raise --max-loras"
+        if other is None:
+            return ""
+        return f"it would take the last slot, and there are requests for {other!r}; wait for them, or raise --max-loras"
 
     # A Preparation
 
