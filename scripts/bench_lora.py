@@ -133,7 +133,7 @@ def bench_zipf(engine: LLMEngine, adapters: Sequence[LoRARequest], arguments: ar
         engine.take(news)
         now = time.perf_counter()
         for item in news:
-            request = sent[item.request_id]
+            request = sent[item.request_id.rpartition("-")[0]]
             if item.new_token_ids:
                 request.longest_gap = max(request.longest_gap, now - request.last) if request.first else 0.0
                 request.first, request.last = request.first or now, now

@@ -41,6 +41,10 @@ a request gets in a step with drafts, is `1 + rate(jaxllm:spec_decode_num_accept
 rate(jaxllm:spec_decode_num_drafts_total[5m])`; the acceptance rate divides by `spec_decode_num_draft_tokens_total` instead.
 [SPECULATIVE.md](SPECULATIVE.md) explains them.
 
+**Are there enough slots for adapters?** With `--enable-lora`, `lora_evictions_total` that grows with `lora_loads_total` means that more
+adapters are in use than `--max-loras` has slots for. `lora_load_seconds_total` divided by `lora_loads_total` is the mean time that an
+adapter's first request waited for it. [LORA.md](LORA.md) explains them.
+
 **Compiled while serving.** With `--warmup all` and `background`, `programs_compiled_after_warmup` must stay at 0: each one made a request
 wait. While requests wait for programs, `awaited_programs` counts these.
 """
@@ -49,7 +53,7 @@ wait. While requests wait for programs, `awaited_programs` counts these.
 def every_metric() -> list[Metric]:
     """One engine's and one front's metrics, with something counted wherever a metric appears only then."""
     engine = EngineMetrics("m", 100, cache_config={"block_size": "16"})
-    engine.load = SchedulerStats(0, 0, 0.0, 0, 0, 0, 0, 0, accepted_per_position=(0,))
+    engine.load = SchedulerStats(0, 0, 0.0, 0, 0, 0, 0, 0, accepted_per_position=(0,), max_adapters=1)
     http = HttpMetrics()
     http.request_done("GET", 200, "/", 0.0)
     http.tool_calls_parsed("hermes")

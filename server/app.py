@@ -26,6 +26,7 @@ from server.middleware import install_middleware
 from server.openapi import install_openapi
 from server.options import ServerOptions
 from server.routes import (
+    adapters,
     chat,
     chat_batch,
     completions,
@@ -47,7 +48,10 @@ from server.sse import ClientDisconnected
 from server.tracing import TraceHeaders, make_tracer
 from server.unknown_paths import no_such_method, no_such_path
 
-ADMIN_PATHS = frozenset(route.path for route in dev.router.routes if isinstance(route, Route))
+DEV_PATHS, ADAPTER_PATHS = (
+    frozenset(route.path for route in router.routes if isinstance(route, Route)) for router in (dev.router, adapters.router)
+)
+ADMIN_PATHS = DEV_PATHS | ADAPTER_PATHS
 
 
 class _Application(FastAPI):
@@ -70,6 +74,8 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAP
         rooms.append(tokenizer_info.router)
     if options.access.enable_dev_endpoints:
         rooms.append(dev.router)
+    if options.adapters.allow_runtime_lora_updating:
+        rooms.append(adapters.router)
     if not options.replies.disable_fastapi_docs:
         rooms.append(docs.router)
         public_paths |= docs.PUBLIC_PATHS
@@ -84,6 +90,7 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAP
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         context.chat.warm_up()
+        await context.adapters.load_modules()
         yield
         await app.state.responses.close()
         context.chat.close()
@@ -120,7 +127,10 @@ def install_errors(app: FastAPI) -> None:
         path, sentence = request.scope["path"], "the request was refused"
         if error.status_code == 404:
             replies = request.app.state.context.options.replies
-            sentence = no_such_path(path, app.routes, dev_paths=ADMIN_PATHS, docs=not replies.disable_fastapi_docs)
+            wanting = dict.fromkeys(DEV_PATHS, "--enable-dev-endpoints") | dict.fromkeys(
+                ADAPTER_PATHS, "--allow-runtime-lora-updating"
+            )
+            sentence = no_such_path(path, app.routes, of_flags=wanting, docs=not replies.disable_fastapi_docs)
         elif error.status_code == 405:
             sentence = no_such_method(request.method, path, (error.headers or {}).get("Allow", ""))
         return in_shape_of(path, ApiError(error.status_code, sentence, headers=error.headers)).response()

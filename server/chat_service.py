@@ -66,6 +66,8 @@ class Conversation:
     """The client's name for max_tokens if that many must fit the context; None: the answer is cut at the context length."""
     cache_salt: str | None = None
     priority: int = 0
+    adapter: str | None = None
+    """Name of a loaded LoRA adapter."""
 
 
 @dataclass
@@ -186,6 +188,7 @@ class ChatService:
                 conversation.request_id,
                 priority=conversation.priority,
                 queue_timeout_seconds=self._queue_timeout_seconds,
+                adapter=conversation.adapter,
             )
         except InvalidRequestError as error:
             if error.param == "logprobs":

@@ -24,6 +24,7 @@ class ChunkWriter:
         *,
         request_id: str,
         created: int,
+        model: str,
         context: ServerContext,
     ):
         force = context.options.replies.enable_force_include_usage
@@ -34,7 +35,7 @@ class ChunkWriter:
             "id": request_id,
             "object": kind,
             "created": created,
-            "model": context.model_name,
+            "model": model,
             "system_fingerprint": context.fingerprint,
         }
         self._head = b"data: " + _json(head)[:-1]

@@ -12,7 +12,9 @@ from starlette.requests import Request
 from jaxllm import __version__
 from jaxllm.async_llm import AsyncLLM
 from jaxllm.sampling_params import MODEL_DEFAULTS, SamplingParams
+from jaxllm.text.input_processor import FrontRequest
 from jaxllm.text.tokenizer import Tokenizer
+from server.adapters import ServedAdapters, some_of
 from server.chat_service import ChatService
 from server.errors import ApiError, shortened
 from server.http_metrics import HttpMetrics
@@ -29,6 +31,7 @@ class ServerContext:
         self.engine = engine
         self.options = options
         self.model_names = options.replies.served_model_name or [engine.config.model.model]
+        self.adapters = ServedAdapters(engine, options.adapters, self.model_names)
         self.created = int(time.time())
         self.num_running = 0
         """Number of requests that are being answered."""
@@ -55,19 +58,29 @@ class ServerContext:
 
     @property
     def model_name(self) -> str:
-        """The model name in replies."""
+        """The name of the model without adapters in replies."""
         return self.model_names[0]
 
-    def check_model(self, name: str | None) -> None:
-        """Raise ApiError for a model that is not served; null or empty means the served model."""
-        if name and name not in self.model_names:
-            known = ", ".join(repr(known) for known in self.model_names)
-            raise ApiError(
-                404,
-                f"the model {shortened(name, 100)!r} does not exist; this server has {known}",
-                param="model",
-                code="model_not_found",
-            )
+    def name_for(self, request: FrontRequest) -> str:
+        """The model name in the reply to a request."""
+        return request.children[0].adapter or self.model_name
+
+    async def adapter_of(self, name: str | None) -> str | None:
+        """The adapter that a request names by its model; None: the model without one, which null or empty mean too.
+
+        Raises ApiError for a model that is not served, AdapterError for an adapter that cannot be loaded.
+        """
+        if not name or name in self.model_names:
+            return None
+        if await self.adapters.has(name):
+            return name
+        known = some_of([*self.model_names, *(info.name for info in await self.adapters.infos())])
+        raise ApiError(
+            404,
+            f"the model {shortened(name, 100)!r} does not exist; this server has {known}",
+            param="model",
+            code="model_not_found",
+        )
 
     def time_limit(self, asked: float | None) -> float | None:
         """Time limit of a request in seconds: the requested one, capped by the server's; None: no limit."""

@@ -8,7 +8,15 @@ import msgspec
 from pydantic import ValidationError
 from starlette.responses import Response
 
-from jaxllm.errors import EngineDeadError, EngineError, EngineSleepingError, InvalidRequestError, OverloadedError
+from jaxllm.errors import (
+    AdapterError,
+    AdapterNotFoundError,
+    EngineDeadError,
+    EngineError,
+    EngineSleepingError,
+    InvalidRequestError,
+    OverloadedError,
+)
 
 MAX_MESSAGE_LENGTH = 1000
 MAX_ECHO_LENGTH = 200
@@ -83,6 +91,10 @@ def as_api_error(error: BaseException) -> ApiError:
         return error
     if isinstance(error, ValidationError):
         return validation_error(error.errors(include_url=False, include_context=False, include_input=True))
+    if isinstance(error, AdapterNotFoundError):
+        return ApiError(404, without_leaks(str(error)), param="model", code="model_not_found")
+    if isinstance(error, AdapterError):
+        return bad_request(without_leaks(str(error)), "model", "adapter_not_usable")
     if isinstance(error, InvalidRequestError):
         return bad_request(without_leaks(str(error)), error.param, getattr(error, "code", None))
     if isinstance(error, OverloadedError):

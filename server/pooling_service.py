@@ -45,6 +45,7 @@ class PoolingService:
         add_special_tokens: bool = True,
         priority: int = 0,
         cache_salt: str | None = None,
+        adapter: str | None = None,
     ) -> list[FrontRequest]:
         """Tokenize and check all inputs before any of them runs. Raises ApiError."""
         limit = self._limits.max_prompts_per_request
@@ -61,7 +62,12 @@ class PoolingService:
             own_id = request_id if len(inputs) == 1 else f"{request_id}-{place}"
             try:
                 request = await self._engine.prepare(
-                    prompt, each.params, own_id, priority=priority, queue_timeout_seconds=self._queue_timeout_seconds
+                    prompt,
+                    each.params,
+                    own_id,
+                    priority=priority,
+                    queue_timeout_seconds=self._queue_timeout_seconds,
+                    adapter=adapter,
                 )
                 requests.append(request)
             except InvalidRequestError as error:

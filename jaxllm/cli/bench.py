@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxllm.acceptance import Acceptance, report_lines
 from jaxllm.cli import options, planning, running
+from jaxllm.cli.adapters import add_lora_argument, lora_requests
 from jaxllm.cli.flags import engine_flags, sampling_flags, shaping_flags
 from jaxllm.cli.json_files import check_writable, write_json
 from jaxllm.cli.numbers import count, positive
@@ -22,6 +23,7 @@ from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from jaxllm.llm import LLM
+    from jaxllm.lora_request import LoRARequest
 
 ABOUT = "Measure requests/s and tokens/s of many prompts (throughput), or the time of one batch (latency)."
 EXAMPLES = """examples:
@@ -91,6 +93,7 @@ def add_arguments(parser: Parser) -> None:
         choices=["jaxllm", "vllm"],
         help="changes nothing: this engine is measured, under vLLM's name for its own too; not vLLM's other engines",
     )
+    add_lora_argument(parser, "LoRA adapter that requests name in turn; may be repeated", several=True)
     options.add_common_arguments(parser)
     parser.add_flags(bench_flags())
     parser.add_flags(engine_flags())
@@ -105,6 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
     engine_options = options.engine_options(arguments)
     sampling = options.sampling_options(arguments, bench_flags())
     lengths = _lengths(arguments)
+    loras = lora_requests(arguments, engine_options)
     if arguments.dry_run:
         return planning.dry_run(engine_options)
     if arguments.output_json:
@@ -131,14 +135,15 @@ def run(arguments: argparse.Namespace) -> int:
             )
             for entry in lengths
         ]
+        each_lora = [loras[place % len(loras)] for place in range(len(lengths))] if loras else None
         progress.start("measuring", arguments.warmup_runs + iterations, "run")
         runs = []
         for _ in range(arguments.warmup_runs):
-            _measure(llm, prompts, params)
+            _measure(llm, prompts, params, each_lora)
             progress.advance()
         before = Acceptance.of(llm.llm_engine.core.stats())
         for _ in range(iterations):
-            runs.append(_measure(llm, prompts, params))
+            runs.append(_measure(llm, prompts, params, each_lora))
             progress.advance()
         drafts = Acceptance.of(llm.llm_engine.core.stats()) - before
     finally:
@@ -205,11 +210,13 @@ def _per_request(runs: Sequence[Run]) -> dict[str, float]:
     return report
 
 
-def _measure(llm: "LLM", prompts: Sequence[Any], params: Sequence[SamplingParams]) -> Run:
+def _measure(
+    llm: "LLM", prompts: Sequence[Any], params: Sequence[SamplingParams], loras: "Sequence[LoRARequest] | None"
+) -> Run:
     """Run all prompts once, with an empty prefix cache."""
     llm.reset_prefix_cache()
     began = time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=False)
+    outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=loras)
     seconds = time.perf_counter() - began
     first, each = [], []
     for output, sampling in zip(outputs, params, strict=True):

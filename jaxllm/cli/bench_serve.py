@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import dataclasses
 import datetime
 import json
 import math
@@ -50,6 +51,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output_json:
         check_writable(Path(arguments.output_json))
     prompts, warm_up = _prompts(arguments)
+    if arguments.lora_modules:
+        from jaxllm.http_client.datasets import with_models
+
+        prompts = with_models(prompts, arguments.lora_modules, arguments.lora_assignment, arguments.seed)
+        warm_up = dataclasses.replace(warm_up, model=arguments.lora_modules[0])
     progress = make_progress(quiet=arguments.quiet or arguments.disable_tqdm)
     try:
         model, load, drafts = run_async(_measure(arguments, prompts, warm_up, progress))
@@ -277,6 +283,8 @@ def _header(arguments: argparse.Namespace, model: str, num_prompts: int) -> dict
         "burstiness": arguments.burstiness,
         "max_concurrency": arguments.max_concurrency,
     }
+    if arguments.lora_modules:
+        header |= {"lora_modules": arguments.lora_modules, "lora_assignment": arguments.lora_assignment}
     if arguments.ramp_up_strategy is not None:
         names = ("ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps")
         header |= {name: getattr(arguments, name) for name in names}

@@ -41,6 +41,15 @@ def _add_server_arguments(parser: Parser) -> None:
     group.add_argument("--endpoint", metavar="PATH", help="default: the backend's, such as /v1/completions")
     group.add_argument("-m", "--model", metavar="NAME", help="model to ask for; default: the first that /v1/models lists")
     group.add_argument(
+        "--lora-modules", nargs="+", metavar="NAME", help="LoRA adapters of the server: each request names one of them"
+    )
+    group.add_argument(
+        "--lora-assignment",
+        choices=["random", "round-robin", "zipf"],
+        default="random",
+        help="which: all alike, in turn, or the n-th named 1/n as often as the first (default: random)",
+    )
+    group.add_argument(
         "--tokenizer", metavar="NAME", help="directory or hub id; needed only for random text and for ShareGPT lengths"
     )
     add_connection_arguments(group)

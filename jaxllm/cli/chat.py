@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxllm import env
 from jaxllm.cli import options, planning, running, terminal
+from jaxllm.cli.adapters import add_lora_argument, the_lora_request
 from jaxllm.cli.conversation import Conversation, LocalConversation
 from jaxllm.cli.flags import engine_flags, sampling_flags
 from jaxllm.cli.parser import Parser, UsageError
@@ -44,6 +45,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--quick", metavar="TEXT", help="answer this message and end")
     parser.add_argument("--load", metavar="FILE", help="go on with a conversation that /save wrote")
     parser.add_argument("--model-name", dest="model", metavar="NAME", default=argparse.SUPPRESS, help="as --model")
+    add_lora_argument(parser, "LoRA adapter that answers")
     parser.add_argument("--url", metavar="URL", help="talk with the model of this server, e.g. http://127.0.0.1:8000")
     add_connection_arguments(parser)
     options.add_common_arguments(parser)
@@ -61,12 +63,16 @@ def run(arguments: argparse.Namespace) -> int:
     engine_options = options.engine_options(arguments)
     if engine_options.get("skip_tokenizer_init"):
         raise UsageError("a conversation needs the tokenizer; leave out --skip-tokenizer-init")
+    lora_request = the_lora_request(arguments, engine_options)
     if arguments.dry_run:
         return planning.dry_run(engine_options)
     progress = options.progress_for(arguments, engine_options)
     llm = running.open_llm(engine_options, progress)
     try:
-        return _begin(LocalConversation(llm, sampling, quiet=arguments.quiet), arguments, messages)
+        if lora_request is not None:
+            llm.add_lora(lora_request)
+        conversation = LocalConversation(llm, sampling, quiet=arguments.quiet, lora_request=lora_request)
+        return _begin(conversation, arguments, messages)
     finally:
         llm.shutdown()
 
@@ -78,6 +84,8 @@ def _converse_with_server(arguments: argparse.Namespace, sampling: dict[str, Any
     if given or arguments.dry_run:
         name = given[0] if given else "dry_run"
         raise UsageError(f"{spelling(name)} is for a model in this process; leave it out with --url")
+    if arguments.lora:
+        raise UsageError("--lora is for a model in this process; with --url name an adapter of the server with --model")
     client = make_client(arguments, arguments.url)
     with ServerConversation(client, vars(arguments).get("model"), sampling, quiet=arguments.quiet) as conversation:
         return _begin(conversation, arguments, messages)

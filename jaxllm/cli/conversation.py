@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from jaxllm.cli import terminal
 from jaxllm.cli.streaming import stream
 from jaxllm.errors import EngineError
+from jaxllm.lora_request import LoRARequest
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -52,9 +53,9 @@ class Conversation(abc.ABC):
 class LocalConversation(Conversation):
     """A conversation with a model in this process."""
 
-    def __init__(self, llm: "LLM", sampling: dict[str, Any], *, quiet: bool):
+    def __init__(self, llm: "LLM", sampling: dict[str, Any], *, quiet: bool, lora_request: LoRARequest | None = None):
         super().__init__(sampling, quiet=quiet)
-        self._llm = llm
+        self._llm, self._lora_request = llm, lora_request
         self._base = dataclasses.replace(llm.get_default_sampling_params(), max_tokens=None)
 
     def values(self) -> dict[str, Any]:
@@ -65,7 +66,8 @@ class LocalConversation(Conversation):
 
     def answer(self, text: str) -> None:
         asked = [*self.messages, {"role": "user", "content": text}]
-        streamed = stream(self._llm, self._llm.render_conversations(asked)[0], self._params())
+        prompt = self._llm.render_conversations(asked)[0]
+        streamed = stream(self._llm, prompt, self._params(), lora_request=self._lora_request)
         if streamed.fault is not None:
             raise EngineError(streamed.fault)
         self.keep(asked, streamed.text, streamed.stats, finished=streamed.finished)

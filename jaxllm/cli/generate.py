@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.cli import planning, prompts, running, terminal
+from jaxllm.cli.adapters import add_lora_argument, the_lora_request
 from jaxllm.cli.flags import engine_flags, sampling_flags
 from jaxllm.cli.forms import add_form_arguments, read_form
 from jaxllm.cli.options import add_common_arguments, engine_options, progress_for, sampling_options
@@ -26,6 +27,7 @@ from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from jaxllm.llm import LLM
+    from jaxllm.lora_request import LoRARequest
     from jaxllm.outputs import RequestOutput
 
 _LIKE_A_MODEL = re.compile(r"(\.{0,2}|~)/\S+|[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -37,6 +39,7 @@ EXAMPLES = """examples:
   jaxllm generate --chat "What is 27 + 15?"             an answer instead of a continuation
   jaxllm generate -m Qwen/Qwen3-0.6B "Once upon a time" --max-tokens 100 --temperature 0
   jaxllm generate --file prompts.jsonl --json > answers.jsonl
+  jaxllm generate -m Qwen/Qwen3-0.6B --lora sql=./my-adapter "SELECT"
   jaxllm generate --json-schema person.json "A person as JSON: "
   cat story.txt | jaxllm generate -"""
 
@@ -58,6 +61,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--chat", action="store_true", help="treat prompts as messages of a user, in the model's chat template")
     parser.add_argument("--system", metavar="TEXT", help="system message for --chat")
     parser.add_argument("--json", action="store_true", help="a JSON object per prompt, with token ids and why it ended")
+    add_lora_argument(parser, "LoRA adapter that answers all prompts")
     add_form_arguments(parser)
     add_common_arguments(parser)
     parser.add_flags(sampling_flags())
@@ -77,6 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         _check_sampling(job, sampling, options.get("max_logprobs", ModelOptions().max_logprobs))
     if not arguments.json:
         _refuse_what_text_cannot_show(options, sampling, jobs)
+    lora_request = the_lora_request(arguments, options)
     if arguments.dry_run:
         return planning.dry_run(options)
     if jobs[0].origin == "demo" and not arguments.quiet:
@@ -84,18 +89,20 @@ def run(arguments: argparse.Namespace) -> int:
     progress = progress_for(arguments, options)
     llm = running.open_llm(options, progress)
     try:
+        if lora_request is not None:
+            llm.add_lora(lora_request)
         base = running.default_sampling(llm)
         params = [dataclasses.replace(base, **{**sampling, **job.sampling}) for job in jobs]
         if len(jobs) == 1 and params[0].n == 1 and not arguments.json:
             params[0].output_kind = RequestOutputKind.DELTA
             after = "" if arguments.quiet else _beginning_on_terminal(jobs[0])
             try:
-                streamed = stream(llm, running.as_input(llm, jobs[0]), params[0], after=after)
+                streamed = stream(llm, running.as_input(llm, jobs[0]), params[0], lora_request=lora_request, after=after)
             except InvalidRequestError as error:
                 raise _with_origins(error, jobs) from error
             outcome = _Outcome(streamed.stats, int(streamed.finished), [streamed.fault] if streamed.fault else [])
         else:
-            outcome = _run_batch(llm, jobs, params, progress, as_json=arguments.json)
+            outcome = _run_batch(llm, jobs, params, lora_request, progress, as_json=arguments.json)
     finally:
         llm.shutdown()
     if not arguments.quiet:
@@ -201,7 +208,13 @@ def _refuse_what_text_cannot_show(
 
 
 def _run_batch(
-    llm: "LLM", jobs: Sequence[prompts.Prompt], params: Sequence[SamplingParams], progress: Progress, *, as_json: bool
+    llm: "LLM",
+    jobs: Sequence[prompts.Prompt],
+    params: Sequence[SamplingParams],
+    lora_request: "LoRARequest | None",
+    progress: Progress,
+    *,
+    as_json: bool,
 ) -> _Outcome:
     """Print each answer once all before it are printed; after Ctrl-C or an error, print all other finished ones."""
     for one in params:
@@ -212,7 +225,7 @@ def _run_batch(
     next_index = 0
     began = time.perf_counter()
     try:
-        outputs = llm.generate_iter([running.as_input(llm, job) for job in jobs], params)
+        outputs = llm.generate_iter([running.as_input(llm, job) for job in jobs], params, lora_request=lora_request)
     except InvalidRequestError as error:
         raise _with_origins(error, jobs) from error
     progress.start("generating", len(jobs), "prompt")

@@ -12,7 +12,7 @@ from jaxllm.cli.flags import engine_flags, server_flags
 from jaxllm.cli.options import add_common_arguments, engine_options, progress_for
 from jaxllm.cli.parser import Parser, UsageError
 from jaxllm.cli.settings import chosen, resolve
-from jaxllm.config import Flag
+from jaxllm.config import EngineConfig, Flag
 from jaxllm.flag_arguments import whole_number
 from jaxllm.progress import Progress
 
@@ -32,13 +32,14 @@ urls: /v1/chat/completions, /v1/completions, /v1/responses, /v1/embeddings, /v1/
 The exit code is 0 if the whole file was processed; what failed has its error in the output and is counted at the end."""
 
 REPLY_FLAGS = ("served_model_name", "return_tokens_as_token_ids", "enable_prompt_tokens_details", "enable_per_request_metrics")
+ADAPTER_FLAGS = ("lora_modules", "lora_dir")
 
 
 def batch_flags() -> list[Flag]:
     """The server options that apply without a network."""
     from server.options import ChatOptions
 
-    names = {field.name for field in fields(ChatOptions)} | set(REPLY_FLAGS)
+    names = {field.name for field in fields(ChatOptions)} | {*REPLY_FLAGS, *ADAPTER_FLAGS}
     return [flag for flag in server_flags() if flag.name in names]
 
 
@@ -65,6 +66,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Answer the file, and print a line of counts. Returns the exit code."""
+    from server.adapters import check_adapter_options
     from server.batch.run import EngineStopped
     from server.options import LoggingOptions, ServerOptions
 
@@ -73,8 +75,14 @@ def run(arguments: argparse.Namespace) -> int:
         **chosen(resolve(batch_flags(), vars(arguments), arguments.config)), max_stored_responses=0
     )
     server = ServerOptions(
-        chat=server.chat, replies=server.replies, limits=server.limits, logging=LoggingOptions(disable_uvicorn_access_log=True)
+        chat=server.chat,
+        replies=server.replies,
+        limits=server.limits,
+        adapters=server.adapters,
+        logging=LoggingOptions(disable_uvicorn_access_log=True),
     )
+    config = EngineConfig.from_options(**options)
+    check_adapter_options(server.adapters, config, server.replies.served_model_name or [config.model.model])
     source, target = Path(arguments.input_file), Path(arguments.output_file)
     if arguments.max_in_flight is not None and arguments.max_in_flight < 1:
         raise UsageError(f"--max-in-flight is {arguments.max_in_flight}, must be at least 1")

@@ -5,7 +5,7 @@ import dataclasses
 import json
 import shlex
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxllm import log
 from jaxllm.cli import options, planning, terminal
@@ -41,6 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     options.use_model_argument(arguments)
     engine_options = options.engine_options(arguments)
     server_options = ServerOptions.from_options(**chosen(resolve(server_flags(), vars(arguments), arguments.config)))
+    _check_adapter_options(engine_options, server_options)
     level = "debug" if arguments.verbose else "error" if arguments.quiet else None
     if server_options.logging.log_format == "json":
         log.set_up(level, format="json")
@@ -66,6 +67,13 @@ def run(arguments: argparse.Namespace) -> int:
         )
     finally:
         progress.finish()  # remove the bar before an error is printed
+
+
+def _check_adapter_options(engine_options: dict[str, Any], server_options: ServerOptions) -> None:
+    from server.adapters import check_adapter_options
+
+    config = EngineConfig.from_options(**engine_options)
+    check_adapter_options(server_options.adapters, config, server_options.replies.served_model_name or [config.model.model])
 
 
 def _show(screen: str) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.cli import terminal
+from jaxllm.lora_request import LoRARequest
 from jaxllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -25,7 +26,9 @@ class Streamed:
     stats: terminal.RunStats = field(default_factory=terminal.RunStats)
 
 
-def stream(llm: "LLM", entry: Any, params: SamplingParams, *, after: str = "") -> Streamed:
+def stream(
+    llm: "LLM", entry: Any, params: SamplingParams, *, lora_request: LoRARequest | None = None, after: str = ""
+) -> Streamed:
     """Write the answer to one input as it arrives, with a line end after it. `params` must ask for deltas and one answer.
 
     `after` is the text that the answer continues: printed on stderr before the first word.
@@ -33,7 +36,8 @@ def stream(llm: "LLM", entry: Any, params: SamplingParams, *, after: str = "") -
     streamed = Streamed()
     stats = streamed.stats
     began = time.perf_counter()
-    with contextlib.suppress(KeyboardInterrupt), contextlib.closing(llm.generate_iter(entry, params)) as running:
+    iterator = llm.generate_iter(entry, params, lora_request=lora_request)
+    with contextlib.suppress(KeyboardInterrupt), contextlib.closing(iterator) as running:
         for _, output in running:
             with llm.interrupt:  # counted tokens are also written
                 part = output.outputs[0]

@@ -25,6 +25,7 @@ from jaxllm.errors import KernelCheckError
 from jaxllm.kernel_verdicts import OpReport, Subject, Verdict, VerdictStore
 from jaxllm.log import logger
 from jaxllm.model_config import ModelConfig
+from jaxllm.runner.adaptation import Adaptation
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.memory import MemoryPlan
 from pallas_kernels.checking import (
@@ -33,6 +34,7 @@ from pallas_kernels.checking import (
     expert_choice,
     gated_delta,
     grouped_matmul,
+    lora,
     mla_attention,
     rope_cache_write,
     sampling,
@@ -48,6 +50,7 @@ _CASES: dict[str, Any] = {
     "expert_choice": expert_choice.cases,
     "gated_delta": gated_delta.cases,
     "grouped_matmul": grouped_matmul.cases,
+    "lora": lora.cases,
     "mla_attention": mla_attention.cases,
     "sampling": sampling.cases,
 }
@@ -72,6 +75,7 @@ def choose_kernels(
     store: VerdictStore,
     is_named: bool,
     mesh: Mesh | None = None,
+    adaptation: Adaptation | None = None,
 ) -> Choice:
     """Choose the first candidate of each op that passes the check set by `config.compile.kernel_check`.
 
@@ -83,7 +87,7 @@ def choose_kernels(
     skipped = {*(() if model.generates else ("sampling",)), *((COLLECTIVES,) if is_one else ())}
     check_ = KernelCheck(
         found=found,
-        shapes=shapes_of(config, model, plan),
+        shapes=shapes_of(config, model, plan, adaptation),
         mode=config.compile.kernel_check,
         device=device,
         mesh=mesh,

@@ -16,6 +16,7 @@ from pallas_kernels import (
     expert_choice,
     gated_delta,
     grouped_matmul,
+    lora,
     mla_attention,
     paged_attention,
     rope_cache_write,
@@ -73,7 +74,9 @@ def attention_candidates(wanted: str, model: ModelConfig, page_size: int, *, on_
     return found if wanted == "auto" else dict.fromkeys(found, (wanted,))
 
 
-def candidates(wanted: str, model: ModelConfig, plan: MemoryPlan, mesh: Mesh, *, on_gpu: bool) -> Candidates:
+def candidates(
+    wanted: str, model: ModelConfig, plan: MemoryPlan, mesh: Mesh, *, on_gpu: bool, has_adapters: bool = False
+) -> Candidates:
     """Candidates for every op. `wanted` is the option attention_implementation; if it is plain JAX, so are all other ops."""
     found = attention_candidates(wanted, model, plan.block_size, on_gpu=on_gpu)
     # On a GPU plain JAX may be the only choice for latents; the other ops have their kernels all the same.
@@ -83,6 +86,7 @@ def candidates(wanted: str, model: ModelConfig, plan: MemoryPlan, mesh: Mesh, *,
     if is_plain:
         of_mixtures = ("expert_choice", "grouped_matmul") if model.mixtures else ()
         others = ("sampling", "collectives", *of_mixtures, *(("gated_delta",) if model.delta_nets else ()))
+        others += ("lora",) if has_adapters else ()
         return {**found, **dict.fromkeys(others, ("xla",))}
     sample = tuple(
         name
@@ -95,6 +99,7 @@ def candidates(wanted: str, model: ModelConfig, plan: MemoryPlan, mesh: Mesh, *,
         "collectives": _collectives(model, mesh, on_gpu=on_gpu),
         **(_of_mixtures(model, mesh, on_gpu=on_gpu) if model.mixtures else {}),
         **({"gated_delta": _delta_candidates(model, on_gpu=on_gpu)} if model.delta_nets else {}),
+        **({"lora": lora.candidates(platform="gpu", dtype=model.dtype, interpret=not on_gpu)} if has_adapters else {}),
     }
 
 

@@ -8,6 +8,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.layers.routing import rule_of
 from jaxllm.model_config import FP8, ModelConfig
 from jaxllm.model_parts import Attention
+from jaxllm.runner.adaptation import Adaptation
 from jaxllm.runner.memory import MemoryPlan
 from pallas_kernels.checking import (
     attention_at_start,
@@ -15,6 +16,7 @@ from pallas_kernels.checking import (
     expert_choice,
     gated_delta,
     grouped_matmul,
+    lora,
     mla_attention,
     rope_cache_write,
     sampling,
@@ -30,6 +32,7 @@ class _Engine:
     tensor_parallel: int
     max_logprobs: int
     """-1: the whole vocabulary."""
+    adaptation: Adaptation | None
 
     @property
     def table_width(self) -> int:
@@ -120,6 +123,16 @@ def _gated_delta(engine: _Engine) -> tuple[gated_delta.Shapes, ...]:
     )
 
 
+def _lora(engine: _Engine) -> tuple[lora.Shapes, ...]:
+    adaptation = engine.adaptation
+    if adaptation is None:
+        return ()
+    return tuple(
+        lora.Shapes(engine.model.dtype, adaptation.num_slots, adaptation.rank, width, parts, adaptation.dtype)
+        for width, parts in adaptation.products
+    )
+
+
 def _mla_attention(engine: _Engine) -> tuple[mla_attention.Shapes, ...]:
     model = engine.model
     return tuple(
@@ -166,13 +179,16 @@ _SHAPES: dict[str, Callable[[_Engine], tuple[Any, ...]]] = {
     "expert_choice": _expert_choice,
     "grouped_matmul": _grouped_matmul,
     "gated_delta": _gated_delta,
+    "lora": _lora,
     "mla_attention": _mla_attention,
     "collectives": _collectives,
     "sampling": _sampling,
 }
 
 
-def shapes_of(config: EngineConfig, model: ModelConfig, plan: MemoryPlan) -> dict[str, tuple[Any, ...]]:
+def shapes_of(
+    config: EngineConfig, model: ModelConfig, plan: MemoryPlan, adaptation: Adaptation | None = None
+) -> dict[str, tuple[Any, ...]]:
     """By op, the sets of shapes that its cases depend on, on one device."""
-    engine = _Engine(model, plan, config.parallel.tensor_parallel_size, config.model.max_logprobs)
+    engine = _Engine(model, plan, config.parallel.tensor_parallel_size, config.model.max_logprobs, adaptation)
     return {op: shapes(engine) for op, shapes in _SHAPES.items()}

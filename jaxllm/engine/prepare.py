@@ -89,7 +89,7 @@ class Prepared:
             computed = model_config
             if drafter is not None:
                 computed = replace(model_config, layers=(*model_config.layers, *drafter.layers))
-            chosen = _choose_kernels(wanted, config, computed, plan, mesh)
+            chosen = _choose_kernels(wanted, config, computed, plan, mesh, adaptation)
             config = config.replace(attention_implementation=chosen.kernels.attention)
         with times.part("config and model"):
             runner = _runner(config, model_config, mesh, model, plan, chosen.kernels, processors, times, features)
@@ -175,11 +175,13 @@ def _plan(
     return plan
 
 
-def _choose_kernels(wanted: str, config: EngineConfig, model: ModelConfig, plan: MemoryPlan, mesh: Mesh) -> Choice:
+def _choose_kernels(
+    wanted: str, config: EngineConfig, model: ModelConfig, plan: MemoryPlan, mesh: Mesh, adaptation: Adaptation | None
+) -> Choice:
     """Choose kernels that pass the kernel check. `wanted` is the option attention_implementation as given."""
     device = mesh.devices.flat[0]
     return choose_kernels(
-        candidates(wanted, model, plan, mesh, on_gpu=device.platform != "cpu"),
+        candidates(wanted, model, plan, mesh, on_gpu=device.platform != "cpu", has_adapters=adaptation is not None),
         config,
         model,
         plan,
@@ -187,6 +189,7 @@ def _choose_kernels(wanted: str, config: EngineConfig, model: ModelConfig, plan:
         mesh=mesh,
         store=VerdictStore(env.cache_dir() / env.KERNEL_VERDICTS),
         is_named=wanted != "auto",
+        adaptation=adaptation,
     )
 
 

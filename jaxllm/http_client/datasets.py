@@ -1,8 +1,8 @@
 """The prompts of a load test: random ones of given lengths, or from a file."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,6 +27,8 @@ class LoadPrompt:
     num_output_tokens: int
     num_prompt_tokens: int | None = None
     """None if only the server can count them."""
+    model: str | None = None
+    """Model that answers it; None: the one that is measured."""
 
 
 class Tokenizer(Protocol):
@@ -164,6 +166,16 @@ def read_mix(path: str) -> list[tuple[int, int]]:
         if not isinstance(entry, list) or len(entry) != 2 or not all(type(length) is int and length > 0 for length in entry):
             raise ConfigError(f"{path}: request {index} is {entry!r}, must be two positive whole numbers")
     return [(num_prompt, num_output) for num_prompt, num_output in requests]
+
+
+def with_models(prompts: Sequence[LoadPrompt], models: Sequence[str], assignment: str, seed: int) -> list[LoadPrompt]:
+    """The prompts for several models: "round-robin", "random" ones, or by "zipf" the n-th 1/n as often as the first."""
+    if assignment == "round-robin":
+        places: Iterable[int] = (place % len(models) for place in range(len(prompts)))
+    else:
+        weights = 1 / np.arange(1, len(models) + 1) if assignment == "zipf" else np.ones(len(models))
+        places = np.random.default_rng(seed).choice(len(models), len(prompts), p=weights / weights.sum())
+    return [replace(prompt, model=models[place]) for prompt, place in zip(prompts, places, strict=True)]
 
 
 def _lengths(rng: np.random.Generator, length: int, range_ratio: float, count: int) -> list[int]:

@@ -64,9 +64,10 @@ class RequestMaker:
 
     def body(self, prompt: LoadPrompt) -> bytes:
         """The JSON of one request."""
+        model = prompt.model or self.model
         if self.backend == "openai-embeddings":
-            return msgspec.json.encode({"model": self.model, "input": prompt.prompt, **self.extra_body})
-        body: dict[str, Any] = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
+            return msgspec.json.encode({"model": model, "input": prompt.prompt, **self.extra_body})
+        body: dict[str, Any] = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
         if self.backend == "openai":
             body |= {"prompt": prompt.prompt, "max_tokens": prompt.num_output_tokens}
         else:

@@ -78,7 +78,9 @@ class SlotTable:
     def note_waiting(self) -> None:
         """Record who waits for the adapters in slots. Called once a step, so that requests which the step admits are not taken for such
         that wait for something else."""
-        self._first_waiting = [None if content is None or not len(content.waiting) else content.order for content in self.contents]
+        self._first_waiting = [
+            None if content is None or not len(content.waiting) else content.order for content in self.contents
+        ]
 
     def _is_unused(self, slot: int) -> bool:
         """Whether no request runs in a slot, or will with the next step."""

@@ -1,5 +1,7 @@
 """The engine core's statistics as metrics. Every front of an engine reports the same numbers."""
 
+import time
+
 from jaxllm.metrics.collect import Collected
 from jaxllm.observations import STEP_TOKENS, Observations
 from jaxllm.scheduler_stats import SchedulerStats
@@ -38,6 +40,7 @@ def add_load(found: Collected, load: SchedulerStats) -> None:
         "time with unfinished requests and no step on the device or queued there",
     )
     _add_drafts(found, load)
+    _add_adapters(found, load)
     num_ready, num_awaited = load.awaited_programs
     awaited = "programs that requests wait for now, by whether they are ready"
     found.gauge("awaited_programs", num_ready, awaited, state="ready")
@@ -58,3 +61,20 @@ def _add_drafts(found: Collected, load: SchedulerStats) -> None:
         found.counter("spec_decode_num_accepted_tokens_per_pos", count, by_position, position=str(position))
     most = "most drafts that a row gets now; 0: switched off, because they would cost more than they bring"
     found.gauge("spec_decode_num_speculative_tokens", load.num_speculative_tokens, most)
+
+
+def _add_adapters(found: Collected, load: SchedulerStats) -> None:
+    """LoRA adapters, where the engine has enable_lora."""
+    if not load.max_adapters:
+        return
+    found.gauge(
+        "lora_requests_info",
+        time.time(),
+        "time of the reading; the labels have the adapters of waiting and of running requests, and most in a step",
+        max_lora=str(load.max_adapters),
+        waiting_lora_adapters=",".join(load.waiting_adapters),
+        running_lora_adapters=",".join(load.running_adapters),
+    )
+    found.counter("lora_loads", load.num_adapter_loads, "adapters written into a slot on the device")
+    found.counter("lora_evictions", load.num_adapter_evictions, "those of them that took the slot of another adapter")
+    found.counter("lora_load_seconds", load.adapter_load_seconds, "time from an adapter's first request until it had its slot")

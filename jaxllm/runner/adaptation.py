@@ -1,6 +1,6 @@
 """What adapts a model to requests by their adapters, as seen by the runner. It is traced into the step's programs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,6 +10,7 @@ from flax import nnx
 from jaxllm.layers.step import Adapt
 from jaxllm.parallel.shards import Shards
 from jaxllm.runner.kernels import Kernels
+from pallas_kernels.lora import Parts
 
 
 class Adaptation(Protocol):
@@ -18,6 +19,21 @@ class Adaptation(Protocol):
     @property
     def model(self) -> nnx.Module:
         """The arrays of all slots, as shapes with logical axes. All zeros at the start."""
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether logits depend on adapters not only by the hidden states."""
+
+    @property
+    def num_slots(self) -> int: ...
+
+    @property
+    def rank(self) -> int:
+        """Of all slots."""
+
+    @property
+    def products(self) -> Collection[tuple[int, Parts]]:
+        """Each kind of product that adapters change, on one device: its inputs, and the modules of its outputs."""
 
     @property
     def packed_size(self) -> int:

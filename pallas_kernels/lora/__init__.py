@@ -79,9 +79,7 @@ def choose(*, platform: str, dtype: DTypeLike) -> str:
     return next(name for name in candidates(platform=platform, dtype=dtype) if trusted or name in PLAIN)
 
 
-def _check_shapes(
-    y_TN: jax.Array, x_TD: jax.Array, a_SQD: jax.Array, b_SRN: jax.Array, groups: Groups, parts: Parts
-) -> None:
+def _check_shapes(y_TN: jax.Array, x_TD: jax.Array, a_SQD: jax.Array, b_SRN: jax.Array, groups: Groups, parts: Parts) -> None:
     """Raise ValueError for the first array whose shape does not fit x_TD, b_SRN and parts."""
     (T, D), (S, R, _) = x_TD.shape, b_SRN.shape
     N = parts.num_columns

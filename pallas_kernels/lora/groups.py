@@ -5,21 +5,22 @@ from dataclasses import dataclass
 import jax
 
 from pallas_kernels.grouped_matmul.plan import make_plan
+from pallas_kernels.sizes import next_power_of_two
 
-FEW_TOKENS = 64
+FEW_TOKENS = 16
 """So many tokens are one tile, out of which every slot picks its own."""
-_MANY_TOKENS = 1024
+_MAX_ROWS = 128
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Tiles:
-    """Tiles of tokens sorted by slot, each of one slot."""
+    """Tokens sorted by slot, in tiles that have one slot each."""
 
     token_T: jax.Array
-    """int32 [T]: the tokens in order of their slots."""
+    """int32 [T]: the tokens in order of their slots; what follows the last with a slot is T."""
     slot_N: jax.Array
-    """int32 [N]: the slot of each tile; that of a tile that is not used is not less than the number of slots."""
+    """int32 [N]: the slot of each tile; of a tile that is not used, the number of slots."""
     start_N: jax.Array
     """int32 [N]: its first place among the sorted tokens."""
     count_N: jax.Array
@@ -37,11 +38,11 @@ class Groups:
     """None for few tokens."""
 
 
-def tile_rows(num_tokens: int) -> int:
-    """Tokens of a tile."""
+def tile_rows(num_tokens: int, num_slots: int) -> int:
+    """Tokens of a tile: about as many as a slot has if all have equally many."""
     if num_tokens <= FEW_TOKENS:
-        return max(16, 1 << (num_tokens - 1).bit_length())
-    return 64 if num_tokens <= _MANY_TOKENS else 128
+        return FEW_TOKENS
+    return max(FEW_TOKENS, min(_MAX_ROWS, next_power_of_two(num_tokens // num_slots)))
 
 
 def group(slot_T: jax.Array, num_slots: int) -> Groups:
@@ -49,5 +50,5 @@ def group(slot_T: jax.Array, num_slots: int) -> Groups:
     num_tokens = slot_T.shape[0]
     if num_tokens <= FEW_TOKENS:
         return Groups(slot_T, None)
-    plan = make_plan(slot_T, num_slots, tile_rows(num_tokens))
+    plan = make_plan(slot_T, num_slots, tile_rows(num_tokens, num_slots))
     return Groups(slot_T, Tiles(plan.pair_P, plan.expert_N, plan.start_N, plan.count_N))

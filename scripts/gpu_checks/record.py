@@ -28,6 +28,7 @@ OPS_OF_CASES = {
     "delta": "gated_delta",
     "experts": "grouped_matmul",
     "latent": "mla_attention",
+    "lora": "lora",
     "rope": "rope_cache_write",
     "sampling": "sampling",
 }

@@ -8,11 +8,20 @@ from collections.abc import Iterator
 
 import jax
 
-from pallas_kernels.checking import attention_at_start, expert_choice, gated_delta, grouped_matmul, rope_cache_write, sampling
+from pallas_kernels.checking import (
+    attention_at_start,
+    expert_choice,
+    gated_delta,
+    grouped_matmul,
+    lora,
+    rope_cache_write,
+    sampling,
+)
 from pallas_kernels.checking.attention_at_start import Layer
 from pallas_kernels.checking.case import Case
 from pallas_kernels.checking.check import check as run_cases
 from pallas_kernels.expert_choice import Rule
+from pallas_kernels.lora import Parts
 from scripts.gpu_checks import Outcome
 
 FP8 = "float8_e4m3fn"
@@ -84,5 +93,7 @@ def kernel_cases(*, interpret: bool) -> list[tuple[str, Case]]:
     found += [("experts triton 4 bits", case) for case in grouped_matmul.cases(mixture, "triton", interpret=interpret)]
     delta = gated_delta.Shapes("bfloat16", 2, 2, 24, 40)
     found += [("delta triton", case) for case in gated_delta.cases(delta, "triton", interpret=interpret)]
+    adapted = lora.Shapes("bfloat16", 3, 8, 300, Parts(2, (3, 1, 1), 40))
+    found += [("lora triton", case) for case in lora.cases(adapted, "triton", interpret=interpret)]
     found += [("sampling triton", case) for case in sampling.cases(sampling.Shapes(VOCAB_SIZE), "triton", interpret=interpret)]
     return attention[:7] + found + attention[7:]

@@ -17,6 +17,7 @@ OPS = {
     "delta": "scripts.kernels.gated_delta",
     "experts": "scripts.kernels.grouped_matmul",
     "latent": "scripts.kernels.mla_attention",
+    "lora": "scripts.kernels.lora",
     "rope": "scripts.kernels.rope_cache_write",
     "sampling": "scripts.kernels.sampling",
 }

@@ -34,10 +34,10 @@ class Inference:
         """Stream tokens. A call that is cancelled or passes its deadline aborts the request."""
         if self._context.refusal is not None:
             raise self._context.refusal
-        self._context.check_model(request.model or None)
         limit = self._context.options.limits.request_timeout or None
         with self._context.running(), self._registered(request.request_id, call) as (request_id, engine_id):
             async with asyncio.timeout(limit):
+                adapter = await self._context.adapter_of(request.model or None)
                 params = self._params(request)
                 prompt = await asyncio.to_thread(self._prompt, request)
                 prepared = await self._engine.prepare(
@@ -46,6 +46,7 @@ class Inference:
                     engine_id,
                     priority=request.priority,
                     queue_timeout_seconds=self._context.queue_timeout_seconds,
+                    adapter=adapter,
                 )
                 is_first = True
                 async with contextlib.aclosing(self._engine.stream(prepared)) as outputs:
@@ -67,8 +68,9 @@ class Inference:
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, call: Any) -> pb.GetModelInfoResponse:
         """Information about the served model."""
         model = self._engine.model_config
+        adapters = [info.name for info in await self._context.adapters.infos()]
         return pb.GetModelInfoResponse(
-            served_names=self._context.model_names,
+            served_names=[*self._context.model_names, *adapters],
             architecture=model.architecture,
             vocab_size=model.vocab_size,
             max_model_len=self._engine.max_model_len,

@@ -126,13 +126,14 @@ class ResponsesService:
     async def prepare(self, request: ResponsesRequest, owner: str, request_id: str, limit: Deadline, num_bytes: int) -> Run:
         """Check the whole request; all request errors are found here. Raises ApiError or InvalidRequestError."""
         check(request)
-        self._context.check_model(request.model)
+        async with limit:
+            adapter = await self._context.adapter_of(request.model)
         self._check_store(request)
         new_items = await unless_small(num_bytes, as_items, request.input)
         items = [*self._history(request.previous_response_id, owner), *new_items]
         async with limit:
             with renamed_params(RENAMED):
-                chat = await self._prepared(request, items, request_id, num_bytes)
+                chat = await self._prepared(request, items, request_id, num_bytes, adapter)
         response = self._response_object(request, chat)
         tokenizer = self._context.engine.input_processor.tokenizer
         logprobs = LogprobWriter(tokenizer, as_ids=False) if wants_logprobs(request) else None
@@ -141,7 +142,7 @@ class ResponsesService:
     async def count(self, request: ResponsesRequest, owner: str, num_bytes: int) -> int:
         """Number of input tokens, earlier turns included. Raises ApiError or InvalidRequestError."""
         check(request)
-        self._context.check_model(request.model)
+        await self._context.adapter_of(request.model)
         new_items = await unless_small(num_bytes, as_items, request.input)
         items = [*self._history(request.previous_response_id, owner), *new_items]
         with renamed_params(RENAMED):
@@ -334,12 +335,14 @@ class ResponsesService:
         return items
 
     async def _prepared(
-        self, request: ResponsesRequest, items: list[dict[str, Any]], request_id: str, num_bytes: int
+        self, request: ResponsesRequest, items: list[dict[str, Any]], request_id: str, num_bytes: int, adapter: str | None
     ) -> PreparedChat:
         """The conversation for the engine; with truncation auto, drops as few of its first turns as needed to fit."""
 
         def converted(kept: list[dict[str, Any]]) -> Conversation:
-            return conversation_of(chat_fields(request, kept), self._context, request_id)
+            conversation = conversation_of(chat_fields(request, kept), self._context, request_id)
+            conversation.adapter = adapter
+            return conversation
 
         async def attempt(kept: list[dict[str, Any]]) -> PreparedChat:
             size = num_bytes + BYTES_PER_ITEM * len(kept)
@@ -380,7 +383,7 @@ class ResponsesService:
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
             "max_tool_calls": request.max_tool_calls,
-            "model": self._context.model_name,
+            "model": self._context.name_for(chat.request),
             "output": [],
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": request.previous_response_id,

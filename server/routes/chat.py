@@ -40,10 +40,10 @@ async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
     context = context_of(request)
     body = await read_body(request, ChatCompletionRequest)
-    context.check_model(body.model)
-    conversation = to_conversation(body, context, request_id_of(request, body.request_id))
-    seconds = context.time_limit(body.timeout)
-    async with Deadline(seconds) as limit:
+    async with Deadline(context.time_limit(body.timeout)) as limit:
+        adapter = await context.adapter_of(body.model)
+        conversation = to_conversation(body, context, request_id_of(request, body.request_id))
+        conversation.adapter = adapter
         chat = await context.chat.prepare(conversation)
     reply = ChatReply(body, chat, context)
     if body.stream:
@@ -210,7 +210,7 @@ class ChatReply:
             "id": chat.conversation.request_id,
             "object": "chat.completion",
             "created": self._created,
-            "model": self._context.model_name,
+            "model": self._context.name_for(chat.request),
             "choices": [self._choice(answer) for answer in answers],
             "usage": self._usage(),
             "system_fingerprint": self._context.fingerprint,
@@ -274,6 +274,7 @@ class ChatReply:
             self._body.stream_options,
             request_id=self._chat.conversation.request_id,
             created=self._created,
+            model=self._context.name_for(self._chat.request),
             context=self._context,
         )
         first = b"".join(self._first_chunks(chunks, self._usage() if chunks.continuous_usage else None))

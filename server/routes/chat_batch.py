@@ -44,15 +44,16 @@ async def create_chat_completions(request: Request) -> Response:
     """Answer conversations, each with the choice of its place."""
     context = context_of(request)
     body = await read_body(request, BatchChatCompletionRequest)
-    context.check_model(body.model)
-    _check(body, context)
     request_id = request_id_of(request, body.request_id)
     async with Deadline(context.time_limit(body.timeout)) as limit:
+        adapter = await context.adapter_of(body.model)
+        _check(body, context)
         replies = []
         for place, messages in enumerate(body.messages):
             one = body.model_copy(update={"messages": messages})
-            chat = await context.chat.prepare(to_conversation(one, context, f"{request_id}-{place}"))
-            replies.append(ChatReply(one, chat, context))
+            conversation = to_conversation(one, context, f"{request_id}-{place}")
+            conversation.adapter = adapter
+            replies.append(ChatReply(one, await context.chat.prepare(conversation), context))
     async with limit:
         with context.running():
             answers = await unless_disconnected(request.receive, _all(replies, context))

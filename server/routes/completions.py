@@ -40,9 +40,9 @@ async def create_completion(request: Request) -> Response:
     """Write on from one or more prompts."""
     context = context_of(request)
     body = await read_body(request, CompletionRequest)
-    context.check_model(body.model)
     async with Deadline(context.time_limit(body.timeout)) as limit:
-        work = await prepare(body, context, f"cmpl-{request_id_of(request, body.request_id)}")
+        adapter = await context.adapter_of(body.model)
+        work = await prepare(body, context, f"cmpl-{request_id_of(request, body.request_id)}", adapter)
     reply = CompletionReply(body, work, context)
     if body.stream:
         return EventStream(limit.applied(reply.stream()), keep_alive_seconds=context.options.replies.sse_keep_alive_interval)
@@ -65,7 +65,7 @@ class CompletionWork:
     """The texts of the prompts, if they are echoed."""
 
 
-async def prepare(body: CompletionRequest, context: ServerContext, request_id: str) -> CompletionWork:
+async def prepare(body: CompletionRequest, context: ServerContext, request_id: str, adapter: str | None) -> CompletionWork:
     """Check, tokenize and check again. Raises ApiError or InvalidRequestError."""
     params = _params(body, context)
     prompts = _prompts(body, context, params.n)
@@ -80,7 +80,12 @@ async def prepare(body: CompletionRequest, context: ServerContext, request_id: s
         try:
             requests.append(
                 await engine.prepare(
-                    prompt, params, own_id, priority=body.priority, queue_timeout_seconds=context.queue_timeout_seconds
+                    prompt,
+                    params,
+                    own_id,
+                    priority=body.priority,
+                    queue_timeout_seconds=context.queue_timeout_seconds,
+                    adapter=adapter,
                 )
             )
         except InvalidRequestError as error:
@@ -205,7 +210,7 @@ class CompletionReply:
             "id": self._work.request_id,
             "object": "text_completion",
             "created": self._created,
-            "model": self._context.model_name,
+            "model": self._context.name_for(self._work.requests[0]),
             "choices": choices,
             "usage": self._usage(),
             "system_fingerprint": self._context.fingerprint,
@@ -278,6 +283,7 @@ class CompletionReply:
             self._body.stream_options,
             request_id=self._work.request_id,
             created=self._created,
+            model=self._context.name_for(self._work.requests[0]),
             context=self._context,
         )
         offsets: dict[int, int] = {}

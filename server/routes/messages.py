@@ -40,12 +40,14 @@ async def create_message(request: Request) -> Response:
     """Answer a conversation."""
     context = context_of(request)
     body = await read_body(request, MessagesRequest)
-    context.check_model(body.model)
     limit = Deadline(context.time_limit(body.timeout))
+    async with limit:
+        adapter = await context.adapter_of(body.model)
     with renamed_params(RENAMED):
         request_id = f"msg_{request_id_of(request, body.request_id)}"
         fields = partial(chat_fields, can_limit_thinking=context.engine.input_processor.can_limit_thinking)
         conversation = await _conversation(request, fields, body, request_id)
+        conversation.adapter = adapter
         async with limit:
             chat = await context.chat.prepare(conversation)
     reply = MessageReply(body, chat, context, limit)
@@ -64,7 +66,7 @@ async def count_tokens(request: Request) -> Response:
     """How many tokens a conversation has, without answering it."""
     context = context_of(request)
     body = await read_body(request, CountTokensRequest)
-    context.check_model(body.model)
+    await context.adapter_of(body.model)
     with renamed_params(RENAMED):
         conversation = await _conversation(request, prompt_fields, body, "count_tokens")
         ids = await context.chat.encode(conversation)
@@ -98,7 +100,7 @@ class MessageReply:
                 "id": chat.conversation.request_id,
                 "type": "message",
                 "role": "assistant",
-                "model": context.model_name,
+                "model": context.name_for(chat.request),
                 "content": [],
                 "stop_reason": None,
                 "stop_sequence": None,

@@ -1,10 +1,12 @@
-"""GET /v1/models and /v1/models/{id}: the one model, under each of its names."""
+"""GET /v1/models and /v1/models/{id}: the one model, under each of its names, and its LoRA adapters."""
 
 from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
 
+from jaxllm.adapters import AdapterInfo
+from jaxllm.errors import AdapterNotFoundError
 from server.context import ServerContext, context_of
 
 router = APIRouter(tags=["OpenAI"])
@@ -15,15 +17,21 @@ router = APIRouter(tags=["OpenAI"])
 async def list_models(request: Request) -> dict[str, Any]:
     """The names that requests may use."""
     context = context_of(request)
-    return {"object": "list", "data": [_card(name, context) for name in context.model_names]}
+    models = [_card(name, context) for name in context.model_names]
+    return {"object": "list", "data": models + [_card_of(info, context) for info in await context.adapters.infos()]}
 
 
 @router.get("/v1/models/{model:path}")
 async def show_model(request: Request, model: str) -> dict[str, Any]:
     """One of them."""
     context = context_of(request)
-    context.check_model(model)
-    return _card(model, context)
+    adapter = await context.adapter_of(model)
+    if adapter is None:
+        return _card(model, context)
+    info = next((info for info in await context.adapters.infos() if info.name == adapter), None)
+    if info is None:
+        raise AdapterNotFoundError(f"the adapter {adapter!r} was unloaded", "model")
+    return _card_of(info, context)
 
 
 def _card(name: str, context: ServerContext) -> dict[str, Any]:
@@ -37,6 +45,10 @@ def _card(name: str, context: ServerContext) -> dict[str, Any]:
         "max_model_len": context.engine.max_model_len,
         "permission": [_permission(name, context)],
     }
+
+
+def _card_of(info: AdapterInfo, context: ServerContext) -> dict[str, Any]:
+    return {**_card(info.name, context), "root": info.path, "parent": context.adapters.parent_of(info.name)}
 
 
 def _permission(name: str, context: ServerContext) -> dict[str, Any]:

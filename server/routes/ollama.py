@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from jaxllm import __version__
 from jaxllm.outputs import RequestMetrics
+from jaxllm.text.input_processor import FrontRequest
 from server.body import read_body
 from server.chat_deltas import ChatDelta, joined
 from server.context import ServerContext, context_of, request_id_of
@@ -55,14 +56,14 @@ async def version() -> dict[str, Any]:
 
 @router.get("/api/tags")
 async def tags(request: Request) -> dict[str, Any]:
-    """The one model, under each of its names."""
+    """The one model, under each of its names, and its adapters."""
     context = context_of(request)
     model = context.engine.model_config
     details: dict[str, Any] = {"format": "safetensors", "family": model.architecture, "families": [model.architecture]}
     if model.gguf_type is not None:
         details |= {"format": "gguf", "quantization_level": model.gguf_type}
     modified_at = _time(context.created)
-    names = context.model_names
+    names = [*context.model_names, *(info.name for info in await context.adapters.infos())]
     return {
         "models": [
             {"name": name, "model": name, "modified_at": modified_at, "size": 0, "digest": "", "details": details}
@@ -76,10 +77,10 @@ async def chat(request: Request) -> Response:
     """Answer a conversation."""
     context = context_of(request)
     body = await read_body(request, OllamaChatRequest)
-    _check_model(body.model, context)
+    adapter = await _adapter_of(body.model, context)
     if not body.messages:
-        return _nothing({"message": {"role": "assistant", "content": ""}}, context)
-    return await _answered(request, body, _message)
+        return _nothing({"message": {"role": "assistant", "content": ""}}, adapter or context.model_name)
+    return await _answered(request, body, adapter, _message)
 
 
 @router.post("/api/generate", openapi_extra=json_body(OllamaGenerateRequest))
@@ -87,25 +88,28 @@ async def generate(request: Request) -> Response:
     """Answer a prompt, or write on from it (raw)."""
     context = context_of(request)
     body = await read_body(request, OllamaGenerateRequest)
-    _check_model(body.model, context)
+    adapter = await _adapter_of(body.model, context)
     if not body.prompt:
-        return _nothing({"response": ""}, context)
-    return await _answered(request, body, _response)
+        return _nothing({"response": ""}, adapter or context.model_name)
+    return await _answered(request, body, adapter, _response)
 
 
-def _check_model(name: str | None, context: ServerContext) -> None:
-    """Raise ApiError for another model. ollama's clients may append a tag to the name."""
-    context.check_model(name.removesuffix(":latest") if name and name not in context.model_names else name)
+async def _adapter_of(name: str | None, context: ServerContext) -> str | None:
+    """See `ServerContext.adapter_of`. ollama's clients may append a tag to the name."""
+    return await context.adapter_of(name.removesuffix(":latest") if name and name not in context.model_names else name)
 
 
-def _nothing(answer: Mapping[str, Any], context: ServerContext) -> Response:
+def _nothing(answer: Mapping[str, Any], model: str) -> Response:
     """The reply to a request that only loads the model."""
-    head = {"model": context.model_name, "created_at": _time()}
+    head = {"model": model, "created_at": _time()}
     return Response(_json({**head, **answer, "done": True, "done_reason": "load"}), media_type="application/json")
 
 
 async def _answered(
-    request: Request, body: OllamaChatRequest | OllamaGenerateRequest, shown: Callable[[ChatDelta], dict[str, Any]]
+    request: Request,
+    body: OllamaChatRequest | OllamaGenerateRequest,
+    adapter: str | None,
+    shown: Callable[[ChatDelta], dict[str, Any]],
 ) -> Response:
     context = context_of(request)
     limit = Deadline(context.time_limit(None))
@@ -113,9 +117,9 @@ async def _answered(
     with renamed_params(RENAMED):
         async with limit:
             if isinstance(body, OllamaGenerateRequest) and body.raw:
-                work: _Chat | _Raw = await _Raw.prepared(body, context, request_id)
+                work: _Chat | _Raw = await _Raw.prepared(body, context, request_id, adapter)
             else:
-                work = await _Chat.prepared(body, context, request_id)
+                work = await _Chat.prepared(body, context, request_id, adapter)
     reply = _Reply(work, context, shown)
     if body.stream is not False:
         return _Lines(limit.applied(reply.lines()), error_event=lambda error: as_ollama_error(error).body() + b"\n")
@@ -129,14 +133,20 @@ class _Chat:
 
     def __init__(self, chat: Any, context: ServerContext):
         self._chat, self._context = chat, context
+        self.request: FrontRequest = chat.request
         self.usage: Usage = chat.usage
 
     @classmethod
     async def prepared(
-        cls, body: OllamaChatRequest | OllamaGenerateRequest, context: ServerContext, request_id: str
+        cls,
+        body: OllamaChatRequest | OllamaGenerateRequest,
+        context: ServerContext,
+        request_id: str,
+        adapter: str | None,
     ) -> "_Chat":
         """Raises ApiError, InvalidRequestError or ValidationError."""
         conversation = conversation_of(chat_fields(body), context, request_id)
+        conversation.adapter = adapter
         if body.think is not None:
             conversation.enable_thinking = bool(body.think)
             conversation.include_reasoning = bool(body.think)
@@ -155,13 +165,15 @@ class _Chat:
 class _Raw:
     """A text continuation of a prompt."""
 
-    def __init__(self, request: Any, context: ServerContext):
-        self._request, self._context = request, context
+    def __init__(self, request: FrontRequest, context: ServerContext):
+        self.request, self._context = request, context
         self.usage = Usage(prompt_tokens=len(request.prompt_token_ids))
         self.metrics: RequestMetrics | None = None
 
     @classmethod
-    async def prepared(cls, body: OllamaGenerateRequest, context: ServerContext, request_id: str) -> "_Raw":
+    async def prepared(
+        cls, body: OllamaGenerateRequest, context: ServerContext, request_id: str, adapter: str | None
+    ) -> "_Raw":
         """Raises ApiError or InvalidRequestError."""
         fields = {"max_tokens": context.engine.max_model_len, **sampling_fields(body, "max_tokens"), "prompt": body.prompt}
         try:
@@ -169,11 +181,11 @@ class _Raw:
         except ValidationError as error:
             raise as_api_error(error) from None
         wanted.model_fields_set.discard("max_tokens")  # the text is cut at the context length
-        return cls((await completions.prepare(wanted, context, request_id)).requests[0], context)
+        return cls((await completions.prepare(wanted, context, request_id, adapter)).requests[0], context)
 
     async def deltas(self) -> Pieces:
         """Stream the text."""
-        async with contextlib.aclosing(self._context.engine.stream(self._request)) as outputs:
+        async with contextlib.aclosing(self._context.engine.stream(self.request)) as outputs:
             async for output in outputs:
                 self.metrics = output.metrics
                 (answer,) = output.outputs
@@ -221,7 +233,7 @@ class _Reply:
         return _json({**self._head(), **self._shown(delta), "done": False}) + b"\n"
 
     def _head(self) -> dict[str, Any]:
-        return {"model": self._context.model_name, "created_at": _time()}
+        return {"model": self._context.name_for(self._work.request), "created_at": _time()}
 
     def _end(self, reason: str) -> dict[str, Any]:
         usage, metrics = self._work.usage, self._work.metrics

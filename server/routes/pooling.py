@@ -68,10 +68,10 @@ async def create_score(request: Request) -> Response:
     first_params, second_params = _params(request, body, "max_tokens_per_query"), _params(request, body, "max_tokens_per_doc")
     inputs = [Input(text, names[0], first_params) for text in first]
     inputs += [Input(text, names[1], second_params) for text in second]
-    context, outputs = await _pool(request, body, inputs, request_id)
+    context, model, outputs = await _pool(request, body, inputs, request_id)
     scores = await _cosines(outputs, [(i, len(first) + j) for i, j in wanted])
     data = [{"index": place, "object": "score", "score": score} for place, score in enumerate(scores)]
-    return Response(_json({**_head(context, request_id), "data": data, "usage": _usage(context, outputs)}), media_type=_JSON)
+    return Response(_json({**_head(model, request_id), "data": data, "usage": _usage(context, outputs)}), media_type=_JSON)
 
 
 @router.post("/rerank", openapi_extra=json_body(RerankRequest))
@@ -87,7 +87,7 @@ async def create_rerank(request: Request) -> Response:
     document_params = _params(request, body, "max_tokens_per_doc")
     inputs = [Input(body.query, "query", _params(request, body, "max_tokens_per_query"))]
     inputs += [Input(text, "documents", document_params) for text in texts]
-    context, outputs = await _pool(request, body, inputs, request_id)
+    context, model, outputs = await _pool(request, body, inputs, request_id)
     scores = await _cosines(outputs, [(0, place) for place in range(1, len(outputs))])
     order = sorted(range(len(texts)), key=lambda place: -scores[place])[: body.top_n or None]
     results = [
@@ -98,7 +98,7 @@ async def create_rerank(request: Request) -> Response:
         }
         for place in order
     ]
-    reply = {"id": request_id, "model": context.model_name, "usage": _usage(context, outputs), "results": results}
+    reply = {"id": request_id, "model": model, "usage": _usage(context, outputs), "results": results}
     return Response(_json(reply), media_type=_JSON)
 
 
@@ -126,9 +126,9 @@ async def _vectors(request: Request, body: VectorFields, task: str, kind: _Kind)
             "base64",
             "encoding_format",
         )
-    context, outputs = await _pool(request, body, inputs, request_id)
+    context, model, outputs = await _pool(request, body, inputs, request_id)
     vectors, usage = [output.outputs.data for output in outputs], _usage(context, outputs)
-    head = _head(context, request_id)
+    head = _head(model, request_id)
     if body.encoding_format.startswith("bytes"):
         return _as_octets(body, vectors, {**head, "usage": usage})
     pieces = [_json(head)[:-1], b',"data":[']
@@ -202,12 +202,12 @@ def _params(request: Request, body: ScoreRequest | RerankRequest, limit_name: st
 
 async def _pool(
     request: Request, body: PoolingFields, inputs: Sequence[Input], request_id: str
-) -> tuple[ServerContext, list[PoolingRequestOutput]]:
-    """Compute the vectors of all inputs."""
+) -> tuple[ServerContext, str, list[PoolingRequestOutput]]:
+    """Compute the vectors of all inputs. Returns the model's name for the reply too."""
     context = context_of(request)
-    context.check_model(body.model)
     service = PoolingService(context.engine, context.options.limits)
     async with Deadline(context.time_limit(body.timeout)) as limit:
+        adapter = await context.adapter_of(body.model)
         special = body.add_special_tokens
         if isinstance(body, VectorFields) and body.messages is not None:
             ids = await context.chat.encode(_conversation(body, context, request_id))
@@ -218,12 +218,14 @@ async def _pool(
             add_special_tokens=True if special is None else special,
             priority=body.priority,
             cache_salt=body.cache_salt,
+            adapter=adapter,
         )
     for each in requests:
         context.request_log.write(each)
     async with limit:
         with context.running():
-            return context, await unless_disconnected(request.receive, service.run(requests))
+            outputs = await unless_disconnected(request.receive, service.run(requests))
+    return context, adapter or context.model_name, outputs
 
 
 def _conversation(body: VectorFields, context: ServerContext, request_id: str) -> Conversation:
@@ -240,8 +242,8 @@ def _conversation(body: VectorFields, context: ServerContext, request_id: str) -
     )
 
 
-def _head(context: ServerContext, request_id: str) -> dict[str, Any]:
-    return {"id": request_id, "object": "list", "created": int(time.time()), "model": context.model_name}
+def _head(model: str, request_id: str) -> dict[str, Any]:
+    return {"id": request_id, "object": "list", "created": int(time.time()), "model": model}
 
 
 def _usage(context: ServerContext, outputs: Sequence[PoolingRequestOutput]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ async def tokenize(request: Request) -> dict[str, Any]:
     """The token ids of a prompt or a conversation."""
     context = context_of(request)
     body = await read_body(request, TokenizeRequest)
-    context.check_model(body.model)
+    await context.adapter_of(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("give either prompt or messages", "prompt")
     if body.messages is None:
@@ -41,7 +41,7 @@ async def detokenize(request: Request) -> dict[str, Any]:
     """The text of token ids."""
     context = context_of(request)
     body = await read_body(request, DetokenizeRequest)
-    context.check_model(body.model)
+    await context.adapter_of(body.model)
     tokenizer, ids = context.tokenizer, body.tokens
     if len(ids) > context.engine.max_model_len:
         raise bad_request(f"tokens has {len(ids)} ids, at most {context.engine.max_model_len} are possible", "tokens")

@@ -48,7 +48,8 @@ class Opened:
 
     def open_llm(self, options: Any, progress: Any) -> LLM:
         self.options = dict(options)
-        core = self.core = fake_core(self._directory, backwards, max_model_len=64, seed=options.get("seed"))
+        passed_on = {name: options[name] for name in ("seed", "enable_lora") if name in options}
+        core = self.core = fake_core(self._directory, backwards, max_model_len=64, **passed_on)
         core.before_step = lambda: self.before_step(core.num_steps)
         return LLM.from_config(core.config, progress=progress, core=core)
 

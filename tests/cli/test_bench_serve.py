@@ -126,6 +126,9 @@ def test_headers_key_and_model_are_sent(stub: Stub, monkeypatch: pytest.MonkeyPa
     assert bench(stub, "--num-prompts", "1", "--model", "other", "--header", "X-Team=a=b", "--num-warmups", "2") == 0
     assert (stub.headers[-1]["authorization"], stub.headers[-1]["x-team"]) == ("Bearer secret", "a=b")
     assert stub.bodies[-1]["model"] == "other" and len(stub.bodies) == 1 + 2 + 1
+    stub.bodies.clear()
+    assert bench(stub, "--num-prompts", "4", "--lora-modules", "a", "b", "--lora-assignment", "round-robin") == 0
+    assert sorted(body["model"] for body in stub.bodies[1:]) == ["a", "a", "b", "b"]
 
 
 def test_results_are_saved_and_appended(stub: Stub, tmp_path: Path) -> None:

@@ -396,6 +396,24 @@ def test_linear_attention_has_a_kernel_that_is_checked_in_its_shapes():
     assert shapes["gated_delta"] == (gated_delta.Shapes("float32", 2, 2, 16, 8),)
 
 
+def test_adapters_have_a_kernel_that_is_checked_in_the_shapes_of_their_products():
+    directory = goldens.golden("llama_gqa").directory
+    adapters = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 16}
+    config = EngineConfig.from_options(model=str(directory), **engines.SMALL, **adapters, tensor_parallel_size=2)
+    prepared = Prepared.of(config, directory, (), StartTimes())
+    model, adaptation = prepared.model_config, prepared.features.adaptation
+    assert prepared.kernels.lora == "xla"
+    found = kernel_choice.candidates("triton", model, prepared.plan, prepared.mesh, on_gpu=False, has_adapters=True)
+    assert found["lora"] == ("triton", "xla")
+    shapes = kernel_shapes.shapes_of(prepared.config, model, prepared.plan, adaptation)["lora"]
+    layer, width = model.layers[0], model.hidden_size
+    part, F = layer.attention, layer.mlp.width
+    K, G, H = part.num_kv_heads // 2, part.group_size, part.head_dim
+    products = {(K * G * H, (width,)), (width, (G * H * K, H * K, H * K)), (width, (F // 2, F // 2)), (F // 2, (width,))}
+    assert {(s.width, tuple(s.parts.before * size * s.parts.after for size in s.parts.sizes)) for s in shapes} == products
+    assert {(s.dtype, s.adapter_dtype, s.num_slots, s.rank) for s in shapes} == {(model.dtype, model.dtype, 2, 16)}
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 def test_an_engine_of_interpreted_kernels_is_checked_and_says_so(monkeypatch, tmp_path, capsys):

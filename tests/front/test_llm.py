@@ -313,8 +313,8 @@ def test_the_names_that_scripts_for_vllm_use(
     assert "enforce_eager=True changes nothing here: every step is a compiled program" in caplog.text
     assert llm.generate(jaxllm.TextPrompt(prompt="a b"), LONG, use_tqdm=False, lora_request=None)
     assert llm.generate(jaxllm.TokensPrompt(prompt_token_ids=[5]), LONG, use_tqdm=False)
-    with pytest.raises(InvalidRequestError, match="adapters are not supported yet"):
-        llm.generate("a", lora_request=object())  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="start it with enable_lora=True"):
+        llm.generate("a", lora_request=jaxllm.LoRARequest("sql", 1, str(model_directory)))
     assert jaxllm.AsyncLLMEngine is jaxllm.AsyncLLM
 
 

@@ -2,11 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 
+from jaxllm.adapters import AdapterInfo, AdapterState
 from jaxllm.config import EngineConfig
-from jaxllm.errors import EngineDeadError, EngineSleepingError
+from jaxllm.errors import AdapterNotFoundError, EngineDeadError, EngineSleepingError, InvalidRequestError
 from jaxllm.kernel_verdicts import OpReport
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import MLP, Attention, Layer, Norm, Rope
@@ -44,6 +48,12 @@ class FakeStats:
     num_accepted_tokens: int = 0
     accepted_per_position: tuple[int, ...] = ()
     num_speculative_tokens: int = 0
+    waiting_adapters: tuple[str, ...] = ()
+    running_adapters: tuple[str, ...] = ()
+    max_adapters: int = 0
+    num_adapter_loads: int = 0
+    num_adapter_evictions: int = 0
+    adapter_load_seconds: float = 0.0
     work_seconds: float = 0.0
     device_wait_seconds: float = 0.0
     device_idle_seconds: float = 0.0
@@ -82,6 +92,45 @@ def fake_vectors(request: EngineCoreRequest) -> np.ndarray:
     return vectors / np.linalg.norm(vectors, axis=-1, keepdims=True).clip(1e-12) if params.use_activation else vectors
 
 
+class FakeAdapters:
+    """The calls for adapters: one whose directory has no adapter_config.json fails. It is loaded when it is asked for again."""
+
+    def __init__(self) -> None:
+        self.adapters: dict[str, AdapterInfo] = {}
+        self.adapter_faults: dict[str, str] = {}
+        """Why the loading of an adapter fails, by its name."""
+        self.calls: list[tuple[Any, ...]] = []
+        self._loading: list[tuple[str, str]] = []
+
+    def add_adapter(self, name: str, path: str, replace: bool = False) -> int:
+        self.calls.append(("add", name, path, replace))
+        if name in self.adapters and not replace:
+            raise InvalidRequestError(f"adapter {name!r} is loaded already", "name")
+        self._loading.append((name, path))
+        return len(self._loading)
+
+    def adapter_state(self, number: int) -> AdapterState:
+        name, path = self._loading[number - 1]
+        if self.calls[-1] != ("state", number):
+            self.calls.append(("state", number))
+            return AdapterState("loading")
+        if not (Path(path) / "adapter_config.json").is_file():
+            return AdapterState("failed", f"adapter {name!r}: {path}/adapter_config.json is missing")
+        if name in self.adapter_faults:
+            return AdapterState("failed", self.adapter_faults[name])
+        self.adapters[name] = AdapterInfo(name, path, 8, 1024, False, "host")
+        return AdapterState("ready")
+
+    def remove_adapter(self, name: str) -> bool:
+        return self.adapters.pop(name, None) is not None
+
+    def list_adapters(self) -> list[AdapterInfo]:
+        return list(self.adapters.values())
+
+    def pin_adapter(self, name: str) -> None:
+        self.adapters[name] = msgspec.structs.replace(self.adapters[name], is_pinned=True)
+
+
 @dataclass
 class _Running:
     request: EngineCoreRequest
@@ -89,7 +138,7 @@ class _Running:
     said: list[int] = field(default_factory=list)
 
 
-class FakeEngineCore:
+class FakeEngineCore(FakeAdapters):
     """`script(request)` gives the token ids that a request outputs; after them it outputs 0 forever."""
 
     def __init__(
@@ -102,6 +151,7 @@ class FakeEngineCore:
         config: EngineConfig | None = None,
         eos_token_ids: tuple[int, ...] = (),
     ):
+        super().__init__()
         self.config = config or EngineConfig()
         self.model_config = tiny_model_config(vocab_size, eos_token_ids)
         self.max_model_len = max_model_len
@@ -131,6 +181,8 @@ class FakeEngineCore:
         if self._sleeps:
             raise EngineSleepingError("the engine sleeps")
         assert request.request_id not in self.running
+        if request.adapter is not None and request.adapter not in self.adapters:
+            raise AdapterNotFoundError(f"there is no adapter {request.adapter!r}; add it first", "adapter")
         self.requests.append(request)
         self.running[request.request_id] = _Running(request, list(self._script(request)))
 

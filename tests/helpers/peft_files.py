@@ -12,7 +12,8 @@ import numpy as np
 
 from jaxllm.loaders import safetensors
 from jaxllm.loaders.checkpoint import DTYPES
-from jaxllm.lora.shapes import TargetShape, expert_targets
+from jaxllm.lora.checkpoint import read_adapter
+from jaxllm.lora.shapes import ExpertPart, TargetShape, expert_targets
 from jaxllm.models.load_config import load_model_config, read_config_json
 
 EMBEDDINGS = ("embed_tokens", "wte")
@@ -167,6 +168,35 @@ def merged(model: Path, adapter: Path, directory: Path) -> Path:
     (directory / "config.json").write_text(json.dumps({**config, "dtype": "float32"}), encoding="utf-8")
     safetensors.write(directory / "model.safetensors", {name: np.ascontiguousarray(t) for name, t in weights.items()})
     return directory
+
+
+def check_changes(model: Path, adapter: Path, merged: Path) -> None:
+    """Assert that what is read of an adapter makes all changes of a merged model, and no others."""
+    base, changed = _read(model), _read(merged)
+    targets = targets_of(model)
+    files = read_adapter(adapter, targets, 16, 16)
+    left = {name for name, tensor in changed.items() if name not in base or not np.array_equal(tensor, base[name])}
+    is_transposed = read_config_json(model)["model_type"] == "gpt2"
+    for module in files.modules:
+        delta = files.tensor(f"{module}.lora_B.weight") @ files.tensor(f"{module}.lora_A.weight")
+        key = f"{module}.weight"
+        if key in changed:
+            before = base.get(key, base.get("model.embed_tokens.weight"))
+            found = (changed[key] - before).T if is_transposed or "embed" in module else changed[key] - before
+        else:
+            found = _of_expert(targets[module].part, changed) - _of_expert(targets[module].part, base)
+            key = f"{targets[module].part.module}.{targets[module].part.parameter}"  # type: ignore[union-attr]
+        left.discard(key)
+        np.testing.assert_allclose(found, delta, atol=1e-4)
+    assert left <= {"lm_head.weight"} and (
+        not left or np.array_equal(changed["lm_head.weight"], base["model.embed_tokens.weight"])
+    )
+
+
+def _of_expert(part: ExpertPart | None, weights: Mapping[str, np.ndarray]) -> np.ndarray:
+    """[outputs, inputs] of a checkpoint that has [experts, inputs, outputs]."""
+    assert part is not None
+    return weights[f"{part.module}.{part.parameter}"][part.expert].T[slice(*part.rows)]
 
 
 def _add_to_experts(

@@ -56,3 +56,17 @@ def test_drafts_are_counted_where_the_engine_speculates() -> None:
         ("num_accepted_tokens_per_pos", "1"): 2,
         ("num_speculative_tokens", ""): 2,
     }
+
+
+def test_adapters_are_labels_where_the_engine_has_them() -> None:
+    def adapters(**stats: object) -> dict[str, object]:
+        return {metric.name.removeprefix("jaxllm:"): metric for metric in collected(**stats) if ":lora_" in metric.name}
+
+    assert adapters() == {}
+    found = adapters(max_adapters=2, waiting_adapters=("a",), running_adapters=("b", "c"), num_adapter_loads=3)
+    assert found["lora_requests_info"].labels == {  # type: ignore[attr-defined]
+        "max_lora": "2",
+        "waiting_lora_adapters": "a",
+        "running_lora_adapters": "b,c",
+    }
+    assert found["lora_loads"].value == 3 and {"lora_evictions", "lora_load_seconds"} <= found.keys()  # type: ignore[attr-defined]

@@ -14,24 +14,26 @@ from tests.helpers.engines import make_core
 
 NCCL = {"xla_gpu_experimental_use_collective_kernels": ""}
 APART = {"xla_gpu_dot_merger_threshold_mb": "0"}
+BESIDE = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 has no collective kernels to leave out")
 @pytest.mark.parametrize(
-    ("platform", "num_devices", "rows", "options"),
+    ("platform", "num_devices", "rows", "adapted", "options"),
     [
-        ("gpu", 1, 8, APART),
-        ("gpu", 1, 64, APART | CUBLAS),
-        ("gpu", 2, 8, APART | NCCL),
-        ("cuda", 4, 64, APART | NCCL | CUBLAS),
-        ("cpu", 2, 64, {}),
+        ("gpu", 1, 8, False, APART),
+        ("gpu", 1, 64, False, APART | CUBLAS),
+        ("gpu", 2, 8, False, APART | NCCL),
+        ("cuda", 4, 64, True, APART | NCCL | CUBLAS),
+        ("gpu", 1, 8, True, APART | BESIDE),
+        ("cpu", 2, 64, True, {}),
     ],
 )
-def test_products_are_not_merged_large_ones_go_to_cublas_and_all_reduces_to_nccl(platform, num_devices, rows, options) -> None:
+def test_what_the_compiler_is_told_of_products_all_reduces_and_adapters(platform, num_devices, rows, adapted, options) -> None:
     devices = np.array([SimpleNamespace(platform=platform)] * num_devices)
     programs = SimpleNamespace(mesh=SimpleNamespace(devices=devices, size=num_devices))
-    assert StepPrograms.compiler_options(programs, ProgramKey("decode", rows)) == options
+    assert StepPrograms.compiler_options(programs, ProgramKey("decode", rows, adapted=adapted)) == options
 
 
 def engine_programs(

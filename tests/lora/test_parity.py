@@ -1,0 +1,107 @@
+"""Whole engines with adapters against the model with the same adapter merged into its weights, computed by dense attention."""
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxllm.engine.core import EngineCore
+from tests.helpers import engines, goldens, peft_files
+
+NUM_TOKENS = 16
+RNG = np.random.default_rng(0)
+PROMPTS = [RNG.integers(128, size=length).tolist() for length in (12, 1, 40)]
+ADAPTERS = {
+    "all layers": {"rank": 4},
+    "rank of its own": {
+        "rank": 16,
+        "rank_pattern": {"o_proj": 3, "up_proj": 8},
+        "alpha_pattern": {"q_proj": 5},
+        "rslora": True,
+    },
+    "few modules": {"rank": 8, "targets": ["v_proj", "down_proj"], "layers": [1], "strength": 2.0},
+}
+"""More than slots. The weights are so large that every answer changes."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("qwen3", 1), pytest.param(("llama_gqa", 4), marks=pytest.mark.slow)],
+    ids=lambda p: f"{p[0]} {p[1]}",
+)
+def served(request, tmp_path_factory):
+    """A model, its adapters, and an engine that has them."""
+    name, size = request.param
+    model, folder = goldens.FOLDER / name, tmp_path_factory.mktemp("adapters")
+    core = engines.make_core(
+        name, tensor_parallel_size=size, num_gpu_blocks_override=300, enable_lora=True, max_loras=2, max_lora_rank=16
+    )
+    for seed, (adapter, options) in enumerate(ADAPTERS.items()):
+        add(core, adapter, peft_files.write(folder / adapter, model, seed=seed, **options))
+    yield model, folder, core
+    core.shutdown()
+
+
+def add(core: EngineCore, name: str, directory: Path) -> None:
+    number = core.add_adapter(name, str(directory))
+    while (found := core.adapter_state(number)).state == "loading":
+        time.sleep(0.002)
+    assert found.state == "ready", found.error
+
+
+Answers = Mapping[str | None, Sequence[engines.Answer]]
+
+
+def run(core: EngineCore, names: Sequence[str | None], **params: Any) -> Answers:
+    """Every prompt with every adapter, all at once."""
+    requests = [
+        dataclasses.replace(engines.request(f"{name} {i}", prompt, max_tokens=NUM_TOKENS, logprobs=0, **params), adapter=name)
+        for i, prompt in enumerate(PROMPTS)
+        for name in names
+    ]
+    answers = engines.run(core, requests)
+    return {name: [answers[f"{name} {i}"] for i in range(len(PROMPTS))] for name in names}
+
+
+def check(model: Path, answers: Sequence[engines.Answer]) -> None:
+    """Compare greedy tokens and the logprobs of all with a model's."""
+    config, state = goldens.load(model)
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        tokens = [*prompt, *answer.tokens]
+        logits = goldens.logits(config, state, tokens[:-1], pad_to=64)
+        expected = np.asarray(jax.nn.log_softmax(logits))[np.arange(len(tokens) - 1), tokens[1:]]
+        start = len(prompt) - 1
+        assert len(answer.tokens) == NUM_TOKENS and logits[start:].argmax(-1).tolist() == answer.tokens
+        np.testing.assert_allclose(answer.token_logprobs.logprobs[:, 0], expected[start:], atol=2e-4)
+        if start:
+            assert answer.prompt_logprobs is not None
+            np.testing.assert_allclose(answer.prompt_logprobs.logprobs[:, 0], expected[:start], atol=2e-4)
+
+
+def test_answers_are_those_of_merged_models(served, tmp_path):
+    """Of all adapters and of none in the same steps, with more adapters than slots."""
+    model, folder, core = served
+    names = [None, *ADAPTERS]
+    answers = run(core, names, prompt_logprobs=0)
+    check(model, answers[None])
+    for name in ADAPTERS:
+        check(peft_files.merged(model, folder / name, tmp_path / name), answers[name])
+        assert all(a.tokens != b.tokens for a, b in zip(answers[name], answers[None], strict=True))
+
+
+def test_neighbours_and_cached_prefixes_do_not_matter(served):
+    """Other adapters' keys and values of the same prompts are in the cache."""
+    _, _, core = served
+    engines.reschedule(core)
+    together = run(core, [None, *ADAPTERS])
+    for name in (None, *ADAPTERS):
+        alone = run(core, [name])
+        for first, second in zip(together[name], alone[name], strict=True):
+            assert first.tokens == second.tokens
+            np.testing.assert_allclose(first.token_logprobs.logprobs, second.token_logprobs.logprobs, atol=2e-5)
+        assert [answers[name][-1].num_cached_tokens for answers in (together, alone)] == [0, 32]

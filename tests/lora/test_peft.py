@@ -1,0 +1,61 @@
+"""Adapters that PEFT itself saved: what is read of them and of its scales, against what its models compute."""
+
+import warnings
+
+import numpy as np
+import pytest
+
+from scripts import make_goldens
+from tests.helpers import goldens, peft_files
+
+pytestmark = pytest.mark.torch
+
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+CASES = {
+    "llama_gqa": {
+        "target_modules": "all-linear",
+        "rank_pattern": {"q_proj": 8, r"layers\.1\.mlp\.down_proj": 2, "proj": 3},
+        "alpha_pattern": {r"^model\.layers\.0\.self_attn\.v_proj": 1, "down_proj": 5},
+        "use_rslora": True,
+    },
+    "qwen3": {"target_modules": ["v_proj", "embed_tokens", "lm_head"]},
+    "qwen3 regex": {"target_modules": r".*\.(q|k)_proj", "exclude_modules": r".*layers\.0.*", "lora_alpha": 3},
+    "gpt2": {"target_modules": ["c_attn", "c_proj", "wte"], "fan_in_fan_out": True, "layers_to_transform": [0]},
+    "qwen3_moe": {"target_modules": ["q_proj"], "target_parameters": EXPERTS, "rank_pattern": {"experts.down_proj": 2}},
+    "qwen3_moe gate_up": {"target_modules": [], "target_parameters": EXPERTS[:1]},
+    "qwen3_moe down": {"target_modules": [], "target_parameters": EXPERTS[1:]},
+    "mixtral": {"target_modules": ["o_proj"], "target_parameters": EXPERTS},
+    "gpt_oss": {"target_modules": ["o_proj"], "target_parameters": EXPERTS},
+    "llama4": {"target_modules": ["o_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_those_of_peft(case, tmp_path):
+    torch, peft, transformers = (pytest.importorskip(name) for name in ("torch", "peft", "transformers"))
+    name = case.partition(" ")[0]
+    model = goldens.FOLDER / name
+    if not model.is_dir():
+        model = tmp_path / "model"
+        make_goldens.random_model(make_goldens.VARIANTS[name], seed=1, scale=0.3).save_pretrained(model)
+    base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    config = peft.LoraConfig(**{"r": 4, "lora_alpha": 6, "init_lora_weights": False, "task_type": "CAUSAL_LM", **CASES[case]})
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapted = peft.get_peft_model(base, config)
+        with torch.no_grad():
+            for parameter, values in adapted.named_parameters():
+                if "lora_" in parameter:
+                    values.normal_(0, 0.2)
+        adapted.save_pretrained(tmp_path / "adapter")
+        merged = peft_files.merged(model, tmp_path / "adapter", tmp_path / "merged")
+        peft_files.check_changes(model, tmp_path / "adapter", merged)
+        token_ids = torch.tensor([np.random.default_rng(0).integers(120, size=56).tolist()])
+        reference = transformers.AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)
+        with torch.no_grad():
+            found, expected = (each(token_ids).logits[0].numpy() for each in (reference, adapted))
+            with adapted.disable_adapter():
+                plain = adapted(token_ids).logits[0].numpy()
+    np.testing.assert_allclose(found, expected, atol=3e-5 * max(10.0, np.abs(expected).max()))
+    assert np.abs(expected - plain).max() > 0.1, "the adapter changes nothing"
