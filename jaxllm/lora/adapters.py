@@ -297,6 +297,7 @@ class Adapters:
             self._host.arrive(adapter, None if reading is None or is_gone else reading.packed)
             if is_new:
                 before = self._registry.finish(adapter, reading, error)
+                logger.info("adapter %r %s", adapter.name, error or f"was added from {adapter.path}, with rank {adapter.rank}")
                 if before is not None:
                     before.passes_pin = before.is_pinned
                     self._retire(before)
@@ -399,8 +400,10 @@ class Adapters:
             self.forget_slots()
             raise LostError([request.request_id for request in adapter.waiting]) from error
         self._slots.put(slot, adapter)
+        seconds = self._clock() - self._wanting.get(adapter, self._clock())
+        logger.debug("adapter %r has slot %d after %.3f s", adapter.name, slot, seconds)
         self._num_loads += 1
-        self._load_seconds += self._clock() - self._wanting.get(adapter, self._clock())
+        self._load_seconds += seconds
         self._note(adapter)
 
     def _fail(self, scheduler: Scheduler, adapter: Adapter, message: str) -> None:
