@@ -82,7 +82,6 @@ class Adapters:
         """Those that are being read."""
         self._staging: tuple[Adapter, Future[Any]] | None = None
         """The one on its way to the device, in the reserved slot."""
-        self._news: list[EngineCoreOutput] = []
         self._num_loads = 0
         self._load_seconds = 0.0
 
@@ -217,11 +216,11 @@ class Adapters:
 
         Raises LostError if a slot could not be written.
         """
-        if not (self._wanting or self._reads or self._staging or self._news) or not scheduler.requests:
+        if not (self._wanting or self._reads or self._staging) or not scheduler.requests:
             return []
         self._wait_if_idle(scheduler)
-        self._take_in_read(scheduler)
-        self._take_in_staged(scheduler)
+        news = self._take_in_read(scheduler)
+        news += self._take_in_staged(scheduler, news)
         in_turn = sorted(self._wanting, key=lambda adapter: adapter.order)
         self._start_staging(in_turn)
         self._close_slots(in_turn)
@@ -229,7 +228,6 @@ class Adapters:
         for adapter in in_turn:
             if not self._start_reading(adapter):
                 break
-        news, self._news = self._news, []
         return news
 
     def forget_slots(self) -> None:
@@ -278,8 +276,12 @@ class Adapters:
 
     # Adapters come and go
 
-    def _take_in_read(self, scheduler: Scheduler | None = None) -> None:
-        """Take in the adapters that were read. Without a scheduler those that requests wait for stay until the next step."""
+    def _take_in_read(self, scheduler: Scheduler | None = None) -> list[EngineCoreOutput]:
+        """Take in the adapters that were read. Without a scheduler those that requests wait for stay until the next step.
+
+        Returns the outputs of requests that failed.
+        """
+        news: list[EngineCoreOutput] = []
         for adapter, job in list(self._reads.items()):
             is_new = self._registry.new.get(adapter.name) is adapter
             is_gone = adapter.is_retired and not adapter.has_requests
@@ -302,7 +304,8 @@ class Adapters:
                     before.passes_pin = before.is_pinned
                     self._retire(before)
             elif reading is None and scheduler is not None:
-                self._fail(scheduler, adapter, error)
+                news += self._fail(scheduler, adapter, error)
+        return news
 
     def _retire(self, adapter: Adapter) -> None:
         """Drop an adapter that can no longer be named, when its last request has ended."""
@@ -375,10 +378,13 @@ class Adapters:
     def _is_staging(self, adapter: Adapter) -> bool:
         return self._staging is not None and self._staging[0] is adapter
 
-    def _take_in_staged(self, scheduler: Scheduler) -> None:
-        """Write the adapter that arrived at the device into its slot."""
+    def _take_in_staged(self, scheduler: Scheduler, news: list[EngineCoreOutput]) -> list[EngineCoreOutput]:
+        """Write the adapter that arrived at the device into its slot. Returns the outputs of requests that failed.
+
+        news: of requests that failed before, for the LostError that it may raise.
+        """
         if self._staging is None or not self._staging[1].done():
-            return
+            return []
         (adapter, job), slot = self._staging, self._slots.reserved
         assert slot is not None
         self._staging = None
@@ -387,33 +393,30 @@ class Adapters:
         except Exception as error:
             logger.exception("adapter %r cannot be sent to the device", adapter.name)
             self._slots.reserved = None
-            self._fail(
-                scheduler, adapter, f"adapter {adapter.name!r} cannot be sent to the device ({type(error).__name__}); try again"
-            )
-            return
+            message = f"adapter {adapter.name!r} cannot be sent to the device ({type(error).__name__}); try again"
+            return self._fail(scheduler, adapter, message)
         if adapter.is_retired and not adapter.has_requests:
             self._slots.reserved = None
-            return
+            return []
         try:
             self._write(adapter, slot, staged)
         except Exception as error:
             self.forget_slots()
-            raise LostError([request.request_id for request in adapter.waiting]) from error
+            raise LostError([request.request_id for request in adapter.waiting], news) from error
         self._slots.put(slot, adapter)
         seconds = self._clock() - self._wanting.get(adapter, self._clock())
         logger.debug("adapter %r has slot %d after %.3f s", adapter.name, slot, seconds)
         self._num_loads += 1
         self._load_seconds += seconds
         self._note(adapter)
+        return []
 
-    def _fail(self, scheduler: Scheduler, adapter: Adapter, message: str) -> None:
+    def _fail(self, scheduler: Scheduler, adapter: Adapter, message: str) -> list[EngineCoreOutput]:
         """End the requests that wait for an adapter. The next one tries again."""
         if adapter.is_pinned:
             logger.warning("%s; it is not pinned any longer", message)
             self._pin(adapter, False)
-        self._news += scheduler.fail_requests(
-            [request.request_id for request in adapter.waiting], ErrorKind.ADAPTER, message
-        )
+        return scheduler.fail_requests([request.request_id for request in adapter.waiting], ErrorKind.ADAPTER, message)
 
     def _wait_if_idle(self, scheduler: Scheduler) -> None:
         jobs: list[Future[Any]] = (

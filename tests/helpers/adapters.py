@@ -187,6 +187,7 @@ class AdapterEngine:
         try:
             self._take(self.adapters.settle(self.scheduler))
         except LostError as error:
+            self._take(error.news)
             self.start_over(error.request_ids, lost=True)
         self.check()
         self.engine.dispatch()

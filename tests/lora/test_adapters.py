@@ -195,6 +195,18 @@ def test_a_failure_on_the_way_ends_those_that_wait_and_the_next_request_tries_ag
     assert engine.received[good] and engine.received[running] and engine.received[plain] and set(engine.errors) == set(failed)
 
 
+def test_requests_whose_adapters_fail_in_the_same_step_all_end():
+    engine = make(2, "b", "c")
+    engine.adapters._host.packed.popitem()
+    with injected("adapter.write:1:error,adapter.read:1:error"):
+        plain, *asked = engine.ask(None, max_tokens=60), engine.ask("b"), engine.ask("c")
+        engine.step()
+        engine.tick(0.1)
+        engine.abort(plain)
+        engine.step()
+    assert set(engine.errors) == set(asked) and not engine.scheduler.requests
+
+
 def test_slots_that_were_lost_are_filled_again():
     engine = make(2, "a", "b")
     for adapter in ("a", "b", None):
