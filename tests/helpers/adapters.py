@@ -84,9 +84,6 @@ class Number:
     directory: Path
     rank: int = 8
 
-    def tensor(self, name: str) -> np.ndarray:
-        raise NotImplementedError
-
 
 def read_number(path: str) -> Number:
     """A number in a directory, or the path itself as one."""

@@ -331,6 +331,7 @@ def test_many_are_added_and_only_as_many_as_fit_are_kept_in_memory():
 
 def test_an_engine_whose_requests_have_no_adapters_does_nothing_for_them():
     engine = make(2, "a")
-    engine.ask(None)
-    engine.adapters._take_in_read = engine.adapters._start_staging = None  # type: ignore[assignment, method-assign]
+    plain = engine.ask(None)
+    engine.adapters._take_in_read = engine.adapters._start_staging = None
     engine.run()
+    assert engine.received[plain] and engine.stats.num_adapter_loads == 0
