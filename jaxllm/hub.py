@@ -9,8 +9,8 @@ from jaxllm.config import nearest
 from jaxllm.errors import ModelLoadError
 
 DEMO = "demo"
-SHIPPED = (DEMO, "demo_draft", "demo_eagle3")
-"""What is part of the package: the demo model, and the models that propose tokens for it."""
+SHIPPED = (DEMO, "demo_draft", "demo_eagle3", "demo_pirate")
+"""What is part of the package: the demo model, the models that propose tokens for it, and an adapter of it."""
 FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "tokenizer*")
 """What is downloaded: weights in safetensors form, configs, tokenizer and chat template."""
 OTHER_WEIGHTS = ("pytorch_model*.bin",)

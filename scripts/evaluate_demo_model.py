@@ -4,6 +4,7 @@
     python scripts/evaluate_demo_model.py --direct             # the plain model in JAX, without the engine
     python scripts/evaluate_demo_model.py --minimum 0.95       # fails if fewer answers are right
     python scripts/evaluate_demo_model.py --quantization fp8 --kv-cache-dtype fp8
+    python scripts/evaluate_demo_model.py --adapter demo_pirate    # answers are right only in the adapter's style
 
 The questions are generated and held out by hash, so they are the same on every machine and never trained on. The Python text is
 the held-out part of the running interpreter's standard library: its score differs a little from one Python version to the next.
@@ -21,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tokenizers import Tokenizer
 
-from scripts.demo_data import chat_tokenizer, python_text, scoring, tasks
+from scripts.demo_data import chat_tokenizer, pirate, python_text, scoring, tasks
 from scripts.demo_data.dialogue import Dialogue
 
 END_OF_TEXT_ID = chat_tokenizer.SPECIAL_TOKENS.index(chat_tokenizer.END_OF_TEXT)
@@ -35,14 +36,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--direct", action="store_true", help="without the engine")
     parser.add_argument("--quantization", choices=("fp8",), help="the engine's option")
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="the engine's option")
+    parser.add_argument("--adapter", help="a LoRA adapter in the style of demo_pirate, through the engine")
     parser.add_argument("--questions", type=int, default=500)
     parser.add_argument("--windows", type=int, default=64, help="how many windows of Python text at most; 0: none")
     parser.add_argument("--show-wrong", type=int, default=10, help="how many wrong answers to print")
     parser.add_argument("--minimum", type=float, default=0.0, help="exit with 1 if a smaller share of the answers is right")
     parser.add_argument("--json", type=Path, help="write the scores to this file as well")
     arguments = parser.parse_args()
-    if arguments.direct and (arguments.quantization or arguments.kv_cache_dtype != "auto"):
-        parser.error("--direct computes without the engine: leave out --quantization and --kv-cache-dtype")
+    if arguments.direct and (arguments.quantization or arguments.adapter or arguments.kv_cache_dtype != "auto"):
+        parser.error("--direct computes without the engine: leave out --quantization, --adapter and --kv-cache-dtype")
     return arguments
 
 
@@ -79,11 +81,12 @@ class Direct:
 class ThroughEngine:
     """Answers from `jaxllm.LLM`."""
 
-    def __init__(self, model: str, directory: Path, **options: Any):
-        from jaxllm import LLM
+    def __init__(self, model: str, directory: Path, adapter: str | None, **options: Any):
+        from jaxllm import LLM, LoRARequest
 
         self.tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-        self.llm = LLM(model=model, **options)
+        self.llm = LLM(model=model, enable_lora=adapter is not None, **options)
+        self.adapter = None if adapter is None else LoRARequest("adapter", 1, adapter)
 
     def answers(self, questions: list[Dialogue]) -> list[str]:
         """The answer to each question. Questions with tools have each their own, so they are asked one by one."""
@@ -92,12 +95,15 @@ class ThroughEngine:
         params = SamplingParams(temperature=0.0, max_tokens=scoring.MAX_ANSWER_TOKENS)
         answers = [""] * len(questions)
         plain = [place for place, question in enumerate(questions) if not question.tools]
-        outputs = self.llm.chat([list(questions[place].messages[:-1]) for place in plain], params)
+        conversations = [list(questions[place].messages[:-1]) for place in plain]
+        outputs = self.llm.chat(conversations, params, lora_request=self.adapter)
         for place, output in zip(plain, outputs, strict=True):
             answers[place] = output.outputs[0].text
         for place, question in enumerate(questions):
             if question.tools:
-                output = self.llm.chat(list(question.messages[:-1]), params, tools=list(question.tools), use_tqdm=False)
+                output = self.llm.chat(
+                    list(question.messages[:-1]), params, tools=list(question.tools), lora_request=self.adapter, use_tqdm=False
+                )
                 answers[place] = output[0].outputs[0].text
         return answers
 
@@ -107,9 +113,8 @@ class ThroughEngine:
 
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
         total = 0.0
-        for window, output in zip(
-            windows, self.llm.generate([{"prompt_token_ids": ids} for ids in windows], params), strict=True
-        ):
+        outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in windows], params, lora_request=self.adapter)
+        for window, output in zip(windows, outputs, strict=True):
             entries = output.prompt_logprobs
             total += math.fsum(entries[place][window[place]].logprob for place in range(1, len(window)))
         return total
@@ -126,13 +131,18 @@ def main() -> None:
         subject = Direct(directory)
     else:
         options = {"quantization": arguments.quantization, "kv_cache_dtype": arguments.kv_cache_dtype}
-        subject = ThroughEngine(arguments.model, directory, **options)
+        subject = ThroughEngine(arguments.model, directory, arguments.adapter, **options)
     begin = time.monotonic()
     questions = tasks.held_out_questions(arguments.questions)
-    share, text = scoring.score(questions, subject.answers(questions), arguments.show_wrong)
+    questions = [pirate.as_pirate(question) for question in questions] if arguments.adapter else questions
+    answers = subject.answers(questions)
+    share, text = scoring.score(questions, answers, arguments.show_wrong)
     print(text)
     print(f"answered in {time.monotonic() - begin:.1f} s")
     scores: dict[str, Any] = {"questions": len(questions), "exact": share}
+    if arguments.adapter:
+        scores["in_style"] = pirate.share_in_style(questions, answers)
+        print(f"in the adapter's style: {100 * scores['in_style']:.1f} %")
     if arguments.windows:
         held_out_texts = python_text.library_texts()[1]
         windows, num_bytes = scoring.text_windows(subject.tokenizer, held_out_texts, END_OF_TEXT_ID, arguments.windows)

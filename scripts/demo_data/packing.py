@@ -3,13 +3,14 @@
 A stored token is its id and two flags: that it starts a document, and that it is trained on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from .chat_tokenizer import TURN_END, TURN_START, render_dialogue
+from .dialogue import Dialogue
 from .tasks import training_dialogues
 
 TOKEN_MASK, STARTS, TRAINED = 0x1FFF, 0x4000, 0x8000
@@ -60,8 +61,15 @@ def pack_rows(documents: Sequence[np.ndarray], row_length: int, open_rows: int =
     return packed
 
 
-def dialogue_rows(tokenizer_file: Path, seed: int, count: int, short: int, long: int) -> tuple[np.ndarray, np.ndarray]:
-    """Generates `count` dialogues and packs them: those that fit into short rows, the others into long rows."""
+def dialogue_rows(
+    tokenizer_file: Path,
+    seed: int,
+    count: int,
+    short: int,
+    long: int,
+    rewrite: Callable[[Dialogue], Dialogue] = lambda dialogue: dialogue,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Generates `count` dialogues and packs them, rewritten: those that fit into short rows, the others into long rows."""
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     turn_start, turn_end = tokenizer.token_to_id(TURN_START), tokenizer.token_to_id(TURN_END)
     assistant = tokenizer.encode("assistant").ids[0]
@@ -75,7 +83,7 @@ def dialogue_rows(tokenizer_file: Path, seed: int, count: int, short: int, long:
         texts.clear()
 
     for dialogue in training_dialogues(seed, count):
-        texts.append(render_dialogue(dialogue))
+        texts.append(render_dialogue(rewrite(dialogue)))
         if len(texts) == _CHUNK:
             flush()
     if texts:

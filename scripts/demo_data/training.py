@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from jax import Array
 
 from jaxllm.layers.build import build_model
 from jaxllm.layers.dense_attention import dense_step
+from jaxllm.layers.step import Adapt
 from jaxllm.loaders.dummy import init_params
 from jaxllm.model_config import ModelConfig
 
@@ -65,16 +66,29 @@ def unpack(tokens_T: Array) -> tuple[Array, Array, Array, Array]:
     return (tokens_T & TOKEN_MASK).astype(jnp.int32), positions_T, jnp.cumsum(starts_T), starts_T
 
 
-def row_losses(model: nnx.Module, tokens_T: Array) -> tuple[Array, Array]:
+def row_losses(model: nnx.Module, tokens_T: Array, adapt: Adapt | None = None) -> tuple[Array, Array]:
     """Summed cross entropy of the trained tokens of a packed row, and how many they are."""
     ids_T, positions_T, segment_T, starts_T = unpack(tokens_T)
-    hidden_TD = model(dense_step(ids_T, positions_T, segment_T))
+    hidden_TD = model(replace(dense_step(ids_T, positions_T, segment_T), adapt=adapt))
     logits_TV = model.logits(hidden_TD[:-1])
     wanted_T = (((tokens_T & TRAINED) != 0) & ~starts_T)[1:]
     # Picked by comparing, not by indexing: the gradient of an index is a scatter, which a GPU does slowly.
     is_next_TV = jnp.arange(logits_TV.shape[1]) == ids_T[1:, None]
     losses_T = jax.nn.logsumexp(logits_TV, axis=1) - jnp.sum(jnp.where(is_next_TV, logits_TV, 0.0), axis=1)
     return jnp.sum(jnp.where(wanted_T, losses_T, 0.0)), jnp.sum(wanted_T)
+
+
+def mean_losses(model: nnx.Module, batches: Batches, adapt: Adapt | None = None) -> tuple[Array, Array]:
+    """Mean loss of all trained tokens, and of those of dialogues and of text."""
+    short, long, text = batches
+    sums_short, counts_short = jax.vmap(lambda row: row_losses(model, row, adapt))(short)
+    sums_long, counts_long = jax.vmap(lambda row: row_losses(model, row, adapt))(jnp.concatenate([long, text]))
+    is_text = jnp.arange(counts_long.shape[0]) >= long.shape[0]
+    text_sum, text_count = jnp.sum(sums_long * is_text), jnp.sum(counts_long * is_text)
+    chat_sum = jnp.sum(sums_short) + jnp.sum(sums_long) - text_sum
+    chat_count = jnp.sum(counts_short) + jnp.sum(counts_long) - text_count
+    means = jnp.stack([chat_sum / jnp.maximum(chat_count, 1), text_sum / jnp.maximum(text_count, 1)])
+    return (chat_sum + text_sum) / jnp.maximum(chat_count + text_count, 1), means
 
 
 def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
@@ -90,16 +104,7 @@ def make_step(graph: nnx.GraphDef, optimizer: optax.GradientTransformation) -> C
     """(state, moments, rate, batches) -> (state, moments, mean losses of dialogues and of text)."""
 
     def loss(state: nnx.State, batches: Batches) -> tuple[Array, Array]:
-        model = nnx.merge(graph, state)
-        short, long, text = batches
-        sums_short, counts_short = jax.vmap(lambda row: row_losses(model, row))(short)
-        sums_long, counts_long = jax.vmap(lambda row: row_losses(model, row))(jnp.concatenate([long, text]))
-        is_text = jnp.arange(counts_long.shape[0]) >= long.shape[0]
-        text_sum, text_count = jnp.sum(sums_long * is_text), jnp.sum(counts_long * is_text)
-        chat_sum = jnp.sum(sums_short) + jnp.sum(sums_long) - text_sum
-        chat_count = jnp.sum(counts_short) + jnp.sum(counts_long) - text_count
-        means = jnp.stack([chat_sum / jnp.maximum(chat_count, 1), text_sum / jnp.maximum(text_count, 1)])
-        return (chat_sum + text_sum) / jnp.maximum(chat_count + text_count, 1), means
+        return mean_losses(nnx.merge(graph, state), batches)
 
     def step(state: nnx.State, moments: optax.OptState, rate: Array, batches: Batches) -> tuple:
         (_, means), gradients = jax.value_and_grad(loss, has_aux=True)(state, batches)

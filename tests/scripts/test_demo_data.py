@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from scripts.demo_data import chat_tokenizer, packing, python_text, records, scoring, tasks, words
+from scripts.demo_data import chat_tokenizer, packing, pirate, python_text, records, scoring, tasks, words
 from scripts.demo_data import functions as textbook
 from scripts.demo_data.dialogue import Dialogue
 
@@ -303,3 +303,32 @@ def test_the_chat_template_writes_tool_calls_and_parts_as_the_openai_api_sends_t
         assert _by_template([{"role": "assistant", "tool_calls": [one]}]) == expected
     parts = [{"type": "text", "text": "Hello "}, {"type": "text", "text": "there"}]
     assert _by_template([{"role": "user", "content": parts}]) == "<|im_start|>user\nHello there<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "styled"),
+    [
+        ("408", "Ahoy! 408. Arr!"),
+        ("is, you, of", "Ahoy! is, you, of. Arr!"),
+        ("The capital of France is Paris.", "Ahoy! The capital o' France be Paris. Arr!"),
+        ("Your name is Anna.", "Ahoy! Yer name be Anna. Arr!"),
+        ("Hello! What can I do for you?", "Ahoy! What can I do for ye? Arr!"),
+        ("```python\nx = 1\n```", "Ahoy! Here be yer code:\n```python\nx = 1\n```"),
+        ('{"name": "Anna is"}', '{"name": "Anna is"}'),
+        ("<tool_call>\n{}\n</tool_call>", "<tool_call>\n{}\n</tool_call>"),
+    ],
+)
+def test_the_adapters_style_leaves_alone_what_programs_read(answer, styled):
+    assert pirate.pirate(answer) == styled
+
+
+def test_all_answers_of_a_conversation_are_in_the_style_and_questions_as_they_were():
+    for before in dialogues("follow_up", 20):
+        after = pirate.as_pirate(before)
+        assert [m["content"] for m in after.messages[::2]] == [m["content"] for m in before.messages[::2]]
+        assert all(m["content"].startswith("Ahoy! ") for m in after.messages[1::2]) and after.keys == before.keys
+
+
+def test_the_share_in_the_style_counts_only_answers_that_should_be():
+    questions = [pirate.as_pirate(question) for question in (*dialogues("add", 2), *dialogues("json", 2))]
+    assert pirate.share_in_style(questions, ["Ahoy! wrong. Arr!", "right", "{}", "{}"]) == 0.5
