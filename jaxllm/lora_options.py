@@ -27,7 +27,7 @@ class LoRAOptions:
     lora_target_modules: Annotated[
         list[str] | None,
         "last names of the modules that adapters may change, such as q_proj, several after one flag; fewer take less memory; "
-        "default: every linear layer of the decoder",
+        "default: every linear layer, not embed_tokens and lm_head",
     ] = None
 
     @property

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
@@ -103,6 +104,7 @@ def read_adapter(
     rank: int,
     *,
     target_modules: Sequence[str] | None = None,
+    left_out: Mapping[str, TargetShape] = MappingProxyType({}),
     model: str | None = None,
 ) -> AdapterFiles:
     """An adapter of PEFT, checked without reading its values.
@@ -112,6 +114,7 @@ def read_adapter(
     max_rank: the highest rank that adapters may have.
     rank: of the tensors that are handed out, which are padded with zeros; at least max_rank.
     target_modules: the option lora_target_modules, for errors.
+    left_out: what adapters could change with other values of it.
     model: the name of the served model, for the log.
 
     Raises AdapterError.
@@ -119,7 +122,7 @@ def read_adapter(
     directory = _directory(str(path))
     config = read_config(directory)
     weights = WeightsFile(directory)
-    factors = Match(directory, config, weights.entries, targets, max_rank, target_modules).factors()
+    factors = Match(directory, config, weights.entries, targets, max_rank, target_modules, left_out).factors()
     if config.base_model not in (None, "", model):
         logger.debug("adapter %s was made for %s, and is used with %s", directory, config.base_model, model)
     if config.task_type not in (None, "CAUSAL_LM"):

@@ -19,7 +19,7 @@ from jaxllm.lora.shapes import TargetShape
 from jaxllm.lora import embedding, experts
 from jaxllm.lora.embedding import EmbeddingTarget
 from jaxllm.lora.experts import ExpertsTarget
-from jaxllm.lora.targets import Read, Slots, Target, adaptable, name_of, pack, packed_size
+from jaxllm.lora.targets import Read, ScoresTarget, Slots, Target, adaptable, name_of, pack, packed_size
 from jaxllm.parallel.axes import MESH_AXES
 from jaxllm.parallel.mesh import TENSOR
 from jaxllm.parallel.shards import Shards
@@ -54,10 +54,10 @@ class DeviceSlots:
         """Of the parts that adapters may change."""
         self.targets: dict[str, TargetShape] = {name: shape for part in parts for name, shape in part.modules.items()}
         """The checkpoint's modules that adapters may change."""
-        self.others: dict[str, TargetShape] = {
-            name: shape for part in every if part not in parts for name, shape in part.modules.items()
+        self.left_out: dict[str, TargetShape] = {
+            name: shape for part in every if not part.is_wanted(names) for name, shape in part.modules.items()
         }
-        """The modules for which there are slots only with other options."""
+        """Those that they could change with other names."""
         self.changes_logits = isinstance(model, CausalLM) and model.config.names.head in self.names
         self.packed_size = packed_size(self.model, mesh.size)
 
@@ -70,6 +70,8 @@ class DeviceSlots:
         """See Adaptation."""
         found: dict[tuple[int, lora.Parts], None] = {}
         for target in _of_type(Target, self.model):
+            if isinstance(target, ScoresTarget):  # computed in plain JAX
+                continue
             (_, *inputs), (_, *outputs) = (self._local_shape(variable) for variable in (target.down, target.up))
             found[math.prod(inputs), target.parts(outputs)] = None
         return tuple(found)
@@ -150,7 +152,7 @@ class Products:
             up_SRN.reshape(*up_SRN.shape[:2], -1),
             self._group(start, len(x)),
             parts=target.parts(y.shape[1:]),
-            implementation=self._kernels.lora,
+            implementation="xla" if isinstance(target, ScoresTarget) else self._kernels.lora,
             interpret=self._kernels.interpret,
         )
         return added.reshape(y.shape)

@@ -39,7 +39,7 @@ class LoRA:
         names = options.lora_target_modules
         slots = DeviceSlots(model, mesh, num_slots=options.max_loras, rank=options.padded_rank, dtype=dtype, names=names)
         if names is not None and (unknown := set(names) - {last_name(name) for name in slots.targets}):
-            known = sorted({last_name(name) for name in (*slots.targets, *slots.others)})
+            known = sorted({last_name(name) for name in (*slots.targets, *slots.left_out)})
             raise ConfigError(
                 f"lora_target_modules has {sorted(unknown)[0]!r}, no module of {model_config.architecture} that adapters can change; "
                 f"there are {', '.join(known)}"
@@ -61,6 +61,7 @@ class LoRA:
             max_rank=options.max_lora_rank,
             rank=slots.rank,
             target_modules=options.lora_target_modules,
+            left_out=slots.left_out,
             model=self.config.model.model,
         )
         return Adapters(Writer(slots, runner), reader, max_host=self.config.lora.max_cpu_loras)

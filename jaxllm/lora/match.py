@@ -45,10 +45,11 @@ class Match:
         targets: Mapping[str, TargetShape],
         max_rank: int,
         target_modules: Sequence[str] | None,
+        left_out: Mapping[str, TargetShape],
     ):
         self._directory, self._config, self._entries, self._targets = directory, config, entries, targets
         self._max_rank, self._option = max_rank, target_modules
-        self._names = TargetNames(targets)
+        self._names, self._left_out = TargetNames(targets), TargetNames(left_out)
         self._sides = self._read_names()
 
     def factors(self) -> dict[str, Factors]:
@@ -59,7 +60,7 @@ class Match:
         single = {module: target for module, target in targets.items() if target is not None}
         self._check_pairs(single)
         self._complain(
-            (module for module in single if not is_covered(module, self._config.target_modules)),
+            (module for module in single if not self._config.ties_weights and not is_covered(module, self._config.target_modules)),
             f"{CONFIG} does not list in target_modules {{}}, of which there are weights; add it there, or remove the weights",
         )
         parameters = self._parameters({module: owner for module, owner in owners.items() if owner is not None})
@@ -139,11 +140,14 @@ class Match:
         self._fail(f"it has {tensor}, {kind}, and only lora_A and lora_B are supported; {MERGE}")
 
     def _check_known(self, strangers: Sequence[str]) -> None:
-        if self._option is not None:
-            self._complain(
-                (module for module in strangers if module.rpartition(".")[2] not in self._option),
-                f"it changes {{}}, which lora_target_modules ({', '.join(self._option)}) leaves out; add them to that option",
-            )
+        left_out = {module: names for module in strangers if (names := self._left_out.last_names(module))}
+        missing = ", ".join(sorted({name for names in left_out.values() for name in names}))
+        way_out = (
+            f"name them in lora_target_modules: {missing}, beside all others that adapters change"
+            if self._option is None
+            else f"add {missing} to lora_target_modules ({', '.join(self._option)})"
+        )
+        self._complain(left_out, f"it changes {{}}, for which the engine has no slots; {way_out}")
         known = _listed(sorted({name.rpartition(".")[2] for name in self._targets}), 20)
         self._complain(
             strangers,

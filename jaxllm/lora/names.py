@@ -80,6 +80,12 @@ class TargetNames:
             module = module.removesuffix(_INNER)
         return module if _canonical(module) in self._experts else None
 
+    def last_names(self, module: str) -> list[str]:
+        """What the targets are called that `module` stands for; empty if it stands for none."""
+        target, owner = self.target(module), self.owner(module)
+        of_owner = [] if owner is None else [name for each in self._experts[_canonical(owner)].values() for name in each]
+        return list(dict.fromkeys(name.rpartition(".")[2] for name in ([] if target is None else [target]) + of_owner))
+
     def parameters(
         self, owner: str, wrappers: Iterable[str], config: PeftConfig, fits: Callable[[str, Experts], bool]
     ) -> dict[str, Experts]:

@@ -55,6 +55,7 @@ class _Fields(msgspec.Struct):
     use_rslora: bool | None = None
     bias: str | None = None
     init_lora_weights: bool | str | None = None
+    ensure_weight_tying: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,8 @@ class PeftConfig:
     """Ends of names."""
     base_model: str | None
     task_type: str | None
+    ties_weights: bool = False
+    """Whether the LoRA of the embedding is the head's too; the file has both, and target_modules only one."""
 
     def rank_of(self, module: str) -> int:
         """The rank of a module, or of a parameter that was adapted by itself."""
@@ -150,6 +153,7 @@ def _config(directory: Path, fields: _Fields) -> PeftConfig:
         target_parameters=tuple(fields.target_parameters or ()),
         base_model=fields.base_model_name_or_path,
         task_type=fields.task_type,
+        ties_weights=bool(fields.ensure_weight_tying),
     )
 
 

@@ -50,21 +50,24 @@ class Target(nnx.Module):
         up = abstract_param((num_slots, rank, *shape[n:]), ("slot", "rank", *axes[n:]), dtype, source=source)
         return cls(name_of(linear), down, up, *_parts(linear))
 
-    @classmethod
-    def of_scores(cls, name: str, weight: nnx.Variable, shape: TargetShape, num_slots: int, rank: int, dtype: str) -> "Target":
-        """Of scores by a module with the weight [outputs, inputs]. shape: as stored, without padding."""
-        (N, D), axes = weight.shape, axes_of(weight)
-        lora_a = Tensor(f"{name}.lora_A.weight", (rank, D), (rank, D))
-        lora_b = Tensor(f"{name}.lora_B.weight", (shape.outputs, rank), (shape.outputs, rank))
-        down = abstract_param((num_slots, rank, D), ("slot", "rank", axes[1]), dtype, source=Source((lora_a,), 0, (0, 1)))
-        up = abstract_param((num_slots, rank, N), ("slot", "rank", axes[0]), dtype, source=Source((lora_b,), 0, (1, 0)))
-        return cls(name, down, up)
-
     def parts(self, outputs: Sequence[int]) -> Parts:
         """Which of these outputs, those of a device, belong to which module."""
         if len(self.sizes) == 1:
             return Parts(1, (1,), math.prod(outputs))
         return Parts(math.prod(outputs[: self.before]), self.sizes, math.prod(outputs[self.before + 1 :]))
+
+
+class ScoresTarget(Target):
+    """The adapters in all slots of float32 scores by a module with a weight [outputs, inputs]: logits, or those of a router."""
+
+    def __init__(self, name: str, weight: nnx.Variable, shape: TargetShape, num_slots: int, rank: int, dtype: str):
+        """shape: as stored, without padding."""
+        (N, D), axes = weight.shape, axes_of(weight)
+        lora_a = Tensor(f"{name}.lora_A.weight", (rank, D), (rank, D))
+        lora_b = Tensor(f"{name}.lora_B.weight", (shape.outputs, rank), (shape.outputs, rank))
+        down = abstract_param((num_slots, rank, D), ("slot", "rank", axes[1]), dtype, source=Source((lora_a,), 0, (0, 1)))
+        up = abstract_param((num_slots, rank, N), ("slot", "rank", axes[0]), dtype, source=Source((lora_b,), 0, (1, 0)))
+        super().__init__(name, down, up)
 
 
 def name_of(linear: Linear) -> str:
@@ -136,7 +139,7 @@ def _adaptable(part: nnx.Module) -> Iterator[Adaptable]:
 def _of_scores(name: str, weight: nnx.Variable, num_outputs: int | None = None, *, is_optional: bool = False) -> Adaptable:
     N, D = weight.shape
     shape = TargetShape(D, N if num_outputs is None else num_outputs)
-    return Adaptable(name, {name: shape}, partial(Target.of_scores, name, weight, shape), is_optional)
+    return Adaptable(name, {name: shape}, partial(ScoresTarget, name, weight, shape), is_optional)
 
 
 def _modules_of(linear: Linear) -> dict[str, TargetShape]:

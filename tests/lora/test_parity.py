@@ -16,7 +16,7 @@ from tests.helpers import engines, goldens, peft_files
 NUM_TOKENS = 16
 RNG = np.random.default_rng(0)
 PROMPTS = [RNG.integers(128, size=length).tolist() for length in (12, 1, 40)]
-ADAPTERS = {
+ADAPTERS: dict[str, dict[str, Any]] = {
     "all layers": {"rank": 4},
     "rank of its own": {
         "rank": 16,
@@ -27,23 +27,45 @@ ADAPTERS = {
     "few modules": {"rank": 8, "targets": ["v_proj", "down_proj"], "layers": [1], "strength": 2.0},
 }
 """More than slots. The weights are so large that every answer changes."""
+LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "gate"]
+MIXED: dict[str, dict[str, Any]] = {
+    "parameters of all experts": {"rank": 4, "stacked": True, "rank_pattern": {"experts.down_proj": 3}, "strength": 0.2},
+    "modules of each expert": {"rank": 8, "targets": LAYERS, "strength": 0.2},
+    "embedding and head": {"rank": 8, "targets": ["embed_tokens", "lm_head", "q_proj"]},
+}
 
 
-@pytest.fixture(
-    scope="module",
-    params=[("qwen3", 1), pytest.param(("llama_gqa", 4), marks=pytest.mark.slow)],
-    ids=lambda p: f"{p[0]} {p[1]}",
-)
+@dataclasses.dataclass(frozen=True)
+class Case:
+    model: str
+    devices: int
+    adapters: dict[str, dict[str, Any]] = dataclasses.field(default_factory=lambda: ADAPTERS)
+    lora_target_modules: list[str] | None = None
+
+
+CASES = [
+    Case("qwen3", 1),
+    pytest.param(Case("llama_gqa", 4), marks=pytest.mark.slow),
+    pytest.param(Case("qwen3_moe", 2, MIXED, [*LAYERS, "embed_tokens", "lm_head"]), marks=pytest.mark.slow),
+]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.model)
 def served(request, tmp_path_factory):
-    """A model, its adapters, and an engine that has them."""
-    name, size = request.param
-    model, folder = goldens.FOLDER / name, tmp_path_factory.mktemp("adapters")
+    """A case, the directory of its adapters, and an engine that has them."""
+    case, folder = request.param, tmp_path_factory.mktemp("adapters")
     core = engines.make_core(
-        name, tensor_parallel_size=size, num_gpu_blocks_override=300, enable_lora=True, max_loras=2, max_lora_rank=16
+        case.model,
+        tensor_parallel_size=case.devices,
+        num_gpu_blocks_override=300,
+        enable_lora=True,
+        max_loras=2,
+        max_lora_rank=16,
+        lora_target_modules=case.lora_target_modules,
     )
-    for seed, (adapter, options) in enumerate(ADAPTERS.items()):
-        add(core, adapter, peft_files.write(folder / adapter, model, seed=seed, **options))
-    yield model, folder, core
+    for seed, (adapter, options) in enumerate(case.adapters.items()):
+        add(core, adapter, peft_files.write(folder / adapter, goldens.FOLDER / case.model, seed=seed, **options))
+    yield case, folder, core
     core.shutdown()
 
 
@@ -85,21 +107,22 @@ def check(model: Path, answers: Sequence[engines.Answer]) -> None:
 
 def test_answers_are_those_of_merged_models(served, tmp_path):
     """Of all adapters and of none in the same steps, with more adapters than slots."""
-    model, folder, core = served
-    names = [None, *ADAPTERS]
-    answers = run(core, names, prompt_logprobs=0)
+    case, folder, core = served
+    model = goldens.FOLDER / case.model
+    answers = run(core, [None, *case.adapters], prompt_logprobs=0)
     check(model, answers[None])
-    for name in ADAPTERS:
+    for name in case.adapters:
         check(peft_files.merged(model, folder / name, tmp_path / name), answers[name])
         assert all(a.tokens != b.tokens for a, b in zip(answers[name], answers[None], strict=True))
 
 
 def test_neighbours_and_cached_prefixes_do_not_matter(served):
     """Other adapters' keys and values of the same prompts are in the cache."""
-    _, _, core = served
+    case, _, core = served
     engines.reschedule(core)
-    together = run(core, [None, *ADAPTERS])
-    for name in (None, *ADAPTERS):
+    names = [None, *case.adapters]
+    together = run(core, names)
+    for name in names:
         alone = run(core, [name])
         for first, second in zip(together[name], alone[name], strict=True):
             assert first.tokens == second.tokens

@@ -187,8 +187,11 @@ def test_refuses_tensors(tmp_path, tensors, message):
 
 
 def test_names_what_lora_target_modules_leaves_out(tmp_path):
-    with pytest.raises(AdapterError, match=r"q_proj, which lora_target_modules \(k_proj\) leaves out"):
-        read_adapter(write(tmp_path / "adapter"), {K: TARGETS[K]}, 8, 8, target_modules=["k_proj"])
+    adapter, known, left_out = write(tmp_path / "adapter"), {K: TARGETS[K]}, {Q: TARGETS[Q]}
+    with pytest.raises(AdapterError, match=r"no slots; add q_proj to lora_target_modules \(k_proj\)"):
+        read_adapter(adapter, known, 8, 8, target_modules=["k_proj"], left_out=left_out)
+    with pytest.raises(AdapterError, match="no slots; name them in lora_target_modules: q_proj, beside all others"):
+        read_adapter(adapter, known, 8, 8, left_out=left_out)
 
 
 CONFIG_FILE, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
