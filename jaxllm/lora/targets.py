@@ -123,7 +123,10 @@ def _adaptable(part: nnx.Module) -> Iterator[Adaptable]:
         names, config = part.config.names, part.config
         shape = TargetShape(config.vocab_size, config.hidden_size, "embedding")
         yield Adaptable(
-            names.embedding, {names.embedding: shape}, partial(EmbeddingTarget, names.embedding, part.embedding), is_optional=True
+            names.embedding,
+            {names.embedding: shape},
+            partial(EmbeddingTarget, names.embedding, part.embedding),
+            is_optional=True,
         )
         if config.generates:
             weight = (part.embedding if part.head is None else part.head).weight
