@@ -23,7 +23,7 @@ FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 
 
 class Loras:
-    """`call` runs a control call of the core, `run` a function that reads files, `sleep` waits."""
+    """The adapters of one front."""
 
     def __init__(
         self,
@@ -32,6 +32,7 @@ class Loras:
         run: Callable[..., Awaitable[Any]],
         sleep: Callable[[float], Awaitable[None]],
     ):
+        """call: runs a control call of the core; run: runs a function that reads files; sleep: waits."""
         self._config, self._call, self._run, self._sleep = config, call, run, sleep
         self._used: dict[str, LoRARequest] = {}
         """By name."""
@@ -129,13 +130,15 @@ class Loras:
     def _check_enabled(self) -> None:
         if not self._config.lora.enable_lora:
             raise InvalidRequestError(
-                "lora_request must be None: the engine serves no adapters; start it with enable_lora=True (--enable-lora)",
-                "lora_request",
+                "the engine serves no adapters; start it with enable_lora=True (--enable-lora)", "lora_request"
             )
 
 
 class LoraCalls:
-    """Methods for adapters, by the names of vLLM; AsyncLLM's are awaited. All raise InvalidRequestError without enable_lora."""
+    """Methods for adapters, by the names of vLLM; AsyncLLM's are awaited.
+
+    All that change something raise InvalidRequestError without enable_lora.
+    """
 
     loras: Loras
 

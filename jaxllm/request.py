@@ -68,7 +68,7 @@ class ErrorKind(enum.StrEnum):
     NOT_FINITE = "not_finite"
     """The model computed NaN or infinity for it."""
     ADAPTER = "adapter"
-    """Its adapter could not be loaded."""
+    """Its adapter could not be loaded, or was removed."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from jaxllm.adapters import AdapterInfo, check_name
 from jaxllm.async_llm import AsyncLLM
 from jaxllm.config import EngineConfig
-from jaxllm.errors import ConfigError, EngineError, InvalidRequestError
+from jaxllm.errors import AdapterError, ConfigError, EngineError, InvalidRequestError
 from jaxllm.log import logger, safe
 from server.errors import bad_request
 from server.options import AdapterOptions
@@ -108,7 +108,10 @@ class ServedAdapters:
         directory = None if self._root is None else await asyncio.to_thread(self._in_root, name)
         if directory is None:
             return False
-        await self._load_once(name, directory)
+        try:
+            await self._load_once(name, directory)
+        except AdapterError as error:
+            raise AdapterError(str(error).replace(directory, name)) from error  # clients need not know where it is
         return True
 
     async def infos(self) -> list[AdapterInfo]:

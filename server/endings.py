@@ -31,7 +31,7 @@ def failure(kind: str | None) -> ApiError:
         message = "what the request allows, biases and forbids leaves no token to go on with; loosen one of them"
         return ApiError(400, message, code="no_token_left", retry=False)
     if kind == ErrorKind.ADAPTER:
-        message = "the adapter that `model` names could not be loaded again; the server's log has the reason"
+        message = "the adapter that `model` names can no longer be loaded, or was unloaded; the server's log has the reason"
         return ApiError(500, message, param="model", code="adapter_not_usable", retry=False)
     if kind == ErrorKind.NOT_FINITE:
         message = "the model computed NaN or infinity for this request: its weights are damaged, or too large for its dtype"

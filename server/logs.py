@@ -54,11 +54,13 @@ class RequestLog:
         if not self._is_on:
             return
         request_id, num_tokens = safe(request.request_id), len(request.prompt_token_ids)
-        extra = {"request_id": request_id, "num_prompt_tokens": num_tokens}
+        adapter = request.children[0].adapter
+        extra = {"request_id": request_id, "num_prompt_tokens": num_tokens, "adapter": adapter}
         logger.info(
-            "%s: %d prompt tokens, %s",
+            "%s: %d prompt tokens, %s%s",
             request_id,
             num_tokens,
+            "" if adapter is None else f"adapter {safe(adapter, 100)}, ",
             _numbers(request.beam_search_params or request.params),
             extra=extra,
         )

@@ -22,6 +22,7 @@ from jaxllm.engine.prepare import Prepared
 from jaxllm.engine.profiler import Profiler
 from jaxllm.engine.sleep import Sleep, check_level
 from jaxllm.errors import (
+    AdapterNotFoundError,
     ConfigError,
     EngineDeadError,
     EngineError,
@@ -293,7 +294,8 @@ class EngineCore:
             try:
                 self._queue(request)
             except JaxLLMError as error:
-                kind = ErrorKind.QUEUE_TIMEOUT if isinstance(error, OverloadedError) else ErrorKind.INTERNAL
+                kinds = {OverloadedError: ErrorKind.QUEUE_TIMEOUT, AdapterNotFoundError: ErrorKind.ADAPTER}
+                kind = kinds.get(type(error), ErrorKind.INTERNAL)
                 self._news.append(EngineCoreOutput(request.request_id, [], FinishReason.ERROR, str(error), error_kind=kind))
 
     def is_paused(self) -> bool:

@@ -16,7 +16,7 @@ from jaxllm.layers.mlp import FeedForward
 from jaxllm.layers.moe import MixtureOfExperts
 from jaxllm.layers.norm import NoNorm, Normalization, make_norm
 from jaxllm.layers.runs import starts
-from jaxllm.layers.step import Step
+from jaxllm.layers.step import Adapt, Step
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import Attention, GatedDeltaNet, LatentAttention, MoE
 from jaxllm.parallel.shards import ONE_DEVICE, Shards
@@ -109,8 +109,11 @@ class CausalLM(nnx.Module):
         shards = step.shards
         num_runs = shards.num_runs(len(step.token_ids_T))
         runs = []
-        for ids_T, positions_T in zip(*(jnp.split(x_T, num_runs) for x_T in (step.token_ids_T, step.positions_T)), strict=True):
+        parts = [jnp.split(x_T, num_runs) for x_T in (step.token_ids_T, step.positions_T)]
+        for ids_T, positions_T, start in zip(*parts, starts(parts[0]), strict=True):
             part_TD = self.embedding(ids_T, shards)
+            if step.adapt is not None:
+                part_TD = step.adapt.embedded(ids_T, part_TD, start, shards)
             if self.config.embedding_scale != 1.0:
                 part_TD = part_TD * jnp.asarray(self.config.embedding_scale, part_TD.dtype)
             if self.positions is not None:
@@ -127,9 +130,14 @@ class CausalLM(nnx.Module):
             _keep_features(runs, step, layer + 1)
         return runs
 
-    def logits(self, hidden_TD: Array, shards: Shards = ONE_DEVICE) -> Array:
-        """Float32 [T, V] of this device's part of the vocabulary, of a model that generates; columns that pad it are -inf."""
-        return (self.embedding if self.head is None else self.head).logits(hidden_TD, shards, self.config.head)
+    def logits(self, hidden_TD: Array, shards: Shards = ONE_DEVICE, adapt: Adapt | None = None) -> Array:
+        """Float32 [T, V] of this device's part of the vocabulary, of a model that generates; columns that pad it are -inf.
+
+        adapt: of these tokens; None: none has an adapter.
+        """
+        head = self.embedding if self.head is None else self.head
+        change = None if adapt is None else partial(adapt.scores, self.config.names.head)
+        return head.logits(hidden_TD, shards, self.config.head, change)
 
     def _norm_before(self, layer: int) -> AnyNorm:
         """The norm that a layer takes; behind the last layer, the model's own."""

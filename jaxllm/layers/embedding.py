@@ -1,5 +1,7 @@
 """Token ids to vectors and vectors to logits."""
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
@@ -37,14 +39,25 @@ class Embedding(nnx.Module):
         rows_TD = weight_VD.at[ids_T].get(mode="clip").astype(self.dtype)
         return jnp.where(is_here_T[:, None], rows_TD, 0)
 
-    def logits(self, hidden_TD: Array, shards: Shards = ONE_DEVICE, head: Head = PLAIN_HEAD) -> Array:
-        """Float32 scores of this device's part of the vocabulary; -inf in the columns that pad it."""
+    def logits(
+        self,
+        hidden_TD: Array,
+        shards: Shards = ONE_DEVICE,
+        head: Head = PLAIN_HEAD,
+        change: Callable[[Array, Array], Array] | None = None,
+    ) -> Array:
+        """Float32 scores of this device's part of the vocabulary; -inf in the columns that pad it.
+
+        change: makes others of the hidden states and their products with the rows.
+        """
         weight_VD = self.weight[...].astype(hidden_TD.dtype)
         logits_TV = jnp.einsum(
             "td,vd->tv", hidden_TD, weight_VD, precision=precision_of(hidden_TD.dtype), preferred_element_type=jnp.float32
         )
         if self.bias is not None:
             logits_TV = logits_TV + self.bias[...].astype(jnp.float32)
+        if change is not None:
+            logits_TV = change(hidden_TD, logits_TV)
         if head.scale != 1.0:
             logits_TV = logits_TV * head.scale
         if head.soft_cap is not None:

@@ -28,7 +28,7 @@ class MixtureOfExperts(nnx.Module):
     def __init__(self, config: ModelConfig, part: MoE, prefix: str):
         E, D, F = part.routing.num_experts, config.hidden_size, part.width
         self.part = part
-        name = f"{prefix}{part.name}"
+        self.name = name = f"{prefix}{part.name}"
         self.router = abstract_param((E, D), ("experts", "embed"), config.dtype, source=f"{name}.{part.routing.router}.weight")
         self.router_bias = (
             abstract_param((E,), ("experts",), config.dtype, source=f"{name}.{part.routing.router}.bias", init="zeros")
@@ -43,7 +43,8 @@ class MixtureOfExperts(nnx.Module):
             else abstract_param((E,), ("experts",), "float32", source=Source((stored,), 0, (0,)), init="zeros")
         )
         by_expert, by_width = ("split_experts", "expert_mlp"), ("experts", "mlp")
-        experts, width = by_expert if part.by_expert else by_width
+        self.axes = experts, width = by_expert if part.by_expert else by_width
+        """Of the experts, and of their width."""
         gates, down = [f"{name}.{part}" for part in part.gate_up], f"{name}.{part.down}"
         axes = (experts, "gate_up", width, "embed")
         gate_up_source, down_source = _sources(config, part, gates, down)
@@ -69,6 +70,7 @@ class MixtureOfExperts(nnx.Module):
         logits_TE = _scores(x_TD, self.router[...])
         if self.router_bias is not None:
             logits_TE = logits_TE + self.router_bias[...].astype(jnp.float32)
+        logits_TE = step.scores(self.router_name, x_TD, logits_TE, start)
         bias = None if self.correction_bias is None else self.correction_bias[...]
         is_real_T = None if step.is_real_T is None else step.is_real_T[start : start + len(x_TD)]
         expert_Tk, weight_Tk = step.choose_experts(logits_TE, bias, is_real_T, rule=rule_of(self.part.routing))
@@ -76,7 +78,7 @@ class MixtureOfExperts(nnx.Module):
         taken_TD = x_TD
         if self.part.weighs_input:
             taken_TD, weight_Tk = (x_TD * weight_Tk).astype(x_TD.dtype), jnp.ones_like(weight_Tk)
-        out_TD = step.experts(
+        out_TD = step.experts_of(self.name, start)(
             taken_TD,
             expert_Tk,
             weight_Tk,
@@ -91,8 +93,19 @@ class MixtureOfExperts(nnx.Module):
             return out_TD
         shared_TD = self.shared(x_TD, step, start)
         if self.shared_gate is not None:
-            shared_TD = shared_TD * jax.nn.sigmoid(_scores(x_TD, self.shared_gate[...])).astype(x_TD.dtype)
+            gate_T1 = step.scores(self.shared_gate_name, x_TD, _scores(x_TD, self.shared_gate[...]), start)
+            shared_TD = shared_TD * jax.nn.sigmoid(gate_T1).astype(x_TD.dtype)
         return out_TD + shared_TD
+
+    @property
+    def router_name(self) -> str:
+        """The checkpoint's module."""
+        return f"{self.name}.{self.part.routing.router}"
+
+    @property
+    def shared_gate_name(self) -> str:
+        """The same, of a mixture that has it."""
+        return f"{self.name}.{self.part.shared_gate}"
 
     def _down_bias(self, shards: Shards) -> Array | None:
         """Where the devices split the experts' width, their results are summed: only the first adds the bias."""

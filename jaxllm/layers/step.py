@@ -33,6 +33,18 @@ class Adapt(Protocol):
         """The product y of a layer with x, of the tokens from `start` on, with what their adapters add."""
         ...
 
+    def scores(self, name: str, x_TD: Array, y_TN: Array, start: int = 0) -> Array:
+        """The same for float32 scores y by the module of this name: logits, or those of a mixture's router."""
+        ...
+
+    def experts(self, name: str, start: int) -> Callable[..., Array] | None:
+        """What computes the experts of the mixture of this name in place of `Step.experts`; None: adapters cannot change them."""
+        ...
+
+    def embedded(self, token_ids_T: Array, x_TD: Array, start: int, shards: Shards) -> Array:
+        """The embeddings x of the tokens from `start` on, with what their adapters add; as x, this device's part of the sum."""
+        ...
+
 
 @dataclass
 class Step:
@@ -66,6 +78,15 @@ class Step:
         """The product of a layer with the tokens from `start` on; where devices split its inputs, this one's part of the sum."""
         y = linear(x, self.shards if linear.is_split else ONE_DEVICE)
         return y if self.adapt is None else self.adapt(linear, x, y, start)
+
+    def scores(self, name: str, x_TD: Array, y_TN: Array, start: int = 0) -> Array:
+        """Float32 scores y of the tokens x from `start` on, by the module of this name, as their adapters change them."""
+        return y_TN if self.adapt is None else self.adapt.scores(name, x_TD, y_TN, start)
+
+    def experts_of(self, name: str, start: int) -> Callable[..., Array]:
+        """What computes the chosen experts of a mixture of the tokens from `start` on, as `experts` does."""
+        changed = None if self.adapt is None else self.adapt.experts(name, start)
+        return self.experts if changed is None else changed
 
     def angles(self, rope: Rope | None, head_dim: int) -> tuple[Array, Array]:
         """Cosine and sine, float32 [T, H/2], of every token; layers with equal ropes share them."""

@@ -1,9 +1,9 @@
 """Adapters on the device: slots in stacked arrays, and what they add to the products of a step. Source: arXiv:2106.09685."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +12,21 @@ from flax import nnx
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxllm.layers.decoder import CausalLM
 from jaxllm.layers.linear import Linear
 from jaxllm.loaders.layout import axes_of, parameters
 from jaxllm.lora.shapes import TargetShape
-from jaxllm.lora.targets import Read, Slots, adaptable, name_of, pack, packed_size, shapes_of
+from jaxllm.lora import embedding, experts
+from jaxllm.lora.embedding import EmbeddingTarget
+from jaxllm.lora.experts import ExpertsTarget
+from jaxllm.lora.targets import Read, Slots, Target, adaptable, name_of, pack, packed_size
 from jaxllm.parallel.axes import MESH_AXES
 from jaxllm.parallel.mesh import TENSOR
 from jaxllm.parallel.shards import Shards
 from jaxllm.runner.kernels import Kernels
 from pallas_kernels import lora
+
+T = TypeVar("T")
 
 # Traced and lowered once for all layers of a program.
 add = jax.jit(lora.add, static_argnames=("parts", "implementation", "interpret"))
@@ -39,12 +45,20 @@ class DeviceSlots:
         dtype: str,
         names: Sequence[str] | None = None,
     ):
-        """names: the last names of the modules that adapters may change; None: all linear layers. Raises ConfigError if there are none."""
-        layers = adaptable(model, names)
+        """names: the last names of the modules that adapters may change; None: all linear layers between embedding and head."""
+        every = adaptable(model)
+        parts = [part for part in every if part.is_wanted(names)]
         self.num_slots, self.rank, self.dtype, self.mesh = num_slots, rank, dtype, mesh
-        self.model = Slots(layers, num_slots, rank, dtype)
-        self.targets: dict[str, TargetShape] = {name: shape for layer in layers for name, shape in shapes_of(layer)}
+        self.model = Slots(parts, num_slots, rank, dtype)
+        self.names = tuple(part.name for part in parts)
+        """Of the parts that adapters may change."""
+        self.targets: dict[str, TargetShape] = {name: shape for part in parts for name, shape in part.modules.items()}
         """The checkpoint's modules that adapters may change."""
+        self.others: dict[str, TargetShape] = {
+            name: shape for part in every if part not in parts for name, shape in part.modules.items()
+        }
+        """The modules for which there are slots only with other options."""
+        self.changes_logits = isinstance(model, CausalLM) and model.config.names.head in self.names
         self.packed_size = packed_size(self.model, mesh.size)
 
     def adapt(self, model: Slots, slot_T: Array, shards: Shards, kernels: Kernels) -> "Products":
@@ -55,7 +69,7 @@ class DeviceSlots:
     def products(self) -> Collection[tuple[int, lora.Parts]]:
         """See Adaptation."""
         found: dict[tuple[int, lora.Parts], None] = {}
-        for target in self.model.targets:
+        for target in _of_type(Target, self.model):
             (_, *inputs), (_, *outputs) = (self._local_shape(variable) for variable in (target.down, target.up))
             found[math.prod(inputs), target.parts(outputs)] = None
         return tuple(found)
@@ -91,14 +105,40 @@ class Products:
     """An Adapt: the products of a step, with what the adapter of each token adds."""
 
     def __init__(self, model: Slots, slot_T: Array, num_slots: int, kernels: Kernels):
-        self._targets = {target.name: target for target in model.targets}
+        self._targets = {target.name: target for target in _of_type(Target, model)}
+        self._experts = {target.name: target for target in _of_type(ExpertsTarget, model)}
+        self._embedding = next(iter(_of_type(EmbeddingTarget, model)), None)
         self._slot_T, self._num_slots, self._kernels = slot_T, num_slots, kernels
         self._groups: dict[tuple[int, int], Any] = {}
         """Of each run of tokens."""
 
     def __call__(self, linear: Linear, x: Array, y: Array, start: int) -> Array:
         """See Adapt."""
-        target = self._targets.get(name_of(linear))
+        return self._added(name_of(linear), x, y, start)
+
+    def scores(self, name: str, x_TD: Array, y_TN: Array, start: int = 0) -> Array:
+        """See Adapt."""
+        return self._added(name, x_TD, y_TN, start)
+
+    def experts(self, name: str, start: int) -> Callable[..., Array] | None:
+        """See Adapt."""
+        if name not in self._experts:
+            return None
+
+        def compute(x_TD: Array, *args: Any, **options: Any) -> Array:
+            slot_T = self._slot_T[start : start + len(x_TD)]
+            return experts.compute(x_TD, *args, slot_T=slot_T, factors=self._experts[name].factors, **options)
+
+        return compute
+
+    def embedded(self, token_ids_T: Array, x_TD: Array, start: int, shards: Shards) -> Array:
+        """See Adapt."""
+        if self._embedding is None:
+            return x_TD
+        return embedding.add(self._embedding, token_ids_T, x_TD, self._slot_T[start : start + len(x_TD)], shards)
+
+    def _added(self, name: str, x: Array, y: Array, start: int) -> Array:
+        target = self._targets.get(name)
         if target is None:
             return y
         x_TD = x.reshape(len(x), -1)
@@ -119,3 +159,7 @@ class Products:
         if (start, count) not in self._groups:
             self._groups[start, count] = lora.group(self._slot_T[start : start + count], self._num_slots)
         return self._groups[start, count]
+
+
+def _of_type(kind: type[T], model: Slots) -> list[T]:
+    return [target for target in model.targets if isinstance(target, kind)]

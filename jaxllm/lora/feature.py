@@ -17,6 +17,7 @@ from jaxllm.lora.adapters import Adapters
 from jaxllm.lora.checkpoint import read_adapter
 from jaxllm.lora.device import DeviceSlots
 from jaxllm.lora.host_memory import AdapterFiles
+from jaxllm.lora.targets import last_name
 from jaxllm.model_config import ModelConfig
 
 if TYPE_CHECKING:
@@ -37,10 +38,8 @@ class LoRA:
         dtype = model_config.dtype if options.lora_dtype == "auto" else options.lora_dtype
         names = options.lora_target_modules
         slots = DeviceSlots(model, mesh, num_slots=options.max_loras, rank=options.padded_rank, dtype=dtype, names=names)
-        if names is not None and (unknown := set(names) - {name.rsplit(".", 1)[-1] for name in slots.targets}):
-            known = sorted(
-                {name.rsplit(".", 1)[-1] for name in DeviceSlots(model, mesh, num_slots=1, rank=8, dtype=dtype).targets}
-            )
+        if names is not None and (unknown := set(names) - {last_name(name) for name in slots.targets}):
+            known = sorted({last_name(name) for name in (*slots.targets, *slots.others)})
             raise ConfigError(
                 f"lora_target_modules has {sorted(unknown)[0]!r}, no module of {model_config.architecture} that adapters can change; "
                 f"there are {', '.join(known)}"
@@ -51,7 +50,7 @@ class LoRA:
     def described(self) -> Mapping[str, Any]:
         """See Adapters."""
         slots = self.adaptation
-        return {"slots": slots.num_slots, "rank": slots.rank, "dtype": slots.dtype, "modules": sorted(slots.targets)}
+        return {"slots": slots.num_slots, "rank": slots.rank, "dtype": slots.dtype, "modules": sorted(slots.names)}
 
     def new_manager(self, runner: "ModelRunner") -> Adapters:
         """See Adapters."""

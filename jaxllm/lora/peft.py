@@ -1,13 +1,13 @@
 """adapter_config.json of PEFT: which LoRA it describes, and whether that can be served. Needs no JAX."""
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import msgspec
+import regex
 
 from jaxllm.errors import AdapterError
 
@@ -33,6 +33,8 @@ _UNSUPPORTED = {
 """Fields that must be unset, and why."""
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """How values of `init_lora_weights` begin with which training starts from a changed base."""
+_MATCH_SECONDS = 0.1
+"""Longest time for a pattern and a name."""
 
 
 _Rank = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
@@ -59,10 +61,11 @@ class _Fields(msgspec.Struct):
 class PeftConfig:
     """The LoRA that an adapter_config.json describes."""
 
+    directory: Path
     rank: int
     alpha: float
-    rank_pattern: Mapping[re.Pattern[str], int]
-    alpha_pattern: Mapping[re.Pattern[str], float]
+    rank_pattern: Mapping["regex.Pattern[str]", int]
+    alpha_pattern: Mapping["regex.Pattern[str]", float]
     """By what the names of modules end in; the first that fits counts."""
     root_of_rank: bool
     """Whether the scale is alpha / sqrt(rank) instead of alpha / rank: rsLoRA."""
@@ -75,12 +78,25 @@ class PeftConfig:
 
     def rank_of(self, module: str) -> int:
         """The rank of a module, or of a parameter that was adapted by itself."""
-        return _of(self.rank_pattern, module, self.rank)
+        return self._of(self.rank_pattern, module, self.rank)
 
     def scale_of(self, module: str) -> float:
         """What B @ A is multiplied by."""
         rank = self.rank_of(module)
-        return _of(self.alpha_pattern, module, self.alpha) / (math.sqrt(rank) if self.root_of_rank else rank)
+        return self._of(self.alpha_pattern, module, self.alpha) / (math.sqrt(rank) if self.root_of_rank else rank)
+
+    def _of(self, patterns: Mapping["regex.Pattern[str]", Number], module: str, default: Number) -> Number:
+        try:
+            # Other threads go on meanwhile.
+            matches = (
+                value for pattern, value in patterns.items() if pattern.match(module, timeout=_MATCH_SECONDS, concurrent=True)
+            )
+            return next(matches, default)
+        except (TimeoutError, RecursionError) as error:
+            raise AdapterError(
+                f"adapter {self.directory}: a pattern in rank_pattern or alpha_pattern of {CONFIG} takes too long for {module}; "
+                "give the names of modules there"
+            ) from error
 
 
 def read_config(directory: Path) -> PeftConfig:
@@ -97,8 +113,8 @@ def read_config(directory: Path) -> PeftConfig:
         if isinstance(values, dict):
             _check_supported(directory, values)
         fields = msgspec.convert(values, _Fields)
-        return _config(fields)
-    except (ValueError, OverflowError, RecursionError, re.error) as error:  # those of msgspec are ValueErrors
+        return _config(directory, fields)
+    except (ValueError, OverflowError, RecursionError, regex.error) as error:  # those of msgspec are ValueErrors
         raise AdapterError(
             f"adapter {directory}: {CONFIG} is broken: {error}; correct it, or save the adapter again"
         ) from error
@@ -119,13 +135,12 @@ def _check_supported(directory: Path, values: Mapping[str, Any]) -> None:
         refuse("init_lora_weights", f"it was trained on a base whose weights were changed first; {_CONVERT}, or {MERGE}")
 
 
-def _config(fields: _Fields) -> PeftConfig:
-    if isinstance(fields.target_modules, str):
-        re.compile(fields.target_modules)
+def _config(directory: Path, fields: _Fields) -> PeftConfig:
     for alpha in (fields.lora_alpha, *(fields.alpha_pattern or {}).values()):
         if not math.isfinite(alpha):
             raise ValueError(f"an alpha is {alpha}, must be a finite number")
     return PeftConfig(
+        directory=directory,
         rank=fields.r,
         alpha=fields.lora_alpha,
         rank_pattern=_compiled(fields.rank_pattern),
@@ -138,9 +153,5 @@ def _config(fields: _Fields) -> PeftConfig:
     )
 
 
-def _compiled(patterns: Mapping[str, Number] | None) -> dict[re.Pattern[str], Number]:
-    return {re.compile(rf"(.*\.)?({pattern})$"): value for pattern, value in (patterns or {}).items()}
-
-
-def _of(patterns: Mapping[re.Pattern[str], Number], module: str, default: Number) -> Number:
-    return next((value for pattern, value in patterns.items() if pattern.match(module)), default)
+def _compiled(patterns: Mapping[str, Number] | None) -> dict["regex.Pattern[str]", Number]:
+    return {regex.compile(rf"(.*\.)?({pattern})$"): value for pattern, value in (patterns or {}).items()}

@@ -1,14 +1,20 @@
-"""The linear layers that adapters may change, and the arrays that hold adapters beside them."""
+"""What adapters may change of a model, and the arrays that hold adapters beside it."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from flax import nnx
 
+from jaxllm.layers.decoder import CausalLM
 from jaxllm.layers.linear import Linear, abstract_param
-from jaxllm.layers.source import Index, Source, Tensor, output_major
+from jaxllm.layers.moe import MixtureOfExperts
+from jaxllm.layers.source import Index, Source, Stacked, Tensor, output_major
 from jaxllm.loaders.layout import axes_of, expand, parameters, source_of
+from jaxllm.lora.embedding import EmbeddingTarget
+from jaxllm.lora.experts import ExpertsTarget, modules_of
 from jaxllm.lora.shapes import TargetShape
 from jaxllm.parallel.axes import MESH_AXES
 from pallas_kernels.lora import Parts
@@ -18,28 +24,46 @@ Read = Callable[[str], np.ndarray]
 
 
 class Target(nnx.Module):
-    """The adapters in all slots of one linear layer, of which M modules of the checkpoint are made.
+    """The adapters in all slots of one product, of which M modules of the checkpoint are made.
 
     down [S, M * R, inputs...] takes the input of each module to R values, up [S, R, outputs...] these to its outputs. Both are split
     over devices as the layer's weight.
     """
 
-    def __init__(self, linear: Linear, num_slots: int, rank: int, dtype: str):
+    def __init__(self, name: str, down: nnx.Param, up: nnx.Param, before: int = 0, sizes: Sequence[int] = (1,)):
+        """before: dimensions of the outputs before the one along which the modules are joined; sizes: each module's share of that."""
+        self.name, self.down, self.up = name, down, up
+        self.before, self.sizes = before, tuple(sizes)
+
+    @classmethod
+    def of_linear(cls, linear: Linear, num_slots: int, rank: int, dtype: str) -> "Target":
+        """Of a linear layer."""
         n, shape, axes = linear.num_contracted, linear.shape, linear.axes
         modules = linear.modules
-        self.name = name_of(linear)
-        self.before, self.sizes = _parts(linear)
         lora_a = tuple(
             Tensor(f"{m.name}.lora_A.weight", (rank, math.prod(linear.inputs)), (rank, *linear.inputs)) for m in modules
         )
         source = Source(lora_a, 0, tuple(range(len(linear.inputs) + 1)))
         lead = (num_slots, len(modules) * rank)
-        self.down = abstract_param((*lead, *shape[:n]), ("slot", "rank", *axes[:n]), dtype, source=source)
+        down = abstract_param((*lead, *shape[:n]), ("slot", "rank", *axes[:n]), dtype, source=source)
         source = output_major(modules, "lora_B.weight", linear.joined, (rank,))
-        self.up = abstract_param((num_slots, rank, *shape[n:]), ("slot", "rank", *axes[n:]), dtype, source=source)
+        up = abstract_param((num_slots, rank, *shape[n:]), ("slot", "rank", *axes[n:]), dtype, source=source)
+        return cls(name_of(linear), down, up, *_parts(linear))
+
+    @classmethod
+    def of_scores(cls, name: str, weight: nnx.Variable, shape: TargetShape, num_slots: int, rank: int, dtype: str) -> "Target":
+        """Of scores by a module with the weight [outputs, inputs]. shape: as stored, without padding."""
+        (N, D), axes = weight.shape, axes_of(weight)
+        lora_a = Tensor(f"{name}.lora_A.weight", (rank, D), (rank, D))
+        lora_b = Tensor(f"{name}.lora_B.weight", (shape.outputs, rank), (shape.outputs, rank))
+        down = abstract_param((num_slots, rank, D), ("slot", "rank", axes[1]), dtype, source=Source((lora_a,), 0, (0, 1)))
+        up = abstract_param((num_slots, rank, N), ("slot", "rank", axes[0]), dtype, source=Source((lora_b,), 0, (1, 0)))
+        return cls(name, down, up)
 
     def parts(self, outputs: Sequence[int]) -> Parts:
         """Which of these outputs, those of a device, belong to which module."""
+        if len(self.sizes) == 1:
+            return Parts(1, (1,), math.prod(outputs))
         return Parts(math.prod(outputs[: self.before]), self.sizes, math.prod(outputs[self.before + 1 :]))
 
 
@@ -56,31 +80,77 @@ def _parts(linear: Linear) -> tuple[int, tuple[int, ...]]:
     return linear.joined, tuple(sizes)
 
 
-def shapes_of(linear: Linear) -> Iterator[tuple[str, TargetShape]]:
-    """The checkpoint's modules of a layer."""
+@dataclass(frozen=True)
+class Adaptable:
+    """A part of a model that adapters may change."""
+
+    name: str
+    modules: Mapping[str, TargetShape]
+    """The checkpoint's modules that it is made of."""
+    make: Callable[[int, int, str], nnx.Module]
+    """(number of slots, rank, type) -> the arrays of all slots."""
+    is_optional: bool = False
+    """Whether there are slots for it only if it is named: those of a vocabulary are large, and few adapters have them."""
+
+    def is_wanted(self, names: Sequence[str] | None) -> bool:
+        """Whether one of these is the last name of one of its modules; None: whatever is not optional."""
+        return not self.is_optional if names is None else any(last_name(module) in names for module in self.modules)
+
+
+def last_name(module: str) -> str:
+    """The last name of a module: "q_proj"."""
+    return module.rpartition(".")[2]
+
+
+def adaptable(model: nnx.Module) -> list[Adaptable]:
+    """All parts of a model that adapters may change, in the order of its modules."""
+    found: dict[str, Adaptable] = {}
+    for _, part in nnx.iter_modules(model):
+        for each in _adaptable(part):
+            found[each.name] = each
+    return list(found.values())
+
+
+def _adaptable(part: nnx.Module) -> Iterator[Adaptable]:
+    if isinstance(part, Linear):
+        yield Adaptable(name_of(part), _modules_of(part), partial(Target.of_linear, part))
+    if isinstance(part, MixtureOfExperts):
+        yield Adaptable(part.name, modules_of(part), partial(ExpertsTarget, part))
+        yield _of_scores(part.router_name, part.router)
+        if part.shared_gate is not None:
+            yield _of_scores(part.shared_gate_name, part.shared_gate)
+    if isinstance(part, CausalLM):
+        names, config = part.config.names, part.config
+        shape = TargetShape(config.vocab_size, config.hidden_size, "embedding")
+        yield Adaptable(
+            names.embedding,
+            {names.embedding: shape},
+            partial(EmbeddingTarget, names.embedding, part.embedding),
+            is_optional=True,
+        )
+        if config.generates:
+            weight = (part.embedding if part.head is None else part.head).weight
+            yield _of_scores(names.head, weight, config.vocab_size, is_optional=True)
+
+
+def _of_scores(name: str, weight: nnx.Variable, num_outputs: int | None = None, *, is_optional: bool = False) -> Adaptable:
+    N, D = weight.shape
+    shape = TargetShape(D, N if num_outputs is None else num_outputs)
+    return Adaptable(name, {name: shape}, partial(Target.of_scores, name, weight, shape), is_optional)
+
+
+def _modules_of(linear: Linear) -> dict[str, TargetShape]:
     rows: dict[str, int] = {}
     for module in linear.modules:
         rows[module.name] = rows.get(module.name, 0) + module.num_rows
-    for name, num_rows in rows.items():
-        yield name, TargetShape(math.prod(linear.inputs), num_rows)
+    return {name: TargetShape(math.prod(linear.inputs), num_rows) for name, num_rows in rows.items()}
 
 
 class Slots(nnx.Module):
-    """The adapters in all slots, of all layers that they may change. Abstract: without values."""
+    """The adapters in all slots, of all parts that they may change. Abstract: without values."""
 
-    def __init__(self, layers: Sequence[Linear], num_slots: int, rank: int, dtype: str):
-        self.targets = nnx.List([Target(linear, num_slots, rank, dtype) for linear in layers])
-
-
-def adaptable(model: nnx.Module, names: Sequence[str] | None) -> list[Linear]:
-    """The linear layers of a model, those with one of these last names if names are given, in the order of their modules."""
-    found = {
-        name_of(part): part
-        for _, part in nnx.iter_modules(model)
-        if isinstance(part, Linear)
-        if names is None or any(m.name.rsplit(".", 1)[-1] in names for m in part.modules)
-    }
-    return list(found.values())
+    def __init__(self, parts: Sequence[Adaptable], num_slots: int, rank: int, dtype: str):
+        self.targets = nnx.List([part.make(num_slots, rank, dtype) for part in parts])
 
 
 def packed_size(slots: Slots, num_devices: int) -> int:
@@ -102,8 +172,11 @@ def pack(slots: Slots, read: Read, dtype: np.dtype, num_devices: int) -> np.ndar
     start = 0
     for _, variable in parameters(slots):
         source, axes, shape = source_of(variable), axes_of(variable)[1:], variable.shape[1:]
-        assert isinstance(source, Source)
-        whole = expand(np, source.read(tensor).transpose(source.permutation), axes, shape)
+        if isinstance(source, Stacked):
+            whole = source.read(tensor, (slice(None),) * len(shape), dtype)
+        else:
+            assert isinstance(source, Source)
+            whole = expand(np, source.read(tensor).transpose(source.permutation), axes, shape)
         split = next((i for i, axis in enumerate(axes) if MESH_AXES[axis]), None)
         parts = [whole] * num_devices if split is None else np.split(whole, num_devices, split)
         end = start + parts[0].size

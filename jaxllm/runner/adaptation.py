@@ -21,6 +21,10 @@ class Adaptation(Protocol):
         """The arrays of all slots, as shapes with logical axes. All zeros at the start."""
 
     @property
+    def changes_logits(self) -> bool:
+        """Whether logits depend on adapters not only by the hidden states."""
+
+    @property
     def num_slots(self) -> int: ...
 
     @property

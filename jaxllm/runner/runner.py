@@ -166,7 +166,7 @@ class ModelRunner:
 
     def work_bytes(self) -> int:
         """Temporary and output bytes per device of the largest step, read from its compiled program."""
-        largest = ProgramKey("forward", self.buckets.tokens[-1])
+        largest = ProgramKey("forward", self.buckets.tokens[-1], adapted=self.shapes.functions.adapting is not None)
         self.programs.compile_all([largest], SILENT)
         sizes = self.programs.get(largest).memory_analysis()
         if sizes is None:
@@ -275,6 +275,10 @@ class ModelRunner:
         """Run the programs once on empty steps. From then on, compilations that a request waits for are counted."""
         warm_up.run_common(self)
         self.programs.is_warm = True
+
+    @property
+    def adapts_logits(self) -> bool:
+        return self.shapes.adapts_logits
 
     @property
     def workspace(self) -> jax.Array | None:

@@ -110,7 +110,7 @@ class StepFunctions:
         kept = list(caches)
         step = self._step(kept, token_ids_T, places, shards)
         if adapted:
-            step.adapt = self._adapt(params, columns_RC, places, shards)
+            step.adapt = self._adapt(params, _slots(columns_RC, places), shards)
         hidden_TD = self.merge(params)(step)
         hidden_TD = shards.check(hidden_TD, jnp.nan)
         drafts_R1 = columns_RC[:, Column.NUM_DRAFTS, None]
@@ -153,9 +153,9 @@ class StepFunctions:
         kept = list(caches)
         step = self._step(kept, token_ids_T, places, shards)
         if adapted:
-            step.adapt = self._adapt(params, columns_RC, places, shards)
+            step.adapt = self._adapt(params, _slots(columns_RC, places), shards)
         hidden_TD = self.merge(params)(step)
-        logits_TV = self.merge(params).logits(hidden_TD, shards)
+        logits_TV = self.merge(params).logits(hidden_TD, shards, step.adapt)
         token_T = self._draw_after_drafts(variant, logits_TV, rows, columns_RC, width, shards)
         token_T = shards.check(token_T, PEERS_LOST)
         caches = tuple(kept)
@@ -177,6 +177,7 @@ class StepFunctions:
         variant: Variant,
         kind: LogprobsKind,
         width: int,
+        adapted: bool,
         params: Params,
         rows: RowArrays,
         hidden_NWD: jax.Array,
@@ -187,7 +188,8 @@ class StepFunctions:
         workspace: jax.Array | None,
     ) -> tuple[RowArrays, jax.Array, SamplingState | None, Scores]:
         """Sample the first `num_rows` rows after `forward`, up to `width` tokens each. Full sampling takes and returns its state,
-        NAMED takes the named ids, MASKED and above a mask for each token. Tokens may be NO_TOKEN or NOT_FINITE.
+        NAMED takes the named ids, MASKED and above a mask for each token. Tokens may be NO_TOKEN or NOT_FINITE. adapted: whether
+        the rows' adapters change the logits.
 
         Tokens are [R], or with a drafter [R, W + 1] as of `drafts.accept`; scores have `width` for each row.
         """
@@ -196,7 +198,8 @@ class StepFunctions:
         columns_TC = each_draw(columns_RC, width)
         if width > 1:  # a row with named ids has the same for each of its tokens
             named_ids_RI = None if named_ids_RI is None else jnp.repeat(named_ids_RI, width, axis=0)
-        logits_TV = self.merge(params).logits(hidden_TD, self.shards)
+        adapt = self._adapt(params, columns_TC[:, Column.ADAPTER], self.shards) if adapted else None
+        logits_TV = self.merge(params).logits(hidden_TD, self.shards, adapt)
         peers = self.shards.through(workspace)
         if variant < Variant.FULL and kind == LogprobsKind.NONE:
             # The masked variant is compiled late, when the devices may be busy: see `uses_peers`.
@@ -299,10 +302,18 @@ class StepFunctions:
         drafts, last_R, drawn_RX = accept(rows.drafts, columns_RC, token_RW, rates)
         return _store_tokens(rows._replace(drafts=drafts), columns_RC, last_R), drawn_RX
 
-    def prompt_logprobs(self, params: Params, hidden_TD: jax.Array, chunk_2C: jax.Array) -> Logprobs:
-        """Logprobs of prompt tokens (second row of the chunk) that follow tokens of the step (first row: their index)."""
+    def prompt_logprobs(
+        self, params: Params, hidden_TD: jax.Array, chunk_2C: jax.Array, adapter_slot: jax.Array | None
+    ) -> Logprobs:
+        """Logprobs of prompt tokens (second row of the chunk) that follow tokens of the step (first row: their index).
+
+        adapter_slot: of the adapter that changes the logits; None: none does.
+        """
         index_C, target_C = chunk_2C
-        logits_CV = self.merge(params).logits(hidden_TD[index_C], self.shards)
+        adapt = None
+        if adapter_slot is not None:
+            adapt = self._adapt(params, jnp.full(len(index_C), adapter_slot), self.shards)
+        logits_CV = self.merge(params).logits(hidden_TD[index_C], self.shards, adapt)
         scores = self._top(self.shards.to_rows(logits_CV), self.shards.own_rows(target_C))
         return self.shards.from_rows(scores, len(target_C))
 
@@ -324,9 +335,8 @@ class StepFunctions:
         wanted = () if self.drafting is None else self.drafting.drafter.feature_layers
         return make_step(caches, token_ids_T, places, self.cache.places, self.kernels, shards, wanted)
 
-    def _adapt(self, params: Params, columns_RC: jax.Array, places: Places, shards: Shards) -> Adapt:
+    def _adapt(self, params: Params, slot_T: jax.Array, shards: Shards) -> Adapt:
         assert self.adapting is not None, "the engine has no adapters"
-        slot_T = jnp.where(places.is_real_T, columns_RC[places.owner_T, Column.ADAPTER], NO_ADAPTER)
         return self.adapting.adaptation.adapt(self.adapting.merge(params), slot_T, shards, self.kernels)
 
     def write_adapter(self, arrays: Params, packed_1P: jax.Array, slot: jax.Array) -> Params:
@@ -399,6 +409,11 @@ class StepFunctions:
 
 def _next_position(columns_RC: jax.Array) -> jax.Array:
     return columns_RC[:, Column.START] + columns_RC[:, Column.NUM_TOKENS]
+
+
+def _slots(columns_RC: jax.Array, places: Places) -> jax.Array:
+    """int32[T]: the slot of each token's adapter."""
+    return jnp.where(places.is_real_T, columns_RC[places.owner_T, Column.ADAPTER], NO_ADAPTER)
 
 
 def _set_flat(table: jax.Array, index: jax.Array, value: jax.Array) -> jax.Array:

@@ -97,7 +97,7 @@ class StepPrograms:
     def common_keys(self) -> list[ProgramKey]:
         """What almost every request needs, the slowest to compile first."""
         buckets, simple = self.buckets, (Variant.GREEDY, Variant.RANDOM)
-        adapted = (False,) if self.functions.adapting is None else (False, True)
+        adapted, adapted_heads = (False,) if self.functions.adapting is None else (False, True), self._adapted_heads
         forward = [ProgramKey("forward", size, adapted=has) for size in reversed(buckets.tokens) for has in adapted]
         writes = [ProgramKey("write_blocks"), *([ProgramKey("write_adapter")] if len(adapted) > 1 else [])]
         if not self.model.generates:
@@ -112,10 +112,11 @@ class StepPrograms:
                 for has in adapted
             ),
             *(
-                ProgramKey("sample", size, variant, width=width)
+                ProgramKey("sample", size, variant, width=width, adapted=has)
                 for size in reversed(buckets.sample_rows)
                 for variant in simple
                 for width in buckets.widths_of(size)
+                for has in adapted_heads
             ),
             *(
                 ProgramKey("propose", size, variant, width=width)
@@ -136,21 +137,23 @@ class StepPrograms:
 
     def rare_keys(self) -> list[ProgramKey]:
         """What only some requests ask for: grammars, the full sampler, logprobs, vectors."""
-        buckets = self.buckets
+        buckets, adapted_heads = self.buckets, self._adapted_heads
         if not self.model.generates:
             return []
         return [
             *(
-                ProgramKey("sample", size, Variant.MASKED, width=width)
+                ProgramKey("sample", size, Variant.MASKED, width=width, adapted=has)
                 for size in buckets.sample_rows
                 for width in buckets.widths_of(size)
+                for has in adapted_heads
             ),
             *(
-                ProgramKey("sample", size, variant, kind, width)
+                ProgramKey("sample", size, variant, kind, width, has)
                 for size in buckets.sample_rows
                 for variant in (Variant.RANDOM, Variant.MASKED)
                 for kind in (LogprobsKind.TOP, LogprobsKind.NAMED)
                 for width in buckets.widths_of(size)
+                for has in adapted_heads
                 if not self.full_logprobs
             ),
             *([] if self.functions.drafting is None else [ProgramKey("drafts")]),
@@ -158,13 +161,24 @@ class StepPrograms:
             ProgramKey("new_state"),
             ProgramKey("admit"),
             *(
-                ProgramKey("sample", size, Variant.FULL, kind, width)
+                ProgramKey("sample", size, Variant.FULL, kind, width, has)
                 for size in buckets.sample_rows
                 for kind in LogprobsKind
                 for width in buckets.widths_of(size)
+                for has in adapted_heads
             ),
-            *(ProgramKey("prompt_logprobs", size) for size in buckets.tokens),
+            *(ProgramKey("prompt_logprobs", size, adapted=has) for size in buckets.tokens for has in adapted_heads),
         ]
+
+    @property
+    def adapts_logits(self) -> bool:
+        """Whether adapters change logits not only by the hidden states."""
+        return self.functions.adapting is not None and self.functions.adapting.adaptation.changes_logits
+
+    @property
+    def _adapted_heads(self) -> tuple[bool, ...]:
+        """The values of `adapted` of programs that compute logits of hidden states."""
+        return (False, True) if self.adapts_logits else (False,)
 
     def _pooling_keys(self) -> list[ProgramKey]:
         """What makes one vector of a prompt. Vectors of tokens need no program: their hidden states are read as they are."""
@@ -271,7 +285,7 @@ class StepPrograms:
         mask = (
             self._ints(key.size * key.width, num_words(self.model.padded_vocab_size)) if key.variant >= Variant.MASKED else None
         )
-        function = partial(self.functions.sample, key.size, key.variant, key.logprobs, key.width)
+        function = partial(self.functions.sample, key.size, key.variant, key.logprobs, key.width, key.adapted)
         hidden_NWD = self._shape(self._sampled_shape, self.model.dtype)
         columns_NC = self._ints(max_rows, NUM_ROW_COLUMNS)
         arguments = (self.params, self.rows, hidden_NWD, columns_NC, state, named_ids, mask, self.workspace)
@@ -289,7 +303,8 @@ class StepPrograms:
 
     def _lower_prompt_logprobs(self, key: ProgramKey) -> jax.stages.Lowered:
         hidden_TD = self._shape((key.size, self.model.hidden_size), self.model.dtype)
-        arguments = (self.params, hidden_TD, self._ints(2, PROMPT_LOGPROBS_CHUNK))
+        adapter_slot = self._ints() if key.adapted else None
+        arguments = (self.params, hidden_TD, self._ints(2, PROMPT_LOGPROBS_CHUNK), adapter_slot)
         return self._lower_on_each(self.functions.prompt_logprobs, arguments, self.replicated, donate=())
 
     def _lower_pool(self, key: ProgramKey) -> jax.stages.Lowered:

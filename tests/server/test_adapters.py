@@ -5,10 +5,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from jaxllm.async_llm import AsyncLLM
 from jaxllm.errors import AdapterError, ConfigError
+from jaxllm.outputs import EngineCoreOutput
+from jaxllm.request import ErrorKind, FinishReason
 from server.adapters import check_adapter_options, read_module
 from server.app import create_app
 from tests.helpers.fake_engine_core import FakeEngineCore
@@ -127,11 +130,11 @@ def test_the_directory_has_what_no_one_loaded(engine: AsyncLLM, core: FakeEngine
             assert client.complete(model=name).status_code == 404, name
         (root / "torn").mkdir()
         (root / "torn" / "adapter_config.json").write_text("{}")
-        core.adapter_faults["torn"] = "adapter 'torn': lora_A of layers.0 is 9 x 8, must be 8 x 8"
+        core.adapter_faults["torn"] = f"adapter {root}/torn: lora_A of layers.0 is 9 x 8, must be 8 x 8"
         for _ in range(2):
             reply = client.complete(model="torn")
             assert reply.status_code == 400 and reply.json()["error"]["param"] == "model"
-            assert "must be 8 x 8" in reply.text
+            assert reply.json()["error"]["message"] == "adapter torn: lora_A of layers.0 is 9 x 8, must be 8 x 8"
     assert len(adds(core)) == 3
 
 
@@ -155,6 +158,27 @@ def test_adapters_of_others_come_and_go(
         client.run(asyncio.sleep(0.05))
         assert "this server has 'm'" in client.complete(model="sql").text
         assert client.get("/v1/models/sql").status_code == 404
+
+
+def test_an_adapter_that_is_gone_ends_its_requests_alone(engine: AsyncLLM, core: FakeEngineCore, root: Path) -> None:
+    def fail() -> None:
+        for request_id in [id for id, running in core.running.items() if running.request.adapter]:
+            del core.running[request_id]
+            core.news.append(
+                EngineCoreOutput(request_id, [], FinishReason.ERROR, f"{root} is gone", error_kind=ErrorKind.ADAPTER)
+            )
+
+    core.before_step = fail
+    with Client(create_app(engine, options(lora_dir=str(root)))) as client:
+
+        async def both() -> list[int]:
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(client.app), base_url="http://test") as http:
+                sent = [http.post("/v1/completions", json={"prompt": "hi", "model": model}) for model in ("sql", "m")]
+                replies = await asyncio.gather(*sent)
+            assert replies[0].json()["error"]["code"] == "adapter_not_usable" and str(root) not in replies[0].text
+            return [reply.status_code for reply in replies]
+
+        assert client.run(both()) == [500, 200]
 
 
 def test_operators_load_and_unload(engine: AsyncLLM, core: FakeEngineCore, root: Path) -> None:

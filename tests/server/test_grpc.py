@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from jaxllm.adapters import AdapterInfo
 from jaxllm.async_llm import AsyncLLM
 from jaxllm.errors import ConfigError, EngineError, OverloadedError
 from jaxllm.sampling_params import IN_REQUESTS
@@ -99,6 +100,15 @@ def test_token_ids_are_a_prompt_too_and_final_only_answers_once(wire: Wire, core
     [response] = wire.generate(token_ids=pb.TokenIds(ids=[5, 6]), final_only=True, model="m")
     assert core.requests[-1].prompt_token_ids == [5, 6]
     assert text_of([response]) == "one two three"
+
+
+def test_the_model_may_be_an_adapter(wire: Wire, core: FakeEngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire.context.adapters, "_is_enabled", True)
+    monkeypatch.setitem(core.adapters, "sql", AdapterInfo("sql", "/sql", 8, 1024, False, "host"))
+    wire.generate(text="hi", model="sql")
+    assert core.requests[-1].adapter == "sql"
+    info = wire.run(wire.stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=KEY))
+    assert info.served_names == ["m", "sql"]
 
 
 def test_parameters_reach_the_engine(wire: Wire, core: FakeEngineCore) -> None:

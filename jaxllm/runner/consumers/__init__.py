@@ -36,6 +36,10 @@ class Device(Protocol):
     @property
     def workspace(self) -> jax.Array | None: ...
 
+    @property
+    def adapts_logits(self) -> bool:
+        """Whether adapters change logits not only by the hidden states."""
+
     def program(self, key: ProgramKey) -> jax.stages.Compiled:
         """A compiled program."""
 

@@ -13,7 +13,7 @@ from jaxllm.runner.layout import padded
 from jaxllm.runner.rows import Row
 from jaxllm.runner.step import Logprobs
 from jaxllm.runner.step_programs import PROMPT_LOGPROBS_CHUNK, ProgramKey
-from jaxllm.scheduler_output import ModelRunnerOutput, TokenLogprobs
+from jaxllm.scheduler_output import NO_ADAPTER, ModelRunnerOutput, TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,16 @@ class PromptLogprobs:
 
     def _score(self, targets: Targets, hidden: Hidden | None) -> list[Logprobs]:
         scores = []
+        slot = targets.row.data.adapter_slot if self._device.adapts_logits else NO_ADAPTER
+        adapter_slot = None if slot == NO_ADAPTER else self._device.put(np.int32(slot))
         for first in range(0, len(targets.token_ids), PROMPT_LOGPROBS_CHUNK):
             assert hidden is not None, "a decode step with prompt tokens to score"
-            program = self._device.program(ProgramKey("prompt_logprobs", hidden.hidden_TD.shape[0]))
+            key = ProgramKey("prompt_logprobs", len(hidden.hidden_TD), adapted=adapter_slot is not None)
+            program = self._device.program(key)
             token_ids = targets.token_ids[first : first + PROMPT_LOGPROBS_CHUNK]
             index = targets.first_token + first + np.arange(len(token_ids))
             arrays = padded(index, token_ids, PROMPT_LOGPROBS_CHUNK, padding=0)
-            scores.append(program(self._device.params, hidden.hidden_TD, self._device.put(arrays)))
+            scores.append(program(self._device.params, hidden.hidden_TD, self._device.put(arrays), adapter_slot))
         return scores
 
     def delete_arrays(self) -> None:

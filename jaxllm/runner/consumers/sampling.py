@@ -88,7 +88,8 @@ class Sampling:
 
     def key(self, batch: Batch) -> ProgramKey:
         """The program that samples for a batch."""
-        return ProgramKey("sample", self._fit(batch), batch.variant, batch.logprobs, batch.width)
+        adapted = batch.adapted and self._device.adapts_logits
+        return ProgramKey("sample", self._fit(batch), batch.variant, batch.logprobs, batch.width, adapted)
 
     def _fit(self, batch: Batch) -> int:
         return self._buckets.fit_sample(max(1, len(batch.sampled)))
