@@ -10,7 +10,9 @@ import jax
 import numpy as np
 import pytest
 
+from jaxllm import LLM, LoRARequest, SamplingParams
 from jaxllm.engine.core import EngineCore
+from jaxllm.errors import AdapterError
 from tests.helpers import engines, goldens, peft_files
 
 NUM_TOKENS = 16
@@ -128,3 +130,22 @@ def test_neighbours_and_cached_prefixes_do_not_matter(served):
             assert first.tokens == second.tokens
             np.testing.assert_allclose(first.token_logprobs.logprobs, second.token_logprobs.logprobs, atol=2e-5)
         assert [answers[name][-1].num_cached_tokens for answers in (together, alone)] == [0, 32]
+
+
+def test_scripts_name_them_by_lora_requests(served, tmp_path):
+    """Loaded ones by their names and paths, and new ones."""
+    _, folder, core = served
+    engines.reschedule(core)
+    name = "few modules"
+    answers = run(core, [name, None])
+    (tmp_path / "copy").symlink_to(folder / name)
+    llm = LLM.from_config(core.config, core=core)
+    adapters = [LoRARequest(name, 1, str(folder / name)), None, LoRARequest("copy", 2, str(tmp_path / "copy"))]
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=NUM_TOKENS, logprobs=0)
+    outputs = llm.generate([PROMPTS[2]] * 3, params, lora_request=adapters)
+    expected = [answers[adapter][2].tokens for adapter in (name, None, name)]
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert llm.list_loras() == {1, 2} and llm.remove_lora(2) and not llm.remove_lora(2)
+    with pytest.raises(AdapterError, match="cannot read adapter_config.json"):
+        llm.generate(PROMPTS[0], params, lora_request=LoRARequest("nothing", 3, str(tmp_path)))
+    llm.check_integrity()
