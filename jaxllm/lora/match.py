@@ -60,7 +60,11 @@ class Match:
         single = {module: target for module, target in targets.items() if target is not None}
         self._check_pairs(single)
         self._complain(
-            (module for module in single if not self._config.ties_weights and not is_covered(module, self._config.target_modules)),
+            (
+                module
+                for module in single
+                if not self._config.ties_weights and not is_covered(module, self._config.target_modules)
+            ),
             f"{CONFIG} does not list in target_modules {{}}, of which there are weights; add it there, or remove the weights",
         )
         parameters = self._parameters({module: owner for module, owner in owners.items() if owner is not None})
