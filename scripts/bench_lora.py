@@ -12,19 +12,16 @@ Options of the engine follow as name=value.
 """
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
-from safetensors.numpy import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -32,29 +29,10 @@ from jaxllm import LLM, LoRARequest
 from jaxllm.llm_engine import LLMEngine
 from jaxllm.scaling.requests import greedy, random_prompts
 from scripts.measuring.engine_option import engine_option
+from scripts.measuring.random_adapters import write_adapter
 from scripts.measuring.steps import time_steps
 
 REPEATS = 3
-
-
-def write_adapter(directory: Path, targets: Mapping[str, Any], rank: int, seed: int) -> None:
-    """Write an adapter of random values for all targets, in bfloat16."""
-    rng = np.random.default_rng(seed)
-    noise = rng.standard_normal(1 << 20, np.float32).astype(ml_dtypes.bfloat16)
-
-    def random(*shape: int) -> np.ndarray:
-        start = int(rng.integers(1 << 10))
-        return np.resize(noise[start:], shape) * ml_dtypes.bfloat16(0.02)
-
-    tensors = {}
-    for name, target in targets.items():
-        tensors[f"base_model.model.{name}.lora_A.weight"] = random(rank, target.inputs)
-        tensors[f"base_model.model.{name}.lora_B.weight"] = random(target.outputs, rank)
-    directory.mkdir(parents=True)
-    modules = sorted({name.rsplit(".", 1)[-1] for name in targets})
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": modules, "bias": "none"}
-    (directory / "adapter_config.json").write_text(json.dumps(config))
-    save_file(tensors, directory / "adapter_model.safetensors")
 
 
 def bench_steps(engine: LLMEngine, adapters: Sequence[LoRARequest], rows: Sequence[int], arguments: argparse.Namespace) -> None:

@@ -13,6 +13,7 @@ collectives      sums, norms and exchanges between 2 and 4 GPUs to the last bit,
 failures         the demo model: the same tokens after the device ran out of memory in a step, and after sleep
 engine           four models with random weights through LLM: 64 prompts together, alone, preempted, with and without cached
                  prefixes; logprobs no further from float32, and top-1 agreement no lower, than the plain path's (stated factors)
+adapters         the demo model in float32 with LoRA adapters, more than slots: tokens equal those of plain JAX, on 1, 2 and 4 GPUs
 tensor_parallel  on 2 and 4 GPUs: starts with the default memory, twice in one process; one GPU's tokens with requests of every kind,
                  mixed, preempted, from cached prefixes, after failed steps and sleep, with fp8 weights and cache; skipped on one GPU
 

@@ -1,8 +1,6 @@
 """Adapters: what requests may name, and their way from disk through host memory into the slots of the device. Does not import JAX."""
 
-import itertools
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
@@ -10,12 +8,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxllm.adapters import AdapterInfo, AdapterState, check_name
-from jaxllm.errors import AdapterNotFoundError, InvalidRequestError, JaxLLMError
+from jaxllm.adapters import AdapterInfo, AdapterState
+from jaxllm.errors import InvalidRequestError, JaxLLMError
 from jaxllm.log import logger
 from jaxllm.lora.adapter import Adapter
 from jaxllm.lora.host_memory import AdapterFiles, HostMemory, Reader, Reading, read
 from jaxllm.lora.lanes import Lanes
+from jaxllm.lora.registry import Registry
 from jaxllm.lora.slots import SlotTable
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import ErrorKind, Request
@@ -29,8 +28,6 @@ CLAIM_SECONDS = 2.0
 """An adapter that waited this long for a slot gets one whose adapter admits no further requests meanwhile."""
 MAX_WAIT_SECONDS = 0.02
 """Longest time that one step waits for an adapter when there is no other work."""
-_MAX_OUTCOMES = 1000
-"""Adapters that failed or were removed whose state is remembered, for those who still ask."""
 
 
 class SlotWriter(Protocol):
@@ -75,13 +72,7 @@ class Adapters:
         self._slots = SlotTable(writer.num_slots)
         self._host = HostMemory(max(max_host or 0, writer.num_slots))
         self._lanes = lanes or Lanes()
-        self._numbers = itertools.count(1)
-        self._by_name: dict[str, Adapter] = {}
-        """Those that requests may name."""
-        self._new: dict[str, Adapter] = {}
-        """Those that are read for the first time."""
-        self._outcomes: OrderedDict[int, str] = OrderedDict()
-        """Why an adapter cannot be named, by its number; empty: it can be, or could be."""
+        self._registry = Registry()
         self._num_pinned = 0
         self._used: dict[Adapter, None] = {}
         """Those with unfinished requests."""
@@ -91,7 +82,6 @@ class Adapters:
         """Those that are being read."""
         self._staging: tuple[Adapter, Future[Any]] | None = None
         """The one on its way to the device, in the reserved slot."""
-        self._news: list[EngineCoreOutput] = []
         self._num_loads = 0
         self._load_seconds = 0.0
 
@@ -100,41 +90,26 @@ class Adapters:
     def add_adapter(self, name: str, path: str, replace: bool = False) -> int:
         """See ControlCalls. The adapter that is replaced is there until the new one is ready."""
         self._take_in_read()
-        check_name(name, "name")
-        if not replace and name in self._by_name:
-            raise InvalidRequestError(f"adapter {name!r} is loaded already; remove it first, or replace it", "name")
-        if name in self._new:
-            if not replace and self._new[name].path == path:
-                return self._new[name].number  # several fronts add what they are asked for at the same time
-            if not replace:
-                raise InvalidRequestError(
-                    f"adapter {name!r} is being loaded from {self._new[name].path}; replace it, or wait", "name"
-                )
-            self._give_up(name, "was replaced before it was loaded")
-        adapter = self._new[name] = Adapter(next(self._numbers), name, path)
-        packs = self._host.has_place and self._host.expect(adapter, self._is_needed)
-        self._reads[adapter] = self._lanes.submit("read", partial(self._read, adapter, packs), urgent=False)
+        adapter = self._registry.begin(name, path, replace=replace)
+        if adapter not in self._reads:
+            packs = self._host.has_place and self._host.expect(adapter, self._is_needed)
+            self._reads[adapter] = self._lanes.submit("read", partial(self._read, adapter, packs), urgent=False)
         return adapter.number
 
     def adapter_state(self, number: int) -> AdapterState:
         """See ControlCalls."""
         self._take_in_read()
-        if any(adapter.number == number for adapter in self._new.values()):
-            return AdapterState("loading")
-        if number not in self._outcomes:
-            raise InvalidRequestError(f"no adapter was added with the number {number!r}", "number")
-        error = self._outcomes[number]
-        return AdapterState("failed", error) if error else AdapterState("ready")
+        return self._registry.state(number)
 
     def remove_adapter(self, name: str) -> bool:
         """See ControlCalls."""
         self._take_in_read()
-        is_new = name in self._new
+        is_new = name in self._registry.new
         if is_new:
-            self._give_up(name, "was removed before it was loaded")
+            self._registry.give_up(name, "was removed before it was loaded")
         for used in self._used:
             used.passes_pin &= used.name != name
-        adapter = self._by_name.pop(name, None)
+        adapter = self._registry.named.pop(name, None)
         if adapter is not None:
             self._retire(adapter)
         return is_new or adapter is not None
@@ -151,13 +126,13 @@ class Adapters:
                 is_pinned=adapter.is_pinned,
                 where="device" if adapter.slot != NO_ADAPTER else "host" if adapter in self._host.packed else "disk",
             )
-            for adapter in self._by_name.values()
+            for adapter in self._registry.named.values()
         ]
 
     def pin_adapter(self, name: str) -> None:
         """See ControlCalls. It gets its slot with the next request, whatever that names."""
         self._take_in_read()
-        adapter = self._named(name, "name")
+        adapter = self._registry.find(name, "name")
         if reason := self._why_not_pinned(adapter):
             raise InvalidRequestError(f"adapter {name!r} cannot be pinned: {reason}", "name")
         self._pin(adapter, True)
@@ -170,11 +145,9 @@ class Adapters:
         if self._num_pinned == num_slots:
             return f"all {num_slots} slots have pinned adapters; remove one, or raise --max-loras"
         other = next((other.name for other in self._used if other is not adapter and not other.is_pinned), None)
-        return (
-            ""
-            if other is None
-            else f"it would take the last slot, and there are requests for {other!r}; wait for them, or raise --max-loras"
-        )
+        if other is None:
+            return ""
+        return f"it would take the last slot, and there are requests for {other!r}; wait for them, or raise --max-loras"
 
     # A Preparation
 
@@ -183,9 +156,9 @@ class Adapters:
         name = request.spec.adapter
         if name is None:
             return
-        if self._new:
+        if self._registry.new:
             self._take_in_read()
-        adapter = self._named(name, "adapter")
+        adapter = self._registry.find(name, "adapter")
         if self._num_pinned == self._writer.num_slots and not adapter.is_pinned:
             raise InvalidRequestError(
                 f"adapter {name!r} gets no slot: all {self._writer.num_slots} have pinned adapters; remove one, or raise --max-loras",
@@ -243,11 +216,11 @@ class Adapters:
 
         Raises LostError if a slot could not be written.
         """
-        if not (self._wanting or self._reads or self._staging or self._news) or not scheduler.requests:
+        if not (self._wanting or self._reads or self._staging) or not scheduler.requests:
             return []
         self._wait_if_idle(scheduler)
-        self._take_in_read(scheduler)
-        self._take_in_staged(scheduler)
+        news = self._take_in_read(scheduler)
+        news += self._take_in_staged(scheduler, news)
         in_turn = sorted(self._wanting, key=lambda adapter: adapter.order)
         self._start_staging(in_turn)
         self._close_slots(in_turn)
@@ -255,7 +228,6 @@ class Adapters:
         for adapter in in_turn:
             if not self._start_reading(adapter):
                 break
-        news, self._news = self._news, []
         return news
 
     def forget_slots(self) -> None:
@@ -287,7 +259,7 @@ class Adapters:
         assert len(held) == len(of_adapters), "a request waits for an adapter and runs with it"
         for adapter in self._used:
             assert adapter.has_requests and (adapter.slot != NO_ADAPTER or not adapter.running), "a request runs without a slot"
-        known = {*self._by_name.values(), *self._used}
+        known = {*self._registry.named.values(), *self._used}
         for slot, content in enumerate(self._slots.contents):
             assert content is None or content.slot == slot and content in known, "a slot is held by nobody"
             assert content is None or slot != self._slots.reserved
@@ -299,21 +271,19 @@ class Adapters:
         assert set(self._host.packed) <= known, "an adapter in host memory can be named by nobody"
         assert len(self._host.packed) + len(self._host.expected) <= self._host.capacity, "too many adapters are in host memory"
         assert self._host.expected <= set(self._reads), "a place in host memory is kept for nothing"
-        assert set(self._new.values()) <= set(self._reads)
+        assert set(self._registry.new.values()) <= set(self._reads)
         assert self._num_pinned == sum(adapter.is_pinned for adapter in known) <= self._writer.num_slots
 
     # Adapters come and go
 
-    def _named(self, name: str, param: str) -> Adapter:
-        adapter = self._by_name.get(name)
-        if adapter is None:
-            raise AdapterNotFoundError(f"there is no adapter {name!r}; add it first", param)
-        return adapter
+    def _take_in_read(self, scheduler: Scheduler | None = None) -> list[EngineCoreOutput]:
+        """Take in the adapters that were read. Without a scheduler those that requests wait for stay until the next step.
 
-    def _take_in_read(self, scheduler: Scheduler | None = None) -> None:
-        """Take in the adapters that were read. Without a scheduler those that requests wait for stay until the next step."""
+        Returns the outputs of requests that failed.
+        """
+        news: list[EngineCoreOutput] = []
         for adapter, job in list(self._reads.items()):
-            is_new = self._new.get(adapter.name) is adapter
+            is_new = self._registry.new.get(adapter.name) is adapter
             is_gone = adapter.is_retired and not adapter.has_requests
             if not job.done() or not (is_new or is_gone or scheduler is not None):
                 continue
@@ -328,33 +298,14 @@ class Adapters:
                 error = f"adapter {adapter.name!r} cannot be read from {adapter.path} ({type(failure).__name__})"
             self._host.arrive(adapter, None if reading is None or is_gone else reading.packed)
             if is_new:
-                self._finish_new(adapter, reading, error)
+                before = self._registry.finish(adapter, reading, error)
+                logger.info("adapter %r %s", adapter.name, error or f"was added from {adapter.path}, with rank {adapter.rank}")
+                if before is not None:
+                    before.passes_pin = before.is_pinned
+                    self._retire(before)
             elif reading is None and scheduler is not None:
-                self._fail(scheduler, adapter, error)
-
-    def _finish_new(self, adapter: Adapter, reading: Reading | None, error: str) -> None:
-        """Let requests name an adapter that was read for the first time, or note why they cannot."""
-        del self._new[adapter.name]
-        self._note_outcome(adapter, error)
-        if reading is None:
-            return
-        adapter.rank, adapter.directory, adapter.files = reading.rank, reading.directory, reading.files
-        before = self._by_name.get(adapter.name)
-        self._by_name[adapter.name] = adapter
-        if before is not None:
-            before.passes_pin = before.is_pinned
-            self._retire(before)
-
-    def _note_outcome(self, adapter: Adapter, error: str) -> None:
-        self._outcomes[adapter.number] = error
-        if len(self._outcomes) > _MAX_OUTCOMES:
-            self._outcomes.popitem(last=False)
-
-    def _give_up(self, name: str, reason: str) -> None:
-        """Drop an adapter that is being read for the first time."""
-        adapter = self._new.pop(name)
-        adapter.is_retired = True
-        self._note_outcome(adapter, f"adapter {name!r} {reason}")
+                news += self._fail(scheduler, adapter, error)
+        return news
 
     def _retire(self, adapter: Adapter) -> None:
         """Drop an adapter that can no longer be named, when its last request has ended."""
@@ -367,7 +318,7 @@ class Adapters:
         if adapter.slot != NO_ADAPTER:
             self._slots.clear(adapter)
         self._host.packed.pop(adapter, None)
-        heir = self._by_name.get(adapter.name)
+        heir = self._registry.named.get(adapter.name)
         if adapter.passes_pin and heir is not None:
             if reason := self._why_not_pinned(heir):
                 logger.warning("adapter %r, which was replaced, is not pinned any longer: %s", heir.name, reason)
@@ -427,10 +378,13 @@ class Adapters:
     def _is_staging(self, adapter: Adapter) -> bool:
         return self._staging is not None and self._staging[0] is adapter
 
-    def _take_in_staged(self, scheduler: Scheduler) -> None:
-        """Write the adapter that arrived at the device into its slot."""
+    def _take_in_staged(self, scheduler: Scheduler, news: list[EngineCoreOutput]) -> list[EngineCoreOutput]:
+        """Write the adapter that arrived at the device into its slot. Returns the outputs of requests that failed.
+
+        news: of requests that failed before, for the LostError that it may raise.
+        """
         if self._staging is None or not self._staging[1].done():
-            return
+            return []
         (adapter, job), slot = self._staging, self._slots.reserved
         assert slot is not None
         self._staging = None
@@ -439,29 +393,30 @@ class Adapters:
         except Exception as error:
             logger.exception("adapter %r cannot be sent to the device", adapter.name)
             self._slots.reserved = None
-            self._fail(
-                scheduler, adapter, f"adapter {adapter.name!r} cannot be sent to the device ({type(error).__name__}); try again"
-            )
-            return
+            message = f"adapter {adapter.name!r} cannot be sent to the device ({type(error).__name__}); try again"
+            return self._fail(scheduler, adapter, message)
         if adapter.is_retired and not adapter.has_requests:
             self._slots.reserved = None
-            return
+            return []
         try:
             self._write(adapter, slot, staged)
         except Exception as error:
             self.forget_slots()
-            raise LostError([request.request_id for request in adapter.waiting]) from error
+            raise LostError([request.request_id for request in adapter.waiting], news) from error
         self._slots.put(slot, adapter)
+        seconds = self._clock() - self._wanting.get(adapter, self._clock())
+        logger.debug("adapter %r has slot %d after %.3f s", adapter.name, slot, seconds)
         self._num_loads += 1
-        self._load_seconds += self._clock() - self._wanting.get(adapter, self._clock())
+        self._load_seconds += seconds
         self._note(adapter)
+        return []
 
-    def _fail(self, scheduler: Scheduler, adapter: Adapter, message: str) -> None:
+    def _fail(self, scheduler: Scheduler, adapter: Adapter, message: str) -> list[EngineCoreOutput]:
         """End the requests that wait for an adapter. The next one tries again."""
         if adapter.is_pinned:
             logger.warning("%s; it is not pinned any longer", message)
             self._pin(adapter, False)
-        self._news += scheduler.fail_requests([request.request_id for request in adapter.waiting], ErrorKind.ADAPTER, message)
+        return scheduler.fail_requests([request.request_id for request in adapter.waiting], ErrorKind.ADAPTER, message)
 
     def _wait_if_idle(self, scheduler: Scheduler) -> None:
         jobs: list[Future[Any]] = (

@@ -37,4 +37,9 @@ class AdmissionRoom(Protocol):
 
 def fit_all(rooms: Iterable[AdmissionRoom], request: Request) -> Fit:
     """Whether there is room in all rooms; if not in several, the answer that holds back more requests."""
-    return max((room.fits(request) for room in rooms), default=Fit.NOW)
+    answer = Fit.NOW
+    for room in rooms:
+        fit = room.fits(request)
+        if fit is not Fit.NOW and fit > answer:
+            answer = fit
+    return answer

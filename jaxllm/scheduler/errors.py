@@ -23,7 +23,9 @@ class UpdateError(Exception):
 class LostError(Exception):
     """Something on the device that steps use was lost, but not the requests. The original error is the cause."""
 
-    def __init__(self, request_ids: list[str]):
+    def __init__(self, request_ids: list[str], news: list[EngineCoreOutput]):
         super().__init__("what steps need on the device was lost")
         self.request_ids = request_ids
         """Requests that end with it."""
+        self.news = news
+        """Outputs of the requests that ended before."""

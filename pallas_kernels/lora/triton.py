@@ -4,8 +4,8 @@
     x  [t: -------]   @ a[slot].T = z [t: ----]   @ b[slot] = [t: ------------]
        splits of D: partial sums         summed up              the change of y
 
-A program takes a tile of tokens with the same slot. Of few tokens the changes are kept apart: they do not depend on y, so that a GPU
-can compute them beside it, and XLA adds them in what comes next. Of many they are added in place.
+A program takes a tile of tokens with the same slot. The changes do not depend on y. Of few tokens, where y is soon there and waits for
+weights, they are computed beside it, and XLA adds them in what comes next. Of many, XLA adds y to them: the product begins with them.
 """
 
 import functools
@@ -21,12 +21,14 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_kernels._compat import dot_f32, load, num_cores, store, triton_call
-from pallas_kernels.lora.groups import Groups, tile_rows
+from pallas_kernels.lora.groups import FEW_TOKENS, Groups
 from pallas_kernels.lora.parts import Parts
 from pallas_kernels.sizes import next_power_of_two
 
-APART_TOKENS = 256
-"""Up to so many tokens, changes are kept apart."""
+MAX_TOKENS_BESIDE = 256
+"""Up to so many tokens, changes are computed beside y."""
+NOTHING = -0.0
+"""Added to any value, it leaves its bits: 0.0 would make 0.0 of -0.0."""
 
 
 @dataclass(frozen=True)
@@ -43,17 +45,18 @@ class Tiling:
     shrink_warps: int = 4
     shrink_stages: int = 3
     expand_warps: int = 4
-    is_apart: bool = True
+    is_beside: bool = True
+    """Whether y may be computed at the same time."""
 
 
 def pick_tiling(num_tokens: int, num_tiles: int, width: int, rank: int, num_modules: int, itemsize: int) -> Tiling:
-    is_apart = num_tokens <= APART_TOKENS
+    is_few, is_beside = num_tokens <= FEW_TOKENS, num_tokens <= MAX_TOKENS_BESIDE
     block_q = min(64, max(16, next_power_of_two(num_modules * rank)))
-    block_d = 128 if itemsize < 4 else 32
+    block_d, block_n = (128, 128 if is_few else 256) if itemsize < 4 else (32, 64)
     num_programs = num_tiles * pl.cdiv(num_modules * rank, block_q)
-    num_splits = max(1, min(16, num_cores() // num_programs, width // (2 * block_d)))
+    num_splits = max(1, min(8, (1 if is_beside else 2) * num_cores() // num_programs, width // (2 * block_d)))
     block_r = max(16, min(64, next_power_of_two(rank)))
-    return Tiling(block_q, block_d, num_splits, block_r, 128 if itemsize < 4 else 64, is_apart=is_apart)
+    return Tiling(block_q, block_d, num_splits, block_r, block_n, is_beside=is_beside)
 
 
 def supports(*, platform: str, dtype: DTypeLike, interpret: bool = False) -> bool:
@@ -73,12 +76,12 @@ def add(
 ) -> jax.Array:
     num_tokens, width = x_TD.shape
     num_slots, num_rows, _ = a_SQD.shape
-    block_m = tile_rows(num_tokens, num_slots)
-    if groups.tiles is None:
-        num_tiles, lists = min(num_slots, num_tokens), [groups.slot_T]
+    tiles = groups.tiles
+    if tiles is None:
+        block_m, num_tiles, lists = FEW_TOKENS, min(num_slots, num_tokens), [groups.slot_T]
     else:
-        tiles = groups.tiles
-        num_tiles, lists = len(tiles.slot_N), [tiles.token_T, tiles.slot_N, tiles.start_N, tiles.count_N]
+        block_m, num_tiles = tiles.num_rows, len(tiles.slot_N)
+        lists = [tiles.token_T, tiles.slot_N, tiles.start_N, tiles.count_N]
     tiling = tiling or pick_tiling(num_tokens, num_tiles, width, b_SRN.shape[1], parts.num_modules, x_TD.dtype.itemsize)
     num_splits = tiling.num_splits
     z_PTQ = triton_call(
@@ -90,10 +93,10 @@ def add(
         num_stages=tiling.shrink_stages,
         interpret=interpret,
     )(*lists, x_TD, a_SQD)
-    if num_splits > 1 and not tiling.is_apart:
+    if num_splits > 1 and not tiling.is_beside:
         z_PTQ = jnp.sum(z_PTQ, axis=0, keepdims=True).astype(x_TD.dtype)
     num_blocks = parts.before * sum(pl.cdiv(size, tiling.block_n) for _, size in parts.runs())
-    expand = triton_call(
+    change_TN = triton_call(
         functools.partial(_expand_kernel, num_lists=len(lists), block_m=block_m, tiling=tiling, parts=parts, dtype=x_TD.dtype),
         name="lora_expand",
         grid=(num_tiles, num_blocks),
@@ -101,13 +104,12 @@ def add(
         num_warps=tiling.expand_warps,
         num_stages=1,
         interpret=interpret,
-        input_output_aliases=None if tiling.is_apart else {len(lists) + 2: 0},
-    )
-    if not tiling.is_apart:
-        return expand(*lists, z_PTQ, b_SRN, y_TN)
-    # Without a barrier XLA adds within the product, which then cannot begin before the change is there.
-    y_TN, change_TN = lax.optimization_barrier((y_TN, expand(*lists, z_PTQ, b_SRN)))
-    return jnp.where((groups.slot_T >= 0)[:, None], y_TN + change_TN, y_TN)
+    )(*lists, z_PTQ, b_SRN)
+    if tiles is None:
+        change_TN = jnp.where((groups.slot_T >= 0)[:, None], change_TN, NOTHING)
+    if tiling.is_beside:  # else XLA adds within the product, which then cannot begin before the change is there
+        y_TN, change_TN = lax.optimization_barrier((y_TN, change_TN))
+    return y_TN + change_TN
 
 
 def _tile(lists: Sequence[Any], block_m: int, num_slots: int, num_tokens: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -152,12 +154,12 @@ def _shrink_kernel(*refs: Any, num_lists: int, block_m: int, tiling: Tiling) -> 
         place = z_ref.at[split, row_M[:, None], q_Q[None, :]]
         store(place, sum_MQ.astype(z_ref.dtype), mask=is_own_M[:, None] & is_q_Q[None, :])
 
-    pl.when(_any(is_own_M))(compute)
+    pl.when(_any(is_own_M) & (slot < num_slots))(compute)
 
 
 def _expand_kernel(*refs: Any, num_lists: int, block_m: int, tiling: Tiling, parts: Parts, dtype: DTypeLike) -> None:
-    """lists, z [P, T, Q], b [S, R, N], y [T, N] unless the change is kept apart -> y or the change [T, N]."""
-    lists, (z_ref, b_ref, *y_refs, out_ref) = refs[:num_lists], refs[num_lists:]
+    """lists, z [P, T, Q], b [S, R, N] -> the change [T, N], of few tokens those with a slot alone."""
+    lists, (z_ref, b_ref, out_ref) = refs[:num_lists], refs[num_lists:]
     num_splits, num_tokens, _ = z_ref.shape
     num_slots, rank, _ = b_ref.shape
     block_r = tiling.block_r
@@ -167,22 +169,24 @@ def _expand_kernel(*refs: Any, num_lists: int, block_m: int, tiling: Tiling, par
     def step(i: Any, sum_MN: jax.Array) -> jax.Array:
         r_R = i * block_r + jnp.arange(block_r)
         is_r_R = r_R < rank
+        b_RN = load(b_ref.at[slot, r_R[:, None], n_N[None, :]], mask=is_r_R[:, None] & is_n_N[None, :], other=0.0)
         z_MR = jnp.zeros((block_m, block_r), jnp.float32)
         for split in range(num_splits):
             place = z_ref.at[split, row_M[:, None], module * rank + r_R[None, :]]
             z_MR += load(place, mask=is_own_M[:, None] & is_r_R[None, :], other=0.0).astype(jnp.float32)
-        b_RN = load(b_ref.at[slot, r_R[:, None], n_N[None, :]], mask=is_r_R[:, None] & is_n_N[None, :], other=0.0)
         return sum_MN + dot_f32(z_MR.astype(dtype), b_RN.astype(dtype))
+
+    def write(sum_MN: jax.Array) -> None:
+        mask_MN = is_own_M[:, None] & is_n_N[None, :]
+        store(out_ref.at[row_M[:, None], n_N[None, :]], sum_MN.astype(out_ref.dtype), mask=mask_MN)
 
     def compute() -> None:
         sum_MN = jnp.zeros((block_m, tiling.block_n), jnp.float32)
-        sum_MN = step(0, sum_MN) if rank <= block_r else lax.fori_loop(0, pl.cdiv(rank, block_r), step, sum_MN)
-        place, mask_MN = (row_M[:, None], n_N[None, :]), is_own_M[:, None] & is_n_N[None, :]
-        for y_ref in y_refs:
-            sum_MN += load(y_ref.at[place], mask=mask_MN, other=0.0).astype(jnp.float32)
-        store(out_ref.at[place], sum_MN.astype(out_ref.dtype), mask=mask_MN)
+        write(step(0, sum_MN) if rank <= block_r else lax.fori_loop(0, pl.cdiv(rank, block_r), step, sum_MN))
 
-    pl.when(_any(is_own_M))(compute)
+    pl.when(_any(is_own_M) & (slot < num_slots))(compute)
+    if num_lists > 1:
+        pl.when(_any(is_own_M) & (slot >= num_slots))(lambda: write(jnp.full((block_m, tiling.block_n), NOTHING, jnp.float32)))
 
 
 def _columns(parts: Parts, block_n: int) -> tuple[jax.Array, jax.Array, jax.Array]:

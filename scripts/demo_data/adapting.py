@@ -14,8 +14,9 @@ from jax import Array
 from jaxllm.layers.build import build_model
 from jaxllm.layers.linear import Linear, precision_of
 from jaxllm.loaders import safetensors
-from jaxllm.lora.targets import adaptable, shapes_of
+from jaxllm.lora.targets import adaptable
 from jaxllm.model_config import ModelConfig
+from jaxllm.parallel.shards import Shards
 
 from .training import Batches, Recipe, Training, make_optimizer, mean_losses
 
@@ -32,7 +33,8 @@ class Sizes:
 
     def init(self, config: ModelConfig, seed: int) -> Params:
         """As PEFT begins: A is random, B is zero."""
-        modules = [module for linear in adaptable(build_model(config), None) for module in shapes_of(linear)]
+        parts = [part for part in adaptable(build_model(config)) if part.is_wanted(None)]
+        modules = [module for part in parts for module in part.modules.items()]
         params: Params = {}
         for (name, shape), key in zip(modules, jax.random.split(jax.random.key(seed), len(modules)), strict=True):
             bound = shape.inputs**-0.5
@@ -67,7 +69,7 @@ class Sizes:
 
 
 class Lora:
-    """An Adapt: what PEFT adds to the products of layers whose modules have factors in `params`."""
+    """What a dense model needs of an Adapt: what PEFT adds to the products of layers, by the factors of their modules."""
 
     def __init__(self, sizes: Sizes, params: Params):
         self._scale, self._params = sizes.alpha / sizes.rank, params
@@ -83,11 +85,15 @@ class Lora:
             added.append(jnp.matmul(z_TR, b_NR.T, precision=precision).reshape(len(x), *module.outputs))
         return y + jnp.concatenate(added, axis=1 + linear.joined)
 
+    def embedded(self, token_ids_T: Array, x_TD: Array, start: int, shards: Shards) -> Array:
+        """See Adapt: it does not change embeddings."""
+        return x_TD
+
 
 def merged(config: ModelConfig, state: nnx.State, adapt: Lora) -> nnx.State:
     """The weights of a model with an adapter in them."""
     model = nnx.merge(nnx.split(build_model(config))[0], state, copy=True)
-    for linear in adaptable(model, None):
+    for linear in [part for _, part in nnx.iter_modules(model) if isinstance(part, Linear)]:
         weight = linear.weight[...]
         inputs = int(np.prod(weight.shape[: linear.num_contracted]))
         products = weight.reshape(inputs, *weight.shape[linear.num_contracted :])

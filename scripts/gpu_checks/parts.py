@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from scripts.gpu_checks import Outcome
 from scripts.gpu_checks.jobs import Hello
 
-PARTS = ("tokens", "logits", "kernels", "collectives", "failures", "engine", "tensor_parallel")
+PARTS = ("tokens", "logits", "kernels", "collectives", "failures", "engine", "adapters", "tensor_parallel")
 
 
 def outcomes(part: str, args: argparse.Namespace, until: float) -> Iterator[Outcome]:
@@ -44,6 +44,10 @@ def _outcomes(part: str, args: argparse.Namespace, until: float) -> Iterator[Out
         from scripts.gpu_checks import failures
 
         yield from failures.check(tiny=args.tiny)
+    elif part == "adapters":
+        from scripts.gpu_checks import adapters
+
+        yield from adapters.check(tiny=args.tiny)
     elif part == "engine":
         from scripts.gpu_checks import engine
 

@@ -84,9 +84,6 @@ class Number:
     directory: Path
     rank: int = 8
 
-    def tensor(self, name: str) -> np.ndarray:
-        raise NotImplementedError
-
 
 def read_number(path: str) -> Number:
     """A number in a directory, or the path itself as one."""
@@ -187,6 +184,7 @@ class AdapterEngine:
         try:
             self._take(self.adapters.settle(self.scheduler))
         except LostError as error:
+            self._take(error.news)
             self.start_over(error.request_ids, lost=True)
         self.check()
         self.engine.dispatch()

@@ -101,7 +101,7 @@ def test_an_adapter_that_waits_long_gets_a_slot_from_one_whose_requests_never_en
     engine = make(1, "hot", "cold", max_host=2, max_num_seqs=4)
     engine.ask("hot")
     asked_at, cold = engine.clock.now, engine.ask("cold")
-    while cold not in engine.admitted_at:
+    while cold not in engine.admitted_at and engine.clock.now < asked_at + 10:
         engine.ask("hot", max_tokens=3)
         engine.step()
     assert CLAIM_SECONDS <= engine.admitted_at[cold] - asked_at < CLAIM_SECONDS + 1
@@ -114,6 +114,28 @@ def test_adapters_that_lack_a_slot_take_turns_and_each_turn_serves_a_request():
         engine.ask("abc"[index % 3])
     engine.run()
     assert engine.stats.num_adapter_loads <= 30
+
+
+def test_a_request_whose_adapter_is_loaded_is_admitted_before_another_adapter_takes_the_slot():
+    engine = make(1, "a", "b", max_host=2)
+    first, other = engine.ask("a", max_tokens=30), engine.ask("b")
+    while first in engine.scheduler.requests:
+        engine.step()
+    second = engine.ask("a")
+    engine.run()
+    assert engine.admitted_at[second] < engine.admitted_at[other]
+
+
+def test_a_slot_that_a_request_cannot_use_yet_goes_to_a_more_urgent_one():
+    engine = make(1, "a", "b", max_host=2, max_num_seqs=1, scheduling_policy="priority")
+    engine.ask(None, max_tokens=60)
+    engine.ask("a", priority=1)
+    for name in "ab":
+        for _ in range(15):
+            engine.step()
+        assert where(engine)[name] == "device"
+        engine.ask("b", priority=0)
+    engine.run()
 
 
 def test_a_request_that_waits_for_blocks_keeps_its_slot():
@@ -171,6 +193,18 @@ def test_a_failure_on_the_way_ends_those_that_wait_and_the_next_request_tries_ag
     good = engine.ask("b")
     engine.run()
     assert engine.received[good] and engine.received[running] and engine.received[plain] and set(engine.errors) == set(failed)
+
+
+def test_requests_whose_adapters_fail_in_the_same_step_all_end():
+    engine = make(2, "b", "c")
+    engine.adapters._host.packed.popitem()
+    with injected("adapter.write:1:error,adapter.read:1:error"):
+        plain, *asked = engine.ask(None, max_tokens=60), engine.ask("b"), engine.ask("c")
+        engine.step()
+        engine.tick(0.1)
+        engine.abort(plain)
+        engine.step()
+    assert set(engine.errors) == set(asked) and not engine.scheduler.requests
 
 
 def test_slots_that_were_lost_are_filled_again():
@@ -297,6 +331,7 @@ def test_many_are_added_and_only_as_many_as_fit_are_kept_in_memory():
 
 def test_an_engine_whose_requests_have_no_adapters_does_nothing_for_them():
     engine = make(2, "a")
-    engine.ask(None)
-    engine.adapters._take_in_read = engine.adapters._start_staging = None  # type: ignore[assignment, method-assign]
+    plain = engine.ask(None)
+    engine.adapters._take_in_read = engine.adapters._start_staging = None
     engine.run()
+    assert engine.received[plain] and engine.stats.num_adapter_loads == 0

@@ -5,6 +5,10 @@ import warnings
 import numpy as np
 import pytest
 
+from jaxllm.layers.build import build_model
+from jaxllm.lora.names import TargetNames
+from jaxllm.lora.targets import adaptable
+from jaxllm.models.load_config import load_model_config
 from scripts import make_goldens
 from tests.helpers import goldens, peft_files
 
@@ -59,3 +63,25 @@ def test_logits_equal_those_of_peft(case, tmp_path):
                 plain = adapted(token_ids).logits[0].numpy()
     np.testing.assert_allclose(found, expected, atol=3e-5 * max(10.0, np.abs(expected).max()))
     assert np.abs(expected - plain).max() > 0.1, "the adapter changes nothing"
+
+
+def test_every_family_has_the_linear_layers_that_all_linear_stands_for(tmp_path):
+    torch, transformers = (pytest.importorskip(name) for name in ("torch", "transformers"))
+    missing = set()
+    for name, config in make_goldens.VARIANTS.items():
+        config.save_pretrained(tmp_path / name)
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        parts = adaptable(build_model(load_model_config(tmp_path / name)))
+        targets = {module: shape for part in parts for module, shape in part.modules.items()}
+        names = TargetNames(targets)
+        for module, part in model.named_modules():
+            if type(part).__name__ not in ("Linear", "Conv1D"):
+                continue
+            target = names.target(module)
+            if target is None:
+                missing.add(module.rpartition(".")[2])
+                continue
+            outputs, inputs = part.weight.shape if isinstance(part, torch.nn.Linear) else reversed(part.weight.shape)
+            assert (targets[target].outputs, targets[target].inputs) == (outputs, inputs), f"{name}: {module}"
+    assert missing == {"kv_b_proj"}

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,7 +85,7 @@ def alone(shared_core: EngineCore, weights: list[Path]) -> dict[tuple[int | None
 
 
 def wait_for_adapters(core: EngineCore) -> None:
-    while core.adapters._new:  # type: ignore[union-attr]
+    while core.adapters._registry.new:  # type: ignore[union-attr]
         core.list_adapters()
         time.sleep(0.001)
 
@@ -187,6 +188,25 @@ def test_adapters_come_and_go_under_load(core, weights, alone, seed, faults):
     stats = core.stats()
     assert len(load.answers) > 60 and stats.num_adapter_evictions > before.num_adapter_evictions
     assert (num_failed > 0) == bool(faults) and num_failed < 30
+
+
+def test_slots_whose_arrays_were_lost_are_made_anew_and_filled_again(core, weights, alone, monkeypatch):
+    assert add(core, "a", weights[0]) == "" == add(core, "b", weights[1])
+    assert engines.run(core, [request("a", "a")])["a"].tokens == alone[0, 0]
+    write, runner = core.runner.write_adapter, core.runner
+
+    def lose(slot: int, packed: Any) -> None:
+        monkeypatch.setattr(runner, "write_adapter", write)
+        for array in runner.params[runner.shapes.functions.adapting.part]:
+            array.delete()
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr(runner, "write_adapter", lose)
+    answers = engines.run(core, [request("a", "a", 1), request("b", "b"), request("plain", None)])
+    assert answers["b"].error_kind is ErrorKind.INTERNAL
+    assert (answers["a"].tokens, answers["plain"].tokens) == (alone[0, 1], alone[None, 0])
+    assert engines.run(core, [request("b", "b")])["b"].tokens == alone[1, 0]
+    assert core.stats().num_retried_steps == 1
 
 
 def test_adapters_survive_sleep_and_a_directory_that_is_gone(core, weights, alone, tmp_path):

@@ -140,7 +140,7 @@ def test_every_op_names_its_cases_and_all_can_be_shaped() -> None:
         for _, case in found:
             jax.eval_shape(case.make)
             assert case.variants
-    with pytest.raises(SystemExit, match="no op 'dance'; there are attention, .*experts, latent, rope, sampling"):
+    with pytest.raises(SystemExit, match="no op 'dance'; there are attention, .*experts, latent, lora, rope, sampling"):
         scripts.kernels.cases("check", ["dance"], tiny=True)
 
 

@@ -1,0 +1,95 @@
+"""The demo model in float32 with LoRA adapters: the device's kernels give the tokens of plain JAX, on one device and on several."""
+
+import random
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxllm import LLM, LoRARequest, SamplingParams
+from scripts.gpu_checks import Outcome, skip
+from scripts.gpu_checks.tensor_parallel_traffic import full_precision
+from scripts.gpu_checks.tokens import TEXT
+from scripts.measuring.random_adapters import write_adapter
+
+SIZES = (2, 4)
+NUM_ADAPTERS, NUM_SLOTS, RANK = 4, 2, 16
+"""Fewer slots than adapters: some make room for others."""
+SCALE = 0.15
+"""Of the adapters' values: large enough that nearly every answer changes."""
+Tokens = dict[str, list[list[int]]]
+
+
+def check(*, tiny: bool) -> Iterator[Outcome]:
+    """Greedy and seeded requests of all adapters and of none, together."""
+    with tempfile.TemporaryDirectory() as directory:
+        expected = _answers(Path(directory), "reference", 1, tiny=tiny, adapted=True)
+        plain = _answers(Path(directory), "reference", 1, tiny=tiny, adapted=False)
+        changed = sum(a != b for kind in expected for a, b in zip(expected[kind], plain[kind], strict=True))
+        count = sum(map(len, expected.values()))
+        wanted = count * NUM_ADAPTERS // (NUM_ADAPTERS + 1)
+        yield Outcome(
+            "adapters change answers", changed > 0.8 * wanted, f"{changed} of {count} requests, {wanted} have adapters"
+        )
+        on_cpu = jax.default_backend() == "cpu"
+        for size in (1, *SIZES):
+            if size > len(jax.devices()):
+                yield skip(f"adapters on {size} devices", f"{len(jax.devices())} visible")
+                continue
+            kernels = "triton" if on_cpu and size == 1 else "auto"  # there interpreted
+            found = _answers(Path(directory), kernels, size, tiny=tiny, adapted=True)
+            equal = {kind: sum(a == b for a, b in zip(found[kind], expected[kind], strict=True)) for kind in expected}
+            detail = ", ".join(f"{number} of {len(expected[kind])} {kind}" for kind, number in equal.items())
+            yield Outcome(
+                f"adapters, tokens on {size} device{'s' if size > 1 else ''}",
+                sum(equal.values()) == count,
+                f"{detail} requests equal plain JAX on one device",
+            )
+
+
+def _answers(directory: Path, kernels: str, size: int, *, tiny: bool, adapted: bool) -> Tokens:
+    count, num_tokens = (5, 4) if tiny else (30, 32)
+    rng = random.Random(0)
+    prompts = [" ".join(rng.choices(TEXT.split(), k=rng.randint(1, 8 if tiny else 60))) for _ in range(count)]
+    fixed: dict[str, Any] = {"max_tokens": num_tokens, "ignore_eos": True}
+    kinds = {
+        "greedy": [SamplingParams(temperature=0.0, **fixed) for _ in prompts],
+        "seeded": [SamplingParams(temperature=1.0, seed=i, **fixed) for i in range(count)],
+    }
+    rows = 4 if tiny else 16
+    with full_precision():
+        llm = LLM(
+            "demo",
+            dtype="float32",
+            attention_implementation=kernels,
+            tensor_parallel_size=size,
+            enable_lora=True,
+            max_loras=NUM_SLOTS,
+            max_lora_rank=RANK,
+            max_num_seqs=rows,
+            max_num_batched_tokens=32 if tiny else 512,
+            decode_buckets=[rows],
+            token_buckets=[32 if tiny else 512],
+            max_model_len=64 if tiny else 256,
+            num_gpu_blocks_override=33 if tiny else 513,
+            warmup="lazy",
+            use_progress_bar=False,
+        )
+        core: Any = llm.llm_engine.core
+        targets = core.runner.shapes.functions.adapting.adaptation.targets
+        requests: list[LoRARequest | None] = [None]
+        for i in range(NUM_ADAPTERS):
+            path = directory / str(i)
+            if not path.exists():
+                write_adapter(path, targets, RANK, seed=i, scale=SCALE)
+            requests.append(LoRARequest(f"adapter-{i}", i + 1, str(path)))
+        named = [requests[i % len(requests)] if adapted else None for i in range(count)]
+        found: Tokens = {}
+        for kind, params in kinds.items():
+            outputs = llm.generate(prompts, params, lora_request=named, use_tqdm=False)
+            found[kind] = [list(output.outputs[0].token_ids) for output in outputs]
+        llm.llm_engine.check_integrity()
+        llm.shutdown()
+    return found
