@@ -15,10 +15,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxllm.layers.decoder import CausalLM
 from jaxllm.layers.linear import Linear
 from jaxllm.loaders.layout import axes_of, parameters
-from jaxllm.lora.shapes import TargetShape
 from jaxllm.lora import embedding, experts
 from jaxllm.lora.embedding import EmbeddingTarget
 from jaxllm.lora.experts import ExpertsTarget
+from jaxllm.lora.shapes import TargetShape
 from jaxllm.lora.targets import Read, ScoresTarget, Slots, Target, adaptable, name_of, pack, packed_size
 from jaxllm.parallel.axes import MESH_AXES
 from jaxllm.parallel.mesh import TENSOR

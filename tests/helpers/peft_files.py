@@ -4,7 +4,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,9 +158,9 @@ def merged(model: Path, adapter: Path, directory: Path) -> Path:
         delta = _scale(fields, f"{module}.weight" if parameter else module) * factors[1] @ factors[0]
         name = f"{_as_in_checkpoint(module, config)}.weight"
         if config.get("tie_word_embeddings") and (module == "lm_head" or "lora_embedding" in a):
-            weights.setdefault("lm_head.weight", weights[next(n for n in weights if n.endswith("embed_tokens.weight"))])
+            weights.setdefault("lm_head.weight", weights[f"{_embedding(n.removesuffix('.weight') for n in weights)}.weight"])
             config["tie_word_embeddings"] = False
-        is_transposed = "lora_embedding" in a or weights[name].shape != delta.shape or config["model_type"] == "gpt2"
+        is_transposed = "lora_embedding" in a or (config["model_type"] == "gpt2" and module != "lm_head")
         weights[name] = weights[name] + (delta.T if is_transposed else delta)
     directory.mkdir(parents=True, exist_ok=True)
     for file in model.iterdir():
@@ -256,8 +256,8 @@ def _expert_weight(model: Path, matrices: Mapping[str, np.ndarray], target: str)
     return next(t for name, t in _read(model).items() if name.startswith(target.partition(".experts.")[0]) and t.ndim == 3)
 
 
-def _embedding(matrices: Mapping[str, np.ndarray]) -> str:
-    return next(name for name in matrices if name.endswith(EMBEDDINGS))
+def _embedding(modules: Iterable[str]) -> str:
+    return next(name for name in modules if name.endswith(EMBEDDINGS))
 
 
 def _matrices(model: Path) -> dict[str, np.ndarray]:

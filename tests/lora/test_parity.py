@@ -83,8 +83,9 @@ Answers = Mapping[str | None, Sequence[engines.Answer]]
 
 def run(core: EngineCore, names: Sequence[str | None], **params: Any) -> Answers:
     """Every prompt with every adapter, all at once."""
+    params = {"max_tokens": NUM_TOKENS, "logprobs": 0, **params}
     requests = [
-        dataclasses.replace(engines.request(f"{name} {i}", prompt, max_tokens=NUM_TOKENS, logprobs=0, **params), adapter=name)
+        dataclasses.replace(engines.request(f"{name} {i}", prompt, **params), adapter=name)
         for i, prompt in enumerate(PROMPTS)
         for name in names
     ]
@@ -132,11 +133,20 @@ def test_neighbours_and_cached_prefixes_do_not_matter(served):
         assert [answers[name][-1].num_cached_tokens for answers in (together, alone)] == [0, 32]
 
 
+def test_tokens_are_the_same_without_logprobs(served):
+    """Other programs draw them."""
+    case, _, core = served
+    engines.reschedule(core)
+    names = [None, *case.adapters]
+    first, second = run(core, names), run(core, names, logprobs=None)
+    assert all(a.tokens == b.tokens for name in names for a, b in zip(first[name], second[name], strict=True))
+
+
 def test_scripts_name_them_by_lora_requests(served, tmp_path):
     """Loaded ones by their names and paths, and new ones."""
-    _, folder, core = served
+    case, folder, core = served
     engines.reschedule(core)
-    name = "few modules"
+    name = list(case.adapters)[-1]
     answers = run(core, [name, None])
     (tmp_path / "copy").symlink_to(folder / name)
     llm = LLM.from_config(core.config, core=core)
