@@ -4,9 +4,9 @@
 
 Steps: all prompts are computed, then so many steps of the same engine, without adapters and with them in turn; the requests have the
 adapters one after the other. Loading: the time from a request that names an adapter which was never loaded, its files in the page
-cache, to its first token, and the time of the same request once the adapter is in its slot. --zipf: requests for many adapters arrive
-one after the other by a Zipf distribution; the longest times between two tokens of a request, and to the first one, by whether its
-adapter was in a slot when it arrived.
+cache, to its first token, and the time of the same request once the adapter is in its slot. --zipf: many adapters are added, and
+requests for them arrive one after the other by a Zipf distribution; the longest times between two tokens of a request, and to the
+first one, by whether its adapter was in a slot when it arrived.
 
 Options of the engine follow as name=value.
 """
@@ -169,6 +169,8 @@ def main() -> None:
             bench_loading(engine, made[:num_files], arguments)
             bench_steps(engine, made[: arguments.adapters], [int(rows) for rows in arguments.rows.split(",")], arguments)
             if arguments.zipf:
+                for adapter in made:
+                    engine.add_lora(adapter)
                 bench_zipf(engine, made, arguments)
         finally:
             llm.shutdown()
