@@ -22,7 +22,7 @@ def test_the_demo_adapter_answers_in_its_style_and_leaves_the_answers_of_the_mod
         answers = ask(both, [None, LoRARequest("pirate", 1, "demo_pirate")] * NUM_QUESTIONS)
     plain, adapted = answers[::2], answers[1::2]
     assert plain[:16] == alone
-    assert pirate.share_in_style(in_style, adapted) >= 0.9
+    assert pirate.share_in_style(in_style, adapted) >= 0.95
     right, report = scoring.score(questions, plain)
     right_in_style, report_in_style = scoring.score(in_style, adapted)
     assert right >= 0.9, report
