@@ -45,7 +45,7 @@ def engine_programs(
     )
     drafter = SimpleNamespace(num_lookahead=num_lookahead, needs_history=True)
     drafting = SimpleNamespace(width=1 + num_drafts, drafter=drafter) if num_drafts else None
-    adapting = object() if has_adapters else None
+    adapting = SimpleNamespace(adaptation=SimpleNamespace(changes_logits=True)) if has_adapters else None
     programs = object.__new__(StepPrograms)
     functions = SimpleNamespace(
         drafting=drafting, adapting=adapting, cache=SimpleNamespace(groups=[None] * num_groups, block_size=4)
