@@ -12,7 +12,7 @@ def test_local_directory_is_taken_as_it_is():
 @pytest.mark.parametrize("name", SHIPPED)
 def test_demo_models_are_shipped_with_the_package(name):
     assert resolve_model(name).parts[-3:] == ("jaxllm", "data", name)
-    assert (resolve_model(name) / "config.json").is_file()
+    assert any((resolve_model(name) / file).is_file() for file in ("config.json", "adapter_config.json"))
 
 
 @pytest.mark.parametrize("name", ["./no/such/model", "/no/such/model", "a/b/c", "", "two words"])

@@ -7,7 +7,7 @@ from typing import Literal, NoReturn
 
 from jaxllm.errors import AdapterError
 from jaxllm.loaders.checkpoint import TensorEntry
-from jaxllm.lora.names import Experts, LoraName, TargetNames, is_covered, module_of, parse
+from jaxllm.lora.names import Experts, LoraName, TargetNames, is_covered, module_of, name_in_config, parse
 from jaxllm.lora.peft import CONFIG, MERGE, PeftConfig
 from jaxllm.lora.shapes import EXPERT_PARAMETERS, ExpertPart, TargetShape
 from jaxllm.lora_options import RANKS
@@ -60,18 +60,16 @@ class Match:
         single = {module: target for module, target in targets.items() if target is not None}
         self._check_pairs(single)
         self._complain(
-            (
-                module
-                for module in single
-                if not self._config.ties_weights and not is_covered(module, self._config.target_modules)
-            ),
+            (module for module in single if not is_covered(module, self._config)),
             f"{CONFIG} does not list in target_modules {{}}, of which there are weights; add it there, or remove the weights",
         )
         parameters = self._parameters({module: owner for module, owner in owners.items() if owner is not None})
         self._check_shapes(single, parameters)
         found: dict[str, Factors] = {}
         for module, target in single.items():
-            self._add(found, target, self._made(module, module, self._shapes(module)[0][0], "module"))
+            self._add(
+                found, target, self._made(module, name_in_config(module, self._config), self._shapes(module)[0][0], "module")
+            )
         for module, experts in parameters.items():
             rank = self._shapes(module)[0][0] // _part(experts).num_experts
             form = self._form(module, experts)

@@ -109,9 +109,18 @@ class TargetNames:
         return {wrapper: each for wrapper in innermost_first for each in all_parameters if fits(wrapper, each)}
 
 
-def is_covered(module: str, target_modules: tuple[str, ...] | str | None) -> bool:
-    """Whether target_modules, if it is a list, names a module. Patterns are not tried: they may take for ever."""
-    return not isinstance(target_modules, tuple) or not target_modules or _is_named(module, target_modules)
+def name_in_config(module: str, config: PeftConfig) -> str:
+    """What patterns for ranks and alphas are about: of modules that PEFT does not know, such as routers, their weight is adapted."""
+    weight = f"{module}.weight"
+    return weight if _is_named(weight, config.target_parameters) else module
+
+
+def is_covered(module: str, config: PeftConfig) -> bool:
+    """Whether the config names a module. Patterns are not tried: they may take for ever."""
+    names = config.target_modules
+    if config.ties_weights or not isinstance(names, tuple) or name_in_config(module, config) != module:
+        return True
+    return not names or _is_named(module, names)
 
 
 def _is_named(name: str, ends: Iterable[str]) -> bool:

@@ -154,7 +154,8 @@ def merged(model: Path, adapter: Path, directory: Path) -> Path:
                 )
             _add_to_experts(weights, config, f"{owner}.{named}", factors, _scale(fields, f"{owner}.{named}"))
             continue
-        delta = _scale(fields, module) * factors[1] @ factors[0]
+        parameter = any(f"{module}.weight".endswith(f".{each}") for each in fields.get("target_parameters") or ())
+        delta = _scale(fields, f"{module}.weight" if parameter else module) * factors[1] @ factors[0]
         name = f"{_as_in_checkpoint(module, config)}.weight"
         if config.get("tie_word_embeddings") and (module == "lm_head" or "lora_embedding" in a):
             weights.setdefault("lm_head.weight", weights[f"{_embedding(n.removesuffix('.weight') for n in weights)}.weight"])

@@ -28,7 +28,11 @@ CASES = {
     "qwen3_moe": {"target_modules": ["q_proj"], "target_parameters": EXPERTS, "rank_pattern": {"experts.down_proj": 2}},
     "qwen3_moe gate_up": {"target_modules": [], "target_parameters": EXPERTS[:1]},
     "qwen3_moe down": {"target_modules": [], "target_parameters": EXPERTS[1:]},
-    "mixtral": {"target_modules": ["o_proj"], "target_parameters": EXPERTS},
+    "mixtral": {
+        "target_modules": ["o_proj"],
+        "target_parameters": [*EXPERTS, "mlp.gate.weight"],
+        "rank_pattern": {"gate.weight": 3},
+    },
     "gpt_oss": {"target_modules": ["o_proj"], "target_parameters": EXPERTS},
     "llama4": {"target_modules": ["o_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
 }
