@@ -93,6 +93,9 @@ def test_reads_embeddings_and_old_names_and_ignores_the_copies_of_base_weights(t
     assert set(files.modules) == {Q, EMBEDDING, "lm_head"}
     np.testing.assert_allclose(delta(files, Q), 4 * q[f"{Q}.lora_B.weight"] @ q[f"{Q}.lora_A.weight"], rtol=1e-5)
     np.testing.assert_allclose(delta(files, EMBEDDING), 4 * e["e.lora_B.weight"] @ e["e.lora_A.weight"], rtol=1e-5)
+    # Where PEFT ties the head's adapter to the embedding's, it lists only the embedding.
+    tied = {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True}
+    assert read(write(tmp_path / "adapter", tensors, **tied)).modules == files.modules
 
 
 def test_reads_files_of_pytorch_without_it(tmp_path):
