@@ -155,7 +155,7 @@ class StepFunctions:
         if adapted:
             step.adapt = self._adapt(params, _slots(columns_RC, places), shards)
         hidden_TD = self.merge(params)(step)
-        logits_TV = self.merge(params).logits(hidden_TD, shards, step.adapt)
+        logits_TV = self._logits(params, hidden_TD, shards, step.adapt)
         token_T = self._draw_after_drafts(variant, logits_TV, rows, columns_RC, width, shards)
         token_T = shards.check(token_T, PEERS_LOST)
         caches = tuple(kept)
@@ -199,7 +199,7 @@ class StepFunctions:
         if width > 1:  # a row with named ids has the same for each of its tokens
             named_ids_RI = None if named_ids_RI is None else jnp.repeat(named_ids_RI, width, axis=0)
         adapt = self._adapt(params, columns_TC[:, Column.ADAPTER], self.shards) if adapted else None
-        logits_TV = self.merge(params).logits(hidden_TD, self.shards, adapt)
+        logits_TV = self._logits(params, hidden_TD, self.shards, adapt)
         peers = self.shards.through(workspace)
         if variant < Variant.FULL and kind == LogprobsKind.NONE:
             # The masked variant is compiled late, when the devices may be busy: see `uses_peers`.
@@ -313,7 +313,7 @@ class StepFunctions:
         adapt = None
         if adapter_slot is not None:
             adapt = self._adapt(params, jnp.full(len(index_C), adapter_slot), self.shards)
-        logits_CV = self.merge(params).logits(hidden_TD[index_C], self.shards, adapt)
+        logits_CV = self._logits(params, hidden_TD[index_C], self.shards, adapt)
         scores = self._top(self.shards.to_rows(logits_CV), self.shards.own_rows(target_C))
         return self.shards.from_rows(scores, len(target_C))
 
@@ -338,6 +338,12 @@ class StepFunctions:
     def _adapt(self, params: Params, slot_T: jax.Array, shards: Shards) -> Adapt:
         assert self.adapting is not None, "the engine has no adapters"
         return self.adapting.adaptation.adapt(self.adapting.merge(params), slot_T, shards, self.kernels)
+
+    def _logits(self, params: Params, hidden_TD: jax.Array, shards: Shards, adapt: Adapt | None) -> jax.Array:
+        model = self.merge(params)
+        if adapt is None or self.adapting is None or not self.adapting.adaptation.changes_logits:
+            return model.logits(hidden_TD, shards)  # type: ignore[no-any-return]
+        return model.logits(hidden_TD, shards, adapt)  # type: ignore[no-any-return]
 
     def write_adapter(self, arrays: Params, packed_1P: jax.Array, slot: jax.Array) -> Params:
         """The arrays of all slots with an adapter in one of them."""

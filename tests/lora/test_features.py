@@ -46,7 +46,11 @@ def answers(llm: LLM, adapter: LoRARequest | None) -> dict[str, list[list[int]]]
         ("llama_gqa", 8, {"num_gpu_blocks_override": 14}),  # too few blocks for all: some are preempted
         ("qwen3", 16, {"tensor_parallel_size": 2, "num_gpu_blocks_override": 40}),
         ("qwen3_moe", 64, {"num_gpu_blocks_override": 40}),
-        ("llama_gqa", 512, {"num_gpu_blocks_override": 40, "speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}),
+        (
+            "llama_gqa",
+            512,
+            {"num_gpu_blocks_override": 40, "speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+        ),
     ],
     ids=lambda value: str(value) if not isinstance(value, dict) else "",
 )

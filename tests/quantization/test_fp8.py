@@ -57,7 +57,7 @@ def test_one_scale_spans_all_contracted_dimensions(rng):
 def test_a_quantised_linear_multiplies_the_quantised_numbers(rng, subscripts, shape, dtype):
     n = sum(letter not in subscripts.split("->")[1] for letter in subscripts.split("->")[0].split(",")[1])
     linear = Linear(
-        subscripts, shape, tuple("axis" for _ in shape), "bfloat16", modules=[Module("linear", shape[n:])], bias=True
+        subscripts, shape, tuple("embed" for _ in shape), "bfloat16", modules=[Module("linear", shape[n:])], bias=True
     )
     linear.quantize()
     weight = rng.standard_normal((*shape[n:], *shape[:n])).astype(np.float32)
