@@ -21,6 +21,8 @@ class AdapterInfo(msgspec.Struct, frozen=True, tag="adapter"):
     is_pinned: bool
     where: Literal["device", "host", "disk"]
     """The fastest memory that holds it now."""
+    cache_key: str = ""
+    """What the hashes of its cached blocks contain."""
 
 
 class AdapterState(msgspec.Struct, frozen=True, tag="adapter_state"):

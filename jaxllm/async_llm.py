@@ -1,29 +1,29 @@
-"""AsyncLLM: the engine for asyncio programs. A thread runs the steps; callers await the outputs."""
+"""AsyncLLM: the engine for asyncio programs. The core steps by itself (`async_core`); callers await the outputs."""
 
 import asyncio
 import contextlib
-import queue
 import sys
-import threading
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from jaxllm.at_exit import shut_down_at_exit
 from jaxllm.beam_search import search_request, step_params
 from jaxllm.config import EngineConfig
-from jaxllm.core_interface import PauseCalls, PauseMode
+from jaxllm.core_interface import PauseCalls, PauseMode, SteppedCore
+from jaxllm.engine.async_core import AsyncCore, ReplicaInfo, ThreadCore, check_alive, run_in
 from jaxllm.engine_args import FromOptions
-from jaxllm.errors import EngineDeadError, EngineError
-from jaxllm.llm_engine import Core, LLMEngine, Texts
-from jaxllm.log import logger
+from jaxllm.engine_front import EngineFront, Texts, load_texts
+from jaxllm.errors import EngineDeadError, EngineError, JaxLLMError, ReplicaLostError
+from jaxllm.llm_engine import make_core
 from jaxllm.lora_calls import AsyncLoraCalls, loras_in_a_loop
 from jaxllm.lora_request import LoRARequest
-from jaxllm.mailbox import Letter, Mailbox, post
+from jaxllm.mailbox import Letter, Mailbox
+from jaxllm.metrics.merge import merged
 from jaxllm.metrics.metric import Metric
-from jaxllm.outputs import PoolingRequestOutput, RequestMetrics, RequestOutput, raise_error
+from jaxllm.outputs import EngineCoreOutput, PoolingRequestOutput, RequestMetrics, RequestOutput, raise_error
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
 from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from jaxllm.engine.client import EngineClient
     from jaxllm.sampling.processors import Processor
 
-Result = TypeVar("Result")
+pinned_rank: ContextVar[int | None] = ContextVar("pinned_rank", default=None)
+"""The replica that computes what this task asks for; None: any."""
 DRAIN_POLL_SECONDS = 0.02
 """Interval between checks whether the requests of an engine that pauses with mode "wait" have ended."""
 
@@ -54,42 +55,45 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
         config: EngineConfig | None = None,
         *,
         progress: Progress | None = None,
-        core: Core | None = None,
+        core: SteppedCore | None = None,
         logits_processors: "Sequence[Processor | str]" = (),
     ):
-        self._take_over(LLMEngine(config, progress=progress, core=core, logits_processors=logits_processors))
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._gate = threading.Lock()
-        """Held while a command is queued or the engine is declared dead, so that no command is left unanswered."""
-        self._thread = threading.Thread(target=self._loop, name="jaxllm-engine", daemon=True)
-        self._thread.start()
-        shut_down_at_exit(self)
+        core, texts = make_core(config, progress=progress, core=core, logits_processors=logits_processors)
+        self._begin(ThreadCore(core), EngineFront(core, texts))
 
-    def _take_over(self, engine: LLMEngine) -> None:
-        self._engine = engine
-        self.config = engine.config
-        self.model_config = engine.model_config
-        self.max_model_len = engine.max_model_len
-        self.kernels = engine.core.kernels
-        self.input_processor = engine.input_processor
-        self.loras = loras_in_a_loop(engine.config, self.call_core)
+    def _begin(self, core: AsyncCore, front: EngineFront) -> None:
+        self._core, self._front = core, front
+        self.config = front.config
+        self.model_config = front.model_config
+        self.max_model_len = front.max_model_len
+        self.kernels = front.core.kernels
+        self.input_processor = front.input_processor
+        self.loras = loras_in_a_loop(front.config, self.call_core)
         self._mailboxes: dict[str, Mailbox] = {}
-        """Mailboxes by internal id. Only accessed by the thread that owns the engine."""
+        """Mailboxes by internal id. Only accessed where the core runs commands, like the front."""
         self._searches: dict[str, str] = {}
         """Internal id to the caller's id of each unfinished beam search. Searches aborted between two steps are removed."""
         self._sources: list[Callable[[], Iterable[Metric]]] = []
-        self._dead: EngineDeadError | None = None
-        self._stopping = False
+        core.start(_Reports(self))
+        shut_down_at_exit(self)
 
     @classmethod
     async def connect(cls, client: "EngineClient", texts: Texts | None = None) -> "AsyncLLM":
         """Make an AsyncLLM for callers in this event loop whose core runs in the engine process that `client` is connected to.
 
-        Waits until the engine serves; meanwhile loads `texts` unless given. Raises EngineDeadError.
+        Waits until the engine serves; then loads the texts unless they are given. Raises EngineDeadError.
         """
-        from jaxllm.connected_llm import ConnectedLLM
+        from jaxllm.engine.process_core import ProcessCore
 
-        return await ConnectedLLM.over(client, texts)
+        return await cls.over(await ProcessCore(client).ready(), texts)
+
+    @classmethod
+    async def over(cls, core: AsyncCore, texts: Texts | None = None) -> "AsyncLLM":
+        """Make an AsyncLLM over a core that runs; loads the texts unless they are given."""
+        found = await asyncio.to_thread(load_texts, core.core.config) if texts is None else texts
+        llm = cls.__new__(cls)
+        llm._begin(core, EngineFront(core.core, found, namespace=core.namespace))
+        return llm
 
     # For callers
 
@@ -103,13 +107,15 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
         queue_timeout_seconds: float | None = None,
         timeout_seconds: float | None = None,
         adapter: str | None = None,
+        data_parallel_rank: int | None = None,
     ) -> FrontRequest:
         """Check and tokenize a prompt for `stream`. Reports every fault of the prompt here. `adapter`: name of a loaded one.
+        `data_parallel_rank`: the replica that is to compute it; None: that of `pinned_rank`, or any.
 
         Raises InvalidRequestError, or OverloadedError if the machine is too busy to check whether a grammar can be used.
         A request that exceeds its queue timeout or its timeout ends with the finish reason "error" and that `error_kind`.
         """
-        self._check_alive()
+        check_alive(self._core)
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         search = None
         if isinstance(params, BeamSearchParams):
@@ -117,7 +123,7 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
         grammar = None
         has_tokenizer = self.input_processor.tokenizer is not None
         if has_tokenizer and isinstance(params, SamplingParams) and params.structured_outputs is not None:
-            grammar = await asyncio.wrap_future(self._engine.grammar_compiler.submit(params.structured_outputs))
+            grammar = await asyncio.wrap_future(self._front.grammar_compiler.submit(params.structured_outputs))
         process = partial(
             self.input_processor.process,
             priority=priority,
@@ -125,6 +131,7 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
             timeout_seconds=timeout_seconds,
             grammar=grammar,
             adapter=adapter,
+            data_parallel_rank=pinned_rank.get() if data_parallel_rank is None else data_parallel_rank,
         )
         request = await asyncio.to_thread(process, request_id, prompt, params)
         return request if search is None else replace(request, beam_search_params=search)
@@ -141,10 +148,20 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
         mailbox = Mailbox(asyncio.get_running_loop(), request.params.output_kind)
         self._send(lambda: self._admit(request, mailbox))
         metrics: RequestMetrics | None = None
+        runs_again = False
         try:
             finished = False
             while not finished:
-                output = await mailbox.take()
+                try:
+                    output = await mailbox.take()
+                except ReplicaLostError as error:
+                    if not error.may_retry or metrics is not None or runs_again:
+                        raise
+                    runs_again = True  # not a third time: a request that ends its replica would end them all
+                    mailbox = Mailbox(asyncio.get_running_loop(), request.params.output_kind)
+                    anywhere = [replace(child, data_parallel_rank=None) for child in request.children]
+                    self._send(partial(self._admit, replace(request, children=anywhere), mailbox))
+                    continue
                 finished, metrics = output.finished, output.metrics
                 yield output
         finally:
@@ -161,12 +178,13 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
         lora_request: LoRARequest | None = None,
         *,
         priority: int = 0,
+        data_parallel_rank: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Load the adapter if need be, `prepare` and `stream`. Raises InvalidRequestError, AdapterError, EngineError or
         EngineDeadError.
         """
-        adapter = await self.loras.use(lora_request)
-        request = await self.prepare(prompt, sampling_params, request_id, priority=priority, adapter=adapter)
+        chosen: dict[str, Any] = {"adapter": await self.loras.use(lora_request), "data_parallel_rank": data_parallel_rank}
+        request = await self.prepare(prompt, sampling_params, request_id, priority=priority, **chosen)
         async with contextlib.aclosing(self.stream(request)) as outputs:
             async for output in outputs:
                 yield output
@@ -255,39 +273,44 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
         """End requests by the callers' ids. Their generators yield a last output with finish_reason "abort"."""
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         self._searches = {internal_id: own for internal_id, own in self._searches.items() if own not in ids}
-        await self._run(lambda: self._deliver(self._engine.abort_request_with_ids(ids)))
+        await self._run(lambda: self._deliver(self._front.abort_request_with_ids(ids)))
 
     async def abort_all(self) -> None:
         """End every request as `abort` does."""
         self._searches.clear()
-        await self._run(lambda: self._deliver(self._engine.abort_all()))
+        await self._run(lambda: self._deliver(self._front.abort_all()))
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises ConfigError if there is none."""
-        return self._engine.get_tokenizer()
+        return self._front.get_tokenizer()
 
     @property
     def chat_template(self) -> str | None:
         """The text of the chat template set by the options; None if they set none."""
-        return self._engine.chat_template
+        return self._front.chat_template
 
     def get_default_sampling_params(self) -> SamplingParams:
         """SamplingParams with the values of the model's generation config."""
-        return self._engine.get_default_sampling_params()
+        return self._front.get_default_sampling_params()
 
     async def get_metrics(self) -> list[Metric]:
-        """All metrics now."""
-        return [*await self._run(self._engine.get_metrics), *self._added_metrics()]
+        """All metrics now, those of the other fronts too."""
+        check_alive(self._core)
+        await self._core.refresh_metrics()
+        return self._merged(await self._run(self._front.get_metrics))
 
     async def load(self) -> SchedulerStats:
         """The numbers of running and waiting requests, and the usage of the cache."""
-        return await self._run(lambda: self._engine.core.stats())
+        return await self._run(self._front.core.stats)
 
     def prometheus_registry(self) -> Any:
         """The metrics for a Prometheus exporter, as of the latest step; each call makes a registry."""
         from jaxllm.metrics.prometheus import registry
 
-        return registry(lambda: [*self._engine.get_metrics(), *self._added_metrics()])
+        return registry(lambda: self._merged(self._front.get_metrics()))
+
+    def _merged(self, own: list[Metric]) -> list[Metric]:
+        return merged([[*own, *self._added_metrics()], self._core.metrics_of_others])
 
     def _added_metrics(self) -> list[Metric]:
         return [metric for source in self._sources for metric in source()]
@@ -297,7 +320,7 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
         self._sources.append(source)
 
     async def call_core(self, name: str, *arguments: Any) -> Any:
-        return await self._run(lambda: getattr(self._engine, name)(*arguments))
+        return await self._core.call(name, *arguments)
 
     async def pause(self, mode: PauseMode = "abort", *, clear_cache: bool = True) -> None:
         """Hold back new requests until `resume`. Unfinished ones are aborted ("abort"), awaited ("wait") or suspended ("keep").
@@ -311,10 +334,6 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
         if clear_cache and mode != "keep":
             await self.reset_prefix_cache()
 
-    async def finish_compiling(self) -> None:
-        self._check_alive()
-        await asyncio.to_thread(self._engine.finish_compiling)
-
     async def check_integrity(self) -> None:
         def check() -> None:
             assert not self._mailboxes, f"{len(self._mailboxes)} mailboxes are left"
@@ -324,24 +343,26 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
 
     async def check_health(self) -> None:
         """Raise EngineDeadError if the engine cannot serve."""
-        self._check_alive()
+        check_alive(self._core)
 
     @property
     def is_running(self) -> bool:
         """Whether the engine accepts requests."""
-        return self._dead is None and not self._stopping
+        return self._core.dead_error is None and not self._core.is_stopping
+
+    def replicas(self) -> list[ReplicaInfo]:
+        """The engines behind it, and whether they serve; several with data_parallel_size."""
+        return self._core.replicas()
 
     @property
     def dead_error(self) -> EngineDeadError | None:
         """The error that stopped the engine; None while it runs."""
-        return self._dead
+        return self._core.dead_error
 
     def shutdown(self) -> None:
         """End every request (with finish_reason "abort") and free the device. The object cannot be used afterwards."""
-        with self._gate:
-            self._stopping = True
-            self._commands.put(lambda: None)  # wakes the thread
-        self._thread.join()
+        self._core.shutdown()
+        self._front.close()
 
     def __enter__(self) -> "AsyncLLM":
         return self
@@ -349,91 +370,34 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
     def __exit__(self, *error: object) -> None:
         self.shutdown()
 
-    # From callers to the thread
-
-    def _check_alive(self) -> None:
-        if self._dead is not None:
-            raise EngineDeadError(str(self._dead)) from self._dead
-        if self._stopping:
-            raise EngineDeadError("the engine was shut down")
+    # From callers to the core
 
     def _send(self, command: Callable[[], None]) -> None:
-        with self._gate:
-            self._check_alive()
-            self._commands.put(command)
+        self._core.send(command)
 
-    async def _run(self, call: Callable[[], Result]) -> Result:
-        """Run a call in the thread between two steps and return its result."""
-        future: Future[Result] = Future()
-
-        def command() -> None:
-            if not future.set_running_or_notify_cancel():
-                return  # the caller cancelled
-            try:
-                future.set_result(call())
-            except BaseException as error:  # reported to the caller
-                future.set_exception(error)
-
-        self._send(command)
-        return await asyncio.wrap_future(future)
+    async def _run(self, call: Callable[[], Any]) -> Any:
+        """Run a call where the core runs commands and return its result."""
+        return await run_in(self._core, call)
 
     def _abandon(self, internal_id: str) -> None:
         """Abort a request whose outputs are no longer read, without waiting."""
 
         def command() -> None:
             self._mailboxes.pop(internal_id, None)
-            self._engine.abort_internal([internal_id])
+            self._front.abort_internal([internal_id])
 
         with contextlib.suppress(EngineDeadError):  # a dead engine holds nothing any more
             self._send(command)
 
-    # In the thread
-
-    def _loop(self) -> None:
-        try:
-            while self._obey_commands():
-                if self._engine.core.has_unfinished_requests():
-                    self._step()
-            self._deliver(self._engine.abort_all())
-            self._die(EngineDeadError("the engine was shut down"))
-        except BaseException as error:
-            if not isinstance(error, EngineDeadError):
-                logger.exception("the engine's thread failed")
-                error = EngineDeadError(f"the engine failed: {type(error).__name__}: {error}")
-            self._die(error)
-        finally:
-            self._engine.shutdown()
-
-    def _obey_commands(self) -> bool:
-        """Run the commands queued since the last step; wait for one if the engine is idle. Returns False to stop."""
-        is_idle = not self._engine.core.has_unfinished_requests()
-        while not self._stopping:
-            try:
-                command = self._commands.get(block=is_idle)
-            except queue.Empty:
-                break
-            command()
-            is_idle = is_idle and not self._engine.core.has_unfinished_requests()
-        return not self._stopping
-
-    def _step(self) -> None:
-        try:
-            outputs = self._engine.step_with_ids()
-        except EngineDeadError:
-            raise
-        except EngineError as error:  # its requests have ended; the engine continues
-            mailboxes, self._mailboxes = self._mailboxes, {}
-            self._hand_over([(mailbox, error) for mailbox in mailboxes.values()])
-            return
-        self._deliver(outputs)
+    # Where the core runs commands
 
     def _admit(self, request: FrontRequest, mailbox: Mailbox) -> None:
         self._mailboxes[request.internal_id] = mailbox
         try:
-            self._engine.add(request)
+            self._front.add(request)
         except Exception as error:  # fails only this request, unless the engine is dead
             del self._mailboxes[request.internal_id]
-            self._hand_over([(mailbox, error)])
+            self._core.hand_over([(mailbox, error)])
             if isinstance(error, EngineDeadError):
                 raise
 
@@ -446,24 +410,44 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
             letters.append((mailbox, output))
             if output.finished:
                 del self._mailboxes[internal_id]
-        self._hand_over(letters)
+        self._core.hand_over(letters)
 
-    def _hand_over(self, letters: "list[Letter]") -> None:
-        post(letters)
+    def _end(self, internal_ids: Iterable[str], error: JaxLLMError) -> None:
+        """End requests with an error."""
+        ids = list(internal_ids)
+        self._front.abort_internal(ids)
+        mailboxes = [self._mailboxes.pop(internal_id, None) for internal_id in ids]
+        self._core.hand_over([(mailbox, error) for mailbox in mailboxes if mailbox is not None])
 
-    def _die(self, error: EngineDeadError) -> None:
-        """Accept no more commands, and fail the waiting commands and all requests with the error."""
-        with self._gate:
-            self._dead = error
-        while True:
-            try:
-                self._commands.get_nowait()()
-            except queue.Empty:
-                break
-            except Exception:
-                continue  # its caller was answered already
-        mailboxes, self._mailboxes = self._mailboxes, {}
-        self._hand_over([(mailbox, error) for mailbox in mailboxes.values()])
+
+class _Reports:
+    """What the core reports, to an AsyncLLM."""
+
+    def __init__(self, llm: AsyncLLM):
+        self._llm, self._front = llm, llm._front
+
+    def take_outputs(self, outputs: Iterable[EngineCoreOutput]) -> None:
+        self._llm._deliver(self._front.take(outputs))
+
+    def take_refusal(self, request_id: str, error: JaxLLMError) -> None:
+        if (internal_id := self._front.internal_id_of(request_id)) is not None:
+            self._llm._end([internal_id], error)
+
+    def take_failure(self, error: EngineError, request_ids: Collection[str] | None = None) -> None:
+        if request_ids is None:
+            self._llm._end(self._front.internal_ids(), error)
+            return
+        found = (self._front.internal_id_of(request_id) for request_id in request_ids)
+        self._llm._end({internal_id for internal_id in found if internal_id is not None}, error)
+
+    def end(self) -> None:
+        self._llm._deliver(self._front.abort_all())
+
+    def die(self, error: EngineDeadError) -> None:
+        self.take_failure(error)
+
+    def own_metrics(self) -> list[Metric]:
+        return [*self._front.snapshot(of_engine=False), *self._llm._added_metrics()]
 
 
 AsyncLLMEngine = AsyncLLM

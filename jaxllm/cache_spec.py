@@ -16,7 +16,7 @@ Layers that keep a state by row are in no group. Their arrays come behind those 
 import bisect
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from jaxllm.cache_policy import FULL, CachePolicy, WindowPolicy, num_blocks_for
@@ -173,6 +173,10 @@ class LayerPlace:
     """Indices in `CacheLayout.arrays` and, behind them, `CacheLayout.states`."""
 
 
+_ELSEWHERE = LayerPlace(None, ())
+"""Of a layer of another stage."""
+
+
 @dataclass(frozen=True)
 class CacheLayout:
     """The cache of a model: its arrays, its groups of layers, and the blocks that a request holds."""
@@ -209,6 +213,33 @@ class CacheLayout:
     def max_tokens(self, num_blocks: int) -> int:
         """Longest request, in tokens and up to 2**31, that never holds more than `num_blocks` blocks."""
         return bisect.bisect_right(range(1, 2**31), num_blocks, key=self.num_blocks_for)
+
+    def of_layers(self, layers: range) -> "CacheLayout":
+        """The cache of one stage of a pipeline. All stages have the groups and block tables of the whole model, and arrays for their own
+        layers: these are distributed evenly to the groups of their policy, whatever groups they are in here."""
+        indices: dict[int, tuple[int, int]] = {}  # layer -> its group, and its place in that
+        for policy in dict.fromkeys(self.policies):
+            numbers = [number for number, group in enumerate(self.groups) if group.policy == policy]
+            own = sorted(layer for number in numbers for layer in self.groups[number].layers if layer in layers)
+            size = -(-len(own) // len(numbers))
+            indices |= {layer: (numbers[i // size], i % size) for i, layer in enumerate(own)}
+        groups = [
+            CacheGroup(group.policy, tuple(layer for layer, (own, _) in indices.items() if own == number))
+            for number, group in enumerate(self.groups)
+        ]
+        arrays: dict[tuple[int, int, CacheArray], int] = {}
+        places = [_ELSEWHERE] * len(self.places)
+        for layer, (number, index) in sorted(indices.items(), key=lambda item: item[1][::-1]):
+            keys = [(index, part, self.arrays[array]) for part, array in enumerate(self.places[layer].arrays)]
+            places[layer] = LayerPlace(number, tuple(arrays.setdefault(key, len(arrays)) for key in keys))
+        states: list[StateArray] = []
+        for layer in layers:
+            if self.places[layer].group is None:
+                first = len(arrays) + len(states)
+                states += [self.states[index - len(self.arrays)] for index in self.places[layer].arrays]
+                places[layer] = LayerPlace(None, tuple(range(first, len(arrays) + len(states))))
+        kept = tuple(array for _, _, array in arrays)
+        return replace(self, groups=tuple(groups), arrays=kept, states=tuple(states), places=tuple(places))
 
 
 def cache_layout(specs: Sequence[CacheSpec | RowState], *, block_size: int, max_step_tokens: int) -> CacheLayout:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from jaxllm.errors import ConfigError
+from jaxllm.hosts_options import hosts_faults
 from jaxllm.lora_options import RANKS, LoRAOptions, lora_faults
 
 AUTO_MODEL_LEN = -1
@@ -162,9 +163,36 @@ class ParallelOptions:
     """Parallelism"""
 
     tensor_parallel_size: Annotated[int, "number of devices that each layer is split over"] = 1
+    data_parallel_size: Annotated[
+        int,
+        "number of replicas: engine processes with the same model, each with its own devices, among which requests are balanced",
+    ] = 1
+    data_parallel_routing: Annotated[
+        Literal["cache_aware", "least_loaded", "round_robin"],
+        "how the replica of a request is chosen: by cached prefixes and queued tokens, by vLLM's score of requests alone, or in turn",
+    ] = "cache_aware"
+    pipeline_parallel_size: Annotated[
+        int,
+        "number of stages that the layers are divided among, each with tensor_parallel_size devices of its own (docs/PIPELINES.md)",
+    ] = 1
+    pipeline_parallel_layers: Annotated[
+        tuple[int, ...] | None,
+        "layers of each stage, such as 15,17; default: as many in each, the rest in stages before the last",
+    ] = None
     enable_expert_parallel: Annotated[
         bool, "give each of these devices whole experts of a mixture, instead of a share of each expert"
     ] = False
+    nnodes: Annotated[int, "number of hosts that the devices are spread over, the same number on each"] = 1
+    node_rank: Annotated[
+        int, "number of this host; host 0 takes the requests, the others follow it and are started with the same options"
+    ] = 0
+    master_addr: Annotated[str, "address of host 0, at which it listens and the other hosts find it"] = "127.0.0.1"
+    master_port: Annotated[int, "port of host 0 for the other hosts"] = 29501
+    distributed_executor_backend: Annotated[
+        Literal["mp", "uni", "ray"] | None,
+        "who starts the other hosts: ray (an actor on each, from host 0; needs the extra ray), or whoever starts host 0 (mp, uni)",
+    ] = None
+    distributed_timeout_seconds: Annotated[int, "seconds that hosts wait for each other at the start"] = 600
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,7 +254,7 @@ class EngineConfig:
     def checked(self) -> "EngineConfig":
         """This config, if every value lies in its range and the values agree. Raises ConfigError with all faults found."""
         flat = self.flat()
-        faults = [*type_faults(flags(), flat), *range_faults(_RANGES, flat), *lora_faults(flat)]
+        faults = [*type_faults(flags(), flat), *range_faults(_RANGES, flat), *lora_faults(flat), *hosts_faults(flat)]
         if faults:
             raise ConfigError("; ".join(faults))
         return self
@@ -417,6 +445,14 @@ _RANGES: dict[str, Range] = {
     "max_cpu_loras": at_least(1),
     "lora_target_modules": (lambda v: bool(v) and all(v), "a list of names such as q_proj"),
     "tensor_parallel_size": at_least(1),
+    "data_parallel_size": at_least(1),
+    "pipeline_parallel_size": at_least(1),
+    "pipeline_parallel_layers": (lambda v: len(v) > 0 and min(v) >= 1, "a list of positive sizes"),
+    "nnodes": at_least(1),
+    "node_rank": at_least(0),
+    "master_addr": (bool, "a name or an address"),
+    "master_port": (lambda v: 1 <= v <= 65535, "1 to 65535"),
+    "distributed_timeout_seconds": at_least(1),
     "compile_threads": at_least(1),
     "decode_buckets": (lambda v: len(v) > 0 and min(v) >= 1, "a list of positive sizes"),
     "token_buckets": (lambda v: len(v) > 0 and min(v) >= 1, "a list of positive sizes"),

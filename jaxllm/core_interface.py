@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping
 from typing import Any, Literal, Protocol
 
+from jaxllm.cache_news import CacheNews
 from jaxllm.config import EngineConfig
 from jaxllm.kernel_verdicts import OpReport
 from jaxllm.outputs import EngineCoreOutput
@@ -18,13 +19,12 @@ PauseMode = Literal["abort", "wait", "keep"]
 
 
 class Core(Protocol):
-    """The interface of an engine core, beside the methods that PauseCalls names. RemoteCore has only the part that fronts use."""
+    """What a front uses of an engine core, wherever it runs."""
 
     config: EngineConfig
     max_model_len: int
     processor_arguments: Mapping[str, int]
     """Logits processors that requests may name, with the number of arguments of each."""
-    start_times: StartTimes
     kernels: dict[str, OpReport]
     """The implementation of each op and the result of its check."""
 
@@ -33,15 +33,36 @@ class Core(Protocol):
     @property
     def num_compiled_after_warmup(self) -> int: ...
     @property
-    def awaited_programs(self) -> tuple[int, int]: ...
-    @property
     def sleep_level(self) -> int: ...
     def add_request(self, request: EngineCoreRequest) -> None: ...
     def abort_requests(self, request_ids: list[str]) -> None: ...
+    def replica_of(self, request_id: str) -> int:
+        """The replica that computes an unfinished request."""
+
+    def stats(self) -> SchedulerStats: ...
+    def loads(self) -> list[tuple[SchedulerStats, int]]:
+        """Of each replica: its numbers, and the programs that it compiled after its warm-up."""
+
+    def shutdown(self) -> None: ...
+
+
+class SteppedCore(Core, Protocol):
+    """A core that computes when its `step` is called. It also has the methods that PauseCalls names."""
+
+    start_times: StartTimes
+
+    @property
+    def awaited_programs(self) -> tuple[int, int]: ...
     def step(self) -> list[EngineCoreOutput]: ...
     def has_unfinished_requests(self) -> bool: ...
-    def stats(self) -> SchedulerStats: ...
-    def shutdown(self) -> None: ...
+    def publish_cache_news(self) -> None:
+        """Collect news of the prefix cache from now on."""
+
+    def take_cache_news(self) -> CacheNews | None:
+        """The news since the last call; None if there are none."""
+
+    def cache_snapshot(self) -> CacheNews:
+        """All that is in the prefix cache."""
 
 
 class ControlCalls:

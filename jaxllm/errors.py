@@ -11,6 +11,7 @@ JaxLLMError
 ├── OutOfMemoryError                     the device cannot hold what was asked for; names the flag to change
 └── EngineError                          the engine failed in what it was asked; the message says whether to try again
     ├── RequestFailedError               one request ended with an error; has its kind
+    ├── ReplicaLostError                 the replica that computed a request has ended; the others go on
     ├── EngineDeadError                  the engine cannot go on; every later call fails at once
     ├── OverloadedError                  too many requests wait; says when to try again
     └── EngineSleepingError              the engine sleeps; wake it up first
@@ -67,6 +68,14 @@ class RequestFailedError(EngineError):
     def __init__(self, message: str, kind: str = "internal"):
         super().__init__(message)
         self.kind = kind
+
+
+class ReplicaLostError(EngineError):
+    """The replica that computed a request has ended, and the others go on. `may_retry`: whether it may run again on another."""
+
+    def __init__(self, message: str, *, may_retry: bool = False):
+        super().__init__(message)
+        self.may_retry = may_retry
 
 
 class EngineDeadError(EngineError):

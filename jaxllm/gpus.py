@@ -43,6 +43,14 @@ def visible_gpus() -> tuple[Gpu, ...]:
     return tuple(gpu for gpu in found if gpu is not None) if None not in found else ()
 
 
+def count() -> int:
+    """How many GPUs this process may use; 0 without CUDA."""
+    cuda, found = _library(_CUDA), ctypes.c_int()
+    if cuda is None or cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(found)):
+        return 0
+    return found.value
+
+
 def smallest_total_bytes(num_devices: int = 1) -> int | None:
     """The memory of the smallest of the first GPUs that this process may use; None if CUDA finds none."""
     cuda = _library(_CUDA)

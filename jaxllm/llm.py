@@ -13,10 +13,10 @@ from jaxllm.at_exit import shut_down_at_exit
 from jaxllm.batches import Messages, conversations, each, one_each, prompt_list
 from jaxllm.beam_search import BeamSearchOutput, search_beams
 from jaxllm.config import EngineConfig
-from jaxllm.core_interface import ControlCalls
+from jaxllm.core_interface import ControlCalls, SteppedCore
 from jaxllm.errors import InvalidRequestError
 from jaxllm.interrupt import DeferredInterrupt
-from jaxllm.llm_engine import Core, LLMEngine
+from jaxllm.llm_engine import LLMEngine
 from jaxllm.lora_calls import LoraCalls, Loras, run_now
 from jaxllm.lora_request import LoRARequest
 from jaxllm.metrics.metric import Metric
@@ -61,7 +61,7 @@ class LLM(LoraCalls, ControlCalls):
         config: EngineConfig,
         *,
         progress: Progress | None = None,
-        core: Core | None = None,
+        core: SteppedCore | None = None,
         logits_processors: "Sequence[Processor | str]" = (),
     ) -> "LLM":
         """Make an LLM from a whole config. `progress` reports loading and compiling; `core` is an existing engine core."""
@@ -73,7 +73,7 @@ class LLM(LoraCalls, ControlCalls):
         self,
         config: EngineConfig,
         progress: Progress | None,
-        core: Core | None,
+        core: SteppedCore | None,
         logits_processors: "Sequence[Processor | str]",
     ) -> None:
         self.llm_engine = LLMEngine(config, progress=progress, core=core, log_stats=False, logits_processors=logits_processors)

@@ -21,19 +21,22 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u206
 """What could end a line, move the cursor, turn text around or not be written at all."""
 
 
-def set_up(level: str | None = None, formatter: logging.Formatter | None = None, format: str | None = None) -> None:
+def set_up(
+    level: str | None = None, formatter: logging.Formatter | None = None, format: str | None = None, part: str = ""
+) -> None:
     """Send the project's messages to stderr, from `level` (default: $JAXLLM_LOG_LEVEL, else info) upward. May be called again.
 
-    `format` is "text" or "json" (default: $JAXLLM_LOG_FORMAT, else text); `formatter` is what writes text. Raises ConfigError for
-    an unknown level or format in the environment.
+    `format` is "text" or "json" (default: $JAXLLM_LOG_FORMAT, else text); `formatter` is what writes text. `part`
+    names the part of a server that writes. Raises ConfigError for an unknown level or format in the environment.
     """
     name = _known(level, env.LOG_LEVEL, "info", LEVELS)
     if _known(format, env.LOG_FORMAT, "text", FORMATS) == "json":
-        formatter = JsonLines()
+        formatter = JsonLines(part)
     if not logger.handlers:
         logger.addHandler(_ToStderr())
         logger.propagate = False
-    logger.handlers[0].setFormatter(formatter or logging.Formatter("%(levelname)s %(asctime)s %(message)s", "%H:%M:%S"))
+    named = f"{part}: " if part else ""
+    logger.handlers[0].setFormatter(formatter or logging.Formatter(f"%(levelname)s %(asctime)s {named}%(message)s", "%H:%M:%S"))
     logger.setLevel(name.upper())
 
 
@@ -80,6 +83,10 @@ class JsonLines(logging.Formatter):
 
     _ordinary = {*vars(logging.makeLogRecord({})), "message", "asctime", "color_message"}
 
+    def __init__(self, part: str = ""):
+        super().__init__()
+        self._part = {"part": part} if part else {}
+
     def format(self, record: logging.LogRecord) -> str:
         moment = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
         line: dict[str, Any] = {
@@ -88,6 +95,7 @@ class JsonLines(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
             "process": record.process,
+            **self._part,
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)

@@ -128,6 +128,16 @@ class EngineCoreRequest:
     """What sampling_params.thinking_token_budget, which is not set here, means for this prompt."""
     adapter: str | None = None
     """Name of the adapter that computes it; None: the model alone."""
+    data_parallel_rank: int | None = None
+    """The replica that computes it; None: the balancer chooses one."""
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """Whether a cached prefix of the prompt may be used."""
+        if self.pooling_params is not None:
+            return not self.pooling_params.skip_reading_prefix_cache
+        # Prompt logprobs need the hidden state of every prompt token, so no prompt token may come from the cache.
+        return not self.sampling_params.skip_reading_prefix_cache and self.sampling_params.prompt_logprobs is None
 
 
 @dataclass(eq=False)
@@ -154,6 +164,8 @@ class Request:
     """Tokens whose keys and values are in the cache or will be after the steps in flight, if all their drafts are right."""
     num_output_placeholders: int = 0
     """Tokens that steps in flight will sample, if all their drafts are right."""
+    last_step_id: int = 0
+    """The latest planned step that computes tokens of it."""
     num_drafts_in_flight: int = 0
     """Drafts in steps in flight."""
     may_have_drafts: bool = False
@@ -186,14 +198,12 @@ class Request:
         self.eos_token_id = eos[0] if eos else None
         self.stop_token_ids = frozenset((*eos[1:], *(params.stop_token_ids or ())))
         self.detects_repetition = bool(params.repetition_detection)
-        # Prompt logprobs need the hidden state of every prompt token, so no prompt token may come from the cache.
-        self.skip_reading_prefix_cache = bool(params.skip_reading_prefix_cache) or params.prompt_logprobs is not None
+        self.skip_reading_prefix_cache = not spec.reads_prefix_cache
         self.thinking = None if spec.thinking_budget is None else ThinkingSection(spec.thinking_budget)
         self.token_ids = list(spec.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.max_num_tokens = sys.maxsize if params.max_tokens is None else self.num_prompt_tokens + params.max_tokens
         if pooling is not None:
-            self.skip_reading_prefix_cache = bool(pooling.skip_reading_prefix_cache)
             self.max_num_tokens = self.num_prompt_tokens + 1  # counts the vector as one token, which is never computed
         if self.extend_hashes is not None:
             self.extend_hashes(self)

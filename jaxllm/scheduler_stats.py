@@ -1,6 +1,9 @@
 """Statistics of the scheduler."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from itertools import zip_longest
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -30,6 +33,9 @@ class SchedulerStats:
     """Requests that ended because the model computed NaN or infinity for them."""
     sleep_level: int = 0
     """0 awake, 1 weights offloaded, 2 all discarded (set by the core)."""
+    num_queued_tokens: int = 0
+    """Prompt tokens that waiting and running requests have still to compute, cached ones of waiting requests included. Those of steps in
+    flight count half: on average they are half done."""
     num_cache_blocks: int = 0
     """Usable blocks of the KV cache."""
     step_token_counts: tuple[int, ...] = ()
@@ -69,3 +75,27 @@ class SchedulerStats:
     """Time from an adapter's first request until it had its slot, of all loads together."""
     awaited_programs: tuple[int, int] = (0, 0)
     """Programs that the current step waits for: ready, and in total. Set in heartbeats only."""
+
+
+_MOST = ("sleep_level", "num_speculative_tokens", "max_adapters")
+"""Of these a total has the largest value, not the sum."""
+
+
+def total(parts: Sequence[SchedulerStats]) -> SchedulerStats:
+    """The numbers of several engines together; cache_usage is the mean over their blocks."""
+    if len(parts) == 1:
+        return parts[0]
+    found = SchedulerStats(**{field.name: _total(field.name, parts) for field in fields(SchedulerStats)})
+    num_blocks = sum(part.num_cache_blocks for part in parts)
+    if num_blocks:
+        found.cache_usage = sum(part.cache_usage * part.num_cache_blocks for part in parts) / num_blocks
+    return found
+
+
+def _total(name: str, parts: Iterable[SchedulerStats]) -> Any:
+    values = [getattr(part, name) for part in parts]
+    if name in ("waiting_adapters", "running_adapters"):
+        return tuple(dict.fromkeys(adapter for adapters in values for adapter in adapters))
+    if name in _MOST:
+        return max(values)
+    return tuple(map(sum, zip_longest(*values, fillvalue=0))) if isinstance(values[0], tuple) else sum(values)

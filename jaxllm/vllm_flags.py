@@ -83,18 +83,20 @@ QUANTIZATIONS = _names("""
 TAKEN = _names("""
     model tokenizer dtype seed max_model_len quantization runner pooler_config hf_overrides revision generation_config
     override_generation_config max_logprobs logprobs_mode logits_processors skip_tokenizer_init load_format download_dir
-    tensor_parallel_size enable_expert_parallel gpu_memory_utilization kv_cache_memory_bytes block_size kv_cache_dtype
+    tensor_parallel_size pipeline_parallel_size data_parallel_size enable_expert_parallel gpu_memory_utilization
+    kv_cache_memory_bytes block_size kv_cache_dtype
     enable_prefix_caching
     prefix_caching_hash_algo num_gpu_blocks_override disable_hybrid_kv_cache_manager max_num_batched_tokens max_num_seqs
     max_num_queued_reqs max_num_queued_tokens enable_chunked_prefill long_prefill_token_threshold
     long_prefill_token_threshold_adaptive
     scheduling_policy scheduler_reserve_full_isl watermark async_scheduling stream_interval disable_log_stats
     speculative_config chat_template config
+    nnodes node_rank master_addr master_port distributed_executor_backend distributed_timeout_seconds
     enable_lora max_loras max_lora_rank max_cpu_loras lora_dtype lora_target_modules
 """)
 """Flags that the engine's commands take under the same name with the same meaning."""
 TAKEN_BY_SERVER = _names("""
-    host port uds grpc_port uvicorn_log_level disable_uvicorn_access_log disable_access_log_for_endpoints allow_credentials
+    headless host port uds grpc_port uvicorn_log_level disable_uvicorn_access_log disable_access_log_for_endpoints allow_credentials
     allowed_origins allowed_methods allowed_headers api_key ssl_keyfile ssl_certfile ssl_ca_certs ssl_cert_reqs ssl_ciphers
     root_path middleware enable_request_id_headers disable_fastapi_docs chat_template_content_format
     trust_request_chat_template default_chat_template_kwargs response_role return_tokens_as_token_ids enable_auto_tool_choice
@@ -195,16 +197,16 @@ _ENGINE = (
     *_refused("thinking_token_budget finds the tokens of the model that open and close its thinking", objects="reasoning_config"),
     *_flags("reasoning is found by the chat template; --reasoning-parser names its format", switches="enable_reasoning"),
     # Parallelism
-    *_refused("only --tensor-parallel-size splits a model", values="pipeline_parallel_size", harmless=(1,)),
-    *_refused("start a server for each GPU (CUDA_VISIBLE_DEVICES) behind a proxy", values="data_parallel_size", harmless=(1,)),
-    *_refused("start a server for each GPU (CUDA_VISIBLE_DEVICES) behind a proxy",
+    *_refused("one server starts all replicas, on its own machine; for several, start a server on each behind a gateway",
               values="data_parallel_rank data_parallel_start_rank", harmless=(0,)),
-    *_refused("start a server for each GPU (CUDA_VISIBLE_DEVICES) behind a proxy",
+    *_refused("one server starts all replicas, on its own machine; for several, start a server on each behind a gateway",
+              values="data_parallel_size_local data_parallel_address"),
+    *_refused("start a server for each GPU (CUDA_VISIBLE_DEVICES) behind a balancer of your own, without --data-parallel-size",
               switches="data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb"),
-    *_flags("only matters with --data-parallel-size, of which there is 1",
-            values="data_parallel_size_local data_parallel_address data_parallel_rpc_port data_parallel_backend dp_sync_interval "
-            "data_parallel_supervisor_port dp_supervisor_probe_interval_s dp_supervisor_probe_timeout_s "
-            "dp_supervisor_probe_failure_threshold", switches="disable_nccl_for_dp_synchronization"),
+    *_flags("replicas are processes of one machine, which do not wait for each other",
+            values="data_parallel_rpc_port data_parallel_backend dp_sync_interval data_parallel_supervisor_port "
+            "dp_supervisor_probe_interval_s dp_supervisor_probe_timeout_s dp_supervisor_probe_failure_threshold",
+            switches="disable_nccl_for_dp_synchronization"),
     *_refused("a context stays on one GPU's heads; --tensor-parallel-size splits the heads",
               values="decode_context_parallel_size prefill_context_parallel_size", harmless=(1,)),
     *_flags("only matters with context parallelism, which is refused", switches="dcp_q_replicate",
@@ -212,12 +214,9 @@ _ENGINE = (
     *_refused("experts stay on the devices that they were loaded to", switches="enable_eplb enable_elastic_ep"),
     *_flags("only matters for experts that move between devices, which is refused", objects="eplb_config",
             values="expert_placement_strategy all2all_backend elastic_ep_max_dp_size", switches="enable_ep_weight_filter"),
-    *_refused("one process drives all GPUs of this machine", values="distributed_executor_backend", harmless=("mp", "uni")),
-    *_refused("one process drives all GPUs of this machine", switches="ray_workers_use_nsight worker_use_ray"),
-    *_refused("a model runs on one machine", values="nnodes", harmless=(1,)),
-    *_refused("a model runs on one machine", values="node_rank", harmless=(0,)),
-    *_flags("only matters on several machines; a model runs on one", values="master_addr master_port "
-            "distributed_timeout_seconds cpu_distributed_timeout_seconds"),
+    *_refused("--distributed-executor-backend ray starts the other hosts", switches="worker_use_ray"),
+    *_refused("--profiler-dir has JAX's profiler write traces", switches="ray_workers_use_nsight"),
+    *_flags("--distributed-timeout-seconds holds for all devices", values="cpu_distributed_timeout_seconds"),
     *_refused("set $CUDA_VISIBLE_DEVICES", lists="device_ids"),
     *_refused("set $JAX_PLATFORMS", values="device", harmless=("auto", "cuda", "gpu")),
     *_refused("start the command under numactl", switches="numa_bind", lists="numa_bind_nodes numa_bind_cpus"),
@@ -299,7 +298,6 @@ _ENGINE = (
     *_flags("requests are logged only with --enable-log-requests", switches="disable_log_requests"),
 )  # fmt: skip
 _SERVER = (
-    *_refused("the engine and its HTTP processes start together", switches="headless"),
     *_refused("--grpc-port N offers gRPC beside HTTP", switches="grpc"),
     *_refused("start the server again when its certificate changes", switches="enable_ssl_refresh"),
     *_refused("headers have fixed limits; --max-request-body-bytes limits bodies",

@@ -34,6 +34,8 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {trace.COMMAND_BUF
 import jax
 
 from jaxllm import LLM
+from jaxllm.parallel.mesh import tensor_size
+from jaxllm.parallel.topology import Topology
 from jaxllm.runner.memory import reserve_device_memory
 from jaxllm.scaling.decodes import SETTLING_STEPS, time_decodes
 from jaxllm.scaling.host_times import HostTimes
@@ -119,9 +121,7 @@ class Bench:
         config = {"load_format": "dummy", "enable_prefix_caching": False, "skip_tokenizer_init": True, "max_model_len": 4096}
         config |= dict(map(engine_option, options))
         # The ceilings start the device, the engine comes after.
-        reserve_device_memory(
-            config.get("gpu_memory_utilization", 0.92), tensor_parallel_size=config.get("tensor_parallel_size", 1)
-        )
+        reserve_device_memory(config.get("gpu_memory_utilization", 0.92), Topology(config.get("tensor_parallel_size", 1)))
         self.ceilings: Ceilings = measure_ceilings(tiny=args.tiny)
         print(f"\n{self.name} on {jax.devices()[0].device_kind}: {self.ceilings.describe()}", flush=True)
         started = time.perf_counter()
@@ -130,7 +130,7 @@ class Bench:
         self.llm.llm_engine.finish_compiling()
         self.core: Any = self.llm.llm_engine.core
         runner = self.core.runner
-        self.cost = ModelCost.of_arrays(self.core.model_config, runner.params, runner.shapes.mesh.size)
+        self.cost = ModelCost.of_arrays(self.core.model_config, runner.params, tensor_size(runner.shapes.mesh))
         print(
             f"engine start {self.start_seconds:.1f} s, {len(runner.programs)} programs; a step reads {self.cost.weight_bytes / 1e9:.2f} GB "
             f"of weights and {self.cost.cache_bytes_per_token / 1e3:.1f} kB a token of context",

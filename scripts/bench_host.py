@@ -1,7 +1,7 @@
 """Times the host's part of a decode step without a model: python scripts/bench_host.py
 
-schedule: Scheduler.schedule · build: BatchBuilder.build · update: Scheduler.update_from_output · front: OutputProcessor.process with
-the demo model's tokenizer, reported apart. "step" is schedule + build + update.
+schedule: Scheduler.schedule · build: BatchBuilder.build · update: Scheduler.update_from_output, and with --publish the news of the
+prefix cache · front: OutputProcessor.process with the demo model's tokenizer, reported apart. "step" is schedule + build + update.
 """
 
 import argparse
@@ -37,7 +37,7 @@ class Times(NamedTuple):
     """Of the fastest step: what a machine without other work would show."""
 
 
-def step_times(num_running: int, num_waiting: int, prompt_len: int, num_steps: int) -> Times:
+def step_times(num_running: int, num_waiting: int, prompt_len: int, num_steps: int, *, publish: bool = False) -> Times:
     """Median times while `num_running` requests decode and `num_waiting` wait."""
     options = SchedulerOptions(max_num_seqs=num_running, max_num_batched_tokens=8192)
     blocks_per_request = (prompt_len + num_steps) // 16 + 2
@@ -47,6 +47,8 @@ def step_times(num_running: int, num_waiting: int, prompt_len: int, num_steps: i
         num_blocks=num_running * blocks_per_request * 2,
         max_model_len=1 << 20,
     )
+    if publish:
+        scheduler.publish_cache_news()
     params = SamplingParams(max_tokens=num_steps + 16, temperature=0.7, top_p=0.9, seed=1)
     front = OutputProcessor(load_tokenizer(resolve_model(DEMO), name=DEMO))
     for i in range(num_running + num_waiting):
@@ -74,6 +76,7 @@ def step_times(num_running: int, num_waiting: int, prompt_len: int, num_steps: i
         result = ModelRunnerOutput({row.request_id: [7] for row in plan.rows if row.request_id in done})
         updating = time.perf_counter()
         news = scheduler.update_from_output(plan, result)
+        scheduler.take_cache_news()
         updated = time.perf_counter()
         front.process(news)
         processed = time.perf_counter()
@@ -95,11 +98,12 @@ def main() -> None:
     parser.add_argument("--waiting", type=int, nargs="+", default=[0, 10_000])
     parser.add_argument("--prompt-len", type=int, default=100)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--publish", action="store_true", help="also publish what is in the prefix cache, as replicas do")
     arguments = parser.parse_args()
     print("running  waiting  schedule ms  build ms  update ms  step ms  best step ms  front ms")
     for num_waiting in arguments.waiting:
         for num_running in arguments.running:
-            times = step_times(num_running, num_waiting, arguments.prompt_len, arguments.steps)
+            times = step_times(num_running, num_waiting, arguments.prompt_len, arguments.steps, publish=arguments.publish)
             print(
                 f"{num_running:7}  {num_waiting:7}  {times.schedule:11.3f}  {times.build:8.3f}  {times.update:9.3f}  "
                 f"{times.total:7.3f}  {times.best_total:12.3f}  {times.front:8.3f}"

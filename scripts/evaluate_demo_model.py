@@ -23,10 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tokenizers import Tokenizer
 
 from scripts.demo_data import chat_tokenizer, pirate, python_text, scoring, tasks
+from scripts.demo_data.chat_tokenizer import END_OF_TEXT_ID, STOP_IDS
 from scripts.demo_data.dialogue import Dialogue
-
-END_OF_TEXT_ID = chat_tokenizer.SPECIAL_TOKENS.index(chat_tokenizer.END_OF_TEXT)
-STOP_IDS = (chat_tokenizer.SPECIAL_TOKENS.index(chat_tokenizer.TURN_END), END_OF_TEXT_ID)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -113,6 +113,24 @@ async def engine_killed(server: RehearsedServer, row: Row) -> None:
     await ends(server, row, 1)
 
 
+async def replica_killed(server: RehearsedServer, row: Row) -> None:
+    streams = await streams_of(server, LONG // 4)
+    engine = server.pids("engine.process")[0]
+    since = time.monotonic()
+    os.kill(engine, signal.SIGKILL)
+    counts = await outcomes(row, streams, [WHOLE, "error event replica_lost"], since)
+    row.expect(
+        counts[WHOLE] > 0 and counts["error event replica_lost"] > 0, "one replica's clients must be served, the other's not"
+    )
+    row.expect((row.seconds or 0) < KNOWN_WITHIN_SECONDS, f"they knew after {row.seconds:.2f} s")
+    async with ServerClient(server.url, timeout_seconds=60) as client, asyncio.timeout(60):
+        while any(replica["state"] != "serving" for replica in (await client.get_json("/health"))["replicas"]):
+            await asyncio.sleep(0.05)
+    await asyncio.to_thread(server.wait_whole)
+    await goes_on(server, row)
+    row.after += f", with both replicas again {time.monotonic() - since:.0f} s after the fault"
+
+
 async def front_killed(server: RehearsedServer, row: Row) -> None:
     streams = await streams_of(server, LONG // 4)
     front = server.pids("server.front")[0]
@@ -197,6 +215,7 @@ async def hangs(server: RehearsedServer, row: Row) -> None:
 FAULTS = {
     "engine": Fault("kill -9 of the engine process", engine_killed),
     "front": Fault("kill -9 of one of 2 fronts", front_killed, "--api-server-count 2"),
+    "replica": Fault("kill -9 of one of 2 replicas", replica_killed, "--data-parallel-size 2"),
     "disconnects": Fault("500 of 1 000 clients leave in mid-stream", disconnects),
     "sigterm": Fault("SIGTERM under load", told_to_stop),
     "drain": Fault("SIGTERM, answers take longer than the drain", told_to_stop_soon, "--shutdown-timeout 1"),

@@ -12,7 +12,6 @@ import concurrent.futures
 import multiprocessing
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +21,13 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from scripts.demo_data import chat_tokenizer, packing, pirate, python_text, scoring, tasks
+from scripts.demo_data.chat_tokenizer import END_OF_TEXT_ID, STOP_IDS
+from scripts.demo_data.elapsed import report
 
-STARTED = time.monotonic()
 DATA = Path(__file__).resolve().parent.parent / "jaxllm" / "data"
 SHORT_LENGTH, LONG_LENGTH = 256, 1024
 DIALOGUES_PER_JOB = 5_000
-END_OF_TEXT_ID, TURN_END_ID = (
-    chat_tokenizer.SPECIAL_TOKENS.index(token) for token in (chat_tokenizer.END_OF_TEXT, chat_tokenizer.TURN_END)
-)
 STORED_DTYPE = "bfloat16"
-
-
-def report(line: str) -> None:
-    """Prints a line after the seconds since the start."""
-    print(f"[{time.monotonic() - STARTED:6.1f} s] {line}", flush=True)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -179,8 +171,7 @@ def measure(arguments: argparse.Namespace, tokenizer: Tokenizer, config: Any, ba
         prompts = [tokenizer.encode(chat_tokenizer.render_question(question)).ids for question in questions]
         batch = 8 if arguments.tiny else 32 if jax.default_backend() == "cpu" else 256
         max_new = 16 if arguments.tiny else scoring.MAX_ANSWER_TOKENS
-        stop_ids = (TURN_END_ID, END_OF_TEXT_ID)
-        answers: list[str] = tokenizer.decode_batch(direct.answer(prompts, stop_ids, max_new, batch))
+        answers: list[str] = tokenizer.decode_batch(direct.answer(prompts, STOP_IDS, max_new, batch))
         lines.append(f"{title}: {scoring.score(questions, answers)[1]}")
         return answers
 

@@ -15,7 +15,6 @@ import json
 import multiprocessing
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -25,25 +24,17 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from scripts.demo_data import chat_tokenizer, packing, python_text, scoring, tasks
+from scripts.demo_data.chat_tokenizer import END_OF_TEXT_ID, STOP_IDS
+from scripts.demo_data.elapsed import STARTED, report
 
-STARTED = time.monotonic()
 DATA = Path(__file__).resolve().parent.parent / "jaxllm" / "data"
 SHORT_LENGTH, LONG_LENGTH = 256, 1024
 CONTINUED_FROM = 64
 """Tokens of Python that the target continues to rows of SHORT_LENGTH."""
 HELD_OUT_TOKENS = 192
 DIALOGUES_PER_JOB = 5_000
-END_OF_TEXT_ID, TURN_END_ID = (
-    chat_tokenizer.SPECIAL_TOKENS.index(token) for token in (chat_tokenizer.END_OF_TEXT, chat_tokenizer.TURN_END)
-)
-STOP_IDS = (TURN_END_ID, END_OF_TEXT_ID)
 MOST_DRAFTS = 6
 DIRECTORIES = {"eagle3": "demo_eagle3", "draft": "demo_draft"}
-
-
-def report(line: str) -> None:
-    """Prints a line after the seconds since the start."""
-    print(f"[{time.monotonic() - STARTED:6.1f} s] {line}", flush=True)
 
 
 def parse_arguments() -> argparse.Namespace:

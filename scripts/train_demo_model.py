@@ -14,7 +14,6 @@ import json
 import multiprocessing
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +23,12 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from scripts.demo_data import chat_tokenizer, packing, python_text, scoring, tasks
+from scripts.demo_data.chat_tokenizer import END_OF_TEXT_ID, STOP_IDS
+from scripts.demo_data.elapsed import STARTED, report
 
-STARTED = time.monotonic()
 VOCAB_SIZE = 4096
 SHORT_LENGTH, LONG_LENGTH = 256, 1024
 DIALOGUES_PER_JOB = 20_000
-END_OF_TEXT_ID, TURN_END_ID = (
-    chat_tokenizer.SPECIAL_TOKENS.index(token) for token in (chat_tokenizer.END_OF_TEXT, chat_tokenizer.TURN_END)
-)
-STOP_IDS = (TURN_END_ID, END_OF_TEXT_ID)
-
-
-def report(line: str) -> None:
-    """Prints a line after the seconds since the start."""
-    print(f"[{time.monotonic() - STARTED:6.1f} s] {line}", flush=True)
 
 
 def parse_arguments() -> argparse.Namespace:

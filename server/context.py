@@ -117,6 +117,10 @@ def _fingerprint(engine: AsyncLLM, mode: str) -> str | None:
     if mode == "none":
         return None
     config = engine.config
-    parts = [__version__, engine.model_config.digest, config.model.dtype, str(config.parallel.tensor_parallel_size)]
+    parallel = config.parallel
+    sizes = f"{parallel.tensor_parallel_size}" + (
+        f"-pp{parallel.pipeline_parallel_size}" if parallel.pipeline_parallel_size > 1 else ""
+    )
+    parts = [__version__, engine.model_config.digest, config.model.dtype, sizes]
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
-    return digest if mode == "hash" else f"jaxllm-{__version__}-tp{config.parallel.tensor_parallel_size}-{digest}"
+    return digest if mode == "hash" else f"jaxllm-{__version__}-tp{sizes}-{digest}"

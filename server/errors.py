@@ -16,6 +16,7 @@ from jaxllm.errors import (
     EngineSleepingError,
     InvalidRequestError,
     OverloadedError,
+    ReplicaLostError,
 )
 
 MAX_MESSAGE_LENGTH = 1000
@@ -103,6 +104,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return overloaded("the engine sleeps; wake it up or try again later")
     if isinstance(error, EngineDeadError):
         return ApiError(503, "the engine cannot serve any more", code="engine_dead", retry=True)
+    if isinstance(error, ReplicaLostError):
+        return ApiError(503, str(error), code="replica_lost", retry=True)
     if isinstance(error, EngineError):
         return ApiError(500, "the engine failed on this request", code="engine_error", retry=True)
     if isinstance(error, TimeoutError):

@@ -18,9 +18,11 @@ from jaxllm.async_llm import AsyncLLM
 from jaxllm.config import EngineConfig
 from jaxllm.engine.client import EngineClient
 from jaxllm.engine.launch import read_first_message
+from jaxllm.engine.process_core import ProcessCore
+from jaxllm.engine_front import load_texts
 from jaxllm.errors import EngineDeadError, JaxLLMError
-from jaxllm.llm_engine import load_texts
 from jaxllm.log import logger
+from jaxllm.replicas.core import Replicas
 from server.gate import Gate
 from server.options import ServerOptions
 from server.routes.page import page_replies
@@ -38,8 +40,8 @@ class FrontStart(msgspec.Struct):
     """The configuration of a front. `socket_fd` listens; the front writes READY or its error to `report_fd`."""
 
     index: int
-    directory: str
-    engine_pid: int
+    engines: list[tuple[str, int | None]]
+    """Of each replica: the directory of its sockets, and its process; None: it is being started again."""
     config: EngineConfig
     options: ServerOptions
     socket_fd: int
@@ -63,9 +65,25 @@ class Front:
         self._start = start
         self._options = start.options
         self._stop = asyncio.Event()
-        self._client = EngineClient(start.directory, start.engine_pid, index=start.index, silence_seconds=start.silence_seconds)
+        self._core = self._make_core()
         page = page_replies() if start.options.replies.web else {}
-        self._gate = Gate(lambda: self._client.status, lambda: self._client.dead_error, page, start.options.network.root_path)
+        self._gate = Gate(lambda: self._core.status, lambda: self._core.dead_error, page, start.options.network.root_path)
+
+    def _make_core(self) -> ProcessCore | Replicas:
+        pids, parallel = [pid for _, pid in self._start.engines], self._start.config.parallel
+        if len(pids) == 1:
+            return ProcessCore(self._connect(0, pids[0]))
+        return Replicas(
+            self._connect,
+            pids,
+            policy=parallel.data_parallel_routing,
+            num_fronts=self._options.network.api_server_count,
+            retries=self._options.processes.retry_on_engine_death,
+        )
+
+    def _connect(self, rank: int, pid: int | None) -> EngineClient:
+        directory, _ = self._start.engines[rank]
+        return EngineClient(directory, pid, index=self._start.index, silence_seconds=self._start.silence_seconds)
 
     async def run(self) -> None:
         """Serve until stopped, then drain. Raises JaxLLMError if the application cannot be built."""
@@ -84,7 +102,7 @@ class Front:
         finally:
             server.should_exit = True
             await serving
-            self._client.close()
+            self._core.shutdown()
 
     async def _serve(self, serving: "asyncio.Task[None]") -> None:
         texts = await asyncio.to_thread(load_texts, self._start.config)
@@ -94,12 +112,13 @@ class Front:
 
         check_names(self._options.chat)  # fail before the engine has loaded
         try:
-            engine = await self._unless_stopped(AsyncLLM.connect(self._client, texts))
+            core = await self._unless_stopped(self._core.ready())
         except EngineDeadError:
             await self._stop.wait()  # the supervisor detects it too and decides
             return
-        if engine is None:
+        if core is None:
             return
+        engine = await AsyncLLM.over(core, texts)
         app = create_app(engine, self._options)
         context = app.state.context
         async with app.router.lifespan_context(app):

@@ -190,9 +190,15 @@ class ProcessOptions:
 
     step_timeout: Annotated[float, "seconds after which a step counts as hung, and the engine as dead; 0: never"] = 300.0
     compile_timeout: Annotated[float, "the same while a step waits for a program to be compiled"] = 3600.0
+    retry_on_engine_death: Annotated[
+        bool,
+        "compute requests of a replica that has ended again on another, as far as nothing was sent to their clients "
+        "(with --data-parallel-size)",
+    ] = False
     keep_alive_on_engine_death: Annotated[
         bool, "go on after the engine's death and answer 503, instead of ending with an exit code for who supervises"
     ] = False
+    headless: Annotated[bool, "serve no HTTP: what hosts above 0 do anyway, with --nnodes and --node-rank"] = False
 
 
 _GROUPS: dict[str, Any] = {

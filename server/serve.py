@@ -8,19 +8,20 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from jaxllm.config import EngineConfig
-from jaxllm.engine.client import EngineClient
+from jaxllm.engine.client import EngineClient, show_loading
 from jaxllm.engine.launch import socket_directory, start_child, start_engine
-from jaxllm.engine.messages import EngineStart, Ready
+from jaxllm.engine.messages import EngineStart
 from jaxllm.errors import EngineDeadError
 from jaxllm.log import logger
 from jaxllm.progress import SILENT, Progress
+from jaxllm.replicas.devices import environments
 from server.front import LAST_WORDS_SECONDS, READY, FrontStart
 from server.grpc.start import check_grpc
 from server.listening import check_tls, listen
@@ -65,6 +66,28 @@ class _Front:
         self.starts: list[float] = []
 
 
+class _Engine:
+    """A replica's engine process, and where its sockets are; its directory outlives the process."""
+
+    def __init__(self, rank: int, directory: Path, environment: Mapping[str, str]):
+        self.rank = rank
+        self.directory = directory
+        self.environment = environment
+        self.process: subprocess.Popen[bytes] | None = None
+        self.client: EngineClient | None = None
+        self.starts: list[float] = []
+
+    def describe_end(self) -> str:
+        """The signal that ended the process, if it was one."""
+        code = self.process.poll() if self.process is not None else None
+        return f" (signal {-code}: {signal.strsignal(-code)})" if code is not None and code < 0 else ""
+
+    @property
+    def pid(self) -> int | None:
+        """Of its process, while that runs."""
+        return None if self.process is None or self.process.poll() is not None else self.process.pid
+
+
 class Supervisor:
     """One server. `on_ready` is called when requests are accepted; `core_factory` is for tests."""
 
@@ -89,18 +112,24 @@ class Supervisor:
         self._failure: str | None = None
         self._directory = Path()
         self._fronts: list[_Front] = []
-        self._engine: subprocess.Popen[bytes] | None = None
+        self._engines: list[_Engine] = []
+        self._all_served = False
+        """Whether every engine and front was ready once: until then none is started again."""
         self._watchers: set[asyncio.Task[None]] = set()
 
     async def run(self) -> int:
         """Serve until a signal or a failure. Returns the exit code; raises ConfigError or EngineDeadError for a failed start."""
         check_tls(self._options.network)
         check_grpc(self._options.network)
+        environment_of_each = environments(self._config.parallel)
         sockets = listen(self._options.network)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._take_signal, number)
         with socket_directory() as self._directory:
+            self._engines = [
+                _Engine(rank, self._directory / str(rank), environment) for rank, environment in enumerate(environment_of_each)
+            ]
             try:
                 await self._serve(sockets)
             finally:
@@ -114,28 +143,14 @@ class Supervisor:
         return self._exit_code
 
     async def _serve(self, sockets: list[socket.socket]) -> None:
-        processes = self._options.processes
-        self._engine = start_engine(
-            EngineStart(
-                self._config,
-                str(self._directory),
-                log_level=self._log_level,
-                log_format=self._options.logging.log_format,
-                step_timeout_seconds=processes.step_timeout,
-                compile_timeout_seconds=processes.compile_timeout,
-                core_factory=self._core_factory,
-            )
-        )
+        for engine in self._engines:
+            engine.directory.mkdir()
+            self._start_engine(engine)
         self._fronts = [_Front(index, listening) for index, listening in enumerate(sockets)]
         for front in self._fronts:
             self._start_front(front)
-        client = EngineClient(self._directory, self._engine.pid, index=len(sockets), silence_seconds=self._silence_seconds)
-        self._watch(self._watch_engine(client))
-        self._watch(self._tell_when_ready(client))
-        try:
-            await self._stopping.wait()
-        finally:
-            client.close()
+        self._watch(self._tell_when_ready())
+        await self._stopping.wait()
         await self._end_all()
         if self._failure is not None:
             raise EngineDeadError(self._failure)
@@ -149,12 +164,10 @@ class Supervisor:
     # Fronts
 
     def _start_front(self, front: _Front) -> None:
-        assert self._engine is not None
         report, child_report = os.pipe()
         start = FrontStart(
             front.index,
-            str(self._directory),
-            self._engine.pid,
+            [(str(engine.directory), engine.pid) for engine in self._engines],
             self._config,
             self._options,
             front.socket.fileno(),
@@ -201,32 +214,74 @@ class Supervisor:
             front.is_ready = True
             front.offers = front.told.removeprefix(READY).strip()
 
-    # The engine
+    # The engine, or its replicas
 
-    async def _watch_engine(self, client: EngineClient) -> None:
-        """Wait until the engine's process ends or hangs."""
+    def _start_engine(self, engine: _Engine) -> None:
+        processes, config = self._options.processes, self._config
+        if len(self._engines) > 1 and config.observe.profiler_dir is not None:
+            config = config.replace(profiler_dir=str(Path(config.observe.profiler_dir) / f"replica-{engine.rank}"))
+        start = EngineStart(
+            config,
+            str(engine.directory),
+            log_level=self._log_level,
+            log_format=self._options.logging.log_format,
+            step_timeout_seconds=processes.step_timeout,
+            compile_timeout_seconds=processes.compile_timeout,
+            core_factory=self._core_factory,
+            replica=engine.rank,
+            num_replicas=len(self._engines),
+        )
+        engine.process = start_engine(start, engine.environment)
+        engine.starts.append(time.monotonic())
+        index = self._options.network.api_server_count  # after those of the fronts
+        engine.client = EngineClient(engine.directory, engine.process.pid, index=index, silence_seconds=self._silence_seconds)
+        self._watch(self._watch_engine(engine, engine.client))
+
+    async def _watch_engine(self, engine: _Engine, client: EngineClient) -> None:
+        """Wait until the engine's process ends or hangs. One of several is started again."""
         dead: asyncio.Future[EngineDeadError] = asyncio.get_running_loop().create_future()
         client.on_dead = lambda error: None if dead.done() else dead.set_result(error)
-        if client.dead_error is not None:
-            client.on_dead(client.dead_error)
-        error = await dead
+        try:
+            error = client.dead_error or await dead
+        finally:
+            client.close()
         if self._stopping.is_set():
             return
         was_ready = all(front.is_ready for front in self._fronts)
+        if self._all_served and len(self._engines) > 1:
+            await self._start_again(engine, error)
+            return
         if was_ready and self._options.processes.keep_alive_on_engine_death:
             logger.error("%s; the server goes on and answers 503 (--keep-alive-on-engine-death)", error)
             return
         if was_ready:
             await asyncio.sleep(LAST_ERRORS_SECONDS)
-        code = self._engine.poll() if self._engine is not None else None
-        by_whom = f" (signal {-code}: {signal.strsignal(-code)})" if code is not None and code < 0 else ""
-        self._fail(f"{error}{by_whom}")
+        self._fail(f"{error}{engine.describe_end()}")
 
-    async def _tell_when_ready(self, client: EngineClient) -> None:
+    async def _start_again(self, engine: _Engine, error: EngineDeadError) -> None:
+        """Start the process of a replica again, unless it has ended too often lately; without any replica the server ends."""
+        assert engine.process is not None
+        await _end(engine.process, END_SECONDS)  # it may hang
+        if self._stopping.is_set():
+            return
+        reason = f"{error}{engine.describe_end()}"
+        engine.starts = [start for start in engine.starts if start > time.monotonic() - RESTART_WINDOW_SECONDS]
+        if len(engine.starts) <= MAX_RESTARTS:
+            logger.error("replica %d: %s; it is started again", engine.rank, reason)
+            self._start_engine(engine)
+            return
+        often = f"replica {engine.rank} ended {len(engine.starts)} times within {RESTART_WINDOW_SECONDS:.0f} s: {reason}"
+        if any(other.pid is not None for other in self._engines):
+            logger.error("%s; it stays down", often)
+        elif not self._options.processes.keep_alive_on_engine_death:
+            self._fail(often)
+
+    async def _tell_when_ready(self) -> None:
         """Show loading progress, then the served endpoints."""
-        loading = asyncio.create_task(self._show_loading(client))
+        clients = [engine.client for engine in self._engines if engine.client is not None]
+        loading = asyncio.create_task(show_loading(clients[0], self._progress))
         try:
-            ready: Ready = await client.ready()
+            ready, *_ = [await client.ready() for client in clients]
             while not all(front.is_ready for front in self._fronts):
                 await asyncio.sleep(0.02)
         except EngineDeadError:
@@ -234,22 +289,11 @@ class Supervisor:
         finally:
             loading.cancel()
             self._progress.finish()
+        self._all_served = True
         seconds = time.monotonic() - self._began
         self._on_ready(
             Serving(ready.config, self._options, self._fronts[0].socket, ready.start_seconds, seconds, self._fronts[0].offers)
         )
-
-    async def _show_loading(self, client: EngineClient) -> None:
-        phase, done = None, 0
-        while True:
-            if (status := client.status) is not None and status.state == "loading" and status.unit:
-                if status.phase != phase:
-                    phase, done = status.phase, 0
-                    self._progress.start(status.phase, status.total, status.unit)
-                if status.done > done:
-                    self._progress.advance(status.done - done)
-                    done = status.done
-            await asyncio.sleep(0.1)
 
     # Shutdown
 
@@ -276,11 +320,12 @@ class Supervisor:
         drain_seconds = 0.0 if self._failure else self._options.network.shutdown_timeout + LAST_WORDS_SECONDS
         fronts = [front.process for front in self._fronts if front.process is not None]
         await asyncio.gather(*(_end(process, drain_seconds + END_SECONDS) for process in fronts))
-        if self._engine is not None:
-            await _end(self._engine, END_SECONDS)
+        engines = [engine.process for engine in self._engines if engine.process is not None]
+        await asyncio.gather(*(_end(process, END_SECONDS) for process in engines))
 
     def _kill_all(self) -> None:
-        for process in (*(front.process for front in self._fronts), self._engine):
+        fronts, engines = (front.process for front in self._fronts), (engine.process for engine in self._engines)
+        for process in (*fronts, *engines):
             if process is not None and process.poll() is None:
                 process.kill()
                 process.wait()

@@ -138,3 +138,25 @@ def test_the_longest_prefix_has_all_blocks_that_the_next_token_reads(policy):
         expected = max(count for count in range(len(cached) + 1) if serves(cached, count))
         names = [bytes([index]) for index in range(len(cached))]
         assert policy.longest_prefix(names, lambda name, cached=cached: cached[name[0]], 8) == expected
+
+
+def test_stages_have_the_groups_of_the_model_and_arrays_for_their_own_layers():
+    layout = layout_of(W, W, F, W, W, F)
+    stages = [layout.of_layers(layers) for layers in (range(3), range(3, 6))]
+    assert all(stage.policies == layout.policies for stage in stages)
+    assert [group.layers for group in stages[0].groups] == [(2,), (0,), (1,)]
+    assert [group.layers for group in stages[1].groups] == [(5,), (3,), (4,)]
+    for stage, layers in zip(stages, (range(3), range(3, 6)), strict=True):
+        assert [stage.places[layer].arrays for layer in layers] == [(0, 1)] * 3
+        assert len(stage.arrays) == 2 and 2 * stage.block_bytes == layout.block_bytes
+    assert stages[0].num_blocks_for(100) == layout.num_blocks_for(100)
+
+
+def test_a_stage_without_layers_in_blocks_has_no_arrays():
+    state = RowState((StateArray(2, (3,), "float32"), StateArray(2, (3, 3), "float32")))
+    layout = layout_of(state, F, state)
+    first, last = layout.of_layers(range(1)), layout.of_layers(range(1, 3))
+    assert (first.arrays, first.block_bytes, first.policies) == ((), 0, layout.policies)
+    assert [place.arrays for place in first.places] == [(0, 1), (), ()]
+    assert [place.arrays for place in last.places] == [(), (0, 1), (2, 3)]
+    assert first.row_bytes == last.row_bytes == layout.row_bytes // 2

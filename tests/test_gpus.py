@@ -12,6 +12,7 @@ from jaxllm import LLM, gpus
 from jaxllm.cli.main import main
 from jaxllm.errors import ConfigError, OutOfMemoryError
 from jaxllm.parallel.mesh import make_mesh
+from jaxllm.parallel.topology import Topology
 from jaxllm.runner import memory
 from tests.helpers import goldens
 
@@ -121,8 +122,8 @@ def machine(monkeypatch):
 
 def start(fraction: float = 0.92, size: int = 1) -> str | None:
     """What an engine does before JAX finds its devices. The fraction of each that JAX will take."""
-    memory.reserve_device_memory(fraction, tensor_parallel_size=size)
-    memory.check_free_memory(tensor_parallel_size=size)
+    memory.reserve_device_memory(fraction, Topology(size))
+    memory.check_free_memory(Topology(size))
     return os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 

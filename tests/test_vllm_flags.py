@@ -53,14 +53,14 @@ def test_what_texts_recommend_exists() -> None:
     [
         ("enforce_eager", True, "changes nothing here: every step is a compiled program"),
         ("enforce_eager", False, None),
-        ("pipeline_parallel_size", 1, "changes nothing here"),
-        ("pipeline_parallel_size", 2, "refused (only 1 is taken): only --tensor-parallel-size"),
-        ("pipeline_parallel_size", True, "refused"),
+        ("decode_context_parallel_size", 1, "changes nothing here"),
+        ("decode_context_parallel_size", 2, "refused (only 1 is taken): a context stays on one GPU's heads"),
+        ("decode_context_parallel_size", True, "refused"),
         ("structured_outputs_config", {"backend": "guidance", "enable_in_reasoning": False}, "changes nothing here"),
         ("structured_outputs_config", {"disable_any_whitespace": True}, "refused"),
         ("kv_transfer_config", None, None),
         ("kv_transfer_config", {"kv_role": "kv_both"}, "refused: caches and weights are not passed between servers"),
-        ("distributed_executor_backend", "ray", "refused (only mp or uni is taken)"),
+        ("worker_use_ray", True, "refused: --distributed-executor-backend ray starts the other hosts"),
         ("task", "classify", "refused: task can only be auto, generate, embed, embedding"),
     ],
 )

@@ -36,6 +36,7 @@ DEFAULT_INPUT_LEN, DEFAULT_OUTPUT_LEN = 1024, 256
 DEFAULT_MIXED_REQUESTS = 200
 NO_FLAGS = (
     *("tensor_parallel_size", "use_progress_bar", "profiler_dir"),
+    *("pipeline_parallel_size", "pipeline_parallel_layers"),  # one stage is what the figures are of
     *("tokenizer", "skip_tokenizer_init", "chat_template"),  # prompts are token ids, and outputs are not detokenized
 )
 
@@ -169,6 +170,8 @@ def _plan(arguments: argparse.Namespace, devices: dict[str, Any]) -> Plan:
     asked = options.engine_options(arguments)
     if asked.pop("tensor_parallel_size", None) is not None:
         raise UsageError("tensor_parallel_size is what the experiment varies: unset it, and give --tensor-parallel-sizes")
+    if asked.get("pipeline_parallel_size") not in (None, 1):
+        raise UsageError("pipeline_parallel_size is set, but the experiment is about tensor parallelism alone: unset it")
     works = arguments.work or WORKS
     input_len = arguments.input_len or DEFAULT_INPUT_LEN
     output_len = arguments.output_len or DEFAULT_OUTPUT_LEN

@@ -62,7 +62,7 @@ def describe(plan: planning.Plan) -> dict[str, Any]:
     """The model's own numbers, then its memory use over all devices."""
     from jaxllm.layers.build import num_parameters, weight_bytes
 
-    cache, longest = plan.memory.cache, plan.memory.max_model_len
+    cache, longest = plan.cache, plan.memory.max_model_len
     block_bytes = cache.block_bytes
     groups = [
         {

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from jaxllm.config import EngineConfig, unknown_name
 from jaxllm.errors import JaxLLMError, ModelLoadError
 
 if TYPE_CHECKING:
+    from jaxllm.cache_spec import CacheLayout
     from jaxllm.model_config import ModelConfig
     from jaxllm.runner.memory import MemoryPlan
 
@@ -26,6 +28,13 @@ class Plan:
     """Peak host memory in bytes while weights are loaded onto GPUs, without the system's file cache."""
     faults: tuple[JaxLLMError, ...] = ()
     """Reason why this machine could not start it, apart from memory."""
+
+    @property
+    def cache(self) -> "CacheLayout":
+        """Of all layers, of which `memory` has those of one stage."""
+        from jaxllm.runner.memory import whole_cache
+
+        return whole_cache(self.config, self.model_config)
 
     def describe(self) -> str:
         """The memory plan, including the host's, in a few readable lines."""
@@ -45,30 +54,29 @@ def plan(options: Mapping[str, Any], *, device_bytes: int | None = None) -> Plan
     """
     from jaxllm.engine import prepare
     from jaxllm.engine.features import check_speculative_config
-    from jaxllm.layers.build import build_model
     from jaxllm.loaders.load import loading_bytes
-    from jaxllm.parallel.mesh import make_mesh
+    from jaxllm.parallel.mesh import meshes_of
+    from jaxllm.parallel.topology import Topology
+    from jaxllm.pipeline.plan import tightest
     from jaxllm.runner import memory
     from jaxllm.sampling.processors import load_processors
 
     asked = EngineConfig.from_options(**options)
-    num_devices = asked.parallel.tensor_parallel_size
+    topology = Topology.of(asked.parallel)
     load_processors(asked.model.logits_processors or ())
     check_speculative_config(asked)
     faults: list[JaxLLMError] = []
     if device_bytes is None:
-        memory.reserve_device_memory(asked.cache.gpu_memory_utilization, tensor_parallel_size=num_devices)
-        _note(faults, lambda: memory.check_free_memory(tensor_parallel_size=num_devices))
+        memory.reserve_device_memory(asked.cache.gpu_memory_utilization, topology)
+        _note(faults, lambda: memory.check_free_memory(topology))
     directory = model_directory(asked)
     usable_bytes = None if device_bytes is None else memory.usable_bytes(asked, device_bytes)
     config, model_config = prepare.resolve_sizes(asked, directory, device_bytes=usable_bytes)
     if device_bytes is None:
-        _note(faults, lambda: make_mesh(num_devices))
-    model = build_model(model_config)
-    planned = memory.memory_plan(
-        config, model_config, weight_bytes=prepare.weight_bytes(model, num_devices), device_bytes=device_bytes
-    )
-    return Plan(config, model_config, planned, loading_bytes(model_config, model, num_devices), tuple(faults))
+        _note(faults, lambda: meshes_of(topology))
+    stages = prepare.lay_out(config, model_config, partial(memory.memory_plan, config, model_config, device_bytes=device_bytes))
+    host_bytes = max(loading_bytes(model_config, stage.model, topology.tensor) for stage in stages)
+    return Plan(config, model_config, tightest(stages), host_bytes, tuple(faults))
 
 
 def _note(faults: list[JaxLLMError], check: Callable[[], object]) -> None:

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import shlex
+import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from jaxllm.cli.flags import engine_flags, server_flags
 from jaxllm.cli.parser import Parser
 from jaxllm.cli.settings import chosen, resolve
 from jaxllm.config import EngineConfig
-from jaxllm.errors import ModelLoadError
+from jaxllm.errors import ConfigError, ModelLoadError
 from server.options import ServerOptions
 
 if TYPE_CHECKING:
@@ -56,6 +57,12 @@ def run(arguments: argparse.Namespace) -> int:
     config = EngineConfig.from_options(**engine_options)
     load_middleware(server_options.network.middleware or ())  # report its errors before any process starts
     _check_model(config)
+    if config.parallel.node_rank:
+        return _follow(config)
+    if server_options.processes.headless:
+        raise ConfigError(
+            "headless is set, but host 0 serves HTTP: leave it out, or give this host's --node-rank (and --nnodes)"
+        )
     progress = options.progress_for(arguments, engine_options)
     try:
         return serve(
@@ -67,6 +74,16 @@ def run(arguments: argparse.Namespace) -> int:
         )
     finally:
         progress.finish()  # remove the bar before an error is printed
+
+
+def _follow(config: EngineConfig) -> int:
+    """Be another host's follower, until that ends. Ctrl-C and SIGTERM end this host, and with it all."""
+    from jaxllm.hosts.follower import follow
+    from jaxllm.hosts.process_group import end_process
+
+    signal.signal(signal.SIGTERM, lambda number, _: end_process(128 + number))
+    follow(config)
+    return 0
 
 
 def _check_adapter_options(engine_options: dict[str, Any], server_options: ServerOptions) -> None:

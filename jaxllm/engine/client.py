@@ -1,4 +1,4 @@
-"""A front's end of the sockets to the engine process, in an asyncio event loop, and the engine core's interface in the front.
+"""A front's end of the sockets to the engine process, in an asyncio event loop.
 
 All outputs of a step arrive as one message and wake the loop once. Does not import JAX.
 """
@@ -8,13 +8,12 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import zmq
 
-from jaxllm.config import EngineConfig
 from jaxllm.engine import messages
 from jaxllm.engine.messages import (
     Abort,
@@ -27,6 +26,7 @@ from jaxllm.engine.messages import (
     Hello,
     Load,
     MessageError,
+    News,
     Outputs,
     Ready,
     Refused,
@@ -37,9 +37,9 @@ from jaxllm.engine.messages import (
 from jaxllm.engine.sockets import ENGINE_SOCKET, MAX_QUEUED_MESSAGES, socket_address
 from jaxllm.errors import EngineDeadError, EngineError
 from jaxllm.log import logger
+from jaxllm.progress import Progress
 from jaxllm.request import EngineCoreRequest
 from jaxllm.scheduler_stats import SchedulerStats
-from jaxllm.served_model import ServedModel
 
 HELLO_SECONDS = 0.25
 SILENCE_SECONDS = 330.0
@@ -47,21 +47,25 @@ SILENCE_SECONDS = 330.0
 BYE_MILLISECONDS = 200
 """The longest wait, when a client closes, until its last messages are sent."""
 _MAX_MESSAGES_A_WAKE = 64
+_NO_LOAD = SchedulerStats(0, 0, 0.0, 0, 0, 0, 0, 0)
 
 
 class EngineClient:
     """Connects to the engine process whose sockets are in `directory`. Everything runs in the event loop that made the client.
 
-    The engine counts as dead when the process `engine_pid` ends. `on_outputs`, `on_refused`, `on_failed` and `on_dead` are
+    The engine counts as dead when the process `engine_pid` ends (None: one that is still to be started). `on_outputs` and the like are
     called with the messages that arrive; `on_dead` is the last call.
     """
 
-    def __init__(self, directory: str | Path, engine_pid: int, *, index: int = 0, silence_seconds: float = SILENCE_SECONDS):
+    def __init__(
+        self, directory: str | Path, engine_pid: int | None, *, index: int = 0, silence_seconds: float = SILENCE_SECONDS
+    ):
         self.name = f"front-{index}-{secrets.token_hex(8)}"
         self.on_outputs: Callable[[Outputs], None] = lambda message: None
         self.on_refused: Callable[[Refused], None] = lambda message: None
         self.on_failed: Callable[[Failed], None] = lambda message: None
         self.on_want_metrics: Callable[[int], None] = lambda number: None
+        self.on_news: Callable[[News], None] = lambda message: None
         self.on_dead: Callable[[EngineDeadError], None] = lambda error: None
         self.status: Status | None = None
         """The latest heartbeat."""
@@ -85,15 +89,42 @@ class EngineClient:
         self._inbox.bind(socket_address(directory, self.name))
         self._outbox = self._context.socket(zmq.PUSH)
         self._outbox.sndhwm = 10 * MAX_QUEUED_MESSAGES
+        self._outbox.immediate = engine_pid is None  # no queue of Hellos for a process that does not listen yet
         self._outbox.connect(socket_address(directory, ENGINE_SOCKET))
         self._inbox_fd = int(self._inbox.getsockopt(zmq.FD))
         self._loop.add_reader(self._inbox_fd, self._fetch)
         self._timer = self._loop.call_soon(self._tick)
-        self._loop.call_soon(self._watch_process, engine_pid)
+        if engine_pid is not None:
+            self._loop.call_soon(self._watch_process, engine_pid)
 
     async def ready(self) -> Ready:
         """Wait until the engine serves. Raises EngineDeadError."""
         return await asyncio.shield(self._ready)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the engine has said that it serves."""
+        return self._ready.done() and self._ready.exception() is None
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """As of the latest message; zeros before the first."""
+        return _NO_LOAD if self.load is None else self.load.stats
+
+    @property
+    def stalled_seconds(self) -> float:
+        """How long the engine has been silent, or busy with the same step, if it is not compiling; as of its latest heartbeat."""
+        silence = 0.0 if self._heard is None else time.monotonic() - self._heard
+        status = self.status
+        return max(silence, status.age_seconds if status is not None and status.state == "running" else 0.0)
+
+    @property
+    def num_compiled_after_warmup(self) -> int:
+        return 0 if self.load is None else self.load.num_compiled_after_warmup
+
+    @property
+    def sleep_level(self) -> int:
+        return 0 if self.load is None else self.load.sleep_level
 
     def add(self, request: EngineCoreRequest) -> None:
         """Queue a request. Raises EngineDeadError or EngineError."""
@@ -137,10 +168,11 @@ class EngineClient:
             raise EngineError("the engine process does not fetch its messages") from None
 
     def _tick(self) -> None:
-        """Send Hello until the engine answers; then check the heartbeat."""
-        if self._heard is None:
+        """Send Hello until the engine serves, because another process may take over while it loads; check the heartbeat."""
+        if not self._ready.done():
             with contextlib.suppress(EngineError):
                 self._send(Hello(self.name, os.getpid()))
+        if self._heard is None:
             self._timer = self._loop.call_later(HELLO_SECONDS, self._tick)
             return
         self._fetch()  # messages may have arrived while this loop was busy
@@ -148,7 +180,7 @@ class EngineClient:
         if silence > self._silence_seconds:
             self._die(EngineDeadError(f"the engine process has given no sign of life for {silence:.0f} s"))
         elif not self._closed:
-            self._timer = self._loop.call_later(1.0, self._tick)
+            self._timer = self._loop.call_later(1.0 if self._ready.done() else HELLO_SECONDS, self._tick)
 
     def _fetch(self) -> None:
         for _ in range(_MAX_MESSAGES_A_WAKE):
@@ -187,8 +219,13 @@ class EngineClient:
             else:
                 future.set_exception(messages.error_of(message.fault))
         elif isinstance(message, Ready):
+            if self._process is None:
+                self._watch_process(message.pid)
             if not self._ready.done():
                 self._ready.set_result(message)
+        elif isinstance(message, News):
+            self.load = message.load
+            self.on_news(message)
         elif isinstance(message, Refused):
             self.on_refused(message)
         elif isinstance(message, Failed):
@@ -231,36 +268,15 @@ class EngineClient:
         self.on_dead(error)
 
 
-class RemoteCore:
-    """The core in the engine process, as a front's LLMEngine uses it. It steps by itself; outputs go to `client.on_outputs`."""
-
-    def __init__(self, client: EngineClient, ready: Ready):
-        self.config: EngineConfig = ready.config
-        self.model_config: ServedModel = ready.model_config
-        self.max_model_len = ready.max_model_len
-        self.processor_arguments: Mapping[str, int] = ready.processor_arguments
-        self.kernels = ready.kernels
-        self._client = client
-
-    @property
-    def num_compiled_after_warmup(self) -> int:
-        return 0 if self._client.load is None else self._client.load.num_compiled_after_warmup
-
-    @property
-    def sleep_level(self) -> int:
-        return 0 if self._client.load is None else self._client.load.sleep_level
-
-    def stats(self) -> SchedulerStats:
-        return _NO_LOAD if self._client.load is None else self._client.load.stats
-
-    def add_request(self, request: EngineCoreRequest) -> None:
-        self._client.add(request)
-
-    def abort_requests(self, request_ids: list[str]) -> None:
-        self._client.abort(request_ids)
-
-    def shutdown(self) -> None:
-        self._client.close()
-
-
-_NO_LOAD = SchedulerStats(0, 0, 0.0, 0, 0, 0, 0, 0)
+async def show_loading(client: EngineClient, progress: Progress) -> None:
+    """Report what an engine loads, until cancelled."""
+    phase, done = None, 0
+    while True:
+        if (status := client.status) is not None and status.state == "loading" and status.unit:
+            if status.phase != phase:
+                phase, done = status.phase, 0
+                progress.start(status.phase, status.total, status.unit)
+            if status.done > done:
+                progress.advance(status.done - done)
+                done = status.done
+        await asyncio.sleep(0.1)

@@ -5,9 +5,11 @@ from pathlib import Path
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.prepare import Prepared
+from jaxllm.errors import ConfigError
 from jaxllm.log import logger
 from jaxllm.progress import Progress
 from jaxllm.runner.program_store import new_artifact, write_manifest
+from jaxllm.runner.runner import ModelRunner
 from jaxllm.runner.step_programs import ProgramKey
 from jaxllm.start_times import StartTimes
 
@@ -26,6 +28,11 @@ def compile_artifact(config: EngineConfig, model_dir: Path, output: Path, progre
 
     Raises ConfigError, ModelLoadError or OutOfMemoryError.
     """
+    if config.parallel.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"pipeline_parallel_size is {config.parallel.pipeline_parallel_size}, but an artifact has the programs of one stage; leave it "
+            "out: an engine with stages keeps its programs on this machine by itself"
+        )
     times = StartTimes()
     if config.model.logits_processors:
         logger.info("programs with logits processors are no part of an artifact: the engine compiles them at its start")
@@ -35,9 +42,11 @@ def compile_artifact(config: EngineConfig, model_dir: Path, output: Path, progre
     try:
         prepared.runner.start_programs(rare_later=False)
         prepared = prepared.settled(rare_later=False)
-        prepared.runner.wait_for_programs(progress, rare=True)
-        programs, cached = prepared.runner.programs, prepared.runner.store
-        keys = [*prepared.runner.shapes.all_keys(), ProgramKey("new_caches")]
+        runner = prepared.runner
+        assert isinstance(runner, ModelRunner), "an artifact of one stage"
+        runner.wait_for_programs(progress, rare=True)
+        programs, cached = runner.programs, runner.store
+        keys = [*runner.shapes.all_keys(), ProgramKey("new_caches")]
         for key in keys:
             # Some backends cannot serialize a program that was itself read from a cache.
             if cached is None or not artifact.copy(cached, key):

@@ -2,25 +2,25 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
-from flax import nnx
 
 from jaxllm.adapters import AdapterInfo, AdapterState
+from jaxllm.cache_news import CacheNews
 from jaxllm.config import EngineConfig
 from jaxllm.core_interface import PauseMode, SleepMode
 from jaxllm.engine import fault_points
-from jaxllm.engine.failures import FailurePolicy, explain, is_out_of_memory
+from jaxllm.engine.executor import Executor
+from jaxllm.engine.failures import FailurePolicy
 from jaxllm.engine.features import AdapterManager
 from jaxllm.engine.grammars import Grammars
 from jaxllm.engine.loop import StepLoop
 from jaxllm.engine.pause import Pause
 from jaxllm.engine.preparations import Preparation
-from jaxllm.engine.prepare import Prepared
 from jaxllm.engine.profiler import Profiler
 from jaxllm.engine.sleep import Sleep, check_level
+from jaxllm.engine.start import Started
 from jaxllm.errors import (
     AdapterNotFoundError,
     ConfigError,
@@ -29,15 +29,11 @@ from jaxllm.errors import (
     EngineSleepingError,
     InvalidRequestError,
     JaxLLMError,
-    OutOfMemoryError,
     OverloadedError,
 )
-from jaxllm.hub import resolve_model
-from jaxllm.loaders.layout import delete, zeros
-from jaxllm.loaders.load import load_weights
 from jaxllm.log import logger
 from jaxllm.outputs import EngineCoreOutput
-from jaxllm.progress import SILENT, Progress, bytes_loaded
+from jaxllm.progress import SILENT, Progress
 from jaxllm.request import EngineCoreRequest, ErrorKind, FinishReason, Request, RequestStatus
 from jaxllm.sampling.processors import Processor, check_processors, load_processors
 from jaxllm.scheduler.scheduler import Scheduler
@@ -68,46 +64,25 @@ class EngineCore:
         processors: Sequence[Processor | str] = (),
         times: StartTimes | None = None,
     ):
+        if rank := config.parallel.node_rank:
+            raise ConfigError(
+                f"node_rank is {rank}: hosts above 0 take no requests; start this one with `jaxllm serve --node-rank {rank}`"
+            )
         fault_points.install_from_environment("core")
         progress = progress or Progress()
         self.start_times = times or StartTimes()
         """Durations of the phases of the start."""
         loaded = load_processors((*(config.model.logits_processors or ()), *processors))
         self.processor_arguments: Mapping[str, int] = check_processors(loaded)
-        started = time.perf_counter()
-        model = config.model
-        self.model_dir = text_files(model.model, revision=model.revision, download_dir=model.download_dir)
-        with _explained_out_of_memory():
-            prepared = Prepared.of(config, self.model_dir, loaded, self.start_times)
-        config, warmup = prepared.config, prepared.config.compile.warmup
-        eager = warmup in ("all", "background")
-        logger.info("%s", prepared.plan.describe())
-        weights: list[nnx.State] = []
-        try:
-            if eager:
-                prepared.runner.start_programs(rare_later=warmup == "background")
-            if model.load_format != "dummy":
-                # Download the weights only after the memory plan shows that they fit, and while programs are compiled.
-                self.model_dir = resolve_model(model.model, model.revision, model.download_dir)
-            with _explained_out_of_memory():
-                weights = self._load_weights(prepared, progress)
-                if eager:
-                    with self.start_times.part("waiting for programs"):
-                        prepared = prepared.settled(rare_later=warmup == "background")
-                        prepared.runner.wait_for_programs(progress, rare=warmup == "all")
-                self.runner = prepared.runner
-                self.runner.set_weights(*weights)
-                self.runner.allocate_caches()
-                jax.block_until_ready(self.runner.caches)  # raises if a device cannot allocate its part
-                if eager:
-                    self.runner.warm_up()
-        except BaseException:
-            # The error keeps this call's variables alive, but its handler may start a smaller engine in the same memory pool.
-            prepared.runner.delete_arrays()
-            delete(weights)
-            raise
+        began = time.perf_counter()
+        started = Started.of(config, loaded, progress, self.start_times)
+        prepared, self.model_dir = started.prepared, started.model_dir
+        self.runner = prepared.runner
+        self.executor: Executor = started.executor
+        self.hosts = started.hosts
+        """The other hosts, if there are any."""
         plan = prepared.plan
-        self.config = config.replace(max_model_len=plan.max_model_len)
+        self.config = prepared.config.replace(max_model_len=plan.max_model_len)
         self.model_config = prepared.model_config
         self.kernels = prepared.kernel_report
         self.max_model_len = plan.max_model_len
@@ -115,13 +90,13 @@ class EngineCore:
         logger.debug("options: %s", ", ".join(f"{name}={value}" for name, value in self.config.flat().items()))
         logger.info(
             "engine ready in %.1f s, %d programs compiled and %d loaded (%s; some at the same time)",
-            time.perf_counter() - started,
-            self.runner.programs.num_compiled,
-            self.runner.programs.num_loaded,
+            time.perf_counter() - began,
+            self.executor.num_compiled,
+            self.executor.num_loaded,
             self.start_times.describe(),
         )
         features = prepared.features
-        self.adapters = None if features.adapters is None else features.adapters.new_manager(self.runner)
+        self.adapters = None if features.adapters is None else features.adapters.new_manager(self.executor)
         self.grammars = Grammars(self._vocabulary, self.model_config.padded_vocab_size)
         self.scheduler = Scheduler(
             self.config.scheduler,
@@ -131,41 +106,19 @@ class EngineCore:
             policies=plan.cache.policies,
             drafts=None if features.speculation is None else features.speculation.new_control(),
             rooms=self.preparations,
+            num_stages=self.config.parallel.pipeline_parallel_size,
         )
         max_in_flight = _MAX_IN_FLIGHT[jax.default_backend() != "cpu"] if self.config.scheduler.async_scheduling else 1
-        self.loop = StepLoop(self.scheduler, self.runner, max_in_flight=max_in_flight)
+        self.loop = StepLoop(self.scheduler, self.executor, max_in_flight=max_in_flight)
         self._failures = FailurePolicy()
-        self._sleep = Sleep(self.runner, partial(self._load_weights, prepared, SILENT))
+        self._sleep = Sleep(self.executor)
         self._pause = Pause(self.config.scheduler.max_num_queued_reqs)
         self._profiler = Profiler(self.config.observe.profiler_dir)
-        if warmup == "idle":
-            self.runner.start_programs_when_idle()
+        if self.config.compile.warmup == "idle":
+            self.executor.start_programs_when_idle()
         self._news: list[EngineCoreOutput] = []
         """Outputs of requests that ended between two steps."""
         self._dead: BaseException | None = None
-
-    def _load_weights(self, prepared: Prepared, progress: Progress) -> list[nnx.State]:
-        """Of the model, of its drafter if that has any, and of the slots of adapters: zeros."""
-        options = prepared.config.model
-        with self.start_times.part("weights"):
-            model = load_weights(
-                prepared.model_config,
-                prepared.model,
-                self.model_dir,
-                load_format=options.load_format,
-                mesh=prepared.mesh,
-                seed=options.seed or 0,
-                progress=bytes_loaded(progress),
-            )
-            weights = [model]
-            drafter, adaptation = prepared.features.drafter, prepared.features.adaptation
-            if drafter is not None and drafter.model is not None:
-                weights.append(drafter.load(prepared.mesh, progress))
-            if adaptation is not None:
-                weights.append(zeros(adaptation.model, prepared.mesh))
-            jax.block_until_ready(weights)
-        progress.finish()
-        return weights
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Queue a request. While the engine is paused, it waits outside the queue.
@@ -235,6 +188,9 @@ class EngineCore:
         return news
 
     def _recover(self, error: Exception) -> list[EngineCoreOutput]:
+        if isinstance(error, EngineDeadError):  # a host is lost
+            self._die(error)
+            raise error
         try:
             return self._failures.recover(self.loop, error)
         except EngineDeadError as dead:
@@ -347,7 +303,7 @@ class EngineCore:
         while self.loop.has_work:  # steps that were in flight when the last request ended
             assert not self.loop.step(), "a step has news of a request that is gone"
         assert pool.num_free_blocks == pool.num_usable_blocks, "blocks are held by nobody"
-        self.runner.check_idle(self.scheduler.finished_ids)
+        self.executor.check_idle(self.scheduler.finished_ids)
         for preparation in self.preparations:
             preparation.check_integrity()
 
@@ -362,19 +318,37 @@ class EngineCore:
             self.adapters.add_stats(stats)
         return stats
 
+    def publish_cache_news(self) -> None:
+        """See SteppedCore, as for the next two."""
+        self.scheduler.publish_cache_news()
+
+    def take_cache_news(self) -> CacheNews | None:
+        return self.scheduler.take_cache_news()
+
+    def cache_snapshot(self) -> CacheNews:
+        return self.scheduler.cache_snapshot()
+
+    def replica_of(self, request_id: str) -> int:
+        """See Core."""
+        return 0
+
+    def loads(self) -> list[tuple[SchedulerStats, int]]:
+        """See Core."""
+        return [(self.stats(), self.num_compiled_after_warmup)]
+
     @property
     def num_compiled_after_warmup(self) -> int:
-        return self.runner.programs.num_compiled_after_warmup
+        return self.executor.num_compiled_after_warmup
 
     @property
     def awaited_programs(self) -> tuple[int, int]:
         """Programs that a step waits for now: how many are ready, and the total. Safe to read from any thread."""
-        return self.runner.programs.awaited
+        return self.executor.awaited_programs
 
     def finish_compiling(self) -> None:
         """Wait until the programs that compile in the background are ready."""
         if self.config.compile.warmup in ("background", "idle"):
-            self.runner.wait_for_programs(SILENT, rare=True)
+            self.executor.wait_for_programs(SILENT, rare=True)
 
     def shutdown(self) -> None:
         """Drop all requests, wait for the device and release its memory. The engine cannot be used afterwards."""
@@ -384,7 +358,7 @@ class EngineCore:
             self._profiler.stop()
         for preparation in self.preparations:
             preparation.shutdown()
-        self.runner.delete_arrays()
+        self.executor.delete_arrays()
 
     def _vocabulary(self, eos_token_ids: tuple[int, ...]) -> "Vocabulary":
         # Imported with the first grammar only: llguidance and tokenizers take a tenth of a second to import.
@@ -405,14 +379,3 @@ class EngineCore:
         self._dead = error
         self.loop.forget()
         self.scheduler.finish_requests(list(self.scheduler.requests), RequestStatus.FINISHED_ERROR)
-
-
-class _explained_out_of_memory:
-    """Converts the device's out-of-memory errors to OutOfMemoryError."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, Exception) and not isinstance(error, JaxLLMError) and is_out_of_memory(error):
-            raise OutOfMemoryError(explain(error)) from error

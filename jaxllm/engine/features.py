@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from jaxllm.adapters import AdapterInfo, AdapterState
+    from jaxllm.engine.executor import Executor
     from jaxllm.layers.decoder import CausalLM
     from jaxllm.model_config import ModelConfig
     from jaxllm.runner.adaptation import Adaptation
     from jaxllm.runner.drafter import Drafter
-    from jaxllm.runner.runner import ModelRunner
     from jaxllm.scheduler.draft_control import DraftControl
     from jaxllm.scheduler_stats import SchedulerStats
 
@@ -59,7 +59,7 @@ class Adapters(Protocol):
     def described(self) -> Mapping[str, Any]:
         """All that the compiled programs depend on, as JSON values."""
 
-    def new_manager(self, runner: "ModelRunner") -> "AdapterManager":
+    def new_manager(self, executor: "Executor") -> "AdapterManager":
         """What loads adapters and gives them slots."""
 
 
@@ -109,6 +109,9 @@ class Features:
         """All that the compiled programs depend on, by feature."""
         found = {"drafter": self.speculation, "adapters": self.adapters}
         return {name: feature.described for name, feature in found.items() if feature is not None}
+
+
+NO_FEATURES = Features()
 
 
 def _maker(registered: str | None, missing: str) -> tuple[ModuleType, str]:

@@ -47,7 +47,7 @@ def fingerprint(
 
     Raises ConfigError for a model whose source is unknown.
     """
-    device = mesh.devices.flat[0]
+    device = mesh.local_devices[0]
     options = config.flat()
     return {
         "jaxllm version": f"{jaxllm.__version__} ({_source_digest()})",
@@ -61,6 +61,13 @@ def fingerprint(
         "groups and arrays of layers in the cache": [dataclasses.astuple(place) for place in plan.cache.places],
         **{f"model's {name}": value for name, value in model_config.described().items()},
     }
+
+
+def versions() -> dict[str, str]:
+    """The versions of the project and of the packages that programs depend on, by name."""
+    packages = {f"{name} version": importlib.metadata.version(name) for name in _PACKAGES}
+    plugins = {f"{name} version": version for name, version in _plugins()}
+    return {"jaxllm version": f"{jaxllm.__version__} ({_source_digest()})", **packages, **plugins}
 
 
 def surroundings(device: jax.Device) -> dict[str, Any]:

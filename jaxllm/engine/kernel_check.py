@@ -25,6 +25,7 @@ from jaxllm.errors import KernelCheckError
 from jaxllm.kernel_verdicts import OpReport, Subject, Verdict, VerdictStore
 from jaxllm.log import logger
 from jaxllm.model_config import ModelConfig
+from jaxllm.parallel.mesh import tensor_size
 from jaxllm.runner.adaptation import Adaptation
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.memory import MemoryPlan
@@ -83,7 +84,7 @@ def choose_kernels(
     is_named: the user named this attention implementation, so it is never replaced.
     Raises KernelCheckError if no implementation of an op is left, or a check lost the device.
     """
-    is_one = mesh is None or mesh.size == 1
+    is_one = mesh is None or tensor_size(mesh) == 1
     skipped = {*(() if model.generates else ("sampling",)), *((COLLECTIVES,) if is_one else ())}
     check_ = KernelCheck(
         found=found,

@@ -10,6 +10,8 @@ from jaxllm.layers.routing import rule_of
 from jaxllm.log import logger
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import Attention, LatentAttention
+from jaxllm.parallel.across_hosts import spans_hosts
+from jaxllm.parallel.mesh import tensor_size
 from jaxllm.runner.memory import MemoryPlan
 from pallas_kernels import (
     collectives,
@@ -109,7 +111,7 @@ def _rope_candidates(model: ModelConfig, plan: MemoryPlan, mesh: Mesh, *, on_gpu
             platform="gpu",
             dtype=model.dtype,
             cache_dtype=model.kv_cache_dtype,
-            cache_size=plan.num_blocks * plan.block_size * part.head_dim * (part.num_kv_heads // mesh.size),
+            cache_size=plan.num_blocks * plan.block_size * part.head_dim * (part.num_kv_heads // tensor_size(mesh)),
             head_dim=part.head_dim,
             interpret=not on_gpu,
         )
@@ -133,7 +135,7 @@ def _of_mixtures(model: ModelConfig, mesh: Mesh, *, on_gpu: bool) -> Candidates:
             dtype=model.dtype,
             weight_dtype="float4_e2m1fn" if model.packed_experts else model.dtype,
             width=model.hidden_size,
-            hidden=part.width // (1 if part.by_expert else mesh.size),
+            hidden=part.width // (1 if part.by_expert else tensor_size(mesh)),
             interpret=not on_gpu,
         )
         for part in model.mixtures
@@ -149,8 +151,8 @@ def _delta_candidates(model: ModelConfig, *, on_gpu: bool) -> tuple[str, ...]:
 
 def _collectives(model: ModelConfig, mesh: Mesh, *, on_gpu: bool) -> tuple[str, ...]:
     """Use peers' memory if the kernels support the model on this GPU and peers' memory can be accessed."""
-    case: dict[str, Any] = {"shape": (1, model.hidden_size), "dtype": model.dtype, "num_devices": mesh.size}
-    if mesh.size == 1 or not on_gpu or not collectives.supports("peer", "all_reduce_norm", **case):
+    case: dict[str, Any] = {"shape": (1, model.hidden_size), "dtype": model.dtype, "num_devices": tensor_size(mesh)}
+    if tensor_size(mesh) == 1 or not on_gpu or spans_hosts(mesh) or not collectives.supports("peer", "all_reduce_norm", **case):
         return ("xla",)
     if not collectives.peers_can_access(list(mesh.devices.flat)):
         logger.info(

@@ -8,6 +8,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.layers.routing import rule_of
 from jaxllm.model_config import FP8, ModelConfig
 from jaxllm.model_parts import Attention
+from jaxllm.parallel.topology import Topology
 from jaxllm.runner.adaptation import Adaptation
 from jaxllm.runner.memory import MemoryPlan
 from pallas_kernels.checking import (
@@ -190,5 +191,5 @@ def shapes_of(
     config: EngineConfig, model: ModelConfig, plan: MemoryPlan, adaptation: Adaptation | None = None
 ) -> dict[str, tuple[Any, ...]]:
     """By op, the sets of shapes that its cases depend on, on one device."""
-    engine = _Engine(model, plan, config.parallel.tensor_parallel_size, config.model.max_logprobs, adaptation)
+    engine = _Engine(model, plan, Topology.of(config.parallel).tensor, config.model.max_logprobs, adaptation)
     return {op: shapes(engine) for op, shapes in _SHAPES.items()}

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from jaxllm import worker_pipe
 from jaxllm.engine import messages
@@ -43,13 +44,15 @@ def environment_without_secrets(variables: Mapping[str, str]) -> dict[str, str]:
     return kept
 
 
-def start_child(module: str, first_message: bytes, pass_fds: Sequence[int] = ()) -> "subprocess.Popen[bytes]":
+def start_child(
+    module: str, first_message: bytes, pass_fds: Sequence[int] = (), environment: Mapping[str, str] = MappingProxyType({})
+) -> "subprocess.Popen[bytes]":
     """Run a module in its own process, which the terminal's Ctrl-C does not reach. It reads `first_message` from its standard
-    input, which stays open as long as this process lives."""
+    input, which stays open as long as this process lives. environment: variables beside this process's own."""
     child = subprocess.Popen(
         [sys.executable, "-P", "-m", module],
         stdin=subprocess.PIPE,
-        env=environment_without_secrets(os.environ),
+        env=environment_without_secrets({**os.environ, **environment}),
         pass_fds=pass_fds,
         process_group=0,
     )
@@ -65,6 +68,6 @@ def read_first_message(descriptor: int) -> bytes:
     return worker_pipe.read(io.FileIO(descriptor, closefd=False)) or b""
 
 
-def start_engine(start: EngineStart) -> "subprocess.Popen[bytes]":
+def start_engine(start: EngineStart, environment: Mapping[str, str] = MappingProxyType({})) -> "subprocess.Popen[bytes]":
     """Start the engine process."""
-    return start_child("jaxllm.engine.process", messages.encode(start))
+    return start_child("jaxllm.engine.process", messages.encode(start), environment=environment)

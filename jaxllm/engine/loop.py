@@ -1,4 +1,4 @@
-"""Runs scheduler and runner in a loop: plans the next step while earlier ones are in flight. Does not import JAX."""
+"""Runs scheduler and executor in a loop: plans the next step while earlier ones are in flight. Does not import JAX."""
 
 import contextlib
 import time
@@ -13,8 +13,7 @@ from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.scheduler_output import SchedulerOutput
 
 if TYPE_CHECKING:
-    from jaxllm.runner.pending import StepInFlight
-    from jaxllm.runner.runner import ModelRunner
+    from jaxllm.engine.executor import Executor, PendingStep
 
 LONG_STEP_SECONDS = 0.0035
 """Steps longer than this give the host time to read one and dispatch another while the next runs, so two in flight keep the device busy."""
@@ -24,18 +23,20 @@ _NUM_RECENT_STEPS = 8
 class StepLoop:
     """Schedules, dispatches and reads steps in order. With two in flight, step N+1 is dispatched before the tokens of step N are read.
 
-    More than two help only with short steps: a new request waits for every step in flight, so long steps use two.
+    More than two help only with short steps: a new request waits for every step in flight, so long steps use two. The stages of a
+    pipeline compute different steps: each one more takes one more.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: "ModelRunner", *, max_in_flight: int):
+    def __init__(self, scheduler: Scheduler, executor: "Executor", *, max_in_flight: int):
         self.scheduler = scheduler
-        self.runner = runner
+        self.executor = executor
         self.max_in_flight = max_in_flight
-        self._in_flight: deque[tuple[SchedulerOutput, StepInFlight]] = deque()
+        self._num_stages = scheduler.num_stages
+        self._in_flight: deque[tuple[SchedulerOutput, PendingStep]] = deque()
         self.working_on: SchedulerOutput | None = None
         """The step that is being dispatched or read; after an error, the failed step. None while planning."""
         self._news: list[EngineCoreOutput] = []
-        self._undrawn: tuple[SchedulerOutput, StepInFlight] | None = None
+        self._undrawn: tuple[SchedulerOutput, PendingStep] | None = None
         """The last step in flight, if it waits for masks. No further step is dispatched until it has them."""
         self._mask_pace = MaskPace()
         self._last_read_at: float | None = None
@@ -59,7 +60,7 @@ class StepLoop:
             self.working_on = plan = self.scheduler.schedule(masked_wait=self._mask_pace.is_apart)
             if plan.num_tokens == 0:
                 break
-            pending = self.runner.dispatch(plan)
+            pending = self.executor.dispatch(plan)
             self._in_flight.append((plan, pending))
             if len(self._in_flight) == 1:
                 self.note_work()
@@ -84,7 +85,7 @@ class StepLoop:
             self.note_work()
         return self.take_news()
 
-    def _note_seconds(self, plan: SchedulerOutput, pending: "StepInFlight", seconds: float) -> None:
+    def _note_seconds(self, plan: SchedulerOutput, pending: "PendingStep", seconds: float) -> None:
         """Record how long a step took that began when the step before it ended."""
         self._recent_seconds.append(seconds)
         self.scheduler.note_seconds(plan, seconds)
@@ -94,7 +95,8 @@ class StepLoop:
     def _depth(self) -> int:
         """The number of steps that may be in flight now."""
         steps_are_long = bool(self._recent_seconds) and min(self._recent_seconds) > LONG_STEP_SECONDS
-        return min(self.max_in_flight, 2) if steps_are_long else self.max_in_flight
+        each = min(self.max_in_flight, 2) if steps_are_long else self.max_in_flight
+        return each + self._num_stages - 1
 
     def take_news(self) -> list[EngineCoreOutput]:
         """Return the outputs that were read but not reported yet. Call it after an error too: their tokens are committed."""
@@ -132,5 +134,5 @@ class StepLoop:
         """
         self.forget()
         self.scheduler.start_over()
-        self.runner.start_over()
+        self.executor.start_over()
         self.note_work()

@@ -7,15 +7,15 @@ from jaxllm.request import Request
 from jaxllm.thinking import force_token
 
 if TYPE_CHECKING:
-    from jaxllm.runner.pending import StepInFlight
+    from jaxllm.engine.executor import PendingStep
 
 
-def fill(step: "StepInFlight", requests: Mapping[str, Request]) -> None:
+def fill(step: "PendingStep", requests: Mapping[str, Request]) -> None:
     """Write what each request may sample, behind its last token and behind each of its drafts. All tokens before the step are known.
 
     requests: the unfinished ones by id. Other rows of the step may sample anything; their tokens are dropped.
     """
-    mask_TW, width = step.mask_TW, step.batch.width
+    mask_TW, width = step.mask_TW, step.width
     assert mask_TW is not None, "a step without masked requests"
     found = enumerate(map(requests.get, step.sampled_ids))
     rows = [(row, request) for row, request in found if request is not None]

@@ -1,7 +1,7 @@
 """Messages between fronts and the engine process: typed msgpack, never pickles. Fields are positional: only append.
 
 A front sends `Hello`, `Add`, `Abort`, `Call` and `Bye`; the engine process sends `Status`, `Ready`, `Outputs`, `Refused`,
-`Failed`, `Reply`, `WantMetrics` and `Dead`. Anything that cannot be decoded raises MessageError.
+`Failed`, `Reply`, `WantMetrics`, `News` and `Dead`. Anything that cannot be decoded raises MessageError.
 """
 
 import inspect
@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from jaxllm.adapters import AdapterInfo, AdapterState
+from jaxllm.cache_news import CacheNews
 from jaxllm.config import EngineConfig
 from jaxllm.core_interface import ControlCalls, PauseCalls
 from jaxllm.errors import (
@@ -68,6 +69,9 @@ class EngineStart(_Message):
     step_timeout_seconds: float = 300.0
     compile_timeout_seconds: float = 3600.0
     core_factory: str | None = None
+    replica: int = 0
+    num_replicas: int = 1
+    """With more than one, the engine publishes what a balancer needs to know."""
 
 
 # From a front
@@ -147,6 +151,8 @@ class Load(_Message):
     stats: SchedulerStats
     num_compiled_after_warmup: int = 0
     sleep_level: int = 0
+    received: dict[str, int] = {}
+    """Number of requests of each front that were taken in, refused ones included. Empty if the engine is the only one."""
 
 
 class Status(_Message, tag="status"):
@@ -173,6 +179,8 @@ class Ready(_Message, tag="ready"):
     """Durations of the parts of the start, in seconds."""
     kernels: dict[str, OpReport] = {}
     """The implementation of each op and the result of its check."""
+    pid: int = 0
+    """Of the engine process."""
 
 
 class Outputs(_Message, tag="outputs"):
@@ -180,6 +188,13 @@ class Outputs(_Message, tag="outputs"):
 
     outputs: list[EngineCoreOutput]
     load: Load
+
+
+class News(_Message, tag="news"):
+    """The load of an engine of several, for all fronts, and what is new in its prefix cache."""
+
+    load: Load
+    cache: CacheNews | None = None
 
 
 class Fault(_Message):
@@ -228,7 +243,7 @@ class Dead(_Message, tag="dead"):
 
 
 FrontMessage = Hello | Add | Abort | Call | Bye
-EngineMessage = Status | Ready | Outputs | Refused | Failed | Reply | WantMetrics | Dead
+EngineMessage = Status | Ready | Outputs | Refused | Failed | Reply | WantMetrics | News | Dead
 
 
 def call_of(name: str, *arguments: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,30 +17,36 @@ from jaxllm import env
 from jaxllm.cache_spec import row_bytes
 from jaxllm.config import AUTO_MODEL_LEN, EngineConfig, resolve_platform_defaults
 from jaxllm.engine.failures import explain, is_out_of_memory
-from jaxllm.engine.features import Features
+from jaxllm.engine.features import NO_FEATURES, Features
 from jaxllm.engine.fingerprint import fingerprint
 from jaxllm.engine.kernel_check import Choice, choose_kernels
 from jaxllm.engine.kernel_choice import attention_implementation, candidates
 from jaxllm.errors import ConfigError, OutOfMemoryError
 from jaxllm.kernel_verdicts import OpReport, VerdictStore
 from jaxllm.layers.build import build_model
-from jaxllm.layers.decoder import CausalLM
 from jaxllm.loaders.layout import axes_of, parameters
 from jaxllm.log import logger
 from jaxllm.model_config import ModelConfig
 from jaxllm.models.load_config import load_model_config
+from jaxllm.parallel.across_hosts import spans_hosts
 from jaxllm.parallel.axes import MESH_AXES
-from jaxllm.parallel.mesh import make_mesh
+from jaxllm.parallel.mesh import meshes_of
+from jaxllm.parallel.topology import Topology
+from jaxllm.pipeline.plan import Stage, pipeline_runner, plan_stages, tightest
+from jaxllm.pipeline.runner import PipelineRunner
+from jaxllm.pipeline.split import layers_of_stages
 from jaxllm.runner.adaptation import Adaptation
 from jaxllm.runner.drafter import Drafter
 from jaxllm.runner.drafts import kept_logits
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.memory import MemoryPlan, check_free_memory, check_pool, device_limit, memory_plan, reserve_device_memory
-from jaxllm.runner.program_store import ProgramStore, local_store, open_artifact, read_manifest
+from jaxllm.runner.program_store import Fingerprint, ProgramStore, local_store, open_artifact, read_manifest
 from jaxllm.runner.programs import use_persistent_cache
 from jaxllm.runner.runner import ModelRunner
 from jaxllm.sampling.processors import Processor
 from jaxllm.start_times import StartTimes
+
+AnyRunner = ModelRunner | PipelineRunner
 
 _STATES_FRACTION = 0.25
 """Of the device's memory: most that states by row take with the default of max_num_seqs."""
@@ -51,15 +58,31 @@ class Prepared:
 
     config: EngineConfig
     model_config: ModelConfig
-    mesh: Mesh
-    model: CausalLM
-    plan: MemoryPlan
+    meshes: tuple[Mesh, ...]
+    """Of each stage."""
+    stages: tuple[Stage, ...]
+    """One without a pipeline."""
     kernels: Kernels
     kernel_report: dict[str, OpReport]
-    runner: ModelRunner
+    runner: AnyRunner
     processors: tuple[Processor, ...]
     times: StartTimes
     features: Features
+
+    @property
+    def mesh(self) -> Mesh:
+        """Of an engine without a pipeline."""
+        (mesh,) = self.meshes
+        return mesh
+
+    @property
+    def plan(self) -> MemoryPlan:
+        """Of the stage that leaves the least memory."""
+        return tightest(self.stages)
+
+    def describe(self) -> str:
+        """The memory plan of each stage."""
+        return "\n".join(stage.plan.describe() for stage in self.stages)
 
     @classmethod
     def of(cls, config: EngineConfig, model_dir: Path, processors: tuple[Processor, ...], times: StartTimes) -> "Prepared":
@@ -67,9 +90,9 @@ class Prepared:
 
         Raises ConfigError, ModelLoadError, KernelCheckError or OutOfMemoryError.
         """
-        num_devices = config.parallel.tensor_parallel_size
-        reserve_device_memory(config.cache.gpu_memory_utilization, tensor_parallel_size=num_devices)
-        check_free_memory(tensor_parallel_size=num_devices)
+        topology = Topology.of(config.parallel)
+        reserve_device_memory(config.cache.gpu_memory_utilization, topology)
+        check_free_memory(topology)
         with times.part("device"):
             on_cpu = backend() == "cpu"
         if config.compile.compilation_cache and not on_cpu:
@@ -77,23 +100,21 @@ class Prepared:
             use_persistent_cache(env.cache_dir() / "programs")
         wanted = config.compile.attention_implementation
         with times.part("config and model"):
-            config, model_config, mesh = resolve(config, model_dir)
-            model = build_model(model_config)
-            features = Features.of(config, model_config, model, mesh)
+            config, model_config, meshes = resolve(config, model_dir)
+            features = Features.of(config, model_config, build_model(model_config), meshes[0])
             drafter, adaptation = features.drafter, features.adaptation
-            num_bytes = weight_bytes(model, mesh.size) + _drafter_bytes(drafter, config, model_config, mesh.size)
-            num_bytes += _adapter_bytes(adaptation, mesh.size)
-            plan = _plan(config, model_config, num_bytes, drafter=drafter)
-            check_pool(plan, list(mesh.devices.flat))
+            stages = lay_out(config, model_config, partial(_plan, config, model_config), features)
+            for stage, mesh in zip(stages, meshes, strict=True):
+                check_pool(stage.plan, mesh.local_devices)
         with times.part("kernel check"):
             computed = model_config
             if drafter is not None:
                 computed = replace(model_config, layers=(*model_config.layers, *drafter.layers))
-            chosen = _choose_kernels(wanted, config, computed, plan, mesh, adaptation)
+            chosen = _choose_kernels(wanted, config, computed, stages[0].plan, meshes[0], adaptation)
             config = config.replace(attention_implementation=chosen.kernels.attention)
         with times.part("config and model"):
-            runner = _runner(config, model_config, mesh, model, plan, chosen.kernels, processors, times, features)
-        return cls(config, model_config, mesh, model, plan, chosen.kernels, chosen.report, runner, processors, times, features)
+            runner = _runner(config, model_config, meshes, stages, chosen.kernels, processors, times, features)
+        return cls(config, model_config, meshes, stages, chosen.kernels, chosen.report, runner, processors, times, features)
 
     def settled(self, *, rare_later: bool) -> "Prepared":
         """Return this, or a copy with a smaller cache if the largest program needs more memory than estimated.
@@ -106,32 +127,36 @@ class Prepared:
         work_bytes = self.runner.work_bytes()
         if work_bytes <= self.plan.work_bytes:
             return self
-        num_bytes = self.plan.weight_bytes
-        plan = _plan(self.config, self.model_config, num_bytes, work_bytes, drafter=self.features.drafter)
-        if plan.num_blocks == self.plan.num_blocks:
-            return replace(self, plan=plan)
-        logger.info("the largest step needs more memory than estimated: %s", plan.describe())
-        self.runner.programs.shutdown()
-        made_of = (self.config, self.model_config, self.mesh, self.model, plan, self.kernels, self.processors)
+        plan = partial(_plan, self.config, self.model_config, work_bytes=work_bytes)
+        stages = lay_out(self.config, self.model_config, plan, self.features)
+        if stages[0].plan.num_blocks == self.plan.num_blocks:
+            return replace(self, stages=stages)
+        resized = replace(self, stages=stages)
+        logger.info("the largest step needs more memory than estimated: %s", resized.plan.describe())
+        self.runner.shutdown_programs()
+        made_of = (self.config, self.model_config, self.meshes, stages, self.kernels, self.processors)
         runner = _runner(*made_of, self.times, self.features)
+        runner.take_weights(self.runner)  # type: ignore[arg-type]  # of the same kind
         runner.start_programs(rare_later=rare_later)
-        return replace(self, plan=plan, runner=runner)
+        return replace(resized, runner=runner)
 
     def fingerprint(self) -> dict[str, object]:
-        """Everything that the programs depend on."""
-        return _fingerprint(self.config, self.model_config, self.model, self.mesh, self.plan, self.kernels, self.features)
+        """Everything that the programs of an engine without a pipeline depend on."""
+        (stage,) = self.stages
+        return _fingerprint(self.config, self.model_config, stage, self.mesh, self.kernels, self.features)
 
 
 def _fingerprint(
     config: EngineConfig,
     model_config: ModelConfig,
-    model: CausalLM,
+    stage: Stage,
     mesh: Mesh,
-    plan: MemoryPlan,
     kernels: Kernels,
     features: Features,
 ) -> dict[str, object]:
-    return {**fingerprint(config, model_config, model, mesh, plan, kernels), **features.described}
+    found = {**fingerprint(config, model_config, stage.model, mesh, stage.plan, kernels), **features.described}
+    is_whole = len(stage.layers) == model_config.num_layers
+    return found if is_whole else {**found, "layers of the stage": [stage.layers.start, stage.layers.stop]}
 
 
 def _drafter_bytes(drafter: Drafter | None, config: EngineConfig, model: ModelConfig, num_devices: int) -> int:
@@ -155,16 +180,35 @@ def _adapter_bytes(adaptation: Adaptation | None, num_devices: int) -> int:
     return weight_bytes(adaptation.model, num_devices) + adaptation.packed_size * jnp.dtype(adaptation.dtype).itemsize
 
 
+def lay_out(
+    config: EngineConfig, model: ModelConfig, make_plan: Callable[..., MemoryPlan], features: Features = NO_FEATURES
+) -> tuple[Stage, ...]:
+    """The stages of an engine, one without a pipeline.
+
+    make_plan: takes weight_bytes, and drafter or layers as `memory_plan` does. Raises ConfigError for layers that cannot be divided so.
+    """
+    size, layers_of, drafter = Topology.of(config.parallel).tensor, layers_of_stages(config, model), features.drafter
+    if len(layers_of) > 1:
+        return plan_stages(
+            model, layers_of, lambda stage, layers: make_plan(weight_bytes=weight_bytes(stage, size), layers=layers)
+        )
+    whole = build_model(model)
+    num_bytes = weight_bytes(whole, size) + _drafter_bytes(drafter, config, model, size)
+    num_bytes += _adapter_bytes(features.adaptation, size)
+    return (Stage(layers_of[0], whole, make_plan(weight_bytes=num_bytes, drafter=drafter)),)
+
+
 def _plan(
     config: EngineConfig,
     model: ModelConfig,
+    *,
     weight_bytes: int,
     work_bytes: int | None = None,
-    *,
     drafter: Drafter | None = None,
+    layers: range | None = None,
 ) -> MemoryPlan:
     """Make and check the memory plan. With a compiled artifact, the cache has the size that its programs expect, if it fits."""
-    make = partial(memory_plan, model=model, weight_bytes=weight_bytes, work_bytes=work_bytes, drafter=drafter)
+    make = partial(memory_plan, model=model, weight_bytes=weight_bytes, work_bytes=work_bytes, drafter=drafter, layers=layers)
     plan = make(config)
     artifact, options = config.compile.compiled_artifact, config.cache
     if artifact is not None and options.num_gpu_blocks_override is None and options.kv_cache_memory_bytes is None:
@@ -179,7 +223,7 @@ def _choose_kernels(
     wanted: str, config: EngineConfig, model: ModelConfig, plan: MemoryPlan, mesh: Mesh, adaptation: Adaptation | None
 ) -> Choice:
     """Choose kernels that pass the kernel check. `wanted` is the option attention_implementation as given."""
-    device = mesh.devices.flat[0]
+    device = mesh.local_devices[0]
     return choose_kernels(
         candidates(wanted, model, plan, mesh, on_gpu=device.platform != "cpu", has_adapters=adaptation is not None),
         config,
@@ -196,26 +240,33 @@ def _choose_kernels(
 def _runner(
     config: EngineConfig,
     model_config: ModelConfig,
-    mesh: Mesh,
-    model: CausalLM,
-    plan: MemoryPlan,
+    meshes: tuple[Mesh, ...],
+    stages: tuple[Stage, ...],
     kernels: Kernels,
     processors: tuple[Processor, ...],
     times: StartTimes,
     features: Features,
-) -> ModelRunner:
-    store: ProgramStore | None = None
+) -> AnyRunner:
+    def make(kind: type[ModelRunner], stage: Stage, mesh: Mesh) -> ModelRunner:
+        store = _store(config, partial(_fingerprint, config, model_config, stage, mesh, kernels, features), mesh)
+        made: dict[str, Any] = {"drafter": features.drafter, "adaptation": features.adaptation, "store": store, "times": times}
+        return kind(config, model_config, stage.model, mesh, stage.plan, kernels, processors, **made)
+
+    if len(stages) > 1:
+        return pipeline_runner(stages, meshes, make)
+    return make(ModelRunner, stages[0], meshes[0])
+
+
+def _store(config: EngineConfig, made_of: Callable[[], Fingerprint], mesh: Mesh) -> ProgramStore | None:
     options, devices = config.compile, list(mesh.devices.flat)
-    made_of = partial(_fingerprint, config, model_config, model, mesh, plan, kernels, features)
     if options.compiled_artifact is not None:
-        store = open_artifact(Path(options.compiled_artifact), made_of(), devices)
-    elif options.compilation_cache:
+        return open_artifact(Path(options.compiled_artifact), made_of(), devices)
+    if options.compilation_cache and not spans_hosts(mesh):  # a program for devices of several processes cannot be stored
         try:
-            store = local_store(env.cache_dir() / "engines", made_of(), devices)
+            return local_store(env.cache_dir() / "engines", made_of(), devices)
         except ConfigError as error:
             logger.warning("%s", error)
-    made: dict[str, Any] = {"drafter": features.drafter, "adaptation": features.adaptation}
-    return ModelRunner(config, model_config, model, mesh, plan, kernels, processors, **made, store=store, times=times)
+    return None
 
 
 def weight_bytes(model: nnx.Module, num_devices: int) -> int:
@@ -227,10 +278,11 @@ def weight_bytes(model: nnx.Module, num_devices: int) -> int:
     return found
 
 
-def resolve(config: EngineConfig, model_dir: Path) -> tuple[EngineConfig, ModelConfig, Mesh]:
-    """Resolve a config for a model and this machine's devices. Raises ConfigError if there are too few."""
+def resolve(config: EngineConfig, model_dir: Path) -> tuple[EngineConfig, ModelConfig, tuple[Mesh, ...]]:
+    """Resolve a config for a model and this machine's devices: a mesh for each stage. Raises ConfigError if there are too few."""
     config, model_config = resolve_sizes(config, model_dir)
-    return config, model_config, make_mesh(config.parallel.tensor_parallel_size)
+    layers_of_stages(config, model_config)  # impossible stages are the more useful error
+    return config, model_config, meshes_of(Topology.of(config.parallel))
 
 
 def resolve_sizes(
@@ -239,9 +291,9 @@ def resolve_sizes(
     """Resolve a config for a model and this machine's kind of device, whatever their number. device_bytes: resolve for GPUs on
     which the engine may use this much memory instead."""
     on_gpu = device_bytes is not None or backend() != "cpu"
-    asked = config
+    asked, topology = config, Topology.of(config.parallel)
     if device_bytes is None:
-        device_bytes = device_limit(config.parallel.tensor_parallel_size)[1]
+        device_bytes = device_limit(topology.num_devices)[1]
     attention = config.compile.attention_implementation
     model_config = load_model_config(
         model_dir,
@@ -260,7 +312,7 @@ def resolve_sizes(
     if model_config.pooling.prompt_names:
         logger.info("prompts of the checkpoint, for clients to write before their texts: %s", model_config.pooling.prompt_names)
     config = resolve_platform_defaults(config, on_gpu=on_gpu, device_bytes=device_bytes, is_mixture=bool(model_config.mixtures))
-    model_config = _split(model_config, config.parallel.tensor_parallel_size)
+    model_config = _split(model_config, topology.tensor)
     config = config.replace(
         attention_implementation=attention_implementation(attention, model_config, config.cache.block_size, on_gpu=on_gpu),
         runner="generate" if model_config.generates else "pooling",
@@ -297,7 +349,7 @@ def _prefix_caching(config: EngineConfig, model: ModelConfig) -> bool:
 
 def _with_room_for_states(config: EngineConfig, model: ModelConfig, device_bytes: int) -> EngineConfig:
     """The default of max_num_seqs, lowered so that the states of all rows take at most _STATES_FRACTION of the device's memory."""
-    wanted, bytes_of_row = config.scheduler.max_num_seqs or 1, row_bytes(model) // config.parallel.tensor_parallel_size
+    wanted, bytes_of_row = config.scheduler.max_num_seqs or 1, row_bytes(model) // Topology.of(config.parallel).tensor
     most = int(_STATES_FRACTION * device_bytes) // bytes_of_row - 1 if bytes_of_row else wanted
     if most >= wanted:
         return config

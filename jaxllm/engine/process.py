@@ -14,7 +14,7 @@ import msgspec
 
 from jaxllm import log
 from jaxllm.config import EngineConfig
-from jaxllm.core_interface import Core
+from jaxllm.core_interface import SteppedCore
 from jaxllm.engine import messages
 from jaxllm.engine.launch import read_first_message
 from jaxllm.engine.messages import (
@@ -26,6 +26,7 @@ from jaxllm.engine.messages import (
     Failed,
     Hello,
     Load,
+    News,
     Outputs,
     Ready,
     Refused,
@@ -42,12 +43,22 @@ from jaxllm.start_times import StartTimes, process_age_seconds
 
 _LAGGING_PAUSE_SECONDS = 0.25
 _FIRST_HELLO_SECONDS = 2.0
+_NEWS_SECONDS = 0.005
+"""Least interval of the news that one of several engines sends to all fronts, which count what they sent since."""
 
 
 class EngineLoop:
     """Steps the core while there is work, and runs the fronts' commands between steps."""
 
-    def __init__(self, core: Core, commands: "queue.SimpleQueue[Command]", outbox: Outbox, pulse: Pulse):
+    def __init__(
+        self,
+        core: SteppedCore,
+        commands: "queue.SimpleQueue[Command]",
+        outbox: Outbox,
+        pulse: Pulse,
+        *,
+        num_replicas: int = 1,
+    ):
         self._core = core
         self._commands = commands
         self._outbox = outbox
@@ -62,6 +73,12 @@ class EngineLoop:
         self._gatherings: list[tuple[Call, int, set[str]]] = []
         """Calls for the metrics of all fronts, numbered, each with the fronts that have not shared theirs since."""
         self._stopping = False
+        self._received: dict[str, int] | None = {} if num_replicas > 1 else None
+        """Number of requests of each front; None if no front has to choose among engines."""
+        if self._received is not None:
+            core.publish_cache_news()
+        self._last_news = 0.0
+        self._owes_news = False
         self._ready = messages.encode(
             Ready(
                 core.config,
@@ -70,6 +87,7 @@ class EngineLoop:
                 dict(core.processor_arguments),
                 dict(core.start_times.seconds),
                 core.kernels,
+                os.getpid(),
             )
         )
         pulse.awaited_programs = lambda: core.awaited_programs
@@ -96,6 +114,8 @@ class EngineLoop:
         obeyed = False
         while not self._stopping:
             self._tell_lagging()
+            if is_idle and self._owes_news:
+                self._send_news()
             try:
                 command = self._commands.get(block=is_idle, timeout=_LAGGING_PAUSE_SECONDS if self._lagging else None)
             except queue.Empty:
@@ -108,8 +128,21 @@ class EngineLoop:
             if is_idle:
                 self._pulse.load = self._load()
         if obeyed:
-            self._pulse.load = self._load()
+            self._note_load()
         return not self._stopping
+
+    def _note_load(self) -> Load:
+        """Show the load to the heartbeat, and to all fronts if they choose among several engines, at most every _NEWS_SECONDS."""
+        self._pulse.load = load = self._load()
+        if self._received is not None:
+            self._owes_news = True
+            if time.monotonic() - self._last_news >= _NEWS_SECONDS:
+                self._send_news(load)
+        return load
+
+    def _send_news(self, load: Load | None = None) -> None:
+        self._last_news, self._owes_news = time.monotonic(), False
+        self.tell_all(News(load or self._load(), self._core.take_cache_news()))
 
     def _do(self, command: Command) -> None:
         if isinstance(command, Add):
@@ -119,11 +152,17 @@ class EngineLoop:
         elif isinstance(command, Call):
             self._call(command)
         elif isinstance(command, Hello):
+            if command.client in self._outbox.clients:
+                return
             self._outbox.connect(command.client)
             self._outbox.send(command.client, self._ready)
+            if self._received is not None:
+                self._outbox.send(command.client, messages.encode(News(self._load(), self._core.cache_snapshot())))
         elif isinstance(command, Gone):
             self._end_all_of(command.client)
             self._lagging.discard(command.client)
+            if self._received is not None:
+                self._received.pop(command.client, None)
             self._outbox.disconnect(command.client)
             self._metrics_of_gone = merged([self._metrics_of_gone, self._metrics.pop(command.client, [])])
             self._gatherings = [gathering for gathering in self._gatherings if gathering[0].client != command.client]
@@ -135,6 +174,8 @@ class EngineLoop:
 
     def _add(self, command: Add) -> None:
         request = command.request
+        if self._received is not None:
+            self._received[command.client] = self._received.get(command.client, 0) + 1
         try:
             if request.request_id in self._requests:
                 raise EngineError("there is a request of this id already")
@@ -227,7 +268,7 @@ class EngineLoop:
         finally:
             self._pulse.work_began = None
         by_client = self._sorted(news)
-        self._pulse.load = load = self._load()
+        load = self._note_load()
         for client, outputs in by_client.items():
             frame = messages.encode(Outputs(outputs, load))
             if not self._outbox.send(client, frame):
@@ -257,7 +298,10 @@ class EngineLoop:
                 self._lagging.discard(client)
 
     def _load(self) -> Load:
-        return Load(self._core.stats(), self._core.num_compiled_after_warmup, self._core.sleep_level)
+        load = Load(self._core.stats(), self._core.num_compiled_after_warmup, self._core.sleep_level)
+        if self._received is not None:
+            load.received = self._received
+        return load
 
 
 def serve(start: EngineStart, parent_fd: int | None = None) -> int:
@@ -276,8 +320,10 @@ def serve(start: EngineStart, parent_fd: int | None = None) -> int:
     core = None
     try:
         core = _load_core(start, pulse)
+        if (hosts := getattr(core, "hosts", None)) is not None:
+            hosts.tell_when_lost(lambda: listener.commands.put(hosts.check))  # ends an idle engine too
         signal.signal(signal.SIGTERM, lambda *_: listener.commands.put(Stop()))
-        EngineLoop(core, listener.commands, outbox, pulse).run()
+        EngineLoop(core, listener.commands, outbox, pulse, num_replicas=start.num_replicas).run()
     except JaxLLMError as error:
         logger.error("%s", error)
         last_words, code = Dead(str(error)), EXIT_FAILED
@@ -308,7 +354,7 @@ def _say_to_all(last_words: Dead, listener: Listener, outbox: Outbox) -> None:
     outbox.close()
 
 
-def _load_core(start: EngineStart, pulse: Pulse) -> Core:
+def _load_core(start: EngineStart, pulse: Pulse) -> SteppedCore:
     if start.core_factory is not None:
         module, _, function = start.core_factory.partition(":")
         return getattr(importlib.import_module(module), function)(start.config, pulse.progress)
@@ -324,6 +370,8 @@ def _for_serving(config: EngineConfig) -> EngineConfig:
     """On a CPU, where programs are compiled on first use, also compile programs for later requests while the engine is idle."""
     from jaxllm.engine.prepare import backend
 
+    if config.parallel.nnodes > 1 or config.parallel.distributed_executor_backend == "ray":
+        return config  # JAX may not find its devices before the other hosts are there
     return config.replace(warmup="idle") if config.compile.warmup == "auto" and backend() == "cpu" else config
 
 
@@ -331,7 +379,8 @@ def main() -> int:
     """Run `python -m jaxllm.engine.process`. Reads an EngineStart from standard input, which ends when the parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches every process; the parent decides
     start = messages.decode_engine_start(read_first_message(sys.stdin.fileno()))
-    log.set_up(start.log_level, format=start.log_format)
+    part = f"replica {start.replica}" if start.num_replicas > 1 else ""
+    log.set_up(start.log_level, format=start.log_format, part=part)
     return serve(start, parent_fd=sys.stdin.fileno())
 
 

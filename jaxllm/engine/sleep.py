@@ -5,15 +5,15 @@ returns to JAX's pool, for other arrays of this process. Other processes cannot 
 """
 
 import time
-from collections.abc import Callable, Sequence
-
-import numpy as np
-from flax import nnx
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from jaxllm.engine.failures import explain, is_out_of_memory
 from jaxllm.errors import InvalidRequestError, OutOfMemoryError
 from jaxllm.log import logger
-from jaxllm.runner.runner import ModelRunner
+
+if TYPE_CHECKING:
+    from jaxllm.engine.executor import Executor
 
 LEVELS = (1, 2)
 TAGS = ("weights", "kv_cache")
@@ -21,15 +21,12 @@ TAGS = ("weights", "kv_cache")
 
 
 class Sleep:
-    """The sleep state of an engine. `load_weights` reads the weights from the checkpoint."""
+    """The sleep state of an engine."""
 
-    def __init__(self, runner: ModelRunner, load_weights: Callable[[], list[nnx.State]]):
-        self._runner = runner
-        self._load_weights = load_weights
-        self._weights: list[np.ndarray] | None = None
-        """Host copies of the weights, at level 1."""
+    def __init__(self, executor: "Executor"):
+        self._executor = executor
         self.level = 0
-        """0: awake."""
+        """0: awake. At level 1 the executor keeps copies of the weights on the host."""
         self._awake = set(TAGS)
         """Tags whose memory is allocated."""
 
@@ -38,16 +35,17 @@ class Sleep:
         check_level(level)
         if level <= self.level and not self._awake:
             return
-        runner = self._runner
+        executor = self._executor
         if level == 2:
-            self._weights = None
+            executor.forget_weights()
+            self.level = 2
         elif "weights" in self._awake:
             # Copy all weights before dropping any, so that none is lost if memory runs out.
-            self._weights = [np.array(array) for array in runner.params]
-        runner.drop_caches()
-        runner.drop_weights()
+            executor.keep_weights()
+            self.level = 1
+        executor.drop_caches()
+        executor.drop_weights()
         self._awake = set()
-        self.level = 2 if self._weights is None else 1
         logger.info("the engine sleeps at level %d", self.level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
@@ -72,24 +70,22 @@ class Sleep:
             raise
         self._awake.update(wanted)
         if "weights" in self._awake:
-            self._weights = None
+            self._executor.forget_weights()
         if len(self._awake) == len(TAGS):
             self.level = 0
             logger.info("the engine is awake again after %.1f s", time.perf_counter() - start)
 
     def _take(self, tag: str) -> None:
         if tag == "kv_cache":
-            self._runner.start_over()
-        elif self._weights is None:
-            self._runner.set_weights(*self._load_weights())
+            self._executor.start_over()
         else:
-            self._runner.put_weights(self._weights)
+            self._executor.restore_weights()
 
     def _drop(self, tag: str) -> None:
         if tag == "kv_cache":
-            self._runner.drop_caches()
+            self._executor.drop_caches()
         else:
-            self._runner.drop_weights()
+            self._executor.drop_weights()
 
 
 def check_tags(tags: Sequence[str] | None) -> None:

@@ -12,10 +12,11 @@ from jaxllm.layers.linear import Linear
 from jaxllm.model_config import ModelConfig
 
 
-def build_model(config: ModelConfig) -> CausalLM:
-    """The model with shapes, types, axes and sources, and no values."""
+def build_model(config: ModelConfig, layers: range | None = None) -> CausalLM:
+    """The model with shapes, types, axes and sources, and no values. layers: of one stage of a pipeline; None: all."""
     module, name = config.model_class.split(":")
-    model: CausalLM = getattr(importlib.import_module(module), name)(config)
+    given = () if layers is None else (layers,)
+    model: CausalLM = getattr(importlib.import_module(module), name)(config, *given)
     for _, part in nnx.iter_modules(model.blocks):
         if isinstance(part, Linear) and config.is_quantized(part.module_names):
             part.quantize()

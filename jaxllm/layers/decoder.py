@@ -88,20 +88,36 @@ class CausalLM(nnx.Module):
     """Token ids to hidden states, and hidden states to logits. Built without values: a loader gives them.
 
     The blocks are unrolled: scanning over stacked weights would copy the KV cache in every step.
+
+    One stage of a pipeline is the same with the parts that it computes: parameters keep their names, other parts are None.
     """
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, layers: range | None = None):
+        """layers: of one stage; None: all."""
         self.config = config
-        self.embedding = Embedding(config, config.names.embedding)
-        self.positions = None if config.positions is None else PositionEmbedding(config, config.positions)
-        self.blocks = nnx.List([DecoderBlock(config, layer) for layer in range(config.num_layers)])
-        self.norm = make_norm(config.norm, config.hidden_size, config.dtype)
-        has_head = config.generates and not config.tie_word_embeddings
+        self.layers = layers = range(config.num_layers) if layers is None else layers
+        is_first, is_last = layers.start == 0, layers.stop == config.num_layers
+        has_logits = config.generates and is_last
+        embedding = (
+            Embedding(config, config.names.embedding) if is_first or (has_logits and config.tie_word_embeddings) else None
+        )
+        self.embedding: Embedding = embedding  # type: ignore[assignment]  # no stage without one computes with it
+        has_positions = config.positions is not None and is_first
+        self.positions = PositionEmbedding(config, config.positions) if has_positions else None  # type: ignore[arg-type]
+        blocks = [DecoderBlock(config, i) if i in layers else None for i in range(config.num_layers)]
+        self.blocks: nnx.List[DecoderBlock] = nnx.List(blocks)  # type: ignore[arg-type]
+        self.norm = make_norm(config.norm if is_last else None, config.hidden_size, config.dtype)
+        has_head = has_logits and not config.tie_word_embeddings
         self.head = Embedding(config, config.names.head, bias=config.head.bias) if has_head else None
 
+    @property
+    def is_stage(self) -> bool:
+        """Whether other stages have layers of the model."""
+        return len(self.layers) < self.config.num_layers
+
     def __call__(self, step: Step) -> Array:
-        """Hidden states [T, D] after the last norm, whole on every device."""
-        runs = self.run(self.embed(step), step, range(len(self.blocks)))
+        """Hidden states [T, D] after the last norm, whole on every device; of a stage that others follow what enters the next one."""
+        runs = self.run(self.embed(step) if step.entering_TD is None else self.enter(step), step, self.layers)
         return runs[0][1] if len(runs) == 1 else jnp.concatenate([normed_TD for _, normed_TD in runs])
 
     def embed(self, step: Step) -> list[Run]:
@@ -123,6 +139,12 @@ class CausalLM(nnx.Module):
         _keep_features(runs, step, 0)
         return runs
 
+    def enter(self, step: Step) -> list[Run]:
+        """The tokens before the first layer of a later stage."""
+        assert step.entering_TD is not None
+        x_TD, norm = step.entering_TD, self._norm_before(self.layers.start)
+        return [(part_TD, norm(part_TD)) for part_TD in jnp.split(x_TD, step.shards.num_runs(len(x_TD)))]
+
     def run(self, runs: list[Run], step: Step, layers: range) -> list[Run]:
         """The tokens after these layers."""
         for layer in layers:
@@ -140,8 +162,8 @@ class CausalLM(nnx.Module):
         return head.logits(hidden_TD, shards, self.config.head, change)
 
     def _norm_before(self, layer: int) -> AnyNorm:
-        """The norm that a layer takes; behind the last layer, the model's own."""
-        return self.blocks[layer].attention_norm if layer < len(self.blocks) else self.norm
+        """The norm that a layer takes; behind the last layer, the model's own; behind the last of an earlier stage, none."""
+        return self.blocks[layer].attention_norm if layer < self.layers.stop else self.norm
 
 
 def _keep_features(runs: Sequence[Run], step: Step, layer: int) -> None:

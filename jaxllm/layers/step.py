@@ -68,6 +68,8 @@ class Step:
     """Outputs and states of the gated delta rule: `pallas_kernels.gated_delta.gated_delta`."""
     adapt: Adapt | None = None
     """None: no token has an adapter."""
+    entering_TD: Array | None = None
+    """In a later stage of a pipeline: the sum of embedding and layers that the stage before leaves, whole on every device."""
     wanted_features: Collection[int] = ()
     """Layers whose input `features` is to hold; one more than the last layer has stands for what the last one leaves."""
     features: dict[int, Array] = field(default_factory=dict)

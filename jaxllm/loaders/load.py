@@ -13,6 +13,7 @@ from flax import nnx
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxllm.layers.build import build_model
 from jaxllm.layers.decoder import CausalLM
 from jaxllm.layers.source import AnySource, Index, Mxfp4, Source, Stacked, Tensor
 from jaxllm.loaders import orbax
@@ -44,6 +45,7 @@ from jaxllm.loaders.quantized import (
 )
 from jaxllm.log import logger
 from jaxllm.model_config import ModelConfig
+from jaxllm.parallel.across_hosts import put
 from jaxllm.parallel.axes import MESH_AXES, sharding
 from jaxllm.parallel.mesh import TENSOR
 from jaxllm.quantization.fp8 import quantize
@@ -76,7 +78,8 @@ def load_weights(
         return dummy_weights(config, model, mesh, seed=seed, progress=progress)
     if load_format == "orbax" or (load_format == "auto" and orbax.is_checkpoint(directory)):
         return orbax.restore(config, model, directory, mesh, progress=progress)
-    return load_checkpoint(config, model, directory, load_format=load_format, mesh=mesh, progress=progress)
+    whole = build_model(config) if isinstance(model, CausalLM) and model.is_stage else None
+    return load_checkpoint(config, model, directory, load_format=load_format, mesh=mesh, progress=progress, whole=whole)
 
 
 def load_checkpoint(
@@ -88,17 +91,19 @@ def load_checkpoint(
     load_format: str = "auto",
     progress: Progress | None = None,
     transform_on_device: bool | None = None,
+    whole: nnx.Module | None = None,
 ) -> nnx.State:
     """Load a Hugging Face checkpoint. Each device gets the slices that it keeps and no others; the host holds one tensor at a time.
 
     Transposing, casting and fusing is done on the devices unless they are the host (`transform_on_device` says otherwise).
+    whole: the model that the checkpoint is of, if `model` is one stage of it: the tensors of the other stages are not read.
     """
     checkpoint = open_checkpoint(directory, load_format, config.dtype)
     prefix, _, bare = config.names.embedding.partition(".")
     if f"{bare}.weight" in checkpoint.entries:  # saved as a bare decoder, as embedding models are
         checkpoint.entries = {f"{prefix}.{name}": entry for name, entry in checkpoint.entries.items()}
     sources = {path: source_of(variable) for path, variable in parameters(model)}
-    _check(checkpoint, sources, config)
+    _check(checkpoint, sources if whole is None else {path: source_of(v) for path, v in parameters(whole)}, config)
     if config.stored_fp8 is not None:
         logger.info("%s", describe(config.stored_fp8, config))
     if config.stored_mxfp4 is not None and not config.packed_experts:
@@ -122,7 +127,7 @@ def load_checkpoint(
             elif isinstance(source, Mxfp4):
                 arrays[path] = read_mxfp4(read, source, axes, variable.shape, dtype, mesh)
             elif path[-1] == "kv_scale":
-                arrays[path] = jax.device_put(kv_scale(checkpoint, source), sharding(mesh, axes))
+                arrays[path] = put(kv_scale(checkpoint, source), sharding(mesh, axes))
             elif not is_quantized_here(path, config):
                 arrays[path] = read_stored(read, source, axes, variable.shape, dtype, mesh)
             elif path[-1] == "values":
@@ -232,7 +237,7 @@ def _check(checkpoint: Checkpoint, sources: Mapping[ParamPath, AnySource], confi
 
 def _read_by_host(read: Reader, source: Source, axes: Axes, shape: tuple[int, ...], dtype: np.dtype, mesh: Mesh) -> Array:
     array = expand(np, source.read(read).transpose(source.permutation).astype(dtype), axes, shape)
-    return jax.device_put(array, sharding(mesh, axes))
+    return put(array, sharding(mesh, axes))
 
 
 def _read_by_device(read: Reader, source: Source, axes: Axes, shape: tuple[int, ...], dtype: np.dtype, mesh: Mesh) -> Array:
@@ -267,7 +272,7 @@ def _split_dimension(source: Source, axes: Axes) -> int | None:
 def _place_tensor(read: Reader, tensor: Tensor, place: NamedSharding) -> Array:
     """A tensor on the devices, each of which is sent its slice alone. Nothing of it is on the host afterwards."""
     if place.is_fully_replicated:
-        return jax.block_until_ready(jax.device_put(read(tensor, (slice(None),) * len(tensor.view)), place))
+        return jax.block_until_ready(put(read(tensor, (slice(None),) * len(tensor.view)), place))
     slices = []
     for device, index in place.addressable_devices_indices_map(tensor.placed_shape).items():
         assert index is not None

@@ -46,14 +46,15 @@ def save(config: ModelConfig, state: nnx.State, directory: Path) -> None:
 def restore(
     config: ModelConfig, model: CausalLM, directory: Path, mesh: Mesh, *, progress: Progress | None = None
 ) -> nnx.State:
-    """The state of the model in `config.dtype`, or fp8 weights as they were converted, each device reading its shard.
+    """The state of the model in `config.dtype`, or fp8 weights as they were converted, each device reading its shard. Of a stage of a
+    pipeline, the other stages' weights are not read.
 
     Raises ModelLoadError with every misfit.
     """
     import orbax.checkpoint as ocp
 
     found = _shapes(directory)
-    # orbax restores all or nothing: a head that is not needed is read and dropped.
+    # A head that is not needed is read and dropped.
     as_stored = replace(config.as_stored(), generates=config.generates or any(name.startswith("head.") for name in found))
     stored = {_name(path): variable for path, variable in parameters(build_model(as_stored))}
     _check(directory, config, {name: tuple(variable.shape) for name, variable in stored.items()}, found)
@@ -63,9 +64,14 @@ def restore(
     }
     # Arrays are read side by side; without a limit of its own orbax would hold up to 96 GB of them on the host.
     largest_gb = math.ceil(max(math.prod(v.shape) for v in wanted.values()) * 4 / 1e9)  # in the checkpoint float32, perhaps
+    options = {}
+    if isinstance(model, CausalLM) and model.is_stage:
+        options["partial_restore"] = True
+        wanted = {name: wanted[name] for name in (_name(path) for path, _ in parameters(model))}
+    arguments = ocp.args.PyTreeRestore(wanted, ocp.checkpoint_utils.construct_restore_args(wanted), **options)
     try:
-        with ocp.StandardCheckpointer(restore_concurrent_gb=largest_gb + 1) as checkpointer:
-            arrays = checkpointer.restore((directory / WEIGHTS).absolute(), wanted)
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(restore_concurrent_gb=largest_gb + 1)) as checkpointer:
+            arrays = checkpointer.restore((directory / WEIGHTS).absolute(), args=arguments)
     except Exception as error:  # orbax and tensorstore document no exception types
         raise ModelLoadError(f"{directory / WEIGHTS} is truncated or corrupt; convert it again ({error})") from error
     if progress is not None:  # all arrays are read at once

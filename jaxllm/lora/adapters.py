@@ -125,6 +125,7 @@ class Adapters:
                 num_bytes=self._writer.num_bytes,
                 is_pinned=adapter.is_pinned,
                 where="device" if adapter.slot != NO_ADAPTER else "host" if adapter in self._host.packed else "disk",
+                cache_key=adapter.cache_key,
             )
             for adapter in self._registry.named.values()
         ]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array, lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from jaxllm.layers.decoder import CausalLM
 from jaxllm.layers.linear import Linear
@@ -21,7 +21,7 @@ from jaxllm.lora.experts import ExpertsTarget
 from jaxllm.lora.shapes import TargetShape
 from jaxllm.lora.targets import Read, ScoresTarget, Slots, Target, adaptable, name_of, pack, packed_size
 from jaxllm.parallel.axes import MESH_AXES
-from jaxllm.parallel.mesh import TENSOR
+from jaxllm.parallel.mesh import tensor_size
 from jaxllm.parallel.shards import Shards
 from jaxllm.runner.kernels import Kernels
 from pallas_kernels import lora
@@ -59,7 +59,7 @@ class DeviceSlots:
         }
         """Those that they could change with other names."""
         self.changes_logits = isinstance(model, CausalLM) and model.config.names.head in self.names
-        self.packed_size = packed_size(self.model, mesh.size)
+        self.packed_size = packed_size(self.model, tensor_size(mesh))
 
     def adapt(self, model: Slots, slot_T: Array, shards: Shards, kernels: Kernels) -> "Products":
         """See Adaptation."""
@@ -83,7 +83,7 @@ class DeviceSlots:
 
     def _local_shape(self, variable: nnx.Variable) -> tuple[int, ...]:
         sizes = zip(variable.shape[1:], axes_of(variable)[1:], strict=True)
-        return tuple(size // (self.mesh.size if MESH_AXES[axis] else 1) for size, axis in sizes)
+        return tuple(size // (tensor_size(self.mesh) if MESH_AXES[axis] else 1) for size, axis in sizes)
 
     def write(self, arrays: tuple[Array, ...], packed_1P: Array, slot: Array) -> tuple[Array, ...]:
         """See Adaptation."""
@@ -95,12 +95,8 @@ class DeviceSlots:
         )
 
     def pack(self, read: Read) -> np.ndarray:
-        """An adapter on the host, as `stage` takes it."""
-        return pack(self.model, read, jnp.dtype(self.dtype), self.mesh.size)
-
-    def stage(self, packed: np.ndarray) -> Array:
-        """Send a packed adapter to the devices."""
-        return jax.device_put(packed, NamedSharding(self.mesh, PartitionSpec(TENSOR)))
+        """An adapter on the host, with the part of each device in a row."""
+        return pack(self.model, read, jnp.dtype(self.dtype), tensor_size(self.mesh))
 
 
 class Products:

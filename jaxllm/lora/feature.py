@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
@@ -19,9 +18,14 @@ from jaxllm.lora.device import DeviceSlots
 from jaxllm.lora.host_memory import AdapterFiles
 from jaxllm.lora.targets import last_name
 from jaxllm.model_config import ModelConfig
+from jaxllm.parallel.mesh import tensor_size
 
-if TYPE_CHECKING:
-    from jaxllm.runner.runner import ModelRunner
+
+class Device(Protocol):
+    """What a Writer uses of the executor."""
+
+    def stage_adapter(self, packed: np.ndarray) -> Any: ...
+    def write_adapter(self, slot: int, staged: Any) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class LoRA:
         slots = self.adaptation
         return {"slots": slots.num_slots, "rank": slots.rank, "dtype": slots.dtype, "modules": sorted(slots.names)}
 
-    def new_manager(self, runner: "ModelRunner") -> Adapters:
+    def new_manager(self, device: Device) -> Adapters:
         """See Adapters."""
         slots, options = self.adaptation, self.config.lora
         reader = partial(
@@ -64,25 +68,25 @@ class LoRA:
             left_out=slots.left_out,
             model=self.config.model.model,
         )
-        return Adapters(Writer(slots, runner), reader, max_host=self.config.lora.max_cpu_loras)
+        return Adapters(Writer(slots, device), reader, max_host=self.config.lora.max_cpu_loras)
 
 
 class Writer:
-    """A SlotWriter for the slots of a runner."""
+    """A SlotWriter for the slots of an executor's device."""
 
-    def __init__(self, slots: DeviceSlots, runner: "ModelRunner"):
-        self._slots, self._runner = slots, runner
+    def __init__(self, slots: DeviceSlots, device: Device):
+        self._slots, self._device = slots, device
         self.num_slots = slots.num_slots
-        self.num_bytes = slots.packed_size * slots.mesh.size * jnp.dtype(slots.dtype).itemsize
+        self.num_bytes = slots.packed_size * tensor_size(slots.mesh) * jnp.dtype(slots.dtype).itemsize
 
     def pack(self, files: AdapterFiles) -> np.ndarray:
         """See SlotWriter."""
         return self._slots.pack(files.tensor)
 
-    def stage(self, packed: np.ndarray) -> jax.Array:
+    def stage(self, packed: np.ndarray) -> Any:
         """See SlotWriter."""
-        return jax.block_until_ready(self._slots.stage(packed))
+        return self._device.stage_adapter(packed)
 
-    def write(self, slot: int, staged: jax.Array) -> None:
+    def write(self, slot: int, staged: Any) -> None:
         """See SlotWriter."""
-        self._runner.write_adapter(slot, staged)
+        self._device.write_adapter(slot, staged)

@@ -2,12 +2,13 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 from jaxllm.acceptance import Acceptance, percentages
 from jaxllm.log import logger
 from jaxllm.metrics.engine_metrics import EngineMetrics
+from jaxllm.scheduler_stats import SchedulerStats, total
 
 INTERVAL_SECONDS = 10.0
 
@@ -30,10 +31,15 @@ class _Totals:
 
 
 class StatLogger:
-    """Call `tick` often; it logs once per interval, below "info" if nothing happened in this interval and the one before."""
+    """Logs what an engine, or several together, did. Call `tick` often; it logs once per interval, below "info" if nothing happened
+    in this interval and the one before."""
 
     def __init__(
-        self, metrics: EngineMetrics, *, interval_seconds: float = INTERVAL_SECONDS, clock: Callable[[], float] = time.monotonic
+        self,
+        metrics: Sequence[EngineMetrics],
+        *,
+        interval_seconds: float = INTERVAL_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
     ):
         self._metrics = metrics
         self._interval = interval_seconds
@@ -50,7 +56,7 @@ class StatLogger:
         now = self._totals()
         change = now - self._before
         self._start, self._before = self._clock(), now
-        load = self._metrics.load
+        load = self._load()
         is_idle = not (change.computed or change.generated or (load is not None and load.num_running + load.num_waiting))
         logger.log(logging.DEBUG if is_idle and self._was_idle else logging.INFO, "%s", self._line(change, seconds))
         if load is not None and change.drafts.num_drafts > 0:
@@ -59,7 +65,7 @@ class StatLogger:
 
     def _line(self, change: _Totals, seconds: float) -> str:
         parts = [f"prompt {change.computed / seconds:.1f} tokens/s", f"generation {change.generated / seconds:.1f} tokens/s"]
-        if (load := self._metrics.load) is not None:
+        if (load := self._load()) is not None:
             parts += [f"running {load.num_running}", f"waiting {load.num_waiting}"]
             parts += [f"preemptions {change.preemptions}"] if change.preemptions else []
             parts += [f"turned away {change.rejections}"] if change.rejections else []
@@ -67,14 +73,19 @@ class StatLogger:
             parts += [f"prefix cache hits {change.hits / change.queries:.1%}"] if change.queries else []
         return ", ".join(parts)
 
+    def _load(self) -> SchedulerStats | None:
+        loads = [metrics.load for metrics in self._metrics if metrics.load is not None]
+        return total(loads) if loads else None
+
     def _totals(self) -> _Totals:
-        metrics, load = self._metrics, self._metrics.load
-        computed = metrics.prompt_tokens - metrics.prompt_tokens_cached
+        load = self._load()
+        computed = sum(metrics.prompt_tokens - metrics.prompt_tokens_cached for metrics in self._metrics)
+        generated = sum(metrics.generation_tokens for metrics in self._metrics)
         if load is None:
-            return _Totals(computed, metrics.generation_tokens)
+            return _Totals(computed, generated)
         return _Totals(
             computed,
-            metrics.generation_tokens,
+            generated,
             load.prefix_cache_queries,
             load.prefix_cache_hits,
             load.num_preemptions,

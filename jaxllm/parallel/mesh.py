@@ -8,6 +8,8 @@ from jax.sharding import AxisType, Mesh
 
 from jaxllm import gpus
 from jaxllm.errors import ConfigError
+from jaxllm.parallel.across_hosts import devices_for
+from jaxllm.parallel.topology import Topology
 
 TENSOR = "tensor"
 """The mesh axis that heads, feed-forward columns and vocabulary are split over."""
@@ -15,14 +17,32 @@ TENSOR = "tensor"
 
 def make_mesh(tensor_parallel_size: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The first `tensor_parallel_size` devices in a row. Raises ConfigError if there are fewer."""
-    devices = list(jax.devices() if devices is None else devices)
-    if not 1 <= tensor_parallel_size <= len(devices):
+    return meshes_of(Topology(tensor_parallel_size), devices)[0]
+
+
+def meshes_of(topology: Topology, devices: Sequence[jax.Device] | None = None) -> tuple[Mesh, ...]:
+    """The devices of a topology, the first of this machine, in a row for each stage. Raises ConfigError if there are fewer."""
+    devices = devices_for(topology.num_devices) if devices is None else list(devices)
+    if not 1 <= topology.num_devices <= len(devices):
         count = len(devices)
         kind = f" ({devices[0].device_kind})" if devices else ""
         hidden = gpus.hidden_gpus(sum(device.platform in ("gpu", "cuda") for device in devices))
         raise ConfigError(
-            f"tensor_parallel_size is {tensor_parallel_size}, this machine has {count} device{'s' * (count != 1)}{kind}; "
-            + (f"choose 1 to {count}" if count > 1 else "leave it out")
+            f"{topology.describe()}, this machine has {count} device{'s' * (count != 1)}{kind}; "
+            + _way_out(topology, count)
             + (f", or show it more ({hidden})" if hidden else "")
         )
-    return Mesh(np.array(devices[:tensor_parallel_size]), (TENSOR,), axis_types=(AxisType.Auto,))
+    rows = np.array(devices[: topology.num_devices]).reshape(topology.stage, topology.tensor)
+    return tuple(Mesh(row, (TENSOR,), axis_types=(AxisType.Auto,)) for row in rows)
+
+
+def _way_out(topology: Topology, count: int) -> str:
+    """What a machine with `count` devices can do."""
+    if count <= 1:
+        return "leave it out" if topology.stage == 1 else "leave both out"
+    return f"choose 1 to {count}" if topology.stage == 1 else f"choose sizes whose product is {count} or less"
+
+
+def tensor_size(mesh: Mesh) -> int:
+    """Devices of a mesh that each layer is split over."""
+    return mesh.shape[TENSOR]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh
 
-from jaxllm.parallel.mesh import TENSOR
+from jaxllm.parallel.mesh import TENSOR, tensor_size
 from pallas_kernels import collectives
 from pallas_kernels.collectives.exchange import FAILED
 
@@ -228,4 +228,5 @@ class TensorShards:
 
 def make_shards(mesh: Mesh) -> Shards:
     """The shards of a mesh."""
-    return ONE_DEVICE if mesh.size == 1 else TensorShards(mesh.size)
+    size = tensor_size(mesh)
+    return ONE_DEVICE if size == 1 else TensorShards(size)

@@ -15,6 +15,7 @@ from jaxllm.config import AUTO_MODEL_LEN, EngineConfig
 from jaxllm.errors import ConfigError, OutOfMemoryError
 from jaxllm.layers import build
 from jaxllm.model_config import ModelConfig
+from jaxllm.parallel.topology import ONE_DEVICE, Topology
 from jaxllm.runner.buckets import MAX_DRAFT_ROWS
 from jaxllm.runner.drafter import Drafter
 from pallas_kernels.collectives import WORKSPACE_BYTES
@@ -167,7 +168,7 @@ class MemoryPlan:
 
 def usable_bytes(config: EngineConfig, device_bytes: int) -> int:
     """Bytes that the engine may use on a GPU with `device_bytes`: its share, minus the memory of collectives."""
-    return int(config.cache.gpu_memory_utilization * device_bytes) - _collective_bytes(config.parallel.tensor_parallel_size)
+    return int(config.cache.gpu_memory_utilization * device_bytes) - _collective_bytes(Topology.of(config.parallel))
 
 
 def memory_plan(
@@ -178,35 +179,34 @@ def memory_plan(
     work_bytes: int | None = None,
     device_bytes: int | None = None,
     drafter: Drafter | None = None,
+    layers: range | None = None,
 ) -> MemoryPlan:
     """The plan for a config with platform defaults resolved. Known byte counts replace the estimates.
 
     drafter: its layers get caches behind the model's; weight_bytes counts its weights and states.
+    layers: plan one stage of a pipeline, whose weights weight_bytes counts.
     device_bytes: plan for GPUs with so much memory instead of for this machine's devices.
     """
-    tensor_parallel = config.parallel.tensor_parallel_size
+    topology = Topology.of(config.parallel)
     on_gpu = device_bytes is not None or jax.default_backend() != "cpu"
     if device_bytes is None:
-        device, limit = device_limit(tensor_parallel)
+        device, limit = device_limit(topology.num_devices)
     else:
         device, limit = f"a GPU of {_size(device_bytes)}", usable_bytes(config, device_bytes)
     if weight_bytes is None:
-        weight_bytes = build.weight_bytes(model) // tensor_parallel
+        weight_bytes = build.weight_bytes(model) // topology.tensor
     num_queries, num_features = (1, 0) if drafter is None else (1 + drafter.num_drafts, len(drafter.feature_layers))
     if work_bytes is None:
         work_bytes = estimate_work_bytes(config, model, width=num_queries, num_features=num_features)
-    specs = cache_specs(model, disable_windows=config.cache.disable_hybrid_kv_cache_manager)
-    cache = cache_layout(
-        specs if drafter is None else (*specs, *drafter.cache_specs),
-        block_size=config.cache.block_size,
-        max_step_tokens=config.scheduler.max_num_batched_tokens or 0,
-    )
-    block_size, block_bytes = cache.block_size, cache.block_bytes // tensor_parallel
+    cache = whole_cache(config, model, drafter)
+    if layers is not None:
+        cache = cache.of_layers(layers)
+    block_size, block_bytes = cache.block_size, cache.block_bytes // topology.tensor
     wanted_len = config.model.max_model_len
     max_len = model.max_position if wanted_len in (None, AUTO_MODEL_LEN) else wanted_len
     assert max_len is not None and config.scheduler.max_num_seqs is not None
     num_rows = config.scheduler.max_num_seqs + 1
-    state_bytes = num_rows * cache.row_bytes // tensor_parallel
+    state_bytes = num_rows * cache.row_bytes // topology.tensor
     if wanted_len is not None and wanted_len > model.max_position:
         raise ConfigError(
             f"max_model_len is {wanted_len}, the model was made for {model.max_position} tokens (max_position_embeddings); "
@@ -225,13 +225,14 @@ def memory_plan(
         elif not on_gpu:
             cache_bytes = min(int(limit * _CPU_CACHE_FRACTION), limit - weight_bytes - work_bytes - state_bytes)
         else:
-            cache_bytes = limit - weight_bytes - work_bytes - state_bytes - _other_bytes(tensor_parallel)
+            cache_bytes = limit - weight_bytes - work_bytes - state_bytes - _other_bytes(topology)
             if config.compile.warmup != "all":
                 cache_bytes -= tuning_bytes(config, model)
         # The cache is indexed by 32-bit slots.
-        num_blocks = min(max(0, cache_bytes // block_bytes), useful, (2**31 - 1) // block_size)
+        num_affordable = max(0, cache_bytes // block_bytes) if block_bytes else useful  # a stage may have no layer with blocks
+        num_blocks = min(num_affordable, useful, (2**31 - 1) // block_size)
         for array in cache.arrays:
-            values_per_block = array.num_heads // tensor_parallel * block_size * array.width
+            values_per_block = array.num_heads // topology.tensor * block_size * array.width
             num_blocks = countable_blocks(num_blocks, values_per_block, jnp.dtype(array.dtype).itemsize)
     if wanted_len == AUTO_MODEL_LEN:
         max_len = max(1, min(max_len, cache.max_tokens(num_blocks - 1)))
@@ -244,11 +245,21 @@ def memory_plan(
         num_blocks,
         max_len,
         sized_by,
-        _collective_bytes(tensor_parallel) if on_gpu else 0,
-        tensor_parallel,
+        _collective_bytes(topology) if on_gpu else 0,
+        topology.tensor,
         on_gpu,
         num_rows,
         num_queries,
+    )
+
+
+def whole_cache(config: EngineConfig, model: ModelConfig, drafter: Drafter | None = None) -> CacheLayout:
+    """The cache of all layers of a model, and behind them those of a drafter, whichever stages they are in."""
+    specs = cache_specs(model, disable_windows=config.cache.disable_hybrid_kv_cache_manager)
+    return cache_layout(
+        specs if drafter is None else (*specs, *drafter.cache_specs),
+        block_size=config.cache.block_size,
+        max_step_tokens=config.scheduler.max_num_batched_tokens or 0,
     )
 
 
@@ -269,7 +280,7 @@ def estimate_work_bytes(config: EngineConfig, model: ModelConfig, *, width: int 
 
     width: most tokens that a row samples. num_features: hidden states of each token that a drafter takes.
     """
-    scheduler, size = config.scheduler, config.parallel.tensor_parallel_size
+    scheduler, size = config.scheduler, Topology.of(config.parallel).tensor
     assert scheduler.max_num_batched_tokens is not None and scheduler.max_num_seqs is not None
     itemsize = jnp.dtype(model.dtype).itemsize
     widest = max(sum(part.values_per_token for part in layer.parts.values()) for layer in set(model.layers))
@@ -283,7 +294,16 @@ def estimate_work_bytes(config: EngineConfig, model: ModelConfig, *, width: int 
     sampling = 6 * 4 * max(max_rows, min(max_rows, MAX_DRAFT_ROWS) * width) * model.vocab_size
     rows = (spec.bytes_per_row for spec in cache_specs(model) if isinstance(spec, RowState))
     states = 3 * scheduler.max_num_seqs * max(rows, default=0) // size  # of one layer: gathered, changed and scattered
-    return int(1.25 * (scheduler.max_num_batched_tokens * per_token * itemsize + sampling + states)) + widened + (64 << 20)
+    waiting = entering_bytes(model, scheduler.max_num_batched_tokens, Topology.of(config.parallel).stage)
+    largest = scheduler.max_num_batched_tokens * per_token * itemsize
+    return int(1.25 * (largest + sampling + states)) + widened + waiting + (64 << 20)
+
+
+def entering_bytes(model: ModelConfig, num_tokens: int, num_stages: int) -> int:
+    """Hidden states that wait for a stage of a pipeline while it computes earlier steps: as many as there may be in flight."""
+    if num_stages == 1:
+        return 0
+    return (num_stages + 2) * num_tokens * model.hidden_size * jnp.dtype(model.dtype).itemsize
 
 
 def tuning_bytes(config: EngineConfig, model: ModelConfig) -> int:
@@ -293,7 +313,7 @@ def tuning_bytes(config: EngineConfig, model: ModelConfig) -> int:
     """
     assert config.scheduler.max_num_seqs is not None
     rows, itemsize = config.scheduler.max_num_seqs + 1, jnp.dtype(model.dtype).itemsize
-    values = model.padded_vocab_size // config.parallel.tensor_parallel_size
+    values = model.padded_vocab_size // Topology.of(config.parallel).tensor
     return int(1.1 * values * (model.hidden_size * itemsize + rows * 4))
 
 
@@ -320,20 +340,20 @@ def _stats(device: jax.Device) -> dict[str, int]:
     return (device.memory_stats() if device.platform != "cpu" else None) or {}
 
 
-def reserve_device_memory(fraction: float, *, tensor_parallel_size: int = 1) -> None:
+def reserve_device_memory(fraction: float, topology: Topology = ONE_DEVICE) -> None:
     """Have JAX reserve this fraction of each GPU at its start, minus the memory of collectives.
 
     Has no effect once a device has been used.
     """
     if _NEWER_FRACTION in os.environ:
         return
-    beside, total = _collective_bytes(tensor_parallel_size), gpus.smallest_total_bytes(tensor_parallel_size)
+    beside, total = _collective_bytes(topology), gpus.smallest_total_bytes(topology.num_devices)
     if beside and total:
         fraction = max(fraction - beside / total, 0.01)
     os.environ.setdefault(_FRACTION, f"{fraction:.3f}")
 
 
-def check_free_memory(*, tensor_parallel_size: int = 1) -> None:
+def check_free_memory(topology: Topology = ONE_DEVICE) -> None:
     """Refuse to start JAX on GPUs whose memory another program holds. Raises OutOfMemoryError that names each with its numbers.
 
     After `reserve_device_memory` and before JAX finds its devices: then their memory is JAX's own. Waits a little first, because a
@@ -343,20 +363,20 @@ def check_free_memory(*, tensor_parallel_size: int = 1) -> None:
     if not _will_start_on_gpus() or not _takes_all_at_once():
         return
     until = time.monotonic() + PATIENCE_SECONDS
-    while (fault := _busy_gpus(gpus.visible_gpus(), tensor_parallel_size)) is not None:
+    while (fault := _busy_gpus(gpus.visible_gpus(), topology)) is not None:
         if time.monotonic() >= until:
             raise OutOfMemoryError(fault)
         time.sleep(0.25)
 
 
-def _busy_gpus(visible: Sequence[gpus.Gpu], tensor_parallel_size: int) -> str | None:
+def _busy_gpus(visible: Sequence[gpus.Gpu], topology: Topology) -> str | None:
     """Which GPUs have too little memory free for JAX to start, and the ways out; None if all have enough."""
-    beside = _collective_bytes(tensor_parallel_size)
+    num_devices, beside = topology.num_devices, _collective_bytes(topology)
     fraction = float(os.environ.get(_NEWER_FRACTION) or os.environ[_FRACTION])
-    used = visible[:tensor_parallel_size]
+    used = visible[:num_devices]
     busy = [gpu for gpu in used if gpu.free_bytes < fraction * gpu.total_bytes + beside]
     # JAX starts on all that are visible, and without a context on one of them on none.
-    full = [gpu for gpu in visible[tensor_parallel_size:] if gpu.free_bytes < CONTEXT_BYTES]
+    full = [gpu for gpu in visible[num_devices:] if gpu.free_bytes < CONTEXT_BYTES]
     if not busy and not full:
         return None
     told = "; ".join(f"{gpu} has {_size(gpu.free_bytes)} of {_size(gpu.total_bytes)} free" for gpu in (*busy, *full))
@@ -367,8 +387,8 @@ def _busy_gpus(visible: Sequence[gpus.Gpu], tensor_parallel_size: int) -> str | 
     if busy and int(100 * fits) >= 10:
         ways.append(f"use --gpu-memory-utilization {int(100 * fits) / 100:g} or less")
     free = [gpu for gpu in visible if gpu not in busy and gpu not in full]
-    if len(free) >= tensor_parallel_size:
-        ways.append(f"choose free GPUs: CUDA_VISIBLE_DEVICES={','.join(str(gpu.index) for gpu in free[:tensor_parallel_size])}")
+    if len(free) >= num_devices:
+        ways.append(f"choose free GPUs: CUDA_VISIBLE_DEVICES={','.join(str(gpu.index) for gpu in free[:num_devices])}")
     else:
         ways.append("choose others with CUDA_VISIBLE_DEVICES")
     because = f" (--gpu-memory-utilization, JAX takes {fraction:.3f} of each GPU when it starts)" if busy else ""
@@ -415,13 +435,13 @@ def check_pool(plan: MemoryPlan, devices: Sequence[jax.Device]) -> None:
             )
 
 
-def _other_bytes(tensor_parallel_size: int) -> int:
+def _other_bytes(topology: Topology) -> int:
     """What the runner keeps in the pool of each GPU: spacers, and what GPUs exchange through."""
-    return (8 << 20) + (WORKSPACE_BYTES if tensor_parallel_size > 1 else 0)
+    return (8 << 20) + (WORKSPACE_BYTES if topology.tensor > 1 else 0)
 
 
-def _collective_bytes(tensor_parallel_size: int) -> int:
-    return COLLECTIVE_BYTES if tensor_parallel_size > 1 else 0
+def _collective_bytes(topology: Topology) -> int:
+    return COLLECTIVE_BYTES if topology.tensor > 1 else 0
 
 
 def _size(num_bytes: int) -> str:

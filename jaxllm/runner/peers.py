@@ -51,6 +51,10 @@ class Peers:
         parts = [jax.device_put(buffer[None], first), *self._blanks[layout]]
         return jax.make_array_from_single_device_arrays((len(parts), layout.size), self.workspace.sharding, parts)
 
+    def failed(self) -> bool:
+        """Whether a device gave up waiting for another. Waits for the programs that are running."""
+        return self._communicator.failed()
+
     def reset(self) -> None:
         """Exchange as new, also after a wait that was given up. Nothing may be running."""
         self._communicator.reset()

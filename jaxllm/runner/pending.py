@@ -47,6 +47,11 @@ class StepInFlight:
         """The requests that get a token."""
         return [row.data.request_id for row in self.batch.sampled]
 
+    @property
+    def width(self) -> int:
+        """Tokens that a request may sample: 1, and drafts."""
+        return self.batch.width
+
     def drafts(self) -> list[list[int]]:
         """The drafts that each request of `sampled_ids` computes in this step, if any is masked. Waits until they are proposed."""
         rows = self.batch.sampled

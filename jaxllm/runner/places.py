@@ -153,6 +153,7 @@ def make_step(
     kernels: Kernels,
     shards: Shards,
     wanted_features: Sequence[int] = (),
+    entering_TD: jax.Array | None = None,
 ) -> Step:
     """What a model with these layers runs on. It replaces the arrays in `caches`."""
     context = PagedContext(
@@ -176,6 +177,7 @@ def make_step(
         attend_to_latents=context.attend_to_latents,
         states=context,
         gated_delta=partial(gated_delta, implementation=kernels.gated_delta, interpret=kernels.interpret),
+        entering_TD=entering_TD,
         wanted_features=wanted_features,
     )
 

@@ -2,8 +2,9 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,8 +13,11 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxllm.config import EngineConfig
+from jaxllm.layers.decoder import CausalLM
 from jaxllm.loaders.layout import delete, zeros
 from jaxllm.model_config import ModelConfig
+from jaxllm.parallel.across_hosts import put, spans_hosts
+from jaxllm.parallel.mesh import tensor_size
 from jaxllm.parallel.shards import make_shards
 from jaxllm.progress import SILENT, Progress
 from jaxllm.runner import warm_up
@@ -37,7 +41,7 @@ from jaxllm.runner.programs import Programs
 from jaxllm.runner.rows import NO_DECODE, LogprobsKind, Row, Rows
 from jaxllm.runner.step import Caches, RowArrays, Scores, StepFunctions
 from jaxllm.runner.step_programs import TOKENS_PER_SHOW, UPDATES_PER_WRITE, ProgramKey, StepPrograms
-from jaxllm.runner.weights import Weights
+from jaxllm.runner.weights import HostCopies, Weights, WeightsSource, host_copies
 from jaxllm.sampling.variants import Variant
 from jaxllm.scheduler_output import SchedulerOutput
 from jaxllm.start_times import StartTimes
@@ -54,11 +58,14 @@ and on a small model longer than the device. With more requests, the two threads
 class ModelRunner:
     """Runs `SchedulerOutput`s on the device, in the order given."""
 
+    functions_type: type[StepFunctions] = StepFunctions
+    programs_type: type[StepPrograms] = StepPrograms
+
     def __init__(
         self,
         config: EngineConfig,
         model_config: ModelConfig,
-        model: nnx.Module,
+        model: CausalLM,
         mesh: Mesh,
         plan: MemoryPlan,
         kernels: Kernels,
@@ -73,15 +80,21 @@ class ModelRunner:
         max_rows, threads = config.scheduler.max_num_seqs, config.compile.compile_threads
         assert max_rows is not None and threads is not None, "platform defaults are resolved before the runner is made"
         # Programs need shapes only, so they compile while the weights load.
-        models = [model, *(part.model for part in (drafter, adaptation) if part is not None and part.model is not None)]
+        models: list[nnx.Module] = [
+            model,
+            *(part.model for part in (drafter, adaptation) if part is not None and part.model is not None),
+        ]
         self.weights = Weights(models, mesh)
+        self._source = WeightsSource(config, model_config, model, mesh, drafter, adaptation)
+        self._model_dir = Path(config.model.model)
+        self._kept: HostCopies | None = None
         merges = self.weights.merges
         adapting = None if adaptation is None else Adapting(adaptation, merges[-1], self.weights.parts[-1])
         self.params: tuple[jax.Array, ...] = ()
         vocab_size, max_logprobs = model_config.vocab_size, config.model.max_logprobs
         # What was drawn from is known to full sampling alone.
         full_logprobs = config.model.logprobs_mode.startswith("processed")
-        functions = StepFunctions(
+        functions = self.functions_type(
             merge=merges[0],
             shards=make_shards(mesh),
             cache=plan.cache,
@@ -104,7 +117,7 @@ class ModelRunner:
             processors=processors,
         )
         self.rows = Rows(max_rows, full_logprobs=full_logprobs)
-        self.shapes = StepPrograms(
+        self.shapes = self.programs_type(
             functions=functions,
             buckets=self.buckets,
             model=model_config,
@@ -134,13 +147,14 @@ class ModelRunner:
             times=self.times,
         )
         self.consumers: tuple[HiddenConsumer, ...] = (PromptLogprobs(self), Pooling(self, self.buckets, model_config))
+        self._spans_hosts, self._put = spans_hosts(mesh), partial(put, place=self.shapes.replicated)
         self.caches: Caches = ()
         self.row_arrays = self._new_row_arrays()
         self._spacers: list[jax.Array] = []
         """Small arrays between free places: see `_small_places`."""
         self.peers: Peers | None = None
         """Devices that exchange through each other's memory."""
-        self._on_gpu, self._on_one_gpu = on_gpu, on_gpu and mesh.size == 1
+        self._on_gpu, self._on_one_gpu = on_gpu, on_gpu and tensor_size(mesh) == 1
         # On a CPU, launches are too cheap for a thread.
         self._launcher = Launcher() if on_gpu else None
         self.num_steps = 0
@@ -178,9 +192,41 @@ class ModelRunner:
         that they declare."""
         self.params = self.weights.flatten(weights)
 
-    def put_weights(self, weights: Sequence[np.ndarray]) -> None:
-        """Set the weights from host arrays in the order of `params`."""
-        self.params = self.weights.put(weights)
+    def load_weights(self, model_dir: Path, progress: Progress) -> None:
+        """Read the weights of the model and of its drafter from their checkpoints; the slots of adapters are empty. Waits until they are on
+        the devices. Raises ModelLoadError."""
+        self._model_dir = model_dir
+        with self.times.part("weights"):
+            weights = self._source.read(model_dir, progress)
+            try:
+                self.set_weights(*weights)
+            except BaseException:
+                delete(weights)  # the error keeps this call's variables alive
+                raise
+
+    def take_weights(self, other: "ModelRunner") -> None:
+        """Take over the weights of a runner of the same models, which loses them."""
+        self._model_dir, self.params, other.params = other._model_dir, other.params, ()
+
+    def keep_weights(self) -> None:
+        """Copy the weights to the host, for `restore_weights`."""
+        self._kept = host_copies(self.params)
+
+    def forget_weights(self) -> None:
+        """Release the copies."""
+        self._kept = None
+
+    def restore_weights(self) -> None:
+        """Set the weights from the copies, or from the checkpoints if there are none. Raises ModelLoadError."""
+        if self._kept is None:
+            self.load_weights(self._model_dir, SILENT)
+        else:
+            self.params = self.weights.place(self._kept)
+
+    def stage_adapter(self, packed: np.ndarray) -> jax.Array:
+        """Send a packed adapter, or its bytes, to the devices; it has arrived when this returns. May be called in a thread."""
+        wanted = self.shapes.packed_adapter
+        return jax.block_until_ready(put(packed.view(wanted.dtype).reshape(wanted.shape), wanted.sharding))  # type: ignore[no-any-return]
 
     def write_adapter(self, slot: int, packed: jax.Array) -> None:
         """Write an adapter (`StepPrograms.packed_adapter`) into a slot, after the steps dispatched so far and before later ones.
@@ -215,6 +261,7 @@ class ModelRunner:
             if self.peers is None and self.shapes.workspace is not None:
                 self.peers = Peers(self.shapes.mesh)
             self.caches = program()
+            jax.block_until_ready(self.caches)  # raises if a device cannot allocate its part
             if self._on_gpu and not self._spacers:
                 self._spacers = self._small_places()
 
@@ -277,6 +324,23 @@ class ModelRunner:
         self.programs.is_warm = True
 
     @property
+    def num_compiled(self) -> int:
+        return self.programs.num_compiled
+
+    @property
+    def num_loaded(self) -> int:
+        return self.programs.num_loaded
+
+    @property
+    def num_compiled_after_warmup(self) -> int:
+        return self.programs.num_compiled_after_warmup
+
+    @property
+    def awaited_programs(self) -> tuple[int, int]:
+        """Programs that a step waits for now: how many are ready, and the total. Safe to read from any thread."""
+        return self.programs.awaited
+
+    @property
     def adapts_logits(self) -> bool:
         return self.shapes.adapts_logits
 
@@ -294,13 +358,18 @@ class ModelRunner:
             self.peers.note([key])
         return program
 
+    def shutdown_programs(self) -> None:
+        """End the threads that compile."""
+        self.programs.shutdown()
+
     def delete_arrays(self) -> None:
         """Release all device memory, after the last program has been compiled."""
-        self.programs.shutdown()
+        self.shutdown_programs()
         if self._launcher is not None:
             self._launcher.shutdown()
         delete((self.params, self.caches, self.row_arrays, self._spacers))
         self._delete_consumers_arrays()
+        self.forget_weights()
         if self.peers is not None:
             self.peers.delete_arrays()
             self.peers = None
@@ -365,15 +434,29 @@ class ModelRunner:
         step.errors = self._prepare(batch)
         key = ProgramKey("decode", batch.layout.num_rows, batch.variant, width=batch.width, adapted=batch.adapted)
         program = self.program(key)
-        drawn = self.run_decode(program, batch.layout, batch.buffer)
+        (drawn,) = self.run_step(program, batch.layout, batch.buffer, self.entering(batch))
+        self.note_drawn()
         parts = [consumer.launch(work, None) for consumer, work in self._select(batch)]
         step.done, step.parts = drawn, [PendingTokens(batch.sampled, drawn, Scores(None, None)), *parts]
 
-    def run_decode(self, program: jax.stages.Compiled, layout: StepLayout, buffer: np.ndarray) -> jax.Array:
-        """Start a decode program with a step's buffer. Returns the drawn tokens, in the form of `StepFunctions.decode`."""
+    def run_step(
+        self, program: jax.stages.Compiled, layout: StepLayout, buffer: np.ndarray, entering: tuple[jax.Array, ...]
+    ) -> list[Any]:
+        """Start a program forward or decode with a step's buffer. Returns its results behind caches and rows.
+
+        entering: what an earlier stage of a pipeline has computed; nothing without stages."""
         sent = self.send(layout, buffer)
-        self.caches, self.row_arrays, drawn = program(self.params, self.caches, self.row_arrays, sent, self.workspace)
-        return drawn  # type: ignore[no-any-return]
+        self.caches, self.row_arrays, *results = program(
+            self.params, self.caches, self.row_arrays, sent, self.workspace, *entering
+        )
+        return results
+
+    def entering(self, batch: Batch) -> tuple[jax.Array, ...]:
+        """What programs forward and decode take of earlier stages of a pipeline."""
+        return ()
+
+    def note_drawn(self) -> None:
+        """Called when the tokens of a step are in `row_arrays`."""
 
     def _forward_and_sample(self, step: StepInFlight) -> None:
         self._forward(step)
@@ -401,10 +484,7 @@ class ModelRunner:
             draft_NK.copy_to_host_async()
         step.errors = self._prepare(batch)
         forward = self.program(forward_key)
-        self.caches, self.row_arrays, *results = forward(
-            self.params, self.caches, self.row_arrays, self.send(batch.layout, batch.buffer), self.workspace
-        )
-        step.hidden = hidden = Hidden(*results)
+        step.hidden = hidden = Hidden(*self.run_step(forward, batch.layout, batch.buffer, self.entering(batch)))
         step.parts = [consumer.launch(part, hidden) for consumer, part in work]
 
     def _select(self, batch: Batch) -> list[tuple[HiddenConsumer, Any]]:
@@ -413,7 +493,10 @@ class ModelRunner:
 
     def _sample(self, step: StepInFlight) -> None:
         batch, hidden = step.batch, step.take_hidden()
-        tokens = [self.sampling.launch(batch, hidden, step.mask_TW)] if batch.sampled else []
+        tokens: list[PendingTokens] = []
+        if batch.sampled:
+            tokens.append(self.sampling.launch(batch, hidden, step.mask_TW))
+            self.note_drawn()
         if hidden.for_drafter is not None:
             token_ids_T, features = hidden.for_drafter
             self.caches, self.row_arrays = self.program(self._propose_key(batch))(
@@ -458,4 +541,4 @@ class ModelRunner:
         return buffer if self._on_one_gpu else self.put(buffer)
 
     def put(self, arrays: Any) -> Any:
-        return jax.device_put(arrays, self.shapes.replicated)
+        return jax.tree.map(self._put, arrays) if self._spans_hosts else jax.device_put(arrays, self.shapes.replicated)

@@ -96,19 +96,21 @@ class StepFunctions:
         rows: RowArrays,
         buffer: jax.Array,
         workspace: jax.Array | None,
+        entering_TD: jax.Array | None = None,
     ) -> tuple[Any, ...]:
-        """Run the model over a mixed step, with the rows' adapters if `adapted`.
+        """Run the model over a mixed step, with the rows' adapters if `adapted`. entering_TD: in a later stage of a pipeline, what the
+        one before has computed of the step.
 
         Returns caches, rows, hidden_TD, and for sampling hidden_NWD and columns_NC (N = max_rows, W the most tokens that a row may
         sample); with a drafter also what `propose` takes of the step."""
         shards = self.shards.through(workspace)
         views = layout.views(shards.of_first(buffer))
-        rows = _update_block_table(rows, views)
+        rows = update_block_table(rows, views)
         columns_RC = resolve_starts(rows.drafts, views.columns_RC)
         places = locate(rows.block_table_NB, columns_RC, layout.num_tokens, self.cache)
         token_ids_T = device_tokens(rows.last_token_N, rows.drafts, views.token_ids_T, places)
         kept = list(caches)
-        step = self._step(kept, token_ids_T, places, shards)
+        step = self._step(kept, token_ids_T, places, shards, entering_TD)
         if adapted:
             step.adapt = self._adapt(params, _slots(columns_RC, places), shards)
         hidden_TD = self.merge(params)(step)
@@ -138,20 +140,21 @@ class StepFunctions:
         rows: RowArrays,
         buffer: jax.Array,
         workspace: jax.Array | None,
+        entering_TD: jax.Array | None = None,
     ) -> tuple[Caches, RowArrays, jax.Array]:
-        """Run the model, with the rows' adapters if `adapted`, and sample for every row, in one program.
+        """Run the model, with the rows' adapters if `adapted`, and sample for every row, in one program. entering_TD: as in `forward`.
 
         Returns caches, rows and the tokens [R], or with a drafter what the host reads of `drafts.accept`: a row has then up to `width`
         tokens, drafts included, and gets drafts for its next step if width > 1."""
         shards = self.shards.through(workspace)
         views = layout.views(shards.of_first(buffer))
-        rows = _update_block_table(rows, views)
+        rows = update_block_table(rows, views)
         columns_RC = resolve_starts(rows.drafts, views.columns_RC)
         places = locate_decode(rows.block_table_NB, columns_RC, width, self.cache)
         known_T = views.token_ids_T if width == 1 else first_of_each(views.token_ids_T, width)
         token_ids_T = device_tokens(rows.last_token_N, rows.drafts, known_T, places)
         kept = list(caches)
-        step = self._step(kept, token_ids_T, places, shards)
+        step = self._step(kept, token_ids_T, places, shards, entering_TD)
         if adapted:
             step.adapt = self._adapt(params, _slots(columns_RC, places), shards)
         hidden_TD = self.merge(params)(step)
@@ -330,10 +333,17 @@ class StepFunctions:
         index_U, block_U = update_2U
         return rows._replace(block_table_NB=_set_flat(rows.block_table_NB, index_U, block_U))
 
-    def _step(self, caches: list[jax.Array], token_ids_T: jax.Array, places: Places, shards: Shards) -> Step:
+    def _step(
+        self,
+        caches: list[jax.Array],
+        token_ids_T: jax.Array,
+        places: Places,
+        shards: Shards,
+        entering_TD: jax.Array | None = None,
+    ) -> Step:
         """What the model runs on. It replaces the arrays in `caches`."""
         wanted = () if self.drafting is None else self.drafting.drafter.feature_layers
-        return make_step(caches, token_ids_T, places, self.cache.places, self.kernels, shards, wanted)
+        return make_step(caches, token_ids_T, places, self.cache.places, self.kernels, shards, wanted, entering_TD)
 
     def _adapt(self, params: Params, slot_T: jax.Array, shards: Shards) -> Adapt:
         assert self.adapting is not None, "the engine has no adapters"
@@ -427,7 +437,7 @@ def _set_flat(table: jax.Array, index: jax.Array, value: jax.Array) -> jax.Array
     return table.at[index // num_columns, index % num_columns].set(value, mode="drop")
 
 
-def _update_block_table(rows: RowArrays, views: StepViews[jax.Array]) -> RowArrays:
+def update_block_table(rows: RowArrays, views: StepViews[jax.Array]) -> RowArrays:
     table = _set_flat(rows.block_table_NB, views.update_index_U, views.update_block_U)
     return rows._replace(block_table_NB=table)
 

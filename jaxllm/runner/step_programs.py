@@ -13,7 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.cache_spec import CacheArray, CacheLayout, StateArray
 from jaxllm.model_config import ModelConfig
-from jaxllm.parallel.mesh import TENSOR
+from jaxllm.parallel.across_hosts import spans_hosts
+from jaxllm.parallel.mesh import TENSOR, tensor_size
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.drafts import DraftRows, kept_logits
 from jaxllm.runner.layout import NUM_ROW_COLUMNS, Column, StepLayout, decode_layout, mixed_layout
@@ -242,11 +243,14 @@ class StepPrograms:
         options: dict[str, str | bool] = {"xla_gpu_dot_merger_threshold_mb": "0"}
         if key.size > _MAX_TRITON_ROWS:
             options["xla_gpu_enable_triton_gemm"] = False
-        if self.mesh.size > 1 and key.kind == "forward":
+        if tensor_size(self.mesh) > 1 and key.kind == "forward":
             options["xla_gpu_enable_latency_hiding_scheduler"] = True
-        if self.mesh.size > 1 and jax.__version_info__ >= (0, 11):
+        if tensor_size(self.mesh) > 1 and jax.__version_info__ >= (0, 11):
             options["xla_gpu_experimental_use_collective_kernels"] = ""
-        if key.adapted and self.mesh.size == 1:
+        if spans_hosts(self.mesh):
+            # Hosts that share this work wait for each other, and may compile different programs at a time.
+            options["xla_gpu_shard_autotuning"] = False
+        if key.adapted and tensor_size(self.mesh) == 1:
             options["xla_gpu_command_buffer_scheduling_mode"] = "CONCURRENT"
         return options
 
@@ -258,21 +262,29 @@ class StepPrograms:
         self, function: Callable[..., Any], arguments: tuple[Any, ...], out: Any, *, donate: Any
     ) -> jax.stages.Lowered:
         """Trace a function that each device runs on its own parts of the arrays. out: shardings of the results."""
-        if self.mesh.size > 1:
+        if tensor_size(self.mesh) > 1:
             in_specs = jax.tree.map(lambda argument: argument.sharding.spec, arguments)
             out_specs = jax.tree.map(lambda sharding: sharding.spec, out)
             function = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         return jax.jit(function, donate_argnums=donate, out_shardings=out).lower(*arguments)
 
+    def step_arguments(self, layout: StepLayout) -> tuple[Any, ...]:
+        """What the programs forward and decode take, but for what enters a later stage of a pipeline."""
+        return self.params, self._caches, self.rows, self._buffer(layout), self.workspace
+
+    def entering(self, layout: StepLayout) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """What they take besides: nothing, where one program computes all layers."""
+        return ()
+
     def _lower_forward(self, key: ProgramKey) -> jax.stages.Lowered:
         layout, same = self.layout(key), self.replicated
-        arguments = (self.params, self._caches, self.rows, self._buffer(layout), self.workspace)
+        arguments = (*self.step_arguments(layout), *self.entering(layout))
         out = (self._cache_shardings, same, same, same, same, *([same] if self.functions.drafting is not None else []))
         return self._lower_on_each(partial(self.functions.forward, layout, key.adapted), arguments, out, donate=(1, 2))
 
     def _lower_decode(self, key: ProgramKey) -> jax.stages.Lowered:
         layout, same = self.layout(key), self.replicated
-        arguments = (self.params, self._caches, self.rows, self._buffer(layout), self.workspace)
+        arguments = (*self.step_arguments(layout), *self.entering(layout))
         out = (self._cache_shardings, same, same)
         return self._lower_on_each(
             partial(self.functions.decode, layout, key.variant, key.width, key.adapted), arguments, out, donate=(1, 2)
@@ -336,7 +348,9 @@ class StepPrograms:
         assert self.functions.adapting is not None
         adaptation = self.functions.adapting.adaptation
         by_device = NamedSharding(self.mesh, PartitionSpec(TENSOR))
-        return jax.ShapeDtypeStruct((self.mesh.size, adaptation.packed_size), jnp.dtype(adaptation.dtype), sharding=by_device)
+        return jax.ShapeDtypeStruct(
+            (tensor_size(self.mesh), adaptation.packed_size), jnp.dtype(adaptation.dtype), sharding=by_device
+        )
 
     def _lower_show(self, key: ProgramKey) -> jax.stages.Lowered:
         drafting = self.functions.drafting
@@ -365,9 +379,9 @@ class StepPrograms:
     @property
     def workspace(self) -> jax.ShapeDtypeStruct | None:
         """What the devices exchange through; None if that is left to XLA."""
-        if self.mesh.size == 1 or self.functions.kernels.collectives == "xla":
+        if tensor_size(self.mesh) == 1 or self.functions.kernels.collectives == "xla":
             return None
-        shape = (self.mesh.size, collectives.WORKSPACE_BYTES // 4)
+        shape = (tensor_size(self.mesh), collectives.WORKSPACE_BYTES // 4)
         return jax.ShapeDtypeStruct(shape, jnp.uint32, sharding=NamedSharding(self.mesh, PartitionSpec(TENSOR)))
 
     @property
@@ -413,7 +427,7 @@ class StepPrograms:
         """A step's buffer; of devices that exchange through their memory the first has it, and gives it to the others."""
         if self.workspace is None:
             return self._ints(layout.size)
-        return jax.ShapeDtypeStruct((self.mesh.size, layout.size), jnp.int32, sharding=self.workspace.sharding)
+        return jax.ShapeDtypeStruct((tensor_size(self.mesh), layout.size), jnp.int32, sharding=self.workspace.sharding)
 
     def _ints(self, *shape: int) -> jax.ShapeDtypeStruct:
         return self._shape(shape, jnp.int32)

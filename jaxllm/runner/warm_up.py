@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
+from jaxllm.parallel.across_hosts import put
+from jaxllm.runner.layout import StepLayout
 from jaxllm.runner.step_programs import ProgramKey
 from jaxllm.sampling.variants import Variant
 
@@ -35,13 +37,9 @@ def run_on_nothing(runner: "ModelRunner", keys: Sequence[ProgramKey]) -> None:
     shapes, workspace = runner.shapes, runner.workspace
     for key in keys:
         program = runner.programs.get(key)
-        if key.kind == "decode":
+        if key.kind in ("forward", "decode"):
             layout = shapes.layout(key)
-            runner.run_decode(program, layout, runner.batches.empty(layout))
-        if key.kind == "forward":
-            layout = shapes.layout(key)
-            buffer = runner.send(layout, runner.batches.empty(layout))
-            runner.caches, runner.row_arrays, *_ = program(runner.params, runner.caches, runner.row_arrays, buffer, workspace)
+            runner.run_step(program, layout, runner.batches.empty(layout), _nothing_enters(runner, layout))
         if key.kind == "sample" and key.variant < Variant.MASKED:
             hidden_NWD, columns_NC = runner.put(shapes.nothing_to_sample())
             runner.row_arrays, *_ = program(
@@ -53,5 +51,10 @@ def run_on_nothing(runner: "ModelRunner", keys: Sequence[ProgramKey]) -> None:
             )
         if key.kind == "write_adapter":
             wanted = shapes.packed_adapter
-            runner.write_adapter(0, jax.device_put(np.zeros(wanted.shape, wanted.dtype), wanted.sharding))
+            runner.write_adapter(0, put(np.zeros(wanted.shape, wanted.dtype), wanted.sharding))
     jax.block_until_ready((runner.row_arrays, runner.caches))
+
+
+def _nothing_enters(runner: "ModelRunner", layout: StepLayout) -> tuple[jax.Array, ...]:
+    """Hidden states of a step without requests, where such enter from an earlier stage of a pipeline."""
+    return runner.put(tuple(np.zeros(x.shape, x.dtype) for x in runner.shapes.entering(layout)))  # type: ignore[no-any-return]

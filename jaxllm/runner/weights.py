@@ -1,7 +1,9 @@
 """The weights of an engine's models, as the flat tuple of arrays that programs take."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,7 +11,14 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxllm.loaders.layout import abstract_state
+from jaxllm.config import EngineConfig
+from jaxllm.layers.decoder import CausalLM
+from jaxllm.loaders.layout import abstract_state, zeros
+from jaxllm.loaders.load import load_weights
+from jaxllm.model_config import ModelConfig
+from jaxllm.progress import Progress, bytes_loaded
+from jaxllm.runner.adaptation import Adaptation
+from jaxllm.runner.drafter import Drafter
 from jaxllm.runner.step import Params
 
 
@@ -46,11 +55,69 @@ class Weights:
             assert same and found.sharding.is_equivalent_to(wanted.sharding, found.ndim), "a weight of another shape or place"
         return tuple(leaves)
 
-    def put(self, arrays: Sequence[np.ndarray]) -> Params:
-        """Host arrays in the order of `shapes` on the devices. Waits until they are there."""
-        placed = tuple(jax.device_put(array, wanted.sharding) for array, wanted in zip(arrays, self.shapes, strict=True))
+    def place(self, parts: "HostCopies") -> Params:
+        """The arrays that `host_copies` copied, on the devices. Waits until they are there."""
+        placed = tuple(
+            jax.make_array_from_callback(wanted.shape, wanted.sharding, partial(_part, copies))
+            for copies, wanted in zip(parts, self.shapes, strict=True)
+        )
         jax.block_until_ready(placed)
         return placed
+
+
+HostCopies = list[dict[tuple[int, ...], np.ndarray]]
+"""Of each array, the parts on this process's devices by their first index in it, each part once."""
+
+
+def host_copies(arrays: Params) -> HostCopies:
+    """Copy arrays to the host."""
+    return [{_corner(shard.index): np.array(shard.data) for shard in _distinct(array)} for array in arrays]
+
+
+def _distinct(array: jax.Array) -> list[Any]:
+    """One of the shards of each part."""
+    return list({_corner(shard.index): shard for shard in array.addressable_shards}.values())
+
+
+def _part(copies: dict[tuple[int, ...], np.ndarray], index: tuple[slice, ...]) -> np.ndarray:
+    return copies[_corner(index)]
+
+
+def _corner(index: tuple[slice, ...]) -> tuple[int, ...]:
+    return tuple(part.start or 0 for part in index)
+
+
+@dataclass(frozen=True)
+class WeightsSource:
+    """Where an engine's weights come from: the checkpoints of the model and of its drafter; slots of adapters begin empty."""
+
+    config: EngineConfig
+    model_config: ModelConfig
+    model: CausalLM
+    mesh: Mesh
+    drafter: Drafter | None = None
+    adaptation: Adaptation | None = None
+
+    def read(self, model_dir: Path, progress: Progress) -> list[nnx.State]:
+        """The weights of each model, on the devices. Raises ModelLoadError."""
+        options = self.config.model
+        model = load_weights(
+            self.model_config,
+            self.model,
+            model_dir,
+            load_format=options.load_format,
+            mesh=self.mesh,
+            seed=options.seed or 0,
+            progress=bytes_loaded(progress),
+        )
+        weights = [model]
+        if self.drafter is not None and self.drafter.model is not None:
+            weights.append(self.drafter.load(self.mesh, progress))
+        if self.adaptation is not None:
+            weights.append(zeros(self.adaptation.model, self.mesh))
+        jax.block_until_ready(weights)
+        progress.finish()
+        return weights
 
 
 def _merge(graphdef: Any, structure: Any, part: slice, params: Params) -> Any:

@@ -74,6 +74,7 @@ def measure_size(plan: Plan, size: int, log_level: str, teller: Teller) -> None:
     from jaxllm.config import EngineConfig
     from jaxllm.llm import LLM
     from jaxllm.models.load_config import load_model_config
+    from jaxllm.parallel.topology import Topology
     from jaxllm.runner.memory import device_limit, reserve_device_memory
     from jaxllm.scaling.engine_options import engine_options
     from jaxllm.scaling.limits import measure_ceilings
@@ -83,7 +84,7 @@ def measure_size(plan: Plan, size: int, log_level: str, teller: Teller) -> None:
     log.set_up(log_level)
     asked = EngineConfig.from_options(**{"model": plan.model, **plan.options, "tensor_parallel_size": size})
     teller("starting the device")
-    reserve_device_memory(asked.cache.gpu_memory_utilization, tensor_parallel_size=size)
+    reserve_device_memory(asked.cache.gpu_memory_utilization, Topology.of(asked.parallel))
     on_gpu = jax.default_backend() != "cpu"
     directory = text_files(asked.model.model, revision=asked.model.revision, download_dir=asked.model.download_dir)
     described = load_model_config(
@@ -113,7 +114,7 @@ def measure_size(plan: Plan, size: int, log_level: str, teller: Teller) -> None:
     core: Any = llm.llm_engine.core
     if core.config.compile.warmup == "background":
         # Rare programs are not needed here; compiling and tuning them would disturb the measurements.
-        core.runner.programs.shutdown()
+        core.runner.shutdown_programs()
     measurer = Measurer(plan, llm, ceilings, teller)
     devices = jax.devices()
     teller.tell(

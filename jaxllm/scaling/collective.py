@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxllm.parallel.mesh import TENSOR
+from jaxllm.parallel.mesh import TENSOR, tensor_size
 from jaxllm.scaling.limits import median_seconds
 from pallas_kernels import collectives
 
@@ -61,7 +61,7 @@ class PeerAllReduces:
     @staticmethod
     def takes(mesh: Mesh, rows: int, width: int, dtype: str) -> bool:
         """Whether there is a kernel for this shape on this kind of device."""
-        return collectives.supports(PEER, "all_reduce", shape=(rows, width), dtype=dtype, num_devices=mesh.size)
+        return collectives.supports(PEER, "all_reduce", shape=(rows, width), dtype=dtype, num_devices=tensor_size(mesh))
 
     def time(self, rows: int, width: int, dtype: str) -> float:
         """Seconds of one sum. Raises RuntimeError if a device gave up waiting for the others."""
@@ -88,7 +88,7 @@ def _compiled(
     sums: Callable[..., jax.Array], mesh: Mesh, rows: int, width: int, dtype: str, *others: jax.Array
 ) -> tuple[Callable[..., Any], jax.Array]:
     """The program, and an array for it. Zeros stay zeros, so that nothing but the sums has to run."""
-    x = jax.device_put(jnp.zeros((mesh.size * rows, width), dtype), NamedSharding(mesh, _SPEC))
+    x = jax.device_put(jnp.zeros((tensor_size(mesh) * rows, width), dtype), NamedSharding(mesh, _SPEC))
     specs = (_SPEC,) * (1 + len(others))
     program = jax.jit(jax.shard_map(sums, mesh=mesh, in_specs=specs, out_specs=_SPEC, check_vma=False))
     options: dict[str, str | bool] = {}

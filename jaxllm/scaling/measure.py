@@ -11,6 +11,7 @@ import jax
 from jaxllm.errors import EngineDeadError, JaxLLMError
 from jaxllm.llm import LLM
 from jaxllm.parallel.mesh import make_mesh
+from jaxllm.parallel.topology import Topology
 from jaxllm.scaling import trace
 from jaxllm.scaling.breakdown import break_down
 from jaxllm.scaling.collective import time_all_reduces
@@ -45,7 +46,7 @@ class Measurer:
         self.plan, self.llm, self.ceilings, self.tell = plan, llm, ceilings, tell
         core: Any = llm.llm_engine.core
         self.core: Any = core
-        self.size: int = core.config.parallel.tensor_parallel_size
+        self.size: int = Topology.of(core.config.parallel).tensor
         self.cost = ModelCost.of_arrays(core.model_config, core.runner.params, self.size)
 
     def measure_all(self) -> None:

@@ -5,7 +5,7 @@ Equal names mean equal cache content, in every process and on every machine.
 
 import hashlib
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 from jaxllm.request import Request
@@ -13,6 +13,7 @@ from jaxllm.request import Request
 HashAlgorithm = Literal["sha256", "sha256_cbor"]
 ExtraKey = tuple[str | int, ...]
 
+HASH_BYTES = 32
 NO_PARENT = hashlib.sha256(b"the beginning of a sequence").digest()
 """Stands for the parent of a first block."""
 
@@ -30,6 +31,32 @@ def hash_block(
     return hashlib.sha256(content).digest()
 
 
+def hashes_of(
+    token_ids: Sequence[int],
+    block_size: int,
+    algorithm: HashAlgorithm = "sha256",
+    extra_keys: tuple[ExtraKey, ...] = (),
+    parent: bytes = NO_PARENT,
+) -> Iterator[bytes]:
+    """The names of the full blocks of `token_ids`, each computed when it is asked for. extra_keys: of the first block; its chain
+    of parents carries them on."""
+    num_tokens = len(token_ids) // block_size * block_size
+    if algorithm == "sha256_cbor":
+        for start in range(0, num_tokens, block_size):
+            parent = hash_block(parent, token_ids[start : start + block_size], () if start else extra_keys, algorithm)
+            yield parent
+        return
+    if extra_keys and num_tokens:
+        parent = hash_block(parent, token_ids[:block_size], extra_keys)
+        yield parent
+        token_ids, num_tokens = token_ids[block_size:], num_tokens - block_size
+    # The same as hash_block in half the time.
+    packed, size, sha256 = struct.pack(f"<{num_tokens}I", *token_ids[:num_tokens]), 4 * block_size, hashlib.sha256
+    for start in range(0, len(packed), size):
+        parent = sha256(parent + packed[start : start + size]).digest()
+        yield parent
+
+
 def block_hasher(block_size: int, algorithm: HashAlgorithm) -> Callable[[Request], None]:
     """A function that brings `request.block_hashes` up to date with the full blocks of its tokens."""
 
@@ -38,22 +65,20 @@ def block_hasher(block_size: int, algorithm: HashAlgorithm) -> Callable[[Request
         num_hashed = len(hashes) * block_size
         if len(token_ids) - num_hashed < block_size:
             return
-        parent = hashes[-1] if hashes else NO_PARENT
-        for start in range(num_hashed, len(token_ids) - block_size + 1, block_size):
-            end = start + block_size
-            # The chain of parents carries what the first block has.
-            keys: tuple[ExtraKey, ...] = () if start else _first_keys(request)
-            parent = hash_block(parent, token_ids[start:end], keys, algorithm)
-            hashes.append(parent)
+        if hashes:
+            hashes += hashes_of(token_ids[num_hashed:], block_size, algorithm, parent=hashes[-1])
+        else:
+            adapter = request.adapter
+            keys = first_keys(request.spec.cache_salt, None if adapter is None else adapter.cache_key)
+            hashes += hashes_of(token_ids, block_size, algorithm, keys)
 
     return extend_hashes
 
 
-def _first_keys(request: Request) -> tuple[ExtraKey, ...]:
-    """What shapes a request's keys and values beside its tokens."""
-    salt, adapter = request.spec.cache_salt, request.adapter
-    keys: tuple[ExtraKey, ...] = () if salt is None else (("cache_salt", salt),)
-    return keys if adapter is None else (*keys, ("adapter", adapter.cache_key))
+def first_keys(cache_salt: str | None, adapter_key: str | None) -> tuple[ExtraKey, ...]:
+    """What shapes the keys and values of a request beside its tokens: its salt, and the `cache_key` of its adapter."""
+    keys: tuple[ExtraKey, ...] = () if cache_salt is None else (("cache_salt", cache_salt),)
+    return keys if adapter_key is None else (*keys, ("adapter", adapter_key))
 
 
 def cbor(value: object) -> bytes:

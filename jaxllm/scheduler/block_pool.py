@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from jaxllm.scheduler.block import KVCacheBlock
+from jaxllm.scheduler.cache_news import NewsCollector
 from jaxllm.scheduler.free_queue import FreeBlockQueue
 
 
@@ -19,6 +20,8 @@ class BlockPool:
         # Blocks by content. Two requests that compute the same content at the same time keep a block each,
         # because tables are append-only; the rare second block turns the value into a dict by block id.
         self._cached: dict[bytes, KVCacheBlock | dict[int, KVCacheBlock]] = {}
+        self.news: NewsCollector | None = None
+        """If set, hears which contents came with their first block and went with their last."""
 
     @property
     def num_usable_blocks(self) -> int:
@@ -41,6 +44,10 @@ class BlockPool:
         """Find a block with this content. Prefers a block in use, because using a free one takes it from the free queue."""
         found = self._cached.get(block_hash)
         return max(found.values(), key=lambda block: block.ref_count) if isinstance(found, dict) else found
+
+    def cached_hashes(self) -> Iterable[bytes]:
+        """The contents that `find` finds."""
+        return self._cached.keys()
 
     def is_cached(self, block_hash: bytes) -> bool:
         """Whether `find` finds a block."""
@@ -83,6 +90,8 @@ class BlockPool:
         present = self._cached.get(block_hash)
         if present is None:
             self._cached[block_hash] = block
+            if self.news is not None:
+                self.news.changes[block_hash] = True
         elif isinstance(present, dict):
             present[block.block_id] = block
         else:
@@ -99,6 +108,8 @@ class BlockPool:
                 self._cached[block.block_hash] = next(iter(present.values()))
         else:
             del self._cached[block.block_hash]
+            if self.news is not None:
+                self.news.changes[block.block_hash] = False
         block.block_hash = None
 
     def reset(self) -> bool:
@@ -106,6 +117,8 @@ class BlockPool:
         if self.num_free_blocks != self.num_usable_blocks:
             return False
         self._cached.clear()
+        if self.news is not None:
+            self.news.clear()
         for block in self.blocks:
             block.block_hash = None
         return True

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Sequence
 from functools import partial
 
+from jaxllm.cache_news import CacheNews
 from jaxllm.cache_policy import FULL, CachePolicy
 from jaxllm.config import CacheOptions, SchedulerOptions
 from jaxllm.errors import InvalidRequestError, OverloadedError
@@ -20,6 +21,7 @@ from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import ErrorKind, Request, RequestStatus
 from jaxllm.scheduler.admission import AdmissionRoom, Fit, fit_all
 from jaxllm.scheduler.block_hash import block_hasher
+from jaxllm.scheduler.cache_news import NewsCollector, keys_of
 from jaxllm.scheduler.deadlines import Deadlines, describe_expiry
 from jaxllm.scheduler.draft_control import DraftControl
 from jaxllm.scheduler.errors import PlanError, UpdateError
@@ -47,9 +49,11 @@ class Scheduler:
         policies: Sequence[CachePolicy] = (FULL,),
         drafts: DraftControl | None = None,
         rooms: Sequence[AdmissionRoom] = (),
+        num_stages: int = 1,
     ):
         """policies: of each group of layers that has block tables of its own. drafts: how many each request gets; None: none.
-        rooms: what a request needs beside blocks."""
+        rooms: what a request needs beside blocks. num_stages: so many steps in a row are of different requests, because the first
+        stage of a pipeline would wait for a token that the last one has yet to draw."""
         check_options(options, max_model_len)
         assert options.max_num_seqs is not None and options.max_num_batched_tokens is not None
         self.options = options
@@ -58,6 +62,7 @@ class Scheduler:
         self.max_num_batched_tokens = options.max_num_batched_tokens
         self.drafts = drafts
         self.rooms = rooms
+        self.num_stages = num_stages
         self._new_cache_manager = partial(
             KVCacheManager,
             cache,
@@ -80,6 +85,8 @@ class Scheduler:
         )
         self._num_watermark_blocks = int(options.watermark * num_blocks)
         self._in_flight: dict[int, list[Share]] = {}
+        self._prompt_tokens_of: dict[int, int] = {}
+        """Tokens of each step in flight, without one for each row and without drafts."""
         self._step_id = 0
         self._finished_ids: list[str] = []
         self._preempted_ids: list[str] = []
@@ -198,7 +205,7 @@ class Scheduler:
         most_drafts = 0
         if self.drafts is not None:
             most_drafts = self.drafts.most(min(len(self.running) + len(self.waiting), self.max_num_seqs))
-        masked_wait = masked_wait and any(request.matcher is None for request in self.running)
+        masked_wait = self.num_stages > 1 or (masked_wait and any(request.matcher is None for request in self.running))
         shares, budget = self._schedule_running(cap, most_drafts, masked_wait=masked_wait)
         new_requests: list[NewRequestData] = []
         # A step never both preempts and admits: the admitted request would be preempted next.
@@ -211,7 +218,8 @@ class Scheduler:
         """Returns the shares of the running requests, none above `cap` tokens or `most_drafts` drafts, and the rest of the token budget."""
         budget = self.max_num_batched_tokens
         allocate_slots, running = self.cache_manager.allocate_slots, self.running
-        run_ahead = self.options.async_scheduling
+        run_ahead, latest_step = self.options.async_scheduling, self._step_id + 1 - self.num_stages
+        num_decodes, most_decodes = 0, -(-len(running) // self.num_stages)
         shares: list[Share] = []
         index = 0
         try:
@@ -223,10 +231,14 @@ class Scheduler:
                     num_known += request.num_output_placeholders
                     if not run_ahead or num_known >= request.max_num_tokens or (masked_wait and request.matcher is not None):
                         continue  # it waits for its token, or will end with it
+                    if request.last_step_id > latest_step:
+                        continue  # its token is on its way through the stages
                 num_drafts = 0
                 num_wanted = num_known - request.num_computed_tokens
                 if num_wanted > 1:
                     num_tokens = min(num_wanted, cap, budget)
+                elif num_decodes == most_decodes:
+                    continue  # the next steps need requests too
                 elif most_drafts and request.may_have_drafts:
                     num_drafts = self._num_drafts(request, min(most_drafts, budget - 1, request.max_num_tokens - num_known - 1))
                     num_tokens = num_wanted = 1 + num_drafts
@@ -249,6 +261,7 @@ class Scheduler:
                     row = RowStep(request.request_id, request.num_computed_tokens, num_tokens, num_drafts, new_block_ids)
                     shares.append((request, num_samples, row))
                     budget -= num_tokens
+                    num_decodes += num_wanted == 1
         except Exception as error:
             raise PlanError(request.request_id) from error
         return shares, budget
@@ -372,7 +385,7 @@ class Scheduler:
         num_known = len(shares) - len(new_requests)
         for (request, _, _), data in zip(shares[num_known:], new_requests, strict=True):
             self._note_admission(request, data)
-        num_step_tokens = 0
+        num_step_tokens, num_step_drafts = 0, 0
         masked_ids: list[str] = []
         for request, num_samples, (_, _, count, num_drafts, _) in shares:
             if num_samples and _may_be_masked(request):
@@ -380,9 +393,11 @@ class Scheduler:
             num_step_tokens += count
             request.num_computed_tokens += count
             request.num_output_placeholders += num_samples
+            request.last_step_id = self._step_id + 1
             request.may_have_drafts = num_samples > 0 and most_drafts > 0
             if num_drafts:
                 request.num_drafts_in_flight += num_drafts
+                num_step_drafts += num_drafts
         self._step_id += 1
         plan = SchedulerOutput(
             new_requests=new_requests,
@@ -397,6 +412,7 @@ class Scheduler:
         if shares:
             self._totals.step_tokens.add(num_step_tokens)
             self._in_flight[self._step_id] = shares
+            self._prompt_tokens_of[self._step_id] = num_step_tokens - num_step_drafts - len(shares)
             self._finished_ids.clear()
             self._preempted_ids.clear()
         return plan
@@ -420,6 +436,7 @@ class Scheduler:
         outputs: list[EngineCoreOutput] = []
         try:
             shares = self._in_flight.pop(plan.step_id, ())
+            self._prompt_tokens_of.pop(plan.step_id, None)
             if self.drafts is not None:
                 self.drafts.note(shares, result)
             if take_in(shares, result, outputs, self._finish):
@@ -445,9 +462,26 @@ class Scheduler:
             while self.running:
                 self._preempt(self.running.pop())
             self._in_flight.clear()
+            self._prompt_tokens_of.clear()
             for request in self.waiting:
                 request.num_output_placeholders = request.num_drafts_in_flight = 0
         return self.cache_manager.reset_prefix_cache()
+
+    # What fronts that choose among several engines know of this one's prefix cache
+
+    def publish_cache_news(self) -> None:
+        """Collect from now on what comes into the prefix cache and what leaves it. The first news are a snapshot."""
+        pool = self.cache_manager.pool
+        pool.news = NewsCollector(pool.cached_hashes())
+
+    def take_cache_news(self) -> CacheNews | None:
+        """The news since the last call; None if there are none or nobody asked to publish them."""
+        news = self.cache_manager.pool.news
+        return None if news is None else news.take()
+
+    def cache_snapshot(self) -> CacheNews:
+        """Everything that can be found in the prefix cache. News that are taken later may follow it."""
+        return CacheNews(cleared=True, stored=keys_of(self.cache_manager.pool.cached_hashes()))
 
     def start_over(self) -> None:
         """Return every request to the waiting queue, with no blocks, no computed tokens and no step in flight.
@@ -455,10 +489,14 @@ class Scheduler:
         For use after a failure that may have left inconsistent state: relies only on the requests themselves. Keeps their
         tokens so far. The runner's rows become invalid.
         """
+        publishes_news = self.cache_manager.pool.news is not None
         self.cache_manager = self._new_cache_manager()
+        if publishes_news:
+            self.publish_cache_news()
         self.waiting = make_waiting_queue(self.options.scheduling_policy)
         self.running = []
         self._in_flight.clear()
+        self._prompt_tokens_of.clear()
         self._finished_ids.clear()
         self._preempted_ids.clear()
         self._refusal = None
@@ -479,6 +517,13 @@ class Scheduler:
         if self.options.enable_chunked_prefill:
             self.max_num_batched_tokens = max(1, self.options.max_num_batched_tokens // divisor)
 
+    @property
+    def num_queued_tokens(self) -> int:
+        """See `SchedulerStats`."""
+        left = [request.num_prompt_tokens - request.num_computed_tokens for request in self.running]
+        in_flight = sum(self._prompt_tokens_of.values())
+        return self.waiting.num_prompt_tokens + sum([count for count in left if count > 0]) + in_flight // 2
+
     def stats(self) -> SchedulerStats:
         """The load now and the totals so far."""
         return SchedulerStats(
@@ -486,6 +531,7 @@ class Scheduler:
             num_waiting=len(self.waiting),
             cache_usage=self.cache_manager.pool.usage,
             num_cache_blocks=self.cache_manager.pool.num_usable_blocks,
+            num_queued_tokens=self.num_queued_tokens,
             **self._totals.stats(self.drafts),
         )
 

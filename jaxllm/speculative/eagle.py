@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -35,6 +34,7 @@ from jaxllm.model_parts import MLP, Attention, Layer, Names, Norm
 from jaxllm.models.config_reader import ConfigReader
 from jaxllm.models.load_config import read_config_json
 from jaxllm.models.registry import find
+from jaxllm.parallel.across_hosts import put
 from jaxllm.parallel.axes import sharding
 from jaxllm.parallel.shards import Shards
 from jaxllm.progress import Progress, bytes_loaded
@@ -126,7 +126,7 @@ class Eagle(HiddenStateDrafter):
         arrays = {path: variable.get_value() for path, variable in parameters(state)}
         if parts.has_offsets:
             ids = _token_ids(open_checkpoint(self.directory, self.load_format), self.config.vocab_size, self.target)
-            arrays["token_ids",] = jax.device_put(ids, sharding(mesh, axes_of(self.model.token_ids)))
+            arrays["token_ids",] = put(ids, sharding(mesh, axes_of(self.model.token_ids)))
         return state_of(self.model, arrays)
 
 

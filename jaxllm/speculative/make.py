@@ -12,6 +12,7 @@ from jaxllm.config import AUTO_MODEL_LEN, EngineConfig
 from jaxllm.errors import ConfigError
 from jaxllm.hub import resolve_model
 from jaxllm.model_config import ModelConfig
+from jaxllm.parallel.topology import Topology
 from jaxllm.runner.buckets import MAX_DRAFT_ROWS
 from jaxllm.scheduler.draft_control import DraftControl
 from jaxllm.speculative import draft_model, eagle, mtp
@@ -73,7 +74,7 @@ def _drafter(options: SpeculativeConfig, config: EngineConfig, target: ModelConf
     }
     if options.method == "ngram":
         return NGramDrafter(num_drafts, options.prompt_lookup_min, options.prompt_lookup_max, **acceptance)
-    given, size = config.model, config.parallel.tensor_parallel_size
+    given, size = config.model, Topology.of(config.parallel).tensor
     target_directory = text_files(given.model, revision=given.revision, download_dir=given.download_dir)
     fields = {
         "num_drafts": num_drafts,

@@ -93,6 +93,7 @@ class InputProcessor:
         self._pooling = model_config.pooling
         self._width = model_config.hidden_size
         self._max_logprobs = config.model.max_logprobs
+        self._num_replicas = config.parallel.data_parallel_size
         self._policy = config.scheduler.scheduling_policy
         self._generation_config = generation_config or GenerationConfig()
         tokenizer_eos = tokenizer.eos_token_id if tokenizer is not None else None
@@ -124,11 +125,13 @@ class InputProcessor:
         timeout_seconds: float | None = None,
         grammar: Grammar | None = None,
         adapter: str | None = None,
+        data_parallel_rank: int | None = None,
     ) -> FrontRequest:
         """Check a prompt and complete its parameters. Raises InvalidRequestError, or TypeError for a request id that is no string.
 
         The request ends with an error if it exceeds its queue timeout or its timeout. `grammar`: the compiled structured
-        output of `params`; None: compile it here, and wait for it. `adapter`: the name of a loaded LoRA adapter.
+        output of `params`; None: compile it here, and wait for it. `adapter`: the name of a loaded LoRA adapter. `data_parallel_rank`:
+        the replica that is to compute it; None: any.
         """
         if not isinstance(request_id, str):
             raise TypeError(f"request_id is a {type(request_id).__name__}, must be a str")
@@ -146,6 +149,7 @@ class InputProcessor:
             )
         if not -(2**63) <= priority < 2**63:
             raise InvalidRequestError(f"priority is {priority}, must fit 64 bits", "priority")
+        _check_rank(data_parallel_rank, self._num_replicas)
         for name, seconds in (("queue_timeout_seconds", queue_timeout_seconds), ("timeout_seconds", timeout_seconds)):
             _check_timeout(name, seconds)
         arrival_time = time.time() if arrival_time is None else arrival_time
@@ -165,6 +169,7 @@ class InputProcessor:
                 queue_timeout_seconds=queue_timeout_seconds,
                 timeout_seconds=timeout_seconds,
                 adapter=adapter,
+                data_parallel_rank=data_parallel_rank,
             )
             sampling, pooling = request.sampling_params, request.pooling_params
             return FrontRequest(request_id, internal_id, text, token_ids, sampling, [request], arrival_time, pooling)
@@ -192,6 +197,7 @@ class InputProcessor:
                 grammar=grammar,
                 thinking_budget=thinking_budget,
                 adapter=adapter,
+                data_parallel_rank=data_parallel_rank,
             )
             for index in range(params.n)
         ]
@@ -382,6 +388,12 @@ def _check_salt(salt: Any) -> None:
         raise InvalidRequestError(
             f"cache_salt has the character {found[0]!r}, must not have '@', '/', '\\' or NUL", "cache_salt"
         )
+
+
+def _check_rank(rank: int | None, num_replicas: int) -> None:
+    if rank is not None and (type(rank) is not int or not 0 <= rank < num_replicas):
+        most = f"0 to {num_replicas - 1}" if num_replicas > 1 else "0, as there is one engine"
+        raise InvalidRequestError(f"data_parallel_rank is {rank!r}, must be {most}", "data_parallel_rank")
 
 
 def _check_timeout(name: str, seconds: Any) -> None:

@@ -166,6 +166,8 @@ class _Live:
         self.vectors = _NO_VECTORS
         """The result of a finished pooling request."""
         self.metrics = RequestMetrics(arrival_time=request.arrival_time)
+        self.counted_by: EngineMetrics | None = None
+        """The counters of the replica that computes it."""
 
     @property
     def is_finished(self) -> bool:
@@ -245,7 +247,8 @@ class _Live:
 class OutputProcessor:
     """The unfinished requests, and their outputs so far."""
 
-    def __init__(self, tokenizer: Tokenizer | None, *, metrics: EngineMetrics | None = None, stream_interval: int = 1):
+    def __init__(self, tokenizer: Tokenizer | None, *, metrics: Sequence[EngineMetrics] = (), stream_interval: int = 1):
+        """metrics: of each replica of the engine; none: nothing is counted."""
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._stream_interval = stream_interval
@@ -255,18 +258,22 @@ class OutputProcessor:
     def __len__(self) -> int:
         return len(self._live)
 
-    def add(self, request: FrontRequest) -> None:
-        """Register a request whose outputs will arrive."""
+    def add(self, request: FrontRequest, replica: int = 0) -> None:
+        """Register a request whose outputs will arrive from a replica of the engine."""
         live = _Live(request, self._tokenizer, self._stream_interval)
         self._live[request.internal_id] = live
         for answer in live.answers:
             self._answers[answer.engine_id] = (live, answer)
-        if self._metrics is not None and request.pooling_params is None:
-            self._metrics.request_arrived(request.params)
+        if self._metrics:
+            live.counted_by = self._metrics[replica]
+            if request.pooling_params is None:
+                live.counted_by.request_arrived(request.params)
 
     def process(self, news: Iterable[EngineCoreOutput]) -> ProcessedStep:
-        """Process the outputs of a step, except those of requests that have ended. An error in one answer ends only that answer."""
+        """Process the outputs of a replica's step, except those of requests that have ended. An error in one answer ends only that
+        answer."""
         now = time.time()
+        metrics: EngineMetrics | None = None
         step = ProcessedStep()
         changed: dict[str, list[_Answer]] = {}
         num_new_tokens = 0
@@ -277,6 +284,7 @@ class OutputProcessor:
             if live is None or answer is None:
                 continue
             num_before = len(answer.token_ids)
+            metrics = live.counted_by
             try:
                 if item.new_prompt_logprobs is not None and not live.has_prompt_logprobs:
                     live.take_prompt_logprobs(item)
@@ -294,8 +302,8 @@ class OutputProcessor:
                 live.metrics.num_generation_tokens += num_new
             if item.pooled is not None:
                 live.vectors, live.num_cached_tokens = item.pooled, item.num_cached_tokens
-                if self._metrics is not None:
-                    self._metrics.prefill_done(
+                if metrics is not None:
+                    metrics.prefill_done(
                         len(answer.prompt_token_ids),
                         item.num_cached_tokens,
                         None,
@@ -310,10 +318,10 @@ class OutputProcessor:
             elif live.kind is RequestOutputKind.FINAL_ONLY:
                 continue
             changed.setdefault(live.request.internal_id, []).append(answer)
-        if self._metrics is not None:
+        if metrics is not None:
             for before, count in latest.items():
-                self._metrics.tokens_done(now - before, count)
-            self._metrics.add_generation_tokens(num_new_tokens)
+                metrics.tokens_done(now - before, count)
+            metrics.add_generation_tokens(num_new_tokens)
         for internal_id, answers in changed.items():
             self._emit(self._live[internal_id], answers, step)
         return step
@@ -376,8 +384,8 @@ class OutputProcessor:
             live.metrics.first_token_time = now
             live.metrics.queue_seconds, live.metrics.prefill_seconds = item.queue_seconds, item.prefill_seconds
             live.num_cached_tokens = item.num_cached_tokens
-        if self._metrics is not None:
-            self._metrics.prefill_done(
+        if live.counted_by is not None:
+            live.counted_by.prefill_done(
                 len(answer.prompt_token_ids),
                 item.num_cached_tokens,
                 now - live.request.arrival_time,
@@ -389,8 +397,8 @@ class OutputProcessor:
         del self._answers[answer.engine_id]
         live.num_unfinished -= 1
         live.metrics.finished_time = now
-        if self._metrics is not None:
-            self._metrics.request_finished(
+        if live.counted_by is not None:
+            live.counted_by.request_finished(
                 str(answer.finish_reason),
                 num_prompt_tokens=len(answer.prompt_token_ids),
                 num_generation_tokens=len(answer.token_ids),
@@ -400,4 +408,4 @@ class OutputProcessor:
                 num_preemptions=answer.num_preemptions,
             )
             if live.is_finished:
-                self._metrics.all_answers_finished(max(len(each.token_ids) for each in live.answers))
+                live.counted_by.all_answers_finished(max(len(each.token_ids) for each in live.answers))

@@ -12,6 +12,8 @@ from .dialogue import Dialogue
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
 """Their ids are their places here: 0, 1, 2."""
+END_OF_TEXT_ID, TURN_END_ID = (SPECIAL_TOKENS.index(token) for token in (END_OF_TEXT, TURN_END))
+STOP_IDS = (TURN_END_ID, END_OF_TEXT_ID)
 TOOL_TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 """One token each, but part of the text."""
 ROLES = ("system", "user", "assistant", "tool")

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,9 +22,22 @@ async def live() -> Response:
 
 @router.get("/health")
 async def health(request: Request) -> Response:
-    """200 while the engine can serve, else 503."""
-    await context_of(request).engine.check_health()
-    return Response(status_code=200)
+    """200 while the engine can serve, else 503. Of several replicas one is enough; the body then has the state of each."""
+    engine = context_of(request).engine
+    await engine.check_health()
+    replicas = engine.replicas()
+    if len(replicas) == 1:
+        return Response(status_code=200)
+    states = [
+        {
+            "rank": replica.rank,
+            "state": replica.state,
+            "running": replica.stats.num_running,
+            "waiting": replica.stats.num_waiting,
+        }
+        for replica in replicas
+    ]
+    return Response(msgspec.json.encode({"replicas": states}), media_type="application/json")
 
 
 @router.get("/ready")

@@ -82,6 +82,9 @@ export async function metrics() {
 export const sum = (samples, name, label, wanted) =>
   samples.filter((sample) => sample.name === name && (!label || sample.labels[label] === wanted)).reduce((total, { value }) => total + value, 0);
 
+/** The mean of a metric's samples. */
+export const mean = (samples, name) => sum(samples, name) / (samples.filter((sample) => sample.name === name).length || 1);
+
 /** The program that requests wait for, as text, and how many percent of those that they wait for are ready; null if they wait for none. */
 export function compiling(samples) {
   const [ready, missing] = ['ready', 'missing'].map((state) => sum(samples, 'awaited_programs', 'state', state));

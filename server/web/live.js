@@ -1,6 +1,6 @@
 // The live view: figures and charts drawn from /metrics while it is open.
 
-import { compiling, metrics, sum } from './api.js';
+import { compiling, mean, metrics, sum } from './api.js';
 import { $, element } from './dom.js';
 
 const INTERVAL_SECONDS = 2;
@@ -50,7 +50,7 @@ function draw(now) {
   const rate = (name) => (before ? Math.max(0, total(name) - sum(before.samples, name)) / (now.time - before.time) : null);
   const percent = (part) => `${(100 * part).toFixed(1)} %`;
   const queries = total('prefix_cache_queries_total');
-  const cache = total('kv_cache_usage_perc');
+  const cache = mean(now.samples, 'kv_cache_usage_perc'); // of the replicas
   const output = rate('generation_tokens_total');
   const prompt = rate('prompt_tokens_total');
   const gap = quantile(now, 'inter_token_latency_seconds', 0.5);

@@ -28,8 +28,8 @@ def options_of(line: str) -> dict[str, object]:
 
 NOTHING = (
     "--trust-remote-code --enforce-eager --swap-space 4 --disable-log-requests --tokenizer-mode auto "
-    "--pipeline-parallel-size 1 --structured-outputs-config.backend xgrammar --compilation-config {} -O3 -cc.mode 3 "
-    "--distributed-executor-backend mp --enable-sleep-mode --model-impl auto --max-seq-len-to-capture 8192 "
+    "--decode-context-parallel-size 1 --structured-outputs-config.backend xgrammar --compilation-config {} -O3 -cc.mode 3 "
+    "--enable-sleep-mode --model-impl auto --max-seq-len-to-capture 8192 "
     "--disable-custom-all-reduce --no-enable-lora-bias --cudagraph-capture-sizes 1 2 4 --limit-mm-per-prompt.image 2"
 )
 
@@ -38,7 +38,11 @@ NOTHING = (
     ("line", "options"),
     [
         (NOTHING, {}),
-        ("-pp 1 -dp 1 -tp 2 --tokenizer-mode hf", {"tensor_parallel_size": 2}),
+        (
+            "-pp 2 -dp 1 -tp 2 --tokenizer-mode hf",
+            {"pipeline_parallel_size": 2, "data_parallel_size": 1, "tensor_parallel_size": 2},
+        ),
+        ("-n 2 -r 1 -tp 2", {"nnodes": 2, "node_rank": 1, "tensor_parallel_size": 2}),
         ("--dtype half", {"dtype": "float16"}),
         ("--dtype float", {"dtype": "float32"}),
         ("-q fp8", {"quantization": "fp8"}),
@@ -69,7 +73,7 @@ def test_flags_of_vllm_are_accepted(line: str, options: dict[str, object], caplo
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("-pp 2", "-pp 2 is refused (only 1 is taken): only --tensor-parallel-size splits a model"),
+        ("-dcp 2", "-dcp 2 is refused (only 1 is taken): a context stays on one GPU's heads"),
         ("--enable-lora-bias", "--enable-lora-bias is refused: biases of adapters are not supported"),
         ("-q awq", "unknown value 'awq'"),
         ("--structured-outputs-config.disable_any_whitespace true", "is refused: llguidance"),

@@ -1,7 +1,5 @@
 """The loop with a fake runner: order of dispatching and reading."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 
@@ -69,14 +67,14 @@ def run(loop, num_tokens, max_steps=100):
 def test_a_request_gets_exactly_its_tokens_and_no_step_too_many(max_in_flight):
     loop = make_loop(max_in_flight)
     assert run(loop, 5) == [7] * 5
-    assert loop.runner.events.count(("dispatch", 4)) == 1 and ("dispatch", 5) not in loop.runner.events
+    assert loop.executor.events.count(("dispatch", 4)) == 1 and ("dispatch", 5) not in loop.executor.events
     loop.scheduler.check_integrity()
 
 
 def test_the_next_step_is_dispatched_before_the_last_one_is_read():
     loop = make_loop(2)
     run(loop, 4)
-    events = loop.runner.events
+    events = loop.executor.events
     for step in range(3):
         assert events.index(("dispatch", step + 1)) < events.index(("read", step))
 
@@ -84,7 +82,7 @@ def test_the_next_step_is_dispatched_before_the_last_one_is_read():
 def test_without_async_scheduling_each_step_is_read_before_the_next():
     loop = make_loop(1)
     run(loop, 3)
-    assert loop.runner.events == [(what, step) for step in range(3) for what in ("dispatch", "read")]
+    assert loop.executor.events == [(what, step) for step in range(3) for what in ("dispatch", "read")]
 
 
 @pytest.mark.parametrize(("step_seconds", "depth"), [(0.001, 3), (0.01, 2)])
@@ -96,9 +94,9 @@ def test_only_short_steps_fill_a_loop_of_three(monkeypatch, step_seconds, depth)
     def wait():
         now[0] += step_seconds
 
-    loop.runner.wait = wait
+    loop.executor.wait = wait
     run(loop, 20)
-    before = loop.runner.events[: loop.runner.events.index(("read", 10))]
+    before = loop.executor.events[: loop.executor.events.index(("read", 10))]
     assert sum(what == "dispatch" for what, _ in before) - 10 == depth
 
 
@@ -108,9 +106,9 @@ def test_forgetting_waits_for_every_step_in_flight_even_one_that_fails(max_in_fl
     params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
     loop.scheduler.add_request(Request(EngineCoreRequest(request_id="a", prompt_token_ids=[1], sampling_params=params)))
     loop.step()
-    loop.runner.fails = True
+    loop.executor.fails = True
     loop.forget()
-    assert loop.runner.events == [
+    assert loop.executor.events == [
         *(("dispatch", step) for step in range(max_in_flight)),
         *(("read", step) for step in range(max_in_flight)),
     ]
@@ -121,10 +119,10 @@ def test_a_step_whose_reading_was_interrupted_is_read_again():
     loop = make_loop(1)
     params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
     loop.scheduler.add_request(Request(EngineCoreRequest(request_id="a", prompt_token_ids=[1], sampling_params=params)))
-    loop.runner.fails = True
+    loop.executor.fails = True
     with pytest.raises(RuntimeError):
         loop.step()
-    loop.runner.fails = False
+    loop.executor.fails = False
     assert [output.new_token_ids for _ in range(2) for output in loop.step()] == [[7], [7]]
     assert not loop.has_work
 
@@ -134,7 +132,7 @@ class MaskedPending(FakePending):
         super().__init__(runner, step, sampled)
         self.sampled_ids = list(sampled)
         self.mask_TW = np.full((len(sampled), 4), -1, np.int32)
-        self.batch = SimpleNamespace(width=1)
+        self.width = 1
 
     def drafts(self):
         return [[]] * len(self.sampled_ids)
@@ -164,7 +162,7 @@ class AnyToken:
 @pytest.mark.parametrize("max_in_flight", [1, 2, 3])
 def test_a_masked_step_is_drawn_when_the_tokens_before_it_are_known_and_none_follows_it_before(max_in_flight):
     loop = make_loop(max_in_flight)
-    loop.runner = runner = MaskingRunner()
+    loop.executor = runner = MaskingRunner()
     params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
     for name in ("masked", "plain"):
         request = Request(EngineCoreRequest(request_id=name, prompt_token_ids=[1, 2, 3], sampling_params=params))
@@ -185,17 +183,17 @@ def test_a_masked_step_is_drawn_when_the_tokens_before_it_are_known_and_none_fol
 
 def test_a_masked_step_that_was_never_drawn_can_be_forgotten():
     loop = make_loop(2)
-    loop.runner = MaskingRunner()
+    loop.executor = MaskingRunner()
     params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
     request = Request(EngineCoreRequest(request_id="a", prompt_token_ids=[1], sampling_params=params))
     request.matcher = AnyToken([])
     loop.scheduler.add_request(request)
     loop.step()
-    loop.runner.fails = True
+    loop.executor.fails = True
     with pytest.raises(RuntimeError, match="the device failed"):
         loop.step()
     loop.forget()
-    loop.runner.fails = False
+    loop.executor.fails = False
     loop.scheduler.start_over()
     while loop.has_work:
         loop.step()

@@ -104,14 +104,14 @@ def test_programs_that_contain_a_custom_processor_are_not_stored():
 
 def test_weights_are_counted_exactly_before_they_are_loaded():
     one = prepared()
-    weights = load_weights(one.model_config, one.model, DIRECTORY, load_format="auto", mesh=one.mesh)
+    weights = load_weights(one.model_config, one.stages[0].model, DIRECTORY, load_format="auto", mesh=one.mesh)
     one.runner.set_weights(weights)
     assert one.plan.weight_bytes == sum(x.nbytes for x in one.runner.params)
 
 
 def test_weights_of_another_shape_are_a_bug():
     one, other = prepared(), prepared(dtype="bfloat16")
-    weights = load_weights(other.model_config, other.model, DIRECTORY, load_format="auto", mesh=one.mesh)
+    weights = load_weights(other.model_config, other.stages[0].model, DIRECTORY, load_format="auto", mesh=one.mesh)
     with pytest.raises(AssertionError, match="another shape or place"):
         one.runner.set_weights(weights)
 

@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 import zmq
 
-from jaxllm import connected_llm
 from jaxllm.async_llm import AsyncLLM
-from jaxllm.engine import messages
+from jaxllm.engine import messages, process_core
 from jaxllm.engine.client import EngineClient
 from jaxllm.engine.process import EngineLoop
 from jaxllm.engine.sockets import ENGINE_SOCKET, EXIT_HUNG, Pulse, Stop, socket_address
@@ -204,7 +203,7 @@ def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(shared: Served) 
 
 
 def test_two_fronts_may_use_the_same_ids_and_share_metrics(shared: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connected_llm, "SHARE_SECONDS", 30.0)  # a busy machine may take more than a second
+    monkeypatch.setattr(process_core, "SHARE_SECONDS", 30.0)  # a busy machine may take more than a second
 
     def succeeded(metrics: list[Any]) -> int:
         return sum(m.value for m in metrics if m.name == "jaxllm:request_success" and m.labels["finished_reason"] == "stop")
@@ -382,14 +381,14 @@ def test_an_engine_process_that_stands_still_is_found(model_directory: Path) -> 
 
 
 def test_metrics_are_told_while_a_step_does_not_end(model_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connected_llm, "SHARE_SECONDS", 0.05)
+    monkeypatch.setattr(process_core, "SHARE_SECONDS", 0.05)
 
     async def main() -> None:
         with served(model_directory) as engine:
             async with engine.front() as llm:
                 task = asyncio.create_task(text_of(llm, "hang now"))
                 seconds = 0.0
-                while seconds < connected_llm.SHARE_SECONDS:  # until the engine answers no more
+                while seconds < process_core.SHARE_SECONDS:  # until the engine answers no more
                     start = time.monotonic()
                     metrics = await llm.get_metrics()
                     seconds = time.monotonic() - start
@@ -404,7 +403,7 @@ def test_metrics_are_told_while_a_step_does_not_end(model_directory: Path, monke
 def test_a_step_that_hangs_is_found_but_not_one_that_compiles(
     model_directory: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connected_llm, "SHARE_SECONDS", 0.05)
+    monkeypatch.setattr(process_core, "SHARE_SECONDS", 0.05)
 
     async def programs(llm: AsyncLLM) -> dict[str, float]:
         metrics = await llm.get_metrics()

@@ -104,12 +104,12 @@ def test_there_are_two_levels(core, level):
     ids=["memory", "file"],
 )
 def test_an_engine_that_cannot_wake_up_sleeps_on_and_may_try_again(core, monkeypatch, error, raised):
-    def fail():
+    def fail(model_dir, progress):
         raise error
 
     core.sleep(2)
     with monkeypatch.context() as patch, pytest.raises(raised):
-        patch.setattr(core._sleep, "_load_weights", fail)
+        patch.setattr(core.runner, "load_weights", fail)
         core.wake_up()
     assert core.is_sleeping()
     core.wake_up()

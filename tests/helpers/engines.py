@@ -39,11 +39,12 @@ def make_core(name: str, *, processors: tuple[Processor, ...] = (), **options: A
     """An engine over a golden's checkpoint; options beside or in place of SMALL."""
     model = str(goldens.golden(name).directory)
     core = EngineCore(EngineConfig.from_options(**{**SMALL, "model": model, **options}), processors=processors)
-    buckets = core.runner.buckets
-    largest = [ProgramKey("forward", buckets.tokens[-1])]
-    if core.model_config.generates:
-        largest.append(ProgramKey("decode", buckets.decode_rows[-1]))
-    core.runner.programs.compile_all(largest, Progress())  # at the same time
+    for runner in getattr(core.runner, "stages", (core.runner,)):
+        buckets = runner.buckets
+        largest = [ProgramKey("forward", buckets.tokens[-1])]
+        if core.model_config.generates and core.scheduler.drafts is None:  # with drafts, steps have as many widths as tests use
+            largest.append(ProgramKey("decode", buckets.decode_rows[-1]))
+        runner.programs.compile_all(largest, Progress())  # at the same time
     return core
 
 
@@ -65,6 +66,7 @@ def reschedule(core: EngineCore, *, num_blocks: int | None = None, max_in_flight
         policies=core.memory_plan.cache.policies,
         drafts=core.scheduler.drafts,
         rooms=core.preparations,
+        num_stages=core.scheduler.num_stages,
     )
     core.loop = StepLoop(core.scheduler, core.runner, max_in_flight=max_in_flight if config.scheduler.async_scheduling else 1)
     return core

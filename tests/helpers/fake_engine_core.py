@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from jaxllm.adapters import AdapterInfo, AdapterState
+from jaxllm.cache_news import CacheNews
 from jaxllm.config import EngineConfig
 from jaxllm.errors import AdapterNotFoundError, EngineDeadError, EngineSleepingError, InvalidRequestError
 from jaxllm.kernel_verdicts import OpReport
@@ -281,6 +282,21 @@ class FakeEngineCore(FakeAdapters):
 
     def stats(self) -> FakeStats:
         return FakeStats(num_running=len(self.running), cache_usage=0.25, prefix_cache_queries=8, prefix_cache_hits=2)
+
+    def publish_cache_news(self) -> None:
+        self.publishes = True
+
+    def take_cache_news(self) -> CacheNews | None:
+        return None
+
+    def cache_snapshot(self) -> CacheNews:
+        return CacheNews(cleared=True)
+
+    def replica_of(self, request_id: str) -> int:
+        return 0
+
+    def loads(self) -> list[tuple[FakeStats, int]]:
+        return [(self.stats(), self.num_compiled_after_warmup)]
 
     def shutdown(self) -> None:
         self.is_shut_down = True

@@ -26,6 +26,7 @@ def make_scheduler(
     policies: Sequence[CachePolicy] = (FULL,),
     rooms: Sequence[AdmissionRoom] = (),
     drafts: DraftControl | None = None,
+    num_stages: int = 1,
     **options: Any,
 ) -> Scheduler:
     """A scheduler without watermark or run-ahead unless asked."""
@@ -45,6 +46,7 @@ def make_scheduler(
         policies=policies,
         rooms=rooms,
         drafts=drafts,
+        num_stages=num_stages,
     )
 
 

@@ -11,6 +11,7 @@ from jaxllm.errors import JaxLLMError, ModelLoadError
 from jaxllm.layers.build import build_model
 from jaxllm.loaders import orbax
 from jaxllm.loaders.dummy import init_params
+from jaxllm.loaders.layout import parameters
 from jaxllm.loaders.load import load_weights
 from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.mesh import make_mesh
@@ -38,6 +39,15 @@ def test_converted_checkpoint_gives_the_same_arrays(converted, size):
         goldens.load(converted, tensor_parallel_size=size)[1],
         goldens.load(goldens.FOLDER / "qwen2", tensor_parallel_size=size)[1],
     )
+
+
+def test_a_stage_reads_its_own_arrays(converted):
+    config = load_model_config(converted)
+    stage = load_weights(config, build_model(config, range(1)), converted, load_format="orbax", mesh=make_mesh())
+    whole = dict(parameters(goldens.load(converted)[1]))
+    found = dict(parameters(stage))
+    assert {path[:2] for path in found} == {("blocks", 0), ("embedding", "weight")}
+    assert all(np.array_equal(variable[...], whole[path][...]) for path, variable in found.items())
 
 
 def test_converted_checkpoint_keeps_its_type(converted):

@@ -96,7 +96,16 @@ def test_sharded_checkpoint_equals_the_single_file(directory, tmp_path):
         load(sharded)
 
 
-def test_only_tensors_that_are_needed_are_touched(directory, monkeypatch):
+@pytest.mark.parametrize(
+    ("layers", "is_needed"),
+    [
+        (None, lambda name: name != "lm_head.weight"),
+        (range(1), lambda name: "layers.0." in name or "embed" in name),
+        (range(1, 2), lambda name: "layers.1." in name or name == "model.norm.weight"),
+    ],
+    ids=["all", "first stage", "last stage"],
+)
+def test_only_tensors_that_are_needed_are_touched(directory, monkeypatch, layers, is_needed):
     checkpoint = Checkpoint(directory)
     names = sorted(checkpoint.entries)
     for name in names:
@@ -108,8 +117,8 @@ def test_only_tensors_that_are_needed_are_touched(directory, monkeypatch):
     memmap = np.memmap
     monkeypatch.setattr(np, "memmap", lambda file, **options: mapped.append(file.name) or memmap(file, **options))
     config = load_model_config(directory, runner="pooling")
-    load_checkpoint(config, build_model(config), directory, mesh=make_mesh())
-    assert sorted(mapped) == [f"{name}.safetensors" for name in names if name != "lm_head.weight"]
+    load_weights(config, build_model(config, layers), directory, load_format="auto", mesh=make_mesh())
+    assert sorted(mapped) == [f"{name}.safetensors" for name in names if is_needed(name)]
 
 
 def test_all_misfits_come_in_one_error(directory):

@@ -100,7 +100,7 @@ def test_count_buckets_go_up_to_the_limit() -> None:
 def test_the_log_line_comes_once_an_interval_and_not_when_idle(caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
     metrics = EngineMetrics("m", 100)
-    log = StatLogger(metrics, interval_seconds=10, clock=lambda: now)
+    log = StatLogger([metrics], interval_seconds=10, clock=lambda: now)
 
     def lines_until(time: float) -> list[str]:
         nonlocal now

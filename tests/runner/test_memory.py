@@ -8,6 +8,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.errors import OutOfMemoryError
 from jaxllm.model_config import FP8
 from jaxllm.models.load_config import load_model_config
+from jaxllm.parallel.topology import Topology
 from jaxllm.runner import memory
 from jaxllm.runner.memory import _size, check_pool, countable_blocks, device_limit, memory_plan
 from tests.helpers import engines, goldens
@@ -52,7 +53,7 @@ def test_a_gpu_whose_programs_may_be_compiled_later_keeps_room_to_time_the_large
     blocks = {}
     for warmup in ("all", "lazy"):
         config = EngineConfig.from_options(**engines.SMALL, warmup=warmup)
-        device = Device(0, (11 << 20) + memory._other_bytes(1) + 12 * 4096)  # room for twelve blocks
+        device = Device(0, (11 << 20) + memory._other_bytes(Topology()) + 12 * 4096)  # room for twelve blocks
         monkeypatch.setattr(memory.jax, "local_devices", lambda device=device: [device])
         blocks[warmup] = memory_plan(config, model, weight_bytes=1 << 20, work_bytes=10 << 20).num_blocks
     assert blocks == {"all": 12, "lazy": 12 - -(-room // 4096)}
@@ -132,5 +133,5 @@ def test_the_pool_leaves_room_for_collectives(monkeypatch, size, total_gibibytes
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
     monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
     monkeypatch.setattr(memory.gpus, "smallest_total_bytes", lambda count: total_gibibytes and total_gibibytes << 30)
-    memory.reserve_device_memory(0.92, tensor_parallel_size=size)
+    memory.reserve_device_memory(0.92, Topology(size))
     assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == fraction

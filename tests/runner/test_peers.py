@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxllm import LLM, SamplingParams
 from jaxllm.engine import kernel_choice, prepare
 from jaxllm.errors import RequestFailedError
+from jaxllm.parallel.mesh import tensor_size
 from jaxllm.parallel.shards import PEERS_LOST
 from jaxllm.runner import peers as peers_module
 from jaxllm.runner.consumers.sampling import PendingTokens
@@ -45,7 +46,7 @@ class StandIn:
 
     def __init__(self, mesh):
         self._sharding = NamedSharding(mesh, PartitionSpec("tensor"))
-        self._shape = (mesh.size, collectives.WORKSPACE_BYTES // 4)
+        self._shape = (tensor_size(mesh), collectives.WORKSPACE_BYTES // 4)
         self.num_first_runs = self.num_resets = 0
         self.set_state(WAITING)
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxllm.config import EngineConfig, resolve_platform_defaults
+from jaxllm.parallel.mesh import TENSOR
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.program_store import ProgramStore
 from jaxllm.runner.step_programs import ProgramKey, StepPrograms
@@ -32,7 +33,7 @@ CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 )
 def test_what_the_compiler_is_told_of_products_all_reduces_and_adapters(platform, num_devices, rows, adapted, options) -> None:
     devices = np.array([SimpleNamespace(platform=platform)] * num_devices)
-    programs = SimpleNamespace(mesh=SimpleNamespace(devices=devices, size=num_devices))
+    programs = SimpleNamespace(mesh=SimpleNamespace(devices=devices, size=num_devices, shape={TENSOR: num_devices}))
     assert StepPrograms.compiler_options(programs, ProgramKey("decode", rows, adapted=adapted)) == options
 
 

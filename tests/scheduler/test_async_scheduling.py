@@ -212,3 +212,33 @@ def test_a_small_cache_gives_the_same_tokens_as_a_large_one():
     for depth in (1, 2):
         small, num_preemptions = run(9, depth)
         assert small == large and num_preemptions > 0
+
+
+# Stages of a pipeline
+
+
+@pytest.mark.parametrize(("num_stages", "depth"), [(2, 3), (2, 4), (4, 5), (3, 1)])
+def test_steps_are_of_different_requests_until_the_last_stage_has_had_each(num_stages, depth):
+    requests = [make_request(f"r{i}", 10 + i, max_tokens=12) for i in range(7)]
+    engine = engine_of(*requests, depth=depth, num_stages=num_stages)
+    assert engine.run() == {request.request_id: expected(request) for request in requests}
+    # All prompts are computed in the first step, the second one waits for their tokens.
+    decodes = [{row.request_id for row in plan.rows} for plan in engine.plans[1:]]
+    for number, ids in enumerate(decodes):
+        assert depth == 1 or all(map(ids.isdisjoint, decodes[max(0, number - num_stages + 1) : number]))
+    assert max(map(len, decodes)) == -(-7 // num_stages)
+
+
+def test_chunks_of_a_prompt_need_no_token_and_follow_each_other_in_the_stages():
+    engine = engine_of(make_request("a", 64, max_tokens=2), depth=3, num_stages=2, max_num_batched_tokens=16)
+    engine.dispatch()
+    assert [row.start for plan in engine.plans for row in plan.rows] == [0, 16, 32]
+
+
+def test_a_lone_request_goes_on_when_its_token_is_known():
+    engine = engine_of(make_request("a", 5, max_tokens=3), depth=4, num_stages=3)
+    engine.dispatch()
+    assert len(engine.plans) == 1
+    engine.collect()
+    engine.dispatch()
+    assert len(engine.plans) == 2

@@ -12,16 +12,35 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxllm.cache_news import KEY_BYTES, CacheNews
 from jaxllm.cache_policy import FULL, CachePolicy, WindowPolicy, num_blocks_for
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.request import FinishReason, Request, RequestStatus
+from jaxllm.scheduler.block_hash import HASH_BYTES
 from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.scheduler_output import SchedulerOutput
 from tests.helpers.fake_runner import FakeEngine, RandomDrafts, digests, oracle_tokens
 from tests.helpers.scheduling import make_request, make_scheduler
 
 VOCAB, END, STOP = 12, 3, 5
+
+
+@dataclass
+class _Reader:
+    """Who knows a prefix cache by its news alone."""
+
+    known: set[bytes] = field(default_factory=set)
+
+    def read(self, news: CacheNews) -> None:
+        assert not len(news.stored) % KEY_BYTES and not len(news.removed) % KEY_BYTES
+        stored, removed = (_cut(keys) for keys in (news.stored, news.removed))
+        assert not stored & removed
+        self.known = (set() if news.cleared else self.known) - removed | stored
+
+
+def _cut(keys: bytes) -> set[bytes]:
+    return {keys[start : start + KEY_BYTES] for start in range(0, len(keys), KEY_BYTES)}
 
 
 @dataclass
@@ -36,6 +55,8 @@ class _Load:
     received: dict[str, list[int]] = field(default_factory=dict)
     num_ended: int = 0
     num_made: int = 0
+    readers: list[_Reader] = field(default_factory=list)
+    """Those that a front has; more come later."""
 
     def event(self) -> None:
         kind = self.rng.random()
@@ -59,6 +80,23 @@ class _Load:
             self.engine.dispatch()
             self.collect()
         self.engine.scheduler.check_integrity()
+        if self.readers:
+            self.publish()
+
+    def publish(self) -> None:
+        """The readers know what can be found, even if they read seldom or begin in the middle."""
+        scheduler, rng = self.engine.scheduler, self.rng
+        if rng.random() < 0.1:
+            self.readers.append(_Reader())
+            self.readers[-1].read(scheduler.cache_snapshot())
+        if rng.random() < 0.5:
+            news = scheduler.take_cache_news()
+            for reader in self.readers if news else ():
+                reader.read(news)
+            manager = scheduler.cache_manager
+            # The hashes of groups after the first are longer.
+            found = {name[:KEY_BYTES] for name in manager.pool.cached_hashes() if len(name) == HASH_BYTES}
+            assert all(reader.known == found for reader in self.readers)
 
     def add(self) -> None:
         rng = self.rng
@@ -178,6 +216,7 @@ def run_load(
     num_blocks: int,
     reuse_ids: bool,
     drafts: tuple[int, int, float] | None,
+    num_stages: int,
     **options: Any,
 ) -> int:
     """Run a random load to its end. Returns the number of steps.
@@ -187,7 +226,7 @@ def run_load(
     """
     max_model_len = 46
     control = None
-    if drafts is not None:
+    if drafts is not None and num_stages == 1:
         num_drafts, num_lookahead, share_right = drafts
         rng = random.Random(seed + 1)
         control = RandomDrafts(rng, num_drafts=num_drafts, num_lookahead=num_lookahead, share_right=share_right)
@@ -201,11 +240,17 @@ def run_load(
         long_prefill_token_threshold_adaptive=seed % 2 == 0,
         policies=policies,
         drafts=control,
+        num_stages=num_stages,
         **options,
     )
     watch(scheduler)
-    engine = FakeEngine(scheduler, vocab_size=VOCAB, depth=depth)
+    engine = FakeEngine(scheduler, vocab_size=VOCAB, depth=depth + num_stages - 1)
     load = _Load(engine, random.Random(seed), max_model_len, reuse_ids)
+    if seed % 3:
+        scheduler.publish_cache_news()
+        load.readers.append(_Reader())
+    else:
+        assert scheduler.take_cache_news() is None
     for _ in range(80):
         load.event()
     load.finish()
@@ -219,6 +264,7 @@ CHOICES: dict[str, list[Any]] = {
     "policies": [(FULL,), *POLICIES],
     "scheduling_policy": ["fcfs", "priority"],
     "depth": [1, 2, 3],
+    "num_stages": [1, 1, 2, 4],
     "drafts": [None, (1, 0, 0.5), (3, 0, 0.8), (3, 2, 0.7), (5, 4, 0.5)],
     "caching": [True, False],
     "num_blocks": [0, 13, 16, 30, 100],

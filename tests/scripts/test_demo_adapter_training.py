@@ -14,13 +14,12 @@ pytest.importorskip("optax")
 
 from jaxllm.layers.build import build_model
 from jaxllm.layers.dense_attention import dense_step
-from jaxllm.loaders.dummy import init_params
 from jaxllm.lora.checkpoint import read_adapter
 from jaxllm.lora.targets import adaptable
 from scripts.demo_data.adapting import Adapting, Lora, Sizes, merged, save_adapter
 from scripts.demo_data.packing import TRAINED
 from scripts.demo_data.training import Recipe
-from tests.scripts.test_demo_drafters import CONFIG
+from tests.helpers.narrow_model import CONFIG, sharpened_state
 
 pytestmark = pytest.mark.slow
 SIZES = Sizes(rank=4, alpha=8)
@@ -28,7 +27,7 @@ SIZES = Sizes(rank=4, alpha=8)
 
 @pytest.fixture(scope="module")
 def base():
-    return jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim > 1 else leaf, init_params(build_model(CONFIG), jax.random.key(1)))
+    return sharpened_state()
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """The training and the measurement of the demo model's drafters, on models of two narrow layers; the files that come with jaxllm."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -15,9 +14,6 @@ pytest.importorskip("optax")
 
 from jaxllm.layers.build import build_model
 from jaxllm.layers.dense_attention import dense_step
-from jaxllm.loaders.dummy import init_params
-from jaxllm.models import llama
-from jaxllm.models.config_reader import ConfigReader
 from scripts.demo_data import eagle3
 from scripts.demo_data.acceptance import AcceptanceTest, tokens_per_step
 from scripts.demo_data.direct import DirectModel
@@ -25,19 +21,9 @@ from scripts.demo_data.distilling import Distilling, DraftModelTraining, Eagle3T
 from scripts.demo_data.packing import TRAINED
 from scripts.demo_data.training import Recipe
 from tests.helpers.eagle3_numpy import Eagle3
+from tests.helpers.narrow_model import CONFIG, sharpened_state
 
 DATA = Path(__file__).parents[2] / "jaxllm" / "data"
-SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "intermediate_size": 48,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": True,
-}
-CONFIG = replace(llama.read(ConfigReader("LlamaForCausalLM", SIZES)), dtype="float32", kv_cache_dtype="float32")
 HEAD = eagle3.Eagle3Sizes(
     hidden_size=32,
     vocab_size=96,
@@ -54,11 +40,7 @@ COLUMNS = np.sort(np.random.default_rng(0).permutation(96)[:40])
 
 @pytest.fixture(scope="module")
 def target():
-    return _sharpened(init_params(build_model(CONFIG), jax.random.key(1)))
-
-
-def _sharpened(state):
-    return jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim > 1 else leaf, state)
+    return sharpened_state()
 
 
 def _head(target):

@@ -1,7 +1,6 @@
 """The training step and the direct decoding of the demo model, on a model of two narrow layers."""
 
 import random
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -13,31 +12,17 @@ pytest.importorskip("optax")
 
 from jaxllm.layers.build import build_model
 from jaxllm.layers.dense_attention import dense_step
-from jaxllm.loaders.dummy import init_params
-from jaxllm.models import llama
-from jaxllm.models.config_reader import ConfigReader
 from scripts.demo_data.direct import DirectModel
 from scripts.demo_data.packing import STARTS, TRAINED
 from scripts.demo_data.training import Recipe, Trainer, row_losses
+from tests.helpers.narrow_model import CONFIG, sharpened_state
 
 pytestmark = pytest.mark.slow
-
-SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "intermediate_size": 48,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": True,
-}
-CONFIG = replace(llama.read(ConfigReader("LlamaForCausalLM", SIZES)), dtype="float32", kv_cache_dtype="float32")
 
 
 @pytest.fixture(scope="module")
 def state():
-    return jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim > 1 else leaf, init_params(build_model(CONFIG), jax.random.key(1)))
+    return sharpened_state()
 
 
 def _losses(state, tokens) -> tuple[float, int]:

@@ -58,15 +58,14 @@ def test_a_model_that_drafts_for_itself_is_always_right():
     """Drafts have the request's own noise. Also with a cached beginning, prompts in parts, and after a preemption."""
     options = {"method": "draft_model", "model": str(TARGET), "num_speculative_tokens": 3}
     core = engines.make_core(TARGET.name, speculative_config=options)
-    for temperature in (0.0, 0.9):
-        wanted = expected(core, temperature=temperature)["0"]
-        engines.reschedule(core, max_in_flight=1)
-        for _ in ("computed", "cached"):
-            found, num_steps = count_steps(core, requests(temperature=temperature)[:1])
-            assert found["0"] == wanted and num_steps <= 1 + 20 // 4 + 1
+    wanted = expected(core, max_tokens=64)
+    engines.reschedule(core, max_in_flight=1)
+    for _ in ("computed", "cached"):
+        found, num_steps = count_steps(core, requests()[:1])
+        assert found["0"] == wanted["0"][:20] and num_steps <= 1 + 20 // 4 + 1
     engines.reschedule(core, num_blocks=12, max_num_batched_tokens=16)
-    answers = engines.run(core, requests(temperature=0.0, max_tokens=64))
-    assert tokens_of(answers) == {str(i): result.tokens for i, result in enumerate(RESULTS)}
+    answers = engines.run(core, requests(max_tokens=64))
+    assert tokens_of(answers) == wanted
     assert any(answer.num_preemptions for answer in answers.values())
     core.shutdown()
 

@@ -42,7 +42,7 @@ def probabilities(logits_XV: np.ndarray, **params) -> np.ndarray:
     """float64[X, V] after temperature and filters."""
     columns = columns_of(len(logits_XV), **params)
     scaled = np.asarray(scale(logits_XV, columns), np.float64)
-    scaled[scaled < np.asarray(threshold(jnp.asarray(logits_XV), columns))[:, None]] = -np.inf
+    scaled[scaled < np.asarray(filtered(logits_XV, columns))[:, None]] = -np.inf
     weight = np.exp(scaled - scaled.max(1, keepdims=True))
     return weight / weight.sum(1, keepdims=True)
 
@@ -70,6 +70,7 @@ def check_rate(is_accepted_R: np.ndarray, rate: float) -> None:
     assert abs(is_accepted_R.mean() - rate) <= 4.4 * (rate * (1 - rate) / len(is_accepted_R)) ** 0.5 + 1e-9
 
 
+filtered, take = jax.jit(threshold), jax.jit(accept)
 draw = jax.jit(sample_random, static_argnames="stream")
 judge = jax.jit(sample_verified)
 """All tests call these with arrays of the same shapes: most of their time is compilation."""
@@ -96,7 +97,7 @@ def step(columns: SamplingColumns, num_drafts: int, drafts_are: str) -> tuple[np
     rows = DraftRows(
         jnp.zeros(NUM_ROWS, jnp.int32), jnp.asarray(draft_RK), jnp.zeros((NUM_ROWS, num_drafts + 1), jnp.int32), ()
     )
-    _, last_R, drawn_RX = accept(rows, jnp.asarray(columns_RC), jnp.stack(tokens, axis=1))
+    _, last_R, drawn_RX = take(rows, jnp.asarray(columns_RC), jnp.stack(tokens, axis=1))
     return draft_RK, np.asarray(drawn_RX), np.asarray(last_R)
 
 

@@ -1,0 +1,20 @@
+"""What an engine publishes about its prefix cache, for fronts that choose among several engines."""
+
+import msgspec
+
+KEY_BYTES = 8
+"""Bytes of a block's hash that name it here. A name that two blocks share costs a wrong guess, no wrong token."""
+
+
+class CacheNews(msgspec.Struct, array_like=True):
+    """Blocks that became findable in a prefix cache, or can no longer be found.
+
+    States what holds at the end of the time that it covers, so it may be applied twice, and after a later snapshot.
+    """
+
+    cleared: bool = False
+    """Whether to forget first what was published before."""
+    stored: bytes = b""
+    """The first `KEY_BYTES` of the hash of each block that can be found, one after the other."""
+    removed: bytes = b""
+    """The same of blocks that cannot."""

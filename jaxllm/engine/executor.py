@@ -1,0 +1,125 @@
+"""The interface between an engine core and what computes its steps. Does not import JAX.
+
+A `ModelRunner` is the executor of one process. Calls after the start take and return only values that can be sent to another host.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxllm.progress import Progress
+from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput
+
+
+class PendingStep(Protocol):
+    """A step in flight."""
+
+    @property
+    def mask_TW(self) -> np.ndarray | None:
+        """With masked requests: what request i of `sampled_ids` may draw behind its last token is in row i * width, and behind its d-th
+        draft in row i * width + d: bit b of word w allows token 32 w + b. Allows every token at first."""
+
+    @property
+    def width(self) -> int:
+        """Tokens that a request may sample: 1, and drafts."""
+
+    @property
+    def sampled_ids(self) -> list[str]:
+        """The requests that get a token."""
+
+    @property
+    def was_drawn_late(self) -> bool:
+        """Whether the forward pass was over before `draw`, so that the device had nothing to do."""
+
+    def drafts(self) -> list[list[int]]:
+        """The drafts that each request of `sampled_ids` computes in this step, if any is masked. Waits until they are proposed."""
+
+    def draw(self) -> None:
+        """With masked requests: start sampling under `mask_TW`. Returns at once."""
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for the step and return its results. Raises the error of a launch or of a device."""
+
+
+class Executor(Protocol):
+    """Holds weights, caches and rows on devices and runs steps on them, in the order of its calls. All calls but
+    `stage_adapter` come from one thread."""
+
+    # The start, in this order
+
+    def start_programs(self, *, rare_later: bool) -> None:
+        """Start threads that load or compile all programs; with `rare_later`, the rare ones in the background while serving."""
+
+    def start_programs_when_idle(self) -> None:
+        """Start a thread that loads or compiles all programs while the engine is idle."""
+
+    def load_weights(self, model_dir: Path, progress: Progress) -> None:
+        """Read the weights. Waits until they are on the devices. Raises ModelLoadError."""
+
+    def wait_for_programs(self, progress: Progress, *, rare: bool) -> None:
+        """Wait until the common programs, and with `rare` the rare ones too, are ready."""
+
+    def allocate_caches(self) -> None:
+        """Allocate the KV cache, zeroed, on every device."""
+
+    def warm_up(self) -> None:
+        """Run the programs once on empty steps. From then on, compilations that a request waits for are counted."""
+
+    # Steps
+
+    def dispatch(self, plan: SchedulerOutput) -> PendingStep:
+        """Start a step and return at once. A plan with masked requests needs the step's `draw` before the next dispatch."""
+
+    def start_over(self) -> None:
+        """Free all rows and reallocate all arrays that steps change, after a failure that may have lost any of them.
+
+        Raises the device's error if it cannot.
+        """
+
+    def check_idle(self, finished_ids: Iterable[str]) -> None:
+        """Raise AssertionError if any request other than `finished_ids`, whose rows the next step frees, holds a row."""
+
+    # Sleep
+
+    def keep_weights(self) -> None:
+        """Copy the weights to the host, for `restore_weights`."""
+
+    def forget_weights(self) -> None:
+        """Release the copies."""
+
+    def restore_weights(self) -> None:
+        """Set the weights from the copies, or from the checkpoints if there are none. Raises ModelLoadError."""
+
+    def drop_weights(self) -> None:
+        """Release the memory of the weights."""
+
+    def drop_caches(self) -> None:
+        """Free all rows and the arrays that steps change: `start_over` allocates them again."""
+
+    # Adapters
+
+    def stage_adapter(self, packed: np.ndarray) -> Any:
+        """Send a packed adapter to the devices; it has arrived when this returns. May be called in a thread."""
+
+    def write_adapter(self, slot: int, staged: Any) -> None:
+        """Write an adapter that `stage_adapter` sent into a slot, after the steps dispatched so far and before later ones.
+
+        Raises the device's error if it cannot; the slots are then lost.
+        """
+
+    # Any time
+
+    @property
+    def num_compiled(self) -> int: ...
+    @property
+    def num_loaded(self) -> int: ...
+    @property
+    def num_compiled_after_warmup(self) -> int: ...
+    @property
+    def awaited_programs(self) -> tuple[int, int]:
+        """Programs that a step waits for now: how many are ready, and the total. Safe to read from any thread."""
+
+    def delete_arrays(self) -> None:
+        """End the threads and release all device memory. May be called again."""

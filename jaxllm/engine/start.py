@@ -1,0 +1,132 @@
+"""Starts what computes an engine's steps: prepares the model, then loads weights and compiles programs at the same time."""
+
+import json
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from jaxllm.config import EngineConfig
+from jaxllm.engine.executor import Executor
+from jaxllm.engine.failures import explain, is_out_of_memory
+from jaxllm.engine.prepare import Prepared
+from jaxllm.errors import JaxLLMError, OutOfMemoryError
+from jaxllm.hosts import open_hosts
+from jaxllm.hosts.identity import weight_files
+from jaxllm.hub import resolve_model
+from jaxllm.log import logger
+from jaxllm.progress import Progress
+from jaxllm.sampling.processors import Processor
+from jaxllm.start_times import StartTimes
+from jaxllm.text.model_files import text_files
+
+if TYPE_CHECKING:
+    from jaxllm.hosts.follower import Member
+    from jaxllm.hosts.leader import Leader
+
+    Hosts = Leader | Member
+
+
+@dataclass(frozen=True)
+class Started:
+    """An engine without scheduler, ready to run steps."""
+
+    prepared: Prepared
+    model_dir: Path
+    hosts: "Hosts | None" = None
+    """The other hosts of the engine, if there are any."""
+
+    @classmethod
+    def of(cls, config: EngineConfig, processors: tuple[Processor, ...], progress: Progress, times: StartTimes) -> "Started":
+        """Raises ConfigError, ModelLoadError, KernelCheckError or OutOfMemoryError.
+
+        With several hosts each of them runs it; an error on one is raised, or ends the process, on all.
+        """
+        model = config.model
+        model_dir = text_files(model.model, revision=model.revision, download_dir=model.download_dir)
+        began = time.perf_counter()
+        hosts = open_hosts(config, model_dir)
+        if hosts is None:
+            return cls._of(config, model_dir, processors, progress, times)
+        times.add("other hosts", time.perf_counter() - began)
+        with hosts.reported():
+            started = cls._of(hosts.config, model_dir, processors, progress, times, hosts)
+            hosts.agree("started", {})
+        hosts.started()
+        return started
+
+    @classmethod
+    def _of(
+        cls,
+        config: EngineConfig,
+        model_dir: Path,
+        processors: tuple[Processor, ...],
+        progress: Progress,
+        times: StartTimes,
+        hosts: "Hosts | None" = None,
+    ) -> "Started":
+        model = config.model
+        with _explained_out_of_memory():
+            prepared = Prepared.of(config, model_dir, processors, times)
+            if hosts is not None:
+                prepared = _agreed(prepared, hosts, model_dir, processors, times)
+        warmup = prepared.config.compile.warmup
+        eager, rare_later = warmup in ("all", "background"), warmup == "background"
+        logger.info("%s", prepared.describe())
+        try:
+            if eager:
+                prepared.runner.start_programs(rare_later=rare_later)
+            if model.load_format != "dummy":
+                # Download the weights only after the memory plan shows that they fit, and while programs are compiled.
+                model_dir = resolve_model(model.model, model.revision, model.download_dir)
+            if hosts is not None:
+                hosts.agree("model files", {"the model's weights": weight_files(model_dir)})
+            with _explained_out_of_memory():
+                prepared.runner.load_weights(model_dir, progress)
+                if eager:
+                    with times.part("waiting for programs"):
+                        prepared = prepared.settled(rare_later=rare_later)
+                        prepared.runner.wait_for_programs(progress, rare=warmup == "all")
+                if hosts is not None:
+                    hosts.agree("loaded", {})  # from here on devices wait for each other
+                prepared.runner.allocate_caches()
+                if eager:
+                    prepared.runner.warm_up()
+        except BaseException:
+            # The error keeps this call's variables alive, but its handler may start a smaller engine in the same memory pool.
+            prepared.runner.delete_arrays()
+            raise
+        return cls(prepared, model_dir, hosts)
+
+    @property
+    def executor(self) -> Executor:
+        """What runs the engine's steps: on all hosts, or on a host above 0 those of host 0."""
+        return self.prepared.runner if self.hosts is None else self.hosts.executor(self.prepared.runner)
+
+
+def _agreed(
+    prepared: Prepared, hosts: "Hosts", model_dir: Path, processors: tuple[Processor, ...], times: StartTimes
+) -> Prepared:
+    """This, or with a smaller cache if another host has less memory. Raises ConfigError if the hosts differ in anything else."""
+    fingerprint = prepared.fingerprint()
+    num_blocks = fingerprint.pop("num_gpu_blocks")
+    fingerprint.pop("processor", None)
+    hosts.agree("prepared", {name: json.dumps(value) for name, value in fingerprint.items()})
+    smallest = min(facts["num_gpu_blocks"] for facts in hosts.exchange("cache", {"num_gpu_blocks": num_blocks}))
+    config = prepared.config.replace(num_gpu_blocks_override=smallest)  # never smaller, whatever programs turn out to need
+    if smallest == num_blocks:
+        return replace(prepared, config=config)
+    prepared.runner.delete_arrays()
+    return Prepared.of(config, model_dir, processors, times)
+
+
+class _explained_out_of_memory:
+    """Converts the device's out-of-memory errors to OutOfMemoryError."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, Exception) and not isinstance(error, JaxLLMError) and is_out_of_memory(error):
+            raise OutOfMemoryError(explain(error)) from error

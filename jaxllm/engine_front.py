@@ -1,0 +1,221 @@
+"""EngineFront: the text side of an engine. Turns prompts into requests to a core and the core's outputs into RequestOutputs."""
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from jaxllm.config import EngineConfig
+from jaxllm.core_interface import Core
+from jaxllm.errors import ConfigError, EngineDeadError
+from jaxllm.metrics.engine_metrics import EngineMetrics
+from jaxllm.metrics.metric import Metric
+from jaxllm.metrics.stat_logger import StatLogger
+from jaxllm.outputs import EngineCoreOutput, RequestOutput
+from jaxllm.sampling_params import SamplingParams
+from jaxllm.start_times import StartTimes
+from jaxllm.text.generation_config import GenerationConfig, load_generation_config
+from jaxllm.text.input_processor import FrontRequest, InputProcessor
+from jaxllm.text.model_files import text_files
+from jaxllm.text.output_processor import OutputProcessor, ProcessedStep
+from jaxllm.text.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+    from jaxllm.structured.compiler import GrammarCompiler
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The files of a model's directory that the front reads."""
+
+    generation_config: GenerationConfig
+    tokenizer: Tokenizer | None
+    chat_template: str | None
+
+
+def load_texts(config: EngineConfig, times: StartTimes | None = None) -> Texts:
+    """Load tokenizer, chat template and generation config. Raises ConfigError or ModelLoadError."""
+    options = config.model
+    directory = text_files(options.model, revision=options.revision, download_dir=options.download_dir)
+    generation_config = load_generation_config(options.generation_config, directory, options.override_generation_config)
+    tokenizer: Tokenizer | None = None
+    if not options.skip_tokenizer_init:
+        if options.tokenizer is not None:
+            directory = text_files(options.tokenizer, download_dir=options.download_dir)
+        with (times or StartTimes()).part("tokenizer"):
+            tokenizer = load_tokenizer(directory, name=options.tokenizer or options.model)
+    template = None if options.chat_template is None else _load_chat_template(options.chat_template)
+    return Texts(generation_config, tokenizer, template)
+
+
+class EngineFront:
+    """A core's texts and the requests that it computes for this front. Everything here runs in one thread, or one event loop.
+
+    If several fronts share a core, each has a `namespace` for the ids of its requests.
+    """
+
+    def __init__(self, core: Core, texts: Texts, *, log_stats: bool = True, namespace: str = ""):
+        self.core = core
+        self.tokenizer = texts.tokenizer
+        self.chat_template = texts.chat_template
+        self.config = core.config
+        self.model_config = core.model_config
+        self.max_model_len = core.max_model_len
+        self._metrics: list[EngineMetrics] = []
+        """Of each replica; none with disable_log_stats."""
+        self._stat_logger: StatLogger | None = None
+        if not self.config.observe.disable_log_stats:
+            cache_config = {name: str(value) for name, value in dataclasses.asdict(self.config.cache).items()}
+            count = partial(EngineMetrics, self.config.model.model, self.max_model_len, cache_config=cache_config)
+            self._metrics = [count(engine=str(replica)) for replica in range(len(core.loads()))]
+            self._stat_logger = StatLogger(self._metrics) if log_stats else None
+        self.input_processor = InputProcessor(
+            self.config,
+            self.model_config,
+            self.max_model_len,
+            self.tokenizer,
+            texts.generation_config,
+            processor_arguments=core.processor_arguments,
+            namespace=namespace,
+            compile_grammar=None if self.tokenizer is None else lambda form: self.grammar_compiler.compile(form),
+        )
+        self._grammar_compiler: GrammarCompiler | None = None
+        self._grammar_lock = threading.Lock()
+        self._outputs = OutputProcessor(
+            self.tokenizer, metrics=self._metrics, stream_interval=self.config.scheduler.stream_interval
+        )
+
+    # Requests
+
+    def add(self, request: FrontRequest) -> None:
+        """Queue a request that the input processor made. If the core rejects one of its answers, none is queued."""
+        added: list[str] = []
+        try:
+            for child in request.children:
+                self.core.add_request(child)
+                added.append(child.request_id)
+            self._outputs.add(request, self.core.replica_of(added[0]))
+        except BaseException:
+            self._abort_in_core(added)
+            raise
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
+        """End requests by the ids they were added with. Returns their last outputs, with finish_reason "abort"."""
+        ids = [request_ids] if isinstance(request_ids, str) else request_ids
+        return [output for _, output in self.abort_request_with_ids(ids)]
+
+    def abort_request_with_ids(self, request_ids: Iterable[str]) -> list[tuple[str, RequestOutput]]:
+        """`abort_request`, with the engine's own id of each request."""
+        return self._abort(self._outputs.abort(request_ids))
+
+    def abort_internal(self, internal_ids: Iterable[str]) -> list[tuple[str, RequestOutput]]:
+        """`abort_request` by the engine's own ids."""
+        return self._abort(self._outputs.abort(internal_ids, internal=True))
+
+    def internal_id_of(self, engine_id: str) -> str | None:
+        """The engine's own id of the request that one of the core's is an answer of. None if it has already ended."""
+        return self._outputs.internal_id_of(engine_id)
+
+    def internal_ids(self) -> list[str]:
+        """The engine's own ids of all unfinished requests."""
+        return list(self._outputs.internal_ids())
+
+    def abort_all(self) -> list[tuple[str, RequestOutput]]:
+        """End every request."""
+        return self.abort_internal(self._outputs.internal_ids())
+
+    def _abort(self, ended: ProcessedStep) -> list[tuple[str, RequestOutput]]:
+        self._abort_in_core(ended.engine_ids_to_abort)
+        return ended.outputs
+
+    def _abort_in_core(self, engine_ids: list[str]) -> None:
+        if not engine_ids:
+            return
+        with contextlib.suppress(EngineDeadError):  # a dead core holds nothing any more
+            self.core.abort_requests(engine_ids)
+        self._note_load()
+
+    def take(self, news: Iterable[EngineCoreOutput]) -> list[tuple[str, RequestOutput]]:
+        """Convert the core's outputs of a step to outputs for callers, each with the engine's own id of its request."""
+        processed = self._outputs.process(news)
+        self._note_load()
+        self._abort_in_core(processed.engine_ids_to_abort)
+        if self._stat_logger is not None:
+            self._stat_logger.tick()
+        return processed.outputs
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether any request still has output to come."""
+        return len(self._outputs) > 0
+
+    def get_num_unfinished_requests(self) -> int:
+        """How many requests still have output to come; n answers count once."""
+        return len(self._outputs)
+
+    # The rest
+
+    @property
+    def grammar_compiler(self) -> "GrammarCompiler":
+        """The compiler of structured outputs to grammars, made on first use. Raises InvalidRequestError."""
+        with self._grammar_lock:
+            if self._grammar_compiler is None:
+                from jaxllm.structured.compiler import GrammarCompiler
+                from jaxllm.structured.token_table import Vocabulary
+
+                eos_token_ids = self.input_processor.eos_token_ids
+                vocabulary = Vocabulary.of(self.get_tokenizer(), self.model_config.vocab_size, eos_token_ids)
+                self._grammar_compiler = GrammarCompiler(vocabulary)
+            return self._grammar_compiler
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises ConfigError if there is none."""
+        if self.tokenizer is None:
+            raise ConfigError("there is no tokenizer, because skip_tokenizer_init was set")
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """SamplingParams with the values of the model's generation config."""
+        return self.input_processor.default_sampling_params()
+
+    def get_metrics(self) -> list[Metric]:
+        """All metrics now. Raises ConfigError if disable_log_stats was set."""
+        self._check_metrics()
+        self._note_load()
+        return self.snapshot()
+
+    def snapshot(self, *, of_engine: bool = True) -> list[Metric]:
+        """The metrics as of the latest step, with or without those that the core counts for all fronts together."""
+        return [metric for metrics in self._metrics for metric in metrics.snapshot(of_engine=of_engine)]
+
+    def prometheus_registry(self) -> "CollectorRegistry":
+        """The metrics for a Prometheus exporter; each call makes a registry."""
+        from jaxllm.metrics.prometheus import registry
+
+        self._check_metrics()
+        return registry(self.snapshot)
+
+    def _check_metrics(self) -> None:
+        if not self._metrics:
+            raise ConfigError("there are no metrics, because disable_log_stats was set")
+
+    def _note_load(self) -> None:
+        if self._metrics:
+            for metrics, load in zip(self._metrics, self.core.loads(), strict=True):
+                metrics.load, metrics.programs_compiled_after_warmup = load
+
+    def close(self) -> None:
+        """End every request, and the processes that compile grammars."""
+        if self._grammar_compiler is not None:
+            self._grammar_compiler.shutdown()
+        self.abort_all()
+
+
+def _load_chat_template(text_or_file: str) -> str:
+    from jaxllm.text.chat_template import load_chat_template  # imports Jinja
+
+    return load_chat_template(text_or_file)

@@ -1,0 +1,191 @@
+"""The executor of host 0: sends each call to the other hosts and runs it on its own devices."""
+
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxllm.engine.executor import Executor, PendingStep
+from jaxllm.errors import EngineDeadError
+from jaxllm.hosts.leader import Leader
+from jaxllm.hosts.wire import PIECE_BYTES, Dispatch, Do, Draw, Piece, WriteAdapter
+from jaxllm.progress import Progress
+from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput
+
+
+class HostsExecutor:
+    """An Executor on the devices of several hosts. A step that fails on one of them ends the engine: the others have run it."""
+
+    def __init__(self, own: Executor, leader: Leader):
+        self._own, self._leader = own, leader
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="read-step")
+        """Waits for devices, so that this thread can give up when a host is lost."""
+
+    # Steps
+
+    def dispatch(self, plan: SchedulerOutput) -> PendingStep:
+        """See Executor."""
+        self._leader.send(Dispatch(plan))
+        return _Step(self._run(self._own.dispatch, plan), self)
+
+    def draw(self, step: PendingStep) -> None:
+        """Send the masks of a step and sample."""
+        assert step.mask_TW is not None, "a step without masked requests"
+        num_rows = len(step.sampled_ids) * step.width
+        self._leader.send(Draw(num_rows, step.mask_TW[:num_rows].tobytes()))
+        self._run(step.draw)
+
+    def read(self, step: PendingStep) -> "Future[ModelRunnerOutput]":
+        """Start to wait for a step."""
+        return self._reader.submit(step.result)
+
+    def wait_for(self, reading: "Future[ModelRunnerOutput]") -> ModelRunnerOutput:
+        """The results of a step. Raises EngineDeadError if a host is lost, or the step failed."""
+        self._leader.wait_for(reading)
+        return self._run(reading.result)
+
+    def start_over(self) -> None:
+        """See Executor."""
+        self._on_all("start_over")
+
+    def check_idle(self, finished_ids: Iterable[str]) -> None:
+        """See Executor."""
+        self._leader.check()
+        self._own.check_idle(finished_ids)
+
+    def _run(self, call: Any, *arguments: Any) -> Any:
+        """Run a part of a step here. The other hosts cannot undo it, so an error ends the engine."""
+        try:
+            with self._leader.waiting():
+                return call(*arguments)
+        except Exception as error:
+            self._leader.fail(f"a step failed on host 0: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+            raise EngineDeadError(str(self._leader.lost.exception())) from error
+
+    # Sleep
+
+    def keep_weights(self) -> None:
+        """See Executor, as for the next four."""
+        self._on_all("keep_weights")
+
+    def forget_weights(self) -> None:
+        self._on_all("forget_weights")
+
+    def restore_weights(self) -> None:
+        self._on_all("restore_weights")
+
+    def drop_weights(self) -> None:
+        self._on_all("drop_weights")
+
+    def drop_caches(self) -> None:
+        self._on_all("drop_caches")
+
+    def _on_all(self, method: str) -> None:
+        """Call a method on all hosts and wait for them. Raises the error of the first that fails."""
+        number, answered = self._leader.new_call()
+        self._leader.send(Do(number, method))
+        try:
+            with self._leader.waiting():
+                getattr(self._own, method)()
+        finally:
+            self._leader.wait_for(answered)
+        answered.result()
+
+    # Adapters
+
+    def stage_adapter(self, packed: np.ndarray) -> Any:
+        """See Executor. Each host sends its own part of it to its devices."""
+        data = packed.reshape(-1).view(np.uint8)
+        number, answered = self._leader.new_call()
+        for start in range(0, len(data), PIECE_BYTES):
+            self._leader.send(Piece(number, len(data), start, data[start : start + PIECE_BYTES].tobytes()))
+        staged = self._own.stage_adapter(packed)
+        self._leader.wait_for(answered)
+        answered.result()
+        return staged
+
+    def write_adapter(self, slot: int, staged: Any) -> None:
+        """See Executor."""
+        self._leader.send(WriteAdapter(slot))
+        self._run(self._own.write_adapter, slot, staged)
+
+    # Programs: each host compiles its own
+
+    def start_programs(self, *, rare_later: bool) -> None:
+        """Every host does so by itself, as for the next four."""
+        self._own.start_programs(rare_later=rare_later)
+
+    def load_weights(self, model_dir: Path, progress: Progress) -> None:
+        self._own.load_weights(model_dir, progress)
+
+    def allocate_caches(self) -> None:
+        self._own.allocate_caches()
+
+    def warm_up(self) -> None:
+        self._own.warm_up()
+
+    def wait_for_programs(self, progress: Progress, *, rare: bool) -> None:
+        self._own.wait_for_programs(progress, rare=rare)
+
+    def start_programs_when_idle(self) -> None:
+        self._on_all("start_programs_when_idle")
+
+    @property
+    def num_compiled(self) -> int:
+        return self._own.num_compiled
+
+    @property
+    def num_loaded(self) -> int:
+        return self._own.num_loaded
+
+    @property
+    def num_compiled_after_warmup(self) -> int:
+        return self._own.num_compiled_after_warmup
+
+    @property
+    def awaited_programs(self) -> tuple[int, int]:
+        return self._own.awaited_programs
+
+    def delete_arrays(self) -> None:
+        """End the engine on all hosts."""
+        self._reader.shutdown(wait=False)
+        self._leader.end()
+        if not self._leader.lost.done():  # else a device may wait for ever
+            self._own.delete_arrays()
+
+
+class _Step:
+    """A step in flight on all hosts."""
+
+    def __init__(self, own: PendingStep, executor: HostsExecutor):
+        self._own, self._executor = own, executor
+        self._reading: Future[ModelRunnerOutput] | None = None
+
+    @property
+    def mask_TW(self) -> np.ndarray | None:
+        return self._own.mask_TW
+
+    @property
+    def width(self) -> int:
+        return self._own.width
+
+    @property
+    def sampled_ids(self) -> list[str]:
+        return self._own.sampled_ids
+
+    @property
+    def was_drawn_late(self) -> bool:
+        return self._own.was_drawn_late
+
+    def drafts(self) -> list[list[int]]:
+        return self._own.drafts()
+
+    def draw(self) -> None:
+        self._executor.draw(self._own)
+
+    def result(self) -> ModelRunnerOutput:
+        if self._reading is None:
+            self._reading = self._executor.read(self._own)
+        return self._executor.wait_for(self._reading)

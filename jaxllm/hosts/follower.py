@@ -1,0 +1,299 @@
+"""A host above 0: runs what host 0 sends, on its own devices, until host 0 ends or is lost."""
+
+import contextlib
+import queue
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxllm.config import EngineConfig
+from jaxllm.engine import messages
+from jaxllm.engine.executor import Executor, PendingStep
+from jaxllm.errors import ConfigError, JaxLLMError
+from jaxllm.hosts import identity, process_group, wire
+from jaxllm.hosts.leader import BEAT_SECONDS, NEWS_SECONDS, SILENCE_SECONDS, START_SILENCE_SECONDS
+from jaxllm.hosts.relay import Relay
+from jaxllm.hosts.wire import (
+    AllFacts,
+    Beat,
+    Connection,
+    Dispatch,
+    Do,
+    Done,
+    Draw,
+    End,
+    Facts,
+    Failed,
+    Hello,
+    Piece,
+    Refused,
+    Welcome,
+    WireError,
+    WriteAdapter,
+)
+from jaxllm.log import logger
+
+CALLS = (
+    "start_over",
+    "keep_weights",
+    "forget_weights",
+    "restore_weights",
+    "drop_weights",
+    "drop_caches",
+    "start_programs_when_idle",
+)
+"""Methods of an executor without arguments that host 0 may call."""
+_RETRY_SECONDS = 0.5
+_MAX_IN_FLIGHT = 4
+
+
+class Member:
+    """A follower's connection to host 0."""
+
+    def __init__(self, config: EngineConfig, connection: Connection, rank: int):
+        self.config = config
+        self._connection, self._rank = connection, rank
+        self._has_ended = False
+        self.calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        """Messages for the thread that runs them."""
+
+    @classmethod
+    def of(cls, config: EngineConfig, found: Mapping[str, str]) -> "Member":
+        """Connect to host 0 and wait for all others. Raises ConfigError if host 0 is not there in time, or refuses this host."""
+        options = config.parallel
+        where = f"{options.master_addr}, port {options.master_port}"
+        deadline = time.monotonic() + options.distributed_timeout_seconds
+        logger.info("host %d of %d connects to host 0 at %s", options.node_rank, options.nnodes, where)
+        while True:
+            try:
+                stream = socket.create_connection((options.master_addr, options.master_port), timeout=5)
+                break
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise ConfigError(
+                        f"host 0 does not answer at {where}, after {options.distributed_timeout_seconds} s "
+                        f"(--distributed-timeout-seconds): {error.strerror or error}; start it with --node-rank 0, and see that this "
+                        "host reaches its --master-addr"
+                    ) from error
+                time.sleep(_RETRY_SECONDS)
+        connection = Connection(stream, wire.of_host_0)
+        connection.limit(max(1.0, deadline - time.monotonic()))
+        try:
+            connection.send(Hello(wire.PROTOCOL, options.node_rank, options.nnodes, socket.gethostname(), dict(found)))
+            answer = connection.receive()
+        except WireError as error:
+            raise ConfigError(
+                f"host 0 at {where} ended before all hosts were there, or it is another program: {error}"
+            ) from error
+        if isinstance(answer, Refused):
+            raise ConfigError(f"host 0 refuses this host: {answer.reason}")
+        if not isinstance(answer, Welcome):
+            raise ConfigError(f"what listens at {where} is not host 0 of an engine")
+        connection.limit(START_SILENCE_SECONDS)
+        member = cls(config, connection, options.node_rank)
+        threading.Thread(target=member._listen, name="host-0", daemon=True).start()
+        threading.Thread(target=member._beat, name="beat", daemon=True).start()
+        with member.reported():
+            timeout = options.distributed_timeout_seconds
+            address = Relay(connection.peer, answer.coordinator_port).address
+            process_group.join(address, options.nnodes, options.node_rank, timeout_seconds=timeout)
+        return member
+
+    @contextlib.contextmanager
+    def reported(self) -> Iterator[None]:
+        """An error in this block is sent to host 0, which ends."""
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, JaxLLMError):
+                logger.exception("host %d failed", self._rank)
+            self._has_ended = True
+            with contextlib.suppress(WireError):
+                self._connection.send(Failed(messages.fault_of(error)))
+            raise
+
+    def agree(self, phase: str, facts: dict[str, Any]) -> None:
+        """Wait until all hosts are in this phase. Raises ConfigError, on all of them, if their facts differ."""
+        found = self.exchange(phase, facts)
+        if (differs := identity.difference([f"host {rank}" for rank in range(len(found))], found)) is not None:
+            raise ConfigError(f"the hosts differ: {differs}")
+
+    def exchange(self, phase: str, facts: dict[str, Any]) -> list[dict[str, Any]]:
+        """The facts of all hosts in this phase, by rank."""
+        self._connection.send(Facts(phase, facts))
+        answer = self.calls.get()
+        assert isinstance(answer, AllFacts) and answer.phase == phase, "hosts are in different phases of the start"
+        return answer.facts
+
+    def executor(self, own: Executor) -> Executor:
+        """What this host runs: that on its own devices."""
+        return own
+
+    def started(self) -> None:
+        """The start is over: that host 0 is lost is noticed sooner."""
+        self._connection.limit(SILENCE_SECONDS)
+
+    def send(self, message: Any) -> None:
+        """Send an answer to host 0."""
+        with contextlib.suppress(WireError):  # the other thread ends the process
+            self._connection.send(message)
+
+    def end(self) -> None:
+        """Leave the other hosts after `End`."""
+        self._has_ended = True
+        process_group.leave()
+        self._connection.close()
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                message = self._connection.receive()
+                if isinstance(message, End) and message.reason:
+                    self._end_at_once(f"host 0 ends the engine: {message.reason}")
+                if not isinstance(message, Beat):
+                    self.calls.put(message)
+                if isinstance(message, End):
+                    self._has_ended = True
+                    return
+        except WireError as error:
+            if not self._has_ended:
+                self._end_at_once(f"host 0 is lost: {error}")
+
+    def _end_at_once(self, reason: str) -> None:
+        """The main thread may wait for a device that waits for other hosts."""
+        logger.error("%s; host %d ends", reason, self._rank)
+        process_group.end_process(process_group.EXIT_FAILED)
+
+    def _beat(self) -> None:
+        with contextlib.suppress(WireError):
+            while not self._has_ended:
+                self._connection.send(Beat())
+                time.sleep(BEAT_SECONDS)
+
+
+class Follower:
+    """Runs the calls of host 0."""
+
+    def __init__(self, executor: Executor, member: Member):
+        self._executor, self._member = executor, member
+        self._in_flight: deque[PendingStep] = deque()
+        self._undrawn: PendingStep | None = None
+        self._packed = np.zeros(0, np.uint8)
+        """The adapter that arrives in pieces."""
+        self._staging: Staging | None = None
+
+    def run(self) -> None:
+        """Until host 0 ends the engine."""
+        with self._member.reported():
+            try:
+                while not isinstance(message := self._member.calls.get(), End):
+                    self._do(message)
+                self._forget()
+            except Exception:
+                time.sleep(NEWS_SECONDS)  # if another host is lost, that was the reason, and this process ends meanwhile
+                raise
+
+    def _do(self, message: Any) -> None:
+        if isinstance(message, Dispatch):
+            self._dispatch(message)
+        elif isinstance(message, Draw):
+            step, self._undrawn = self._undrawn, None
+            assert step is not None and step.mask_TW is not None, "no step waits for masks"
+            step.mask_TW[: message.num_rows] = np.frombuffer(message.mask, np.int32).reshape(message.num_rows, -1)
+            step.draw()
+        elif isinstance(message, Do):
+            self._call(message)
+        elif isinstance(message, Piece):
+            self._take(message)
+        elif isinstance(message, WriteAdapter):
+            assert self._staging is not None, "no adapter was sent"
+            self._executor.write_adapter(message.slot, self._staging.result())
+            self._staging = None
+
+    def _dispatch(self, message: Dispatch) -> None:
+        for new in message.plan.new_requests:
+            if new.sampling_params.seed is None:
+                new.sampling_params.seed = -1  # to callers -1 means none; here it is a seed
+        # Reading results changes rows; host 0 reads a step before it dispatches the next but so many.
+        while len(self._in_flight) >= _MAX_IN_FLIGHT:
+            self._in_flight.popleft().result()
+        step = self._executor.dispatch(message.plan)
+        self._in_flight.append(step)
+        if message.plan.masked_request_ids:
+            self._undrawn = step
+
+    def _call(self, message: Do) -> None:
+        self._forget()
+        fault = None
+        try:
+            assert message.method in CALLS, "host 0 may not call this"
+            getattr(self._executor, message.method)()
+        except Exception as error:
+            logger.exception("%s failed", message.method)
+            fault = messages.fault_of(error)
+        self._member.send(Done(message.number, fault))
+
+    def _forget(self) -> None:
+        """Wait for the steps in flight, as host 0 has done."""
+        while self._in_flight:
+            step = self._in_flight.popleft()
+            if step is not self._undrawn:
+                step.result()
+        self._undrawn = None
+
+    def _take(self, piece: Piece) -> None:
+        if piece.start == 0:
+            self._packed = np.zeros(piece.size, np.uint8)
+        self._packed[piece.start : piece.start + len(piece.data)] = np.frombuffer(piece.data, np.uint8)
+        if piece.start + len(piece.data) == piece.size:
+            packed, self._packed = self._packed, np.zeros(0, np.uint8)
+            self._staging = Staging(self._executor, packed, piece.number, self._member)
+
+
+class Staging:
+    """Sends an adapter to this host's devices, in a thread, so that steps need not wait for it."""
+
+    def __init__(self, executor: Executor, packed: np.ndarray, number: int, member: Member):
+        self._executor, self._packed, self._number, self._member = executor, packed, number, member
+        self._staged: Any = None
+        self._thread = threading.Thread(target=self._run, name="stage-adapter", daemon=True)
+        self._thread.start()
+
+    def result(self) -> Any:
+        """What `stage_adapter` returned. Host 0 asks for it only after it was answered that it is there."""
+        self._thread.join()
+        return self._staged
+
+    def _run(self) -> None:
+        fault = None
+        try:
+            self._staged = self._executor.stage_adapter(self._packed)
+        except Exception as error:
+            logger.exception("an adapter cannot be sent to the device")
+            fault = messages.fault_of(error)
+        self._member.send(Done(self._number, fault))
+
+
+def follow(config: EngineConfig) -> None:
+    """Be host `config.parallel.node_rank` of an engine, until host 0 ends it. Ends the process if host 0 is lost.
+
+    Raises ConfigError, ModelLoadError, KernelCheckError or OutOfMemoryError if the start fails.
+    """
+    from jaxllm.engine.start import Started
+    from jaxllm.progress import Progress
+    from jaxllm.sampling.processors import load_processors
+    from jaxllm.start_times import StartTimes
+
+    processors = load_processors(config.model.logits_processors or ())
+    started = Started.of(config, processors, Progress(), StartTimes())
+    member = started.hosts
+    assert isinstance(member, Member), "host 0 does not follow"
+    logger.info("host %d of %d is ready", config.parallel.node_rank, config.parallel.nnodes)
+    Follower(started.executor, member).run()
+    started.executor.delete_arrays()
+    member.end()

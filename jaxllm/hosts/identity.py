@@ -1,0 +1,47 @@
+"""What must be the same on all hosts of an engine, and how a difference is described."""
+
+import hashlib
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxllm.config import EngineConfig
+from jaxllm.engine.fingerprint import versions
+from jaxllm.hosts_options import OF_ONE_HOST
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+
+
+def identity(config: EngineConfig, model_dir: Path) -> dict[str, str]:
+    """The identity of this host, by names for error messages."""
+    options = {name: repr(value) for name, value in config.flat().items() if name not in OF_ONE_HOST}
+    found = {"Python version": ".".join(platform.python_version_tuple()[:2]), **versions()}
+    if (model_dir / "config.json").is_file():
+        found["the model's config.json"] = _digest((model_dir / "config.json").read_bytes())
+    return {**found, **options}
+
+
+def weight_files(model_dir: Path) -> str:
+    """The names and sizes of a checkpoint's files, as a digest. Their contents would take too long to read."""
+    files = [model_dir] if model_dir.is_file() else sorted(model_dir.rglob("*"))
+    sizes = [(path.name, path.stat().st_size) for path in files if path.suffix in _WEIGHTS]
+    return f"{len(sizes)} files, {sum(size for _, size in sizes)} bytes ({_digest(repr(sizes).encode())})"
+
+
+def difference(names: Sequence[str], found: Sequence[Mapping[str, Any]]) -> str | None:
+    """In what the hosts of these names differ from the first; None if in nothing."""
+    first = found[0]
+    for name, other in zip(names[1:], found[1:], strict=True):
+        faults = [
+            f"{what} is {first.get(what, 'missing')} on {names[0]} and {other.get(what, 'missing')} on {name}"
+            for what in dict.fromkeys([*first, *other])
+            if first.get(what) != other.get(what)
+        ]
+        if faults:
+            return "; ".join(faults[:4]) + (f"; and {len(faults) - 4} more" if len(faults) > 4 else "")
+    return None
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:12]

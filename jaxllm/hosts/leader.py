@@ -1,0 +1,379 @@
+"""Host 0's side of the connections: waits for the other hosts, sends them calls, and notices when one is lost."""
+
+import contextlib
+import errno
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from jaxllm.config import EngineConfig, ParallelOptions
+from jaxllm.engine import messages
+from jaxllm.engine.executor import Executor
+from jaxllm.errors import ConfigError, EngineDeadError, JaxLLMError
+from jaxllm.hosts import identity, process_group, wire
+from jaxllm.hosts.wire import AllFacts, Beat, Connection, Done, End, Facts, Failed, Hello, Refused, Welcome, WireError
+from jaxllm.log import logger
+
+BEAT_SECONDS = 1.0
+SILENCE_SECONDS = 7.0
+"""A host of which nothing is heard for so long is lost."""
+START_SILENCE_SECONDS = 60.0
+"""The same during the start."""
+GRACE_SECONDS = 2.0
+"""After which the process ends if its main thread waits for a device that waits for a lost host."""
+NEWS_SECONDS = 1.0
+"""A collective fails when a host is lost, perhaps before its connection does."""
+_HELLO_SECONDS = 5.0
+_POLL_SECONDS, _TELL_SECONDS = 0.5, 10.0
+
+
+@dataclass
+class _Host:
+    """A follower."""
+
+    rank: int
+    name: str
+    connection: Connection
+    facts: "queue.SimpleQueue[Facts | None]" = field(default_factory=queue.SimpleQueue)
+
+    def __str__(self) -> str:
+        return f"host {self.rank} ({self.name}, {self.connection.peer})"
+
+
+@dataclass
+class _Call:
+    """A call that every follower answers."""
+
+    num_open: int
+    future: "Future[None]" = field(default_factory=Future)
+
+
+class Started(Protocol):
+    """What started the other hosts."""
+
+    def fault(self) -> str | None:
+        """Why one of them ended before it connected; None if none did."""
+
+    def end(self) -> None:
+        """End them, if they have not ended by themselves."""
+
+
+class Leader:
+    """The other hosts of an engine, as host 0 sees them."""
+
+    def __init__(self, config: EngineConfig, hosts: list[_Host], started: "Started | None" = None):
+        self.config = config
+        self._hosts, self._started = hosts, started
+        self._lock = threading.Lock()
+        self._calls: dict[int, _Call] = {}
+        self._num_calls = 0
+        self._has_ended = False
+        self._is_inside = False
+        """Whether the caller's thread is in `waiting`."""
+        self.lost: Future[None] = Future()
+        """Gets an EngineDeadError when a host is lost."""
+
+    @classmethod
+    def of(cls, config: EngineConfig, found: Mapping[str, str], started: "Started | None" = None) -> "Leader":
+        """Listen and wait for all hosts, which someone else or `started` has started. Raises ConfigError if one does not come in time,
+        or differs from this one."""
+        options = config.parallel
+        with _listen(options) as listening:
+            hosts = _gather(listening, options, found, started)
+            address = listening.getsockname()[0]
+        port = free_port(address)
+        coordinator = f"{f'[{address}]' if ':' in address else address}:{port}"
+        leader = cls(config, hosts, started)
+        leader._begin(Welcome(port))
+        with leader.reported():
+            process_group.join(coordinator, options.nnodes, 0, timeout_seconds=options.distributed_timeout_seconds)
+        return leader
+
+    def _begin(self, welcome: Welcome) -> None:
+        for host in self._hosts:
+            host.connection.limit(START_SILENCE_SECONDS)
+            host.connection.send(welcome)
+            threading.Thread(target=self._listen_to, args=(host,), name=f"host-{host.rank}", daemon=True).start()
+            threading.Thread(target=self._beat, args=(host,), name=f"beat-{host.rank}", daemon=True).start()
+
+    # The start
+
+    @contextlib.contextmanager
+    def reported(self) -> Iterator[None]:
+        """An error in this block ends the other hosts too, with its text. If one is lost meanwhile, this process ends."""
+        try:
+            with self.waiting():
+                yield
+        except BaseException as error:
+            self.end(f"host 0 could not start: {type(error).__name__}" if not isinstance(error, JaxLLMError) else str(error))
+            raise
+
+    def agree(self, phase: str, facts: dict[str, Any]) -> None:
+        """Wait until all hosts are in this phase. Raises ConfigError, on all of them, if their facts differ."""
+        found = self.exchange(phase, facts)
+        if (differs := identity.difference([f"host {rank}" for rank in range(len(found))], found)) is not None:
+            raise ConfigError(f"the hosts differ: {differs}")
+
+    def exchange(self, phase: str, facts: dict[str, Any]) -> list[dict[str, Any]]:
+        """The facts of all hosts in this phase, by rank."""
+        found = [facts]
+        for host in self._hosts:
+            answer = host.facts.get()
+            self.check()
+            assert answer is not None and answer.phase == phase, "hosts are in different phases of the start"
+            found.append(answer.facts)
+        self.send(AllFacts(phase, found))
+        return found
+
+    def executor(self, own: Executor) -> Executor:
+        """An executor on all hosts, of that on this one."""
+        from jaxllm.hosts.executor import HostsExecutor
+
+        return HostsExecutor(own, self)
+
+    def started(self) -> None:
+        """The start is over: lost hosts are noticed sooner."""
+        for host in self._hosts:
+            host.connection.limit(SILENCE_SECONDS)
+
+    # Calls
+
+    def send(self, message: Any) -> None:
+        """Send a message to all hosts. Raises EngineDeadError if one is lost."""
+        self.check()
+        frame = wire.framed(message)
+        for host in self._hosts:
+            try:
+                host.connection.send_frame(frame)
+            except WireError as error:
+                self._lose(f"{host} is lost: {error}")
+        self.check()
+
+    def new_call(self) -> "tuple[int, Future[None]]":
+        """A number for a message that every host answers with Done, and what its answers complete."""
+        with self._lock:
+            self._num_calls += 1
+            call = self._calls[self._num_calls] = _Call(len(self._hosts))
+        return self._num_calls, call.future
+
+    def waiting(self) -> "_Waiting":
+        """A block in which the caller may wait for devices. If it does so for a lost host, the process ends."""
+        return _Waiting(self)
+
+    def wait_for(self, future: "Future[Any]") -> None:
+        """Wait for it, or raise EngineDeadError when a host is lost."""
+        if not future.done():
+            wait((future, self.lost), return_when=FIRST_COMPLETED)
+        if not future.done():
+            self.check()
+
+    def check(self) -> None:
+        """Raise EngineDeadError if a host is lost."""
+        if self.lost.done():
+            raise EngineDeadError(str(self.lost.exception()))
+
+    def tell_when_lost(self, tell: Callable[[], None]) -> None:
+        """Make a call, in any thread, when a host is lost; at once if one is."""
+        self.lost.add_done_callback(lambda _: tell())
+
+    def fail(self, reason: str) -> None:
+        """This host cannot go on with the others: end them, as if one were lost. If one is, that was the reason."""
+        wait((self.lost,), timeout=NEWS_SECONDS)
+        self._lose(reason)
+
+    def end(self, reason: str = "") -> None:
+        """Tell all hosts to end, and close the connections. May be called again."""
+        with self._lock:
+            if self._has_ended:
+                return
+            self._has_ended = True
+        self._tell(End(reason))
+        if not reason and not self.lost.done():
+            process_group.leave()
+        for host in self._hosts:
+            host.connection.close()
+        if self._started is not None:
+            self._started.end()
+
+    # In threads
+
+    def _listen_to(self, host: _Host) -> None:
+        try:
+            while True:
+                message = host.connection.receive()
+                if isinstance(message, Facts):
+                    host.facts.put(message)
+                elif isinstance(message, Done):
+                    self._answered(host, message)
+                elif isinstance(message, Failed):
+                    self._lose(f"{host} failed: {message.fault.message}")
+                    return
+        except WireError as error:
+            self._lose(f"{host} is lost: {error}")
+
+    def _beat(self, host: _Host) -> None:
+        with contextlib.suppress(WireError):
+            while not (self._has_ended or self.lost.done()):
+                host.connection.send(Beat())
+                time.sleep(BEAT_SECONDS)
+
+    def _answered(self, host: _Host, done: Done) -> None:
+        with self._lock:
+            call = self._calls.get(done.number)
+            if call is None:
+                return
+            call.num_open -= 1
+            is_first_fault = done.fault is not None and not call.future.done()
+            if not call.num_open:
+                del self._calls[done.number]
+        if is_first_fault and done.fault is not None:
+            fault = messages.error_of(done.fault)
+            fault.args = (f"{host}: {fault}",)
+            call.future.set_exception(fault)
+        elif not call.num_open and not call.future.done():
+            call.future.set_result(None)
+
+    def _lose(self, reason: str) -> None:
+        with self._lock:
+            if self._has_ended or self.lost.done():
+                return
+            self.lost.set_exception(EngineDeadError(reason))
+        logger.error("%s; the engine ends on all hosts", reason)
+        threading.Thread(target=self._end_if_stuck, args=(reason,), name="end-if-stuck", daemon=True).start()
+        for host in self._hosts:
+            host.facts.put(None)
+        self._tell(End(reason))
+
+    def _end_if_stuck(self, reason: str) -> None:
+        time.sleep(GRACE_SECONDS)
+        if self._is_inside:
+            logger.error("this process waits for a lost host, so it ends (%s)", reason)
+            process_group.end_process(process_group.EXIT_FAILED)
+        process_group.end_with_main_thread()
+
+    def _tell(self, message: Any) -> None:
+        """Send it to those that can still be reached, without waiting for those that cannot."""
+        threads = [threading.Thread(target=_try_to_send, args=(host, message), daemon=True) for host in self._hosts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(0.5)
+
+
+class _Waiting:
+    """See Leader.waiting. A class, because a generator's would cost more in every step."""
+
+    def __init__(self, leader: Leader):
+        self._leader = leader
+
+    def __enter__(self) -> None:
+        self._leader._is_inside = True
+
+    def __exit__(self, *_: object) -> None:
+        self._leader._is_inside = False
+
+
+def _try_to_send(host: _Host, message: Any) -> None:
+    with contextlib.suppress(WireError):
+        host.connection.send(message)
+
+
+# Before the connections stand
+
+
+def _listen(options: ParallelOptions) -> socket.socket:
+    where = options.master_addr, options.master_port
+    try:
+        family = socket.getaddrinfo(*where, type=socket.SOCK_STREAM)[0][0]
+        listening = socket.create_server(where, family=family)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"port {where[1]} of {where[0]} is taken by another program; choose another --master-port, on all hosts"
+            ) from error
+        raise ConfigError(
+            f"host 0 cannot listen at master_addr {where[0]}, port {where[1]} ({error.strerror or error}); give an address of this "
+            "machine that the other hosts reach"
+        ) from error
+    return listening
+
+
+def _gather(
+    listening: socket.socket, options: ParallelOptions, found: Mapping[str, str], started: "Started | None"
+) -> list[_Host]:
+    """Accept all other hosts. Raises ConfigError if one does not come in time, or may not take part."""
+    deadline = time.monotonic() + options.distributed_timeout_seconds
+    hosts: dict[int, _Host] = {}
+    next_told = time.monotonic() + _TELL_SECONDS
+    logger.info("host 0 of %d waits for the others at %s, port %d", options.nnodes, options.master_addr, options.master_port)
+    try:
+        while len(hosts) < options.nnodes - 1:
+            listening.settimeout(max(0.01, min(_POLL_SECONDS, deadline - time.monotonic())))
+            try:
+                stream, _ = listening.accept()
+            except TimeoutError:
+                if started is not None and (fault := started.fault()) is not None:
+                    raise ConfigError(fault) from None
+                missing = ", ".join(str(rank) for rank in range(1, options.nnodes) if rank not in hosts)
+                if time.monotonic() < deadline:
+                    if time.monotonic() > next_told:
+                        next_told += _TELL_SECONDS
+                        logger.info("host 0 still waits for: %s", missing)
+                    continue
+                raise ConfigError(
+                    f"these hosts did not connect to {options.master_addr}, port {options.master_port}, within "
+                    f"{options.distributed_timeout_seconds} s (--distributed-timeout-seconds): {missing}; start each with the same "
+                    "options and its --node-rank, and see that it reaches this address"
+                ) from None
+            host = _greet(Connection(stream, wire.of_follower), options, found, hosts)
+            if host is not None:
+                hosts[host.rank] = host
+                logger.info("%s is there", host)
+    except BaseException as error:
+        for host in hosts.values():
+            host.connection.limit(_HELLO_SECONDS)
+            _try_to_send(host, Refused(str(error)))
+            host.connection.close()
+        raise
+    return [hosts[rank] for rank in sorted(hosts)]
+
+
+def _greet(
+    connection: Connection, options: ParallelOptions, found: Mapping[str, str], hosts: Mapping[int, _Host]
+) -> _Host | None:
+    """The host at the other end; None if it is none. Raises ConfigError if it may not take part."""
+    connection.limit(_HELLO_SECONDS)
+    try:
+        hello = connection.receive()
+        if not isinstance(hello, Hello):
+            raise WireError("it did not say hello")
+    except WireError as error:
+        logger.warning("a connection from %s is no host's: %s", connection.peer, error)
+        connection.close()
+        return None
+    host = _Host(hello.rank, hello.name, connection)
+    fault = None
+    if hello.protocol != wire.PROTOCOL:
+        fault = f"{host} speaks version {hello.protocol} of the hosts' protocol, host 0 version {wire.PROTOCOL}; install the same jaxllm"
+    elif (differs := identity.difference(["host 0", f"host {hello.rank}"], [found, hello.identity])) is not None:
+        fault = f"{host} differs from host 0: {differs}; start all hosts with the same versions, options and model"
+    elif not 1 <= hello.rank < options.nnodes:
+        fault = f"{host} has node_rank {hello.rank}, there are 1 to {options.nnodes - 1}"
+    elif hello.rank in hosts:
+        fault = f"two hosts have node_rank {hello.rank}: {hosts[hello.rank]} and {host}; give each its own"
+    if fault is not None:
+        with contextlib.suppress(WireError):
+            connection.send(Refused(fault))
+        connection.close()
+        raise ConfigError(fault)
+    return host
+
+
+def free_port(address: str) -> int:
+    with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        return int(probe.getsockname()[1])

@@ -1,0 +1,208 @@
+"""Messages between the hosts of an engine: typed msgpack over TCP, never pickles, each after its length. Does not import JAX.
+
+A follower sends `Hello`, `Facts`, `Done`, `Failed` and `Beat`; host 0 sends `Welcome`, `Refused`, `AllFacts`, the calls and `Beat`.
+The network between the hosts must be trusted: nothing is encrypted, and whoever reaches the port of host 0 may take a host's place.
+"""
+
+import contextlib
+import socket
+import struct
+import threading
+from typing import Any
+
+import msgspec
+
+from jaxllm.engine.messages import Fault
+from jaxllm.errors import JaxLLMError
+from jaxllm.scheduler_output import SchedulerOutput
+
+PROTOCOL = 1
+MAX_MESSAGE_BYTES = 64 << 20
+"""A longer message ends its connection. The plan of a step with long new prompts is the longest."""
+PIECE_BYTES = 4 << 20
+"""Adapters are sent in pieces of this size, so that steps and heartbeats need not wait for a whole one."""
+_LENGTH = struct.Struct(">I")
+
+
+class WireError(JaxLLMError):
+    """A connection between hosts is closed, or what came through it is no message."""
+
+
+class _Message(msgspec.Struct, array_like=True):
+    pass
+
+
+# From a follower
+
+
+class Hello(_Message, tag="hello"):
+    """The first message. `identity`: all that must be the same on every host, by a name for error messages."""
+
+    protocol: int
+    rank: int
+    num_hosts: int
+    name: str
+    identity: dict[str, str]
+
+
+class Facts(_Message, tag="facts"):
+    """What this host found in a phase of the start. Answered by AllFacts once every host has sent its own."""
+
+    phase: str
+    facts: dict[str, Any]
+
+
+class Done(_Message, tag="done"):
+    """A numbered call has been run, or failed."""
+
+    number: int
+    fault: Fault | None = None
+
+
+class Failed(_Message, tag="failed"):
+    """This host cannot go on."""
+
+    fault: Fault
+
+
+# From host 0
+
+
+class Welcome(_Message, tag="welcome"):
+    """All hosts are there. `coordinator_port`: where `jax.distributed` listens on host 0."""
+
+    coordinator_port: int
+
+
+class Refused(_Message, tag="refused"):
+    """This host may not take part."""
+
+    reason: str
+
+
+class AllFacts(_Message, tag="all_facts"):
+    """The facts of all hosts in a phase of the start, in the order of their ranks."""
+
+    phase: str
+    facts: list[dict[str, Any]]
+
+
+class Dispatch(_Message, tag="dispatch"):
+    """Run a step."""
+
+    plan: SchedulerOutput
+
+
+class Draw(_Message, tag="draw"):
+    """Sample the latest step under its first masks; those of the other requests allow every token. mask: int32[R, V / 32], row by row."""
+
+    num_rows: int
+    mask: bytes
+
+
+class Piece(_Message, tag="piece"):
+    """A part of a packed adapter of `size` bytes, from the byte `start` on. The last one is answered by Done."""
+
+    number: int
+    size: int
+    start: int
+    data: bytes
+
+
+class WriteAdapter(_Message, tag="write_adapter"):
+    """Write the latest adapter that came in pieces into a slot."""
+
+    slot: int
+
+
+class Do(_Message, tag="do"):
+    """Call a method of the runner, one of `follower.CALLS`. Answered by Done."""
+
+    number: int
+    method: str
+
+
+class End(_Message, tag="end"):
+    """The engine ends: with a reason after a failure, with none if it is shut down."""
+
+    reason: str = ""
+
+
+# From either side
+
+
+class Beat(_Message, tag="beat"):
+    """Sent every BEAT_SECONDS."""
+
+
+FromFollower = Hello | Facts | Done | Failed | Beat
+FromHost0 = Welcome | Refused | AllFacts | Dispatch | Draw | Piece | WriteAdapter | Do | End | Beat
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=lambda value: value.item())  # numpy's numbers
+of_follower: Any = msgspec.msgpack.Decoder(FromFollower)  # type: ignore[arg-type]
+of_host_0: Any = msgspec.msgpack.Decoder(FromHost0)  # type: ignore[arg-type]
+
+
+def framed(message: Any) -> bytes:
+    """A message as it is sent. Raises WireError if it is too long."""
+    body = _encoder.encode(message)
+    if len(body) > MAX_MESSAGE_BYTES:
+        raise WireError(
+            f"a {type(message).__name__} of {len(body)} bytes is too long for other hosts (at most {MAX_MESSAGE_BYTES})"
+        )
+    return _LENGTH.pack(len(body)) + body
+
+
+class Connection:
+    """One end of a connection. Any thread may send; one receives."""
+
+    def __init__(self, stream: socket.socket, decoder: Any):
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket, self._decoder = stream, decoder
+        self._sending = threading.Lock()
+        self.peer = str(stream.getpeername()[0])
+        """The address of the other end."""
+
+    def limit(self, seconds: float | None) -> None:
+        """How long to wait for each part of a message."""
+        self._socket.settimeout(seconds)
+
+    def send(self, message: Any) -> None:
+        """Raises WireError if the other end is gone."""
+        self.send_frame(framed(message))
+
+    def send_frame(self, frame: bytes) -> None:
+        """Send what `framed` returned."""
+        try:
+            with self._sending:
+                self._socket.sendall(frame)
+        except OSError as error:
+            raise WireError(f"the connection is closed ({error})") from error
+
+    def receive(self) -> Any:
+        """Wait for the next message. Raises WireError if there is none any more or it is malformed."""
+        try:
+            (size,) = _LENGTH.unpack(self._read(_LENGTH.size))
+            if size > MAX_MESSAGE_BYTES:
+                raise WireError(f"a message of {size} bytes was announced, at most {MAX_MESSAGE_BYTES} are allowed")
+            return self._decoder.decode(self._read(size))
+        except OSError as error:
+            raise WireError(f"the connection is closed ({error})") from error
+        except (msgspec.MsgspecError, RecursionError, TypeError, ValueError, OverflowError) as error:
+            raise WireError(f"not a message of this protocol ({type(error).__name__}: {str(error)[:200]})") from error
+
+    def _read(self, size: int) -> bytearray:
+        found = bytearray(size)
+        view, num_read = memoryview(found), 0
+        while num_read < size:
+            count = self._socket.recv_into(view[num_read:])
+            if not count:
+                raise WireError("the connection was closed")
+            num_read += count
+        return found
+
+    def close(self) -> None:
+        """Close it, also under a thread that sends or receives."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()

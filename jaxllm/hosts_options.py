@@ -1,0 +1,35 @@
+"""Options of an engine on several hosts: which agree, and which may differ between hosts. Does not import JAX."""
+
+from collections.abc import Mapping
+from typing import Any
+
+OF_ONE_HOST = frozenset({
+    *("node_rank", "master_addr", "master_port", "distributed_executor_backend", "distributed_timeout_seconds"),
+    *("model", "tokenizer", "download_dir", "logits_processors", "chat_template", "profiler_dir"),
+    *("use_progress_bar", "disable_log_stats", "compilation_cache", "compile_threads"),
+})  # fmt: skip
+"""Options whose values may differ between the hosts of an engine: paths on each host, and what its programs do not depend on."""
+
+
+def hosts_faults(flat: Mapping[str, Any]) -> list[str]:
+    """Describe the options of hosts that contradict each other or other options."""
+    num_hosts, rank, size = flat["nnodes"], flat["node_rank"], flat["tensor_parallel_size"]
+    if not all(isinstance(value, int) and value >= 0 for value in (num_hosts, rank, size)) or not num_hosts:
+        return []  # reported already
+    faults = []
+    if rank >= num_hosts:
+        faults.append(f"node_rank is {rank}, must be below nnodes, {num_hosts}: hosts count from 0")
+    if num_hosts > 1:
+        if size % num_hosts:
+            faults.append(
+                f"tensor_parallel_size is {size}, which {num_hosts} hosts (nnodes) cannot share equally; choose a multiple of {num_hosts}"
+            )
+        for name in ("pipeline_parallel_size", "data_parallel_size"):
+            if flat[name] != 1:
+                faults.append(
+                    f"{name} is {flat[name]} with nnodes {num_hosts}: stages and replicas lie on one host; use tensor_parallel_size alone, "
+                    "or start a server on each host behind a gateway"
+                )
+        if flat["compiled_artifact"] is not None:
+            faults.append("compiled_artifact is set with nnodes: programs for several hosts cannot be stored; leave it out")
+    return faults

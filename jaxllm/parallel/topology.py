@@ -1,0 +1,42 @@
+"""How an engine is laid out over its devices: the named sizes that everything else counts by. Does not import JAX."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxllm.config import ParallelOptions
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The devices of one engine: `num_devices` of them, side by side in stages of `tensor` devices."""
+
+    tensor: int = 1
+    """Devices that each layer is split over."""
+    stage: int = 1
+    """Stages of a pipeline, each with layers of its own."""
+    has_expert_parallel: bool = False
+    """Whether each of these holds whole experts of a mixture, instead of a share of each."""
+
+    @classmethod
+    def of(cls, options: "ParallelOptions") -> "Topology":
+        """The topology that an engine's options ask for."""
+        return cls(options.tensor_parallel_size, options.pipeline_parallel_size, options.enable_expert_parallel)
+
+    @property
+    def expert(self) -> int:
+        """Devices that the experts of a mixture are distributed to, each with all its weights."""
+        return self.tensor if self.has_expert_parallel else 1
+
+    @property
+    def num_devices(self) -> int:
+        return self.tensor * self.stage
+
+    def describe(self) -> str:
+        """What was asked for, by the names of its options."""
+        if self.stage == 1:
+            return f"tensor_parallel_size is {self.tensor}"
+        return f"pipeline_parallel_size is {self.stage} and tensor_parallel_size {self.tensor}, which takes {self.num_devices} devices"
+
+
+ONE_DEVICE = Topology()

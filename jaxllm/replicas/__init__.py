@@ -1,0 +1,1 @@
+"""Several engine processes with the same model, behind one AsyncCore: data parallelism."""

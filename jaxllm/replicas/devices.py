@@ -1,0 +1,41 @@
+"""Which devices each replica gets: environment variables of its process."""
+
+import os
+
+from jaxllm import gpus
+from jaxllm.config import ParallelOptions
+from jaxllm.errors import ConfigError
+from jaxllm.parallel.topology import Topology
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def environments(parallel: ParallelOptions) -> list[dict[str, str]]:
+    """What each replica's process has in its environment to see its devices alone: on GPUs the next ones of those that this process may
+    use; on a CPU nothing. Raises ConfigError if there are too few."""
+    num_replicas, num_each = parallel.data_parallel_size, Topology.of(parallel).num_devices
+    if num_replicas == 1 or os.environ.get("JAX_PLATFORMS", "").split(",")[0] == "cpu":
+        return [{}] * num_replicas
+    names = _visible_gpus()
+    if not names:
+        return [{}] * num_replicas
+    if len(names) < num_replicas * num_each:
+        raise ConfigError(
+            f"data_parallel_size {num_replicas} with {num_each} GPU{'s' * (num_each > 1)} each needs {num_replicas * num_each} GPUs, "
+            f"this machine has {len(names)}{_hint(len(names))}; choose at most {len(names) // num_each or 'fewer devices for each'}"
+        )
+    return [{VISIBLE: ",".join(names[rank * num_each : (rank + 1) * num_each])} for rank in range(num_replicas)]
+
+
+def _visible_gpus() -> list[str]:
+    """The names, as CUDA_VISIBLE_DEVICES has them, of the GPUs that this process may use."""
+    given = os.environ.get(VISIBLE)
+    found = gpus.count()
+    if given is None:
+        return [str(index) for index in range(found)]
+    return [name.strip() for name in given.split(",") if name.strip()][:found]
+
+
+def _hint(num_visible: int) -> str:
+    hidden = gpus.hidden_gpus(num_visible)
+    return f" ({hidden})" if hidden else ""

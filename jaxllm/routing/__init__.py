@@ -1,0 +1,1 @@
+"""Chooses one of several engines with the same model for a request."""

@@ -1,0 +1,204 @@
+"""Chooses a replica for each request: by cached prefixes and queued work, or by a policy to compare with."""
+
+from collections.abc import Iterable, Mapping
+from typing import Literal, get_args
+
+import numpy as np
+
+from jaxllm.cache_news import CacheNews
+from jaxllm.errors import EngineDeadError, InvalidRequestError
+from jaxllm.request import EngineCoreRequest
+from jaxllm.routing.loads import QUEUE_TOKENS, Loads
+from jaxllm.routing.prefix_index import PrefixIndex, keys_of
+from jaxllm.scheduler.block_hash import HashAlgorithm, first_keys, hashes_of
+from jaxllm.scheduler_stats import SchedulerStats
+
+RoutingPolicy = Literal["cache_aware", "least_loaded", "round_robin"]
+"""How a replica is chosen. least_loaded: by vLLM's score of requests."""
+_RANK = "data_parallel_rank"
+
+
+class Balancer:
+    """What one front knows of its replicas. Every replica is down until `set_up`. Not thread safe."""
+
+    def __init__(
+        self,
+        num_replicas: int,
+        *,
+        block_size: int,
+        max_num_seqs: int,
+        hash_algorithm: HashAlgorithm = "sha256",
+        prefix_caching: bool = True,
+        policy: RoutingPolicy = "cache_aware",
+        num_fronts: int = 1,
+        max_indexed_blocks: int = 4_000_000,
+    ):
+        """block_size, hash_algorithm, prefix_caching, max_num_seqs: the options of each engine. num_fronts: how many fronts send to
+        these replicas. max_indexed_blocks: most blocks of all prefix caches that are remembered, of about 150 bytes each."""
+        assert policy in get_args(RoutingPolicy), policy
+        self.num_replicas = num_replicas
+        self.policy = policy
+        self.index = PrefixIndex(num_replicas, max_indexed_blocks)
+        self.loads = Loads(num_replicas, block_size=block_size, max_num_seqs=max_num_seqs, num_fronts=num_fronts)
+        self._block_size = block_size
+        self._hash_algorithm: HashAlgorithm = hash_algorithm
+        self._reads_caches = prefix_caching and policy == "cache_aware"
+        self._adapter_keys: list[Mapping[str, str]] = [{}] * num_replicas
+        self._replica_of: dict[str, int] = {}
+        self._stalled = np.zeros(num_replicas, bool)
+        self._last = -1
+
+    # Replicas come and go
+
+    @property
+    def num_up(self) -> int:
+        return int(self.loads.is_up.sum())
+
+    def is_up(self, replica: int) -> bool:
+        """Whether requests are sent to a replica."""
+        return bool(self.loads.is_up[replica])
+
+    def set_up(self, replica: int) -> None:
+        """A replica serves, with empty caches and no requests."""
+        self.set_down(replica)
+        self.loads.set_up(replica)
+
+    def set_stalled(self, replica: int, is_stalled: bool) -> None:
+        """Whether a replica seems to hang: others are preferred as long as it does."""
+        self._stalled[replica] = is_stalled
+
+    def set_down(self, replica: int) -> list[str]:
+        """A replica serves no longer. Returns the ids of its unfinished requests, which are forgotten."""
+        self.loads.set_down(replica)
+        self._stalled[replica] = False
+        self.index.forget(replica)
+        self._adapter_keys[replica] = {}
+        lost = self.requests_of(replica)
+        for request_id in lost:
+            del self._replica_of[request_id]
+        return lost
+
+    # What replicas publish
+
+    def note_load(self, replica: int, stats: SchedulerStats, num_received: int | None = None) -> None:
+        """Take in the load of a replica. num_received: requests of this front that it had received by then, since `set_up`; None: all."""
+        if self.is_up(replica):
+            self.loads.note(replica, stats, num_received)
+
+    def note_news(self, replica: int, news: CacheNews) -> None:
+        """Take in news of a replica's prefix cache, or a snapshot."""
+        if self._reads_caches and self.is_up(replica):
+            self.index.apply(replica, news)
+
+    def set_adapters(self, replica: int, cache_keys: Mapping[str, str]) -> None:
+        """The adapters that requests may name at a replica, with the `cache_key` of each.
+
+        An engine numbers its adapters, so the key of one name, and with it the hashes of its blocks, may differ between replicas.
+        """
+        self._adapter_keys[replica] = dict(cache_keys)
+
+    # Requests
+
+    def choose(self, request: EngineCoreRequest, rank: int | None = None) -> int:
+        """Choose the replica for a request and count the request as sent there, until `ended`. rank: the replica, if it is chosen already.
+
+        Raises InvalidRequestError for a rank that does not exist, EngineDeadError if it is down or all are.
+        """
+        cached = self._cached_tokens(request) if self._reads_caches else None
+        return self._choose(request.request_id, len(request.prompt_token_ids), cached, request.adapter, rank)
+
+    def choose_by_keys(self, request_id: str, num_tokens: int, keys: Iterable[int], rank: int | None = None) -> int:
+        """The same for a prompt of `num_tokens` tokens whose blocks have these keys."""
+        cached = self.index.prefixes(keys) * self._block_size if self._reads_caches else None
+        return self._choose(request_id, num_tokens, cached, None, rank)
+
+    def replica_of(self, request_id: str) -> int | None:
+        """The replica of an unfinished request."""
+        return self._replica_of.get(request_id)
+
+    def requests_of(self, replica: int) -> list[str]:
+        """The ids of a replica's unfinished requests."""
+        return [request_id for request_id, owner in self._replica_of.items() if owner == replica]
+
+    def has_seat(self, replica: int) -> bool:
+        """Whether a request sent to a replica now would be admitted at once."""
+        return self.is_up(replica) and bool(self.loads.seats[replica] > 0)
+
+    def ended(self, request_id: str) -> None:
+        """A request has ended, for whatever reason. Unknown ids are ignored."""
+        replica = self._replica_of.pop(request_id, None)
+        if replica is not None:
+            self.loads.ended(replica)
+
+    def _cached_tokens(self, request: EngineCoreRequest) -> np.ndarray | None:
+        """Tokens of a prompt that each replica has in its prefix cache."""
+        if not request.reads_prefix_cache:
+            return None
+        if request.adapter is None:
+            return self.index.prefixes(self._keys(request, None)) * self._block_size
+        cached = np.zeros(self.num_replicas, np.int64)
+        adapter_keys = [keys.get(request.adapter) for keys in self._adapter_keys]
+        for adapter_key in {key for key in adapter_keys if key is not None}:
+            found = self.index.prefixes(self._keys(request, adapter_key))
+            has_key = np.array([key == adapter_key for key in adapter_keys])
+            cached[has_key] = found[has_key]
+        return cached * self._block_size
+
+    def _keys(self, request: EngineCoreRequest, adapter_key: str | None) -> Iterable[int]:
+        extra_keys = first_keys(request.cache_salt, adapter_key)
+        return keys_of(hashes_of(request.prompt_token_ids, self._block_size, self._hash_algorithm, extra_keys))
+
+    def _choose(
+        self, request_id: str, num_tokens: int, cached: np.ndarray | None, adapter: str | None, rank: int | None
+    ) -> int:
+        loads = self.loads
+        allowed = loads.is_up & ~self._stalled if self._stalled.any() else loads.is_up
+        allowed = allowed if allowed.any() else loads.is_up
+        uncached = num_tokens if cached is None else num_tokens - np.minimum(cached, num_tokens - 1)
+        if rank is not None:
+            replica = self._checked(rank)
+        elif not loads.is_up.any():
+            raise EngineDeadError("no replica of the engine is up")
+        elif self.policy == "cache_aware":
+            replica = self._best(uncached, adapter, allowed)
+        elif self.policy == "least_loaded":
+            replica = self._lowest(loads.vllm_score, allowed)
+        else:
+            replica = self._lowest(np.zeros(self.num_replicas), allowed)
+        self._last = replica
+        self._replica_of[request_id] = replica
+        loads.sent(replica, num_tokens if cached is None else int(uncached[replica]), adapter)  # type: ignore[index]
+        return replica
+
+    def _checked(self, rank: int) -> int:
+        if not 0 <= rank < self.num_replicas:
+            raise InvalidRequestError(f"{_RANK} is {rank}, must be 0 to {self.num_replicas - 1}", _RANK)
+        if not self.is_up(rank):
+            raise EngineDeadError(f"replica {rank} is down; leave out {_RANK} to let another serve")
+        return rank
+
+    def _best(self, uncached: "np.ndarray | int", adapter: str | None, allowed: np.ndarray) -> int:
+        """The replica of the lowest cost: the prompt tokens that are queued there, and twice those of this prompt that must be computed.
+
+        All take the same time on the device. Those that are queued delay this request; its own delay it, and whoever comes to the
+        replica after it, as they would not where they are cached. So a cached prefix is worth a queue of twice its length. Requests that
+        run count as `ROW_TOKENS`: they slow this one down as long as it lives. Where a request would have to wait for a seat or for
+        blocks until others end, no cached prefix helps: such replicas are only taken if all are like that, and then waiting requests
+        count as `QUEUE_TOKENS`.
+        """
+        loads = self.loads
+        cost = loads.work + 2 * uncached
+        is_free = allowed & (loads.seats > 0) & (loads.room >= uncached)
+        if adapter is not None:
+            load_tokens, has_slot = loads.adapter_tokens(adapter)
+            cost += load_tokens
+            is_free &= has_slot
+        if not is_free.any():
+            return self._lowest(cost + QUEUE_TOKENS * loads.waiting, allowed)
+        return self._lowest(cost, is_free)
+
+    def _lowest(self, cost: np.ndarray, allowed: np.ndarray) -> int:
+        """The allowed replica of the lowest cost; among equals the next in turn."""
+        cost = np.where(allowed, cost, np.inf)
+        lowest = np.flatnonzero(cost == cost.min())
+        return int(lowest[np.searchsorted(lowest, self._last, "right") % len(lowest)])

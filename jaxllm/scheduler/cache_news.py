@@ -1,0 +1,42 @@
+"""Collects which blocks came into the prefix cache and which left it."""
+
+from collections.abc import Iterable
+
+from jaxllm.cache_news import KEY_BYTES, CacheNews
+from jaxllm.scheduler.block_hash import HASH_BYTES
+
+
+class NewsCollector:
+    """The changes since the last `take`. Outlives the block pool that reports to it.
+
+    Covers the first group of layers alone. A cached prefix must be in all groups, and the first has every block of it where a
+    layer has full attention, while those of a window have only the last ones: the walk along a prompt would stop there. So it does for
+    models with windows alone, once the first blocks of a prompt were evicted: a front then takes less for cached than there is.
+    """
+
+    def __init__(self, names: Iterable[bytes] = ()) -> None:
+        """names: what can be found already. The first news contain it all."""
+        self.changes: dict[bytes, bool] = dict.fromkeys(names, True)
+        """Whether a block can be found now, by hash. The block pool writes here; a block that came and went is one entry."""
+        self._cleared = True
+
+    def clear(self) -> None:
+        """The prefix cache has become empty."""
+        self.changes.clear()
+        self._cleared = True
+
+    def take(self) -> CacheNews | None:
+        """The changes since the last call; None if there are none."""
+        if not (self.changes or self._cleared):
+            return None
+        stored = keys_of(name for name, is_stored in self.changes.items() if is_stored)
+        removed = keys_of(name for name, is_stored in self.changes.items() if not is_stored)
+        news = CacheNews(self._cleared, stored, b"" if self._cleared else removed)
+        self.changes.clear()
+        self._cleared = False
+        return news
+
+
+def keys_of(names: Iterable[bytes]) -> bytes:
+    """What news call these blocks; those of groups after the first, whose names are longer, are left out."""
+    return b"".join([name[:KEY_BYTES] for name in names if len(name) == HASH_BYTES])

@@ -1,0 +1,71 @@
+"""What an engine on several hosts is asked, and its host 0 as a process: python -m tests.helpers.host_scenario DIRECTORY OPTIONS"""
+
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jaxllm.config import EngineConfig
+from jaxllm.engine.core import EngineCore
+from jaxllm.errors import EngineDeadError
+from jaxllm.request import Grammar
+from tests.helpers import engines, goldens
+
+NAME = "llama_gqa"
+OPTIONS: dict[str, Any] = {
+    **engines.SMALL,
+    "model": str(goldens.golden(NAME).directory),
+    "enable_lora": True,
+    "max_loras": 1,
+    "max_lora_rank": 8,
+    "num_gpu_blocks_override": 40,
+}
+PROMPTS = [result.prompt for result in goldens.golden(NAME).results[:4]]
+
+
+def options(directory: Path) -> dict[str, Any]:
+    """Of an engine with the tokenizer of a directory."""
+    return {**OPTIONS, "tokenizer": str(directory)}
+
+
+def answers(core: EngineCore, directory: Path) -> list[list[int]]:
+    """Token ids of requests at the same time: greedy, seeded, by a grammar and by an adapter; the same again after sleep."""
+    number = core.add_adapter("adapter", str(directory / "adapter"))
+    while core.adapter_state(number).state == "loading":
+        core.step()
+        time.sleep(0.01)
+    found = []
+    for level in (0, 1):
+        if level:
+            core.sleep(level)
+            core.wake_up()
+        requests = [engines.request(f"{level}-{i}", prompt, max_tokens=8) for i, prompt in enumerate(PROMPTS)]
+        requests[1] = engines.request(f"{level}-1", PROMPTS[1], max_tokens=8, temperature=1.0, seed=7)
+        requests[2] = replace(requests[2], grammar=Grammar("start: /[a-c]{20}/"))
+        requests[3] = replace(requests[3], adapter="adapter")
+        done = engines.run(core, requests)
+        found += [done[request.request_id].tokens for request in requests]
+    return found
+
+
+def main() -> None:
+    """Print the answers; or, without adapters, generate until the engine dies, and print how. Lines begin with "> "."""
+    directory, more = Path(sys.argv[1]), json.loads(sys.argv[2])
+    core = EngineCore(EngineConfig.from_options(**{**options(directory), **more}))
+    if core.adapters is not None:
+        print(">", json.dumps(answers(core, directory)), flush=True)
+        core.shutdown()
+        return
+    try:
+        for number in range(1_000_000):
+            done = engines.run(core, [engines.request(str(number), PROMPTS[0], max_tokens=8)])
+            if not number:
+                print(">", json.dumps(done["0"].tokens), flush=True)
+    except EngineDeadError as error:
+        print(">", json.dumps({"error": str(error), "at": time.time()}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

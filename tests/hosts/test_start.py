@@ -1,0 +1,190 @@
+"""What hosts do until all are there: who is refused, and what is said of hosts that do not come. No JAX devices are used."""
+
+import socket
+import sys
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxllm.config import EngineConfig
+from jaxllm.engine import messages
+from jaxllm.engine.core import EngineCore
+from jaxllm.errors import ConfigError, EngineDeadError, ModelLoadError
+from jaxllm.hosts import identity, process_group, wire
+from jaxllm.hosts.follower import Member
+from jaxllm.hosts.leader import Leader
+from jaxllm.parallel import across_hosts
+from jaxllm.sampling_params import SamplingParams
+from jaxllm.scheduler_output import NewRequestData, RowStep, SchedulerOutput
+from tests.hosts.test_two_hosts import free_port
+
+FOUND = {"jaxllm version": "1", "jax version": "0.10", "Python version": "3.11", "block_size": "16"}
+
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
+
+def config(rank: int, port: int, **options: Any) -> EngineConfig:
+    options = {"nnodes": 2, "tensor_parallel_size": 2, "distributed_timeout_seconds": 10, **options}
+    return EngineConfig.from_options(model="demo", node_rank=rank, master_port=port, **options)
+
+
+@pytest.fixture
+def together(monkeypatch):
+    """Starts the connections of hosts with these identities, each in a thread."""
+    monkeypatch.setattr(process_group, "join", lambda *_, **__: None)
+    monkeypatch.setattr(process_group, "leave", lambda: None)
+    monkeypatch.setattr(process_group, "end_process", lambda code: sys.exit())  # of the thread
+    threads = ThreadPoolExecutor(3)
+    leaders: list[Leader] = []
+
+    def start(*hosts: tuple[int, dict[str, str]], **options: Any) -> "list[Future[Any]]":
+        port = free_port()
+        started = [threads.submit(Leader.of, config(0, port, **options), FOUND)]
+        started += [threads.submit(Member.of, config(rank, port, **options), found) for rank, found in hosts]
+        started[0].add_done_callback(lambda future: leaders.append(future.result()) if not future.exception() else None)
+        return started
+
+    yield start
+    for leader in leaders:
+        leader.end()
+    threads.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("jaxllm version", "2"), ("jax version", "0.11"), ("Python version", "3.12"), ("block_size", "32")]
+)
+def test_a_host_that_differs_is_refused_with_both_values(together, name, value):
+    for future in together((1, {**FOUND, name: value})):
+        with pytest.raises(ConfigError, match=f"{name} is {FOUND[name]} on host 0 and {value} on host 1") as raised:
+            future.result(10)
+        assert "host 1 (" in str(raised.value)
+
+
+def test_two_hosts_of_one_rank_are_named(together):
+    first, *others = together((1, FOUND), (1, FOUND), nnodes=3, tensor_parallel_size=3)
+    with pytest.raises(ConfigError, match="two hosts have node_rank 1"):
+        first.result(10)
+    for other in others:
+        with pytest.raises(ConfigError, match="two hosts have node_rank 1"):
+            other.result(10)
+
+
+def test_hosts_that_do_not_come_are_named():
+    with pytest.raises(ConfigError, match=r"within 1 s \(--distributed-timeout-seconds\): 1, 2; start each"):
+        Leader.of(config(0, free_port(), nnodes=3, tensor_parallel_size=3, distributed_timeout_seconds=1), FOUND)
+    with pytest.raises(ConfigError, match="host 0 does not answer at 127.0.0.1, port [0-9]+, after 1 s"):
+        Member.of(config(1, free_port(), distributed_timeout_seconds=1), FOUND)
+
+
+def test_a_port_that_is_taken_and_an_address_of_another_machine_are_named():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port} of 127.0.0.1 is taken .* another --master-port"):
+            Leader.of(config(0, port), FOUND)
+    for address in ("192.0.2.1", "nowhere.invalid"):
+        with pytest.raises(ConfigError, match="give an address of this machine"):
+            Leader.of(config(0, port, master_addr=address), FOUND)
+
+
+def test_strangers_at_the_port_do_not_disturb_the_start(together):
+    def knock(port: int) -> None:
+        for data in (b"GET / HTTP/1.1\r\n\r\n", b"\xff\xff\xff\xff", b"\0\0\0\1\xc1"):
+            with socket.create_connection(("127.0.0.1", port)) as stranger:
+                stranger.sendall(data)
+
+    real = wire.Connection.send
+
+    def send(self, message):
+        if isinstance(message, wire.Hello):
+            knock(self._socket.getpeername()[1])
+        real(self, message)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire.Connection, "send", send)
+        leader, member = (future.result(10) for future in together((1, FOUND)))
+    number, answered = leader.new_call()
+    member.send(wire.Done(number))
+    leader.wait_for(answered)
+    assert answered.exception() is None
+
+
+def test_facts_that_differ_and_errors_of_a_host_reach_all(together):
+    leader, member = (future.result(10) for future in together((1, FOUND)))
+    with ThreadPoolExecutor(1) as thread:
+        other = thread.submit(member.agree, "prepared", {"device": "B", "same": 1})
+        with pytest.raises(ConfigError, match="device is A on host 0 and B on host 1"):
+            leader.agree("prepared", {"device": "A", "same": 1})
+        with pytest.raises(ConfigError, match="device is A on host 0 and B on host 1"):
+            other.result(10)
+    with pytest.raises(ModelLoadError), member.reported():
+        raise ModelLoadError("the file is gone")
+    with pytest.raises(EngineDeadError, match=r"host 1 \(.*\) failed: the file is gone"):
+        leader.exchange("loaded", {})
+
+
+def test_calls_are_answered_or_raise_the_error_of_a_host(together):
+    leader, member = (future.result(10) for future in together((1, FOUND)))
+    for fault in (None, messages.fault_of(ModelLoadError("gone"))):
+        number, answered = leader.new_call()
+        leader.send(wire.Do(number, "restore_weights"))
+        assert member.calls.get(timeout=10) == wire.Do(number, "restore_weights")
+        member.send(wire.Done(number, fault))
+        leader.wait_for(answered)
+        assert (fault is None) == (answered.exception() is None)
+    assert "host 1 (" in str(answered.exception()) and "gone" in str(answered.exception())
+    told = threading.Event()
+    leader.tell_when_lost(told.set)
+    member._has_ended = True
+    member._connection.close()
+    assert told.wait(10)
+    with pytest.raises(EngineDeadError, match=r"host 1 \(.*\) is lost"):
+        leader.check()
+
+
+def test_a_plan_reads_the_same_on_the_other_host():
+    params = SamplingParams(seed=3, logit_bias={5: 1.5}, stop_token_ids=[7], temperature=0.5)
+    new = NewRequestData("a", [1, 2, 3], 3, params, (2,), [4, 5], 0, 0, is_masked=True)
+    plan = SchedulerOutput([new], [RowStep("b", np.int64(4), 1, 0, []), RowStep("a", 0, 3, 0, [4, 5])], 4, ["c"], [], 9, ("a",))
+    frame = wire.framed(wire.Dispatch(plan))
+    assert wire.of_host_0.decode(frame[4:]).plan == plan
+
+
+def test_a_host_with_too_few_devices_is_named(monkeypatch):
+    devices = [[SimpleNamespace(device_kind="cpu")] * 2, [SimpleNamespace(device_kind="cpu")]]
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "local_devices", lambda host: devices[host])
+    assert len(across_hosts.devices_for(2)) == 2
+    with pytest.raises(ConfigError, match=r"host 1 has 1 device \(cpu\), but 4 devices on 2 hosts are 2 on each"):
+        across_hosts.devices_for(4)
+
+
+def test_a_host_above_0_has_no_engine_core():
+    with pytest.raises(ConfigError, match="node_rank is 1: hosts above 0 take no requests; start this one with `jaxllm serve"):
+        EngineCore(config(1, 29501))
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        ({"node_rank": 2}, "node_rank is 2, must be below nnodes, 2"),
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size is 3, which 2 hosts"),
+        ({"master_port": 0}, "master_port is 0, must be 1 to 65535"),
+        ({"compiled_artifact": "a"}, "programs for several hosts cannot be stored"),
+    ],
+)
+def test_impossible_options_are_named(options, fault):
+    with pytest.raises(ConfigError, match=fault):
+        EngineConfig.from_options(**{"nnodes": 2, "tensor_parallel_size": 2, **options})
+
+
+def test_paths_may_differ_between_hosts_and_nothing_else(tmp_path):
+    here = identity.identity(config(0, 1), tmp_path)
+    there = identity.identity(config(1, 2, tokenizer="/elsewhere", use_progress_bar=False), tmp_path)
+    assert identity.difference(["host 0", "host 1"], [here, there]) is None
+    other = identity.identity(config(1, 2, max_num_seqs=3), tmp_path)
+    assert identity.difference(["host 0", "host 1"], [here, other]) == "max_num_seqs is None on host 0 and 3 on host 1"

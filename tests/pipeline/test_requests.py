@@ -1,0 +1,201 @@
+"""An engine in two stages answers requests of every kind as one device does, and its stages compute different steps at a time."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from llguidance import LLMatcher
+
+from jaxllm.engine.fault_points import injected
+from jaxllm.request import FinishReason, Grammar
+from tests.helpers import engines, goldens
+from tests.pipeline.conftest import NAME
+
+PROMPTS = [result.prompt for result in goldens.golden(NAME).results]
+NUM_TOKENS = 24
+SMALL_LETTERS = Grammar(LLMatcher.grammar_from_lark("start: /[a-z]{30,60}/"))
+SEEDED = {"temperature": 1.0, "seed": 7}
+
+
+def requests(num_tokens=NUM_TOKENS):
+    """More than run at a time."""
+    grammar = engines.request("grammar", PROMPTS[5], max_tokens=num_tokens, **SEEDED)
+    return [
+        engines.request("greedy", PROMPTS[0], max_tokens=num_tokens),
+        engines.request("seeded", PROMPTS[1], max_tokens=num_tokens, **SEEDED),
+        engines.request("logprobs", PROMPTS[2], max_tokens=num_tokens, logprobs=2, **SEEDED),
+        replace(grammar, grammar=SMALL_LETTERS),
+        engines.request("penalties", PROMPTS[3], max_tokens=num_tokens, presence_penalty=0.5, repetition_penalty=1.2, **SEEDED),
+        engines.request("prompt logprobs", PROMPTS[4] * 3, max_tokens=num_tokens, prompt_logprobs=1),
+        engines.request("one token", PROMPTS[0] * 2, max_tokens=1),
+        engines.pooling_request("vector", PROMPTS[1]),
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(one_device):
+    engines.renew(one_device)
+    return engines.run(one_device, requests())
+
+
+@pytest.fixture
+def core(two_stages, monkeypatch):
+    monkeypatch.setattr("jaxllm.engine.loop.LONG_STEP_SECONDS", float("inf"))
+    engines.renew(two_stages)
+    yield two_stages
+    two_stages._dead = None
+    two_stages.wake_up()
+
+
+def check(found, expected):
+    for name, answer in found.items():
+        wanted = expected[name]
+        assert answer.tokens == wanted.tokens, name
+        for a, b in ((answer.logprobs, wanted.logprobs), ([answer.prompt_logprobs], [wanted.prompt_logprobs])):
+            for got, want in zip(a, b, strict=True):
+                if want is not None:
+                    np.testing.assert_array_equal(got.token_ids, want.token_ids)
+                    np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-4)
+        if wanted.pooled is not None:
+            np.testing.assert_allclose(answer.pooled, wanted.pooled, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_in_flight": 3},
+        {"async_scheduling": False},
+        {"max_num_batched_tokens": 16},
+        {"num_blocks": 8, "max_in_flight": 3},
+        {"max_num_seqs": 1},
+    ],
+    ids=str,
+)
+def test_requests_of_every_kind_have_the_answers_of_one_device(core, expected, options):
+    """More and fewer steps in flight, prompts in chunks, requests preempted, and one at a time."""
+    engines.reschedule(core, **options)
+    check(engines.run(core, requests()), expected)
+    is_short = "num_blocks" in options
+    assert (core.stats().num_preemptions > 0) == is_short
+    before = core.stats().prefix_cache_hits
+    check(engines.run(core, requests()), expected)
+    assert core.stats().prefix_cache_hits > before or is_short
+
+
+def test_aborted_requests_leave_the_others_as_they_are(core, expected):
+    def abort(step, answers):
+        if step % 3 == 2:
+            name = ("penalties", "greedy", "vector", "late 2", "late 5")[step // 3 % 5]
+            core.abort_requests([name])
+            answers.pop(name, None)
+            core.add_request(engines.request(f"late {step}", PROMPTS[step % 5], max_tokens=20)) if step < 30 else None
+
+    found = engines.run(core, requests(), after_step=abort)
+    check(
+        {name: answer for name, answer in found.items() if name in ("seeded", "logprobs", "grammar", "prompt logprobs")},
+        expected,
+    )
+    core.check_integrity()
+
+
+@pytest.mark.parametrize("faults", ["step:2:oom", "launch:3:oom", "draw:2:oom", "result:4:oom", "result:1:oom,launch:5:oom"])
+def test_after_failed_steps_every_request_has_the_tokens_it_would_have_had(core, expected, faults):
+    with injected(faults):
+        check(engines.run(core, requests()), expected)
+    assert core.stats().num_retried_steps > 0
+    core.check_integrity()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_after_sleep_the_stages_have_their_weights_and_caches_again(core, expected, level):
+    core.add_request(engines.request("running", PROMPTS[0], max_tokens=NUM_TOKENS))
+    core.step()
+    core.sleep(level)
+    assert all(not stage.params and not stage.caches for stage in core.runner.stages)
+    assert {news.finish_reason for news in core.step()} == {FinishReason.ABORT}
+    core.wake_up()
+    check(engines.run(core, requests()), expected)
+
+
+def test_each_stage_has_its_own_part_of_the_model(core, one_device):
+    devices = [{array.sharding.mesh.devices.flat[0] for array in (*s.params, *s.caches)} for s in core.runner.stages]
+    assert devices == [{jax.devices()[0]}, {jax.devices()[1]}]
+    whole = sum(array.nbytes for array in one_device.runner.params)
+    embedding = one_device.model_config.vocab_size * one_device.model_config.hidden_size * 4
+    first, last = (sum(array.nbytes for array in stage.params) for stage in core.runner.stages)
+    assert first + last == whole + embedding  # which is the last stage's head
+    assert [len(stage.caches) for stage in core.runner.stages] == [2, 2]
+    assert len(one_device.runner.caches) == 4
+
+
+# Several steps in flight
+
+
+def note_plans(core, monkeypatch):
+    plans, schedule = [], core.scheduler.schedule
+
+    def noted(**options):
+        plan = schedule(**options)
+        if plan.num_tokens:
+            plans.append(({row.request_id for row in plan.rows}, len(core.loop._in_flight)))
+        return plan
+
+    monkeypatch.setattr(core.scheduler, "schedule", noted)
+    return plans
+
+
+def test_steps_in_a_row_are_of_different_requests_in_equal_parts(core, monkeypatch):
+    plans = note_plans(core, monkeypatch)
+    engines.run(core, [engines.request(str(i), PROMPTS[i], max_tokens=20) for i in range(4)])
+    decodes = plans[3:-4]
+    assert len(decodes) > 20
+    assert all(not a & b for (a, _), (b, _) in zip(decodes, decodes[1:], strict=False))
+    assert {len(ids) for ids, _ in decodes} == {2}
+    assert all(in_flight >= 2 for _, in_flight in decodes)  # beside the step that is planned
+
+
+def test_without_async_scheduling_no_token_is_in_flight_when_its_request_is_planned(core, monkeypatch):
+    engines.reschedule(core, async_scheduling=False)
+    plans, schedule = note_plans(core, monkeypatch), core.scheduler.schedule
+
+    def checked(**options):
+        waiting = {id_ for id_, request in core.scheduler.requests.items() if request.num_output_placeholders}
+        plan = schedule(**options)
+        assert not waiting & {row.request_id for row in plan.rows}
+        return plan
+
+    monkeypatch.setattr(core.scheduler, "schedule", checked)
+    engines.run(core, [engines.request(str(i), PROMPTS[i], max_tokens=10) for i in range(4)])
+    assert max(in_flight for _, in_flight in plans) == 1  # beside the step that is planned
+
+
+def test_the_first_stage_computes_a_step_while_the_last_one_computes_an_earlier(core, monkeypatch):
+    """The last stage is given seconds of work before one step. The first stage has ended the next one long before."""
+    first, last = core.runner.stages
+    held_up, was_over = [], []
+
+    def pass_on(batch, entering):
+        leaving = type(first).pass_on(first, batch, entering)
+        if len(held_up) == 3:
+            leaving.block_until_ready()
+            was_over.append(held_up[2].is_ready())
+        return leaving
+
+    def entering(batch):
+        (x,) = type(last).entering(last, batch)
+        held_up.append(hold_up(x) if len(held_up) == 2 else x)
+        return (held_up[-1],)
+
+    @jax.jit
+    def hold_up(x):
+        some = jnp.full((512, 512), 1 / 512)
+        return x + jnp.minimum(0, jax.lax.fori_loop(0, 200, lambda _, y: y @ some, some)[0, 0])
+
+    hold_up.lower(jax.ShapeDtypeStruct((4, 64), "float32")).compile()
+    monkeypatch.setattr(first, "pass_on", pass_on)
+    monkeypatch.setattr(last, "entering", entering)
+    engines.run(core, [engines.request(str(i), PROMPTS[i], max_tokens=6) for i in range(4)])
+    assert was_over == [False]
