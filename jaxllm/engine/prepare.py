@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jaxllm import env
 from jaxllm.cache_spec import row_bytes
 from jaxllm.config import AUTO_MODEL_LEN, EngineConfig, resolve_platform_defaults
+from jaxllm.context.refused import refuse_model
 from jaxllm.engine.failures import explain, is_out_of_memory
 from jaxllm.engine.features import NO_FEATURES, Features
 from jaxllm.engine.fingerprint import fingerprint
@@ -312,9 +313,12 @@ def resolve_sizes(
     if model_config.pooling.prompt_names:
         logger.info("prompts of the checkpoint, for clients to write before their texts: %s", model_config.pooling.prompt_names)
     config = resolve_platform_defaults(config, on_gpu=on_gpu, device_bytes=device_bytes, is_mixture=bool(model_config.mixtures))
+    refuse_model(model_config, topology.context)
     model_config = _split(model_config, topology.tensor)
     config = config.replace(
-        attention_implementation=attention_implementation(attention, model_config, config.cache.block_size, on_gpu=on_gpu),
+        attention_implementation=attention_implementation(
+            attention, model_config, config.cache.block_size, on_gpu=on_gpu, has_part=topology.context > 1
+        ),
         runner="generate" if model_config.generates else "pooling",
         enable_prefix_caching=_prefix_caching(config, model_config),
     )
