@@ -280,7 +280,8 @@ def estimate_work_bytes(config: EngineConfig, model: ModelConfig, *, width: int 
 
     width: most tokens that a row samples. num_features: hidden states of each token that a drafter takes.
     """
-    scheduler, size = config.scheduler, Topology.of(config.parallel).tensor
+    scheduler, topology = config.scheduler, Topology.of(config.parallel)
+    size = topology.tensor
     assert scheduler.max_num_batched_tokens is not None and scheduler.max_num_seqs is not None
     itemsize = jnp.dtype(model.dtype).itemsize
     widest = max(sum(part.values_per_token for part in layer.parts.values()) for layer in set(model.layers))
@@ -294,8 +295,12 @@ def estimate_work_bytes(config: EngineConfig, model: ModelConfig, *, width: int 
     sampling = 6 * 4 * max(max_rows, min(max_rows, MAX_DRAFT_ROWS) * width) * model.vocab_size
     rows = (spec.bytes_per_row for spec in cache_specs(model) if isinstance(spec, RowState))
     states = 3 * scheduler.max_num_seqs * max(rows, default=0) // size  # of one layer: gathered, changed and scattered
-    waiting = entering_bytes(model, scheduler.max_num_batched_tokens, Topology.of(config.parallel).stage)
-    largest = scheduler.max_num_batched_tokens * per_token * itemsize
+    num_tokens = scheduler.max_num_batched_tokens
+    waiting = entering_bytes(model, num_tokens, topology.stage)
+    largest = -(-num_tokens // topology.context) * per_token * itemsize
+    if topology.context > 1:  # each device attends with all tokens: their projections, and results of all parts
+        attended = max(layer.attention.values_per_token for layer in set(model.layers))
+        largest += num_tokens * (2 * attended // size + model.hidden_size) * itemsize
     return int(1.25 * (largest + sampling + states)) + widened + waiting + (64 << 20)
 
 
