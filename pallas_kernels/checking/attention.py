@@ -163,14 +163,15 @@ def _in_parts(module: Any, batch: Batch, options: dict[str, Any]) -> Callable[..
     def run(q, k, v, table, query_start, kv_length, *others):
         named = batch.named(others)
         sinks_KG = named.pop("sinks_KG", None)
-        outs = []
-        for rank in range(batch.num_parts):
-            own = slice(rank * slots, (rank + 1) * slots)
-            # The rank of a device is known when the program runs.
-            part = Part(jax.lax.optimization_barrier(jnp.int32(rank)), batch.num_parts)
-            function = call(module, each, **options, part=part)
-            outs.append(function(q, k[:, :, own], v[:, :, own], table, query_start, kv_length, *named.values()))
-        out_C, lse_C = (jnp.stack(x) for x in zip(*outs, strict=True))
+
+        def of_part(own: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            rank, *pages = own
+            function = call(module, each, **options, part=Part(rank, batch.num_parts))
+            return function(q, *pages, table, query_start, kv_length, *named.values())  # type: ignore[return-value]
+
+        # A loop: as on a device, the rank is known when the program runs.
+        pages = (jnp.stack(jnp.split(x, batch.num_parts, axis=2)) for x in (k, v))
+        out_C, lse_C = jax.lax.map(of_part, (jnp.arange(batch.num_parts, dtype=jnp.int32), *pages))
         return combine(out_C, lse_C, sinks_KG)
 
     return run
