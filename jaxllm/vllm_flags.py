@@ -83,7 +83,8 @@ QUANTIZATIONS = _names("""
 TAKEN = _names("""
     model tokenizer dtype seed max_model_len quantization runner pooler_config hf_overrides revision generation_config
     override_generation_config max_logprobs logprobs_mode logits_processors skip_tokenizer_init load_format download_dir
-    tensor_parallel_size prefill_context_parallel_size pipeline_parallel_size data_parallel_size enable_expert_parallel gpu_memory_utilization
+    tensor_parallel_size prefill_context_parallel_size pipeline_parallel_size data_parallel_size enable_expert_parallel
+    gpu_memory_utilization
     kv_cache_memory_bytes block_size kv_cache_dtype
     enable_prefix_caching
     prefix_caching_hash_algo num_gpu_blocks_override disable_hybrid_kv_cache_manager max_num_batched_tokens max_num_seqs

@@ -9,7 +9,10 @@ def refuse_model(model: ModelConfig, size: int) -> None:
     faults = (
         (bool(model.latent_attentions), "has latent attention, whose cache is not split by tokens"),
         (bool(model.delta_nets), "has linear attention, whose states sum up all tokens in order"),
-        (model.model_class != ModelConfig.model_class, f"is computed by {model.model_class}, and only jaxllm's own decoder shares out tokens"),
+        (
+            model.model_class != ModelConfig.model_class,
+            f"is computed by {model.model_class}, and only jaxllm's own decoder shares out tokens",
+        ),
     )
     for is_so, reason in faults:
         if size > 1 and is_so:

@@ -33,9 +33,7 @@ Candidates = Mapping[str, tuple[str, ...]]
 """By op, the implementations that support the model's shapes, in order of preference."""
 
 
-def attention_implementation(
-    wanted: str, model: ModelConfig, page_size: int, *, on_gpu: bool, has_part: bool = False
-) -> str:
+def attention_implementation(wanted: str, model: ModelConfig, page_size: int, *, on_gpu: bool, has_part: bool = False) -> str:
     """The wanted implementation if it supports the model's shapes, or for "auto" the fastest that does. Raises ConfigError.
 
     has_part: whether each device has a part of a row's keys.
@@ -164,7 +162,13 @@ def _delta_candidates(model: ModelConfig, *, on_gpu: bool) -> tuple[str, ...]:
 def _collectives(model: ModelConfig, mesh: Mesh, *, on_gpu: bool) -> tuple[str, ...]:
     """Use peers' memory if the kernels support the model on this GPU and peers' memory can be accessed."""
     case: dict[str, Any] = {"shape": (1, model.hidden_size), "dtype": model.dtype, "num_devices": tensor_size(mesh)}
-    if tensor_size(mesh) == 1 or context_size(mesh) > 1 or not on_gpu or spans_hosts(mesh) or not collectives.supports("peer", "all_reduce_norm", **case):
+    if (
+        tensor_size(mesh) == 1
+        or context_size(mesh) > 1
+        or not on_gpu
+        or spans_hosts(mesh)
+        or not collectives.supports("peer", "all_reduce_norm", **case)
+    ):
         return ("xla",)
     if not collectives.peers_can_access(list(mesh.devices.flat)):
         logger.info(

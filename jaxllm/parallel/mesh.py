@@ -46,7 +46,9 @@ def _way_out(topology: Topology, count: int) -> str:
     """What a machine with `count` devices can do."""
     if count <= 1:
         return "leave it out" if topology.num_devices == topology.tensor else "leave both out"
-    return f"choose 1 to {count}" if topology.num_devices == topology.tensor else f"choose sizes whose product is {count} or less"
+    return (
+        f"choose 1 to {count}" if topology.num_devices == topology.tensor else f"choose sizes whose product is {count} or less"
+    )
 
 
 def tensor_size(mesh: Mesh) -> int:

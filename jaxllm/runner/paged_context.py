@@ -1,6 +1,6 @@
 """What layers keep between steps, while a model runs: `attend` over the paged cache, and the states of rows."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -152,7 +152,9 @@ def _write_and_attend(
         interpret=kernels.interpret,
     )
     if num_queries is not None:
-        attention = partial(paged_decode, q_TKGH, k_pages, v_pages, page_table_RB, kv_length_R, num_queries=num_queries)
+        attention: Callable[..., Any] = partial(
+            paged_decode, q_TKGH, k_pages, v_pages, page_table_RB, kv_length_R, num_queries=num_queries
+        )
     else:
         attention = partial(paged_attention, q_TKGH, k_pages, v_pages, page_table_RB, query_start_R1, kv_length_R)
     out = attention(
@@ -166,7 +168,9 @@ def _write_and_attend(
         implementation=kernels.paged_attention,
         interpret=kernels.interpret,
     )
-    return out if devices is None else devices.combined(*out, sinks_KG), k_pages, v_pages
+    if devices is not None:
+        out = devices.combined(*out, sinks_KG)
+    return out, k_pages, v_pages
 
 
 @partial(jax.jit, static_argnames=("num_queries", "kernels", "scale"))

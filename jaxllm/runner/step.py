@@ -349,7 +349,9 @@ class StepFunctions:
     ) -> Step:
         """What the model runs on. It replaces the arrays in `caches`."""
         wanted = () if self.drafting is None else self.drafting.drafter.feature_layers
-        return make_step(caches, token_ids_T, places, self.cache.places, self.kernels, shards, wanted, entering_TD, self.context)
+        return make_step(
+            caches, token_ids_T, places, self.cache.places, self.kernels, shards, wanted, entering_TD, self.context
+        )
 
     def _share(self, x_T: jax.Array) -> jax.Array:
         """Of an array by token, the tokens that this device computes."""

@@ -84,9 +84,7 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._num_left_waiting = 0
         """Requests that did not fit into the latest step."""
-        self._extend_hashes = (
-            block_hasher(block_size, cache.prefix_caching_hash_algo) if cache.enable_prefix_caching else None
-        )
+        self._extend_hashes = block_hasher(block_size, cache.prefix_caching_hash_algo) if cache.enable_prefix_caching else None
         self._num_watermark_blocks = int(options.watermark * num_blocks)
         self._in_flight: dict[int, list[Share]] = {}
         self._prompt_tokens_of: dict[int, int] = {}

@@ -119,7 +119,9 @@ def paged_decode(
     """
     check_rows(len(q_RKGH), len(page_table_RB), num_queries)
     if part is not None and num_queries > 1:
-        raise ValueError(f"a decode over a part of the keys takes one query a row, num_queries is {num_queries}; use paged_attention")
+        raise ValueError(
+            f"a decode over a part of the keys takes one query a row, num_queries is {num_queries}; use paged_attention"
+        )
     module = _resolve(implementation, q_RKGH, k_pages_PKSH, sinks_KG is not None, interpret, part)
     several = {"num_queries": num_queries} if num_queries > 1 else {}
     return module.paged_decode(

@@ -201,7 +201,7 @@ def _decode_kernel(
     v_ref,  # [P, K, S, H]
     table_ref,  # [R, B]
     length_ref,  # [R]
-    *refs,  # see `optional_refs`, rank [1] of a part; out as q; or out [splits, R * W, K, G, H] float32 and lse [splits, R * W, K, G] base 2
+    *refs,  # see `optional_refs`, `rank_operand`; out as q; or out [splits, R * W, K, G, H] float32, lse [splits, R * W, K, G] base 2
     has_kv_scale: bool,
     has_sinks: bool,
     num_parts: int | None,
@@ -212,12 +212,9 @@ def _decode_kernel(
     soft_cap: float | None,
     window: int | None,
 ) -> None:
-    kv_scale_ref, sinks_ref, *refs = optional_refs(refs, has_kv_scale, has_sinks)
-    part = None
-    if num_parts is not None:
-        rank_ref, *refs = refs
-        part = Part(rank_ref[0], num_parts)
-    out_ref, *lse_refs = refs
+    kv_scale_ref, sinks_ref, *others = optional_refs(refs, has_kv_scale, has_sinks)
+    part = None if num_parts is None else Part(others.pop(0)[0], num_parts)
+    out_ref, *lse_refs = others
     _, _, num_groups, head_dim = q_ref.shape
     page_size, table_width = k_ref.shape[2], table_ref.shape[1]
     dtype = compute_type(q_ref.dtype, k_ref.dtype)
@@ -239,11 +236,12 @@ def _decode_kernel(
     first_position = 0 if window is None else jnp.maximum(length - (window + num_queries - 1), 0)
     first_tile = 0 if window is None else lax.div(first_position, block_k)
     if part is not None:
-        first_position = 0 if window is None else part.keys_before(first_position, page_size)
         length = part.keys_before(length, page_size)
-        # All keys in the window may be in other parts.
-        length = jnp.where(first_position < length, length, 0)
-        first_tile = 0 if window is None else lax.div(jnp.minimum(first_position, length), block_k)
+        if window is not None:
+            first_position = part.keys_before(jnp.asarray(first_position), page_size)
+            # All keys in the window may be in other parts.
+            length = jnp.where(first_position < length, length, 0)
+            first_tile = lax.div(jnp.minimum(first_position, length), block_k)
     end_tile = lax.div(length + (block_k - 1), block_k)
     per_split = lax.div(end_tile - first_tile + (num_splits - 1), num_splits)
     begin = first_tile + split * per_split

@@ -116,7 +116,7 @@ def _prefill_kernel(
     v_ref,  # [P, K, S, H]
     page_table_ref,  # [R, B]
     tiles_ref,  # [N, 4]
-    *refs,  # see `optional_refs`; of a part, its rank [1]; out [T, K, G, H]; of a part, lse [T, K, G]
+    *refs,  # see `optional_refs`, `rank_operand`; out [T, K, G, H]; of a part, lse [T, K, G]
     has_kv_scale: bool,
     has_sinks: bool,
     num_parts: int | None,
@@ -126,12 +126,9 @@ def _prefill_kernel(
     soft_cap: float | None,
     window: int | None,
 ) -> None:
-    kv_scale_ref, sinks_ref, *refs = optional_refs(refs, has_kv_scale, has_sinks)
-    part = None
-    if num_parts is not None:
-        rank_ref, *refs = refs
-        part = Part(rank_ref[0], num_parts)
-    out_ref, *lse_refs = refs
+    kv_scale_ref, sinks_ref, *others = optional_refs(refs, has_kv_scale, has_sinks)
+    part = None if num_parts is None else Part(others.pop(0)[0], num_parts)
+    out_ref, *lse_refs = others
     _, _, num_groups, head_dim = q_ref.shape
     page_size, table_width = k_ref.shape[2], page_table_ref.shape[1]
     num_rows = page_table_ref.shape[0]
@@ -152,7 +149,8 @@ def _prefill_kernel(
     q_index = (token + token_M[:, None], head, group_M[:, None], dim_H[None, :])
     q_MH = load(q_ref.at[q_index], mask=q_mask_MH, other=0.0).astype(dtype)
     position_M1 = (position + token_M)[:, None]
-    if part is not None:  # in a part, positions of keys are the numbers of its slots, and limits depend on the rank
+    first = None
+    if part is not None:  # keys count by its slots
         end_M1 = part.keys_before(position_M1 + 1, page_size)
         first_M1 = None if window is None else part.keys_before(position_M1 - (window - 1), page_size)
         stop = part.keys_before(position + count, page_size)
@@ -206,7 +204,7 @@ def _prefill_kernel(
         whole = jnp.minimum(lax.div(jnp.maximum(seen_by_all, 0), block_k), end)
         carry = lax.fori_loop(0, whole, functools.partial(body, masked=False), carry)
     else:
-        whole = jnp.minimum(lax.div(jnp.maximum(position - (window - 1) if part is None else first, 0), block_k), end)
+        whole = jnp.minimum(lax.div(jnp.maximum(position - (window - 1) if first is None else first, 0), block_k), end)
     acc_MH, max_M, sum_M = lax.fori_loop(whole, end, functools.partial(body, masked=True), carry)
     out_MH = acc_MH / jnp.where(sum_M == 0, 1.0, sum_M)[:, None]
     if kv_scale_ref is not None:

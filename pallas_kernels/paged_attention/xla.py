@@ -239,8 +239,7 @@ def paged_attention(
 def _placed(arrays: tuple[jax.Array, ...], parts: tuple[jax.Array, ...], start: jax.Array) -> tuple[jax.Array, ...]:
     """Arrays with these parts from a row on; parts without an array are left out."""
     return tuple(
-        lax.dynamic_update_slice_in_dim(x, part.astype(x.dtype), start, axis=0)
-        for x, part in zip(arrays, parts, strict=False)
+        lax.dynamic_update_slice_in_dim(x, part.astype(x.dtype), start, axis=0) for x, part in zip(arrays, parts, strict=False)
     )
 
 

@@ -21,8 +21,8 @@ def _few_tokens(monkeypatch):
     monkeypatch.setattr(devices, "MIN_SHARED_TOKENS", 5)
 
 
-def on_each(function, *arrays, out=P()):
-    mapped = jax.shard_map(function, mesh=MESH, in_specs=tuple(P() for _ in arrays), out_specs=out, check_vma=False)
+def on_each(function, *arrays, out=None):
+    mapped = jax.shard_map(function, mesh=MESH, in_specs=tuple(P() for _ in arrays), out_specs=out or P(), check_vma=False)
     return jax.tree.map(np.asarray, jax.jit(mapped)(*arrays))
 
 

@@ -37,7 +37,9 @@ def test_models_that_it_does_not_take_are_refused_before_anything_is_loaded(name
 
 
 def test_too_few_devices_are_told():
-    with pytest.raises(ConfigError, match=r"context_parallel_size is 8 and tensor_parallel_size 2, which takes 16 devices, .* has 8"):
+    with pytest.raises(
+        ConfigError, match=r"context_parallel_size is 8 and tensor_parallel_size 2, which takes 16 devices, .* has 8"
+    ):
         meshes_of(Topology(tensor=2, context=8))
 
 
