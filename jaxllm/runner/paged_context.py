@@ -1,6 +1,6 @@
 """What layers keep between steps, while a model runs: `attend` over the paged cache, and the states of rows."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -152,12 +152,10 @@ def _write_and_attend(
         interpret=kernels.interpret,
     )
     if num_queries is not None:
-        attention: Callable[..., Any] = partial(
-            paged_decode, q_TKGH, k_pages, v_pages, page_table_RB, kv_length_R, num_queries=num_queries
-        )
+        attention = partial(paged_decode, q_TKGH, k_pages, v_pages, page_table_RB, kv_length_R, num_queries=num_queries)
     else:
         attention = partial(paged_attention, q_TKGH, k_pages, v_pages, page_table_RB, query_start_R1, kv_length_R)
-    out = attention(
+    out: Any = attention(
         scale=scale,
         window=window,
         soft_cap=soft_cap,
