@@ -167,7 +167,8 @@ def _write_and_attend(
         interpret=kernels.interpret,
     )
     if devices is not None:
-        out = devices.combined(*out, sinks_KG)
+        out_TKGH, lse_TKG = out
+        out = devices.combined(out_TKGH, lse_TKG, sinks_KG)
     return out, k_pages, v_pages
 
 
