@@ -37,7 +37,7 @@ One that needs packages which may not be there also has missing(), and supports 
 """
 
 PREFERENCE = ("mosaic", "triton", "xla")
-TAKING_PARTS = ("reference", "xla", "triton")
+TAKING_PARTS = ("reference", "xla", "triton", "mosaic")
 """Those whose functions take `part`."""
 
 
