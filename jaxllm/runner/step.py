@@ -22,6 +22,7 @@ from jaxllm.runner.drafts import (
     note_computed,
     resolve_starts,
 )
+from jaxllm.runner.expert_counts import ExpertCounting
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.layout import Column, StepLayout, StepViews
 from jaxllm.runner.places import Places, device_tokens, each_draw, first_of_each, locate, locate_decode, make_step
@@ -48,6 +49,9 @@ class RowArrays(NamedTuple):
     """The block tables of all groups of layers, side by side."""
     drafts: DraftRows | None = None
     """None without a drafter."""
+    expert_tokens_LE: jax.Array | None = None
+    """Int32: tokens of each expert since they were last taken, see `ExpertCounting`. They are not of rows, but change in every step too.
+    None if they are not counted."""
 
 
 class Logprobs(NamedTuple):
@@ -87,6 +91,8 @@ class StepFunctions:
     """What proposes drafts; None without."""
     adapting: Adapting | None = None
     """What adapts the model to requests; None without."""
+    counting: ExpertCounting | None = None
+    """What counts the tokens of experts; None: they are not counted."""
     context: ContextDevices | None = None
     """Devices that split tokens; None: each computes all."""
 
@@ -117,6 +123,7 @@ class StepFunctions:
         if adapted:
             step.adapt = self._adapt(params, self._share(_slots(columns_RC, places)), shards)
         hidden_TD = self._whole(self.merge(params)(step), layout.num_tokens)
+        rows = self._count_experts(rows, step)
         hidden_TD = shards.check(hidden_TD, jnp.nan)
         drafts_R1 = columns_RC[:, Column.NUM_DRAFTS, None]
         width = 1 if self.drafting is None else self.drafting.width
@@ -161,6 +168,7 @@ class StepFunctions:
         if adapted:
             step.adapt = self._adapt(params, self._share(_slots(columns_RC, places)), shards)
         hidden_TD = self._whole(self.merge(params)(step), len(token_ids_T))
+        rows = self._count_experts(rows, step)
         adapt = step.adapt
         if adapted and self.context is not None:
             adapt = self._adapt(params, _slots(columns_RC, places), shards)
@@ -349,9 +357,22 @@ class StepFunctions:
     ) -> Step:
         """What the model runs on. It replaces the arrays in `caches`."""
         wanted = () if self.drafting is None else self.drafting.drafter.feature_layers
-        return make_step(
+        step = make_step(
             caches, token_ids_T, places, self.cache.places, self.kernels, shards, wanted, entering_TD, self.context
         )
+        step.chosen = None if self.counting is None else []
+        return step
+
+    def _count_experts(self, rows: RowArrays, step: Step) -> RowArrays:
+        """Count the tokens of experts in a step that the model has run on."""
+        if self.counting is None or rows.expert_tokens_LE is None or step.chosen is None:
+            return rows
+        return rows._replace(expert_tokens_LE=self.counting.add(rows.expert_tokens_LE, step.chosen))
+
+    def take_expert_tokens(self, rows: RowArrays) -> tuple[RowArrays, jax.Array]:
+        """The rows' arrays with no tokens of experts, and those counted so far."""
+        assert rows.expert_tokens_LE is not None, "tokens of experts are not counted"
+        return rows._replace(expert_tokens_LE=jnp.zeros_like(rows.expert_tokens_LE)), rows.expert_tokens_LE
 
     def _share(self, x_T: jax.Array) -> jax.Array:
         """Of an array by token, the tokens that this device computes."""
