@@ -73,6 +73,14 @@ def test_models(name, size, options):
 
 
 @pytest.mark.slow
+def test_decodes_of_many_requests_are_shared_out_too(monkeypatch):
+    monkeypatch.setattr(devices, "MIN_SHARED_TOKENS", 4)
+    core = engines.make_core("qwen2_window", prefill_context_parallel_size=3, block_size=8)
+    check("qwen2_window", core)
+    core.shutdown()
+
+
+@pytest.mark.slow
 def test_tokens_of_experts_are_counted_over_all_devices():
     core = engines.make_core("qwen3_moe", prefill_context_parallel_size=2, **test_counts.OPTIONS)
     test_counts.check("qwen3_moe", core)

@@ -64,7 +64,7 @@ def test_a_cache_of_8_bits(name):
     ],
 )
 def test_the_mosaic_prefill(prompts, window):
-    """In the GPU interpreter, which does not run in a loop."""
+    """In the GPU interpreter, with so few keys in a tile that there are several."""
     slots, options = 16, {"dtype": "bfloat16", "num_kv_heads": 1, "num_groups": 2, "head_dim": 64, "poison": True, "padding": 3}
     case = Batch("parts", prompts=prompts, window=window, page_size=2 * slots, num_parts=2, **options)
     q, (k, v, *rows) = jax.tree.map(jnp.asarray, host_arrays(case))
