@@ -54,6 +54,10 @@ class ContextDevices:
         """All tokens of an array whose tokens were shared out by `share`. Identical on every device, whatever their roundings are."""
         return self._gather(x if self.shares_out(num_tokens) else self._own(x), num_tokens)
 
+    def total(self, x: Array, num_tokens: int) -> Array:
+        """Counts of all tokens, from those of the tokens that each device computes."""
+        return lax.psum(x, CONTEXT) if self.shares_out(num_tokens) else x
+
     def of_all_tokens(self, projection: Projection, num_tokens: int) -> Projection:
         """A projection of this device's tokens as one of all tokens; its angles are those of all already."""
         if not self.shares_out(num_tokens):

@@ -364,14 +364,9 @@ def counts_experts(config: EngineConfig, model: ModelConfig) -> bool:
             f"expert_load is set, but {model.architecture} is computed by {model.model_class}, and only jaxllm's own decoder counts "
             "tokens of experts; leave it out"
         )
-    if asked and options.prefill_context_parallel_size > 1:
-        raise ConfigError(
-            "expert_load is set with prefill_context_parallel_size, whose devices see different tokens; leave one of them out"
-        )
     if asked is not None:
         return asked
     is_distributed = options.enable_expert_parallel and options.tensor_parallel_size > 1
-    is_distributed = is_distributed and options.prefill_context_parallel_size == 1
     return is_distributed and own_class and registered.EXPERT_LOAD is not None
 
 

@@ -367,7 +367,12 @@ class StepFunctions:
         """Count the tokens of experts in a step that the model has run on."""
         if self.counting is None or rows.expert_tokens_LE is None or step.chosen is None:
             return rows
-        return rows._replace(expert_tokens_LE=self.counting.add(rows.expert_tokens_LE, step.chosen))
+        if self.context is None:
+            return rows._replace(expert_tokens_LE=self.counting.add(rows.expert_tokens_LE, step.chosen))
+        assert step.attended_positions_T is not None
+        own_LE = self.counting.add(jnp.zeros_like(rows.expert_tokens_LE), step.chosen)
+        total_LE = self.context.total(own_LE, len(step.attended_positions_T))
+        return rows._replace(expert_tokens_LE=rows.expert_tokens_LE + total_LE)
 
     def take_expert_tokens(self, rows: RowArrays) -> tuple[RowArrays, jax.Array]:
         """The rows' arrays with no tokens of experts, and those counted so far."""

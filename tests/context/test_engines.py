@@ -9,6 +9,7 @@ from jaxllm import LLM, LoRARequest, SamplingParams
 from jaxllm.context import devices
 from jaxllm.engine.fault_points import injected
 from scripts.gpu_checks import traffic
+from tests.expert_load import test_counts
 from tests.helpers import engines, goldens, peft_files
 from tests.helpers.parity import check
 
@@ -68,6 +69,21 @@ def test_models(name, size, options):
     core = engines.make_core(name, prefill_context_parallel_size=size, block_size=8, **options)
     check(name, core)
     assert "num_gpu_blocks_override" not in options or core.stats().num_preemptions > 0
+    core.shutdown()
+
+
+@pytest.mark.slow
+def test_decodes_of_many_requests_are_shared_out_too(monkeypatch):
+    monkeypatch.setattr(devices, "MIN_SHARED_TOKENS", 4)
+    core = engines.make_core("qwen2_window", prefill_context_parallel_size=3, block_size=8)
+    check("qwen2_window", core)
+    core.shutdown()
+
+
+@pytest.mark.slow
+def test_tokens_of_experts_are_counted_over_all_devices():
+    core = engines.make_core("qwen3_moe", prefill_context_parallel_size=2, **test_counts.OPTIONS)
+    test_counts.check("qwen3_moe", core)
     core.shutdown()
 
 

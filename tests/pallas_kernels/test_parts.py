@@ -8,10 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.checking.attention import Batch, call
+from pallas_kernels import _compat
+from pallas_kernels.checking.attention import TOLERANCE, Batch, call
 from pallas_kernels.checking.attention_at_start import host_arrays, host_error
-from pallas_kernels.paged_attention import IMPLEMENTATIONS, TAKING_PARTS, candidates, paged_attention, paged_decode, supports
-from pallas_kernels.paged_attention.parts import NO_KEYS, Part
+from pallas_kernels.paged_attention import (
+    IMPLEMENTATIONS,
+    TAKING_PARTS,
+    candidates,
+    mosaic_prefill,
+    paged_attention,
+    paged_decode,
+    supports,
+)
+from pallas_kernels.paged_attention.parts import NO_KEYS, Part, combine
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 
@@ -46,7 +55,33 @@ def test_a_cache_of_8_bits(name):
     assert host_error(case, q, constants, run(q, *constants)) < 2e-2
 
 
-@pytest.mark.parametrize("name", TAKING_PARTS)
+@pytest.mark.skipif(not _compat.has_mosaic(), reason="JAX 0.10 lacks parts of Mosaic GPU that the kernel uses")
+@pytest.mark.parametrize(
+    ("prompts", "window"),
+    [
+        pytest.param(((4, 0), (70, 40), (3, 0), (0, 0)), None, id="prompts that begin anywhere", marks=pytest.mark.slow),
+        pytest.param(((70, 60), (4, 0)), 20, id="window"),
+    ],
+)
+def test_the_mosaic_prefill(prompts, window):
+    """In the GPU interpreter, with so few keys in a tile that there are several."""
+    slots, options = 16, {"dtype": "bfloat16", "num_kv_heads": 1, "num_groups": 2, "head_dim": 64, "poison": True, "padding": 3}
+    case = Batch("parts", prompts=prompts, window=window, page_size=2 * slots, num_parts=2, **options)
+    q, (k, v, *rows) = jax.tree.map(jnp.asarray, host_arrays(case))
+
+    @jax.jit
+    def attend(rank, *pages):
+        tiles = mosaic_prefill.MosaicPrefillTiles(block_kv=64)
+        options = {**case.options, "tiles": tiles, "interpret": True, "part": Part(rank, 2)}
+        return mosaic_prefill.paged_attention(q, *pages, *rows, **options)
+
+    pages = [[x[:, :, rank * slots :][:, :, :slots] for x in (k, v)] for rank in range(2)]
+    outs = [attend(jnp.int32(rank), *own) for rank, own in enumerate(pages)]
+    out = combine(*(jnp.stack(x) for x in zip(*outs, strict=True)))
+    assert host_error(case, *host_arrays(case), out) < TOLERANCE["bfloat16"]
+
+
+@pytest.mark.parametrize("name", ["reference", "xla", "triton"])
 def test_the_logarithm_of_the_sum_of_a_part(name):
     """Of a row of 11 keys in two parts, with pages of 4: the second part has the keys 4 to 7."""
     rng = np.random.default_rng(0)
@@ -74,8 +109,8 @@ def test_keys_before_a_position(count):
 
 def test_what_parts_exclude_is_refused():
     case = {"dtype": jnp.bfloat16, "num_groups": 4, "head_dim": 128}
-    assert "mosaic" not in candidates(platform="gpu", **case, has_part=True)
-    assert not supports("mosaic", **case, has_part=True) and supports("xla", **case, has_part=True)
+    assert "jax_triton" not in TAKING_PARTS and not supports("jax_triton", **case, has_part=True)
+    assert candidates(platform="gpu", **case, has_part=True) == candidates(platform="gpu", **case)
     q, pages, table = jnp.zeros((2, 1, 1, 16)), jnp.zeros((2, 1, 8, 16)), jnp.zeros((1, 1), jnp.int32)
     length, part = jnp.ones(1, jnp.int32), Part(0, 2)
     with pytest.raises(ValueError, match=r"takes one query a row, num_queries is 2; use paged_attention"):
