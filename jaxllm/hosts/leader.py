@@ -1,7 +1,6 @@
 """Host 0's side of the connections: waits for the other hosts, sends them calls, and notices when one is lost."""
 
 import contextlib
-import errno
 import queue
 import socket
 import threading
@@ -16,12 +15,10 @@ from jaxllm.engine import messages
 from jaxllm.engine.executor import Executor
 from jaxllm.errors import ConfigError, EngineDeadError, JaxLLMError
 from jaxllm.hosts import identity, process_group, wire
+from jaxllm.hosts.listening import BEAT_SECONDS, SILENCE_SECONDS, listen
 from jaxllm.hosts.wire import AllFacts, Beat, Connection, Done, End, Facts, Failed, Hello, Refused, Welcome, WireError
 from jaxllm.log import logger
 
-BEAT_SECONDS = 1.0
-SILENCE_SECONDS = 7.0
-"""A host of which nothing is heard for so long is lost."""
 START_SILENCE_SECONDS = 60.0
 """The same during the start."""
 GRACE_SECONDS = 2.0
@@ -83,7 +80,7 @@ class Leader:
         """Listen and wait for all hosts, which someone else or `started` has started. Raises ConfigError if one does not come in time,
         or differs from this one."""
         options = config.parallel
-        with _listen(options) as listening:
+        with listen(options) as listening:
             hosts = _gather(listening, options, found, started)
             address = listening.getsockname()[0]
         port = free_port(address)
@@ -284,23 +281,6 @@ def _try_to_send(host: _Host, message: Any) -> None:
 
 
 # Before the connections stand
-
-
-def _listen(options: ParallelOptions) -> socket.socket:
-    where = options.master_addr, options.master_port
-    try:
-        family = socket.getaddrinfo(*where, type=socket.SOCK_STREAM)[0][0]
-        listening = socket.create_server(where, family=family)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(
-                f"port {where[1]} of {where[0]} is taken by another program; choose another --master-port, on all hosts"
-            ) from error
-        raise ConfigError(
-            f"host 0 cannot listen at master_addr {where[0]}, port {where[1]} ({error.strerror or error}); give an address of this "
-            "machine that the other hosts reach"
-        ) from error
-    return listening
 
 
 def _gather(
