@@ -152,6 +152,11 @@ def _build_core(
     config: EngineConfig, progress: Progress | None, processors: "Sequence[Processor | str]", times: StartTimes
 ) -> SteppedCore:
     if config.parallel.data_parallel_size > 1:
+        if config.parallel.nnodes > 1:
+            raise ConfigError(
+                f"data_parallel_size is {config.parallel.data_parallel_size} with nnodes {config.parallel.nnodes}: only `jaxllm serve` has "
+                "replicas on several hosts; leave nnodes out, or send requests to such a server"
+            )
         from jaxllm.replicas.local import LocalReplicas
 
         return LocalReplicas(config, progress, processors)

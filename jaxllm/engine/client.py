@@ -219,7 +219,7 @@ class EngineClient:
             else:
                 future.set_exception(messages.error_of(message.fault))
         elif isinstance(message, Ready):
-            if self._process is None:
+            if self._process is None and message.pid:
                 self._watch_process(message.pid)
             if not self._ready.done():
                 self._ready.set_result(message)

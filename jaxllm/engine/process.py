@@ -58,6 +58,7 @@ class EngineLoop:
         pulse: Pulse,
         *,
         num_replicas: int = 1,
+        pid: int = 0,
     ):
         self._core = core
         self._commands = commands
@@ -87,7 +88,7 @@ class EngineLoop:
                 dict(core.processor_arguments),
                 dict(core.start_times.seconds),
                 core.kernels,
-                os.getpid(),
+                pid,
             )
         )
         pulse.awaited_programs = lambda: core.awaited_programs
@@ -323,7 +324,8 @@ def serve(start: EngineStart, parent_fd: int | None = None) -> int:
         if (hosts := getattr(core, "hosts", None)) is not None:
             hosts.tell_when_lost(lambda: listener.commands.put(hosts.check))  # ends an idle engine too
         signal.signal(signal.SIGTERM, lambda *_: listener.commands.put(Stop()))
-        EngineLoop(core, listener.commands, outbox, pulse, num_replicas=start.num_replicas).run()
+        pid = 0 if start.has_clients_elsewhere else os.getpid()
+        EngineLoop(core, listener.commands, outbox, pulse, num_replicas=start.num_replicas, pid=pid).run()
     except JaxLLMError as error:
         logger.error("%s", error)
         last_words, code = Dead(str(error)), EXIT_FAILED
