@@ -45,9 +45,4 @@ def _faults_of_replicas(flat: Mapping[str, Any]) -> list[str]:
         faults.append(
             f"data_parallel_size is {num_replicas}, which {num_hosts} hosts (nnodes) cannot share equally; choose a multiple of {num_hosts}"
         )
-    if flat["distributed_executor_backend"] == "ray":
-        faults.append(
-            "distributed_executor_backend is ray with data_parallel_size and nnodes: start replicas on each host by hand (--node-rank), "
-            "and leave it out"
-        )
     return faults

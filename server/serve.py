@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -22,6 +23,7 @@ from jaxllm.errors import EngineDeadError
 from jaxllm.log import logger
 from jaxllm.progress import SILENT, Progress
 from jaxllm.replicas.devices import environments, ranks_here
+from jaxllm.replicas.hosts.by_ray import start_others
 from jaxllm.replicas.hosts.near import ReplicasElsewhere, of_one_host, replicas_elsewhere
 from jaxllm.replicas.processes import (
     END_SECONDS,
@@ -106,6 +108,8 @@ class Supervisor:
         """Serve until a signal or a failure. Returns the exit code; raises ConfigError or EngineDeadError for a failed start."""
         check_tls(self._options.network)
         check_grpc(self._options.network)
+        if (started := start_others(self._config, **self._of_engines())) is not None:
+            self._config = started.config
         environment_of_each = environments(self._config.parallel)
         sockets = listen(self._options.network)
         loop = asyncio.get_running_loop()
@@ -115,7 +119,7 @@ class Supervisor:
             self._engines = self._engine_processes(
                 dict(zip(ranks_here(self._config.parallel), environment_of_each, strict=True))
             )
-            self._elsewhere = replicas_elsewhere(self._config, self._directory, index=self._num_fronts)
+            self._elsewhere = replicas_elsewhere(self._config, self._directory, index=self._num_fronts, started=started)
             try:
                 await self._serve(sockets)
             finally:
@@ -131,18 +135,19 @@ class Supervisor:
         return self._exit_code
 
     def _engine_processes(self, environments: Mapping[int, Mapping[str, str]]) -> EngineProcesses:
-        processes = self._options.processes
-        start = EngineStart(
-            of_one_host(self._config),
-            "",
-            log_level=self._log_level,
-            log_format=self._options.logging.log_format,
-            step_timeout_seconds=processes.step_timeout,
-            compile_timeout_seconds=processes.compile_timeout,
-            core_factory=self._core_factory,
-            num_replicas=self._config.parallel.data_parallel_size,
-        )
+        num_replicas = self._config.parallel.data_parallel_size
+        start = EngineStart(of_one_host(self._config), "", num_replicas=num_replicas, **self._of_engines())
         return EngineProcesses(start, self._directory, environments, self._stopping, client_index=self._num_fronts)
+
+    def _of_engines(self) -> dict[str, Any]:
+        """Fields of EngineStart that are the same on every host."""
+        return {
+            "log_level": self._log_level,
+            "log_format": self._options.logging.log_format,
+            "step_timeout_seconds": self._options.processes.step_timeout,
+            "compile_timeout_seconds": self._options.processes.compile_timeout,
+            "core_factory": self._core_factory,
+        }
 
     def _places(self) -> list[tuple[str, int | None]]:
         """Of each replica: the directory of its sockets, and its process; None: it is being started again, or may be."""

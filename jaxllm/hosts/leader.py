@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from jaxllm.config import EngineConfig, ParallelOptions
 from jaxllm.engine import messages
 from jaxllm.engine.executor import Executor
 from jaxllm.errors import ConfigError, EngineDeadError, JaxLLMError
 from jaxllm.hosts import identity, process_group, wire
-from jaxllm.hosts.listening import BEAT_SECONDS, SILENCE_SECONDS, listen
+from jaxllm.hosts.listening import BEAT_SECONDS, SILENCE_SECONDS, Started, free_port, listen
 from jaxllm.hosts.wire import AllFacts, Beat, Connection, Done, End, Facts, Failed, Hello, Refused, Welcome, WireError
 from jaxllm.log import logger
 
@@ -48,16 +48,6 @@ class _Call:
 
     num_open: int
     future: "Future[None]" = field(default_factory=Future)
-
-
-class Started(Protocol):
-    """What started the other hosts."""
-
-    def fault(self) -> str | None:
-        """Why one of them ended before it connected; None if none did."""
-
-    def end(self) -> None:
-        """End them, if they have not ended by themselves."""
 
 
 class Leader:
@@ -352,8 +342,3 @@ def _greet(
         connection.close()
         raise ConfigError(fault)
     return host
-
-
-def free_port(address: str) -> int:
-    with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-        return int(probe.getsockname()[1])

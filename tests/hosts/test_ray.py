@@ -13,6 +13,7 @@ import pytest
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError
 from jaxllm.hosts import with_ray
+from jaxllm.hosts.follower import follow
 from tests.hosts.test_two_hosts import MOST_SECONDS, ROOT, TOKENS, line_of
 
 ray = pytest.importorskip("ray")
@@ -78,7 +79,7 @@ def test_ray_starts_the_other_host_and_its_death_ends_the_engine(cluster, direct
 def test_a_cluster_that_is_too_small_is_named(cluster, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     options = {"model": "demo", "tensor_parallel_size": 3, "distributed_executor_backend": "ray"}
-    with pytest.raises(ConfigError, match="needs 3 hosts, the Ray cluster has 2"):
-        with_ray.start(EngineConfig.from_options(**options, nnodes=3))
+    with pytest.raises(ConfigError, match="3 devices on 3 hosts are asked for, the Ray cluster has 2"):
+        with_ray.start(EngineConfig.from_options(**options, nnodes=3), follow)
     with pytest.raises(ConfigError, match="no GPU on this host: give the number of hosts with --nnodes"):
-        with_ray.start(EngineConfig.from_options(**options))
+        with_ray.start(EngineConfig.from_options(**options), follow)

@@ -223,7 +223,6 @@ def test_a_host_that_is_silent_is_lost(tmp_path, monkeypatch):
     [
         ({"data_parallel_size": 3}, "data_parallel_size is 3, which 2 hosts .* choose a multiple of 2"),
         ({"node_rank": 2}, "node_rank is 2, must be below nnodes, 2"),
-        ({"distributed_executor_backend": "ray"}, "start replicas on each host by hand"),
     ],
 )
 def test_impossible_options_are_named(options, fault):

@@ -6,12 +6,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import zmq
 
-from jaxllm.config import EngineConfig, ParallelOptions
+from jaxllm.config import EngineConfig
 from jaxllm.engine import messages
 from jaxllm.engine.client import EngineClient
 from jaxllm.engine.messages import Dead, MessageError
@@ -19,7 +19,7 @@ from jaxllm.engine.messages import Hello as FrontHello
 from jaxllm.engine.sockets import ENGINE_SOCKET, Outbox, is_client_name
 from jaxllm.errors import ConfigError, EngineDeadError
 from jaxllm.hosts.identity import difference
-from jaxllm.hosts.listening import listen
+from jaxllm.hosts.listening import Started, listen
 from jaxllm.log import logger
 from jaxllm.replicas.devices import ranks_here
 from jaxllm.replicas.hosts import wire
@@ -39,8 +39,9 @@ from jaxllm.replicas.hosts.wire import (
     Welcome,
     WireError,
 )
+from jaxllm.replicas.processes import MAX_RESTARTS, RESTART_WINDOW_SECONDS
 
-_TELL_SECONDS = 10.0
+_POLL_SECONDS, _TELL_SECONDS = 0.5, 10.0
 _LAST_SECONDS = 1.0
 """The longest wait for the last messages to other hosts to be sent."""
 
@@ -68,15 +69,25 @@ class _Host:
         return f"host {self.number} ({self.name}, {self.link.peer})"
 
 
+class StartedReplicas(Started, Protocol):
+    """What started the other hosts, and can do so again."""
+
+    def start_again(self, rank: int) -> None:
+        """Start a host that was lost."""
+
+
 class ReplicasElsewhere:
     """The replicas of other hosts. Everything runs in an event loop, but for the constructor.
 
-    `directory` gets one for the sockets of each replica; `index`: the number of this process's clients, after those of the fronts.
+    `directory` gets one for the sockets of each replica; `index`: the number of this process's clients, after those of the fronts;
+    `started`: what started the other hosts, if that was not done by hand.
     Raises ConfigError if host 0 cannot listen at its address.
     """
 
-    def __init__(self, config: EngineConfig, directory: Path, *, index: int):
-        self._options, self._index = config.parallel, index
+    def __init__(self, config: EngineConfig, directory: Path, *, index: int, started: StartedReplicas | None = None):
+        self._options, self._index, self._started = config.parallel, index, started
+        self._restarts: list[float] = []
+        """When hosts were started again."""
         self._found = identity(config)
         self._listening = listen(config.parallel)
         here = ranks_here(config.parallel)
@@ -132,6 +143,8 @@ class ReplicasElsewhere:
         for host in hosts.values():
             host.link.send(End(reason))
         await asyncio.gather(*(host.link.close(within_seconds=_LAST_SECONDS) for host in hosts.values()))
+        if self._started is not None:
+            await asyncio.to_thread(self._started.end)
         self.close()
 
     def close(self) -> None:
@@ -150,7 +163,7 @@ class ReplicasElsewhere:
     async def _watch_start(self) -> None:
         """Say which hosts are missing, and fail the start if they do not come in time."""
         options = self._options
-        deadline = time.monotonic() + options.distributed_timeout_seconds
+        deadline, next_told = time.monotonic() + options.distributed_timeout_seconds, time.monotonic() + _TELL_SECONDS
         logger.info(
             "host 0 of %d waits for the others at %s, port %d", options.nnodes, options.master_addr, options.master_port
         )
@@ -164,9 +177,13 @@ class ReplicasElsewhere:
                     "each with the same options and its --node-rank, and see that it reaches this address"
                 )
                 return
-            await asyncio.sleep(min(left, _TELL_SECONDS))
-            if still := [number for number in missing if number not in self._hosts]:
-                logger.info("host 0 still waits for: %s", ", ".join(map(str, still)))
+            if self._started is not None and (fault := self._started.fault()) is not None:
+                self._fail_start(fault)
+                return
+            if time.monotonic() > next_told:
+                next_told += _TELL_SECONDS
+                logger.info("host 0 still waits for: %s", ", ".join(map(str, missing)))
+            await asyncio.sleep(min(left, _POLL_SECONDS))
 
     def _fail_start(self, reason: str) -> None:
         if not self._has_started and not self._fault.done():
@@ -199,7 +216,19 @@ class ReplicasElsewhere:
             for rank in host.replicas:
                 self._stand_ins[rank].end_all(reason)
             self._fail_start(reason)
+            await self._start_again(host)
         await link.close()
+
+    async def _start_again(self, host: _Host) -> None:
+        """Have a host started that was lost, if somebody does that, and not too often."""
+        if self._started is None or not self._has_started:
+            return
+        self._restarts = [at for at in self._restarts if at > time.monotonic() - RESTART_WINDOW_SECONDS]
+        if len(self._restarts) < MAX_RESTARTS:
+            self._restarts.append(time.monotonic())
+            await asyncio.to_thread(self._started.start_again, host.number)
+        else:
+            logger.error("hosts were lost %d times within %g s; %s stays down", MAX_RESTARTS + 1, RESTART_WINDOW_SECONDS, host)
 
     async def _welcome(self, link: Link) -> _Host:
         """The host at the other end. Raises WireError if it is none, ConfigError if it may not take part."""
@@ -333,18 +362,20 @@ class _StandIn:
             link.send(Leave(self._rank, client))
 
 
-def replicas_elsewhere(config: EngineConfig, directory: Path, *, index: int) -> ReplicasElsewhere | None:
+def replicas_elsewhere(
+    config: EngineConfig, directory: Path, *, index: int, started: StartedReplicas | None
+) -> ReplicasElsewhere | None:
     """The replicas of other hosts, if there are any. See ReplicasElsewhere."""
-    return ReplicasElsewhere(config, directory, index=index) if are_on_several_hosts(config.parallel) else None
-
-
-def are_on_several_hosts(parallel: ParallelOptions) -> bool:
-    return parallel.data_parallel_size > 1 and parallel.nnodes > 1
+    if config.parallel.data_parallel_size == 1 or config.parallel.nnodes == 1:
+        return None
+    return ReplicasElsewhere(config, directory, index=index, started=started)
 
 
 def of_one_host(config: EngineConfig) -> EngineConfig:
-    """The options of each engine process: one of several replicas lies whole on its host."""
-    return config.replace(nnodes=1, node_rank=0) if are_on_several_hosts(config.parallel) else config
+    """The options of each engine process: one of several replicas lies whole on a host."""
+    if config.parallel.data_parallel_size == 1:
+        return config
+    return config.replace(nnodes=1, node_rank=0, distributed_executor_backend=None)
 
 
 def names_of(replicas: range) -> str:
