@@ -19,7 +19,7 @@ from jaxllm.replicas.hosts import wire
 from jaxllm.replicas.hosts.far import Bridge
 from jaxllm.replicas.hosts.identity import identity
 from jaxllm.replicas.hosts.near import names_of, of_one_host
-from jaxllm.replicas.hosts.wire import Challenge, Failed, Hello, Link, Refused, Welcome, WireError
+from jaxllm.replicas.hosts.wire import Challenge, ClosedError, Failed, Hello, Link, Refused, Welcome, WireError
 from jaxllm.replicas.processes import EngineProcess, EngineProcesses
 
 EXIT_LOST = 1
@@ -150,8 +150,10 @@ async def connect(config: EngineConfig, found: dict[str, str]) -> Link:
         try:
             async with asyncio.timeout(wire.FIRST_SECONDS):
                 reader, writer = await asyncio.open_connection(options.master_addr, options.master_port)
+            link = Link(reader, writer, wire.of_host_0)
+            challenge = await link.first()
             break
-        except (OSError, TimeoutError) as error:
+        except (OSError, TimeoutError, ClosedError) as error:  # host 0 may be ending, to be started again
             if time.monotonic() > deadline:
                 raise ConfigError(
                     f"host 0 does not answer at {where}, after {options.distributed_timeout_seconds} s "
@@ -159,9 +161,9 @@ async def connect(config: EngineConfig, found: dict[str, str]) -> Link:
                     "host reaches its --master-addr"
                 ) from error
             await asyncio.sleep(_RETRY_SECONDS)
-    link = Link(reader, writer, wire.of_host_0)
+        except WireError as error:
+            raise ConfigError(f"what listens at {where} is not host 0 of replicas on several hosts: {error}") from error
     try:
-        challenge = await link.first()
         if not isinstance(challenge, Challenge):
             raise WireError("it sent no challenge")
         nonce = wire.new_nonce()

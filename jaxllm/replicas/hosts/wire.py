@@ -34,6 +34,10 @@ class WireError(JaxLLMError):
     """A connection between hosts is closed, or what came through it is no message."""
 
 
+class ClosedError(WireError):
+    """The connection is closed."""
+
+
 class _Message(msgspec.Struct, array_like=True):
     pass
 
@@ -189,7 +193,7 @@ class Link:
                 raise WireError(f"a message of {size} bytes was announced, at most {MAX_PIECE_BYTES} are allowed")
             body = await self._reader.readexactly(size)
         except (EOFError, OSError) as error:
-            raise WireError(self._fault or "the connection was closed") from error
+            raise ClosedError(self._fault or "the connection was closed") from error
         self._heard = asyncio.get_running_loop().time()
         try:
             return self._decoder.decode(body)
