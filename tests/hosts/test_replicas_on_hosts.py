@@ -73,6 +73,9 @@ def test_replicas_of_another_host_are_like_those_of_this_one_and_come_back(model
                 reply = client.post("/v1/completions", json=pirate, headers={"X-data-parallel-rank": str(rank)})
                 assert reply.status_code == 200, "the new process has the adapters of the others"
 
+            os.kill(first.children("front")[0], signal.SIGKILL)
+            wait_until(lambda: states_anew(first) == ["serving"] * 4, "the new front does not know all replicas")
+
             codes = ends_of_streams(first, client, second.process.kill)
             assert codes == {"0": None, "1": None, "2": "replica_lost", "3": "replica_lost"}
             assert states(client) == ["serving"] * 2 + ["down"] * 2
@@ -88,6 +91,15 @@ def test_replicas_of_another_host_are_like_those_of_this_one_and_come_back(model
             second.assert_nothing_left(children[1])
 
 
+def states_anew(first: ServerProcess) -> list[str]:
+    """The states of all replicas by a new connection; empty if it is refused or fails."""
+    try:
+        with first.client() as client:
+            return states(client)
+    except (httpx.HTTPError, KeyError):
+        return []
+
+
 def ends_of_streams(first: ServerProcess, client: httpx.Client, kill: Callable[[], None]) -> dict[str, str | None]:
     """Stream from every replica and kill something meanwhile. The code of the error that ended each stream, by replica."""
     ranks = [str(rank) for rank in range(4)]
@@ -97,6 +109,18 @@ def ends_of_streams(first: ServerProcess, client: httpx.Client, kill: Callable[[
         kill()
         wait_until(lambda: "down" in states(client), "nobody noticed", 5)
         return {rank: stream.result(60) for rank, stream in streams.items()}
+
+
+def test_a_host_that_cannot_start_its_replicas_fails_the_start(model: Path, tmp_path: Path) -> None:
+    options = {"master_port": free_port(), "data_parallel_size": 2}
+    with (
+        host(0, model, tmp_path, **options) as first,
+        host(1, model, tmp_path, core_factory="nothing:make", **options) as second,
+    ):
+        assert [first.end(60), second.end(60)] == [1, 1]
+        for log in (first.log(), second.log()):
+            assert "replica 1: the engine failed: ModuleNotFoundError" in log, log
+        assert "host 1 (" in first.log()
 
 
 def test_without_host_0_the_others_end(model: Path, tmp_path: Path) -> None:

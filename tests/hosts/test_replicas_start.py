@@ -218,6 +218,38 @@ def test_a_host_that_is_silent_is_lost(tmp_path, monkeypatch):
     run(work())
 
 
+def test_a_client_that_fetches_nothing_is_dropped_and_holds_nobody_up(tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxllm.engine.sockets.MAX_QUEUED_MESSAGES", 4)
+
+    async def work() -> None:
+        port = free_port()
+        async with host_0(tmp_path, monkeypatch, master_port=port) as elsewhere:
+            link = await connect(config(1, master_port=port), FOUND)
+            link.begin()
+            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            name, directory = f"front-0-{'0' * 16}", elsewhere.directories[1]
+            front, to_engine = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+            front.rcvhwm = 4
+            front.bind(socket_address(directory, name))
+            to_engine.connect(socket_address(directory, ENGINE_SOCKET))
+            to_engine.send(messages.encode(messages.Hello(name, os.getpid())))
+            assert await link.receive() == wire.Greet(1, name)
+            status = messages.encode(messages.Status("idle", 0.0, "x" * 100_000))
+            for _ in range(200):  # more than the sockets' buffers hold
+                link.send_frame(1, name, status)
+            assert await link.receive() == wire.Leave(1, name)
+            last = None
+            while not isinstance(last, messages.Dead):
+                while not front.poll(0):
+                    await asyncio.sleep(0.005)
+                last = messages.decode_engine_message(front.recv())
+            assert "too slow" in last.message
+            await link.close()
+            context.destroy(linger=0)
+
+    run(work())
+
+
 @pytest.mark.parametrize(
     ("options", "fault"),
     [

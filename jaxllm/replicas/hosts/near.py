@@ -210,6 +210,9 @@ class ReplicasElsewhere:
             reason = f"{host} ended: {await self._listen_to(host)}"
         except WireError as error:
             reason = f"{host} is lost: {error}"
+        except Exception:
+            logger.exception("what %s sent could not be carried", host)
+            reason = f"{host} is dropped: what it sent could not be carried; the log says more"
         if self._hosts.get(host.number) is host:  # else this host ends
             del self._hosts[host.number]
             logger.error("%s; until it is started again, %s down", reason, _are(host.replicas))
