@@ -29,6 +29,7 @@ OPTIONS = (
     "max_num_batched_tokens",
     "tensor_parallel_size",
     "enable_expert_parallel",
+    "expert_load",
     "decode_buckets",
     "token_buckets",
 )

@@ -10,7 +10,7 @@ import jaxllm
 
 PACKAGES = ("jax", "jaxlib", "flax")
 _PLUGIN = "jax-cuda"
-_WITHOUT_PROGRAMS = ("cli", "metrics", "scheduler", "text")
+_WITHOUT_PROGRAMS = ("cli", "expert_load", "metrics", "scheduler", "text")
 
 
 def versions() -> dict[str, str]:
