@@ -122,6 +122,8 @@ class ReplicasElsewhere:
         all_ready = asyncio.gather(*(client.ready() for client in clients))
         try:
             await asyncio.wait((self._fault, all_ready), return_when=asyncio.FIRST_COMPLETED)
+            if not self._fault.done() and all_ready.exception() is not None:
+                await asyncio.wait((self._fault,), timeout=_LAST_SECONDS)  # the host says more
             if self._fault.done():
                 raise EngineDeadError(self._fault.result())
             all_ready.result()
