@@ -20,8 +20,12 @@ def hosts_faults(flat: Mapping[str, Any]) -> list[str]:
     faults = []
     if rank >= num_hosts:
         faults.append(f"node_rank is {rank}, must be below nnodes, {num_hosts}: hosts count from 0")
-    if num_hosts > 1 and num_replicas > 1:
-        faults += _faults_of_replicas(flat)
+    if num_hosts > 1 and num_replicas > 1:  # each of which lies whole on a host
+        if num_replicas % num_hosts:
+            faults.append(
+                f"data_parallel_size is {num_replicas}, which {num_hosts} hosts (nnodes) cannot share equally; choose a multiple of "
+                f"{num_hosts}"
+            )
     elif num_hosts > 1:
         if size % num_hosts:
             faults.append(
@@ -34,15 +38,4 @@ def hosts_faults(flat: Mapping[str, Any]) -> list[str]:
             )
         if flat["compiled_artifact"] is not None:
             faults.append("compiled_artifact is set with nnodes: programs for several hosts cannot be stored; leave it out")
-    return faults
-
-
-def _faults_of_replicas(flat: Mapping[str, Any]) -> list[str]:
-    """Of options with which each host has replicas of its own."""
-    faults = []
-    num_hosts, num_replicas = flat["nnodes"], flat["data_parallel_size"]
-    if num_replicas % num_hosts:
-        faults.append(
-            f"data_parallel_size is {num_replicas}, which {num_hosts} hosts (nnodes) cannot share equally; choose a multiple of {num_hosts}"
-        )
     return faults
