@@ -357,7 +357,9 @@ class StepFunctions:
     ) -> Step:
         """What the model runs on. It replaces the arrays in `caches`."""
         wanted = () if self.drafting is None else self.drafting.drafter.feature_layers
-        step = make_step(caches, token_ids_T, places, self.cache.places, self.kernels, shards, wanted, entering_TD)
+        step = make_step(
+            caches, token_ids_T, places, self.cache.places, self.kernels, shards, wanted, entering_TD, self.context
+        )
         step.chosen = None if self.counting is None else []
         return step
 
@@ -371,9 +373,6 @@ class StepFunctions:
         """The rows' arrays with no tokens of experts, and those counted so far."""
         assert rows.expert_tokens_LE is not None, "tokens of experts are not counted"
         return rows._replace(expert_tokens_LE=jnp.zeros_like(rows.expert_tokens_LE)), rows.expert_tokens_LE
-        return make_step(
-            caches, token_ids_T, places, self.cache.places, self.kernels, shards, wanted, entering_TD, self.context
-        )
 
     def _share(self, x_T: jax.Array) -> jax.Array:
         """Of an array by token, the tokens that this device computes."""
