@@ -190,9 +190,9 @@ class ParallelOptions:
     enable_expert_parallel: Annotated[
         bool, "give each of these devices whole experts of a mixture, instead of a share of each expert"
     ] = False
-    nnodes: Annotated[int, "number of hosts that the devices are spread over, the same number on each"] = 1
+    nnodes: Annotated[int, "number of hosts that the devices, or the replicas, are spread over, the same number on each"] = 1
     node_rank: Annotated[
-        int, "number of this host; host 0 takes the requests, the others follow it and are started with the same options"
+        int, "number of this host; host 0 takes the requests, the others are started with the same options"
     ] = 0
     master_addr: Annotated[str, "address of host 0, at which it listens and the other hosts find it"] = "127.0.0.1"
     master_port: Annotated[int, "port of host 0 for the other hosts"] = 29501

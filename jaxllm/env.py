@@ -9,6 +9,7 @@ FAULT = "JAXLLM_FAULT"  # failures to inject, for rehearsals: docs/FAULTS.md
 LOG_LEVEL = "JAXLLM_LOG_LEVEL"  # debug, info, warning, error
 LOG_FORMAT = "JAXLLM_LOG_FORMAT"  # text, json
 API_KEY = "JAXLLM_API_KEY"  # the key of a server: what clients here send
+HOSTS_TOKEN = "JAXLLM_HOSTS_TOKEN"  # what hosts with replicas of one server must all know
 OPTION_PREFIX = "JAXLLM_OPT_"  # JAXLLM_OPT_MAX_NUM_SEQS=64 sets --max-num-seqs
 
 

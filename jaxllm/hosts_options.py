@@ -14,22 +14,28 @@ OF_ONE_HOST = frozenset({
 def hosts_faults(flat: Mapping[str, Any]) -> list[str]:
     """Describe the options of hosts that contradict each other or other options."""
     num_hosts, rank, size = flat["nnodes"], flat["node_rank"], flat["tensor_parallel_size"]
-    if not all(isinstance(value, int) and value >= 0 for value in (num_hosts, rank, size)) or not num_hosts:
+    num_replicas = flat["data_parallel_size"]
+    if not all(isinstance(value, int) and value >= 0 for value in (num_hosts, rank, size, num_replicas)) or not num_hosts:
         return []  # reported already
     faults = []
     if rank >= num_hosts:
         faults.append(f"node_rank is {rank}, must be below nnodes, {num_hosts}: hosts count from 0")
-    if num_hosts > 1:
+    if num_hosts > 1 and num_replicas > 1:  # each of which lies whole on a host
+        if num_replicas % num_hosts:
+            faults.append(
+                f"data_parallel_size is {num_replicas}, which {num_hosts} hosts (nnodes) cannot share equally; choose a multiple of "
+                f"{num_hosts}"
+            )
+    elif num_hosts > 1:
         if size % num_hosts:
             faults.append(
                 f"tensor_parallel_size is {size}, which {num_hosts} hosts (nnodes) cannot share equally; choose a multiple of {num_hosts}"
             )
-        for name in ("pipeline_parallel_size", "data_parallel_size"):
-            if flat[name] != 1:
-                faults.append(
-                    f"{name} is {flat[name]} with nnodes {num_hosts}: stages and replicas lie on one host; use tensor_parallel_size alone, "
-                    "or start a server on each host behind a gateway"
-                )
+        if flat["pipeline_parallel_size"] != 1:
+            faults.append(
+                f"pipeline_parallel_size is {flat['pipeline_parallel_size']} with nnodes {num_hosts}: all stages of an engine lie on one "
+                "host; use tensor_parallel_size alone, or data_parallel_size for an engine on each host"
+            )
         if flat["compiled_artifact"] is not None:
             faults.append("compiled_artifact is set with nnodes: programs for several hosts cannot be stored; leave it out")
     return faults

@@ -152,6 +152,12 @@ def _build_core(
     config: EngineConfig, progress: Progress | None, processors: "Sequence[Processor | str]", times: StartTimes
 ) -> SteppedCore:
     if config.parallel.data_parallel_size > 1:
+        if config.parallel.nnodes > 1 or config.parallel.distributed_executor_backend == "ray":
+            raise ConfigError(
+                f"data_parallel_size is {config.parallel.data_parallel_size} with nnodes {config.parallel.nnodes} or through Ray: only "
+                "`jaxllm serve` has replicas on several hosts; leave nnodes and distributed_executor_backend out, or send requests to "
+                "such a server"
+            )
         from jaxllm.replicas.local import LocalReplicas
 
         return LocalReplicas(config, progress, processors)

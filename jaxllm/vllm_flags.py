@@ -198,14 +198,18 @@ _ENGINE = (
     *_refused("thinking_token_budget finds the tokens of the model that open and close its thinking", objects="reasoning_config"),
     *_flags("reasoning is found by the chat template; --reasoning-parser names its format", switches="enable_reasoning"),
     # Parallelism
-    *_refused("one server starts all replicas, on its own machine; for several, start a server on each behind a gateway",
-              values="data_parallel_rank data_parallel_start_rank", harmless=(0,)),
-    *_refused("one server starts all replicas, on its own machine; for several, start a server on each behind a gateway",
-              values="data_parallel_size_local data_parallel_address"),
+    *_refused("host 0's server reaches the replicas of all hosts and chooses among them; --nnodes and --node-rank say which a host has",
+              values="data_parallel_rank", harmless=(0,)),
+    *_refused("every host has as many replicas: with --data-parallel-size N, --nnodes M and --node-rank R it starts with N / M × R",
+              values="data_parallel_start_rank", harmless=(0,)),
+    *_refused("every host has as many replicas: --nnodes M with --data-parallel-size N makes it N / M", values="data_parallel_size_local"),
+    *_flags("vLLM's name of --master-addr for replicas on several hosts (--nnodes)", values="data_parallel_address", option="master_addr"),
+    *_flags("vLLM's name of --master-port for replicas on several hosts (--nnodes)", values="data_parallel_rpc_port",
+            option="master_port"),
     *_refused("start a server for each GPU (CUDA_VISIBLE_DEVICES) behind a balancer of your own, without --data-parallel-size",
               switches="data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb"),
-    *_flags("replicas are processes of one machine, which do not wait for each other",
-            values="data_parallel_rpc_port data_parallel_backend dp_sync_interval data_parallel_supervisor_port "
+    *_flags("replicas are engine processes that do not wait for each other",
+            values="data_parallel_backend dp_sync_interval data_parallel_supervisor_port "
             "dp_supervisor_probe_interval_s dp_supervisor_probe_timeout_s dp_supervisor_probe_failure_threshold",
             switches="disable_nccl_for_dp_synchronization"),
     *_refused("the devices that split each layer keep the cache by heads, and none is taken out of them to split it by tokens; those of "

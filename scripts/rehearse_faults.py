@@ -18,6 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from jaxllm.http_client.client import ServerClient, ServerError
+from scripts.rehearsing.other_host import OtherHost
 from scripts.rehearsing.server import RehearsedServer, rehearsed
 from scripts.rehearsing.streams import CLOSED, WHOLE, Streams, is_among, told
 from scripts.soak import gauges_at_rest, hold
@@ -27,6 +28,9 @@ LONG, SHORT = 1900, 200
 """Tokens of a stream that a fault interrupts, and of one that is to become whole."""
 KNOWN_WITHIN_SECONDS = 1.0
 STEP_TIMEOUT_SECONDS = 3.0
+SILENCE_SECONDS = 10.0
+"""Within which a host that is silent, and not gone, must be noticed."""
+ON_TWO_HOSTS = "--data-parallel-size 2 --nnodes 2"
 
 
 @dataclass
@@ -53,6 +57,7 @@ class Fault:
     flags: str = ""
     variable: str = ""
     """JAXLLM_FAULT."""
+    has_other_host: bool = False
 
     def described(self) -> str:
         """With what makes it happen."""
@@ -123,12 +128,89 @@ async def replica_killed(server: RehearsedServer, row: Row) -> None:
         counts[WHOLE] > 0 and counts["error event replica_lost"] > 0, "one replica's clients must be served, the other's not"
     )
     row.expect((row.seconds or 0) < KNOWN_WITHIN_SECONDS, f"they knew after {row.seconds:.2f} s")
-    async with ServerClient(server.url, timeout_seconds=60) as client, asyncio.timeout(60):
+    await serve_again(server, row, since)
+
+
+async def serve_again(server: RehearsedServer, row: Row, since: float) -> None:
+    """All replicas serve again; note how long after the fault."""
+    async with ServerClient(server.url, timeout_seconds=60) as client, asyncio.timeout(120):
         while any(replica["state"] != "serving" for replica in (await client.get_json("/health"))["replicas"]):
             await asyncio.sleep(0.05)
+    seconds = time.monotonic() - since
     await asyncio.to_thread(server.wait_whole)
     await goes_on(server, row)
-    row.after += f", with both replicas again {time.monotonic() - since:.0f} s after the fault"
+    row.after += f", with both replicas again {seconds:.0f} s after the fault"
+
+
+async def remote_replica_killed(server: RehearsedServer, row: Row) -> None:
+    other = _other(server)
+    await loses_half(server, row, lambda: os.kill(other.pids("engine.process")[0], signal.SIGKILL), KNOWN_WITHIN_SECONDS)
+    await ends_in_order(server, row)
+
+
+async def host_killed(server: RehearsedServer, row: Row) -> None:
+    await loses_half(server, row, lambda: _other(server).signal(signal.SIGKILL), KNOWN_WITHIN_SECONDS, restart=True)
+    await ends_in_order(server, row)
+
+
+async def host_stopped(server: RehearsedServer, row: Row) -> None:
+    def resume() -> None:
+        _other(server).signal(signal.SIGCONT)
+        ends_by_itself(server, row)
+
+    await loses_half(server, row, lambda: _other(server).signal(signal.SIGSTOP), SILENCE_SECONDS, restart=True, then=resume)
+    await ends_in_order(server, row)
+
+
+async def cable_cut(server: RehearsedServer, row: Row) -> None:
+    def mend() -> None:
+        ends_by_itself(server, row)
+        _other(server).cable.mend()
+
+    await loses_half(server, row, _other(server).cable.cut, SILENCE_SECONDS, restart=True, then=mend)
+    await ends_in_order(server, row)
+
+
+async def loses_half(
+    server: RehearsedServer,
+    row: Row,
+    breaks: Callable[[], None],
+    within_seconds: float,
+    *,
+    restart: bool = False,
+    then: Callable[[], None] = lambda: None,
+) -> None:
+    """Break the other host under load: only its clients learn of it. Then start it again, if it does not come back by itself."""
+    streams = await streams_of(server, LONG // 2)
+    since = time.monotonic()
+    breaks()
+    counts = await outcomes(row, streams, [WHOLE, "error event replica_lost"], since)
+    row.expect(counts[WHOLE] > 0 and counts["error event replica_lost"] > 0, "host 0's clients must be served, the other's not")
+    row.expect((row.seconds or 0) < within_seconds, f"they knew after {row.seconds:.2f} s")
+    if restart:
+        await asyncio.to_thread(then)
+        since = time.monotonic()
+        _other(server).start()
+    await serve_again(server, row, since)
+    if restart:
+        row.after = row.after.replace("after the fault", "after the host's start")
+
+
+def ends_by_itself(server: RehearsedServer, row: Row) -> None:
+    """Host 1 notices that it is alone, and says so."""
+    other = _other(server)
+    row.expect(other.process.wait(15) == 1, "host 1 did not end with code 1")
+    row.expect("host 0 is lost" in other.log.read_text(), "host 1 did not say why it ends")
+
+
+async def ends_in_order(server: RehearsedServer, row: Row) -> None:
+    code = await asyncio.to_thread(_other(server).process.wait, 30)
+    row.expect(code == 0, f"host 1 ended with {code} after host 0")
+
+
+def _other(server: RehearsedServer) -> OtherHost:
+    assert server.other is not None, "this server has one host"
+    return server.other
 
 
 async def front_killed(server: RehearsedServer, row: Row) -> None:
@@ -216,6 +298,10 @@ FAULTS = {
     "engine": Fault("kill -9 of the engine process", engine_killed),
     "front": Fault("kill -9 of one of 2 fronts", front_killed, "--api-server-count 2"),
     "replica": Fault("kill -9 of one of 2 replicas", replica_killed, "--data-parallel-size 2"),
+    "remote-replica": Fault("kill -9 of the replica on host 1 of 2", remote_replica_killed, ON_TWO_HOSTS, has_other_host=True),
+    "host": Fault("kill -9 of all processes of host 1", host_killed, ON_TWO_HOSTS, has_other_host=True),
+    "stopped-host": Fault("SIGSTOP of all processes of host 1", host_stopped, ON_TWO_HOSTS, has_other_host=True),
+    "cable": Fault("nothing comes through between the hosts any more", cable_cut, ON_TWO_HOSTS, has_other_host=True),
     "disconnects": Fault("500 of 1 000 clients leave in mid-stream", disconnects),
     "sigterm": Fault("SIGTERM under load", told_to_stop),
     "drain": Fault("SIGTERM, answers take longer than the drain", told_to_stop_soon, "--shutdown-timeout 1"),
@@ -230,12 +316,14 @@ FAULTS = {
 async def rehearse(fault: Fault) -> Row:
     """Let it happen to a fresh server."""
     row = Row()
-    with rehearsed(fault.flags.split(), fault.variable) as server:
+    with rehearsed(fault.flags.split(), fault.variable, has_other_host=fault.has_other_host) as server:
         try:
             await fault.happens(server, row)
         except (AssertionError, OSError, ServerError, TimeoutError, ValueError) as error:
             row.wrong.append(f"{type(error).__name__}: {error}")
         if row.wrong:
+            if server.other is not None:
+                print("\n".join(server.other.log.read_text(errors="replace").splitlines()[-30:]), file=sys.stderr)
             print("\n".join(server.log.read_text(errors="replace").splitlines()[-30:]), file=sys.stderr)
     return row
 

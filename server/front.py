@@ -4,10 +4,12 @@ import asyncio
 import contextlib
 import os
 import resource
+import shutil
 import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -158,6 +160,10 @@ class Front:
 
     def _parent_is_gone(self) -> None:
         logger.warning("the server's main process is gone; this front ends")
+        for directory, _ in self._start.engines:  # nobody else removes those of replicas on other hosts
+            shutil.rmtree(directory, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                Path(directory).parent.rmdir()
         os._exit(1)
 
 

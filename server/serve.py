@@ -11,30 +11,36 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from jaxllm.config import EngineConfig
-from jaxllm.engine.client import EngineClient, show_loading
-from jaxllm.engine.launch import socket_directory, start_child, start_engine
+from jaxllm.engine.client import show_loading
+from jaxllm.engine.launch import socket_directory, start_child
 from jaxllm.engine.messages import EngineStart
 from jaxllm.errors import EngineDeadError
 from jaxllm.log import logger
 from jaxllm.progress import SILENT, Progress
-from jaxllm.replicas.devices import environments
+from jaxllm.replicas.devices import environments, ranks_here
+from jaxllm.replicas.hosts.by_ray import start_others
+from jaxllm.replicas.hosts.near import ReplicasElsewhere, of_one_host, replicas_elsewhere
+from jaxllm.replicas.processes import (
+    END_SECONDS,
+    MAX_RESTARTS,
+    POLL_SECONDS,
+    RESTART_WINDOW_SECONDS,
+    EngineProcess,
+    EngineProcesses,
+    end,
+)
 from server.front import LAST_WORDS_SECONDS, READY, FrontStart
 from server.grpc.start import check_grpc
 from server.listening import check_tls, listen
 from server.options import ServerOptions
 
-MAX_RESTARTS = 5
-RESTART_WINDOW_SECONDS = 60.0
-"""A front that ends more than MAX_RESTARTS times within this many seconds is not restarted."""
 LAST_ERRORS_SECONDS = 1.0
 """Seconds that fronts continue after the engine's death, to send every client an error."""
-POLL_SECONDS = 0.05
-END_SECONDS = 5.0
-"""Seconds after which a process that was asked to end is killed."""
 
 
 @dataclass(frozen=True)
@@ -66,28 +72,6 @@ class _Front:
         self.starts: list[float] = []
 
 
-class _Engine:
-    """A replica's engine process, and where its sockets are; its directory outlives the process."""
-
-    def __init__(self, rank: int, directory: Path, environment: Mapping[str, str]):
-        self.rank = rank
-        self.directory = directory
-        self.environment = environment
-        self.process: subprocess.Popen[bytes] | None = None
-        self.client: EngineClient | None = None
-        self.starts: list[float] = []
-
-    def describe_end(self) -> str:
-        """The signal that ended the process, if it was one."""
-        code = self.process.poll() if self.process is not None else None
-        return f" (signal {-code}: {signal.strsignal(-code)})" if code is not None and code < 0 else ""
-
-    @property
-    def pid(self) -> int | None:
-        """Of its process, while that runs."""
-        return None if self.process is None or self.process.poll() is not None else self.process.pid
-
-
 class Supervisor:
     """One server. `on_ready` is called when requests are accepted; `core_factory` is for tests."""
 
@@ -112,7 +96,10 @@ class Supervisor:
         self._failure: str | None = None
         self._directory = Path()
         self._fronts: list[_Front] = []
-        self._engines: list[_Engine] = []
+        self._num_fronts = options.network.api_server_count
+        self._engines: EngineProcesses
+        self._elsewhere: ReplicasElsewhere | None = None
+        """Replicas on other hosts."""
         self._all_served = False
         """Whether every engine and front was ready once: until then none is started again."""
         self._watchers: set[asyncio.Task[None]] = set()
@@ -121,31 +108,62 @@ class Supervisor:
         """Serve until a signal or a failure. Returns the exit code; raises ConfigError or EngineDeadError for a failed start."""
         check_tls(self._options.network)
         check_grpc(self._options.network)
+        if (started := start_others(self._config, **self._of_engines())) is not None:
+            self._config = started.config
         environment_of_each = environments(self._config.parallel)
         sockets = listen(self._options.network)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._take_signal, number)
         with socket_directory() as self._directory:
-            self._engines = [
-                _Engine(rank, self._directory / str(rank), environment) for rank, environment in enumerate(environment_of_each)
-            ]
+            self._engines = self._engine_processes(
+                dict(zip(ranks_here(self._config.parallel), environment_of_each, strict=True))
+            )
+            self._elsewhere = replicas_elsewhere(self._config, self._directory, index=self._num_fronts, started=started)
             try:
                 await self._serve(sockets)
             finally:
                 self._kill_all()
                 for watcher in self._watchers:
                     watcher.cancel()
+                if self._elsewhere is not None:
+                    self._elsewhere.close()
                 for listening in sockets:
                     listening.close()
                 if self._options.network.uds is not None:
                     Path(self._options.network.uds).unlink(missing_ok=True)
         return self._exit_code
 
+    def _engine_processes(self, environments: Mapping[int, Mapping[str, str]]) -> EngineProcesses:
+        num_replicas = self._config.parallel.data_parallel_size
+        start = EngineStart(of_one_host(self._config), "", num_replicas=num_replicas, **self._of_engines())
+        return EngineProcesses(start, self._directory, environments, self._stopping, client_index=self._num_fronts)
+
+    def _of_engines(self) -> dict[str, Any]:
+        """Fields of EngineStart that are the same on every host."""
+        return {
+            "log_level": self._log_level,
+            "log_format": self._options.logging.log_format,
+            "step_timeout_seconds": self._options.processes.step_timeout,
+            "compile_timeout_seconds": self._options.processes.compile_timeout,
+            "core_factory": self._core_factory,
+        }
+
+    def _places(self) -> list[tuple[str, int | None]]:
+        """Of each replica: the directory of its sockets, and its process; None: it is being started again, or may be."""
+        places = {engine.rank: (str(engine.directory), engine.pid) for engine in self._engines.each}
+        if self._elsewhere is not None:
+            # The first fronts wait for all replicas; later ones for those that are there.
+            pid = None if self._all_served else os.getpid()
+            places |= {rank: (str(directory), pid) for rank, directory in self._elsewhere.directories.items()}
+        return [places[rank] for rank in sorted(places)]
+
     async def _serve(self, sockets: list[socket.socket]) -> None:
-        for engine in self._engines:
-            engine.directory.mkdir()
-            self._start_engine(engine)
+        self._engines.start_all()
+        for engine in self._engines.each:
+            self._watch(self._watch_engine(engine))
+        if self._elsewhere is not None:
+            await self._elsewhere.start()
         self._fronts = [_Front(index, listening) for index, listening in enumerate(sockets)]
         for front in self._fronts:
             self._start_front(front)
@@ -155,25 +173,19 @@ class Supervisor:
         if self._failure is not None:
             raise EngineDeadError(self._failure)
 
-    @property
-    def _silence_seconds(self) -> float:
-        """Seconds without a heartbeat: it stops only if the whole process hangs; the process itself detects other hangs."""
-        timeout = self._options.processes.step_timeout
-        return timeout + 30.0 if timeout else float("inf")
-
     # Fronts
 
     def _start_front(self, front: _Front) -> None:
         report, child_report = os.pipe()
         start = FrontStart(
             front.index,
-            [(str(engine.directory), engine.pid) for engine in self._engines],
+            self._places(),
             self._config,
             self._options,
             front.socket.fileno(),
             child_report,
             self._log_level,
-            self._silence_seconds,
+            self._engines.silence_seconds,
         )
         fds = (front.socket.fileno(), child_report)
         front.process = start_child("server.front", msgspec.msgpack.encode(start), fds)
@@ -216,40 +228,23 @@ class Supervisor:
 
     # The engine, or its replicas
 
-    def _start_engine(self, engine: _Engine) -> None:
-        processes, config = self._options.processes, self._config
-        if len(self._engines) > 1 and config.observe.profiler_dir is not None:
-            config = config.replace(profiler_dir=str(Path(config.observe.profiler_dir) / f"replica-{engine.rank}"))
-        start = EngineStart(
-            config,
-            str(engine.directory),
-            log_level=self._log_level,
-            log_format=self._options.logging.log_format,
-            step_timeout_seconds=processes.step_timeout,
-            compile_timeout_seconds=processes.compile_timeout,
-            core_factory=self._core_factory,
-            replica=engine.rank,
-            num_replicas=len(self._engines),
-        )
-        engine.process = start_engine(start, engine.environment)
-        engine.starts.append(time.monotonic())
-        index = self._options.network.api_server_count  # after those of the fronts
-        engine.client = EngineClient(engine.directory, engine.process.pid, index=index, silence_seconds=self._silence_seconds)
-        self._watch(self._watch_engine(engine, engine.client))
-
-    async def _watch_engine(self, engine: _Engine, client: EngineClient) -> None:
-        """Wait until the engine's process ends or hangs. One of several is started again."""
-        dead: asyncio.Future[EngineDeadError] = asyncio.get_running_loop().create_future()
-        client.on_dead = lambda error: None if dead.done() else dead.set_result(error)
-        try:
-            error = client.dead_error or await dead
-        finally:
-            client.close()
+    async def _watch_engine(self, engine: EngineProcess) -> None:
+        """Wait until the engine's process ends or hangs. One of several is started again, unless it ended too often; without any replica
+        the server ends."""
+        error = await self._engines.ended(engine)
         if self._stopping.is_set():
             return
         was_ready = all(front.is_ready for front in self._fronts)
-        if self._all_served and len(self._engines) > 1:
-            await self._start_again(engine, error)
+        if self._all_served and self._config.parallel.data_parallel_size > 1:
+            often = await self._engines.start_again(engine, error)
+            if self._stopping.is_set():
+                return
+            if often is None:
+                self._watch(self._watch_engine(engine))
+            elif any(other.pid is not None for other in self._engines.each) or (self._elsewhere and self._elsewhere.has_hosts):
+                logger.error("%s; it stays down", often)
+            elif not self._options.processes.keep_alive_on_engine_death:
+                self._fail(often)
             return
         if was_ready and self._options.processes.keep_alive_on_engine_death:
             logger.error("%s; the server goes on and answers 503 (--keep-alive-on-engine-death)", error)
@@ -258,33 +253,17 @@ class Supervisor:
             await asyncio.sleep(LAST_ERRORS_SECONDS)
         self._fail(f"{error}{engine.describe_end()}")
 
-    async def _start_again(self, engine: _Engine, error: EngineDeadError) -> None:
-        """Start the process of a replica again, unless it has ended too often lately; without any replica the server ends."""
-        assert engine.process is not None
-        await _end(engine.process, END_SECONDS)  # it may hang
-        if self._stopping.is_set():
-            return
-        reason = f"{error}{engine.describe_end()}"
-        engine.starts = [start for start in engine.starts if start > time.monotonic() - RESTART_WINDOW_SECONDS]
-        if len(engine.starts) <= MAX_RESTARTS:
-            logger.error("replica %d: %s; it is started again", engine.rank, reason)
-            self._start_engine(engine)
-            return
-        often = f"replica {engine.rank} ended {len(engine.starts)} times within {RESTART_WINDOW_SECONDS:.0f} s: {reason}"
-        if any(other.pid is not None for other in self._engines):
-            logger.error("%s; it stays down", often)
-        elif not self._options.processes.keep_alive_on_engine_death:
-            self._fail(often)
-
     async def _tell_when_ready(self) -> None:
         """Show loading progress, then the served endpoints."""
-        clients = [engine.client for engine in self._engines if engine.client is not None]
+        clients = self._engines.clients
         loading = asyncio.create_task(show_loading(clients[0], self._progress))
         try:
             ready, *_ = [await client.ready() for client in clients]
+            if not await self._others_are_ready():
+                return
             while not all(front.is_ready for front in self._fronts):
                 await asyncio.sleep(0.02)
-        except EngineDeadError:
+        except EngineDeadError:  # its watcher reports it
             return
         finally:
             loading.cancel()
@@ -294,6 +273,16 @@ class Supervisor:
         self._on_ready(
             Serving(ready.config, self._options, self._fronts[0].socket, ready.start_seconds, seconds, self._fronts[0].offers)
         )
+
+    async def _others_are_ready(self) -> bool:
+        """Wait for the replicas on other hosts. Without them, the start fails."""
+        try:
+            if self._elsewhere is not None:
+                await self._elsewhere.ready()
+        except EngineDeadError as error:
+            self._fail(str(error))
+            return False
+        return True
 
     # Shutdown
 
@@ -319,34 +308,22 @@ class Supervisor:
         """Stop the fronts, which drain, then the engine."""
         drain_seconds = 0.0 if self._failure else self._options.network.shutdown_timeout + LAST_WORDS_SECONDS
         fronts = [front.process for front in self._fronts if front.process is not None]
-        await asyncio.gather(*(_end(process, drain_seconds + END_SECONDS) for process in fronts))
-        engines = [engine.process for engine in self._engines if engine.process is not None]
-        await asyncio.gather(*(_end(process, END_SECONDS) for process in engines))
+        await asyncio.gather(*(end(process, drain_seconds + END_SECONDS) for process in fronts))
+        if self._elsewhere is not None:
+            await self._elsewhere.end(self._failure or "")
+        await self._engines.end_all()
 
     def _kill_all(self) -> None:
-        fronts, engines = (front.process for front in self._fronts), (engine.process for engine in self._engines)
-        for process in (*fronts, *engines):
+        for process in (front.process for front in self._fronts):
             if process is not None and process.poll() is None:
                 process.kill()
                 process.wait()
+        self._engines.kill_all()
 
     def _watch(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
         self._watchers.add(task)
         task.add_done_callback(self._watchers.discard)
-
-
-async def _end(process: "subprocess.Popen[bytes]", seconds: float) -> None:
-    """Ask a process to end, and kill it after a time limit."""
-    if process.poll() is None:
-        process.terminate()
-    deadline = time.monotonic() + seconds
-    while process.poll() is None:
-        if time.monotonic() > deadline:
-            logger.error("process %d did not end within %g s and is killed", process.pid, seconds)
-            process.kill()
-            process.wait()
-        await asyncio.sleep(POLL_SECONDS)
 
 
 def _leave_at_once(directory: Path, uds: str | None, code: int) -> None:

@@ -59,6 +59,7 @@ SIBLINGS = {
     ("jaxllm", "jaxllm.model_parts"),
     ("jaxllm.routing", "jaxllm.scheduler"),
     ("jaxllm.replicas", "jaxllm.engine"),
+    ("jaxllm.replicas", "jaxllm.hosts"),
     ("jaxllm.structured", "jaxllm.text"),
     ("jaxllm.text", "jaxllm.metrics"),
     ("jaxllm.layers", "jaxllm.quantization"),

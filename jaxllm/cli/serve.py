@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     load_middleware(server_options.network.middleware or ())  # report its errors before any process starts
     _check_model(config)
     if config.parallel.node_rank:
-        return _follow(config)
+        return _follow(config, server_options, level)
     if server_options.processes.headless:
         raise ConfigError(
             "headless is set, but host 0 serves HTTP: leave it out, or give this host's --node-rank (and --nnodes)"
@@ -76,8 +76,19 @@ def run(arguments: argparse.Namespace) -> int:
         progress.finish()  # remove the bar before an error is printed
 
 
-def _follow(config: EngineConfig) -> int:
-    """Be another host's follower, until that ends. Ctrl-C and SIGTERM end this host, and with it all."""
+def _follow(config: EngineConfig, options: ServerOptions, log_level: str | None) -> int:
+    """Be another host, until host 0 ends: with replicas of its own, or with devices of the one engine. Ctrl-C and SIGTERM end this host,
+    and in the second case with it all."""
+    if config.parallel.data_parallel_size > 1:
+        from jaxllm.replicas.hosts.host import serve_replicas
+
+        return serve_replicas(
+            config,
+            log_level=log_level,
+            log_format=options.logging.log_format,
+            step_timeout_seconds=options.processes.step_timeout,
+            compile_timeout_seconds=options.processes.compile_timeout,
+        )
     from jaxllm.hosts.follower import follow
     from jaxllm.hosts.process_group import end_process
 

@@ -46,6 +46,8 @@ SILENCE_SECONDS = 330.0
 """Without a heartbeat for so long, the engine process counts as hung. Heartbeats arrive four times a second."""
 BYE_MILLISECONDS = 200
 """The longest wait, when a client closes, until its last messages are sent."""
+LAST_WORDS_SECONDS = 0.2
+"""The longest that the last messages of a process that could not start take to arrive."""
 _MAX_MESSAGES_A_WAKE = 64
 _NO_LOAD = SchedulerStats(0, 0, 0.0, 0, 0, 0, 0, 0)
 
@@ -219,7 +221,7 @@ class EngineClient:
             else:
                 future.set_exception(messages.error_of(message.fault))
         elif isinstance(message, Ready):
-            if self._process is None:
+            if self._process is None and message.pid:
                 self._watch_process(message.pid)
             if not self._ready.done():
                 self._ready.set_result(message)
@@ -251,6 +253,12 @@ class EngineClient:
     def _process_ended(self) -> None:
         if self._process is not None:
             self._loop.remove_reader(self._process)
+        if self._ready.done():
+            self._end_with_process()
+        else:  # why it could not start may still be on its way
+            self._loop.call_later(LAST_WORDS_SECONDS, self._end_with_process)
+
+    def _end_with_process(self) -> None:
         self._fetch()  # its last messages
         self._die(EngineDeadError("the engine process has ended; its log may say why"))
 

@@ -72,6 +72,8 @@ class EngineStart(_Message):
     replica: int = 0
     num_replicas: int = 1
     """With more than one, the engine publishes what a balancer needs to know."""
+    has_clients_elsewhere: bool = False
+    """Whether fronts on another host use the engine, to whom its process id means nothing."""
 
 
 # From a front
@@ -180,7 +182,7 @@ class Ready(_Message, tag="ready"):
     kernels: dict[str, OpReport] = {}
     """The implementation of each op and the result of its check."""
     pid: int = 0
-    """Of the engine process."""
+    """Of the engine process; 0 if fronts are on another host."""
 
 
 class Outputs(_Message, tag="outputs"):

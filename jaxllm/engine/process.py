@@ -42,7 +42,8 @@ from jaxllm.outputs import EngineCoreOutput
 from jaxllm.start_times import StartTimes, process_age_seconds
 
 _LAGGING_PAUSE_SECONDS = 0.25
-_FIRST_HELLO_SECONDS = 2.0
+_FIRST_HELLO_SECONDS, _ALL_HELLOS_SECONDS = 2.0, 0.4
+"""Fronts say Hello four times a second until the engine serves."""
 _NEWS_SECONDS = 0.005
 """Least interval of the news that one of several engines sends to all fronts, which count what they sent since."""
 
@@ -58,6 +59,7 @@ class EngineLoop:
         pulse: Pulse,
         *,
         num_replicas: int = 1,
+        pid: int = 0,
     ):
         self._core = core
         self._commands = commands
@@ -87,7 +89,7 @@ class EngineLoop:
                 dict(core.processor_arguments),
                 dict(core.start_times.seconds),
                 core.kernels,
-                os.getpid(),
+                pid,
             )
         )
         pulse.awaited_programs = lambda: core.awaited_programs
@@ -323,7 +325,8 @@ def serve(start: EngineStart, parent_fd: int | None = None) -> int:
         if (hosts := getattr(core, "hosts", None)) is not None:
             hosts.tell_when_lost(lambda: listener.commands.put(hosts.check))  # ends an idle engine too
         signal.signal(signal.SIGTERM, lambda *_: listener.commands.put(Stop()))
-        EngineLoop(core, listener.commands, outbox, pulse, num_replicas=start.num_replicas).run()
+        pid = 0 if start.has_clients_elsewhere else os.getpid()
+        EngineLoop(core, listener.commands, outbox, pulse, num_replicas=start.num_replicas, pid=pid).run()
     except JaxLLMError as error:
         logger.error("%s", error)
         last_words, code = Dead(str(error)), EXIT_FAILED
@@ -331,7 +334,7 @@ def serve(start: EngineStart, parent_fd: int | None = None) -> int:
         logger.exception("the engine failed")
         last_words, code = Dead(f"the engine failed: {type(error).__name__}; its log has more"), EXIT_FAILED
     if code or outbox.clients:
-        _say_to_all(last_words, listener, outbox)
+        _say_to_all(last_words, listener, outbox, all_hellos=core is None)
     listener.stop()
     if core is not None and code == 0:
         core.shutdown()
@@ -339,11 +342,12 @@ def serve(start: EngineStart, parent_fd: int | None = None) -> int:
     return code
 
 
-def _say_to_all(last_words: Dead, listener: Listener, outbox: Outbox) -> None:
+def _say_to_all(last_words: Dead, listener: Listener, outbox: Outbox, *, all_hellos: bool) -> None:
     """Send a last message to every front, also to those whose Hello is unread because loading failed. Waits for one if there
-    is none yet."""
-    deadline = time.monotonic() + _FIRST_HELLO_SECONDS
-    while not listener.commands.empty() or (not outbox.clients and time.monotonic() < deadline):
+    is none yet, and with `all_hellos` until each has repeated its own."""
+    began = time.monotonic()
+    deadline, enough = began + _FIRST_HELLO_SECONDS, began + (_ALL_HELLOS_SECONDS if all_hellos else 0.0)
+    while not listener.commands.empty() or time.monotonic() < (enough if outbox.clients else deadline):
         with contextlib.suppress(queue.Empty):
             command = listener.commands.get(timeout=0.05)
             if isinstance(command, Hello):

@@ -100,6 +100,11 @@ class PhaseProgress(Progress):
             self.done += count
 
 
+def is_client_name(name: str) -> bool:
+    """Whether a front may have this name, which becomes that of a file."""
+    return _CLIENT_NAME.fullmatch(name) is not None
+
+
 class Outbox:
     """Sockets to the fronts. Used by one thread only."""
 
@@ -127,6 +132,12 @@ class Outbox:
         except (KeyError, zmq.Again):
             return False
         return True
+
+    def send_last(self, client: str, frame: bytes) -> None:
+        """Send a frame and close the socket, once it was sent or after a second."""
+        self.send(client, frame)
+        if (socket := self._sockets.pop(client, None)) is not None:
+            socket.close()
 
     def disconnect(self, client: str) -> None:
         if (socket := self._sockets.pop(client, None)) is not None:
@@ -234,7 +245,7 @@ class Listener:
     def _greet(self, hello: Hello) -> None:
         if hello.client in self._outbox.clients:
             return
-        if not _CLIENT_NAME.fullmatch(hello.client):
+        if not is_client_name(hello.client):
             logger.warning("a front with an impossible name was refused")
             return
         self._outbox.connect(hello.client)

@@ -22,8 +22,9 @@ def open_hosts(config: EngineConfig, model_dir: "Path") -> "Leader | Member | No
     started = None
     if config.parallel.distributed_executor_backend == "ray" and config.parallel.node_rank == 0:
         from jaxllm.hosts import with_ray
+        from jaxllm.hosts.follower import follow
 
-        started = with_ray.start(config)
+        started = with_ray.start(config, follow)
         config = config if started is None else started.config
     if config.parallel.nnodes == 1:
         return None

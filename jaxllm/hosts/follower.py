@@ -16,7 +16,8 @@ from jaxllm.engine import messages
 from jaxllm.engine.executor import Executor, PendingStep
 from jaxllm.errors import ConfigError, JaxLLMError
 from jaxllm.hosts import identity, process_group, wire
-from jaxllm.hosts.leader import BEAT_SECONDS, NEWS_SECONDS, SILENCE_SECONDS, START_SILENCE_SECONDS
+from jaxllm.hosts.leader import NEWS_SECONDS, START_SILENCE_SECONDS
+from jaxllm.hosts.listening import BEAT_SECONDS, SILENCE_SECONDS
 from jaxllm.hosts.relay import Relay
 from jaxllm.hosts.wire import (
     AllFacts,

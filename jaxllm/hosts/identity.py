@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.config import EngineConfig
-from jaxllm.engine.fingerprint import versions
+from jaxllm.engine.versions import versions
 from jaxllm.hosts_options import OF_ONE_HOST
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")

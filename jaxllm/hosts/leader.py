@@ -1,7 +1,6 @@
 """Host 0's side of the connections: waits for the other hosts, sends them calls, and notices when one is lost."""
 
 import contextlib
-import errno
 import queue
 import socket
 import threading
@@ -9,19 +8,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from jaxllm.config import EngineConfig, ParallelOptions
 from jaxllm.engine import messages
 from jaxllm.engine.executor import Executor
 from jaxllm.errors import ConfigError, EngineDeadError, JaxLLMError
 from jaxllm.hosts import identity, process_group, wire
+from jaxllm.hosts.listening import BEAT_SECONDS, SILENCE_SECONDS, Started, free_port, listen
 from jaxllm.hosts.wire import AllFacts, Beat, Connection, Done, End, Facts, Failed, Hello, Refused, Welcome, WireError
 from jaxllm.log import logger
 
-BEAT_SECONDS = 1.0
-SILENCE_SECONDS = 7.0
-"""A host of which nothing is heard for so long is lost."""
 START_SILENCE_SECONDS = 60.0
 """The same during the start."""
 GRACE_SECONDS = 2.0
@@ -53,16 +50,6 @@ class _Call:
     future: "Future[None]" = field(default_factory=Future)
 
 
-class Started(Protocol):
-    """What started the other hosts."""
-
-    def fault(self) -> str | None:
-        """Why one of them ended before it connected; None if none did."""
-
-    def end(self) -> None:
-        """End them, if they have not ended by themselves."""
-
-
 class Leader:
     """The other hosts of an engine, as host 0 sees them."""
 
@@ -83,7 +70,7 @@ class Leader:
         """Listen and wait for all hosts, which someone else or `started` has started. Raises ConfigError if one does not come in time,
         or differs from this one."""
         options = config.parallel
-        with _listen(options) as listening:
+        with listen(options) as listening:
             hosts = _gather(listening, options, found, started)
             address = listening.getsockname()[0]
         port = free_port(address)
@@ -286,23 +273,6 @@ def _try_to_send(host: _Host, message: Any) -> None:
 # Before the connections stand
 
 
-def _listen(options: ParallelOptions) -> socket.socket:
-    where = options.master_addr, options.master_port
-    try:
-        family = socket.getaddrinfo(*where, type=socket.SOCK_STREAM)[0][0]
-        listening = socket.create_server(where, family=family)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(
-                f"port {where[1]} of {where[0]} is taken by another program; choose another --master-port, on all hosts"
-            ) from error
-        raise ConfigError(
-            f"host 0 cannot listen at master_addr {where[0]}, port {where[1]} ({error.strerror or error}); give an address of this "
-            "machine that the other hosts reach"
-        ) from error
-    return listening
-
-
 def _gather(
     listening: socket.socket, options: ParallelOptions, found: Mapping[str, str], started: "Started | None"
 ) -> list[_Host]:
@@ -372,8 +342,3 @@ def _greet(
         connection.close()
         raise ConfigError(fault)
     return host
-
-
-def free_port(address: str) -> int:
-    with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-        return int(probe.getsockname()[1])

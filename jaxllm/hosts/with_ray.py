@@ -1,4 +1,4 @@
-"""Starts the other hosts of an engine through Ray: a placement group with a bundle on each host, and an actor in each bundle.
+"""Starts other hosts through Ray, of an engine or with replicas: a placement group with a bundle on each host, an actor in each bundle.
 
 Host 0 is the process that calls `start`; the actor on its host only holds its GPUs. The actors connect to host 0 as hosts started by
 hand do, so Ray carries no steps. Their logs come to this process's, as those of all actors do.
@@ -8,7 +8,7 @@ import contextlib
 import math
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -16,8 +16,9 @@ import msgspec
 from jaxllm.config import EngineConfig
 from jaxllm.engine.launch import environment_without_secrets
 from jaxllm.errors import ConfigError
-from jaxllm.hosts.leader import free_port
+from jaxllm.hosts.listening import free_port
 from jaxllm.log import logger
+from jaxllm.parallel.topology import Topology
 
 _COPIED = ("JAX", "XLA", "NCCL", "GLOO", "HF_", "TF_", "LD_LIBRARY_PATH", "PYTHONPATH", "TOKENIZERS_", "UCX_")
 """Beginnings of the environment variables that actors get."""
@@ -26,34 +27,56 @@ _END_SECONDS = 15.0
 
 
 class FollowerActor:
-    """A host of the engine, in a process that Ray started."""
+    """A host above 0, in a process that Ray started."""
 
     def gpus(self) -> str | None:
         """The GPUs that Ray gave to this actor, as CUDA_VISIBLE_DEVICES has them."""
         return os.environ.get("CUDA_VISIBLE_DEVICES")
 
-    def run(self, config: bytes) -> None:
-        """Follow host 0 until it ends the engine."""
+    def run(self, work: Callable[[EngineConfig], object], config: bytes) -> None:
+        """Be such a host until host 0 ends."""
         from jaxllm import log
-        from jaxllm.hosts.follower import follow
 
         log.set_up()
-        follow(msgspec.msgpack.decode(config, type=EngineConfig))
+        work(msgspec.msgpack.decode(config, type=EngineConfig))
 
 
 class RayHosts:
-    """The actors of an engine. `config`: for host 0."""
+    """The actors. `config`: for host 0; `work`: what the others do with theirs; `bundle`: the resources of each."""
 
-    def __init__(self, config: EngineConfig, ray: Any, group: Any, actors: list[Any], ends_ray: bool):
-        self.config = config
-        self._ray, self._group, self._actors, self._ends_ray = ray, group, actors, ends_ray
+    def __init__(
+        self,
+        config: EngineConfig,
+        work: Callable[[EngineConfig], object],
+        ray: Any,
+        group: Any,
+        bundle: Mapping[str, float],
+        *,
+        ends_ray: bool,
+    ):
+        self.config, self._work, self._bundle = config, work, bundle
+        self._ray, self._group, self._ends_ray = ray, group, ends_ray
+        self._actors = [_actor(ray, group, rank, bundle) for rank in range(config.parallel.nnodes)]
         self._running: list[Any] = []
+
+    def gpus_of_host_0(self) -> str | None:
+        """The GPUs that Ray gave to the actor on this host, as CUDA_VISIBLE_DEVICES has them."""
+        return self._ray.get(self._actors[0].gpus.remote())
 
     def follow(self) -> None:
         """Have the actors connect to host 0, which listens soon."""
-        for rank, actor in enumerate(self._actors[1:], 1):
-            options = {"node_rank": rank, "distributed_executor_backend": "mp", "use_progress_bar": False}
-            self._running.append(actor.run.remote(msgspec.msgpack.encode(self.config.replace(**options))))
+        self._running = [self._run(rank) for rank in range(1, len(self._actors))]
+
+    def start_again(self, rank: int) -> None:
+        """Start a host that was lost again. Ray does so once its place, or another, is free."""
+        with contextlib.suppress(Exception):
+            self._ray.kill(self._actors[rank])
+        self._actors[rank] = _actor(self._ray, self._group, rank, self._bundle)
+        self._running[rank - 1] = self._run(rank)
+
+    def _run(self, rank: int) -> Any:
+        options = {"node_rank": rank, "distributed_executor_backend": "mp", "use_progress_bar": False}
+        return self._actors[rank].run.remote(self._work, msgspec.msgpack.encode(self.config.replace(**options)))
 
     def fault(self) -> str | None:
         """Why an actor ended before it connected; None if none did."""
@@ -80,8 +103,8 @@ class RayHosts:
                 self._ray.shutdown()
 
 
-def start(config: EngineConfig) -> RayHosts | None:
-    """Start an actor on each host; None if this host has enough GPUs by itself.
+def start(config: EngineConfig, work: Callable[[EngineConfig], object]) -> RayHosts | None:
+    """Start an actor on each host, which calls `work`, a function of a module; None if this host has enough GPUs by itself.
 
     Raises ConfigError if Ray is missing, no cluster runs, or it has too few hosts or GPUs that are free.
     """
@@ -93,26 +116,22 @@ def start(config: EngineConfig) -> RayHosts | None:
     nodes = [node for node in ray.nodes() if node["Alive"]]
     num_hosts = _num_hosts(config, next(node for node in nodes if node["NodeID"] == node_id))
     if num_hosts == 1:
-        logger.info(
-            "this host has all %d GPUs that the engine needs; Ray starts no other", config.parallel.tensor_parallel_size
-        )
+        logger.info("this host has all %d GPUs that are needed; Ray starts no other", _num_devices(config))
         return None
     if num_hosts > len(nodes):
         raise ConfigError(
-            f"the engine needs {num_hosts} hosts, the Ray cluster has {len(nodes)}; start Ray on more, or lower --nnodes"
+            f"{_num_devices(config)} devices on {num_hosts} hosts are asked for, "
+            f"the Ray cluster has {len(nodes)}; start Ray on more, or lower --nnodes"
         )
-    share = config.parallel.tensor_parallel_size // num_hosts
+    share = _num_devices(config) // num_hosts
     bundle = {"CPU": 1.0, **({"GPU": float(share)} if any(node["Resources"].get("GPU") for node in nodes) else {})}
     address = ray.util.get_node_ip_address()
     config = config.replace(nnodes=num_hosts, node_rank=0, master_addr=address, master_port=free_port(address))
     group = _place(ray, [bundle] * num_hosts, node_id, config.parallel.distributed_timeout_seconds)
-    actors = [_actor(ray, group, rank, bundle) for rank in range(num_hosts)]
-    hosts = RayHosts(config, ray, group, actors, ends_ray)
-    if "GPU" in bundle and (gpus := ray.get(actors[0].gpus.remote())):
+    hosts = RayHosts(config, work, ray, group, bundle, ends_ray=ends_ray)
+    if "GPU" in bundle and (gpus := hosts.gpus_of_host_0()):
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus  # JAX has not started yet
-    logger.info(
-        "Ray gives the engine %d hosts with %s on each; host 0 is %s", num_hosts, _described(bundle), socket.gethostname()
-    )
+    logger.info("Ray gives %d hosts with %s on each; host 0 is %s", num_hosts, _described(bundle), socket.gethostname())
     hosts.follow()
     return hosts
 
@@ -145,9 +164,14 @@ def _num_hosts(config: EngineConfig, own: Mapping[str, Any]) -> int:
     num_gpus = int(own["Resources"].get("GPU", 0))
     if not num_gpus:
         raise ConfigError("Ray knows of no GPU on this host: give the number of hosts with --nnodes")
-    num_hosts = math.ceil(config.parallel.tensor_parallel_size / num_gpus)
+    num_hosts = math.ceil(_num_devices(config) / num_gpus)
     config.replace(nnodes=num_hosts)  # raises if they cannot share the devices
     return num_hosts
+
+
+def _num_devices(config: EngineConfig) -> int:
+    """Of all hosts together."""
+    return config.parallel.data_parallel_size * Topology.of(config.parallel).num_devices
 
 
 def _place(ray: Any, bundles: list[dict[str, float]], node_id: str, timeout_seconds: int) -> Any:

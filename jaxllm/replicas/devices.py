@@ -1,4 +1,4 @@
-"""Which devices each replica gets: environment variables of its process."""
+"""Which replicas a host has, and which devices each of them gets: environment variables of its process."""
 
 import os
 
@@ -10,19 +10,28 @@ from jaxllm.parallel.topology import Topology
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
+def ranks_here(parallel: ParallelOptions) -> range:
+    """The replicas that lie on this host: as many as on every other. An engine on several hosts is one, on host 0."""
+    if parallel.data_parallel_size == 1:
+        return range(1)
+    share = parallel.data_parallel_size // parallel.nnodes
+    return range(parallel.node_rank * share, (parallel.node_rank + 1) * share)
+
+
 def environments(parallel: ParallelOptions) -> list[dict[str, str]]:
-    """What each replica's process has in its environment to see its devices alone: on GPUs the next ones of those that this process may
-    use; on a CPU nothing. Raises ConfigError if there are too few."""
-    num_replicas, num_each = parallel.data_parallel_size, Topology.of(parallel).num_devices
+    """What each process of a replica on this host has in its environment to see its devices alone: on GPUs the next ones of those that
+    this process may use; on a CPU nothing. Raises ConfigError if there are too few."""
+    num_replicas, num_each = len(ranks_here(parallel)), Topology.of(parallel).num_devices
     if num_replicas == 1 or os.environ.get("JAX_PLATFORMS", "").split(",")[0] == "cpu":
         return [{}] * num_replicas
     names = _visible_gpus()
     if not names:
         return [{}] * num_replicas
     if len(names) < num_replicas * num_each:
+        where = " on each host" if parallel.nnodes > 1 else ""
         raise ConfigError(
-            f"data_parallel_size {num_replicas} with {num_each} GPU{'s' * (num_each > 1)} each needs {num_replicas * num_each} GPUs, "
-            f"this machine has {len(names)}{_hint(len(names))}; choose at most {len(names) // num_each or 'fewer devices for each'}"
+            f"data_parallel_size {num_replicas}{where} with {num_each} GPU{'s' * (num_each > 1)} each needs {num_replicas * num_each} "
+            f"GPUs, this machine has {len(names)}{_hint(len(names))}; choose at most {len(names) // num_each or 'fewer devices for each'}"
         )
     return [{VISIBLE: ",".join(names[rank * num_each : (rank + 1) * num_each])} for rank in range(num_replicas)]
 

@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from scripts.soaking.processes import processes_below, wait_until_healthy
+from scripts.rehearsing.other_host import OtherHost
+from scripts.soaking.processes import RUN, processes_below, wait_until_healthy
 
 ROOT = Path(__file__).resolve().parents[2]
-_RUN = "import sys; from jaxllm.cli.main import main; sys.exit(main())"
 FLAGS = ("--host", "127.0.0.1", "--warmup", "all", "--max-num-seqs", "32", "--token-buckets", "512", "--decode-buckets", "8,32")
 START_SECONDS = 300.0
 PATIENCE_SECONDS = 20.0
@@ -23,9 +23,10 @@ PATIENCE_SECONDS = 20.0
 class RehearsedServer:
     """`jaxllm serve demo` with a directory of its own for temporary files."""
 
-    def __init__(self, flags: Sequence[str], fault: str, directory: Path):
+    def __init__(self, flags: Sequence[str], fault: str, directory: Path, *, has_other_host: bool = False):
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
+        self.other: OtherHost | None = None
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = directory / "log"
         self.temporary = directory / "t"
@@ -34,11 +35,14 @@ class RehearsedServer:
         environment = {**os.environ, "TMPDIR": str(self.temporary), "PYTHONPATH": str(ROOT)}
         if fault:
             environment["JAXLLM_FAULT"] = fault
-        command = [sys.executable, "-c", _RUN, "serve", "demo", *FLAGS, "--port", str(self.port), *flags]
+        command = [sys.executable, "-c", RUN, "serve", "demo", *FLAGS, "--port", str(self.port), *flags]
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
                 command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
             )
+        if has_other_host:
+            port = int(flags[flags.index("--master-port") + 1])
+            self.other = OtherHost([*FLAGS, *flags], port, directory)
         self.family: dict[int, str] = {}
         self._num_sockets: dict[int, int] = {}
 
@@ -94,13 +98,18 @@ class RehearsedServer:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
+        if self.other is not None:
+            self.other.stop()
 
 
 @contextlib.contextmanager
-def rehearsed(flags: Sequence[str] = (), fault: str = "") -> Iterator[RehearsedServer]:
-    """A server that is ready. It, and all that is left of it, ends with the block."""
+def rehearsed(flags: Sequence[str] = (), fault: str = "", *, has_other_host: bool = False) -> Iterator[RehearsedServer]:
+    """A server that is ready, on two hosts if asked. It, and all that is left of it, ends with the block."""
+    if has_other_host:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            flags = [*flags, "--master-port", str(free.getsockname()[1])]
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as directory:
-        server = RehearsedServer(flags, fault, Path(directory))
+        server = RehearsedServer(flags, fault, Path(directory), has_other_host=has_other_host)
         try:
             server.wait_ready()
             yield server

@@ -43,6 +43,10 @@ NOTHING = (
             {"pipeline_parallel_size": 2, "data_parallel_size": 1, "tensor_parallel_size": 2},
         ),
         ("-n 2 -r 1 -tp 2", {"nnodes": 2, "node_rank": 1, "tensor_parallel_size": 2}),
+        (
+            "-n 2 -dp 4 -dpa 10.0.0.1 -dpp 5000",
+            {"nnodes": 2, "data_parallel_size": 4, "master_addr": "10.0.0.1", "master_port": 5000},
+        ),
         ("--dtype half", {"dtype": "float16"}),
         ("--dtype float", {"dtype": "float32"}),
         ("-q fp8", {"quantization": "fp8"}),

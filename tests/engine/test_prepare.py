@@ -84,7 +84,7 @@ def test_programs_depend_on_the_implementation_of_every_op():
 def test_the_source_is_part_of_it(monkeypatch):
     one = prepared()
     before = one.fingerprint()
-    monkeypatch.setattr("jaxllm.engine.fingerprint._source_digest", lambda: "other")
+    monkeypatch.setattr("jaxllm.engine.fingerprint.source_digest", lambda: "other")
     after = one.fingerprint()
     assert {name for name in after if after[name] != before[name]} == {"jaxllm version"}
 

@@ -7,6 +7,7 @@ import sys
 from jaxllm import log
 from jaxllm.config import EngineConfig
 from jaxllm.errors import JaxLLMError
+from jaxllm.replicas.hosts.host import serve_replicas
 from server.listening import address_of
 from server.options import ServerOptions
 from server.serve import Serving, serve
@@ -26,6 +27,8 @@ def main() -> int:
         print(json.dumps({"address": None if options.network.uds else address_of(serving.socket)}), flush=True)
 
     try:
+        if config.parallel.node_rank:
+            return serve_replicas(config, core_factory=factory or None, step_timeout_seconds=options.processes.step_timeout)
         return serve(config, options, on_ready=ready, core_factory=factory or None)
     except JaxLLMError as error:
         print(f"error: {error}", file=sys.stderr)

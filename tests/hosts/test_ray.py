@@ -13,7 +13,11 @@ import pytest
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError
 from jaxllm.hosts import with_ray
+from jaxllm.hosts.follower import follow
+from tests.helpers.serve_processes import serving, wait_until
+from tests.helpers.tiny_tokenizers import write_tokenizer
 from tests.hosts.test_two_hosts import MOST_SECONDS, ROOT, TOKENS, line_of
+from tests.server.test_replicas import SHORT, states
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.ray
@@ -78,7 +82,26 @@ def test_ray_starts_the_other_host_and_its_death_ends_the_engine(cluster, direct
 def test_a_cluster_that_is_too_small_is_named(cluster, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     options = {"model": "demo", "tensor_parallel_size": 3, "distributed_executor_backend": "ray"}
-    with pytest.raises(ConfigError, match="needs 3 hosts, the Ray cluster has 2"):
-        with_ray.start(EngineConfig.from_options(**options, nnodes=3))
+    with pytest.raises(ConfigError, match="3 devices on 3 hosts are asked for, the Ray cluster has 2"):
+        with_ray.start(EngineConfig.from_options(**options, nnodes=3), follow)
     with pytest.raises(ConfigError, match="no GPU on this host: give the number of hosts with --nnodes"):
-        with_ray.start(EngineConfig.from_options(**options))
+        with_ray.start(EngineConfig.from_options(**options), follow)
+
+
+def test_replicas_on_a_host_that_ray_starts_come_back_when_it_is_lost(cluster, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    model = write_tokenizer(tmp_path)
+    options = {"served_model_name": ["model"], "web": False, "max_num_seqs": 64, "data_parallel_size": 2, "nnodes": 2}
+    options = {**options, "distributed_executor_backend": "ray", "distributed_timeout_seconds": 60}
+    with serving(model, tmp_path, **options) as server, server.wait_ready().client() as client:
+        for _ in range(2):
+            reply = client.post("/v1/completions", json=SHORT, headers={"X-data-parallel-rank": "1"})
+            assert reply.status_code == 200, reply.text
+            [actor] = children("ray::FollowerActor.run")
+            os.kill(actor, signal.SIGKILL)
+            wait_until(lambda: states(client) == ["serving", "down"], "nobody noticed", MOST_SECONDS)
+            assert client.post("/v1/completions", json=SHORT).status_code == 200
+            wait_until(lambda: states(client) == ["serving", "serving"], "it did not come back")
+        server.process.send_signal(signal.SIGTERM)
+        assert server.end(40) == 0
+    assert not children("ray::FollowerActor.run")

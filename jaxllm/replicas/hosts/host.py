@@ -1,0 +1,200 @@
+"""A host above 0: connects to host 0, and runs its own replicas until host 0 ends or is lost."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import time
+from typing import Any
+
+from jaxllm.config import EngineConfig
+from jaxllm.engine.launch import socket_directory
+from jaxllm.engine.messages import EngineStart
+from jaxllm.errors import ConfigError, EngineDeadError
+from jaxllm.log import logger
+from jaxllm.replicas.devices import environments, ranks_here
+from jaxllm.replicas.hosts import wire
+from jaxllm.replicas.hosts.far import Bridge
+from jaxllm.replicas.hosts.identity import identity
+from jaxllm.replicas.hosts.near import names_of, of_one_host
+from jaxllm.replicas.hosts.wire import Challenge, ClosedError, Failed, Hello, Link, Refused, Welcome, WireError
+from jaxllm.replicas.processes import EngineProcess, EngineProcesses
+
+EXIT_LOST = 1
+_RETRY_SECONDS = 0.5
+_LAST_SECONDS = 1.0
+
+
+class ReplicaHost:
+    """This host of several. `start`: parameters of its engine processes, but for what differs among them."""
+
+    def __init__(self, config: EngineConfig, start: EngineStart):
+        self._config, self._options = config, config.parallel
+        self._found = identity(config)
+        self._environments = dict(zip(ranks_here(config.parallel), environments(config.parallel), strict=True))
+        self._start = start
+        self._began = time.monotonic()
+
+    async def run(self) -> int:
+        """Serve host 0 until that ends. Returns the exit code; raises ConfigError or EngineDeadError if this host cannot start, or its
+        replicas have all ended."""
+        self._stopping, self._signal = asyncio.Event(), 0
+        self._failure: str | None = None
+        self._have_served = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._take_signal, number)
+        connecting = asyncio.ensure_future(connect(self._config, self._found))
+        if not await self._or_stopped(connecting):
+            return 128 + self._signal
+        link = connecting.result()
+        with socket_directory() as directory:
+            self._engines = EngineProcesses(self._start, directory, self._environments, self._stopping, client_index=0)
+            try:
+                return await self._serve(link)
+            finally:
+                self._engines.kill_all()
+
+    async def _serve(self, link: Link) -> int:
+        link.begin()
+        self._engines.start_all()
+        self._bridge = Bridge(link, {engine.rank: engine.directory for engine in self._engines.each})
+        watchers = [asyncio.create_task(self._watch(engine)) for engine in self._engines.each]
+        watchers.append(asyncio.create_task(self._tell_when_ready()))
+        serving = asyncio.create_task(self._bridge.run())
+        code = 0
+        try:
+            if await self._or_stopped(serving):
+                reason = serving.result()
+                code = EXIT_LOST if reason else 0
+                logger.log(
+                    logging.ERROR if reason else logging.INFO, "host 0 ends the server%s", f": {reason}" if reason else ""
+                )
+            else:
+                link.send(Failed(self._failure or f"it was stopped ({signal.Signals(self._signal).name})"))
+                code = 128 + self._signal
+        except WireError as error:
+            logger.error("host 0 is lost: %s; host %d ends", error, self._options.node_rank)
+            code = EXIT_LOST
+        self._stopping.set()
+        for watcher in watchers:
+            watcher.cancel()
+        await self._bridge.close()
+        await link.close(within_seconds=_LAST_SECONDS)
+        await self._engines.end_all()
+        if self._failure is not None:
+            raise EngineDeadError(self._failure)
+        return code
+
+    async def _or_stopped(self, work: "asyncio.Future[Any]") -> bool:
+        """Wait for it, and return True, or until this host is to end. Raises its error."""
+        stop = asyncio.ensure_future(self._stopping.wait())
+        await asyncio.wait((work, stop), return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        if not work.done():
+            work.cancel()
+            return False
+        work.result()
+        return True
+
+    async def _watch(self, engine: EngineProcess) -> None:
+        """Wait until an engine process ends, tell host 0, and start it again, unless that happens too often; without any replica this
+        host ends."""
+        while True:
+            error = await self._engines.ended(engine)
+            if self._stopping.is_set():
+                return None
+            self._bridge.engine_ended(engine.rank, f"{error}{engine.describe_end()}")
+            if not self._have_served:
+                return self._fail(f"replica {engine.rank}: {error}{engine.describe_end()}")
+            often = await self._engines.start_again(engine, error)
+            if self._stopping.is_set():
+                return None
+            if often is not None:
+                if any(other.pid is not None for other in self._engines.each):
+                    logger.error("%s; it stays down", often)
+                else:
+                    self._fail(often)
+                return None
+
+    async def _tell_when_ready(self) -> None:
+        with contextlib.suppress(EngineDeadError):  # its watcher reports it
+            for client in self._engines.clients:
+                await client.ready()
+            self._have_served = True
+            options = self._options
+            replicas = names_of(ranks_here(options))
+            seconds = time.monotonic() - self._began
+            logger.info("host %d of %d is ready in %.1f s, with %s", options.node_rank, options.nnodes, seconds, replicas)
+
+    def _fail(self, reason: str) -> None:
+        self._failure = self._failure or reason
+        self._stopping.set()
+
+    def _take_signal(self, number: signal.Signals) -> None:
+        """Stop; a second signal stops at once: the engine processes end with this one."""
+        if self._stopping.is_set():
+            os._exit(128 + number)
+        self._signal = number
+        self._stopping.set()
+
+
+async def connect(config: EngineConfig, found: dict[str, str]) -> Link:
+    """Connect to host 0. Raises ConfigError if it is not there in time, or refuses this host."""
+    options = config.parallel
+    where = f"{options.master_addr}, port {options.master_port}"
+    deadline = time.monotonic() + options.distributed_timeout_seconds
+    logger.info("host %d of %d connects to host 0 at %s", options.node_rank, options.nnodes, where)
+    while True:
+        try:
+            async with asyncio.timeout(wire.FIRST_SECONDS):
+                reader, writer = await asyncio.open_connection(options.master_addr, options.master_port)
+            link = Link(reader, writer, wire.of_host_0)
+            challenge = await link.first()
+            break
+        except (OSError, TimeoutError, ClosedError) as error:  # host 0 may be ending, to be started again
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"host 0 does not answer at {where}, after {options.distributed_timeout_seconds} s "
+                    f"(--distributed-timeout-seconds): {error or 'no answer'}; start it with --node-rank 0, and see that this "
+                    "host reaches its --master-addr"
+                ) from error
+            await asyncio.sleep(_RETRY_SECONDS)
+        except WireError as error:
+            raise ConfigError(f"what listens at {where} is not host 0 of replicas on several hosts: {error}") from error
+    try:
+        if not isinstance(challenge, Challenge):
+            raise WireError("it sent no challenge")
+        nonce = wire.new_nonce()
+        proof = wire.proof("host", challenge.nonce)
+        link.send(Hello(wire.PROTOCOL, options.node_rank, socket.gethostname(), nonce, proof, found))
+        answer = await link.first()
+    except WireError as error:
+        await link.close()
+        raise ConfigError(
+            f"what listens at {where} is not host 0 of replicas on several hosts, or it ended: {error}"
+        ) from error
+    if isinstance(answer, Refused):
+        await link.close()
+        raise ConfigError(f"host 0 refuses this host: {answer.reason}")
+    if not isinstance(answer, Welcome) or not wire.is_proven(answer.proof, "host 0", nonce):
+        await link.close()
+        raise ConfigError(f"what listens at {where} does not know this host's token (JAXLLM_HOSTS_TOKEN)")
+    return link
+
+
+def serve_replicas(config: EngineConfig, **more: Any) -> int:
+    """Be host `config.parallel.node_rank` of several with replicas; `more` are fields of the EngineStart of its processes. Returns the
+    exit code.
+
+    Raises ConfigError, ModelLoadError or EngineDeadError if this host cannot start, or its replicas end again and again.
+    """
+    start = EngineStart(
+        of_one_host(config), "", num_replicas=config.parallel.data_parallel_size, has_clients_elsewhere=True, **more
+    )
+
+    async def run() -> int:
+        return await ReplicaHost(config, start).run()
+
+    return asyncio.run(run())

@@ -1,0 +1,243 @@
+"""Messages between hosts that have replicas each, and the connection that carries them: msgpack, each after its length.
+
+Host 0 begins with `Challenge`; the other host answers `Hello` and gets `Welcome` or `Refused`. Then host 0 sends `Greet`, `Leave`,
+`Frame`, `Beat` and `End`, the other `Frame`, `Ended`, `Failed` and `Beat`. Nothing is encrypted. If both hosts have a token, each proves
+to the other that it knows it, without sending it.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import os
+import secrets
+import socket
+import struct
+from typing import Any
+
+import msgspec
+
+from jaxllm import env
+from jaxllm.engine.messages import MAX_MESSAGE_BYTES
+from jaxllm.errors import JaxLLMError
+from jaxllm.hosts.listening import BEAT_SECONDS, SILENCE_SECONDS
+
+PROTOCOL = 1
+PIECE_BYTES = 1 << 20
+"""Longer frames are sent in pieces, between which heartbeats fit."""
+MAX_PIECE_BYTES = 4 << 20
+FIRST_SECONDS = 5.0
+"""The longest wait for each of the first messages."""
+_LENGTH = struct.Struct(">I")
+
+
+class WireError(JaxLLMError):
+    """A connection between hosts is closed, or what came through it is no message."""
+
+
+class ClosedError(WireError):
+    """The connection is closed."""
+
+
+class _Message(msgspec.Struct, array_like=True):
+    pass
+
+
+class Challenge(_Message, tag="challenge"):
+    """The first message of host 0. `nonce` goes into the proof of the other host."""
+
+    nonce: bytes
+
+
+class Hello(_Message, tag="hello"):
+    """The answer. `identity`: all that must be the same on every host, by a name for error messages."""
+
+    protocol: int
+    rank: int
+    name: str
+    nonce: bytes
+    proof: bytes
+    identity: dict[str, str]
+
+
+class Welcome(_Message, tag="welcome"):
+    """This host takes part."""
+
+    proof: bytes
+
+
+class Refused(_Message, tag="refused"):
+    """This host may not take part."""
+
+    reason: str
+
+
+class Greet(_Message, tag="greet"):
+    """A front wants to talk to a replica. Repeated until the replica's engine has answered it."""
+
+    replica: int
+    client: str
+
+
+class Leave(_Message, tag="leave"):
+    """A front talks to a replica no more."""
+
+    replica: int
+    client: str
+
+
+class Frame(_Message, tag="frame"):
+    """A message between a front and a replica's engine, or a piece of it; more pieces of it follow unless it is the last."""
+
+    replica: int
+    client: str
+    data: bytes
+    is_last: bool = True
+
+
+class Ended(_Message, tag="ended"):
+    """A replica's engine process has ended, and with it what these fronts had there."""
+
+    replica: int
+    clients: list[str]
+    reason: str
+
+
+class Failed(_Message, tag="failed"):
+    """This host ends."""
+
+    reason: str
+
+
+class Beat(_Message, tag="beat"):
+    """Sent every BEAT_SECONDS."""
+
+
+class End(_Message, tag="end"):
+    """Host 0 ends: with a reason after a failure, with none if it is shut down."""
+
+    reason: str = ""
+
+
+_encoder = msgspec.msgpack.Encoder()
+of_others: Any = msgspec.msgpack.Decoder(Hello | Frame | Ended | Failed | Beat)  # type: ignore[arg-type]
+of_host_0: Any = msgspec.msgpack.Decoder(Challenge | Welcome | Refused | Greet | Leave | Frame | Beat | End)  # type: ignore[arg-type]
+
+
+class Link:
+    """One end of a connection, in an event loop."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, decoder: Any):
+        self._reader, self._writer, self._decoder = reader, writer, decoder
+        self._pieces: dict[tuple[int, str], bytearray] = {}
+        self._heard = asyncio.get_running_loop().time()
+        self._fault: str | None = None
+        self._beats: asyncio.Task[None] | None = None
+        sock: socket.socket = writer.get_extra_info("socket")
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.peer = str(writer.get_extra_info("peername")[0])
+        """The address of the other end."""
+
+    def begin(self) -> None:
+        """Send heartbeats from now on, and expect those of the other end: without, `receive` raises after SILENCE_SECONDS."""
+        self._heard = asyncio.get_running_loop().time()
+        self._beats = asyncio.create_task(self._beat())
+
+    def send(self, message: Any) -> None:
+        """Send a message, soon. Nothing happens if the other end is gone: `receive` tells."""
+        if self._writer.is_closing():
+            return
+        body = _encoder.encode(message)
+        self._writer.write(_LENGTH.pack(len(body)) + body)
+
+    def send_frame(self, replica: int, client: str, data: bytes) -> None:
+        """Send a Frame, in pieces."""
+        for start in range(0, len(data), PIECE_BYTES):
+            end = start + PIECE_BYTES
+            self.send(Frame(replica, client, data[start:end], end >= len(data)))
+
+    async def drained(self) -> None:
+        """Wait until little of what was sent is still here, or the other end is gone."""
+        try:
+            await self._writer.drain()
+        except (ConnectionError, OSError):
+            return
+
+    async def receive(self) -> Any:
+        """The next message but for heartbeats; a Frame whole. Raises WireError if there is none any more or it is malformed."""
+        while True:
+            message = await self._receive()
+            if isinstance(message, Beat):
+                continue
+            if isinstance(message, Frame) and (not message.is_last or (message.replica, message.client) in self._pieces):
+                pieces = self._pieces.setdefault((message.replica, message.client), bytearray())
+                pieces += message.data
+                if len(pieces) > MAX_MESSAGE_BYTES:
+                    raise WireError(f"a message is longer than {MAX_MESSAGE_BYTES} bytes")
+                if not message.is_last:
+                    continue
+                message.data = bytes(self._pieces.pop((message.replica, message.client)))
+            return message
+
+    async def first(self) -> Any:
+        """A first message. Raises WireError if it does not come in time."""
+        try:
+            async with asyncio.timeout(FIRST_SECONDS):
+                return await self._receive()
+        except TimeoutError:
+            raise WireError(f"nothing came within {FIRST_SECONDS:g} s") from None
+
+    async def _receive(self) -> Any:
+        try:
+            (size,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+            if size > MAX_PIECE_BYTES:
+                raise WireError(f"a message of {size} bytes was announced, at most {MAX_PIECE_BYTES} are allowed")
+            body = await self._reader.readexactly(size)
+        except (EOFError, OSError) as error:
+            raise ClosedError(self._fault or "the connection was closed") from error
+        self._heard = asyncio.get_running_loop().time()
+        try:
+            return self._decoder.decode(body)
+        except (msgspec.MsgspecError, RecursionError, TypeError, ValueError, OverflowError) as error:
+            raise WireError(f"not a message of this protocol ({type(error).__name__}: {str(error)[:200]})") from error
+
+    async def _beat(self) -> None:
+        while True:
+            self.send(Beat())
+            await asyncio.sleep(BEAT_SECONDS)
+            silence = asyncio.get_running_loop().time() - self._heard
+            if silence > SILENCE_SECONDS:
+                self._fault = f"it was silent for {silence:.0f} s"
+                self._writer.transport.abort()
+                return
+
+    async def close(self, *, within_seconds: float = 0.0) -> None:
+        """Close it, after what was sent has gone if that takes no longer than so many seconds."""
+        if self._beats is not None:
+            self._beats.cancel()
+        if within_seconds:
+            self._writer.close()
+            try:
+                async with asyncio.timeout(within_seconds):
+                    await self._writer.wait_closed()
+            except (TimeoutError, OSError):
+                pass
+        self._writer.transport.abort()
+
+
+def token() -> bytes:
+    """The token of this host; empty if it has none."""
+    return os.environ.get(env.HOSTS_TOKEN, "").encode()
+
+
+def new_nonce() -> bytes:
+    return secrets.token_bytes(16)
+
+
+def proof(of: str, nonce: bytes) -> bytes:
+    """What shows the other end, which chose the nonce, that this one knows the token; `of` keeps it from being sent back to its sender."""
+    return hmac.new(token(), of.encode() + b"\0" + nonce, hashlib.sha256).digest()
+
+
+def is_proven(found: bytes, of: str, nonce: bytes) -> bool:
+    """Whether the other end has this host's token: none is one too."""
+    return hmac.compare_digest(found, proof(of, nonce))

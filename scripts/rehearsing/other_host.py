@@ -1,0 +1,94 @@
+"""A second host of a rehearsed server, as a process on loopback, and the cable to it."""
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from scripts.soaking.processes import RUN, processes_below
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Cable:
+    """Carries connections to a port of host 0, until it is cut: then nothing comes through, and neither end is told."""
+
+    def __init__(self, port: int):
+        self._target = port
+        self._is_cut = threading.Event()
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listening.getsockname()[1])
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self) -> None:
+        self._is_cut.set()
+
+    def mend(self) -> None:
+        """For new connections."""
+        self._is_cut = threading.Event()
+
+    def _accept(self) -> None:
+        while True:
+            near, _ = self._listening.accept()
+            try:
+                far = socket.create_connection(("127.0.0.1", self._target))
+            except OSError:
+                near.close()
+                continue
+            threading.Thread(target=_carry, args=(near, far, self._is_cut), daemon=True).start()
+
+
+def _carry(near: socket.socket, far: socket.socket, is_cut: threading.Event) -> None:
+    with near, far, contextlib.suppress(OSError):
+        while True:
+            for source in select.select([near, far], [], [])[0]:
+                data = source.recv(1 << 16)
+                if is_cut.is_set():
+                    threading.Event().wait()  # for ever, with both ends open
+                if not data:
+                    return
+                (far if source is near else near).sendall(data)
+
+
+class OtherHost:
+    """`jaxllm serve demo --node-rank 1`, which connects to host 0 at this port."""
+
+    def __init__(self, flags: Sequence[str], port: int, directory: Path):
+        self._directory = directory
+        self.cable = Cable(port)
+        self._command = [sys.executable, "-c", RUN, "serve", "demo", *flags, "--headless", "--node-rank", "1"]
+        self._command += ["--master-port", str(self.cable.port)]
+        self.log = directory / "log of host 1"
+        self.start()
+
+    def start(self) -> None:
+        """Start it, or start it again."""
+        temporary = self._directory / "t1"
+        temporary.mkdir(exist_ok=True)
+        environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": str(ROOT)}
+        with self.log.open("ab") as output:
+            self.process = subprocess.Popen(
+                self._command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            )
+
+    def pids(self, module: str = "") -> list[int]:
+        """Its processes, or those that run a module ("engine.process")."""
+        below = [pid for pid, name in processes_below(self.process.pid).items() if module in name]
+        return below if module else list(dict.fromkeys([self.process.pid, *below]))
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to all its processes at once."""
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def stop(self) -> None:
+        """End it whatever it does."""
+        self.signal(signal.SIGKILL)
+        self.process.wait()

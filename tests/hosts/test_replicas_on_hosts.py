@@ -1,0 +1,154 @@
+"""Whole servers with replicas on two hosts, as processes on loopback: over fake cores, and with the demo model on two devices each."""
+
+import concurrent.futures
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from jaxllm import env
+from tests.helpers import engines, goldens
+from tests.helpers.serve_processes import ServerProcess, free_port, serving, wait_until
+from tests.helpers.tiny_tokenizers import write_tokenizer
+from tests.server.test_replicas import SHORT, _endless, by_replica, states
+
+pytestmark = pytest.mark.slow
+
+OPTIONS: dict[str, Any] = {
+    "served_model_name": ["model"],
+    "web": False,
+    "max_num_seqs": 64,
+    "data_parallel_size": 4,
+    "nnodes": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("model"))
+
+
+@contextlib.contextmanager
+def host(rank: int, model: Path, directory: Path, **options: Any) -> Iterator[ServerProcess]:
+    own = directory / f"host{rank}-{len(list(directory.iterdir()))}"
+    own.mkdir()
+    with serving(model, own, node_rank=rank, **{**OPTIONS, **options}) as server:
+        yield server
+
+
+def test_replicas_of_another_host_are_like_those_of_this_one_and_come_back(model: Path, tmp_path: Path) -> None:
+    options = {
+        "master_port": free_port(),
+        "enable_dev_endpoints": True,
+        "enable_lora": True,
+        "allow_runtime_lora_updating": True,
+    }
+    with host(0, model, tmp_path, **options) as first:
+        with host(1, model, tmp_path, **options) as second, first.wait_ready().client() as client:
+            assert states(client) == ["serving"] * 4
+            for rank in range(4):
+                assert (
+                    client.post("/v1/completions", json=SHORT, headers={"X-data-parallel-rank": str(rank)}).status_code == 200
+                )
+            assert by_replica(client, "generation_tokens_total") == {str(rank): 3.0 for rank in range(4)}
+            assert client.post("/sleep").status_code == 200
+            assert client.get("/is_sleeping").json() == {"is_sleeping": True}
+            assert client.post("/wake_up").status_code == 200
+            (tmp_path / "adapter").mkdir()
+            (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+            adapter = {"lora_name": "pirate", "lora_path": str(tmp_path / "adapter")}
+            assert client.post("/v1/load_lora_adapter", json=adapter).status_code == 200
+
+            engine = min(second.children("engine"))
+            codes = ends_of_streams(first, client, lambda: os.kill(engine, signal.SIGKILL))
+            assert sorted(codes.values(), key=str) == [None, None, None, "replica_lost"] and codes["0"] is codes["1"] is None
+            wait_until(lambda: states(client) == ["serving"] * 4, "it was not started again")
+            pirate = {**SHORT, "model": "pirate"}
+            for rank in range(4):
+                reply = client.post("/v1/completions", json=pirate, headers={"X-data-parallel-rank": str(rank)})
+                assert reply.status_code == 200, "the new process has the adapters of the others"
+
+            os.kill(first.children("front")[0], signal.SIGKILL)
+            wait_until(lambda: states_anew(first) == ["serving"] * 4, "the new front does not know all replicas")
+
+            codes = ends_of_streams(first, client, second.process.kill)
+            assert codes == {"0": None, "1": None, "2": "replica_lost", "3": "replica_lost"}
+            assert states(client) == ["serving"] * 2 + ["down"] * 2
+            assert client.post("/v1/completions", json=SHORT).status_code == 200, "the others serve"
+        with host(1, model, tmp_path, **options) as second, first.client() as client:
+            wait_until(lambda: states(client) == ["serving"] * 4, "the host did not come back")
+            reply = client.post("/v1/completions", json=pirate, headers={"X-data-parallel-rank": "3"})
+            assert reply.status_code == 200, "it has the adapters of the others"
+            children = [first.children(), second.children()]
+            first.process.send_signal(signal.SIGTERM)
+            assert [first.end(), second.end()] == [0, 0]
+            first.assert_nothing_left(children[0])
+            second.assert_nothing_left(children[1])
+
+
+def states_anew(first: ServerProcess) -> list[str]:
+    """The states of all replicas by a new connection; empty if it is refused or fails."""
+    try:
+        with first.client() as client:
+            return states(client)
+    except (httpx.HTTPError, KeyError):
+        return []
+
+
+def ends_of_streams(first: ServerProcess, client: httpx.Client, kill: Callable[[], None]) -> dict[str, str | None]:
+    """Stream from every replica and kill something meanwhile. The code of the error that ended each stream, by replica."""
+    ranks = [str(rank) for rank in range(4)]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        streams = {rank: pool.submit(_endless, first, rank) for rank in ranks}
+        wait_until(lambda: all(by_replica(client, "num_requests_running").values()), "not all run")
+        kill()
+        wait_until(lambda: "down" in states(client), "nobody noticed", 5)
+        return {rank: stream.result(60) for rank, stream in streams.items()}
+
+
+def test_a_host_that_cannot_start_its_replicas_fails_the_start(model: Path, tmp_path: Path) -> None:
+    options = {"master_port": free_port(), "data_parallel_size": 2}
+    with (
+        host(0, model, tmp_path, **options) as first,
+        host(1, model, tmp_path, core_factory="nothing:make", **options) as second,
+    ):
+        assert [first.end(60), second.end(60)] == [1, 1]
+        for log in (first.log(), second.log()):
+            assert "replica 1: the engine failed: ModuleNotFoundError" in log, log
+        assert "host 1 (" in first.log()
+
+
+def test_without_host_0_the_others_end(model: Path, tmp_path: Path) -> None:
+    options = {"master_port": free_port(), "data_parallel_size": 2}
+    with host(0, model, tmp_path, **options) as first, host(1, model, tmp_path, **options) as second:
+        first.wait_ready()
+        children = [first.children(), second.children()]
+        first.process.kill()
+        assert second.end(10) == 1
+        second.assert_nothing_left(children[1])
+        first.uds = None  # the socket of HTTP stays, as of any server that is killed
+        first.assert_nothing_left(children[0])
+        assert "host 0 is lost" in second.log() and "Traceback" not in second.log()
+
+
+def test_two_hosts_with_two_devices_each_compute_what_one_device_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    golden = goldens.golden("llama_gqa")
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")
+    monkeypatch.setenv(env.HOSTS_TOKEN, "secret")
+    options = {**engines.SMALL, "core_factory": "", "data_parallel_size": 2, "tensor_parallel_size": 2, "dtype": "float32"}
+    options = {**options, "master_port": free_port(), "warmup": "lazy"}
+    with (
+        host(1, golden.directory, tmp_path, **options),
+        host(0, golden.directory, tmp_path, **options) as first,
+        first.wait_ready().client() as client,
+    ):
+        for rank in range(2):
+            for result in golden.results[:2]:
+                body = {"model": "model", "prompt": result.prompt, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+                reply = client.post("/v1/completions", json=body, headers={"X-data-parallel-rank": str(rank)})
+                assert reply.json()["choices"][0]["token_ids"] == result.tokens[:8]

@@ -1,0 +1,288 @@
+"""Replicas on several hosts, without processes: who may take part, and what is carried between fronts and engines of two hosts."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+from collections.abc import AsyncIterator, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from jaxllm import env, gpus
+from jaxllm.config import EngineConfig
+from jaxllm.engine import messages
+from jaxllm.engine.client import EngineClient
+from jaxllm.engine.sockets import ENGINE_SOCKET, socket_address
+from jaxllm.errors import ConfigError, EngineDeadError
+from jaxllm.llm import LLM
+from jaxllm.replicas import devices
+from jaxllm.replicas.hosts import far, near, wire
+from jaxllm.replicas.hosts.host import connect
+from jaxllm.replicas.hosts.identity import identity
+from jaxllm.replicas.hosts.near import ReplicasElsewhere, of_one_host
+from jaxllm.request import EngineCoreRequest
+from jaxllm.sampling_params import SamplingParams
+from tests.helpers.serve_processes import free_port
+
+FOUND = {"jaxllm version": "1", "max_num_seqs": "8"}
+
+
+def config(rank: int = 0, **options: Any) -> EngineConfig:
+    given = {"nnodes": 2, "data_parallel_size": 2, "distributed_timeout_seconds": 10, "node_rank": rank, **options}
+    return EngineConfig.from_options(model="demo", **given)
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 30))
+
+
+@contextlib.asynccontextmanager
+async def host_0(directory: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> "AsyncIterator[ReplicasElsewhere]":
+    monkeypatch.setattr(near, "identity", lambda config: FOUND)
+    elsewhere = ReplicasElsewhere(config(**options), directory, index=1)
+    await elsewhere.start()
+    try:
+        yield elsewhere
+    finally:
+        await elsewhere.end("")
+
+
+@pytest.mark.parametrize(
+    ("rank", "found", "token", "fault"),
+    [
+        (
+            1,
+            {**FOUND, "jaxllm version": "2"},
+            "",
+            r"host 1 \(.*\) differs from host 0: jaxllm version is 1 on host 0 and 2 on host 1",
+        ),
+        (1, {**FOUND, "max_num_seqs": "9"}, "", "max_num_seqs is 8 on host 0 and 9 on host 1"),
+        (2, FOUND, "", "has node_rank 2, there are 1 to 1"),
+        (1, FOUND, "secret", "set the same JAXLLM_HOSTS_TOKEN on all hosts"),
+    ],
+)
+def test_a_host_that_may_not_take_part_is_told_why_and_fails_the_start(tmp_path, monkeypatch, rank, found, token, fault):
+    async def work() -> None:
+        port = free_port()
+        async with host_0(tmp_path, monkeypatch, master_port=port) as elsewhere:
+            tokens = iter([token.encode()])  # of host 1, which proves it first
+            monkeypatch.setattr(wire, "token", lambda: next(tokens, b""))
+            with pytest.raises(ConfigError, match=f"host 0 refuses this host: .*{fault}"):
+                await connect(config(rank, master_port=port, nnodes=max(2, rank + 1), data_parallel_size=6), found)
+            with pytest.raises(EngineDeadError, match=fault):
+                await elsewhere.ready()
+
+    run(work())
+
+
+def test_the_same_token_lets_a_host_in_once(tmp_path, monkeypatch):
+    monkeypatch.setenv(env.HOSTS_TOKEN, "secret")
+
+    async def work() -> None:
+        port = free_port()
+        async with host_0(tmp_path, monkeypatch, master_port=port) as elsewhere:
+            link = await connect(config(1, master_port=port), FOUND)
+            while not elsewhere.has_hosts:
+                await asyncio.sleep(0.01)
+            with pytest.raises(ConfigError, match="two hosts have node_rank 1"):
+                await connect(config(1, master_port=port), FOUND)
+            await link.close()
+
+    run(work())
+
+
+def test_who_knows_no_token_is_no_host_0_either(monkeypatch):
+    async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        link = wire.Link(reader, writer, wire.of_others)
+        link.send(wire.Challenge(b"nonce"))
+        await link.first()
+        link.send(wire.Welcome(b"guess"))
+
+    async def work() -> None:
+        port = free_port()
+        server = await asyncio.start_server(impostor, "127.0.0.1", port)
+        with pytest.raises(ConfigError, match="does not know this host's token"):
+            await connect(config(1, master_port=port), FOUND)
+        server.close()
+
+    run(work())
+
+
+def test_hosts_that_do_not_come_are_named(tmp_path, monkeypatch):
+    async def work() -> None:
+        options = {"master_port": free_port(), "distributed_timeout_seconds": 1}
+        async with host_0(tmp_path, monkeypatch, nnodes=3, data_parallel_size=3, **options) as elsewhere:
+            with pytest.raises(EngineDeadError, match=r"within 1 s \(--distributed-timeout-seconds\): 1, 2; start each"):
+                await elsewhere.ready()
+        with pytest.raises(ConfigError, match="host 0 does not answer at 127.0.0.1, port [0-9]+, after 1 s"):
+            await connect(config(1, **options), FOUND)
+
+    run(work())
+
+
+def test_a_port_that_is_taken_is_named(tmp_path, monkeypatch):
+    async def work() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            port = other.getsockname()[1]
+            with pytest.raises(ConfigError, match=f"port {port} of 127.0.0.1 is taken .* another --master-port"):
+                async with host_0(tmp_path, monkeypatch, master_port=port):
+                    pass
+
+    run(work())
+
+
+def test_strangers_do_not_disturb_and_messages_arrive_whole_until_an_engine_or_the_host_ends(tmp_path, monkeypatch):
+    """An engine of plain sockets on host 1, and a client on host 0."""
+    there = tmp_path / "there"
+    there.mkdir()
+
+    async def work() -> None:
+        port = free_port()
+        async with host_0(tmp_path, monkeypatch, master_port=port) as elsewhere:
+            for data in (b"GET / HTTP/1.1\r\n\r\n", b"\xff\xff\xff\xff", b"\0\0\0\1\xc1"):
+                with socket.create_connection(("127.0.0.1", port)) as stranger:
+                    stranger.sendall(data)
+            link = await connect(config(1, master_port=port), FOUND)
+            link.begin()
+            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            engine = context.socket(zmq.PULL)
+            engine.bind(socket_address(there, ENGINE_SOCKET))
+            bridge = far.Bridge(link, {1: there})
+            bridging = asyncio.create_task(bridge.run())
+
+            async def received(kind: type) -> Any:
+                while True:
+                    while not engine.poll(0):
+                        await asyncio.sleep(0.005)
+                    if isinstance(message := messages.decode_front_message(engine.recv()), kind):
+                        return message
+
+            client = EngineClient(elsewhere.directories[1], None)
+            hello = await received(messages.Hello)
+            assert hello == messages.Hello(client.name, os.getpid())
+            to_client = context.socket(zmq.PUSH)
+            to_client.connect(socket_address(there, client.name))
+            to_client.send(messages.encode(messages.Status("idle", 0.0)))
+            while client.status is None:
+                await asyncio.sleep(0.005)
+
+            prompt = list(range(1_500_000))  # some MB: several pieces
+            client.add(EngineCoreRequest(request_id="r", prompt_token_ids=prompt, sampling_params=SamplingParams(seed=1)))
+            assert (await received(messages.Add)).request.prompt_token_ids == prompt
+            refusals: list[messages.Refused] = []
+            client.on_refused = refusals.append
+            text = "x" * 3_000_000
+            to_client.send(messages.encode(messages.Refused("r", messages.Fault("engine", text))))
+            while not refusals:
+                await asyncio.sleep(0.005)
+            to_client.send(messages.encode(messages.Refused("last", messages.Fault("engine", ""))))
+            time.sleep(0.05)  # it has arrived, and nobody has looked
+            bridge.engine_ended(1, "the engine process has ended (signal 9)")
+            while client.dead_error is None:
+                await asyncio.sleep(0.005)
+            assert [len(refusal.fault.message) for refusal in refusals] == [len(text), 0]
+            assert "signal 9" in str(client.dead_error)
+            client.close()
+
+            client = EngineClient(elsewhere.directories[1], None)
+            while (await received(messages.Hello)).client != client.name:
+                pass
+            bridging.cancel()
+            await link.close()
+            while client.dead_error is None:
+                await asyncio.sleep(0.005)
+            assert "host 1 (" in str(client.dead_error) and "is lost" in str(client.dead_error)
+            client.close()
+            await bridge.close()
+            context.destroy(linger=0)
+
+    run(work())
+
+
+def test_a_host_that_is_silent_is_lost(tmp_path, monkeypatch):
+    monkeypatch.setattr(wire, "SILENCE_SECONDS", 0.3)
+    monkeypatch.setattr(wire, "BEAT_SECONDS", 0.1)
+
+    async def work() -> None:
+        port = free_port()
+        async with host_0(tmp_path, monkeypatch, master_port=port) as elsewhere:
+            link = await connect(config(1, master_port=port), FOUND)
+            with pytest.raises(EngineDeadError, match=r"host 1 \(.*\) is lost: it was silent for"):
+                await elsewhere.ready()
+            await link.close()
+
+    run(work())
+
+
+def test_a_client_that_fetches_nothing_is_dropped_and_holds_nobody_up(tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxllm.engine.sockets.MAX_QUEUED_MESSAGES", 4)
+
+    async def work() -> None:
+        port = free_port()
+        async with host_0(tmp_path, monkeypatch, master_port=port) as elsewhere:
+            link = await connect(config(1, master_port=port), FOUND)
+            link.begin()
+            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            name, directory = f"front-0-{'0' * 16}", elsewhere.directories[1]
+            front, to_engine = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+            front.rcvhwm = 4
+            front.bind(socket_address(directory, name))
+            to_engine.connect(socket_address(directory, ENGINE_SOCKET))
+            to_engine.send(messages.encode(messages.Hello(name, os.getpid())))
+            assert await link.receive() == wire.Greet(1, name)
+            status = messages.encode(messages.Status("idle", 0.0, "x" * 100_000))
+            for _ in range(200):  # more than the sockets' buffers hold
+                link.send_frame(1, name, status)
+            assert await link.receive() == wire.Leave(1, name)
+            last = None
+            while not isinstance(last, messages.Dead):
+                while not front.poll(0):
+                    await asyncio.sleep(0.005)
+                last = messages.decode_engine_message(front.recv())
+            assert "too slow" in last.message
+            await link.close()
+            context.destroy(linger=0)
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        ({"data_parallel_size": 3}, "data_parallel_size is 3, which 2 hosts .* choose a multiple of 2"),
+        ({"node_rank": 2}, "node_rank is 2, must be below nnodes, 2"),
+    ],
+)
+def test_impossible_options_are_named(options, fault):
+    with pytest.raises(ConfigError, match=fault):
+        config(**{"node_rank": 0, **options})
+
+
+def test_scripts_have_no_replicas_on_other_hosts():
+    with pytest.raises(ConfigError, match="only `jaxllm serve` has replicas on several hosts"):
+        LLM("demo", data_parallel_size=2, nnodes=2)
+
+
+def test_each_host_has_its_share_of_the_replicas_whole(monkeypatch):
+    there = config(1, data_parallel_size=4, tensor_parallel_size=2, pipeline_parallel_size=2).parallel
+    assert list(devices.ranks_here(there)) == [2, 3]
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(gpus, "count", lambda: 8)
+    assert devices.environments(there) == [{"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}]
+    monkeypatch.setattr(gpus, "count", lambda: 6)
+    with pytest.raises(
+        ConfigError, match="data_parallel_size 2 on each host with 4 GPUs each needs 8 GPUs, this machine has 6"
+    ):
+        devices.environments(there)
+    engines = of_one_host(config(1)).parallel
+    assert (engines.nnodes, engines.node_rank, engines.data_parallel_size) == (1, 0, 2)
+
+
+def test_identities_are_equal_but_for_paths(tmp_path):
+    assert identity(config(0)) == identity(config(1, download_dir=str(tmp_path)))
+    assert "the model's weights" in identity(config(0))
