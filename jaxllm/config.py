@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from jaxllm.eplb_options import eplb_faults
 from jaxllm.errors import ConfigError
 from jaxllm.hosts_options import hosts_faults
 from jaxllm.lora_options import RANKS, LoRAOptions, lora_faults
@@ -182,6 +183,14 @@ class ParallelOptions:
     enable_expert_parallel: Annotated[
         bool, "give each of these devices whole experts of a mixture, instead of a share of each expert"
     ] = False
+    enable_eplb: Annotated[
+        bool, "move whole experts between devices, and copy those with the most tokens, by their load (docs/EXPERT_LOAD.md)"
+    ] = False
+    eplb_config: Annotated[
+        dict[str, Any] | None,
+        "JSON object of when experts move and how many copies there are, with vLLM's names: window_size, step_interval, "
+        "num_redundant_experts, log_balancedness",
+    ] = None
     nnodes: Annotated[int, "number of hosts that the devices are spread over, the same number on each"] = 1
     node_rank: Annotated[
         int, "number of this host; host 0 takes the requests, the others follow it and are started with the same options"
@@ -259,7 +268,7 @@ class EngineConfig:
     def checked(self) -> "EngineConfig":
         """This config, if every value lies in its range and the values agree. Raises ConfigError with all faults found."""
         flat = self.flat()
-        faults = [*type_faults(flags(), flat), *range_faults(_RANGES, flat), *lora_faults(flat), *hosts_faults(flat)]
+        faults = [*type_faults(flags(), flat), *range_faults(_RANGES, flat), *lora_faults(flat), *hosts_faults(flat), *eplb_faults(flat)]
         if faults:
             raise ConfigError("; ".join(faults))
         return self

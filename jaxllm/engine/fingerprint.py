@@ -30,6 +30,7 @@ OPTIONS = (
     "max_num_batched_tokens",
     "tensor_parallel_size",
     "enable_expert_parallel",
+    "enable_eplb",
     "expert_load",
     "decode_buckets",
     "token_buckets",

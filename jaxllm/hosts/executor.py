@@ -10,7 +10,7 @@ import numpy as np
 from jaxllm.engine.executor import Executor, PendingCounts, PendingStep
 from jaxllm.errors import EngineDeadError
 from jaxllm.hosts.leader import Leader
-from jaxllm.hosts.wire import PIECE_BYTES, Dispatch, Do, Draw, Piece, TakeExpertTokens, WriteAdapter
+from jaxllm.hosts.wire import PIECE_BYTES, Dispatch, Do, Draw, MoveExperts, Piece, TakeExpertTokens, WriteAdapter
 from jaxllm.progress import Progress
 from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
@@ -126,6 +126,13 @@ class HostsExecutor:
         """See Executor."""
         self._leader.send(TakeExpertTokens())
         return _Counts(self._run(self._own.take_expert_tokens), self)
+
+    def move_experts(self, layer: int, moves_2RN: np.ndarray, num_rounds: int, table_EC: np.ndarray) -> None:
+        """See Executor."""
+        sizes = {"num_devices": moves_2RN.shape[2], "num_experts": len(table_EC)}
+        message = MoveExperts(layer, moves_2RN.tobytes(), num_rounds=num_rounds, table=table_EC.tobytes(), **sizes)
+        self._leader.send(message)
+        self._run(self._own.move_experts, layer, moves_2RN, num_rounds, table_EC)
 
     # Programs: each host compiles its own
 

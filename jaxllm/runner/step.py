@@ -22,6 +22,7 @@ from jaxllm.runner.drafts import (
     resolve_starts,
 )
 from jaxllm.runner.expert_counts import ExpertCounting
+from jaxllm.runner.expert_placement import Placing
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.layout import Column, StepLayout, StepViews
 from jaxllm.runner.places import Places, device_tokens, each_draw, first_of_each, locate, locate_decode, make_step
@@ -90,6 +91,8 @@ class StepFunctions:
     """What proposes drafts; None without."""
     adapting: Adapting | None = None
     """What adapts the model to requests; None without."""
+    placing: Placing | None = None
+    """Where experts are that move between devices; None: each is in the slot of its number."""
     counting: ExpertCounting | None = None
     """What counts the tokens of experts; None: they are not counted."""
 
@@ -119,8 +122,7 @@ class StepFunctions:
         step = self._step(kept, token_ids_T, places, shards, entering_TD)
         if adapted:
             step.adapt = self._adapt(params, _slots(columns_RC, places), shards)
-        hidden_TD = self.merge(params)(step)
-        rows = self._count_experts(rows, step)
+        rows, hidden_TD = self._run_model(params, rows, step)
         hidden_TD = shards.check(hidden_TD, jnp.nan)
         drafts_R1 = columns_RC[:, Column.NUM_DRAFTS, None]
         width = 1 if self.drafting is None else self.drafting.width
@@ -164,8 +166,7 @@ class StepFunctions:
         step = self._step(kept, token_ids_T, places, shards, entering_TD)
         if adapted:
             step.adapt = self._adapt(params, _slots(columns_RC, places), shards)
-        hidden_TD = self.merge(params)(step)
-        rows = self._count_experts(rows, step)
+        rows, hidden_TD = self._run_model(params, rows, step)
         logits_TV = self._logits(params, hidden_TD, shards, step.adapt)
         token_T = self._draw_after_drafts(variant, logits_TV, rows, columns_RC, width, shards)
         token_T = shards.check(token_T, PEERS_LOST)
@@ -355,11 +356,14 @@ class StepFunctions:
         step.chosen = None if self.counting is None else []
         return step
 
-    def _count_experts(self, rows: RowArrays, step: Step) -> RowArrays:
-        """Count the tokens of experts in a step that the model has run on."""
-        if self.counting is None or rows.expert_tokens_LE is None or step.chosen is None:
-            return rows
-        return rows._replace(expert_tokens_LE=self.counting.add(rows.expert_tokens_LE, step.chosen))
+    def _run_model(self, params: Params, rows: RowArrays, step: Step) -> tuple[RowArrays, jax.Array]:
+        """What the model leaves of a step, whose experts' tokens are counted."""
+        if self.placing is not None:
+            step.slots = self.placing.slots(params)
+        left_TD = self.merge(params)(step)
+        if self.counting is not None and rows.expert_tokens_LE is not None and step.chosen is not None:
+            rows = rows._replace(expert_tokens_LE=self.counting.add(rows.expert_tokens_LE, step.chosen))
+        return rows, left_TD
 
     def take_expert_tokens(self, rows: RowArrays) -> tuple[RowArrays, jax.Array]:
         """The rows' arrays with no tokens of experts, and those counted so far."""

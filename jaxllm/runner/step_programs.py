@@ -103,7 +103,7 @@ class StepPrograms:
         writes = [
             ProgramKey("write_blocks"),
             *([ProgramKey("write_adapter")] if len(adapted) > 1 else []),
-            *self.counting_keys(),
+            *self.experts_keys(),
         ]
         if not self.model.generates:
             return [*forward, *self._pooling_keys(), *writes]
@@ -134,9 +134,18 @@ class StepPrograms:
             *writes,
         ]
 
-    def counting_keys(self) -> list[ProgramKey]:
-        """What reads the tokens of experts, if they are counted."""
-        return [] if self.functions.counting is None else [ProgramKey("take_expert_tokens")]
+    def experts_keys(self) -> list[ProgramKey]:
+        """What reads the tokens of experts, if they are counted, and what moves experts, if they move."""
+        takes = [] if self.functions.counting is None else [ProgramKey("take_expert_tokens")]
+        placing = self.functions.placing
+        return takes if placing is None else [*takes, *dict.fromkeys(map(self.moving_key, placing.leaves))]
+
+    def moving_key(self, layer: int) -> ProgramKey:
+        """The program that moves a layer's experts: its size is the first layer with arrays of these shapes."""
+        placing = self.functions.placing
+        assert placing is not None, "experts do not move"
+        shapes = {i: [(self.params[leaf].shape, self.params[leaf].dtype) for leaf in leaves] for i, leaves in placing.leaves.items()}
+        return ProgramKey("move_experts", next(i for i in shapes if shapes[i] == shapes[layer]))
 
     @property
     def shows_history(self) -> bool:
@@ -346,6 +355,20 @@ class StepPrograms:
     def _lower_take_expert_tokens(self, key: ProgramKey) -> jax.stages.Lowered:
         program = jax.jit(self.functions.take_expert_tokens, donate_argnums=0, out_shardings=self.replicated)
         return program.lower(self.rows)
+
+    def _lower_move_experts(self, key: ProgramKey) -> jax.stages.Lowered:
+        placing = self.functions.placing
+        assert placing is not None
+        arrays = tuple(self.params[leaf] for leaf in placing.leaves[key.size])
+        out = tuple(array.sharding for array in arrays)
+        # Nothing is donated: the steps in flight read the arrays, and a failure must not lose them.
+        return self._lower_on_each(placing.move, (arrays, self._ints(*self.moves_shape(key.size)), self._ints()), out, donate=())
+
+    def moves_shape(self, layer: int) -> tuple[int, int, int]:
+        """Of the plan of a layer's moves: a round for each slot of a device."""
+        placing, num_devices = self.functions.placing, tensor_size(self.mesh)
+        assert placing is not None
+        return 2, self.params[placing.leaves[layer][0]].shape[0] // num_devices, num_devices
 
     def _lower_write_adapter(self, key: ProgramKey) -> jax.stages.Lowered:
         adapting = self.functions.adapting

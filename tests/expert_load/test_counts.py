@@ -142,7 +142,7 @@ def test_nothing_is_counted_unless_devices_have_whole_experts() -> None:
     """Programs and arrays are then what they were."""
     core = engines.make_core("mixtral", decode_buckets=(1,), token_buckets=(8,))
     assert core.config.observe.expert_load is False
-    assert core.runner.row_arrays.expert_tokens_LE is None and not core.runner.shapes.counting_keys()
+    assert core.runner.row_arrays.expert_tokens_LE is None and not core.runner.shapes.experts_keys()
     with pytest.raises(ConfigError, match="start it with expert_load"):
         core.expert_load()
     core.shutdown()
