@@ -58,7 +58,7 @@ class MixtureOfExperts(nnx.Module):
             biases: AnySource = _in_slots(_alternating(f"{gates[0]}_bias", (E, F, 2)), part)
             self.gate_up_bias = abstract_param((P, 2, F), axes[:-1], config.dtype, source=biases, init="zeros")
             biases = _in_slots(plain(f"{down}_bias", (E, D)), part)
-            self.down_bias = abstract_param((P, D), (experts, "embed"), config.dtype, source=source, init="zeros")
+            self.down_bias = abstract_param((P, D), (experts, "embed"), config.dtype, source=biases, init="zeros")
         self.shared = None if part.shared is None else FeedForward(config, part.shared, prefix)
         self.shared_gate = (
             None
