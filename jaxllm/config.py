@@ -268,7 +268,13 @@ class EngineConfig:
     def checked(self) -> "EngineConfig":
         """This config, if every value lies in its range and the values agree. Raises ConfigError with all faults found."""
         flat = self.flat()
-        faults = [*type_faults(flags(), flat), *range_faults(_RANGES, flat), *lora_faults(flat), *hosts_faults(flat), *eplb_faults(flat)]
+        faults = [
+            *type_faults(flags(), flat),
+            *range_faults(_RANGES, flat),
+            *lora_faults(flat),
+            *hosts_faults(flat),
+            *eplb_faults(flat),
+        ]
         if faults:
             raise ConfigError("; ".join(faults))
         return self

@@ -62,7 +62,9 @@ def eplb_faults(flat: Mapping[str, Any]) -> list[str]:
     if not isinstance(raw, dict | None) or not isinstance(is_on, bool):
         return []  # reported already
     if not is_on:
-        return [] if raw is None else ["eplb_config is set, but enable_eplb is not, so no expert moves; set it, or leave both out"]
+        return (
+            [] if raw is None else ["eplb_config is set, but enable_eplb is not, so no expert moves; set it, or leave both out"]
+        )
     try:
         EplbConfig.of(raw)
     except ConfigError as error:
@@ -72,7 +74,10 @@ def eplb_faults(flat: Mapping[str, Any]) -> list[str]:
             not flat["enable_expert_parallel"] or flat["tensor_parallel_size"] == 1,
             "no device has whole experts: add enable_expert_parallel and a tensor_parallel_size above 1, or leave it out",
         ),
-        (flat["enable_lora"], "adapters change experts by their numbers, not by their places: leave out enable_lora or enable_eplb"),
+        (
+            flat["enable_lora"],
+            "adapters change experts by their numbers, not by their places: leave out enable_lora or enable_eplb",
+        ),
         (flat["expert_load"] is False, "expert_load is off, by which experts move: leave one of them out"),
     )
     return [f"enable_eplb is set, but {reason}" for is_wrong, reason in wrong if is_wrong]

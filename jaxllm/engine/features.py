@@ -127,9 +127,7 @@ class Features:
             module, name = _maker(ADAPTERS, "enable_lora is set, but this build has no adapters; leave it out")
             adapters = getattr(module, name)(config, model_config, model, mesh)
         if config.observe.expert_load:
-            module, name = _maker(
-                EXPERT_LOAD, "expert_load or enable_eplb is set, but this build has neither; leave it out"
-            )
+            module, name = _maker(EXPERT_LOAD, "expert_load or enable_eplb is set, but this build has neither; leave it out")
             expert_load = getattr(module, name)(config, model_config)
         return cls(speculation, adapters, expert_load)
 

@@ -198,7 +198,9 @@ def lay_out(
 
     if len(layers_of) > 1:
         return plan_stages(
-            model, layers_of, lambda stage, layers: make_plan(weight_bytes=weight_bytes(stage, size) + moving(stage), layers=layers)
+            model,
+            layers_of,
+            lambda stage, layers: make_plan(weight_bytes=weight_bytes(stage, size) + moving(stage), layers=layers),
         )
     whole = build_model(model)
     num_bytes = weight_bytes(whole, size) + _drafter_bytes(drafter, config, model, size)
@@ -382,9 +384,10 @@ def counts_experts(config: EngineConfig, model: ModelConfig) -> bool:
     if asked and not model.mixtures:
         raise ConfigError(f"expert_load is set, but {model.architecture} has no experts; leave it out")
     if (asked or options.enable_eplb) and not own_class:
+        name = "enable_eplb" if options.enable_eplb else "expert_load"
         raise ConfigError(
-            f"{'enable_eplb' if options.enable_eplb else 'expert_load'} is set, but {model.architecture} is computed by {model.model_class}, and only jaxllm's own decoder counts "
-            "tokens of experts; leave it out"
+            f"{name} is set, but {model.architecture} is computed by {model.model_class}, and only jaxllm's own decoder counts tokens of "
+            "experts; leave it out"
         )
     if asked is not None:
         return asked

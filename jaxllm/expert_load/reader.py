@@ -136,4 +136,3 @@ class LoadReader:
             self._even[layer] += float(load.mean())
             self._busiest[layer] += float(load.max())
         self.balance = balance_of(loads)
-

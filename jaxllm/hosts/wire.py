@@ -151,7 +151,9 @@ class Beat(_Message, tag="beat"):
 
 
 FromFollower = Hello | Facts | Done | Failed | Beat
-FromHost0 = Welcome | Refused | AllFacts | Dispatch | Draw | Piece | WriteAdapter | TakeExpertTokens | MoveExperts | Do | End | Beat
+FromHost0 = (
+    Welcome | Refused | AllFacts | Dispatch | Draw | Piece | WriteAdapter | TakeExpertTokens | MoveExperts | Do | End | Beat
+)
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=lambda value: value.item())  # numpy's numbers
 of_follower: Any = msgspec.msgpack.Decoder(FromFollower)  # type: ignore[arg-type]

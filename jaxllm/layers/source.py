@@ -202,8 +202,8 @@ class Mxfp4:
 
     def picked(self, picks: tuple[int, ...]) -> "Mxfp4":
         """The same for a parameter with these indices of the views' first dimension, in this order."""
-        parts = (replace(tensor, picks=picks) for tensor in self.tensors)
-        return Mxfp4(*parts, self.permutation, self.plain.picked(picks))
+        blocks, scales = (replace(tensor, picks=picks) for tensor in self.tensors)
+        return Mxfp4(blocks, scales, self.permutation, self.plain.picked(picks))
 
     @property
     def words(self) -> Source:

@@ -74,8 +74,8 @@ class Step:
     """Collects the experts that tokens chose, int32 [T, k], -1 for padding, with the name of their mixture: one for each run of the step's
     tokens. None: nobody asks."""
     slots: Callable[[str, Array, int], Array] | None = None
-    """Takes the name of a mixture, the experts int32 [T, k] that tokens chose, -1 for padding, and the index of the first of these tokens in
-    the step. Returns the slots of the mixture's weights whose experts compute them. None: each expert is in the slot of its number."""
+    """Takes the name of a mixture, the experts int32 [T, k] that tokens chose, -1 for padding, and the index of the first of these
+    tokens in the step. Returns the slots of the mixture's weights in which these experts are. None: each is in the slot of its number."""
     wanted_features: Collection[int] = ()
     """Layers whose input `features` is to hold; one more than the last layer has stands for what the last one leaves."""
     features: dict[int, Array] = field(default_factory=dict)

@@ -6,7 +6,6 @@ A mixture's weights are arrays over slots. A table says where the copies of each
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,6 @@ from jaxllm.model_parts import MoE
 from jaxllm.parallel.across_hosts import put
 from jaxllm.parallel.axes import sharding
 from jaxllm.parallel.mesh import TENSOR
-
 
 
 def table_of(slots: Sequence[int], num_experts: int, num_copies: int) -> np.ndarray:
@@ -93,9 +91,7 @@ class Placing:
 
         return slots
 
-    def move(
-        self, arrays: tuple[jax.Array, ...], moves_2RN: jax.Array, num_rounds: jax.Array
-    ) -> tuple[jax.Array, ...]:
+    def move(self, arrays: tuple[jax.Array, ...], moves_2RN: jax.Array, num_rounds: jax.Array) -> tuple[jax.Array, ...]:
         """A layer's arrays, this device's part of each, with experts moved. In each of the first `num_rounds` rounds device n gets
         what was in the slot moves[0, r, n], counted over all devices, and writes it to its own slot moves[1, r, n]; a slot that it
         does not have stands for nothing.
@@ -129,7 +125,10 @@ def moving_bytes(model: nnx.Module, num_devices: int) -> int:
     by_layer: dict[int, int] = {}
     for path, variable in parameters(model):
         if "split_experts" in axes_of(variable):
-            num_slots, num_bytes = variable.shape[0] // num_devices, variable.size * jnp.dtype(variable.dtype).itemsize // num_devices
+            num_slots, num_bytes = (
+                variable.shape[0] // num_devices,
+                variable.size * jnp.dtype(variable.dtype).itemsize // num_devices,
+            )
             layer = int(path[1])
             by_layer[layer] = by_layer.get(layer, 0) + num_bytes + 2 * num_devices * num_bytes // num_slots
     return max(by_layer.values(), default=0)

@@ -144,7 +144,9 @@ class StepPrograms:
         """The program that moves a layer's experts: its size is the first layer with arrays of these shapes."""
         placing = self.functions.placing
         assert placing is not None, "experts do not move"
-        shapes = {i: [(self.params[leaf].shape, self.params[leaf].dtype) for leaf in leaves] for i, leaves in placing.leaves.items()}
+        shapes = {
+            i: [(self.params[leaf].shape, self.params[leaf].dtype) for leaf in leaves] for i, leaves in placing.leaves.items()
+        }
         return ProgramKey("move_experts", next(i for i in shapes if shapes[i] == shapes[layer]))
 
     @property
@@ -362,7 +364,9 @@ class StepPrograms:
         arrays = tuple(self.params[leaf] for leaf in placing.leaves[key.size])
         out = tuple(array.sharding for array in arrays)
         # Nothing is donated: the steps in flight read the arrays, and a failure must not lose them.
-        return self._lower_on_each(placing.move, (arrays, self._ints(*self.moves_shape(key.size)), self._ints()), out, donate=())
+        return self._lower_on_each(
+            placing.move, (arrays, self._ints(*self.moves_shape(key.size)), self._ints()), out, donate=()
+        )
 
     def moves_shape(self, layer: int) -> tuple[int, int, int]:
         """Of the plan of a layer's moves: a round for each slot of a device."""
