@@ -36,9 +36,9 @@ def place(slots_P: np.ndarray, tokens_E: np.ndarray, num_devices: int) -> np.nda
     return found[best] if busiest[best] * NEARLY < before else slots_P
 
 
-def plan_moves(before_P: np.ndarray, after_P: np.ndarray, num_devices: int) -> tuple[np.ndarray, int]:
-    """How devices come from one placement to another: the moves int32 [2, R, N] and the number of rounds, as `Executor.move_experts` takes
-    them. A device takes an expert that it has from itself."""
+def plan_moves(before_P: np.ndarray, after_P: np.ndarray, num_devices: int) -> np.ndarray:
+    """How devices come from one placement to another: moves int32 [2, R, N], as `Executor.move_experts` takes them. A device takes an
+    expert that it has from itself."""
     num_slots = len(before_P) // num_devices
     moves_2RN = np.zeros((2, num_slots, num_devices), np.int32)
     moves_2RN[1] = num_slots
@@ -54,7 +54,7 @@ def plan_moves(before_P: np.ndarray, after_P: np.ndarray, num_devices: int) -> t
             source = next((s for s in sources if s // num_slots == device), sources[device % len(sources)])
             moves_2RN[:, number, device] = source, slot
         num_rounds = max(num_rounds, len(changed))
-    return moves_2RN, num_rounds
+    return np.ascontiguousarray(moves_2RN[:, :num_rounds])
 
 
 def table_of(slots_P: np.ndarray, num_experts: int, num_copies: int) -> np.ndarray:

@@ -15,7 +15,7 @@ from jaxllm.log import logger
 class Mover(Protocol):
     """What a rebalancer uses of an executor."""
 
-    def move_experts(self, layer: int, moves_2RN: np.ndarray, num_rounds: int, table_EC: np.ndarray) -> None: ...
+    def move_experts(self, layer: int, moves_2RN: np.ndarray, table_EC: np.ndarray) -> None: ...
 
 
 class Counts(Protocol):
@@ -85,9 +85,9 @@ class Rebalancer:
         self._loads.append((device_loads(before_P, tokens_E, num_devices), device_loads(after_P, tokens_E, num_devices)))
         if np.array_equal(before_P, after_P):
             return
-        moves_2RN, num_rounds = plan_moves(before_P, after_P, num_devices)
+        moves_2RN = plan_moves(before_P, after_P, num_devices)
         table_EC = table_of(after_P, num_experts, layout.num_copies)
-        self._mover.move_experts(layout.layers[mixture], moves_2RN, num_rounds, table_EC)
+        self._mover.move_experts(layout.layers[mixture], moves_2RN, table_EC)
         layout.slots[mixture] = after_P
         self._num_moved += int((before_P != after_P).sum())
 

@@ -127,12 +127,10 @@ class HostsExecutor:
         self._leader.send(TakeExpertTokens())
         return _Counts(self._run(self._own.take_expert_tokens), self)
 
-    def move_experts(self, layer: int, moves_2RN: np.ndarray, num_rounds: int, table_EC: np.ndarray) -> None:
+    def move_experts(self, layer: int, moves_2RN: np.ndarray, table_EC: np.ndarray) -> None:
         """See Executor."""
-        sizes = {"num_devices": moves_2RN.shape[2], "num_experts": len(table_EC)}
-        message = MoveExperts(layer, moves_2RN.tobytes(), num_rounds=num_rounds, table=table_EC.tobytes(), **sizes)
-        self._leader.send(message)
-        self._run(self._own.move_experts, layer, moves_2RN, num_rounds, table_EC)
+        self._leader.send(MoveExperts(layer, moves_2RN.tobytes(), moves_2RN.shape[2], table_EC.tobytes(), len(table_EC)))
+        self._run(self._own.move_experts, layer, moves_2RN, table_EC)
 
     # Programs: each host compiles its own
 

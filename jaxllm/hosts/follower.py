@@ -221,7 +221,7 @@ class Follower:
         elif isinstance(message, MoveExperts):
             moves = np.frombuffer(message.moves, np.int32).reshape(2, -1, message.num_devices)
             table = np.frombuffer(message.table, np.int32).reshape(message.num_experts, -1)
-            self._executor.move_experts(message.layer, moves, message.num_rounds, table)
+            self._executor.move_experts(message.layer, moves, table)
 
     def _dispatch(self, message: Dispatch) -> None:
         for new in message.plan.new_requests:

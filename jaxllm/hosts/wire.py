@@ -125,7 +125,6 @@ class MoveExperts(_Message, tag="move_experts"):
     layer: int
     moves: bytes
     num_devices: int
-    num_rounds: int
     table: bytes
     num_experts: int
 

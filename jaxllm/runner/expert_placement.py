@@ -21,6 +21,9 @@ from jaxllm.parallel.across_hosts import put
 from jaxllm.parallel.axes import sharding
 from jaxllm.parallel.mesh import TENSOR
 
+ROUNDS = 4
+"""Rounds of moves in one run of the program: see `Placing.move`."""
+
 
 def table_of(slots: Sequence[int], num_experts: int, num_copies: int) -> np.ndarray:
     """Int32 [E, 1 + num_copies]: how many copies each expert has, and the slots of these. slots: the expert in each slot."""
@@ -91,14 +94,15 @@ class Placing:
 
         return slots
 
-    def move(self, arrays: tuple[jax.Array, ...], moves_2RN: jax.Array, num_rounds: jax.Array) -> tuple[jax.Array, ...]:
-        """A layer's arrays, this device's part of each, with experts moved. In each of the first `num_rounds` rounds device n gets
-        what was in the slot moves[0, r, n], counted over all devices, and writes it to its own slot moves[1, r, n]; a slot that it
-        does not have stands for nothing.
+    def move(self, old: tuple[jax.Array, ...], new: tuple[jax.Array, ...], moves_2RN: jax.Array) -> tuple[jax.Array, ...]:
+        """`new`, a layer's arrays on this device, with the experts of these rounds. In round r device n gets what is in the slot
+        moves[0, r, n] of `old`, counted over all devices, and writes it to its own slot moves[1, r, n]; a slot that it does not have
+        stands for nothing.
 
-        What is read is what was there before all rounds, so slots may be exchanged. Each round has one expert for each device in memory.
+        So slots may be exchanged, in whatever order. Each round has two experts for each device in memory. The number of rounds is
+        static: the host would be asked whether there is another one, and wait for the device to know.
         """
-        num_slots, rank = len(arrays[0]), jax.lax.axis_index(TENSOR)
+        num_slots, rank = len(old[0]), jax.lax.axis_index(TENSOR)
 
         def move(wanted_N: jax.Array, target: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
             # Each device offers each what that wants, and takes the offer of the one that has it.
@@ -107,9 +111,9 @@ class Placing:
 
         def one_round(number: jax.Array, moved: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             wanted_N, target_N = moves_2RN[0, number], moves_2RN[1, number]
-            return tuple(map(partial(move, wanted_N, target_N[rank]), arrays, moved))
+            return tuple(map(partial(move, wanted_N, target_N[rank]), old, moved))
 
-        return jax.lax.fori_loop(0, num_rounds, one_round, arrays)
+        return jax.lax.fori_loop(0, moves_2RN.shape[1], one_round, new)
 
 
 def slots_of(table_EC: jax.Array, expert_Tk: jax.Array, start: int) -> jax.Array:
@@ -121,7 +125,8 @@ def slots_of(table_EC: jax.Array, expert_Tk: jax.Array, start: int) -> jax.Array
 
 
 def moving_bytes(model: nnx.Module, num_devices: int) -> int:
-    """Bytes on each device while a layer's experts move: the layer's again, and an expert from and for each device."""
+    """Bytes on each device while a layer's experts move: the layer's twice more, as the last run of the program leaves them and as this one
+    does, and an expert from and for each device."""
     by_layer: dict[int, int] = {}
     for path, variable in parameters(model):
         if "split_experts" in axes_of(variable):
@@ -130,5 +135,5 @@ def moving_bytes(model: nnx.Module, num_devices: int) -> int:
                 variable.size * jnp.dtype(variable.dtype).itemsize // num_devices,
             )
             layer = int(path[1])
-            by_layer[layer] = by_layer.get(layer, 0) + num_bytes + 2 * num_devices * num_bytes // num_slots
+            by_layer[layer] = by_layer.get(layer, 0) + 2 * num_bytes + 2 * num_devices * num_bytes // num_slots
     return max(by_layer.values(), default=0)

@@ -32,7 +32,7 @@ from jaxllm.runner.consumers.sampling import PendingTokens, Sampling
 from jaxllm.runner.draft_step import DraftFunctions
 from jaxllm.runner.drafter import Drafter
 from jaxllm.runner.expert_counts import CountsInFlight, ExpertCounting
-from jaxllm.runner.expert_placement import Placing, Tables, most_copies
+from jaxllm.runner.expert_placement import ROUNDS, Placing, Tables, most_copies
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.launcher import Launcher
 from jaxllm.runner.layout import StepLayout, padded
@@ -263,7 +263,7 @@ class ModelRunner:
         self.row_arrays, counts = self.program(ProgramKey("take_expert_tokens"))(self.row_arrays)
         return CountsInFlight([counts])
 
-    def move_experts(self, layer: int, moves_2RN: np.ndarray, num_rounds: int, table_EC: np.ndarray | None) -> None:
+    def move_experts(self, layer: int, moves_2RN: np.ndarray, table_EC: np.ndarray | None) -> None:
         """Move a layer's experts between devices, after the steps dispatched so far and before later ones: see `Placing.move`.
 
         table_EC: the layer's new one, as of `expert_placement.table_of`; None: it stays. Returns at once.
@@ -272,9 +272,13 @@ class ModelRunner:
         assert placing is not None, "experts have no slots"
         self.drain()
         where, params = placing.leaves[layer], list(self.params)
-        arrays = tuple(params[index] for index in where)
-        moved = self.program(self.shapes.moving_key(layer))(arrays, *self.put((moves_2RN, np.int32(num_rounds))))
-        for index, array in zip(where, moved, strict=True):
+        program, no_moves_2RN = self.program(self.shapes.moving_key(layer)), self.shapes.no_moves(layer)
+        old = new = tuple(params[index] for index in where)
+        for first in range(0, moves_2RN.shape[1], ROUNDS):
+            rounds_2RN, part = no_moves_2RN.copy(), moves_2RN[:, first : first + ROUNDS]
+            rounds_2RN[:, : part.shape[1]] = part
+            new = program(old, new, self.put(rounds_2RN))
+        for index, array in zip(where, new, strict=True):
             params[index] = array
         if table_EC is not None:
             params[placing.table_of(layer)] = self.put(table_EC)

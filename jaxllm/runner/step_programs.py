@@ -17,6 +17,7 @@ from jaxllm.parallel.across_hosts import spans_hosts
 from jaxllm.parallel.mesh import TENSOR, tensor_size
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.drafts import DraftRows, kept_logits
+from jaxllm.runner.expert_placement import ROUNDS
 from jaxllm.runner.layout import NUM_ROW_COLUMNS, Column, StepLayout, decode_layout, mixed_layout
 from jaxllm.runner.pooling_step import POOL_COLUMNS, add_up, pool
 from jaxllm.runner.rows import LogprobsKind
@@ -364,15 +365,16 @@ class StepPrograms:
         arrays = tuple(self.params[leaf] for leaf in placing.leaves[key.size])
         out = tuple(array.sharding for array in arrays)
         # Nothing is donated: the steps in flight read the arrays, and a failure must not lose them.
-        return self._lower_on_each(
-            placing.move, (arrays, self._ints(*self.moves_shape(key.size)), self._ints()), out, donate=()
-        )
+        arguments = (arrays, arrays, self._ints(*self.no_moves(key.size).shape))
+        return self._lower_on_each(placing.move, arguments, out, donate=())
 
-    def moves_shape(self, layer: int) -> tuple[int, int, int]:
-        """Of the plan of a layer's moves: a round for each slot of a device."""
+    def no_moves(self, layer: int) -> np.ndarray:
+        """The plan of as many rounds of moves as one run of the program has, in which a layer's experts stay where they are."""
         placing, num_devices = self.functions.placing, tensor_size(self.mesh)
-        assert placing is not None
-        return 2, self.params[placing.leaves[layer][0]].shape[0] // num_devices, num_devices
+        assert placing is not None, "experts do not move"
+        moves_2RN = np.zeros((2, ROUNDS, num_devices), np.int32)
+        moves_2RN[1] = self.params[placing.leaves[layer][0]].shape[0] // num_devices
+        return moves_2RN
 
     def _lower_write_adapter(self, key: ProgramKey) -> jax.stages.Lowered:
         adapting = self.functions.adapting

@@ -33,14 +33,14 @@ def test_every_expert_has_a_slot_and_the_moves_lead_to_the_placement(num_experts
         table_EC = table_of(after_P, num_experts, num_devices)
         for expert, (count, *slots) in enumerate(table_EC.tolist()):
             assert sorted(slots[:count]) == np.flatnonzero(after_P == expert).tolist()
-        np.testing.assert_array_equal(moved(slots_P, *plan_moves(slots_P, after_P, num_devices), num_devices), after_P)
+        np.testing.assert_array_equal(moved(slots_P, plan_moves(slots_P, after_P, num_devices), num_devices), after_P)
         slots_P = after_P
 
 
-def moved(slots_P: np.ndarray, moves_2RN: np.ndarray, num_rounds: int, num_devices: int) -> np.ndarray:
+def moved(slots_P: np.ndarray, moves_2RN: np.ndarray, num_devices: int) -> np.ndarray:
     """What the rounds make of slots: they read what was there before all of them."""
     after = slots_P.reshape(num_devices, -1).copy()
-    for wanted_N, target_N in zip(*moves_2RN[:, :num_rounds], strict=True):
+    for wanted_N, target_N in zip(*moves_2RN, strict=True):
         for device, (wanted, target) in enumerate(zip(wanted_N, target_N, strict=True)):
             if target < after.shape[1]:
                 after[device, target] = slots_P[wanted]

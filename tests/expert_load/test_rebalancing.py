@@ -63,7 +63,7 @@ def test_moves_are_exact_to_the_bit(two_devices: EngineCore) -> None:
     for _ in range(4):
         after_P = rng.permutation(np.concatenate([np.arange(8), rng.choice(8, 2, replace=False)]))
         moves = plan_moves(found.slots[mixture], after_P, 2)
-        two_devices.executor.move_experts(2, *moves, table_of(after_P, 8, 2))
+        two_devices.executor.move_experts(2, moves, table_of(after_P, 8, 2))
         found.slots[mixture] = after_P
         for i in split:
             np.testing.assert_array_equal(np.asarray(runner.params[i]), [experts[i, expert] for expert in after_P.tolist()])
@@ -149,11 +149,11 @@ def test_copies_are_read_like_their_experts(name: str, transform_on_device: bool
 
 
 def test_the_memory_of_a_move_is_counted_with_the_weights(two_devices: EngineCore) -> None:
-    """Once more a layer, and an expert from and for each device."""
+    """Twice more a layer, and an expert from and for each device."""
     runner = two_devices.runner
     bytes_of = [array.nbytes // 2 for array in (runner.params[i] for i in runner.shapes.functions.placing.leaves[2])]
     weights = prepare.weight_bytes(runner._source.model, 2)
-    assert two_devices.memory_plan.weight_bytes - weights == sum(n + 2 * 2 * n // 5 for n in bytes_of)
+    assert two_devices.memory_plan.weight_bytes - weights == sum(2 * n + 2 * 2 * n // 5 for n in bytes_of)
 
 
 def test_a_short_interval_shortens_the_window() -> None:
