@@ -108,6 +108,7 @@ class EngineCore:
             drafts=None if features.speculation is None else features.speculation.new_control(),
             rooms=self.preparations,
             num_stages=self.config.parallel.pipeline_parallel_size,
+            block_size=plan.block_size,
         )
         max_in_flight = _MAX_IN_FLIGHT[jax.default_backend() != "cpu"] if self.config.scheduler.async_scheduling else 1
         self.loop = StepLoop(self.scheduler, self.executor, max_in_flight=max_in_flight)

@@ -13,6 +13,8 @@ from jaxllm.parallel.topology import Topology
 
 TENSOR = "tensor"
 """The mesh axis that heads, feed-forward columns and vocabulary are split over."""
+CONTEXT = "context"
+"""The mesh axis that tokens, and the slots of each block of the cache, are split over; a mesh of one such device has no such axis."""
 
 
 def make_mesh(tensor_parallel_size: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -21,7 +23,8 @@ def make_mesh(tensor_parallel_size: int = 1, devices: Sequence[jax.Device] | Non
 
 
 def meshes_of(topology: Topology, devices: Sequence[jax.Device] | None = None) -> tuple[Mesh, ...]:
-    """The devices of a topology, the first of this machine, in a row for each stage. Raises ConfigError if there are fewer."""
+    """The devices of a topology, the first of this machine, in a row for each stage, or in `context` rows. Raises ConfigError if there
+    are fewer."""
     devices = devices_for(topology.num_devices) if devices is None else list(devices)
     if not 1 <= topology.num_devices <= len(devices):
         count = len(devices)
@@ -32,17 +35,27 @@ def meshes_of(topology: Topology, devices: Sequence[jax.Device] | None = None) -
             + _way_out(topology, count)
             + (f", or show it more ({hidden})" if hidden else "")
         )
-    rows = np.array(devices[: topology.num_devices]).reshape(topology.stage, topology.tensor)
-    return tuple(Mesh(row, (TENSOR,), axis_types=(AxisType.Auto,)) for row in rows)
+    axes, shape = (TENSOR,), (topology.tensor,)
+    if topology.context > 1:
+        axes, shape = (CONTEXT, *axes), (topology.context, *shape)  # type: ignore[assignment]
+    stages = np.array(devices[: topology.num_devices]).reshape(topology.stage, *shape)
+    return tuple(Mesh(stage, axes, axis_types=(AxisType.Auto,) * len(axes)) for stage in stages)
 
 
 def _way_out(topology: Topology, count: int) -> str:
     """What a machine with `count` devices can do."""
     if count <= 1:
-        return "leave it out" if topology.stage == 1 else "leave both out"
-    return f"choose 1 to {count}" if topology.stage == 1 else f"choose sizes whose product is {count} or less"
+        return "leave it out" if topology.num_devices == topology.tensor else "leave both out"
+    return (
+        f"choose 1 to {count}" if topology.num_devices == topology.tensor else f"choose sizes whose product is {count} or less"
+    )
 
 
 def tensor_size(mesh: Mesh) -> int:
     """Devices of a mesh that each layer is split over."""
     return mesh.shape[TENSOR]
+
+
+def context_size(mesh: Mesh) -> int:
+    """Devices of a mesh, or groups of those that each layer is split over, that tokens are split over."""
+    return mesh.shape.get(CONTEXT, 1)

@@ -9,19 +9,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Topology:
-    """The devices of one engine: `num_devices` of them, side by side in stages of `tensor` devices."""
+    """The devices of one engine: `num_devices` of them, side by side in stages of `context` times `tensor` devices."""
 
     tensor: int = 1
     """Devices that each layer is split over."""
     stage: int = 1
     """Stages of a pipeline, each with layers of its own."""
     has_expert_parallel: bool = False
-    """Whether each of these holds whole experts of a mixture, instead of a share of each."""
+    """Whether the devices that split each layer hold whole experts of a mixture, instead of a share of each."""
+    context: int = 1
+    """Devices, or groups of `tensor` devices, with the same weights that split tokens and the KV cache by tokens."""
 
     @classmethod
     def of(cls, options: "ParallelOptions") -> "Topology":
         """The topology that an engine's options ask for."""
-        return cls(options.tensor_parallel_size, options.pipeline_parallel_size, options.enable_expert_parallel)
+        return cls(
+            options.tensor_parallel_size,
+            options.pipeline_parallel_size,
+            options.enable_expert_parallel,
+            options.prefill_context_parallel_size,
+        )
 
     @property
     def expert(self) -> int:
@@ -30,13 +37,20 @@ class Topology:
 
     @property
     def num_devices(self) -> int:
-        return self.tensor * self.stage
+        return self.stage * self.stage_devices
+
+    @property
+    def stage_devices(self) -> int:
+        """Devices of a stage, which share its cache."""
+        return self.context * self.tensor
 
     def describe(self) -> str:
         """What was asked for, by the names of its options."""
-        if self.stage == 1:
+        others = {"pipeline_parallel_size": self.stage, "prefill_context_parallel_size": self.context}
+        said = [f"{name} is {size}" for name, size in others.items() if size > 1]
+        if not said:
             return f"tensor_parallel_size is {self.tensor}"
-        return f"pipeline_parallel_size is {self.stage} and tensor_parallel_size {self.tensor}, which takes {self.num_devices} devices"
+        return f"{', '.join(said)} and tensor_parallel_size {self.tensor}, which takes {self.num_devices} devices"
 
 
 ONE_DEVICE = Topology()

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.cache_spec import CacheLayout
+from jaxllm.context import ContextDevices
 from jaxllm.layers.step import Adapt, Step
 from jaxllm.parallel.shards import PEERS_LOST, Shards
 from jaxllm.runner.adaptation import Adapting
@@ -95,6 +96,8 @@ class StepFunctions:
     """Where experts are that move between devices; None: each is in the slot of its number."""
     counting: ExpertCounting | None = None
     """What counts the tokens of experts; None: they are not counted."""
+    context: ContextDevices | None = None
+    """Devices that split tokens; None: each computes all."""
 
     def forward(
         self,
@@ -121,8 +124,9 @@ class StepFunctions:
         kept = list(caches)
         step = self._step(kept, token_ids_T, places, shards, entering_TD)
         if adapted:
-            step.adapt = self._adapt(params, _slots(columns_RC, places), shards)
-        rows, hidden_TD = self._run_model(params, rows, step)
+            step.adapt = self._adapt(params, self._share(_slots(columns_RC, places)), shards)
+        rows, left_TD = self._run_model(params, rows, step)
+        hidden_TD = self._whole(left_TD, layout.num_tokens)
         hidden_TD = shards.check(hidden_TD, jnp.nan)
         drafts_R1 = columns_RC[:, Column.NUM_DRAFTS, None]
         width = 1 if self.drafting is None else self.drafting.width
@@ -165,9 +169,13 @@ class StepFunctions:
         kept = list(caches)
         step = self._step(kept, token_ids_T, places, shards, entering_TD)
         if adapted:
-            step.adapt = self._adapt(params, _slots(columns_RC, places), shards)
-        rows, hidden_TD = self._run_model(params, rows, step)
-        logits_TV = self._logits(params, hidden_TD, shards, step.adapt)
+            step.adapt = self._adapt(params, self._share(_slots(columns_RC, places)), shards)
+        rows, left_TD = self._run_model(params, rows, step)
+        hidden_TD = self._whole(left_TD, len(token_ids_T))
+        adapt = step.adapt
+        if adapted and self.context is not None:
+            adapt = self._adapt(params, _slots(columns_RC, places), shards)
+        logits_TV = self._logits(params, hidden_TD, shards, adapt)
         token_T = self._draw_after_drafts(variant, logits_TV, rows, columns_RC, width, shards)
         token_T = shards.check(token_T, PEERS_LOST)
         caches = tuple(kept)
@@ -352,7 +360,9 @@ class StepFunctions:
     ) -> Step:
         """What the model runs on. It replaces the arrays in `caches`."""
         wanted = () if self.drafting is None else self.drafting.drafter.feature_layers
-        step = make_step(caches, token_ids_T, places, self.cache.places, self.kernels, shards, wanted, entering_TD)
+        step = make_step(
+            caches, token_ids_T, places, self.cache.places, self.kernels, shards, wanted, entering_TD, self.context
+        )
         step.chosen = None if self.counting is None else []
         return step
 
@@ -369,6 +379,14 @@ class StepFunctions:
         """The rows' arrays with no tokens of experts, and those counted so far."""
         assert rows.expert_tokens_LE is not None, "tokens of experts are not counted"
         return rows._replace(expert_tokens_LE=jnp.zeros_like(rows.expert_tokens_LE)), rows.expert_tokens_LE
+
+    def _share(self, x_T: jax.Array) -> jax.Array:
+        """Of an array by token, the tokens that this device computes."""
+        return x_T if self.context is None else self.context.share(x_T)
+
+    def _whole(self, hidden_TD: jax.Array, num_tokens: int) -> jax.Array:
+        """The hidden states of all tokens, from those that this device computed."""
+        return hidden_TD if self.context is None else self.context.whole(hidden_TD, num_tokens)
 
     def _adapt(self, params: Params, slot_T: jax.Array, shards: Shards) -> Adapt:
         assert self.adapting is not None, "the engine has no adapters"

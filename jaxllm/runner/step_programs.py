@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxllm.cache_spec import CacheArray, CacheLayout, StateArray
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.across_hosts import spans_hosts
-from jaxllm.parallel.mesh import TENSOR, tensor_size
+from jaxllm.parallel.mesh import CONTEXT, TENSOR, context_size, tensor_size
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.drafts import DraftRows, kept_logits
 from jaxllm.runner.expert_placement import ROUNDS
@@ -86,7 +86,14 @@ class StepPrograms:
 
     @property
     def by_heads(self) -> NamedSharding:
-        return NamedSharding(self.mesh, PartitionSpec(None, "tensor"))
+        return NamedSharding(self.mesh, PartitionSpec(None, TENSOR))
+
+    @property
+    def by_heads_and_slots(self) -> NamedSharding:
+        """Of arrays [blocks, heads, slots of a block, width]: devices that split tokens have some slots of each block."""
+        if context_size(self.mesh) == 1:
+            return self.by_heads
+        return NamedSharding(self.mesh, PartitionSpec(None, TENSOR, CONTEXT))
 
     def all_keys(self) -> list[ProgramKey]:
         """Every program that traffic can reach."""
@@ -263,14 +270,14 @@ class StepPrograms:
         options: dict[str, str | bool] = {"xla_gpu_dot_merger_threshold_mb": "0"}
         if key.size > _MAX_TRITON_ROWS:
             options["xla_gpu_enable_triton_gemm"] = False
-        if tensor_size(self.mesh) > 1 and key.kind == "forward":
+        if self.mesh.size > 1 and key.kind == "forward":
             options["xla_gpu_enable_latency_hiding_scheduler"] = True
-        if tensor_size(self.mesh) > 1 and jax.__version_info__ >= (0, 11):
+        if self.mesh.size > 1 and jax.__version_info__ >= (0, 11):
             options["xla_gpu_experimental_use_collective_kernels"] = ""
         if spans_hosts(self.mesh):
             # Hosts that share this work wait for each other, and may compile different programs at a time.
             options["xla_gpu_shard_autotuning"] = False
-        if key.adapted and tensor_size(self.mesh) == 1:
+        if key.adapted and self.mesh.size == 1:
             options["xla_gpu_command_buffer_scheduling_mode"] = "CONCURRENT"
         return options
 
@@ -282,7 +289,7 @@ class StepPrograms:
         self, function: Callable[..., Any], arguments: tuple[Any, ...], out: Any, *, donate: Any
     ) -> jax.stages.Lowered:
         """Trace a function that each device runs on its own parts of the arrays. out: shardings of the results."""
-        if tensor_size(self.mesh) > 1:
+        if self.mesh.size > 1:
             in_specs = jax.tree.map(lambda argument: argument.sharding.spec, arguments)
             out_specs = jax.tree.map(lambda sharding: sharding.spec, out)
             function = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
@@ -436,7 +443,7 @@ class StepPrograms:
         def blocks(array: CacheArray) -> jax.ShapeDtypeStruct:
             shape = (self.num_blocks, array.num_heads, self.cache.block_size, array.width)
             dtype = jnp.dtype(array.dtype)
-            return jax.ShapeDtypeStruct(shape, bits_type(dtype) if as_bits else dtype, sharding=self.by_heads)
+            return jax.ShapeDtypeStruct(shape, bits_type(dtype) if as_bits else dtype, sharding=self.by_heads_and_slots)
 
         def rows(array: StateArray) -> jax.ShapeDtypeStruct:
             shape = (self.buckets.max_rows + 1, array.num_heads, *array.shape)
@@ -446,7 +453,7 @@ class StepPrograms:
 
     @property
     def _cache_shardings(self) -> tuple[NamedSharding, ...]:
-        return (self.by_heads,) * (len(self.cache.arrays) + len(self.cache.states))
+        return (self.by_heads_and_slots,) * len(self.cache.arrays) + (self.by_heads,) * len(self.cache.states)
 
     @property
     def rows(self) -> Any:

@@ -108,6 +108,7 @@ def test_models(name: str, num_devices: int, num_redundant: int, options: dict[s
         ({"tensor_parallel_size": 1}, "no device has whole experts"),
         ({"enable_lora": True}, "leave out enable_lora or enable_eplb"),
         ({"expert_load": False}, "expert_load is off"),
+        ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size count different tokens"),
         ({"enable_eplb": False}, "enable_eplb is not"),
         ({"eplb_config": {"window": 3}}, "'window', which is unknown; it takes window_size"),
         ({"eplb_config": {"use_async": True}}, "has nothing to choose"),

@@ -67,6 +67,7 @@ def reschedule(core: EngineCore, *, num_blocks: int | None = None, max_in_flight
         drafts=core.scheduler.drafts,
         rooms=core.preparations,
         num_stages=core.scheduler.num_stages,
+        block_size=core.memory_plan.block_size,
     )
     core.loop = StepLoop(core.scheduler, core.runner, max_in_flight=max_in_flight if config.scheduler.async_scheduling else 1)
     return core
