@@ -38,11 +38,7 @@ NUM_CONSUMERS = 2
 SWIZZLE_BYTES = 128
 SMEM_BYTES = 227 << 10
 TILE_ROWS = 8  # of the swizzled tiles in shared memory
-HAS_TAIL, FIRST, END = (
-    4,
-    5,
-    6,
-)  # columns of the item table after those of a tile table, the last two only over a part of the keys
+HAS_TAIL, FIRST, END = 4, 5, 6  # columns of the item table after those of a tile table, the last two only over a part of the keys
 
 
 @dataclass(frozen=True)
@@ -257,9 +253,7 @@ def make_items(
             first_N = part.keys_before(tiles_N4[:, POSITION] - (window - 1), page_size)
         first_N, end_N = (jnp.where(first_N < end_N, x, 0) for x in (first_N, end_N))
     tail_N = (end_N > 0) & (-(-end_N // page_size) * page_size > kv_length_R[row_N])
-    seen_N = (
-        end_N if window is None else end_N - first_N if part is not None else jnp.minimum(end_N, tiles_N4[:, COUNT] + window)
-    )
+    seen_N = end_N if window is None else end_N - first_N if part is not None else jnp.minimum(end_N, tiles_N4[:, COUNT] + window)
     cost_N = jnp.where(tiles_N4[:, COUNT] > 0, seen_N + 1, 0)
     index_N = jnp.arange(cost_N.shape[0])
     before_NN = (cost_N[None, :] > cost_N[:, None]) | (
