@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from jaxllm.context_options import context_faults
+from jaxllm.eplb_options import eplb_faults
 from jaxllm.errors import ConfigError
 from jaxllm.hosts_options import hosts_faults
 from jaxllm.lora_options import RANKS, LoRAOptions, lora_faults
@@ -190,6 +191,14 @@ class ParallelOptions:
     enable_expert_parallel: Annotated[
         bool, "give each of these devices whole experts of a mixture, instead of a share of each expert"
     ] = False
+    enable_eplb: Annotated[
+        bool, "move whole experts between devices, and copy those with the most tokens, by their load (docs/EXPERT_LOAD.md)"
+    ] = False
+    eplb_config: Annotated[
+        dict[str, Any] | None,
+        "JSON object of when experts move and how many copies there are, with vLLM's names: window_size, step_interval, "
+        "num_redundant_experts, log_balancedness",
+    ] = None
     nnodes: Annotated[int, "number of hosts that the devices, or the replicas, are spread over, the same number on each"] = 1
     node_rank: Annotated[
         int, "number of this host; host 0 takes the requests, the others are started with the same options"
@@ -268,7 +277,7 @@ class EngineConfig:
         """This config, if every value lies in its range and the values agree. Raises ConfigError with all faults found."""
         flat = self.flat()
         faults = [*type_faults(flags(), flat), *range_faults(_RANGES, flat)]
-        faults += [*lora_faults(flat), *hosts_faults(flat), *context_faults(flat)]
+        faults += [*lora_faults(flat), *hosts_faults(flat), *context_faults(flat), *eplb_faults(flat)]
         if faults:
             raise ConfigError("; ".join(faults))
         return self

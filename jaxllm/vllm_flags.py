@@ -84,7 +84,7 @@ TAKEN = _names("""
     model tokenizer dtype seed max_model_len quantization runner pooler_config hf_overrides revision generation_config
     override_generation_config max_logprobs logprobs_mode logits_processors skip_tokenizer_init load_format download_dir
     tensor_parallel_size prefill_context_parallel_size pipeline_parallel_size data_parallel_size enable_expert_parallel
-    gpu_memory_utilization
+    enable_eplb eplb_config gpu_memory_utilization
     kv_cache_memory_bytes block_size kv_cache_dtype
     enable_prefix_caching
     prefix_caching_hash_algo num_gpu_blocks_override disable_hybrid_kv_cache_manager max_num_batched_tokens max_num_seqs
@@ -218,9 +218,11 @@ _ENGINE = (
     *_flags("only matters with --decode-context-parallel-size, which is refused", switches="dcp_q_replicate",
             values="dcp_comm_backend dcp_kv_cache_interleave_size"),
     *_flags("devices take turns by blocks: --block-size tokens of a block are on each", values="cp_kv_cache_interleave_size"),
-    *_refused("experts stay on the devices that they were loaded to", switches="enable_eplb enable_elastic_ep"),
-    *_flags("only matters for experts that move between devices, which is refused", objects="eplb_config",
-            values="expert_placement_strategy all2all_backend elastic_ep_max_dp_size", switches="enable_ep_weight_filter"),
+    *_refused("the number of devices is set at the start; --enable-eplb moves experts between them", switches="enable_elastic_ep"),
+    *_flags("only matters for a number of devices that changes, which is refused", values="elastic_ep_max_dp_size"),
+    *_flags("experts are loaded in their order; --enable-eplb moves them by their load", values="expert_placement_strategy"),
+    *_flags("tokens are not sent between the devices of a mixture", values="all2all_backend"),
+    *_flags("each device reads the weights of its own experts alone", switches="enable_ep_weight_filter"),
     *_refused("--distributed-executor-backend ray starts the other hosts", switches="worker_use_ray"),
     *_refused("--profiler-dir has JAX's profiler write traces", switches="ray_workers_use_nsight"),
     *_flags("--distributed-timeout-seconds holds for all devices", values="cpu_distributed_timeout_seconds"),

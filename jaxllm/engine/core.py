@@ -229,6 +229,8 @@ class EngineCore:
         if level > 1:
             for preparation in self.preparations:
                 preparation.forget_slots()
+            if self._expert_load is not None:
+                self._expert_load.forget_places()
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """See ControlCalls."""

@@ -125,6 +125,12 @@ class Executor(Protocol):
         """Start to read the tokens that each expert got since the last call, in the steps dispatched so far. Returns at once.
         Called only if they are counted."""
 
+    def move_experts(self, layer: int, moves_2RN: np.ndarray, table_EC: np.ndarray) -> None:
+        """Move a layer's experts between devices, after the steps dispatched so far and before later ones. Returns at once. Called only if
+        they can move. In each round R, device n gets what was in the slot moves[0, r, n] before all rounds, counted over all devices,
+        and writes it to its own slot moves[1, r, n]; its number of slots stands for nothing. table_EC: how many copies each expert
+        has then, and the slots of these."""
+
     # Any time
 
     @property

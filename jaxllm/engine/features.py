@@ -27,7 +27,7 @@ DRAFTERS: str | None = "jaxllm.speculative:make_drafter"
 ADAPTERS: str | None = "jaxllm.lora:make_adapters"
 """What makes the slots and the manager of adapters; None: this build has no adapters."""
 EXPERT_LOAD: str | None = "jaxllm.expert_load:make_expert_load"
-"""What adds up the tokens of experts; None: this build does not count them."""
+"""What adds up the tokens of experts, and moves experts; None: this build does neither."""
 
 
 def check_speculative_config(config: EngineConfig) -> None:
@@ -97,6 +97,9 @@ class LoadReader(Protocol):
     def forget(self) -> None:
         """The counts on the devices are lost."""
 
+    def forget_places(self) -> None:
+        """The weights are lost; they will be where they are loaded to."""
+
     def table(self) -> dict[str, Any]: ...
 
     def add_stats(self, stats: "SchedulerStats") -> None:
@@ -124,9 +127,7 @@ class Features:
             module, name = _maker(ADAPTERS, "enable_lora is set, but this build has no adapters; leave it out")
             adapters = getattr(module, name)(config, model_config, model, mesh)
         if config.observe.expert_load:
-            module, name = _maker(
-                EXPERT_LOAD, "expert_load is set, but this build does not count tokens of experts; leave it out"
-            )
+            module, name = _maker(EXPERT_LOAD, "expert_load or enable_eplb is set, but this build has neither; leave it out")
             expert_load = getattr(module, name)(config, model_config)
         return cls(speculation, adapters, expert_load)
 

@@ -30,6 +30,7 @@ OPTIONS = (
     "tensor_parallel_size",
     "prefill_context_parallel_size",
     "enable_expert_parallel",
+    "enable_eplb",
     "expert_load",
     "decode_buckets",
     "token_buckets",

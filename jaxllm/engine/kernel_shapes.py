@@ -111,7 +111,7 @@ def _grouped_matmul(engine: _Engine) -> tuple[grouped_matmul.Shapes, ...]:
     return tuple(
         grouped_matmul.Shapes(
             dtype=model.dtype,
-            num_experts=part.routing.num_experts // (tensor_parallel if part.by_expert else 1),
+            num_experts=len(part.slots) // (tensor_parallel if part.by_expert else 1),
             num_choices=part.routing.top_k,
             width=model.hidden_size,
             hidden=part.width // (1 if part.by_expert else tensor_parallel),

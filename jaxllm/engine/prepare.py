@@ -23,12 +23,14 @@ from jaxllm.engine.features import NO_FEATURES, Features
 from jaxllm.engine.fingerprint import fingerprint
 from jaxllm.engine.kernel_check import Choice, choose_kernels
 from jaxllm.engine.kernel_choice import attention_implementation, candidates
+from jaxllm.eplb_options import EplbConfig
 from jaxllm.errors import ConfigError, OutOfMemoryError
 from jaxllm.kernel_verdicts import OpReport, VerdictStore
 from jaxllm.layers.build import build_model
 from jaxllm.loaders.layout import axes_of, parameters
 from jaxllm.log import logger
 from jaxllm.model_config import ModelConfig
+from jaxllm.model_parts import Layer, MoE
 from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.across_hosts import spans_hosts
 from jaxllm.parallel.axes import MESH_AXES
@@ -40,6 +42,7 @@ from jaxllm.pipeline.split import layers_of_stages
 from jaxllm.runner.adaptation import Adaptation
 from jaxllm.runner.drafter import Drafter
 from jaxllm.runner.drafts import kept_logits
+from jaxllm.runner.expert_placement import moving_bytes
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.memory import MemoryPlan, check_free_memory, check_pool, device_limit, memory_plan, reserve_device_memory
 from jaxllm.runner.program_store import Fingerprint, ProgramStore, local_store, open_artifact, read_manifest
@@ -190,13 +193,19 @@ def lay_out(
     make_plan: takes weight_bytes, and drafter or layers as `memory_plan` does. Raises ConfigError for layers that cannot be divided so.
     """
     size, layers_of, drafter = Topology.of(config.parallel).tensor, layers_of_stages(config, model), features.drafter
+
+    def moving(part: nnx.Module) -> int:
+        return moving_bytes(part, size) if config.parallel.enable_eplb else 0
+
     if len(layers_of) > 1:
         return plan_stages(
-            model, layers_of, lambda stage, layers: make_plan(weight_bytes=weight_bytes(stage, size), layers=layers)
+            model,
+            layers_of,
+            lambda stage, layers: make_plan(weight_bytes=weight_bytes(stage, size) + moving(stage), layers=layers),
         )
     whole = build_model(model)
     num_bytes = weight_bytes(whole, size) + _drafter_bytes(drafter, config, model, size)
-    num_bytes += _adapter_bytes(features.adaptation, size)
+    num_bytes += _adapter_bytes(features.adaptation, size) + moving(whole)
     return (Stage(layers_of[0], whole, make_plan(weight_bytes=num_bytes, drafter=drafter)),)
 
 
@@ -315,7 +324,7 @@ def resolve_sizes(
         logger.info("prompts of the checkpoint, for clients to write before their texts: %s", model_config.pooling.prompt_names)
     config = resolve_platform_defaults(config, on_gpu=on_gpu, device_bytes=device_bytes, is_mixture=bool(model_config.mixtures))
     refuse_model(model_config, topology.context)
-    model_config = _split(model_config, topology.tensor)
+    model_config = _split(_with_redundant_experts(config, model_config), topology.tensor)
     config = config.replace(
         attention_implementation=attention_implementation(
             attention, model_config, config.cache.block_size, on_gpu=on_gpu, has_part=topology.context > 1
@@ -353,19 +362,41 @@ def _prefix_caching(config: EngineConfig, model: ModelConfig) -> bool:
     return False
 
 
+def _with_redundant_experts(config: EngineConfig, model: ModelConfig) -> ModelConfig:
+    """The model with the copies of experts that eplb_config asks for. Raises ConfigError for more than the devices can use."""
+    options = config.parallel
+    if not options.enable_eplb:
+        return model
+    count, size = EplbConfig.of(options.eplb_config).num_redundant_experts, options.tensor_parallel_size
+    most = min(part.routing.num_experts for part in model.mixtures) * (size - 1)
+    if count > most:
+        raise ConfigError(
+            f"eplb_config.num_redundant_experts is {count}, but {most} fill {size} devices with every expert of {model.architecture}; "
+            "lower it"
+        )
+
+    def part(layer: Layer) -> Layer:
+        return replace(layer, mlp=replace(layer.mlp, num_redundant=count)) if isinstance(layer.mlp, MoE) else layer
+
+    return replace(model, layers=tuple(map(part, model.layers)))
+
+
 def counts_experts(config: EngineConfig, model: ModelConfig) -> bool:
     """Whether the tokens of each expert are counted. Raises ConfigError if that is asked for and the model has none."""
     asked, options = config.observe.expert_load, config.parallel
     own_class = model.model_class == ModelConfig.model_class
     if asked and not model.mixtures:
         raise ConfigError(f"expert_load is set, but {model.architecture} has no experts; leave it out")
-    if asked and not own_class:
+    if (asked or options.enable_eplb) and not own_class:
+        name = "enable_eplb" if options.enable_eplb else "expert_load"
         raise ConfigError(
-            f"expert_load is set, but {model.architecture} is computed by {model.model_class}, and only jaxllm's own decoder counts "
-            "tokens of experts; leave it out"
+            f"{name} is set, but {model.architecture} is computed by {model.model_class}, and only jaxllm's own decoder counts tokens of "
+            "experts; leave it out"
         )
     if asked is not None:
         return asked
+    if options.enable_eplb:
+        return True
     is_distributed = options.enable_expert_parallel and options.tensor_parallel_size > 1
     return is_distributed and own_class and registered.EXPERT_LOAD is not None
 

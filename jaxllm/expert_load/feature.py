@@ -1,11 +1,18 @@
 """What the options of an engine make of the load of experts."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from jaxllm.config import EngineConfig
+from jaxllm.eplb_options import EplbConfig
 from jaxllm.expert_load.layout import Layout
 from jaxllm.expert_load.reader import Counter, LoadReader
+from jaxllm.expert_load.rebalancer import Mover, Rebalancer
 from jaxllm.model_config import ModelConfig
+
+
+class Device(Counter, Mover, Protocol):
+    """What this package uses of an executor."""
 
 
 @dataclass(frozen=True)
@@ -13,12 +20,17 @@ class ExpertLoad:
     """See `jaxllm.engine.features.ExpertLoad`."""
 
     layout: Layout
+    eplb: EplbConfig | None
+    """None: experts do not move."""
 
-    def new_reader(self, counter: Counter) -> LoadReader:
+    def new_reader(self, device: Device) -> LoadReader:
         """See ExpertLoad."""
-        return LoadReader(counter, self.layout)
+        rebalancer = None if self.eplb is None else Rebalancer(device, self.layout, self.eplb)
+        return LoadReader(device, self.layout, rebalancer)
 
 
 def make_expert_load(config: EngineConfig, model_config: ModelConfig) -> ExpertLoad:
     """The feature of a model with mixtures."""
-    return ExpertLoad(Layout.of(model_config, num_devices=config.parallel.tensor_parallel_size))
+    options = config.parallel
+    eplb = EplbConfig.of(options.eplb_config) if options.enable_eplb else None
+    return ExpertLoad(Layout.of(model_config, num_devices=options.tensor_parallel_size), eplb)

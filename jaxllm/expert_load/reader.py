@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from jaxllm.expert_load.layout import Layout
+from jaxllm.expert_load.layout import Layout, balance_of
+from jaxllm.expert_load.rebalancer import Rebalancer
 from jaxllm.log import logger
 
 if TYPE_CHECKING:
@@ -35,8 +36,20 @@ class LoadReader:
     """Totals since the start. While the engine computes, a reading is on its way during later steps, so neither the host nor the device
     waits; when all work is done there is nothing to wait for."""
 
-    def __init__(self, counter: Counter, layout: Layout, *, clock: Callable[[], float] = time.monotonic):
-        self._counter, self._layout, self._clock = counter, layout, clock
+    def __init__(
+        self,
+        counter: Counter,
+        layout: Layout,
+        rebalancer: Rebalancer | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """rebalancer: moves experts; None: they stay where they are."""
+        self._counter, self._layout, self._rebalancer, self._clock = counter, layout, rebalancer, clock
+        self._asked: list[Callable[[np.ndarray], None]] = []
+        """Called with the totals of the next reading."""
+        self._answers: list[Callable[[np.ndarray], None]] = []
+        """The same of the reading that is on its way."""
         self._pending: PendingCounts | None = None
         self._work_began: float | None = None
         """When the first step ended that no reading has counted."""
@@ -61,8 +74,10 @@ class LoadReader:
         if is_idle and now - self._idle_read_at >= IDLE_SECONDS:
             self._idle_read_at = now
             self.read()
-        elif self._pending is None and now - self._work_began >= INTERVAL_SECONDS:
+        elif self._pending is None and (self._asked or now - self._work_began >= INTERVAL_SECONDS):
             self._take()
+        if self._rebalancer is not None:
+            self._rebalancer.note_step(self)
 
     def read(self) -> None:
         """Count all steps dispatched so far. Waits for them."""
@@ -70,9 +85,19 @@ class LoadReader:
         self._take()
         self._finish()
 
+    def ask(self, answer: Callable[[np.ndarray], None]) -> None:
+        """Call `answer` with the totals, as `tokens_LE`, of all steps dispatched so far, once they are here."""
+        self._asked.append(answer)
+
     def forget(self) -> None:
         """The counts on the devices are lost."""
         self._pending = self._work_began = None
+        self._asked, self._answers = [*self._answers, *self._asked], []
+
+    def forget_places(self) -> None:
+        """The weights are lost; they will be where they are loaded to."""
+        if self._rebalancer is not None:
+            self._rebalancer.forget_places()
 
     def table(self) -> dict[str, Any]:
         """The layers with a mixture, and for each the tokens of every expert so far."""
@@ -87,6 +112,7 @@ class LoadReader:
 
     def _take(self) -> None:
         self._pending, self._work_began = self._counter.take_expert_tokens(), None
+        self._answers, self._asked = self._asked, []
 
     def _finish(self) -> None:
         """Add up the reading that is on its way."""
@@ -94,11 +120,12 @@ class LoadReader:
         if pending is None:
             return
         try:
-            tokens_LE = pending.result()
+            self._add(pending.result().astype(np.int64))
         except Exception as error:  # of a step before, whose own results tell it
             logger.debug("the tokens of experts cannot be read: %s", error)
-            return
-        self._add(tokens_LE.astype(np.int64))
+        answers, self._answers = self._answers, []
+        for answer in answers:
+            answer(self.tokens_LE.copy())
 
     def _add(self, tokens_LE: np.ndarray) -> None:
         if not tokens_LE.any():
@@ -109,10 +136,3 @@ class LoadReader:
             self._even[layer] += float(load.mean())
             self._busiest[layer] += float(load.max())
         self.balance = balance_of(loads)
-
-
-def balance_of(loads: list[np.ndarray]) -> float:
-    """The mean load over the largest, both summed over layers: the share of the time of experts in which a device computes, if the
-    busiest is waited for in each layer. loads: of each layer, those of its devices."""
-    busiest = sum(float(load.max()) for load in loads)
-    return sum(float(load.mean()) for load in loads) / busiest if busiest else 1.0

@@ -10,7 +10,7 @@ import numpy as np
 from jaxllm.engine.executor import Executor, PendingCounts, PendingStep
 from jaxllm.errors import EngineDeadError
 from jaxllm.hosts.leader import Leader
-from jaxllm.hosts.wire import PIECE_BYTES, Dispatch, Do, Draw, Piece, TakeExpertTokens, WriteAdapter
+from jaxllm.hosts.wire import PIECE_BYTES, Dispatch, Do, Draw, MoveExperts, Piece, TakeExpertTokens, WriteAdapter
 from jaxllm.progress import Progress
 from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
@@ -126,6 +126,11 @@ class HostsExecutor:
         """See Executor."""
         self._leader.send(TakeExpertTokens())
         return _Counts(self._run(self._own.take_expert_tokens), self)
+
+    def move_experts(self, layer: int, moves_2RN: np.ndarray, table_EC: np.ndarray) -> None:
+        """See Executor."""
+        self._leader.send(MoveExperts(layer, moves_2RN.tobytes(), moves_2RN.shape[2], table_EC.tobytes(), len(table_EC)))
+        self._run(self._own.move_experts, layer, moves_2RN, table_EC)
 
     # Programs: each host compiles its own
 

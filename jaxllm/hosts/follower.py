@@ -31,6 +31,7 @@ from jaxllm.hosts.wire import (
     Facts,
     Failed,
     Hello,
+    MoveExperts,
     Piece,
     Refused,
     TakeExpertTokens,
@@ -218,6 +219,10 @@ class Follower:
             self._staging = None
         elif isinstance(message, TakeExpertTokens):
             self._executor.take_expert_tokens()  # host 0 reads them
+        elif isinstance(message, MoveExperts):
+            moves = np.frombuffer(message.moves, np.int32).reshape(2, -1, message.num_devices)
+            table = np.frombuffer(message.table, np.int32).reshape(message.num_experts, -1)
+            self._executor.move_experts(message.layer, moves, table)
 
     def _dispatch(self, message: Dispatch) -> None:
         for new in message.plan.new_requests:

@@ -119,6 +119,16 @@ class TakeExpertTokens(_Message, tag="take_expert_tokens"):
     """Read the tokens of experts."""
 
 
+class MoveExperts(_Message, tag="move_experts"):
+    """Move a layer's experts. moves: int32[2, R, N] for N devices; table: int32[E, C] for E experts, both row by row."""
+
+    layer: int
+    moves: bytes
+    num_devices: int
+    table: bytes
+    num_experts: int
+
+
 class Do(_Message, tag="do"):
     """Call a method of the runner, one of `follower.CALLS`. Answered by Done."""
 
@@ -140,7 +150,9 @@ class Beat(_Message, tag="beat"):
 
 
 FromFollower = Hello | Facts | Done | Failed | Beat
-FromHost0 = Welcome | Refused | AllFacts | Dispatch | Draw | Piece | WriteAdapter | TakeExpertTokens | Do | End | Beat
+FromHost0 = (
+    Welcome | Refused | AllFacts | Dispatch | Draw | Piece | WriteAdapter | TakeExpertTokens | MoveExperts | Do | End | Beat
+)
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=lambda value: value.item())  # numpy's numbers
 of_follower: Any = msgspec.msgpack.Decoder(FromFollower)  # type: ignore[arg-type]

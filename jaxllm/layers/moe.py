@@ -22,7 +22,8 @@ from pallas_kernels.grouped_matmul import mxfp4
 class MixtureOfExperts(nnx.Module):
     """The weighted sum of a few experts' results for each token, and those of shared experts. Source: arXiv:1701.06538.
 
-    Weights of experts are output-major, as checkpoints hold them: gate_up [E, 2, F, D] and down [E, D, F], arrays or in 4 bits.
+    Weights of experts are output-major, as checkpoints hold them: gate_up [P, 2, F, D] and down [P, D, F], arrays or in 4 bits, in as
+    many slots P as there are experts and redundant copies of some.
     """
 
     def __init__(self, config: ModelConfig, part: MoE, prefix: str):
@@ -47,16 +48,17 @@ class MixtureOfExperts(nnx.Module):
         """Of the experts, and of their width."""
         gates, down = [f"{name}.{part}" for part in part.gate_up], f"{name}.{part.down}"
         axes = (experts, "gate_up", width, "embed")
-        gate_up_source, down_source = _sources(config, part, gates, down)
-        self.gate_up = _weight(config, (E, 2, F, D), axes, gate_up_source)
-        self.down = _weight(config, (E, D, F), (experts, "embed", width), down_source)
+        P = len(part.slots)
+        gate_up_source, down_source = (_in_slots(source, part) for source in _sources(config, part, gates, down))
+        self.gate_up = _weight(config, (P, 2, F, D), axes, gate_up_source)
+        self.down = _weight(config, (P, D, F), (experts, "embed", width), down_source)
         self.gate_up_bias = self.down_bias = nnx.data(None)
         if part.bias:
             assert part.alternating, "no family stores other experts' biases"
-            source = _alternating(f"{gates[0]}_bias", (E, F, 2))
-            self.gate_up_bias = abstract_param((E, 2, F), axes[:-1], config.dtype, source=source, init="zeros")
-            source = plain(f"{down}_bias", (E, D))
-            self.down_bias = abstract_param((E, D), (experts, "embed"), config.dtype, source=source, init="zeros")
+            biases: AnySource = _in_slots(_alternating(f"{gates[0]}_bias", (E, F, 2)), part)
+            self.gate_up_bias = abstract_param((P, 2, F), axes[:-1], config.dtype, source=biases, init="zeros")
+            biases = _in_slots(plain(f"{down}_bias", (E, D)), part)
+            self.down_bias = abstract_param((P, D), (experts, "embed"), config.dtype, source=biases, init="zeros")
         self.shared = None if part.shared is None else FeedForward(config, part.shared, prefix)
         self.shared_gate = (
             None
@@ -81,7 +83,7 @@ class MixtureOfExperts(nnx.Module):
             taken_TD, weight_Tk = (x_TD * weight_Tk).astype(x_TD.dtype), jnp.ones_like(weight_Tk)
         out_TD = step.experts_of(self.name, start)(
             taken_TD,
-            expert_Tk,
+            step.slots_of(self.name, expert_Tk, start),
             weight_Tk,
             _of_type(gate_up_E2FD, x_TD.dtype),
             _of_type(down_EDF, x_TD.dtype),
@@ -149,6 +151,11 @@ def _sources(config: ModelConfig, part: MoE, gates: list[str], down: str) -> tup
     if config.stored_mxfp4 is None or not config.stored_mxfp4.covers(gates[0]):
         return gate_up_source, down_source
     return _mxfp4(gates[0], (E, F, 2, D), (0, 2, 1, 3), gate_up_source), _mxfp4(down, (E, D, F), (0, 1, 2), down_source)
+
+
+def _in_slots(source: AnySource, part: MoE) -> AnySource:
+    """The source of all experts as that of all slots."""
+    return source.picked(part.slots) if part.num_redundant else source
 
 
 def _experts(names: list[str], num_experts: int, shape: tuple[int, ...]) -> Source | Stacked:

@@ -40,10 +40,14 @@ class Tensor:
     """Order of the values along the last dimension of the outputs, by their stored places; None: as stored."""
     order_axis: int = 0
     """That dimension of the view."""
+    picks: tuple[int, ...] | None = None
+    """What is read of the view's first dimension, by its index, perhaps several times; None: all of it."""
 
     @property
     def placed_shape(self) -> tuple[int, ...]:
         """Of the view with copies and padding."""
+        if self.picks is not None:
+            return (len(self.picks), *self.view[1:])
         return (self.view[0] * self.copies + self.padding, *self.view[1:])
 
     def read(self, array: np.ndarray, index: Index) -> np.ndarray:
@@ -53,6 +57,7 @@ class Tensor:
 
     def write(self, array: np.ndarray, part: np.ndarray) -> None:
         """Write the whole view into the stored tensor."""
+        assert self.picks is None, "only a parameter of the stored shape is written"
         part = part if self.order is None else part.take(np.argsort(self.order), self.order_axis)
         if self.columns is not None:
             self._seen(array)[...] = part
@@ -72,6 +77,10 @@ class Tensor:
         return whole[(slice(None),) * axis + (slice(start, stop),)]
 
     def _read(self, seen: np.ndarray, index: Index) -> np.ndarray:
+        if self.picks is not None:
+            rows = np.array(self.picks[index[0]])
+            is_run = np.array_equal(rows, np.arange(rows[0], rows[0] + len(rows)))
+            return seen[(slice(rows[0], rows[0] + len(rows)) if is_run else rows, *index[1:])]
         if self.copies == 1 and not self.padding:
             return seen[index]
         start, stop, _ = index[0].indices(self.placed_shape[0])
@@ -120,6 +129,11 @@ class Source:
         has_groups = axes[axis + 1] in ("group", "qkv")
         return replace(self, tensors=tuple(_with_copies(tensor, copies, where, has_groups) for tensor in self.tensors))
 
+    def picked(self, picks: tuple[int, ...]) -> "Source":
+        """The same for a parameter with these indices of the view's first dimension, in this order."""
+        (tensor,) = self.tensors
+        return replace(self, tensors=(replace(tensor, picks=picks),))
+
     def output_major(self) -> "Source":
         """The same without permutation: the parameter as fp8 weights hold it."""
         return replace(self, permutation=tuple(range(len(self.permutation))))
@@ -140,6 +154,12 @@ class Stacked:
 
     tensors: tuple[Tensor, ...]
     lead: tuple[int, ...]
+
+    def picked(self, picks: tuple[int, ...]) -> "Stacked":
+        """The same for a parameter with these indices of the first dimension, in this order."""
+        each = len(self.tensors) // self.lead[0]
+        tensors = tuple(self.tensors[first * each + i] for first in picks for i in range(each))
+        return Stacked(tensors, (len(picks), *self.lead[1:]))
 
     def read(self, tensor: Callable[[Tensor, Index], np.ndarray], index: Index, dtype: np.dtype) -> np.ndarray:
         """A part of the parameter. Only the tensors in it are read, and each is copied once, into its place."""
@@ -179,6 +199,11 @@ class Mxfp4:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.blocks, self.scales)
+
+    def picked(self, picks: tuple[int, ...]) -> "Mxfp4":
+        """The same for a parameter with these indices of the views' first dimension, in this order."""
+        blocks, scales = (replace(tensor, picks=picks) for tensor in self.tensors)
+        return Mxfp4(blocks, scales, self.permutation, self.plain.picked(picks))
 
     @property
     def words(self) -> Source:

@@ -73,6 +73,9 @@ class Step:
     chosen: list[tuple[str, Array]] | None = None
     """Collects the experts that tokens chose, int32 [T, k], -1 for padding, with the name of their mixture: one for each run of the step's
     tokens. None: nobody asks."""
+    slots: Callable[[str, Array, int], Array] | None = None
+    """Takes the name of a mixture, the experts int32 [T, k] that tokens chose, -1 for padding, and the index of the first of these
+    tokens in the step. Returns the slots of the mixture's weights in which these experts are. None: each is in the slot of its number."""
     attended_positions_T: Array | None = None
     """Positions of the tokens that attention takes, where these are more than this device computes; None: they are the same."""
     wanted_features: Collection[int] = ()
@@ -94,6 +97,10 @@ class Step:
         """Called by the mixture of this name with the experts that some of the step's tokens chose."""
         if self.chosen is not None:
             self.chosen.append((name, expert_Tk))
+
+    def slots_of(self, name: str, expert_Tk: Array, start: int) -> Array:
+        """The slots of the experts that the tokens from `start` on chose in the mixture of this name."""
+        return expert_Tk if self.slots is None else self.slots(name, expert_Tk, start)
 
     def experts_of(self, name: str, start: int) -> Callable[..., Array]:
         """What computes the chosen experts of a mixture of the tokens from `start` on, as `experts` does."""

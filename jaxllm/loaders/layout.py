@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxllm.errors import ModelLoadError
 from jaxllm.layers.source import AnySource
 from jaxllm.model_config import ModelConfig
+from jaxllm.model_parts.mlp import slots
 from jaxllm.parallel.axes import sharding
 from jaxllm.parallel.mesh import tensor_size
 
@@ -70,7 +71,7 @@ def source_of(variable: nnx.Variable) -> AnySource:
 
 
 def expand(xp: ModuleType, array: Any, axes: Axes, shape: Sequence[int]) -> Any:
-    """Bring a parameter of the stored shape to `shape`, which differs in copies of KV heads or in padding of the vocabulary.
+    """Bring a parameter of the stored shape to `shape`, which differs in copies of KV heads or of experts or in padding of the vocabulary.
 
     With r copies, KV head k becomes heads k·r … k·r + r - 1, and each takes 1/r of its query heads, in order.
     """
@@ -78,6 +79,9 @@ def expand(xp: ModuleType, array: Any, axes: Axes, shape: Sequence[int]) -> Any:
         return array
     if "heads" in axes:
         return _copy_heads(xp, array, axes, shape)
+    if "split_experts" in axes:
+        axis = axes.index("split_experts")
+        return xp.take(array, xp.array(slots(array.shape[axis], shape[axis])), axis)
     axis = axes.index("vocab")
     padding = [(0, wanted - had) for wanted, had in zip(shape, array.shape, strict=True)]
     assert all(low_high == (0, 0) for i, low_high in enumerate(padding) if i != axis), "only the vocabulary is padded"

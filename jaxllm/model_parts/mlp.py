@@ -1,6 +1,6 @@
 """What a layer computes of each token alone: an MLP, or a mixture of experts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
@@ -101,6 +101,13 @@ class MoE:
     """Whether the weight of a token's only expert is a factor of what the expert takes, instead of its result."""
     by_expert: bool = False
     """Whether devices share the work by whole experts instead of by the experts' width."""
+    num_redundant: int = 0
+    """Second and further copies of experts that the devices have in all."""
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """The expert in each place for one, as they are loaded: device after device has as many places, and the copies come last."""
+        return slots(self.routing.num_experts, self.routing.num_experts + self.num_redundant)
 
     @property
     def linears(self) -> dict[str, tuple[str, ...]]:
@@ -122,9 +129,15 @@ class MoE:
         """The numbers that keep this part from being split over `size` devices."""
         faults = self.shared.indivisible(size) if self.shared is not None else []
         if self.by_expert:
-            count = self.routing.num_experts
-            return faults + ([f"{count} experts"] if count % size else [])
+            count, more = self.routing.num_experts, self.num_redundant
+            named = f"{count} experts" + (f" with {more} redundant ones" if more else "")
+            return faults + ([named] if (count + more) % size else [])
         return faults + ([f"an intermediate size of experts of {self.width}"] if self.width % size else [])
 
     def split(self, size: int) -> "MoE":
-        return self
+        return replace(self, num_redundant=0) if size == 1 else self
+
+
+def slots(num_experts: int, num_slots: int) -> tuple[int, ...]:
+    """The expert in each of the slots: each once, then copies of the first."""
+    return tuple(slot % num_experts for slot in range(num_slots))

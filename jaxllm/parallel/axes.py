@@ -23,6 +23,7 @@ MESH_AXES: dict[str, str | None] = {
     "experts": None,
     "expert_mlp": None,
     "split_experts": TENSOR,
+    "copy": None,
     "slot": None,
     "rank": None,
 }

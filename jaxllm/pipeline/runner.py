@@ -170,6 +170,12 @@ class PipelineRunner:
         found = [stage.take_expert_tokens() for stage in reversed(self.stages)]  # the last drains the launches of all
         return CountsInFlight.joined(reversed(found))
 
+    def move_experts(self, layer: int, moves_2RN: np.ndarray, table_EC: np.ndarray | None) -> None:
+        """See ModelRunner."""
+        self.last.drain()  # it launches the steps of all stages
+        stage = next(stage for stage in self.stages if layer in stage.layers)
+        stage.move_experts(layer, moves_2RN, table_EC)
+
     # Any time
 
     @property

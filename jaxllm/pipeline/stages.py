@@ -42,8 +42,7 @@ class EarlierFunctions(StepFunctions):
         token_ids_T = device_tokens(rows.last_token_N, None, views.token_ids_T, places)
         kept = list(caches)
         step = self._step(kept, token_ids_T, places, shards, entering_TD)
-        leaving_TD = self.merge(params)(step)
-        rows = self._count_experts(rows, step)
+        rows, leaving_TD = self._run_model(params, rows, step)
         return tuple(kept), rows, shards.check(leaving_TD, jnp.nan)
 
 
@@ -66,7 +65,7 @@ class EarlierPrograms(StepPrograms):
             *(ProgramKey("forward", size) for size in reversed(self.buckets.tokens)),
             *decode,
             ProgramKey("write_blocks"),
-            *self.counting_keys(),
+            *self.experts_keys(),
         ]
 
     def rare_keys(self) -> list[ProgramKey]:

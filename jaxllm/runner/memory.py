@@ -288,9 +288,7 @@ def estimate_work_bytes(config: EngineConfig, model: ModelConfig, *, width: int 
     per_token = widest // size + (6 + 2 * num_features) * model.hidden_size
     widened = 0  # experts of a layer, which a step with many tokens computes so
     if model.packed_experts:
-        widened = (
-            max(3 * part.routing.num_experts * part.width for part in model.mixtures) * model.hidden_size * itemsize // size
-        )
+        widened = max(3 * len(part.slots) * part.width for part in model.mixtures) * model.hidden_size * itemsize // size
     max_rows = scheduler.max_num_seqs
     sampling = 6 * 4 * max(max_rows, min(max_rows, MAX_DRAFT_ROWS) * width) * model.vocab_size
     rows = (spec.bytes_per_row for spec in cache_specs(model) if isinstance(spec, RowState))

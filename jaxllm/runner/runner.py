@@ -17,7 +17,9 @@ from jaxllm.context import make_context
 from jaxllm.layers.decoder import CausalLM
 from jaxllm.loaders.layout import delete, zeros
 from jaxllm.model_config import ModelConfig
+from jaxllm.model_parts import MoE
 from jaxllm.parallel.across_hosts import put, spans_hosts
+from jaxllm.parallel.mesh import tensor_size
 from jaxllm.parallel.shards import make_shards
 from jaxllm.progress import SILENT, Progress
 from jaxllm.runner import warm_up
@@ -31,6 +33,7 @@ from jaxllm.runner.consumers.sampling import PendingTokens, Sampling
 from jaxllm.runner.draft_step import DraftFunctions
 from jaxllm.runner.drafter import Drafter
 from jaxllm.runner.expert_counts import CountsInFlight, ExpertCounting
+from jaxllm.runner.expert_placement import ROUNDS, Placing, Tables, most_copies
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.launcher import Launcher
 from jaxllm.runner.layout import StepLayout, padded
@@ -85,13 +88,20 @@ class ModelRunner:
             model,
             *(part.model for part in (drafter, adaptation) if part is not None and part.model is not None),
         ]
+        tables = None
+        if config.parallel.enable_eplb:
+            mixtures = [part for i in model.layers if isinstance(part := model_config.layers[i].mlp, MoE)]
+            tables = Tables(mixtures, most_copies(mixtures, tensor_size(mesh)))
+            models.append(tables)
         self.weights = Weights(models, mesh)
-        self._source = WeightsSource(config, model_config, model, mesh, drafter, adaptation)
+        self._source = WeightsSource(config, model_config, model, mesh, drafter, adaptation, tables)
         self._model_dir = Path(config.model.model)
         self._kept: HostCopies | None = None
         merges = self.weights.merges
         adapting = None if adaptation is None else Adapting(adaptation, merges[-1], self.weights.parts[-1])
+        placing = None if tables is None else Placing.of(model_config, model, self.weights.parts[-1], merges[-1])
         self.params: tuple[jax.Array, ...] = ()
+        self.layers = model.layers
         vocab_size, max_logprobs = model_config.vocab_size, config.model.max_logprobs
         # What was drawn from is known to full sampling alone.
         full_logprobs = config.model.logprobs_mode.startswith("processed")
@@ -106,6 +116,7 @@ class ModelRunner:
             processors=processors,
             drafting=None if drafter is None else DraftFunctions(drafter, merges[1:2], model_config.num_layers),
             adapting=adapting,
+            placing=placing,
             counting=ExpertCounting.of(model_config, model.layers) if config.observe.expert_load else None,
             context=make_context(mesh),
         )
@@ -243,12 +254,37 @@ class ModelRunner:
         arrays = self.program(ProgramKey("write_adapter"))(self.params[adapting.part], packed, self.put(np.int32(slot)))
         self.params = (*self.params[: adapting.part.start], *arrays)
 
-    def take_expert_tokens(self) -> CountsInFlight:
-        """Start to read the tokens that each expert got since the last call, in the steps dispatched so far. Returns at once."""
+    def drain(self) -> None:
+        """Wait until the steps dispatched so far are launched."""
         if self._launcher is not None:
             self._launcher.drain()
+
+    def take_expert_tokens(self) -> CountsInFlight:
+        """Start to read the tokens that each expert got since the last call, in the steps dispatched so far. Returns at once."""
+        self.drain()
         self.row_arrays, counts = self.program(ProgramKey("take_expert_tokens"))(self.row_arrays)
         return CountsInFlight([counts])
+
+    def move_experts(self, layer: int, moves_2RN: np.ndarray, table_EC: np.ndarray | None) -> None:
+        """Move a layer's experts between devices, after the steps dispatched so far and before later ones: see `Placing.move`.
+
+        table_EC: the layer's new one, as of `expert_placement.table_of`; None: it stays. Returns at once.
+        """
+        placing = self.shapes.functions.placing
+        assert placing is not None, "experts have no slots"
+        self.drain()
+        where, params = placing.leaves[layer], list(self.params)
+        program, no_moves_2RN = self.program(self.shapes.moving_key(layer)), self.shapes.no_moves(layer)
+        old = new = tuple(params[index] for index in where)
+        for first in range(0, moves_2RN.shape[1], ROUNDS):
+            rounds_2RN, part = no_moves_2RN.copy(), moves_2RN[:, first : first + ROUNDS]
+            rounds_2RN[:, : part.shape[1]] = part
+            new = program(old, new, self.put(rounds_2RN))
+        for index, array in zip(where, new, strict=True):
+            params[index] = array
+        if table_EC is not None:
+            params[placing.table_of(layer)] = self.put(table_EC)
+        self.params = tuple(params)
 
     def _replace_lost_slots(self) -> None:
         """Empty slots in place of arrays that a failed `write_adapter` took."""

@@ -23,6 +23,7 @@ from jaxllm.runner.drafts import (
     resolve_starts,
 )
 from jaxllm.runner.expert_counts import ExpertCounting
+from jaxllm.runner.expert_placement import Placing
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.layout import Column, StepLayout, StepViews
 from jaxllm.runner.places import Places, device_tokens, each_draw, first_of_each, locate, locate_decode, make_step
@@ -91,6 +92,8 @@ class StepFunctions:
     """What proposes drafts; None without."""
     adapting: Adapting | None = None
     """What adapts the model to requests; None without."""
+    placing: Placing | None = None
+    """Where experts are that move between devices; None: each is in the slot of its number."""
     counting: ExpertCounting | None = None
     """What counts the tokens of experts; None: they are not counted."""
     context: ContextDevices | None = None
@@ -122,8 +125,8 @@ class StepFunctions:
         step = self._step(kept, token_ids_T, places, shards, entering_TD)
         if adapted:
             step.adapt = self._adapt(params, self._share(_slots(columns_RC, places)), shards)
-        hidden_TD = self._whole(self.merge(params)(step), layout.num_tokens)
-        rows = self._count_experts(rows, step)
+        rows, left_TD = self._run_model(params, rows, step)
+        hidden_TD = self._whole(left_TD, layout.num_tokens)
         hidden_TD = shards.check(hidden_TD, jnp.nan)
         drafts_R1 = columns_RC[:, Column.NUM_DRAFTS, None]
         width = 1 if self.drafting is None else self.drafting.width
@@ -167,8 +170,8 @@ class StepFunctions:
         step = self._step(kept, token_ids_T, places, shards, entering_TD)
         if adapted:
             step.adapt = self._adapt(params, self._share(_slots(columns_RC, places)), shards)
-        hidden_TD = self._whole(self.merge(params)(step), len(token_ids_T))
-        rows = self._count_experts(rows, step)
+        rows, left_TD = self._run_model(params, rows, step)
+        hidden_TD = self._whole(left_TD, len(token_ids_T))
         adapt = step.adapt
         if adapted and self.context is not None:
             adapt = self._adapt(params, _slots(columns_RC, places), shards)
@@ -362,6 +365,13 @@ class StepFunctions:
         )
         step.chosen = None if self.counting is None else []
         return step
+
+    def _run_model(self, params: Params, rows: RowArrays, step: Step) -> tuple[RowArrays, jax.Array]:
+        """What the model leaves of a step, whose experts' tokens are counted."""
+        if self.placing is not None:
+            step.slots = self.placing.slots(params)
+        left_TD = self.merge(params)(step)
+        return self._count_experts(rows, step), left_TD
 
     def _count_experts(self, rows: RowArrays, step: Step) -> RowArrays:
         """Count the tokens of experts in a step that the model has run on."""

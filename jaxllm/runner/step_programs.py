@@ -17,6 +17,7 @@ from jaxllm.parallel.across_hosts import spans_hosts
 from jaxllm.parallel.mesh import CONTEXT, TENSOR, context_size, tensor_size
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.drafts import DraftRows, kept_logits
+from jaxllm.runner.expert_placement import ROUNDS
 from jaxllm.runner.layout import NUM_ROW_COLUMNS, Column, StepLayout, decode_layout, mixed_layout
 from jaxllm.runner.pooling_step import POOL_COLUMNS, add_up, pool
 from jaxllm.runner.rows import LogprobsKind
@@ -110,7 +111,7 @@ class StepPrograms:
         writes = [
             ProgramKey("write_blocks"),
             *([ProgramKey("write_adapter")] if len(adapted) > 1 else []),
-            *self.counting_keys(),
+            *self.experts_keys(),
         ]
         if not self.model.generates:
             return [*forward, *self._pooling_keys(), *writes]
@@ -141,9 +142,20 @@ class StepPrograms:
             *writes,
         ]
 
-    def counting_keys(self) -> list[ProgramKey]:
-        """What reads the tokens of experts, if they are counted."""
-        return [] if self.functions.counting is None else [ProgramKey("take_expert_tokens")]
+    def experts_keys(self) -> list[ProgramKey]:
+        """What reads the tokens of experts, if they are counted, and what moves experts, if they move."""
+        takes = [] if self.functions.counting is None else [ProgramKey("take_expert_tokens")]
+        placing = self.functions.placing
+        return takes if placing is None else [*takes, *dict.fromkeys(map(self.moving_key, placing.leaves))]
+
+    def moving_key(self, layer: int) -> ProgramKey:
+        """The program that moves a layer's experts: its size is the first layer with arrays of these shapes."""
+        placing = self.functions.placing
+        assert placing is not None, "experts do not move"
+        shapes = {
+            i: [(self.params[leaf].shape, self.params[leaf].dtype) for leaf in leaves] for i, leaves in placing.leaves.items()
+        }
+        return ProgramKey("move_experts", next(i for i in shapes if shapes[i] == shapes[layer]))
 
     @property
     def shows_history(self) -> bool:
@@ -353,6 +365,23 @@ class StepPrograms:
     def _lower_take_expert_tokens(self, key: ProgramKey) -> jax.stages.Lowered:
         program = jax.jit(self.functions.take_expert_tokens, donate_argnums=0, out_shardings=self.replicated)
         return program.lower(self.rows)
+
+    def _lower_move_experts(self, key: ProgramKey) -> jax.stages.Lowered:
+        placing = self.functions.placing
+        assert placing is not None
+        arrays = tuple(self.params[leaf] for leaf in placing.leaves[key.size])
+        out = tuple(array.sharding for array in arrays)
+        # Nothing is donated: the steps in flight read the arrays, and a failure must not lose them.
+        arguments = (arrays, arrays, self._ints(*self.no_moves(key.size).shape))
+        return self._lower_on_each(placing.move, arguments, out, donate=())
+
+    def no_moves(self, layer: int) -> np.ndarray:
+        """The plan of as many rounds of moves as one run of the program has, in which a layer's experts stay where they are."""
+        placing, num_devices = self.functions.placing, tensor_size(self.mesh)
+        assert placing is not None, "experts do not move"
+        moves_2RN = np.zeros((2, ROUNDS, num_devices), np.int32)
+        moves_2RN[1] = self.params[placing.leaves[layer][0]].shape[0] // num_devices
+        return moves_2RN
 
     def _lower_write_adapter(self, key: ProgramKey) -> jax.stages.Lowered:
         adapting = self.functions.adapting

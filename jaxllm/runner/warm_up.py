@@ -51,6 +51,8 @@ def run_on_nothing(runner: "ModelRunner", keys: Sequence[ProgramKey]) -> None:
             )
         if key.kind == "take_expert_tokens":
             runner.take_expert_tokens()
+        if key.kind == "move_experts":
+            runner.move_experts(key.size, shapes.no_moves(key.size), None)
         if key.kind == "write_adapter":
             wanted = shapes.packed_adapter
             runner.write_adapter(0, put(np.zeros(wanted.shape, wanted.dtype), wanted.sharding))

@@ -19,6 +19,7 @@ from jaxllm.model_config import ModelConfig
 from jaxllm.progress import Progress, bytes_loaded
 from jaxllm.runner.adaptation import Adaptation
 from jaxllm.runner.drafter import Drafter
+from jaxllm.runner.expert_placement import Tables
 from jaxllm.runner.step import Params
 
 
@@ -97,6 +98,8 @@ class WeightsSource:
     mesh: Mesh
     drafter: Drafter | None = None
     adaptation: Adaptation | None = None
+    tables: Tables | None = None
+    """Of experts that move."""
 
     def read(self, model_dir: Path, progress: Progress) -> list[nnx.State]:
         """The weights of each model, on the devices. Raises ModelLoadError."""
@@ -115,6 +118,8 @@ class WeightsSource:
             weights.append(self.drafter.load(self.mesh, progress))
         if self.adaptation is not None:
             weights.append(zeros(self.adaptation.model, self.mesh))
+        if self.tables is not None:
+            weights.append(self.tables.at_the_start(self.mesh))
         jax.block_until_ready(weights)
         progress.finish()
         return weights

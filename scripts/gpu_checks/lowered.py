@@ -1,6 +1,6 @@
 """The programs of an op's check cases as they are lowered for a GPU, without one: whether another source makes the same ones.
 
-    python scripts/gpu_checks/lowered.py attention     a line of JSON for each case and variant of the sources in the working directory
+python scripts/gpu_checks/lowered.py attention     a line of JSON for each case and variant of the sources in the working directory
 """
 
 import hashlib

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from jaxllm.expert_load.layout import Layout
-from jaxllm.expert_load.reader import IDLE_SECONDS, INTERVAL_SECONDS, LoadReader, balance_of
+from jaxllm.expert_load.layout import Layout, balance_of
+from jaxllm.expert_load.reader import IDLE_SECONDS, INTERVAL_SECONDS, LoadReader
 from jaxllm.replicas.calls import COMBINE
 
 

@@ -240,9 +240,15 @@ def test_scales_are_exact_at_both_ends() -> None:
             "block_size": 8,
         },  # chunks and preemption
         {"dequantize": False, "tensor_parallel_size": 2},
-        {"dequantize": False, "tensor_parallel_size": 2, "enable_expert_parallel": True},
+        {
+            "dequantize": False,
+            "tensor_parallel_size": 2,
+            "enable_expert_parallel": True,
+            "enable_eplb": True,
+            "eplb_config": {"num_redundant_experts": 2, "step_interval": 8},
+        },
     ],
-    ids=["a small pool", "two devices", "two devices, whole experts"],
+    ids=["a small pool", "two devices", "two devices, whole experts that move"],
 )
 def test_an_engine_gives_the_tokens_of_attention_without_a_cache(folders: dict[str, Path], options: dict) -> None:
     config, state = goldens.load(folders["bfloat16"])

@@ -50,7 +50,11 @@ def engine_programs(
     adapting = SimpleNamespace(adaptation=SimpleNamespace(changes_logits=True)) if has_adapters else None
     programs = object.__new__(StepPrograms)
     functions = SimpleNamespace(
-        drafting=drafting, adapting=adapting, counting=None, cache=SimpleNamespace(groups=[None] * num_groups, block_size=4)
+        drafting=drafting,
+        adapting=adapting,
+        counting=None,
+        placing=None,
+        cache=SimpleNamespace(groups=[None] * num_groups, block_size=4),
     )
     pooling = SimpleNamespace(pooling_type="mean")
     values = {"functions": functions, "model": SimpleNamespace(generates=True, pooling=pooling), "full_logprobs": False}

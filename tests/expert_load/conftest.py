@@ -1,0 +1,15 @@
+"""An engine whose experts move all the time, and what it is asked."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from jaxllm.engine.core import EngineCore
+from tests.expert_load.engines_that_count import new_core
+
+
+@pytest.fixture(scope="package")
+def two_devices() -> Iterator[EngineCore]:
+    core = new_core("deepseek_v3", 2, 2)
+    yield core
+    core.shutdown()

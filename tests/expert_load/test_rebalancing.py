@@ -1,0 +1,162 @@
+"""Engines whose experts move while they serve: the same tokens as on one device, whatever is where."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxllm.engine import prepare
+from jaxllm.engine.core import EngineCore
+from jaxllm.eplb_options import EplbConfig
+from jaxllm.errors import ConfigError
+from jaxllm.expert_load.balancer import plan_moves, table_of
+from jaxllm.layers.build import build_model
+from jaxllm.loaders.layout import axes_of, parameters
+from jaxllm.loaders.load import load_checkpoint
+from jaxllm.model_parts import MoE
+from jaxllm.models.load_config import load_model_config
+from jaxllm.parallel.mesh import make_mesh
+from tests.expert_load.engines_that_count import check, check_greedy, new_core, run
+from tests.helpers import engines, goldens
+
+
+def layout(core: EngineCore) -> Any:
+    return core._expert_load._layout  # type: ignore[union-attr]
+
+
+@pytest.fixture(scope="module")
+def expected(two_devices: EngineCore) -> list[list[int]]:
+    """The tokens of a plain pass on one device."""
+    found = run(two_devices)
+    check_greedy("deepseek_v3", found)
+    return found
+
+
+def test_tokens_are_those_of_one_device_while_experts_move(two_devices: EngineCore, expected: list[list[int]]) -> None:
+    """Counts are of experts, not of copies; sleep keeps places, and what is loaded anew begins with the first ones."""
+    first = [np.arange(10) % 8] * 2
+    for _ in range(3):
+        assert run(two_devices) == expected
+    assert not np.array_equal(layout(two_devices).slots, first)
+    check("deepseek_v3", two_devices)
+    two_devices.sleep(1)
+    two_devices.wake_up()
+    assert run(two_devices) == expected
+    two_devices.sleep(2)
+    np.testing.assert_array_equal(layout(two_devices).slots, first)
+    two_devices.wake_up()
+    assert run(two_devices) == expected
+
+
+def test_moves_are_exact_to_the_bit(two_devices: EngineCore) -> None:
+    """Random placements, with copies next to each other: each slot then has its expert's weights, in all arrays."""
+    runner, found = two_devices.runner, layout(two_devices)
+    paths = [(path, variable) for path, variable in parameters(runner._source.model)]
+    split = [i for i, (path, variable) in enumerate(paths) if "split_experts" in axes_of(variable) and path[1] == 2]
+    mixture, experts = found.layers.index(2), {}
+    for i in split:
+        stored = np.asarray(runner.params[i])
+        for slot, expert in enumerate(found.slots[mixture].tolist()):
+            experts[i, expert] = stored[slot]
+    rng = np.random.default_rng(0)
+    for _ in range(4):
+        after_P = rng.permutation(np.concatenate([np.arange(8), rng.choice(8, 2, replace=False)]))
+        moves = plan_moves(found.slots[mixture], after_P, 2)
+        two_devices.executor.move_experts(2, moves, table_of(after_P, 8, 2))
+        found.slots[mixture] = after_P
+        for i in split:
+            np.testing.assert_array_equal(np.asarray(runner.params[i]), [experts[i, expert] for expert in after_P.tolist()])
+    assert len(split) == 2
+
+
+def test_a_failure_leaves_experts_where_they_are(two_devices: EngineCore, expected: list[list[int]]) -> None:
+    two_devices.loop.start_over()
+    assert run(two_devices) == expected
+
+
+def test_programs_that_move_experts_are_there_after_warm_up(two_devices: EngineCore) -> None:
+    kinds = [key.kind for key in two_devices.runner.shapes.common_keys()]
+    assert kinds.count("move_experts") == 1, "layers of the same shapes share one"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "num_devices", "num_redundant", "options"),
+    [
+        ("qwen3_moe", 4, 4, {}),
+        ("qwen3_moe", 2, 0, {"pipeline_parallel_size": 2}),
+        ("gpt_oss", 2, 1, {}),  # biases, and a tensor of all experts
+        ("mixtral", 2, 1, {"num_gpu_blocks_override": 12}),
+    ],
+)
+def test_models(name: str, num_devices: int, num_redundant: int, options: dict[str, Any]) -> None:
+    core = new_core(name, num_devices, num_redundant, **options)
+    first = [slots.copy() for slots in layout(core).slots]
+    expected = run(core)
+    check_greedy(name, expected)
+    for _ in range(2):
+        assert run(core) == expected
+    assert any(not np.array_equal(*slots) for slots in zip(first, layout(core).slots, strict=True))
+    core.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"enable_expert_parallel": False}, "no device has whole experts"),
+        ({"tensor_parallel_size": 1}, "no device has whole experts"),
+        ({"enable_lora": True}, "leave out enable_lora or enable_eplb"),
+        ({"expert_load": False}, "expert_load is off"),
+        ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size count different tokens"),
+        ({"enable_eplb": False}, "enable_eplb is not"),
+        ({"eplb_config": {"window": 3}}, "'window', which is unknown; it takes window_size"),
+        ({"eplb_config": {"use_async": True}}, "has nothing to choose"),
+        ({"eplb_config": {"step_interval": 2.5}}, "step_interval is 2.5, must be int"),
+        ({"eplb_config": {"num_redundant_experts": -1}}, "must be at least 0"),
+        ({"eplb_config": {"window_size": 9, "step_interval": 8}}, "more than step_interval, 8"),
+        ({"eplb_config": {"num_redundant_experts": 10}}, "8 fill 2 devices"),
+        ({"eplb_config": {"num_redundant_experts": 1}}, "8 experts with 1 redundant ones"),
+        ({"model": "qwen3"}, "Qwen3ForCausalLM has no experts"),
+    ],
+)
+def test_options_that_are_refused(options: dict[str, Any], told: str) -> None:
+    usual = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_eplb": True, "eplb_config": {}}
+    given = {**usual, **options}
+    with pytest.raises(ConfigError, match=told):
+        engines.make_core(given.pop("model", "qwen3_moe"), **given)
+
+
+@pytest.mark.parametrize("transform_on_device", [False, True])
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss"])
+def test_copies_are_read_like_their_experts(name: str, transform_on_device: bool) -> None:
+    """From tensors of single experts and of all, whole on the host and by the slices of two devices, whose border is not the experts'."""
+    directory = goldens.golden(name).directory
+    plain = load_model_config(directory, expert_parallel=True)
+    num_redundant = 4 if name == "deepseek_v3" else 1
+    layers = [
+        replace(x, mlp=replace(x.mlp, num_redundant=num_redundant)) if isinstance(x.mlp, MoE) else x for x in plain.layers
+    ]
+    config = replace(plain, layers=tuple(layers)).for_tensor_parallel(2)
+    stored = dict(parameters(goldens.load(directory)[1]))
+    found = load_checkpoint(config, build_model(config), directory, mesh=make_mesh(2), transform_on_device=transform_on_device)
+    num_seen = 0
+    for path, variable in parameters(found):
+        if "split_experts" in axes_of(variable):
+            expected = np.asarray(stored[path].get_value())
+            np.testing.assert_array_equal(variable.get_value(), np.concatenate([expected, expected[:num_redundant]]))
+            num_seen += 1
+    assert num_seen >= 4
+
+
+def test_the_memory_of_a_move_is_counted_with_the_weights(two_devices: EngineCore) -> None:
+    """Twice more a layer, and an expert from and for each device."""
+    runner = two_devices.runner
+    bytes_of = [array.nbytes // 2 for array in (runner.params[i] for i in runner.shapes.functions.placing.leaves[2])]
+    weights = prepare.weight_bytes(runner._source.model, 2)
+    assert two_devices.memory_plan.weight_bytes - weights == sum(2 * n + 2 * 2 * n // 5 for n in bytes_of)
+
+
+def test_a_short_interval_shortens_the_window() -> None:
+    assert EplbConfig.of({"step_interval": 10}).window_size == 10
+    assert EplbConfig.of(None) == EplbConfig(window_size=1000, step_interval=3000, num_redundant_experts=0)
