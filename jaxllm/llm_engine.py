@@ -151,7 +151,7 @@ def check_model(config: EngineConfig) -> None:
 def _build_core(
     config: EngineConfig, progress: Progress | None, processors: "Sequence[Processor | str]", times: StartTimes
 ) -> SteppedCore:
-    if config.parallel.data_parallel_size > 1:
+    if config.parallel.num_replicas > 1:
         from jaxllm.replicas.local import LocalReplicas
 
         return LocalReplicas(config, progress, processors)

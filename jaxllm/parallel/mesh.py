@@ -14,6 +14,9 @@ from jaxllm.parallel.topology import Topology
 TENSOR = "tensor"
 """The mesh axis that heads, feed-forward columns and vocabulary are split over."""
 
+DATA = "data"
+"""The mesh axis of lanes: each has requests of its own, and all that is split over `TENSOR`; experts are split over both."""
+
 
 def make_mesh(tensor_parallel_size: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The first `tensor_parallel_size` devices in a row. Raises ConfigError if there are fewer."""
@@ -21,7 +24,10 @@ def make_mesh(tensor_parallel_size: int = 1, devices: Sequence[jax.Device] | Non
 
 
 def meshes_of(topology: Topology, devices: Sequence[jax.Device] | None = None) -> tuple[Mesh, ...]:
-    """The devices of a topology, the first of this machine, in a row for each stage. Raises ConfigError if there are fewer."""
+    """The devices of a topology, the first of this machine: a row for each stage, or with lanes one mesh of both axes.
+
+    Raises ConfigError if there are fewer.
+    """
     devices = devices_for(topology.num_devices) if devices is None else list(devices)
     if not 1 <= topology.num_devices <= len(devices):
         count = len(devices)
@@ -32,17 +38,27 @@ def meshes_of(topology: Topology, devices: Sequence[jax.Device] | None = None) -
             + _way_out(topology, count)
             + (f", or show it more ({hidden})" if hidden else "")
         )
-    rows = np.array(devices[: topology.num_devices]).reshape(topology.stage, topology.tensor)
+    found = np.array(devices[: topology.num_devices])
+    if topology.data > 1:
+        both = found.reshape(topology.data, topology.tensor)
+        return (Mesh(both, (DATA, TENSOR), axis_types=(AxisType.Auto,) * 2),)
+    rows = found.reshape(topology.stage, topology.tensor)
     return tuple(Mesh(row, (TENSOR,), axis_types=(AxisType.Auto,)) for row in rows)
 
 
 def _way_out(topology: Topology, count: int) -> str:
     """What a machine with `count` devices can do."""
+    is_one_size = topology.num_devices == topology.tensor
     if count <= 1:
-        return "leave it out" if topology.stage == 1 else "leave both out"
-    return f"choose 1 to {count}" if topology.stage == 1 else f"choose sizes whose product is {count} or less"
+        return "leave it out" if is_one_size else "leave both out"
+    return f"choose 1 to {count}" if is_one_size else f"choose sizes whose product is {count} or less"
 
 
 def tensor_size(mesh: Mesh) -> int:
     """Devices of a mesh that each layer is split over."""
     return mesh.shape[TENSOR]
+
+
+def lane_meshes(mesh: Mesh) -> tuple[Mesh, ...]:
+    """The devices of each lane of a mesh of both axes."""
+    return tuple(Mesh(row, (TENSOR,), axis_types=(AxisType.Auto,)) for row in mesh.devices)

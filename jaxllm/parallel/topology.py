@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Topology:
-    """The devices of one engine: `num_devices` of them, side by side in stages of `tensor` devices."""
+    """The devices of one engine: `num_devices` of them, side by side in stages or lanes of `tensor` devices."""
 
     tensor: int = 1
     """Devices that each layer is split over."""
@@ -17,23 +17,28 @@ class Topology:
     """Stages of a pipeline, each with layers of its own."""
     has_expert_parallel: bool = False
     """Whether each of these holds whole experts of a mixture, instead of a share of each."""
+    data: int = 1
+    """Lanes: groups of `tensor` devices with requests of their own, which share the experts of a mixture."""
 
     @classmethod
     def of(cls, options: "ParallelOptions") -> "Topology":
         """The topology that an engine's options ask for."""
-        return cls(options.tensor_parallel_size, options.pipeline_parallel_size, options.enable_expert_parallel)
+        size, has_experts = options.tensor_parallel_size, options.enable_expert_parallel
+        return cls(size, options.pipeline_parallel_size, has_experts, options.num_lanes)
 
     @property
     def expert(self) -> int:
         """Devices that the experts of a mixture are distributed to, each with all its weights."""
-        return self.tensor if self.has_expert_parallel else 1
+        return self.data * self.tensor if self.has_expert_parallel else 1
 
     @property
     def num_devices(self) -> int:
-        return self.tensor * self.stage
+        return self.data * self.tensor * self.stage
 
     def describe(self) -> str:
         """What was asked for, by the names of its options."""
+        if self.data > 1:
+            return f"data_parallel_size is {self.data} and tensor_parallel_size {self.tensor}, which takes {self.num_devices} devices"
         if self.stage == 1:
             return f"tensor_parallel_size is {self.tensor}"
         return f"pipeline_parallel_size is {self.stage} and tensor_parallel_size {self.tensor}, which takes {self.num_devices} devices"

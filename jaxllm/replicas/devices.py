@@ -13,7 +13,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 def environments(parallel: ParallelOptions) -> list[dict[str, str]]:
     """What each replica's process has in its environment to see its devices alone: on GPUs the next ones of those that this process may
     use; on a CPU nothing. Raises ConfigError if there are too few."""
-    num_replicas, num_each = parallel.data_parallel_size, Topology.of(parallel).num_devices
+    num_replicas, num_each = parallel.num_replicas, Topology.of(parallel).num_devices
     if num_replicas == 1 or os.environ.get("JAX_PLATFORMS", "").split(",")[0] == "cpu":
         return [{}] * num_replicas
     names = _visible_gpus()
