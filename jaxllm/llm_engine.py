@@ -12,6 +12,7 @@ from jaxllm.engine.features import check_speculative_config
 from jaxllm.engine_args import FromOptions
 from jaxllm.engine_front import EngineFront, Texts, load_texts
 from jaxllm.errors import ConfigError, EngineError, JaxLLMError
+from jaxllm.lanes.options import check_lanes
 from jaxllm.lora_calls import LoraCalls, loras_in_this_thread, run_now
 from jaxllm.lora_options import without_effect
 from jaxllm.lora_request import LoRARequest
@@ -146,6 +147,7 @@ def check_model(config: EngineConfig) -> None:
     model_config.for_tensor_parallel(Topology.of(config.parallel).tensor)
     check_speculative_config(config)
     layers_of_stages(config, model_config)
+    check_lanes(config, model_config)
 
 
 def _build_core(

@@ -11,7 +11,7 @@ from jaxllm.log import logger
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import Attention, LatentAttention
 from jaxllm.parallel.across_hosts import spans_hosts
-from jaxllm.parallel.mesh import tensor_size
+from jaxllm.parallel.mesh import DATA, tensor_size
 from jaxllm.runner.memory import MemoryPlan
 from pallas_kernels import (
     collectives,
@@ -152,6 +152,8 @@ def _delta_candidates(model: ModelConfig, *, on_gpu: bool) -> tuple[str, ...]:
 def _collectives(model: ModelConfig, mesh: Mesh, *, on_gpu: bool) -> tuple[str, ...]:
     """Use peers' memory if the kernels support the model on this GPU and peers' memory can be accessed."""
     case: dict[str, Any] = {"shape": (1, model.hidden_size), "dtype": model.dtype, "num_devices": tensor_size(mesh)}
+    if DATA in mesh.shape:
+        return ("xla",)  # peers exchange over one axis of a mesh
     if tensor_size(mesh) == 1 or not on_gpu or spans_hosts(mesh) or not collectives.supports("peer", "all_reduce_norm", **case):
         return ("xla",)
     if not collectives.peers_can_access(list(mesh.devices.flat)):

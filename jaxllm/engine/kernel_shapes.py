@@ -31,6 +31,8 @@ class _Engine:
     model: ModelConfig
     plan: MemoryPlan
     tensor_parallel: int
+    num_expert_devices: int
+    """Devices that whole experts are distributed to."""
     max_logprobs: int
     """-1: the whole vocabulary."""
     adaptation: Adaptation | None
@@ -103,7 +105,7 @@ def _grouped_matmul(engine: _Engine) -> tuple[grouped_matmul.Shapes, ...]:
     return tuple(
         grouped_matmul.Shapes(
             dtype=model.dtype,
-            num_experts=part.routing.num_experts // (tensor_parallel if part.by_expert else 1),
+            num_experts=part.routing.num_experts // (engine.num_expert_devices if part.by_expert else 1),
             num_choices=part.routing.top_k,
             width=model.hidden_size,
             hidden=part.width // (1 if part.by_expert else tensor_parallel),
@@ -191,5 +193,6 @@ def shapes_of(
     config: EngineConfig, model: ModelConfig, plan: MemoryPlan, adaptation: Adaptation | None = None
 ) -> dict[str, tuple[Any, ...]]:
     """By op, the sets of shapes that its cases depend on, on one device."""
-    engine = _Engine(model, plan, Topology.of(config.parallel).tensor, config.model.max_logprobs, adaptation)
+    topology = Topology.of(config.parallel)
+    engine = _Engine(model, plan, topology.tensor, topology.expert, config.model.max_logprobs, adaptation)
     return {op: shapes(engine) for op, shapes in _SHAPES.items()}

@@ -441,7 +441,7 @@ def _other_bytes(topology: Topology) -> int:
 
 
 def _collective_bytes(topology: Topology) -> int:
-    return COLLECTIVE_BYTES if topology.tensor > 1 else 0
+    return COLLECTIVE_BYTES if topology.tensor * topology.data > 1 else 0
 
 
 def _size(num_bytes: int) -> str:

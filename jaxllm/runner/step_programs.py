@@ -95,6 +95,10 @@ class StepPrograms:
         """Every program, what the first requests need first: common ones before rare ones, few tokens and rows before many."""
         return [*sorted(self.common_keys(), key=lambda key: key.size), *self.rare_keys()]
 
+    def start_keys(self) -> list[ProgramKey]:
+        """Every program that a start waits for."""
+        return [*self.common_keys(), ProgramKey("new_caches")]
+
     def common_keys(self) -> list[ProgramKey]:
         """What almost every request needs, the slowest to compile first."""
         buckets, simple = self.buckets, (Variant.GREEDY, Variant.RANDOM)
@@ -243,14 +247,14 @@ class StepPrograms:
         options: dict[str, str | bool] = {"xla_gpu_dot_merger_threshold_mb": "0"}
         if key.size > _MAX_TRITON_ROWS:
             options["xla_gpu_enable_triton_gemm"] = False
-        if tensor_size(self.mesh) > 1 and key.kind == "forward":
+        if self.mesh.size > 1 and key.kind == "forward":
             options["xla_gpu_enable_latency_hiding_scheduler"] = True
-        if tensor_size(self.mesh) > 1 and jax.__version_info__ >= (0, 11):
+        if self.mesh.size > 1 and jax.__version_info__ >= (0, 11):
             options["xla_gpu_experimental_use_collective_kernels"] = ""
         if spans_hosts(self.mesh):
             # Hosts that share this work wait for each other, and may compile different programs at a time.
             options["xla_gpu_shard_autotuning"] = False
-        if key.adapted and tensor_size(self.mesh) == 1:
+        if key.adapted and self.mesh.size == 1:
             options["xla_gpu_command_buffer_scheduling_mode"] = "CONCURRENT"
         return options
 
@@ -262,7 +266,7 @@ class StepPrograms:
         self, function: Callable[..., Any], arguments: tuple[Any, ...], out: Any, *, donate: Any
     ) -> jax.stages.Lowered:
         """Trace a function that each device runs on its own parts of the arrays. out: shardings of the results."""
-        if tensor_size(self.mesh) > 1:
+        if self.mesh.size > 1:
             in_specs = jax.tree.map(lambda argument: argument.sharding.spec, arguments)
             out_specs = jax.tree.map(lambda sharding: sharding.spec, out)
             function = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

@@ -120,6 +120,13 @@ class Scheduler:
         self.waiting.add(request)
         self._deadlines.add(request, request.queued_at)
 
+    def num_cached_tokens(self, request: Request) -> int:
+        """Tokens of a new request that the prefix cache has, as far as it may read them. Changes nothing."""
+        if self._extend_hashes is not None:
+            request.extend_hashes = self._extend_hashes
+            self._extend_hashes(request)
+        return self.cache_manager.get_computed_blocks(request).num_computed_tokens
+
     def finish_requests(self, request_ids: str | Iterable[str], status: RequestStatus) -> list[str]:
         """End requests from outside (abort, stop string, failure); drop late tokens. Returns the ids that were unfinished."""
         ids = [request_ids] if isinstance(request_ids, str) else request_ids
@@ -451,6 +458,12 @@ class Scheduler:
             self.drafts.note_seconds(len(plan.rows), plan.num_drafts, seconds)
 
     # Operations on the whole state
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether a request holds blocks."""
+        pool = self.cache_manager.pool
+        return pool.num_free_blocks != pool.num_usable_blocks
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Discard all cached content, e.g. after a change of weights. Returns False and changes nothing while blocks are used.
