@@ -159,8 +159,7 @@ def _fingerprint(
 ) -> dict[str, object]:
     found = {**fingerprint(config, model_config, stage.model, mesh, stage.plan, kernels), **features.described}
     if config.parallel.num_lanes > 1:
-        # Of one lane, whichever, or of all.
-        found |= {"lanes": config.parallel.num_lanes, "devices of the program": dict(mesh.shape)}
+        found["lanes"] = config.parallel.num_lanes
     is_whole = len(stage.layers) == model_config.num_layers
     return found if is_whole else {**found, "layers of the stage": [stage.layers.start, stage.layers.stop]}
 
@@ -257,9 +256,9 @@ def _runner(
         return _store(config, partial(_fingerprint, config, model_config, stage, mesh, kernels, features), mesh)
 
     if config.parallel.num_lanes > 1:
-        model, plan = stages[0].model, stages[0].plan
-        stores = partial(store_of, stages[0])
-        return lanes_runner(config, model_config, model, meshes[0], plan, kernels, processors, stores=stores, times=times)
+        (stage,), (mesh,) = stages, meshes
+        made_of = (config, model_config, stage.model, mesh, stage.plan, kernels, processors)
+        return lanes_runner(*made_of, store=store_of(stage, mesh), times=times)
 
     def make(kind: type[ModelRunner], stage: Stage, mesh: Mesh) -> ModelRunner:
         store = store_of(stage, mesh)

@@ -1,6 +1,5 @@
 """Makes the runner of an engine with lanes."""
 
-from collections.abc import Callable
 from typing import Any
 
 from jax.sharding import Mesh
@@ -28,17 +27,20 @@ def lanes_runner(
     kernels: Kernels,
     processors: tuple[Any, ...],
     *,
-    stores: Callable[[Mesh], ProgramStore | None],
+    store: ProgramStore | None,
     times: StartTimes,
 ) -> LanesRunner:
-    """The lanes of a mesh of both axes, each with a cache as `plan` says. stores: where the programs of a mesh are kept."""
+    """The lanes of a mesh of both axes, each with a cache as `plan` says."""
     joint = Weights([model], mesh)
-    lanes = [
-        Lane(config, model_config, model, own, plan, kernels, processors, store=stores(own), times=times, joint=joint)
-        for own in lane_meshes(mesh)
-    ]
+
+    def new_lane(number: int, own: Mesh) -> Lane:
+        # A stored program knows its devices, so no lane can load another's.
+        part = None if store is None else store.part(f"lane-{number}", list(own.devices.flat))
+        return Lane(config, model_config, model, own, plan, kernels, processors, store=part, times=times, joint=joint)
+
+    lanes = [new_lane(number, own) for number, own in enumerate(lane_meshes(mesh))]
     shapes = JointPrograms.of(lanes[0].shapes, mesh, joint.shapes)
     source = WeightsSource(config, model_config, model, mesh)
     threads = config.compile.compile_threads
     assert threads is not None, "platform defaults are resolved before the runner is made"
-    return LanesRunner(lanes, shapes, joint, source, threads=threads, store=stores(mesh))
+    return LanesRunner(lanes, shapes, joint, source, threads=threads, store=store)

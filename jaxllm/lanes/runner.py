@@ -82,8 +82,8 @@ class LanesRunner:
         launch = self._decode if step.batch.is_decode else self._forward_and_sample
         if plan.masked_request_ids:
             step.open_masks(num_words(self.shapes.model.padded_vocab_size))
-            for lane, part in zip(self.lanes, step.parts, strict=True):
-                part.mask_TW = lane.sampling.new_mask(part.batch)
+            for lane, part, planned in zip(self.lanes, step.parts, plan.lanes, strict=True):
+                part.mask_TW = lane.sampling.new_mask(part.batch) if planned.masked_request_ids else None
             step.start_draw, launch = partial(self._start, self._sample), self._forward
         self._start(launch, step)
         self.num_steps += 1

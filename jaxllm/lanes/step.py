@@ -57,9 +57,9 @@ class LanesInFlight:
         self.was_drawn_late = hidden is not None and hidden.columns_NC.is_ready()  # type: ignore[attr-defined]
         first = 0
         for part in self.parts:
-            assert part.mask_TW is not None
             count = len(part.batch.sampled)
-            part.mask_TW[:count] = self.mask_TW[first : first + count]
+            if part.mask_TW is not None:
+                part.mask_TW[:count] = self.mask_TW[first : first + count]
             first += count
         start, self.start_draw = self.start_draw, None
         start(self)

@@ -25,6 +25,9 @@ MIN_TOKENS_TO_SEND = 256
 """A step with fewer tokens in each lane is bound by the number of exchanges, of which sending needs more than gathering."""
 SLACK = 2.0
 """Room for so many times the tokens that a device gets where all experts are chosen equally often."""
+MAX_TOKENS_AT_ONCE = 8192
+"""Tokens that a device computes at a time: what it has of them in memory grows with the number of lanes, and with every choice of a
+token, also of other devices' experts. More tokens take more rounds."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +62,12 @@ class LaneExchange:
     def gather(self, experts: Experts, x_TD: Array, expert_Tk: Array, weight_Tk: Array) -> Array:
         """Every device gets the tokens of all lanes, and computes those that chose its experts."""
         every = partial(jax.lax.all_gather, axis_name=DATA, tiled=True)
-        sum_TD = experts(every(x_TD), *_unpacked(every(_packed(expert_Tk, weight_Tk))))
-        return jax.lax.psum_scatter(sum_TD, DATA, tiled=True)
+
+        def some(x_TD: Array, packed_T2k: Array) -> Array:
+            sum_TD = experts(every(x_TD), *_unpacked(every(packed_T2k)))
+            return jax.lax.psum_scatter(sum_TD, DATA, tiled=True)
+
+        return _in_rounds(some, MAX_TOKENS_AT_ONCE // self.num_lanes, x_TD, _packed(expert_Tk, weight_Tk))
 
     def send(
         self, experts: Experts, x_TD: Array, expert_Tk: Array, weight_Tk: Array, num_experts: int, capacity: int
@@ -85,7 +92,12 @@ class LaneExchange:
             sent_nCD = to(x_TD.at[token_nC].get(mode="fill", fill_value=0))
             nothing_1k = jnp.full((1, num_choices), -1), jnp.zeros((1, num_choices))
             choices_nC2k = to(jnp.concatenate([_packed(expert_Tk, weight_Tk), _packed(*nothing_1k)])[token_nC])
-            sum_PD = experts(sent_nCD.reshape(-1, x_TD.shape[1]), *_unpacked(choices_nC2k.reshape(-1, 2 * num_choices)))
+            sum_PD = _in_rounds(
+                lambda x_PD, packed_P2k: experts(x_PD, *_unpacked(packed_P2k)),
+                MAX_TOKENS_AT_ONCE,
+                sent_nCD.reshape(-1, x_TD.shape[1]),
+                choices_nC2k.reshape(-1, 2 * num_choices),
+            )
             back_PD = to(sum_PD.reshape(sent_nCD.shape)).reshape(sum_PD.shape)
             # Each device's sum once, in the order of choices: what other tokens chose does not matter.
             is_first_Tk = ~jnp.tril(lane_Tk[:, :, None] == lane_Tk[:, None, :], -1).any(axis=2)
@@ -95,6 +107,13 @@ class LaneExchange:
             return jnp.sum(sum_TkD, axis=1, dtype=jnp.float32).astype(x_TD.dtype)
 
         return jax.lax.cond(overflows, lambda: self.gather(experts, x_TD, expert_Tk, weight_Tk), send)
+
+
+def _in_rounds(compute: Callable[..., Array], most: int, *arrays: Array) -> Array:
+    """The results for arrays of tokens, computed for at most so many at a time."""
+    num_tokens, most = len(arrays[0]), max(1, most)
+    parts = [compute(*(array[start : start + most] for array in arrays)) for start in range(0, num_tokens, most)]
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
 def _packed(expert_Tk: Array, weight_Tk: Array) -> Array:
