@@ -39,9 +39,6 @@ def _relaid(batch: Batch, builder: BatchBuilder, layout: StepLayout, is_decode: 
     new.token_ids_T[:num_tokens] = old.token_ids_T[:num_tokens]
     is_update = old.update_index_U != np.iinfo(np.int32).max
     updates = old.update_index_U[is_update], old.update_block_U[is_update]
-    extra = builder.fill_updates(layout, buffer, *updates)
-    if extra is None or batch.extra_updates is None:
-        extra = batch.extra_updates if extra is None else extra
-    else:
-        extra = tuple(np.concatenate(both) for both in zip(extra, batch.extra_updates, strict=True))
-    return replace(batch, buffer=buffer, layout=layout, is_decode=is_decode, extra_updates=extra)
+    beyond = builder.fill_updates(layout, buffer, *updates)
+    assert beyond is None, "a larger layout has room for fewer blocks"
+    return replace(batch, buffer=buffer, layout=layout, is_decode=is_decode)

@@ -137,7 +137,8 @@ class LanesScheduler:
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         if not reset_running_requests and any(lane.holds_blocks for lane in self.lanes):
             return False
-        return all([lane.reset_prefix_cache(reset_running_requests) for lane in self.lanes])
+        answers = [lane.reset_prefix_cache(reset_running_requests) for lane in self.lanes]
+        return all(answers)
 
     @property
     def holds_blocks(self) -> bool:

@@ -69,9 +69,7 @@ class LaneExchange:
 
         return _in_rounds(some, MAX_TOKENS_AT_ONCE // self.num_lanes, x_TD, _packed(expert_Tk, weight_Tk))
 
-    def send(
-        self, experts: Experts, x_TD: Array, expert_Tk: Array, weight_Tk: Array, num_experts: int, capacity: int
-    ) -> Array:
+    def send(self, experts: Experts, x_TD: Array, expert_Tk: Array, weight_Tk: Array, num_experts: int, capacity: int) -> Array:
         """Each token goes once to each device that holds an expert of its choice. Where more than `capacity` tokens of a lane chose one
         device, all lanes gather instead."""
         num_tokens, num_choices = expert_Tk.shape
