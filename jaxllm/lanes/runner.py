@@ -97,7 +97,7 @@ class LanesRunner:
     def _decode(self, step: LanesInFlight) -> None:
         batches = self._prepare(step)
         variant = max(batch.variant for batch in batches)
-        (drawn,) = self._run(self._program(ProgramKey("decode", step.batch.layout.num_rows, variant)), batches)
+        (drawn,) = self._run(ProgramKey("decode", step.batch.layout.num_rows, variant), batches)
         for lane, part, drawn_R in zip(self.lanes, step.parts, drawn, strict=True):
             others = [consumer.launch(work, None) for consumer, work in lane.select(part.batch)]
             part.done, part.parts = drawn_R, [PendingTokens(part.batch.sampled, drawn_R, Scores(None, None)), *others]
@@ -111,7 +111,7 @@ class LanesRunner:
         work_of_each = [lane.select(part.batch) for lane, part in zip(self.lanes, step.parts, strict=True)]
         self._expect(key, step, work_of_each)
         batches = self._prepare(step)
-        results = self._run(self._program(key), batches)
+        results = self._run(key, batches)
         for part, work, *arrays in zip(step.parts, work_of_each, *results, strict=True):
             part.hidden = hidden = Hidden(*arrays)
             part.parts = [consumer.launch(each, hidden) for consumer, each in work]
@@ -126,11 +126,12 @@ class LanesRunner:
             part.errors = lane.prepare(part.batch)
         return [part.batch for part in step.parts]
 
-    def _run(self, program: jax.stages.Compiled, batches: Sequence[Batch]) -> list[list[jax.Array]]:
+    def _run(self, key: ProgramKey, batches: Sequence[Batch]) -> list[list[jax.Array]]:
         """Start a program of all lanes. Returns each of its results behind caches and rows, in its parts of the lanes."""
-        return self._run_buffers(program, [batch.buffer for batch in batches])
+        return self._run_buffers(key, [batch.buffer for batch in batches])
 
-    def _run_buffers(self, program: jax.stages.Compiled, buffers: Sequence[np.ndarray]) -> list[list[jax.Array]]:
+    def _run_buffers(self, key: ProgramKey, buffers: Sequence[np.ndarray]) -> list[list[jax.Array]]:
+        program = self.programs.get(key)
         sent = jax.device_put(np.concatenate(buffers), self._joint_place)
         self.caches, rows, *results = program(self.params, self.caches, self._join_rows(), sent, None)
         self._rows = rows
@@ -154,12 +155,9 @@ class LanesRunner:
             lane.row_arrays = jax.tree.unflatten(structure, own)
         self._rows = None
 
-    def _program(self, key: ProgramKey) -> jax.stages.Compiled:
-        return self.programs.get(key)
-
     def _expect(self, key: ProgramKey, step: LanesInFlight, work_of_each: Sequence[Any]) -> None:
         """Before the warm-up is over, make the programs of a step and those of the next at the same time."""
-        if self.programs.is_warm:
+        if self.programs.is_warm or key in self.programs:
             return
         batches = [part.batch for part in step.parts]
         wanted = [key]
@@ -262,7 +260,7 @@ class LanesRunner:
             with self.times.part(f"warm-up run {number}"):
                 for key in self.shapes.common_keys():
                     layout = self.shapes.layout(key)
-                    self._run_buffers(self.programs.get(key), [lane.batches.empty(layout) for lane in self.lanes])
+                    self._run_buffers(key, [lane.batches.empty(layout) for lane in self.lanes])
                 jax.block_until_ready((self._rows, self.caches))
         self.programs.is_warm = True
         for lane in self.lanes:

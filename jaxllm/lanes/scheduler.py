@@ -1,7 +1,7 @@
-"""The schedulers of lanes as one: each request belongs to a lane from its arrival to its end. Does not import JAX."""
+"""The schedulers of lanes as one: each request belongs to one of them, from its admission on always to the same. Does not import JAX."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, islice
 
 import numpy as np
 
@@ -16,6 +16,9 @@ from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from jaxllm.scheduler_stats import SchedulerStats, total
 
+MAX_LOOKED_AT = 64
+"""Waiting requests of a lane that are looked at in a step, to find one for another lane."""
+
 
 class Requests(Mapping[str, Request]):
     """The unfinished requests of all lanes by id, in the order of arrival."""
@@ -25,17 +28,16 @@ class Requests(Mapping[str, Request]):
         self._lane_of: dict[str, int] = {}
         """Of requests that may have ended."""
 
-    def lane_of(self, request_id: str) -> Scheduler | None:
-        """The scheduler of an unfinished request."""
-        index = self._lane_of.get(request_id)
-        return None if index is None or request_id not in self._lanes[index].requests else self._lanes[index]
-
     def note(self, request_id: str, lane: int) -> None:
         """A request was added to a lane."""
         self._lane_of.pop(request_id, None)
         self._lane_of[request_id] = lane
         if len(self._lane_of) > 2 * len(self) + 64:
             self._lane_of = {name: lane for name, lane in self._lane_of.items() if name in self._lanes[lane].requests}
+
+    def note_move(self, request_id: str, lane: int) -> None:
+        """A request is in another lane now."""
+        self._lane_of[request_id] = lane
 
     def __getitem__(self, request_id: str) -> Request:
         return self._lanes[self._lane_of[request_id]].requests[request_id]
@@ -110,8 +112,23 @@ class LanesScheduler:
 
     def schedule(self, *, masked_wait: bool = False) -> LanesPlan:
         """Plan the next step of every lane; those without work have an empty one."""
+        self._even_out()
         self._step_id += 1
         return LanesPlan.of([lane.schedule(masked_wait=masked_wait) for lane in self.lanes], self._step_id)
+
+    def _even_out(self) -> None:
+        """Move requests that did not fit into the latest step of their lane to lanes where none waits: which lane ends its requests first
+        was not known when they came."""
+        for index, lane in enumerate(self.lanes):
+            budget = 0 if lane.waiting else lane.max_num_batched_tokens
+            while budget > 0:
+                fullest = max(self.lanes, key=lambda other: other.num_left_waiting)
+                request = _first_to_move(fullest, lane)
+                if request is None:
+                    break
+                fullest.hand_over(request, lane)
+                self.requests.note_move(request.request_id, index)
+                budget -= request.num_prompt_tokens
 
     def tokens_are_known(self, plan: SchedulerOutput) -> bool:
         return all(lane.tokens_are_known(part) for lane, part in self._parts(plan))
@@ -175,6 +192,15 @@ class LanesScheduler:
             lane.check_integrity()
         ids = [*chain.from_iterable(lane.requests for lane in self.lanes)]
         assert sorted(ids) == sorted(self.requests), "a request is in two lanes or in none"
+
+
+def _first_to_move(lane: Scheduler, other: Scheduler) -> Request | None:
+    """The first of a lane's waiting requests that another lane has room for, if any did not fit here."""
+    if not lane.num_left_waiting:
+        return None
+    first = islice(lane.waiting, MAX_LOOKED_AT)
+    waiting = (request for request in first if request.spec.data_parallel_rank is None)
+    return next((each for each in waiting if each.status is RequestStatus.WAITING and other.has_room_for(each)), None)
 
 
 AnyScheduler = Scheduler | LanesScheduler

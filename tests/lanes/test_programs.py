@@ -5,8 +5,15 @@ from dataclasses import replace
 import jax
 import pytest
 
+from jaxllm import LLM, SamplingParams
+from jaxllm.config import EngineConfig
+from jaxllm.engine import prepare
+from jaxllm.engine.prepare import Prepared
+from jaxllm.lanes.runner import LanesRunner
+from jaxllm.progress import Progress
 from jaxllm.request import Grammar
-from tests.helpers import engines
+from jaxllm.start_times import StartTimes
+from tests.helpers import engines, goldens
 from tests.helpers.tiny_tokenizers import write_tokenizer
 from tests.lanes.conftest import NAME
 
@@ -81,3 +88,42 @@ def test_nothing_compiles_after_the_warm_up_and_the_next_start_loads_everything(
     found = engines.run(again, requests())
     assert {name: answer.tokens for name, answer in found.items()} == {name: answer.tokens for name, answer in answers.items()}
     again.shutdown()
+
+
+def test_a_smaller_cache_after_compiling_keeps_the_weights(monkeypatch):
+    """An engine whose largest step needs more than was estimated is made again around the weights that it has."""
+    directory = goldens.golden(NAME).directory
+    options = {**engines.SMALL, "model": str(directory), "data_parallel_size": 2, "enable_expert_parallel": True}
+    first = Prepared.of(EngineConfig.from_options(**options), directory, (), StartTimes())
+    first.runner.load_weights(directory, Progress())
+    weights = first.runner.params
+    needed = first.plan.work_bytes + 1
+    monkeypatch.setattr(LanesRunner, "work_bytes", lambda self: needed)
+    real = prepare.memory_plan
+
+    def on_a_small_device(*args, work_bytes=None, **options):
+        plan = real(*args, work_bytes=work_bytes, **options)
+        return plan if work_bytes is None else replace(plan, num_blocks=plan.num_blocks - 5)
+
+    monkeypatch.setattr(prepare, "memory_plan", on_a_small_device)
+    monkeypatch.setattr(LanesRunner, "start_programs", lambda self, *, rare_later: None)
+    second = first.settled(rare_later=True)
+    assert second.runner is not first.runner and second.runner.params is weights and not first.runner.params
+    assert all(lane.params for lane in second.runner.lanes) and not any(lane.params for lane in first.runner.lanes)
+    second.runner.allocate_caches()
+    assert {cache.shape[0] for cache in second.runner.caches} == {2 * second.plan.num_blocks}
+    second.runner.delete_arrays()
+    assert all(array.is_deleted() for array in weights)
+
+
+def test_the_same_from_a_script():
+    prompts = [{"prompt_token_ids": [3 + (7 * row + 5 * place) % 90 for place in range(9 + 5 * row)]} for row in range(8)]
+    params = [SamplingParams(max_tokens=9, ignore_eos=True, temperature=row % 2, seed=row, n=1 + row % 2) for row in range(8)]
+    found = []
+    for lanes in ({}, {"data_parallel_size": 2, "enable_expert_parallel": True}):
+        llm = LLM(**{**engines.SMALL, "model": str(goldens.golden(NAME).directory), **lanes})
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        found.append([[answer.token_ids for answer in output.outputs] for output in outputs])
+        llm.check_integrity()
+        llm.shutdown()
+    assert found[0] == found[1]
