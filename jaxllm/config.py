@@ -243,6 +243,11 @@ class ObserveOptions:
 
     disable_log_stats: Annotated[bool, "keep no statistics for `get_metrics` and the log"] = False
     use_progress_bar: Annotated[bool, "show progress while loading and compiling, and in `LLM.generate`"] = True
+    expert_load: Annotated[
+        bool | None,
+        "count the tokens of each expert of a mixture, for metrics and the log (docs/EXPERT_LOAD.md); default: where several devices have "
+        "whole experts, so that the busiest is waited for",
+    ] = None
     profiler_dir: Annotated[str | None, "directory for traces of JAX's profiler; without it `start_profile` is refused"] = None
 
 

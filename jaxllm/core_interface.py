@@ -108,6 +108,11 @@ class ControlCalls:
         """End the trace and write it. Raises EngineError if there is none."""
         return self.call_core("stop_profile")
 
+    def expert_load(self) -> Any:
+        """How many tokens each expert of a mixture got since the start: {"layers": numbers of the layers that have one, "tokens": for
+        each of them a list by expert}. Waits for the steps in flight. Raises ConfigError if they are not counted (expert_load)."""
+        return self.call_core("expert_load")
+
     def finish_compiling(self) -> Any:
         """Wait until background compilation is done, e.g. before a measurement."""
         return self.call_core("finish_compiling")

@@ -73,12 +73,23 @@ class SchedulerStats:
     """The part of them that took the slot of another adapter."""
     adapter_load_seconds: float = 0.0
     """Time from an adapter's first request until it had its slot, of all loads together."""
+    even_expert_load: tuple[float, ...] = ()
+    """By layer, tokens that each device would have got if all had got as many, added up over readings; where no device has whole experts,
+    those of each expert. 0 for layers without a mixture; empty if they are not counted (this and the next two are set by the core)."""
+    busiest_expert_load: tuple[float, ...] = ()
+    """The same of the device, or expert, that got most in a reading."""
+    expert_balance: float = 1.0
+    """The quotient of the two, over all layers, in the latest reading."""
     awaited_programs: tuple[int, int] = (0, 0)
     """Programs that the current step waits for: ready, and in total. Set in heartbeats only."""
 
 
 _MOST = ("sleep_level", "num_speculative_tokens", "max_adapters")
 """Of these a total has the largest value, not the sum."""
+
+
+_LEAST = ("expert_balance",)
+"""Of these the smallest."""
 
 
 def total(parts: Sequence[SchedulerStats]) -> SchedulerStats:
@@ -98,4 +109,6 @@ def _total(name: str, parts: Iterable[SchedulerStats]) -> Any:
         return tuple(dict.fromkeys(adapter for adapters in values for adapter in adapters))
     if name in _MOST:
         return max(values)
+    if name in _LEAST:
+        return min(values)
     return tuple(map(sum, zip_longest(*values, fillvalue=0))) if isinstance(values[0], tuple) else sum(values)

@@ -16,6 +16,7 @@ engine           four models with random weights through LLM: 64 prompts togethe
 adapters         the demo model in float32 with LoRA adapters, more than slots: tokens equal those of plain JAX, on 1, 2 and 4 GPUs
 tensor_parallel  on 2 and 4 GPUs: starts with the default memory, twice in one process; one GPU's tokens with requests of every kind,
                  mixed, preempted, from cached prefixes, after failed steps and sleep, with fp8 weights and cache; skipped on one GPU
+topologies       on 2 and 4 GPUs: one GPU's tokens with replicas, stages of a pipeline and whole experts, also of several GPUs each
 
 The parts run as processes that share a GPU (--in-turn: one after the other in this process). "skip" is not "ok": the record says
 so too. Whatever is left out for lack of time has failed.

@@ -45,6 +45,10 @@ rate(jaxllm:spec_decode_num_drafts_total[5m])`; the acceptance rate divides by `
 adapters are in use than `--max-loras` has slots for. `lora_load_seconds_total` divided by `lora_loads_total` is the mean time that an
 adapter's first request waited for it. [LORA.md](LORA.md) explains them.
 
+**Do experts get as many tokens?** With `--expert-load`, the balance is `sum(rate(jaxllm:expert_load_even_tokens_total[5m])) /
+sum(rate(jaxllm:expert_load_busiest_tokens_total[5m]))`: the share of the time of experts in which a device computes. Which experts get
+how many is in `/expert_load`. [EXPERT_LOAD.md](EXPERT_LOAD.md) explains it.
+
 **Compiled while serving.** With `--warmup all` and `background`, `programs_compiled_after_warmup` must stay at 0: each one made a request
 wait. While requests wait for programs, `awaited_programs` counts these.
 """
@@ -54,6 +58,7 @@ def every_metric() -> list[Metric]:
     """One engine's and one front's metrics, with something counted wherever a metric appears only then."""
     engine = EngineMetrics("m", 100, cache_config={"block_size": "16"})
     engine.load = SchedulerStats(0, 0, 0.0, 0, 0, 0, 0, 0, accepted_per_position=(0,), max_adapters=1)
+    engine.load.even_expert_load = engine.load.busiest_expert_load = (1.0,)
     http = HttpMetrics()
     http.request_done("GET", 200, "/", 0.0)
     http.tool_calls_parsed("hermes")

@@ -20,6 +20,7 @@ FLOORS = {
     "jaxllm.structured": 1,
     "jaxllm.multimodal": 1,
     "jaxllm.metrics": 1,
+    "jaxllm.expert_load": 1,
     "jaxllm.http_client": 1,
     "jaxllm.parallel": 1,
     "jaxllm.parallel.topology": 1,
@@ -95,6 +96,7 @@ WITHOUT_JAX = {
     "jaxllm.structured",
     "jaxllm.multimodal",
     "jaxllm.metrics",
+    "jaxllm.expert_load",
 }
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "pallas_kernels"}
 PROJECT = ("jaxllm", "pallas_kernels", "server")

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -99,6 +99,7 @@ class EngineCore:
         )
         features = prepared.features
         self.adapters = None if features.adapters is None else features.adapters.new_manager(self.executor)
+        self._expert_load = None if features.expert_load is None else features.expert_load.new_reader(self.executor)
         self.grammars = Grammars(self._vocabulary, self.model_config.padded_vocab_size)
         parallel = self.config.parallel
         new_scheduler = partial(
@@ -189,7 +190,11 @@ class EngineCore:
             if self._pause.mode == "keep":
                 return news
             news += self.loop.step()
+            if self._expert_load is not None:
+                self._expert_load.note_step(is_idle=not self.loop.has_work)
         except Exception as error:
+            if self._expert_load is not None:
+                self._expert_load.forget()
             news += self._recover(error)
         else:
             if self._failures.limits_steps:
@@ -224,6 +229,8 @@ class EngineCore:
         self._news += [EngineCoreOutput(request_id, [], FinishReason.ABORT) for request_id in self._pause.held]
         self._pause.held.clear()
         self.loop.forget()
+        if self._expert_load is not None and not self._sleep.level:
+            self._expert_load.read()
         self.scheduler.start_over()
         self.loop.note_work()
         self._sleep.fall_asleep(level)
@@ -293,6 +300,15 @@ class EngineCore:
             raise ConfigError("the engine has no adapters: start it with enable_lora")
         return self.adapters
 
+    def expert_load(self) -> dict[str, Any]:
+        """See ControlCalls."""
+        self._check_alive()
+        if self._expert_load is None:
+            raise ConfigError("the engine does not count tokens of experts: start it with expert_load")
+        if self._sleep.level:
+            raise EngineSleepingError("the engine sleeps, and its counts with it; wake it up first")
+        return self._expert_load.table()
+
     def start_profile(self) -> None:
         """Start a trace with JAX's profiler. Raises ConfigError without `profiler_dir`, EngineError during a trace."""
         self._profiler.start()
@@ -324,6 +340,8 @@ class EngineCore:
         stats.num_retried_steps, stats.num_lost_steps = self._failures.num_retried_steps, self._failures.num_lost_steps
         if self.adapters is not None:
             self.adapters.add_stats(stats)
+        if self._expert_load is not None:
+            self._expert_load.add_stats(stats)
         return stats
 
     def publish_cache_news(self) -> None:

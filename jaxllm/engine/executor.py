@@ -43,6 +43,16 @@ class PendingStep(Protocol):
         """Wait for the step and return its results. Raises the error of a launch or of a device."""
 
 
+class PendingCounts(Protocol):
+    """Tokens of experts on their way to the host."""
+
+    def is_ready(self) -> bool:
+        """Whether `result` returns at once."""
+
+    def result(self) -> np.ndarray:
+        """Int32 [mixtures, experts], in the order of the layers. Waits for the device; raises the error of a step before."""
+
+
 class Executor(Protocol):
     """Holds weights, caches and rows on devices and runs steps on them, in the order of its calls. All calls but
     `stage_adapter` come from one thread."""
@@ -108,6 +118,12 @@ class Executor(Protocol):
 
         Raises the device's error if it cannot; the slots are then lost.
         """
+
+    # Load of experts
+
+    def take_expert_tokens(self) -> PendingCounts:
+        """Start to read the tokens that each expert got since the last call, in the steps dispatched so far. Returns at once.
+        Called only if they are counted."""
 
     # Any time
 

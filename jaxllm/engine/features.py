@@ -26,6 +26,8 @@ DRAFTERS: str | None = "jaxllm.speculative:make_drafter"
 """What makes the drafter of a speculative_config, as module:function; None: this build has no drafters."""
 ADAPTERS: str | None = "jaxllm.lora:make_adapters"
 """What makes the slots and the manager of adapters; None: this build has no adapters."""
+EXPERT_LOAD: str | None = "jaxllm.expert_load:make_expert_load"
+"""What adds up the tokens of experts; None: this build does not count them."""
 
 
 def check_speculative_config(config: EngineConfig) -> None:
@@ -76,25 +78,57 @@ class AdapterManager(Preparation, Protocol):
         """Set what the stats tell of adapters."""
 
 
+class ExpertLoad(Protocol):
+    """What the package for the load of experts makes of an engine's options."""
+
+    def new_reader(self, executor: "Executor") -> "LoadReader":
+        """What fetches the tokens of experts and adds them up."""
+
+
+class LoadReader(Protocol):
+    """See `ControlCalls.expert_load` for what `table` returns."""
+
+    def note_step(self, *, is_idle: bool) -> None:
+        """A step was read; is_idle: there is nothing else to compute."""
+
+    def read(self) -> None:
+        """Count all steps dispatched so far. Waits for them."""
+
+    def forget(self) -> None:
+        """The counts on the devices are lost."""
+
+    def table(self) -> dict[str, Any]: ...
+
+    def add_stats(self, stats: "SchedulerStats") -> None:
+        """Set what the stats tell of experts."""
+
+
 @dataclass(frozen=True)
 class Features:
     """The features that an engine's options ask for."""
 
     speculation: Speculation | None = None
     adapters: Adapters | None = None
+    expert_load: ExpertLoad | None = None
 
     @classmethod
     def of(cls, config: EngineConfig, model_config: "ModelConfig", model: "CausalLM", mesh: "Mesh") -> "Features":
         """Raises ConfigError or ModelLoadError."""
         speculation: Speculation | None = None
         adapters: Adapters | None = None
+        expert_load: ExpertLoad | None = None
         if config.speculative.speculative_config is not None:
             module, name = _maker(DRAFTERS, "speculative_config is set, but this build has no drafters; leave it out")
             speculation = getattr(module, name)(config, model_config)
         if config.lora.enable_lora:
             module, name = _maker(ADAPTERS, "enable_lora is set, but this build has no adapters; leave it out")
             adapters = getattr(module, name)(config, model_config, model, mesh)
-        return cls(speculation, adapters)
+        if config.observe.expert_load:
+            module, name = _maker(
+                EXPERT_LOAD, "expert_load is set, but this build does not count tokens of experts; leave it out"
+            )
+            expert_load = getattr(module, name)(config, model_config)
+        return cls(speculation, adapters, expert_load)
 
     @property
     def drafter(self) -> "Drafter | None":

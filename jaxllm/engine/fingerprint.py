@@ -30,6 +30,7 @@ OPTIONS = (
     "max_num_batched_tokens",
     "tensor_parallel_size",
     "enable_expert_parallel",
+    "expert_load",
     "decode_buckets",
     "token_buckets",
 )
@@ -37,7 +38,7 @@ OPTIONS = (
 _JAX_SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable")
 _PACKAGES = ("jax", "jaxlib", "flax")
 _PLUGIN = "jax-cuda"
-_WITHOUT_PROGRAMS = ("cli", "metrics", "scheduler", "text")
+_WITHOUT_PROGRAMS = ("cli", "expert_load", "metrics", "scheduler", "text")
 
 
 def fingerprint(

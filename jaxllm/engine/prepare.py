@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jaxllm import env
 from jaxllm.cache_spec import row_bytes
 from jaxllm.config import AUTO_MODEL_LEN, EngineConfig, resolve_platform_defaults
+from jaxllm.engine import features as registered
 from jaxllm.engine.failures import explain, is_out_of_memory
 from jaxllm.engine.features import NO_FEATURES, Features
 from jaxllm.engine.fingerprint import fingerprint
@@ -331,6 +332,7 @@ def resolve_sizes(
         attention_implementation=attention_implementation(attention, model_config, config.cache.block_size, on_gpu=on_gpu),
         runner="generate" if model_config.generates else "pooling",
         enable_prefix_caching=_prefix_caching(config, model_config),
+        expert_load=counts_experts(config, model_config),
     )
     if asked.scheduler.max_num_seqs is None:
         config = _with_room_for_states(config, model_config, device_bytes)
@@ -359,6 +361,23 @@ def _prefix_caching(config: EngineConfig, model: ModelConfig) -> bool:
             "prefix caching is off: layers with linear attention keep a state of each whole prompt, of which no part can be skipped"
         )
     return False
+
+
+def counts_experts(config: EngineConfig, model: ModelConfig) -> bool:
+    """Whether the tokens of each expert are counted. Raises ConfigError if that is asked for and the model has none."""
+    asked, options = config.observe.expert_load, config.parallel
+    own_class = model.model_class == ModelConfig.model_class
+    if asked and not model.mixtures:
+        raise ConfigError(f"expert_load is set, but {model.architecture} has no experts; leave it out")
+    if asked and not own_class:
+        raise ConfigError(
+            f"expert_load is set, but {model.architecture} is computed by {model.model_class}, and only jaxllm's own decoder counts "
+            "tokens of experts; leave it out"
+        )
+    if asked is not None:
+        return asked
+    is_distributed = Topology.of(options).expert > 1
+    return is_distributed and own_class and registered.EXPERT_LOAD is not None
 
 
 def _with_room_for_states(config: EngineConfig, model: ModelConfig, device_bytes: int) -> EngineConfig:

@@ -3,16 +3,25 @@
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from jaxllm.engine.executor import Executor, PendingStep
+from jaxllm.engine.executor import Executor, PendingCounts, PendingStep
 from jaxllm.errors import EngineDeadError
 from jaxllm.hosts.leader import Leader
-from jaxllm.hosts.wire import PIECE_BYTES, Dispatch, Do, Draw, Piece, WriteAdapter
+from jaxllm.hosts.wire import PIECE_BYTES, Dispatch, Do, Draw, Piece, TakeExpertTokens, WriteAdapter
 from jaxllm.progress import Progress
 from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class _Pending(Protocol[T_co]):
+    """What a device has to finish first."""
+
+    def result(self) -> T_co: ...
 
 
 class HostsExecutor:
@@ -37,14 +46,14 @@ class HostsExecutor:
         self._leader.send(Draw(num_rows, step.mask_TW[:num_rows].tobytes()))
         self._run(step.draw)
 
-    def read(self, step: PendingStep) -> "Future[ModelRunnerOutput]":
-        """Start to wait for a step."""
-        return self._reader.submit(step.result)
+    def read(self, pending: "_Pending[T]") -> "Future[T]":
+        """Start to wait for a step, or for counts."""
+        return self._reader.submit(pending.result)
 
-    def wait_for(self, reading: "Future[ModelRunnerOutput]") -> ModelRunnerOutput:
-        """The results of a step. Raises EngineDeadError if a host is lost, or the step failed."""
+    def wait_for(self, reading: "Future[T]") -> T:
+        """The results. Raises EngineDeadError if a host is lost, or the step failed."""
         self._leader.wait_for(reading)
-        return self._run(reading.result)
+        return self._run(reading.result)  # type: ignore[no-any-return]
 
     def start_over(self) -> None:
         """See Executor."""
@@ -111,6 +120,13 @@ class HostsExecutor:
         self._leader.send(WriteAdapter(slot))
         self._run(self._own.write_adapter, slot, staged)
 
+    # Load of experts
+
+    def take_expert_tokens(self) -> PendingCounts:
+        """See Executor."""
+        self._leader.send(TakeExpertTokens())
+        return _Counts(self._run(self._own.take_expert_tokens), self)
+
     # Programs: each host compiles its own
 
     def start_programs(self, *, rare_later: bool) -> None:
@@ -154,6 +170,19 @@ class HostsExecutor:
         self._leader.end()
         if not self._leader.lost.done():  # else a device may wait for ever
             self._own.delete_arrays()
+
+
+class _Counts:
+    """Tokens of experts on their way to host 0."""
+
+    def __init__(self, own: PendingCounts, executor: HostsExecutor):
+        self._own, self._executor = own, executor
+
+    def is_ready(self) -> bool:
+        return self._own.is_ready()
+
+    def result(self) -> np.ndarray:
+        return self._executor.wait_for(self._executor.read(self._own))
 
 
 class _Step:

@@ -32,6 +32,7 @@ from jaxllm.hosts.wire import (
     Hello,
     Piece,
     Refused,
+    TakeExpertTokens,
     Welcome,
     WireError,
     WriteAdapter,
@@ -214,6 +215,8 @@ class Follower:
             assert self._staging is not None, "no adapter was sent"
             self._executor.write_adapter(message.slot, self._staging.result())
             self._staging = None
+        elif isinstance(message, TakeExpertTokens):
+            self._executor.take_expert_tokens()  # host 0 reads them
 
     def _dispatch(self, message: Dispatch) -> None:
         for new in message.plan.new_requests:

@@ -115,6 +115,10 @@ class WriteAdapter(_Message, tag="write_adapter"):
     slot: int
 
 
+class TakeExpertTokens(_Message, tag="take_expert_tokens"):
+    """Read the tokens of experts."""
+
+
 class Do(_Message, tag="do"):
     """Call a method of the runner, one of `follower.CALLS`. Answered by Done."""
 
@@ -136,7 +140,7 @@ class Beat(_Message, tag="beat"):
 
 
 FromFollower = Hello | Facts | Done | Failed | Beat
-FromHost0 = Welcome | Refused | AllFacts | Dispatch | Draw | Piece | WriteAdapter | Do | End | Beat
+FromHost0 = Welcome | Refused | AllFacts | Dispatch | Draw | Piece | WriteAdapter | TakeExpertTokens | Do | End | Beat
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=lambda value: value.item())  # numpy's numbers
 of_follower: Any = msgspec.msgpack.Decoder(FromFollower)  # type: ignore[arg-type]

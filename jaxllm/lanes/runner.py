@@ -20,6 +20,7 @@ from jaxllm.progress import SILENT, Progress
 from jaxllm.runner.batch import Batch
 from jaxllm.runner.consumers import Hidden
 from jaxllm.runner.consumers.sampling import PendingTokens
+from jaxllm.runner.expert_counts import CountsInFlight
 from jaxllm.runner.pending import StepInFlight
 from jaxllm.runner.program_store import ProgramStore
 from jaxllm.runner.programs import Programs
@@ -31,6 +32,21 @@ from jaxllm.runner.warm_up import WARM_UP_RUNS
 from jaxllm.runner.weights import HostCopies, Weights, WeightsSource, host_copies
 from jaxllm.sampling.mask import num_words
 from jaxllm.scheduler_output import SchedulerOutput
+
+
+class CountsOfLanes:
+    """The tokens of experts on their way to the host."""
+
+    def __init__(self, lanes: Sequence[CountsInFlight]):
+        self._lanes = lanes
+
+    def is_ready(self) -> bool:
+        """Whether `result` returns at once."""
+        return all(lane.is_ready() for lane in self._lanes)
+
+    def result(self) -> np.ndarray:
+        """Integers [mixtures, experts]: of all lanes together."""
+        return np.stack([lane.result() for lane in self._lanes]).sum(axis=0)  # type: ignore[no-any-return]
 
 
 class LanesRunner:
@@ -298,6 +314,13 @@ class LanesRunner:
 
     def write_adapter(self, slot: int, staged: Any) -> None:
         raise AssertionError("lanes have no adapters")
+
+    # Load of experts
+
+    def take_expert_tokens(self) -> CountsOfLanes:
+        """See ModelRunner. Each lane counts what its own tokens chose."""
+        self.lanes[0].drain()
+        return CountsOfLanes([lane.take_expert_tokens() for lane in self.lanes])
 
     # Any time
 

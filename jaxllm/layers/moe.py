@@ -74,6 +74,7 @@ class MixtureOfExperts(nnx.Module):
         bias = None if self.correction_bias is None else self.correction_bias[...]
         is_real_T = None if step.is_real_T is None else step.is_real_T[start : start + len(x_TD)]
         expert_Tk, weight_Tk = step.choose_experts(logits_TE, bias, is_real_T, rule=rule_of(self.part.routing))
+        step.note_choice(self.name, expert_Tk)
         gate_up_E2FD, down_EDF = self.gate_up[...], self.down[...]
         taken_TD = x_TD
         if self.part.weighs_input:

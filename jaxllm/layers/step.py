@@ -73,6 +73,9 @@ class Step:
     """In a later stage of a pipeline: the sum of embedding and layers that the stage before leaves, whole on every device."""
     exchange: LaneExchange | None = None
     """Between lanes, which share the experts of a mixture; None: experts are distributed over `shards` alone."""
+    chosen: list[tuple[str, Array]] | None = None
+    """Collects the experts that tokens chose, int32 [T, k], -1 for padding, with the name of their mixture: one for each run of the step's
+    tokens. None: nobody asks."""
     wanted_features: Collection[int] = ()
     """Layers whose input `features` is to hold; one more than the last layer has stands for what the last one leaves."""
     features: dict[int, Array] = field(default_factory=dict)
@@ -87,6 +90,11 @@ class Step:
     def scores(self, name: str, x_TD: Array, y_TN: Array, start: int = 0) -> Array:
         """Float32 scores y of the tokens x from `start` on, by the module of this name, as their adapters change them."""
         return y_TN if self.adapt is None else self.adapt.scores(name, x_TD, y_TN, start)
+
+    def note_choice(self, name: str, expert_Tk: Array) -> None:
+        """Called by the mixture of this name with the experts that some of the step's tokens chose."""
+        if self.chosen is not None:
+            self.chosen.append((name, expert_Tk))
 
     def experts_of(self, name: str, start: int) -> Callable[..., Array]:
         """What computes the chosen experts of a mixture of the tokens from `start` on, as `experts` does."""

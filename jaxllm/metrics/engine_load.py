@@ -41,6 +41,7 @@ def add_load(found: Collected, load: SchedulerStats) -> None:
     )
     _add_drafts(found, load)
     _add_adapters(found, load)
+    _add_experts(found, load)
     num_ready, num_awaited = load.awaited_programs
     awaited = "programs that requests wait for now, by whether they are ready"
     found.gauge("awaited_programs", num_ready, awaited, state="ready")
@@ -78,3 +79,16 @@ def _add_adapters(found: Collected, load: SchedulerStats) -> None:
     found.counter("lora_loads", load.num_adapter_loads, "adapters written into a slot on the device")
     found.counter("lora_evictions", load.num_adapter_evictions, "those of them that took the slot of another adapter")
     found.counter("lora_load_seconds", load.adapter_load_seconds, "time from an adapter's first request until it had its slot")
+
+
+def _add_experts(found: Collected, load: SchedulerStats) -> None:
+    """The load of experts, where it is counted."""
+    if not load.even_expert_load:
+        return
+    even = "tokens that a device's experts would have got in a layer if all devices had got as many (of experts, if devices share each)"
+    busiest = "the same of the device, or expert, that got most, by readings of at most 10 seconds"
+    for layer, (mean, most) in enumerate(zip(load.even_expert_load, load.busiest_expert_load, strict=True)):
+        if most:
+            found.counter("expert_load_even_tokens", mean, even, layer=str(layer))
+            found.counter("expert_load_busiest_tokens", most, busiest, layer=str(layer))
+    found.gauge("expert_balance", load.expert_balance, "even over busiest, of all layers in the latest reading: 1 is even")

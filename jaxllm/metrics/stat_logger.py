@@ -25,6 +25,8 @@ class _Totals:
     preemptions: int = 0
     rejections: int = 0
     drafts: Acceptance = Acceptance()
+    even_expert_load: float = 0.0
+    busiest_expert_load: float = 0.0
 
     def __sub__(self, earlier: "_Totals") -> "_Totals":
         return _Totals(*(getattr(self, field.name) - getattr(earlier, field.name) for field in fields(self)))
@@ -71,6 +73,8 @@ class StatLogger:
             parts += [f"turned away {change.rejections}"] if change.rejections else []
             parts.append(f"KV cache {load.cache_usage:.1%}")
             parts += [f"prefix cache hits {change.hits / change.queries:.1%}"] if change.queries else []
+            busiest = change.busiest_expert_load
+            parts += [f"balance of experts {change.even_expert_load / busiest:.2f}"] if busiest else []
         return ", ".join(parts)
 
     def _load(self) -> SchedulerStats | None:
@@ -91,6 +95,8 @@ class StatLogger:
             load.num_preemptions,
             load.num_rejected_for_requests + load.num_rejected_for_tokens,
             Acceptance.of(load),
+            sum(load.even_expert_load),
+            sum(load.busiest_expert_load),
         )
 
 

@@ -12,6 +12,7 @@ from jaxllm.pipeline.lost_peers import LostPeers
 from jaxllm.pipeline.stages import EarlierStage, LastStage
 from jaxllm.progress import Progress
 from jaxllm.runner.batch import Batch
+from jaxllm.runner.expert_counts import CountsInFlight
 from jaxllm.runner.layout import Column
 from jaxllm.runner.memory import entering_bytes
 from jaxllm.runner.pending import StepInFlight
@@ -163,6 +164,11 @@ class PipelineRunner:
 
     def write_adapter(self, slot: int, staged: Any) -> None:
         raise AssertionError("a pipeline has no adapters")
+
+    def take_expert_tokens(self) -> CountsInFlight:
+        """See ModelRunner."""
+        found = [stage.take_expert_tokens() for stage in reversed(self.stages)]  # the last drains the launches of all
+        return CountsInFlight.joined(reversed(found))
 
     # Any time
 

@@ -41,7 +41,9 @@ class EarlierFunctions(StepFunctions):
             places = locate(rows.block_table_NB, views.columns_RC, layout.num_tokens, self.cache)
         token_ids_T = device_tokens(rows.last_token_N, None, views.token_ids_T, places)
         kept = list(caches)
-        leaving_TD = self.merge(params)(self._step(kept, token_ids_T, places, shards, entering_TD))
+        step = self._step(kept, token_ids_T, places, shards, entering_TD)
+        leaving_TD = self.merge(params)(step)
+        rows = self._count_experts(rows, step)
         return tuple(kept), rows, shards.check(leaving_TD, jnp.nan)
 
 
@@ -60,7 +62,12 @@ class EarlierPrograms(StepPrograms):
 
     def common_keys(self) -> list[ProgramKey]:
         decode = [ProgramKey("decode", size) for size in reversed(self.buckets.decode_rows) if self.model.generates]
-        return [*(ProgramKey("forward", size) for size in reversed(self.buckets.tokens)), *decode, ProgramKey("write_blocks")]
+        return [
+            *(ProgramKey("forward", size) for size in reversed(self.buckets.tokens)),
+            *decode,
+            ProgramKey("write_blocks"),
+            *self.counting_keys(),
+        ]
 
     def rare_keys(self) -> list[ProgramKey]:
         return []

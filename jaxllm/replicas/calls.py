@@ -22,6 +22,12 @@ def _in_all(answers: Sequence[Sequence[AdapterInfo]]) -> list[AdapterInfo]:
     return [info for info in answers[0] if info.name in names]
 
 
+def _added(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Tokens of experts: replicas have the same ones."""
+    by_layer = zip(*(answer["tokens"] for answer in answers), strict=True)
+    return {**answers[0], "tokens": [list(map(sum, zip(*tokens, strict=True))) for tokens in by_layer]}
+
+
 COMBINE: dict[str, Callable[[Sequence[Any]], Any]] = {
     "reset_prefix_cache": all,
     "sleep": _none,
@@ -29,6 +35,7 @@ COMBINE: dict[str, Callable[[Sequence[Any]], Any]] = {
     "is_sleeping": any,
     "start_profile": _none,
     "stop_profile": _none,
+    "expert_load": _added,
     "finish_compiling": _none,
     "check_integrity": _none,
     "add_adapter": list,

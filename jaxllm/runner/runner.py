@@ -30,6 +30,7 @@ from jaxllm.runner.consumers.prompt_logprobs import PromptLogprobs
 from jaxllm.runner.consumers.sampling import PendingTokens, Sampling
 from jaxllm.runner.draft_step import DraftFunctions
 from jaxllm.runner.drafter import Drafter
+from jaxllm.runner.expert_counts import CountsInFlight, ExpertCounting
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.launcher import Launcher
 from jaxllm.runner.layout import StepLayout, padded
@@ -107,6 +108,7 @@ class ModelRunner:
             processors=processors,
             drafting=None if drafter is None else DraftFunctions(drafter, merges[1:2], model_config.num_layers),
             adapting=adapting,
+            counting=ExpertCounting.of(model_config, model.layers) if config.observe.expert_load else None,
         )
         num_drafts = 0 if drafter is None else drafter.num_drafts
         self.buckets = Buckets.choose(config, on_gpu=on_gpu, num_drafts=num_drafts)
@@ -234,6 +236,12 @@ class ModelRunner:
         self.drain()
         arrays = self.program(ProgramKey("write_adapter"))(self.params[adapting.part], packed, self.put(np.int32(slot)))
         self.params = (*self.params[: adapting.part.start], *arrays)
+
+    def take_expert_tokens(self) -> CountsInFlight:
+        """Start to read the tokens that each expert got since the last call, in the steps dispatched so far. Returns at once."""
+        self.drain()
+        self.row_arrays, counts = self.program(ProgramKey("take_expert_tokens"))(self.row_arrays)
+        return CountsInFlight([counts])
 
     def _replace_lost_slots(self) -> None:
         """Empty slots in place of arrays that a failed `write_adapter` took."""

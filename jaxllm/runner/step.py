@@ -21,6 +21,7 @@ from jaxllm.runner.drafts import (
     note_computed,
     resolve_starts,
 )
+from jaxllm.runner.expert_counts import ExpertCounting
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.layout import Column, StepLayout, StepViews
 from jaxllm.runner.places import Places, device_tokens, each_draw, first_of_each, locate, locate_decode, make_step
@@ -47,6 +48,9 @@ class RowArrays(NamedTuple):
     """The block tables of all groups of layers, side by side."""
     drafts: DraftRows | None = None
     """None without a drafter."""
+    expert_tokens_LE: jax.Array | None = None
+    """Int32: tokens of each expert since they were last taken, see `ExpertCounting`. They are not of rows, but change in every step too.
+    None if they are not counted."""
 
 
 class Logprobs(NamedTuple):
@@ -86,6 +90,8 @@ class StepFunctions:
     """What proposes drafts; None without."""
     adapting: Adapting | None = None
     """What adapts the model to requests; None without."""
+    counting: ExpertCounting | None = None
+    """What counts the tokens of experts; None: they are not counted."""
 
     def forward(
         self,
@@ -114,6 +120,7 @@ class StepFunctions:
         if adapted:
             step.adapt = self._adapt(params, _slots(columns_RC, places), shards)
         hidden_TD = self.merge(params)(step)
+        rows = self._count_experts(rows, step)
         hidden_TD = shards.check(hidden_TD, jnp.nan)
         drafts_R1 = columns_RC[:, Column.NUM_DRAFTS, None]
         width = 1 if self.drafting is None else self.drafting.width
@@ -158,6 +165,7 @@ class StepFunctions:
         if adapted:
             step.adapt = self._adapt(params, _slots(columns_RC, places), shards)
         hidden_TD = self.merge(params)(step)
+        rows = self._count_experts(rows, step)
         logits_TV = self._logits(params, hidden_TD, shards, step.adapt)
         token_T = self._draw_after_drafts(variant, logits_TV, rows, columns_RC, width, shards)
         token_T = shards.check(token_T, PEERS_LOST)
@@ -343,7 +351,20 @@ class StepFunctions:
     ) -> Step:
         """What the model runs on. It replaces the arrays in `caches`."""
         wanted = () if self.drafting is None else self.drafting.drafter.feature_layers
-        return make_step(caches, token_ids_T, places, self.cache.places, self.kernels, shards, wanted, entering_TD)
+        step = make_step(caches, token_ids_T, places, self.cache.places, self.kernels, shards, wanted, entering_TD)
+        step.chosen = None if self.counting is None else []
+        return step
+
+    def _count_experts(self, rows: RowArrays, step: Step) -> RowArrays:
+        """Count the tokens of experts in a step that the model has run on."""
+        if self.counting is None or rows.expert_tokens_LE is None or step.chosen is None:
+            return rows
+        return rows._replace(expert_tokens_LE=self.counting.add(rows.expert_tokens_LE, step.chosen))
+
+    def take_expert_tokens(self, rows: RowArrays) -> tuple[RowArrays, jax.Array]:
+        """The rows' arrays with no tokens of experts, and those counted so far."""
+        assert rows.expert_tokens_LE is not None, "tokens of experts are not counted"
+        return rows._replace(expert_tokens_LE=jnp.zeros_like(rows.expert_tokens_LE)), rows.expert_tokens_LE
 
     def _adapt(self, params: Params, slot_T: jax.Array, shards: Shards) -> Adapt:
         assert self.adapting is not None, "the engine has no adapters"

@@ -104,7 +104,11 @@ class StepPrograms:
         buckets, simple = self.buckets, (Variant.GREEDY, Variant.RANDOM)
         adapted, adapted_heads = (False,) if self.functions.adapting is None else (False, True), self._adapted_heads
         forward = [ProgramKey("forward", size, adapted=has) for size in reversed(buckets.tokens) for has in adapted]
-        writes = [ProgramKey("write_blocks"), *([ProgramKey("write_adapter")] if len(adapted) > 1 else [])]
+        writes = [
+            ProgramKey("write_blocks"),
+            *([ProgramKey("write_adapter")] if len(adapted) > 1 else []),
+            *self.counting_keys(),
+        ]
         if not self.model.generates:
             return [*forward, *self._pooling_keys(), *writes]
         return [
@@ -133,6 +137,10 @@ class StepPrograms:
             *([ProgramKey("show")] if self.shows_history else []),
             *writes,
         ]
+
+    def counting_keys(self) -> list[ProgramKey]:
+        """What reads the tokens of experts, if they are counted."""
+        return [] if self.functions.counting is None else [ProgramKey("take_expert_tokens")]
 
     @property
     def shows_history(self) -> bool:
@@ -339,6 +347,10 @@ class StepPrograms:
         program = jax.jit(self.functions.write_blocks, donate_argnums=0, out_shardings=self.replicated)
         return program.lower(self.rows, self._ints(2, UPDATES_PER_WRITE))
 
+    def _lower_take_expert_tokens(self, key: ProgramKey) -> jax.stages.Lowered:
+        program = jax.jit(self.functions.take_expert_tokens, donate_argnums=0, out_shardings=self.replicated)
+        return program.lower(self.rows)
+
     def _lower_write_adapter(self, key: ProgramKey) -> jax.stages.Lowered:
         adapting = self.functions.adapting
         assert adapting is not None
@@ -425,7 +437,9 @@ class StepPrograms:
                 self._ints(num_rows, drafting.width),  # type: ignore[arg-type]
                 *jax.tree.map(lambda x: self._shape(x.shape, x.dtype), (state, logits)),
             )
-        return RowArrays(self._ints(num_rows), table, drafts)  # type: ignore[arg-type]
+        counting = self.functions.counting
+        counts = None if counting is None else self._ints(*counting.shape)
+        return RowArrays(self._ints(num_rows), table, drafts, counts)  # type: ignore[arg-type]
 
     def _buffer(self, layout: StepLayout) -> jax.ShapeDtypeStruct:
         """A step's buffer; of devices that exchange through their memory the first has it, and gives it to the others."""

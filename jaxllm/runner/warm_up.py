@@ -49,6 +49,8 @@ def run_on_nothing(runner: "ModelRunner", keys: Sequence[ProgramKey]) -> None:
             runner.caches, runner.row_arrays = program(
                 runner.params, runner.caches, runner.row_arrays, *runner.put(shapes.nothing_to_propose(key)), workspace
             )
+        if key.kind == "take_expert_tokens":
+            runner.take_expert_tokens()
         if key.kind == "write_adapter":
             wanted = shapes.packed_adapter
             runner.write_adapter(0, put(np.zeros(wanted.shape, wanted.dtype), wanted.sharding))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from scripts.gpu_checks import Outcome
 from scripts.gpu_checks.jobs import Hello
 
-PARTS = ("tokens", "logits", "kernels", "collectives", "failures", "engine", "adapters", "tensor_parallel")
+PARTS = ("tokens", "logits", "kernels", "collectives", "failures", "engine", "adapters", "tensor_parallel", "topologies")
 
 
 def outcomes(part: str, args: argparse.Namespace, until: float) -> Iterator[Outcome]:
@@ -57,6 +57,10 @@ def _outcomes(part: str, args: argparse.Namespace, until: float) -> Iterator[Out
 
         sizes = (2,) if args.tiny else tensor_parallel.SIZES
         yield from tensor_parallel.check(tiny=args.tiny, deadline=until, share=args.share, sizes=sizes)
+    elif part == "topologies":
+        from scripts.gpu_checks import topologies
+
+        yield from topologies.check(tiny=args.tiny, deadline=until)
     else:
         from scripts.gpu_checks import tokens
 

@@ -36,6 +36,17 @@ QWEN3_0_6B: Shapes = {
     "tie_word_embeddings": True,
     "torch_dtype": "bfloat16",
 }
+QWEN3_MOE: Shapes = QWEN3_0_6B | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 768,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [],
+}
+"""Smaller than any public mixture of its kind."""
 _TINY: Shapes = {
     "vocab_size": 64,
     "hidden_size": 64,
@@ -49,4 +60,5 @@ _TINY: Shapes = {
 
 def tiny(shapes: Shapes) -> Shapes:
     """The same model with toy sizes."""
-    return shapes | _TINY
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32} if "num_experts" in shapes else {}
+    return shapes | _TINY | experts

@@ -57,10 +57,12 @@ QWEN3_30B = Mixture(1, 8, 128, 2048, 768)
 DEEPSEEK_V2_LITE = Mixture(1, 6, 64, 2048, 1408)
 GPT_OSS_20B = Mixture(1, 4, 32, 2880, 2880, activation="swiglu_clamped", biases=True)
 GPT_OSS_20B_4 = replace(GPT_OSS_20B, four_bits=True)
+SHARES_OF_FOUR = (replace(QWEN3_30B, num_experts=32, first=32, all_experts=128), replace(QWEN3_30B, hidden=192))
+"""What one of four devices computes: whole experts, or a share of each."""
 
 
 def speed_cases(tiny: bool, tune: bool) -> list[Case]:
-    """Three models, one of them also in 4 bits, from a token to a prompt."""
+    """Three models, one of them also in 4 bits, from a token to a prompt; and one of them divided among four devices in two ways."""
     if tiny:
         return [_case(Mixture(num_tokens, 2, 4, 32, 16), is_timed=True, tune=tune) for num_tokens in (1, 40)]
     return [
@@ -68,6 +70,10 @@ def speed_cases(tiny: bool, tune: bool) -> list[Case]:
         for model in (QWEN3_30B, DEEPSEEK_V2_LITE, GPT_OSS_20B, GPT_OSS_20B_4)
         # A decode step of one request has eight rows.
         for num_tokens, padding in ((8, 7), (8, 0), (64, 0), (256, 0), (1024, 0), (3072, 0), (8192, 0))
+    ] + [
+        _case(replace(share, num_tokens=num_tokens), is_timed=True, tune=tune)
+        for num_tokens in (8, 64, 256, 1024, 8192)
+        for share in SHARES_OF_FOUR
     ]
 
 
@@ -139,7 +145,9 @@ def _case(mixture: Mixture, *, is_timed: bool = False, tune: bool = False) -> Ca
         error = functools.partial(host_error, activation=mixture.activation)
         return Case(mixture.name, make, variants, error, TOLERANCE[mixture.dtype])
     num_real = mixture.num_tokens - mixture.padding
-    needed = len(np.unique(expert_Tk[:num_real]))
+    chosen = expert_Tk[:num_real]
+    own = chosen[(chosen >= mixture.first) & (chosen < mixture.first + mixture.num_experts)]
+    needed = len(np.unique(own))
     itemsize = jnp.dtype(mixture.dtype).itemsize
     bytes_per_weight = 17 / 32 if mixture.four_bits else itemsize
     return Case(
@@ -149,7 +157,7 @@ def _case(mixture: Mixture, *, is_timed: bool = False, tune: bool = False) -> Ca
         functools.partial(_sampled_error, mixture.activation),
         TOLERANCE[mixture.dtype],
         bytes=bytes_per_weight * needed * 3.0 * D * F + itemsize * 2.0 * mixture.num_tokens * D,
-        flops=2.0 * 3 * D * F * num_real * mixture.num_choices,
+        flops=2.0 * 3 * D * F * own.size,
         feed=_feed,
     )
 

@@ -98,6 +98,13 @@ async def server_info(request: Request) -> dict[str, Any]:
     return {"version": __version__, "engine": engine.config.flat(), "kernels": kernels, "server": options.flat()}
 
 
+@router.get("/expert_load")
+async def expert_load(request: Request) -> dict[str, Any]:
+    """How many tokens each expert of a mixture got since the start, by layer."""
+    with _told():
+        return await context_of(request).engine.expert_load()  # type: ignore[no-any-return]
+
+
 @router.post("/start_profile")
 async def start_profile(request: Request) -> Response:
     """Start recording a device trace in the directory of --profiler-dir."""

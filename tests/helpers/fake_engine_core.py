@@ -55,6 +55,9 @@ class FakeStats:
     num_adapter_loads: int = 0
     num_adapter_evictions: int = 0
     adapter_load_seconds: float = 0.0
+    even_expert_load: tuple[float, ...] = ()
+    busiest_expert_load: tuple[float, ...] = ()
+    expert_balance: float = 1.0
     work_seconds: float = 0.0
     device_wait_seconds: float = 0.0
     device_idle_seconds: float = 0.0
@@ -270,6 +273,9 @@ class FakeEngineCore(FakeAdapters):
 
     def is_sleeping(self) -> bool:
         return self._sleeps
+
+    def expert_load(self) -> dict[str, Any]:
+        return {"layers": [1], "tokens": [[3, 0]]}
 
     def start_profile(self) -> None:
         """There is nothing to trace."""

@@ -28,7 +28,7 @@ def new_core(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., EngineCo
 @pytest.fixture(scope="package")
 def one_device(new_core: Callable[..., EngineCore]) -> Iterator[EngineCore]:
     """The engine that the others are compared with."""
-    core = new_core()
+    core = new_core(expert_load=True)
     yield core
     core.shutdown()
 

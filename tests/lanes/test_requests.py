@@ -181,6 +181,19 @@ def test_a_pause_keeps_the_requests_of_all_lanes(core, expected):
     check(answers, expected)
 
 
+def test_tokens_of_experts_are_counted_in_all_lanes(core, one_device):
+    tables = []
+    for each in (core, one_device):
+        engines.renew(each)
+        engines.reschedule(each, enable_prefix_caching=False)
+        before = np.array(each.expert_load()["tokens"])
+        engines.run(each, requests())
+        tables.append(np.array(each.expert_load()["tokens"]) - before)
+    np.testing.assert_array_equal(*tables)
+    assert tables[0].sum() and 0 < core.stats().expert_balance <= 1
+    assert len(core.runner.lanes[0].row_arrays.expert_tokens_LE) == 2
+
+
 def test_devices_share_the_experts_and_have_the_rest_each(core, one_device):
     runner = core.runner
     whole = {array.shape: array for array in one_device.runner.params}

@@ -70,3 +70,13 @@ def test_adapters_are_labels_where_the_engine_has_them() -> None:
         "running_lora_adapters": "b,c",
     }
     assert found["lora_loads"].value == 3 and {"lora_evictions", "lora_load_seconds"} <= found.keys()  # type: ignore[attr-defined]
+
+
+def test_the_load_of_experts_is_counted_by_layer() -> None:
+    def experts(**stats: object) -> dict[tuple[str, str], float]:
+        found = [metric for metric in collected(**stats) if ":expert_" in metric.name]
+        return {(metric.name.removeprefix("jaxllm:expert_"), metric.labels.get("layer", "")): metric.value for metric in found}
+
+    assert experts() == {}
+    found = experts(even_expert_load=(0.0, 3.0), busiest_expert_load=(0.0, 4.0), expert_balance=0.75)
+    assert found == {("load_even_tokens", "1"): 3.0, ("load_busiest_tokens", "1"): 4.0, ("balance", ""): 0.75}

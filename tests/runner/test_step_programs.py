@@ -33,7 +33,8 @@ CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 )
 def test_what_the_compiler_is_told_of_products_all_reduces_and_adapters(platform, num_devices, rows, adapted, options) -> None:
     devices = np.array([SimpleNamespace(platform=platform)] * num_devices)
-    programs = SimpleNamespace(mesh=SimpleNamespace(devices=devices, size=num_devices, shape={TENSOR: num_devices}))
+    mesh = SimpleNamespace(devices=devices, local_devices=devices, size=num_devices, shape={TENSOR: num_devices})
+    programs = SimpleNamespace(mesh=mesh)
     assert StepPrograms.compiler_options(programs, ProgramKey("decode", rows, adapted=adapted)) == options
 
 

@@ -9,7 +9,16 @@ from tests.helpers.fake_engine_core import FakeEngineCore
 from tests.server.client import Client
 from tests.server.conftest import options
 
-DEV = ["/reset_prefix_cache", "/sleep", "/wake_up", "/is_sleeping", "/server_info", "/start_profile", "/stop_profile"]
+DEV = [
+    "/reset_prefix_cache",
+    "/sleep",
+    "/wake_up",
+    "/is_sleeping",
+    "/expert_load",
+    "/server_info",
+    "/start_profile",
+    "/stop_profile",
+]
 DEV += ["/pause", "/resume", "/is_paused"]
 
 
