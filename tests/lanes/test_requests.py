@@ -73,7 +73,7 @@ def check(found, expected):
         {"async_scheduling": False},
         {"max_num_batched_tokens": 16},
         {"num_blocks": 8, "max_in_flight": 3},
-        {"max_num_seqs": 1},
+        pytest.param({"max_num_seqs": 1}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -95,7 +95,7 @@ def test_one_lane_computes_while_the_other_has_nothing(core, expected, lane):
     assert idle.stats().num_step_tokens == 0 and not idle.requests
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
 def test_any_order_of_arrivals_and_ends_leaves_the_others_as_they_are(core, expected, seed):
     rng = random.Random(seed)
     waiting = [pinned(request, rng.choice([0, 1, None])) for request in requests()]
