@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from jaxllm.context_options import context_faults
 from jaxllm.errors import ConfigError
 from jaxllm.hosts_options import hosts_faults
 from jaxllm.lora_options import RANKS, LoRAOptions, lora_faults
@@ -93,7 +94,9 @@ class ModelOptions:
 class CacheOptions:
     """KV cache"""
 
-    block_size: Annotated[int, "tokens in a block of the KV cache"] = 16
+    block_size: Annotated[
+        int, "tokens in a block of the KV cache, on each of the devices that split it by tokens (prefill_context_parallel_size)"
+    ] = 16
     kv_cache_dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3"],
         "type of keys and values in the cache; fp8 (= fp8_e4m3) holds twice the tokens of a 16-bit type; auto: fp8 if the "
@@ -172,6 +175,11 @@ class ParallelOptions:
         Literal["cache_aware", "least_loaded", "round_robin"],
         "how the replica of a request is chosen: by cached prefixes and queued tokens, by vLLM's score of requests alone, or in turn",
     ] = "cache_aware"
+    prefill_context_parallel_size: Annotated[
+        int,
+        "number of devices, or of groups of tensor_parallel_size devices, with the same weights, which split the tokens of a prompt and "
+        "the KV cache by tokens (docs/LONG_PROMPTS.md)",
+    ] = 1
     pipeline_parallel_size: Annotated[
         int,
         "number of stages that the layers are divided among, each with tensor_parallel_size devices of its own (docs/PIPELINES.md)",
@@ -272,7 +280,8 @@ class EngineConfig:
     def checked(self) -> "EngineConfig":
         """This config, if every value lies in its range and the values agree. Raises ConfigError with all faults found."""
         flat = self.flat()
-        faults = [*type_faults(flags(), flat), *range_faults(_RANGES, flat), *lora_faults(flat), *hosts_faults(flat)]
+        faults = [*type_faults(flags(), flat), *range_faults(_RANGES, flat)]
+        faults += [*lora_faults(flat), *hosts_faults(flat), *context_faults(flat)]
         if faults:
             raise ConfigError("; ".join(faults))
         return self
@@ -284,6 +293,11 @@ class EngineConfig:
     def flat(self) -> dict[str, Any]:
         """Every option by its flat name."""
         return flat_options(self)
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block that requests are given: block_size on each of the devices that split the cache by tokens."""
+        return self.cache.block_size * self.parallel.prefill_context_parallel_size
 
 
 _GROUPS: dict[str, Any] = {
@@ -463,6 +477,7 @@ _RANGES: dict[str, Range] = {
     "max_cpu_loras": at_least(1),
     "lora_target_modules": (lambda v: bool(v) and all(v), "a list of names such as q_proj"),
     "tensor_parallel_size": at_least(1),
+    "prefill_context_parallel_size": at_least(1),
     "data_parallel_size": at_least(1),
     "pipeline_parallel_size": at_least(1),
     "pipeline_parallel_layers": (lambda v: len(v) > 0 and min(v) >= 1, "a list of positive sizes"),
@@ -494,7 +509,9 @@ def resolve_platform_defaults(
         # A step of so many tokens takes about as long on several GPUs as one of 3072 does on one. A mixture reads all of its
         # experts in a step of a thousand tokens already, and computes each for a share of the tokens: it wants more of them.
         on_big_mixture = is_mixture and device_bytes >= _BIG_DEVICE_BYTES
-        on_gpus = 8192 if on_big_mixture else min(3072 * config.parallel.tensor_parallel_size, 8192)
+        parallel = config.parallel
+        num_gpus = parallel.tensor_parallel_size * parallel.prefill_context_parallel_size
+        on_gpus = 8192 if on_big_mixture else min(3072 * num_gpus, 8192)
         options["max_num_batched_tokens"] = max(on_gpus if on_gpu else 512, max_num_seqs)
     if compile_.warmup == "auto":
         options["warmup"] = "background" if on_gpu else "lazy"

@@ -83,7 +83,8 @@ QUANTIZATIONS = _names("""
 TAKEN = _names("""
     model tokenizer dtype seed max_model_len quantization runner pooler_config hf_overrides revision generation_config
     override_generation_config max_logprobs logprobs_mode logits_processors skip_tokenizer_init load_format download_dir
-    tensor_parallel_size pipeline_parallel_size data_parallel_size enable_expert_parallel gpu_memory_utilization
+    tensor_parallel_size prefill_context_parallel_size pipeline_parallel_size data_parallel_size enable_expert_parallel
+    gpu_memory_utilization
     kv_cache_memory_bytes block_size kv_cache_dtype
     enable_prefix_caching
     prefix_caching_hash_algo num_gpu_blocks_override disable_hybrid_kv_cache_manager max_num_batched_tokens max_num_seqs
@@ -207,10 +208,12 @@ _ENGINE = (
             values="data_parallel_rpc_port data_parallel_backend dp_sync_interval data_parallel_supervisor_port "
             "dp_supervisor_probe_interval_s dp_supervisor_probe_timeout_s dp_supervisor_probe_failure_threshold",
             switches="disable_nccl_for_dp_synchronization"),
-    *_refused("a context stays on one GPU's heads; --tensor-parallel-size splits the heads",
-              values="decode_context_parallel_size prefill_context_parallel_size", harmless=(1,)),
-    *_flags("only matters with context parallelism, which is refused", switches="dcp_q_replicate",
-            values="dcp_comm_backend dcp_kv_cache_interleave_size cp_kv_cache_interleave_size"),
+    *_refused("the devices that split each layer keep the cache by heads, and none is taken out of them to split it by tokens; those of "
+              "--prefill-context-parallel-size do, for prompts and answers alike",
+              values="decode_context_parallel_size", harmless=(1,)),
+    *_flags("only matters with --decode-context-parallel-size, which is refused", switches="dcp_q_replicate",
+            values="dcp_comm_backend dcp_kv_cache_interleave_size"),
+    *_flags("devices take turns by blocks: --block-size tokens of a block are on each", values="cp_kv_cache_interleave_size"),
     *_refused("experts stay on the devices that they were loaded to", switches="enable_eplb enable_elastic_ep"),
     *_flags("only matters for experts that move between devices, which is refused", objects="eplb_config",
             values="expert_placement_strategy elastic_ep_max_dp_size", switches="enable_ep_weight_filter"),

@@ -121,6 +121,7 @@ def _fingerprint(engine: AsyncLLM, mode: str) -> str | None:
     sizes = f"{parallel.tensor_parallel_size}" + (
         f"-pp{parallel.pipeline_parallel_size}" if parallel.pipeline_parallel_size > 1 else ""
     )
+    sizes += f"-pcp{parallel.prefill_context_parallel_size}" if parallel.prefill_context_parallel_size > 1 else ""
     parts = [__version__, engine.model_config.digest, config.model.dtype, sizes]
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
     return digest if mode == "hash" else f"jaxllm-{__version__}-tp{sizes}-{digest}"

@@ -54,7 +54,11 @@ def test_what_texts_recommend_exists() -> None:
         ("enforce_eager", True, "changes nothing here: every step is a compiled program"),
         ("enforce_eager", False, None),
         ("decode_context_parallel_size", 1, "changes nothing here"),
-        ("decode_context_parallel_size", 2, "refused (only 1 is taken): a context stays on one GPU's heads"),
+        (
+            "decode_context_parallel_size",
+            2,
+            "refused (only 1 is taken): the devices that split each layer keep the cache by heads",
+        ),
         ("decode_context_parallel_size", True, "refused"),
         ("structured_outputs_config", {"backend": "guidance", "enable_in_reasoning": False}, "changes nothing here"),
         ("structured_outputs_config", {"disable_any_whitespace": True}, "refused"),

@@ -112,6 +112,7 @@ class EngineCore:
             drafts=None if features.speculation is None else features.speculation.new_control(),
             rooms=self.preparations,
             num_stages=parallel.pipeline_parallel_size,
+            block_size=plan.block_size,
         )
         self.scheduler: AnyScheduler = (
             new_scheduler()

@@ -29,6 +29,7 @@ OPTIONS = (
     "max_num_seqs",
     "max_num_batched_tokens",
     "tensor_parallel_size",
+    "prefill_context_parallel_size",
     "enable_expert_parallel",
     "expert_load",
     "decode_buckets",

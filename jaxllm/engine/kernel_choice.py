@@ -11,7 +11,7 @@ from jaxllm.log import logger
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import Attention, LatentAttention
 from jaxllm.parallel.across_hosts import spans_hosts
-from jaxllm.parallel.mesh import DATA, tensor_size
+from jaxllm.parallel.mesh import context_size, tensor_size
 from jaxllm.runner.memory import MemoryPlan
 from pallas_kernels import (
     collectives,
@@ -33,20 +33,24 @@ Candidates = Mapping[str, tuple[str, ...]]
 """By op, the implementations that support the model's shapes, in order of preference."""
 
 
-def attention_implementation(wanted: str, model: ModelConfig, page_size: int, *, on_gpu: bool) -> str:
-    """The wanted implementation if it supports the model's shapes, or for "auto" the fastest that does. Raises ConfigError."""
+def attention_implementation(wanted: str, model: ModelConfig, page_size: int, *, on_gpu: bool, has_part: bool = False) -> str:
+    """The wanted implementation if it supports the model's shapes, or for "auto" the fastest that does. Raises ConfigError.
+
+    has_part: whether each device has a part of a row's keys.
+    """
     if wanted == "auto":
-        found = attention_candidates(wanted, model, page_size, on_gpu=on_gpu)
+        found = attention_candidates(wanted, model, page_size, on_gpu=on_gpu, has_part=has_part)
         return next(iter(found.values()))[0]
     missing = paged_attention.missing(wanted)
     if missing is not None:
         raise ConfigError(f"attention_implementation is {wanted!r}, which {missing}")
     for attention in model.attentions:
-        if not paged_attention.supports(wanted, **_attention_case(model, attention, page_size), interpret=not on_gpu):
+        case = _attention_case(model, attention, page_size)
+        if not paged_attention.supports(wanted, **case, has_part=has_part, interpret=not on_gpu):
             raise ConfigError(
                 f"attention_implementation is {wanted!r}, which does not take {attention.group_size} query heads per key-value head of "
                 f"width {attention.head_dim} in {model.dtype} over a cache of {model.kv_cache_dtype} in blocks of {page_size}"
-                f"{' and sinks' if attention.sinks else ''}; use auto"
+                f"{' and sinks' if attention.sinks else ''}{' and keys split over devices' if has_part else ''}; use auto"
             )
     for latents in model.latent_attentions:
         case = _latent_case(model, latents, page_size)
@@ -59,13 +63,15 @@ def attention_implementation(wanted: str, model: ModelConfig, page_size: int, *,
     return wanted
 
 
-def attention_candidates(wanted: str, model: ModelConfig, page_size: int, *, on_gpu: bool) -> dict[str, tuple[str, ...]]:
+def attention_candidates(
+    wanted: str, model: ModelConfig, page_size: int, *, on_gpu: bool, has_part: bool = False
+) -> dict[str, tuple[str, ...]]:
     """By op of attention that the model has: the wanted implementation alone, or for "auto" all that support the model's shapes."""
     platform = "gpu" if on_gpu else "cpu"
     found = {}
     if model.attentions:
         found["paged_attention"] = _of_all(
-            paged_attention.candidates(platform=platform, **_attention_case(model, part, page_size))
+            paged_attention.candidates(platform=platform, **_attention_case(model, part, page_size), has_part=has_part)
             for part in model.attentions
         )
     if model.latent_attentions:
@@ -80,7 +86,8 @@ def candidates(
     wanted: str, model: ModelConfig, plan: MemoryPlan, mesh: Mesh, *, on_gpu: bool, has_adapters: bool = False
 ) -> Candidates:
     """Candidates for every op. `wanted` is the option attention_implementation; if it is plain JAX, so are all other ops."""
-    found = attention_candidates(wanted, model, plan.block_size, on_gpu=on_gpu)
+    num_parts = context_size(mesh)
+    found = attention_candidates(wanted, model, plan.block_size // num_parts, on_gpu=on_gpu, has_part=num_parts > 1)
     # On a GPU plain JAX may be the only choice for latents; the other ops have their kernels all the same.
     is_plain = all(names[0] in PLAIN for names in found.values()) and (wanted != "auto" or not on_gpu or bool(model.attentions))
     if model.attentions:
@@ -111,7 +118,10 @@ def _rope_candidates(model: ModelConfig, plan: MemoryPlan, mesh: Mesh, *, on_gpu
             platform="gpu",
             dtype=model.dtype,
             cache_dtype=model.kv_cache_dtype,
-            cache_size=plan.num_blocks * plan.block_size * part.head_dim * (part.num_kv_heads // tensor_size(mesh)),
+            cache_size=plan.num_blocks
+            * (plan.block_size // context_size(mesh))
+            * part.head_dim
+            * (part.num_kv_heads // tensor_size(mesh)),
             head_dim=part.head_dim,
             interpret=not on_gpu,
         )
@@ -152,9 +162,13 @@ def _delta_candidates(model: ModelConfig, *, on_gpu: bool) -> tuple[str, ...]:
 def _collectives(model: ModelConfig, mesh: Mesh, *, on_gpu: bool) -> tuple[str, ...]:
     """Use peers' memory if the kernels support the model on this GPU and peers' memory can be accessed."""
     case: dict[str, Any] = {"shape": (1, model.hidden_size), "dtype": model.dtype, "num_devices": tensor_size(mesh)}
-    if DATA in mesh.shape:
-        return ("xla",)  # peers exchange over one axis of a mesh
-    if tensor_size(mesh) == 1 or not on_gpu or spans_hosts(mesh) or not collectives.supports("peer", "all_reduce_norm", **case):
+    if (
+        tensor_size(mesh) == 1
+        or mesh.size > tensor_size(mesh)  # peers exchange over one axis
+        or not on_gpu
+        or spans_hosts(mesh)
+        or not collectives.supports("peer", "all_reduce_norm", **case)
+    ):
         return ("xla",)
     if not collectives.peers_can_access(list(mesh.devices.flat)):
         logger.info(

@@ -36,6 +36,13 @@ class _Engine:
     max_logprobs: int
     """-1: the whole vocabulary."""
     adaptation: Adaptation | None
+    num_parts: int = 1
+    """Devices that split the keys of a row."""
+
+    @property
+    def page_size(self) -> int:
+        """Slots of a block on one device."""
+        return self.plan.block_size // self.num_parts
 
     @property
     def table_width(self) -> int:
@@ -48,7 +55,7 @@ class _Engine:
         return {
             "dtype": model.dtype,
             "cache_dtype": model.kv_cache_dtype,
-            "page_size": self.plan.block_size,
+            "page_size": self.page_size,
             "has_scales": model.has_kv_scales and model.kv_cache_dtype == FP8,
         }
 
@@ -74,6 +81,7 @@ def _paged_attention(engine: _Engine) -> tuple[attention_at_start.Shapes, ...]:
             table_width=engine.table_width,
             layers=kinds(parts),
             num_queries=engine.plan.num_queries,
+            num_parts=engine.num_parts,
         )
         for heads, parts in engine.layers
     )
@@ -194,5 +202,6 @@ def shapes_of(
 ) -> dict[str, tuple[Any, ...]]:
     """By op, the sets of shapes that its cases depend on, on one device."""
     topology = Topology.of(config.parallel)
-    engine = _Engine(model, plan, topology.tensor, topology.expert, config.model.max_logprobs, adaptation)
+    sizes = topology.tensor, topology.expert
+    engine = _Engine(model, plan, *sizes, config.model.max_logprobs, adaptation, topology.context)
     return {op: shapes(engine) for op, shapes in _SHAPES.items()}

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jaxllm import env
 from jaxllm.cache_spec import row_bytes
 from jaxllm.config import AUTO_MODEL_LEN, EngineConfig, resolve_platform_defaults
+from jaxllm.context.refused import refuse_model
 from jaxllm.engine import features as registered
 from jaxllm.engine.failures import explain, is_out_of_memory
 from jaxllm.engine.features import NO_FEATURES, Features
@@ -327,9 +328,12 @@ def resolve_sizes(
         logger.info("prompts of the checkpoint, for clients to write before their texts: %s", model_config.pooling.prompt_names)
     config = resolve_platform_defaults(config, on_gpu=on_gpu, device_bytes=device_bytes, is_mixture=bool(model_config.mixtures))
     check_lanes(config, model_config)
+    refuse_model(model_config, topology.context)
     model_config = _split(model_config, topology.tensor)
     config = config.replace(
-        attention_implementation=attention_implementation(attention, model_config, config.cache.block_size, on_gpu=on_gpu),
+        attention_implementation=attention_implementation(
+            attention, model_config, config.cache.block_size, on_gpu=on_gpu, has_part=topology.context > 1
+        ),
         runner="generate" if model_config.generates else "pooling",
         enable_prefix_caching=_prefix_caching(config, model_config),
         expert_load=counts_experts(config, model_config),
@@ -374,9 +378,13 @@ def counts_experts(config: EngineConfig, model: ModelConfig) -> bool:
             f"expert_load is set, but {model.architecture} is computed by {model.model_class}, and only jaxllm's own decoder counts "
             "tokens of experts; leave it out"
         )
+    if asked and options.prefill_context_parallel_size > 1:
+        raise ConfigError(
+            "expert_load is set with prefill_context_parallel_size, whose devices see different tokens; leave one of them out"
+        )
     if asked is not None:
         return asked
-    is_distributed = Topology.of(options).expert > 1
+    is_distributed = Topology.of(options).expert > 1 and options.prefill_context_parallel_size == 1
     return is_distributed and own_class and registered.EXPERT_LOAD is not None
 
 

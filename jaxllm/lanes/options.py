@@ -15,6 +15,11 @@ def check_lanes(config: EngineConfig, model: ModelConfig) -> None:
         ("speculative_config is set", config.speculative.speculative_config is None, "drafts have no experts to share"),
         ("enable_lora is set", not config.lora.enable_lora, "adapters are not given to several lanes"),
         ("pipeline_parallel_size is set", config.parallel.pipeline_parallel_size == 1, "lanes have no stages"),
+        (
+            "prefill_context_parallel_size is set",
+            config.parallel.prefill_context_parallel_size == 1,
+            "a lane's devices do not split tokens",
+        ),
         ("nnodes is set", config.parallel.nnodes == 1, "lanes lie on one host"),
         ("compiled_artifact is set", config.compile.compiled_artifact is None, "an artifact has the programs of one lane"),
         (

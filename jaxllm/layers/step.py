@@ -76,6 +76,8 @@ class Step:
     chosen: list[tuple[str, Array]] | None = None
     """Collects the experts that tokens chose, int32 [T, k], -1 for padding, with the name of their mixture: one for each run of the step's
     tokens. None: nobody asks."""
+    attended_positions_T: Array | None = None
+    """Positions of the tokens that attention takes, where these are more than this device computes; None: they are the same."""
     wanted_features: Collection[int] = ()
     """Layers whose input `features` is to hold; one more than the last layer has stands for what the last one leaves."""
     features: dict[int, Array] = field(default_factory=dict)
@@ -108,10 +110,11 @@ class Step:
         return self.shards.index if self.exchange is None else self.exchange.rank
 
     def angles(self, rope: Rope | None, head_dim: int) -> tuple[Array, Array]:
-        """Cosine and sine, float32 [T, H/2], of every token; layers with equal ropes share them."""
+        """Cosine and sine, float32 [T, H/2], of every token that attention takes; layers with equal ropes share them."""
         key = (rope, head_dim)
         if key not in self._angles:
-            self._angles[key] = rope_angles(rope, head_dim, self.positions_T)
+            positions_T = self.positions_T if self.attended_positions_T is None else self.attended_positions_T
+            self._angles[key] = rope_angles(rope, head_dim, positions_T)
         return self._angles[key]
 
 

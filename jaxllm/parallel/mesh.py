@@ -13,6 +13,8 @@ from jaxllm.parallel.topology import Topology
 
 TENSOR = "tensor"
 """The mesh axis that heads, feed-forward columns and vocabulary are split over."""
+CONTEXT = "context"
+"""The mesh axis that tokens, and the slots of each block of the cache, are split over; a mesh of one such device has no such axis."""
 
 DATA = "data"
 """The mesh axis of lanes: each has requests of its own, and all that is split over `TENSOR`; experts are split over both."""
@@ -24,7 +26,7 @@ def make_mesh(tensor_parallel_size: int = 1, devices: Sequence[jax.Device] | Non
 
 
 def meshes_of(topology: Topology, devices: Sequence[jax.Device] | None = None) -> tuple[Mesh, ...]:
-    """The devices of a topology, the first of this machine: a row for each stage, or with lanes one mesh of both axes.
+    """The devices of a topology, the first of this machine, in a row for each stage, or in `context` or `data` rows.
 
     Raises ConfigError if there are fewer.
     """
@@ -38,12 +40,10 @@ def meshes_of(topology: Topology, devices: Sequence[jax.Device] | None = None) -
             + _way_out(topology, count)
             + (f", or show it more ({hidden})" if hidden else "")
         )
-    found = np.array(devices[: topology.num_devices])
-    if topology.data > 1:
-        both = found.reshape(topology.data, topology.tensor)
-        return (Mesh(both, (DATA, TENSOR), axis_types=(AxisType.Auto,) * 2),)
-    rows = found.reshape(topology.stage, topology.tensor)
-    return tuple(Mesh(row, (TENSOR,), axis_types=(AxisType.Auto,)) for row in rows)
+    rows = {name: size for name, size in ((DATA, topology.data), (CONTEXT, topology.context)) if size > 1}
+    axes, shape = (*rows, TENSOR), (*rows.values(), topology.tensor)
+    stages = np.array(devices[: topology.num_devices]).reshape(topology.stage, *shape)
+    return tuple(Mesh(stage, axes, axis_types=(AxisType.Auto,) * len(axes)) for stage in stages)
 
 
 def _way_out(topology: Topology, count: int) -> str:
@@ -57,6 +57,11 @@ def _way_out(topology: Topology, count: int) -> str:
 def tensor_size(mesh: Mesh) -> int:
     """Devices of a mesh that each layer is split over."""
     return mesh.shape[TENSOR]
+
+
+def context_size(mesh: Mesh) -> int:
+    """Devices of a mesh, or groups of those that each layer is split over, that tokens are split over."""
+    return mesh.shape.get(CONTEXT, 1)
 
 
 def lane_meshes(mesh: Mesh) -> tuple[Mesh, ...]:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Topology:
-    """The devices of one engine: `num_devices` of them, side by side in stages or lanes of `tensor` devices."""
+    """The devices of one engine: `num_devices` of them, side by side in stages or lanes of `context` times `tensor` devices."""
 
     tensor: int = 1
     """Devices that each layer is split over."""
@@ -17,14 +17,21 @@ class Topology:
     """Stages of a pipeline, each with layers of its own."""
     has_expert_parallel: bool = False
     """Whether each of these holds whole experts of a mixture, instead of a share of each."""
+    context: int = 1
+    """Devices, or groups of `tensor` devices, with the same weights that split tokens and the KV cache by tokens."""
     data: int = 1
     """Lanes: groups of `tensor` devices with requests of their own, which share the experts of a mixture."""
 
     @classmethod
     def of(cls, options: "ParallelOptions") -> "Topology":
         """The topology that an engine's options ask for."""
-        size, has_experts = options.tensor_parallel_size, options.enable_expert_parallel
-        return cls(size, options.pipeline_parallel_size, has_experts, options.num_lanes)
+        return cls(
+            options.tensor_parallel_size,
+            options.pipeline_parallel_size,
+            options.enable_expert_parallel,
+            options.prefill_context_parallel_size,
+            options.num_lanes,
+        )
 
     @property
     def expert(self) -> int:
@@ -33,15 +40,24 @@ class Topology:
 
     @property
     def num_devices(self) -> int:
-        return self.data * self.tensor * self.stage
+        return self.data * self.stage * self.stage_devices
+
+    @property
+    def stage_devices(self) -> int:
+        """Devices of a stage or of a lane, which share its cache."""
+        return self.context * self.tensor
 
     def describe(self) -> str:
         """What was asked for, by the names of its options."""
-        if self.data > 1:
-            return f"data_parallel_size is {self.data} and tensor_parallel_size {self.tensor}, which takes {self.num_devices} devices"
-        if self.stage == 1:
+        others = {
+            "pipeline_parallel_size": self.stage,
+            "prefill_context_parallel_size": self.context,
+            "data_parallel_size": self.data,
+        }
+        said = [f"{name} is {size}" for name, size in others.items() if size > 1]
+        if not said:
             return f"tensor_parallel_size is {self.tensor}"
-        return f"pipeline_parallel_size is {self.stage} and tensor_parallel_size {self.tensor}, which takes {self.num_devices} devices"
+        return f"{', '.join(said)} and tensor_parallel_size {self.tensor}, which takes {self.num_devices} devices"
 
 
 ONE_DEVICE = Topology()

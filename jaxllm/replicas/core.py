@@ -82,7 +82,7 @@ class Replicas:
         assert config.scheduler.max_num_seqs is not None
         self.balancer = Balancer(
             len(self.clients),
-            block_size=config.cache.block_size,
+            block_size=config.block_tokens,
             max_num_seqs=config.scheduler.max_num_seqs,
             hash_algorithm=config.cache.prefix_caching_hash_algo,
             prefix_caching=bool(config.cache.enable_prefix_caching),

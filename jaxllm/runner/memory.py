@@ -200,14 +200,14 @@ def memory_plan(
     else:
         device, limit = f"a GPU of {_size(device_bytes)}", usable_bytes(config, device_bytes)
     if weight_bytes is None:
-        weight_bytes = build.weight_bytes(model) // topology.tensor
+        weight_bytes = build.weight_bytes(model) // topology.tensor  # devices that split tokens have all weights
     num_queries, num_features = (1, 0) if drafter is None else (1 + drafter.num_drafts, len(drafter.feature_layers))
     if work_bytes is None:
         work_bytes = estimate_work_bytes(config, model, width=num_queries, num_features=num_features)
     cache = whole_cache(config, model, drafter)
     if layers is not None:
         cache = cache.of_layers(layers)
-    block_size, block_bytes = cache.block_size, cache.block_bytes // topology.tensor
+    block_size, block_bytes = cache.block_size, cache.block_bytes // topology.stage_devices
     wanted_len = config.model.max_model_len
     max_len = model.max_position if wanted_len in (None, AUTO_MODEL_LEN) else wanted_len
     assert max_len is not None and config.scheduler.max_num_seqs is not None
@@ -238,7 +238,7 @@ def memory_plan(
         num_affordable = max(0, cache_bytes // block_bytes) if block_bytes else useful  # a stage may have no layer with blocks
         num_blocks = min(num_affordable, useful, (2**31 - 1) // block_size)
         for array in cache.arrays:
-            values_per_block = array.num_heads // topology.tensor * block_size * array.width
+            values_per_block = array.num_heads // topology.tensor * (block_size // topology.context) * array.width
             num_blocks = countable_blocks(num_blocks, values_per_block, jnp.dtype(array.dtype).itemsize)
     if wanted_len == AUTO_MODEL_LEN:
         max_len = max(1, min(max_len, cache.max_tokens(num_blocks - 1)))
@@ -252,7 +252,7 @@ def memory_plan(
         max_len,
         sized_by,
         _collective_bytes(topology) if on_gpu else 0,
-        topology.tensor,
+        topology.stage_devices,
         on_gpu,
         num_rows,
         num_queries,
@@ -265,7 +265,7 @@ def whole_cache(config: EngineConfig, model: ModelConfig, drafter: Drafter | Non
     specs = cache_specs(model, disable_windows=config.cache.disable_hybrid_kv_cache_manager)
     return cache_layout(
         specs if drafter is None else (*specs, *drafter.cache_specs),
-        block_size=config.cache.block_size,
+        block_size=config.block_tokens,
         max_step_tokens=config.scheduler.max_num_batched_tokens or 0,
     )
 
@@ -301,9 +301,12 @@ def estimate_work_bytes(config: EngineConfig, model: ModelConfig, *, width: int 
     sampling = 6 * 4 * max(max_rows, min(max_rows, MAX_DRAFT_ROWS) * width) * model.vocab_size
     rows = (spec.bytes_per_row for spec in cache_specs(model) if isinstance(spec, RowState))
     states = 3 * scheduler.max_num_seqs * max(rows, default=0) // size  # of one layer: gathered, changed and scattered
-    waiting = entering_bytes(model, scheduler.max_num_batched_tokens, topology.stage)
-    waiting += exchange_bytes(model, scheduler.max_num_batched_tokens, topology)
-    largest = scheduler.max_num_batched_tokens * per_token * itemsize
+    num_tokens = scheduler.max_num_batched_tokens
+    waiting = entering_bytes(model, num_tokens, topology.stage) + exchange_bytes(model, num_tokens, topology)
+    largest = -(-num_tokens // topology.context) * per_token * itemsize
+    if topology.context > 1:  # each device attends with all tokens: their projections, and results of all parts
+        attended = max(layer.attention.values_per_token for layer in set(model.layers))
+        largest += num_tokens * (2 * attended // size + model.hidden_size) * itemsize
     return int(1.25 * (largest + sampling + states)) + widened + waiting + (64 << 20)
 
 
@@ -458,7 +461,7 @@ def _other_bytes(topology: Topology) -> int:
 
 
 def _collective_bytes(topology: Topology) -> int:
-    return COLLECTIVE_BYTES if topology.tensor * topology.data > 1 else 0
+    return COLLECTIVE_BYTES if topology.data * topology.stage_devices > 1 else 0
 
 
 def _size(num_bytes: int) -> str:

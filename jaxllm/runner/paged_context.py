@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxllm.cache_spec import LayerPlace
+from jaxllm.context import ContextDevices
 from jaxllm.layers.attend import LatentProjection, Projection
 from jaxllm.layers.row_states import StateRows
 from jaxllm.runner.kernels import Kernels
@@ -38,6 +39,8 @@ class PagedContext:
     num_queries: int | None
     """Tokens of each row, in a step where every row has as many; None: any mix."""
     kernels: Kernels
+    devices: ContextDevices | None = None
+    """Those that split tokens: the caches are this one's parts, projections are of its share of the tokens, and so are outputs."""
 
     def __call__(
         self,
@@ -65,6 +68,7 @@ class PagedContext:
             sinks_KG,
             num_queries=self.num_queries,
             kernels=self.kernels,
+            devices=self.devices,
             scale=scale,
             window=window,
             soft_cap=soft_cap,
@@ -105,7 +109,7 @@ class PagedContext:
         return place, self.tables[place.group]
 
 
-@partial(jax.jit, static_argnames=("num_queries", "kernels", "scale", "window", "soft_cap"))
+@partial(jax.jit, static_argnames=("num_queries", "kernels", "devices", "scale", "window", "soft_cap"))
 def _write_and_attend(
     projection: Projection,
     k_pages_PKSH: jax.Array,
@@ -118,16 +122,19 @@ def _write_and_attend(
     *,
     num_queries: int | None,
     kernels: Kernels,
+    devices: ContextDevices | None,
     scale: float,
     window: int | None,
     soft_cap: float | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One layer, over the heads of this device. Returns outputs and caches.
+    """One layer, over the heads of this device, and over its part of the keys if `devices` split them. Returns outputs and caches.
 
     A jit of its own, though always inside a step's program: layers that are alike share one trace and one lowering of the kernels.
     """
     scale_2 = projection.kv_scale_2
     k_scale, v_scale = (None, None) if scale_2 is None else (scale_2[0], scale_2[1])
+    if devices is not None:
+        projection = devices.of_all_tokens(projection, len(slot_T))
     q_TKGH, k_pages, v_pages = rope_and_write(
         projection.qkv_TKGH,
         projection.cos_TH,
@@ -148,16 +155,20 @@ def _write_and_attend(
         attention = partial(paged_decode, q_TKGH, k_pages, v_pages, page_table_RB, kv_length_R, num_queries=num_queries)
     else:
         attention = partial(paged_attention, q_TKGH, k_pages, v_pages, page_table_RB, query_start_R1, kv_length_R)
-    out = attention(
+    out: Any = attention(
         scale=scale,
         window=window,
         soft_cap=soft_cap,
         k_scale=k_scale,
         v_scale=v_scale,
-        sinks_KG=sinks_KG,
+        sinks_KG=sinks_KG if devices is None else None,
+        part=None if devices is None else devices.part,
         implementation=kernels.paged_attention,
         interpret=kernels.interpret,
     )
+    if devices is not None:
+        out_TKGH, lse_TKG = out
+        out = devices.combined(out_TKGH, lse_TKG, sinks_KG)
     return out, k_pages, v_pages
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.cache_spec import CacheLayout, LayerPlace
+from jaxllm.context import ContextDevices
 from jaxllm.layers.row_states import StateRows
 from jaxllm.layers.step import Step, choose_experts, compute_experts, gated_delta
 from jaxllm.parallel.shards import Shards
@@ -154,30 +155,40 @@ def make_step(
     shards: Shards,
     wanted_features: Sequence[int] = (),
     entering_TD: jax.Array | None = None,
+    devices: ContextDevices | None = None,
 ) -> Step:
-    """What a model with these layers runs on. It replaces the arrays in `caches`."""
+    """What a model with these layers runs on. It replaces the arrays in `caches`.
+
+    devices: those that split tokens, of which the step has this one's share."""
+    tables, position_T, is_real_T = places.tables, places.position_T, places.is_real_T
+    if devices is not None:
+        page_size = caches[0].shape[2]
+        tables = tuple(table._replace(slot_T=devices.own_slots(table.slot_T, page_size)) for table in tables)
+        token_ids_T, position_T, is_real_T = devices.share((token_ids_T, position_T, is_real_T))
     context = PagedContext(
         caches=caches,
         places=layers,
-        tables=places.tables,
+        tables=tables,
         query_start_R1=places.query_start_R1,
         kv_length_R=places.kv_length_R,
         rows=places.rows,
         num_queries=places.num_queries,
         kernels=kernels,
+        devices=devices,
     )
     return Step(
         token_ids_T,
-        places.position_T,
+        position_T,
         context,
         shards,
-        places.is_real_T,
+        is_real_T,
         choose_experts=partial(choose_experts, implementation=kernels.expert_choice, interpret=kernels.interpret),
         experts=partial(compute_experts, implementation=kernels.grouped_matmul, interpret=kernels.interpret),
         attend_to_latents=context.attend_to_latents,
         states=context,
         gated_delta=partial(gated_delta, implementation=kernels.gated_delta, interpret=kernels.interpret),
         entering_TD=entering_TD,
+        attended_positions_T=None if devices is None else places.position_T,
         wanted_features=wanted_features,
     )
 

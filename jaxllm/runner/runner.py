@@ -13,11 +13,11 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxllm.config import EngineConfig
+from jaxllm.context import make_context
 from jaxllm.layers.decoder import CausalLM
 from jaxllm.loaders.layout import delete, zeros
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.across_hosts import put, spans_hosts
-from jaxllm.parallel.mesh import tensor_size
 from jaxllm.parallel.shards import make_shards
 from jaxllm.progress import SILENT, Progress
 from jaxllm.runner import warm_up
@@ -109,6 +109,7 @@ class ModelRunner:
             drafting=None if drafter is None else DraftFunctions(drafter, merges[1:2], model_config.num_layers),
             adapting=adapting,
             counting=ExpertCounting.of(model_config, model.layers) if config.observe.expert_load else None,
+            context=make_context(mesh),
         )
         num_drafts = 0 if drafter is None else drafter.num_drafts
         self.buckets = Buckets.choose(config, on_gpu=on_gpu, num_drafts=num_drafts)
@@ -158,7 +159,7 @@ class ModelRunner:
         """Small arrays between free places: see `_small_places`."""
         self.peers: Peers | None = None
         """Devices that exchange through each other's memory."""
-        self._on_gpu, self._on_one_gpu = on_gpu, on_gpu and tensor_size(mesh) == 1
+        self._on_gpu, self._on_one_gpu = on_gpu, on_gpu and mesh.size == 1
         # On a CPU, launches are too cheap for a thread.
         self._launcher = Launcher() if on_gpu else None
         self.num_steps = 0

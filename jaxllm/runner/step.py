@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.cache_spec import CacheLayout
+from jaxllm.context import ContextDevices
 from jaxllm.layers.step import Adapt, Step
 from jaxllm.parallel.shards import PEERS_LOST, Shards
 from jaxllm.runner.adaptation import Adapting
@@ -92,6 +93,8 @@ class StepFunctions:
     """What adapts the model to requests; None without."""
     counting: ExpertCounting | None = None
     """What counts the tokens of experts; None: they are not counted."""
+    context: ContextDevices | None = None
+    """Devices that split tokens; None: each computes all."""
 
     def forward(
         self,
@@ -118,8 +121,8 @@ class StepFunctions:
         kept = list(caches)
         step = self._step(kept, token_ids_T, places, shards, entering_TD)
         if adapted:
-            step.adapt = self._adapt(params, _slots(columns_RC, places), shards)
-        hidden_TD = self.merge(params)(step)
+            step.adapt = self._adapt(params, self._share(_slots(columns_RC, places)), shards)
+        hidden_TD = self._whole(self.merge(params)(step), layout.num_tokens)
         rows = self._count_experts(rows, step)
         hidden_TD = shards.check(hidden_TD, jnp.nan)
         drafts_R1 = columns_RC[:, Column.NUM_DRAFTS, None]
@@ -163,10 +166,13 @@ class StepFunctions:
         kept = list(caches)
         step = self._step(kept, token_ids_T, places, shards, entering_TD)
         if adapted:
-            step.adapt = self._adapt(params, _slots(columns_RC, places), shards)
-        hidden_TD = self.merge(params)(step)
+            step.adapt = self._adapt(params, self._share(_slots(columns_RC, places)), shards)
+        hidden_TD = self._whole(self.merge(params)(step), len(token_ids_T))
         rows = self._count_experts(rows, step)
-        logits_TV = self._logits(params, hidden_TD, shards, step.adapt)
+        adapt = step.adapt
+        if adapted and self.context is not None:
+            adapt = self._adapt(params, _slots(columns_RC, places), shards)
+        logits_TV = self._logits(params, hidden_TD, shards, adapt)
         token_T = self._draw_after_drafts(variant, logits_TV, rows, columns_RC, width, shards)
         token_T = shards.check(token_T, PEERS_LOST)
         caches = tuple(kept)
@@ -351,7 +357,9 @@ class StepFunctions:
     ) -> Step:
         """What the model runs on. It replaces the arrays in `caches`."""
         wanted = () if self.drafting is None else self.drafting.drafter.feature_layers
-        step = make_step(caches, token_ids_T, places, self.cache.places, self.kernels, shards, wanted, entering_TD)
+        step = make_step(
+            caches, token_ids_T, places, self.cache.places, self.kernels, shards, wanted, entering_TD, self.context
+        )
         step.chosen = None if self.counting is None else []
         return step
 
@@ -365,6 +373,14 @@ class StepFunctions:
         """The rows' arrays with no tokens of experts, and those counted so far."""
         assert rows.expert_tokens_LE is not None, "tokens of experts are not counted"
         return rows._replace(expert_tokens_LE=jnp.zeros_like(rows.expert_tokens_LE)), rows.expert_tokens_LE
+
+    def _share(self, x_T: jax.Array) -> jax.Array:
+        """Of an array by token, the tokens that this device computes."""
+        return x_T if self.context is None else self.context.share(x_T)
+
+    def _whole(self, hidden_TD: jax.Array, num_tokens: int) -> jax.Array:
+        """The hidden states of all tokens, from those that this device computed."""
+        return hidden_TD if self.context is None else self.context.whole(hidden_TD, num_tokens)
 
     def _adapt(self, params: Params, slot_T: jax.Array, shards: Shards) -> Adapt:
         assert self.adapting is not None, "the engine has no adapters"

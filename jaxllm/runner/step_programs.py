@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxllm.cache_spec import CacheArray, CacheLayout, StateArray
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.across_hosts import spans_hosts
-from jaxllm.parallel.mesh import TENSOR, tensor_size
+from jaxllm.parallel.mesh import CONTEXT, TENSOR, context_size, tensor_size
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.drafts import DraftRows, kept_logits
 from jaxllm.runner.layout import NUM_ROW_COLUMNS, Column, StepLayout, decode_layout, mixed_layout
@@ -85,7 +85,14 @@ class StepPrograms:
 
     @property
     def by_heads(self) -> NamedSharding:
-        return NamedSharding(self.mesh, PartitionSpec(None, "tensor"))
+        return NamedSharding(self.mesh, PartitionSpec(None, TENSOR))
+
+    @property
+    def by_heads_and_slots(self) -> NamedSharding:
+        """Of arrays [blocks, heads, slots of a block, width]: devices that split tokens have some slots of each block."""
+        if context_size(self.mesh) == 1:
+            return self.by_heads
+        return NamedSharding(self.mesh, PartitionSpec(None, TENSOR, CONTEXT))
 
     def all_keys(self) -> list[ProgramKey]:
         """Every program that traffic can reach."""
@@ -411,7 +418,7 @@ class StepPrograms:
         def blocks(array: CacheArray) -> jax.ShapeDtypeStruct:
             shape = (self.num_blocks, array.num_heads, self.cache.block_size, array.width)
             dtype = jnp.dtype(array.dtype)
-            return jax.ShapeDtypeStruct(shape, bits_type(dtype) if as_bits else dtype, sharding=self.by_heads)
+            return jax.ShapeDtypeStruct(shape, bits_type(dtype) if as_bits else dtype, sharding=self.by_heads_and_slots)
 
         def rows(array: StateArray) -> jax.ShapeDtypeStruct:
             shape = (self.buckets.max_rows + 1, array.num_heads, *array.shape)
@@ -421,7 +428,7 @@ class StepPrograms:
 
     @property
     def _cache_shardings(self) -> tuple[NamedSharding, ...]:
-        return (self.by_heads,) * (len(self.cache.arrays) + len(self.cache.states))
+        return (self.by_heads_and_slots,) * len(self.cache.arrays) + (self.by_heads,) * len(self.cache.states)
 
     @property
     def rows(self) -> Any:

@@ -73,10 +73,12 @@ class KVCacheManager:
         max_step_tokens: int,
         policies: Sequence[CachePolicy] = (FULL,),
         num_lookahead: int = 0,
+        block_size: int | None = None,
     ):
         """max_step_tokens: most tokens of a request that one step computes. policies: of each group. num_lookahead: slots that a
-        request gets behind the tokens of a step that draws, up to its most tokens, for a drafter to write to."""
-        self.block_size = options.block_size
+        request gets behind the tokens of a step that draws, up to its most tokens, for a drafter to write to. block_size: tokens of a
+        block over all devices that split it; None: the option's."""
+        self.block_size = block_size or options.block_size
         self.enable_prefix_caching = bool(options.enable_prefix_caching)
         self.pool = BlockPool(num_blocks)
         self.policies = tuple(policies)

@@ -50,10 +50,13 @@ class Scheduler:
         drafts: DraftControl | None = None,
         rooms: Sequence[AdmissionRoom] = (),
         num_stages: int = 1,
+        block_size: int | None = None,
     ):
         """policies: of each group of layers that has block tables of its own. drafts: how many each request gets; None: none.
         rooms: what a request needs beside blocks. num_stages: so many steps in a row are of different requests, because the first
-        stage of a pipeline would wait for a token that the last one has yet to draw."""
+        stage of a pipeline would wait for a token that the last one has yet to draw. block_size: tokens of a block over all devices
+        that split it; None: the option's."""
+        block_size = block_size or cache.block_size
         check_options(options, max_model_len)
         assert options.max_num_seqs is not None and options.max_num_batched_tokens is not None
         self.options = options
@@ -67,6 +70,7 @@ class Scheduler:
             KVCacheManager,
             cache,
             num_blocks,
+            block_size=block_size,
             policies=policies,
             max_step_tokens=options.max_num_batched_tokens,
             num_lookahead=0 if drafts is None else drafts.num_lookahead,
@@ -80,9 +84,7 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._num_left_waiting = 0
         """Requests that did not fit into the latest step."""
-        self._extend_hashes = (
-            block_hasher(cache.block_size, cache.prefix_caching_hash_algo) if cache.enable_prefix_caching else None
-        )
+        self._extend_hashes = block_hasher(block_size, cache.prefix_caching_hash_algo) if cache.enable_prefix_caching else None
         self._num_watermark_blocks = int(options.watermark * num_blocks)
         self._in_flight: dict[int, list[Share]] = {}
         self._prompt_tokens_of: dict[int, int] = {}

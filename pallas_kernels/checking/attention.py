@@ -6,7 +6,7 @@ Two ways to the same: on the device in plain JAX, for large batches, and on the 
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.paged_attention import reference
+from pallas_kernels.paged_attention.parts import Part, combine
 
 TOLERANCE = {"float32": 2e-5, "float16": 3e-3, "bfloat16": 1.5e-2}
 """Of the worst query head's relative error: a few roundings of the result, its weights rounded to the type."""
@@ -54,6 +55,8 @@ class Batch:
     """Of each row of a decode."""
     table_width: int = 0
     """Pages in a row of the table, if more than the longest row needs."""
+    num_parts: int = 1
+    """Caches that the keys are split over, each with `page_size / num_parts` slots of each page here: all are run, and combined."""
 
     @property
     def query_lengths(self) -> list[int]:
@@ -139,12 +142,37 @@ def places(batch: Batch, rng: np.random.Generator) -> Places:
 def call(module: Any, batch: Batch, **options: Any) -> Callable[..., jax.Array]:
     """An implementation (`paged_attention` and `paged_decode`) as a function of the batch's arrays."""
 
+    if batch.num_parts > 1:
+        return _in_parts(module, batch, options)
+
     def run(q, k, v, table, query_start, kv_length, *others):
         named = {**batch.options, **batch.named(others), **options}
         if batch.prompts:
             return module.paged_attention(q, k, v, table, query_start, kv_length, **named)
         several = {"num_queries": batch.num_queries} if batch.num_queries > 1 else {}
         return module.paged_decode(q, k, v, table, kv_length, **several, **named)
+
+    return run
+
+
+def _in_parts(module: Any, batch: Batch, options: dict[str, Any]) -> Callable[..., jax.Array]:
+    """The same over each part of the keys, combined."""
+    slots = batch.page_size // batch.num_parts
+    each = replace(batch, num_parts=1, page_size=slots, has_sinks=False)
+
+    def run(q, k, v, table, query_start, kv_length, *others):
+        named = batch.named(others)
+        sinks_KG = named.pop("sinks_KG", None)
+
+        def of_part(own: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            rank, *pages = own
+            function = call(module, each, **options, part=Part(rank, batch.num_parts))
+            return function(q, *pages, table, query_start, kv_length, *named.values())  # type: ignore[return-value]
+
+        # A loop: as on a device, the rank is known when the program runs.
+        pages = (jnp.stack(jnp.split(x, batch.num_parts, axis=2)) for x in (k, v))
+        out_C, lse_C = jax.lax.map(of_part, (jnp.arange(batch.num_parts, dtype=jnp.int32), *pages))
+        return combine(out_C, lse_C, sinks_KG)
 
     return run
 

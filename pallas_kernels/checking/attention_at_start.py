@@ -55,6 +55,8 @@ class Shapes:
     """Whether stored keys and values have scales."""
     num_queries: int = 1
     """Of each row in decodes of several queries; 1: there are none."""
+    num_parts: int = 1
+    """Devices that split the keys of a row, each with pages of `page_size`."""
 
 
 def cases(shapes: Shapes, implementation: str, *, interpret: bool) -> list[Case]:
@@ -77,7 +79,7 @@ def cases(shapes: Shapes, implementation: str, *, interpret: bool) -> list[Case]
 
 
 def batches(shapes: Shapes, layer: Layer) -> list[Batch]:
-    page = shapes.page_size
+    page = shapes.page_size * shapes.num_parts
     window = None if layer.window is None else min(layer.window, MAX_WINDOW)
     around = () if window is None else (max(1, window - 1), window)
     num_short = max(8, -(-_MANY_ITEMS // (shapes.num_kv_heads * shapes.num_groups)))
@@ -114,6 +116,7 @@ def batches(shapes: Shapes, layer: Layer) -> list[Batch]:
         "has_scales": shapes.has_scales,
         "has_sinks": layer.has_sinks,
         "table_width": shapes.table_width,
+        "num_parts": shapes.num_parts,
     }
     decodes = {
         "8 rows": (*few, 3 * page - 1 if window is None else window + 1),

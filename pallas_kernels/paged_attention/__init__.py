@@ -15,10 +15,12 @@ Products accumulate in float32, float32 operands are multiplied in full precisio
 
 import importlib
 from types import ModuleType
+from typing import Any
 
 import jax
 from jax.typing import ArrayLike, DTypeLike
 
+from pallas_kernels.paged_attention.parts import Part
 from pallas_kernels.paged_attention.queries import check_rows
 
 IMPLEMENTATIONS = {
@@ -35,6 +37,8 @@ One that needs packages which may not be there also has missing(), and supports 
 """
 
 PREFERENCE = ("mosaic", "triton", "xla")
+TAKING_PARTS = ("reference", "xla", "triton", "mosaic")
+"""Those whose functions take `part`."""
 
 
 def paged_attention(
@@ -51,9 +55,10 @@ def paged_attention(
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
     sinks_KG: jax.Array | None = None,
+    part: Part | None = None,
     implementation: str | None = None,
     interpret: bool = False,
-) -> jax.Array:
+) -> Any:
     """Causal attention of a ragged batch of queries over their rows' keys -> out_TKGH, of q's type.
 
     window: a query sees only the last `window` positions, itself included.
@@ -61,10 +66,14 @@ def paged_attention(
     k_scale, v_scale: float32 scalars, what the stored keys and values are multiplied with; None: nothing. For float8_e4m3fn caches.
     sinks_KG: float32, a score of each query head that takes part in the softmax as if it were that of a key whose value is zero;
         neither scaled nor capped. None: no such score.
+    part: the cache holds a part of the keys: page b of row r is page_table_RB[r, b] of every part, and kv_length_R counts the keys of
+        all. The result is then (out_TKGH, lse_TKG), over the keys of this part: lse is the natural logarithm of the softmax's sum,
+        float32, `parts.NO_KEYS` where the part has no key for a query, whose out is zeros. `parts.combine` makes attention of
+        all parts, and takes the sinks, which must not be given here.
     implementation: a key of IMPLEMENTATIONS, or None for the first of PREFERENCE that takes the case on the default backend.
     interpret: run a Pallas kernel as plain JAX, on any platform.
     """
-    module = _resolve(implementation, q_TKGH, k_pages_PKSH, sinks_KG is not None, interpret)
+    module = _resolve(implementation, q_TKGH, k_pages_PKSH, sinks_KG is not None, interpret, part)
     return module.paged_attention(
         q_TKGH,
         k_pages_PKSH,
@@ -79,6 +88,7 @@ def paged_attention(
         v_scale=v_scale,
         sinks_KG=sinks_KG,
         interpret=interpret,
+        **_named(part),
     )
 
 
@@ -96,17 +106,23 @@ def paged_decode(
     v_scale: ArrayLike | None = None,
     sinks_KG: jax.Array | None = None,
     num_queries: int = 1,
+    part: Part | None = None,
     implementation: str | None = None,
     interpret: bool = False,
-) -> jax.Array:
+) -> Any:
     """`paged_attention` where every row has one query, its last position -> out_RKGH; a padding row gives zeros.
 
     num_queries: W, for a few queries of each row, its last W positions: q and the result are [R * W, K, G, H], query w of row r at
         r * W + w. A row has at least W keys, or none (padding).
+    part: as of `paged_attention`, for one query a row.
     Raises ValueError for what the implementation does not take, and if there are not W queries for each row of the page table.
     """
     check_rows(len(q_RKGH), len(page_table_RB), num_queries)
-    module = _resolve(implementation, q_RKGH, k_pages_PKSH, sinks_KG is not None, interpret)
+    if part is not None and num_queries > 1:
+        raise ValueError(
+            f"a decode over a part of the keys takes one query a row, num_queries is {num_queries}; use paged_attention"
+        )
+    module = _resolve(implementation, q_RKGH, k_pages_PKSH, sinks_KG is not None, interpret, part)
     several = {"num_queries": num_queries} if num_queries > 1 else {}
     return module.paged_decode(
         q_RKGH,
@@ -122,7 +138,13 @@ def paged_decode(
         sinks_KG=sinks_KG,
         interpret=interpret,
         **several,
+        **_named(part),
     )
+
+
+def _named(part: Part | None) -> dict[str, Part]:
+    """As an argument, of those that take it."""
+    return {} if part is None else {"part": part}
 
 
 def supports(
@@ -134,9 +156,12 @@ def supports(
     cache_dtype: DTypeLike | None = None,
     page_size: int = 16,
     has_sinks: bool = False,
+    has_part: bool = False,
     interpret: bool = False,
 ) -> bool:
     """Whether an implementation takes a case, on the platform it is made for. cache_dtype: None for that of the queries."""
+    if has_part and implementation not in TAKING_PARTS:
+        return False
     module = importlib.import_module(IMPLEMENTATIONS[implementation])
     return module.supports(
         platform="gpu",
@@ -165,13 +190,15 @@ def candidates(
     cache_dtype: DTypeLike | None = None,
     page_size: int = 16,
     has_sinks: bool = False,
+    has_part: bool = False,
 ) -> tuple[str, ...]:
     """The names of PREFERENCE that take a case, the fastest first; "reference" where none does."""
     case = {"dtype": dtype, "num_groups": num_groups, "head_dim": head_dim, "page_size": page_size, "has_sinks": has_sinks}
     found = [
         name
         for name in PREFERENCE
-        if importlib.import_module(IMPLEMENTATIONS[name]).supports(platform=platform, cache_dtype=cache_dtype or dtype, **case)
+        if (name in TAKING_PARTS or not has_part)
+        and importlib.import_module(IMPLEMENTATIONS[name]).supports(platform=platform, cache_dtype=cache_dtype or dtype, **case)
     ]
     return tuple(found) or ("reference",)
 
@@ -185,14 +212,19 @@ def choose(
     cache_dtype: DTypeLike | None = None,
     page_size: int = 16,
     has_sinks: bool = False,
+    has_part: bool = False,
 ) -> str:
     """The name of the fastest implementation for a case: the first of `candidates`."""
     case = {"dtype": dtype, "num_groups": num_groups, "head_dim": head_dim, "cache_dtype": cache_dtype, "page_size": page_size}
-    case["has_sinks"] = has_sinks
+    case |= {"has_sinks": has_sinks, "has_part": has_part}
     return candidates(platform=platform, **case)[0]  # type: ignore[arg-type]
 
 
-def _resolve(implementation: str | None, q: jax.Array, pages: jax.Array, has_sinks: bool, interpret: bool) -> ModuleType:
+def _resolve(
+    implementation: str | None, q: jax.Array, pages: jax.Array, has_sinks: bool, interpret: bool, part: Part | None
+) -> ModuleType:
+    if part is not None and has_sinks:
+        raise ValueError("sinks count once for all parts of the keys: give them to parts.combine, not beside part")
     num_groups, head_dim = q.shape[-2:]
     case = {
         "dtype": q.dtype,
@@ -201,6 +233,7 @@ def _resolve(implementation: str | None, q: jax.Array, pages: jax.Array, has_sin
         "cache_dtype": pages.dtype,
         "page_size": pages.shape[2],
         "has_sinks": has_sinks,
+        "has_part": part is not None,
     }
     if implementation is None:
         implementation = choose(platform=jax.default_backend(), **case)  # type: ignore[arg-type]
@@ -214,6 +247,6 @@ def _resolve(implementation: str | None, q: jax.Array, pages: jax.Array, has_sin
         raise ValueError(
             f"attention implementation {implementation!r} does not take {num_groups} query heads per key-value head "
             f"of width {head_dim} in {q.dtype} over a cache of {pages.dtype} with pages of {pages.shape[2]}"
-            f"{' and sinks' if has_sinks else ''}; use 'xla'"
+            f"{' and sinks' if has_sinks else ''}{' and parts of the keys' if part is not None else ''}; use 'xla'"
         )
     return importlib.import_module(IMPLEMENTATIONS[implementation])

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from pallas_kernels.paged_attention import mosaic_prefill, triton_prefill
+from pallas_kernels.paged_attention.parts import Part
 from pallas_kernels.paged_attention.ragged import by_row_length
 
 __all__ = ["paged_attention", "paged_decode", "supports"]
@@ -30,10 +31,11 @@ def paged_attention(
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
     sinks_KG: jax.Array | None = None,
+    part: Part | None = None,
     interpret: bool = False,
-) -> jax.Array:
+) -> Any:
     options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap}
-    options |= {"sinks_KG": sinks_KG, "interpret": interpret}
+    options |= {"sinks_KG": sinks_KG, "part": part, "interpret": interpret}
     scales: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale}
     if k_pages_PKSH.dtype.itemsize == 1:
         prefill = partial(triton_prefill.paged_attention, **options, **scales)
@@ -57,11 +59,12 @@ def paged_decode(
     v_scale: ArrayLike | None = None,
     sinks_KG: jax.Array | None = None,
     num_queries: int = 1,
+    part: Part | None = None,
     interpret: bool = False,
-) -> jax.Array:
-    """By whichever kernel was measured faster: Mosaic's for few rows of wide heads, else that of Triton."""
+) -> Any:
+    """By whichever kernel was measured faster: Mosaic's for few rows of wide heads, else that of Triton, which also takes parts."""
     num_rows, head_dim = len(kv_length_R), q_RKGH.shape[3]
-    if num_rows <= MAX_MOSAIC_DECODE_ROWS and head_dim >= 128:
+    if num_rows <= MAX_MOSAIC_DECODE_ROWS and head_dim >= 128 and part is None:
         # Imported late: it needs Mosaic, and `supports` has to answer where there is none.
         from pallas_kernels.paged_attention import mosaic_decode as kernels
     else:
@@ -80,6 +83,7 @@ def paged_decode(
         v_scale=v_scale,
         sinks_KG=sinks_KG,
         num_queries=num_queries,
+        **({} if part is None else {"part": part}),  # type: ignore[arg-type]
         interpret=interpret,
     )
 

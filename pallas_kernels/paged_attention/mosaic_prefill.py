@@ -28,6 +28,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_kernels import _compat, row_copies
+from pallas_kernels.paged_attention.parts import NO_KEYS, Part
 from pallas_kernels.paged_attention.tiles import COUNT, POSITION, ROW, TOKEN, make_tiles
 from pallas_kernels.row_copies import Rows
 
@@ -37,7 +38,7 @@ NUM_CONSUMERS = 2
 SWIZZLE_BYTES = 128
 SMEM_BYTES = 227 << 10
 TILE_ROWS = 8  # of the swizzled tiles in shared memory
-HAS_TAIL = 4  # column of the item table after those of a tile table
+HAS_TAIL, FIRST, END = 4, 5, 6  # columns of the item table after those of a tile table, the last two only over a part of the keys
 
 
 @dataclass(frozen=True)
@@ -91,10 +92,11 @@ def paged_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks_KG: jax.Array | None = None,
+    part: Part | None = None,
     interpret: Any = False,
     tiles: MosaicPrefillTiles | None = None,
     min_tokens: int = 1,
-) -> jax.Array:
+) -> Any:
     """Rows of fewer than min_tokens tokens are left out: what the result holds in their place is undefined."""
     num_tokens, num_kv_heads, num_groups, head_dim = q_TKGH.shape
     page_size = k_pages_PKSH.shape[2]
@@ -106,7 +108,7 @@ def paged_attention(
     padded_TKGH = jnp.pad(q_TKGH, ((0, padding), (0, 0), (0, 0), (0, 0))) if padding else q_TKGH
     heads_per_item = 2 if num_groups % 2 == 0 else 1
     item_tokens = tiles.block_q * NUM_CONSUMERS // heads_per_item
-    table_N5, num_items_1 = make_items(
+    table_NC, num_items_1 = make_items(
         query_start_R1,
         kv_length_R,
         num_tokens,
@@ -115,7 +117,10 @@ def paged_attention(
         window=window,
         min_tokens=min_tokens,
         heads=num_kv_heads * num_groups // heads_per_item,
+        part=part,
     )
+    if part is not None:
+        num_items_1 = jnp.concatenate([num_items_1, jnp.asarray(part.rank, jnp.int32).reshape(1)])
     num_ctas = 2 if interpret else _compat.num_cores()
     pieces = max(1, tiles.block_kv // page_size)
     dtype = q_TKGH.dtype
@@ -125,6 +130,7 @@ def paged_attention(
 
     def body(q_ref, k_ref, v_ref, page_table_ref, table_ref, num_items_ref, *others):
         sinks_refs, (out_ref, *refs) = others[: len(sinks)], others[len(sinks) :]
+        lse_ref = None if part is None else refs.pop(0)
         _Prefill(
             plgpu=plgpu,
             tiles=tiles,
@@ -142,12 +148,16 @@ def paged_attention(
             num_items_ref=num_items_ref,
             sinks_ref=sinks_refs[0] if sinks_refs else None,
             out_ref=out_ref,
+            lse_ref=lse_ref,
+            num_parts=None if part is None else part.count,
             **dict(zip(scratch, refs, strict=True)),
         ).run()
 
-    out_TKGH = plgpu.kernel(
+    out_type = jax.ShapeDtypeStruct(padded_TKGH.shape, dtype)
+    lse_type = jax.ShapeDtypeStruct((len(table_NC), num_kv_heads, num_groups, item_tokens), jnp.float32)
+    result = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct(padded_TKGH.shape, dtype),
+        out_type=out_type if part is None else (out_type, lse_type),
         scratch_types=list(scratch.values()),
         grid=(num_ctas,),
         grid_names=("cta",),
@@ -156,8 +166,20 @@ def paged_attention(
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         # Reads out of bounds give NaN.
         interpret=_compat.mosaic_interpret(interpret, out_of_bounds_reads="uninitialized"),
-    )(padded_TKGH, k_pages_PKSH, v_pages_PKSH, page_table_RB, table_N5, num_items_1, *sinks)
-    return out_TKGH[:num_tokens] if padding else out_TKGH
+    )(padded_TKGH, k_pages_PKSH, v_pages_PKSH, page_table_RB, table_NC, num_items_1, *sinks)
+    if part is None:
+        return result[:num_tokens] if padding else result
+    out_TKGH, lse_NKGM = result
+    return out_TKGH[:num_tokens], _by_token(lse_NKGM, table_NC, num_tokens)
+
+
+def _by_token(lse_NKGM: jax.Array, table_NC: jax.Array, num_tokens: int) -> jax.Array:
+    """[T, K, G], of what each item has for each line of its tiles."""
+    first_N1, count_N1 = table_NC[:, TOKEN, None], table_NC[:, COUNT, None]
+    token_NM = lax.div(first_N1, TILE_ROWS) * TILE_ROWS + jnp.arange(lse_NKGM.shape[3], dtype=jnp.int32)
+    is_own_NM = (token_NM >= first_N1) & (token_NM < first_N1 + count_N1)
+    empty = jnp.full((num_tokens, *lse_NKGM.shape[1:3]), NO_KEYS, jnp.float32)
+    return empty.at[jnp.where(is_own_NM, token_NM, num_tokens)].set(lse_NKGM.transpose(0, 3, 1, 2), mode="drop")
 
 
 def _check(q_TKGH: jax.Array, k_pages_PKSH: jax.Array, v_pages_PKSH: jax.Array, tiles: MosaicPrefillTiles) -> None:
@@ -214,25 +236,35 @@ def make_items(
     window: int | None,
     min_tokens: int,
     heads: int,
+    part: Part | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The tile table with those that see most keys first, and the number of work items, `heads` for each tile in use.
 
-    The fifth column, HAS_TAIL, is 1 where the last page that a tile sees has slots that its row does not own.
+    The fifth column, HAS_TAIL, is 1 where the last page that a tile sees has slots that its row does not own. Over a part of the keys
+    two more follow: the first of its keys that a tile sees, and the one behind the last; 0 if it sees none.
     """
     tiles_N4 = make_tiles(query_start_R1, kv_length_R, num_tokens, item_tokens, min_tokens=min_tokens, align=TILE_ROWS)
     end_N = jnp.where(tiles_N4[:, COUNT] > 0, jnp.maximum(tiles_N4[:, POSITION] + tiles_N4[:, COUNT], 0), 0)
     row_N = jnp.minimum(tiles_N4[:, ROW], kv_length_R.shape[0] - 1)
+    if part is not None:
+        end_N, kv_length_R = part.keys_before(end_N, page_size), part.keys_before(kv_length_R, page_size)
+        first_N = jnp.zeros_like(end_N)
+        if window is not None:
+            first_N = part.keys_before(tiles_N4[:, POSITION] - (window - 1), page_size)
+        first_N, end_N = (jnp.where(first_N < end_N, x, 0) for x in (first_N, end_N))
     tail_N = (end_N > 0) & (-(-end_N // page_size) * page_size > kv_length_R[row_N])
-    seen_N = end_N if window is None else jnp.minimum(end_N, tiles_N4[:, COUNT] + window)
+    seen_N = end_N if window is None else end_N - first_N if part is not None else jnp.minimum(end_N, tiles_N4[:, COUNT] + window)
     cost_N = jnp.where(tiles_N4[:, COUNT] > 0, seen_N + 1, 0)
     index_N = jnp.arange(cost_N.shape[0])
     before_NN = (cost_N[None, :] > cost_N[:, None]) | (
         (cost_N[None, :] == cost_N[:, None]) & (index_N[None, :] < index_N[:, None])
     )
     rank_N = jnp.sum(before_NN, axis=1, dtype=jnp.int32)
-    table_N5 = jnp.concatenate([tiles_N4.at[:, ROW].set(row_N), tail_N[:, None].astype(jnp.int32)], axis=1)
+    table_NC = jnp.concatenate([tiles_N4.at[:, ROW].set(row_N), tail_N[:, None].astype(jnp.int32)], axis=1)
+    if part is not None:
+        table_NC = jnp.concatenate([table_NC, first_N[:, None], end_N[:, None]], axis=1)
     num_items = jnp.sum(tiles_N4[:, COUNT] > 0, dtype=jnp.int32) * heads
-    return jnp.zeros_like(table_N5).at[rank_N].set(table_N5, unique_indices=True), num_items[None]
+    return jnp.zeros_like(table_NC).at[rank_N].set(table_NC, unique_indices=True), num_items[None]
 
 
 @dataclass(frozen=True)
@@ -246,8 +278,12 @@ class _Item:
     position: jax.Array
     row: Any = None  # what follows only the producer needs
     has_tail: Any = None
+    first_in_part: Any = None  # keys of the part
+    end_in_part: Any = None
 
     def end(self) -> jax.Array:
+        if self.end_in_part is not None:
+            return self.end_in_part
         return jnp.where(self.count > 0, jnp.maximum(self.position + self.count, 0), 0)
 
 
@@ -267,10 +303,12 @@ class _Prefill:
     k_ref: Any  # [P, K, S, H]
     v_ref: Any  # [P, K, S, H]
     page_table_ref: Any  # [R, B]
-    table_ref: Any  # [N, 5]
-    num_items_ref: Any  # [1]
+    table_ref: Any  # [N, 5], or [N, 7] over a part of the keys
+    num_items_ref: Any  # [1], or with the part's rank [2]
     sinks_ref: Any  # [K, G] float32, or None
     out_ref: Any  # [T, K, G, H]
+    lse_ref: Any  # [N, K, G, tokens of an item] float32, or None
+    num_parts: int | None  # that the keys are split into, of which this is one; None: they are whole
     q_smem: Any
     k_smem: Any
     v_smem: Any
@@ -325,7 +363,22 @@ class _Prefill:
     def item(self, turn: jax.Array, columns: tuple[jax.Array, ...]) -> _Item:
         groups, heads = self.heads_of_tile()
         pair = lax.rem(self.item_index(turn), heads)
-        return _Item(lax.div(pair, groups), lax.rem(pair, groups) * self.heads_per_item, *columns)
+        place = lax.div(pair, groups), lax.rem(pair, groups) * self.heads_per_item
+        if self.num_parts is None:
+            return _Item(*place, *columns)
+        first, end, *columns = columns
+        return _Item(*place, *columns, first_in_part=first, end_in_part=end)
+
+    @property
+    def keys_of_part(self) -> tuple[int, ...]:
+        """The columns of an item's range of keys, if it must be looked up."""
+        return () if self.num_parts is None else (FIRST, END)
+
+    def keys_before(self, position: jax.Array) -> jax.Array:
+        """Keys before a position, of those that are here."""
+        if self.num_parts is None:
+            return position
+        return Part(self.num_items_ref[1], self.num_parts).keys_before(position, self.k_ref.shape[2])
 
     def first_tile(self, item: _Item) -> jax.Array:
         return lax.div(self.first_key(item), self.tiles.block_kv)
@@ -333,6 +386,8 @@ class _Prefill:
     def first_key(self, item: _Item) -> jax.Array:
         if self.window is None:
             return jnp.int32(0)
+        if item.first_in_part is not None:
+            return item.first_in_part
         return jnp.maximum(item.position - (self.window - 1), 0)
 
     def end_tile(self, item: _Item) -> jax.Array:
@@ -348,7 +403,7 @@ class _Prefill:
         num_items = self.num_my_items()
 
         def do_item(index, base):
-            item = self.item(index, self.load(index, (TOKEN, COUNT, POSITION, ROW, HAS_TAIL)))
+            item = self.item(index, self.load(index, (*self.keys_of_part, TOKEN, COUNT, POSITION, ROW, HAS_TAIL)))
             q_slot = lax.rem(index, self.tiles.q_slots)
             pl.when(index >= self.tiles.q_slots)(lambda: plgpu.barrier_wait(self.q_free.at[q_slot]))
             for wg in range(NUM_CONSUMERS):
@@ -459,7 +514,7 @@ class _Prefill:
 
     def consume(self, wg: jax.Array) -> None:
         plgpu = self.plgpu
-        num_items, needed = self.num_my_items(), (TOKEN, COUNT, POSITION)
+        num_items, needed = self.num_my_items(), (*self.keys_of_part, TOKEN, COUNT, POSITION)
         pl.when(wg == 1)(self.take_turns)
 
         def do_item(index, carry):
@@ -502,20 +557,28 @@ class _Prefill:
         )
         step = functools.partial(self.step, wg, q_smem, item, position, base - first, end)
         # The item's first query sees a tile whole from its first key up to its own position.
-        whole_end = jnp.clip(lax.div(jnp.maximum(item.position + 1, 0), block_kv), first, end)
+        whole_end = jnp.clip(lax.div(jnp.maximum(self.keys_before(item.position + 1), 0), block_kv), first, end)
         whole = first
         if self.window is not None:
-            left = jnp.maximum(item.position + item.count - self.window, 0)  # the first key that the last query sees
+            # The first key that the last query sees.
+            left = jnp.maximum(self.keys_before(item.position + item.count - self.window), 0)
             whole = jnp.clip(lax.div(left + (block_kv - 1), block_kv), first, whole_end)
             carry = lax.fori_loop(first, whole, functools.partial(step, masked=True), carry)
         carry = lax.fori_loop(whole, whole_end, functools.partial(step, masked=False), carry)
         if self.tiles.q_slots > 1:
             # The store of the last item has had this item's time to leave its place to the next item's queries.
             pl.when(index > 0)(lambda: self.release_q(index - 1))
-        acc_MH, _, sum_M = lax.fori_loop(whole_end, end, functools.partial(step, masked=True), carry)
+        acc_MH, max_M, sum_M = lax.fori_loop(whole_end, end, functools.partial(step, masked=True), carry)
 
         self.take_turns()  # the other consumer has the tensor cores while this one normalises and stores
         inverse_M = 1.0 / jnp.where(sum_M == 0.0, 1.0, sum_M)
+        if self.num_parts is not None:
+            has_keys_M = max_M > MASKED  # queries without keys here have summed masked scores
+            inverse_M = jnp.where(has_keys_M, inverse_M, 0.0)
+            lse_M = jnp.where(has_keys_M, (max_M + jnp.log2(sum_M)) * math.log(2), NO_KEYS)
+            line = wg // self.heads_per_item * block_q
+            tile = lax.div(self.item_index(index), self.heads_of_tile()[1])
+            self.lse_ref.at[tile, item.head, group, pl.ds(line, block_q)][...] = lse_M
         out_MH = acc_MH * lax.broadcast_in_dim(inverse_M, acc_MH.shape, [0])
         begin, end_row = (jnp.clip(x - token, 0, block_q) for x in (item.token, item.token + item.count))
         self.store(wg, q_smem, out_MH, item.head, group, token, begin, end_row)
@@ -563,10 +626,16 @@ class _Prefill:
             score_scale = 1.0
             query = plgpu.broadcasted_iota(jnp.int32, (block_q, block_kv), 0, layout=plgpu.Layout.WGMMA)
             key = plgpu.broadcasted_iota(jnp.int32, (block_q, block_kv), 1, layout=plgpu.Layout.WGMMA)
-            ahead_Mk = (key - query) + (tile * block_kv - position)
-            scores_Mk = jnp.where(ahead_Mk <= 0, scores_Mk, MASKED)
-            if self.window is not None:
-                scores_Mk = jnp.where(ahead_Mk > -self.window, scores_Mk, MASKED)
+            if self.num_parts is None:
+                ahead_Mk = (key - query) + (tile * block_kv - position)
+                scores_Mk = jnp.where(ahead_Mk <= 0, scores_Mk, MASKED)
+                if self.window is not None:
+                    scores_Mk = jnp.where(ahead_Mk > -self.window, scores_Mk, MASKED)
+            else:
+                key, behind = key + tile * block_kv, query + (position + 1)
+                scores_Mk = jnp.where(key < self.keys_before(behind), scores_Mk, MASKED)
+                if self.window is not None:
+                    scores_Mk = jnp.where(key >= self.keys_before(behind - self.window), scores_Mk, MASKED)
         new_max_M = jnp.maximum(max_M, scores_Mk.max(axis=1) * score_scale)
         shrink_M = jnp.exp2(max_M - new_max_M)
         weights_Mk = jnp.exp2(scores_Mk * score_scale - lax.broadcast_in_dim(new_max_M, scores_Mk.shape, [0]))

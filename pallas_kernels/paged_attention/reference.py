@@ -1,10 +1,13 @@
 """Paged attention in plain float32 jnp: the truth for the other implementations. Gathers the whole page table."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from pallas_kernels.cache_write.bits import as_values
+from pallas_kernels.paged_attention.parts import NO_KEYS, Part
 
 MASKED = -1e30  # a finite score: a row without any valid position must give zeros, not NaN
 
@@ -27,8 +30,9 @@ def paged_attention(
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
     sinks_KG: jax.Array | None = None,
+    part: Part | None = None,
     interpret: bool = False,
-) -> jax.Array:
+) -> Any:
     num_tokens, num_rows = q_TKGH.shape[0], page_table_RB.shape[0]
     token_T = jnp.arange(num_tokens, dtype=jnp.int32)
     row_T = jnp.sum(query_start_R1[None, 1:] <= token_T[:, None], axis=1)  # num_rows for padding tokens
@@ -38,7 +42,7 @@ def paged_attention(
     position_T = jnp.where(owned_T, position_T, -1)
     table_TB = page_table_RB[row_T]
     return _attend(
-        q_TKGH, k_pages_PKSH, v_pages_PKSH, table_TB, position_T, scale, window, soft_cap, k_scale, v_scale, sinks_KG
+        q_TKGH, k_pages_PKSH, v_pages_PKSH, table_TB, position_T, scale, window, soft_cap, k_scale, v_scale, sinks_KG, part
     )
 
 
@@ -56,15 +60,16 @@ def paged_decode(
     v_scale: ArrayLike | None = None,
     sinks_KG: jax.Array | None = None,
     num_queries: int = 1,
+    part: Part | None = None,
     interpret: bool = False,
-) -> jax.Array:
+) -> Any:
     position_R = kv_length_R - 1
     if num_queries > 1:
         before_R = jnp.tile(num_queries - 1 - jnp.arange(num_queries, dtype=jnp.int32), len(kv_length_R))
         position_R = jnp.maximum(jnp.repeat(position_R, num_queries) - before_R, -1)
         page_table_RB = jnp.repeat(page_table_RB, num_queries, axis=0)
     return _attend(
-        q_RKGH, k_pages_PKSH, v_pages_PKSH, page_table_RB, position_R, scale, window, soft_cap, k_scale, v_scale, sinks_KG
+        q_RKGH, k_pages_PKSH, v_pages_PKSH, page_table_RB, position_R, scale, window, soft_cap, k_scale, v_scale, sinks_KG, part
     )
 
 
@@ -80,14 +85,17 @@ def _attend(
     k_scale: ArrayLike | None,
     v_scale: ArrayLike | None,
     sinks_KG: jax.Array | None,
-) -> jax.Array:
+    part: Part | None,
+) -> Any:
     """One query per table row, at the given position; position -1 sees nothing and gives zeros."""
     num_kv_heads, page_size, head_dim = k_pages_PKSH.shape[1:]
     num_tokens, num_slots = page_table_TB.shape[0], page_table_TB.shape[1] * page_size
     slot_L = jnp.arange(num_slots)
-    valid_TL = slot_L[None] <= position_T[:, None]
+    # A cache of all keys is the only part.
+    keys_before = (part or Part(0, 1)).keys_before
+    valid_TL = slot_L[None] < keys_before(position_T + 1, page_size)[:, None]
     if window is not None:
-        valid_TL &= slot_L[None] > position_T[:, None] - window
+        valid_TL &= slot_L[None] >= keys_before(position_T - window + 1, page_size)[:, None]
 
     read_TB = valid_TL.reshape(num_tokens, -1, page_size).any(axis=-1)
 
@@ -111,4 +119,8 @@ def _attend(
     if sinks_KG is not None:
         total += jnp.exp(sinks_KG[..., None] - top)
     weights = weights / jnp.where(total == 0, 1.0, total)
-    return jnp.einsum("tkgl,tklh->tkgh", weights, v_TKLH, precision=precision).astype(q_TKGH.dtype)
+    out = jnp.einsum("tkgl,tklh->tkgh", weights, v_TKLH, precision=precision).astype(q_TKGH.dtype)
+    if part is None:
+        return out
+    lse = (top + jnp.log(jnp.where(total == 0, 1.0, total)))[..., 0]
+    return out, jnp.where(total[..., 0] == 0, NO_KEYS, lse)

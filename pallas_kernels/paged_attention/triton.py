@@ -1,6 +1,7 @@
 """Paged attention by Pallas-Triton, for a decode and for a ragged batch. Deprecated in JAX 0.11: nothing else depends on it."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from pallas_kernels._compat import triton_converts_fp8
 from pallas_kernels.paged_attention import triton_prefill
+from pallas_kernels.paged_attention.parts import Part
 from pallas_kernels.paged_attention.ragged import by_row_length
 from pallas_kernels.paged_attention.triton_decode import paged_decode
 
@@ -28,8 +30,9 @@ def paged_attention(
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
     sinks_KG: jax.Array | None = None,
+    part: Part | None = None,
     interpret: bool = False,
-) -> jax.Array:
+) -> Any:
     options = {
         "scale": scale,
         "window": window,
@@ -37,6 +40,7 @@ def paged_attention(
         "k_scale": k_scale,
         "v_scale": v_scale,
         "sinks_KG": sinks_KG,
+        "part": part,
         "interpret": interpret,
     }
     decode, prefill = partial(paged_decode, **options), partial(triton_prefill.paged_attention, **options)  # type: ignore[arg-type]

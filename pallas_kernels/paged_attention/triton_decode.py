@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.typing import ArrayLike
 
 from pallas_kernels._compat import dot_f32, load, num_cores, store, triton_call
+from pallas_kernels.paged_attention.parts import NO_KEYS, Part, combine
 from pallas_kernels.paged_attention.queries import in_parts
 from pallas_kernels.sizes import next_power_of_two
 
@@ -83,9 +84,10 @@ def paged_decode(
     v_scale: ArrayLike | None = None,
     sinks_KG: jax.Array | None = None,
     num_queries: int = 1,
+    part: Part | None = None,
     interpret: bool = False,
     tiles: DecodeTiles | None = None,
-) -> jax.Array:
+) -> Any:
     num_rows, num_kv_heads, num_groups, head_dim = q_RKGH.shape
     if num_queries * num_groups > MAX_LINES and num_queries > 1:
         options: dict[str, Any] = {
@@ -114,7 +116,9 @@ def paged_decode(
         window=window,
         has_kv_scale=k_scale is not None or v_scale is not None,
         has_sinks=sinks_KG is not None and splits == 1,
+        num_parts=None if part is None else part.count,
     )
+    is_whole = splits == 1 and part is None
     out_shape = jax.ShapeDtypeStruct(q_RKGH.shape, q_RKGH.dtype)
     partial_shape = (
         jax.ShapeDtypeStruct((splits, *q_RKGH.shape), jnp.float32),
@@ -125,7 +129,7 @@ def paged_decode(
         kernel,
         name="paged_decode",
         grid=(num_kv_heads, num_rows, splits),
-        out_shape=out_shape if splits == 1 else partial_shape,
+        out_shape=out_shape if is_whole else partial_shape,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         interpret=interpret,
@@ -137,9 +141,14 @@ def paged_decode(
         kv_length_R,
         *kv_scale_operand(k_scale, v_scale),
         *(sinks if splits == 1 else ()),
+        *rank_operand(part),
     )
-    if splits == 1:
+    if is_whole:
         return result
+    if part is not None:
+        out_sRKGH, lse_sRKG = result
+        lse_sRKG = jnp.where(lse_sRKG == MASKED, NO_KEYS, lse_sRKG * math.log(2))
+        return combine(out_sRKGH, lse_sRKG).astype(q_RKGH.dtype), jax.nn.logsumexp(lse_sRKG, axis=0)
     return triton_call(
         _combine_kernel,
         name="paged_decode_combine",
@@ -157,6 +166,11 @@ def kv_scale_operand(k_scale: ArrayLike | None, v_scale: ArrayLike | None) -> tu
         return ()
     scales = [jnp.asarray(1.0 if scale is None else scale, jnp.float32).reshape(()) for scale in (k_scale, v_scale)]
     return (jnp.stack(scales),)
+
+
+def rank_operand(part: Part | None) -> tuple[jax.Array, ...]:
+    """The rank of a part as an operand of a kernel, int32 [1], if there is one."""
+    return () if part is None else (jnp.asarray(part.rank, jnp.int32).reshape(1),)
 
 
 def optional_refs(refs: Sequence[Any], has_kv_scale: bool, has_sinks: bool) -> tuple[Any, ...]:
@@ -187,9 +201,10 @@ def _decode_kernel(
     v_ref,  # [P, K, S, H]
     table_ref,  # [R, B]
     length_ref,  # [R]
-    *refs,  # see `optional_refs`; out as q; or out [splits, R * W, K, G, H] float32 and lse [splits, R * W, K, G] base 2
+    *refs,  # see `optional_refs`, `rank_operand`; out as q; or out [splits, R * W, K, G, H] float32, lse [splits, R * W, K, G] base 2
     has_kv_scale: bool,
     has_sinks: bool,
+    num_parts: int | None,
     num_queries: int,
     block_k: int,
     num_splits: int,
@@ -197,7 +212,9 @@ def _decode_kernel(
     soft_cap: float | None,
     window: int | None,
 ) -> None:
-    kv_scale_ref, sinks_ref, out_ref, *lse_refs = optional_refs(refs, has_kv_scale, has_sinks)
+    kv_scale_ref, sinks_ref, *others = optional_refs(refs, has_kv_scale, has_sinks)
+    part = None if num_parts is None else Part(others.pop(0)[0], num_parts)
+    out_ref, *lse_refs = others
     _, _, num_groups, head_dim = q_ref.shape
     page_size, table_width = k_ref.shape[2], table_ref.shape[1]
     dtype = compute_type(q_ref.dtype, k_ref.dtype)
@@ -218,6 +235,13 @@ def _decode_kernel(
     length = length_ref[row]
     first_position = 0 if window is None else jnp.maximum(length - (window + num_queries - 1), 0)
     first_tile = 0 if window is None else lax.div(first_position, block_k)
+    if part is not None:
+        length = part.keys_before(length, page_size)
+        if window is not None:
+            first_position = part.keys_before(jnp.asarray(first_position), page_size)
+            # All keys in the window may be in other parts.
+            length = jnp.where(first_position < length, length, 0)
+            first_tile = lax.div(jnp.minimum(first_position, length), block_k)
     end_tile = lax.div(length + (block_k - 1), block_k)
     per_split = lax.div(end_tile - first_tile + (num_splits - 1), num_splits)
     begin = first_tile + split * per_split
@@ -265,7 +289,7 @@ def _decode_kernel(
     out_MH = acc_MH / safe_sum_M[:, None]
     if kv_scale_ref is not None:
         out_MH *= kv_scale_ref[1]
-    if num_splits == 1:
+    if num_splits == 1 and part is None:
         store(out_ref.at[token_M1, head, group_M[:, None], dim_H[None, :]], out_MH.astype(out_ref.dtype), mask=q_mask_MH)
         return
     lse_M = jnp.where(sum_M == 0, MASKED, max_M + jnp.log2(safe_sum_M))

@@ -11,7 +11,9 @@ table: first those that every query sees whole, without any mask, then those acr
 """
 
 import functools
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +22,7 @@ from jax.experimental import pallas as pl
 from jax.typing import ArrayLike
 
 from pallas_kernels._compat import dot_f32, load, store, triton_call
+from pallas_kernels.paged_attention.parts import NO_KEYS, Part
 from pallas_kernels.paged_attention.tiles import COUNT, POSITION, ROW, TOKEN, make_tiles
 from pallas_kernels.paged_attention.triton_decode import (
     LOG2E,
@@ -28,6 +31,7 @@ from pallas_kernels.paged_attention.triton_decode import (
     compute_type,
     kv_scale_operand,
     optional_refs,
+    rank_operand,
     sink_start,
 )
 from pallas_kernels.sizes import next_power_of_two
@@ -71,10 +75,11 @@ def paged_attention(
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
     sinks_KG: jax.Array | None = None,
+    part: Part | None = None,
     interpret: bool = False,
     tiles: PrefillTiles | None = None,
     min_tokens: int = 1,
-) -> jax.Array:
+) -> Any:
     """Rows of fewer than min_tokens tokens are left out: what the result holds in their place is undefined."""
     num_tokens, num_kv_heads, num_groups, head_dim = q_TKGH.shape
     if tiles is None:
@@ -90,13 +95,15 @@ def paged_attention(
         window=window,
         has_kv_scale=k_scale is not None or v_scale is not None,
         has_sinks=sinks_KG is not None,
+        num_parts=None if part is None else part.count,
     )
-    optional = (*kv_scale_operand(k_scale, v_scale), *(() if sinks_KG is None else (sinks_KG,)))
+    optional = (*kv_scale_operand(k_scale, v_scale), *(() if sinks_KG is None else (sinks_KG,)), *rank_operand(part))
+    out_shape = jax.ShapeDtypeStruct(q_TKGH.shape, q_TKGH.dtype)
     return triton_call(
         kernel,
         name="paged_attention",
         grid=(table_N4.shape[0], num_kv_heads),
-        out_shape=jax.ShapeDtypeStruct(q_TKGH.shape, q_TKGH.dtype),
+        out_shape=out_shape if part is None else (out_shape, jax.ShapeDtypeStruct(q_TKGH.shape[:-1], jnp.float32)),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         interpret=interpret,
@@ -109,16 +116,19 @@ def _prefill_kernel(
     v_ref,  # [P, K, S, H]
     page_table_ref,  # [R, B]
     tiles_ref,  # [N, 4]
-    *refs,  # see `optional_refs`; out [T, K, G, H]
+    *refs,  # see `optional_refs`, `rank_operand`; out [T, K, G, H]; of a part, lse [T, K, G]
     has_kv_scale: bool,
     has_sinks: bool,
+    num_parts: int | None,
     block_m: int,
     block_k: int,
     score_scale: float,
     soft_cap: float | None,
     window: int | None,
 ) -> None:
-    kv_scale_ref, sinks_ref, out_ref = optional_refs(refs, has_kv_scale, has_sinks)
+    kv_scale_ref, sinks_ref, *others = optional_refs(refs, has_kv_scale, has_sinks)
+    part = None if num_parts is None else Part(others.pop(0)[0], num_parts)
+    out_ref, *lse_refs = others
     _, _, num_groups, head_dim = q_ref.shape
     page_size, table_width = k_ref.shape[2], page_table_ref.shape[1]
     num_rows = page_table_ref.shape[0]
@@ -139,6 +149,12 @@ def _prefill_kernel(
     q_index = (token + token_M[:, None], head, group_M[:, None], dim_H[None, :])
     q_MH = load(q_ref.at[q_index], mask=q_mask_MH, other=0.0).astype(dtype)
     position_M1 = (position + token_M)[:, None]
+    first = None
+    if part is not None:  # keys count by its slots
+        end_M1 = part.keys_before(position_M1 + 1, page_size)
+        first_M1 = None if window is None else part.keys_before(position_M1 - (window - 1), page_size)
+        stop = part.keys_before(position + count, page_size)
+        first = None if window is None else part.keys_before(position - (window - 1), page_size)
 
     def body(index, carry, *, masked: bool):
         acc_MH, max_M, sum_M = carry
@@ -151,9 +167,9 @@ def _prefill_kernel(
         mask_kH = None
         if masked:
             # Lanes past the tile's last key load nothing and give 0: what lies there may be NaN.
-            readable_k1 = (position_k < position + count)[:, None]
+            readable_k1 = (position_k < (position + count if part is None else stop))[:, None]
             if window is not None:
-                readable_k1 &= (position_k > position - window)[:, None]
+                readable_k1 &= (position_k > position - window if part is None else position_k >= first)[:, None]
             mask_kH = jnp.broadcast_to(readable_k1 & in_dim_1H, (block_k, dim_H.shape[0]))
         elif head_dim != dim_H.shape[0]:
             mask_kH = jnp.broadcast_to(in_dim_1H, (block_k, dim_H.shape[0]))
@@ -163,9 +179,9 @@ def _prefill_kernel(
         if soft_cap is not None:
             scores_Mk = cap_scores(scores_Mk, soft_cap)
         if masked:
-            visible_Mk = position_k[None, :] <= position_M1
+            visible_Mk = position_k[None, :] <= position_M1 if part is None else position_k[None, :] < end_M1
             if window is not None:
-                visible_Mk &= position_k[None, :] > position_M1 - window
+                visible_Mk &= position_k[None, :] > position_M1 - window if part is None else position_k[None, :] >= first_M1
             scores_Mk = jnp.where(visible_Mk, scores_Mk, MASKED)
         new_max_M = jnp.maximum(max_M, scores_Mk.max(axis=1))
         weights_Mk = jnp.exp2(scores_Mk - new_max_M[:, None])
@@ -182,14 +198,23 @@ def _prefill_kernel(
     if sinks_ref is not None:
         carry = (carry[0], *sink_start(sinks_ref, head, group_M, token_M < count))
     # Tiles without tokens, and padding (positions below zero), see no keys.
-    end = lax.div(jnp.where(count > 0, jnp.maximum(position + count, 0), 0) + (block_k - 1), block_k)
+    end = lax.div(jnp.where(count > 0, jnp.maximum(position + count if part is None else stop, 0), 0) + (block_k - 1), block_k)
     if window is None:
-        whole = jnp.minimum(lax.div(jnp.maximum(position + 1, 0), block_k), end)
+        seen_by_all = position + 1 if part is None else part.keys_before(position + 1, page_size)
+        whole = jnp.minimum(lax.div(jnp.maximum(seen_by_all, 0), block_k), end)
         carry = lax.fori_loop(0, whole, functools.partial(body, masked=False), carry)
     else:
-        whole = jnp.minimum(lax.div(jnp.maximum(position - (window - 1), 0), block_k), end)
-    acc_MH, _, sum_M = lax.fori_loop(whole, end, functools.partial(body, masked=True), carry)
+        whole = jnp.minimum(lax.div(jnp.maximum(position - (window - 1) if first is None else first, 0), block_k), end)
+    acc_MH, max_M, sum_M = lax.fori_loop(whole, end, functools.partial(body, masked=True), carry)
     out_MH = acc_MH / jnp.where(sum_M == 0, 1.0, sum_M)[:, None]
     if kv_scale_ref is not None:
         out_MH *= kv_scale_ref[1]
+    if part is not None:
+        # Lines that see no key of the part have summed masked scores.
+        has_keys_M1 = end_M1 > (0 if first_M1 is None else first_M1)
+        out_MH = jnp.where(has_keys_M1, out_MH, 0.0)
+        lse_M = (max_M + jnp.log2(jnp.where(sum_M == 0, 1.0, sum_M))) * math.log(2)
+        (lse_ref,) = lse_refs
+        lse_M = jnp.where(has_keys_M1[:, 0], lse_M, NO_KEYS)
+        store(lse_ref.at[token + token_M, head, group_M], lse_M, mask=token_M < count)
     store(out_ref.at[q_index], out_MH.astype(out_ref.dtype), mask=q_mask_MH)

@@ -12,7 +12,7 @@ import numpy as np
 
 from pallas_kernels.checking.attention import TOLERANCE, Batch, call, make_arrays, worst_error
 from pallas_kernels.checking.case import Case
-from pallas_kernels.paged_attention import IMPLEMENTATIONS, triton_decode, triton_prefill
+from pallas_kernels.paged_attention import IMPLEMENTATIONS, TAKING_PARTS, triton_decode, triton_prefill
 
 FP8 = "float8_e4m3fn"
 
@@ -58,6 +58,7 @@ def check_cases(tiny: bool) -> list[Case]:
             Batch("sinks", decodes=(40,), prompts=((9, 8),), has_sinks=True, head_dim=64, **toy),  # type: ignore[arg-type]
             Batch("window, cap", decodes=(40,), prompts=((9, 8),), window=7, soft_cap=30.0, head_dim=64, **toy),  # type: ignore[arg-type]
             Batch("few queries", decodes=(3, 0, 4, 40), num_queries=3, has_sinks=True, window=20, head_dim=64, **toy),  # type: ignore[arg-type]
+            Batch("2 parts", edges, ((5, 0), (70, 20)), head_dim=64, padding=3, page_size=32, num_parts=2, **toy),  # type: ignore[arg-type]
             Batch("h128 decode", decodes=(1, 17, 40), head_dim=128, num_kv_heads=1, num_groups=3, poison=True),
             Batch("h128", prompts=((4, 0), (70, 20), (3, 0)), head_dim=128, num_kv_heads=1, num_groups=2, poison=True),
         ]
@@ -90,6 +91,7 @@ def check_cases(tiny: bool) -> list[Case]:
             for kind, rows in rows_of.items()
         ),
         *_few_queries(),
+        *_in_parts(),
         Batch("sinks of long rows", decodes=(4096, 32768, 0), num_groups=8, has_sinks=True),
         Batch("sinks of 512 rows", decodes=many, head_dim=64, num_groups=8, has_sinks=True),
         Batch("sinks fp8 cache", head_dim=64, num_groups=8, cache_dtype=FP8, has_scales=True, has_sinks=True, **ragged),  # type: ignore[arg-type]
@@ -165,6 +167,43 @@ def _few_queries() -> list[Batch]:
     ]
 
 
+def _in_parts() -> list[Batch]:
+    """Keys split over devices: each device's attention, one after the other, and their combination. Lengths around pages and blocks."""
+    fields: list[tuple[int, int, dict[str, Any]]] = [
+        (2, 16, {}),
+        (4, 16, {}),
+        (8, 16, {}),
+        (4, 128, {}),
+        (3, 64, {"soft_cap": 30.0}),
+        (4, 16, {"window": 1}),
+        (4, 16, {"window": 50}),
+        (2, 16, {"window": 256, "head_dim": 64, "has_sinks": True, "num_groups": 8}),
+        (4, 16, {"has_sinks": True}),
+        (4, 16, {"cache_dtype": FP8, "has_scales": True}),
+        (2, 16, {"head_dim": 80, "num_groups": 3}),
+        (2, 16, {"head_dim": 256, "num_groups": 2}),
+        (2, 8, {"dtype": "float32"}),
+        (4, 64, {"dtype": "float16"}),
+    ]
+    batches = []
+    for parts, page, options in fields:
+        block = parts * page
+        said = "".join(f" {name} {value}" for name, value in options.items())
+        common = {"num_kv_heads": 2, **options, "page_size": block, "num_parts": parts}
+        edges = (1, page - 1, page, page + 1, block - 1, block, block + 1, 0, 5 * block + page, 3000)
+        prompts = ((5, 0), (block, 0), (1, page), (block + 3, page - 1), (200, 2 * block + 5), (513, 1100), (0, 0))
+        batches += [
+            Batch(f"{parts} parts page {page}{said} decode", decodes=edges, **common),
+            Batch(f"{parts} parts page {page}{said}", decodes=edges, prompts=prompts, padding=5, **common),
+        ]
+    long: dict[str, Any] = {"num_kv_heads": 2, "page_size": 64, "num_parts": 4}
+    return [
+        *batches,
+        Batch("4 parts, contexts 32 k and 128 k", decodes=(32768, 131072, 1, 5000), **long),
+        Batch("4 parts, chunk at 128 k", prompts=((200, 130872),), **long),
+    ]
+
+
 def _case(batch: Batch, *, tiny: bool, tune: bool = False) -> Case:
     return Case(
         batch.name,
@@ -189,11 +228,11 @@ def _variants(batch: Batch, tune: bool) -> dict[str, Callable[..., jax.Array]]:
             num_groups=batch.num_groups,
             head_dim=batch.head_dim,
             cache_dtype=jnp.dtype(batch.cache_dtype or batch.dtype),
-            page_size=batch.page_size,
+            page_size=batch.page_size // batch.num_parts,
             has_sinks=batch.has_sinks,
             interpret=not on_gpu,
         )
-        if name != "reference" and takes:
+        if name != "reference" and takes and (batch.num_parts == 1 or name in TAKING_PARTS):
             found[name] = call(module, batch, interpret=not on_gpu)
     for tiles in _tiles(batch) if tune else []:
         module = triton_prefill if batch.prompts else triton_decode

@@ -73,7 +73,7 @@ def test_flags_of_vllm_are_accepted(line: str, options: dict[str, object], caplo
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("-dcp 2", "-dcp 2 is refused (only 1 is taken): a context stays on one GPU's heads"),
+        ("-dcp 2", "-dcp 2 is refused (only 1 is taken): the devices that split each layer keep the cache by heads"),
         ("--enable-lora-bias", "--enable-lora-bias is refused: biases of adapters are not supported"),
         ("-q awq", "unknown value 'awq'"),
         ("--structured-outputs-config.disable_any_whitespace true", "is refused: llguidance"),

@@ -276,8 +276,10 @@ def test_options_are_the_engine_s(monkeypatch: pytest.MonkeyPatch, model_directo
     assert seen[0][0].parallel.tensor_parallel_size == 2 and seen[0][1] is not None and seen[0][2] == ["a processor"]
     with pytest.raises(ConfigError, match="unknown engine option 'max_num_sequences'; did you mean 'max_num_seqs'"):
         LLM(model=str(model_directory), max_num_sequences=3)
-    with pytest.raises(ConfigError, match="prefill_context_parallel_size=2 is refused .only 1 is taken.: a context stays"):
-        LLM(model=str(model_directory), prefill_context_parallel_size=2)
+    with pytest.raises(
+        ConfigError, match="decode_context_parallel_size=2 is refused .only 1 is taken.: the devices that split"
+    ):
+        LLM(model=str(model_directory), decode_context_parallel_size=2)
 
 
 def test_the_names_that_scripts_for_vllm_use(

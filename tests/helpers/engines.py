@@ -71,6 +71,7 @@ def reschedule(core: EngineCore, *, num_blocks: int | None = None, max_in_flight
         drafts=core.scheduler.drafts,
         rooms=core.preparations,
         num_stages=core.scheduler.num_stages,
+        block_size=core.memory_plan.block_size,
     )
     num_lanes = config.parallel.num_lanes
     core.scheduler = new_scheduler() if num_lanes == 1 else LanesScheduler(new_scheduler, num_lanes)

@@ -35,6 +35,7 @@ def config_of(name, **options):
         ("qwen3_moe", {"enable_lora": True}, "enable_lora is set, but adapters are not"),
         ("qwen3_moe", {"pipeline_parallel_size": 2}, "lanes have no stages"),
         ("qwen3_moe", {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "drafts have no experts"),
+        ("qwen3_moe", {"prefill_context_parallel_size": 2}, "devices do not split tokens"),
         ("qwen3_moe", {"compiled_artifact": "somewhere"}, "an artifact has the programs of one lane"),
     ],
 )

@@ -14,6 +14,7 @@ import pytest
 from pallas_kernels._compat import has_mosaic
 from pallas_kernels.paged_attention import (
     IMPLEMENTATIONS,
+    TAKING_PARTS,
     candidates,
     choose,
     paged_attention,
@@ -339,7 +340,8 @@ def test_unknown_implementation_is_refused_by_name() -> None:
 def test_every_implementation_has_the_options_of_the_dispatcher(name: str) -> None:
     module = importlib.import_module(IMPLEMENTATIONS[name])
     for function, array_count in ((paged_attention, 6), (paged_decode, 5)):
-        options = {key: None for key in inspect.signature(function).parameters if key != "implementation"}
+        not_taken = {"implementation"} if name in TAKING_PARTS else {"implementation", "part"}
+        options = {key: None for key in inspect.signature(function).parameters if key not in not_taken}
         arrays = list(options)[:array_count]
         inspect.signature(getattr(module, function.__name__)).bind(*arrays, **{k: None for k in options if k not in arrays})
 

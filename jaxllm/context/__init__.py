@@ -1,0 +1,8 @@
+"""Context parallelism: devices with the same weights that split the tokens of a step, and the KV cache by tokens.
+
+What it does and when to use it: docs/LONG_PROMPTS.md.
+"""
+
+from jaxllm.context.devices import ContextDevices, make_context
+
+__all__ = ["ContextDevices", "make_context"]

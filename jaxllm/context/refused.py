@@ -1,0 +1,22 @@
+"""Models that context parallelism does not take."""
+
+from jaxllm.errors import ConfigError
+from jaxllm.model_config import ModelConfig
+
+
+def refuse_model(model: ModelConfig, size: int) -> None:
+    """Raise ConfigError for a model that `size` devices cannot compute so; 1: any model can."""
+    faults = (
+        (bool(model.latent_attentions), "has latent attention, whose cache is not split by tokens"),
+        (bool(model.delta_nets), "has linear attention, whose states sum up all tokens in order"),
+        (
+            model.model_class != ModelConfig.model_class,
+            f"is computed by {model.model_class}, and only jaxllm's own decoder shares out tokens",
+        ),
+    )
+    for is_so, reason in faults:
+        if size > 1 and is_so:
+            raise ConfigError(
+                f"prefill_context_parallel_size is {size}, but {model.architecture} {reason}; leave the option out: "
+                "--tensor-parallel-size takes several devices for such a model"
+            )

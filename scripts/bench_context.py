@@ -1,0 +1,108 @@
+"""Measures a long prompt on one device and on several that split its tokens (--prefill-context-parallel-size), with dummy weights.
+
+    python scripts/bench_context.py --model DIRECTORY --sizes 1,4 --prompt-len 131072
+
+Time to the first token of one prompt when nothing else runs, in chunks of max_num_batched_tokens, and the time of a step in which so
+many requests of that length decode. Every size runs in a process of its own. On a machine without GPUs set JAX_NUM_CPU_DEVICES.
+
+Options of the engine follow as name=value, such as max_num_batched_tokens=8192 or tensor_parallel_size=2.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from scripts.measuring.engine_option import engine_option
+
+REPEATS = 3
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, float]:
+    """Times of one size, in seconds."""
+    from jaxllm import LLM
+    from jaxllm.scaling.decodes import SETTLING_STEPS
+    from jaxllm.scaling.requests import end_all, greedy, random_prompts
+
+    given = dict(arguments.options)
+    options = {"load_format": "dummy", "enable_prefix_caching": False, "skip_tokenizer_init": True, "use_progress_bar": False}
+    options |= {"max_model_len": arguments.prompt_len + arguments.steps + 64, "max_num_seqs": 8}
+    options |= {"prefill_context_parallel_size": arguments.size, **given}
+    llm = LLM(model=arguments.model, **options)
+    engine = llm.llm_engine
+    engine.finish_compiling()
+    config: Any = engine.core
+    chunk = config.config.scheduler.max_num_batched_tokens
+
+    def first_tokens(number: int, num_requests: int) -> float:
+        """Seconds until all of these requests have a token; they go on."""
+        prompts = random_prompts([arguments.prompt_len] * num_requests, engine.model_config.vocab_size, seed=number)
+        began = time.perf_counter()
+        for i, prompt in enumerate(prompts):
+            engine.add_request(f"{number} {i}", prompt, greedy(arguments.steps + 32))
+        have_token: set[str] = set()
+        while len(have_token) < num_requests:
+            news = engine.core.step()
+            engine.take(news)
+            have_token.update(item.request_id for item in news if item.new_token_ids)
+        return time.perf_counter() - began
+
+    try:
+        firsts = []
+        for number in range(1 + REPEATS):
+            firsts.append(first_tokens(number, 1))
+            end_all(engine)
+        first_tokens(1 + REPEATS, arguments.rows)
+        for _ in range(SETTLING_STEPS):
+            engine.take(engine.core.step())
+        began = time.perf_counter()
+        for _ in range(arguments.steps):
+            engine.take(engine.core.step())
+        step = (time.perf_counter() - began) / arguments.steps
+        end_all(engine)
+        num_tokens = config.memory_plan.num_cache_tokens
+        return {"chunk": chunk, "first_token": min(firsts[1:]), "step": step, "cache_tokens": num_tokens}
+    finally:
+        llm.shutdown()
+
+
+def main() -> None:
+    """Measure and print."""
+    lines = __doc__.splitlines()
+    parser = argparse.ArgumentParser(
+        description=lines[0], epilog="\n".join(lines[1:]), formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--model", required=True, help="a directory with config.json")
+    parser.add_argument("--sizes", default="1,2,4", help="values of prefill_context_parallel_size, the first to compare with")
+    parser.add_argument("--prompt-len", type=int, default=32768)
+    parser.add_argument("--rows", type=int, default=1, help="requests that decode at once")
+    parser.add_argument("--steps", type=int, default=64, help="decode steps to time")
+    parser.add_argument("--size", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("options", nargs="*", type=engine_option, metavar="name=value")
+    arguments = parser.parse_args()
+    if arguments.size is not None:
+        print(json.dumps(measure(arguments)))
+        return
+    first: dict[str, float] = {}
+    for size in map(int, arguments.sizes.split(",")):
+        ran = subprocess.run([sys.executable, *sys.argv, "--size", str(size)], stdout=subprocess.PIPE, text=True)
+        if ran.returncode:
+            sys.exit(f"size {size} failed, see above")
+        found = json.loads(ran.stdout.splitlines()[-1])
+        first = first or found
+        rate = arguments.prompt_len / found["first_token"]
+        print(
+            f"{size} x: first token of {arguments.prompt_len} after {1e3 * found['first_token']:.0f} ms ({rate:.0f} tokens/s, chunks of "
+            f"{found['chunk']}), {first['first_token'] / found['first_token']:.2f} times as fast; a step of {arguments.rows} "
+            f"{1e3 * found['step']:.2f} ms, {first['step'] / found['step']:.2f} times; cache {found['cache_tokens']} tokens",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

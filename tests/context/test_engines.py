@@ -1,0 +1,126 @@
+"""Engines whose devices split tokens give the tokens of transformers and of one device."""
+
+import warnings
+from typing import Any
+
+import pytest
+
+from jaxllm import LLM, LoRARequest, SamplingParams
+from jaxllm.context import devices
+from jaxllm.engine.fault_points import injected
+from scripts.gpu_checks import traffic
+from tests.helpers import engines, goldens, peft_files
+from tests.helpers.parity import check
+
+NAME = "llama_gqa"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_tokens():
+    """Steps of the tiny models are shared out too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(devices, "MIN_SHARED_TOKENS", 16)
+        yield
+
+
+@pytest.fixture(scope="module")
+def core():
+    core = engines.make_core(NAME, prefill_context_parallel_size=2, block_size=8)
+    yield core
+    core.shutdown()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"max_num_batched_tokens": 9}, {"num_blocks": 8, "max_in_flight": 3}, {"async_scheduling": False}],
+    ids=["chunks", "preempted", "one step at a time"],
+)
+def test_tokens_and_prompt_logprobs_are_right(core, options):
+    """Prompts of 1 to 40 tokens, in chunks and whole, mixed with decodes, preempted, and begun from cached prefixes."""
+    engines.reschedule(core, **options)
+    check(NAME, core)
+    assert (core.stats().num_preemptions > 0) == ("num_blocks" in options)
+    check(NAME, core, prompt_logprobs=False)
+    assert core.stats().prefix_cache_hits > 0 or "num_blocks" in options
+
+
+def test_each_device_has_all_weights_and_half_of_each_block(core):
+    (array, *_), (weight, *_) = core.runner.caches, core.runner.params
+    assert array.shape[2] == 16 and {shard.data.shape[2] for shard in array.addressable_shards} == {8}
+    assert weight.sharding.is_fully_replicated and len(weight.sharding.device_set) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "size", "options"),
+    [
+        ("qwen3", 4, {"num_gpu_blocks_override": 6}),  # norms of heads
+        ("gemma3", 2, {}),  # groups of layers, with windows and without
+        ("mistral_window", 4, {"num_gpu_blocks_override": 5}),  # blocks that leave the window, keys of it in some parts alone
+        ("gpt_oss", 4, {}),  # sinks, experts
+        ("gpt2", 2, {}),  # learned positions
+        ("mixtral", 2, {"tensor_parallel_size": 2}),
+        ("qwen3", 2, {"tensor_parallel_size": 2, "attention_implementation": "triton"}),
+    ],
+    ids=lambda value: str(value) if not isinstance(value, dict) else "",
+)
+def test_models(name, size, options):
+    core = engines.make_core(name, prefill_context_parallel_size=size, block_size=8, **options)
+    check(name, core)
+    assert "num_gpu_blocks_override" not in options or core.stats().num_preemptions > 0
+    core.shutdown()
+
+
+@pytest.mark.slow
+def test_nothing_is_compiled_late_and_every_donation_is_used():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*donated.*")
+        core = engines.make_core("qwen3", prefill_context_parallel_size=2, warmup="background")
+        core.finish_compiling()
+        check("qwen3", core)
+    assert core.runner.num_compiled_after_warmup == 0
+    core.shutdown()
+
+
+DEMO: dict[str, Any] = {"hf_overrides": {"num_hidden_layers": 1}, "load_format": "dummy"}
+
+
+@pytest.mark.slow
+def test_requests_of_every_kind_have_the_answers_of_one_device(tmp_path, monkeypatch):
+    """Greedy and seeded, with every filter, penalty, bias, ban and form, with logprobs of tokens and prompts; mixed, preempted, from
+    cached prefixes, after failed steps and after sleep; and vectors."""
+    monkeypatch.setenv("JAXLLM_CACHE_DIR", str(tmp_path))
+    size = traffic.TINY
+    with LLM("demo", **DEMO, **size.options()) as llm:
+        expected, vectors = traffic.answers(llm, size), traffic.vectors(llm, size)
+    split = {"prefill_context_parallel_size": 2, "tensor_parallel_size": 2, "block_size": 8, "num_gpu_blocks_override": 14}
+    with LLM("demo", **DEMO, **size.options(**split)) as llm:
+        core: Any = llm.llm_engine.core
+        assert traffic.differing(traffic.answers(llm, size), expected) == []
+        before = core.stats()
+        assert before.num_preemptions > 0
+        assert traffic.off_by(traffic.vectors(llm, size), vectors) < traffic.TOLERANCE
+        with injected("step:3:oom,result:7:oom,draw:2:oom"):
+            assert traffic.differing(traffic.answers(llm, size), expected) == []
+        assert core.stats().num_retried_steps == 3 and core.stats().prefix_cache_hits > before.prefix_cache_hits
+        llm.sleep(1)
+        llm.wake_up()
+        assert traffic.differing(traffic.answers(llm, size, ("greedy", "long")), expected) == []
+        llm.llm_engine.check_integrity()
+
+
+@pytest.mark.slow
+def test_adapters_and_a_cache_of_8_bits(tmp_path):
+    """Requests with an adapter and without, from prompts in several chunks, mixed with decodes."""
+    directory = goldens.FOLDER / "qwen3"
+    adapter = LoRARequest("adapted", 1, str(peft_files.write(tmp_path / "adapter", directory, rank=8, strength=0.3)))
+    prompts = [{"prompt_token_ids": [3 + (7 * i + 5 * j) % 110 for j in range(1 + 13 * i)]} for i in range(6)]
+    sampling = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, detokenize=False)
+    options: dict[str, Any] = {**engines.SMALL, "dtype": "float32", "max_num_batched_tokens": 40, "token_buckets": (40,)}
+    options |= {"kv_cache_dtype": "fp8", "enable_lora": True, "max_lora_rank": 8}
+    found = []
+    for size in (1, 2):
+        with LLM(str(directory), prefill_context_parallel_size=size, **options) as llm:
+            outputs = llm.generate(prompts, sampling, lora_request=[None, adapter, adapter] * 2, use_tqdm=False)
+            found.append([output.outputs[0].token_ids for output in outputs])
+    assert found[0] == found[1]
