@@ -169,7 +169,8 @@ class ParallelOptions:
     tensor_parallel_size: Annotated[int, "number of devices that each layer is split over"] = 1
     data_parallel_size: Annotated[
         int,
-        "number of replicas: engine processes with the same model, each with its own devices, among which requests are balanced",
+        "number of replicas: engine processes with the same model, each with its own devices, among which requests are balanced; "
+        "with enable_expert_parallel the number of lanes of one engine, which share the experts of a mixture (docs/EXPERTS.md)",
     ] = 1
     data_parallel_routing: Annotated[
         Literal["cache_aware", "least_loaded", "round_robin"],
@@ -189,7 +190,9 @@ class ParallelOptions:
         "layers of each stage, such as 15,17; default: as many in each, the rest in stages before the last",
     ] = None
     enable_expert_parallel: Annotated[
-        bool, "give each of these devices whole experts of a mixture, instead of a share of each expert"
+        bool,
+        "give each device whole experts of a mixture, instead of a share of each expert; with data_parallel_size each lane of devices "
+        "has requests of its own, and all of them share the experts (docs/EXPERTS.md)",
     ] = False
     enable_eplb: Annotated[
         bool, "move whole experts between devices, and copy those with the most tokens, by their load (docs/EXPERT_LOAD.md)"
@@ -210,6 +213,16 @@ class ParallelOptions:
         "who starts the other hosts: ray (an actor on each, from host 0; needs the extra ray), or whoever starts host 0 (mp, uni)",
     ] = None
     distributed_timeout_seconds: Annotated[int, "seconds that hosts wait for each other at the start"] = 600
+
+    @property
+    def num_lanes(self) -> int:
+        """Groups of devices of one engine that share the experts of a mixture, each with requests of its own."""
+        return self.data_parallel_size if self.enable_expert_parallel else 1
+
+    @property
+    def num_replicas(self) -> int:
+        """Engine processes."""
+        return 1 if self.enable_expert_parallel else self.data_parallel_size
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -82,6 +82,10 @@ def eplb_faults(flat: Mapping[str, Any]) -> list[str]:
             flat["prefill_context_parallel_size"] > 1,
             "the devices of prefill_context_parallel_size count different tokens: leave one of them out",
         ),
+        (
+            flat["data_parallel_size"] > 1,
+            "the lanes of data_parallel_size send tokens to the places that experts were loaded to: leave one of them out",
+        ),
         (flat["expert_load"] is False, "expert_load is off, by which experts move: leave one of them out"),
     )
     return [f"enable_eplb is set, but {reason}" for is_wrong, reason in wrong if is_wrong]

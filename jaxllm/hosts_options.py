@@ -20,7 +20,12 @@ def hosts_faults(flat: Mapping[str, Any]) -> list[str]:
     faults = []
     if rank >= num_hosts:
         faults.append(f"node_rank is {rank}, must be below nnodes, {num_hosts}: hosts count from 0")
-    if num_hosts > 1 and num_replicas > 1:  # each of which lies whole on a host
+    if num_hosts > 1 and num_replicas > 1 and flat["enable_expert_parallel"]:
+        faults.append(
+            f"data_parallel_size is {num_replicas} and enable_expert_parallel is set, which makes one engine of {num_replicas} lanes, and "
+            "nnodes is set, but lanes lie on one host; leave one of them out"
+        )
+    elif num_hosts > 1 and num_replicas > 1:  # each of which lies whole on a host
         if num_replicas % num_hosts:
             faults.append(
                 f"data_parallel_size is {num_replicas}, which {num_hosts} hosts (nnodes) cannot share equally; choose a multiple of "

@@ -12,6 +12,7 @@ from jaxllm.engine.features import check_speculative_config
 from jaxllm.engine_args import FromOptions
 from jaxllm.engine_front import EngineFront, Texts, load_texts
 from jaxllm.errors import ConfigError, EngineError, JaxLLMError
+from jaxllm.lanes.options import check_lanes
 from jaxllm.lora_calls import LoraCalls, loras_in_this_thread, run_now
 from jaxllm.lora_options import without_effect
 from jaxllm.lora_request import LoRARequest
@@ -146,12 +147,13 @@ def check_model(config: EngineConfig) -> None:
     model_config.for_tensor_parallel(Topology.of(config.parallel).tensor)
     check_speculative_config(config)
     layers_of_stages(config, model_config)
+    check_lanes(config, model_config)
 
 
 def _build_core(
     config: EngineConfig, progress: Progress | None, processors: "Sequence[Processor | str]", times: StartTimes
 ) -> SteppedCore:
-    if config.parallel.data_parallel_size > 1:
+    if config.parallel.num_replicas > 1:
         if config.parallel.nnodes > 1 or config.parallel.distributed_executor_backend == "ray":
             raise ConfigError(
                 f"data_parallel_size is {config.parallel.data_parallel_size} with nnodes {config.parallel.nnodes} or through Ray: only "

@@ -135,7 +135,7 @@ class Supervisor:
         return self._exit_code
 
     def _engine_processes(self, environments: Mapping[int, Mapping[str, str]]) -> EngineProcesses:
-        num_replicas = self._config.parallel.data_parallel_size
+        num_replicas = self._config.parallel.num_replicas
         start = EngineStart(of_one_host(self._config), "", num_replicas=num_replicas, **self._of_engines())
         return EngineProcesses(start, self._directory, environments, self._stopping, client_index=self._num_fronts)
 
@@ -235,7 +235,7 @@ class Supervisor:
         if self._stopping.is_set():
             return
         was_ready = all(front.is_ready for front in self._fronts)
-        if self._all_served and self._config.parallel.data_parallel_size > 1:
+        if self._all_served and self._config.parallel.num_replicas > 1:
             often = await self._engines.start_again(engine, error)
             if self._stopping.is_set():
                 return

@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _follow(config: EngineConfig, options: ServerOptions, log_level: str | None) -> int:
     """Be another host, until host 0 ends: with replicas of its own, or with devices of the one engine. Ctrl-C and SIGTERM end this host,
     and in the second case with it all."""
-    if config.parallel.data_parallel_size > 1:
+    if config.parallel.num_replicas > 1:
         from jaxllm.replicas.hosts.host import serve_replicas
 
         return serve_replicas(

@@ -33,6 +33,11 @@ def compile_artifact(config: EngineConfig, model_dir: Path, output: Path, progre
             f"pipeline_parallel_size is {config.parallel.pipeline_parallel_size}, but an artifact has the programs of one stage; leave it "
             "out: an engine with stages keeps its programs on this machine by itself"
         )
+    if config.parallel.num_lanes > 1:
+        raise ConfigError(
+            f"data_parallel_size is {config.parallel.num_lanes} and enable_expert_parallel is set, but an artifact has the programs of "
+            "one lane; leave one of them out: an engine with lanes keeps its programs on this machine by itself"
+        )
     times = StartTimes()
     if config.model.logits_processors:
         logger.info("programs with logits processors are no part of an artifact: the engine compiles them at its start")

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -31,6 +32,7 @@ from jaxllm.errors import (
     JaxLLMError,
     OverloadedError,
 )
+from jaxllm.lanes.scheduler import AnyScheduler, LanesScheduler
 from jaxllm.log import logger
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.progress import SILENT, Progress
@@ -99,7 +101,9 @@ class EngineCore:
         self.adapters = None if features.adapters is None else features.adapters.new_manager(self.executor)
         self._expert_load = None if features.expert_load is None else features.expert_load.new_reader(self.executor)
         self.grammars = Grammars(self._vocabulary, self.model_config.padded_vocab_size)
-        self.scheduler = Scheduler(
+        parallel = self.config.parallel
+        new_scheduler = partial(
+            Scheduler,
             self.config.scheduler,
             self.config.cache,
             num_blocks=plan.num_blocks,
@@ -107,8 +111,13 @@ class EngineCore:
             policies=plan.cache.policies,
             drafts=None if features.speculation is None else features.speculation.new_control(),
             rooms=self.preparations,
-            num_stages=self.config.parallel.pipeline_parallel_size,
+            num_stages=parallel.pipeline_parallel_size,
             block_size=plan.block_size,
+        )
+        self.scheduler: AnyScheduler = (
+            new_scheduler()
+            if parallel.num_lanes == 1
+            else LanesScheduler(new_scheduler, parallel.num_lanes, parallel.data_parallel_routing)
         )
         max_in_flight = _MAX_IN_FLIGHT[jax.default_backend() != "cpu"] if self.config.scheduler.async_scheduling else 1
         self.loop = StepLoop(self.scheduler, self.executor, max_in_flight=max_in_flight)
@@ -315,13 +324,12 @@ class EngineCore:
         """Raise AssertionError if the state is inconsistent or a request leaked resources. Call without unfinished requests."""
         self._check_alive()
         self.scheduler.check_integrity()
-        pool = self.scheduler.cache_manager.pool
         assert not self.scheduler.requests, f"{len(self.scheduler.requests)} requests are not finished"
         assert not self._news, f"{len(self._news)} news were not told"
         assert not self._pause.held, f"{len(self._pause.held)} requests wait until the engine resumes"
         while self.loop.has_work:  # steps that were in flight when the last request ended
             assert not self.loop.step(), "a step has news of a request that is gone"
-        assert pool.num_free_blocks == pool.num_usable_blocks, "blocks are held by nobody"
+        assert not self.scheduler.holds_blocks, "blocks are held by nobody"
         self.executor.check_idle(self.scheduler.finished_ids)
         for preparation in self.preparations:
             preparation.check_integrity()

@@ -53,9 +53,9 @@ PLACES = {
         "KVCacheManager.free",
         lambda self, request, *args, **kwargs: request.request_id,
     ),
-    "step": Place("core", "jaxllm.runner.runner", "ModelRunner.dispatch"),
+    "step": Place("core", "jaxllm.runner.batch", "BatchBuilder.build"),
     "row": Place("core", "jaxllm.runner.rows", "Rows.add", lambda self, data: data.request_id),
-    "launch": Place("core", "jaxllm.runner.runner", "ModelRunner._prepare"),
+    "launch": Place("core", "jaxllm.runner.runner", "ModelRunner.prepare"),
     "draw": Place("core", "jaxllm.runner.consumers.sampling", "Sampling.launch"),
     "admit": Place(
         "core", "jaxllm.runner.consumers.sampling", "Sampling.pack_admission", lambda self, row: row.data.request_id

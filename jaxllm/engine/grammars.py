@@ -8,11 +8,11 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
 from jaxllm.errors import GrammarError
+from jaxllm.lanes.scheduler import AnyScheduler
 from jaxllm.log import logger
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import ErrorKind, Grammar, Request
 from jaxllm.scheduler.admission import Fit
-from jaxllm.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from jaxllm.structured.matcher import Template
@@ -72,7 +72,7 @@ class Grammars:
     def release(self, request: Request) -> None:
         """See AdmissionRoom."""
 
-    def settle(self, scheduler: Scheduler) -> list[EngineCoreOutput]:
+    def settle(self, scheduler: AnyScheduler) -> list[EngineCoreOutput]:
         """Give the requests whose grammars are compiled their matchers. Returns the outputs of those whose grammars failed to compile.
 
         Waits up to MAX_WAIT_SECONDS if every request waits for its grammar.

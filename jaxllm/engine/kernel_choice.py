@@ -164,7 +164,7 @@ def _collectives(model: ModelConfig, mesh: Mesh, *, on_gpu: bool) -> tuple[str, 
     case: dict[str, Any] = {"shape": (1, model.hidden_size), "dtype": model.dtype, "num_devices": tensor_size(mesh)}
     if (
         tensor_size(mesh) == 1
-        or context_size(mesh) > 1
+        or mesh.size > tensor_size(mesh)  # peers exchange over one axis
         or not on_gpu
         or spans_hosts(mesh)
         or not collectives.supports("peer", "all_reduce_norm", **case)

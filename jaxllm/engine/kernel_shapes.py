@@ -31,6 +31,8 @@ class _Engine:
     model: ModelConfig
     plan: MemoryPlan
     tensor_parallel: int
+    num_expert_devices: int
+    """Devices that whole experts are distributed to."""
     max_logprobs: int
     """-1: the whole vocabulary."""
     adaptation: Adaptation | None
@@ -111,7 +113,7 @@ def _grouped_matmul(engine: _Engine) -> tuple[grouped_matmul.Shapes, ...]:
     return tuple(
         grouped_matmul.Shapes(
             dtype=model.dtype,
-            num_experts=len(part.slots) // (tensor_parallel if part.by_expert else 1),
+            num_experts=len(part.slots) // (engine.num_expert_devices if part.by_expert else 1),
             num_choices=part.routing.top_k,
             width=model.hidden_size,
             hidden=part.width // (1 if part.by_expert else tensor_parallel),
@@ -200,5 +202,6 @@ def shapes_of(
 ) -> dict[str, tuple[Any, ...]]:
     """By op, the sets of shapes that its cases depend on, on one device."""
     topology = Topology.of(config.parallel)
-    engine = _Engine(model, plan, topology.tensor, config.model.max_logprobs, adaptation, topology.context)
+    sizes = topology.tensor, topology.expert
+    engine = _Engine(model, plan, *sizes, config.model.max_logprobs, adaptation, topology.context)
     return {op: shapes(engine) for op, shapes in _SHAPES.items()}

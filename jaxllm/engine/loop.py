@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from jaxllm.engine import masks
 from jaxllm.engine.mask_pace import MaskPace
 from jaxllm.engine.work_clock import WorkClock
+from jaxllm.lanes.scheduler import AnyScheduler
 from jaxllm.outputs import EngineCoreOutput
-from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.scheduler_output import SchedulerOutput
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class StepLoop:
     pipeline compute different steps: each one more takes one more.
     """
 
-    def __init__(self, scheduler: Scheduler, executor: "Executor", *, max_in_flight: int):
+    def __init__(self, scheduler: AnyScheduler, executor: "Executor", *, max_in_flight: int):
         self.scheduler = scheduler
         self.executor = executor
         self.max_in_flight = max_in_flight

@@ -2,10 +2,10 @@
 
 from typing import Protocol
 
+from jaxllm.lanes.scheduler import AnyScheduler
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import Request
 from jaxllm.scheduler.admission import AdmissionRoom
-from jaxllm.scheduler.scheduler import Scheduler
 
 
 class Preparation(AdmissionRoom, Protocol):
@@ -17,7 +17,7 @@ class Preparation(AdmissionRoom, Protocol):
     def admit(self, request: Request) -> None:
         """A request was queued: begin to prepare what it needs."""
 
-    def settle(self, scheduler: Scheduler) -> list[EngineCoreOutput]:
+    def settle(self, scheduler: AnyScheduler) -> list[EngineCoreOutput]:
         """Take in what is prepared. Called once a step. Returns the outputs of requests that failed.
 
         Raises LostError if what steps need on the device is lost; the engine must start over.

@@ -26,6 +26,9 @@ from jaxllm.engine.kernel_choice import attention_implementation, candidates
 from jaxllm.eplb_options import EplbConfig
 from jaxllm.errors import ConfigError, OutOfMemoryError
 from jaxllm.kernel_verdicts import OpReport, VerdictStore
+from jaxllm.lanes.make import lanes_runner
+from jaxllm.lanes.options import check_lanes
+from jaxllm.lanes.runner import LanesRunner
 from jaxllm.layers.build import build_model
 from jaxllm.loaders.layout import axes_of, parameters
 from jaxllm.log import logger
@@ -33,8 +36,8 @@ from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import Layer, MoE
 from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.across_hosts import spans_hosts
-from jaxllm.parallel.axes import MESH_AXES
-from jaxllm.parallel.mesh import meshes_of
+from jaxllm.parallel.axes import num_parts
+from jaxllm.parallel.mesh import DATA, TENSOR, meshes_of
 from jaxllm.parallel.topology import Topology
 from jaxllm.pipeline.plan import Stage, pipeline_runner, plan_stages, tightest
 from jaxllm.pipeline.runner import PipelineRunner
@@ -51,7 +54,7 @@ from jaxllm.runner.runner import ModelRunner
 from jaxllm.sampling.processors import Processor
 from jaxllm.start_times import StartTimes
 
-AnyRunner = ModelRunner | PipelineRunner
+AnyRunner = ModelRunner | PipelineRunner | LanesRunner
 
 _STATES_FRACTION = 0.25
 """Of the device's memory: most that states by row take with the default of max_num_seqs."""
@@ -64,7 +67,7 @@ class Prepared:
     config: EngineConfig
     model_config: ModelConfig
     meshes: tuple[Mesh, ...]
-    """Of each stage."""
+    """Of each stage; with lanes one for all of them."""
     stages: tuple[Stage, ...]
     """One without a pipeline."""
     kernels: Kernels
@@ -160,6 +163,8 @@ def _fingerprint(
     features: Features,
 ) -> dict[str, object]:
     found = {**fingerprint(config, model_config, stage.model, mesh, stage.plan, kernels), **features.described}
+    if config.parallel.num_lanes > 1:
+        found["lanes"] = config.parallel.num_lanes
     is_whole = len(stage.layers) == model_config.num_layers
     return found if is_whole else {**found, "layers of the stage": [stage.layers.start, stage.layers.stop]}
 
@@ -204,7 +209,7 @@ def lay_out(
             lambda stage, layers: make_plan(weight_bytes=weight_bytes(stage, size) + moving(stage), layers=layers),
         )
     whole = build_model(model)
-    num_bytes = weight_bytes(whole, size) + _drafter_bytes(drafter, config, model, size)
+    num_bytes = weight_bytes(whole, size, config.parallel.num_lanes) + _drafter_bytes(drafter, config, model, size)
     num_bytes += _adapter_bytes(features.adaptation, size) + moving(whole)
     return (Stage(layers_of[0], whole, make_plan(weight_bytes=num_bytes, drafter=drafter)),)
 
@@ -258,8 +263,16 @@ def _runner(
     times: StartTimes,
     features: Features,
 ) -> AnyRunner:
+    def store_of(stage: Stage, mesh: Mesh) -> ProgramStore | None:
+        return _store(config, partial(_fingerprint, config, model_config, stage, mesh, kernels, features), mesh)
+
+    if config.parallel.num_lanes > 1:
+        (stage,), (mesh,) = stages, meshes
+        made_of = (config, model_config, stage.model, mesh, stage.plan, kernels, processors)
+        return lanes_runner(*made_of, store=store_of(stage, mesh), times=times)
+
     def make(kind: type[ModelRunner], stage: Stage, mesh: Mesh) -> ModelRunner:
-        store = _store(config, partial(_fingerprint, config, model_config, stage, mesh, kernels, features), mesh)
+        store = store_of(stage, mesh)
         made: dict[str, Any] = {"drafter": features.drafter, "adaptation": features.adaptation, "store": store, "times": times}
         return kind(config, model_config, stage.model, mesh, stage.plan, kernels, processors, **made)
 
@@ -280,13 +293,13 @@ def _store(config: EngineConfig, made_of: Callable[[], Fingerprint], mesh: Mesh)
     return None
 
 
-def weight_bytes(model: nnx.Module, num_devices: int) -> int:
-    """Bytes of the weights on each of `num_devices` devices."""
-    found = 0
-    for _, variable in parameters(model):
-        is_split = any(MESH_AXES[axis] for axis in axes_of(variable))
-        found += math.prod(variable.shape) * jnp.dtype(variable.dtype).itemsize // (num_devices if is_split else 1)
-    return found
+def weight_bytes(model: nnx.Module, num_devices: int, num_lanes: int = 1) -> int:
+    """Bytes of the weights on each of `num_devices` devices, of which each of `num_lanes` lanes has as many."""
+    sizes = {TENSOR: num_devices, DATA: num_lanes}
+    return sum(
+        math.prod(variable.shape) * jnp.dtype(variable.dtype).itemsize // num_parts(axes_of(variable), sizes)
+        for _, variable in parameters(model)
+    )
 
 
 def resolve(config: EngineConfig, model_dir: Path) -> tuple[EngineConfig, ModelConfig, tuple[Mesh, ...]]:
@@ -323,6 +336,7 @@ def resolve_sizes(
     if model_config.pooling.prompt_names:
         logger.info("prompts of the checkpoint, for clients to write before their texts: %s", model_config.pooling.prompt_names)
     config = resolve_platform_defaults(config, on_gpu=on_gpu, device_bytes=device_bytes, is_mixture=bool(model_config.mixtures))
+    check_lanes(config, model_config)
     refuse_model(model_config, topology.context)
     model_config = _split(_with_redundant_experts(config, model_config), topology.tensor)
     config = config.replace(
@@ -397,7 +411,7 @@ def counts_experts(config: EngineConfig, model: ModelConfig) -> bool:
         return asked
     if options.enable_eplb:
         return True
-    is_distributed = options.enable_expert_parallel and options.tensor_parallel_size > 1
+    is_distributed = Topology.of(options).expert > 1
     return is_distributed and own_class and registered.EXPERT_LOAD is not None
 
 

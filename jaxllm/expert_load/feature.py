@@ -31,6 +31,6 @@ class ExpertLoad:
 
 def make_expert_load(config: EngineConfig, model_config: ModelConfig) -> ExpertLoad:
     """The feature of a model with mixtures."""
-    options = config.parallel
-    eplb = EplbConfig.of(options.eplb_config) if options.enable_eplb else None
-    return ExpertLoad(Layout.of(model_config, num_devices=options.tensor_parallel_size), eplb)
+    parallel = config.parallel
+    eplb = EplbConfig.of(parallel.eplb_config) if parallel.enable_eplb else None
+    return ExpertLoad(Layout.of(model_config, num_devices=parallel.num_lanes * parallel.tensor_parallel_size), eplb)

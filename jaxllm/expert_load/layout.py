@@ -32,7 +32,7 @@ class Layout:
 
     @classmethod
     def of(cls, model: ModelConfig, *, num_devices: int) -> "Layout":
-        """num_devices: that each layer is split over."""
+        """num_devices: that the experts are split over."""
         found = {i: layer.mlp for i, layer in enumerate(model.layers) if isinstance(layer.mlp, MoE)}
         is_distributed = all(part.by_expert for part in found.values())
         sizes = tuple(part.routing.num_experts for part in found.values())

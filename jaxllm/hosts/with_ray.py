@@ -171,7 +171,7 @@ def _num_hosts(config: EngineConfig, own: Mapping[str, Any]) -> int:
 
 def _num_devices(config: EngineConfig) -> int:
     """Of all hosts together."""
-    return config.parallel.data_parallel_size * Topology.of(config.parallel).num_devices
+    return config.parallel.num_replicas * Topology.of(config.parallel).num_devices
 
 
 def _place(ray: Any, bundles: list[dict[str, float]], node_id: str, timeout_seconds: int) -> Any:

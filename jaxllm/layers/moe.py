@@ -90,7 +90,7 @@ class MixtureOfExperts(nnx.Module):
             gate_up_bias_E2F=None if self.gate_up_bias is None else self.gate_up_bias[...],
             down_bias_ED=self._down_bias(shards),
             activation=self.part.activation,
-            first_expert=shards.index * len(down_EDF) if self.part.by_expert else 0,
+            first_expert=step.expert_rank * len(down_EDF) if self.part.by_expert else 0,
         )
         if self.shared is None:
             return out_TD

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 from jax import Array
@@ -12,6 +12,7 @@ from jaxllm.layers.attend import Attend, AttendToLatents
 from jaxllm.layers.rope import rope_angles
 from jaxllm.layers.row_states import RowStates
 from jaxllm.model_parts import Rope
+from jaxllm.parallel.exchange import LaneExchange
 from jaxllm.parallel.shards import ONE_DEVICE, Shards
 from pallas_kernels import expert_choice
 from pallas_kernels import gated_delta as gated_delta_rule
@@ -70,6 +71,8 @@ class Step:
     """None: no token has an adapter."""
     entering_TD: Array | None = None
     """In a later stage of a pipeline: the sum of embedding and layers that the stage before leaves, whole on every device."""
+    exchange: LaneExchange | None = None
+    """Between lanes, which share the experts of a mixture; None: experts are distributed over `shards` alone."""
     chosen: list[tuple[str, Array]] | None = None
     """Collects the experts that tokens chose, int32 [T, k], -1 for padding, with the name of their mixture: one for each run of the step's
     tokens. None: nobody asks."""
@@ -105,7 +108,13 @@ class Step:
     def experts_of(self, name: str, start: int) -> Callable[..., Array]:
         """What computes the chosen experts of a mixture of the tokens from `start` on, as `experts` does."""
         changed = None if self.adapt is None else self.adapt.experts(name, start)
-        return self.experts if changed is None else changed
+        found = self.experts if changed is None else changed
+        return found if self.exchange is None else partial(_exchanged, self.exchange, found)
+
+    @property
+    def expert_rank(self) -> Array | int:
+        """The place of this device among those that whole experts are distributed to."""
+        return self.shards.index if self.exchange is None else self.exchange.rank
 
     def angles(self, rope: Rope | None, head_dim: int) -> tuple[Array, Array]:
         """Cosine and sine, float32 [T, H/2], of every token that attention takes; layers with equal ropes share them."""
@@ -114,3 +123,21 @@ class Step:
             positions_T = self.positions_T if self.attended_positions_T is None else self.attended_positions_T
             self._angles[key] = rope_angles(rope, head_dim, positions_T)
         return self._angles[key]
+
+
+def _exchanged(
+    exchange: LaneExchange,
+    experts: Callable[..., Array],
+    x_TD: Array,
+    expert_Tk: Array,
+    weight_Tk: Array,
+    gate_up_E2FD: Any,
+    down_EDF: Any,
+    **options: Any,
+) -> Array:
+    """`experts` of the tokens of all lanes."""
+
+    def of_device(x_TD: Array, expert_Tk: Array, weight_Tk: Array) -> Array:
+        return experts(x_TD, expert_Tk, weight_Tk, gate_up_E2FD, down_EDF, **options)
+
+    return exchange.run(of_device, x_TD, expert_Tk, weight_Tk, len(down_EDF))

@@ -19,8 +19,7 @@ from jaxllm.errors import ModelLoadError
 from jaxllm.layers.source import AnySource
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts.mlp import slots
-from jaxllm.parallel.axes import sharding
-from jaxllm.parallel.mesh import tensor_size
+from jaxllm.parallel.axes import num_parts, sharding
 
 ParamPath = tuple[str | int, ...]
 Axes = tuple[str, ...]
@@ -103,7 +102,7 @@ def _copy_heads(xp: ModuleType, array: Any, axes: Axes, shape: Sequence[int]) ->
 def stored_sharding(mesh: Mesh, axes: Axes, shape: Sequence[int]) -> NamedSharding:
     """How to hold a parameter of the stored shape until it is expanded: split by its axes if they divide, else whole."""
     wanted = sharding(mesh, axes)
-    divides = all(name is None or size % tensor_size(mesh) == 0 for name, size in zip(wanted.spec, shape, strict=True))
+    divides = all(size % num_parts([axis], mesh.shape) == 0 for axis, size in zip(axes, shape, strict=True))
     return wanted if divides else NamedSharding(mesh, PartitionSpec(*(None,) * len(axes)))
 
 

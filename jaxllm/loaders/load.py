@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +48,6 @@ from jaxllm.log import logger
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.across_hosts import put
 from jaxllm.parallel.axes import MESH_AXES, sharding
-from jaxllm.parallel.mesh import TENSOR
 from jaxllm.quantization.fp8 import quantize
 
 HARMLESS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|masked_bias|attn\.bias)$")
@@ -258,9 +258,9 @@ def _read_stacked(read: Reader, source: Stacked, axes: Axes, shape: tuple[int, .
 
 def _place(read: Reader, source: Source, axes: Axes, mesh: Mesh) -> tuple[Array, ...]:
     """The tensors of a source, each in the type of the file and split as the parameter is."""
-    spec: list[str | None] = [None] * len(axes)
+    spec: list[Any] = [None] * len(axes)
     if (split := _split_dimension(source, axes)) is not None:
-        spec[split] = TENSOR
+        spec[split] = sharding(mesh, axes).spec[source.permutation.index(split)]
     return tuple(_place_tensor(read, tensor, NamedSharding(mesh, PartitionSpec(*spec))) for tensor in source.tensors)
 
 

@@ -16,6 +16,9 @@ TENSOR = "tensor"
 CONTEXT = "context"
 """The mesh axis that tokens, and the slots of each block of the cache, are split over; a mesh of one such device has no such axis."""
 
+DATA = "data"
+"""The mesh axis of lanes: each has requests of its own, and all that is split over `TENSOR`; experts are split over both."""
+
 
 def make_mesh(tensor_parallel_size: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The first `tensor_parallel_size` devices in a row. Raises ConfigError if there are fewer."""
@@ -23,8 +26,10 @@ def make_mesh(tensor_parallel_size: int = 1, devices: Sequence[jax.Device] | Non
 
 
 def meshes_of(topology: Topology, devices: Sequence[jax.Device] | None = None) -> tuple[Mesh, ...]:
-    """The devices of a topology, the first of this machine, in a row for each stage, or in `context` rows. Raises ConfigError if there
-    are fewer."""
+    """The devices of a topology, the first of this machine, in a row for each stage, or in `context` or `data` rows.
+
+    Raises ConfigError if there are fewer.
+    """
     devices = devices_for(topology.num_devices) if devices is None else list(devices)
     if not 1 <= topology.num_devices <= len(devices):
         count = len(devices)
@@ -35,20 +40,18 @@ def meshes_of(topology: Topology, devices: Sequence[jax.Device] | None = None) -
             + _way_out(topology, count)
             + (f", or show it more ({hidden})" if hidden else "")
         )
-    axes, shape = (TENSOR,), (topology.tensor,)
-    if topology.context > 1:
-        axes, shape = (CONTEXT, *axes), (topology.context, *shape)  # type: ignore[assignment]
+    rows = {name: size for name, size in ((DATA, topology.data), (CONTEXT, topology.context)) if size > 1}
+    axes, shape = (*rows, TENSOR), (*rows.values(), topology.tensor)
     stages = np.array(devices[: topology.num_devices]).reshape(topology.stage, *shape)
     return tuple(Mesh(stage, axes, axis_types=(AxisType.Auto,) * len(axes)) for stage in stages)
 
 
 def _way_out(topology: Topology, count: int) -> str:
     """What a machine with `count` devices can do."""
+    is_one_size = topology.num_devices == topology.tensor
     if count <= 1:
-        return "leave it out" if topology.num_devices == topology.tensor else "leave both out"
-    return (
-        f"choose 1 to {count}" if topology.num_devices == topology.tensor else f"choose sizes whose product is {count} or less"
-    )
+        return "leave it out" if is_one_size else "leave both out"
+    return f"choose 1 to {count}" if is_one_size else f"choose sizes whose product is {count} or less"
 
 
 def tensor_size(mesh: Mesh) -> int:
@@ -59,3 +62,8 @@ def tensor_size(mesh: Mesh) -> int:
 def context_size(mesh: Mesh) -> int:
     """Devices of a mesh, or groups of those that each layer is split over, that tokens are split over."""
     return mesh.shape.get(CONTEXT, 1)
+
+
+def lane_meshes(mesh: Mesh) -> tuple[Mesh, ...]:
+    """The devices of each lane of a mesh of both axes."""
+    return tuple(Mesh(row, (TENSOR,), axis_types=(AxisType.Auto,)) for row in mesh.devices)

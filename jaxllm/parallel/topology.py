@@ -9,16 +9,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Topology:
-    """The devices of one engine: `num_devices` of them, side by side in stages of `context` times `tensor` devices."""
+    """The devices of one engine: `num_devices` of them, side by side in stages or lanes of `context` times `tensor` devices."""
 
     tensor: int = 1
     """Devices that each layer is split over."""
     stage: int = 1
     """Stages of a pipeline, each with layers of its own."""
     has_expert_parallel: bool = False
-    """Whether the devices that split each layer hold whole experts of a mixture, instead of a share of each."""
+    """Whether each of these holds whole experts of a mixture, instead of a share of each."""
     context: int = 1
     """Devices, or groups of `tensor` devices, with the same weights that split tokens and the KV cache by tokens."""
+    data: int = 1
+    """Lanes: groups of `tensor` devices with requests of their own, which share the experts of a mixture."""
 
     @classmethod
     def of(cls, options: "ParallelOptions") -> "Topology":
@@ -28,25 +30,30 @@ class Topology:
             options.pipeline_parallel_size,
             options.enable_expert_parallel,
             options.prefill_context_parallel_size,
+            options.num_lanes,
         )
 
     @property
     def expert(self) -> int:
         """Devices that the experts of a mixture are distributed to, each with all its weights."""
-        return self.tensor if self.has_expert_parallel else 1
+        return self.data * self.tensor if self.has_expert_parallel else 1
 
     @property
     def num_devices(self) -> int:
-        return self.stage * self.stage_devices
+        return self.data * self.stage * self.stage_devices
 
     @property
     def stage_devices(self) -> int:
-        """Devices of a stage, which share its cache."""
+        """Devices of a stage or of a lane, which share its cache."""
         return self.context * self.tensor
 
     def describe(self) -> str:
         """What was asked for, by the names of its options."""
-        others = {"pipeline_parallel_size": self.stage, "prefill_context_parallel_size": self.context}
+        others = {
+            "pipeline_parallel_size": self.stage,
+            "prefill_context_parallel_size": self.context,
+            "data_parallel_size": self.data,
+        }
         said = [f"{name} is {size}" for name, size in others.items() if size > 1]
         if not said:
             return f"tensor_parallel_size is {self.tensor}"

@@ -12,9 +12,9 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 def ranks_here(parallel: ParallelOptions) -> range:
     """The replicas that lie on this host: as many as on every other. An engine on several hosts is one, on host 0."""
-    if parallel.data_parallel_size == 1:
+    if parallel.num_replicas == 1:
         return range(1)
-    share = parallel.data_parallel_size // parallel.nnodes
+    share = parallel.num_replicas // parallel.nnodes
     return range(parallel.node_rank * share, (parallel.node_rank + 1) * share)
 
 

@@ -112,6 +112,11 @@ class Balancer:
         cached = self.index.prefixes(keys) * self._block_size if self._reads_caches else None
         return self._choose(request_id, num_tokens, cached, None, rank)
 
+    def choose_by_cached(self, request_id: str, num_tokens: int, cached: np.ndarray, rank: int | None = None) -> int:
+        """The same where the caller knows how many of a prompt's `num_tokens` tokens each replica has in its prefix cache."""
+        found = cached if self._reads_caches else None
+        return self._choose(request_id, num_tokens, found, None, rank)
+
     def replica_of(self, request_id: str) -> int | None:
         """The replica of an unfinished request."""
         return self._replica_of.get(request_id)

@@ -138,7 +138,7 @@ class BatchBuilder:
         for i in np.flatnonzero(start_R < num_known_R):  # the last token of a prompt, computed alone
             views.token_ids_T[i] = scheduled[i].data.token_ids[start_R[i]]
             chunks.append(Chunk(scheduled[i], int(i), int(i) * width, int(start_R[i]), 1))
-        extra = self._fill_updates(layout, buffer, update_index, update_block)
+        extra = self.fill_updates(layout, buffer, update_index, update_block)
         return Batch(buffer, layout, True, width, width, scheduled, variant, LogprobsKind.NONE, adapted, [], chunks, extra)
 
     def _starts(self, start_R: np.ndarray, num_known_R: np.ndarray) -> np.ndarray:
@@ -189,7 +189,7 @@ class BatchBuilder:
             num_rows = self.buckets.rows_for_tokens(num_tokens)
             layout = mixed_layout(num_tokens, num_rows, self.block_size, self.num_groups)
         buffer = self._fill(layout, scheduled, len(sampled))
-        extra = self._fill_updates(layout, buffer, update_index, update_block)
+        extra = self.fill_updates(layout, buffer, update_index, update_block)
         chunks = _chunks(scheduled)
         width, next_width = self.buckets.fit_width(most_drafts), self.buckets.fit_width(plan.num_drafts)
         adapted = any(row.data.adapter_slot != NO_ADAPTER for row, _ in scheduled)
@@ -199,7 +199,7 @@ class BatchBuilder:
     def empty(self, layout: StepLayout) -> np.ndarray:
         """The buffer of an empty step."""
         buffer = self._fill(layout, [], 0)
-        self._fill_updates(layout, buffer, [], [])
+        self.fill_updates(layout, buffer, [], [])
         return buffer
 
     def _extend_table(self, row: Row, blocks: list[int], update_index: list[int], update_block: list[int]) -> None:
@@ -241,7 +241,7 @@ class BatchBuilder:
         tokens[position:] = 0
         return buffer
 
-    def _fill_updates(
+    def fill_updates(
         self, layout: StepLayout, buffer: np.ndarray, index: list[int], block: list[int]
     ) -> tuple[np.ndarray, np.ndarray] | None:
         views = layout.views(buffer)

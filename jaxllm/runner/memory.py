@@ -15,6 +15,7 @@ from jaxllm.config import AUTO_MODEL_LEN, EngineConfig
 from jaxllm.errors import ConfigError, OutOfMemoryError
 from jaxllm.layers import build
 from jaxllm.model_config import ModelConfig
+from jaxllm.parallel.exchange import MAX_TOKENS_AT_ONCE
 from jaxllm.parallel.topology import ONE_DEVICE, Topology
 from jaxllm.runner.buckets import MAX_DRAFT_ROWS
 from jaxllm.runner.drafter import Drafter
@@ -60,6 +61,8 @@ class MemoryPlan:
     """Rows of the states that layers keep by row: that of padding included."""
     num_queries: int = 1
     """Most tokens of a row in a decode: 1, and its drafts."""
+    num_lanes: int = 1
+    """Groups of `num_devices` devices, each with a cache of its own."""
 
     @property
     def block_size(self) -> int:
@@ -88,7 +91,9 @@ class MemoryPlan:
     def describe(self) -> str:
         """The plan in a few lines for people."""
         beside = f", {_size(self.collective_bytes)} beside it for collectives" if self.collective_bytes else ""
-        each = f", the same on each of {self.num_devices} devices" if self.num_devices > 1 else ""
+        num_devices = self.num_devices * self.num_lanes
+        each = f", the same on each of {num_devices} devices" if num_devices > 1 else ""
+        lanes = f" in each of {self.num_lanes} lanes" if self.num_lanes > 1 else ""
         states = f"  states    {_size(self.state_bytes)} ({self.num_rows} rows)"
         return "\n".join(
             [
@@ -98,7 +103,7 @@ class MemoryPlan:
                 *([states] if self.state_bytes else []),
                 f"  KV cache  {_size(self.cache_bytes)}: {self.num_blocks} blocks of {self.block_size} tokens, "
                 f"{self.num_cache_tokens} tokens, {self.num_cache_tokens / self.max_model_len:.1f} requests "
-                f"of {self.max_model_len} tokens at once",
+                f"of {self.max_model_len} tokens at once{lanes}",
             ]
         )
 
@@ -158,7 +163,8 @@ class MemoryPlan:
         return f", the states of {self.num_rows} rows {_size(self.state_bytes)}" if self.state_bytes else ""
 
     def _on_each(self) -> str:
-        return f" on each of {self.num_devices} devices" if self.num_devices > 1 else ""
+        num_devices = self.num_devices * self.num_lanes
+        return f" on each of {num_devices} devices" if num_devices > 1 else ""
 
     def _ways_out(self) -> str:
         """How to make the weights fit."""
@@ -250,6 +256,7 @@ def memory_plan(
         on_gpu,
         num_rows,
         num_queries,
+        topology.data,
     )
 
 
@@ -288,13 +295,14 @@ def estimate_work_bytes(config: EngineConfig, model: ModelConfig, *, width: int 
     per_token = widest // size + (6 + 2 * num_features) * model.hidden_size
     widened = 0  # experts of a layer, which a step with many tokens computes so
     if model.packed_experts:
-        widened = max(3 * len(part.slots) * part.width for part in model.mixtures) * model.hidden_size * itemsize // size
+        values = max(3 * len(part.slots) * part.width for part in model.mixtures) * model.hidden_size
+        widened = values * itemsize // max(size, topology.expert)
     max_rows = scheduler.max_num_seqs
     sampling = 6 * 4 * max(max_rows, min(max_rows, MAX_DRAFT_ROWS) * width) * model.vocab_size
     rows = (spec.bytes_per_row for spec in cache_specs(model) if isinstance(spec, RowState))
     states = 3 * scheduler.max_num_seqs * max(rows, default=0) // size  # of one layer: gathered, changed and scattered
     num_tokens = scheduler.max_num_batched_tokens
-    waiting = entering_bytes(model, num_tokens, topology.stage)
+    waiting = entering_bytes(model, num_tokens, topology.stage) + exchange_bytes(model, num_tokens, topology)
     largest = -(-num_tokens // topology.context) * per_token * itemsize
     if topology.context > 1:  # each device attends with all tokens: their projections, and results of all parts
         attended = max(layer.attention.values_per_token for layer in set(model.layers))
@@ -307,6 +315,15 @@ def entering_bytes(model: ModelConfig, num_tokens: int, num_stages: int) -> int:
     if num_stages == 1:
         return 0
     return (num_stages + 2) * num_tokens * model.hidden_size * jnp.dtype(model.dtype).itemsize
+
+
+def exchange_bytes(model: ModelConfig, num_tokens: int, topology: Topology) -> int:
+    """What a device has of a step's tokens of all lanes while it computes those that chose its experts; `num_tokens` of each lane."""
+    if topology.data == 1:
+        return 0
+    at_once = min(topology.data * num_tokens, MAX_TOKENS_AT_ONCE)
+    values = max(4 * part.routing.top_k * part.width for part in model.mixtures) + 4 * model.hidden_size
+    return at_once * values * jnp.dtype(model.dtype).itemsize
 
 
 def tuning_bytes(config: EngineConfig, model: ModelConfig) -> int:
@@ -444,7 +461,7 @@ def _other_bytes(topology: Topology) -> int:
 
 
 def _collective_bytes(topology: Topology) -> int:
-    return COLLECTIVE_BYTES if topology.stage_devices > 1 else 0
+    return COLLECTIVE_BYTES if topology.data * topology.stage_devices > 1 else 0
 
 
 def _size(num_bytes: int) -> str:

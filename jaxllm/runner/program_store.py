@@ -46,6 +46,13 @@ class ProgramStore:
         self._writable = writable
         self._strict = strict
 
+    def part(self, name: str, devices: Sequence[jax.Device]) -> "ProgramStore":
+        """A store in a directory of this one, for arrays on other devices."""
+        directory = self.directory / name
+        directory.mkdir(mode=0o700, exist_ok=True)
+        check_trusted(directory)
+        return ProgramStore(directory, devices, writable=self._writable, strict=self._strict)
+
     def load(self, key: ProgramKey) -> jax.stages.Compiled | None:
         """The program, or None if it is not stored."""
         path = self._path(key)

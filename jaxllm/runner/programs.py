@@ -82,6 +82,10 @@ class Programs(Generic[Key]):
     def __len__(self) -> int:
         return len(self._compiled)
 
+    def __contains__(self, key: Key) -> bool:
+        """Whether the program is ready."""
+        return key in self._compiled
+
     def get(self, key: Key) -> jax.stages.Compiled:
         """Return the program; make it now if it is missing."""
         self._last_use = time.monotonic()

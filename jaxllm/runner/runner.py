@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,9 @@ class ModelRunner:
         adaptation: Adaptation | None = None,
         store: ProgramStore | None = None,
         times: StartTimes | None = None,
+        weights: Weights | None = None,
     ):
+        """weights: the shapes of all weights, if they are not those that the models have on the mesh."""
         on_gpu = jax.default_backend() != "cpu"
         max_rows, threads = config.scheduler.max_num_seqs, config.compile.compile_threads
         assert max_rows is not None and threads is not None, "platform defaults are resolved before the runner is made"
@@ -93,7 +95,7 @@ class ModelRunner:
             mixtures = [part for i in model.layers if isinstance(part := model_config.layers[i].mlp, MoE)]
             tables = Tables(mixtures, most_copies(mixtures, tensor_size(mesh)))
             models.append(tables)
-        self.weights = Weights(models, mesh)
+        self.weights = Weights(models, mesh) if weights is None else weights
         self._source = WeightsSource(config, model_config, model, mesh, drafter, adaptation, tables)
         self._model_dir = Path(config.model.model)
         self._kept: HostCopies | None = None
@@ -179,7 +181,7 @@ class ModelRunner:
 
     def start_programs(self, *, rare_later: bool) -> None:
         """Start threads that load or compile all programs; with `rare_later`, the rare ones in the background while serving."""
-        common, rare = [*self.shapes.common_keys(), ProgramKey("new_caches")], self.shapes.rare_keys()
+        common, rare = self.shapes.start_keys(), self.shapes.rare_keys()
         self.programs.start(common if rare_later else [*common, *rare], rare if rare_later else ())
 
     def start_programs_when_idle(self) -> None:
@@ -188,18 +190,12 @@ class ModelRunner:
 
     def wait_for_programs(self, progress: Progress, *, rare: bool) -> None:
         """Wait until the common programs, and with `rare` the rare ones too, are ready."""
-        self.programs.wait(
-            [*(self.shapes.all_keys() if rare else self.shapes.common_keys()), ProgramKey("new_caches")], progress
-        )
+        self.programs.wait([*self.shapes.start_keys(), *(self.shapes.rare_keys() if rare else ())], progress)
 
     def work_bytes(self) -> int:
         """Temporary and output bytes per device of the largest step, read from its compiled program."""
         largest = ProgramKey("forward", self.buckets.tokens[-1], adapted=self.shapes.functions.adapting is not None)
-        self.programs.compile_all([largest], SILENT)
-        sizes = self.programs.get(largest).memory_analysis()
-        if sizes is None:
-            return 0  # this backend does not report it
-        return int(sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes)
+        return work_bytes(self.programs, largest)
 
     def set_weights(self, *weights: nnx.State) -> None:
         """Set the weights of the model, of its drafter, and the slots of adapters, as far as there are any, with the shapes and placement
@@ -249,15 +245,9 @@ class ModelRunner:
         """
         adapting = self.shapes.functions.adapting
         assert adapting is not None, "the engine has no adapters"
-        if self._launcher is not None:
-            self._launcher.drain()
+        self.drain()
         arrays = self.program(ProgramKey("write_adapter"))(self.params[adapting.part], packed, self.put(np.int32(slot)))
         self.params = (*self.params[: adapting.part.start], *arrays)
-
-    def drain(self) -> None:
-        """Wait until the steps dispatched so far are launched."""
-        if self._launcher is not None:
-            self._launcher.drain()
 
     def take_expert_tokens(self) -> CountsInFlight:
         """Start to read the tokens that each expert got since the last call, in the steps dispatched so far. Returns at once."""
@@ -308,8 +298,12 @@ class ModelRunner:
                 self.peers = Peers(self.shapes.mesh)
             self.caches = program()
             jax.block_until_ready(self.caches)  # raises if a device cannot allocate its part
-            if self._on_gpu and not self._spacers:
-                self._spacers = self._small_places()
+            self.keep_small_places()
+
+    def keep_small_places(self) -> None:
+        """Reserve places for steps' inputs and results on a GPU, once the caches are there."""
+        if self._on_gpu and not self._spacers:
+            self._spacers = self._small_places()
 
     def _small_places(self) -> list[jax.Array]:
         """Reserve free places of SMALL_PLACE_BYTES between small arrays. Returns these arrays; the caller must keep them.
@@ -331,8 +325,7 @@ class ModelRunner:
 
         Raises the device's error if it cannot.
         """
-        if self._launcher is not None:
-            self._launcher.drain()
+        self.drain()
         if self.peers is not None:
             with contextlib.suppress(Exception):  # the steps' errors were reported already
                 jax.block_until_ready((self.row_arrays, self.caches))
@@ -413,13 +406,12 @@ class ModelRunner:
         self.shutdown_programs()
         if self._launcher is not None:
             self._launcher.shutdown()
-        delete((self.params, self.caches, self.row_arrays, self._spacers))
-        self._delete_consumers_arrays()
+        self.drop_caches()
+        delete((self.params, self._spacers))
         self.forget_weights()
         if self.peers is not None:
             self.peers.delete_arrays()
             self.peers = None
-        self.caches = ()
 
     def dispatch(self, plan: SchedulerOutput) -> StepInFlight:
         """Start a step and return at once. The device runs dispatched steps in order.
@@ -427,20 +419,24 @@ class ModelRunner:
         A plan with masked requests needs the step's `draw`, before the next dispatch, to sample its tokens.
         """
         start = time.perf_counter()
-        for request_id in (*plan.finished_request_ids, *plan.preempted_request_ids):
-            self.rows.remove(request_id)
-        batch = self.batches.build(plan)
+        batch = self.batch_of(plan)
         step = StepInFlight(batch)
         if plan.masked_request_ids:
-            step.mask_TW, step.start_draw = self.sampling.new_mask(batch), partial(self._start, self._sample)
-            self._start(self._forward, step)
+            step.mask_TW, step.start_draw = self.sampling.new_mask(batch), partial(self.start_launch, self.sample)
+            self.start_launch(self._forward, step)
         else:
-            self._start(self._decode if batch.is_decode else self._forward_and_sample, step)
+            self.start_launch(self._decode if batch.is_decode else self._forward_and_sample, step)
         self.num_steps += 1
         self.dispatch_seconds += time.perf_counter() - start
         return step
 
-    def _start(self, launch: Callable[[StepInFlight], None], step: StepInFlight) -> None:
+    def batch_of(self, plan: SchedulerOutput) -> Batch:
+        """The batch of a step, after rows were freed and given as it says."""
+        for request_id in (*plan.finished_request_ids, *plan.preempted_request_ids):
+            self.rows.remove(request_id)
+        return self.batches.build(plan)
+
+    def start_launch(self, launch: Callable[[StepInFlight], None], step: StepInFlight) -> None:
         """Launch a step, or a part of it, after all earlier launches: in the thread or in this one."""
         if self._launcher is None:
             self._launch(launch, step)
@@ -459,11 +455,15 @@ class ModelRunner:
 
     def wait(self) -> None:
         """Wait until the device has run all steps dispatched so far."""
-        if self._launcher is not None:
-            self._launcher.drain()
+        self.drain()
         jax.block_until_ready(self.row_arrays)
 
-    def _prepare(self, batch: Batch) -> dict[str, str]:
+    def drain(self) -> None:
+        """Wait until every launch in the thread has run, including failed ones."""
+        if self._launcher is not None:
+            self._launcher.drain()
+
+    def prepare(self, batch: Batch) -> dict[str, str]:
         """Send the state that the step's program relies on. Returns the requests that failed alone, with the reason."""
         if batch.extra_updates is not None:
             self._write_blocks(*batch.extra_updates)
@@ -477,12 +477,12 @@ class ModelRunner:
 
     def _decode(self, step: StepInFlight) -> None:
         batch = step.batch
-        step.errors = self._prepare(batch)
+        step.errors = self.prepare(batch)
         key = ProgramKey("decode", batch.layout.num_rows, batch.variant, width=batch.width, adapted=batch.adapted)
         program = self.program(key)
         (drawn,) = self.run_step(program, batch.layout, batch.buffer, self.entering(batch))
         self.note_drawn()
-        parts = [consumer.launch(work, None) for consumer, work in self._select(batch)]
+        parts = [consumer.launch(work, None) for consumer, work in self.select(batch)]
         step.done, step.parts = drawn, [PendingTokens(batch.sampled, drawn, Scores(None, None)), *parts]
 
     def run_step(
@@ -506,14 +506,13 @@ class ModelRunner:
 
     def _forward_and_sample(self, step: StepInFlight) -> None:
         self._forward(step)
-        self._sample(step)
+        self.sample(step)
 
     def _forward(self, step: StepInFlight) -> None:
         batch = step.batch
-        work = self._select(batch)
+        work = self.select(batch)
         forward_key = ProgramKey("forward", batch.layout.num_tokens, adapted=batch.adapted)
-        expected = [forward_key, *([self.sampling.key(batch)] if batch.sampled else [])]
-        expected += [key for consumer, part in work for key in consumer.keys(part, batch.layout.num_tokens)]
+        expected = [forward_key, *self.keys_after(batch, work)]
         if batch.sampled and batch.variant < NO_DECODE and batch.logprobs == LogprobsKind.NONE:
             # The next step's program, unless other requests arrive.
             num_rows, width = self.buckets.fit_decode(len(batch.sampled)), batch.next_width
@@ -528,16 +527,22 @@ class ModelRunner:
             assert self.row_arrays.drafts is not None
             step.draft_NK = draft_NK = self.program(ProgramKey("drafts"))(self.row_arrays.drafts.draft_NK)
             draft_NK.copy_to_host_async()
-        step.errors = self._prepare(batch)
+        step.errors = self.prepare(batch)
         forward = self.program(forward_key)
         step.hidden = hidden = Hidden(*self.run_step(forward, batch.layout, batch.buffer, self.entering(batch)))
         step.parts = [consumer.launch(part, hidden) for consumer, part in work]
 
-    def _select(self, batch: Batch) -> list[tuple[HiddenConsumer, Any]]:
+    def select(self, batch: Batch) -> list[tuple[HiddenConsumer, Any]]:
         """The consumers that have work in a step, with it."""
         return [(consumer, work) for consumer in self.consumers if (work := consumer.select(batch.chunks))]
 
-    def _sample(self, step: StepInFlight) -> None:
+    def keys_after(self, batch: Batch, work: Sequence[tuple[HiddenConsumer, Any]]) -> list[ProgramKey]:
+        """What takes the hidden states of a step that `forward` computes."""
+        sampled = [self.sampling.key(batch)] if batch.sampled else []
+        return [*sampled, *(key for consumer, part in work for key in consumer.keys(part, batch.layout.num_tokens))]
+
+    def sample(self, step: StepInFlight) -> None:
+        """Start all that takes the hidden states of a step, but for consumers."""
         batch, hidden = step.batch, step.take_hidden()
         tokens: list[PendingTokens] = []
         if batch.sampled:
@@ -588,3 +593,12 @@ class ModelRunner:
 
     def put(self, arrays: Any) -> Any:
         return jax.tree.map(self._put, arrays) if self._spans_hosts else jax.device_put(arrays, self.shapes.replicated)
+
+
+def work_bytes(programs: Programs[ProgramKey], key: ProgramKey) -> int:
+    """Temporary and output bytes of a program on each device; 0 if the backend does not report them."""
+    programs.compile_all([key], SILENT)
+    sizes = programs.get(key).memory_analysis()
+    if sizes is None:
+        return 0
+    return int(sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes)

@@ -103,6 +103,10 @@ class StepPrograms:
         """Every program, what the first requests need first: common ones before rare ones, few tokens and rows before many."""
         return [*sorted(self.common_keys(), key=lambda key: key.size), *self.rare_keys()]
 
+    def start_keys(self) -> list[ProgramKey]:
+        """Every program that a start waits for."""
+        return [*self.common_keys(), ProgramKey("new_caches")]
+
     def common_keys(self) -> list[ProgramKey]:
         """What almost every request needs, the slowest to compile first."""
         buckets, simple = self.buckets, (Variant.GREEDY, Variant.RANDOM)

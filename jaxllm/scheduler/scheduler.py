@@ -122,6 +122,33 @@ class Scheduler:
         self.waiting.add(request)
         self._deadlines.add(request, request.queued_at)
 
+    def num_cached_tokens(self, request: Request) -> int:
+        """Tokens of a new request that the prefix cache has, as far as it may read them. Changes nothing."""
+        if self._extend_hashes is not None:
+            request.extend_hashes = self._extend_hashes
+            self._extend_hashes(request)
+        return self.cache_manager.get_computed_blocks(request).num_computed_tokens
+
+    @property
+    def num_left_waiting(self) -> int:
+        """Requests that did not fit into the latest step and still wait."""
+        return min(self._num_left_waiting, len(self.waiting))
+
+    def has_room_for(self, request: Request) -> bool:
+        """Whether a request that waits elsewhere could be admitted here in the next step, as far as that is known before it."""
+        has_seat = len(self.running) + len(self.waiting) < self.max_num_seqs
+        num_blocks = self.cache_manager.num_blocks_for(request.num_tokens) + self._num_watermark_blocks
+        return has_seat and num_blocks <= self.cache_manager.pool.num_free_blocks and fit_all(self.rooms, request) is Fit.NOW
+
+    def hand_over(self, request: Request, other: "Scheduler") -> None:
+        """Let another scheduler of the same options have a request that waits and was never admitted."""
+        self.waiting.remove(request)
+        del self.requests[request.request_id]
+        self._num_left_waiting -= 1
+        other.requests[request.request_id] = request
+        other.waiting.add(request)
+        other._deadlines.add(request, request.queued_at)
+
     def finish_requests(self, request_ids: str | Iterable[str], status: RequestStatus) -> list[str]:
         """End requests from outside (abort, stop string, failure); drop late tokens. Returns the ids that were unfinished."""
         ids = [request_ids] if isinstance(request_ids, str) else request_ids
@@ -453,6 +480,12 @@ class Scheduler:
             self.drafts.note_seconds(len(plan.rows), plan.num_drafts, seconds)
 
     # Operations on the whole state
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether a request holds blocks."""
+        pool = self.cache_manager.pool
+        return pool.num_free_blocks != pool.num_usable_blocks
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Discard all cached content, e.g. after a change of weights. Returns False and changes nothing while blocks are used.

@@ -27,6 +27,7 @@ def programs(names: list[str]) -> Iterator[tuple[str, str]]:
     # Cases are made for the platform that computes them. No program runs here.
     jax.default_backend = lambda: "gpu"
     from jax.sharding import AbstractDevice, AbstractMesh
+
     from scripts.kernels import cases
 
     device = AbstractDevice(device_kind=DEVICE_KIND, num_cores=NUM_CORES, platform="gpu")

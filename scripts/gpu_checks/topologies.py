@@ -35,12 +35,19 @@ LAYOUTS = (
     Layout("2 stages", 2, {"pipeline_parallel_size": 2}),
     Layout("whole experts on 2 devices", 2, {"tensor_parallel_size": 2, "enable_expert_parallel": True}, needs_experts=True),
     Layout("tokens split over 2 devices", 2, {"prefill_context_parallel_size": 2}),
+    Layout("2 lanes", 2, {"data_parallel_size": 2, "enable_expert_parallel": True}, needs_experts=True),
     Layout("2 replicas of 2 devices", 4, {"data_parallel_size": 2, "tensor_parallel_size": 2}),
     Layout("2 stages of 2 devices", 4, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}),
     Layout("tokens split over 4 devices", 4, {"prefill_context_parallel_size": 4}),
     Layout("tokens split over 2 times 2 devices", 4, {"prefill_context_parallel_size": 2, "tensor_parallel_size": 2}),
     Layout("4 stages", 4, {"pipeline_parallel_size": 4}),
     Layout("whole experts on 4 devices", 4, {"tensor_parallel_size": 4, "enable_expert_parallel": True}, needs_experts=True),
+    Layout(
+        "2 lanes of 2 devices",
+        4,
+        {"data_parallel_size": 2, "tensor_parallel_size": 2, "enable_expert_parallel": True},
+        needs_experts=True,
+    ),
 )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,12 @@ from jaxllm.engine.core import EngineCore
 from jaxllm.engine.failures import FailurePolicy
 from jaxllm.engine.grammars import Grammars
 from jaxllm.engine.loop import StepLoop
+from jaxllm.lanes.scheduler import LanesScheduler
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
 from jaxllm.request import EngineCoreRequest, ErrorKind, FinishReason, RequestStatus
+from jaxllm.runner.rows import Rows
 from jaxllm.runner.step_programs import ProgramKey
 from jaxllm.sampling.processors import Processor
 from jaxllm.sampling_params import SamplingParams
@@ -55,10 +58,11 @@ def reschedule(core: EngineCore, *, num_blocks: int | None = None, max_in_flight
     `max_in_flight`: steps, with async scheduling (2 is what a CPU has, 3 what a GPU has).
     """
     assert not core.has_unfinished_requests()
-    for request_id in list(core.runner.rows.by_request):
-        core.runner.rows.remove(request_id)
+    for rows in all_rows(core):
+        rows.clear()
     config = core.config.replace(**options)
-    core.scheduler = Scheduler(
+    new_scheduler = partial(
+        Scheduler,
         config.scheduler,
         config.cache,
         num_blocks=num_blocks or core.memory_plan.num_blocks,
@@ -69,8 +73,15 @@ def reschedule(core: EngineCore, *, num_blocks: int | None = None, max_in_flight
         num_stages=core.scheduler.num_stages,
         block_size=core.memory_plan.block_size,
     )
+    num_lanes = config.parallel.num_lanes
+    core.scheduler = new_scheduler() if num_lanes == 1 else LanesScheduler(new_scheduler, num_lanes)
     core.loop = StepLoop(core.scheduler, core.runner, max_in_flight=max_in_flight if config.scheduler.async_scheduling else 1)
     return core
+
+
+def all_rows(core: EngineCore) -> list[Rows]:
+    """Of the runner, or of each lane."""
+    return [runner.rows for runner in getattr(core.runner, "lanes", (core.runner,))]
 
 
 def renew(core: EngineCore) -> EngineCore:
@@ -156,15 +167,15 @@ def run(
         for output in core.step():
             answers.setdefault(output.request_id, Answer()).take(output)
         core.scheduler.check_integrity()
-        core.runner.rows.check_integrity()
+        for rows in all_rows(core):
+            rows.check_integrity()
         after_step(step, answers)
     raise AssertionError(f"not done after {max_steps} steps")
 
 
 def check_idle(core: EngineCore) -> None:
     """Nothing runs and no block is held."""
-    pool = core.scheduler.cache_manager.pool
-    assert pool.num_free_blocks == pool.num_usable_blocks, "blocks are held by nobody"
+    assert not core.scheduler.holds_blocks, "blocks are held by nobody"
     assert not core.scheduler.requests
 
 

@@ -39,9 +39,9 @@ def test_steps_launched_by_the_thread_and_at_once_take_turns_without_a_differenc
     core.runner._launcher = Launcher()
     ways = []
     submit = core.runner._launcher.submit
-    prepare = core.runner._prepare
+    prepare = core.runner.prepare
     monkeypatch.setattr(core.runner._launcher, "submit", lambda call: (ways.append("thread"), submit(call))[1])
-    monkeypatch.setattr(core.runner, "_prepare", lambda batch: (ways.append(batch.layout.num_rows > 2), prepare(batch))[1])
+    monkeypatch.setattr(core.runner, "prepare", lambda batch: (ways.append(batch.layout.num_rows > 2), prepare(batch))[1])
     requests = [engines.request(str(i), r.prompt, max_tokens=6 + 9 * i) for i, r in enumerate(results[:4])]
     answers = engines.run(core, requests)
     for i, result in enumerate(results[:4]):

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def start_others(config: EngineConfig, **more: Any) -> "RayHosts | None":
     """Start them if the options ask for Ray and this host cannot have all replicas; `more`: see `serve_replicas`. Raises ConfigError."""
-    if config.parallel.data_parallel_size == 1 or config.parallel.distributed_executor_backend != "ray":
+    if config.parallel.num_replicas == 1 or config.parallel.distributed_executor_backend != "ray":
         return None
     from jaxllm.hosts import with_ray
 

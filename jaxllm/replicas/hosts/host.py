@@ -190,9 +190,7 @@ def serve_replicas(config: EngineConfig, **more: Any) -> int:
 
     Raises ConfigError, ModelLoadError or EngineDeadError if this host cannot start, or its replicas end again and again.
     """
-    start = EngineStart(
-        of_one_host(config), "", num_replicas=config.parallel.data_parallel_size, has_clients_elsewhere=True, **more
-    )
+    start = EngineStart(of_one_host(config), "", num_replicas=config.parallel.num_replicas, has_clients_elsewhere=True, **more)
 
     async def run() -> int:
         return await ReplicaHost(config, start).run()

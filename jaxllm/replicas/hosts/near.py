@@ -91,9 +91,7 @@ class ReplicasElsewhere:
         self._found = identity(config)
         self._listening = listen(config.parallel)
         here = ranks_here(config.parallel)
-        self.directories = {
-            rank: directory / str(rank) for rank in range(config.parallel.data_parallel_size) if rank not in here
-        }
+        self.directories = {rank: directory / str(rank) for rank in range(config.parallel.num_replicas) if rank not in here}
         """Of the sockets of each of them."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._hosts: dict[int, _Host] = {}
@@ -109,7 +107,7 @@ class ReplicasElsewhere:
         self._fault = asyncio.get_running_loop().create_future()
         for rank, directory in self.directories.items():
             directory.mkdir()
-            host = rank // (self._options.data_parallel_size // self._options.nnodes)
+            host = rank // (self._options.num_replicas // self._options.nnodes)
             stand_in = self._stand_ins[rank] = _StandIn(rank, directory, self._context, lambda host=host: self._link_to(host))
             self._tasks.add(asyncio.create_task(stand_in.run()))
         self._server = await asyncio.start_server(self._accept, sock=self._listening)
@@ -243,7 +241,7 @@ class ReplicasElsewhere:
         if not isinstance(hello, Hello):
             raise WireError("it did not say hello")
         options = self._options
-        share = options.data_parallel_size // options.nnodes
+        share = options.num_replicas // options.nnodes
         host = _Host(hello.rank, hello.name, link, range(hello.rank * share, (hello.rank + 1) * share))
         if hello.protocol != wire.PROTOCOL:
             raise ConfigError(
@@ -371,14 +369,14 @@ def replicas_elsewhere(
     config: EngineConfig, directory: Path, *, index: int, started: StartedReplicas | None
 ) -> ReplicasElsewhere | None:
     """The replicas of other hosts, if there are any. See ReplicasElsewhere."""
-    if config.parallel.data_parallel_size == 1 or config.parallel.nnodes == 1:
+    if config.parallel.num_replicas == 1 or config.parallel.nnodes == 1:
         return None
     return ReplicasElsewhere(config, directory, index=index, started=started)
 
 
 def of_one_host(config: EngineConfig) -> EngineConfig:
     """The options of each engine process: one of several replicas lies whole on a host."""
-    if config.parallel.data_parallel_size == 1:
+    if config.parallel.num_replicas == 1:
         return config
     return config.replace(nnodes=1, node_rank=0, distributed_executor_backend=None)
 

@@ -1,0 +1,43 @@
+"""What lanes exclude. Does not import JAX."""
+
+from jaxllm.config import EngineConfig
+from jaxllm.errors import ConfigError
+from jaxllm.model_config import ModelConfig
+
+
+def check_lanes(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise ConfigError for a model whose experts cannot be distributed over all devices, or for options that lanes exclude."""
+    num_lanes, size = config.parallel.num_lanes, config.parallel.tensor_parallel_size
+    if num_lanes == 1:
+        return
+    asked = f"data_parallel_size is {num_lanes} and enable_expert_parallel is set"
+    excluded = (
+        ("speculative_config is set", config.speculative.speculative_config is None, "drafts have no experts to share"),
+        ("enable_lora is set", not config.lora.enable_lora, "adapters are not given to several lanes"),
+        ("pipeline_parallel_size is set", config.parallel.pipeline_parallel_size == 1, "lanes have no stages"),
+        (
+            "prefill_context_parallel_size is set",
+            config.parallel.prefill_context_parallel_size == 1,
+            "a lane's devices do not split tokens",
+        ),
+        ("nnodes is set", config.parallel.nnodes == 1, "lanes lie on one host"),
+        ("compiled_artifact is set", config.compile.compiled_artifact is None, "an artifact has the programs of one lane"),
+        (
+            f"{model.architecture} is computed by {model.model_class}",
+            model.model_class == ModelConfig.model_class,
+            "only jaxllm's own mixtures send tokens to other devices",
+        ),
+    )
+    for what, is_fine, reason in excluded:
+        if not is_fine:
+            raise ConfigError(
+                f"{asked}, which makes one engine of {num_lanes} lanes, and {what}, but {reason}; leave one of them out: without "
+                "enable_expert_parallel, data_parallel_size starts engines that share nothing"
+            )
+    for part in model.mixtures:
+        num_experts = part.routing.num_experts
+        if num_experts % (num_lanes * size):
+            raise ConfigError(
+                f"{asked}: {num_experts} experts cannot be shared equally by {num_lanes * size} devices (data_parallel_size "
+                f"{num_lanes} times tensor_parallel_size {size}); choose sizes whose product divides {num_experts}"
+            )

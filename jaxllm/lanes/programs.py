@@ -1,0 +1,77 @@
+"""The programs of lanes: those of all lanes together, which contain experts, and those that each lane runs alone."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxllm.layers.step import Step
+from jaxllm.parallel.exchange import LaneExchange, make_exchange
+from jaxllm.parallel.mesh import DATA, TENSOR
+from jaxllm.runner.step import StepFunctions
+from jaxllm.runner.step_programs import ProgramKey, StepPrograms
+
+JOINT = ("forward", "decode", "new_caches")
+"""The kinds of programs that run on all lanes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JointFunctions(StepFunctions):
+    """Of one device, in a shard_map over all lanes: it sees the arrays of its lane, and the other lanes in mixtures alone."""
+
+    exchange: LaneExchange
+
+    def _step(self, *arguments: Any, **options: Any) -> Step:
+        step = super()._step(*arguments, **options)
+        step.exchange = self.exchange
+        return step
+
+
+@dataclass(frozen=True)
+class JointPrograms(StepPrograms):
+    """Traces `forward` and `decode` of all lanes: what one lane's program takes and returns, joined."""
+
+    @classmethod
+    def of(cls, lane: StepPrograms, mesh: Mesh, params: tuple[jax.ShapeDtypeStruct, ...]) -> "JointPrograms":
+        """The joint programs of lanes that have these of their own."""
+        given = {field.name: getattr(lane.functions, field.name) for field in fields(StepFunctions)}
+        functions = JointFunctions(**given, exchange=make_exchange(mesh))
+        shared = {field.name: getattr(lane, field.name) for field in fields(StepPrograms)}
+        return cls(**{**shared, "functions": functions, "mesh": mesh, "params": params})
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """The same on all devices of a lane."""
+        return NamedSharding(self.mesh, PartitionSpec(DATA))
+
+    @property
+    def by_heads(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec(DATA, TENSOR))
+
+    def common_keys(self) -> list[ProgramKey]:
+        return [key for key in super().common_keys() if key.kind in JOINT]
+
+    def rare_keys(self) -> list[ProgramKey]:
+        return []
+
+    @property
+    def _caches(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return tuple(jax.ShapeDtypeStruct(self._joined(x.shape), x.dtype, sharding=x.sharding) for x in super()._caches)
+
+    def _shape(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return super()._shape(self._joined(shape), dtype)
+
+    def _joined(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (self.mesh.shape[DATA] * shape[0], *shape[1:])
+
+
+@dataclass(frozen=True)
+class LanePrograms(StepPrograms):
+    """Traces the programs of a lane alone."""
+
+    def start_keys(self) -> list[ProgramKey]:
+        return self.common_keys()
+
+    def common_keys(self) -> list[ProgramKey]:
+        return [key for key in super().common_keys() if key.kind not in JOINT]

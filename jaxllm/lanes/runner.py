@@ -1,0 +1,362 @@
+"""LanesRunner: runs each step on all lanes at once, in programs that exchange tokens between them."""
+
+import time
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxllm.lanes.arrays import joined, parts_of
+from jaxllm.lanes.batches import alike
+from jaxllm.lanes.lane import Lane
+from jaxllm.lanes.plan import LanesPlan
+from jaxllm.lanes.programs import JointPrograms
+from jaxllm.lanes.step import LanesInFlight
+from jaxllm.loaders.layout import delete
+from jaxllm.progress import SILENT, Progress
+from jaxllm.runner.batch import Batch
+from jaxllm.runner.consumers import Hidden
+from jaxllm.runner.consumers.sampling import PendingTokens
+from jaxllm.runner.expert_counts import CountsInFlight
+from jaxllm.runner.pending import StepInFlight
+from jaxllm.runner.program_store import ProgramStore
+from jaxllm.runner.programs import Programs
+from jaxllm.runner.rows import NO_DECODE, LogprobsKind
+from jaxllm.runner.runner import work_bytes
+from jaxllm.runner.step import Caches, RowArrays, Scores
+from jaxllm.runner.step_programs import ProgramKey
+from jaxllm.runner.warm_up import WARM_UP_RUNS
+from jaxllm.runner.weights import HostCopies, Weights, WeightsSource, host_copies
+from jaxllm.sampling.mask import num_words
+from jaxllm.scheduler_output import SchedulerOutput
+
+
+class CountsOfLanes:
+    """The tokens of experts on their way to the host."""
+
+    def __init__(self, lanes: Sequence[CountsInFlight]):
+        self._lanes = lanes
+
+    def is_ready(self) -> bool:
+        """Whether `result` returns at once."""
+        return all(lane.is_ready() for lane in self._lanes)
+
+    def result(self) -> np.ndarray:
+        """Integers [mixtures, experts]: of all lanes together."""
+        return np.stack([lane.result() for lane in self._lanes]).sum(axis=0)  # type: ignore[no-any-return]
+
+
+class LanesRunner:
+    """An executor over lanes: `ModelRunner`'s methods, each for all of them.
+
+    It has the weights and caches of all lanes, and the programs `forward` and `decode`, which all lanes run together: a step in which
+    one of them has a prompt is a `forward` for each, and a lane without requests computes padding. What follows a forward pass each
+    lane does alone, on its part of the results.
+    """
+
+    def __init__(
+        self,
+        lanes: Sequence[Lane],
+        shapes: JointPrograms,
+        weights: Weights,
+        source: WeightsSource,
+        *,
+        threads: int,
+        store: ProgramStore | None = None,
+    ):
+        self.lanes, self.shapes, self.weights = tuple(lanes), shapes, weights
+        first = lanes[0]
+        self.times = first.times
+        self.buckets = first.buckets
+        self.programs = Programs(
+            shapes.lower, threads=threads, compiler_options=shapes.compiler_options, store=store, times=self.times
+        )
+        self._source, self._model_dir = source, Path(source.config.model.model)
+        self._kept: HostCopies | None = None
+        self._joint_place, self._lane_places = shapes.replicated, [lane.shapes.replicated for lane in lanes]
+        self.params: tuple[jax.Array, ...] = ()
+        self.caches: Caches = ()
+        self._rows: RowArrays | None = None
+        """What a program of all lanes has left; None: the lanes have their own."""
+        for lane in lanes:
+            lane.take_rows = self._part_rows
+        self.num_steps = 0
+        self.dispatch_seconds = 0.0
+
+    # Steps
+
+    def dispatch(self, plan: SchedulerOutput) -> LanesInFlight:
+        """See ModelRunner."""
+        assert isinstance(plan, LanesPlan), "a plan of one lane"
+        start = time.perf_counter()
+        batches = [lane.batch_of(part) for lane, part in zip(self.lanes, plan.lanes, strict=True)]
+        batches = alike(batches, [lane.batches for lane in self.lanes])
+        step = LanesInFlight([StepInFlight(batch) for batch in batches])
+        launch = self._decode if step.batch.is_decode else self._forward_and_sample
+        if plan.masked_request_ids:
+            step.open_masks(num_words(self.shapes.model.padded_vocab_size))
+            for lane, part, planned in zip(self.lanes, step.parts, plan.lanes, strict=True):
+                part.mask_TW = lane.sampling.new_mask(part.batch) if planned.masked_request_ids else None
+            step.start_draw, launch = partial(self._start, self._sample), self._forward
+        self._start(launch, step)
+        self.num_steps += 1
+        self.dispatch_seconds += time.perf_counter() - start
+        return step
+
+    def _start(self, launch: Any, step: LanesInFlight) -> None:
+        """Launch a step of all lanes: on a GPU in the first lane's thread."""
+        self.lanes[0].start_launch(launch, step)  # type: ignore[arg-type]
+
+    def _decode(self, step: LanesInFlight) -> None:
+        batches = self._prepare(step)
+        variant = max(batch.variant for batch in batches)
+        (drawn,) = self._run(ProgramKey("decode", step.batch.layout.num_rows, variant), batches)
+        for lane, part, drawn_R in zip(self.lanes, step.parts, drawn, strict=True):
+            others = [consumer.launch(work, None) for consumer, work in lane.select(part.batch)]
+            part.done, part.parts = drawn_R, [PendingTokens(part.batch.sampled, drawn_R, Scores(None, None)), *others]
+
+    def _forward_and_sample(self, step: LanesInFlight) -> None:
+        self._forward(step)
+        self._sample(step)
+
+    def _forward(self, step: LanesInFlight) -> None:
+        key = ProgramKey("forward", step.batch.layout.num_tokens)
+        work_of_each = [lane.select(part.batch) for lane, part in zip(self.lanes, step.parts, strict=True)]
+        self._expect(key, step, work_of_each)
+        batches = self._prepare(step)
+        results = self._run(key, batches)
+        for part, work, *arrays in zip(step.parts, work_of_each, *results, strict=True):
+            part.hidden = hidden = Hidden(*arrays)
+            part.parts = [consumer.launch(each, hidden) for consumer, each in work]
+
+    def _sample(self, step: LanesInFlight) -> None:
+        for lane, part in zip(self.lanes, step.parts, strict=True):
+            lane.sample(part)
+
+    def _prepare(self, step: LanesInFlight) -> list[Batch]:
+        """Send what the step's program relies on beside its buffer. Returns the batches of the lanes."""
+        for lane, part in zip(self.lanes, step.parts, strict=True):
+            part.errors = lane.prepare(part.batch)
+        return [part.batch for part in step.parts]
+
+    def _run(self, key: ProgramKey, batches: Sequence[Batch]) -> list[list[jax.Array]]:
+        """Start a program of all lanes. Returns each of its results behind caches and rows, in its parts of the lanes."""
+        return self._run_buffers(key, [batch.buffer for batch in batches])
+
+    def _run_buffers(self, key: ProgramKey, buffers: Sequence[np.ndarray]) -> list[list[jax.Array]]:
+        program = self.programs.get(key)
+        sent = jax.device_put(np.concatenate(buffers), self._joint_place)
+        self.caches, rows, *results = program(self.params, self.caches, self._join_rows(), sent, None)
+        self._rows = rows
+        for lane in self.lanes:
+            lane.row_arrays = None  # type: ignore[assignment]
+        return [parts_of(result, self._lane_places) for result in results]
+
+    def _join_rows(self) -> RowArrays:
+        """The rows of all lanes, for a program of all."""
+        if self._rows is not None:
+            return self._rows
+        rows = [lane.row_arrays for lane in self.lanes]
+        return jax.tree.map(lambda *parts: joined(parts, self._joint_place), *rows)  # type: ignore[no-any-return]
+
+    def _part_rows(self) -> None:
+        """Give each lane its rows, for programs that it runs alone."""
+        assert self._rows is not None, "the rows are nowhere"
+        leaves, structure = jax.tree.flatten(self._rows)
+        parts = [parts_of(leaf, self._lane_places) for leaf in leaves]
+        for lane, own in zip(self.lanes, zip(*parts, strict=True), strict=True):
+            lane.row_arrays = jax.tree.unflatten(structure, own)
+        self._rows = None
+
+    def _expect(self, key: ProgramKey, step: LanesInFlight, work_of_each: Sequence[Any]) -> None:
+        """Before the warm-up is over, make the programs of a step and those of the next at the same time."""
+        if self.programs.is_warm or key in self.programs:
+            return
+        batches = [part.batch for part in step.parts]
+        wanted = [key]
+        if any(batch.sampled for batch in batches) and all(
+            batch.variant < NO_DECODE and batch.logprobs == LogprobsKind.NONE for batch in batches
+        ):
+            num_rows = self.buckets.fit_decode(max(len(batch.sampled) for batch in batches))
+            wanted.append(ProgramKey("decode", num_rows, max(batch.variant for batch in batches)))
+        self.programs.start(wanted)
+        for lane, batch, work in zip(self.lanes, batches, work_of_each, strict=True):
+            lane.programs.start(lane.keys_after(batch, work))
+        self.programs.expect(wanted)
+
+    def start_over(self) -> None:
+        """See ModelRunner."""
+        self.lanes[0].drain()
+        self._forget_rows()
+        for lane in self.lanes:
+            lane.start_over()
+        delete(self.caches)
+        self.allocate_caches()
+
+    def _forget_rows(self) -> None:
+        delete(self._rows)
+        self._rows = None
+
+    def check_idle(self, finished_ids: Iterable[str]) -> None:
+        """See ModelRunner."""
+        finished_ids = list(finished_ids)
+        for lane in self.lanes:
+            lane.check_idle(finished_ids)
+
+    def wait(self) -> None:
+        """Wait until the devices have run all steps dispatched so far."""
+        for lane in self.lanes:
+            lane.wait()
+
+    # The start
+
+    def start_programs(self, *, rare_later: bool) -> None:
+        """See ModelRunner, as for the methods that follow."""
+        self.programs.start(self.shapes.start_keys())
+        for lane in self.lanes:
+            lane.start_programs(rare_later=rare_later)
+
+    def start_programs_when_idle(self) -> None:
+        self.programs.start((), [*self.shapes.keys_by_use(), ProgramKey("new_caches")])
+        for lane in self.lanes:
+            lane.start_programs_when_idle()
+
+    def wait_for_programs(self, progress: Progress, *, rare: bool) -> None:
+        self.programs.wait(self.shapes.start_keys(), progress)
+        for lane in self.lanes:
+            lane.wait_for_programs(progress, rare=rare)
+
+    def work_bytes(self) -> int:
+        return work_bytes(self.programs, ProgramKey("forward", self.buckets.tokens[-1]))
+
+    def load_weights(self, model_dir: Path, progress: Progress) -> None:
+        self._model_dir = model_dir
+        with self.times.part("weights"):
+            weights = self._source.read(model_dir, progress)
+            try:
+                self._set_params(self.weights.flatten(weights))
+            except BaseException:
+                delete(weights)  # the error keeps this call's variables alive
+                raise
+
+    def _set_params(self, params: tuple[jax.Array, ...]) -> None:
+        """Set the weights, of which each lane's programs see its part."""
+        self.params = params
+        shapes = zip(*(lane.weights.shapes for lane in self.lanes), strict=True)
+        parts = [
+            parts_of(joint, [lane.sharding for lane in own], own[0].shape) for joint, own in zip(params, shapes, strict=True)
+        ]
+        for lane, own in zip(self.lanes, zip(*parts, strict=True), strict=True):
+            lane.params = own
+
+    def take_weights(self, other: "LanesRunner") -> None:
+        self._model_dir = other._model_dir
+        self._set_params(other.params)
+        other.forget_params()
+
+    def forget_params(self) -> None:
+        """Let go of the weights, without releasing their memory."""
+        self.params = ()
+        for lane in self.lanes:
+            lane.params = ()
+
+    def allocate_caches(self) -> None:
+        program = self.programs.get(ProgramKey("new_caches"))
+        with self.times.part("cache"):
+            self.caches = program()
+            jax.block_until_ready(self.caches)  # raises if a device cannot allocate its part
+        for lane in self.lanes:
+            lane.allocate_caches()
+
+    def warm_up(self) -> None:
+        for number in range(1, WARM_UP_RUNS + 1):
+            with self.times.part(f"warm-up run {number}"):
+                for key in self.shapes.common_keys():
+                    layout = self.shapes.layout(key)
+                    self._run_buffers(key, [lane.batches.empty(layout) for lane in self.lanes])
+                jax.block_until_ready((self._rows, self.caches))
+        self.programs.is_warm = True
+        for lane in self.lanes:
+            lane.warm_up()
+
+    # Sleep
+
+    def keep_weights(self) -> None:
+        self._kept = host_copies(self.params)
+
+    def forget_weights(self) -> None:
+        self._kept = None
+
+    def restore_weights(self) -> None:
+        if self._kept is None:
+            self.load_weights(self._model_dir, SILENT)
+        else:
+            self._set_params(self.weights.place(self._kept))
+
+    def drop_weights(self) -> None:
+        delete(self.params)
+        self.forget_params()
+
+    def drop_caches(self) -> None:
+        self._forget_rows()
+        for lane in self.lanes:
+            lane.drop_caches()
+        delete(self.caches)
+        self.caches = ()
+
+    # Adapters, which lanes have none of
+
+    def stage_adapter(self, packed: np.ndarray) -> Any:
+        raise AssertionError("lanes have no adapters")
+
+    def write_adapter(self, slot: int, staged: Any) -> None:
+        raise AssertionError("lanes have no adapters")
+
+    # Load of experts
+
+    def take_expert_tokens(self) -> CountsOfLanes:
+        """See ModelRunner. Each lane counts what its own tokens chose."""
+        self.lanes[0].drain()
+        return CountsOfLanes([lane.take_expert_tokens() for lane in self.lanes])
+
+    # Any time
+
+    @property
+    def launch_seconds(self) -> float:
+        return self.lanes[0].launch_seconds
+
+    @property
+    def num_compiled(self) -> int:
+        return self.programs.num_compiled + sum(lane.num_compiled for lane in self.lanes)
+
+    @property
+    def num_loaded(self) -> int:
+        return self.programs.num_loaded + sum(lane.num_loaded for lane in self.lanes)
+
+    @property
+    def num_compiled_after_warmup(self) -> int:
+        return self.programs.num_compiled_after_warmup + sum(lane.num_compiled_after_warmup for lane in self.lanes)
+
+    @property
+    def awaited_programs(self) -> tuple[int, int]:
+        found = [self.programs.awaited, *(lane.awaited_programs for lane in self.lanes)]
+        ready, total = zip(*found, strict=True)
+        return sum(ready), sum(total)
+
+    def shutdown_programs(self) -> None:
+        """End the threads that compile."""
+        self.programs.shutdown()
+        for lane in self.lanes:
+            lane.shutdown_programs()
+
+    def delete_arrays(self) -> None:
+        self.shutdown_programs()
+        for lane in self.lanes:  # the first ends the launches of all
+            lane.delete_arrays()
+        self._forget_rows()
+        delete((self.params, self.caches))
+        self.forget_weights()
+        self.caches = ()

@@ -1,0 +1,80 @@
+"""A step of all lanes in flight."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, fields
+
+import jax
+import numpy as np
+
+from jaxllm.runner.batch import Batch
+from jaxllm.runner.pending import StepInFlight
+from jaxllm.scheduler_output import ModelRunnerOutput
+
+
+@dataclass(slots=True)
+class LanesInFlight:
+    """The steps of the lanes, which run in the same programs. See `PendingStep`; no request has drafts."""
+
+    parts: Sequence[StepInFlight]
+    """Of each lane."""
+    launches: "list[Future[None]]" = field(default_factory=list)
+    """Those in the thread, in order."""
+    mask_TW: np.ndarray | None = None
+    start_draw: "Callable[[LanesInFlight], None] | None" = None
+    was_drawn_late: bool = False
+
+    @property
+    def batch(self) -> Batch:
+        """Of the first lane; all have its layout."""
+        return self.parts[0].batch
+
+    @property
+    def width(self) -> int:
+        return 1
+
+    @property
+    def sampled_ids(self) -> list[str]:
+        """The requests of all lanes that get a token."""
+        return [request_id for part in self.parts for request_id in part.sampled_ids]
+
+    @property
+    def done(self) -> jax.Array | None:
+        """A small result to wait for, once all is launched."""
+        return self.parts[0].done
+
+    def open_masks(self, num_words: int) -> None:
+        """Let every request draw every token, until the masks are filled."""
+        self.mask_TW = np.full((len(self.sampled_ids), num_words), -1, np.int32)
+
+    def drafts(self) -> list[list[int]]:
+        return [[]] * len(self.sampled_ids)
+
+    def draw(self) -> None:
+        """Start sampling under the current mask. Returns at once."""
+        assert self.start_draw is not None and self.mask_TW is not None, "drawn twice"
+        hidden = self.parts[0].hidden
+        self.was_drawn_late = hidden is not None and hidden.columns_NC.is_ready()  # type: ignore[attr-defined]
+        first = 0
+        for part in self.parts:
+            count = len(part.batch.sampled)
+            if part.mask_TW is not None:
+                part.mask_TW[:count] = self.mask_TW[first : first + count]
+            first += count
+        start, self.start_draw = self.start_draw, None
+        start(self)
+
+    def start_copies(self) -> None:
+        """Start copying the results to the host."""
+        for part in self.parts:
+            part.start_copies()
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for the launches and the devices, and return the results of all lanes. Raises the first error."""
+        for launched in self.launches:
+            launched.result()
+        first, *others = [part.read() for part in self.parts]
+        for other in others:
+            for each in fields(ModelRunnerOutput):
+                getattr(first, each.name).update(getattr(other, each.name))
+        return first

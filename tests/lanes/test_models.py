@@ -1,0 +1,39 @@
+"""Mixtures of every kind over several lanes, of one and of two devices, in a pool so small that requests are preempted."""
+
+import pytest
+
+from jaxllm.parallel import exchange
+from tests.helpers import engines
+from tests.helpers.parity import check
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("name", "num_lanes", "size", "options"),
+    [
+        ("qwen3_moe", 2, 2, {"num_gpu_blocks_override": 9}),
+        ("mixtral", 5, 1, {}),  # an expert on each device
+        ("deepseek_v3", 4, 1, {}),  # latents, a shared expert, a dense layer
+        ("deepseek_v2_lite", 2, 1, {"num_gpu_blocks_override": 9}),
+        ("gpt_oss", 5, 1, {}),  # experts with biases, windows
+        ("qwen3_next", 2, 2, {}),  # states by row
+    ],
+)
+def test_lanes(name, num_lanes, size, options):
+    core = engines.make_core(
+        name, data_parallel_size=num_lanes, tensor_parallel_size=size, enable_expert_parallel=True, **options
+    )
+    check(name, core)
+    assert "num_gpu_blocks_override" not in options or core.stats().num_preemptions > 0
+    core.shutdown()
+
+
+@pytest.mark.parametrize("capacity", [64, 8], ids=["sent", "overflowing"])
+def test_tokens_that_are_sent(monkeypatch, capacity):
+    """Steps of prompts send their tokens, and compute them in rounds; where there is little room, most gather after all."""
+    monkeypatch.setattr(exchange.LaneExchange, "capacity", lambda self, num_tokens, k: capacity if num_tokens > 32 else None)
+    monkeypatch.setattr(exchange, "MAX_TOKENS_AT_ONCE", 50)
+    core = engines.make_core("qwen3_moe", data_parallel_size=4, enable_expert_parallel=True)
+    check("qwen3_moe", core)
+    core.shutdown()

@@ -1,0 +1,129 @@
+"""The programs of an engine with lanes: all are there after the warm-up, and each is compiled or loaded once."""
+
+from dataclasses import replace
+
+import jax
+import pytest
+
+from jaxllm import LLM, SamplingParams
+from jaxllm.config import EngineConfig
+from jaxllm.engine import prepare
+from jaxllm.engine.prepare import Prepared
+from jaxllm.lanes.runner import LanesRunner
+from jaxllm.progress import Progress
+from jaxllm.request import Grammar
+from jaxllm.start_times import StartTimes
+from tests.helpers import engines, goldens
+from tests.helpers.tiny_tokenizers import write_tokenizer
+from tests.lanes.conftest import NAME
+
+pytestmark = pytest.mark.slow
+
+_COMPILED: list[str] = []
+
+
+def _record(event: str, seconds: float, **_: object) -> None:
+    if event == "/jax/core/compile/backend_compile_duration":
+        _COMPILED.append(event)
+
+
+jax.monitoring.register_event_duration_secs_listener(_record)
+KINDS = [
+    {},
+    {"temperature": 0.8},
+    {"temperature": 1.0, "top_k": 5, "top_p": 0.9, "seed": 4},
+    {"logprobs": 3},
+    {"prompt_logprobs": 1},
+    {"logprob_token_ids": [1, 2]},
+    {"repetition_penalty": 1.3, "logit_bias": {5: 3.0}},
+    {"repetition_penalty": 1.3, "logprobs": 2},
+]
+
+
+def requests():
+    """Of every kind, in prompts of several lengths."""
+    found = [
+        engines.request(f"{i} {length}", [1 + (i + 3 * j) % 90 for j in range(length)], max_tokens=length % 7 + 2, **params)
+        for i, params in enumerate(KINDS)
+        for length in (1, 13, 40)
+    ]
+    masked = engines.request("masked", [3, 4, 5], max_tokens=8)
+    return [
+        *found,
+        replace(masked, grammar=Grammar("start: /[a-f]+/")),
+        replace(masked, request_id="masked too", grammar=Grammar("start: /[a-f]+/"), data_parallel_rank=1),
+        engines.pooling_request("vector", [5] * 30),
+    ]
+
+
+def test_nothing_compiles_after_the_warm_up_and_the_next_start_loads_everything(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXLLM_CACHE_DIR", str(tmp_path / "cache"))
+    options = {
+        "data_parallel_size": 2,
+        "enable_expert_parallel": True,
+        "tokenizer": str(write_tokenizer(tmp_path, "ascii")),
+        "warmup": "background",
+        "compilation_cache": True,
+        "block_size": 8,
+        "num_gpu_blocks_override": 20,
+        "max_num_batched_tokens": 48,
+        "decode_buckets": (2, 4),
+        "token_buckets": (16, 48),
+    }
+    core = engines.make_core(NAME, **options)
+    core.finish_compiling()
+    engines.run(core, [each for each in requests() if each.grammar is not None])  # compiles the grammar
+    num_compiled = len(_COMPILED)
+    with jax.transfer_guard_host_to_device("disallow"):  # arrays go to the devices by device_put and never in passing
+        answers = engines.run(core, requests())
+    assert core.num_compiled_after_warmup == 0
+    assert len(_COMPILED) == num_compiled, "something compiled that is not one of the engine's programs"
+    num_programs = core.runner.num_compiled
+    core.check_integrity()
+    core.shutdown()
+
+    again = engines.make_core(NAME, **options)
+    again.finish_compiling()
+    assert (again.runner.num_compiled, again.runner.num_loaded) == (0, num_programs)
+    found = engines.run(again, requests())
+    assert {name: answer.tokens for name, answer in found.items()} == {name: answer.tokens for name, answer in answers.items()}
+    again.shutdown()
+
+
+def test_a_smaller_cache_after_compiling_keeps_the_weights(monkeypatch):
+    """An engine whose largest step needs more than was estimated is made again around the weights that it has."""
+    directory = goldens.golden(NAME).directory
+    options = {**engines.SMALL, "model": str(directory), "data_parallel_size": 2, "enable_expert_parallel": True}
+    first = Prepared.of(EngineConfig.from_options(**options), directory, (), StartTimes())
+    first.runner.load_weights(directory, Progress())
+    weights = first.runner.params
+    needed = first.plan.work_bytes + 1
+    monkeypatch.setattr(LanesRunner, "work_bytes", lambda self: needed)
+    real = prepare.memory_plan
+
+    def on_a_small_device(*args, work_bytes=None, **options):
+        plan = real(*args, work_bytes=work_bytes, **options)
+        return plan if work_bytes is None else replace(plan, num_blocks=plan.num_blocks - 5)
+
+    monkeypatch.setattr(prepare, "memory_plan", on_a_small_device)
+    monkeypatch.setattr(LanesRunner, "start_programs", lambda self, *, rare_later: None)
+    second = first.settled(rare_later=True)
+    assert second.runner is not first.runner and second.runner.params is weights and not first.runner.params
+    assert all(lane.params for lane in second.runner.lanes) and not any(lane.params for lane in first.runner.lanes)
+    second.runner.allocate_caches()
+    assert {cache.shape[0] for cache in second.runner.caches} == {2 * second.plan.num_blocks}
+    second.runner.delete_arrays()
+    assert all(array.is_deleted() for array in weights)
+
+
+def test_the_same_from_a_script():
+    prompts = [{"prompt_token_ids": [3 + (7 * row + 5 * place) % 90 for place in range(9 + 5 * row)]} for row in range(8)]
+    params = [SamplingParams(max_tokens=9, ignore_eos=True, temperature=row % 2, seed=row, n=1 + row % 2) for row in range(8)]
+    found = []
+    for lanes in ({}, {"data_parallel_size": 2, "enable_expert_parallel": True}):
+        llm = LLM(**{**engines.SMALL, "model": str(goldens.golden(NAME).directory), **lanes})
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        found.append([[answer.token_ids for answer in output.outputs] for output in outputs])
+        llm.check_integrity()
+        llm.shutdown()
+    assert found[0] == found[1]

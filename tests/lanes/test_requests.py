@@ -1,0 +1,212 @@
+"""An engine of two lanes answers requests of every kind as one device does, wherever they are."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from llguidance import LLMatcher
+
+from jaxllm.engine.fault_points import injected
+from jaxllm.errors import InvalidRequestError
+from jaxllm.request import FinishReason, Grammar
+from tests.helpers import engines, goldens
+from tests.lanes.conftest import NAME
+
+PROMPTS = [result.prompt for result in goldens.golden(NAME).results]
+NUM_TOKENS = 24
+SMALL_LETTERS = Grammar(LLMatcher.grammar_from_lark("start: /[a-z]{30,60}/"))
+SEEDED = {"temperature": 1.0, "seed": 7}
+
+
+def requests(num_tokens=NUM_TOKENS):
+    """More than run at a time."""
+    grammar = engines.request("grammar", PROMPTS[5], max_tokens=num_tokens, **SEEDED)
+    return [
+        engines.request("greedy", PROMPTS[0], max_tokens=num_tokens),
+        engines.request("seeded", PROMPTS[1], max_tokens=num_tokens, **SEEDED),
+        engines.request("logprobs", PROMPTS[2], max_tokens=num_tokens, logprobs=2, **SEEDED),
+        replace(grammar, grammar=SMALL_LETTERS),
+        engines.request("penalties", PROMPTS[3], max_tokens=num_tokens, presence_penalty=0.5, repetition_penalty=1.2, **SEEDED),
+        engines.request("prompt logprobs", PROMPTS[4] * 3, max_tokens=num_tokens, prompt_logprobs=1),
+        engines.request("one token", PROMPTS[0] * 2, max_tokens=1),
+        engines.pooling_request("vector", PROMPTS[1]),
+        replace(grammar, request_id="grammar 2", prompt_token_ids=PROMPTS[2], grammar=SMALL_LETTERS),
+    ]
+
+
+def pinned(request, lane):
+    return replace(request, data_parallel_rank=lane)
+
+
+@pytest.fixture(scope="module")
+def expected(one_device):
+    engines.renew(one_device)
+    return engines.run(one_device, requests())
+
+
+@pytest.fixture
+def core(two_lanes):
+    engines.renew(two_lanes)
+    yield two_lanes
+    two_lanes._dead = None
+    two_lanes.wake_up()
+
+
+def check(found, expected):
+    for name, answer in found.items():
+        wanted = expected[name]
+        assert answer.tokens == wanted.tokens, name
+        for a, b in ((answer.logprobs, wanted.logprobs), ([answer.prompt_logprobs], [wanted.prompt_logprobs])):
+            for got, want in zip(a, b, strict=True):
+                if want is not None:
+                    np.testing.assert_array_equal(got.token_ids, want.token_ids)
+                    np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-4)
+        if wanted.pooled is not None:
+            np.testing.assert_allclose(answer.pooled, wanted.pooled, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"async_scheduling": False},
+        {"max_num_batched_tokens": 16},
+        {"num_blocks": 8, "max_in_flight": 3},
+        pytest.param({"max_num_seqs": 1}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_requests_of_every_kind_have_the_answers_of_one_device(core, expected, options):
+    """More and fewer steps in flight, prompts in chunks, requests preempted, and one at a time in each lane."""
+    engines.reschedule(core, **options)
+    check(engines.run(core, requests()), expected)
+    is_short = "num_blocks" in options
+    assert (core.stats().num_preemptions > 0) == is_short
+    before = core.stats().prefix_cache_hits
+    check(engines.run(core, requests()), expected)
+    assert core.stats().prefix_cache_hits > before or is_short
+
+
+@pytest.mark.parametrize("lane", [0, 1])
+def test_one_lane_computes_while_the_other_has_nothing(core, expected, lane):
+    check(engines.run(core, [pinned(request, lane) for request in requests()]), expected)
+    idle = core.scheduler.lanes[1 - lane]
+    assert idle.stats().num_step_tokens == 0 and not idle.requests
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
+def test_any_order_of_arrivals_and_ends_leaves_the_others_as_they_are(core, expected, seed):
+    rng = random.Random(seed)
+    waiting = [pinned(request, rng.choice([0, 1, None])) for request in requests()]
+    rng.shuffle(waiting)
+
+    def come_and_go(step, answers):
+        for _ in range(min(rng.randrange(3), len(waiting))):
+            core.add_request(waiting.pop())
+        brief = f"brief {step // 4}"
+        if step % 4 == 1 and step < 60:
+            core.add_request(engines.request(brief, PROMPTS[step % 5], max_tokens=20))
+        if step % 4 == 3:
+            core.abort_requests([brief])
+            answers.pop(brief, None)
+
+    engines.reschedule(core, num_blocks=rng.choice([8, 20]), max_in_flight=rng.choice([1, 2, 3]))
+    found = engines.run(core, [waiting.pop(), engines.request("long", PROMPTS[1], max_tokens=60)], after_step=come_and_go)
+    assert not waiting
+    check({name: answer for name, answer in found.items() if name in expected}, expected)
+    core.check_integrity()
+
+
+def test_a_request_goes_where_its_prompt_is_cached_else_where_less_is_queued(core):
+    lanes = core.scheduler.lanes
+    long = PROMPTS[4] * 3
+    engines.run(core, [pinned(engines.request("first", long, max_tokens=2), 1)])
+    again = engines.run(core, [engines.request("again", [*long, 1, 2], max_tokens=2)])["again"]
+    assert again.num_cached_tokens > 0
+    for i in range(4):
+        core.add_request(engines.request(str(i), [i + 1] * 40, max_tokens=4))
+    assert [len(lane.requests) for lane in lanes] == [2, 2]
+    with pytest.raises(InvalidRequestError, match="data_parallel_rank is 2"):
+        core.add_request(pinned(engines.request("nowhere", [1], max_tokens=1), 2))
+    with pytest.raises(InvalidRequestError, match="in use"):
+        core.add_request(engines.request("3", [1], max_tokens=1))
+    assert not core.reset_prefix_cache() or not core.scheduler.holds_blocks
+    engines.run(core, [])
+    assert core.reset_prefix_cache()
+    assert engines.run(core, [engines.request("anew", long, max_tokens=2)])["anew"].num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("faults", ["step:3:oom", "launch:3:oom", "draw:2:oom", "result:4:oom", "result:1:oom,launch:5:oom"])
+def test_after_failed_steps_every_request_has_the_tokens_it_would_have_had(core, expected, faults):
+    with injected(faults):
+        check(engines.run(core, requests()), expected)
+    assert core.stats().num_retried_steps > 0
+    core.check_integrity()
+
+
+def test_an_error_ends_the_step_of_all_lanes(core, expected):
+    with injected("launch:4:error"):
+        found = engines.run(core, requests())
+    failed = {name for name, answer in found.items() if answer.finish_reason is FinishReason.ERROR}
+    assert failed and core.stats().num_lost_steps == 1
+    check({name: answer for name, answer in found.items() if name not in failed}, expected)
+    check(engines.run(core, requests()), expected)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_after_sleep_the_lanes_have_their_weights_and_caches_again(core, expected, level):
+    core.add_request(engines.request("running", PROMPTS[0], max_tokens=NUM_TOKENS))
+    core.step()
+    core.sleep(level)
+    assert not core.runner.params and not core.runner.caches
+    assert {news.finish_reason for news in core.step()} == {FinishReason.ABORT}
+    core.wake_up()
+    check(engines.run(core, requests()), expected)
+
+
+def test_a_pause_keeps_the_requests_of_all_lanes(core, expected):
+    for each in requests():
+        core.add_request(each)
+    answers = {each.request_id: engines.Answer() for each in requests()}
+    for _ in range(3):
+        for output in core.step():
+            answers[output.request_id].take(output)
+    core.pause("keep")
+    assert core.step() == []
+    core.resume()
+    while core.has_unfinished_requests():
+        for output in core.step():
+            answers[output.request_id].take(output)
+    check(answers, expected)
+
+
+def test_tokens_of_experts_are_counted_in_all_lanes(core, one_device):
+    tables = []
+    for each in (core, one_device):
+        engines.renew(each)
+        engines.reschedule(each, enable_prefix_caching=False)
+        before = np.array(each.expert_load()["tokens"])
+        engines.run(each, requests())
+        tables.append(np.array(each.expert_load()["tokens"]) - before)
+    np.testing.assert_array_equal(*tables)
+    assert tables[0].sum() and 0 < core.stats().expert_balance <= 1
+    assert len(core.runner.lanes[0].row_arrays.expert_tokens_LE) == 2
+
+
+def test_devices_share_the_experts_and_have_the_rest_each(core, one_device):
+    runner = core.runner
+    whole = {array.shape: array for array in one_device.runner.params}
+    for array in runner.params:
+        parts = [shard.data for shard in array.addressable_shards]
+        assert len(parts) == 2
+        is_split = not array.sharding.is_fully_replicated
+        assert all(part.size * (2 if is_split else 1) == array.size for part in parts) and array.shape in whole
+    split = [array for array in runner.params if not array.sharding.is_fully_replicated]
+    assert len(split) == 4  # gate and up, and down, of two layers
+    for lane, (first, second) in zip(runner.lanes, [(0, 4), (4, 8)], strict=True):
+        for joint, part in zip(runner.params, lane.params, strict=True):
+            wanted = np.asarray(joint)[first:second] if not joint.sharding.is_fully_replicated else np.asarray(joint)
+            np.testing.assert_array_equal(np.asarray(part), wanted)
+    for cache in runner.caches:
+        assert [shard.data.shape[0] for shard in cache.addressable_shards] == [core.memory_plan.num_blocks] * 2

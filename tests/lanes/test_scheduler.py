@@ -1,0 +1,148 @@
+"""The schedulers of lanes as one, without devices."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from jaxllm.config import CacheOptions, SchedulerOptions
+from jaxllm.errors import InvalidRequestError, OverloadedError
+from jaxllm.lanes.scheduler import LanesScheduler
+from jaxllm.request import ErrorKind, Request, RequestStatus
+from jaxllm.scheduler.errors import UpdateError
+from jaxllm.scheduler.scheduler import Scheduler
+from jaxllm.scheduler_output import ModelRunnerOutput
+from tests.helpers import engines
+
+NUM_LANES = 3
+
+
+def new_lanes(*, num_blocks=40, **options):
+    options = SchedulerOptions(**{"max_num_seqs": 2, "max_num_batched_tokens": 64, **options})
+    cache = CacheOptions(block_size=4, enable_prefix_caching=True)
+    return LanesScheduler(lambda: Scheduler(options, cache, num_blocks=num_blocks, max_model_len=64), NUM_LANES)
+
+
+def add(scheduler, name, prompt, *, max_tokens=4, lane=None, **fields):
+    spec = replace(engines.request(name, list(prompt), max_tokens=max_tokens), data_parallel_rank=lane, **fields)
+    scheduler.add_request(Request(spec))
+
+
+def step(scheduler):
+    """Compute a step: every request that reaches the end of its tokens gets a 7. Returns the plan and the outputs."""
+    plan = scheduler.schedule()
+    drawn = {}
+    for lane, part in zip(scheduler.lanes, plan.lanes, strict=True):
+        for row in part.rows:
+            request = lane.requests[row.request_id]
+            if row.start + row.num_tokens >= request.num_tokens:
+                drawn[row.request_id] = [7]
+    outputs = scheduler.update_from_output(plan, ModelRunnerOutput(drawn))
+    scheduler.check_integrity()
+    return plan, outputs
+
+
+def lanes_of(scheduler):
+    return [sorted(lane.requests) for lane in scheduler.lanes]
+
+
+def test_a_plan_has_the_parts_of_all_lanes():
+    scheduler = new_lanes()
+    add(scheduler, "a", range(5), lane=1)
+    add(scheduler, "b", range(9), lane=2)
+    plan, _ = step(scheduler)
+    assert [part.num_tokens for part in plan.lanes] == [0, 5, 9] and plan.num_tokens == 14
+    assert plan.num_scheduled_tokens == {"a": 5, "b": 9}
+    assert [data.request_id for data in plan.new_requests] == ["a", "b"]
+    scheduler.finish_requests(["a"], RequestStatus.FINISHED_ABORTED)
+    plan, _ = step(scheduler)
+    assert plan.finished_request_ids == ["a"] and plan.lanes[1].finished_request_ids == ["a"]
+    assert [*scheduler.requests] == ["b"] and len(scheduler.requests) == 1 and scheduler.has_requests()
+
+
+def test_requests_spread_over_lanes_and_follow_cached_prefixes():
+    scheduler = new_lanes()
+    for i in range(NUM_LANES):
+        add(scheduler, str(i), range(20 * i, 20 * i + 16), max_tokens=1)
+    assert [len(lane.requests) for lane in scheduler.lanes] == [1, 1, 1]
+    homes = {name: index for index, names in enumerate(lanes_of(scheduler)) for name in names}
+    step(scheduler)
+    assert not scheduler.has_requests() and not scheduler.holds_blocks
+    for i in (2, 0, 1, 1):
+        add(scheduler, f"{i} again", [*range(20 * i, 20 * i + 16), 99], max_tokens=1)
+        assert f"{i} again" in scheduler.lanes[homes[str(i)]].requests
+        step(scheduler)
+    assert scheduler.stats().prefix_cache_hits == 4 * 16
+    assert scheduler.reset_prefix_cache()
+
+
+def test_what_did_not_fit_goes_where_none_waits():
+    scheduler = new_lanes()
+    for name in ("a", "b"):
+        add(scheduler, name, range(4), max_tokens=20, lane=0)
+    add(scheduler, "stays", range(4), lane=0)
+    for name in ("c", "d"):
+        add(scheduler, name, range(4), max_tokens=20, lane=1)
+    for name in ("e", "f"):
+        add(scheduler, name, range(4), max_tokens=2, lane=2)
+    for name in ("g", "h", "i"):  # all lanes are full
+        add(scheduler, name, range(50, 54), max_tokens=20, timeout_seconds=100.0)
+    before = {name: index for index, names in enumerate(lanes_of(scheduler)) for name in names}
+    for _ in range(5):
+        step(scheduler)
+    assert "stays" in scheduler.lanes[0].requests  # where its client wants it
+    moved = [name for name in ("g", "h", "i") if name in scheduler.lanes[2].requests]
+    assert len(moved) >= 2 and {scheduler.requests[name].status for name in moved[:2]} == {RequestStatus.RUNNING}
+    assert any(before[name] != 2 for name in moved)
+    assert [*scheduler.requests] == ["a", "b", "stays", "c", "d", "g", "h", "i"]  # in the order of arrival
+    scheduler.fail_requests(moved, ErrorKind.TIMEOUT, "late")
+    assert not {*moved} & {*scheduler.requests}
+
+
+def test_limits_are_those_of_a_lane():
+    scheduler = new_lanes(max_num_queued_reqs=1)
+    for name in ("a", "b", "c"):
+        add(scheduler, name, range(4), max_tokens=20, lane=0)
+    step(scheduler)
+    with pytest.raises(OverloadedError):
+        [add(scheduler, name, range(4), lane=0) for name in ("d", "e", "f")]
+    with pytest.raises(InvalidRequestError, match="must be 0 to 2"):
+        add(scheduler, "g", range(4), lane=3)
+    with pytest.raises(InvalidRequestError, match="in use"):
+        add(scheduler, "a", range(4), lane=1)
+    assert scheduler.stats().num_rejected_for_requests == 1
+
+
+def test_after_a_failure_in_one_lane_the_news_of_the_others_are_told(monkeypatch):
+    scheduler = new_lanes()
+    for lane in range(NUM_LANES):
+        add(scheduler, str(lane), range(4), lane=lane)
+    plan = scheduler.schedule()
+    monkeypatch.setattr(scheduler.lanes[1], "drafts", "broken")
+    with pytest.raises(UpdateError) as caught:
+        scheduler.update_from_output(plan, ModelRunnerOutput({"0": [7], "1": [7], "2": [7]}))
+    assert [news.request_id for news in caught.value.news] == ["0"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_traffic_ends_with_every_request_done_and_no_block_held(seed):
+    rng = random.Random(seed)
+    scheduler = new_lanes(num_blocks=rng.choice([18, 40]), max_num_batched_tokens=rng.choice([16, 64]))
+    lengths = {}
+    for number in range(400):
+        if number < 200 and rng.random() < 0.5:
+            name = f"{number}"
+            lengths[name] = rng.randint(1, 12)
+            prompt = [rng.randint(0, 3) for _ in range(rng.randint(1, 40))]
+            add(scheduler, name, prompt, max_tokens=lengths[name], lane=rng.choice([None, None, 0, 2]))
+        if rng.random() < 0.05 and lengths:
+            gone = rng.choice([*lengths])
+            scheduler.finish_requests(gone, RequestStatus.FINISHED_ABORTED)
+            del lengths[gone]
+        if number == 100:
+            scheduler.start_over()
+        for news in step(scheduler)[1]:
+            if news.finish_reason is not None:
+                lengths.pop(news.request_id)
+    assert not lengths and not scheduler.has_requests() and not scheduler.holds_blocks
+    assert not scheduler.requests and [*scheduler.requests] == []
