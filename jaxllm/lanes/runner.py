@@ -322,6 +322,9 @@ class LanesRunner:
         self.lanes[0].drain()
         return CountsOfLanes([lane.take_expert_tokens() for lane in self.lanes])
 
+    def move_experts(self, layer: int, moves_2RN: np.ndarray, table_EC: np.ndarray) -> None:
+        raise AssertionError("experts of lanes stay where they were loaded to")
+
     # Any time
 
     @property
