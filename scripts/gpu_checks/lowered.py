@@ -4,6 +4,7 @@ python scripts/gpu_checks/lowered.py attention     a line of JSON for each case 
 """
 
 import hashlib
+import importlib.metadata
 import json
 import os
 import sys
@@ -72,8 +73,16 @@ def _stripped(attribute: Any) -> Any:
     return ir.StringAttr.get(text)
 
 
+def header() -> dict[str, Any]:
+    """What the programs are made with and of."""
+    from pallas_kernels import verified
+
+    return {"jax": importlib.metadata.version("jax"), "ops": {op: verified.source_digest(op) for op in verified.OPS}}
+
+
 if __name__ == "__main__":
     os.environ["JAX_PLATFORMS"] = "cpu"
     sys.path.insert(0, os.getcwd())
+    print(json.dumps(header()), flush=True)
     for each in programs(sys.argv[1:]):
         print(json.dumps(each), flush=True)

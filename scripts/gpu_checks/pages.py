@@ -64,6 +64,13 @@ def render_page(device_kind: str, record: Mapping[str, Any]) -> str:
     for op in verified.OPS:
         found, now = record["ops"].get(op), verified.source_digest(op)
         lines.append(f"| {op} | {found or '–'} | {now} | {_status(found, now)} |")
+    kept = [(op, each) for op, each in sorted(record.get("carried", {}).items()) if record["ops"].get(op) == each["now"]]
+    lines += [""] if kept else []
+    lines += [
+        f"- {op} was verified as {each['verified']}; its source changed since, but none of the {each['programs']} programs of its check "
+        "cases, as lowered for this device."
+        for op, each in kept
+    ]
     return "\n".join([*lines, "", f"Written by `{COMMAND}`.", ""])
 
 

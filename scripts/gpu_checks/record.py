@@ -154,6 +154,8 @@ def merge(records: Mapping[str, Any], device_kind: str, new: Mapping[str, Any]) 
         replaced = OPS_OF_PARTS.get(name, ()) if is_whole else [OPS_OF_CASES[group] for group in groups]
         ops = {op: digest for op, digest in ops.items() if op not in replaced}
     together = {**old, **new, "parts": parts, "ops": dict(sorted((ops | new["ops"]).items()))}
+    if "carried" in old:
+        together["carried"] = {op: found for op, found in old["carried"].items() if op not in new["ops"]}
     return {**records, device_kind: together}
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from pallas_kernels import verified
 from scripts import verified_pages
-from scripts.gpu_checks import Outcome, pages, record, skip
+from scripts.gpu_checks import Outcome, carrying, pages, record, skip
 from scripts.gpu_checks.jobs import Hello
 from scripts.gpu_checks.parts import PARTS
 
@@ -123,3 +123,37 @@ def test_only_a_gpu_is_recorded(tmp_path) -> None:
         record.write(run, str(tmp_path))
     assert not list(tmp_path.iterdir())
     assert json.dumps(run.record())
+
+
+def test_a_source_that_makes_the_same_kernels_stays_verified(tmp_path, monkeypatch) -> None:
+    now = verified.source_digest("lora")
+    record_then = {"versions": {"jax": "1"}, "ops": {"lora": "then", "sampling": "x"}, "parts": {}, "date": "", "commit": ""}
+    monkeypatch.setattr(carrying, "header", lambda: {"ops": {"lora": now}})
+
+    def write(name: str, digest: str, *programs: tuple[str, str], jax: str = "1"):
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(line) + "\n" for line in ({"jax": jax, "ops": {"lora": digest}}, *programs)))
+        return path
+
+    kernel, plain = ("lora: a: triton", "same"), ("lora: a: xla", "then")
+    before = write("before", "then", kernel, plain)
+    after = write("after", now, kernel, ("lora: a: xla", "now"), ("lora: b: triton", "new"))
+    records = carrying.carry({"NVIDIA H200": record_then}, before, after)
+    assert records["NVIDIA H200"]["ops"] == {"lora": now, "sampling": "x"}
+    assert "- lora was verified as then; its source changed since, but none of the 1 programs" in pages.render_page(
+        "NVIDIA H200", records["NVIDIA H200"]
+    )
+    monkeypatch.setattr(verified, "records", lambda: records)
+    assert verified.is_verified("NVIDIA H200", "lora") and not verified.is_verified("NVIDIA H200", "lora", carried=False)
+    checked = record.merge(records, "NVIDIA H200", run_of(kernels=PASSED).record())
+    assert not checked["NVIDIA H200"]["carried"]
+    for wrong, said in (
+        (write("changed", now, ("lora: a: triton", "other")), "1 of 1 programs of lora differ"),
+        (write("gone", now, ("lora: b: triton", "same")), "1 of 1 programs of lora differ"),
+        (write("version", now, kernel, jax="2"), "JAX 1 and 2"),
+        (write("source", "other", kernel), "not of these sources"),
+    ):
+        with pytest.raises(SystemExit, match=said):
+            carrying.carry({"NVIDIA H200": record_then}, before, wrong)
+    with pytest.raises(SystemExit, match="not of the source of lora that was verified"):
+        carrying.carry({"NVIDIA H200": record_then}, write("another", "another", kernel), after)
