@@ -237,7 +237,9 @@ def test_without_a_check_only_verified_kernels_are_chosen(choose, implementation
     no_check()
     names = (*implementations(good=numpy_attention()), "xla")
     rest = {"rope_cache_write": ("triton", "xla"), "sampling": ("triton", "xla")}
-    monkeypatch.setattr(kernel_check, "is_verified", lambda kind, op: kind == "NVIDIA Test" and op == "sampling")
+    monkeypatch.setattr(
+        kernel_check, "is_verified", lambda kind, op, *, carried: (kind, op, carried) == ("NVIDIA Test", "sampling", True)
+    )
     chosen = choose(names, mode="off", rest=rest)
     assert (
         chosen.kernels.by_op().items()
