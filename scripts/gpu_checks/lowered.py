@@ -7,6 +7,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,8 @@ BYTECODE = b"ML\xefR"
 DEVICE_KIND, NUM_CORES = "NVIDIA H200", 132
 """What programs are lowered for."""
 CONFIG = "mhlo.backend_config"
+COUNTED = "mosaic_gpu.dump_basename"
+"""A name that counts the kernels lowered so far."""
 HASH = "kernel_hash"
 """Of a kernel's bytecode, in which the lines of the source are."""
 
@@ -70,7 +73,7 @@ def _stripped(attribute: Any) -> Any:
         mosaic_gpu_dialect.register_dialect(context)
         context.allow_unregistered_dialects = True
         text = ir.Module.parse(attribute.value_bytes).operation.get_asm(enable_debug_info=False, print_generic_op_form=True)
-    return ir.StringAttr.get(text)
+    return ir.StringAttr.get(re.sub(f'{COUNTED} = "[^"]*"', "", text))
 
 
 def header() -> dict[str, Any]:
