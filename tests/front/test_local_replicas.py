@@ -55,10 +55,12 @@ def test_a_replica_that_is_killed_leaves_the_others(tmp_path: Path) -> None:
     core = LocalReplicas(config, core_factory=FACTORY)
     llm = LLM.from_config(config, core=core)
     try:
-        params = SamplingParams(max_tokens=300, ignore_eos=True)
+        params, long = SamplingParams(max_tokens=300, ignore_eos=True), SamplingParams(max_tokens=3000, ignore_eos=True)
         found: dict[int, str | None] = {}
-        for index, output in llm.generate_iter(["hi"] * 8, params):
-            if not found and core._processes[1].poll() is None:
+        answered = set()
+        for index, output in llm.generate_iter(["hi"] * 8, long):
+            answered.add(index)
+            if len(answered) > 4 and core._processes[1].poll() is None:  # both have answered: what has not would run again
                 os.kill(core._processes[1].pid, signal.SIGKILL)
             if output.finished:
                 found[index] = output.outputs[0].finish_reason
