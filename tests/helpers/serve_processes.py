@@ -33,7 +33,8 @@ class ServerProcess:
         arguments = ["-m", "tests.helpers.serve_fake", json.dumps(given)]
         if command:
             arguments = ["-c", code, command[0], str(model), "--uds", str(self.uds), *command[1:]]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(self.temporary), "JAX_PLATFORMS": "cpu"}
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        environment = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(self.temporary), "JAX_PLATFORMS": "cpu"}
         with self.errors.open("wb") as stderr:
             self.process = subprocess.Popen(
                 [sys.executable, *arguments],
