@@ -35,7 +35,10 @@ def carry(records: Mapping[str, Any], before: Path, now: Path) -> dict[str, Any]
                 f"{len(differing)} of {len(group)} programs of {op} differ, such as {differing[0]}: check them on a device"
             )
         ops[op] = new_header["ops"][op]
-        carried[op] = {"verified": old_header["ops"][op], "now": ops[op], "programs": len(group)}
+        first = carried.get(op, {})
+        verified_as = first["verified"] if first.get("now") == record["ops"][op] else record["ops"][op]
+        num_new = sum(OPS_OF_CASES[name.split(":")[0]] == op and name not in old for name in new)
+        carried[op] = {"verified": verified_as, "now": ops[op], "programs": len(group), "new": num_new}
     return {**records, DEVICE_KIND: {**record, "ops": ops, "carried": carried}}
 
 

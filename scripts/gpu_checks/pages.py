@@ -11,6 +11,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = Path("docs/verified")
 README = Path("README.md")
 COMMAND = "python scripts/verified_pages.py"
+SAME_KERNELS = "verified with the same kernels"
+"""Of an op that `carrying.carry` carried over."""
 SENTENCE = "Verified with `scripts/check_gpu.py`:"
 """How the README's line on verified devices begins."""
 
@@ -61,16 +63,17 @@ def render_page(device_kind: str, record: Mapping[str, Any]) -> str:
     notes = [f"- Skipped in {name}: {part['note']}." for name, part in parts if part["note"]]
     lines += [*([""] if notes else []), *notes]
     lines += ["", "| op | verified source | source now | status |", "|---|---|---|---|"]
+    kept = {op: each for op, each in sorted(record.get("carried", {}).items()) if record["ops"].get(op) == each["now"]}
     for op in verified.OPS:
         found, now = record["ops"].get(op), verified.source_digest(op)
-        lines.append(f"| {op} | {found or '–'} | {now} | {_status(found, now)} |")
-    kept = [(op, each) for op, each in sorted(record.get("carried", {}).items()) if record["ops"].get(op) == each["now"]]
+        shown = kept[op]["verified"] if op in kept else found
+        status = SAME_KERNELS if op in kept and found == now else _status(found, now)
+        lines.append(f"| {op} | {shown or '–'} | {now} | {status} |")
     lines += [""] if kept else []
-    lines += [
-        f"- {op} was verified as {each['verified']}; its source changed since, but none of the {each['programs']} programs of its check "
-        "cases, as lowered for this device."
-        for op, each in kept
-    ]
+    for op, each in kept.items():
+        text = f"- {op}: the source changed since it was verified, but none of the {each['programs']} programs of its check cases of that"
+        newer = f" {each['new']} programs of newer cases have not run on it." if each["new"] else ""
+        lines.append(f"{text} time, as lowered for this device.{newer}")
     return "\n".join([*lines, "", f"Written by `{COMMAND}`.", ""])
 
 

@@ -140,9 +140,11 @@ def test_a_source_that_makes_the_same_kernels_stays_verified(tmp_path, monkeypat
     after = write("after", now, kernel, ("lora: a: xla", "now"), ("lora: b: triton", "new"))
     records = carrying.carry({"NVIDIA H200": record_then}, before, after)
     assert records["NVIDIA H200"]["ops"] == {"lora": now, "sampling": "x"}
-    assert "- lora was verified as then; its source changed since, but none of the 1 programs" in pages.render_page(
-        "NVIDIA H200", records["NVIDIA H200"]
-    )
+    page = pages.render_page("NVIDIA H200", records["NVIDIA H200"])
+    assert f"| lora | then | {now} | {pages.SAME_KERNELS} |" in page
+    assert "none of the 1 programs" in page and "1 programs of newer cases have not run on it" in page
+    carried_again = carrying.carry(records, write("between", now, kernel), after)
+    assert carried_again["NVIDIA H200"]["carried"]["lora"]["verified"] == "then"
     monkeypatch.setattr(verified, "records", lambda: records)
     assert verified.is_verified("NVIDIA H200", "lora") and not verified.is_verified("NVIDIA H200", "lora", carried=False)
     checked = record.merge(records, "NVIDIA H200", run_of(kernels=PASSED).record())
