@@ -3,26 +3,14 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from jaxllm.engine.core import EngineCore
-from jaxllm.structured.token_table import Vocabulary
-from jaxllm.text.tokenizer import load_tokenizer
-from tests.helpers import engines
-from tests.helpers.tiny_tokenizers import write_tokenizer
+from tests.helpers.cores_with_grammars import core_maker
 
 NAME = "qwen3_moe"
 
 
 @pytest.fixture(scope="package")
 def new_core(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., EngineCore]:
-    """Makes engines whose token ids have a meaning for grammars."""
-    tokenizer = load_tokenizer(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
-
-    def new(**options: object) -> EngineCore:
-        core = engines.make_core(NAME, **options)
-        vocabulary = Vocabulary.of(tokenizer, core.model_config.padded_vocab_size, ())
-        core._vocabulary = lambda eos_token_ids: vocabulary  # type: ignore[method-assign]
-        return core
-
-    return new
+    return core_maker(NAME, tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture(scope="package")
