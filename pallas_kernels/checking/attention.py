@@ -157,10 +157,25 @@ def call(module: Any, batch: Batch, **options: Any) -> Callable[..., jax.Array]:
 
 def _in_parts(module: Any, batch: Batch, options: dict[str, Any]) -> Callable[..., jax.Array]:
     """The same over each part of the keys, combined."""
+    over_parts = call_on_parts(module, batch, **options)
+
+    def run(q, k, v, *others):
+        return over_parts(q, split_pages(batch, k), split_pages(batch, v), *others)
+
+    return run
+
+
+def split_pages(batch: Batch, pages_PKSH: jax.Array) -> jax.Array:
+    """Keys or values as the parts have them, [parts, P, K, S / parts, H]."""
+    return jnp.stack(jnp.split(pages_PKSH, batch.num_parts, axis=2))
+
+
+def call_on_parts(module: Any, batch: Batch, **options: Any) -> Callable[..., jax.Array]:
+    """`call` for a batch in parts, as a function of arrays whose keys and values `split_pages` has split."""
     slots = batch.page_size // batch.num_parts
     each = replace(batch, num_parts=1, page_size=slots, has_sinks=False)
 
-    def run(q, k, v, table, query_start, kv_length, *others):
+    def run(q, k_parts, v_parts, table, query_start, kv_length, *others):
         named = batch.named(others)
         sinks_KG = named.pop("sinks_KG", None)
 
@@ -170,8 +185,7 @@ def _in_parts(module: Any, batch: Batch, options: dict[str, Any]) -> Callable[..
             return function(q, *pages, table, query_start, kv_length, *named.values())  # type: ignore[return-value]
 
         # A loop: as on a device, the rank is known when the program runs.
-        pages = (jnp.stack(jnp.split(x, batch.num_parts, axis=2)) for x in (k, v))
-        out_C, lse_C = jax.lax.map(of_part, (jnp.arange(batch.num_parts, dtype=jnp.int32), *pages))
+        out_C, lse_C = jax.lax.map(of_part, (jnp.arange(batch.num_parts, dtype=jnp.int32), k_parts, v_parts))
         return combine(out_C, lse_C, sinks_KG)
 
     return run
