@@ -157,38 +157,33 @@ def call(module: Any, batch: Batch, **options: Any) -> Callable[..., jax.Array]:
 
 def _in_parts(module: Any, batch: Batch, options: dict[str, Any]) -> Callable[..., jax.Array]:
     """The same over each part of the keys, combined."""
-    over_parts = call_on_parts(module, batch, **options)
 
     def run(q, k, v, *others):
-        return over_parts(q, split_pages(batch, k), split_pages(batch, v), *others)
-
-    return run
-
-
-def split_pages(batch: Batch, pages_PKSH: jax.Array) -> jax.Array:
-    """Keys or values as the parts have them, [parts, P, K, S / parts, H]."""
-    return jnp.stack(jnp.split(pages_PKSH, batch.num_parts, axis=2))
-
-
-def call_on_parts(module: Any, batch: Batch, **options: Any) -> Callable[..., jax.Array]:
-    """`call` for a batch in parts, as a function of arrays whose keys and values `split_pages` has split."""
-    slots = batch.page_size // batch.num_parts
-    each = replace(batch, num_parts=1, page_size=slots, has_sinks=False)
-
-    def run(q, k_parts, v_parts, table, query_start, kv_length, *others):
-        named = batch.named(others)
-        sinks_KG = named.pop("sinks_KG", None)
-
         def of_part(own: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             rank, *pages = own
-            function = call(module, each, **options, part=Part(rank, batch.num_parts))
-            return function(q, *pages, table, query_start, kv_length, *named.values())  # type: ignore[return-value]
+            return attend_part(module, batch, rank, q, *pages, *others, **options)
 
         # A loop: as on a device, the rank is known when the program runs.
-        out_C, lse_C = jax.lax.map(of_part, (jnp.arange(batch.num_parts, dtype=jnp.int32), k_parts, v_parts))
-        return combine(out_C, lse_C, sinks_KG)
+        ranks = jnp.arange(batch.num_parts, dtype=jnp.int32)
+        pages = (jnp.stack(split_pages(batch, x)) for x in (k, v))
+        return combine(*jax.lax.map(of_part, (ranks, *pages)), batch.named(others[3:]).get("sinks_KG"))
 
     return run
+
+
+def split_pages(batch: Batch, pages_PKSH: jax.Array) -> list[jax.Array]:
+    """The slots of keys or values that each part has, [P, K, S / parts, H]."""
+    return jnp.split(pages_PKSH, batch.num_parts, axis=2)
+
+
+def attend_part(
+    module: Any, batch: Batch, rank: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, *others: jax.Array, **options: Any
+) -> tuple[jax.Array, jax.Array]:
+    """What the device of this rank computes of a batch in parts, with its own keys and values."""
+    slots = batch.page_size // batch.num_parts
+    each = replace(batch, num_parts=1, page_size=slots, has_sinks=False)
+    scales = others[3 : len(others) - batch.has_sinks]
+    return call(module, each, **options, part=Part(rank, batch.num_parts))(q, k, v, *others[:3], *scales)  # type: ignore[return-value]
 
 
 # On the device

@@ -13,14 +13,15 @@ import numpy as np
 from pallas_kernels.checking.attention import (
     TOLERANCE,
     Batch,
+    attend_part,
     call,
-    call_on_parts,
     make_arrays,
     split_pages,
     worst_error,
 )
 from pallas_kernels.checking.case import Case
 from pallas_kernels.paged_attention import IMPLEMENTATIONS, TAKING_PARTS, triton_decode, triton_prefill
+from pallas_kernels.paged_attention.parts import combine
 
 FP8 = "float8_e4m3fn"
 _LONG: dict[str, dict[str, Any]] = {
@@ -234,22 +235,26 @@ def _case(batch: Batch, *, tiny: bool, tune: bool = False) -> Case:
 
 
 def _in_split_caches(batch: Batch) -> Case:
-    """A case in parts without the time of splitting keys and values."""
+    """What the devices of a batch in parts compute, one after the other, each with keys and values of its own."""
     whole = _case(batch, tiny=False)
+    options = {"interpret": jax.default_backend() != "gpu"}
 
     def make() -> tuple[Any, tuple[Any, ...]]:
         q, (k, v, *others) = whole.make()
         return q, (split_pages(batch, k), split_pages(batch, v), *others)
 
     def error(q: Any, constants: tuple[Any, ...], got: Any) -> float:
-        k, v = (jnp.concatenate(list(parts), axis=2) for parts in constants[:2])
+        k, v = (jnp.concatenate(parts, axis=2) for parts in constants[:2])
         return whole.error(q, (k, v, *constants[2:]), got)
 
-    on_gpu = jax.default_backend() == "gpu"
-    variants = {
-        name: call_on_parts(importlib.import_module(IMPLEMENTATIONS[name]), batch, interpret=not on_gpu)
-        for name in whole.variants
-    }
+    def run(module: Any, q: Any, k_parts: list[Any], v_parts: list[Any], *others: Any) -> jax.Array:
+        parts = [
+            attend_part(module, batch, jnp.int32(rank), q, *pages, *others, **options)
+            for rank, pages in enumerate(zip(k_parts, v_parts, strict=True))
+        ]
+        return combine(*(jnp.stack(arrays) for arrays in zip(*parts, strict=True)), None)
+
+    variants = {name: functools.partial(run, importlib.import_module(IMPLEMENTATIONS[name])) for name in whole.variants}
     return replace(whole, make=make, error=error, variants=variants)
 
 
