@@ -166,7 +166,8 @@ def _in_parts(module: Any, batch: Batch, options: dict[str, Any]) -> Callable[..
         # A loop: as on a device, the rank is known when the program runs.
         ranks = jnp.arange(batch.num_parts, dtype=jnp.int32)
         pages = (jnp.stack(split_pages(batch, x)) for x in (k, v))
-        return combine(*jax.lax.map(of_part, (ranks, *pages)), batch.named(others[3:]).get("sinks_KG"))
+        out_C, lse_C = jax.lax.map(of_part, (ranks, *pages))
+        return combine(out_C, lse_C, batch.named(others[3:]).get("sinks_KG"))
 
     return run
 
