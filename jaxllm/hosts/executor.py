@@ -10,7 +10,8 @@ import numpy as np
 from jaxllm.engine.executor import Executor, PendingCounts, PendingStep
 from jaxllm.errors import EngineDeadError
 from jaxllm.hosts.leader import Leader
-from jaxllm.hosts.wire import PIECE_BYTES, Dispatch, Do, Draw, MoveExperts, Piece, TakeExpertTokens, WriteAdapter
+from jaxllm.hosts.wire import PIECE_BYTES, Dispatch, Do, Draw, Drawn, MoveExperts, Piece, TakeExpertTokens, WriteAdapter
+from jaxllm.hosts_options import has_stages_on_hosts
 from jaxllm.progress import Progress
 from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
@@ -29,6 +30,8 @@ class HostsExecutor:
 
     def __init__(self, own: Executor, leader: Leader):
         self._own, self._leader = own, leader
+        options = leader.config.parallel
+        self._sends_tokens = has_stages_on_hosts(options.nnodes, options.pipeline_parallel_size)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="read-step")
         """Waits for devices, so that this thread can give up when a host is lost."""
 
@@ -46,8 +49,18 @@ class HostsExecutor:
         self._leader.send(Draw(num_rows, step.mask_TW[:num_rows].tobytes()))
         self._run(step.draw)
 
+    def read_step(self, step: PendingStep) -> "Future[ModelRunnerOutput]":
+        """Start to wait for a step, and to send what it drew to the hosts that need it."""
+        return self._reader.submit(self._read_step, step)
+
+    def _read_step(self, step: PendingStep) -> ModelRunnerOutput:
+        output = step.result()
+        if self._sends_tokens:
+            self._leader.send(Drawn([output.sampled_token_ids[request_id][0] for request_id in step.sampled_ids]))
+        return output
+
     def read(self, pending: "_Pending[T]") -> "Future[T]":
-        """Start to wait for a step, or for counts."""
+        """Start to wait for counts."""
         return self._reader.submit(pending.result)
 
     def wait_for(self, reading: "Future[T]") -> T:
@@ -221,5 +234,5 @@ class _Step:
 
     def result(self) -> ModelRunnerOutput:
         if self._reading is None:
-            self._reading = self._executor.read(self._own)
+            self._reading = self._executor.read_step(self._own)
         return self._executor.wait_for(self._reading)

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from jax.sharding import Mesh
 
 from jaxllm.layers.build import build_model
 from jaxllm.layers.decoder import CausalLM
 from jaxllm.model_config import ModelConfig
+from jaxllm.pipeline.crossing import Crossing, Sizes
+from jaxllm.pipeline.earlier_host import EarlierHost
 from jaxllm.pipeline.runner import PipelineRunner
 from jaxllm.pipeline.stages import EarlierStage, LastStage, MiddleStage
 from jaxllm.runner.memory import MemoryPlan
@@ -54,8 +56,20 @@ def plan_stages(
 
 def pipeline_runner(
     stages: Sequence[Stage], meshes: Sequence[Mesh], make: Callable[[type[T], Stage, Mesh], T]
-) -> PipelineRunner:
-    """What runs the stages, each on its mesh. make: a stage's own runner, of this class."""
-    first, *middle, last = zip(stages, meshes, strict=True)
-    earlier = [make(EarlierStage, *first), *(make(MiddleStage, *each) for each in middle)]  # type: ignore[arg-type]
-    return PipelineRunner(earlier, make(LastStage, *last))  # type: ignore[arg-type]
+) -> PipelineRunner | EarlierHost:
+    """What runs the stages of this process, each on its mesh; other hosts may have stages before and behind them.
+
+    make: a stage's own runner, of this class.
+    """
+    kinds = [EarlierStage, *[MiddleStage] * (len(stages) - 2), LastStage]
+    own = [number for number, mesh in enumerate(meshes) if mesh.local_devices]
+    runners: list[Any] = [make(kinds[number], stages[number], meshes[number]) for number in own]  # type: ignore[arg-type]
+
+    def crossing_to(number: int) -> Crossing:
+        return Crossing(meshes[number - 1], meshes[number], Sizes.of(runners[0].shapes))
+
+    entry = crossing_to(own[0]) if own[0] > 0 else None
+    if own[-1] == len(stages) - 1:
+        *earlier, last = runners
+        return PipelineRunner(earlier, last, entry=entry, num_stages=len(stages))
+    return EarlierHost(runners, entry=entry, leave=crossing_to(own[-1] + 1), num_stages=len(stages))
