@@ -91,8 +91,9 @@ class Prepared:
         return tightest(self.stages)
 
     def describe(self) -> str:
-        """The memory plan of each stage."""
-        return "\n".join(stage.plan.describe() for stage in self.stages)
+        """The memory plan of each stage that this process has."""
+        own = (stage for stage, mesh in zip(self.stages, self.meshes, strict=True) if mesh.local_devices)
+        return "\n".join(stage.plan.describe() for stage in own)
 
     @classmethod
     def of(cls, config: EngineConfig, model_dir: Path, processors: tuple[Processor, ...], times: StartTimes) -> "Prepared":

@@ -156,9 +156,8 @@ class Beat(_Message, tag="beat"):
 
 
 FromFollower = Hello | Facts | Done | Failed | Beat
-FromHost0 = (
-    Welcome | Refused | AllFacts | Dispatch | Draw | Drawn | Piece | WriteAdapter | TakeExpertTokens | MoveExperts | Do | End | Beat
-)
+_Call = Dispatch | Draw | Drawn | Piece | WriteAdapter | TakeExpertTokens | MoveExperts | Do
+FromHost0 = Welcome | Refused | AllFacts | _Call | End | Beat
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=lambda value: value.item())  # numpy's numbers
 of_follower: Any = msgspec.msgpack.Decoder(FromFollower)  # type: ignore[arg-type]

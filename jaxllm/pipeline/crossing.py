@@ -52,7 +52,9 @@ class Crossing:
     def __init__(self, before: Mesh, after: Mesh, sizes: Sizes):
         axes = before.axis_names
         self._stage_axes, self._num_devices, self._sizes = axes, before.size, sizes
-        self._mesh = Mesh(np.stack([before.devices, after.devices]), (SIDE, *axes), axis_types=(AxisType.Auto,) * (1 + len(axes)))
+        self._mesh = Mesh(
+            np.stack([before.devices, after.devices]), (SIDE, *axes), axis_types=(AxisType.Auto,) * (1 + len(axes))
+        )
         self._own = NamedSharding(before if before.local_devices else after, PartitionSpec())
         self._both = NamedSharding(self._mesh, PartitionSpec(SIDE))
         self._programs = Programs(self._lower, threads=1, compiler_options=self._compiler_options)

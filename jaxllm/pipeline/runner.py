@@ -219,6 +219,8 @@ class PipelineRunner(Stages):
         if entry is None:
             self._tokens = TokensOnDevices(self._earlier[0], len(self.stages))
             last.on_drawn = self._tokens.send_back
+        else:
+            last.launch_in_thread()
         last.consumers = (*last.consumers, LostPeers(self._earlier))
 
     def dispatch(self, plan: SchedulerOutput) -> StepInFlight:

@@ -61,7 +61,6 @@ def answers(core: EngineCore) -> dict[str, Any]:
         found |= {name: [*answer.tokens, *_numbers(answer)] for name, answer in done.items()}
         core.check_integrity()
     found["preempted"] = core.stats().num_preemptions > 0
-    found["compiled after warm-up"] = core.num_compiled_after_warmup
     return found
 
 
