@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine import messages
-from jaxllm.engine.executor import Executor, PendingStep
+from jaxllm.engine.executor import Executor, PendingStep, TokenTaker
 from jaxllm.errors import ConfigError, JaxLLMError
 from jaxllm.hosts import identity, process_group, wire
 from jaxllm.hosts.leader import NEWS_SECONDS, START_SILENCE_SECONDS
@@ -41,7 +41,6 @@ from jaxllm.hosts.wire import (
     WriteAdapter,
 )
 from jaxllm.log import logger
-from jaxllm.pipeline.runner import Stages
 
 CALLS = (
     "start_over",
@@ -211,7 +210,7 @@ class Follower:
         elif isinstance(message, Draw):
             self._draw(message)
         elif isinstance(message, Drawn):
-            assert isinstance(self._executor, Stages), "only a first stage waits for tokens"
+            assert isinstance(self._executor, TokenTaker), "these steps need no tokens"
             self._executor.take_tokens(message.tokens)
         elif isinstance(message, Do):
             self._call(message)

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxllm.model_config import ModelConfig
 from jaxllm.progress import Progress
+from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.programs import Programs
-from jaxllm.runner.step_programs import StepPrograms
 from jaxllm.runner.warm_up import WARM_UP_RUNS
 
 SIDE = "side"
@@ -35,11 +36,10 @@ class Sizes:
     dtype: jnp.dtype
 
     @classmethod
-    def of(cls, shapes: StepPrograms) -> "Sizes":
-        """Of the steps that a stage has programs for."""
-        decode_rows = shapes.buckets.decode_rows if shapes.model.generates else ()
-        sizes = tuple(sorted({*shapes.buckets.tokens, *decode_rows}))
-        return cls(sizes, shapes.model.hidden_size, jnp.dtype(shapes.model.dtype))
+    def of(cls, model: ModelConfig, buckets: Buckets) -> "Sizes":
+        """Of all steps."""
+        decode_rows = buckets.decode_rows if model.generates else ()
+        return cls(tuple(sorted({*buckets.tokens, *decode_rows})), model.hidden_size, jnp.dtype(model.dtype))
 
 
 class Crossing:

@@ -39,7 +39,7 @@ class EarlierHost(Stages):
         return step
 
     def take_tokens(self, tokens: Sequence[int]) -> None:
-        """The tokens that the next step drew, in the order of its requests. Raises RuntimeError if a device here lost them."""
+        """See TokenTaker. Raises RuntimeError if a device here lost what they were drawn of."""
         if NOT_FINITE in tokens:
             check_peers(self.stages)
         if self._tokens is not None:

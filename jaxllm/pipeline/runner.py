@@ -41,7 +41,7 @@ class Stages:
         return entering
 
     def take_tokens(self, tokens: Sequence[int]) -> None:
-        """On a host above 0: the tokens that the next step drew, in the order of its requests. Used where the first stage is."""
+        """See TokenTaker."""
 
     def forget_tokens(self) -> None:
         """Drop the tokens on the way to the first stage. No step may be in flight."""
