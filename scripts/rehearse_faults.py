@@ -33,7 +33,7 @@ NEWS_SECONDS = 2.0
 SILENCE_SECONDS = 10.0
 """Within which a host that is silent, and not gone, must be noticed."""
 ON_TWO_HOSTS = "--data-parallel-size 2 --nnodes 2"
-STAGES_ON_TWO_HOSTS = "--pipeline-parallel-size 2 --nnodes 2"
+STAGES_ON_TWO_HOSTS = "--pipeline-parallel-size 2 --nnodes 2 --warmup background"
 
 
 @dataclass
