@@ -14,8 +14,9 @@ OF_ONE_HOST = frozenset({
 def hosts_faults(flat: Mapping[str, Any]) -> list[str]:
     """Describe the options of hosts that contradict each other or other options."""
     num_hosts, rank, size = flat["nnodes"], flat["node_rank"], flat["tensor_parallel_size"]
-    num_replicas = flat["data_parallel_size"]
-    if not all(isinstance(value, int) and value >= 0 for value in (num_hosts, rank, size, num_replicas)) or not num_hosts:
+    num_replicas, num_stages = flat["data_parallel_size"], flat["pipeline_parallel_size"]
+    numbers = (num_hosts, rank, size, num_replicas, num_stages)
+    if not all(isinstance(value, int) and value >= 0 for value in numbers) or not (num_hosts and num_stages):
         return []  # reported already
     faults = []
     if rank >= num_hosts:
@@ -32,15 +33,39 @@ def hosts_faults(flat: Mapping[str, Any]) -> list[str]:
                 f"{num_hosts}"
             )
     elif num_hosts > 1:
-        if size % num_hosts:
+        if has_stages_on_hosts(num_hosts, num_stages):
+            faults += _stages_faults(flat)
+        elif size % num_hosts:
             faults.append(
                 f"tensor_parallel_size is {size}, which {num_hosts} hosts (nnodes) cannot share equally; choose a multiple of {num_hosts}"
             )
-        if flat["pipeline_parallel_size"] != 1:
-            faults.append(
-                f"pipeline_parallel_size is {flat['pipeline_parallel_size']} with nnodes {num_hosts}: all stages of an engine lie on one "
-                "host; use tensor_parallel_size alone, or data_parallel_size for an engine on each host"
-            )
         if flat["compiled_artifact"] is not None:
             faults.append("compiled_artifact is set with nnodes: programs for several hosts cannot be stored; leave it out")
+    return faults
+
+
+def has_stages_on_hosts(num_hosts: int, num_stages: int) -> bool:
+    """Whether the stages of a pipeline lie on several hosts: then host 0 has the last one, and another host the first."""
+    return num_hosts > 1 and num_stages > 1
+
+
+def _stages_faults(flat: Mapping[str, Any]) -> list[str]:
+    """Stages that cannot be divided among the hosts, and options that they exclude there."""
+    num_hosts, num_stages, size = flat["nnodes"], flat["pipeline_parallel_size"], flat["tensor_parallel_size"]
+    asked = f"pipeline_parallel_size is {num_stages} with nnodes {num_hosts}"
+    faults = []
+    if num_stages % num_hosts and num_hosts % num_stages:
+        faults.append(
+            f"{asked}, but each host has whole stages, or each stage whole hosts; choose one that is a multiple of the other"
+        )
+    elif num_hosts > num_stages and size % (num_hosts // num_stages):
+        faults.append(
+            f"{asked} and tensor_parallel_size {size}, which the {num_hosts // num_stages} hosts of a stage cannot share equally; choose "
+            f"a multiple of {num_hosts // num_stages}"
+        )
+    faults += [
+        f"{name} is set and {asked}, but tokens of experts are counted where all stages lie on one host; leave {name} out"
+        for name in ("expert_load", "enable_eplb")
+        if flat[name]
+    ]
     return faults

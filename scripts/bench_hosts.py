@@ -1,7 +1,8 @@
 """What a step costs more over two hosts than in one process, on this machine's CPU: python scripts/bench_hosts.py
 
 Both engines split the same model over the same number of CPU devices. Over two hosts a step's plan is sent through a connection, and the
-sums between devices go through Gloo's: both through this machine's loopback. A step of GPUs has the first part of it, and NCCL's sums.
+sums between devices, or what a stage leaves for the next one, go through Gloo's: both through this machine's loopback. A step of GPUs has
+the first part of it, and NCCL's. With stages a step decodes a share of the rows.
 """
 
 import argparse
@@ -22,6 +23,7 @@ MOST_SECONDS = 300
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, default=4, help="CPU devices in all")
+    parser.add_argument("--pipeline-parallel-size", type=int, default=1, help="stages, each of as many of the devices")
     parser.add_argument("--rows", type=int, default=8, help="requests at a time")
     parser.add_argument("--steps", type=int, default=200, help="steps that are measured")
     arguments = parser.parse_args()
@@ -36,7 +38,8 @@ def main() -> None:
         found[num_hosts] = results.get(timeout=MOST_SECONDS)
         for process in hosts:
             process.join()
-    print(f"{arguments.devices} CPU devices, {arguments.rows} rows, ms per decode step (median of {arguments.steps})")
+    stages = f" in {arguments.pipeline_parallel_size} stages" if arguments.pipeline_parallel_size > 1 else ""
+    print(f"{arguments.devices} CPU devices{stages}, {arguments.rows} rows, ms per decode step (median of {arguments.steps})")
     for name in found[1]:
         one, two = found[1][name], found[2][name]
         print(f"  {name:<32} one process {one:7.3f}   two hosts {two:7.3f}   more {two - one:7.3f}")
@@ -47,7 +50,8 @@ def host(rank: int, num_hosts: int, port: int, arguments: argparse.Namespace, re
     os.environ["JAX_PLATFORMS"], os.environ["JAX_NUM_CPU_DEVICES"] = "cpu", str(arguments.devices // num_hosts)
     config = EngineConfig.from_options(
         **OPTIONS,
-        tensor_parallel_size=arguments.devices,
+        tensor_parallel_size=arguments.devices // arguments.pipeline_parallel_size,
+        pipeline_parallel_size=arguments.pipeline_parallel_size,
         max_num_seqs=arguments.rows,
         decode_buckets=(arguments.rows,),
         nnodes=num_hosts,

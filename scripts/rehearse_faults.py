@@ -28,9 +28,12 @@ LONG, SHORT = 1900, 200
 """Tokens of a stream that a fault interrupts, and of one that is to become whole."""
 KNOWN_WITHIN_SECONDS = 1.0
 STEP_TIMEOUT_SECONDS = 3.0
+NEWS_SECONDS = 2.0
+"""More, if it is in the midst of a collective, which fails before its connection is closed."""
 SILENCE_SECONDS = 10.0
 """Within which a host that is silent, and not gone, must be noticed."""
 ON_TWO_HOSTS = "--data-parallel-size 2 --nnodes 2"
+STAGES_ON_TWO_HOSTS = "--pipeline-parallel-size 2 --nnodes 2 --warmup background"
 
 
 @dataclass
@@ -151,6 +154,24 @@ async def remote_replica_killed(server: RehearsedServer, row: Row) -> None:
 async def host_killed(server: RehearsedServer, row: Row) -> None:
     await loses_half(server, row, lambda: _other(server).signal(signal.SIGKILL), KNOWN_WITHIN_SECONDS, restart=True)
     await ends_in_order(server, row)
+
+
+async def stage_killed(server: RehearsedServer, row: Row) -> None:
+    await loses_stage(server, row, signal.SIGKILL, KNOWN_WITHIN_SECONDS + NEWS_SECONDS)
+
+
+async def stage_stopped(server: RehearsedServer, row: Row) -> None:
+    await loses_stage(server, row, signal.SIGSTOP, SILENCE_SECONDS)
+
+
+async def loses_stage(server: RehearsedServer, row: Row, number: signal.Signals, within_seconds: float) -> None:
+    """Send a signal to the other host, without which nothing can be computed."""
+    streams = await streams_of(server, LONG)
+    since = time.monotonic()
+    _other(server).signal(number)
+    await outcomes(row, streams, ["error event engine_dead"], since)
+    row.expect((row.seconds or 0) < within_seconds, f"they knew after {row.seconds:.2f} s")
+    await ends(server, row, 1)
 
 
 async def host_stopped(server: RehearsedServer, row: Row) -> None:
@@ -302,6 +323,8 @@ FAULTS = {
     "host": Fault("kill -9 of all processes of host 1", host_killed, ON_TWO_HOSTS, has_other_host=True),
     "stopped-host": Fault("SIGSTOP of all processes of host 1", host_stopped, ON_TWO_HOSTS, has_other_host=True),
     "cable": Fault("nothing comes through between the hosts any more", cable_cut, ON_TWO_HOSTS, has_other_host=True),
+    "stage": Fault("kill -9 of host 1 of 2 with a stage each", stage_killed, STAGES_ON_TWO_HOSTS, has_other_host=True),
+    "stopped-stage": Fault("SIGSTOP of host 1 of 2 with a stage each", stage_stopped, STAGES_ON_TWO_HOSTS, has_other_host=True),
     "disconnects": Fault("500 of 1 000 clients leave in mid-stream", disconnects),
     "sigterm": Fault("SIGTERM under load", told_to_stop),
     "drain": Fault("SIGTERM, answers take longer than the drain", told_to_stop_soon, "--shutdown-timeout 1"),

@@ -3,9 +3,9 @@
 A `ModelRunner` is the executor of one process. Calls after the start take and return only values that can be sent to another host.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -148,6 +148,14 @@ class Executor(Protocol):
 
     def delete_arrays(self) -> None:
         """End the threads and release all device memory. May be called again."""
+
+
+@runtime_checkable
+class TokenTaker(Protocol):
+    """An executor of a pipeline on a host above 0, whose first stage may wait for tokens that the last one draws on host 0."""
+
+    def take_tokens(self, tokens: Sequence[int]) -> None:
+        """The tokens that the next step drew, in the order of its requests. Called for each step, in order."""
 
 
 class DeviceRunner(Executor, Protocol):

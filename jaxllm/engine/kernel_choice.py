@@ -10,7 +10,7 @@ from jaxllm.layers.routing import rule_of
 from jaxllm.log import logger
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import Attention, LatentAttention
-from jaxllm.parallel.across_hosts import spans_hosts
+from jaxllm.parallel.across_hosts import has_other_hosts
 from jaxllm.parallel.mesh import context_size, tensor_size
 from jaxllm.runner.memory import MemoryPlan
 from pallas_kernels import (
@@ -166,7 +166,7 @@ def _collectives(model: ModelConfig, mesh: Mesh, *, on_gpu: bool) -> tuple[str, 
         tensor_size(mesh) == 1
         or mesh.size > tensor_size(mesh)  # peers exchange over one axis
         or not on_gpu
-        or spans_hosts(mesh)
+        or has_other_hosts()
         or not collectives.supports("peer", "all_reduce_norm", **case)
     ):
         return ("xla",)

@@ -25,6 +25,7 @@ from jaxllm.engine.kernel_check import Choice, choose_kernels
 from jaxllm.engine.kernel_choice import attention_implementation, candidates
 from jaxllm.eplb_options import EplbConfig
 from jaxllm.errors import ConfigError, OutOfMemoryError
+from jaxllm.hosts_options import has_stages_on_hosts
 from jaxllm.kernel_verdicts import OpReport, VerdictStore
 from jaxllm.layers.build import build_model
 from jaxllm.layers.decoder import CausalLM
@@ -33,7 +34,7 @@ from jaxllm.log import logger
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import Layer, MoE
 from jaxllm.models.load_config import load_model_config
-from jaxllm.parallel.across_hosts import spans_hosts
+from jaxllm.parallel.across_hosts import has_other_hosts
 from jaxllm.parallel.axes import num_parts
 from jaxllm.parallel.mesh import DATA, TENSOR, meshes_of
 from jaxllm.parallel.topology import Topology
@@ -82,8 +83,9 @@ class Prepared:
         return tightest(self.stages)
 
     def describe(self) -> str:
-        """The memory plan of each stage."""
-        return "\n".join(stage.plan.describe() for stage in self.stages)
+        """The memory plan of each stage that this process has."""
+        own = (stage for stage, mesh in zip(self.stages, self.meshes, strict=True) if mesh.local_devices)
+        return "\n".join(stage.plan.describe() for stage in own)
 
     @classmethod
     def of(cls, config: EngineConfig, model_dir: Path, processors: tuple[Processor, ...], times: StartTimes) -> "Prepared":
@@ -111,7 +113,7 @@ class Prepared:
             computed = model_config
             if drafter is not None:
                 computed = replace(model_config, layers=(*model_config.layers, *drafter.layers))
-            chosen = _choose_kernels(wanted, config, computed, stages[0].plan, meshes[0], adaptation)
+            chosen = _choose_kernels(wanted, config, computed, stages[0].plan, _own(meshes), adaptation)
             config = config.replace(attention_implementation=chosen.kernels.attention)
         with times.part("config and model"):
             runner = _runner(config, model_config, meshes, stages, chosen.kernels, processors, times, features)
@@ -142,9 +144,14 @@ class Prepared:
         return replace(resized, runner=runner)
 
     def fingerprint(self) -> dict[str, object]:
-        """Everything that the programs of an engine without a pipeline depend on."""
-        (stage,) = self.stages
-        return _fingerprint(self.config, self.model_config, stage, self.mesh, self.kernels, self.features)
+        """Everything that the programs of the last stage depend on, or of the only one, on a device of this process."""
+        stage, mesh = self.stages[-1], _own(self.meshes)
+        return _fingerprint(self.config, self.model_config, stage, mesh, self.kernels, self.features)
+
+
+def _own(meshes: tuple[Mesh, ...]) -> Mesh:
+    """The first of these with devices of this process."""
+    return next(mesh for mesh in meshes if mesh.local_devices)
 
 
 def _fingerprint(
@@ -264,7 +271,7 @@ def _store(config: EngineConfig, made_of: Callable[[], Fingerprint], mesh: Mesh)
     options, devices = config.compile, list(mesh.devices.flat)
     if options.compiled_artifact is not None:
         return open_artifact(Path(options.compiled_artifact), made_of(), devices)
-    if options.compilation_cache and not spans_hosts(mesh):  # a program for devices of several processes cannot be stored
+    if options.compilation_cache and not has_other_hosts():  # a program for devices of several processes cannot be stored
         try:
             return local_store(env.cache_dir() / "engines", made_of(), devices)
         except ConfigError as error:
@@ -388,7 +395,7 @@ def counts_experts(config: EngineConfig, model: ModelConfig) -> bool:
         return asked
     if options.enable_eplb:
         return True
-    is_distributed = Topology.of(options).expert > 1
+    is_distributed = Topology.of(options).expert > 1 and not has_stages_on_hosts(options.nnodes, options.pipeline_parallel_size)
     return is_distributed and own_class and registered.EXPERT_LOAD is not None
 
 

@@ -10,7 +10,9 @@ import numpy as np
 from jaxllm.engine.executor import Executor, PendingCounts, PendingStep
 from jaxllm.errors import EngineDeadError
 from jaxllm.hosts.leader import Leader
+from jaxllm.hosts.sent_tokens import SentTokens
 from jaxllm.hosts.wire import PIECE_BYTES, Dispatch, Do, Draw, MoveExperts, Piece, TakeExpertTokens, WriteAdapter
+from jaxllm.hosts_options import has_stages_on_hosts
 from jaxllm.progress import Progress
 from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
@@ -29,6 +31,8 @@ class HostsExecutor:
 
     def __init__(self, own: Executor, leader: Leader):
         self._own, self._leader = own, leader
+        options = leader.config.parallel
+        self._tokens = SentTokens(leader) if has_stages_on_hosts(options.nnodes, options.pipeline_parallel_size) else None
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="read-step")
         """Waits for devices, so that this thread can give up when a host is lost."""
 
@@ -37,7 +41,10 @@ class HostsExecutor:
     def dispatch(self, plan: SchedulerOutput) -> PendingStep:
         """See Executor."""
         self._leader.send(Dispatch(plan))
-        return _Step(self._run(self._own.dispatch, plan), self)
+        step = self._run(self._own.dispatch, plan)
+        if self._tokens is not None and not plan.masked_request_ids:
+            self._tokens.send(step)
+        return _Step(step, self, is_drawn=not plan.masked_request_ids)
 
     def draw(self, step: PendingStep) -> None:
         """Send the masks of a step and sample."""
@@ -45,6 +52,8 @@ class HostsExecutor:
         num_rows = len(step.sampled_ids) * step.width
         self._leader.send(Draw(num_rows, step.mask_TW[:num_rows].tobytes()))
         self._run(step.draw)
+        if self._tokens is not None:
+            self._tokens.send(step)
 
     def read(self, pending: "_Pending[T]") -> "Future[T]":
         """Start to wait for a step, or for counts."""
@@ -92,7 +101,9 @@ class HostsExecutor:
         self._on_all("drop_caches")
 
     def _on_all(self, method: str) -> None:
-        """Call a method on all hosts and wait for them. Raises the error of the first that fails."""
+        """Call a method on all hosts and wait for them. Raises the error of the first that fails. No step may be in flight."""
+        if self._tokens is not None:
+            self._tokens.wait()
         number, answered = self._leader.new_call()
         self._leader.send(Do(number, method))
         try:
@@ -172,6 +183,8 @@ class HostsExecutor:
     def delete_arrays(self) -> None:
         """End the engine on all hosts."""
         self._reader.shutdown(wait=False)
+        if self._tokens is not None:
+            self._tokens.shutdown()
         self._leader.end()
         if not self._leader.lost.done():  # else a device may wait for ever
             self._own.delete_arrays()
@@ -193,8 +206,8 @@ class _Counts:
 class _Step:
     """A step in flight on all hosts."""
 
-    def __init__(self, own: PendingStep, executor: HostsExecutor):
-        self._own, self._executor = own, executor
+    def __init__(self, own: PendingStep, executor: HostsExecutor, *, is_drawn: bool):
+        self._own, self._executor, self._is_drawn = own, executor, is_drawn
         self._reading: Future[ModelRunnerOutput] | None = None
 
     @property
@@ -217,9 +230,12 @@ class _Step:
         return self._own.drafts()
 
     def draw(self) -> None:
+        self._is_drawn = True
         self._executor.draw(self._own)
 
     def result(self) -> ModelRunnerOutput:
         if self._reading is None:
+            if not self._is_drawn:
+                raise RuntimeError("the step was never drawn")  # which is no failure
             self._reading = self._executor.read(self._own)
         return self._executor.wait_for(self._reading)

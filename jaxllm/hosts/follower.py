@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine import messages
-from jaxllm.engine.executor import Executor, PendingStep
+from jaxllm.engine.executor import Executor, PendingStep, TokenTaker
 from jaxllm.errors import ConfigError, JaxLLMError
 from jaxllm.hosts import identity, process_group, wire
 from jaxllm.hosts.leader import NEWS_SECONDS, START_SILENCE_SECONDS
@@ -27,6 +27,7 @@ from jaxllm.hosts.wire import (
     Do,
     Done,
     Draw,
+    Drawn,
     End,
     Facts,
     Failed,
@@ -52,7 +53,8 @@ CALLS = (
 )
 """Methods of an executor without arguments that host 0 may call."""
 _RETRY_SECONDS = 0.5
-_MAX_IN_FLIGHT = 4
+_MAX_IN_FLIGHT = 3
+"""More than host 0 has, but for one more for each stage."""
 
 
 class Member:
@@ -185,6 +187,7 @@ class Follower:
     def __init__(self, executor: Executor, member: Member):
         self._executor, self._member = executor, member
         self._in_flight: deque[PendingStep] = deque()
+        self._most_in_flight = _MAX_IN_FLIGHT + member.config.parallel.pipeline_parallel_size
         self._undrawn: PendingStep | None = None
         self._packed = np.zeros(0, np.uint8)
         """The adapter that arrives in pieces."""
@@ -205,10 +208,10 @@ class Follower:
         if isinstance(message, Dispatch):
             self._dispatch(message)
         elif isinstance(message, Draw):
-            step, self._undrawn = self._undrawn, None
-            assert step is not None and step.mask_TW is not None, "no step waits for masks"
-            step.mask_TW[: message.num_rows] = np.frombuffer(message.mask, np.int32).reshape(message.num_rows, -1)
-            step.draw()
+            self._draw(message)
+        elif isinstance(message, Drawn):
+            assert isinstance(self._executor, TokenTaker), "these steps need no tokens"
+            self._executor.take_tokens(message.tokens)
         elif isinstance(message, Do):
             self._call(message)
         elif isinstance(message, Piece):
@@ -229,12 +232,20 @@ class Follower:
             if new.sampling_params.seed is None:
                 new.sampling_params.seed = -1  # to callers -1 means none; here it is a seed
         # Reading results changes rows; host 0 reads a step before it dispatches the next but so many.
-        while len(self._in_flight) >= _MAX_IN_FLIGHT:
+        while len(self._in_flight) >= self._most_in_flight:
             self._in_flight.popleft().result()
         step = self._executor.dispatch(message.plan)
         self._in_flight.append(step)
         if message.plan.masked_request_ids:
             self._undrawn = step
+
+    def _draw(self, message: Draw) -> None:
+        step, self._undrawn = self._undrawn, None
+        assert step is not None, "no step waits for masks"
+        if step.mask_TW is None:
+            return  # the stage that draws is on other hosts
+        step.mask_TW[: message.num_rows] = np.frombuffer(message.mask, np.int32).reshape(message.num_rows, -1)
+        step.draw()
 
     def _call(self, message: Do) -> None:
         self._forget()
@@ -251,7 +262,7 @@ class Follower:
         """Wait for the steps in flight, as host 0 has done."""
         while self._in_flight:
             step = self._in_flight.popleft()
-            if step is not self._undrawn:
+            if step is not self._undrawn or step.mask_TW is None:
                 step.result()
         self._undrawn = None
 

@@ -16,7 +16,7 @@ from jaxllm.engine.messages import Fault
 from jaxllm.errors import JaxLLMError
 from jaxllm.scheduler_output import SchedulerOutput
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_MESSAGE_BYTES = 64 << 20
 """A longer message ends its connection. The plan of a step with long new prompts is the longest."""
 PIECE_BYTES = 4 << 20
@@ -100,6 +100,12 @@ class Draw(_Message, tag="draw"):
     mask: bytes
 
 
+class Drawn(_Message, tag="drawn"):
+    """The tokens that the next step drew, in the order of its requests. Of a pipeline, whose first stage lies on another host."""
+
+    tokens: list[int]
+
+
 class Piece(_Message, tag="piece"):
     """A part of a packed adapter of `size` bytes, from the byte `start` on. The last one is answered by Done."""
 
@@ -150,9 +156,8 @@ class Beat(_Message, tag="beat"):
 
 
 FromFollower = Hello | Facts | Done | Failed | Beat
-FromHost0 = (
-    Welcome | Refused | AllFacts | Dispatch | Draw | Piece | WriteAdapter | TakeExpertTokens | MoveExperts | Do | End | Beat
-)
+_Call = Dispatch | Draw | Drawn | Piece | WriteAdapter | TakeExpertTokens | MoveExperts | Do
+FromHost0 = Welcome | Refused | AllFacts | _Call | End | Beat
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=lambda value: value.item())  # numpy's numbers
 of_follower: Any = msgspec.msgpack.Decoder(FromFollower)  # type: ignore[arg-type]

@@ -37,6 +37,11 @@ def spans_hosts(mesh: Mesh) -> bool:
     return len(mesh.local_devices) < mesh.size
 
 
+def has_other_hosts() -> bool:
+    """Whether processes of other hosts take part in this engine."""
+    return jax.process_count() > 1
+
+
 def put(array: Any, place: NamedSharding) -> jax.Array:
     """A host array on the devices of a sharding. With several hosts each sends its own devices their parts of its copy."""
     if place.is_fully_addressable:

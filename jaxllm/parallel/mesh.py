@@ -26,7 +26,8 @@ def make_mesh(tensor_parallel_size: int = 1, devices: Sequence[jax.Device] | Non
 
 
 def meshes_of(topology: Topology, devices: Sequence[jax.Device] | None = None) -> tuple[Mesh, ...]:
-    """The devices of a topology, the first of this machine, in a row for each stage, or in `context` or `data` rows.
+    """The devices of a topology, the first of this machine, in a row for each stage, or in `context` or `data` rows. Of stages on several
+    hosts the last one has the first devices.
 
     Raises ConfigError if there are fewer.
     """
@@ -43,6 +44,8 @@ def meshes_of(topology: Topology, devices: Sequence[jax.Device] | None = None) -
     rows = {name: size for name, size in ((DATA, topology.data), (CONTEXT, topology.context)) if size > 1}
     axes, shape = (*rows, TENSOR), (*rows.values(), topology.tensor)
     stages = np.array(devices[: topology.num_devices]).reshape(topology.stage, *shape)
+    if len({device.process_index for device in stages.flat}) > 1:
+        stages = stages[::-1]  # host 0, which reads what a step gives, has the last stage
     return tuple(Mesh(stage, axes, axis_types=(AxisType.Auto,) * len(axes)) for stage in stages)
 
 

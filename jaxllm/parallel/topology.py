@@ -21,6 +21,8 @@ class Topology:
     """Devices, or groups of `tensor` devices, with the same weights that split tokens and the KV cache by tokens."""
     data: int = 1
     """Lanes: groups of `tensor` devices with requests of their own, which share the experts of a mixture."""
+    hosts: int = 1
+    """Hosts that the devices are spread over, as many on each."""
 
     @classmethod
     def of(cls, options: "ParallelOptions") -> "Topology":
@@ -31,6 +33,7 @@ class Topology:
             options.enable_expert_parallel,
             options.prefill_context_parallel_size,
             options.num_lanes,
+            options.nnodes,
         )
 
     @property
@@ -46,6 +49,11 @@ class Topology:
     def stage_devices(self) -> int:
         """Devices of a stage or of a lane, which share its cache."""
         return self.context * self.tensor
+
+    @property
+    def has_exchange(self) -> bool:
+        """Whether devices exchange through NCCL: those of a stage or of lanes, or stages on different hosts."""
+        return self.data * self.stage_devices > 1 or (self.stage > 1 and self.hosts > 1)
 
     def describe(self) -> str:
         """What was asked for, by the names of its options."""

@@ -34,8 +34,14 @@ class LostPeers:
 
     def collect(self, output: ModelRunnerOutput) -> None:
         """Raises RuntimeError if numbers that are not finite come from a failed exchange."""
-        if output.not_finite and any(stage.peers is not None and stage.peers.failed() for stage in self.stages):
-            raise RuntimeError("a device of an earlier stage waited too long for another: the step's results are lost")
+        if output.not_finite:
+            check_peers(self.stages)
 
     def delete_arrays(self) -> None:
         """Nothing is kept."""
+
+
+def check_peers(stages: Sequence[ModelRunner]) -> None:
+    """Raise RuntimeError if a device of these gave up waiting for another."""
+    if any(stage.peers is not None and stage.peers.failed() for stage in stages):
+        raise RuntimeError("a device of an earlier stage waited too long for another: the step's results are lost")

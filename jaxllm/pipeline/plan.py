@@ -7,6 +7,8 @@ from jaxllm.config import EngineConfig
 from jaxllm.layers.build import build_model
 from jaxllm.layers.decoder import CausalLM
 from jaxllm.model_config import ModelConfig
+from jaxllm.pipeline.crossing import Crossing, Sizes
+from jaxllm.pipeline.earlier_host import EarlierHost
 from jaxllm.pipeline.runner import PipelineRunner
 from jaxllm.pipeline.split import layers_of_stages
 from jaxllm.pipeline.stages import EarlierStage, LastStage, MiddleStage
@@ -33,10 +35,24 @@ def plan_stages(
     return tuple(replace(stage, plan=replace(stage.plan, num_blocks=num_blocks, max_model_len=max_len)) for stage in stages)
 
 
-def pipeline_runner(parts: RunnerParts) -> ModelRunner | PipelineRunner:
-    """What runs the stages, each on its mesh."""
-    if len(parts.stages) == 1:
-        return parts.make(ModelRunner, parts.stages[0], parts.meshes[0])
-    first, *middle, last = zip(parts.stages, parts.meshes, strict=True)
-    earlier = [parts.make(EarlierStage, *first), *(parts.make(MiddleStage, *each) for each in middle)]
-    return PipelineRunner(earlier, parts.make(LastStage, *last))
+def pipeline_runner(parts: RunnerParts) -> ModelRunner | PipelineRunner | EarlierHost:
+    """What runs the stages of this process, each on its mesh; other hosts may have stages before and behind them."""
+    stages, meshes = parts.stages, parts.meshes
+    if len(stages) == 1:
+        return parts.make(ModelRunner, stages[0], meshes[0])
+    own = [number for number, mesh in enumerate(meshes) if mesh.local_devices]
+    earlier: list[EarlierStage] = [
+        parts.make(MiddleStage if number else EarlierStage, stages[number], meshes[number])
+        for number in own
+        if number < len(stages) - 1
+    ]
+    last = parts.make(LastStage, stages[-1], meshes[-1]) if own[-1] == len(stages) - 1 else None
+
+    def crossing_to(number: int) -> Crossing:
+        sizes = Sizes.of(parts.model_config, (last or earlier[0]).buckets)
+        return Crossing(meshes[number - 1], meshes[number], sizes)
+
+    entry = crossing_to(own[0]) if own[0] else None
+    if last is not None:
+        return PipelineRunner(earlier, last, entry=entry, num_stages=len(stages))
+    return EarlierHost(earlier, entry=entry, leave=crossing_to(own[-1] + 1), num_stages=len(stages))

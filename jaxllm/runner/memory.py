@@ -461,7 +461,7 @@ def _other_bytes(topology: Topology) -> int:
 
 
 def _collective_bytes(topology: Topology) -> int:
-    return COLLECTIVE_BYTES if topology.data * topology.stage_devices > 1 else 0
+    return COLLECTIVE_BYTES if topology.has_exchange else 0
 
 
 def _size(num_bytes: int) -> str:

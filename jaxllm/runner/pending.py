@@ -83,6 +83,13 @@ class StepInFlight:
         for array in jax.tree.leaves([self.done, *(part.arrays for part in self.parts)]):
             array.copy_to_host_async()
 
+    def tokens(self) -> list[int]:
+        """What the requests of `sampled_ids` drew, without drafts. Waits for the launches and the device, and raises their errors; the
+        step must have been drawn."""
+        for launched in self.launches:
+            launched.result()
+        return np.asarray(self.done)[: len(self.batch.sampled)].tolist() if self.batch.sampled else []
+
     def result(self) -> ModelRunnerOutput:
         """Wait for the launches and the device, and return the results of the step.
 

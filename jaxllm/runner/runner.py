@@ -175,6 +175,7 @@ class ModelRunner:
         self._on_gpu, self._on_one_gpu = on_gpu, on_gpu and mesh.size == 1
         # On a CPU, launches are too cheap for a thread.
         self._launcher = Launcher() if on_gpu else None
+        self._max_thread_rows = MAX_THREAD_ROWS
         self.num_steps = 0
         self.dispatch_seconds = 0.0
         """Total host time of all `dispatch` calls, in seconds."""
@@ -438,11 +439,15 @@ class ModelRunner:
             self.rows.remove(request_id)
         return self.batches.build(plan)
 
+    def launch_in_thread(self) -> None:
+        """Have the thread launch every step from now on: a launch may wait for other hosts."""
+        self._launcher, self._max_thread_rows = self._launcher or Launcher(), self.buckets.max_rows
+
     def start_launch(self, launch: Callable[[StepInFlight], None], step: StepInFlight) -> None:
         """Launch a step, or a part of it, after all earlier launches: in the thread or in this one."""
         if self._launcher is None:
             self._launch(launch, step)
-        elif step.batch.layout.num_rows <= MAX_THREAD_ROWS:
+        elif step.batch.layout.num_rows <= self._max_thread_rows:
             step.launches.append(self._launcher.submit(partial(self._launch, launch, step)))
         else:
             self._launcher.drain()

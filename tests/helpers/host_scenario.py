@@ -62,6 +62,7 @@ def main() -> None:
         for number in range(1_000_000):
             done = engines.run(core, [engines.request(str(number), PROMPTS[0], max_tokens=8)])
             if not number:
+                assert not core.num_compiled_after_warmup
                 print(">", json.dumps(done["0"].tokens), flush=True)
     except EngineDeadError as error:
         print(">", json.dumps({"error": str(error), "at": time.time()}), flush=True)

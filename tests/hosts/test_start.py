@@ -175,6 +175,18 @@ def test_a_host_above_0_has_no_engine_core():
         ({"tensor_parallel_size": 3}, "tensor_parallel_size is 3, which 2 hosts"),
         ({"master_port": 0}, "master_port is 0, must be 1 to 65535"),
         ({"compiled_artifact": "a"}, "programs for several hosts cannot be stored"),
+        (
+            {"pipeline_parallel_size": 3},
+            "pipeline_parallel_size is 3 with nnodes 2, but each host has whole stages.*choose one that",
+        ),
+        (
+            {"pipeline_parallel_size": 2, "tensor_parallel_size": 3, "nnodes": 4},
+            "which the 2 hosts of a stage cannot share equally",
+        ),
+        (
+            {"pipeline_parallel_size": 2, "expert_load": True},
+            "expert_load is set and pipeline_parallel_size is 2 with nnodes 2, but",
+        ),
     ],
 )
 def test_impossible_options_are_named(options, fault):

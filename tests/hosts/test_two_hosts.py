@@ -1,4 +1,4 @@
-"""Two hosts, as two processes with two CPU devices each, compute what one device does; a host that dies takes the other with it."""
+"""Two hosts, as two processes with CPU devices of their own, compute what one device does; a host that dies takes the other with it."""
 
 import contextlib
 import json
@@ -9,13 +9,15 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.core import EngineCore
-from tests.helpers import goldens, host_scenario
+from tests.helpers import goldens, host_scenario, stage_scenario
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
@@ -28,8 +30,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def start(*arguments: str, errors: Path) -> "subprocess.Popen[str]":
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "2"}
+def start(*arguments: str, num_devices: int, errors: Path) -> "subprocess.Popen[str]":
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": str(num_devices)}
     with errors.open("w") as stderr:
         return subprocess.Popen(
             [sys.executable, *arguments],
@@ -41,22 +43,29 @@ def start(*arguments: str, errors: Path) -> "subprocess.Popen[str]":
         )
 
 
-def follower(directory: Path, more: dict[str, Any], errors: Path) -> "subprocess.Popen[str]":
+def follower(
+    scenario: ModuleType, directory: Path, more: dict[str, Any], *, num_devices: int, errors: Path
+) -> "subprocess.Popen[str]":
     """Host 1, as the command line starts it."""
-    options = {**host_scenario.options(directory), **more}
+    options = {**scenario.options(directory), **more}
     config = directory / "config.json"
     config.write_text(json.dumps({name: value for name, value in options.items() if name != "model"}))
     code = "import sys; from jaxllm.cli.main import main; sys.exit(main())"
-    return start(
-        "-c", code, "serve", options["model"], "--headless", "--node-rank", "1", "--config", str(config), errors=errors
-    )
+    arguments = ("-c", code, "serve", options["model"], "--headless", "--node-rank", "1", "--config", str(config))
+    return start(*arguments, num_devices=num_devices, errors=errors)
 
 
 @contextlib.contextmanager
-def two_hosts(directory: Path, **options: Any) -> "Iterator[list[subprocess.Popen[str]]]":
-    more = {"tensor_parallel_size": 4, "nnodes": 2, "master_port": free_port(), **options}
-    arguments = ("-m", "tests.helpers.host_scenario", str(directory), json.dumps(more))
-    processes = [start(*arguments, errors=directory / "host0"), follower(directory, more, directory / "host1")]
+def two_hosts(
+    scenario: ModuleType, directory: Path, *, num_devices: int = 2, **options: Any
+) -> "Iterator[list[subprocess.Popen[str]]]":
+    """num_devices: of each."""
+    more = {"nnodes": 2, "master_port": free_port(), **options}
+    arguments = ("-m", scenario.__name__, str(directory), json.dumps(more))
+    processes = [
+        start(*arguments, num_devices=num_devices, errors=directory / "host0"),
+        follower(scenario, directory, more, num_devices=num_devices, errors=directory / "host1"),
+    ]
     try:
         yield processes
     finally:
@@ -75,7 +84,7 @@ def line_of(process: "subprocess.Popen[str]", errors: Path) -> str:
 
 
 def test_two_hosts_compute_what_one_device_does_and_end_together(directory):
-    with two_hosts(directory) as hosts:
+    with two_hosts(host_scenario, directory, tensor_parallel_size=4) as hosts:
         one = EngineCore(EngineConfig.from_options(**host_scenario.options(directory)))
         wanted = host_scenario.answers(one, directory)
         one.shutdown()
@@ -84,9 +93,28 @@ def test_two_hosts_compute_what_one_device_does_and_end_together(directory):
         assert [process.wait(20) for process in hosts] == [0, 0], [path.read_text() for path in directory.glob("host?")]
 
 
+def test_stages_on_two_hosts_compute_what_one_device_does(directory):
+    """Requests of every kind, with preemptions, cached prefixes and sleep."""
+    with two_hosts(stage_scenario, directory, num_devices=1, pipeline_parallel_size=2) as hosts:
+        one = EngineCore(EngineConfig.from_options(**stage_scenario.options(directory)))
+        wanted = stage_scenario.answers(one)
+        one.shutdown()
+        found = json.loads(line_of(hosts[0], directory / "host0"))
+        assert found.pop("preempted") and wanted.pop("preempted")
+        assert found.keys() == wanted.keys()
+        for name, numbers in wanted.items():
+            np.testing.assert_allclose(found[name], numbers, atol=1e-4, err_msg=name)
+        assert [process.wait(20) for process in hosts] == [0, 0], [path.read_text() for path in directory.glob("host?")]
+
+
 @pytest.mark.parametrize("killed", [0, 1])
-def test_a_host_that_dies_ends_all_requests_and_the_other_host(directory, killed):
-    with two_hosts(directory, enable_lora=False) as hosts:
+@pytest.mark.parametrize(
+    "layout",
+    [{"tensor_parallel_size": 4}, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "warmup": "background"}],
+    ids=["one mesh", "two stages"],
+)
+def test_a_host_that_dies_ends_all_requests_and_the_other_host(directory, killed, layout):
+    with two_hosts(host_scenario, directory, enable_lora=False, **layout) as hosts:
         assert json.loads(line_of(hosts[0], directory / "host0")) == TOKENS
         hosts[killed].kill()
         died, other = time.time(), hosts[1 - killed]

@@ -1,0 +1,151 @@
+"""The way of hidden states from a stage to the next one on other hosts: a program that the devices of both stages run together."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxllm.model_config import ModelConfig
+from jaxllm.progress import Progress
+from jaxllm.runner.buckets import Buckets
+from jaxllm.runner.programs import Programs
+from jaxllm.runner.warm_up import WARM_UP_RUNS
+
+SIDE = "side"
+"""The mesh axis of the two stages: 0 sends, 1 receives."""
+
+
+class CrossingKey(NamedTuple):
+    """Which program."""
+
+    kind: str
+    """cross; or nothing: what the receiving devices give to it."""
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Shapes of what crosses: [T, D], for each T."""
+
+    num_tokens: tuple[int, ...]
+    width: int
+    dtype: jnp.dtype
+
+    @classmethod
+    def of(cls, model: ModelConfig, buckets: Buckets) -> "Sizes":
+        """Of all steps."""
+        decode_rows = buckets.decode_rows if model.generates else ()
+        return cls(tuple(sorted({*buckets.tokens, *decode_rows})), model.hidden_size, jnp.dtype(model.dtype))
+
+
+class Crossing:
+    """Sends from the devices of one stage to as many of the next. This process has devices of one of both.
+
+    Both sides must call it for the same steps in the same order, and among all other programs in which their devices wait for each
+    other: a device runs programs in the order of their launches.
+    """
+
+    def __init__(self, before: Mesh, after: Mesh, sizes: Sizes):
+        axes = before.axis_names
+        self._stage_axes, self._num_devices, self._sizes = axes, before.size, sizes
+        self._mesh = Mesh(
+            np.stack([before.devices, after.devices]), (SIDE, *axes), axis_types=(AxisType.Auto,) * (1 + len(axes))
+        )
+        self._own = NamedSharding(before if before.local_devices else after, PartitionSpec())
+        self._both = NamedSharding(self._mesh, PartitionSpec(SIDE))
+        self._programs = Programs(self._lower, threads=1, compiler_options=self._compiler_options)
+
+    def send(self, leaving_TD: jax.Array) -> jax.Array:
+        """Start to send what a stage leaves, whose memory is taken. Returns a small array that is ready when it was sent."""
+        _, done = self._cross(leaving_TD)
+        return done.addressable_shards[0].data
+
+    def receive(self, num_tokens: int) -> jax.Array:
+        """Start to receive. Returns what enters the stage, [T, D] on each of its devices."""
+        entering, _ = self._cross(self._nothing(num_tokens))
+        parts = [shard.data for shard in entering.addressable_shards]
+        return jax.make_array_from_single_device_arrays((num_tokens, self._sizes.width), self._own, parts)
+
+    def _nothing(self, num_tokens: int) -> jax.Array:
+        """Zeros of this side: a program takes as much of both."""
+        return self._programs.get(CrossingKey("nothing", num_tokens))()  # type: ignore[no-any-return]
+
+    def _cross(self, x_TD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        num_tokens, width = x_TD.shape
+        parts = [shard.data for shard in x_TD.addressable_shards]
+        both = jax.make_array_from_single_device_arrays((2 * num_tokens, width), self._both, parts)
+        return self._programs.get(CrossingKey("cross", num_tokens))(both)  # type: ignore[no-any-return]
+
+    # Programs
+
+    def _lower(self, key: CrossingKey) -> jax.stages.Lowered:
+        shape, dtype = (key.num_tokens, self._sizes.width), self._sizes.dtype
+        if key.kind == "nothing":
+            return jax.jit(partial(jnp.zeros, shape, dtype), out_shardings=self._own).lower()
+        given = jax.ShapeDtypeStruct((2 * shape[0], shape[1]), dtype, sharding=self._both)
+        spec, out = self._both.spec, (self._both, self._both)
+        on_each = jax.shard_map(self._on_each, mesh=self._mesh, in_specs=spec, out_specs=(spec, spec), check_vma=False)
+        return jax.jit(on_each, donate_argnums=0, out_shardings=out).lower(given)
+
+    def _on_each(self, x_TD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """What one device does. Each sends a part of what all devices of its stage have; those that receive exchange the parts, because
+        they reach each other faster than the other host."""
+        steps = [(0, 1)]
+        if x_TD.size % self._num_devices:
+            found_TD = jax.lax.ppermute(x_TD, SIDE, steps)
+        else:
+            size = x_TD.size // self._num_devices
+            first = jax.lax.axis_index(self._stage_axes) * size
+            part = jax.lax.ppermute(jax.lax.dynamic_slice(x_TD.reshape(-1), (first,), (size,)), SIDE, steps)
+            found_TD = part if self._num_devices == 1 else jax.lax.all_gather(part, self._stage_axes, tiled=True)
+            found_TD = found_TD.reshape(x_TD.shape)
+        return found_TD, found_TD[0, :1]
+
+    def _compiler_options(self, key: CrossingKey) -> dict[str, str | bool]:
+        # As for all programs of several hosts: they do not share the work of choosing how products are computed.
+        return {"xla_gpu_shard_autotuning": False} if self._mesh.devices.flat[0].platform in ("gpu", "cuda") else {}
+
+    # The start
+
+    def start_programs(self, *, rare_later: bool) -> None:
+        """See ModelRunner, as for the methods that follow."""
+        self._programs.start(self._keys())
+
+    def start_programs_when_idle(self) -> None:
+        self._programs.start((), self._keys())
+
+    def wait_for_programs(self, progress: Progress, *, rare: bool) -> None:
+        self._programs.wait(self._keys(), progress)
+
+    def warm_up(self) -> None:
+        """Send zeros, and wait until they are there. The other side must do so at the same time."""
+        for _ in range(WARM_UP_RUNS):
+            for num_tokens in self._sizes.num_tokens:
+                jax.block_until_ready(self._cross(self._nothing(num_tokens)))
+        self._programs.is_warm = True
+
+    def _keys(self) -> list[CrossingKey]:
+        return [CrossingKey(kind, size) for kind in ("nothing", "cross") for size in self._sizes.num_tokens]
+
+    @property
+    def num_compiled(self) -> int:
+        return self._programs.num_compiled
+
+    @property
+    def num_loaded(self) -> int:
+        return self._programs.num_loaded
+
+    @property
+    def num_compiled_after_warmup(self) -> int:
+        return self._programs.num_compiled_after_warmup
+
+    @property
+    def awaited_programs(self) -> tuple[int, int]:
+        return self._programs.awaited
+
+    def shutdown_programs(self) -> None:
+        self._programs.shutdown()
