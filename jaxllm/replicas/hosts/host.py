@@ -13,13 +13,14 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.launch import socket_directory
 from jaxllm.engine.messages import EngineStart
 from jaxllm.errors import ConfigError, EngineDeadError
+from jaxllm.framing import ClosedError, WireError
 from jaxllm.log import logger
 from jaxllm.replicas.devices import environments, ranks_here
 from jaxllm.replicas.hosts import wire
 from jaxllm.replicas.hosts.far import Bridge
 from jaxllm.replicas.hosts.identity import identity
 from jaxllm.replicas.hosts.near import names_of, of_one_host
-from jaxllm.replicas.hosts.wire import Challenge, ClosedError, Failed, Hello, Link, Refused, Welcome, WireError
+from jaxllm.replicas.hosts.wire import Challenge, Failed, Hello, Link, Refused, Welcome
 from jaxllm.replicas.processes import EngineProcess, EngineProcesses
 
 EXIT_LOST = 1

@@ -18,6 +18,7 @@ from jaxllm.engine.messages import Dead, MessageError
 from jaxllm.engine.messages import Hello as FrontHello
 from jaxllm.engine.sockets import ENGINE_SOCKET, Outbox, is_client_name
 from jaxllm.errors import ConfigError, EngineDeadError
+from jaxllm.framing import WireError
 from jaxllm.hosts.identity import difference
 from jaxllm.hosts.listening import Started, listen
 from jaxllm.log import logger
@@ -37,7 +38,6 @@ from jaxllm.replicas.hosts.wire import (
     Link,
     Refused,
     Welcome,
-    WireError,
 )
 from jaxllm.replicas.processes import MAX_RESTARTS, RESTART_WINDOW_SECONDS
 
