@@ -2,8 +2,12 @@
 
 import concurrent.futures
 import contextlib
+import json
 import os
+import random
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +19,11 @@ from jaxllm import env
 from tests.helpers import engines, goldens
 from tests.helpers.serve_processes import ServerProcess, free_port, serving, wait_until
 from tests.helpers.tiny_tokenizers import write_tokenizer
-from tests.server.test_replicas import SHORT, _endless, by_replica, states
+from tests.server.test_replicas import ENDLESS, SHORT, _endless, _post, by_replica, states
 
 pytestmark = pytest.mark.slow
+
+LONG = {**ENDLESS, "stream": False, "max_tokens": 3000}
 
 OPTIONS: dict[str, Any] = {
     "served_model_name": ["model"],
@@ -109,6 +115,84 @@ def ends_of_streams(first: ServerProcess, client: httpx.Client, kill: Callable[[
         kill()
         wait_until(lambda: "down" in states(client), "nobody noticed", 5)
         return {rank: stream.result(60) for rank, stream in streams.items()}
+
+
+def test_a_host_that_is_told_to_stop_lets_its_requests_end_and_the_next_one_joins(model: Path, tmp_path: Path) -> None:
+    """A rolling restart under load costs no request."""
+    options = {"master_port": free_port(), "data_parallel_size": 2}
+    is_over = threading.Event()
+    on_exit = contextlib.ExitStack()
+    on_exit.callback(is_over.set)
+
+    def ask(seed: int) -> list[Any]:
+        """Requests one after another: the tokens that each lacks, or its error."""
+        rng, lacking = random.Random(seed), []
+        with first.client() as client:
+            while not is_over.is_set():
+                count = rng.randrange(1, 600)
+                reply = client.post("/v1/completions", json={**LONG, "max_tokens": count})
+                lacking.append(count - reply.json()["usage"]["completion_tokens"] if reply.status_code == 200 else reply.text)
+        return lacking
+
+    with host(0, model, tmp_path, **options) as first, concurrent.futures.ThreadPoolExecutor(8) as pool, on_exit:
+        for is_first in (True, False):
+            with host(1, model, tmp_path, **options) as second, first.client() as client:
+                if is_first:
+                    first.wait_ready()
+                    loads = [pool.submit(ask, seed) for seed in range(6)]
+                wait_until(lambda: states(client) == ["serving"] * 2, "it does not serve")
+                runs = threading.Event()
+                long = pool.submit(num_streamed, first, runs)
+                assert runs.wait(60)
+                children = second.children()
+                second.process.send_signal(signal.SIGTERM)
+                wait_until(lambda: states(client)[1] == "draining", "host 0 does not say so")
+                assert 'replica_state{engine="1",model_name=' in client.get("/metrics").text
+                refused = client.post("/v1/completions", json=SHORT, headers={"X-data-parallel-rank": "1"})
+                assert refused.status_code == 503 or states(client)[1] != "draining"
+                assert long.result(60) == LONG["max_tokens"]
+                assert second.end() == 0
+                second.assert_nothing_left(children)
+                assert states(client) == ["serving", "down"]
+        is_over.set()
+        answers = [answer for load in loads for answer in load.result(60)]
+    assert len(answers) > 50 and set(answers) == {0}, answers
+    for log in (first.log(), second.log()):
+        assert "Traceback" not in log and "ERROR" not in log, log
+
+
+def num_streamed(first: ServerProcess, runs: threading.Event) -> int:
+    """Stream from replica 1. The number of tokens that came."""
+    body = {**LONG, "stream": True, "return_token_ids": True}
+    num_tokens = 0
+    headers = {"X-data-parallel-rank": "1"}
+    with first.client() as client, client.stream("POST", "/v1/completions", json=body, headers=headers) as reply:
+        for line in reply.iter_lines():
+            runs.set()
+            if line.startswith("data: {"):
+                num_tokens += sum(len(choice["token_ids"]) for choice in json.loads(line[6:])["choices"])
+    return num_tokens
+
+
+def test_requests_that_outlast_the_time_to_stop_run_elsewhere_or_are_told_and_a_second_signal_ends_at_once(
+    model: Path, tmp_path: Path
+) -> None:
+    options = {"master_port": free_port(), "data_parallel_size": 2, "shutdown_timeout": 0.3}
+    with host(0, model, tmp_path, **options) as first, concurrent.futures.ThreadPoolExecutor(2) as pool:
+        for num_signals, seconds in ((1, 0.3), (2, 30.0)):
+            with host(1, model, tmp_path, **{**options, "shutdown_timeout": seconds}) as second, first.client() as client:
+                first.wait_ready() if num_signals == 1 else None
+                wait_until(lambda: states(client) == ["serving"] * 2, "it does not serve")
+                stream, quiet = pool.submit(_endless, first, "1"), pool.submit(_post, first, LONG, "1")
+                wait_until(lambda: by_replica(client, "num_requests_running")["1"] == 2, "they do not run")
+                for _ in range(num_signals):
+                    second.process.send_signal(signal.SIGTERM)
+                    time.sleep(0.1)
+                assert second.end(5) == (0 if num_signals == 1 else 128 + signal.SIGTERM)
+                assert stream.result(60) == "replica_lost"
+                answer = quiet.result(60)
+                if num_signals == 1:
+                    assert answer.json()["usage"]["completion_tokens"] == LONG["max_tokens"], "nothing of it was told"
 
 
 def test_a_host_that_cannot_start_its_replicas_fails_the_start(model: Path, tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Messages between hosts that have replicas each, and the connection that carries them.
 
 Host 0 begins with `Challenge`; the other host answers `Hello` and gets `Welcome` or `Refused`. Then host 0 sends `Greet`, `Leave`,
-`Frame`, `Beat` and `End`, the other `Frame`, `Ended`, `Failed` and `Beat`. Nothing is encrypted. If both hosts have a token, each proves
-to the other that it knows it, without sending it.
+`Frame`, `Beat` and `End`, the other `Frame`, `Ended`, `Stopping`, `Failed` and `Beat`. Nothing is encrypted. If both hosts have a token,
+each proves to the other that it knows it, without sending it.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from jaxllm.framing import ClosedError, WireError
 from jaxllm.framing import Message as _Message
 from jaxllm.hosts.listening import BEAT_SECONDS, SILENCE_SECONDS
 
-PROTOCOL = 1
+PROTOCOL = 2
 PIECE_BYTES = 1 << 20
 """Longer frames are sent in pieces, between which heartbeats fit."""
 MAX_PIECE_BYTES = 4 << 20
@@ -88,6 +88,10 @@ class Ended(_Message, tag="ended"):
     reason: str
 
 
+class Stopping(_Message, tag="stopping"):
+    """This host ends once the requests of its replicas have, or their time is over."""
+
+
 class Failed(_Message, tag="failed"):
     """This host ends."""
 
@@ -104,7 +108,7 @@ class End(_Message, tag="end"):
     reason: str = ""
 
 
-of_others: Any = msgspec.msgpack.Decoder(Hello | Frame | Ended | Failed | Beat)  # type: ignore[arg-type]
+of_others: Any = msgspec.msgpack.Decoder(Hello | Frame | Ended | Stopping | Failed | Beat)  # type: ignore[arg-type]
 of_host_0: Any = msgspec.msgpack.Decoder(Challenge | Welcome | Refused | Greet | Leave | Frame | Beat | End)  # type: ignore[arg-type]
 
 
