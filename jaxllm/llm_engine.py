@@ -8,18 +8,17 @@ from jaxllm.at_exit import shut_down_at_exit
 from jaxllm.config import EngineConfig
 from jaxllm.core_interface import PauseCalls, SteppedCore
 from jaxllm.engine import fault_points
+from jaxllm.engine.divisions import check_division
 from jaxllm.engine.features import check_speculative_config
 from jaxllm.engine_args import FromOptions
 from jaxllm.engine_front import EngineFront, Texts, load_texts
 from jaxllm.errors import ConfigError, EngineError, JaxLLMError
-from jaxllm.lanes.options import check_lanes
 from jaxllm.lora_calls import LoraCalls, loras_in_this_thread, run_now
 from jaxllm.lora_options import without_effect
 from jaxllm.lora_request import LoRARequest
 from jaxllm.models.load_config import load_model_config
 from jaxllm.outputs import RequestOutput
 from jaxllm.parallel.topology import Topology
-from jaxllm.pipeline.split import layers_of_stages
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
 from jaxllm.sampling_params import SamplingParams
@@ -146,8 +145,7 @@ def check_model(config: EngineConfig) -> None:
     )
     model_config.for_tensor_parallel(Topology.of(config.parallel).tensor)
     check_speculative_config(config)
-    layers_of_stages(config, model_config)
-    check_lanes(config, model_config)
+    check_division(config, model_config)
 
 
 def _build_core(

@@ -89,6 +89,7 @@ WITHOUT_JAX = {
     "jaxllm.models",
     "jaxllm.parallel.topology",
     "jaxllm.pipeline.split",
+    "jaxllm.context.refused",
     "jaxllm.lanes.options",
     "jaxllm.lanes.plan",
     "jaxllm.lanes.scheduler",
@@ -101,6 +102,15 @@ WITHOUT_JAX = {
     "jaxllm.metrics",
     "jaxllm.expert_load",
 }
+REGISTERED = {
+    "jaxllm.context",
+    "jaxllm.expert_load",
+    "jaxllm.lanes",
+    "jaxllm.lora",
+    "jaxllm.pipeline",
+    "jaxllm.speculative",
+}
+"""Packages that `engine/features.py` or `engine/divisions.py` names in an entry."""
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "pallas_kernels"}
 PROJECT = ("jaxllm", "pallas_kernels", "server")
 
@@ -158,6 +168,15 @@ def test_imports_go_downward(module: str) -> None:
         if FLOORS[other] > FLOORS[room] or sideways:
             faults.append(f"{room} (floor {FLOORS[room]}) imports {imported} (floor {FLOORS[other]})")
     assert not faults
+
+
+@pytest.mark.parametrize("package", REGISTERED)
+def test_what_is_registered_by_a_line_can_be_deleted_with_it(package: str) -> None:
+    def is_inside(module: str) -> bool:
+        return module == package or module.startswith(f"{package}.")
+
+    importers = {module for module in MODULES if not is_inside(module) for name in IMPORTS[module] if is_inside(name)}
+    assert not importers
 
 
 def test_kernels_are_usable_without_the_engine() -> None:

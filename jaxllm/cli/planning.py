@@ -57,8 +57,8 @@ def plan(options: Mapping[str, Any], *, device_bytes: int | None = None) -> Plan
     from jaxllm.loaders.load import loading_bytes
     from jaxllm.parallel.mesh import meshes_of
     from jaxllm.parallel.topology import Topology
-    from jaxllm.pipeline.plan import tightest
     from jaxllm.runner import memory
+    from jaxllm.runner.stage import tightest
     from jaxllm.sampling.processors import load_processors
 
     asked = EngineConfig.from_options(**options)

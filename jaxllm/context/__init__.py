@@ -2,7 +2,3 @@
 
 What it does and when to use it: docs/LONG_PROMPTS.md.
 """
-
-from jaxllm.context.devices import ContextDevices, make_context
-
-__all__ = ["ContextDevices", "make_context"]

@@ -1,11 +1,13 @@
-"""Models that context parallelism does not take."""
+"""Models that context parallelism does not take. Does not import JAX."""
 
+from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError
 from jaxllm.model_config import ModelConfig
 
 
-def refuse_model(model: ModelConfig, size: int) -> None:
-    """Raise ConfigError for a model that `size` devices cannot compute so; 1: any model can."""
+def check_model(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise ConfigError for a model that the devices of prefill_context_parallel_size cannot compute together; with one, any can."""
+    size = config.parallel.prefill_context_parallel_size
     faults = (
         (bool(model.latent_attentions), "has latent attention, whose cache is not split by tokens"),
         (bool(model.delta_nets), "has linear attention, whose states sum up all tokens in order"),

@@ -12,6 +12,7 @@ from jaxllm.cache_news import CacheNews
 from jaxllm.config import EngineConfig
 from jaxllm.core_interface import PauseMode, SleepMode
 from jaxllm.engine import fault_points
+from jaxllm.engine.divisions import make_scheduler
 from jaxllm.engine.executor import Executor
 from jaxllm.engine.failures import FailurePolicy
 from jaxllm.engine.features import AdapterManager
@@ -32,7 +33,6 @@ from jaxllm.errors import (
     JaxLLMError,
     OverloadedError,
 )
-from jaxllm.lanes.scheduler import AnyScheduler, LanesScheduler
 from jaxllm.log import logger
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.progress import SILENT, Progress
@@ -101,7 +101,6 @@ class EngineCore:
         self.adapters = None if features.adapters is None else features.adapters.new_manager(self.executor)
         self._expert_load = None if features.expert_load is None else features.expert_load.new_reader(self.executor)
         self.grammars = Grammars(self._vocabulary, self.model_config.padded_vocab_size)
-        parallel = self.config.parallel
         new_scheduler = partial(
             Scheduler,
             self.config.scheduler,
@@ -111,14 +110,10 @@ class EngineCore:
             policies=plan.cache.policies,
             drafts=None if features.speculation is None else features.speculation.new_control(),
             rooms=self.preparations,
-            num_stages=parallel.pipeline_parallel_size,
+            num_stages=self.config.parallel.pipeline_parallel_size,
             block_size=plan.block_size,
         )
-        self.scheduler: AnyScheduler = (
-            new_scheduler()
-            if parallel.num_lanes == 1
-            else LanesScheduler(new_scheduler, parallel.num_lanes, parallel.data_parallel_routing)
-        )
+        self.scheduler = make_scheduler(self.config.parallel, new_scheduler)
         max_in_flight = _MAX_IN_FLIGHT[jax.default_backend() != "cpu"] if self.config.scheduler.async_scheduling else 1
         self.loop = StepLoop(self.scheduler, self.executor, max_in_flight=max_in_flight)
         self._failures = FailurePolicy()

@@ -5,12 +5,15 @@ A `ModelRunner` is the executor of one process. Calls after the start take and r
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from jaxllm.progress import Progress
 from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput
+
+if TYPE_CHECKING:
+    import jax
 
 
 class PendingStep(Protocol):
@@ -145,3 +148,33 @@ class Executor(Protocol):
 
     def delete_arrays(self) -> None:
         """End the threads and release all device memory. May be called again."""
+
+
+class DeviceRunner(Executor, Protocol):
+    """An executor on the devices of this process, while it is made and measured."""
+
+    def work_bytes(self) -> int:
+        """Temporary and output bytes per device of the largest step, read from its compiled program."""
+
+    def take_weights(self, other: Any) -> None:
+        """Take over the weights of a runner of the same kind and models, which loses them."""
+
+    def shutdown_programs(self) -> None:
+        """End the threads that compile."""
+
+    def wait(self) -> None:
+        """Wait until the devices have run all steps dispatched so far."""
+
+    @property
+    def params(self) -> "tuple[jax.Array, ...]":
+        """The weights."""
+
+    @property
+    def num_steps(self) -> int: ...
+    @property
+    def dispatch_seconds(self) -> float:
+        """Total host time of all `dispatch` calls."""
+
+    @property
+    def launch_seconds(self) -> float:
+        """Total host time of all launches, inside `dispatch` or in a thread."""

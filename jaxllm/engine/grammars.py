@@ -8,11 +8,11 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
 from jaxllm.errors import GrammarError
-from jaxllm.lanes.scheduler import AnyScheduler
 from jaxllm.log import logger
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import ErrorKind, Grammar, Request
 from jaxllm.scheduler.admission import Fit
+from jaxllm.scheduler.interface import AnyScheduler
 
 if TYPE_CHECKING:
     from jaxllm.structured.matcher import Template

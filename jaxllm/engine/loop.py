@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from jaxllm.engine import masks
 from jaxllm.engine.mask_pace import MaskPace
 from jaxllm.engine.work_clock import WorkClock
-from jaxllm.lanes.scheduler import AnyScheduler
 from jaxllm.outputs import EngineCoreOutput
+from jaxllm.scheduler.interface import AnyScheduler
 from jaxllm.scheduler_output import SchedulerOutput
 
 if TYPE_CHECKING:

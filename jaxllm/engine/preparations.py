@@ -2,10 +2,10 @@
 
 from typing import Protocol
 
-from jaxllm.lanes.scheduler import AnyScheduler
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import Request
 from jaxllm.scheduler.admission import AdmissionRoom
+from jaxllm.scheduler.interface import AnyScheduler
 
 
 class Preparation(AdmissionRoom, Protocol):

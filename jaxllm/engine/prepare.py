@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +15,9 @@ from jax.sharding import Mesh
 from jaxllm import env
 from jaxllm.cache_spec import row_bytes
 from jaxllm.config import AUTO_MODEL_LEN, EngineConfig, resolve_platform_defaults
-from jaxllm.context.refused import refuse_model
 from jaxllm.engine import features as registered
+from jaxllm.engine.divisions import check_division, make_runner, make_stages
+from jaxllm.engine.executor import DeviceRunner
 from jaxllm.engine.failures import explain, is_out_of_memory
 from jaxllm.engine.features import NO_FEATURES, Features
 from jaxllm.engine.fingerprint import fingerprint
@@ -26,10 +26,8 @@ from jaxllm.engine.kernel_choice import attention_implementation, candidates
 from jaxllm.eplb_options import EplbConfig
 from jaxllm.errors import ConfigError, OutOfMemoryError
 from jaxllm.kernel_verdicts import OpReport, VerdictStore
-from jaxllm.lanes.make import lanes_runner
-from jaxllm.lanes.options import check_lanes
-from jaxllm.lanes.runner import LanesRunner
 from jaxllm.layers.build import build_model
+from jaxllm.layers.decoder import CausalLM
 from jaxllm.loaders.layout import axes_of, parameters
 from jaxllm.log import logger
 from jaxllm.model_config import ModelConfig
@@ -39,9 +37,6 @@ from jaxllm.parallel.across_hosts import spans_hosts
 from jaxllm.parallel.axes import num_parts
 from jaxllm.parallel.mesh import DATA, TENSOR, meshes_of
 from jaxllm.parallel.topology import Topology
-from jaxllm.pipeline.plan import Stage, pipeline_runner, plan_stages, tightest
-from jaxllm.pipeline.runner import PipelineRunner
-from jaxllm.pipeline.split import layers_of_stages
 from jaxllm.runner.adaptation import Adaptation
 from jaxllm.runner.drafter import Drafter
 from jaxllm.runner.drafts import kept_logits
@@ -50,11 +45,9 @@ from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.memory import MemoryPlan, check_free_memory, check_pool, device_limit, memory_plan, reserve_device_memory
 from jaxllm.runner.program_store import Fingerprint, ProgramStore, local_store, open_artifact, read_manifest
 from jaxllm.runner.programs import use_persistent_cache
-from jaxllm.runner.runner import ModelRunner
+from jaxllm.runner.stage import RunnerParts, Stage, tightest
 from jaxllm.sampling.processors import Processor
 from jaxllm.start_times import StartTimes
-
-AnyRunner = ModelRunner | PipelineRunner | LanesRunner
 
 _STATES_FRACTION = 0.25
 """Of the device's memory: most that states by row take with the default of max_num_seqs."""
@@ -72,7 +65,7 @@ class Prepared:
     """One without a pipeline."""
     kernels: Kernels
     kernel_report: dict[str, OpReport]
-    runner: AnyRunner
+    runner: DeviceRunner
     processors: tuple[Processor, ...]
     times: StartTimes
     features: Features
@@ -144,7 +137,7 @@ class Prepared:
         self.runner.shutdown_programs()
         made_of = (self.config, self.model_config, self.meshes, stages, self.kernels, self.processors)
         runner = _runner(*made_of, self.times, self.features)
-        runner.take_weights(self.runner)  # type: ignore[arg-type]  # of the same kind
+        runner.take_weights(self.runner)
         runner.start_programs(rare_later=rare_later)
         return replace(resized, runner=runner)
 
@@ -197,21 +190,18 @@ def lay_out(
 
     make_plan: takes weight_bytes, and drafter or layers as `memory_plan` does. Raises ConfigError for layers that cannot be divided so.
     """
-    size, layers_of, drafter = Topology.of(config.parallel).tensor, layers_of_stages(config, model), features.drafter
+    size = Topology.of(config.parallel).tensor
 
-    def moving(part: nnx.Module) -> int:
-        return moving_bytes(part, size) if config.parallel.enable_eplb else 0
+    def plan_of(part: CausalLM, layers: range) -> MemoryPlan:
+        num_bytes = weight_bytes(part, size, config.parallel.num_lanes)
+        if config.parallel.enable_eplb:
+            num_bytes += moving_bytes(part, size)
+        if len(layers) < model.num_layers:
+            return make_plan(weight_bytes=num_bytes, layers=layers)
+        num_bytes += _drafter_bytes(features.drafter, config, model, size) + _adapter_bytes(features.adaptation, size)
+        return make_plan(weight_bytes=num_bytes, drafter=features.drafter)
 
-    if len(layers_of) > 1:
-        return plan_stages(
-            model,
-            layers_of,
-            lambda stage, layers: make_plan(weight_bytes=weight_bytes(stage, size) + moving(stage), layers=layers),
-        )
-    whole = build_model(model)
-    num_bytes = weight_bytes(whole, size, config.parallel.num_lanes) + _drafter_bytes(drafter, config, model, size)
-    num_bytes += _adapter_bytes(features.adaptation, size) + moving(whole)
-    return (Stage(layers_of[0], whole, make_plan(weight_bytes=num_bytes, drafter=drafter)),)
+    return make_stages(config, model, plan_of)
 
 
 def _plan(
@@ -262,23 +252,12 @@ def _runner(
     processors: tuple[Processor, ...],
     times: StartTimes,
     features: Features,
-) -> AnyRunner:
+) -> DeviceRunner:
     def store_of(stage: Stage, mesh: Mesh) -> ProgramStore | None:
         return _store(config, partial(_fingerprint, config, model_config, stage, mesh, kernels, features), mesh)
 
-    if config.parallel.num_lanes > 1:
-        (stage,), (mesh,) = stages, meshes
-        made_of = (config, model_config, stage.model, mesh, stage.plan, kernels, processors)
-        return lanes_runner(*made_of, store=store_of(stage, mesh), times=times)
-
-    def make(kind: type[ModelRunner], stage: Stage, mesh: Mesh) -> ModelRunner:
-        store = store_of(stage, mesh)
-        made: dict[str, Any] = {"drafter": features.drafter, "adaptation": features.adaptation, "store": store, "times": times}
-        return kind(config, model_config, stage.model, mesh, stage.plan, kernels, processors, **made)
-
-    if len(stages) > 1:
-        return pipeline_runner(stages, meshes, make)
-    return make(ModelRunner, stages[0], meshes[0])
+    made_of = (config, model_config, stages, meshes, kernels, processors, times, store_of)
+    return make_runner(RunnerParts(*made_of, features.drafter, features.adaptation))
 
 
 def _store(config: EngineConfig, made_of: Callable[[], Fingerprint], mesh: Mesh) -> ProgramStore | None:
@@ -305,7 +284,6 @@ def weight_bytes(model: nnx.Module, num_devices: int, num_lanes: int = 1) -> int
 def resolve(config: EngineConfig, model_dir: Path) -> tuple[EngineConfig, ModelConfig, tuple[Mesh, ...]]:
     """Resolve a config for a model and this machine's devices: a mesh for each stage. Raises ConfigError if there are too few."""
     config, model_config = resolve_sizes(config, model_dir)
-    layers_of_stages(config, model_config)  # impossible stages are the more useful error
     return config, model_config, meshes_of(Topology.of(config.parallel))
 
 
@@ -336,8 +314,7 @@ def resolve_sizes(
     if model_config.pooling.prompt_names:
         logger.info("prompts of the checkpoint, for clients to write before their texts: %s", model_config.pooling.prompt_names)
     config = resolve_platform_defaults(config, on_gpu=on_gpu, device_bytes=device_bytes, is_mixture=bool(model_config.mixtures))
-    check_lanes(config, model_config)
-    refuse_model(model_config, topology.context)
+    check_division(config, model_config)
     model_config = _split(_with_redundant_experts(config, model_config), topology.tensor)
     config = config.replace(
         attention_implementation=attention_implementation(

@@ -6,6 +6,7 @@ from itertools import chain, islice
 import numpy as np
 
 from jaxllm.cache_news import CacheNews
+from jaxllm.config import ParallelOptions
 from jaxllm.errors import InvalidRequestError
 from jaxllm.lanes.plan import LanesPlan
 from jaxllm.outputs import EngineCoreOutput
@@ -203,4 +204,6 @@ def _first_to_move(lane: Scheduler, other: Scheduler) -> Request | None:
     return next((each for each in waiting if each.status is RequestStatus.WAITING and other.has_room_for(each)), None)
 
 
-AnyScheduler = Scheduler | LanesScheduler
+def lanes_scheduler(new_lane: Callable[[], Scheduler], parallel: ParallelOptions) -> LanesScheduler:
+    """The scheduler of an engine with lanes, each with one of its own."""
+    return LanesScheduler(new_lane, parallel.num_lanes, parallel.data_parallel_routing)

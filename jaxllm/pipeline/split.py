@@ -5,6 +5,11 @@ from jaxllm.errors import ConfigError
 from jaxllm.model_config import ModelConfig
 
 
+def check_stages(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise ConfigError if the layers cannot be divided as the options say, or for options that pipelines exclude."""
+    layers_of_stages(config, model)
+
+
 def layers_of_stages(config: EngineConfig, model: ModelConfig) -> tuple[range, ...]:
     """The layers of each stage, in order. Raises ConfigError if they cannot be divided so, or for options that pipelines exclude."""
     options, num_layers = config.parallel, model.num_layers

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxllm.cache_spec import LayerPlace
-from jaxllm.context import ContextDevices
 from jaxllm.layers.attend import LatentProjection, Projection
 from jaxllm.layers.row_states import StateRows
 from jaxllm.runner.kernels import Kernels
+from jaxllm.runner.token_split import TokenSplit
 from pallas_kernels import mla_attention
 from pallas_kernels.paged_attention import paged_attention, paged_decode
 from pallas_kernels.rope_cache_write import rope_and_write
@@ -39,7 +39,7 @@ class PagedContext:
     num_queries: int | None
     """Tokens of each row, in a step where every row has as many; None: any mix."""
     kernels: Kernels
-    devices: ContextDevices | None = None
+    devices: TokenSplit | None = None
     """Those that split tokens: the caches are this one's parts, projections are of its share of the tokens, and so are outputs."""
 
     def __call__(
@@ -122,7 +122,7 @@ def _write_and_attend(
     *,
     num_queries: int | None,
     kernels: Kernels,
-    devices: ContextDevices | None,
+    devices: TokenSplit | None,
     scale: float,
     window: int | None,
     soft_cap: float | None,

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.cache_spec import CacheLayout, LayerPlace
-from jaxllm.context import ContextDevices
 from jaxllm.layers.row_states import StateRows
 from jaxllm.layers.step import Step, choose_experts, compute_experts, gated_delta
 from jaxllm.parallel.shards import Shards
@@ -16,6 +15,7 @@ from jaxllm.runner.drafts import DraftRows
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.layout import FROM_ROW, Column
 from jaxllm.runner.paged_context import GroupTable, PagedContext
+from jaxllm.runner.token_split import TokenSplit
 
 
 class Places(NamedTuple):
@@ -155,7 +155,7 @@ def make_step(
     shards: Shards,
     wanted_features: Sequence[int] = (),
     entering_TD: jax.Array | None = None,
-    devices: ContextDevices | None = None,
+    devices: TokenSplit | None = None,
 ) -> Step:
     """What a model with these layers runs on. It replaces the arrays in `caches`.
 

@@ -13,7 +13,6 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxllm.config import EngineConfig
-from jaxllm.context import make_context
 from jaxllm.layers.decoder import CausalLM
 from jaxllm.loaders.layout import delete, zeros
 from jaxllm.model_config import ModelConfig
@@ -45,6 +44,7 @@ from jaxllm.runner.programs import Programs
 from jaxllm.runner.rows import NO_DECODE, LogprobsKind, Row, Rows
 from jaxllm.runner.step import Caches, RowArrays, Scores, StepFunctions
 from jaxllm.runner.step_programs import TOKENS_PER_SHOW, UPDATES_PER_WRITE, ProgramKey, StepPrograms
+from jaxllm.runner.token_split import TokenSplit
 from jaxllm.runner.weights import HostCopies, Weights, WeightsSource, host_copies
 from jaxllm.sampling.variants import Variant
 from jaxllm.scheduler_output import SchedulerOutput
@@ -80,8 +80,10 @@ class ModelRunner:
         store: ProgramStore | None = None,
         times: StartTimes | None = None,
         weights: Weights | None = None,
+        token_split: TokenSplit | None = None,
     ):
-        """weights: the shapes of all weights, if they are not those that the models have on the mesh."""
+        """weights: the shapes of all weights, if they are not those that the models have on the mesh. token_split: the devices of the mesh
+        that split tokens."""
         on_gpu = jax.default_backend() != "cpu"
         max_rows, threads = config.scheduler.max_num_seqs, config.compile.compile_threads
         assert max_rows is not None and threads is not None, "platform defaults are resolved before the runner is made"
@@ -120,7 +122,7 @@ class ModelRunner:
             adapting=adapting,
             placing=placing,
             counting=ExpertCounting.of(model_config, model.layers) if config.observe.expert_load else None,
-            context=make_context(mesh),
+            token_split=token_split,
         )
         num_drafts = 0 if drafter is None else drafter.num_drafts
         self.buckets = Buckets.choose(config, on_gpu=on_gpu, num_drafts=num_drafts)

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.cache_spec import CacheLayout
-from jaxllm.context import ContextDevices
 from jaxllm.layers.step import Adapt, Step
 from jaxllm.parallel.shards import PEERS_LOST, Shards
 from jaxllm.runner.adaptation import Adapting
@@ -28,6 +27,7 @@ from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.layout import Column, StepLayout, StepViews
 from jaxllm.runner.places import Places, device_tokens, each_draw, first_of_each, locate, locate_decode, make_step
 from jaxllm.runner.rows import LogprobsKind
+from jaxllm.runner.token_split import TokenSplit
 from jaxllm.sampling.columns import unpack_columns
 from jaxllm.sampling.logprobs import named_logprobs, top_logprobs
 from jaxllm.sampling.mask import apply_mask
@@ -96,7 +96,7 @@ class StepFunctions:
     """Where experts are that move between devices; None: each is in the slot of its number."""
     counting: ExpertCounting | None = None
     """What counts the tokens of experts; None: they are not counted."""
-    context: ContextDevices | None = None
+    token_split: TokenSplit | None = None
     """Devices that split tokens; None: each computes all."""
 
     def forward(
@@ -173,7 +173,7 @@ class StepFunctions:
         rows, left_TD = self._run_model(params, rows, step)
         hidden_TD = self._whole(left_TD, len(token_ids_T))
         adapt = step.adapt
-        if adapted and self.context is not None:
+        if adapted and self.token_split is not None:
             adapt = self._adapt(params, _slots(columns_RC, places), shards)
         logits_TV = self._logits(params, hidden_TD, shards, adapt)
         token_T = self._draw_after_drafts(variant, logits_TV, rows, columns_RC, width, shards)
@@ -361,7 +361,7 @@ class StepFunctions:
         """What the model runs on. It replaces the arrays in `caches`."""
         wanted = () if self.drafting is None else self.drafting.drafter.feature_layers
         step = make_step(
-            caches, token_ids_T, places, self.cache.places, self.kernels, shards, wanted, entering_TD, self.context
+            caches, token_ids_T, places, self.cache.places, self.kernels, shards, wanted, entering_TD, self.token_split
         )
         step.chosen = None if self.counting is None else []
         return step
@@ -377,11 +377,11 @@ class StepFunctions:
         """Count the tokens of experts in a step that the model has run on."""
         if self.counting is None or rows.expert_tokens_LE is None or step.chosen is None:
             return rows
-        if self.context is None:
+        if self.token_split is None:
             return rows._replace(expert_tokens_LE=self.counting.add(rows.expert_tokens_LE, step.chosen))
         assert step.attended_positions_T is not None
         own_LE = self.counting.add(jnp.zeros_like(rows.expert_tokens_LE), step.chosen)
-        total_LE = self.context.total(own_LE, len(step.attended_positions_T))
+        total_LE = self.token_split.total(own_LE, len(step.attended_positions_T))
         return rows._replace(expert_tokens_LE=rows.expert_tokens_LE + total_LE)
 
     def take_expert_tokens(self, rows: RowArrays) -> tuple[RowArrays, jax.Array]:
@@ -391,11 +391,11 @@ class StepFunctions:
 
     def _share(self, x_T: jax.Array) -> jax.Array:
         """Of an array by token, the tokens that this device computes."""
-        return x_T if self.context is None else self.context.share(x_T)
+        return x_T if self.token_split is None else self.token_split.share(x_T)
 
     def _whole(self, hidden_TD: jax.Array, num_tokens: int) -> jax.Array:
         """The hidden states of all tokens, from those that this device computed."""
-        return hidden_TD if self.context is None else self.context.whole(hidden_TD, num_tokens)
+        return hidden_TD if self.token_split is None else self.token_split.whole(hidden_TD, num_tokens)
 
     def _adapt(self, params: Params, slot_T: jax.Array, shards: Shards) -> Adapt:
         assert self.adapting is not None, "the engine has no adapters"

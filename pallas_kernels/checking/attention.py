@@ -157,24 +157,34 @@ def call(module: Any, batch: Batch, **options: Any) -> Callable[..., jax.Array]:
 
 def _in_parts(module: Any, batch: Batch, options: dict[str, Any]) -> Callable[..., jax.Array]:
     """The same over each part of the keys, combined."""
-    slots = batch.page_size // batch.num_parts
-    each = replace(batch, num_parts=1, page_size=slots, has_sinks=False)
 
-    def run(q, k, v, table, query_start, kv_length, *others):
-        named = batch.named(others)
-        sinks_KG = named.pop("sinks_KG", None)
-
+    def run(q, k, v, *others):
         def of_part(own: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             rank, *pages = own
-            function = call(module, each, **options, part=Part(rank, batch.num_parts))
-            return function(q, *pages, table, query_start, kv_length, *named.values())  # type: ignore[return-value]
+            return attend_part(module, batch, rank, q, *pages, *others, **options)
 
         # A loop: as on a device, the rank is known when the program runs.
-        pages = (jnp.stack(jnp.split(x, batch.num_parts, axis=2)) for x in (k, v))
-        out_C, lse_C = jax.lax.map(of_part, (jnp.arange(batch.num_parts, dtype=jnp.int32), *pages))
-        return combine(out_C, lse_C, sinks_KG)
+        ranks = jnp.arange(batch.num_parts, dtype=jnp.int32)
+        pages = (jnp.stack(split_pages(batch, x)) for x in (k, v))
+        out_C, lse_C = jax.lax.map(of_part, (ranks, *pages))
+        return combine(out_C, lse_C, batch.named(others[3:]).get("sinks_KG"))
 
     return run
+
+
+def split_pages(batch: Batch, pages_PKSH: jax.Array) -> list[jax.Array]:
+    """The slots of keys or values that each part has, [P, K, S / parts, H]."""
+    return jnp.split(pages_PKSH, batch.num_parts, axis=2)
+
+
+def attend_part(
+    module: Any, batch: Batch, rank: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, *others: jax.Array, **options: Any
+) -> tuple[jax.Array, jax.Array]:
+    """What the device of this rank computes of a batch in parts, with its own keys and values."""
+    slots = batch.page_size // batch.num_parts
+    each = replace(batch, num_parts=1, page_size=slots, has_sinks=False)
+    scales = others[3 : len(others) - batch.has_sinks]
+    return call(module, each, **options, part=Part(rank, batch.num_parts))(q, k, v, *others[:3], *scales)  # type: ignore[return-value]
 
 
 # On the device

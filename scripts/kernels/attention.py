@@ -10,11 +10,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.checking.attention import TOLERANCE, Batch, call, make_arrays, worst_error
+from pallas_kernels.checking.attention import (
+    TOLERANCE,
+    Batch,
+    attend_part,
+    call,
+    make_arrays,
+    split_pages,
+    worst_error,
+)
 from pallas_kernels.checking.case import Case
 from pallas_kernels.paged_attention import IMPLEMENTATIONS, TAKING_PARTS, triton_decode, triton_prefill
+from pallas_kernels.paged_attention.parts import combine
 
 FP8 = "float8_e4m3fn"
+_LONG: dict[str, dict[str, Any]] = {
+    "decode 1x128k": {"decodes": (131072,)},
+    "decode 8x128k": {"decodes": (131072,) * 8},
+    "chunk of 8192 at 120k": {"prompts": ((8192, 122880),)},
+}
+"""Long contexts: whole, and what four devices that split the keys compute, one after the other."""
 
 
 def speed_cases(tiny: bool, tune: bool) -> list[Case]:
@@ -25,6 +40,7 @@ def speed_cases(tiny: bool, tune: bool) -> list[Case]:
             Batch("decode tiny", decodes=(70, 33), **toy),  # type: ignore[arg-type]
             Batch("mixed tiny", decodes=(9,), prompts=((21, 5),), padding=3, **toy),  # type: ignore[arg-type]
             Batch("decode of 3 queries tiny", decodes=(70, 33), num_queries=3, **toy),  # type: ignore[arg-type]
+            Batch("decode tiny in 2 parts", decodes=(70, 33), num_parts=2, **{**toy, "page_size": 16}),  # type: ignore[arg-type]
         ]
     else:
         batches = [
@@ -44,7 +60,9 @@ def speed_cases(tiny: bool, tune: bool) -> list[Case]:
                 Batch(f"prefill 1x8192 h{dim}", prompts=((8192, 0),), head_dim=dim),
                 Batch(f"mixed 256 decodes of 600 + 2x256 h{dim}", decodes=(600,) * 256, prompts=((256, 0),) * 2, head_dim=dim),
             ]
-    return [_case(batch, tiny=tiny, tune=tune) for batch in batches]
+        for name, rows in _LONG.items():
+            batches += [Batch(f"{name} h128", **rows), Batch(f"{name} h128 in 4 parts", page_size=64, num_parts=4, **rows)]
+    return [_in_split_caches(batch) if batch.num_parts > 1 else _case(batch, tiny=tiny, tune=tune) for batch in batches]
 
 
 def check_cases(tiny: bool) -> list[Case]:
@@ -214,6 +232,30 @@ def _case(batch: Batch, *, tiny: bool, tune: bool = False) -> Case:
         batch.bytes(),
         batch.flops(),
     )
+
+
+def _in_split_caches(batch: Batch) -> Case:
+    """What the devices of a batch in parts compute, one after the other, each with keys and values of its own."""
+    whole = _case(batch, tiny=False)
+    options = {"interpret": jax.default_backend() != "gpu"}
+
+    def make() -> tuple[Any, tuple[Any, ...]]:
+        q, (k, v, *others) = whole.make()
+        return q, (split_pages(batch, k), split_pages(batch, v), *others)
+
+    def error(q: Any, constants: tuple[Any, ...], got: Any) -> float:
+        k, v = (jnp.concatenate(parts, axis=2) for parts in constants[:2])
+        return whole.error(q, (k, v, *constants[2:]), got)
+
+    def run(module: Any, q: Any, k_parts: list[Any], v_parts: list[Any], *others: Any) -> jax.Array:
+        parts = [
+            attend_part(module, batch, jnp.int32(rank), q, *pages, *others, **options)
+            for rank, pages in enumerate(zip(k_parts, v_parts, strict=True))
+        ]
+        return combine(*(jnp.stack(arrays) for arrays in zip(*parts, strict=True)), None)
+
+    variants = {name: functools.partial(run, importlib.import_module(IMPLEMENTATIONS[name])) for name in whole.variants}
+    return replace(whole, make=make, error=error, variants=variants)
 
 
 def _variants(batch: Batch, tune: bool) -> dict[str, Callable[..., jax.Array]]:

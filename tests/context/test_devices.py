@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxllm.context import ContextDevices, devices, make_context
+from jaxllm.context import devices
+from jaxllm.context.devices import ContextDevices, make_context
 from jaxllm.parallel.mesh import CONTEXT, make_mesh, meshes_of
 from jaxllm.parallel.topology import Topology
 from pallas_kernels.paged_attention.parts import NO_KEYS, combine

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxllm.config import EngineConfig, resolve_platform_defaults
-from jaxllm.context.refused import refuse_model
+from jaxllm.context.refused import check_model
 from jaxllm.engine import kernel_choice
 from jaxllm.errors import ConfigError
 from jaxllm.models.load_config import load_model_config
@@ -33,7 +33,7 @@ def test_options_that_contradict_it_are_refused(options, told):
 def test_models_that_it_does_not_take_are_refused_before_anything_is_loaded(name, told):
     with pytest.raises(ConfigError, match=rf"prefill_context_parallel_size is 4, but .* has {told}.*--tensor-parallel-size"):
         engines.make_core(name, **SPLIT)
-    refuse_model(load_model_config(goldens.FOLDER / name), 1)
+    check_model(EngineConfig.from_options(), load_model_config(goldens.FOLDER / name))
 
 
 def test_too_few_devices_are_told():

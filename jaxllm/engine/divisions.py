@@ -1,0 +1,125 @@
+"""Registers the ways to divide an engine over devices, beside splitting each layer over them. A package and its entry here can be
+deleted together. Does not import JAX."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jaxllm.config import EngineConfig, ParallelOptions
+from jaxllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from jaxllm.engine.executor import DeviceRunner
+    from jaxllm.layers.decoder import CausalLM
+    from jaxllm.model_config import ModelConfig
+    from jaxllm.runner.memory import MemoryPlan
+    from jaxllm.runner.stage import RunnerParts, Stage
+    from jaxllm.runner.token_split import TokenSplit
+    from jaxllm.scheduler.interface import AnyScheduler
+    from jaxllm.scheduler.scheduler import Scheduler
+
+
+@dataclass(frozen=True)
+class Division:
+    """What a package does of it, each as module:function. Without one, an engine does the same as undivided."""
+
+    check: str
+    """(config, model_config): raise ConfigError for a model or for options that exclude it. Does not import JAX."""
+    stages: str | None = None
+    """(config, model_config, plan_of) → stages, of which plan_of makes memory plans from a model and its layers."""
+    runner: str | None = None
+    """(parts) → runner."""
+    scheduler: str | None = None
+    """(new_scheduler, parallel options) → scheduler, of those that new_scheduler makes."""
+    token_split: str | None = None
+    """(mesh) → the devices that split tokens."""
+
+
+DIVISIONS = {
+    "stages": Division(
+        "jaxllm.pipeline.split:check_stages",
+        stages="jaxllm.pipeline.plan:plan_stages",
+        runner="jaxllm.pipeline.plan:pipeline_runner",
+    ),
+    "lanes": Division(
+        "jaxllm.lanes.options:check_lanes",
+        runner="jaxllm.lanes.make:lanes_runner",
+        scheduler="jaxllm.lanes.scheduler:lanes_scheduler",
+    ),
+    "context": Division(
+        "jaxllm.context.refused:check_model",
+        token_split="jaxllm.context.devices:make_context",
+    ),
+}
+OPTIONS = {
+    "stages": "pipeline_parallel_size",
+    "lanes": "data_parallel_size with enable_expert_parallel",
+    "context": "prefill_context_parallel_size",
+}
+
+
+def check_division(config: EngineConfig, model_config: "ModelConfig") -> None:
+    """Raise ConfigError if the model or other options exclude a division that is asked for."""
+    for division in _asked(config.parallel):
+        _load(division.check)(config, model_config)
+
+
+def make_stages(
+    config: EngineConfig, model_config: "ModelConfig", plan_of: "Callable[[CausalLM, range], MemoryPlan]"
+) -> "tuple[Stage, ...]":
+    """The stages of an engine; of an undivided one a single stage. plan_of: the memory plan of a model with these layers, checked."""
+    if (make := _part(config.parallel, "stages")) is not None:
+        return make(config, model_config, plan_of)  # type: ignore[no-any-return]
+    from jaxllm.layers.build import build_model
+    from jaxllm.runner.stage import Stage
+
+    whole, layers = build_model(model_config), range(model_config.num_layers)
+    return (Stage(layers, whole, plan_of(whole, layers)),)
+
+
+def make_runner(parts: "RunnerParts") -> "DeviceRunner":
+    """What runs the stages on their meshes."""
+    parallel = parts.config.parallel
+    if (make := _part(parallel, "runner")) is not None:
+        return make(parts)  # type: ignore[no-any-return]
+    from jaxllm.runner.runner import ModelRunner
+
+    (stage,), (mesh,) = parts.stages, parts.meshes
+    return parts.make(ModelRunner, stage, mesh, token_split=_token_split(parallel, mesh))
+
+
+def make_scheduler(parallel: ParallelOptions, new_scheduler: "Callable[[], Scheduler]") -> "AnyScheduler":
+    """The scheduler of an engine, of as many as it needs."""
+    make = _part(parallel, "scheduler")
+    return new_scheduler() if make is None else make(new_scheduler, parallel)
+
+
+def _token_split(parallel: ParallelOptions, mesh: "Mesh") -> "TokenSplit | None":
+    make = _part(parallel, "token_split")
+    return None if make is None else make(mesh)  # type: ignore[no-any-return]
+
+
+def _part(parallel: ParallelOptions, name: str) -> Callable[..., Any] | None:
+    """What the division that is asked for does itself of this; None: nothing."""
+    registered = next((getattr(division, name) for division in _asked(parallel)), None)
+    return None if registered is None else _load(registered)
+
+
+def _asked(parallel: ParallelOptions) -> list[Division]:
+    """The divisions that an engine's options ask for. More than one pass no check."""
+    asked = {
+        "stages": parallel.pipeline_parallel_size > 1 or parallel.pipeline_parallel_layers is not None,
+        "lanes": parallel.num_lanes > 1,
+        "context": parallel.prefill_context_parallel_size > 1,
+    }
+    if missing := [name for name, is_asked in asked.items() if is_asked and name not in DIVISIONS]:
+        raise ConfigError(f"this build has no {OPTIONS[missing[0]]}; leave it out")
+    return [DIVISIONS[name] for name, is_asked in asked.items() if is_asked]
+
+
+def _load(registered: str) -> Callable[..., Any]:
+    module, _, name = registered.partition(":")
+    return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]

@@ -1,0 +1,63 @@
+"""What an engine's runner is made of: its stages, one without a pipeline, and what all of them share."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from jax.sharding import Mesh
+
+from jaxllm.config import EngineConfig
+from jaxllm.layers.decoder import CausalLM
+from jaxllm.model_config import ModelConfig
+from jaxllm.runner.adaptation import Adaptation
+from jaxllm.runner.drafter import Drafter
+from jaxllm.runner.kernels import Kernels
+from jaxllm.runner.memory import MemoryPlan
+from jaxllm.runner.program_store import ProgramStore
+from jaxllm.runner.runner import ModelRunner
+from jaxllm.start_times import StartTimes
+
+R = TypeVar("R", bound=ModelRunner)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of an engine, or all of one without stages."""
+
+    layers: range
+    model: CausalLM
+    plan: MemoryPlan
+
+
+def tightest(stages: Sequence[Stage]) -> MemoryPlan:
+    """The plan that leaves the least memory on a device."""
+
+    def room(plan: MemoryPlan) -> int:
+        return plan.limit_bytes - plan.weight_bytes - plan.state_bytes - plan.cache_bytes
+
+    return min((stage.plan for stage in stages), key=room)
+
+
+@dataclass(frozen=True)
+class RunnerParts:
+    """What a runner is made of."""
+
+    config: EngineConfig
+    model_config: ModelConfig
+    stages: tuple[Stage, ...]
+    meshes: tuple[Mesh, ...]
+    """Of each stage; with lanes one for all of them."""
+    kernels: Kernels
+    processors: tuple[Any, ...]
+    times: StartTimes
+    store_of: Callable[[Stage, Mesh], ProgramStore | None]
+    """Where the programs of a stage are stored."""
+    drafter: Drafter | None = None
+    adaptation: Adaptation | None = None
+
+    def make(self, kind: type[R], stage: Stage, mesh: Mesh, **more: Any) -> R:
+        """The runner of a stage. more: arguments of this kind of runner."""
+        if "store" not in more:
+            more["store"] = self.store_of(stage, mesh)
+        made_of = (self.config, self.model_config, stage.model, mesh, stage.plan, self.kernels, self.processors)
+        return kind(*made_of, drafter=self.drafter, adaptation=self.adaptation, times=self.times, **more)
