@@ -170,7 +170,7 @@ def test_imports_go_downward(module: str) -> None:
     assert not faults
 
 
-@pytest.mark.parametrize("package", REGISTERED)
+@pytest.mark.parametrize("package", sorted(REGISTERED))
 def test_what_is_registered_by_a_line_can_be_deleted_with_it(package: str) -> None:
     def is_inside(module: str) -> bool:
         return module == package or module.startswith(f"{package}.")

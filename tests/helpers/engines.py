@@ -9,10 +9,10 @@ import numpy as np
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.core import EngineCore
+from jaxllm.engine.divisions import make_scheduler
 from jaxllm.engine.failures import FailurePolicy
 from jaxllm.engine.grammars import Grammars
 from jaxllm.engine.loop import StepLoop
-from jaxllm.lanes.scheduler import LanesScheduler
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
@@ -73,8 +73,7 @@ def reschedule(core: EngineCore, *, num_blocks: int | None = None, max_in_flight
         num_stages=core.scheduler.num_stages,
         block_size=core.memory_plan.block_size,
     )
-    num_lanes = config.parallel.num_lanes
-    core.scheduler = new_scheduler() if num_lanes == 1 else LanesScheduler(new_scheduler, num_lanes)
+    core.scheduler = make_scheduler(config.parallel, new_scheduler)
     core.loop = StepLoop(core.scheduler, core.runner, max_in_flight=max_in_flight if config.scheduler.async_scheduling else 1)
     return core
 
