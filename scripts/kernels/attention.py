@@ -27,7 +27,7 @@ FP8 = "float8_e4m3fn"
 _LONG: dict[str, dict[str, Any]] = {
     "decode 1x128k": {"decodes": (131072,)},
     "decode 8x128k": {"decodes": (131072,) * 8},
-    "chunk of 8192 at 120k": {"prompts": ((8192, 122880),)},
+    "chunk of 2048 at 120k": {"prompts": ((2048, 122880),)},
 }
 """Long contexts: whole, and what four devices that split the keys compute, one after the other."""
 
