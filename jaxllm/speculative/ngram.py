@@ -68,12 +68,12 @@ class NGramDrafter:
         """int32[R, num_drafts]: the drafts behind position last_R of each row."""
         num_positions = tokens_RL.shape[1]
         position_L = jnp.arange(num_positions)
-        is_earlier_RL = position_L < last_R[:, None]
+        matches_RL = position_L < last_R[:, None]
         length_RL = jnp.zeros(tokens_RL.shape, jnp.int32)
         for back in range(self.longest):
             wanted_R1 = jnp.take_along_axis(tokens_RL, jnp.maximum(last_R - back, 0)[:, None], axis=1)
             there_RL = jnp.pad(tokens_RL, ((0, 0), (back, 0)), constant_values=-1)[:, :num_positions]
-            matches_RL = is_earlier_RL & (there_RL == wanted_R1) & (length_RL == back)
+            matches_RL &= there_RL == wanted_R1  # `length_RL == back` says the same, but fusions that repeat it double each time
             length_RL += matches_RL.astype(jnp.int32)
         # The longest match, of several the last.
         best_R = num_positions - 1 - jnp.argmax(length_RL[:, ::-1], axis=1).astype(jnp.int32)
