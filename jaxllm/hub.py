@@ -1,5 +1,6 @@
 """Resolves the name of a model to a directory on this machine."""
 
+import hashlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ OTHER_WEIGHTS = ("pytorch_model*.bin",)
 """What is downloaded too from a repository without safetensors."""
 DUPLICATES = ("consolidated*.safetensors", "*/*.safetensors")
 """What is never downloaded: the same weights a second time for other programs, and what loaders do not look into."""
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
@@ -102,3 +104,11 @@ def _first_line(error: Exception) -> str:
 def _hint(name: str) -> str:
     close = nearest(name, SHIPPED)
     return f"; did you mean {close!r}?" if close else ""
+
+
+def weight_files(model_dir: Path) -> str:
+    """The names and sizes of a checkpoint's files, as a digest. Their contents would take too long to read."""
+    files = [model_dir] if model_dir.is_file() else sorted(model_dir.rglob("*"))
+    sizes = [(path.name, path.stat().st_size) for path in files if path.suffix in _WEIGHTS]
+    digest = hashlib.sha256(repr(sizes).encode()).hexdigest()[:12]
+    return f"{len(sizes)} files, {sum(size for _, size in sizes)} bytes ({digest})"

@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import json
 import shlex
-import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -90,10 +89,8 @@ def _follow(config: EngineConfig, options: ServerOptions, log_level: str | None)
             step_timeout_seconds=options.processes.step_timeout,
             compile_timeout_seconds=options.processes.compile_timeout,
         )
-    from jaxllm.hosts.follower import follow
-    from jaxllm.hosts.process_group import end_process
+    from jaxllm.engine.features import follow
 
-    signal.signal(signal.SIGTERM, lambda number, _: end_process(128 + number))
     follow(config)
     return 0
 

@@ -2,7 +2,9 @@
 
 import importlib
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,6 +30,10 @@ ADAPTERS: str | None = "jaxllm.lora:make_adapters"
 """What makes the slots and the manager of adapters; None: this build has no adapters."""
 EXPERT_LOAD: str | None = "jaxllm.expert_load:make_expert_load"
 """What adds up the tokens of experts, and moves experts; None: this build does neither."""
+
+HOSTS: str | None = "jaxllm.hosts:open_hosts"
+"""What waits for the other hosts of an engine; None: this build has one host. `FOLLOW` is what a host above 0 runs."""
+FOLLOW = "jaxllm.hosts.follower:follow_until_told"
 
 
 def check_speculative_config(config: EngineConfig) -> None:
@@ -104,6 +110,43 @@ class LoadReader(Protocol):
 
     def add_stats(self, stats: "SchedulerStats") -> None:
         """Set what the stats tell of experts."""
+
+
+class Hosts(Protocol):
+    """The other hosts of an engine, as one of them sees them."""
+
+    config: EngineConfig
+
+    def reported(self) -> AbstractContextManager[None]:
+        """A block whose error ends all hosts."""
+
+    def agree(self, phase: str, facts: dict[str, Any]) -> None:
+        """Wait until all hosts are in this phase. Raises ConfigError, on all of them, if their facts differ."""
+
+    def exchange(self, phase: str, facts: dict[str, Any]) -> list[dict[str, Any]]:
+        """The facts of all hosts in this phase, by rank."""
+
+    def executor(self, own: "Executor") -> "Executor":
+        """What runs the engine's steps: on host 0 an executor on all hosts."""
+
+    def started(self) -> None:
+        """The start is over: a lost host is noticed sooner."""
+
+
+def open_hosts(config: EngineConfig, model_dir: Path) -> Hosts | None:
+    """Wait for all hosts of an engine, before JAX finds its devices. None if there is one. Raises ConfigError if one differs, or is
+    missing."""
+    options = config.parallel
+    if options.nnodes == 1 and options.distributed_executor_backend != "ray":
+        return None
+    module, name = _maker(HOSTS, "nnodes or distributed_executor_backend is set, but this build has one host; leave it out")
+    return getattr(module, name)(config, model_dir)  # type: ignore[no-any-return]
+
+
+def follow(config: EngineConfig) -> None:
+    """Be a host above 0 of an engine, until host 0 ends. Raises as the start of an engine does."""
+    module, name = _maker(HOSTS and FOLLOW, "node_rank is set, but this build has one host; leave it out")
+    getattr(module, name)(config)
 
 
 @dataclass(frozen=True)

@@ -5,27 +5,19 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.executor import Executor
 from jaxllm.engine.failures import explain, is_out_of_memory
+from jaxllm.engine.features import Hosts, open_hosts
 from jaxllm.engine.prepare import Prepared
 from jaxllm.errors import JaxLLMError, OutOfMemoryError
-from jaxllm.hosts import open_hosts
-from jaxllm.hosts.identity import weight_files
-from jaxllm.hub import resolve_model
+from jaxllm.hub import resolve_model, weight_files
 from jaxllm.log import logger
 from jaxllm.progress import Progress
 from jaxllm.sampling.processors import Processor
 from jaxllm.start_times import StartTimes
 from jaxllm.text.model_files import text_files
-
-if TYPE_CHECKING:
-    from jaxllm.hosts.follower import Member
-    from jaxllm.hosts.leader import Leader
-
-    Hosts = Leader | Member
 
 
 @dataclass(frozen=True)
@@ -34,7 +26,7 @@ class Started:
 
     prepared: Prepared
     model_dir: Path
-    hosts: "Hosts | None" = None
+    hosts: Hosts | None = None
     """The other hosts of the engine, if there are any."""
 
     @classmethod
@@ -64,7 +56,7 @@ class Started:
         processors: tuple[Processor, ...],
         progress: Progress,
         times: StartTimes,
-        hosts: "Hosts | None" = None,
+        hosts: Hosts | None = None,
     ) -> "Started":
         model = config.model
         with _explained_out_of_memory():
@@ -106,7 +98,7 @@ class Started:
 
 
 def _agreed(
-    prepared: Prepared, hosts: "Hosts", model_dir: Path, processors: tuple[Processor, ...], times: StartTimes
+    prepared: Prepared, hosts: Hosts, model_dir: Path, processors: tuple[Processor, ...], times: StartTimes
 ) -> Prepared:
     """This, or with a smaller cache if another host has less memory. Raises ConfigError if the hosts differ in anything else."""
     fingerprint = prepared.fingerprint()

@@ -2,6 +2,7 @@
 
 import contextlib
 import queue
+import signal
 import socket
 import threading
 import time
@@ -317,3 +318,9 @@ def follow(config: EngineConfig) -> None:
     Follower(started.executor, member).run()
     started.executor.delete_arrays()
     member.end()
+
+
+def follow_until_told(config: EngineConfig) -> None:
+    """`follow`, as a process of its own: SIGTERM ends this host, and with it the engine."""
+    signal.signal(signal.SIGTERM, lambda number, _: process_group.end_process(128 + number))
+    follow(config)

@@ -10,8 +10,6 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.versions import versions
 from jaxllm.hosts_options import OF_ONE_HOST
 
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-
 
 def identity(config: EngineConfig, model_dir: Path) -> dict[str, str]:
     """The identity of this host, by names for error messages."""
@@ -20,13 +18,6 @@ def identity(config: EngineConfig, model_dir: Path) -> dict[str, str]:
     if (model_dir / "config.json").is_file():
         found["the model's config.json"] = _digest((model_dir / "config.json").read_bytes())
     return {**found, **options}
-
-
-def weight_files(model_dir: Path) -> str:
-    """The names and sizes of a checkpoint's files, as a digest. Their contents would take too long to read."""
-    files = [model_dir] if model_dir.is_file() else sorted(model_dir.rglob("*"))
-    sizes = [(path.name, path.stat().st_size) for path in files if path.suffix in _WEIGHTS]
-    return f"{len(sizes)} files, {sum(size for _, size in sizes)} bytes ({_digest(repr(sizes).encode())})"
 
 
 def difference(names: Sequence[str], found: Sequence[Mapping[str, Any]]) -> str | None:

@@ -73,7 +73,9 @@ class NGramDrafter:
         for back in range(self.longest):
             wanted_R1 = jnp.take_along_axis(tokens_RL, jnp.maximum(last_R - back, 0)[:, None], axis=1)
             there_RL = jnp.pad(tokens_RL, ((0, 0), (back, 0)), constant_values=-1)[:, :num_positions]
-            matches_RL &= there_RL == wanted_R1  # `length_RL == back` says the same, but fusions that repeat it double each time
+            matches_RL &= (
+                there_RL == wanted_R1
+            )  # `length_RL == back` says the same, but fusions that repeat it double each time
             length_RL += matches_RL.astype(jnp.int32)
         # The longest match, of several the last.
         best_R = num_positions - 1 - jnp.argmax(length_RL[:, ::-1], axis=1).astype(jnp.int32)

@@ -14,7 +14,7 @@ def identity(config: EngineConfig) -> dict[str, str]:
     directory = text_files(options.model, revision=options.revision, download_dir=options.download_dir)
     found = of_engines.identity(config, directory)
     if options.model in hub.SHIPPED or Path(options.model).expanduser().exists():
-        return {**found, "the model's weights": of_engines.weight_files(directory)}
+        return {**found, "the model's weights": hub.weight_files(directory)}
     return {
         **found,
         "model": options.model,
