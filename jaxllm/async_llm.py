@@ -7,13 +7,13 @@ from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequ
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from jaxllm.at_exit import shut_down_at_exit
 from jaxllm.beam_search import search_request, step_params
 from jaxllm.config import EngineConfig
 from jaxllm.core_interface import PauseCalls, PauseMode, SteppedCore
-from jaxllm.engine.async_core import AsyncCore, ReplicaInfo, ThreadCore, check_alive, run_in
+from jaxllm.engine.async_core import AsyncCore, ReplicaInfo, ReplicaState, ThreadCore, check_alive, run_in
 from jaxllm.engine_args import FromOptions
 from jaxllm.engine_front import EngineFront, Texts, load_texts
 from jaxllm.errors import EngineDeadError, EngineError, JaxLLMError, ReplicaLostError
@@ -23,6 +23,7 @@ from jaxllm.lora_request import LoRARequest
 from jaxllm.mailbox import Letter, Mailbox
 from jaxllm.metrics.merge import merged
 from jaxllm.metrics.metric import Metric
+from jaxllm.metrics.replica_states import replica_states
 from jaxllm.outputs import EngineCoreOutput, PoolingRequestOutput, RequestMetrics, RequestOutput, raise_error
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
@@ -310,7 +311,12 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
         return registry(lambda: self._merged(self._front.get_metrics()))
 
     def _merged(self, own: list[Metric]) -> list[Metric]:
-        return merged([[*own, *self._added_metrics()], self._core.metrics_of_others])
+        return merged([[*own, *self._states(), *self._added_metrics()], self._core.metrics_of_others])
+
+    def _states(self) -> list[Metric]:
+        """Of several replicas."""
+        states = [replica.state for replica in self.replicas()]
+        return replica_states(self.config.model.model, states, get_args(ReplicaState)) if len(states) > 1 else []
 
     def _added_metrics(self) -> list[Metric]:
         return [metric for source in self._sources for metric in source()]

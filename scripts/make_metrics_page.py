@@ -4,11 +4,14 @@ import argparse
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from jaxllm.engine.async_core import ReplicaState
 from jaxllm.metrics.engine_metrics import EngineMetrics
 from jaxllm.metrics.metric import Counter, Histogram, Metric
+from jaxllm.metrics.replica_states import replica_states
 from jaxllm.scheduler_stats import SchedulerStats
 from server.http_metrics import HttpMetrics
 
@@ -59,10 +62,11 @@ def every_metric() -> list[Metric]:
     engine = EngineMetrics("m", 100, cache_config={"block_size": "16"})
     engine.load = SchedulerStats(0, 0, 0.0, 0, 0, 0, 0, 0, accepted_per_position=(0,), max_adapters=1)
     engine.load.even_expert_load = engine.load.busiest_expert_load = (1.0,)
+    states = replica_states("m", ["serving"], get_args(ReplicaState))
     http = HttpMetrics()
     http.request_done("GET", 200, "/", 0.0)
     http.tool_calls_parsed("hermes")
-    return [*engine.snapshot(), *http.snapshot()]
+    return [*engine.snapshot(), *states, *http.snapshot()]
 
 
 def rows(metrics: Iterable[Metric]) -> list[str]:

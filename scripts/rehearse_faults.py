@@ -174,6 +174,24 @@ async def loses_stage(server: RehearsedServer, row: Row, number: signal.Signals,
     await ends(server, row, 1)
 
 
+async def host_told_to_stop(server: RehearsedServer, row: Row) -> None:
+    streams = await streams_of(server, LONG // 4)
+    _other(server).process.send_signal(signal.SIGTERM)
+    await asyncio.sleep(0.5)
+    late = Streams(server.url, 4, SHORT)
+    late.start()
+    await outcomes(row, streams, [WHOLE])
+    await late.ended()
+    row.clients += f"; new ones: {told(late.counts())}"
+    row.expect(is_among(late.counts(), [WHOLE]), "new ones must be served by host 0")
+    await ends_in_order(server, row)
+    since = time.monotonic()
+    _other(server).start()
+    await serve_again(server, row, since)
+    row.after = row.after.replace("after the fault", "after the host's start")
+    await ends_in_order(server, row)
+
+
 async def host_stopped(server: RehearsedServer, row: Row) -> None:
     def resume() -> None:
         _other(server).signal(signal.SIGCONT)
@@ -226,7 +244,7 @@ def ends_by_itself(server: RehearsedServer, row: Row) -> None:
 
 async def ends_in_order(server: RehearsedServer, row: Row) -> None:
     code = await asyncio.to_thread(_other(server).process.wait, 30)
-    row.expect(code == 0, f"host 1 ended with {code} after host 0")
+    row.expect(code == 0, f"host 1 ended with code {code}")
 
 
 def _other(server: RehearsedServer) -> OtherHost:
@@ -322,6 +340,7 @@ FAULTS = {
     "remote-replica": Fault("kill -9 of the replica on host 1 of 2", remote_replica_killed, ON_TWO_HOSTS, has_other_host=True),
     "host": Fault("kill -9 of all processes of host 1", host_killed, ON_TWO_HOSTS, has_other_host=True),
     "stopped-host": Fault("SIGSTOP of all processes of host 1", host_stopped, ON_TWO_HOSTS, has_other_host=True),
+    "host-sigterm": Fault("SIGTERM to host 1 under load", host_told_to_stop, ON_TWO_HOSTS, has_other_host=True),
     "cable": Fault("nothing comes through between the hosts any more", cable_cut, ON_TWO_HOSTS, has_other_host=True),
     "stage": Fault("kill -9 of host 1 of 2 with a stage each", stage_killed, STAGES_ON_TWO_HOSTS, has_other_host=True),
     "stopped-stage": Fault("SIGSTOP of host 1 of 2 with a stage each", stage_stopped, STAGES_ON_TWO_HOSTS, has_other_host=True),

@@ -108,7 +108,9 @@ class Supervisor:
         """Serve until a signal or a failure. Returns the exit code; raises ConfigError or EngineDeadError for a failed start."""
         check_tls(self._options.network)
         check_grpc(self._options.network)
-        if (started := start_others(self._config, **self._of_engines())) is not None:
+        drain_seconds = self._options.network.shutdown_timeout
+        started = start_others(self._config, drain_seconds=drain_seconds, **self._of_engines())
+        if started is not None:
             self._config = started.config
         environment_of_each = environments(self._config.parallel)
         sockets = listen(self._options.network)

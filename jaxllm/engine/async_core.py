@@ -16,8 +16,9 @@ from jaxllm.metrics.metric import Metric
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.scheduler_stats import SchedulerStats
 
-ReplicaState = Literal["loading", "serving", "joining", "down"]
-"""joining: it is ready, and gets what the others have; down: it has ended, and is started again."""
+ReplicaState = Literal["loading", "serving", "joining", "draining", "down"]
+"""joining: it is ready, and gets what the others have; draining: it ends once its requests have;
+down: it has ended, and is started again."""
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,15 @@ from jaxllm.engine.messages import (
     Bye,
     Call,
     Dead,
+    Drain,
+    Draining,
     EngineMessage,
     Failed,
     Hello,
     Load,
     MessageError,
     News,
+    NoMore,
     Outputs,
     Ready,
     Refused,
@@ -68,11 +71,15 @@ class EngineClient:
         self.on_failed: Callable[[Failed], None] = lambda message: None
         self.on_want_metrics: Callable[[int], None] = lambda number: None
         self.on_news: Callable[[News], None] = lambda message: None
+        self.on_draining: Callable[[], None] = self.let_go
+        """Leads to `let_go`, soon or once the requests at the engine have ended. No more are added."""
         self.on_dead: Callable[[EngineDeadError], None] = lambda error: None
         self.status: Status | None = None
         """The latest heartbeat."""
         self.load: Load | None = None
         self.dead_error: EngineDeadError | None = None
+        self.is_draining = False
+        """Whether the engine is to get no more requests, and ends once those that it has have ended."""
         self._silence_seconds = silence_seconds
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[Ready] = self._loop.create_future()
@@ -134,6 +141,14 @@ class EngineClient:
 
     def abort(self, request_ids: list[str]) -> None:
         self._send(Abort(self.name, request_ids))
+
+    def drain(self) -> None:
+        """Have the engine process end once all its clients have let it go."""
+        self._send(Drain(self.name))
+
+    def let_go(self) -> None:
+        """Tell an engine that drains that nothing more is sent to it or awaited from it."""
+        self._send(NoMore(self.name))
 
     def call(self, call: Any) -> "asyncio.Future[Any]":
         """Send one of the calls of `messages` and return its result."""
@@ -234,6 +249,9 @@ class EngineClient:
             self.on_failed(message)
         elif isinstance(message, WantMetrics):
             self.on_want_metrics(message.number)
+        elif isinstance(message, Draining):
+            self.is_draining = True
+            self.on_draining()
         elif isinstance(message, Dead):
             self._die(EngineDeadError(message.message))
 

@@ -1,7 +1,8 @@
 """Messages between fronts and the engine process: typed msgpack, never pickles. Fields are positional: only append.
 
-A front sends `Hello`, `Add`, `Abort`, `Call` and `Bye`; the engine process sends `Status`, `Ready`, `Outputs`, `Refused`,
-`Failed`, `Reply`, `WantMetrics`, `News` and `Dead`. Anything that cannot be decoded raises MessageError.
+A front sends `Hello`, `Add`, `Abort`, `Call`, `NoMore` and `Bye`; the engine process sends `Status`, `Ready`, `Outputs`, `Refused`,
+`Failed`, `Reply`, `WantMetrics`, `News`, `Draining` and `Dead`. Who started it may send `Drain`. Anything that cannot be decoded raises
+MessageError.
 """
 
 import inspect
@@ -104,6 +105,18 @@ class Abort(_Message, tag="abort"):
 
     client: str
     request_ids: list[str]
+
+
+class Drain(_Message, tag="drain"):
+    """End once every front has said `NoMore`; they are told by `Draining`."""
+
+    client: str
+
+
+class NoMore(_Message, tag="no_more"):
+    """This front sends no more requests and has all that it waited for: the answer to `Draining`, when that is so."""
+
+    client: str
 
 
 class ShareMetrics(_Message, tag="share_metrics"):
@@ -238,14 +251,18 @@ class WantMetrics(_Message, tag="want_metrics"):
     """Grows with each collection."""
 
 
+class Draining(_Message, tag="draining"):
+    """The engine ends once all fronts have said `NoMore`."""
+
+
 class Dead(_Message, tag="dead"):
     """The engine cannot continue and its process ends."""
 
     message: str
 
 
-FrontMessage = Hello | Add | Abort | Call | Bye
-EngineMessage = Status | Ready | Outputs | Refused | Failed | Reply | WantMetrics | News | Dead
+FrontMessage = Hello | Add | Abort | Call | Bye | Drain | NoMore
+EngineMessage = Status | Ready | Outputs | Refused | Failed | Reply | WantMetrics | News | Draining | Dead
 
 
 def call_of(name: str, *arguments: Any) -> Any:

@@ -22,11 +22,14 @@ from jaxllm.engine.messages import (
     Add,
     Call,
     Dead,
+    Drain,
+    Draining,
     EngineStart,
     Failed,
     Hello,
     Load,
     News,
+    NoMore,
     Outputs,
     Ready,
     Refused,
@@ -75,6 +78,8 @@ class EngineLoop:
         self._gatherings: list[tuple[Call, int, set[str]]] = []
         """Calls for the metrics of all fronts, numbered, each with the fronts that have not shared theirs since."""
         self._stopping = False
+        self._held_by: set[str] | None = None
+        """While the engine drains: fronts that have not let it go."""
         self._received: dict[str, int] | None = {} if num_replicas > 1 else None
         """Number of requests of each front; None if no front has to choose among engines."""
         if self._received is not None:
@@ -118,6 +123,8 @@ class EngineLoop:
             self._tell_lagging()
             if is_idle and self._owes_news:
                 self._send_news()
+            if self._is_let_go():
+                return False
             try:
                 command = self._commands.get(block=is_idle, timeout=_LAGGING_PAUSE_SECONDS if self._lagging else None)
             except queue.Empty:
@@ -154,8 +161,8 @@ class EngineLoop:
         elif isinstance(command, Call):
             self._call(command)
         elif isinstance(command, Hello):
-            if command.client in self._outbox.clients:
-                return
+            if command.client in self._outbox.clients or self._held_by is not None:
+                return  # a front that is new is for the next process
             self._outbox.connect(command.client)
             self._outbox.send(command.client, self._ready)
             if self._received is not None:
@@ -169,10 +176,29 @@ class EngineLoop:
             self._metrics_of_gone = merged([self._metrics_of_gone, self._metrics.pop(command.client, [])])
             self._gatherings = [gathering for gathering in self._gatherings if gathering[0].client != command.client]
             self._has_shared(command.client, self._num_gatherings)
+            self._let_go(command.client)
+        elif isinstance(command, Drain):
+            self._drain()
+        elif isinstance(command, NoMore):
+            self._let_go(command.client)
         elif isinstance(command, Stop):
             self._stopping = True
         else:
             command()
+
+    def _drain(self) -> None:
+        """Have the fronts send no more requests, and end when all have let this engine go."""
+        if self._held_by is None:
+            frame = messages.encode(Draining())
+            self._held_by = {client for client in self._outbox.clients if self._outbox.send(client, frame)}
+
+    def _let_go(self, client: str) -> None:
+        if self._held_by is not None:
+            self._held_by.discard(client)
+
+    def _is_let_go(self) -> bool:
+        is_held = self._held_by is None or self._held_by
+        return not is_held and not self._requests and not self._core.has_unfinished_requests()
 
     def _add(self, command: Add) -> None:
         request = command.request

@@ -23,7 +23,22 @@ import msgspec
 import zmq
 
 from jaxllm.engine import messages
-from jaxllm.engine.messages import Abort, Add, Bye, Call, Dead, Fault, Hello, Load, MessageError, Refused, State, Status
+from jaxllm.engine.messages import (
+    Abort,
+    Add,
+    Bye,
+    Call,
+    Dead,
+    Drain,
+    Fault,
+    Hello,
+    Load,
+    MessageError,
+    NoMore,
+    Refused,
+    State,
+    Status,
+)
 from jaxllm.log import logger
 from jaxllm.progress import Progress
 
@@ -53,7 +68,7 @@ class Stop:
     """A command to end the engine process."""
 
 
-Command = Hello | Add | Abort | Call | Gone | Stop | Callable[[], None]
+Command = Hello | Add | Abort | Call | Drain | NoMore | Gone | Stop | Callable[[], None]
 
 
 @dataclass

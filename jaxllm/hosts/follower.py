@@ -15,6 +15,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine import messages
 from jaxllm.engine.executor import Executor, PendingStep, TokenTaker
 from jaxllm.errors import ConfigError, JaxLLMError
+from jaxllm.framing import WireError
 from jaxllm.hosts import identity, process_group, wire
 from jaxllm.hosts.leader import NEWS_SECONDS, START_SILENCE_SECONDS
 from jaxllm.hosts.listening import BEAT_SECONDS, SILENCE_SECONDS
@@ -37,7 +38,6 @@ from jaxllm.hosts.wire import (
     Refused,
     TakeExpertTokens,
     Welcome,
-    WireError,
     WriteAdapter,
 )
 from jaxllm.log import logger

@@ -14,9 +14,10 @@ from jaxllm.config import EngineConfig, ParallelOptions
 from jaxllm.engine import messages
 from jaxllm.engine.executor import Executor
 from jaxllm.errors import ConfigError, EngineDeadError, JaxLLMError
+from jaxllm.framing import WireError
 from jaxllm.hosts import identity, process_group, wire
 from jaxllm.hosts.listening import BEAT_SECONDS, SILENCE_SECONDS, Started, free_port, listen
-from jaxllm.hosts.wire import AllFacts, Beat, Connection, Done, End, Facts, Failed, Hello, Refused, Welcome, WireError
+from jaxllm.hosts.wire import AllFacts, Beat, Connection, Done, End, Facts, Failed, Hello, Refused, Welcome
 from jaxllm.log import logger
 
 START_SILENCE_SECONDS = 60.0

@@ -1,4 +1,4 @@
-"""Messages between the hosts of an engine: typed msgpack over TCP, never pickles, each after its length. Does not import JAX.
+"""Messages between the hosts of an engine, and the connection that carries them. Does not import JAX.
 
 A follower sends `Hello`, `Facts`, `Done`, `Failed` and `Beat`; host 0 sends `Welcome`, `Refused`, `AllFacts`, the calls and `Beat`.
 The network between the hosts must be trusted: nothing is encrypted, and whoever reaches the port of host 0 may take a host's place.
@@ -6,14 +6,15 @@ The network between the hosts must be trusted: nothing is encrypted, and whoever
 
 import contextlib
 import socket
-import struct
 import threading
 from typing import Any
 
 import msgspec
 
+from jaxllm import framing
 from jaxllm.engine.messages import Fault
-from jaxllm.errors import JaxLLMError
+from jaxllm.framing import ClosedError
+from jaxllm.framing import Message as _Message
 from jaxllm.scheduler_output import SchedulerOutput
 
 PROTOCOL = 2
@@ -21,15 +22,6 @@ MAX_MESSAGE_BYTES = 64 << 20
 """A longer message ends its connection. The plan of a step with long new prompts is the longest."""
 PIECE_BYTES = 4 << 20
 """Adapters are sent in pieces of this size, so that steps and heartbeats need not wait for a whole one."""
-_LENGTH = struct.Struct(">I")
-
-
-class WireError(JaxLLMError):
-    """A connection between hosts is closed, or what came through it is no message."""
-
-
-class _Message(msgspec.Struct, array_like=True):
-    pass
 
 
 # From a follower
@@ -159,26 +151,20 @@ FromFollower = Hello | Facts | Done | Failed | Beat
 _Call = Dispatch | Draw | Drawn | Piece | WriteAdapter | TakeExpertTokens | MoveExperts | Do
 FromHost0 = Welcome | Refused | AllFacts | _Call | End | Beat
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=lambda value: value.item())  # numpy's numbers
 of_follower: Any = msgspec.msgpack.Decoder(FromFollower)  # type: ignore[arg-type]
 of_host_0: Any = msgspec.msgpack.Decoder(FromHost0)  # type: ignore[arg-type]
 
 
 def framed(message: Any) -> bytes:
     """A message as it is sent. Raises WireError if it is too long."""
-    body = _encoder.encode(message)
-    if len(body) > MAX_MESSAGE_BYTES:
-        raise WireError(
-            f"a {type(message).__name__} of {len(body)} bytes is too long for other hosts (at most {MAX_MESSAGE_BYTES})"
-        )
-    return _LENGTH.pack(len(body)) + body
+    return framing.frame(message, MAX_MESSAGE_BYTES)
 
 
 class Connection:
     """One end of a connection. Any thread may send; one receives."""
 
     def __init__(self, stream: socket.socket, decoder: Any):
-        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        framing.send_at_once(stream)
         self._socket, self._decoder = stream, decoder
         self._sending = threading.Lock()
         self.peer = str(stream.getpeername()[0])
@@ -198,19 +184,16 @@ class Connection:
             with self._sending:
                 self._socket.sendall(frame)
         except OSError as error:
-            raise WireError(f"the connection is closed ({error})") from error
+            raise ClosedError(f"the connection is closed ({error})") from error
 
     def receive(self) -> Any:
         """Wait for the next message. Raises WireError if there is none any more or it is malformed."""
         try:
-            (size,) = _LENGTH.unpack(self._read(_LENGTH.size))
-            if size > MAX_MESSAGE_BYTES:
-                raise WireError(f"a message of {size} bytes was announced, at most {MAX_MESSAGE_BYTES} are allowed")
-            return self._decoder.decode(self._read(size))
+            size = framing.size_of(self._read(framing.HEADER_BYTES), MAX_MESSAGE_BYTES)
+            body = self._read(size)
         except OSError as error:
-            raise WireError(f"the connection is closed ({error})") from error
-        except (msgspec.MsgspecError, RecursionError, TypeError, ValueError, OverflowError) as error:
-            raise WireError(f"not a message of this protocol ({type(error).__name__}: {str(error)[:200]})") from error
+            raise ClosedError(f"the connection is closed ({error})") from error
+        return framing.decoded(self._decoder, body)
 
     def _read(self, size: int) -> bytearray:
         found = bytearray(size)
@@ -218,7 +201,7 @@ class Connection:
         while num_read < size:
             count = self._socket.recv_into(view[num_read:])
             if not count:
-                raise WireError("the connection was closed")
+                raise ClosedError("the connection was closed")
             num_read += count
         return found
 

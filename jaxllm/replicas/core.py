@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -206,14 +207,15 @@ class Replicas:
         for rank, ids in by_rank.items():
             with contextlib.suppress(EngineError):  # a replica that has just ended holds nothing
                 self.clients[rank].abort(ids)
+            self._let_go(rank)
 
     # What replicas report
 
     def _new_client(self, rank: int, pid: int | None) -> EngineClient:
         client = self._connect(rank, pid)
-        client.on_outputs, client.on_refused = partial(self._take_outputs, rank), self._take_refusal
+        client.on_outputs, client.on_refused = partial(self._take_outputs, rank), partial(self._take_refusal, rank)
         client.on_failed, client.on_news = partial(self._take_failure, rank), partial(self._take_news, rank)
-        client.on_dead = partial(self._lose, rank)
+        client.on_draining, client.on_dead = partial(self._drain, rank), partial(self._lose, rank)
         return client
 
     def _take_outputs(self, rank: int, message: Outputs) -> None:
@@ -221,11 +223,13 @@ class Replicas:
             if output.finish_reason is not None:
                 self.balancer.ended(output.request_id)
         self._note_load(rank, message.load)
+        self._let_go(rank)
         if self._listener is not None:
             self._listener.take_outputs(message.outputs)
 
-    def _take_refusal(self, message: Refused) -> None:
+    def _take_refusal(self, rank: int, message: Refused) -> None:
         self.balancer.ended(message.request_id)
+        self._let_go(rank)
         if self._listener is not None:
             self._listener.take_refusal(message.request_id, messages.error_of(message.fault))
 
@@ -234,11 +238,12 @@ class Replicas:
         ids = self.balancer.requests_of(rank)
         for request_id in ids:
             self.balancer.ended(request_id)
+        self._let_go(rank)
         if self._listener is not None:
             self._listener.take_failure(EngineError(message.message), ids)
 
     def _take_news(self, rank: int, message: News) -> None:
-        if self._states[rank] != "serving":
+        if self._states[rank] not in ("serving", "draining"):
             self._early_news[rank].append(message)
             return
         self._note_load(rank, message.load)
@@ -254,16 +259,33 @@ class Replicas:
     def _serving(self) -> list[int]:
         return [rank for rank, state in enumerate(self._states) if state == "serving"]
 
+    def _drain(self, rank: int) -> None:
+        """A replica is to end once its requests have: send it no more."""
+        if self._states[rank] in ("serving", "joining"):
+            self._states[rank] = "draining"
+            self.balancer.set_draining(rank)
+            self._choose_exchange()
+            logger.info("replica %d is being stopped: it gets no more requests", rank)
+        self._let_go(rank)
+
+    def _let_go(self, rank: int) -> None:
+        """Tell a replica that is to end, once no request of this front is there."""
+        if self.clients[rank].is_draining and not self.balancer.num_requests(rank):
+            with contextlib.suppress(EngineError):  # it has ended
+                self.clients[rank].let_go()
+
     def _lose(self, rank: int, error: EngineDeadError) -> None:
         """A replica has ended: so have its requests. Another process will take its place."""
         was, self._states[rank] = self._states[rank], "down"
         if self.is_stopping or was == "loading":  # a failed start ends all
             return
         lost = self.balancer.set_down(rank)
-        logger.error("replica %d has ended with %d requests: %s", rank, len(lost), error)
+        level = logging.ERROR if lost or was != "draining" else logging.INFO
+        logger.log(level, "replica %d has ended with %d requests: %s", rank, len(lost), error)
         if self._listener is not None:
             text = f"the engine's replica {rank}, which computed the request, has ended; send it again"
-            self._listener.take_failure(ReplicaLostError(text, may_retry=self._retries), lost)
+            may_retry = self._retries or was == "draining"  # the requests are not to blame for that
+            self._listener.take_failure(ReplicaLostError(text, may_retry=may_retry), lost)
         self._replace_client(rank)
         self._choose_exchange()
         self._spawn(self._join(rank))
@@ -280,8 +302,9 @@ class Replicas:
             await self.clients[rank].ready()
             self._states[rank] = "joining"
             await self._bring_up_to_date(rank)
-            self._admit(rank)
-            logger.info("replica %d serves", rank)
+            if not self.clients[rank].is_draining:
+                self._admit(rank)
+                logger.info("replica %d serves", rank)
 
     async def _bring_up_to_date(self, rank: int) -> None:
         """Give a new process the adapters of another, and have it sleep or pause as that one does."""

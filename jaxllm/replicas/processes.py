@@ -12,7 +12,7 @@ import msgspec
 from jaxllm.engine.client import EngineClient
 from jaxllm.engine.launch import start_engine
 from jaxllm.engine.messages import EngineStart
-from jaxllm.errors import EngineDeadError
+from jaxllm.errors import EngineDeadError, EngineError
 from jaxllm.log import logger
 
 MAX_RESTARTS = 5
@@ -38,6 +38,16 @@ class EngineProcess:
     def pid(self) -> int | None:
         """Of its process, while that runs."""
         return None if self.process is None or self.process.poll() is not None else self.process.pid
+
+    def drain(self) -> bool:
+        """Have its process end once it has no requests. False if it does not serve."""
+        if self.client is None or not self.client.is_ready:
+            return False
+        try:
+            self.client.drain()
+        except EngineError:  # it has just ended
+            return False
+        return True
 
     def describe_end(self) -> str:
         """The signal that ended the process, if it was one."""

@@ -46,6 +46,7 @@ class Balancer:
         self._adapter_keys: list[Mapping[str, str]] = [{}] * num_replicas
         self._replica_of: dict[str, int] = {}
         self._stalled = np.zeros(num_replicas, bool)
+        self._draining = np.zeros(num_replicas, bool)
         self._last = -1
 
     # Replicas come and go
@@ -55,7 +56,7 @@ class Balancer:
         return int(self.loads.is_up.sum())
 
     def is_up(self, replica: int) -> bool:
-        """Whether requests are sent to a replica."""
+        """Whether a replica has requests, or may have."""
         return bool(self.loads.is_up[replica])
 
     def set_up(self, replica: int) -> None:
@@ -67,10 +68,14 @@ class Balancer:
         """Whether a replica seems to hang: others are preferred as long as it does."""
         self._stalled[replica] = is_stalled
 
+    def set_draining(self, replica: int) -> None:
+        """A replica gets no more requests, and goes on with those that it has."""
+        self._draining[replica] = True
+
     def set_down(self, replica: int) -> list[str]:
         """A replica serves no longer. Returns the ids of its unfinished requests, which are forgotten."""
         self.loads.set_down(replica)
-        self._stalled[replica] = False
+        self._stalled[replica] = self._draining[replica] = False
         self.index.forget(replica)
         self._adapter_keys[replica] = {}
         lost = self.requests_of(replica)
@@ -125,9 +130,13 @@ class Balancer:
         """The ids of a replica's unfinished requests."""
         return [request_id for request_id, owner in self._replica_of.items() if owner == replica]
 
+    def num_requests(self, replica: int) -> int:
+        """How many unfinished requests a replica has."""
+        return self.loads.replicas[replica].num_in_flight
+
     def has_seat(self, replica: int) -> bool:
         """Whether a request sent to a replica now would be admitted at once."""
-        return self.is_up(replica) and bool(self.loads.seats[replica] > 0)
+        return self.is_up(replica) and not self._draining[replica] and bool(self.loads.seats[replica] > 0)
 
     def ended(self, request_id: str) -> None:
         """A request has ended, for whatever reason. Unknown ids are ignored."""
@@ -157,13 +166,14 @@ class Balancer:
         self, request_id: str, num_tokens: int, cached: np.ndarray | None, adapter: str | None, rank: int | None
     ) -> int:
         loads = self.loads
-        allowed = loads.is_up & ~self._stalled if self._stalled.any() else loads.is_up
-        allowed = allowed if allowed.any() else loads.is_up
+        takes = loads.is_up & ~self._draining
+        allowed = takes & ~self._stalled
+        allowed = allowed if allowed.any() else takes
         uncached = num_tokens if cached is None else num_tokens - np.minimum(cached, num_tokens - 1)
         if rank is not None:
             replica = self._checked(rank)
-        elif not loads.is_up.any():
-            raise EngineDeadError("no replica of the engine is up")
+        elif not takes.any():
+            raise EngineDeadError("no replica of the engine takes requests")
         elif self.policy == "cache_aware":
             replica = self._best(uncached, adapter, allowed)
         elif self.policy == "least_loaded":
@@ -180,6 +190,8 @@ class Balancer:
             raise InvalidRequestError(f"{_RANK} is {rank}, must be 0 to {self.num_replicas - 1}", _RANK)
         if not self.is_up(rank):
             raise EngineDeadError(f"replica {rank} is down; leave out {_RANK} to let another serve")
+        if self._draining[rank]:
+            raise EngineDeadError(f"replica {rank} is being stopped; leave out {_RANK} to let another serve")
         return rank
 
     def _best(self, uncached: "np.ndarray | int", adapter: str | None, allowed: np.ndarray) -> int:

@@ -83,7 +83,7 @@ def _drafter(options: SpeculativeConfig, config: EngineConfig, target: ModelConf
         **acceptance,
     }
     if options.method == "mtp":
-        return mtp.make(target_directory, target, load_format=given.load_format, **fields)
+        return mtp.make(target_directory, target, tensor_parallel_size=size, load_format=given.load_format, **fields)
     assert options.model is not None
     directory = resolve_model(options.model, options.revision, given.download_dir)
     fields["load_format"] = "dummy" if given.load_format == "dummy" else "auto"

@@ -22,7 +22,7 @@ from jaxllm.layers.step import Step
 from jaxllm.loaders.dummy import dummy_weights
 from jaxllm.loaders.load import load_checkpoint
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import Norm
+from jaxllm.model_parts import Layer, MoE, Norm
 from jaxllm.parallel.shards import Shards
 from jaxllm.progress import Progress, bytes_loaded
 from jaxllm.runner.drafter import Drafting
@@ -75,7 +75,7 @@ class MultiTokenPrediction(HiddenStateDrafter):
         )
 
 
-def make(directory: Path, target: ModelConfig, **fields: Any) -> MultiTokenPrediction:
+def make(directory: Path, target: ModelConfig, *, tensor_parallel_size: int = 1, **fields: Any) -> MultiTokenPrediction:
     """The drafter that a target's checkpoint holds, with these fields. target: split over the devices. Raises ConfigError."""
     if not target.num_spare_layers:
         raise ConfigError(
@@ -84,15 +84,23 @@ def make(directory: Path, target: ModelConfig, **fields: Any) -> MultiTokenPredi
         )
     if fields.get("load_format") == "orbax":
         raise ConfigError("load_format is orbax, whose checkpoints have no layers for multi-token prediction; load safetensors")
-    config = _config(target)
+    config = _config(target, tensor_parallel_size)
     return MultiTokenPrediction(config=config, target=target, model=NextTokenLayer(config), directory=directory, **fields)
 
 
-def _config(target: ModelConfig) -> ModelConfig:
+def _config(target: ModelConfig, num_devices: int) -> ModelConfig:
     """One layer, the first behind the target's; all other tensors of the checkpoint are ignored."""
     names, first = target.names, target.num_layers
     others = [f"{target.layer_name(i)}." for i in range(first + target.num_spare_layers) if i != first]
     shared = [f"{target.layer_name(first)}.{name}." for name in ("embed_tokens", "shared_head.head")]
     outside = [f"{name}." for name in (names.embedding, names.head, target.norm.name)]
     names = replace(names, layer=target.layer_name(first), ignored=(*names.ignored, *others, *shared, *outside))
-    return replace(target, layers=(target.layers[-1],), names=names, num_spare_layers=0)
+    return replace(target, layers=(_without_copies(target.layers[-1], num_devices),), names=names, num_spare_layers=0)
+
+
+def _without_copies(layer: Layer, num_devices: int) -> Layer:
+    """With each expert once, if devices then have as many: tokens of a drafter's experts are not counted, so copies would lie idle."""
+    if not isinstance(layer.mlp, MoE):
+        return layer
+    part = replace(layer.mlp, num_redundant=0)
+    return layer if part.indivisible(num_devices) else replace(layer, mlp=part)

@@ -12,6 +12,7 @@ from scripts.fleet.engine import BLOCK_SIZE, BlockCache, FakeEngine, Job, StepCo
 from scripts.fleet.work import Chat, Clients, Work
 
 _CHAT, _TURN, _WAKE, _REPORT = range(4)
+_cpu = time.thread_time
 
 
 @dataclass
@@ -63,8 +64,6 @@ def simulate(
     seed: int = 0,
 ) -> Result:
     """Serve the work to its end. report_seconds: shortest time between two reports of an engine."""
-    clients = Clients(work, random.Random(seed))
-    front_rng = random.Random(seed + 1)
     engines = [FakeEngine(number, costs, BlockCache(costs.num_blocks), num_fronts) for number in range(num_replicas)]
     fronts = [
         Balancer(
@@ -80,50 +79,64 @@ def simulate(
     for front, engine in itertools.product(fronts, engines):
         front.set_up(engine.number)
     result = Result(policy, fronts=fronts, engines=engines)
-    chat_of: dict[int, Chat] = {}
-    ids = itertools.count()
-    events: list[tuple[float, int, int, object]] = [(clients.next_arrival(0.0), next(ids), _CHAT, None)]
-    cpu = time.thread_time
+    _Simulation(result, work, report_seconds, seed).run()
+    return result
 
-    def push(at: float, kind: int, thing: object) -> None:
-        heapq.heappush(events, (at, next(ids), kind, thing))
 
-    def send(chat: Chat, now: float) -> None:
-        front = front_rng.randrange(num_fronts) if num_fronts > 1 else 0
-        job, num_best = clients.turn(chat, now, front)
-        chat_of[job.number] = chat
+class _Simulation:
+    """What happens, in the order of time, between the fronts and engines of a result."""
+
+    def __init__(self, result: Result, work: Work, report_seconds: float, seed: int):
+        self._result, self._work, self._report_seconds = result, work, report_seconds
+        self._clients = Clients(work, random.Random(seed))
+        self._front_rng = random.Random(seed + 1)
+        self._chat_of: dict[int, Chat] = {}
+        """By the number of its job."""
+        self._ids = itertools.count()
+        self._events: list[tuple[float, int, int, Chat | FakeEngine | None]] = []
+
+    def run(self) -> None:
+        now = 0.0
+        self._push(self._clients.next_arrival(now), _CHAT)
+        while self._events:
+            now, _, kind, thing = heapq.heappop(self._events)
+            if isinstance(thing, FakeEngine):
+                if kind == _REPORT:
+                    self._report(thing, now)
+                elif thing.wakes_at == now:  # or it has been told to wake at another time
+                    self._wake(thing, now)
+            elif self._clients.num_made < self._work.num_requests:
+                self._send(thing or self._clients.new_chat(), now)
+                if kind == _CHAT:
+                    self._push(self._clients.next_arrival(now), _CHAT)
+        self._result.seconds = now
+        self._result.index_share = self._result.fronts[0].index.share
+
+    def _push(self, at: float, kind: int, thing: Chat | FakeEngine | None = None) -> None:
+        heapq.heappush(self._events, (at, next(self._ids), kind, thing))
+
+    # A request
+
+    def _send(self, chat: Chat, now: float) -> None:
+        """A client asks; a front chooses the engine."""
+        fronts, result = self._result.fronts, self._result
+        front = self._front_rng.randrange(len(fronts)) if len(fronts) > 1 else 0
+        job, num_best = self._clients.turn(chat, now, front)
+        self._chat_of[job.number] = chat
         keys = job.keys[: job.num_prompt_tokens // BLOCK_SIZE]
-        began = cpu()
-        engine = engines[fronts[front].choose_by_keys(str(job.number), job.num_prompt_tokens, keys)]
-        result.routing_seconds += cpu() - began
+        began = _cpu()
+        engine = result.engines[fronts[front].choose_by_keys(str(job.number), job.num_prompt_tokens, keys)]
+        result.routing_seconds += _cpu() - began
         result.num_best_tokens += num_best
         if engine.add(job, now):
-            after(engine, now)
+            self._note_step(engine, now)
 
-    def after(engine: FakeEngine, now: float) -> None:
-        """An engine has planned a step."""
-        push(engine.wakes_at, _WAKE, engine)
-        if engine.reports_at == float("inf"):
-            engine.reports_at = max(now, engine.reported_at + report_seconds)
-            push(engine.reports_at, _REPORT, engine)
-
-    def wake(engine: FakeEngine, now: float) -> None:
-        engine.wake(now)
-        for job in engine.started:
-            job.first_token_seconds = now - job.arrived
-            clients.first_token(chat_of[job.number])
-        for job in engine.finished:
-            finish(job, now)
-        if engine.wakes_at < float("inf"):
-            after(engine, now)
-        elif engine.reports_at == float("inf"):
-            engine.reports_at = max(now, engine.reported_at + report_seconds)
-            push(engine.reports_at, _REPORT, engine)
-
-    def finish(job: Job, now: float) -> None:
-        began = cpu()
-        fronts[job.front].ended(str(job.number))
-        result.routing_seconds += cpu() - began
+    def _finish(self, job: Job, now: float) -> None:
+        """An answer is whole: count it, and have its client think about the next turn."""
+        result = self._result
+        began = _cpu()
+        result.fronts[job.front].ended(str(job.number))
+        result.routing_seconds += _cpu() - began
         result.num_requests += 1
         if result.num_requests % 100_000 == 0:
             print(f"{result.num_requests} requests, {now:.0f} s simulated", file=sys.stderr)
@@ -134,43 +147,50 @@ def simulate(
         if job.num_output_tokens > 1:
             decoding = now - job.arrived - job.first_token_seconds
             result.token_seconds.append(decoding / (job.num_output_tokens - 1))
-        chat = chat_of.pop(job.number)
-        pause = clients.ended(chat, job)
-        if pause is not None and clients.num_made < work.num_requests:
-            push(now + pause, _TURN, chat)
+        chat = self._chat_of.pop(job.number)
+        pause = self._clients.ended(chat, job)
+        if pause is not None and self._clients.num_made < self._work.num_requests:
+            self._push(now + pause, _TURN, chat)
 
-    def report(engine: FakeEngine, now: float) -> None:
+    # An engine
+
+    def _note_step(self, engine: FakeEngine, now: float) -> None:
+        """An engine has planned a step."""
+        self._push(engine.wakes_at, _WAKE, engine)
+        self._plan_report(engine, now)
+
+    def _plan_report(self, engine: FakeEngine, now: float) -> None:
+        if engine.reports_at == float("inf"):
+            engine.reports_at = max(now, engine.reported_at + self._report_seconds)
+            self._push(engine.reports_at, _REPORT, engine)
+
+    def _wake(self, engine: FakeEngine, now: float) -> None:
+        """A step has ended."""
+        engine.wake(now)
+        for job in engine.started:
+            job.first_token_seconds = now - job.arrived
+            self._clients.first_token(self._chat_of[job.number])
+        for job in engine.finished:
+            self._finish(job, now)
+        if engine.wakes_at < float("inf"):
+            self._note_step(engine, now)
+        else:
+            self._plan_report(engine, now)
+
+    def _report(self, engine: FakeEngine, now: float) -> None:
+        """Every front gets an engine's load, and what is new in its cache."""
+        result = self._result
         engine.reports_at, engine.reported_at = float("inf"), now
         news, stats = engine.cache.take_news(), engine.stats()
-        for number, front in enumerate(fronts):
-            began = cpu()
+        for number, front in enumerate(result.fronts):
+            began = _cpu()
             if news is not None:
                 front.note_news(engine.number, news)
-            noted = cpu()
+            noted = _cpu()
             front.note_load(engine.number, stats, engine.num_received[number])
             if not number:
                 result.news_seconds += noted - began
-                result.load_seconds += cpu() - noted
+                result.load_seconds += _cpu() - noted
         result.num_reports += 1
         if news is not None:
             result.num_news_blocks += (len(news.stored) + len(news.removed)) // 8
-
-    now = 0.0
-    while events:
-        now, _, kind, thing = heapq.heappop(events)
-        if kind == _WAKE:
-            assert isinstance(thing, FakeEngine)
-            if thing.wakes_at == now:  # or it has been told to wake at another time
-                wake(thing, now)
-        elif kind == _REPORT:
-            assert isinstance(thing, FakeEngine)
-            report(thing, now)
-        elif clients.num_made < work.num_requests:
-            if isinstance(thing, Chat):
-                send(thing, now)
-            else:
-                send(clients.new_chat(), now)
-                push(clients.next_arrival(now), _CHAT, None)
-    result.seconds = now
-    result.index_share = fronts[0].index.share
-    return result

@@ -354,6 +354,29 @@ def test_every_request_hears_of_the_engine_s_end_at_once(model_directory: Path) 
     run(main())
 
 
+def test_an_engine_that_drains_ends_once_every_front_has_let_it_go(model_directory: Path) -> None:
+    async def work() -> None:
+        with served(model_directory) as engine:
+            async with engine.front() as llm, engine.front(1) as other:
+                client = other._core._client  # type: ignore[attr-defined]
+                client.on_draining = lambda: None
+                answers = await begun(llm, request_id="a"), await begun(other, request_id="b")
+                client.drain()
+                await until(lambda: client.is_draining)
+                late = engine.client(2)
+                await llm.abort("a")
+                assert await answers[0]
+                assert await text_of(other, request_id="c"), "what a front sends before it lets go is answered"
+                await other.abort("b")
+                assert await answers[1] and engine.process.poll() is None
+                client.let_go()
+                await until(lambda: engine.process.poll() is not None)
+                assert engine.process.returncode == 0 and not late.is_ready
+                late.close()
+
+    run(work())
+
+
 def test_a_fatal_step_is_told_and_ends_the_process(model_directory: Path) -> None:
     async def main() -> None:
         with served(model_directory) as engine:

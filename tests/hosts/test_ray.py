@@ -88,18 +88,20 @@ def test_a_cluster_that_is_too_small_is_named(cluster, monkeypatch):
         with_ray.start(EngineConfig.from_options(**options), follow)
 
 
-def test_replicas_on_a_host_that_ray_starts_come_back_when_it_is_lost(cluster, tmp_path, monkeypatch):
+def test_replicas_on_a_host_that_ray_starts_come_back_when_it_is_lost_or_told_to_stop(cluster, tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     model = write_tokenizer(tmp_path)
     options = {"served_model_name": ["model"], "web": False, "max_num_seqs": 64, "data_parallel_size": 2, "nnodes": 2}
     options = {**options, "distributed_executor_backend": "ray", "distributed_timeout_seconds": 60}
     with serving(model, tmp_path, **options) as server, server.wait_ready().client() as client:
-        for _ in range(2):
+        for number in (signal.SIGKILL, signal.SIGTERM):
             reply = client.post("/v1/completions", json=SHORT, headers={"X-data-parallel-rank": "1"})
             assert reply.status_code == 200, reply.text
             [actor] = children("ray::FollowerActor.run")
-            os.kill(actor, signal.SIGKILL)
+            os.kill(actor, number)
             wait_until(lambda: states(client) == ["serving", "down"], "nobody noticed", MOST_SECONDS)
+            is_told = "host 1" in server.log() and "is being stopped: running requests of replica 1 may end" in server.log()
+            assert is_told == (number == signal.SIGTERM)
             assert client.post("/v1/completions", json=SHORT).status_code == 200
             wait_until(lambda: states(client) == ["serving", "serving"], "it did not come back")
         server.process.send_signal(signal.SIGTERM)

@@ -2,8 +2,12 @@
 
 import concurrent.futures
 import contextlib
+import json
 import os
+import random
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +19,11 @@ from jaxllm import env
 from tests.helpers import engines, goldens
 from tests.helpers.serve_processes import ServerProcess, free_port, serving, wait_until
 from tests.helpers.tiny_tokenizers import write_tokenizer
-from tests.server.test_replicas import SHORT, _endless, by_replica, states
+from tests.server.test_replicas import ENDLESS, SHORT, _endless, _post, by_replica, states
 
 pytestmark = pytest.mark.slow
+
+LONG = {**ENDLESS, "stream": False, "max_tokens": 3000}
 
 OPTIONS: dict[str, Any] = {
     "served_model_name": ["model"],
@@ -109,6 +115,81 @@ def ends_of_streams(first: ServerProcess, client: httpx.Client, kill: Callable[[
         kill()
         wait_until(lambda: "down" in states(client), "nobody noticed", 5)
         return {rank: stream.result(60) for rank, stream in streams.items()}
+
+
+def test_a_host_that_is_told_to_stop_lets_its_requests_end_and_the_next_one_joins(model: Path, tmp_path: Path) -> None:
+    """A restart under load costs no request. Those that outlast their time run elsewhere if nothing of them was told, and a second
+    signal ends the host at once."""
+    options = {"master_port": free_port(), "data_parallel_size": 2}
+    with (
+        host(0, model, tmp_path, **options) as first,
+        concurrent.futures.ThreadPoolExecutor(8) as pool,
+        contextlib.ExitStack() as on_exit,
+    ):
+        is_over = threading.Event()
+        on_exit.callback(is_over.set)
+        with host(1, model, tmp_path, **options) as second, first.wait_ready().client() as client:
+            loads = [pool.submit(ask, first, seed, is_over) for seed in range(6)]
+            runs = threading.Event()
+            long = pool.submit(num_streamed, first, runs)
+            assert runs.wait(60)
+            children = second.children()
+            second.process.send_signal(signal.SIGTERM)
+            wait_until(lambda: states(client)[1] == "draining", "host 0 does not say so")
+            assert state_in_metrics(client, "1") == "draining"
+            refused = client.post("/v1/completions", json=SHORT, headers={"X-data-parallel-rank": "1"})
+            assert refused.status_code == 503
+            assert long.result(60) == LONG["max_tokens"]
+            assert second.end() == 0
+            second.assert_nothing_left(children)
+            assert states(client) == ["serving", "down"]
+        for num_signals, seconds in ((1, 0.3), (2, 30.0)):
+            with host(1, model, tmp_path, **options, shutdown_timeout=seconds) as second, first.client() as client:
+                wait_until(lambda: states(client) == ["serving"] * 2, "it does not join")
+                if not is_over.is_set():
+                    is_over.set()
+                    answers = [answer for load in loads for answer in load.result(60)]
+                    assert len(answers) > 50 and set(answers) == {0}, answers
+                    assert "Traceback" not in first.log() and "ERROR" not in first.log(), first.log()
+                stream, quiet = pool.submit(_endless, first, "1"), pool.submit(_post, first, LONG, "1")
+                wait_until(lambda: by_replica(client, "num_requests_running")["1"] == 2, "they do not run")
+                for _ in range(num_signals):
+                    second.process.send_signal(signal.SIGTERM)
+                    time.sleep(0.1)
+                assert second.end(5) == (0 if num_signals == 1 else 128 + signal.SIGTERM)
+                assert stream.result(60) == "replica_lost"
+                if num_signals == 1:
+                    assert quiet.result(60).json()["usage"]["completion_tokens"] == LONG["max_tokens"]
+
+
+def ask(first: ServerProcess, seed: int, is_over: threading.Event) -> list[Any]:
+    """Requests one after another: the tokens that each lacks, or its error."""
+    rng, lacking = random.Random(seed), []
+    with first.client() as client:
+        while not is_over.is_set():
+            count = rng.randrange(1, 600)
+            reply = client.post("/v1/completions", json={**LONG, "max_tokens": count})
+            lacking.append(count - reply.json()["usage"]["completion_tokens"] if reply.status_code == 200 else reply.text)
+    return lacking
+
+
+def num_streamed(first: ServerProcess, runs: threading.Event) -> int:
+    """Stream from replica 1. The number of tokens that came."""
+    body = {**LONG, "stream": True, "return_token_ids": True}
+    num_tokens = 0
+    headers = {"X-data-parallel-rank": "1"}
+    with first.client() as client, client.stream("POST", "/v1/completions", json=body, headers=headers) as reply:
+        for line in reply.iter_lines():
+            runs.set()
+            if line.startswith("data: {"):
+                num_tokens += sum(len(choice["token_ids"]) for choice in json.loads(line[6:])["choices"])
+    return num_tokens
+
+
+def state_in_metrics(client: httpx.Client, rank: str) -> str:
+    lines = [line for line in client.get("/metrics").text.splitlines() if line.startswith("jaxllm:replica_state{")]
+    [found] = [line for line in lines if f'engine="{rank}"' in line and line.endswith(" 1.0")]
+    return found.split('state="')[1].split('"')[0]
 
 
 def test_a_host_that_cannot_start_its_replicas_fails_the_start(model: Path, tmp_path: Path) -> None:

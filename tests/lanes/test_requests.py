@@ -5,34 +5,22 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from llguidance import LLMatcher
 
 from jaxllm.engine.fault_points import injected
 from jaxllm.errors import InvalidRequestError
-from jaxllm.request import FinishReason, Grammar
-from tests.helpers import engines, goldens
+from jaxllm.request import FinishReason
+from tests.helpers import engines, every_kind, goldens
+from tests.helpers.every_kind import check
 from tests.lanes.conftest import NAME
 
 PROMPTS = [result.prompt for result in goldens.golden(NAME).results]
-NUM_TOKENS = 24
-SMALL_LETTERS = Grammar(LLMatcher.grammar_from_lark("start: /[a-z]{30,60}/"))
-SEEDED = {"temperature": 1.0, "seed": 7}
 
 
-def requests(num_tokens=NUM_TOKENS):
-    """More than run at a time."""
-    grammar = engines.request("grammar", PROMPTS[5], max_tokens=num_tokens, **SEEDED)
-    return [
-        engines.request("greedy", PROMPTS[0], max_tokens=num_tokens),
-        engines.request("seeded", PROMPTS[1], max_tokens=num_tokens, **SEEDED),
-        engines.request("logprobs", PROMPTS[2], max_tokens=num_tokens, logprobs=2, **SEEDED),
-        replace(grammar, grammar=SMALL_LETTERS),
-        engines.request("penalties", PROMPTS[3], max_tokens=num_tokens, presence_penalty=0.5, repetition_penalty=1.2, **SEEDED),
-        engines.request("prompt logprobs", PROMPTS[4] * 3, max_tokens=num_tokens, prompt_logprobs=1),
-        engines.request("one token", PROMPTS[0] * 2, max_tokens=1),
-        engines.pooling_request("vector", PROMPTS[1]),
-        replace(grammar, request_id="grammar 2", prompt_token_ids=PROMPTS[2], grammar=SMALL_LETTERS),
-    ]
+def requests():
+    """Two grammars, so that both lanes have one."""
+    found = every_kind.requests(PROMPTS)
+    (grammar,) = [each for each in found if each.request_id == "grammar"]
+    return [*found, replace(grammar, request_id="grammar 2", prompt_token_ids=PROMPTS[2])]
 
 
 def pinned(request, lane):
@@ -53,19 +41,6 @@ def core(two_lanes):
     two_lanes.wake_up()
 
 
-def check(found, expected):
-    for name, answer in found.items():
-        wanted = expected[name]
-        assert answer.tokens == wanted.tokens, name
-        for a, b in ((answer.logprobs, wanted.logprobs), ([answer.prompt_logprobs], [wanted.prompt_logprobs])):
-            for got, want in zip(a, b, strict=True):
-                if want is not None:
-                    np.testing.assert_array_equal(got.token_ids, want.token_ids)
-                    np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-4)
-        if wanted.pooled is not None:
-            np.testing.assert_allclose(answer.pooled, wanted.pooled, atol=1e-4)
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -79,13 +54,7 @@ def check(found, expected):
 )
 def test_requests_of_every_kind_have_the_answers_of_one_device(core, expected, options):
     """More and fewer steps in flight, prompts in chunks, requests preempted, and one at a time in each lane."""
-    engines.reschedule(core, **options)
-    check(engines.run(core, requests()), expected)
-    is_short = "num_blocks" in options
-    assert (core.stats().num_preemptions > 0) == is_short
-    before = core.stats().prefix_cache_hits
-    check(engines.run(core, requests()), expected)
-    assert core.stats().prefix_cache_hits > before or is_short
+    every_kind.check_twice(core, requests, expected, **options)
 
 
 @pytest.mark.parametrize("lane", [0, 1])
@@ -139,10 +108,7 @@ def test_a_request_goes_where_its_prompt_is_cached_else_where_less_is_queued(cor
 
 @pytest.mark.parametrize("faults", ["step:3:oom", "launch:3:oom", "draw:2:oom", "result:4:oom", "result:1:oom,launch:5:oom"])
 def test_after_failed_steps_every_request_has_the_tokens_it_would_have_had(core, expected, faults):
-    with injected(faults):
-        check(engines.run(core, requests()), expected)
-    assert core.stats().num_retried_steps > 0
-    core.check_integrity()
+    every_kind.check_after_failed_steps(core, requests, expected, faults)
 
 
 def test_an_error_ends_the_step_of_all_lanes(core, expected):
@@ -156,13 +122,7 @@ def test_an_error_ends_the_step_of_all_lanes(core, expected):
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_after_sleep_the_lanes_have_their_weights_and_caches_again(core, expected, level):
-    core.add_request(engines.request("running", PROMPTS[0], max_tokens=NUM_TOKENS))
-    core.step()
-    core.sleep(level)
-    assert not core.runner.params and not core.runner.caches
-    assert {news.finish_reason for news in core.step()} == {FinishReason.ABORT}
-    core.wake_up()
-    check(engines.run(core, requests()), expected)
+    every_kind.check_after_sleep(core, requests, expected, level)
 
 
 def test_a_pause_keeps_the_requests_of_all_lanes(core, expected):

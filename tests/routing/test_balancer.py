@@ -182,6 +182,26 @@ def test_replicas_go_down_and_come_up():
     assert balancer.loads.replicas[1].num_in_flight == 0
 
 
+def test_a_replica_that_drains_keeps_its_requests_and_gets_no_more():
+    balancer = make_balancer()
+    chat = make_request("chat", list(range(400)))
+    balancer.note_news(1, news_of(chat))
+    assert balancer.choose(chat) == 1
+    balancer.set_draining(1)
+    assert {balancer.choose(make_request(i, chat.prompt_token_ids)) for i in range(6)} == {0, 2}
+    assert not balancer.has_seat(1) and balancer.replica_of("chat") == 1 and balancer.num_requests(1) == 1
+    with pytest.raises(EngineDeadError, match="replica 1 is being stopped"):
+        balancer.choose(chat, rank=1)
+    balancer.ended("chat")
+    assert balancer.num_requests(1) == 0
+    for replica in (0, 2):
+        balancer.set_draining(replica)
+    with pytest.raises(EngineDeadError, match="no replica of the engine takes requests"):
+        balancer.choose(chat)
+    balancer.set_up(1)
+    assert balancer.choose(chat) == 1
+
+
 def test_requests_with_an_adapter_find_the_blocks_of_its_registration_at_each_replica():
     balancer = make_balancer()
     request = make_request("a", list(range(2400)), adapter="sql")

@@ -7,19 +7,21 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.launch import socket_directory
 from jaxllm.engine.messages import EngineStart
 from jaxllm.errors import ConfigError, EngineDeadError
+from jaxllm.framing import ClosedError, WireError
 from jaxllm.log import logger
 from jaxllm.replicas.devices import environments, ranks_here
 from jaxllm.replicas.hosts import wire
 from jaxllm.replicas.hosts.far import Bridge
 from jaxllm.replicas.hosts.identity import identity
 from jaxllm.replicas.hosts.near import names_of, of_one_host
-from jaxllm.replicas.hosts.wire import Challenge, ClosedError, Failed, Hello, Link, Refused, Welcome, WireError
+from jaxllm.replicas.hosts.wire import Challenge, Failed, Hello, Link, Refused, Stopping, Welcome
 from jaxllm.replicas.processes import EngineProcess, EngineProcesses
 
 EXIT_LOST = 1
@@ -28,29 +30,31 @@ _LAST_SECONDS = 1.0
 
 
 class ReplicaHost:
-    """This host of several. `start`: parameters of its engine processes, but for what differs among them."""
+    """This host of several. `start`: parameters of its engine processes, but for what differs among them; `drain_seconds`: the time that
+    running requests get to end after a signal."""
 
-    def __init__(self, config: EngineConfig, start: EngineStart):
+    def __init__(self, config: EngineConfig, start: EngineStart, drain_seconds: float):
         self._config, self._options = config, config.parallel
         self._found = identity(config)
         self._environments = dict(zip(ranks_here(config.parallel), environments(config.parallel), strict=True))
-        self._start = start
+        self._start, self._drain_seconds = start, drain_seconds
         self._began = time.monotonic()
 
     async def run(self) -> int:
-        """Serve host 0 until that ends. Returns the exit code; raises ConfigError or EngineDeadError if this host cannot start, or its
-        replicas have all ended."""
-        self._stopping, self._signal = asyncio.Event(), 0
+        """Serve host 0 until that ends, or a signal comes. Returns the exit code; raises ConfigError or EngineDeadError if this host cannot
+        start, or its replicas have all ended."""
+        self._leaving, self._stopping, self._signal = asyncio.Event(), asyncio.Event(), 0
+        """Set when no replica is to be started again, and when all are to end at once."""
         self._failure: str | None = None
         self._have_served = False
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._take_signal, number)
         connecting = asyncio.ensure_future(connect(self._config, self._found))
-        if not await self._or_stopped(connecting):
+        if not await _unless(self._leaving, connecting):
             return 128 + self._signal
         link = connecting.result()
         with socket_directory() as directory:
-            self._engines = EngineProcesses(self._start, directory, self._environments, self._stopping, client_index=0)
+            self._engines = EngineProcesses(self._start, directory, self._environments, self._leaving, client_index=0)
             try:
                 return await self._serve(link)
             finally:
@@ -60,12 +64,12 @@ class ReplicaHost:
         link.begin()
         self._engines.start_all()
         self._bridge = Bridge(link, {engine.rank: engine.directory for engine in self._engines.each})
-        watchers = [asyncio.create_task(self._watch(engine)) for engine in self._engines.each]
-        watchers.append(asyncio.create_task(self._tell_when_ready()))
+        watchers = {engine.rank: asyncio.create_task(self._watch(engine)) for engine in self._engines.each}
+        others = [asyncio.create_task(self._tell_when_ready()), asyncio.create_task(self._leave(link, watchers))]
         serving = asyncio.create_task(self._bridge.run())
         code = 0
         try:
-            if await self._or_stopped(serving):
+            if await _unless(self._stopping, serving):
                 reason = serving.result()
                 code = EXIT_LOST if reason else 0
                 logger.log(
@@ -73,13 +77,13 @@ class ReplicaHost:
                 )
             else:
                 link.send(Failed(self._failure or f"it was stopped ({signal.Signals(self._signal).name})"))
-                code = 128 + self._signal
+                code = 0 if self._have_served else 128 + self._signal
         except WireError as error:
             logger.error("host 0 is lost: %s; host %d ends", error, self._options.node_rank)
             code = EXIT_LOST
-        self._stopping.set()
-        for watcher in watchers:
-            watcher.cancel()
+        self._stop()
+        for task in (*watchers.values(), *others):
+            task.cancel()
         await self._bridge.close()
         await link.close(within_seconds=_LAST_SECONDS)
         await self._engines.end_all()
@@ -87,16 +91,17 @@ class ReplicaHost:
             raise EngineDeadError(self._failure)
         return code
 
-    async def _or_stopped(self, work: "asyncio.Future[Any]") -> bool:
-        """Wait for it, and return True, or until this host is to end. Raises its error."""
-        stop = asyncio.ensure_future(self._stopping.wait())
-        await asyncio.wait((work, stop), return_when=asyncio.FIRST_COMPLETED)
-        stop.cancel()
-        if not work.done():
-            work.cancel()
-            return False
-        work.result()
-        return True
+    async def _leave(self, link: Link, watchers: "Mapping[int, asyncio.Task[None]]") -> None:
+        """Once told to, let the requests end that this host's replicas have, while they get no more. Then stop."""
+        await self._leaving.wait()
+        if self._have_served and not self._stopping.is_set():
+            name = signal.Signals(self._signal).name
+            logger.info("%s: running requests have %g s to end; a second signal stops at once", name, self._drain_seconds)
+            link.send(Stopping())
+            drained = [watchers[engine.rank] for engine in self._engines.each if engine.drain()]
+            if drained and (await asyncio.wait(drained, timeout=self._drain_seconds))[1]:
+                logger.warning("some requests did not end within %g s", self._drain_seconds)
+        self._stopping.set()
 
     async def _watch(self, engine: EngineProcess) -> None:
         """Wait until an engine process ends, tell host 0, and start it again, unless that happens too often; without any replica this
@@ -106,10 +111,12 @@ class ReplicaHost:
             if self._stopping.is_set():
                 return None
             self._bridge.engine_ended(engine.rank, f"{error}{engine.describe_end()}")
+            if self._leaving.is_set():
+                return None
             if not self._have_served:
                 return self._fail(f"replica {engine.rank}: {error}{engine.describe_end()}")
             often = await self._engines.start_again(engine, error)
-            if self._stopping.is_set():
+            if self._leaving.is_set():
                 return None
             if often is not None:
                 if any(other.pid is not None for other in self._engines.each):
@@ -130,14 +137,30 @@ class ReplicaHost:
 
     def _fail(self, reason: str) -> None:
         self._failure = self._failure or reason
+        self._stop()
+
+    def _stop(self) -> None:
+        self._leaving.set()
         self._stopping.set()
 
     def _take_signal(self, number: signal.Signals) -> None:
-        """Stop; a second signal stops at once: the engine processes end with this one."""
-        if self._stopping.is_set():
+        """Leave; a second signal ends this host at once: the engine processes end with this one."""
+        if self._leaving.is_set():
             os._exit(128 + number)
         self._signal = number
-        self._stopping.set()
+        self._leaving.set()
+
+
+async def _unless(stop: asyncio.Event, work: "asyncio.Future[Any]") -> bool:
+    """Wait for it, and return True, or until the event. Raises its error."""
+    stopped = asyncio.ensure_future(stop.wait())
+    await asyncio.wait((work, stopped), return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if not work.done():
+        work.cancel()
+        return False
+    work.result()
+    return True
 
 
 async def connect(config: EngineConfig, found: dict[str, str]) -> Link:
@@ -184,15 +207,15 @@ async def connect(config: EngineConfig, found: dict[str, str]) -> Link:
     return link
 
 
-def serve_replicas(config: EngineConfig, **more: Any) -> int:
+def serve_replicas(config: EngineConfig, *, drain_seconds: float, **more: Any) -> int:
     """Be host `config.parallel.node_rank` of several with replicas; `more` are fields of the EngineStart of its processes. Returns the
-    exit code.
+    exit code: 0 if host 0 was shut down, or a signal ended this host once it served.
 
     Raises ConfigError, ModelLoadError or EngineDeadError if this host cannot start, or its replicas end again and again.
     """
     start = EngineStart(of_one_host(config), "", num_replicas=config.parallel.num_replicas, has_clients_elsewhere=True, **more)
 
     async def run() -> int:
-        return await ReplicaHost(config, start).run()
+        return await ReplicaHost(config, start, drain_seconds).run()
 
     return asyncio.run(run())

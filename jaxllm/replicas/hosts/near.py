@@ -1,6 +1,7 @@
 """Host 0's side of replicas on other hosts: stands in for their engine processes, and carries what the fronts say to them."""
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from jaxllm.engine.messages import Dead, MessageError
 from jaxllm.engine.messages import Hello as FrontHello
 from jaxllm.engine.sockets import ENGINE_SOCKET, Outbox, is_client_name
 from jaxllm.errors import ConfigError, EngineDeadError
+from jaxllm.framing import WireError
 from jaxllm.hosts.identity import difference
 from jaxllm.hosts.listening import Started, listen
 from jaxllm.log import logger
@@ -36,8 +38,8 @@ from jaxllm.replicas.hosts.wire import (
     Leave,
     Link,
     Refused,
+    Stopping,
     Welcome,
-    WireError,
 )
 from jaxllm.replicas.processes import MAX_RESTARTS, RESTART_WINDOW_SECONDS
 
@@ -64,6 +66,8 @@ class _Host:
     name: str
     link: Link
     replicas: range
+    is_stopping: bool = False
+    """Whether it was told to end, and lets its requests end before."""
 
     def __str__(self) -> str:
         return f"host {self.number} ({self.name}, {self.link.peer})"
@@ -215,7 +219,8 @@ class ReplicasElsewhere:
             reason = f"{host} is dropped: what it sent could not be carried; the log says more"
         if self._hosts.get(host.number) is host:  # else this host ends
             del self._hosts[host.number]
-            logger.error("%s; until it is started again, %s down", reason, _are(host.replicas))
+            level = logging.INFO if host.is_stopping else logging.ERROR
+            logger.log(level, "%s; until it is started again, %s down", reason, _are(host.replicas))
             for rank in host.replicas:
                 self._stand_ins[rank].end_all(reason)
             self._fail_start(reason)
@@ -268,6 +273,10 @@ class ReplicasElsewhere:
             message = await host.link.receive()
             if isinstance(message, Failed):
                 return message.reason
+            if isinstance(message, Stopping):
+                host.is_stopping = True
+                logger.info("%s is being stopped: running requests of %s may end", host, names_of(host.replicas))
+                continue
             if not isinstance(message, (Frame, Ended)) or message.replica not in host.replicas:
                 raise WireError("it sent what only another host may send")
             stand_in = self._stand_ins[message.replica]

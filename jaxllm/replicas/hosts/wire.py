@@ -1,8 +1,8 @@
-"""Messages between hosts that have replicas each, and the connection that carries them: msgpack, each after its length.
+"""Messages between hosts that have replicas each, and the connection that carries them.
 
 Host 0 begins with `Challenge`; the other host answers `Hello` and gets `Welcome` or `Refused`. Then host 0 sends `Greet`, `Leave`,
-`Frame`, `Beat` and `End`, the other `Frame`, `Ended`, `Failed` and `Beat`. Nothing is encrypted. If both hosts have a token, each proves
-to the other that it knows it, without sending it.
+`Frame`, `Beat` and `End`, the other `Frame`, `Ended`, `Stopping`, `Failed` and `Beat`. Nothing is encrypted. If both hosts have a token,
+each proves to the other that it knows it, without sending it.
 """
 
 import asyncio
@@ -10,36 +10,22 @@ import hashlib
 import hmac
 import os
 import secrets
-import socket
-import struct
 from typing import Any
 
 import msgspec
 
-from jaxllm import env
+from jaxllm import env, framing
 from jaxllm.engine.messages import MAX_MESSAGE_BYTES
-from jaxllm.errors import JaxLLMError
+from jaxllm.framing import ClosedError, WireError
+from jaxllm.framing import Message as _Message
 from jaxllm.hosts.listening import BEAT_SECONDS, SILENCE_SECONDS
 
-PROTOCOL = 1
+PROTOCOL = 2
 PIECE_BYTES = 1 << 20
 """Longer frames are sent in pieces, between which heartbeats fit."""
 MAX_PIECE_BYTES = 4 << 20
 FIRST_SECONDS = 5.0
 """The longest wait for each of the first messages."""
-_LENGTH = struct.Struct(">I")
-
-
-class WireError(JaxLLMError):
-    """A connection between hosts is closed, or what came through it is no message."""
-
-
-class ClosedError(WireError):
-    """The connection is closed."""
-
-
-class _Message(msgspec.Struct, array_like=True):
-    pass
 
 
 class Challenge(_Message, tag="challenge"):
@@ -102,6 +88,10 @@ class Ended(_Message, tag="ended"):
     reason: str
 
 
+class Stopping(_Message, tag="stopping"):
+    """This host ends once the requests of its replicas have, or their time is over."""
+
+
 class Failed(_Message, tag="failed"):
     """This host ends."""
 
@@ -118,8 +108,7 @@ class End(_Message, tag="end"):
     reason: str = ""
 
 
-_encoder = msgspec.msgpack.Encoder()
-of_others: Any = msgspec.msgpack.Decoder(Hello | Frame | Ended | Failed | Beat)  # type: ignore[arg-type]
+of_others: Any = msgspec.msgpack.Decoder(Hello | Frame | Ended | Stopping | Failed | Beat)  # type: ignore[arg-type]
 of_host_0: Any = msgspec.msgpack.Decoder(Challenge | Welcome | Refused | Greet | Leave | Frame | Beat | End)  # type: ignore[arg-type]
 
 
@@ -132,8 +121,7 @@ class Link:
         self._heard = asyncio.get_running_loop().time()
         self._fault: str | None = None
         self._beats: asyncio.Task[None] | None = None
-        sock: socket.socket = writer.get_extra_info("socket")
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        framing.send_at_once(writer.get_extra_info("socket"))
         self.peer = str(writer.get_extra_info("peername")[0])
         """The address of the other end."""
 
@@ -144,10 +132,8 @@ class Link:
 
     def send(self, message: Any) -> None:
         """Send a message, soon. Nothing happens if the other end is gone: `receive` tells."""
-        if self._writer.is_closing():
-            return
-        body = _encoder.encode(message)
-        self._writer.write(_LENGTH.pack(len(body)) + body)
+        if not self._writer.is_closing():
+            self._writer.write(framing.frame(message, MAX_PIECE_BYTES))
 
     def send_frame(self, replica: int, client: str, data: bytes) -> None:
         """Send a Frame, in pieces."""
@@ -188,17 +174,12 @@ class Link:
 
     async def _receive(self) -> Any:
         try:
-            (size,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
-            if size > MAX_PIECE_BYTES:
-                raise WireError(f"a message of {size} bytes was announced, at most {MAX_PIECE_BYTES} are allowed")
+            size = framing.size_of(await self._reader.readexactly(framing.HEADER_BYTES), MAX_PIECE_BYTES)
             body = await self._reader.readexactly(size)
         except (EOFError, OSError) as error:
             raise ClosedError(self._fault or "the connection was closed") from error
         self._heard = asyncio.get_running_loop().time()
-        try:
-            return self._decoder.decode(body)
-        except (msgspec.MsgspecError, RecursionError, TypeError, ValueError, OverflowError) as error:
-            raise WireError(f"not a message of this protocol ({type(error).__name__}: {str(error)[:200]})") from error
+        return framing.decoded(self._decoder, body)
 
     async def _beat(self) -> None:
         while True:
