@@ -46,7 +46,6 @@ class Cable:
                 continue
             threading.Thread(target=_carry, args=(near, far, self._is_cut), daemon=True).start()
 
-
     def _connected(self) -> socket.socket | None:
         """A connection to host 0, which may be still starting."""
         until = time.monotonic() + _START_SECONDS
