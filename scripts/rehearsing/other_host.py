@@ -8,12 +8,14 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from scripts.soaking.processes import RUN, processes_below
 
 ROOT = Path(__file__).resolve().parents[2]
+_START_SECONDS = 60.0
 
 
 class Cable:
@@ -22,6 +24,8 @@ class Cable:
     def __init__(self, port: int):
         self._target = port
         self._is_cut = threading.Event()
+        self._was_there = False
+        """Whether host 0 has listened before."""
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listening.getsockname()[1])
         threading.Thread(target=self._accept, daemon=True).start()
@@ -36,12 +40,25 @@ class Cable:
     def _accept(self) -> None:
         while True:
             near, _ = self._listening.accept()
-            try:
-                far = socket.create_connection(("127.0.0.1", self._target))
-            except OSError:
+            far = self._connected()
+            if far is None:
                 near.close()
                 continue
             threading.Thread(target=_carry, args=(near, far, self._is_cut), daemon=True).start()
+
+    def _connected(self) -> socket.socket | None:
+        """A connection to host 0, which may be still starting."""
+        until = time.monotonic() + _START_SECONDS
+        while True:
+            try:
+                far = socket.create_connection(("127.0.0.1", self._target))
+            except OSError:
+                if self._was_there or time.monotonic() > until:
+                    return None
+                time.sleep(0.1)
+            else:
+                self._was_there = True
+                return far
 
 
 def _carry(near: socket.socket, far: socket.socket, is_cut: threading.Event) -> None:
