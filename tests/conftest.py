@@ -1,5 +1,6 @@
 """Tests run on eight virtual CPU devices. JAX reads its variables when it is first imported, which is after this file."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -20,6 +21,15 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     # `.ci/run` meet. `XLA_FLAGS= JAX_DISABLE_MOST_OPTIMIZATIONS=0` compiles the tests' programs as for a user.
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1")
+
+# Modules and collected tests stay, so garbage collection need not walk them: a quarter of the time of collecting tests.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
 
 # Searched inputs are the same in each run, however slow the machine is; `--hypothesis-profile default --hypothesis-seed 1` searches others.
 settings.register_profile(
