@@ -46,9 +46,14 @@ def children(name: str) -> list[int]:
     return found
 
 
-def test_ray_starts_the_other_host_and_its_death_ends_the_engine(cluster, directory):
+@pytest.mark.parametrize(
+    "layout",
+    [{"tensor_parallel_size": 4}, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "warmup": "background"}],
+    ids=["one mesh", "two stages"],
+)
+def test_ray_starts_the_other_host_and_its_death_ends_the_engine(cluster, directory, layout):
     options = {
-        "tensor_parallel_size": 4,
+        **layout,
         "nnodes": 2,
         "enable_lora": False,
         "distributed_executor_backend": "ray",
