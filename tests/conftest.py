@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from importlib.metadata import version
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -20,7 +21,11 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     # for a program: a third of the time. What XLA makes of a program before stays as it is, and so does what the real clients of
     # `.ci/run` meet. `XLA_FLAGS= JAX_DISABLE_MOST_OPTIMIZATIONS=0` compiles the tests' programs as for a user.
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-    os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1")
+    flags_of = {  # a version aborts at a flag that it does not know
+        "0.10": "--xla_cpu_parallel_codegen_split_count=1 --xla_cpu_use_fusion_emitters=false",
+        "0.11": "--xla_cpu_parallel_codegen_split_count=1",
+    }
+    os.environ.setdefault("XLA_FLAGS", flags_of.get(".".join(version("jaxlib").split(".")[:2]), ""))
 
 # Modules and collected tests stay, so garbage collection need not walk them: a quarter of the time of collecting tests.
 gc.disable()

@@ -55,7 +55,9 @@ def options_for(size: int) -> dict:
 
 def environment(size: int) -> dict[str, str]:
     # Quick to compile, not quick to run.
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={size} --xla_backend_optimization_level=0"
+    flags = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={size} --xla_backend_optimization_level=0"
+    )
     return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
