@@ -18,6 +18,7 @@ tensor_parallel  on 2 and 4 GPUs: starts with the default memory, twice in one p
                  mixed, preempted, from cached prefixes, after failed steps and sleep, with fp8 weights and cache; skipped on one GPU
 topologies       on 2 and 4 GPUs: one GPU's tokens with replicas, stages of a pipeline, whole experts and split tokens, also of
                  several GPUs each
+hosts            one GPU's tokens with an engine over 2 and 4 processes of `jax.distributed`, which may share a GPU
 
 The parts run as processes that share a GPU (--in-turn: one after the other in this process). "skip" is not "ok": the record says
 so too. Whatever is left out for lack of time has failed.

@@ -7,7 +7,18 @@ from collections.abc import Iterator
 from scripts.gpu_checks import Outcome
 from scripts.gpu_checks.jobs import Hello
 
-PARTS = ("tokens", "logits", "kernels", "collectives", "failures", "engine", "adapters", "tensor_parallel", "topologies")
+PARTS = (
+    "tokens",
+    "logits",
+    "kernels",
+    "collectives",
+    "failures",
+    "engine",
+    "adapters",
+    "tensor_parallel",
+    "topologies",
+    "hosts",
+)
 
 
 def outcomes(part: str, args: argparse.Namespace, until: float) -> Iterator[Outcome]:
@@ -61,6 +72,10 @@ def _outcomes(part: str, args: argparse.Namespace, until: float) -> Iterator[Out
         from scripts.gpu_checks import topologies
 
         yield from topologies.check(tiny=args.tiny, deadline=until)
+    elif part == "hosts":
+        from scripts.gpu_checks import hosts
+
+        yield from hosts.check(tiny=args.tiny, deadline=until)
     else:
         from scripts.gpu_checks import tokens
 

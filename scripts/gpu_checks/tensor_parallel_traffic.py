@@ -177,7 +177,14 @@ class _Run:
             llm.shutdown()
 
 
-def guarded(name: str, deadline: float, function: Callable[..., tuple[bool, str]], *args: Any, **options: Any) -> Outcome:
+def guarded(
+    name: str,
+    deadline: float,
+    function: Callable[..., tuple[bool, str]],
+    *args: Any,
+    most_seconds: float = LINE_SECONDS,
+    **options: Any,
+) -> Outcome:
     """What a function finds (passed, detail); an exception has failed, and so has what there is no time for or took too long."""
     begun = time.perf_counter()
     if begun > deadline:
@@ -187,7 +194,7 @@ def guarded(name: str, deadline: float, function: Callable[..., tuple[bool, str]
     except Exception as problem:
         return Outcome(name, False, first_line(problem, limit=1000))
     seconds = time.perf_counter() - begun
-    return Outcome(name, passed and seconds < LINE_SECONDS, f"{detail} ({seconds:.0f} s of at most {LINE_SECONDS:.0f})")
+    return Outcome(name, passed and seconds < most_seconds, f"{detail} ({seconds:.0f} s of at most {most_seconds:.0f})")
 
 
 @contextlib.contextmanager

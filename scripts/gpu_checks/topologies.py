@@ -56,13 +56,7 @@ def check(*, tiny: bool, deadline: float, layouts: tuple[Layout, ...] = LAYOUTS)
     num_devices = len(jax.devices())
     expected: dict[bool, Tokens] = {}
     with tempfile.TemporaryDirectory() as directory, _full_precision():
-        models = {}
-        for has_experts, shape in ((False, shapes.QWEN3_0_6B), (True, shapes.QWEN3_MOE)):
-            models[has_experts] = str(Path(directory, "experts" if has_experts else "dense"))
-            Path(models[has_experts]).mkdir()
-            # With random weights, a few layers already make every request's tokens its own.
-            sizes = {**shapes.tiny(shape), "num_hidden_layers": 4} if tiny else {**shape, "num_hidden_layers": 4}
-            Path(models[has_experts], "config.json").write_text(json.dumps(sizes))
+        models = write_models(Path(directory), tiny=tiny)
         for layout in layouts:
             if layout.num_devices > num_devices:
                 yield skip(layout.name, f"{num_devices} visible, {layout.num_devices} needed")
@@ -78,35 +72,63 @@ def check(*, tiny: bool, deadline: float, layouts: tuple[Layout, ...] = LAYOUTS)
 
 def _answer(model: str, options: dict[str, Any], expected: dict[bool, Tokens], key: bool, *, tiny: bool) -> tuple[bool, str]:
     """Greedy and seeded tokens equal `expected[key]`, which the first call of a key fills."""
-    count, num_tokens, rows = (6, 5, 4) if tiny else (48, 24, 32)
+    found = tokens_of(model, options, tiny=tiny)
+    return same(found, expected.setdefault(key, found))
+
+
+def same(found: Tokens, expected: Tokens) -> tuple[bool, str]:
+    """Whether two engines drew the same tokens, and for how many requests."""
+    equal = sum(a == b for a, b in zip(found, expected, strict=True))
+    return equal == len(expected), f"{equal} of {len(expected)} requests equal one device's"
+
+
+def tokens_of(model: str, options: dict[str, Any], *, tiny: bool) -> Tokens:
+    """Greedy and seeded tokens of an engine."""
+    count, num_tokens = (6, 5) if tiny else (48, 24)
     prompts = [[1 + (7 * i + j) % 60 for j in range(1 + 5 * i)] for i in range(count)]
     params = [
         SamplingParams(temperature=float(i % 2), seed=i, max_tokens=num_tokens - i % 3, ignore_eos=True, detokenize=False)
         for i in range(count)
     ]
-    num_batched = 32 if tiny else 512
-    llm = LLM(
-        model,
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        dtype="float32",
-        max_num_seqs=rows,
-        max_num_batched_tokens=num_batched,
-        decode_buckets=[rows],
-        token_buckets=[num_batched],
-        max_model_len=64 if tiny else 512,
-        num_gpu_blocks_override=65 if tiny else 1025,
-        warmup="lazy",
-        use_progress_bar=False,
-        **options,
-    )
+    llm = LLM(**engine_options(model, options, tiny=tiny))
     try:
         outputs = llm.generate(prompts, params, use_tqdm=False)  # type: ignore[arg-type]
-        found = [list(output.outputs[0].token_ids) for output in outputs]
+        return [list(output.outputs[0].token_ids) for output in outputs]
     finally:
         llm.shutdown()
-    equal = sum(a == b for a, b in zip(found, expected.setdefault(key, found), strict=True))
-    return equal == count, f"{equal} of {count} requests equal one device's"
+
+
+def engine_options(model: str, options: dict[str, Any], *, tiny: bool) -> dict[str, Any]:
+    """Of an engine with few programs."""
+    rows, num_batched = (4, 32) if tiny else (32, 512)
+    return {
+        "model": model,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "max_num_seqs": rows,
+        "max_num_batched_tokens": num_batched,
+        "decode_buckets": [rows],
+        "token_buckets": [num_batched],
+        "max_model_len": 64 if tiny else 512,
+        "num_gpu_blocks_override": 65 if tiny else 1025,
+        "warmup": "lazy",
+        "use_progress_bar": False,
+        **options,
+    }
+
+
+def write_models(directory: Path, *, tiny: bool) -> dict[bool, str]:
+    """A model without experts and one with them, by whether it has them: their configs, of a few layers."""
+    models = {}
+    for has_experts, shape in ((False, shapes.QWEN3_0_6B), (True, shapes.QWEN3_MOE)):
+        path = directory / ("experts" if has_experts else "dense")
+        path.mkdir()
+        # With random weights, a few layers already make every request's tokens its own.
+        sizes = {**(shapes.tiny(shape) if tiny else shape), "num_hidden_layers": 4}
+        (path / "config.json").write_text(json.dumps(sizes))
+        models[has_experts] = str(path)
+    return models
 
 
 @contextlib.contextmanager
