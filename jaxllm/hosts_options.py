@@ -21,16 +21,12 @@ def hosts_faults(flat: Mapping[str, Any]) -> list[str]:
     faults = []
     if rank >= num_hosts:
         faults.append(f"node_rank is {rank}, must be below nnodes, {num_hosts}: hosts count from 0")
-    if num_hosts > 1 and num_replicas > 1 and flat["enable_expert_parallel"]:
-        faults.append(
-            f"data_parallel_size is {num_replicas} and enable_expert_parallel is set, which makes one engine of {num_replicas} lanes, and "
-            "nnodes is set, but lanes lie on one host; leave one of them out"
-        )
-    elif num_hosts > 1 and num_replicas > 1:  # each of which lies whole on a host
+    if num_hosts > 1 and num_replicas > 1:
         if num_replicas % num_hosts:
+            parts = "lanes" if flat["enable_expert_parallel"] else "replicas"
             faults.append(
-                f"data_parallel_size is {num_replicas}, which {num_hosts} hosts (nnodes) cannot share equally; choose a multiple of "
-                f"{num_hosts}"
+                f"data_parallel_size is {num_replicas}, which {num_hosts} hosts (nnodes) cannot share equally, and {parts} lie whole on a "
+                f"host; choose a multiple of {num_hosts}"
             )
     elif num_hosts > 1:
         if has_stages_on_hosts(num_hosts, num_stages):
@@ -47,6 +43,11 @@ def hosts_faults(flat: Mapping[str, Any]) -> list[str]:
 def has_stages_on_hosts(num_hosts: int, num_stages: int) -> bool:
     """Whether the stages of a pipeline lie on several hosts: then host 0 has the last one, and another host the first."""
     return num_hosts > 1 and num_stages > 1
+
+
+def has_lanes_on_hosts(num_hosts: int, num_lanes: int) -> bool:
+    """Whether the lanes of an engine lie on several hosts, each with some of them."""
+    return num_hosts > 1 and num_lanes > 1
 
 
 def _stages_faults(flat: Mapping[str, Any]) -> list[str]:

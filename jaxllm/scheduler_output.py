@@ -1,6 +1,6 @@
 """The interface between scheduler and runner: a step's plan (`SchedulerOutput`) and its result (`ModelRunnerOutput`)."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 import numpy as np
@@ -111,3 +111,8 @@ class ModelRunnerOutput:
     """Requests that failed alone in this step, with the reason."""
     not_finite: set[str] = field(default_factory=set)
     """Requests for which the model computed logits or vectors that are not finite numbers."""
+
+    def add(self, other: "ModelRunnerOutput") -> None:
+        """Add the results of other requests in the same step."""
+        for each in fields(self):
+            getattr(self, each.name).update(getattr(other, each.name))

@@ -90,7 +90,6 @@ WITHOUT_JAX = {
     "jaxllm.pipeline.split",
     "jaxllm.context.refused",
     "jaxllm.lanes.options",
-    "jaxllm.lanes.plan",
     "jaxllm.lanes.scheduler",
     "jaxllm.routing",
     "jaxllm.replicas",

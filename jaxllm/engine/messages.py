@@ -333,7 +333,8 @@ def _decode(decoder: Any, frame: bytes) -> Any:
         raise MessageError(f"{len(frame)} bytes are no message: {type(error).__name__}: {str(error)[:200]}") from error
 
 
-def _encode_other(value: Any) -> Any:
+def encode_other(value: Any) -> Any:
+    """What msgpack sends in place of a numpy array or number."""
     if isinstance(value, np.ndarray):
         return (value.dtype.str, value.shape, value.tobytes())
     if isinstance(value, np.generic):
@@ -341,7 +342,8 @@ def _encode_other(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} cannot be sent")
 
 
-def _decode_other(kind: type, value: Any) -> Any:
+def decode_other(kind: type, value: Any) -> Any:
+    """The array that `encode_other` was given, read-only. Raises ValueError or TypeError if it is none."""
     if kind is not np.ndarray:
         raise TypeError(f"a {kind.__name__} cannot be received")
     dtype, shape, data = value
@@ -357,7 +359,7 @@ def _decode_other(kind: type, value: Any) -> Any:
     return np.frombuffer(data, dtype).reshape(shape)
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_other)
-_front_decoder: Any = msgspec.msgpack.Decoder(FrontMessage, dec_hook=_decode_other)  # type: ignore[arg-type]
-_engine_decoder: Any = msgspec.msgpack.Decoder(EngineMessage, dec_hook=_decode_other)  # type: ignore[arg-type]
+_encoder = msgspec.msgpack.Encoder(enc_hook=encode_other)
+_front_decoder: Any = msgspec.msgpack.Decoder(FrontMessage, dec_hook=decode_other)  # type: ignore[arg-type]
+_engine_decoder: Any = msgspec.msgpack.Decoder(EngineMessage, dec_hook=decode_other)  # type: ignore[arg-type]
 _start_decoder = msgspec.msgpack.Decoder(EngineStart)

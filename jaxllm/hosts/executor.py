@@ -9,10 +9,12 @@ import numpy as np
 
 from jaxllm.engine.executor import Executor, PendingCounts, PendingStep
 from jaxllm.errors import EngineDeadError
+from jaxllm.hosts import results
 from jaxllm.hosts.leader import Leader
 from jaxllm.hosts.sent_tokens import SentTokens
-from jaxllm.hosts.wire import PIECE_BYTES, Dispatch, Do, Draw, MoveExperts, Piece, TakeExpertTokens, WriteAdapter
-from jaxllm.hosts_options import has_stages_on_hosts
+from jaxllm.hosts.wire import PIECE_BYTES, Dispatch, DispatchLanes, Do, Draw, MoveExperts, Piece, TakeExpertTokens, WriteAdapter
+from jaxllm.hosts_options import has_lanes_on_hosts, has_stages_on_hosts
+from jaxllm.lanes_plan import LanesPlan
 from jaxllm.progress import Progress
 from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
@@ -33,6 +35,7 @@ class HostsExecutor:
         self._own, self._leader = own, leader
         options = leader.config.parallel
         self._tokens = SentTokens(leader) if has_stages_on_hosts(options.nnodes, options.pipeline_parallel_size) else None
+        self._has_lanes_elsewhere = has_lanes_on_hosts(options.nnodes, options.num_lanes)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="read-step")
         """Waits for devices, so that this thread can give up when a host is lost."""
 
@@ -40,11 +43,13 @@ class HostsExecutor:
 
     def dispatch(self, plan: SchedulerOutput) -> PendingStep:
         """See Executor."""
-        self._leader.send(Dispatch(plan))
+        is_drawn = not plan.masked_request_ids
+        others = self.expect_others() if is_drawn else None
+        self._leader.send(DispatchLanes([*plan.lanes], plan.step_id) if isinstance(plan, LanesPlan) else Dispatch(plan))
         step = self._run(self._own.dispatch, plan)
-        if self._tokens is not None and not plan.masked_request_ids:
+        if self._tokens is not None and is_drawn:
             self._tokens.send(step)
-        return _Step(step, self, is_drawn=not plan.masked_request_ids)
+        return _Step(step, self, others)
 
     def draw(self, step: PendingStep) -> None:
         """Send the masks of a step and sample."""
@@ -55,8 +60,12 @@ class HostsExecutor:
         if self._tokens is not None:
             self._tokens.send(step)
 
+    def expect_others(self) -> "list[Future[bytes]]":
+        """What other hosts send of their lanes, of the call that follows; nothing without lanes there."""
+        return self._leader.expect_results() if self._has_lanes_elsewhere else []
+
     def read(self, pending: "_Pending[T]") -> "Future[T]":
-        """Start to wait for a step, or for counts."""
+        """Start to wait for this host's part of a step, or of counts."""
         return self._reader.submit(pending.result)
 
     def wait_for(self, reading: "Future[T]") -> T:
@@ -135,8 +144,9 @@ class HostsExecutor:
 
     def take_expert_tokens(self) -> PendingCounts:
         """See Executor."""
+        others = self.expect_others()
         self._leader.send(TakeExpertTokens())
-        return _Counts(self._run(self._own.take_expert_tokens), self)
+        return _Counts(self._run(self._own.take_expert_tokens), self, others)
 
     def move_experts(self, layer: int, moves_2RN: np.ndarray, table_EC: np.ndarray) -> None:
         """See Executor."""
@@ -193,21 +203,24 @@ class HostsExecutor:
 class _Counts:
     """Tokens of experts on their way to host 0."""
 
-    def __init__(self, own: PendingCounts, executor: HostsExecutor):
-        self._own, self._executor = own, executor
+    def __init__(self, own: PendingCounts, executor: HostsExecutor, others: "list[Future[bytes]]"):
+        """others: of lanes that other hosts have."""
+        self._own, self._executor, self._others = own, executor, others
 
     def is_ready(self) -> bool:
-        return self._own.is_ready()
+        return self._own.is_ready() and all(other.done() for other in self._others)
 
     def result(self) -> np.ndarray:
-        return self._executor.wait_for(self._executor.read(self._own))
+        found = self._executor.wait_for(self._executor.read(self._own))
+        return sum((results.counts_of(self._executor.wait_for(other)) for other in self._others), start=found)
 
 
 class _Step:
     """A step in flight on all hosts."""
 
-    def __init__(self, own: PendingStep, executor: HostsExecutor, *, is_drawn: bool):
-        self._own, self._executor, self._is_drawn = own, executor, is_drawn
+    def __init__(self, own: PendingStep, executor: HostsExecutor, others: "list[Future[bytes]] | None"):
+        """others: of lanes that other hosts have; None: the step is not drawn yet."""
+        self._own, self._executor, self._others = own, executor, others
         self._reading: Future[ModelRunnerOutput] | None = None
 
     @property
@@ -230,12 +243,15 @@ class _Step:
         return self._own.drafts()
 
     def draw(self) -> None:
-        self._is_drawn = True
+        self._others = self._executor.expect_others()
         self._executor.draw(self._own)
 
     def result(self) -> ModelRunnerOutput:
+        if self._others is None:
+            raise RuntimeError("the step was never drawn")  # which is no failure
         if self._reading is None:
-            if not self._is_drawn:
-                raise RuntimeError("the step was never drawn")  # which is no failure
             self._reading = self._executor.read(self._own)
-        return self._executor.wait_for(self._reading)
+        found = self._executor.wait_for(self._reading)
+        for other in self._others:
+            found.add(results.step_of(self._executor.wait_for(other)))
+        return found

@@ -8,24 +8,27 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import numpy as np
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine import messages
-from jaxllm.engine.executor import Executor, PendingStep, TokenTaker
+from jaxllm.engine.executor import Executor, PendingCounts, PendingStep, TokenTaker
 from jaxllm.errors import ConfigError, JaxLLMError
 from jaxllm.framing import WireError
 from jaxllm.hosts import identity, process_group, wire
 from jaxllm.hosts.leader import NEWS_SECONDS, START_SILENCE_SECONDS
 from jaxllm.hosts.listening import BEAT_SECONDS, SILENCE_SECONDS
 from jaxllm.hosts.relay import Relay
+from jaxllm.hosts.results import SentResults
 from jaxllm.hosts.wire import (
     AllFacts,
     Beat,
     Connection,
     Dispatch,
+    DispatchLanes,
     Do,
     Done,
     Draw,
@@ -41,8 +44,12 @@ from jaxllm.hosts.wire import (
     Welcome,
     WriteAdapter,
 )
+from jaxllm.hosts_options import has_lanes_on_hosts
+from jaxllm.lanes_plan import LanesPlan
 from jaxllm.log import logger
+from jaxllm.scheduler_output import SchedulerOutput
 
+R = TypeVar("R", PendingStep, PendingCounts)
 CALLS = (
     "start_over",
     "keep_weights",
@@ -66,7 +73,7 @@ class Member:
         self._connection, self._rank = connection, rank
         self._has_ended = False
         self.calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        """Messages for the thread that runs them."""
+        """Messages for the thread that runs them, and errors that end it."""
 
     @classmethod
     def of(cls, config: EngineConfig, found: Mapping[str, str]) -> "Member":
@@ -187,8 +194,12 @@ class Follower:
 
     def __init__(self, executor: Executor, member: Member):
         self._executor, self._member = executor, member
-        self._in_flight: deque[PendingStep] = deque()
-        self._most_in_flight = _MAX_IN_FLIGHT + member.config.parallel.pipeline_parallel_size
+        options = member.config.parallel
+        has_lanes = has_lanes_on_hosts(options.nnodes, options.num_lanes)
+        self._results = SentResults(member.send, member.calls.put) if has_lanes else None
+        self._in_flight: deque[PendingStep | Future[None]] = deque()
+        """Steps that were drawn, or what sends their results."""
+        self._most_in_flight = _MAX_IN_FLIGHT + options.pipeline_parallel_size
         self._undrawn: PendingStep | None = None
         self._packed = np.zeros(0, np.uint8)
         """The adapter that arrives in pieces."""
@@ -206,8 +217,12 @@ class Follower:
                 raise
 
     def _do(self, message: Any) -> None:
+        if isinstance(message, Exception):
+            raise message
         if isinstance(message, Dispatch):
-            self._dispatch(message)
+            self._dispatch(message.plan)
+        elif isinstance(message, DispatchLanes):
+            self._dispatch(LanesPlan.of(message.lanes, message.step_id))
         elif isinstance(message, Draw):
             self._draw(message)
         elif isinstance(message, Drawn):
@@ -222,31 +237,37 @@ class Follower:
             self._executor.write_adapter(message.slot, self._staging.result())
             self._staging = None
         elif isinstance(message, TakeExpertTokens):
-            self._executor.take_expert_tokens()  # host 0 reads them
+            self._read(self._executor.take_expert_tokens())
         elif isinstance(message, MoveExperts):
             moves = np.frombuffer(message.moves, np.int32).reshape(2, -1, message.num_devices)
             table = np.frombuffer(message.table, np.int32).reshape(message.num_experts, -1)
             self._executor.move_experts(message.layer, moves, table)
 
-    def _dispatch(self, message: Dispatch) -> None:
-        for new in message.plan.new_requests:
+    def _dispatch(self, plan: SchedulerOutput) -> None:
+        for new in plan.new_requests:
             if new.sampling_params.seed is None:
                 new.sampling_params.seed = -1  # to callers -1 means none; here it is a seed
         # Reading results changes rows; host 0 reads a step before it dispatches the next but so many.
         while len(self._in_flight) >= self._most_in_flight:
             self._in_flight.popleft().result()
-        step = self._executor.dispatch(message.plan)
-        self._in_flight.append(step)
-        if message.plan.masked_request_ids:
+        step = self._executor.dispatch(plan)
+        if plan.masked_request_ids and step.mask_TW is not None:
             self._undrawn = step
+        else:  # if it needs masks, the stage that draws is on other hosts
+            self._in_flight.append(self._read(step))
 
     def _draw(self, message: Draw) -> None:
         step, self._undrawn = self._undrawn, None
-        assert step is not None, "no step waits for masks"
-        if step.mask_TW is None:
-            return  # the stage that draws is on other hosts
+        if step is None:
+            return  # as above
+        assert step.mask_TW is not None, "no step waits for masks"
         step.mask_TW[: message.num_rows] = np.frombuffer(message.mask, np.int32).reshape(message.num_rows, -1)
         step.draw()
+        self._in_flight.append(self._read(step))
+
+    def _read(self, pending: R) -> "R | Future[None]":
+        """Have it read for host 0, if that lacks it: it has its own lanes' results, and those that all hosts have."""
+        return pending if self._results is None else self._results.send(pending)
 
     def _call(self, message: Do) -> None:
         self._forget()
@@ -262,9 +283,7 @@ class Follower:
     def _forget(self) -> None:
         """Wait for the steps in flight, as host 0 has done."""
         while self._in_flight:
-            step = self._in_flight.popleft()
-            if step is not self._undrawn or step.mask_TW is None:
-                step.result()
+            self._in_flight.popleft().result()
         self._undrawn = None
 
     def _take(self, piece: Piece) -> None:

@@ -17,7 +17,8 @@ from jaxllm.errors import ConfigError, EngineDeadError, JaxLLMError
 from jaxllm.framing import WireError
 from jaxllm.hosts import identity, process_group, wire
 from jaxllm.hosts.listening import BEAT_SECONDS, SILENCE_SECONDS, Started, free_port, listen
-from jaxllm.hosts.wire import AllFacts, Beat, Connection, Done, End, Facts, Failed, Hello, Refused, Welcome
+from jaxllm.hosts.results import ExpectedResults
+from jaxllm.hosts.wire import AllFacts, Beat, Connection, Done, End, Facts, Failed, Hello, Refused, Result, Welcome
 from jaxllm.log import logger
 
 START_SILENCE_SECONDS = 60.0
@@ -38,6 +39,7 @@ class _Host:
     name: str
     connection: Connection
     facts: "queue.SimpleQueue[Facts | None]" = field(default_factory=queue.SimpleQueue)
+    results: ExpectedResults = field(default_factory=ExpectedResults)
 
     def __str__(self) -> str:
         return f"host {self.rank} ({self.name}, {self.connection.peer})"
@@ -149,6 +151,10 @@ class Leader:
             call = self._calls[self._num_calls] = _Call(len(self._hosts))
         return self._num_calls, call.future
 
+    def expect_results(self) -> "list[Future[bytes]]":
+        """What every host sends of the lanes that it has, of a call that is sent next."""
+        return [host.results.expect() for host in self._hosts]
+
     def waiting(self) -> "_Waiting":
         """A block in which the caller may wait for devices. If it does so for a lost host, the process ends."""
         return _Waiting(self)
@@ -198,6 +204,8 @@ class Leader:
                     host.facts.put(message)
                 elif isinstance(message, Done):
                     self._answered(host, message)
+                elif isinstance(message, Result):
+                    host.results.take(message)
                 elif isinstance(message, Failed):
                     self._lose(f"{host} failed: {message.fault.message}")
                     return

@@ -1,6 +1,7 @@
 """Messages between the hosts of an engine, and the connection that carries them. Does not import JAX.
 
-A follower sends `Hello`, `Facts`, `Done`, `Failed` and `Beat`; host 0 sends `Welcome`, `Refused`, `AllFacts`, the calls and `Beat`.
+A follower sends `Hello`, `Facts`, `Done`, `Result`, `Failed` and `Beat`; host 0 sends `Welcome`, `Refused`, `AllFacts`, the calls and
+`Beat`.
 The network between the hosts must be trusted: nothing is encrypted, and whoever reaches the port of host 0 may take a host's place.
 """
 
@@ -17,7 +18,7 @@ from jaxllm.framing import ClosedError
 from jaxllm.framing import Message as _Message
 from jaxllm.scheduler_output import SchedulerOutput
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_MESSAGE_BYTES = 64 << 20
 """A longer message ends its connection. The plan of a step with long new prompts is the longest."""
 PIECE_BYTES = 4 << 20
@@ -49,6 +50,14 @@ class Done(_Message, tag="done"):
 
     number: int
     fault: Fault | None = None
+
+
+class Result(_Message, tag="result"):
+    """What the lanes of this host computed of the next call that has a result: a step that was drawn, or tokens of experts. Long ones come
+    in pieces."""
+
+    data: bytes
+    is_last: bool
 
 
 class Failed(_Message, tag="failed"):
@@ -83,6 +92,13 @@ class Dispatch(_Message, tag="dispatch"):
     """Run a step."""
 
     plan: SchedulerOutput
+
+
+class DispatchLanes(_Message, tag="dispatch_lanes"):
+    """Run a step that has these parts, one for each lane. Answered by Result once it is drawn."""
+
+    lanes: list[SchedulerOutput]
+    step_id: int
 
 
 class Draw(_Message, tag="draw"):
@@ -147,8 +163,8 @@ class Beat(_Message, tag="beat"):
     """Sent every BEAT_SECONDS."""
 
 
-FromFollower = Hello | Facts | Done | Failed | Beat
-_Call = Dispatch | Draw | Drawn | Piece | WriteAdapter | TakeExpertTokens | MoveExperts | Do
+FromFollower = Hello | Facts | Done | Result | Failed | Beat
+_Call = Dispatch | DispatchLanes | Draw | Drawn | Piece | WriteAdapter | TakeExpertTokens | MoveExperts | Do
 FromHost0 = Welcome | Refused | AllFacts | _Call | End | Beat
 
 of_follower: Any = msgspec.msgpack.Decoder(FromFollower)  # type: ignore[arg-type]

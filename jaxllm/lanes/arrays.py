@@ -1,4 +1,4 @@
-"""Arrays of all lanes and of one: the same memory under two names.
+"""Arrays of all lanes and of one: the same memory under two names. Other hosts may have some of the lanes.
 
 A joint array lies on the devices of all lanes. Its first dimension holds the lanes' arrays one after the other, but for weights: those
 are the same in every lane, except experts, of which each lane holds a part. Nothing is copied either way, so what a program takes by
@@ -15,18 +15,21 @@ from jaxllm.runner.weights import Weights
 
 
 def joined(parts: Sequence[jax.Array], sharding: NamedSharding) -> jax.Array:
-    """The lanes' arrays as one."""
+    """The arrays of all lanes as one. parts: those of this process."""
     pieces = [shard.data for part in parts for shard in part.addressable_shards]
+    num_lanes = sharding.num_devices * len(parts) // len(pieces)
     first, *rest = parts[0].shape
-    return jax.make_array_from_single_device_arrays((len(parts) * first, *rest), sharding, pieces)
+    return jax.make_array_from_single_device_arrays((num_lanes * first, *rest), sharding, pieces)
 
 
 def parts_of(joint: jax.Array, places: Sequence[NamedSharding], shape: tuple[int, ...] | None = None) -> list[jax.Array]:
-    """Each lane's part of a joint array, with its sharding there. shape: of the part; None: an equal share of the first dimension."""
-    if shape is None:
-        shape = (joint.shape[0] // len(places), *joint.shape[1:])
+    """Each lane's part of a joint array, with its sharding there. places: in the lanes of this process. shape: of the part; None: an equal
+    share of the first dimension."""
     pieces = [shard.data for shard in joint.addressable_shards]
     size = len(pieces) // len(places)
+    if shape is None:
+        num_lanes = joint.sharding.num_devices // size
+        shape = (joint.shape[0] // num_lanes, *joint.shape[1:])
     return [
         jax.make_array_from_single_device_arrays(shape, place, pieces[i * size : (i + 1) * size])
         for i, place in enumerate(places)

@@ -2,6 +2,7 @@
 
 from jax.sharding import Mesh
 
+from jaxllm.lanes.far_lane import FarLane
 from jaxllm.lanes.lane import Lane
 from jaxllm.lanes.programs import JointPrograms
 from jaxllm.lanes.runner import LanesRunner
@@ -11,7 +12,7 @@ from jaxllm.runner.weights import Weights, WeightsSource
 
 
 def lanes_runner(parts: RunnerParts) -> LanesRunner:
-    """The lanes of a mesh of both axes, each with a cache as the plan of the one stage says."""
+    """The lanes of a mesh of both axes, each with a cache as the plan of the one stage says. Other hosts may have some of them."""
     (stage,), (mesh,) = parts.stages, parts.meshes
     joint, store = Weights([stage.model], mesh), parts.store_of(stage, mesh)
 
@@ -20,8 +21,10 @@ def lanes_runner(parts: RunnerParts) -> LanesRunner:
         part = None if store is None else store.part(f"lane-{number}", list(own.devices.flat))
         return parts.make(Lane, stage, own, store=part, joint=joint)
 
-    lanes = [new_lane(number, own) for number, own in enumerate(lane_meshes(mesh))]
-    shapes = JointPrograms.of(lanes[0].shapes, mesh, joint.shapes)
+    found = [new_lane(number, own) if own.local_devices else None for number, own in enumerate(lane_meshes(mesh))]
+    near = next(lane for lane in found if lane is not None)
+    lanes = [lane or FarLane(near) for lane in found]
+    shapes = JointPrograms.of(near.shapes, mesh, joint.shapes)
     source = WeightsSource(parts.config, parts.model_config, stage.model, mesh)
     threads = parts.config.compile.compile_threads
     assert threads is not None, "platform defaults are resolved before the runner is made"

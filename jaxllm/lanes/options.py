@@ -20,7 +20,6 @@ def check_lanes(config: EngineConfig, model: ModelConfig) -> None:
             config.parallel.prefill_context_parallel_size == 1,
             "a lane's devices do not split tokens",
         ),
-        ("nnodes is set", config.parallel.nnodes == 1, "lanes lie on one host"),
         ("compiled_artifact is set", config.compile.compiled_artifact is None, "an artifact has the programs of one lane"),
         (
             f"{model.architecture} is computed by {model.model_class}",

@@ -11,11 +11,13 @@ import numpy as np
 
 from jaxllm.lanes.arrays import joined, parts_of
 from jaxllm.lanes.batches import alike
+from jaxllm.lanes.far_lane import FarLane
 from jaxllm.lanes.lane import Lane
-from jaxllm.lanes.plan import LanesPlan
 from jaxllm.lanes.programs import JointPrograms
 from jaxllm.lanes.step import LanesInFlight
+from jaxllm.lanes_plan import LanesPlan
 from jaxllm.loaders.layout import delete
+from jaxllm.parallel.across_hosts import put
 from jaxllm.progress import SILENT, Progress
 from jaxllm.runner.batch import Batch
 from jaxllm.runner.consumers import Hidden
@@ -55,11 +57,13 @@ class LanesRunner:
     It has the weights and caches of all lanes, and the programs `forward` and `decode`, which all lanes run together: a step in which
     one of them has a prompt is a `forward` for each, and a lane without requests computes padding. What follows a forward pass each
     lane does alone, on its part of the results.
+
+    With several hosts each runs the same steps, and what follows for its own lanes.
     """
 
     def __init__(
         self,
-        lanes: Sequence[Lane],
+        lanes: Sequence[Lane | FarLane],
         shapes: JointPrograms,
         weights: Weights,
         source: WeightsSource,
@@ -67,8 +71,9 @@ class LanesRunner:
         threads: int,
         store: ProgramStore | None = None,
     ):
-        self.lanes, self.shapes, self.weights = tuple(lanes), shapes, weights
-        first = lanes[0]
+        self.lanes, self.shapes, self.weights = tuple(lane for lane in lanes if isinstance(lane, Lane)), shapes, weights
+        self._all_lanes, first = tuple(lanes), self.lanes[0]
+        self._first_lane = lanes.index(first)
         self.times = first.times
         self.buckets = first.buckets
         self.programs = Programs(
@@ -76,12 +81,12 @@ class LanesRunner:
         )
         self._source, self._model_dir = source, Path(source.config.model.model)
         self._kept: HostCopies | None = None
-        self._joint_place, self._lane_places = shapes.replicated, [lane.shapes.replicated for lane in lanes]
+        self._joint_place, self._lane_places = shapes.replicated, [lane.shapes.replicated for lane in self.lanes]
         self.params: tuple[jax.Array, ...] = ()
         self.caches: Caches = ()
         self._rows: RowArrays | None = None
         """What a program of all lanes has left; None: the lanes have their own."""
-        for lane in lanes:
+        for lane in self.lanes:
             lane.take_rows = self._part_rows
         self.num_steps = 0
         self.dispatch_seconds = 0.0
@@ -92,13 +97,14 @@ class LanesRunner:
         """See ModelRunner."""
         assert isinstance(plan, LanesPlan), "a plan of one lane"
         start = time.perf_counter()
-        batches = [lane.batch_of(part) for lane, part in zip(self.lanes, plan.lanes, strict=True)]
-        batches = alike(batches, [lane.batches for lane in self.lanes])
-        step = LanesInFlight([StepInFlight(batch) for batch in batches])
+        batches = [lane.batch_of(part) for lane, part in zip(self._all_lanes, plan.lanes, strict=True)]
+        batches = alike(batches, [lane.batches for lane in self._all_lanes])
+        own = slice(self._first_lane, self._first_lane + len(self.lanes))
+        step = LanesInFlight(batches, self._first_lane, [StepInFlight(batch) for batch in batches[own]])
         launch = self._decode if step.batch.is_decode else self._forward_and_sample
         if plan.masked_request_ids:
             step.open_masks(num_words(self.shapes.model.padded_vocab_size))
-            for lane, part, planned in zip(self.lanes, step.parts, plan.lanes, strict=True):
+            for lane, part, planned in zip(self.lanes, step.parts, plan.lanes[own], strict=True):
                 part.mask_TW = lane.sampling.new_mask(part.batch) if planned.masked_request_ids else None
             step.start_draw, launch = partial(self._start, self._sample), self._forward
         self._start(launch, step)
@@ -111,9 +117,9 @@ class LanesRunner:
         self.lanes[0].start_launch(launch, step)  # type: ignore[arg-type]
 
     def _decode(self, step: LanesInFlight) -> None:
-        batches = self._prepare(step)
-        variant = max(batch.variant for batch in batches)
-        (drawn,) = self._run(ProgramKey("decode", step.batch.layout.num_rows, variant), batches)
+        self._prepare(step)
+        variant = max(batch.variant for batch in step.batches)
+        (drawn,) = self._run(ProgramKey("decode", step.batch.layout.num_rows, variant), step.batches)
         for lane, part, drawn_R in zip(self.lanes, step.parts, drawn, strict=True):
             others = [consumer.launch(work, None) for consumer, work in lane.select(part.batch)]
             part.done, part.parts = drawn_R, [PendingTokens(part.batch.sampled, drawn_R, Scores(None, None)), *others]
@@ -126,8 +132,8 @@ class LanesRunner:
         key = ProgramKey("forward", step.batch.layout.num_tokens)
         work_of_each = [lane.select(part.batch) for lane, part in zip(self.lanes, step.parts, strict=True)]
         self._expect(key, step, work_of_each)
-        batches = self._prepare(step)
-        results = self._run(key, batches)
+        self._prepare(step)
+        results = self._run(key, step.batches)
         for part, work, *arrays in zip(step.parts, work_of_each, *results, strict=True):
             part.hidden = hidden = Hidden(*arrays)
             part.parts = [consumer.launch(each, hidden) for consumer, each in work]
@@ -136,19 +142,18 @@ class LanesRunner:
         for lane, part in zip(self.lanes, step.parts, strict=True):
             lane.sample(part)
 
-    def _prepare(self, step: LanesInFlight) -> list[Batch]:
-        """Send what the step's program relies on beside its buffer. Returns the batches of the lanes."""
+    def _prepare(self, step: LanesInFlight) -> None:
+        """Send what the step's program relies on beside its buffer."""
         for lane, part in zip(self.lanes, step.parts, strict=True):
             part.errors = lane.prepare(part.batch)
-        return [part.batch for part in step.parts]
 
     def _run(self, key: ProgramKey, batches: Sequence[Batch]) -> list[list[jax.Array]]:
-        """Start a program of all lanes. Returns each of its results behind caches and rows, in its parts of the lanes."""
+        """Start a program of all lanes. Returns each of its results behind caches and rows, in its parts of this process's lanes."""
         return self._run_buffers(key, [batch.buffer for batch in batches])
 
     def _run_buffers(self, key: ProgramKey, buffers: Sequence[np.ndarray]) -> list[list[jax.Array]]:
         program = self.programs.get(key)
-        sent = jax.device_put(np.concatenate(buffers), self._joint_place)
+        sent = put(np.concatenate(buffers), self._joint_place)
         self.caches, rows, *results = program(self.params, self.caches, self._join_rows(), sent, None)
         self._rows = rows
         for lane in self.lanes:
@@ -175,7 +180,7 @@ class LanesRunner:
         """Before the warm-up is over, make the programs of a step and those of the next at the same time."""
         if self.programs.is_warm or key in self.programs:
             return
-        batches = [part.batch for part in step.parts]
+        batches = step.batches
         wanted = [key]
         if any(batch.sampled for batch in batches) and all(
             batch.variant < NO_DECODE and batch.logprobs == LogprobsKind.NONE for batch in batches
@@ -183,15 +188,15 @@ class LanesRunner:
             num_rows = self.buckets.fit_decode(max(len(batch.sampled) for batch in batches))
             wanted.append(ProgramKey("decode", num_rows, max(batch.variant for batch in batches)))
         self.programs.start(wanted)
-        for lane, batch, work in zip(self.lanes, batches, work_of_each, strict=True):
-            lane.programs.start(lane.keys_after(batch, work))
+        for lane, part, work in zip(self.lanes, step.parts, work_of_each, strict=True):
+            lane.programs.start(lane.keys_after(part.batch, work))
         self.programs.expect(wanted)
 
     def start_over(self) -> None:
         """See ModelRunner."""
         self.lanes[0].drain()
         self._forget_rows()
-        for lane in self.lanes:
+        for lane in self._all_lanes:
             lane.start_over()
         delete(self.caches)
         self.allocate_caches()
@@ -203,7 +208,7 @@ class LanesRunner:
     def check_idle(self, finished_ids: Iterable[str]) -> None:
         """See ModelRunner."""
         finished_ids = list(finished_ids)
-        for lane in self.lanes:
+        for lane in self._all_lanes:
             lane.check_idle(finished_ids)
 
     def wait(self) -> None:
@@ -276,7 +281,7 @@ class LanesRunner:
             with self.times.part(f"warm-up run {number}"):
                 for key in self.shapes.common_keys():
                     layout = self.shapes.layout(key)
-                    self._run_buffers(key, [lane.batches.empty(layout) for lane in self.lanes])
+                    self._run_buffers(key, [lane.batches.empty(layout) for lane in self._all_lanes])
                 jax.block_until_ready((self._rows, self.caches))
         self.programs.is_warm = True
         for lane in self.lanes:
@@ -302,7 +307,7 @@ class LanesRunner:
 
     def drop_caches(self) -> None:
         self._forget_rows()
-        for lane in self.lanes:
+        for lane in self._all_lanes:
             lane.drop_caches()
         delete(self.caches)
         self.caches = ()
@@ -318,7 +323,7 @@ class LanesRunner:
     # Load of experts
 
     def take_expert_tokens(self) -> CountsOfLanes:
-        """See ModelRunner. Each lane counts what its own tokens chose."""
+        """See ModelRunner. Each lane counts what its own tokens chose; with several hosts these are the counts of this one's lanes."""
         self.lanes[0].drain()
         return CountsOfLanes([lane.take_expert_tokens() for lane in self.lanes])
 

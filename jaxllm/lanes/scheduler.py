@@ -8,7 +8,7 @@ import numpy as np
 from jaxllm.cache_news import CacheNews
 from jaxllm.config import ParallelOptions
 from jaxllm.errors import InvalidRequestError
-from jaxllm.lanes.plan import LanesPlan
+from jaxllm.lanes_plan import LanesPlan
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import ErrorKind, Request, RequestStatus
 from jaxllm.routing.balancer import Balancer, RoutingPolicy

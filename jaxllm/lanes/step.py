@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import jax
 import numpy as np
@@ -14,10 +14,17 @@ from jaxllm.scheduler_output import ModelRunnerOutput
 
 @dataclass(slots=True)
 class LanesInFlight:
-    """The steps of the lanes, which run in the same programs. See `PendingStep`; no request has drafts."""
+    """The steps of the lanes, which run in the same programs. See `PendingStep`; no request has drafts.
 
-    parts: Sequence[StepInFlight]
+    With several hosts each has the batches of all lanes and the results of its own.
+    """
+
+    batches: Sequence[Batch]
     """Of each lane."""
+    first_lane: int
+    """The first of this process."""
+    parts: Sequence[StepInFlight]
+    """Of each lane of this process."""
     launches: "list[Future[None]]" = field(default_factory=list)
     """Those in the thread, in order."""
     mask_TW: np.ndarray | None = None
@@ -26,8 +33,8 @@ class LanesInFlight:
 
     @property
     def batch(self) -> Batch:
-        """Of the first lane; all have its layout."""
-        return self.parts[0].batch
+        """Of one lane; all have its layout."""
+        return self.batches[0]
 
     @property
     def width(self) -> int:
@@ -36,7 +43,7 @@ class LanesInFlight:
     @property
     def sampled_ids(self) -> list[str]:
         """The requests of all lanes that get a token."""
-        return [request_id for part in self.parts for request_id in part.sampled_ids]
+        return [row.data.request_id for batch in self.batches for row in batch.sampled]
 
     @property
     def done(self) -> jax.Array | None:
@@ -55,7 +62,7 @@ class LanesInFlight:
         assert self.start_draw is not None and self.mask_TW is not None, "drawn twice"
         hidden = self.parts[0].hidden
         self.was_drawn_late = hidden is not None and hidden.columns_NC.is_ready()  # type: ignore[attr-defined]
-        first = 0
+        first = sum(len(batch.sampled) for batch in self.batches[: self.first_lane])
         for part in self.parts:
             count = len(part.batch.sampled)
             if part.mask_TW is not None:
@@ -70,11 +77,10 @@ class LanesInFlight:
             part.start_copies()
 
     def result(self) -> ModelRunnerOutput:
-        """Wait for the launches and the devices, and return the results of all lanes. Raises the first error."""
+        """Wait for the launches and the devices, and return the results of this process's lanes. Raises the first error."""
         for launched in self.launches:
             launched.result()
         first, *others = [part.read() for part in self.parts]
         for other in others:
-            for each in fields(ModelRunnerOutput):
-                getattr(first, each.name).update(getattr(other, each.name))
+            first.add(other)
         return first

@@ -84,6 +84,12 @@ class BatchBuilder:
         self.num_groups = num_groups
         self.num_updates = num_groups if num_updates is None else num_updates
 
+    def apply(self, plan: SchedulerOutput) -> Batch:
+        """Free the rows of requests that ended or were preempted, then `build`."""
+        for request_id in (*plan.finished_request_ids, *plan.preempted_request_ids):
+            self.rows.remove(request_id)
+        return self.build(plan)
+
     def build(self, plan: SchedulerOutput) -> Batch:
         """Give rows to new requests, then lay out the step: rows that sample first, the others behind them.
 

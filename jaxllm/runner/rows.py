@@ -124,6 +124,12 @@ class Rows:
         for request_id in list(self.by_request):
             self.remove(request_id)
 
+    def check_idle(self, finished_ids: Iterable[str]) -> None:
+        """Raise AssertionError if any request other than `finished_ids`, whose rows the next step frees, holds a row."""
+        self.check_integrity()
+        lost = set(self.by_request) - set(finished_ids)
+        assert not lost, f"rows are held by requests that are gone: {', '.join(sorted(lost))}"
+
     def check_integrity(self) -> None:
         """Every row is either free or held by one request."""
         held = [row.index for row in self.by_request.values()]

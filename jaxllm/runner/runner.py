@@ -341,9 +341,7 @@ class ModelRunner:
 
     def check_idle(self, finished_ids: Iterable[str]) -> None:
         """Raise AssertionError if any request other than `finished_ids`, whose rows the next step frees, holds a row."""
-        self.rows.check_integrity()
-        lost = set(self.rows.by_request) - set(finished_ids)
-        assert not lost, f"rows are held by requests that are gone: {', '.join(sorted(lost))}"
+        self.rows.check_idle(finished_ids)
 
     def drop_caches(self) -> None:
         """Free all rows and the arrays that steps change: the KV cache, the rows' arrays, the state of full sampling."""
@@ -435,9 +433,7 @@ class ModelRunner:
 
     def batch_of(self, plan: SchedulerOutput) -> Batch:
         """The batch of a step, after rows were freed and given as it says."""
-        for request_id in (*plan.finished_request_ids, *plan.preempted_request_ids):
-            self.rows.remove(request_id)
-        return self.batches.build(plan)
+        return self.batches.apply(plan)
 
     def launch_in_thread(self) -> None:
         """Have the thread launch every step from now on: a launch may wait for other hosts."""

@@ -58,13 +58,13 @@ def answers(core: EngineCore) -> dict[str, Any]:
             core.wake_up()
             core.step()
         done = engines.run(core, requests(run))
-        found |= {name: [*answer.tokens, *_numbers(answer)] for name, answer in done.items()}
+        found |= {name: [*answer.tokens, *numbers(answer)] for name, answer in done.items()}
         core.check_integrity()
     found["preempted"] = core.stats().num_preemptions > 0
     return found
 
 
-def _numbers(answer: engines.Answer) -> list[float]:
+def numbers(answer: engines.Answer) -> list[float]:
     """All numbers of an answer."""
     parts: list[TokenLogprobs] = [part for part in (*answer.logprobs, answer.prompt_logprobs) if part is not None]
     arrays = [np.ravel(values) for part in parts for values in (part.token_ids, part.logprobs)]

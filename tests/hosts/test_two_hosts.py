@@ -17,7 +17,7 @@ import pytest
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.core import EngineCore
-from tests.helpers import goldens, host_scenario, stage_scenario
+from tests.helpers import goldens, host_scenario, lane_scenario, stage_scenario
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
@@ -104,6 +104,27 @@ def test_stages_on_two_hosts_compute_what_one_device_does(directory):
         assert found.keys() == wanted.keys()
         for name, numbers in wanted.items():
             np.testing.assert_allclose(found[name], numbers, atol=1e-4, err_msg=name)
+        assert [process.wait(20) for process in hosts] == [0, 0], [path.read_text() for path in directory.glob("host?")]
+
+
+@pytest.fixture(scope="module")
+def of_one_device(directory):
+    core = EngineCore(EngineConfig.from_options(**lane_scenario.options(directory)))
+    yield lane_scenario.expected(core)
+    core.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "num_lanes", "size"), [(1, 2, 1), (2, 4, 1), (2, 2, 2)], ids=["a lane each", "two lanes each", "a lane of two each"]
+)
+def test_lanes_on_two_hosts_compute_what_one_device_does(directory, of_one_device, num_devices, num_lanes, size):
+    """Requests of every kind, with preemptions, cached prefixes, sleep, and a step that cannot be planned."""
+    layout = {"data_parallel_size": num_lanes, "tensor_parallel_size": size, "enable_expert_parallel": True}
+    with two_hosts(lane_scenario, directory, num_devices=num_devices, **layout) as hosts:
+        for found in json.loads(line_of(hosts[0], directory / "host0")):
+            assert found.keys() == of_one_device.keys()
+            for name, numbers in of_one_device.items():
+                np.testing.assert_allclose(found[name], numbers, atol=1e-4, err_msg=name)
         assert [process.wait(20) for process in hosts] == [0, 0], [path.read_text() for path in directory.glob("host?")]
 
 

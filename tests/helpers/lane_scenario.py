@@ -1,0 +1,80 @@
+"""What lanes are asked, and their host 0 as a process: python -m tests.helpers.lane_scenario DIRECTORY OPTIONS"""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxllm.config import EngineConfig
+from jaxllm.engine.core import EngineCore
+from jaxllm.engine.fault_points import injected
+from jaxllm.request import EngineCoreRequest, FinishReason, Grammar
+from tests.helpers import engines, every_kind, goldens
+from tests.helpers.stage_scenario import numbers
+
+NAME = "qwen3_moe"
+OPTIONS: dict[str, Any] = {
+    **engines.SMALL,
+    "model": str(goldens.golden(NAME).directory),
+    "max_num_batched_tokens": 32,  # prompts come in chunks
+    "token_buckets": (32,),
+    "num_gpu_blocks_override": 9,  # and requests are preempted
+    "expert_load": True,
+}
+PROMPTS = [result.prompt for result in goldens.golden(NAME).results]
+
+
+def options(directory: Path) -> dict[str, Any]:
+    """Of an engine with the tokenizer of a directory."""
+    return {**OPTIONS, "tokenizer": str(directory)}
+
+
+def requests() -> list[EngineCoreRequest]:
+    """Of every kind, with a grammar of this tokenizer's letters."""
+    found = every_kind.requests(PROMPTS)
+    return [replace(each, grammar=Grammar("start: /[a-c]{30}/")) if each.grammar else each for each in found]
+
+
+def expected(core: EngineCore) -> dict[str, list[float]]:
+    """The answers of one device."""
+    return {name: [*answer.tokens, *numbers(answer)] for name, answer in engines.run(core, requests()).items()}
+
+
+def answers(core: EngineCore) -> list[dict[str, list[float]]]:
+    """To the same requests: wherever they go; all in the last lane, which another host has; after sleep in the midst of steps; and while
+    the plan of a step with others fails, so that steps in flight are forgotten."""
+    last = core.config.parallel.num_lanes - 1
+    in_last = [replace(each, data_parallel_rank=last) for each in requests()]
+    found = [engines.run(core, requests())]
+    before = np.sum(core.expert_load()["tokens"])
+    found.append(engines.run(core, in_last))
+    assert np.sum(core.expert_load()["tokens"]) > before and core.stats().num_preemptions > 0
+    for request in in_last[2:5]:
+        core.add_request(request)
+    for _ in range(6):
+        core.step()
+    core.sleep(1)
+    core.wake_up()
+    core.step()
+    found.append(engines.run(core, requests()))
+    lost = engines.request("lost", PROMPTS[0], max_tokens=8)
+    with injected("allocate:id=lost:error"):
+        found.append(engines.run(core, [*requests(), lost]))
+    assert found[-1].pop("lost").finish_reason is FinishReason.ERROR and core.stats().num_retried_steps == 1
+    core.check_integrity()
+    return [{name: [*answer.tokens, *numbers(answer)] for name, answer in run.items()} for run in found]
+
+
+def main() -> None:
+    """Print the answers, in a line that begins with "> "."""
+    directory, more = Path(sys.argv[1]), json.loads(sys.argv[2])
+    core = EngineCore(EngineConfig.from_options(**{**options(directory), **more}))
+    print(">", json.dumps(answers(core)), flush=True)
+    core.shutdown()
+
+
+if __name__ == "__main__":
+    main()
