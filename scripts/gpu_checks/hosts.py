@@ -25,8 +25,11 @@ LAYOUTS = (
     Layout("2 hosts, each layer on both", 2, {"tensor_parallel_size": 2}),
     Layout("2 hosts, a stage on each", 2, {"pipeline_parallel_size": 2}),
     Layout("2 hosts, whole experts", 2, {"tensor_parallel_size": 2, "enable_expert_parallel": True}, needs_experts=True),
+    Layout("2 hosts, tokens split", 2, {"prefill_context_parallel_size": 2}),
     Layout("4 hosts, 2 stages on two each", 4, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}),
     Layout("4 hosts, each layer on all", 4, {"tensor_parallel_size": 4}),
+    Layout("4 hosts, tokens split", 4, {"prefill_context_parallel_size": 4}),
+    Layout("4 hosts, layers and tokens split", 4, {"prefill_context_parallel_size": 2, "tensor_parallel_size": 2}),
     Layout("4 hosts, whole experts", 4, {"tensor_parallel_size": 4, "enable_expert_parallel": True}, needs_experts=True),
 )
 MARK = "tokens: "
