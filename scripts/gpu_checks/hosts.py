@@ -20,6 +20,7 @@ import jax
 from scripts.gpu_checks import Outcome
 from scripts.gpu_checks.tensor_parallel_traffic import guarded
 from scripts.gpu_checks.topologies import PRECISION, Layout, Tokens, engine_options, same, tokens_of, write_models
+from scripts.rehearsing.other_host import host_environment
 
 LAYOUTS = (
     Layout("2 hosts, each layer on both", 2, {"tensor_parallel_size": 2}),
@@ -94,8 +95,7 @@ def _start(model: str, options: dict[str, Any], num_gpus: int, *, tiny: bool) ->
         "PYTHONPATH": str(ROOT),
         PRECISION: "highest",
         "JAX_NUM_CPU_DEVICES": "1",
-        "NCCL_HOSTID": f"host-{rank}",
-        "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "lo"),
+        **host_environment(rank),
     }
     if num_gpus:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_gpus)))).split(",")
