@@ -1,8 +1,18 @@
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from jaxllm.config import EngineConfig
+from jaxllm.hosts import process_group
+from jaxllm.hosts.follower import Member
+from jaxllm.hosts.leader import Leader
 from tests.helpers import host_scenario, peft_files, tiny_tokenizers
+from tests.hosts.test_two_hosts import free_port
+
+FOUND = {"jaxllm version": "1", "jax version": "0.10", "Python version": "3.11", "block_size": "16"}
 
 
 @pytest.fixture(scope="module")
@@ -12,3 +22,30 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "tokenizer.json").write_text(tiny_tokenizers.ascii_json())
     peft_files.write(directory / "adapter", Path(host_scenario.OPTIONS["model"]))
     return directory
+
+
+def config(rank: int, port: int, **options: Any) -> EngineConfig:
+    options = {"nnodes": 2, "tensor_parallel_size": 2, "distributed_timeout_seconds": 10, **options}
+    return EngineConfig.from_options(model="demo", node_rank=rank, master_port=port, **options)
+
+
+@pytest.fixture
+def together(monkeypatch):
+    """Starts the connections of hosts with these identities, each in a thread."""
+    monkeypatch.setattr(process_group, "join", lambda *_, **__: None)
+    monkeypatch.setattr(process_group, "leave", lambda: None)
+    monkeypatch.setattr(process_group, "end_process", lambda code: sys.exit())  # of the thread
+    threads = ThreadPoolExecutor(3)
+    leaders: list[Leader] = []
+
+    def start(*hosts: tuple[int, dict[str, str]], **options: Any) -> "list[Future[Any]]":
+        port = free_port()
+        started = [threads.submit(Leader.of, config(0, port, **options), FOUND)]
+        started += [threads.submit(Member.of, config(rank, port, **options), found) for rank, found in hosts]
+        started[0].add_done_callback(lambda future: leaders.append(future.result()) if not future.exception() else None)
+        return started
+
+    yield start
+    for leader in leaders:
+        leader.end()
+    threads.shutdown()

@@ -1,12 +1,10 @@
 """What hosts do until all are there: who is refused, and what is said of hosts that do not come. No JAX devices are used."""
 
 import socket
-import sys
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
 
 import jax
 import numpy as np
@@ -17,44 +15,16 @@ from jaxllm.engine import messages
 from jaxllm.engine.core import EngineCore
 from jaxllm.errors import ConfigError, EngineDeadError, ModelLoadError
 from jaxllm.framing import WireError
-from jaxllm.hosts import identity, process_group, wire
+from jaxllm.hosts import identity, wire
 from jaxllm.hosts.follower import Member
 from jaxllm.hosts.leader import Leader
 from jaxllm.parallel import across_hosts
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler_output import NewRequestData, RowStep, SchedulerOutput
+from tests.hosts.conftest import FOUND, config
 from tests.hosts.test_two_hosts import free_port
 
-FOUND = {"jaxllm version": "1", "jax version": "0.10", "Python version": "3.11", "block_size": "16"}
-
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-
-
-def config(rank: int, port: int, **options: Any) -> EngineConfig:
-    options = {"nnodes": 2, "tensor_parallel_size": 2, "distributed_timeout_seconds": 10, **options}
-    return EngineConfig.from_options(model="demo", node_rank=rank, master_port=port, **options)
-
-
-@pytest.fixture
-def together(monkeypatch):
-    """Starts the connections of hosts with these identities, each in a thread."""
-    monkeypatch.setattr(process_group, "join", lambda *_, **__: None)
-    monkeypatch.setattr(process_group, "leave", lambda: None)
-    monkeypatch.setattr(process_group, "end_process", lambda code: sys.exit())  # of the thread
-    threads = ThreadPoolExecutor(3)
-    leaders: list[Leader] = []
-
-    def start(*hosts: tuple[int, dict[str, str]], **options: Any) -> "list[Future[Any]]":
-        port = free_port()
-        started = [threads.submit(Leader.of, config(0, port, **options), FOUND)]
-        started += [threads.submit(Member.of, config(rank, port, **options), found) for rank, found in hosts]
-        started[0].add_done_callback(lambda future: leaders.append(future.result()) if not future.exception() else None)
-        return started
-
-    yield start
-    for leader in leaders:
-        leader.end()
-    threads.shutdown()
 
 
 @pytest.mark.parametrize(
@@ -190,6 +160,10 @@ def test_a_host_above_0_has_no_engine_core():
         ({"tensor_parallel_size": 3}, "tensor_parallel_size is 3, which 2 hosts"),
         ({"master_port": 0}, "master_port is 0, must be 1 to 65535"),
         ({"compiled_artifact": "a"}, "programs for several hosts cannot be stored"),
+        (
+            {"data_parallel_size": 2, "enable_expert_parallel": True, "nnodes": 4},
+            "data_parallel_size is 2, which 4 hosts .* and lanes lie whole on a host; choose a multiple of 4",
+        ),
         (
             {"pipeline_parallel_size": 3},
             "pipeline_parallel_size is 3 with nnodes 2, but each host has whole stages.*choose one that",

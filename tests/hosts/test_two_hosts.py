@@ -120,7 +120,9 @@ def of_one_device(directory):
 
 
 @pytest.mark.parametrize(
-    ("num_devices", "num_lanes", "size"), [(1, 2, 1), (2, 4, 1), (2, 2, 2)], ids=["a lane each", "two lanes each", "a lane of two each"]
+    ("num_devices", "num_lanes", "size"),
+    [(1, 2, 1), (2, 4, 1), (2, 2, 2)],
+    ids=["a lane each", "two lanes each", "a lane of two each"],
 )
 def test_lanes_on_two_hosts_compute_what_one_device_does(directory, of_one_device, num_devices, num_lanes, size):
     """Requests of every kind, with preemptions, cached prefixes, sleep, and a step that cannot be planned."""
@@ -135,13 +137,18 @@ def test_lanes_on_two_hosts_compute_what_one_device_does(directory, of_one_devic
 
 @pytest.mark.parametrize("killed", [0, 1])
 @pytest.mark.parametrize(
-    "layout",
-    [{"tensor_parallel_size": 4}, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "warmup": "background"}],
-    ids=["one mesh", "two stages"],
+    ("name", "layout"),
+    [
+        (host_scenario.NAME, {"tensor_parallel_size": 4}),
+        (host_scenario.NAME, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "warmup": "background"}),
+        (lane_scenario.NAME, {"data_parallel_size": 2, "enable_expert_parallel": True}),
+    ],
+    ids=["one mesh", "two stages", "two lanes"],
 )
-def test_a_host_that_dies_ends_all_requests_and_the_other_host(directory, killed, layout):
-    with two_hosts(host_scenario, directory, enable_lora=False, **layout) as hosts:
-        assert json.loads(line_of(hosts[0], directory / "host0")) == TOKENS
+def test_a_host_that_dies_ends_all_requests_and_the_other_host(directory, killed, name, layout):
+    model = goldens.golden(name)
+    with two_hosts(host_scenario, directory, model=str(model.directory), enable_lora=False, **layout) as hosts:
+        assert json.loads(line_of(hosts[0], directory / "host0")) == model.results[0].tokens[:8]
         hosts[killed].kill()
         died, other = time.time(), hosts[1 - killed]
         if killed == 1:

@@ -1,0 +1,177 @@
+"""What other hosts compute of their lanes comes to host 0, whatever the order in which devices are done. No JAX devices are used."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxllm.engine.executor import PendingStep
+from jaxllm.errors import EngineDeadError
+from jaxllm.hosts import follower, results
+from jaxllm.hosts.executor import HostsExecutor
+from jaxllm.hosts.follower import Follower
+from jaxllm.lanes_plan import LanesPlan
+from jaxllm.scheduler_output import ModelRunnerOutput, RowStep, SchedulerOutput, TokenLogprobs
+from tests.hosts.conftest import FOUND
+
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+LANES = {"data_parallel_size": 2, "enable_expert_parallel": True, "tensor_parallel_size": 1}
+
+
+def plan_of(step_id: int, *, masked: tuple[str, ...] = ()) -> LanesPlan:
+    """A request in each lane, of which the second has logprobs and more."""
+    lanes = [SchedulerOutput([], [RowStep(name, step_id, 1, 0, [])], 1, [], [], masked_request_ids=masked) for name in "ab"]
+    return LanesPlan.of(lanes, step_id)
+
+
+def result_of(plan: SchedulerOutput, lane: int) -> ModelRunnerOutput:
+    """Every kind of result."""
+    assert isinstance(plan, LanesPlan)
+    (row,) = plan.lanes[lane].rows
+    name, size = row.request_id, row.start
+    scores = TokenLogprobs(
+        *(np.arange(size * 3, dtype=kind).reshape(size, 3) for kind in (np.int32, np.float32)), np.ones(size)
+    )
+    more = {"errors": {name: "why"}, "not_finite": {name}, "pooled": {name: np.full(size, 0.5, np.float32)}}
+    return ModelRunnerOutput({name: [size, -1]}, {name: 1}, {name: scores}, {name: scores}, **more)
+
+
+@dataclass
+class FakeStep:
+    """A step of both lanes, as the host of one has it."""
+
+    plan: LanesPlan
+    lane: int
+    mask_TW: np.ndarray | None
+    fails: bool
+    is_drawn: bool = False
+    width = 1
+    was_drawn_late = False
+
+    @property
+    def sampled_ids(self) -> list[str]:
+        return [row.request_id for row in self.plan.rows]
+
+    def draw(self) -> None:
+        self.is_drawn = True
+
+    def result(self) -> ModelRunnerOutput:
+        assert self.mask_TW is None or self.is_drawn
+        time.sleep(0.01 * (self.plan.step_id % 2) * self.lane)
+        if self.fails:
+            raise RuntimeError("the device is broken")
+        return result_of(self.plan, self.lane)
+
+
+@dataclass
+class FakeCounts:
+    counts: np.ndarray
+
+    def is_ready(self) -> bool:
+        return True
+
+    def result(self) -> np.ndarray:
+        return self.counts
+
+
+@dataclass
+class FakeExecutor:
+    """Of a host with one lane."""
+
+    lane: int
+    failing_step: int = -1
+    steps: list[FakeStep] = field(default_factory=list)
+    num_started_over: int = 0
+
+    def dispatch(self, plan: SchedulerOutput) -> FakeStep:
+        assert isinstance(plan, LanesPlan)
+        mask_TW = np.full((len(plan.rows), 4), -1, np.int32) if plan.masked_request_ids else None
+        step = FakeStep(plan, self.lane, mask_TW, plan.step_id == self.failing_step)
+        self.steps.append(step)
+        return step
+
+    def take_expert_tokens(self) -> FakeCounts:
+        return FakeCounts(np.full((2, 3), 1 + 9 * self.lane, np.int32))
+
+    def start_over(self) -> None:
+        self.num_started_over += 1
+
+    def delete_arrays(self) -> None:
+        """Nothing is held."""
+
+
+@pytest.fixture
+def on_two_hosts(together, monkeypatch) -> Iterator[Callable[[FakeExecutor], HostsExecutor]]:
+    """Makes host 0's executor of both lanes, with the other lane's on a follower."""
+    monkeypatch.setattr(results, "PIECE_BYTES", 50)
+    monkeypatch.setattr(follower, "NEWS_SECONDS", 0.0)
+    made: list[HostsExecutor] = []
+
+    def make(other: FakeExecutor) -> HostsExecutor:
+        leader, member = (future.result(10) for future in together((1, FOUND), **LANES))
+        threading.Thread(target=Follower(other, member).run, daemon=True).start()  # type: ignore[arg-type]
+        made.append(HostsExecutor(FakeExecutor(0), leader))  # type: ignore[arg-type]
+        return made[0]
+
+    yield make
+    made[0].delete_arrays()
+
+
+def check(step: PendingStep, plan: LanesPlan) -> None:
+    """The step has the results of both lanes."""
+    wanted = result_of(plan, 0)
+    wanted.add(result_of(plan, 1))
+    for found in (step.result(), step.result()):  # an interrupted wait is repeated
+        for each in fields(found):
+            assert _plain(getattr(found, each.name)) == _plain(getattr(wanted, each.name)), each.name
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    if isinstance(value, TokenLogprobs):
+        return [_plain(getattr(value, each.name)) for each in fields(value)]
+    return (value.dtype, value.tolist()) if isinstance(value, np.ndarray) else value
+
+
+def test_steps_in_flight_have_the_results_of_all_lanes(on_two_hosts):
+    core = on_two_hosts(FakeExecutor(1))
+    plans = [plan_of(number) for number in range(1, 9)]
+    steps = [core.dispatch(plan) for plan in plans[:3]]
+    for number, plan in enumerate(plans):
+        check(steps[number], plan)
+        if number + 3 < len(plans):
+            steps.append(core.dispatch(plans[number + 3]))
+
+
+def test_masks_reach_all_lanes_and_counts_are_added_up(on_two_hosts):
+    other = FakeExecutor(1)
+    core = on_two_hosts(other)
+    first, masked = core.dispatch(plan_of(1)), core.dispatch(plan_of(2, masked=("b",)))
+    counts = core.take_expert_tokens()
+    with pytest.raises(RuntimeError, match="never drawn"):
+        masked.result()
+    assert masked.mask_TW is not None
+    masked.mask_TW[1] = 5
+    masked.draw()
+    check(masked, plan_of(2))
+    check(first, plan_of(1))
+    assert counts.result().tolist() == [[11] * 3] * 2 and counts.is_ready()
+    np.testing.assert_array_equal(other.steps[1].mask_TW, [[-1] * 4, [5] * 4])
+    core.dispatch(plan_of(3, masked=("a",)))  # never drawn
+    core.start_over()
+    assert other.num_started_over == 1
+    check(core.dispatch(plan_of(4)), plan_of(4))
+
+
+def test_a_step_that_fails_on_another_host_ends_the_engine(on_two_hosts):
+    core = on_two_hosts(FakeExecutor(1, failing_step=2))
+    steps = [core.dispatch(plan_of(number)) for number in (1, 2, 3)]
+    check(steps[0], plan_of(1))
+    for step in steps[1:]:
+        with pytest.raises(EngineDeadError, match=r"host 1 \(.*\) failed"):
+            step.result()
