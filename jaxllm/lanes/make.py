@@ -6,6 +6,7 @@ from jaxllm.lanes.lane import Lane
 from jaxllm.lanes.programs import JointPrograms
 from jaxllm.lanes.runner import LanesRunner
 from jaxllm.parallel.mesh import lane_meshes
+from jaxllm.runner.expert_placement import Tables
 from jaxllm.runner.stage import RunnerParts
 from jaxllm.runner.weights import Weights, WeightsSource
 
@@ -13,7 +14,9 @@ from jaxllm.runner.weights import Weights, WeightsSource
 def lanes_runner(parts: RunnerParts) -> LanesRunner:
     """The lanes of a mesh of both axes, each with a cache as the plan of the one stage says."""
     (stage,), (mesh,) = parts.stages, parts.meshes
-    joint, store = Weights([stage.model], mesh), parts.store_of(stage, mesh)
+    tables = Tables.of(parts.config.parallel, parts.model_config, stage.model.layers)
+    joint = Weights([stage.model] if tables is None else [stage.model, tables], mesh)
+    store = parts.store_of(stage, mesh)
 
     def new_lane(number: int, own: Mesh) -> Lane:
         # A stored program knows its devices, so no lane can load another's.
@@ -22,7 +25,7 @@ def lanes_runner(parts: RunnerParts) -> LanesRunner:
 
     lanes = [new_lane(number, own) for number, own in enumerate(lane_meshes(mesh))]
     shapes = JointPrograms.of(lanes[0].shapes, mesh, joint.shapes)
-    source = WeightsSource(parts.config, parts.model_config, stage.model, mesh)
+    source = WeightsSource(parts.config, parts.model_config, stage.model, mesh, tables=tables)
     threads = parts.config.compile.compile_threads
     assert threads is not None, "platform defaults are resolved before the runner is made"
     return LanesRunner(lanes, shapes, joint, source, threads=threads, store=store)
