@@ -72,8 +72,8 @@ def eplb_faults(flat: Mapping[str, Any]) -> list[str]:
     wrong = (
         (
             not flat["enable_expert_parallel"] or flat["tensor_parallel_size"] == flat["data_parallel_size"] == 1,
-            "no device has whole experts of several: add enable_expert_parallel, and a tensor_parallel_size or data_parallel_size above 1, "
-            "or leave it out",
+            "no device has whole experts: add enable_expert_parallel, and a tensor_parallel_size or data_parallel_size above 1, or leave "
+            "it out",
         ),
         (
             flat["enable_lora"],

@@ -277,18 +277,15 @@ class LanesRunner:
         for number in range(1, WARM_UP_RUNS + 1):
             with self.times.part(f"warm-up run {number}"):
                 for key in self.shapes.common_keys():
-                    self._run_on_nothing(key)
+                    if key.kind == "move_experts":
+                        self.move_experts(key.size, self.shapes.no_moves(key.size), None)
+                        continue
+                    layout = self.shapes.layout(key)
+                    self._run_buffers(key, [lane.batches.empty(layout) for lane in self.lanes])
                 jax.block_until_ready((self._rows, self.caches))
         self.programs.is_warm = True
         for lane in self.lanes:
             lane.warm_up()
-
-    def _run_on_nothing(self, key: ProgramKey) -> None:
-        if key.kind == "move_experts":
-            self.move_experts(key.size, self.shapes.no_moves(key.size), None)
-        else:
-            layout = self.shapes.layout(key)
-            self._run_buffers(key, [lane.batches.empty(layout) for lane in self.lanes])
 
     # Sleep
 
@@ -337,9 +334,7 @@ class LanesRunner:
         self.params = tuple(changed.get(index, array) for index, array in enumerate(self.params))
         parts = {index: self._parts_of_weight(index, joint) for index, joint in changed.items()}
         for number, lane in enumerate(self.lanes):
-            lane.params = tuple(
-                parts[index][number] if index in parts else array for index, array in enumerate(lane.params)
-            )
+            lane.params = tuple(parts[index][number] if index in parts else array for index, array in enumerate(lane.params))
 
     # Any time
 
