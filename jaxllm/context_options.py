@@ -5,7 +5,6 @@ from typing import Any
 
 _EXCLUDED = {
     "pipeline_parallel_size": (1, "stages have one row of devices each"),
-    "nnodes": (1, "these devices are on one host"),
     "speculative_config": (None, "drafts are verified where each device has all keys"),
 }
 

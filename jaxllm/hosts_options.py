@@ -15,7 +15,8 @@ def hosts_faults(flat: Mapping[str, Any]) -> list[str]:
     """Describe the options of hosts that contradict each other or other options."""
     num_hosts, rank, size = flat["nnodes"], flat["node_rank"], flat["tensor_parallel_size"]
     num_replicas, num_stages = flat["data_parallel_size"], flat["pipeline_parallel_size"]
-    numbers = (num_hosts, rank, size, num_replicas, num_stages)
+    context = flat["prefill_context_parallel_size"]
+    numbers = (num_hosts, rank, size, num_replicas, num_stages, context)
     if not all(isinstance(value, int) and value >= 0 for value in numbers) or not (num_hosts and num_stages):
         return []  # reported already
     faults = []
@@ -35,9 +36,11 @@ def hosts_faults(flat: Mapping[str, Any]) -> list[str]:
     elif num_hosts > 1:
         if has_stages_on_hosts(num_hosts, num_stages):
             faults += _stages_faults(flat)
-        elif size % num_hosts:
+        elif size * context % num_hosts:
+            times = f" and prefill_context_parallel_size {context}, {size * context} devices" if context > 1 else ""
             faults.append(
-                f"tensor_parallel_size is {size}, which {num_hosts} hosts (nnodes) cannot share equally; choose a multiple of {num_hosts}"
+                f"tensor_parallel_size is {size}{times}, which {num_hosts} hosts (nnodes) cannot share equally; choose a multiple of "
+                f"{num_hosts}"
             )
         if flat["compiled_artifact"] is not None:
             faults.append("compiled_artifact is set with nnodes: programs for several hosts cannot be stored; leave it out")

@@ -5,8 +5,10 @@ The network between the hosts must be trusted: nothing is encrypted, and whoever
 """
 
 import contextlib
+import select
 import socket
 import threading
+import time
 from typing import Any
 
 import msgspec
@@ -22,6 +24,7 @@ MAX_MESSAGE_BYTES = 64 << 20
 """A longer message ends its connection. The plan of a step with long new prompts is the longest."""
 PIECE_BYTES = 4 << 20
 """Adapters are sent in pieces of this size, so that steps and heartbeats need not wait for a whole one."""
+_POLL_SECONDS = 0.25
 
 
 # From a follower
@@ -167,11 +170,13 @@ class Connection:
         framing.send_at_once(stream)
         self._socket, self._decoder = stream, decoder
         self._sending = threading.Lock()
+        self._seconds: float | None = None
         self.peer = str(stream.getpeername()[0])
         """The address of the other end."""
 
     def limit(self, seconds: float | None) -> None:
-        """How long to wait for each part of a message."""
+        """How long to wait for each part of a message, also for one that another thread waits for."""
+        self._seconds = seconds
         self._socket.settimeout(seconds)
 
     def send(self, message: Any) -> None:
@@ -199,11 +204,20 @@ class Connection:
         found = bytearray(size)
         view, num_read = memoryview(found), 0
         while num_read < size:
+            self._wait()
             count = self._socket.recv_into(view[num_read:])
             if not count:
                 raise ClosedError("the connection was closed")
             num_read += count
         return found
+
+    def _wait(self) -> None:
+        """Wait until there is something to read."""
+        poll, began = select.poll(), time.monotonic()
+        poll.register(self._socket, select.POLLIN)
+        while not poll.poll(1000 * _POLL_SECONDS):
+            if self._seconds is not None and time.monotonic() - began > self._seconds:
+                raise ClosedError(f"nothing was heard for {self._seconds:g} s")
 
     def close(self) -> None:
         """Close it, also under a thread that sends or receives."""

@@ -16,7 +16,7 @@ from jaxllm.runner.programs import Programs
 from jaxllm.runner.warm_up import WARM_UP_RUNS
 
 SIDE = "side"
-"""The mesh axis of the two stages: 0 sends, 1 receives."""
+"""The mesh axis of the two stages."""
 
 
 class CrossingKey(NamedTuple):
@@ -52,9 +52,10 @@ class Crossing:
     def __init__(self, before: Mesh, after: Mesh, sizes: Sizes):
         axes = before.axis_names
         self._stage_axes, self._num_devices, self._sizes = axes, before.size, sizes
-        self._mesh = Mesh(
-            np.stack([before.devices, after.devices]), (SIDE, *axes), axis_types=(AxisType.Auto,) * (1 + len(axes))
-        )
+        # In the order of their numbers, because XLA compiles for any other order with an error in its log.
+        sides = sorted([before.devices, after.devices], key=lambda devices: devices.flat[0].id)
+        self._from_to = (0, 1) if sides[0] is before.devices else (1, 0)
+        self._mesh = Mesh(np.stack(sides), (SIDE, *axes), axis_types=(AxisType.Auto,) * (1 + len(axes)))
         self._own = NamedSharding(before if before.local_devices else after, PartitionSpec())
         self._both = NamedSharding(self._mesh, PartitionSpec(SIDE))
         self._programs = Programs(self._lower, threads=1, compiler_options=self._compiler_options)
@@ -94,7 +95,7 @@ class Crossing:
     def _on_each(self, x_TD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """What one device does. Each sends a part of what all devices of its stage have; those that receive exchange the parts, because
         they reach each other faster than the other host."""
-        steps = [(0, 1)]
+        steps = [self._from_to]
         if x_TD.size % self._num_devices:
             found_TD = jax.lax.ppermute(x_TD, SIDE, steps)
         else:

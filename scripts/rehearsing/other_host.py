@@ -73,6 +73,11 @@ def _carry(near: socket.socket, far: socket.socket, is_cut: threading.Event) -> 
                 (far if source is near else near).sendall(data)
 
 
+def host_environment(number: int) -> dict[str, str]:
+    """For NCCL, which refuses processes of one machine that share a GPU, and reaches those of others through this interface."""
+    return {"NCCL_HOSTID": f"host-{number}", "NCCL_SOCKET_IFNAME": "lo"}
+
+
 class OtherHost:
     """`jaxllm serve demo --node-rank 1`, which connects to host 0 at this port."""
 
@@ -88,7 +93,7 @@ class OtherHost:
         """Start it, or start it again."""
         temporary = self._directory / "t1"
         temporary.mkdir(exist_ok=True)
-        environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": str(ROOT), **host_environment(1)}
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(
                 self._command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from scripts.rehearsing.other_host import OtherHost
+from scripts.rehearsing.other_host import OtherHost, host_environment
 from scripts.soaking.processes import RUN, processes_below, wait_until_healthy
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,7 +32,7 @@ class RehearsedServer:
         self.temporary = directory / "t"
         self.temporary.mkdir()
         self._shared = _shared_memory()
-        environment = {**os.environ, "TMPDIR": str(self.temporary), "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, "TMPDIR": str(self.temporary), "PYTHONPATH": str(ROOT), **host_environment(0)}
         if fault:
             environment["JAXLLM_FAULT"] = fault
         command = [sys.executable, "-c", RUN, "serve", "demo", *FLAGS, "--port", str(self.port), *flags]

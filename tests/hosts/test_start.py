@@ -3,6 +3,7 @@
 import socket
 import sys
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine import messages
 from jaxllm.engine.core import EngineCore
 from jaxllm.errors import ConfigError, EngineDeadError, ModelLoadError
+from jaxllm.framing import WireError
 from jaxllm.hosts import identity, process_group, wire
 from jaxllm.hosts.follower import Member
 from jaxllm.hosts.leader import Leader
@@ -144,6 +146,19 @@ def test_calls_are_answered_or_raise_the_error_of_a_host(together):
     assert told.wait(10)
     with pytest.raises(EngineDeadError, match=r"host 1 \(.*\) is lost"):
         leader.check()
+
+
+def test_a_shorter_limit_holds_for_a_message_that_is_waited_for_already():
+    with socket.create_server(("127.0.0.1", 0)) as listening, socket.create_connection(listening.getsockname()[:2]):
+        connection = wire.Connection(listening.accept()[0], wire.of_follower)
+        connection.limit(60)
+        with ThreadPoolExecutor(1) as pool:
+            receiving = pool.submit(connection.receive)
+            time.sleep(0.1)
+            connection.limit(0.1)
+            with pytest.raises(WireError, match=r"nothing was heard for 0.1 s"):
+                receiving.result(5)
+        connection.close()
 
 
 def test_a_plan_reads_the_same_on_the_other_host():

@@ -83,8 +83,13 @@ def line_of(process: "subprocess.Popen[str]", errors: Path) -> str:
     raise AssertionError(errors.read_text())
 
 
-def test_two_hosts_compute_what_one_device_does_and_end_together(directory):
-    with two_hosts(host_scenario, directory, tensor_parallel_size=4) as hosts:
+@pytest.mark.parametrize(
+    "layout",
+    [{"tensor_parallel_size": 4}, {"tensor_parallel_size": 2, "prefill_context_parallel_size": 2}],
+    ids=["split layers", "split layers and tokens"],
+)
+def test_two_hosts_compute_what_one_device_does_and_end_together(directory, layout):
+    with two_hosts(host_scenario, directory, **layout) as hosts:
         one = EngineCore(EngineConfig.from_options(**host_scenario.options(directory)))
         wanted = host_scenario.answers(one, directory)
         one.shutdown()
