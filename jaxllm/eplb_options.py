@@ -71,8 +71,9 @@ def eplb_faults(flat: Mapping[str, Any]) -> list[str]:
         return [str(error)]
     wrong = (
         (
-            not flat["enable_expert_parallel"] or flat["tensor_parallel_size"] == 1,
-            "no device has whole experts: add enable_expert_parallel and a tensor_parallel_size above 1, or leave it out",
+            not flat["enable_expert_parallel"] or flat["tensor_parallel_size"] == flat["data_parallel_size"] == 1,
+            "no device has whole experts: add enable_expert_parallel, and a tensor_parallel_size or data_parallel_size above 1, or leave "
+            "it out",
         ),
         (
             flat["enable_lora"],
@@ -81,10 +82,6 @@ def eplb_faults(flat: Mapping[str, Any]) -> list[str]:
         (
             flat["prefill_context_parallel_size"] > 1,
             "the devices of prefill_context_parallel_size count different tokens: leave one of them out",
-        ),
-        (
-            flat["data_parallel_size"] > 1,
-            "the lanes of data_parallel_size send tokens to the places that experts were loaded to: leave one of them out",
         ),
         (flat["expert_load"] is False, "expert_load is off, by which experts move: leave one of them out"),
     )

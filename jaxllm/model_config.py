@@ -108,8 +108,9 @@ class ModelConfig(ServedModel):
         return all(map(self.stored_fp8.covers, modules))
 
     def as_stored(self) -> "ModelConfig":
-        """This config before `for_tensor_parallel`: the shapes of the checkpoint."""
-        return self._split(1, self.vocab_size)
+        """This config before `for_tensor_parallel`, and without copies of experts: the shapes of the checkpoint."""
+        stored = {layer: layer.as_stored() for layer in set(self.layers)}
+        return dataclasses.replace(self._split(1, self.vocab_size), layers=tuple(stored[layer] for layer in self.layers))
 
     def for_tensor_parallel(self, size: int) -> "ModelConfig":
         """The shapes when each layer is split over `size` devices: KV heads copied where there are too few, vocabulary padded.
@@ -117,7 +118,7 @@ class ModelConfig(ServedModel):
         Raises ConfigError with every number that `size` does not divide.
         """
         if size == 1:
-            return self.as_stored()
+            return self._split(1, self.vocab_size)
         if faults := self._indivisible(size):
             most = max(attention.num_heads for attention in self._attentions)
             fits = [str(n) for n in range(1, most + 1) if not self._indivisible(n)]

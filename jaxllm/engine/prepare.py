@@ -197,12 +197,13 @@ def lay_out(
 
     make_plan: takes weight_bytes, and drafter or layers as `memory_plan` does. Raises ConfigError for layers that cannot be divided so.
     """
-    size = Topology.of(config.parallel).tensor
+    topology = Topology.of(config.parallel)
+    size = topology.tensor
 
     def plan_of(part: CausalLM, layers: range) -> MemoryPlan:
-        num_bytes = weight_bytes(part, size, config.parallel.num_lanes)
+        num_bytes = weight_bytes(part, size, topology.data)
         if config.parallel.enable_eplb:
-            num_bytes += moving_bytes(part, size)
+            num_bytes += moving_bytes(part, topology.expert)
         if len(layers) < model.num_layers:
             return make_plan(weight_bytes=num_bytes, layers=layers)
         num_bytes += _drafter_bytes(features.drafter, config, model, size) + _adapter_bytes(features.adaptation, size)
@@ -365,7 +366,7 @@ def _with_redundant_experts(config: EngineConfig, model: ModelConfig) -> ModelCo
     options = config.parallel
     if not options.enable_eplb:
         return model
-    count, size = EplbConfig.of(options.eplb_config).num_redundant_experts, options.tensor_parallel_size
+    count, size = EplbConfig.of(options.eplb_config).num_redundant_experts, Topology.of(options).expert
     most = min(part.routing.num_experts for part in model.mixtures) * (size - 1)
     if count > most:
         raise ConfigError(

@@ -7,6 +7,7 @@ from jaxllm.lanes.lane import Lane
 from jaxllm.lanes.programs import JointPrograms
 from jaxllm.lanes.runner import LanesRunner
 from jaxllm.parallel.mesh import lane_meshes
+from jaxllm.runner.expert_placement import Tables
 from jaxllm.runner.stage import RunnerParts
 from jaxllm.runner.weights import Weights, WeightsSource
 
@@ -14,7 +15,9 @@ from jaxllm.runner.weights import Weights, WeightsSource
 def lanes_runner(parts: RunnerParts) -> LanesRunner:
     """The lanes of a mesh of both axes, each with a cache as the plan of the one stage says. Other hosts may have some of them."""
     (stage,), (mesh,) = parts.stages, parts.meshes
-    joint, store = Weights([stage.model], mesh), parts.store_of(stage, mesh)
+    tables = Tables.of(parts.config.parallel, parts.model_config, stage.model.layers)
+    joint = Weights([stage.model] if tables is None else [stage.model, tables], mesh)
+    store = parts.store_of(stage, mesh)
 
     def new_lane(number: int, own: Mesh) -> Lane:
         # A stored program knows its devices, so no lane can load another's.
@@ -25,7 +28,7 @@ def lanes_runner(parts: RunnerParts) -> LanesRunner:
     near = next(lane for lane in found if lane is not None)
     lanes = [lane or FarLane(near) for lane in found]
     shapes = JointPrograms.of(near.shapes, mesh, joint.shapes)
-    source = WeightsSource(parts.config, parts.model_config, stage.model, mesh)
+    source = WeightsSource(parts.config, parts.model_config, stage.model, mesh, tables=tables)
     threads = parts.config.compile.compile_threads
     assert threads is not None, "platform defaults are resolved before the runner is made"
     return LanesRunner(lanes, shapes, joint, source, threads=threads, store=store)

@@ -1,6 +1,7 @@
 """What lanes exclude. Does not import JAX."""
 
 from jaxllm.config import EngineConfig
+from jaxllm.eplb_options import EplbConfig
 from jaxllm.errors import ConfigError
 from jaxllm.model_config import ModelConfig
 
@@ -33,10 +34,13 @@ def check_lanes(config: EngineConfig, model: ModelConfig) -> None:
                 f"{asked}, which makes one engine of {num_lanes} lanes, and {what}, but {reason}; leave one of them out: without "
                 "enable_expert_parallel, data_parallel_size starts engines that share nothing"
             )
+    num_redundant = EplbConfig.of(config.parallel.eplb_config).num_redundant_experts
     for part in model.mixtures:
-        num_experts = part.routing.num_experts
-        if num_experts % (num_lanes * size):
+        num_slots = part.routing.num_experts + num_redundant
+        if num_slots % (num_lanes * size):
+            copies = f" with {num_redundant} redundant ones (eplb_config.num_redundant_experts)" if num_redundant else ""
             raise ConfigError(
-                f"{asked}: {num_experts} experts cannot be shared equally by {num_lanes * size} devices (data_parallel_size "
-                f"{num_lanes} times tensor_parallel_size {size}); choose sizes whose product divides {num_experts}"
+                f"{asked}: {part.routing.num_experts} experts{copies} cannot be shared equally by {num_lanes * size} devices "
+                f"(data_parallel_size {num_lanes} times tensor_parallel_size {size}); choose sizes whose product divides {num_slots}"
+                + (", or another number of redundant ones" if num_redundant else "")
             )

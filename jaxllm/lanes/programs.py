@@ -12,7 +12,7 @@ from jaxllm.parallel.mesh import DATA, TENSOR
 from jaxllm.runner.step import StepFunctions
 from jaxllm.runner.step_programs import ProgramKey, StepPrograms
 
-JOINT = ("forward", "decode", "new_caches")
+JOINT = ("forward", "decode", "new_caches", "move_experts")
 """The kinds of programs that run on all lanes."""
 
 

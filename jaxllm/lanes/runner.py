@@ -23,6 +23,7 @@ from jaxllm.runner.batch import Batch
 from jaxllm.runner.consumers import Hidden
 from jaxllm.runner.consumers.sampling import PendingTokens
 from jaxllm.runner.expert_counts import CountsInFlight
+from jaxllm.runner.expert_moves import moved_experts
 from jaxllm.runner.pending import StepInFlight
 from jaxllm.runner.program_store import ProgramStore
 from jaxllm.runner.programs import Programs
@@ -250,12 +251,13 @@ class LanesRunner:
     def _set_params(self, params: tuple[jax.Array, ...]) -> None:
         """Set the weights, of which each lane's programs see its part."""
         self.params = params
-        shapes = zip(*(lane.weights.shapes for lane in self.lanes), strict=True)
-        parts = [
-            parts_of(joint, [lane.sharding for lane in own], own[0].shape) for joint, own in zip(params, shapes, strict=True)
-        ]
+        parts = [self._parts_of_weight(index, joint) for index, joint in enumerate(params)]
         for lane, own in zip(self.lanes, zip(*parts, strict=True), strict=True):
             lane.params = own
+
+    def _parts_of_weight(self, index: int, joint: jax.Array) -> list[jax.Array]:
+        shapes = [lane.weights.shapes[index] for lane in self.lanes]
+        return parts_of(joint, [shape.sharding for shape in shapes], shapes[0].shape)
 
     def take_weights(self, other: "LanesRunner") -> None:
         self._model_dir = other._model_dir
@@ -280,6 +282,9 @@ class LanesRunner:
         for number in range(1, WARM_UP_RUNS + 1):
             with self.times.part(f"warm-up run {number}"):
                 for key in self.shapes.common_keys():
+                    if key.kind == "move_experts":
+                        self.move_experts(key.size, self.shapes.no_moves(key.size), None)
+                        continue
                     layout = self.shapes.layout(key)
                     self._run_buffers(key, [lane.batches.empty(layout) for lane in self._all_lanes])
                 jax.block_until_ready((self._rows, self.caches))
@@ -327,8 +332,14 @@ class LanesRunner:
         self.lanes[0].drain()
         return CountsOfLanes([lane.take_expert_tokens() for lane in self.lanes])
 
-    def move_experts(self, layer: int, moves_2RN: np.ndarray, table_EC: np.ndarray) -> None:
-        raise AssertionError("experts of lanes stay where they were loaded to")
+    def move_experts(self, layer: int, moves_2RN: np.ndarray, table_EC: np.ndarray | None) -> None:
+        """See ModelRunner. Experts move between the devices of all lanes."""
+        self.lanes[0].drain()
+        changed = moved_experts(self.shapes, self.programs.get, self.params, layer, moves_2RN, table_EC)
+        self.params = tuple(changed.get(index, array) for index, array in enumerate(self.params))
+        parts = {index: self._parts_of_weight(index, joint) for index, joint in changed.items()}
+        for number, lane in enumerate(self.lanes):
+            lane.params = tuple(parts[index][number] if index in parts else array for index, array in enumerate(lane.params))
 
     # Any time
 

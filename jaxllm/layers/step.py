@@ -76,9 +76,10 @@ class Step:
     chosen: list[tuple[str, Array]] | None = None
     """Collects the experts that tokens chose, int32 [T, k], -1 for padding, with the name of their mixture: one for each run of the step's
     tokens. None: nobody asks."""
-    slots: Callable[[str, Array, int], Array] | None = None
-    """Takes the name of a mixture, the experts int32 [T, k] that tokens chose, -1 for padding, and the index of the first of these
-    tokens in the step. Returns the slots of the mixture's weights in which these experts are. None: each is in the slot of its number."""
+    slots: Callable[[str, Array, int | Array], Array] | None = None
+    """Takes the name of a mixture, the experts int32 [T, k] that tokens chose, -1 for padding, and the number of the first of these
+    tokens, by which copies are chosen. Returns the slots of the mixture's weights in which these experts are. None: each is in the slot
+    of its number."""
     attended_positions_T: Array | None = None
     """Positions of the tokens that attention takes, where these are more than this device computes; None: they are the same."""
     wanted_features: Collection[int] = ()
@@ -103,7 +104,10 @@ class Step:
 
     def slots_of(self, name: str, expert_Tk: Array, start: int) -> Array:
         """The slots of the experts that the tokens from `start` on chose in the mixture of this name."""
-        return expert_Tk if self.slots is None else self.slots(name, expert_Tk, start)
+        if self.slots is None:
+            return expert_Tk
+        # Tokens take the copies of an expert in turn. Each lane begins with another one: in a decode it may have a single token.
+        return self.slots(name, expert_Tk, start if self.exchange is None else start + self.exchange.lane)
 
     def experts_of(self, name: str, start: int) -> Callable[..., Array]:
         """What computes the chosen experts of a mixture of the tokens from `start` on, as `experts` does."""

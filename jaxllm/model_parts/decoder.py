@@ -34,8 +34,12 @@ class Layer:
         return self.attention.indivisible(size) + self.mlp.indivisible(size)
 
     def split(self, size: int) -> "Layer":
-        """The shapes when the layer is split over `size` devices; 1: the shapes of the checkpoint."""
-        return replace(self, attention=self.attention.split(size), mlp=self.mlp.split(size))
+        """The shapes when the layer is split over `size` devices."""
+        return replace(self, attention=self.attention.split(size))
+
+    def as_stored(self) -> "Layer":
+        """The shapes of the checkpoint."""
+        return replace(self, attention=self.attention.split(1), mlp=self.mlp.as_stored())
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class MLP:
         """The numbers that keep this part from being split over `size` devices."""
         return [f"an intermediate size of {self.width}"] if self.width % size else []
 
-    def split(self, size: int) -> "MLP":
+    def as_stored(self) -> "MLP":
         return self
 
 
@@ -134,8 +134,9 @@ class MoE:
             return faults + ([named] if (count + more) % size else [])
         return faults + ([f"an intermediate size of experts of {self.width}"] if self.width % size else [])
 
-    def split(self, size: int) -> "MoE":
-        return replace(self, num_redundant=0) if size == 1 else self
+    def as_stored(self) -> "MoE":
+        """With each expert once."""
+        return replace(self, num_redundant=0)
 
 
 def slots(num_experts: int, num_slots: int) -> tuple[int, ...]:

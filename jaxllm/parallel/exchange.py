@@ -39,9 +39,14 @@ class LaneExchange:
     """Devices of a lane."""
 
     @property
+    def lane(self) -> Array:
+        """The number of this device's lane."""
+        return jax.lax.axis_index(DATA)
+
+    @property
     def rank(self) -> Array:
         """The place of this device among all that experts are distributed to."""
-        return jax.lax.axis_index(DATA) * self.num_columns + jax.lax.axis_index(TENSOR)
+        return self.lane * self.num_columns + jax.lax.axis_index(TENSOR)
 
     def run(self, experts: Experts, x_TD: Array, expert_Tk: Array, weight_Tk: Array, num_experts: int) -> Array:
         """The sums [T, D] of this lane's tokens over all experts of this column. Exact whatever is chosen; no token is dropped.

@@ -13,13 +13,14 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from jaxllm.config import ParallelOptions
 from jaxllm.layers.linear import abstract_param
 from jaxllm.loaders.layout import axes_of, parameters, state_of
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import MoE
 from jaxllm.parallel.across_hosts import put
 from jaxllm.parallel.axes import sharding
-from jaxllm.parallel.mesh import TENSOR
+from jaxllm.parallel.topology import Topology
 
 ROUNDS = 4
 """Rounds of moves in one run of the program: see `Placing.move`."""
@@ -49,6 +50,14 @@ class Tables(nnx.Module):
         self.tables: nnx.List[nnx.Param] = nnx.List(
             [abstract_param(shape, ("experts", "copy"), "int32", source="", init="zeros") for shape in shapes]
         )
+
+    @classmethod
+    def of(cls, options: ParallelOptions, config: ModelConfig, layers: Sequence[int]) -> "Tables | None":
+        """Of these layers of a model; None: experts do not move."""
+        if not options.enable_eplb:
+            return None
+        mixtures = [part for i in layers if isinstance(part := config.layers[i].mlp, MoE)]
+        return cls(mixtures, most_copies(mixtures, Topology.of(options).expert))
 
     def at_the_start(self, mesh: Mesh) -> nnx.State:
         """The tables of weights as they are loaded."""
@@ -85,28 +94,32 @@ class Placing:
         """The index of a layer's table among all weights."""
         return self.tables.start + list(self.leaves).index(layer)
 
-    def slots(self, params: tuple[jax.Array, ...]) -> Callable[[str, jax.Array, int], jax.Array]:
+    def slots(self, params: tuple[jax.Array, ...]) -> Callable[[str, jax.Array, int | jax.Array], jax.Array]:
         """See `Step.slots`."""
         tables = dict(zip(self.names, self.merge(params).tables, strict=True))
 
-        def slots(name: str, expert_Tk: jax.Array, start: int) -> jax.Array:
+        def slots(name: str, expert_Tk: jax.Array, start: int | jax.Array) -> jax.Array:
             return slots_of(tables[name][...], expert_Tk, start)
 
         return slots
 
-    def move(self, old: tuple[jax.Array, ...], new: tuple[jax.Array, ...], moves_2RN: jax.Array) -> tuple[jax.Array, ...]:
+    def move(
+        self, axes: str | tuple[str, ...], old: tuple[jax.Array, ...], new: tuple[jax.Array, ...], moves_2RN: jax.Array
+    ) -> tuple[jax.Array, ...]:
         """`new`, a layer's arrays on this device, with the experts of these rounds. In round r device n gets what is in the slot
         moves[0, r, n] of `old`, counted over all devices, and writes it to its own slot moves[1, r, n]; a slot that it does not have
         stands for nothing.
 
         So slots may be exchanged, in whatever order. Each round has two experts for each device in memory. The number of rounds is
         static: the host would be asked whether there is another one, and wait for the device to know.
+
+        axes: of the mesh, over which slots are split.
         """
-        num_slots, rank = len(old[0]), jax.lax.axis_index(TENSOR)
+        num_slots, rank = len(old[0]), jax.lax.axis_index(axes)
 
         def move(wanted_N: jax.Array, target: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
             # Each device offers each what that wants, and takes the offer of the one that has it.
-            offers = jax.lax.all_to_all(old[wanted_N % num_slots], TENSOR, 0, 0, tiled=True)
+            offers = jax.lax.all_to_all(old[wanted_N % num_slots], axes, 0, 0, tiled=True)
             return new.at[target].set(offers[wanted_N[rank] // num_slots], mode="drop")
 
         def one_round(number: jax.Array, moved: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -116,8 +129,8 @@ class Placing:
         return jax.lax.fori_loop(0, moves_2RN.shape[1], one_round, new)
 
 
-def slots_of(table_EC: jax.Array, expert_Tk: jax.Array, start: int) -> jax.Array:
-    """The slots of experts: of several copies, tokens take one after the other, by their index in the step."""
+def slots_of(table_EC: jax.Array, expert_Tk: jax.Array, start: int | jax.Array) -> jax.Array:
+    """The slots of experts: of several copies, tokens take one after the other, by their numbers from `start` on."""
     token_T1 = start + jnp.arange(len(expert_Tk), dtype=jnp.int32)[:, None]
     expert = jnp.maximum(expert_Tk, 0)
     slot_Tk = table_EC[expert, 1 + token_T1 % table_EC[expert, 0]]

@@ -16,9 +16,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.layers.decoder import CausalLM
 from jaxllm.loaders.layout import delete, zeros
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import MoE
 from jaxllm.parallel.across_hosts import put, spans_hosts
-from jaxllm.parallel.mesh import tensor_size
 from jaxllm.parallel.shards import make_shards
 from jaxllm.progress import SILENT, Progress
 from jaxllm.runner import warm_up
@@ -32,7 +30,8 @@ from jaxllm.runner.consumers.sampling import PendingTokens, Sampling
 from jaxllm.runner.draft_step import DraftFunctions
 from jaxllm.runner.drafter import Drafter
 from jaxllm.runner.expert_counts import CountsInFlight, ExpertCounting
-from jaxllm.runner.expert_placement import ROUNDS, Placing, Tables, most_copies
+from jaxllm.runner.expert_moves import moved_experts
+from jaxllm.runner.expert_placement import Placing, Tables
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.launcher import Launcher
 from jaxllm.runner.layout import StepLayout, padded
@@ -92,10 +91,7 @@ class ModelRunner:
             model,
             *(part.model for part in (drafter, adaptation) if part is not None and part.model is not None),
         ]
-        tables = None
-        if config.parallel.enable_eplb:
-            mixtures = [part for i in model.layers if isinstance(part := model_config.layers[i].mlp, MoE)]
-            tables = Tables(mixtures, most_copies(mixtures, tensor_size(mesh)))
+        if (tables := Tables.of(config.parallel, model_config, model.layers)) is not None:
             models.append(tables)
         self.weights = Weights(models, mesh) if weights is None else weights
         self._source = WeightsSource(config, model_config, model, mesh, drafter, adaptation, tables)
@@ -259,25 +255,10 @@ class ModelRunner:
         return CountsInFlight([counts])
 
     def move_experts(self, layer: int, moves_2RN: np.ndarray, table_EC: np.ndarray | None) -> None:
-        """Move a layer's experts between devices, after the steps dispatched so far and before later ones: see `Placing.move`.
-
-        table_EC: the layer's new one, as of `expert_placement.table_of`; None: it stays. Returns at once.
-        """
-        placing = self.shapes.functions.placing
-        assert placing is not None, "experts have no slots"
+        """See Executor; without a table the layer's own stays."""
         self.drain()
-        where, params = placing.leaves[layer], list(self.params)
-        program, no_moves_2RN = self.program(self.shapes.moving_key(layer)), self.shapes.no_moves(layer)
-        old = new = tuple(params[index] for index in where)
-        for first in range(0, moves_2RN.shape[1], ROUNDS):
-            rounds_2RN, part = no_moves_2RN.copy(), moves_2RN[:, first : first + ROUNDS]
-            rounds_2RN[:, : part.shape[1]] = part
-            new = program(old, new, self.put(rounds_2RN))
-        for index, array in zip(where, new, strict=True):
-            params[index] = array
-        if table_EC is not None:
-            params[placing.table_of(layer)] = self.put(table_EC)
-        self.params = tuple(params)
+        changed = moved_experts(self.shapes, self.program, self.params, layer, moves_2RN, table_EC)
+        self.params = tuple(changed.get(index, array) for index, array in enumerate(self.params))
 
     def _replace_lost_slots(self) -> None:
         """Empty slots in place of arrays that a failed `write_adapter` took."""

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxllm.cache_spec import CacheArray, CacheLayout, StateArray
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.across_hosts import spans_hosts
+from jaxllm.parallel.axes import num_parts
 from jaxllm.parallel.mesh import CONTEXT, TENSOR, context_size, tensor_size
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.drafts import DraftRows, kept_logits
@@ -82,6 +83,11 @@ class StepPrograms:
 
     @property
     def replicated(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    @property
+    def everywhere(self) -> NamedSharding:
+        """The same on all devices, also of several lanes."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     @property
@@ -375,13 +381,13 @@ class StepPrograms:
         assert placing is not None
         arrays = tuple(self.params[leaf] for leaf in placing.leaves[key.size])
         out = tuple(array.sharding for array in arrays)
+        moves = jax.ShapeDtypeStruct(self.no_moves(key.size).shape, jnp.int32, sharding=self.everywhere)
         # Nothing is donated: the steps in flight read the arrays, and a failure must not lose them.
-        arguments = (arrays, arrays, self._ints(*self.no_moves(key.size).shape))
-        return self._lower_on_each(placing.move, arguments, out, donate=())
+        return self._lower_on_each(partial(placing.move, out[0].spec[0]), (arrays, arrays, moves), out, donate=())
 
     def no_moves(self, layer: int) -> np.ndarray:
         """The plan of as many rounds of moves as one run of the program has, in which a layer's experts stay where they are."""
-        placing, num_devices = self.functions.placing, tensor_size(self.mesh)
+        placing, num_devices = self.functions.placing, num_parts(("split_experts",), self.mesh.shape)
         assert placing is not None, "experts do not move"
         moves_2RN = np.zeros((2, ROUNDS, num_devices), np.int32)
         moves_2RN[1] = self.params[placing.leaves[layer][0]].shape[0] // num_devices

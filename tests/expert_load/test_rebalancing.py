@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -33,25 +34,31 @@ def expected(two_devices: EngineCore) -> list[list[int]]:
     return found
 
 
-def test_tokens_are_those_of_one_device_while_experts_move(two_devices: EngineCore, expected: list[list[int]]) -> None:
+@pytest.fixture(params=["two_devices", "two_lanes"])
+def core(request: pytest.FixtureRequest) -> EngineCore:
+    """Their experts lie on two devices, of one lane or of two."""
+    return request.getfixturevalue(request.param)  # type: ignore[no-any-return]
+
+
+def test_tokens_are_those_of_one_device_while_experts_move(core: EngineCore, expected: list[list[int]]) -> None:
     """Counts are of experts, not of copies; sleep keeps places, and what is loaded anew begins with the first ones."""
     first = [np.arange(10) % 8] * 2
     for _ in range(3):
-        assert run(two_devices) == expected
-    assert not np.array_equal(layout(two_devices).slots, first)
-    check("deepseek_v3", two_devices)
-    two_devices.sleep(1)
-    two_devices.wake_up()
-    assert run(two_devices) == expected
-    two_devices.sleep(2)
-    np.testing.assert_array_equal(layout(two_devices).slots, first)
-    two_devices.wake_up()
-    assert run(two_devices) == expected
+        assert run(core) == expected
+    assert not np.array_equal(layout(core).slots, first) and layout(core).num_devices == 2
+    check("deepseek_v3", core)
+    core.sleep(1)
+    core.wake_up()
+    assert run(core) == expected
+    core.sleep(2)
+    np.testing.assert_array_equal(layout(core).slots, first)
+    core.wake_up()
+    assert run(core) == expected
 
 
-def test_moves_are_exact_to_the_bit(two_devices: EngineCore) -> None:
+def test_moves_are_exact_to_the_bit(core: EngineCore) -> None:
     """Random placements, with copies next to each other: each slot then has its expert's weights, in all arrays."""
-    runner, found = two_devices.runner, layout(two_devices)
+    runner, found = core.runner, layout(core)
     paths = [(path, variable) for path, variable in parameters(runner._source.model)]
     split = [i for i, (path, variable) in enumerate(paths) if "split_experts" in axes_of(variable) and path[1] == 2]
     mixture, experts = found.layers.index(2), {}
@@ -59,24 +66,28 @@ def test_moves_are_exact_to_the_bit(two_devices: EngineCore) -> None:
         stored = np.asarray(runner.params[i])
         for slot, expert in enumerate(found.slots[mixture].tolist()):
             experts[i, expert] = stored[slot]
-    rng = np.random.default_rng(0)
+    rng, num_arrays = np.random.default_rng(0), None
     for _ in range(4):
         after_P = rng.permutation(np.concatenate([np.arange(8), rng.choice(8, 2, replace=False)]))
         moves = plan_moves(found.slots[mixture], after_P, 2)
-        two_devices.executor.move_experts(2, moves, table_of(after_P, 8, 2))
+        core.executor.move_experts(2, moves, table_of(after_P, 8, 2))
         found.slots[mixture] = after_P
         for i in split:
             np.testing.assert_array_equal(np.asarray(runner.params[i]), [experts[i, expert] for expert in after_P.tolist()])
+            for number, lane in enumerate(getattr(runner, "lanes", ())):
+                np.testing.assert_array_equal(np.asarray(lane.params[i]), np.split(np.asarray(runner.params[i]), 2)[number])
+        num_arrays = num_arrays or len(jax.live_arrays())
+        assert len(jax.live_arrays()) == num_arrays, "what experts have left stays in memory"
     assert len(split) == 2
 
 
-def test_a_failure_leaves_experts_where_they_are(two_devices: EngineCore, expected: list[list[int]]) -> None:
-    two_devices.loop.start_over()
-    assert run(two_devices) == expected
+def test_a_failure_leaves_experts_where_they_are(core: EngineCore, expected: list[list[int]]) -> None:
+    core.loop.start_over()
+    assert run(core) == expected
 
 
-def test_programs_that_move_experts_are_there_after_warm_up(two_devices: EngineCore) -> None:
-    kinds = [key.kind for key in two_devices.runner.shapes.common_keys()]
+def test_programs_that_move_experts_are_there_after_warm_up(core: EngineCore) -> None:
+    kinds = [key.kind for key in core.runner.shapes.common_keys()]
     assert kinds.count("move_experts") == 1, "layers of the same shapes share one"
 
 
@@ -88,6 +99,8 @@ def test_programs_that_move_experts_are_there_after_warm_up(two_devices: EngineC
         ("qwen3_moe", 2, 0, {"pipeline_parallel_size": 2}),
         ("gpt_oss", 2, 1, {}),  # biases, and a tensor of all experts
         ("mixtral", 2, 1, {"num_gpu_blocks_override": 12}),
+        ("qwen3_moe", 2, 4, {"data_parallel_size": 2}),
+        ("gpt_oss", 1, 3, {"data_parallel_size": 4}),
     ],
 )
 def test_models(name: str, num_devices: int, num_redundant: int, options: dict[str, Any]) -> None:
@@ -149,12 +162,13 @@ def test_copies_are_read_like_their_experts(name: str, transform_on_device: bool
     assert num_seen >= 4
 
 
-def test_the_memory_of_a_move_is_counted_with_the_weights(two_devices: EngineCore) -> None:
+def test_the_memory_of_a_move_is_counted_with_the_weights(core: EngineCore) -> None:
     """Twice more a layer, and an expert from and for each device."""
-    runner = two_devices.runner
+    runner = core.runner
     bytes_of = [array.nbytes // 2 for array in (runner.params[i] for i in runner.shapes.functions.placing.leaves[2])]
-    weights = prepare.weight_bytes(runner._source.model, 2)
-    assert two_devices.memory_plan.weight_bytes - weights == sum(2 * n + 2 * 2 * n // 5 for n in bytes_of)
+    parallel = core.config.parallel
+    weights = prepare.weight_bytes(runner._source.model, parallel.tensor_parallel_size, parallel.num_lanes)
+    assert core.memory_plan.weight_bytes - weights == sum(2 * n + 2 * 2 * n // 5 for n in bytes_of)
 
 
 def test_a_short_interval_shortens_the_window() -> None:

@@ -3,13 +3,16 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from jaxllm.layers.step import Step
 from jaxllm.parallel.exchange import LaneExchange, make_exchange
 from jaxllm.parallel.mesh import DATA, TENSOR, meshes_of
 from jaxllm.parallel.topology import Topology
+from jaxllm.runner.expert_placement import slots_of
 from pallas_kernels.grouped_matmul import experts
 
 NUM_TOKENS, NUM_CHOICES, WIDTH, HIDDEN, OF_DEVICE = 24, 3, 16, 8, 2
@@ -88,6 +91,22 @@ def test_sums_of_a_token_do_not_depend_on_other_lanes():
         compute = program((4, 1), capacity)
         alone, beside = np.asarray(compute(*arrays)), np.asarray(compute(*mixed, *arrays[3:]))
         np.testing.assert_array_equal(alone[:NUM_TOKENS], beside[:NUM_TOKENS])
+
+
+def test_each_lane_begins_with_another_copy():
+    """Its only token in a decode would else always be computed by the first."""
+    (mesh,) = meshes_of(Topology(2, has_expert_parallel=True, data=2))
+    table_EC = jnp.array([[1, 4, 0], [2, 5, 7]], jnp.int32)
+
+    def slots(expert_Tk):
+        step = Step(expert_Tk, expert_Tk, attend=None, exchange=make_exchange(mesh))
+        step.slots = lambda name, expert_Tk, start: slots_of(table_EC, expert_Tk, start)
+        return step.slots_of("", expert_Tk, 2)
+
+    by_lane = PartitionSpec(DATA)
+    each = jax.shard_map(slots, mesh=mesh, in_specs=by_lane, out_specs=by_lane, check_vma=False)
+    expert_Tk = np.tile(np.array([[1, 0], [-1, 1]], np.int32), (2, 1))
+    np.testing.assert_array_equal(jax.jit(each)(expert_Tk), [[5, 4], [-1, 7], [7, 4], [-1, 5]])
 
 
 def test_the_way_follows_from_shapes():

@@ -29,11 +29,15 @@ def test_lanes(name, num_lanes, size, options):
     core.shutdown()
 
 
-@pytest.mark.parametrize("capacity", [64, 8], ids=["sent", "overflowing"])
-def test_tokens_that_are_sent(monkeypatch, capacity):
+@pytest.mark.parametrize(
+    ("capacity", "options"),
+    [(64, {}), (8, {}), (64, {"enable_eplb": True, "eplb_config": {"step_interval": 6, "num_redundant_experts": 4}})],
+    ids=["sent", "overflowing", "to experts that move"],
+)
+def test_tokens_that_are_sent(monkeypatch, capacity, options):
     """Steps of prompts send their tokens, and compute them in rounds; where there is little room, most gather after all."""
     monkeypatch.setattr(exchange.LaneExchange, "capacity", lambda self, num_tokens, k: capacity if num_tokens > 32 else None)
     monkeypatch.setattr(exchange, "MAX_TOKENS_AT_ONCE", 50)
-    core = engines.make_core("qwen3_moe", data_parallel_size=4, enable_expert_parallel=True)
+    core = engines.make_core("qwen3_moe", data_parallel_size=4, enable_expert_parallel=True, **options)
     check("qwen3_moe", core)
     core.shutdown()

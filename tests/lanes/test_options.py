@@ -20,6 +20,7 @@ from jaxllm.start_times import StartTimes
 from tests.helpers import engines, goldens
 
 LANES = {"data_parallel_size": 2, "enable_expert_parallel": True}
+EPLB = {"enable_eplb": True}
 
 
 def config_of(name, **options):
@@ -30,6 +31,9 @@ def config_of(name, **options):
     ("name", "options", "told"),
     [
         ("mixtral", {}, "5 experts cannot be shared equally by 2 devices"),
+        ("mixtral", {**EPLB, "eplb_config": {"num_redundant_experts": 2}}, "5 experts with 2 redundant ones .* divides 7, or"),
+        ("qwen3_moe", {**EPLB, "eplb_config": {"num_redundant_experts": 10}}, "10, but 8 fill 2 devices"),
+        ("qwen3_moe", {**EPLB, "enable_expert_parallel": False}, "no device has whole experts"),
         ("qwen3_moe", {"data_parallel_size": 4, "tensor_parallel_size": 4}, "8 experts cannot be shared equally by 16 devices"),
         ("qwen3", {}, "Qwen3ForCausalLM has no experts"),
         ("qwen3_moe", {"enable_lora": True}, "enable_lora is set, but adapters are not"),
@@ -42,6 +46,12 @@ def config_of(name, **options):
 def test_refused(name, options, told):
     with pytest.raises(ConfigError, match=told):
         resolve_sizes(config_of(name, **options), goldens.golden(name).directory)
+
+
+def test_copies_may_make_up_for_experts_that_are_too_few():
+    config = config_of("mixtral", **EPLB, eplb_config={"num_redundant_experts": 1})
+    _, model = resolve_sizes(config, goldens.golden("mixtral").directory)
+    assert model.mixtures[0].slots == (0, 1, 2, 3, 4, 0)
 
 
 def test_classes_from_elsewhere_and_artifacts_are_refused(tmp_path):

@@ -61,6 +61,8 @@ def test_nothing_compiles_after_the_warm_up_and_the_next_start_loads_everything(
     options = {
         "data_parallel_size": 2,
         "enable_expert_parallel": True,
+        "enable_eplb": True,
+        "eplb_config": {"step_interval": 6, "num_redundant_experts": 2},
         "tokenizer": str(write_tokenizer(tmp_path, "ascii")),
         "warmup": "background",
         "compilation_cache": True,
@@ -77,6 +79,7 @@ def test_nothing_compiles_after_the_warm_up_and_the_next_start_loads_everything(
     with jax.transfer_guard_host_to_device("disallow"):  # arrays go to the devices by device_put and never in passing
         answers = engines.run(core, requests())
     assert core.num_compiled_after_warmup == 0
+    assert core._expert_load._layout.slots[0].tolist() != [*range(8), 0, 1], "no expert moved"
     assert len(_COMPILED) == num_compiled, "something compiled that is not one of the engine's programs"
     num_programs = core.runner.num_compiled
     core.check_integrity()
