@@ -65,6 +65,9 @@ def answers(core: EngineCore) -> list[dict[str, list[float]]]:
         found.append(engines.run(core, [*requests(), lost]))
     assert found[-1].pop("lost").finish_reason is FinishReason.ERROR and core.stats().num_retried_steps == 1
     core.check_integrity()
+    if core.config.parallel.enable_eplb:
+        slots = core._expert_load._layout.slots  # type: ignore[union-attr]
+        assert any((places[:8] != np.arange(8)).any() for places in slots), "no expert has moved"
     return [{name: [*answer.tokens, *numbers(answer)] for name, answer in run.items()} for run in found]
 
 

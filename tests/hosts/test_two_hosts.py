@@ -120,14 +120,18 @@ def of_one_device(directory):
 
 
 @pytest.mark.parametrize(
-    ("num_devices", "num_lanes", "size", "warmup"),
-    [(1, 2, 1, "background"), (2, 4, 1, "lazy"), (2, 2, 2, "lazy")],
+    ("num_devices", "num_lanes", "size", "more"),
+    [
+        (1, 2, 1, {"warmup": "background"}),
+        (2, 4, 1, {"enable_eplb": True, "eplb_config": {"window_size": 8, "step_interval": 8, "num_redundant_experts": 4}}),
+        (2, 2, 2, {}),
+    ],
     ids=["a lane each", "two lanes each", "a lane of two each"],
 )
-def test_lanes_on_two_hosts_compute_what_one_device_does(directory, of_one_device, num_devices, num_lanes, size, warmup):
-    """Requests of every kind, with preemptions, cached prefixes, sleep, and a step that cannot be planned."""
+def test_lanes_on_two_hosts_compute_what_one_device_does(directory, of_one_device, num_devices, num_lanes, size, more):
+    """Requests of every kind, with preemptions, cached prefixes, sleep, and a step that cannot be planned; in the second layout experts move."""
     layout = {"data_parallel_size": num_lanes, "tensor_parallel_size": size, "enable_expert_parallel": True}
-    with two_hosts(lane_scenario, directory, num_devices=num_devices, warmup=warmup, **layout) as hosts:
+    with two_hosts(lane_scenario, directory, num_devices=num_devices, **layout, **more) as hosts:
         for found in json.loads(line_of(hosts[0], directory / "host0")):
             assert found.keys() == of_one_device.keys()
             for name, numbers in of_one_device.items():
