@@ -19,7 +19,10 @@ SPLIT = {"prefill_context_parallel_size": 4}
     ("options", "told"),
     [
         ({"pipeline_parallel_size": 2}, r"is 4 and pipeline_parallel_size 2, but stages .*; leave one of them out"),
-        ({"nnodes": 3}, r"tensor_parallel_size is 1 and prefill_context_parallel_size 4, 4 devices, which 3 hosts .* choose a multiple of 3"),
+        (
+            {"nnodes": 3},
+            r"tensor_parallel_size is 1 and prefill_context_parallel_size 4, 4 devices, which 3 hosts .* choose a multiple of 3",
+        ),
         ({"speculative_config": {"method": "ngram"}}, r"is 4 and speculative_config .*, but drafts"),
         ({"prefill_context_parallel_size": 0}, r"prefill_context_parallel_size is 0, must be at least 1"),
     ],
