@@ -129,7 +129,7 @@ def of_one_device(directory):
     ids=["a lane each", "two lanes each", "a lane of two each"],
 )
 def test_lanes_on_two_hosts_compute_what_one_device_does(directory, of_one_device, num_devices, num_lanes, size, more):
-    """Requests of every kind, with preemptions, cached prefixes, sleep, and a step that cannot be planned; in the second layout experts move."""
+    """Requests of every kind, with preemptions, cached prefixes, sleep, a step that cannot be planned, and in one layout moving experts."""
     layout = {"data_parallel_size": num_lanes, "tensor_parallel_size": size, "enable_expert_parallel": True}
     with two_hosts(lane_scenario, directory, num_devices=num_devices, **layout, **more) as hosts:
         for found in json.loads(line_of(hosts[0], directory / "host0")):
