@@ -16,6 +16,8 @@ EXIT_FAILED = 1
 _NEVER_SECONDS = 30 * 86400
 """JAX aborts a process whose peers are silent, with a stack trace of C++. Long before, `jaxllm.hosts` ends it with a message."""
 _LEAVE_SECONDS, _POLL_SECONDS = 5.0, 0.5
+_LEAVE_AT_EXIT_SECONDS = 30.0
+_leaving: threading.Thread | None = None
 
 
 def check_unused() -> None:
@@ -43,8 +45,7 @@ def join(coordinator: str, num_hosts: int, rank: int, *, timeout_seconds: int) -
             heartbeat_timeout_seconds=_NEVER_SECONDS,
             coordinator_bind_address=coordinator if rank == 0 else None,
         )
-        # JAX's barrier at exit would wait for hosts that are lost, for minutes, and so would a device.
-        atexit.register(lambda: end_process(EXIT_FAILED) if jax.distributed.is_initialized() else None)
+        atexit.register(_at_exit)
     except RuntimeError as error:
         raise ConfigError(f"jax.distributed cannot start at {coordinator}: {str(error).partition(chr(10))[0]}") from error
 
@@ -56,9 +57,19 @@ def leave() -> None:
         with contextlib.suppress(Exception):
             jax.distributed.shutdown()
 
-    thread = threading.Thread(target=shut_down, name="leave-hosts", daemon=True)
-    thread.start()
-    thread.join(_LEAVE_SECONDS)
+    global _leaving
+    _leaving = threading.Thread(target=shut_down, name="leave-hosts", daemon=True)
+    _leaving.start()
+    _leaving.join(_LEAVE_SECONDS)
+
+
+def _at_exit() -> None:
+    """End a process that has not left: JAX's barrier at exit would wait for hosts that are lost, for minutes, and so would a device. The
+    others may still compile when this one leaves; the interpreter's end would abort a thread that waits for them."""
+    if _leaving is not None:
+        _leaving.join(_LEAVE_AT_EXIT_SECONDS)
+    if jax.distributed.is_initialized() or (_leaving is not None and _leaving.is_alive()):
+        end_process(EXIT_FAILED)
 
 
 def end_with_main_thread() -> None:

@@ -15,7 +15,7 @@ from jaxllm.engine import messages
 from jaxllm.engine.core import EngineCore
 from jaxllm.errors import ConfigError, EngineDeadError, ModelLoadError
 from jaxllm.framing import WireError
-from jaxllm.hosts import identity, wire
+from jaxllm.hosts import identity, process_group, wire
 from jaxllm.hosts.follower import Member
 from jaxllm.hosts.leader import Leader
 from jaxllm.parallel import across_hosts
@@ -129,6 +129,22 @@ def test_a_shorter_limit_holds_for_a_message_that_is_waited_for_already():
             with pytest.raises(WireError, match=r"nothing was heard for 0.1 s"):
                 receiving.result(5)
         connection.close()
+
+
+@pytest.mark.parametrize("they_leave", [True, False])
+def test_a_process_ends_after_it_has_left_the_others_who_may_let_it_wait(monkeypatch, they_leave):
+    others_left, ends = threading.Event(), []
+    monkeypatch.setattr(jax.distributed, "shutdown", others_left.wait)
+    monkeypatch.setattr(process_group, "_LEAVE_SECONDS", 0.01)
+    monkeypatch.setattr(process_group, "_LEAVE_AT_EXIT_SECONDS", 30 if they_leave else 0.01)
+    monkeypatch.setattr(process_group, "_leaving", None)
+    monkeypatch.setattr(process_group, "end_process", ends.append)
+    process_group.leave()
+    if they_leave:
+        threading.Timer(0.2, others_left.set).start()
+    process_group._at_exit()
+    assert ends == ([] if they_leave else [process_group.EXIT_FAILED])
+    others_left.set()
 
 
 def test_a_plan_reads_the_same_on_the_other_host():
