@@ -34,6 +34,7 @@ SILENCE_SECONDS = 10.0
 """Within which a host that is silent, and not gone, must be noticed."""
 ON_TWO_HOSTS = "--data-parallel-size 2 --nnodes 2"
 STAGES_ON_TWO_HOSTS = "--pipeline-parallel-size 2 --nnodes 2 --warmup background"
+LAYERS_ON_TWO_HOSTS = "--tensor-parallel-size 2 --nnodes 2 --warmup background"
 
 
 @dataclass
@@ -156,15 +157,15 @@ async def host_killed(server: RehearsedServer, row: Row) -> None:
     await ends_in_order(server, row)
 
 
-async def stage_killed(server: RehearsedServer, row: Row) -> None:
-    await loses_stage(server, row, signal.SIGKILL, KNOWN_WITHIN_SECONDS + NEWS_SECONDS)
+async def part_killed(server: RehearsedServer, row: Row) -> None:
+    await loses_part(server, row, signal.SIGKILL, KNOWN_WITHIN_SECONDS + NEWS_SECONDS)
 
 
-async def stage_stopped(server: RehearsedServer, row: Row) -> None:
-    await loses_stage(server, row, signal.SIGSTOP, SILENCE_SECONDS)
+async def part_stopped(server: RehearsedServer, row: Row) -> None:
+    await loses_part(server, row, signal.SIGSTOP, SILENCE_SECONDS)
 
 
-async def loses_stage(server: RehearsedServer, row: Row, number: signal.Signals, within_seconds: float) -> None:
+async def loses_part(server: RehearsedServer, row: Row, number: signal.Signals, within_seconds: float) -> None:
     """Send a signal to the other host, without which nothing can be computed."""
     streams = await streams_of(server, LONG)
     since = time.monotonic()
@@ -342,8 +343,10 @@ FAULTS = {
     "stopped-host": Fault("SIGSTOP of all processes of host 1", host_stopped, ON_TWO_HOSTS, has_other_host=True),
     "host-sigterm": Fault("SIGTERM to host 1 under load", host_told_to_stop, ON_TWO_HOSTS, has_other_host=True),
     "cable": Fault("nothing comes through between the hosts any more", cable_cut, ON_TWO_HOSTS, has_other_host=True),
-    "stage": Fault("kill -9 of host 1 of 2 with a stage each", stage_killed, STAGES_ON_TWO_HOSTS, has_other_host=True),
-    "stopped-stage": Fault("SIGSTOP of host 1 of 2 with a stage each", stage_stopped, STAGES_ON_TWO_HOSTS, has_other_host=True),
+    "layers": Fault("kill -9 of host 1 of 2 that share each layer", part_killed, LAYERS_ON_TWO_HOSTS, has_other_host=True),
+    "stopped-layers": Fault("SIGSTOP of host 1 of 2 that share each layer", part_stopped, LAYERS_ON_TWO_HOSTS, has_other_host=True),
+    "stage": Fault("kill -9 of host 1 of 2 with a stage each", part_killed, STAGES_ON_TWO_HOSTS, has_other_host=True),
+    "stopped-stage": Fault("SIGSTOP of host 1 of 2 with a stage each", part_stopped, STAGES_ON_TWO_HOSTS, has_other_host=True),
     "disconnects": Fault("500 of 1 000 clients leave in mid-stream", disconnects),
     "sigterm": Fault("SIGTERM under load", told_to_stop),
     "drain": Fault("SIGTERM, answers take longer than the drain", told_to_stop_soon, "--shutdown-timeout 1"),
