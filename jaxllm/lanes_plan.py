@@ -24,5 +24,6 @@ class LanesPlan(SchedulerOutput):
             preempted_request_ids=[*chain.from_iterable(plan.preempted_request_ids for plan in lanes)],
             step_id=step_id,
             masked_request_ids=tuple(chain.from_iterable(plan.masked_request_ids for plan in lanes)),
+            num_drafts=max(plan.num_drafts for plan in lanes),
             lanes=tuple(lanes),
         )

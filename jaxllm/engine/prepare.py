@@ -169,7 +169,7 @@ def _fingerprint(
     return found if is_whole else {**found, "layers of the stage": [stage.layers.start, stage.layers.stop]}
 
 
-def _drafter_bytes(drafter: Drafter | None, config: EngineConfig, model: ModelConfig, num_devices: int) -> int:
+def _drafter_bytes(drafter: Drafter | None, config: EngineConfig, model: ModelConfig) -> int:
     """Bytes on each device of a drafter's weights, and of what it keeps of all rows."""
     if drafter is None:
         return 0
@@ -180,7 +180,8 @@ def _drafter_bytes(drafter: Drafter | None, config: EngineConfig, model: ModelCo
     state = jax.eval_shape(partial(drafter.new_state, num_rows, max_len))
     kept = jax.tree.leaves((state, kept_logits(drafter, num_rows, model.padded_vocab_size)))
     num_kept_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in kept)
-    return num_kept_bytes + (0 if drafter.model is None else weight_bytes(drafter.model, num_devices))
+    topology = Topology.of(config.parallel)
+    return num_kept_bytes + (0 if drafter.model is None else weight_bytes(drafter.model, topology.tensor, topology.data))
 
 
 def _adapter_bytes(adaptation: Adaptation | None, num_devices: int) -> int:
@@ -206,7 +207,7 @@ def lay_out(
             num_bytes += moving_bytes(part, topology.expert)
         if len(layers) < model.num_layers:
             return make_plan(weight_bytes=num_bytes, layers=layers)
-        num_bytes += _drafter_bytes(features.drafter, config, model, size) + _adapter_bytes(features.adaptation, size)
+        num_bytes += _drafter_bytes(features.drafter, config, model) + _adapter_bytes(features.adaptation, size)
         return make_plan(weight_bytes=num_bytes, drafter=features.drafter)
 
     return make_stages(config, model, plan_of)

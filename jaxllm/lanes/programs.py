@@ -1,42 +1,30 @@
 """The programs of lanes: those of all lanes together, which contain experts, and those that each lane runs alone."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxllm.layers.step import Step
-from jaxllm.parallel.exchange import LaneExchange, make_exchange
+from jaxllm.parallel.exchange import make_exchange
 from jaxllm.parallel.mesh import DATA, TENSOR
-from jaxllm.runner.step import StepFunctions
 from jaxllm.runner.step_programs import ProgramKey, StepPrograms
 
-JOINT = ("forward", "decode", "new_caches", "move_experts")
+JOINT = ("forward", "decode", "propose", "new_caches", "move_experts")
 """The kinds of programs that run on all lanes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class JointFunctions(StepFunctions):
-    """Of one device, in a shard_map over all lanes: it sees the arrays of its lane, and the other lanes in mixtures alone."""
-
-    exchange: LaneExchange
-
-    def _step(self, *arguments: Any, **options: Any) -> Step:
-        step = super()._step(*arguments, **options)
-        step.exchange = self.exchange
-        return step
 
 
 @dataclass(frozen=True)
 class JointPrograms(StepPrograms):
-    """Traces `forward` and `decode` of all lanes: what one lane's program takes and returns, joined."""
+    """Traces `forward`, `decode` and `propose` of all lanes: what one lane's program takes and returns, joined.
+
+    Each device, in a shard_map over all lanes, sees the arrays of its lane, and the other lanes in mixtures alone."""
 
     @classmethod
     def of(cls, lane: StepPrograms, mesh: Mesh, params: tuple[jax.ShapeDtypeStruct, ...]) -> "JointPrograms":
         """The joint programs of lanes that have these of their own."""
-        given = {field.name: getattr(lane.functions, field.name) for field in fields(StepFunctions)}
-        functions = JointFunctions(**given, exchange=make_exchange(mesh))
+        functions = replace(lane.functions, exchange=make_exchange(mesh))
         shared = {field.name: getattr(lane, field.name) for field in fields(StepPrograms)}
         return cls(**{**shared, "functions": functions, "mesh": mesh, "params": params})
 
@@ -54,6 +42,11 @@ class JointPrograms(StepPrograms):
 
     def rare_keys(self) -> list[ProgramKey]:
         return []
+
+    def nothing_to_propose(self, key: ProgramKey) -> tuple[Any, ...]:
+        """What `propose` takes of a step in which no lane has requests."""
+        of_lane = super().nothing_to_propose(key)
+        return jax.tree.map(lambda x: np.concatenate([x] * self.mesh.shape[DATA]), of_lane)  # type: ignore[no-any-return]
 
     @property
     def _caches(self) -> tuple[jax.ShapeDtypeStruct, ...]:

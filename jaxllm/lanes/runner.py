@@ -19,7 +19,6 @@ from jaxllm.lanes_plan import LanesPlan
 from jaxllm.loaders.layout import delete
 from jaxllm.parallel.across_hosts import put
 from jaxllm.progress import SILENT, Progress
-from jaxllm.runner.batch import Batch
 from jaxllm.runner.consumers import Hidden
 from jaxllm.runner.consumers.sampling import PendingTokens
 from jaxllm.runner.expert_counts import CountsInFlight
@@ -34,6 +33,7 @@ from jaxllm.runner.step_programs import ProgramKey
 from jaxllm.runner.warm_up import WARM_UP_RUNS
 from jaxllm.runner.weights import HostCopies, Weights, WeightsSource, host_copies
 from jaxllm.sampling.mask import num_words
+from jaxllm.sampling.variants import Variant
 from jaxllm.scheduler_output import SchedulerOutput
 
 
@@ -55,9 +55,9 @@ class CountsOfLanes:
 class LanesRunner:
     """An executor over lanes: `ModelRunner`'s methods, each for all of them.
 
-    It has the weights and caches of all lanes, and the programs `forward` and `decode`, which all lanes run together: a step in which
-    one of them has a prompt is a `forward` for each, and a lane without requests computes padding. What follows a forward pass each
-    lane does alone, on its part of the results.
+    It has the weights and caches of all lanes, and the programs `forward`, `decode` and `propose`, which all lanes run together: a step
+    in which one of them has a prompt is a `forward` for each, and a lane without requests computes padding. What else follows a forward
+    pass each lane does alone, on its part of the results.
 
     With several hosts each runs the same steps, and what follows for its own lanes.
     """
@@ -120,8 +120,9 @@ class LanesRunner:
     def _decode(self, step: LanesInFlight) -> None:
         self._prepare(step)
         variant = max(batch.variant for batch in step.batches)
-        (drawn,) = self._run(ProgramKey("decode", step.batch.layout.num_rows, variant), step.batches)
-        for lane, part, drawn_R in zip(self.lanes, step.parts, drawn, strict=True):
+        key = ProgramKey("decode", step.batch.layout.num_rows, variant, width=step.width)
+        (drawn,) = self._run_buffers(key, [batch.buffer for batch in step.batches])
+        for lane, part, drawn_R in zip(self.lanes, step.parts, parts_of(drawn, self._lane_places), strict=True):
             others = [consumer.launch(work, None) for consumer, work in lane.select(part.batch)]
             part.done, part.parts = drawn_R, [PendingTokens(part.batch.sampled, drawn_R, Scores(None, None)), *others]
 
@@ -133,33 +134,48 @@ class LanesRunner:
         key = ProgramKey("forward", step.batch.layout.num_tokens)
         work_of_each = [lane.select(part.batch) for lane, part in zip(self.lanes, step.parts, strict=True)]
         self._expect(key, step, work_of_each)
+        for lane, part in zip(self.lanes, step.parts, strict=True):
+            if part.mask_TW is not None and step.width > 1:
+                lane.read_drafts(part)
         self._prepare(step)
-        results = self._run(key, step.batches)
+        hidden_TD, hidden_NWD, columns_NC, *shown = self._run_buffers(key, [batch.buffer for batch in step.batches])
+        if shown:
+            step.for_drafter = (hidden_TD, columns_NC, *shown[0])
+        results = [parts_of(array, self._lane_places) for array in (hidden_TD, hidden_NWD, columns_NC)]
         for part, work, *arrays in zip(step.parts, work_of_each, *results, strict=True):
             part.hidden = hidden = Hidden(*arrays)
             part.parts = [consumer.launch(each, hidden) for consumer, each in work]
 
     def _sample(self, step: LanesInFlight) -> None:
+        """Start all that takes the hidden states of a step, but for consumers."""
         for lane, part in zip(self.lanes, step.parts, strict=True):
             lane.sample(part)
+        if step.for_drafter is not None:
+            shown, step.for_drafter = step.for_drafter, None
+            self._run(self._propose_key(step), *shown)
+
+    def _propose_key(self, step: LanesInFlight) -> ProgramKey:
+        """The program that shows a step of all lanes to the drafter."""
+        variant = min(max(batch.variant for batch in step.batches), Variant.RANDOM)
+        return ProgramKey("propose", step.batch.layout.num_tokens, variant, width=step.batch.next_width)
 
     def _prepare(self, step: LanesInFlight) -> None:
         """Send what the step's program relies on beside its buffer."""
         for lane, part in zip(self.lanes, step.parts, strict=True):
             part.errors = lane.prepare(part.batch)
 
-    def _run(self, key: ProgramKey, batches: Sequence[Batch]) -> list[list[jax.Array]]:
-        """Start a program of all lanes. Returns each of its results behind caches and rows, in its parts of this process's lanes."""
-        return self._run_buffers(key, [batch.buffer for batch in batches])
+    def _run_buffers(self, key: ProgramKey, buffers: Sequence[np.ndarray]) -> list[Any]:
+        """Start the program forward or decode of all lanes with their buffers. Returns as `_run`."""
+        return self._run(key, put(np.concatenate(buffers), self._joint_place))
 
-    def _run_buffers(self, key: ProgramKey, buffers: Sequence[np.ndarray]) -> list[list[jax.Array]]:
+    def _run(self, key: ProgramKey, *arguments: Any) -> list[Any]:
+        """Start a program of all lanes that changes their rows. Returns its results behind caches and rows."""
         program = self.programs.get(key)
-        sent = put(np.concatenate(buffers), self._joint_place)
-        self.caches, rows, *results = program(self.params, self.caches, self._join_rows(), sent, None)
+        self.caches, rows, *results = program(self.params, self.caches, self._join_rows(), *arguments, None)
         self._rows = rows
         for lane in self.lanes:
             lane.row_arrays = None  # type: ignore[assignment]
-        return [parts_of(result, self._lane_places) for result in results]
+        return results
 
     def _join_rows(self) -> RowArrays:
         """The rows of all lanes, for a program of all."""
@@ -187,7 +203,10 @@ class LanesRunner:
             batch.variant < NO_DECODE and batch.logprobs == LogprobsKind.NONE for batch in batches
         ):
             num_rows = self.buckets.fit_decode(max(len(batch.sampled) for batch in batches))
-            wanted.append(ProgramKey("decode", num_rows, max(batch.variant for batch in batches)))
+            variant = max(batch.variant for batch in batches)
+            wanted.append(ProgramKey("decode", num_rows, variant, width=step.batch.next_width))
+        if self.shapes.functions.drafting is not None:
+            wanted.append(self._propose_key(step))
         self.programs.start(wanted)
         for lane, part, work in zip(self.lanes, step.parts, work_of_each, strict=True):
             lane.programs.start(lane.keys_after(part.batch, work))
@@ -284,6 +303,10 @@ class LanesRunner:
                 for key in self.shapes.common_keys():
                     if key.kind == "move_experts":
                         self.move_experts(key.size, self.shapes.no_moves(key.size), None)
+                        continue
+                    if key.kind == "propose":
+                        nothing = self.shapes.nothing_to_propose(key)
+                        self._run(key, *jax.tree.map(partial(put, place=self._joint_place), nothing))
                         continue
                     layout = self.shapes.layout(key)
                     self._run_buffers(key, [lane.batches.empty(layout) for lane in self._all_lanes])

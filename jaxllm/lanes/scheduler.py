@@ -1,6 +1,7 @@
 """The schedulers of lanes as one: each request belongs to one of them, from its admission on always to the same. Does not import JAX."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain, islice
 
 import numpy as np
@@ -14,6 +15,7 @@ from jaxllm.request import ErrorKind, Request, RequestStatus
 from jaxllm.routing.balancer import Balancer, RoutingPolicy
 from jaxllm.scheduler.errors import UpdateError
 from jaxllm.scheduler.scheduler import Scheduler
+from jaxllm.scheduler.totals import draft_stats
 from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from jaxllm.scheduler_stats import SchedulerStats, total
 
@@ -54,11 +56,13 @@ class LanesScheduler:
     """`Scheduler`'s methods, each for all lanes. Limits of requests, tokens and queues are those of a lane."""
 
     num_stages = 1
-    drafts = None
 
     def __init__(self, new_lane: Callable[[], Scheduler], num_lanes: int, policy: RoutingPolicy = "cache_aware"):
-        """policy: how the lane of a request is chosen."""
+        """new_lane: gives all lanes the same draft control, if any. policy: how the lane of a request is chosen."""
         self.lanes = tuple(new_lane() for _ in range(num_lanes))
+        self.drafts = self.lanes[0].drafts
+        """Of all lanes: it learns from each, and all may have as many drafts in a step, because they run the same program."""
+        assert all(lane.drafts is self.drafts for lane in self.lanes), "lanes have draft controls of their own"
         self.requests = Requests(self.lanes)
         self._step_id = 0
         first = self.lanes[0]
@@ -115,7 +119,9 @@ class LanesScheduler:
         """Plan the next step of every lane; those without work have an empty one."""
         self._even_out()
         self._step_id += 1
-        return LanesPlan.of([lane.schedule(masked_wait=masked_wait) for lane in self.lanes], self._step_id)
+        most = 0 if self.drafts is None else self.drafts.most(max(lane.num_contenders for lane in self.lanes))
+        plans = [lane.schedule(masked_wait=masked_wait, most_drafts=most) for lane in self.lanes]
+        return LanesPlan.of(plans, self._step_id)
 
     def _even_out(self) -> None:
         """Move requests that did not fit into the latest step of their lane to lanes where none waits: which lane ends its requests first
@@ -144,7 +150,9 @@ class LanesScheduler:
         return outputs
 
     def note_seconds(self, plan: SchedulerOutput, seconds: float) -> None:
-        """Lanes have no drafts whose number it would settle."""
+        """Steps take as long as the lane with the most requests needs."""
+        if self.drafts is not None and plan.num_tokens == sum(1 + row.num_drafts for row in plan.rows):
+            self.drafts.note_seconds(max(len(part.rows) for _, part in self._parts(plan)), plan.num_drafts, seconds)
 
     def _parts(self, plan: SchedulerOutput) -> Iterable[tuple[Scheduler, SchedulerOutput]]:
         assert isinstance(plan, LanesPlan), "a plan of one lane"
@@ -185,7 +193,8 @@ class LanesScheduler:
 
     def stats(self) -> SchedulerStats:
         """The numbers of all lanes together."""
-        return total([lane.stats() for lane in self.lanes])
+        found = total([lane.stats() for lane in self.lanes])
+        return found if self.drafts is None else replace(found, **draft_stats(self.drafts))  # each lane told those of all
 
     def check_integrity(self) -> None:
         """Raise AssertionError if a lane's state is inconsistent, or a request is in two lanes or in none."""

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,7 +16,7 @@ from jaxllm.scheduler_output import ModelRunnerOutput
 
 @dataclass(slots=True)
 class LanesInFlight:
-    """The steps of the lanes, which run in the same programs. See `PendingStep`; no request has drafts.
+    """The steps of the lanes, which run in the same programs. See `PendingStep`.
 
     With several hosts each has the batches of all lanes and the results of its own.
     """
@@ -27,6 +29,8 @@ class LanesInFlight:
     """Of each lane of this process."""
     launches: "list[Future[None]]" = field(default_factory=list)
     """Those in the thread, in order."""
+    for_drafter: tuple[Any, ...] | None = None
+    """What `propose` takes of the forward pass, of all lanes; None without a drafter, and once it was launched."""
     mask_TW: np.ndarray | None = None
     start_draw: "Callable[[LanesInFlight], None] | None" = None
     was_drawn_late: bool = False
@@ -38,7 +42,7 @@ class LanesInFlight:
 
     @property
     def width(self) -> int:
-        return 1
+        return self.batch.width
 
     @property
     def sampled_ids(self) -> list[str]:
@@ -52,19 +56,22 @@ class LanesInFlight:
 
     def open_masks(self, num_words: int) -> None:
         """Let every request draw every token, until the masks are filled."""
-        self.mask_TW = np.full((len(self.sampled_ids), num_words), -1, np.int32)
+        self.mask_TW = np.full((len(self.sampled_ids) * self.width, num_words), -1, np.int32)
 
     def drafts(self) -> list[list[int]]:
-        return [[]] * len(self.sampled_ids)
+        for launched in self.launches:
+            launched.result()
+        found = (part.drafts() if part.mask_TW is not None else [[]] * len(part.batch.sampled) for part in self.parts)
+        return [*chain.from_iterable(found)]
 
     def draw(self) -> None:
         """Start sampling under the current mask. Returns at once."""
         assert self.start_draw is not None and self.mask_TW is not None, "drawn twice"
         hidden = self.parts[0].hidden
         self.was_drawn_late = hidden is not None and hidden.columns_NC.is_ready()  # type: ignore[attr-defined]
-        first = sum(len(batch.sampled) for batch in self.batches[: self.first_lane])
+        first = self.width * sum(len(batch.sampled) for batch in self.batches[: self.first_lane])
         for part in self.parts:
-            count = len(part.batch.sampled)
+            count = self.width * len(part.batch.sampled)
             if part.mask_TW is not None:
                 part.mask_TW[:count] = self.mask_TW[first : first + count]
             first += count

@@ -81,7 +81,7 @@ class MixtureOfExperts(nnx.Module):
         taken_TD = x_TD
         if self.part.weighs_input:
             taken_TD, weight_Tk = (x_TD * weight_Tk).astype(x_TD.dtype), jnp.ones_like(weight_Tk)
-        out_TD = step.experts_of(self.name, start)(
+        out_TD = step.experts_of(self.name, start, are_whole=self.part.by_expert)(
             taken_TD,
             step.slots_of(self.name, expert_Tk, start),
             weight_Tk,

@@ -109,11 +109,12 @@ class Step:
         # Tokens take the copies of an expert in turn. Each lane begins with another one: in a decode it may have a single token.
         return self.slots(name, expert_Tk, start if self.exchange is None else start + self.exchange.lane)
 
-    def experts_of(self, name: str, start: int) -> Callable[..., Array]:
-        """What computes the chosen experts of a mixture of the tokens from `start` on, as `experts` does."""
+    def experts_of(self, name: str, start: int, *, are_whole: bool) -> Callable[..., Array]:
+        """What computes the chosen experts of a mixture of the tokens from `start` on, as `experts` does. are_whole: devices have whole
+        experts, which lanes then share; else each lane has a share of every expert on each of its devices."""
         changed = None if self.adapt is None else self.adapt.experts(name, start)
         found = self.experts if changed is None else changed
-        return found if self.exchange is None else partial(_exchanged, self.exchange, found)
+        return partial(_exchanged, self.exchange, found) if self.exchange is not None and are_whole else found
 
     @property
     def expert_rank(self) -> Array | int:

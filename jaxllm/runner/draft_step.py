@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxllm.cache_spec import CacheLayout
 from jaxllm.layers.step import Step
+from jaxllm.parallel.exchange import LaneExchange
 from jaxllm.parallel.shards import Shards
 from jaxllm.runner.buckets import MAX_DRAFT_ROWS
 from jaxllm.runner.drafter import NO_DRAFT, Drafter, Drafting
@@ -33,6 +34,9 @@ class Engine(Protocol):
 
     @property
     def max_rows(self) -> int: ...
+
+    @property
+    def exchange(self) -> LaneExchange | None: ...
 
     def draw_shared(self, variant: Variant, logits_RV: jax.Array, columns_RC: jax.Array, shards: Shards) -> jax.Array: ...
 
@@ -99,9 +103,12 @@ class DraftFunctions:
         samples_R = row_R != engine.max_rows
         num_kept, logits_NKV = 0, rows.drafts.logits_NKV
 
+        def drafters_step(ids: jax.Array, at: Places) -> Step:
+            return make_step(shared, ids, at, layers, engine.kernels, shards, exchange=engine.exchange)
+
         def decode_step(token_R: jax.Array, position_R: jax.Array) -> Step:
             at = at_positions(rows.block_table_NB, row_R, position_R, jnp.where(samples_R, limit_R, 0), engine.cache)
-            return make_step(shared, token_R, at, layers, engine.kernels, shards)
+            return drafters_step(token_R, at)
 
         def draw(logits_RV: jax.Array, position_R: jax.Array) -> jax.Array:
             nonlocal num_kept, logits_NKV
@@ -126,7 +133,7 @@ class DraftFunctions:
             token_R=rows.last_token_N[row_R],
             position_R=start_R + first_R + num_drawn_R,
             row_R=row_R,
-            same_step=lambda ids_T: make_step(shared, ids_T, places, layers, engine.kernels, shards),
+            same_step=lambda ids_T: drafters_step(ids_T, places),
             decode_step=decode_step,
             num_wanted=width - 1,
             draw=draw,

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxllm.cache_spec import CacheLayout, LayerPlace
 from jaxllm.layers.row_states import StateRows
 from jaxllm.layers.step import Step, choose_experts, compute_experts, gated_delta
+from jaxllm.parallel.exchange import LaneExchange
 from jaxllm.parallel.shards import Shards
 from jaxllm.runner.drafts import DraftRows
 from jaxllm.runner.kernels import Kernels
@@ -156,10 +157,11 @@ def make_step(
     wanted_features: Sequence[int] = (),
     entering_TD: jax.Array | None = None,
     devices: TokenSplit | None = None,
+    exchange: LaneExchange | None = None,
 ) -> Step:
     """What a model with these layers runs on. It replaces the arrays in `caches`.
 
-    devices: those that split tokens, of which the step has this one's share."""
+    devices: those that split tokens, of which the step has this one's share. exchange: between lanes."""
     tables, position_T, is_real_T = places.tables, places.position_T, places.is_real_T
     if devices is not None:
         page_size = caches[0].shape[2]
@@ -188,6 +190,7 @@ def make_step(
         states=context,
         gated_delta=partial(gated_delta, implementation=kernels.gated_delta, interpret=kernels.interpret),
         entering_TD=entering_TD,
+        exchange=exchange,
         attended_positions_T=None if devices is None else places.position_T,
         wanted_features=wanted_features,
     )

@@ -508,13 +508,17 @@ class ModelRunner:
             expected.append(ProgramKey("drafts"))
         self.programs.expect(expected)
         if reads_drafts:
-            assert self.row_arrays.drafts is not None
-            step.draft_NK = draft_NK = self.program(ProgramKey("drafts"))(self.row_arrays.drafts.draft_NK)
-            draft_NK.copy_to_host_async()
+            self.read_drafts(step)
         step.errors = self.prepare(batch)
         forward = self.program(forward_key)
         step.hidden = hidden = Hidden(*self.run_step(forward, batch.layout, batch.buffer, self.entering(batch)))
         step.parts = [consumer.launch(part, hidden) for consumer, part in work]
+
+    def read_drafts(self, step: StepInFlight) -> None:
+        """Start to copy the drafts that a step with masked requests will compute."""
+        assert self.row_arrays.drafts is not None
+        step.draft_NK = draft_NK = self.program(ProgramKey("drafts"))(self.row_arrays.drafts.draft_NK)
+        draft_NK.copy_to_host_async()
 
     def select(self, batch: Batch) -> list[tuple[HiddenConsumer, Any]]:
         """The consumers that have work in a step, with it."""

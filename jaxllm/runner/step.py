@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxllm.cache_spec import CacheLayout
 from jaxllm.layers.step import Adapt, Step
+from jaxllm.parallel.exchange import LaneExchange
 from jaxllm.parallel.shards import PEERS_LOST, Shards
 from jaxllm.runner.adaptation import Adapting
 from jaxllm.runner.draft_step import DraftFunctions
@@ -98,6 +99,8 @@ class StepFunctions:
     """What counts the tokens of experts; None: they are not counted."""
     token_split: TokenSplit | None = None
     """Devices that split tokens; None: each computes all."""
+    exchange: LaneExchange | None = None
+    """Between lanes, which share the experts of mixtures; None: there is one, or the program has no mixture."""
 
     def forward(
         self,
@@ -360,9 +363,8 @@ class StepFunctions:
     ) -> Step:
         """What the model runs on. It replaces the arrays in `caches`."""
         wanted = () if self.drafting is None else self.drafting.drafter.feature_layers
-        step = make_step(
-            caches, token_ids_T, places, self.cache.places, self.kernels, shards, wanted, entering_TD, self.token_split
-        )
+        where = (self.cache.places, self.kernels, shards)
+        step = make_step(caches, token_ids_T, places, *where, wanted, entering_TD, self.token_split, self.exchange)
         step.chosen = None if self.counting is None else []
         return step
 

@@ -214,9 +214,14 @@ class Scheduler:
 
     # Planning a step
 
-    def schedule(self, *, masked_wait: bool = False) -> SchedulerOutput:
+    @property
+    def num_contenders(self) -> int:
+        """Most requests that the next step may have."""
+        return min(len(self.running) + len(self.waiting), self.max_num_seqs)
+
+    def schedule(self, *, masked_wait: bool = False, most_drafts: int | None = None) -> SchedulerOutput:
         """Plan the next step. masked_wait: requests with a grammar whose last tokens are in flight leave the step to others, if there
-        are any.
+        are any. most_drafts: of a request; None: as many as `drafts` chooses.
 
         A plan without tokens need not run and may be dropped: every plan repeats the finished and preempted ids until one
         has tokens. The runner must therefore accept ids that it has already dropped, and must apply them before the new
@@ -231,9 +236,8 @@ class Scheduler:
             if self.options.long_prefill_token_threshold_adaptive:
                 cap = max(cap, self.max_num_batched_tokens // num_unfinished)
         num_preemptions = self._totals.num_preemptions
-        most_drafts = 0
-        if self.drafts is not None:
-            most_drafts = self.drafts.most(min(len(self.running) + len(self.waiting), self.max_num_seqs))
+        if most_drafts is None:
+            most_drafts = 0 if self.drafts is None else self.drafts.most(self.num_contenders)
         masked_wait = self.num_stages > 1 or (masked_wait and any(request.matcher is None for request in self.running))
         shares, budget = self._schedule_running(cap, most_drafts, masked_wait=masked_wait)
         new_requests: list[NewRequestData] = []

@@ -43,7 +43,10 @@ class Totals:
             "step_token_counts": tuple(self.step_tokens.counts),
             "num_step_tokens": int(self.step_tokens.sum),
         }
-        if drafts is not None:
-            names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "accepted_per_position")
-            fields |= {name: getattr(drafts.counts, name) for name in names} | {"num_speculative_tokens": drafts.num_now}
-        return fields
+        return fields if drafts is None else fields | draft_stats(drafts)
+
+
+def draft_stats(drafts: DraftControl) -> dict[str, Any]:
+    """The fields of `SchedulerStats` that a drafter's counts fill."""
+    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "accepted_per_position")
+    return {name: getattr(drafts.counts, name) for name in names} | {"num_speculative_tokens": drafts.num_now}

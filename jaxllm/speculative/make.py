@@ -74,7 +74,8 @@ def _drafter(options: SpeculativeConfig, config: EngineConfig, target: ModelConf
     }
     if options.method == "ngram":
         return NGramDrafter(num_drafts, options.prompt_lookup_min, options.prompt_lookup_max, **acceptance)
-    given, size = config.model, Topology.of(config.parallel).tensor
+    given, topology = config.model, Topology.of(config.parallel)
+    size = topology.tensor
     target_directory = text_files(given.model, revision=given.revision, download_dir=given.download_dir)
     fields = {
         "num_drafts": num_drafts,
@@ -83,7 +84,8 @@ def _drafter(options: SpeculativeConfig, config: EngineConfig, target: ModelConf
         **acceptance,
     }
     if options.method == "mtp":
-        return mtp.make(target_directory, target, tensor_parallel_size=size, load_format=given.load_format, **fields)
+        fields |= {"load_format": given.load_format, "num_expert_devices": topology.expert}
+        return mtp.make(target_directory, target, **fields)
     assert options.model is not None
     directory = resolve_model(options.model, options.revision, given.download_dir)
     fields["load_format"] = "dummy" if given.load_format == "dummy" else "auto"

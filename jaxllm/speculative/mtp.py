@@ -75,8 +75,9 @@ class MultiTokenPrediction(HiddenStateDrafter):
         )
 
 
-def make(directory: Path, target: ModelConfig, *, tensor_parallel_size: int = 1, **fields: Any) -> MultiTokenPrediction:
-    """The drafter that a target's checkpoint holds, with these fields. target: split over the devices. Raises ConfigError."""
+def make(directory: Path, target: ModelConfig, *, num_expert_devices: int = 1, **fields: Any) -> MultiTokenPrediction:
+    """The drafter that a target's checkpoint holds, with these fields. target: split over the devices. num_expert_devices: those that
+    whole experts are distributed to. Raises ConfigError."""
     if not target.num_spare_layers:
         raise ConfigError(
             f"{directory} ({target.architecture}) has no layers for multi-token prediction (num_nextn_predict_layers in config.json); "
@@ -84,23 +85,24 @@ def make(directory: Path, target: ModelConfig, *, tensor_parallel_size: int = 1,
         )
     if fields.get("load_format") == "orbax":
         raise ConfigError("load_format is orbax, whose checkpoints have no layers for multi-token prediction; load safetensors")
-    config = _config(target, tensor_parallel_size)
+    config = _config(target, num_expert_devices)
     return MultiTokenPrediction(config=config, target=target, model=NextTokenLayer(config), directory=directory, **fields)
 
 
-def _config(target: ModelConfig, num_devices: int) -> ModelConfig:
+def _config(target: ModelConfig, num_expert_devices: int) -> ModelConfig:
     """One layer, the first behind the target's; all other tensors of the checkpoint are ignored."""
     names, first = target.names, target.num_layers
     others = [f"{target.layer_name(i)}." for i in range(first + target.num_spare_layers) if i != first]
     shared = [f"{target.layer_name(first)}.{name}." for name in ("embed_tokens", "shared_head.head")]
     outside = [f"{name}." for name in (names.embedding, names.head, target.norm.name)]
     names = replace(names, layer=target.layer_name(first), ignored=(*names.ignored, *others, *shared, *outside))
-    return replace(target, layers=(_without_copies(target.layers[-1], num_devices),), names=names, num_spare_layers=0)
+    return replace(target, layers=(_without_copies(target.layers[-1], num_expert_devices),), names=names, num_spare_layers=0)
 
 
 def _without_copies(layer: Layer, num_devices: int) -> Layer:
     """With each expert once, if devices then have as many: tokens of a drafter's experts are not counted, so copies would lie idle."""
     if not isinstance(layer.mlp, MoE):
         return layer
-    part = replace(layer.mlp, num_redundant=0)
-    return layer if part.indivisible(num_devices) else replace(layer, mlp=part)
+    if layer.mlp.routing.num_experts % num_devices:
+        return layer
+    return replace(layer, mlp=layer.mlp.as_stored())
