@@ -1,22 +1,24 @@
 """Lanes with drafts answer as one device does without, whatever proposes them; enough drafts are right to notice if they were not used."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
-from jaxllm.config import EngineConfig
-from jaxllm.engine.prepare import lay_out, resolve_sizes
-from jaxllm.engine.features import Features
-from jaxllm.model_parts import MoE
+from jaxllm.parallel.mesh import DATA
 from jaxllm.runner.drafter import NO_DRAFT
-from jaxllm.speculative.control import AdaptiveControl
+from jaxllm.speculative import control
 from tests.helpers import engines, every_kind, goldens
 from tests.helpers.every_kind import check
 from tests.lanes.conftest import NAME
 from tests.lanes.test_requests import PROMPTS, pinned, requests
 from tests.speculative.by_hand import MAX_LENGTH, target_hidden_states
-from tests.speculative.checkpoints import MTP_TARGET, NextTokenOracle, write_with_next_token_layer
+from tests.speculative.checkpoints import (
+    CONFIG_3,
+    MTP_TARGET,
+    NextTokenOracle,
+    head_tensors,
+    write,
+    write_with_next_token_layer,
+)
 
 LANES = {"data_parallel_size": 2, "enable_expert_parallel": True}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
@@ -25,8 +27,8 @@ ITSELF = {"method": "draft_model", "model": str(goldens.golden(NAME).directory),
 
 @pytest.fixture(autouse=True)
 def _drafts_in_all_steps(monkeypatch):
-    """However long they take on this machine."""
-    monkeypatch.setattr(AdaptiveControl, "note_seconds", lambda *_: None)
+    """However long they take on this machine: a step with the most drafts is the only kind that is timed."""
+    monkeypatch.setattr(control._Times, "level_to_time", lambda self: None)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +60,6 @@ def test_n_grams_while_one_lane_has_nothing_and_from_cached_prefixes(new_core):
         assert [answer.tokens for answer in found.values()] == [result.tokens for result in results]
         after = core.stats()
         num_accepted = after.num_accepted_tokens - before.num_accepted_tokens
-        print(num_accepted)
         assert num_accepted > 2 and len(after.accepted_per_position) == 2
         assert sum(after.accepted_per_position) - sum(before.accepted_per_position or (0,)) == num_accepted
     core.shutdown()
@@ -79,3 +80,63 @@ def test_one_lane_has_drafts_while_the_other_has_nothing(core, expected, lane):
     check(engines.run(core, [pinned(request, lane) for request in requests()]), expected)
     assert core.stats().num_accepted_tokens > before.num_accepted_tokens + 50
     assert core.scheduler.lanes[1 - lane].stats().num_step_tokens == 0
+
+
+def hot(prompts, most_drafts):
+    """Requests so hot that the noise, which a draft and the target's draw share, decides more than the logits."""
+    params = {"max_tokens": 20, "temperature": 9.0, "num_speculative_tokens": most_drafts}
+    return [engines.request(str(i), prompt, seed=i, **params) for i, prompt in enumerate(prompts)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "moves"), [(1, False), (2, False), (1, True)], ids=["2 of 1", "2 of 2", "experts move"])
+def test_a_layer_for_multi_token_prediction_shares_its_experts_between_lanes(tmp_path, size, moves):
+    """Its drafts are those that NumPy proposes, also while the target's experts move, of which it has no copies."""
+    directory = write_with_next_token_layer(tmp_path)
+    options = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}, "tensor_parallel_size": size}
+    if moves:
+        options |= {"enable_eplb": True, "eplb_config": {"window_size": 3, "step_interval": 4, "num_redundant_experts": 2}}
+    core = engines.make_core(MTP_TARGET.name, model=str(directory), **LANES, **options)
+    engines.reschedule(core, max_in_flight=1)
+    results = goldens.golden(MTP_TARGET.name).results
+    oracle, states = NextTokenOracle(directory), target_hidden_states(*goldens.load(directory), ())
+    num_compared = 0
+
+    def compare(step, answers):
+        nonlocal num_compared
+        for lane in core.runner.lanes:
+            found = np.asarray(lane.row_arrays.drafts.draft_NK)
+            for name, row in lane.rows.by_request.items():
+                tokens, drafts = results[int(name)].prompt + answers[name].tokens, found[row.index].tolist()
+                has_drafts = answers[name].tokens and answers[name].finish_reason is None and drafts[0] != NO_DRAFT
+                if has_drafts and len(tokens) < MAX_LENGTH - 4:
+                    assert drafts == oracle.drafts(tokens, states, 2), f"request {name} after step {step}"
+                    num_compared += 1
+
+    wanted = [engines.request(str(i), result.prompt, max_tokens=20) for i, result in enumerate(results)]
+    found = engines.run(core, wanted, after_step=compare)
+    assert [answer.tokens for answer in found.values()] == [result.tokens[:20] for result in results]
+    assert num_compared > 40
+    engines.reschedule(core, max_in_flight=3)
+    prompts = [result.prompt for result in results]
+    check(engines.run(core, hot(prompts, None)), engines.run(core, hot(prompts, 0)))
+    assert core.stats().num_accepted_tokens > 20
+    weights, drafter = core.runner.weights, core.runner.shapes.functions.drafting.drafter
+    assert drafter.config.layers[0].mlp.num_redundant == 0
+    shared = [shape for shape in weights.shapes[weights.parts[1]] if DATA in str(shape.sharding.spec)]
+    assert [shape.sharding.shard_shape(shape.shape)[0] for shape in shared] == [8 // (2 * size)] * 2
+    if moves:
+        assert not np.array_equal(core._expert_load._layout.slots[-1], np.arange(10) % 8), "no expert moved"
+    core.shutdown()
+
+
+@pytest.mark.slow
+def test_an_eagle_head_is_in_every_lane(tmp_path):
+    """Random, so it is right by the noise that it shares with the target."""
+    head = write(tmp_path / "head", CONFIG_3, head_tensors(is_third=True))
+    options = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 2}
+    core = engines.make_core(NAME, **LANES, speculative_config=options)
+    found, alone = (engines.run(core, hot(PROMPTS, most)) for most in (None, 0))
+    check(found, alone)
+    assert core.stats().num_accepted_tokens > 20
+    core.shutdown()
