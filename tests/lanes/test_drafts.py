@@ -6,9 +6,10 @@ import pytest
 from jaxllm.parallel.mesh import DATA
 from jaxllm.runner.drafter import NO_DRAFT
 from jaxllm.speculative import control
-from tests.helpers import engines, every_kind, goldens
+from tests.helpers import draft_workout, engines, every_kind, goldens
 from tests.helpers.every_kind import check
 from tests.lanes.conftest import NAME
+from tests.lanes.test_programs import ITSELF
 from tests.lanes.test_requests import PROMPTS, pinned, requests
 from tests.speculative.by_hand import MAX_LENGTH, target_hidden_states
 from tests.speculative.checkpoints import (
@@ -22,7 +23,6 @@ from tests.speculative.checkpoints import (
 
 LANES = {"data_parallel_size": 2, "enable_expert_parallel": True}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-ITSELF = {"method": "draft_model", "model": str(goldens.golden(NAME).directory), "num_speculative_tokens": 2}
 
 
 @pytest.fixture(autouse=True)
@@ -66,10 +66,9 @@ def test_n_grams_while_one_lane_has_nothing_and_from_cached_prefixes(new_core):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"max_num_batched_tokens": 21}, {"num_blocks": 8, "max_in_flight": 3}], ids=str)
-def test_requests_of_every_kind(core, expected, options):
+def test_requests_of_every_kind(core, expected):
     before = core.stats().num_accepted_tokens
-    every_kind.check_twice(core, requests, expected, **options)
+    every_kind.check_twice(core, requests, expected, num_blocks=8, max_in_flight=3)
     assert core.stats().num_accepted_tokens > before + 50
 
 
@@ -140,3 +139,10 @@ def test_an_eagle_head_is_in_every_lane(tmp_path):
     check(found, alone)
     assert core.stats().num_accepted_tokens > 20
     core.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("work_out", draft_workout.WORKOUTS, ids=lambda work_out: work_out.__name__)
+def test_whatever_happens_to_requests(core, work_out):
+    """Numbers of drafts that change from step to step, aborts, failed steps, sleep."""
+    work_out(core)

@@ -19,6 +19,7 @@ from tests.lanes.conftest import NAME
 
 pytestmark = pytest.mark.slow
 
+ITSELF = {"method": "draft_model", "model": str(goldens.golden(NAME).directory), "num_speculative_tokens": 2}
 _COMPILED: list[str] = []
 
 
@@ -56,7 +57,8 @@ def requests():
     ]
 
 
-def test_nothing_compiles_after_the_warm_up_and_the_next_start_loads_everything(tmp_path, monkeypatch):
+@pytest.mark.parametrize("speculative_config", [None, ITSELF], ids=["", "drafts"])
+def test_nothing_compiles_after_the_warm_up_and_the_next_start_loads_everything(tmp_path, monkeypatch, speculative_config):
     monkeypatch.setenv("JAXLLM_CACHE_DIR", str(tmp_path / "cache"))
     options = {
         "data_parallel_size": 2,
@@ -71,6 +73,7 @@ def test_nothing_compiles_after_the_warm_up_and_the_next_start_loads_everything(
         "max_num_batched_tokens": 48,
         "decode_buckets": (2, 4),
         "token_buckets": (16, 48),
+        "speculative_config": speculative_config,
     }
     core = engines.make_core(NAME, **options)
     core.finish_compiling()

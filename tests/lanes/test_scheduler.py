@@ -12,15 +12,17 @@ from jaxllm.request import ErrorKind, Request, RequestStatus
 from jaxllm.scheduler.errors import UpdateError
 from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.scheduler_output import ModelRunnerOutput
+from jaxllm.speculative.control import AdaptiveControl
 from tests.helpers import engines
 
 NUM_LANES = 3
 
 
-def new_lanes(*, num_blocks=40, **options):
+def new_lanes(*, num_blocks=40, drafts=None, **options):
     options = SchedulerOptions(**{"max_num_seqs": 2, "max_num_batched_tokens": 64, **options})
     cache = CacheOptions(block_size=4, enable_prefix_caching=True)
-    return LanesScheduler(lambda: Scheduler(options, cache, num_blocks=num_blocks, max_model_len=64), NUM_LANES)
+    more = {"num_blocks": num_blocks, "max_model_len": 64, "drafts": drafts}
+    return LanesScheduler(lambda: Scheduler(options, cache, **more), NUM_LANES)
 
 
 def add(scheduler, name, prompt, *, max_tokens=4, lane=None, **fields):
@@ -146,3 +148,27 @@ def test_any_traffic_ends_with_every_request_done_and_no_block_held(seed):
                 lengths.pop(news.request_id)
     assert not lengths and not scheduler.has_requests() and not scheduler.holds_blocks
     assert not scheduler.requests and [*scheduler.requests] == []
+
+
+def test_all_lanes_have_as_many_drafts_as_pay_in_the_fullest():
+    """One lane that is too full for drafts has none in the others; all are timed and counted as one."""
+    allowed, timed = {1: 2, 2: 0}, []
+    control = AdaptiveControl(2, 0, most_drafts=lambda num_running: allowed[num_running])
+    control.note_seconds = lambda *found: timed.append(found)
+    scheduler = new_lanes(drafts=control, async_scheduling=False)
+    for lane, count in ((0, 1), (2, 2)):
+        for i in range(count):
+            add(scheduler, f"{lane} {i}", [lane, i, 5], lane=lane, max_tokens=20 if lane == 0 else 1 + i)
+    numbers = []
+    for _ in range(5):
+        plan = scheduler.schedule()
+        assert {part.num_drafts for part in plan.lanes} == {plan.num_drafts}
+        numbers.append((plan.num_drafts, sum(row.num_drafts for row in plan.rows)))
+        drawn = {row.request_id: [7] * (1 + row.num_drafts) for row in plan.rows}
+        scheduler.update_from_output(plan, ModelRunnerOutput(drawn, {row.request_id: row.num_drafts for row in plan.rows}))
+        scheduler.note_seconds(plan, 0.5)
+    assert numbers == [(0, 0), (2, 0), (2, 2), (2, 2), (2, 2)]  # a step proposes what the next one checks
+    assert timed == [(1, 2, 0.5)] * 4
+    stats = scheduler.stats()
+    assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (3, 6, 6)
+    assert (stats.accepted_per_position, stats.num_speculative_tokens) == ((3, 3), 2)
