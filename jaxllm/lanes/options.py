@@ -13,11 +13,6 @@ def check_lanes(config: EngineConfig, model: ModelConfig) -> None:
         return
     asked = f"data_parallel_size is {num_lanes} and enable_expert_parallel is set"
     excluded = (
-        (
-            f"speculative_config is set and nnodes is {config.parallel.nnodes}",
-            config.speculative.speculative_config is None or config.parallel.nnodes == 1,
-            "drafts are not sent between hosts",
-        ),
         ("enable_lora is set", not config.lora.enable_lora, "adapters are not given to several lanes"),
         ("pipeline_parallel_size is set", config.parallel.pipeline_parallel_size == 1, "lanes have no stages"),
         (

@@ -59,9 +59,13 @@ class LanesInFlight:
         self.mask_TW = np.full((len(self.sampled_ids) * self.width, num_words), -1, np.int32)
 
     def drafts(self) -> list[list[int]]:
+        """See `PendingStep`. Masked requests of lanes on other hosts have none."""
         for launched in self.launches:
             launched.result()
-        found = (part.drafts() if part.mask_TW is not None else [[]] * len(part.batch.sampled) for part in self.parts)
+        found: list[list[list[int]]] = [[[]] * len(batch.sampled) for batch in self.batches]
+        for lane, part in enumerate(self.parts, self.first_lane):
+            if part.mask_TW is not None:
+                found[lane] = part.drafts()
         return [*chain.from_iterable(found)]
 
     def draw(self) -> None:

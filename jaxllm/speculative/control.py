@@ -74,13 +74,13 @@ class AdaptiveControl:
     most tokens a second is chosen, given how often drafts were right of late, by their place.
     """
 
-    def __init__(self, num_drafts: int, num_lookahead: int, *, most_drafts: Callable[[int], int], are_checked: bool = True):
-        """most_drafts: what the options allow at a number of running requests. are_checked: only those that the target draws too are
-        accepted."""
+    def __init__(self, num_drafts: int, num_lookahead: int, *, most_drafts: Callable[[int], int], with_grammars: bool = True):
+        """most_drafts: what the options allow at a number of running requests. with_grammars: whether requests under a grammar get
+        drafts."""
         self.num_drafts = num_drafts
         self.num_lookahead = num_lookahead
         self._most_drafts = most_drafts
-        self._are_checked = are_checked
+        self._with_grammars = with_grammars
         self._of_request: dict[str, _Mean] = {}
         self._by_place = [_Mean(1.0) for _ in range(num_drafts)]
         """How often a draft at each place was right, and all before it."""
@@ -123,8 +123,8 @@ class AdaptiveControl:
 
     def of(self, request: Request) -> int:
         """See DraftControl."""
-        if request.matcher is not None and not self._are_checked:
-            return 0  # the output would leave its grammar
+        if request.matcher is not None and not self._with_grammars:
+            return 0
         asked = request.sampling_params.num_speculative_tokens
         mean = self._of_request.get(request.request_id)
         wanted = self.num_drafts if mean is None else 1 + round(2 * mean.value)

@@ -33,6 +33,8 @@ class Drafters:
 
     options: SpeculativeConfig
     drafter: AnyDrafter
+    are_elsewhere: bool = False
+    """Whether another host has drafts that this one, which makes the masks of grammars, would have to read."""
 
     @property
     def described(self) -> Mapping[str, Any]:
@@ -45,7 +47,8 @@ class Drafters:
             self.options.num_speculative_tokens,
             self.drafter.num_lookahead,
             most_drafts=lambda num_running: 0 if num_running > MAX_DRAFT_ROWS else self.options.most_drafts(num_running),
-            are_checked=not self.drafter.synthetic_rates,
+            # Synthetic acceptance would leave a grammar: it accepts what the target does not draw.
+            with_grammars=not (self.drafter.synthetic_rates or self.are_elsewhere),
         )
 
 
@@ -61,7 +64,8 @@ def make(config: EngineConfig, target: ModelConfig) -> Drafters:
             "leave speculative_config out"
         )
     try:
-        return Drafters(options, _drafter(options, config, target))
+        are_elsewhere = config.parallel.num_lanes > 1 and config.parallel.nnodes > 1
+        return Drafters(options, _drafter(options, config, target), are_elsewhere)
     except ConfigError as error:
         raise ConfigError(f"speculative_config: {error}") from error
 

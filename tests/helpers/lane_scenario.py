@@ -24,6 +24,7 @@ OPTIONS: dict[str, Any] = {
     "num_gpu_blocks_override": 9,  # and requests are preempted
     "expert_load": True,
 }
+ITSELF = {"method": "draft_model", "model": OPTIONS["model"], "num_speculative_tokens": 2}
 PROMPTS = [result.prompt for result in goldens.golden(NAME).results]
 
 
@@ -65,6 +66,7 @@ def answers(core: EngineCore) -> list[dict[str, list[float]]]:
         found.append(engines.run(core, [*requests(), lost]))
     assert found[-1].pop("lost").finish_reason is FinishReason.ERROR and core.stats().num_retried_steps == 1
     core.check_integrity()
+    assert core.config.speculative.speculative_config is None or core.stats().num_accepted_tokens > 20
     if core.config.parallel.enable_eplb:
         slots = core._expert_load._layout.slots  # type: ignore[union-attr]
         assert any((places[:8] != np.arange(8)).any() for places in slots), "no expert has moved"

@@ -66,7 +66,8 @@ def answers(core: EngineCore) -> dict[str, Any]:
 
 def numbers(answer: engines.Answer) -> list[float]:
     """All numbers of an answer."""
-    parts: list[TokenLogprobs] = [part for part in (*answer.logprobs, answer.prompt_logprobs) if part is not None]
+    found = (answer.token_logprobs if answer.logprobs else None, answer.prompt_logprobs)
+    parts: list[TokenLogprobs] = [part for part in found if part is not None]
     arrays = [np.ravel(values) for part in parts for values in (part.token_ids, part.logprobs)]
     return [*(float(x) for array in arrays for x in array), *([] if answer.pooled is None else answer.pooled.ravel().tolist())]
 

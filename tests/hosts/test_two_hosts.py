@@ -125,8 +125,9 @@ def of_one_device(directory):
         (1, 2, 1, {"warmup": "background"}),
         (2, 4, 1, {"enable_eplb": True, "eplb_config": {"window_size": 8, "step_interval": 8, "num_redundant_experts": 4}}),
         (2, 2, 2, {}),
+        (1, 2, 1, {"speculative_config": lane_scenario.ITSELF}),
     ],
-    ids=["a lane each", "two lanes each", "a lane of two each"],
+    ids=["a lane each", "two lanes each", "a lane of two each", "drafts"],
 )
 def test_lanes_on_two_hosts_compute_what_one_device_does(directory, of_one_device, num_devices, num_lanes, size, more):
     """Requests of every kind, with preemptions, cached prefixes, sleep, a step that cannot be planned, and in one layout moving experts."""

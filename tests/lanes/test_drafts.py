@@ -8,8 +8,9 @@ from jaxllm.runner.drafter import NO_DRAFT
 from jaxllm.speculative import control
 from tests.helpers import draft_workout, engines, every_kind, goldens
 from tests.helpers.every_kind import check
+from tests.helpers.lane_scenario import ITSELF
 from tests.lanes.conftest import NAME
-from tests.lanes.test_programs import ITSELF
+from tests.lanes.test_programs import NGRAM
 from tests.lanes.test_requests import PROMPTS, pinned, requests
 from tests.speculative.by_hand import MAX_LENGTH, target_hidden_states
 from tests.speculative.checkpoints import (
@@ -22,7 +23,6 @@ from tests.speculative.checkpoints import (
 )
 
 LANES = {"data_parallel_size": 2, "enable_expert_parallel": True}
-NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,6 @@ from jaxllm.start_times import StartTimes
 from tests.helpers import engines, goldens
 
 LANES = {"data_parallel_size": 2, "enable_expert_parallel": True}
-NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
 EPLB = {"enable_eplb": True}
 
 
@@ -39,7 +38,6 @@ def config_of(name, **options):
         ("qwen3", {}, "Qwen3ForCausalLM has no experts"),
         ("qwen3_moe", {"enable_lora": True}, "enable_lora is set, but adapters are not"),
         ("qwen3_moe", {"pipeline_parallel_size": 2}, "lanes have no stages"),
-        ("qwen3_moe", {"speculative_config": NGRAM, "nnodes": 2}, "speculative_config is set and nnodes is 2, but drafts are not"),
         ("qwen3_moe", {"prefill_context_parallel_size": 2}, "devices do not split tokens"),
         ("qwen3_moe", {"compiled_artifact": "somewhere"}, "an artifact has the programs of one lane"),
     ],

@@ -19,7 +19,7 @@ from tests.lanes.conftest import NAME
 
 pytestmark = pytest.mark.slow
 
-ITSELF = {"method": "draft_model", "model": str(goldens.golden(NAME).directory), "num_speculative_tokens": 2}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 _COMPILED: list[str] = []
 
 
@@ -57,7 +57,7 @@ def requests():
     ]
 
 
-@pytest.mark.parametrize("speculative_config", [None, ITSELF], ids=["", "drafts"])
+@pytest.mark.parametrize("speculative_config", [None, NGRAM], ids=["", "drafts"])
 def test_nothing_compiles_after_the_warm_up_and_the_next_start_loads_everything(tmp_path, monkeypatch, speculative_config):
     monkeypatch.setenv("JAXLLM_CACHE_DIR", str(tmp_path / "cache"))
     options = {

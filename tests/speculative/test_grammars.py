@@ -74,7 +74,7 @@ def test_drafts_save_steps_under_a_grammar(llm: LLM) -> None:
 
 
 def test_drafts_that_are_accepted_whatever_they_are_are_none_under_a_grammar() -> None:
-    control = AdaptiveControl(3, 0, most_drafts=lambda num_running: 3, are_checked=False)
+    control = AdaptiveControl(3, 0, most_drafts=lambda num_running: 3, with_grammars=False)
     plain, masked = make_request("plain", 4), make_request("masked", 4)
     masked.matcher = NothingDone()
     assert (control.of(plain), control.of(masked)) == (3, 0)
