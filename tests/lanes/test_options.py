@@ -7,14 +7,17 @@ from jax.sharding import PartitionSpec
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.compile import compile_artifact
+from jaxllm.engine.features import Features
 from jaxllm.engine.prepare import Prepared, lay_out, resolve_sizes
 from jaxllm.errors import ConfigError
 from jaxllm.lanes.options import check_lanes
+from jaxllm.layers.build import build_model
 from jaxllm.parallel.axes import num_parts, partition_spec
-from jaxllm.parallel.mesh import meshes_of
+from jaxllm.parallel.mesh import make_mesh, meshes_of
 from jaxllm.parallel.topology import Topology
 from jaxllm.progress import Progress
 from jaxllm.replicas.devices import environments
+from jaxllm.runner.expert_counts import mixture_layers
 from jaxllm.runner.memory import memory_plan
 from jaxllm.start_times import StartTimes
 from tests.helpers import engines, goldens
@@ -92,6 +95,19 @@ def test_each_device_is_planned_to_hold_its_experts_and_a_copy_of_the_rest():
         assert stage.plan.num_lanes == num_lanes
     experts = 2 * 3 * 8 * model.mixtures[0].width * model.hidden_size * 4  # two layers, gate, up and down, 8 experts
     assert sizes[1] - sizes[2] == experts // 2 and sizes[2] - sizes[4] == experts // 4
+
+
+def test_a_drafters_experts_are_planned_to_be_shared_too():
+    sizes, directory = {}, goldens.golden("deepseek_v3").directory
+    for num_lanes in (1, 2):
+        options = {"data_parallel_size": num_lanes, "speculative_config": {"method": "mtp"}}
+        config, model = resolve_sizes(config_of("deepseek_v3", **options), directory)
+        features = Features.of(config, model, build_model(model), make_mesh(1))
+        (stage,) = lay_out(config, model, lambda **known: memory_plan(config, model, **known), features)  # noqa: B023
+        sizes[num_lanes] = stage.plan.weight_bytes
+    mixture, num_layers = model.mixtures[0], len(mixture_layers(model)) + 1
+    experts = num_layers * 3 * mixture.routing.num_experts * mixture.width * model.hidden_size * 4
+    assert sizes[1] - sizes[2] == experts // 2
 
 
 def test_programs_are_those_of_so_many_lanes():
