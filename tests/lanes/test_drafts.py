@@ -146,3 +146,19 @@ def test_an_eagle_head_is_in_every_lane(tmp_path):
 def test_whatever_happens_to_requests(core, work_out):
     """Numbers of drafts that change from step to step, aborts, failed steps, sleep."""
     work_out(core)
+
+
+@pytest.mark.slow
+def test_drafts_accepted_by_ratio_are_those_of_one_device(tmp_path):
+    """As many steps in flight and as many rows as requests, so that each gets the same drafts wherever it is."""
+    head = write(tmp_path / "head", CONFIG_3, head_tensors(is_third=True))
+    options = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 2, "rejection_sample_method": "standard"}
+    found = []
+    for lanes in (LANES, {}):
+        core = engines.make_core(NAME, **lanes, speculative_config=options)
+        engines.reschedule(core, max_in_flight=1)
+        found.append([engines.run(core, hot(PROMPTS[:4], None)), core.stats().accepted_per_position])
+        core.shutdown()
+    (of_lanes, accepted), (of_one, accepted_by_one) = found
+    check(of_lanes, of_one)
+    assert accepted == accepted_by_one and sum(accepted) > 10
