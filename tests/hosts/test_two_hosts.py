@@ -85,8 +85,12 @@ def line_of(process: "subprocess.Popen[str]", errors: Path) -> str:
 
 @pytest.mark.parametrize(
     "layout",
-    [{"tensor_parallel_size": 4}, {"tensor_parallel_size": 2, "prefill_context_parallel_size": 2}],
-    ids=["split layers", "split layers and tokens"],
+    [
+        {"tensor_parallel_size": 4},
+        {"tensor_parallel_size": 2, "prefill_context_parallel_size": 2},
+        {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+    ],
+    ids=["split layers", "split layers and tokens", "stages of split layers"],
 )
 def test_two_hosts_compute_what_one_device_does_and_end_together(directory, layout):
     with two_hosts(host_scenario, directory, **layout) as hosts:

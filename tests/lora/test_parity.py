@@ -47,19 +47,39 @@ class Case:
     stages: tuple[int, ...] = ()
     """The layers of each, in a pipeline."""
 
+    def __str__(self) -> str:
+        """Names a test."""
+        stages = f" in {len(self.stages)} stages" if self.stages else ""
+        return f"{len(self.adapters)} of {self.model} on {self.devices}{stages}"
+
 
 CASES = [
     Case("qwen3", 1),
-    Case("gemma3", 1, stages=(1, 3)),
+    Case("qwen3", 1, stages=(1, 1)),
+    pytest.param(Case("gemma3", 1, stages=(1, 3)), marks=pytest.mark.slow),
     pytest.param(
         Case("llama_tied", 2, EVERYWHERE, [*LAYERS[:7], "embed_tokens", "lm_head"], stages=(1, 1)), marks=pytest.mark.slow
+    ),
+    # The first stage has no slots.
+    pytest.param(
+        Case(
+            "llama_tied",
+            1,
+            {
+                name: {"rank": rank, "targets": ["lm_head"], "strength": 2.0}
+                for name, rank in zip("abc", (4, 8, 3), strict=True)
+            },
+            ["lm_head"],
+            stages=(1, 1),
+        ),
+        marks=pytest.mark.slow,
     ),
     pytest.param(Case("llama_gqa", 4), marks=pytest.mark.slow),
     pytest.param(Case("qwen3_moe", 2, MIXED, [*LAYERS, "embed_tokens", "lm_head"]), marks=pytest.mark.slow),
 ]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case.model}-{len(case.stages)}" if case.stages else case.model)
+@pytest.fixture(scope="module", params=CASES, ids=str)
 def served(request, tmp_path_factory):
     """A case, the directory of its adapters, and an engine that has them."""
     case, folder = request.param, tmp_path_factory.mktemp("adapters")
