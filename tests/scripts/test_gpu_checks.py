@@ -300,11 +300,10 @@ def test_requests_of_every_kind_over_two_devices(shared_programs) -> None:
     assert "14 of 14 requests answered as by one device" in found[0].detail and " 0 preemptions" not in found[0].detail
 
 
-def test_a_line_without_answers_to_compare_with_or_that_took_too_long_has_failed(monkeypatch) -> None:
+def test_a_line_without_answers_to_compare_with_or_that_took_too_long_has_failed() -> None:
     passed, detail = tensor_parallel_traffic._Run(True, math.inf)._compare(None, {})
     assert not passed and "no answers to compare with" in detail
-    monkeypatch.setattr(tensor_parallel_traffic, "LINE_SECONDS", 0.0)
-    assert tensor_parallel_traffic.guarded("slow", math.inf, lambda: (True, "right")).failed
+    assert tensor_parallel_traffic.guarded("slow", math.inf, lambda: (True, "right"), most_seconds=0.0).failed
 
 
 def scored(rng, count: int = 20, length: int = 30) -> tuple[list[scoring.Answer], dict, dict]:
