@@ -52,10 +52,9 @@ def test_a_stage_that_adapters_do_not_change_has_no_slots():
 
 
 def test_the_plan_of_each_stage_counts_its_own_slots_and_a_part_on_its_way():
-    config = EngineConfig.from_options(
-        **{**engines.SMALL, "model": str(goldens.golden(TIED).directory), "pipeline_parallel_size": 2},
-        **{"enable_lora": True, "max_loras": 3, "max_lora_rank": 8, "lora_target_modules": ["o_proj", "lm_head"]},
-    )
+    lora = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8, "lora_target_modules": ["o_proj", "lm_head"]}
+    directory = str(goldens.golden(TIED).directory)
+    config = EngineConfig.from_options(model=directory, pipeline_parallel_size=2, **engines.SMALL, **lora)
     config, model = resolve_sizes(config, goldens.golden(TIED).directory)
     features = Features.of(config, model, build_model(model), meshes_of(Topology())[0])
 
