@@ -344,7 +344,9 @@ FAULTS = {
     "host-sigterm": Fault("SIGTERM to host 1 under load", host_told_to_stop, ON_TWO_HOSTS, has_other_host=True),
     "cable": Fault("nothing comes through between the hosts any more", cable_cut, ON_TWO_HOSTS, has_other_host=True),
     "layers": Fault("kill -9 of host 1 of 2 that share each layer", part_killed, LAYERS_ON_TWO_HOSTS, has_other_host=True),
-    "stopped-layers": Fault("SIGSTOP of host 1 of 2 that share each layer", part_stopped, LAYERS_ON_TWO_HOSTS, has_other_host=True),
+    "stopped-layers": Fault(
+        "SIGSTOP of host 1 of 2 that share each layer", part_stopped, LAYERS_ON_TWO_HOSTS, has_other_host=True
+    ),
     "stage": Fault("kill -9 of host 1 of 2 with a stage each", part_killed, STAGES_ON_TWO_HOSTS, has_other_host=True),
     "stopped-stage": Fault("SIGSTOP of host 1 of 2 with a stage each", part_stopped, STAGES_ON_TWO_HOSTS, has_other_host=True),
     "disconnects": Fault("500 of 1 000 clients leave in mid-stream", disconnects),

@@ -184,8 +184,9 @@ def _drafter_bytes(drafter: Drafter | None, config: EngineConfig, model: ModelCo
     return num_kept_bytes + (0 if drafter.model is None else weight_bytes(drafter.model, topology.tensor, topology.data))
 
 
-def _adapter_bytes(adaptation: Adaptation | None, num_devices: int) -> int:
-    """Bytes on each device of the slots of adapters, and of an adapter on its way to one."""
+def _adapter_bytes(features: Features, stage: CausalLM, num_devices: int) -> int:
+    """Bytes on each device of a stage's slots of adapters, and of its part of an adapter on its way to one."""
+    adaptation = None if features.adaptation is None else features.adaptation.of_stage(stage)
     if adaptation is None:
         return 0
     return weight_bytes(adaptation.model, num_devices) + adaptation.packed_size * jnp.dtype(adaptation.dtype).itemsize
@@ -202,12 +203,12 @@ def lay_out(
     size = topology.tensor
 
     def plan_of(part: CausalLM, layers: range) -> MemoryPlan:
-        num_bytes = weight_bytes(part, size, topology.data)
+        num_bytes = weight_bytes(part, size, topology.data) + _adapter_bytes(features, part, size)
         if config.parallel.enable_eplb:
             num_bytes += moving_bytes(part, topology.expert)
         if len(layers) < model.num_layers:
             return make_plan(weight_bytes=num_bytes, layers=layers)
-        num_bytes += _drafter_bytes(features.drafter, config, model) + _adapter_bytes(features.adaptation, size)
+        num_bytes += _drafter_bytes(features.drafter, config, model)
         return make_plan(weight_bytes=num_bytes, drafter=features.drafter)
 
     return make_stages(config, model, plan_of)

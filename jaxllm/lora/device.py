@@ -44,8 +44,11 @@ class DeviceSlots:
         rank: int,
         dtype: str,
         names: Sequence[str] | None = None,
+        whole: "DeviceSlots | None" = None,
     ):
-        """names: the last names of the modules that adapters may change; None: all linear layers between embedding and head."""
+        """names: the last names of the modules that adapters may change; None: all linear layers between embedding and head. whole: those
+        of the whole model, if this is a stage of it."""
+        self._asked, self._whole = names, whole
         every = adaptable(model)
         parts = [part for part in every if part.is_wanted(names)]
         self.num_slots, self.rank, self.dtype, self.mesh = num_slots, rank, dtype, mesh
@@ -60,6 +63,28 @@ class DeviceSlots:
         """Those that they could change with other names."""
         self.changes_logits = isinstance(model, CausalLM) and model.config.names.head in self.names
         self.packed_size = packed_size(self.model, tensor_size(mesh))
+
+    def of_stage(self, model: nnx.Module) -> "DeviceSlots | None":
+        """See Adaptation."""
+        if not (isinstance(model, CausalLM) and model.is_stage):
+            return self
+        options: dict[str, Any] = {"num_slots": self.num_slots, "rank": self.rank, "dtype": self.dtype, "names": self._asked}
+        stage = DeviceSlots(model, self.mesh, **options, whole=self)
+        return stage if stage.names else None
+
+    def own(self, packed_1P: np.ndarray) -> np.ndarray:
+        """See Adaptation."""
+        if self._whole is None:
+            return packed_1P
+        columns = self._whole._columns
+        return np.concatenate([packed_1P[:, columns[name]] for name in self.names], axis=1)
+
+    @cached_property
+    def _columns(self) -> dict[str, slice]:
+        """Where a packed adapter has each part, by name."""
+        sizes = [packed_size(target, tensor_size(self.mesh)) for target in self.model.targets]
+        ends = np.cumsum(sizes).tolist()
+        return {name: slice(end - size, end) for name, size, end in zip(self.names, sizes, ends, strict=True)}
 
     def adapt(self, model: Slots, slot_T: Array, shards: Shards, kernels: Kernels) -> "Products":
         """See Adaptation."""

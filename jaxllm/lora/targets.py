@@ -106,7 +106,7 @@ def last_name(module: str) -> str:
 
 
 def adaptable(model: nnx.Module) -> list[Adaptable]:
-    """All parts of a model that adapters may change, in the order of its modules."""
+    """All parts of a model, or of a stage of it, that adapters may change, in the order of its modules."""
     found: dict[str, Adaptable] = {}
     for _, part in nnx.iter_modules(model):
         for each in _adaptable(part):
@@ -124,14 +124,15 @@ def _adaptable(part: nnx.Module) -> Iterator[Adaptable]:
             yield _of_scores(part.shared_gate_name, part.shared_gate)
     if isinstance(part, CausalLM):
         names, config = part.config.names, part.config
-        shape = TargetShape(config.vocab_size, config.hidden_size, "embedding")
-        yield Adaptable(
-            names.embedding,
-            {names.embedding: shape},
-            partial(EmbeddingTarget, names.embedding, part.embedding),
-            is_optional=True,
-        )
-        if config.generates:
+        if part.layers.start == 0:
+            shape = TargetShape(config.vocab_size, config.hidden_size, "embedding")
+            yield Adaptable(
+                names.embedding,
+                {names.embedding: shape},
+                partial(EmbeddingTarget, names.embedding, part.embedding),
+                is_optional=True,
+            )
+        if config.generates and part.layers.stop == config.num_layers:
             weight = (part.embedding if part.head is None else part.head).weight
             yield _of_scores(names.head, weight, config.vocab_size, is_optional=True)
 
@@ -156,8 +157,8 @@ class Slots(nnx.Module):
         self.targets = nnx.List([part.make(num_slots, rank, dtype) for part in parts])
 
 
-def packed_size(slots: Slots, num_devices: int) -> int:
-    """Values of one adapter on one device."""
+def packed_size(slots: nnx.Module, num_devices: int) -> int:
+    """Values of one adapter on one device, of all slots or of a target."""
     size = 0
     for _, variable in parameters(slots):
         is_split = any(MESH_AXES[axis] for axis in axes_of(variable))

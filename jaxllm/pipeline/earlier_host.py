@@ -1,7 +1,10 @@
 """EarlierHost: the stages of a host without the last one. It runs the plans of host 0, which has the last stage, as far as they go here."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import jax
 
 from jaxllm.pipeline.crossing import Crossing
 from jaxllm.pipeline.drawn_tokens import TokensThroughHosts
@@ -27,16 +30,21 @@ class EarlierHost(Stages):
         super().__init__(earlier, last, [leave] if entry is None else [entry, leave], num_stages)
         self._entry, self._leave = entry, leave
         self._tokens = TokensThroughHosts(last.rows.trash + 1) if entry is None else None
-        self._waiting: deque[tuple[int, StepInFlight]] = deque()
-        """Steps that are not launched, each with the number of steps whose tokens must be known."""
+        self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
+        """What launches steps, each with the number of steps whose tokens must be known, and writes adapters between them."""
 
     def dispatch(self, plan: SchedulerOutput) -> StepInFlight:
         """Start a step, as soon as its tokens are known. Its result is empty, and there once the devices of this host have run it."""
         batch = self.last.batch_of(plan)
         step = StepInFlight(batch)
-        self._waiting.append((0 if self._tokens is None else self._tokens.note(batch), step))
+        self._waiting.append((0 if self._tokens is None else self._tokens.note(batch), partial(self._launch, step)))
         self._launch_known()
         return step
+
+    def write_adapter(self, slot: int, staged: Sequence[jax.Array]) -> None:
+        """See ModelRunner. A write waits with the steps before it."""
+        self._waiting.append((0, partial(super().write_adapter, slot, staged)))
+        self._launch_known()
 
     def take_tokens(self, tokens: Sequence[int]) -> None:
         """See TokenTaker. Raises RuntimeError if a device here lost what they were drawn of."""
@@ -48,16 +56,16 @@ class EarlierHost(Stages):
 
     def _launch_known(self) -> None:
         while self._waiting:
-            needed, step = self._waiting[0]
-            if self._tokens is not None:
-                if not self._tokens.are_known(needed):
-                    return
-                self._tokens.write(step.batch)
-            self._launch(step)
+            needed, launch = self._waiting[0]
+            if self._tokens is not None and not self._tokens.are_known(needed):
+                return
+            launch()
             self._waiting.popleft()
 
     def _launch(self, step: StepInFlight) -> None:
         batch = step.batch
+        if self._tokens is not None:
+            self._tokens.write(batch)
         entering = () if self._entry is None else (self._entry.receive(batch.layout.num_tokens),)
         leaving_TD = self.last.pass_on(batch, self.run_earlier(batch, entering))
         step.done = self._leave.send(leaving_TD)

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -122,13 +121,24 @@ class Stages:
             stage.drop_caches()
         self.forget_tokens()
 
-    # Adapters, which pipelines have none of
+    # Adapters
 
-    def stage_adapter(self, packed: np.ndarray) -> Any:
-        raise AssertionError("a pipeline has no adapters")
+    def stage_adapter(self, packed: np.ndarray) -> list[jax.Array]:
+        """See ModelRunner. Returns the part of each stage that adapters change."""
+        return [stage.stage_adapter(packed) for stage in self._adapted]
 
-    def write_adapter(self, slot: int, staged: Any) -> None:
-        raise AssertionError("a pipeline has no adapters")
+    def write_adapter(self, slot: int, staged: Sequence[jax.Array]) -> None:
+        """See ModelRunner."""
+        self.last.drain()  # it launches the steps of all stages
+        for stage, own in zip(self._adapted, staged, strict=True):
+            stage.write_adapter(slot, own)
+
+    @property
+    def _adapted(self) -> tuple[ModelRunner, ...]:
+        """The stages that adapters change."""
+        return tuple(stage for stage in self.stages if stage.shapes.has_adapters)
+
+    # Experts
 
     def take_expert_tokens(self) -> CountsInFlight:
         """See ModelRunner."""

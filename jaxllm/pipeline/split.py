@@ -42,7 +42,6 @@ def _refuse(config: EngineConfig, model: ModelConfig) -> None:
     own_class = model.model_class == ModelConfig.model_class
     excluded = (
         ("speculative_config is set", config.speculative.speculative_config is None, "drafts are not divided into stages"),
-        ("enable_lora is set", not config.lora.enable_lora, "adapters are not divided into stages"),
         ("compiled_artifact is set", config.compile.compiled_artifact is None, "an artifact has the programs of one stage"),
         (
             f"{model.architecture} is computed by {model.model_class}",

@@ -12,7 +12,7 @@ from jaxllm.runner.batch import Batch
 from jaxllm.runner.layout import StepLayout
 from jaxllm.runner.places import Places, device_tokens, locate, locate_decode
 from jaxllm.runner.runner import ModelRunner
-from jaxllm.runner.step import Caches, Params, RowArrays, StepFunctions, update_block_table
+from jaxllm.runner.step import Caches, Params, RowArrays, StepFunctions, slots_of, update_block_table
 from jaxllm.runner.step_programs import ProgramKey, StepPrograms
 
 
@@ -23,6 +23,7 @@ class EarlierFunctions(StepFunctions):
         self,
         layout: StepLayout,
         is_decode: bool,
+        adapted: bool,
         params: Params,
         caches: Caches,
         rows: RowArrays,
@@ -30,7 +31,7 @@ class EarlierFunctions(StepFunctions):
         workspace: jax.Array | None,
         entering_TD: jax.Array | None = None,
     ) -> tuple[Caches, RowArrays, jax.Array]:
-        """Run the layers over a step. Returns caches, rows and what enters the next stage, [T, D]."""
+        """Run the layers over a step, with the rows' adapters if `adapted`. Returns caches, rows and what enters the next stage, [T, D]."""
         shards = self.shards.through(workspace)
         views = layout.views(shards.of_first(buffer))
         rows = update_block_table(rows, views)
@@ -42,6 +43,8 @@ class EarlierFunctions(StepFunctions):
         token_ids_T = device_tokens(rows.last_token_N, None, views.token_ids_T, places)
         kept = list(caches)
         step = self._step(kept, token_ids_T, places, shards, entering_TD)
+        if adapted:
+            step.adapt = self._adapt(params, slots_of(views.columns_RC, places), shards)
         rows, leaving_TD = self._run_model(params, rows, step)
         return tuple(kept), rows, shards.check(leaving_TD, jnp.nan)
 
@@ -60,11 +63,13 @@ class EarlierPrograms(StepPrograms):
     """The programs of a stage that others follow: forward and decode, whatever is sampled later."""
 
     def common_keys(self) -> list[ProgramKey]:
-        decode = [ProgramKey("decode", size) for size in reversed(self.buckets.decode_rows) if self.model.generates]
+        decode_rows = self.buckets.decode_rows if self.model.generates else ()
+        sizes = [("forward", size) for size in reversed(self.buckets.tokens)]
+        sizes += [("decode", size) for size in reversed(decode_rows)]
         return [
-            *(ProgramKey("forward", size) for size in reversed(self.buckets.tokens)),
-            *decode,
+            *(ProgramKey(kind, size, adapted=has) for kind, size in sizes for has in self.adapted_steps),
             ProgramKey("write_blocks"),
+            *([ProgramKey("write_adapter")] if self.has_adapters else []),
             *self.experts_keys(),
         ]
 
@@ -82,7 +87,7 @@ class EarlierPrograms(StepPrograms):
         layout = self.layout(key)
         arguments = (*self.step_arguments(layout), *self.entering(layout))
         out = (self._cache_shardings, self.replicated, self.replicated)
-        function = partial(self.functions.pass_on, layout, key.kind == "decode")
+        function = partial(self.functions.pass_on, layout, key.kind == "decode", key.adapted)
         return self._lower_on_each(function, arguments, out, donate=(1, 2))
 
 
@@ -102,7 +107,8 @@ class EarlierStage(ModelRunner):
         kind, size = ("decode", batch.layout.num_rows) if batch.is_decode else ("forward", batch.layout.num_tokens)
         if batch.extra_updates is not None:
             self._write_blocks(*batch.extra_updates)
-        (leaving_TD,) = self.run_step(self.program(ProgramKey(kind, size)), batch.layout, batch.buffer, entering)
+        program = self.program(ProgramKey(kind, size, adapted=self.is_adapted(batch)))
+        (leaving_TD,) = self.run_step(program, batch.layout, batch.buffer, entering)
         return leaving_TD  # type: ignore[no-any-return]
 
     def take_tokens(self, last_token_N: jax.Array) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
+import numpy as np
 from flax import nnx
 
 from jaxllm.layers.step import Adapt
@@ -14,7 +15,8 @@ from pallas_kernels.lora import Parts
 
 
 class Adaptation(Protocol):
-    """Keeps adapters in slots: arrays on the device that a program writes without being compiled anew."""
+    """Keeps adapters in slots: arrays on the device that a program writes without being compiled anew. It is of a whole model or of one
+    stage of it, whose slots are those of the whole model for what the stage computes."""
 
     @property
     def model(self) -> nnx.Module:
@@ -42,6 +44,12 @@ class Adaptation(Protocol):
     @property
     def dtype(self) -> str:
         """Of these values."""
+
+    def of_stage(self, model: nnx.Module) -> "Adaptation | None":
+        """What a stage of the model needs, or the whole model, which is itself a stage; None: adapters change nothing in it."""
+
+    def own(self, packed_1P: np.ndarray) -> np.ndarray:
+        """The values of a stage, of an adapter of the whole model. [devices, values of one device]"""
 
     def adapt(self, model: Any, slot_T: jax.Array, shards: Shards, kernels: Kernels) -> Adapt:
         """What changes a step's products. slot_T: the slot of each token, NO_ADAPTER for none."""

@@ -193,7 +193,7 @@ class ModelRunner:
 
     def work_bytes(self) -> int:
         """Temporary and output bytes per device of the largest step, read from its compiled program."""
-        largest = ProgramKey("forward", self.buckets.tokens[-1], adapted=self.shapes.functions.adapting is not None)
+        largest = ProgramKey("forward", self.buckets.tokens[-1], adapted=self.shapes.has_adapters)
         return work_bytes(self.programs, largest)
 
     def set_weights(self, *weights: nnx.State) -> None:
@@ -233,9 +233,12 @@ class ModelRunner:
             self.params = self.weights.place(self._kept)
 
     def stage_adapter(self, packed: np.ndarray) -> jax.Array:
-        """Send a packed adapter, or its bytes, to the devices; it has arrived when this returns. May be called in a thread."""
-        wanted = self.shapes.packed_adapter
-        return jax.block_until_ready(put(packed.view(wanted.dtype).reshape(wanted.shape), wanted.sharding))  # type: ignore[no-any-return]
+        """Send a packed adapter, or its bytes, to the devices, as far as it is of this stage; it has arrived when this returns. May be
+        called in a thread."""
+        wanted, adapting = self.shapes.packed_adapter, self.shapes.functions.adapting
+        assert adapting is not None, "the engine has no adapters"
+        own = adapting.adaptation.own(packed.view(wanted.dtype).reshape(wanted.shape[0], -1))
+        return jax.block_until_ready(put(own, wanted.sharding))  # type: ignore[no-any-return]
 
     def write_adapter(self, slot: int, packed: jax.Array) -> None:
         """Write an adapter (`StepPrograms.packed_adapter`) into a slot, after the steps dispatched so far and before later ones.
@@ -462,7 +465,7 @@ class ModelRunner:
     def _decode(self, step: StepInFlight) -> None:
         batch = step.batch
         step.errors = self.prepare(batch)
-        key = ProgramKey("decode", batch.layout.num_rows, batch.variant, width=batch.width, adapted=batch.adapted)
+        key = ProgramKey("decode", batch.layout.num_rows, batch.variant, width=batch.width, adapted=self.is_adapted(batch))
         program = self.program(key)
         (drawn,) = self.run_step(program, batch.layout, batch.buffer, self.entering(batch))
         self.note_drawn()
@@ -485,6 +488,10 @@ class ModelRunner:
         """What programs forward and decode take of earlier stages of a pipeline."""
         return ()
 
+    def is_adapted(self, batch: Batch) -> bool:
+        """Whether a step's adapters change what is computed here."""
+        return batch.adapted and self.shapes.has_adapters
+
     def note_drawn(self) -> None:
         """Called when the tokens of a step are in `row_arrays`."""
 
@@ -495,12 +502,12 @@ class ModelRunner:
     def _forward(self, step: StepInFlight) -> None:
         batch = step.batch
         work = self.select(batch)
-        forward_key = ProgramKey("forward", batch.layout.num_tokens, adapted=batch.adapted)
+        forward_key = ProgramKey("forward", batch.layout.num_tokens, adapted=self.is_adapted(batch))
         expected = [forward_key, *self.keys_after(batch, work)]
         if batch.sampled and batch.variant < NO_DECODE and batch.logprobs == LogprobsKind.NONE:
             # The next step's program, unless other requests arrive.
             num_rows, width = self.buckets.fit_decode(len(batch.sampled)), batch.next_width
-            expected.append(ProgramKey("decode", num_rows, batch.variant, width=width, adapted=batch.adapted))
+            expected.append(ProgramKey("decode", num_rows, batch.variant, width=width, adapted=self.is_adapted(batch)))
         if self.shapes.functions.drafting is not None:
             expected.append(self._propose_key(batch))
         reads_drafts = step.mask_TW is not None and batch.width > 1

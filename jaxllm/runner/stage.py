@@ -54,10 +54,12 @@ class RunnerParts:
     """Where the programs of a stage are stored."""
     drafter: Drafter | None = None
     adaptation: Adaptation | None = None
+    """Of the whole model."""
 
     def make(self, kind: type[R], stage: Stage, mesh: Mesh, **more: Any) -> R:
         """The runner of a stage. more: arguments of this kind of runner."""
         if "store" not in more:
             more["store"] = self.store_of(stage, mesh)
         made_of = (self.config, self.model_config, stage.model, mesh, stage.plan, self.kernels, self.processors)
-        return kind(*made_of, drafter=self.drafter, adaptation=self.adaptation, times=self.times, **more)
+        adaptation = None if self.adaptation is None else self.adaptation.of_stage(stage.model)
+        return kind(*made_of, drafter=self.drafter, adaptation=adaptation, times=self.times, **more)

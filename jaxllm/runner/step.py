@@ -127,7 +127,7 @@ class StepFunctions:
         kept = list(caches)
         step = self._step(kept, token_ids_T, places, shards, entering_TD)
         if adapted:
-            step.adapt = self._adapt(params, self._share(_slots(columns_RC, places)), shards)
+            step.adapt = self._adapt(params, self._share(slots_of(columns_RC, places)), shards)
         rows, left_TD = self._run_model(params, rows, step)
         hidden_TD = self._whole(left_TD, layout.num_tokens)
         hidden_TD = shards.check(hidden_TD, jnp.nan)
@@ -172,12 +172,12 @@ class StepFunctions:
         kept = list(caches)
         step = self._step(kept, token_ids_T, places, shards, entering_TD)
         if adapted:
-            step.adapt = self._adapt(params, self._share(_slots(columns_RC, places)), shards)
+            step.adapt = self._adapt(params, self._share(slots_of(columns_RC, places)), shards)
         rows, left_TD = self._run_model(params, rows, step)
         hidden_TD = self._whole(left_TD, len(token_ids_T))
         adapt = step.adapt
         if adapted and self.token_split is not None:
-            adapt = self._adapt(params, _slots(columns_RC, places), shards)
+            adapt = self._adapt(params, slots_of(columns_RC, places), shards)
         logits_TV = self._logits(params, hidden_TD, shards, adapt)
         token_T = self._draw_after_drafts(variant, logits_TV, rows, columns_RC, width, shards)
         token_T = shards.check(token_T, PEERS_LOST)
@@ -481,7 +481,7 @@ def _next_position(columns_RC: jax.Array) -> jax.Array:
     return columns_RC[:, Column.START] + columns_RC[:, Column.NUM_TOKENS]
 
 
-def _slots(columns_RC: jax.Array, places: Places) -> jax.Array:
+def slots_of(columns_RC: jax.Array, places: Places) -> jax.Array:
     """int32[T]: the slot of each token's adapter."""
     return jnp.where(places.is_real_T, columns_RC[places.owner_T, Column.ADAPTER], NO_ADAPTER)
 

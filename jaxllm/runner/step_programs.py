@@ -116,11 +116,11 @@ class StepPrograms:
     def common_keys(self) -> list[ProgramKey]:
         """What almost every request needs, the slowest to compile first."""
         buckets, simple = self.buckets, (Variant.GREEDY, Variant.RANDOM)
-        adapted, adapted_heads = (False,) if self.functions.adapting is None else (False, True), self._adapted_heads
+        adapted, adapted_heads = self.adapted_steps, self._adapted_heads
         forward = [ProgramKey("forward", size, adapted=has) for size in reversed(buckets.tokens) for has in adapted]
         writes = [
             ProgramKey("write_blocks"),
-            *([ProgramKey("write_adapter")] if len(adapted) > 1 else []),
+            *([ProgramKey("write_adapter")] if self.has_adapters else []),
             *self.experts_keys(),
         ]
         if not self.model.generates:
@@ -207,6 +207,16 @@ class StepPrograms:
             ),
             *(ProgramKey("prompt_logprobs", size, adapted=has) for size in buckets.tokens for has in adapted_heads),
         ]
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether adapters may change what is computed here."""
+        return self.functions.adapting is not None
+
+    @property
+    def adapted_steps(self) -> tuple[bool, ...]:
+        """The values of `adapted` of programs that run layers."""
+        return (False, True) if self.has_adapters else (False,)
 
     @property
     def adapts_logits(self) -> bool:

@@ -22,7 +22,9 @@ OPTIONS: dict[str, Any] = {
     "max_lora_rank": 8,
     "num_gpu_blocks_override": 40,
 }
-PROMPTS = [result.prompt for result in goldens.golden(NAME).results[:4]]
+PROMPTS = [result.prompt for result in goldens.golden(NAME).results[:6]]
+ADAPTERS = ("adapter", "other")
+"""More than slots."""
 
 
 def options(directory: Path) -> dict[str, Any]:
@@ -31,11 +33,12 @@ def options(directory: Path) -> dict[str, Any]:
 
 
 def answers(core: EngineCore, directory: Path) -> list[list[int]]:
-    """Token ids of requests at the same time: greedy, seeded, by a grammar and by an adapter; the same again after sleep."""
-    number = core.add_adapter("adapter", str(directory / "adapter"))
-    while core.adapter_state(number).state == "loading":
-        core.step()
-        time.sleep(0.01)
+    """Token ids of requests at the same time: greedy, seeded, by a grammar and by adapters; the same again after sleep."""
+    for adapter in ADAPTERS:
+        number = core.add_adapter(adapter, str(directory / adapter))
+        while core.adapter_state(number).state == "loading":
+            core.step()
+            time.sleep(0.01)
     found = []
     for level in (0, 1):
         if level:
@@ -44,7 +47,8 @@ def answers(core: EngineCore, directory: Path) -> list[list[int]]:
         requests = [engines.request(f"{level}-{i}", prompt, max_tokens=8) for i, prompt in enumerate(PROMPTS)]
         requests[1] = engines.request(f"{level}-1", PROMPTS[1], max_tokens=8, temperature=1.0, seed=7)
         requests[2] = replace(requests[2], grammar=Grammar("start: /[a-c]{20}/"))
-        requests[3] = replace(requests[3], adapter="adapter")
+        for i in (3, 4, 5):
+            requests[i] = replace(requests[i], adapter=ADAPTERS[i % 2])
         done = engines.run(core, requests)
         found += [done[request.request_id].tokens for request in requests]
     return found

@@ -20,7 +20,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a tokenizer and an adapter."""
     directory = tmp_path_factory.mktemp("model")
     (directory / "tokenizer.json").write_text(tiny_tokenizers.ascii_json())
-    peft_files.write(directory / "adapter", Path(host_scenario.OPTIONS["model"]))
+    for seed, name in enumerate(host_scenario.ADAPTERS):
+        peft_files.write(directory / name, Path(host_scenario.OPTIONS["model"]), seed=seed)
     return directory
 
 

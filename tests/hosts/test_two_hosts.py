@@ -85,15 +85,19 @@ def line_of(process: "subprocess.Popen[str]", errors: Path) -> str:
 
 @pytest.mark.parametrize(
     "layout",
-    [{"tensor_parallel_size": 4}, {"tensor_parallel_size": 2, "prefill_context_parallel_size": 2}],
-    ids=["split layers", "split layers and tokens"],
+    [
+        {"tensor_parallel_size": 4},
+        {"tensor_parallel_size": 2, "prefill_context_parallel_size": 2},
+        {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+    ],
+    ids=["split layers", "split layers and tokens", "stages of split layers"],
 )
 def test_two_hosts_compute_what_one_device_does_and_end_together(directory, layout):
     with two_hosts(host_scenario, directory, **layout) as hosts:
         one = EngineCore(EngineConfig.from_options(**host_scenario.options(directory)))
         wanted = host_scenario.answers(one, directory)
         one.shutdown()
-        assert wanted[:4] == wanted[4:] and wanted[0] == TOKENS
+        assert wanted[:6] == wanted[6:] and wanted[0] == TOKENS
         assert json.loads(line_of(hosts[0], directory / "host0")) == wanted
         assert [process.wait(20) for process in hosts] == [0, 0], [path.read_text() for path in directory.glob("host?")]
 

@@ -35,6 +35,8 @@ MIXED: dict[str, dict[str, Any]] = {
     "modules of each expert": {"rank": 8, "targets": LAYERS, "strength": 0.2},
     "embedding and head": {"rank": 8, "targets": ["embed_tokens", "lm_head", "q_proj"]},
 }
+HEADS = {f"head of rank {rank}": {"rank": rank, "targets": ["lm_head"], "strength": 2.0} for rank in (3, 4, 8)}
+EVERYWHERE = ADAPTERS | {"embedding and head": MIXED["embedding and head"]}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,22 +45,38 @@ class Case:
     devices: int
     adapters: dict[str, dict[str, Any]] = dataclasses.field(default_factory=lambda: ADAPTERS)
     lora_target_modules: list[str] | None = None
+    stages: tuple[int, ...] = ()
+    """The layers of each, in a pipeline."""
+
+    def __str__(self) -> str:
+        """Names a test."""
+        stages = f" in {len(self.stages)} stages" if self.stages else ""
+        return f"{len(self.adapters)} of {self.model} on {self.devices}{stages}"
 
 
 CASES = [
     Case("qwen3", 1),
+    Case("qwen3", 1, stages=(1, 1)),
+    pytest.param(Case("gemma3", 1, stages=(1, 2, 1)), marks=pytest.mark.slow),
+    pytest.param(
+        Case("llama_tied", 2, EVERYWHERE, [*LAYERS[:7], "embed_tokens", "lm_head"], stages=(1, 1)), marks=pytest.mark.slow
+    ),
+    # The first stage has no slots.
+    pytest.param(Case("llama_tied", 1, HEADS, ["lm_head"], stages=(1, 1)), marks=pytest.mark.slow),
     pytest.param(Case("llama_gqa", 4), marks=pytest.mark.slow),
     pytest.param(Case("qwen3_moe", 2, MIXED, [*LAYERS, "embed_tokens", "lm_head"]), marks=pytest.mark.slow),
 ]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.model)
+@pytest.fixture(scope="module", params=CASES, ids=str)
 def served(request, tmp_path_factory):
     """A case, the directory of its adapters, and an engine that has them."""
     case, folder = request.param, tmp_path_factory.mktemp("adapters")
     core = engines.make_core(
         case.model,
         tensor_parallel_size=case.devices,
+        pipeline_parallel_size=max(len(case.stages), 1),
+        pipeline_parallel_layers=case.stages or None,
         num_gpu_blocks_override=300,
         enable_lora=True,
         max_loras=2,

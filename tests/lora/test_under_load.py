@@ -36,10 +36,16 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     ]
 
 
-@pytest.fixture(scope="module")
-def shared_core() -> Iterator[EngineCore]:
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)], ids=["one stage", "two stages"])
+def shared_core(request: pytest.FixtureRequest) -> Iterator[EngineCore]:
     core = engines.make_core(
-        MODEL, enable_lora=True, max_loras=2, max_lora_rank=8, max_cpu_loras=3, lora_target_modules=TARGETS
+        MODEL,
+        pipeline_parallel_size=request.param,
+        enable_lora=True,
+        max_loras=2,
+        max_lora_rank=8,
+        max_cpu_loras=3,
+        lora_target_modules=TARGETS,
     )
     yield core
     core.shutdown()
@@ -197,7 +203,8 @@ def test_slots_whose_arrays_were_lost_are_made_anew_and_filled_again(core, weigh
 
     def lose(slot: int, packed: Any) -> None:
         monkeypatch.setattr(runner, "write_adapter", write)
-        for array in runner.params[runner.shapes.functions.adapting.part]:
+        last = getattr(runner, "last", runner)
+        for array in last.params[last.shapes.functions.adapting.part]:
             array.delete()
         raise RuntimeError("a fault")
 

@@ -15,13 +15,14 @@ BUCKETS = Buckets(decode_rows=(1, 2, 4), tokens=(16,), sample_rows=(4,), max_row
 
 
 class FakeStage:
-    """Notes the tokens of each step that it is given."""
+    """Notes the tokens of each step that it is given, and adapters that are written between steps."""
 
     peers = None
+    shapes = SimpleNamespace(has_adapters=True)
 
     def __init__(self):
         self.rows = Rows(4)
-        self.tokens: list[list[int]] = []
+        self.tokens: list[list[int] | str] = []
         self._builder = BatchBuilder(self.rows, BUCKETS, block_size=16, max_blocks=8)
 
     def batch_of(self, plan):
@@ -31,6 +32,12 @@ class FakeStage:
         assert not entering
         views = batch.layout.views(batch.buffer)
         self.tokens.append(views.token_ids_T[: views.columns_RC[:, 1].sum()].tolist())
+
+    def drain(self):
+        """Launches nothing in a thread."""
+
+    def write_adapter(self, slot, staged):
+        self.tokens.append(f"{staged} in {slot}")
 
 
 def new(name, *tokens):
@@ -72,6 +79,18 @@ def test_a_step_of_several_requests_has_the_latest_token_of_each():
     for tokens in ([11], [12], [13, 14]):
         earlier.take_tokens(tokens)
     assert stage.tokens == [[5], [6], [11, 12], [14, 13]]
+
+
+def test_an_adapter_is_written_after_the_steps_before_and_before_those_that_follow():
+    earlier, stage = host()
+    earlier.write_adapter(0, ["x"])
+    for plan in (new("a", 5), decode(a=1)):
+        earlier.dispatch(plan)
+    earlier.write_adapter(1, ["y"])
+    earlier.dispatch(new("b", 6))
+    assert stage.tokens == ["x in 0", [5]]
+    earlier.take_tokens([11])
+    assert stage.tokens[2:] == [[11], "y in 1", [6]]
 
 
 def test_tokens_of_before_are_forgotten_with_the_steps():

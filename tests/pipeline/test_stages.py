@@ -46,7 +46,6 @@ def test_a_list_of_layers_is_followed():
             "pipeline_parallel_layers is 4,2: 6 layers in 2 stages, but the model has 5 and pipeline_parallel_size is 2",
         ),
         ({"pipeline_parallel_layers": (2, 3)}, "5 layers in 2 stages, but .* pipeline_parallel_size is 1"),
-        ({"pipeline_parallel_size": 2, "enable_lora": True}, "enable_lora is set, but adapters are not divided"),
         (
             {"pipeline_parallel_size": 2, "speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
             "speculative_config is set, but drafts are not divided",
