@@ -1,7 +1,7 @@
 """The executor of host 0: sends each call to the other hosts and runs it on its own devices."""
 
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -17,6 +17,7 @@ from jaxllm.hosts_options import has_lanes_on_hosts, has_stages_on_hosts
 from jaxllm.lanes_plan import LanesPlan
 from jaxllm.progress import Progress
 from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from jaxllm.worker_thread import WorkerThread
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -36,7 +37,7 @@ class HostsExecutor:
         options = leader.config.parallel
         self._tokens = SentTokens(leader) if has_stages_on_hosts(options.nnodes, options.pipeline_parallel_size) else None
         self._has_lanes_elsewhere = has_lanes_on_hosts(options.nnodes, options.num_lanes)
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="read-step")
+        self._reader = WorkerThread("read-step")
         """Waits for devices, so that this thread can give up when a host is lost."""
 
     # Steps
@@ -192,7 +193,7 @@ class HostsExecutor:
 
     def delete_arrays(self) -> None:
         """End the engine on all hosts."""
-        self._reader.shutdown(wait=False)
+        self._reader.abandon()
         if self._tokens is not None:
             self._tokens.shutdown()
         self._leader.end()

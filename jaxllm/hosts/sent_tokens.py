@@ -1,12 +1,14 @@
 """Sends the tokens that the last stage of a pipeline draws, which host 0 has, to the host that has the first stage."""
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 
 from jaxllm.engine.executor import PendingStep
 from jaxllm.errors import EngineDeadError
 from jaxllm.hosts.leader import Leader
 from jaxllm.hosts.wire import Drawn
 from jaxllm.runner.pending import StepInFlight
+from jaxllm.worker_thread import WorkerThread
 
 
 class SentTokens:
@@ -17,12 +19,12 @@ class SentTokens:
 
     def __init__(self, leader: Leader):
         self._leader = leader
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="send-tokens")
+        self._thread = WorkerThread("send-tokens")
         self._last: Future[None] | None = None
 
     def send(self, step: PendingStep) -> None:
         """Send the tokens of a step, after those of the steps before, once the device has drawn them. Returns at once."""
-        self._last = self._thread.submit(self._send, step)
+        self._last = self._thread.submit(partial(self._send, step))
 
     def wait(self) -> None:
         """Wait until all were sent. Raises EngineDeadError if a host is lost."""
@@ -40,4 +42,4 @@ class SentTokens:
 
     def shutdown(self) -> None:
         """End the thread after what it does now."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.abandon()

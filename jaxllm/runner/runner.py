@@ -33,7 +33,6 @@ from jaxllm.runner.expert_counts import CountsInFlight, ExpertCounting
 from jaxllm.runner.expert_moves import moved_experts
 from jaxllm.runner.expert_placement import Placing, Tables
 from jaxllm.runner.kernels import Kernels
-from jaxllm.runner.launcher import Launcher
 from jaxllm.runner.layout import StepLayout, padded
 from jaxllm.runner.memory import MemoryPlan
 from jaxllm.runner.peers import Peers
@@ -48,6 +47,7 @@ from jaxllm.runner.weights import HostCopies, Weights, WeightsSource, host_copie
 from jaxllm.sampling.variants import Variant
 from jaxllm.scheduler_output import SchedulerOutput
 from jaxllm.start_times import StartTimes
+from jaxllm.worker_thread import WorkerThread
 
 NUM_SMALL_PLACES, SMALL_PLACE_BYTES = 48, 128 << 10
 """Number and size of the places kept free for steps' inputs and results: more than all steps in flight need, each as large as
@@ -170,7 +170,7 @@ class ModelRunner:
         """Devices that exchange through each other's memory."""
         self._on_gpu, self._on_one_gpu = on_gpu, on_gpu and mesh.size == 1
         # On a CPU, launches are too cheap for a thread.
-        self._launcher = Launcher() if on_gpu else None
+        self._launcher = WorkerThread("launch") if on_gpu else None
         self._max_thread_rows = MAX_THREAD_ROWS
         self.num_steps = 0
         self.dispatch_seconds = 0.0
@@ -421,7 +421,7 @@ class ModelRunner:
 
     def launch_in_thread(self) -> None:
         """Have the thread launch every step from now on: a launch may wait for other hosts."""
-        self._launcher, self._max_thread_rows = self._launcher or Launcher(), self.buckets.max_rows
+        self._launcher, self._max_thread_rows = self._launcher or WorkerThread("launch"), self.buckets.max_rows
 
     def start_launch(self, launch: Callable[[StepInFlight], None], step: StepInFlight) -> None:
         """Launch a step, or a part of it, after all earlier launches: in the thread or in this one."""

@@ -19,7 +19,17 @@ import jax
 
 from scripts.gpu_checks import Outcome
 from scripts.gpu_checks.tensor_parallel_traffic import guarded
-from scripts.gpu_checks.topologies import MOVING_LANES, PRECISION, Layout, Tokens, engine_options, same, tokens_of, write_models
+from scripts.gpu_checks.topologies import (
+    DRAFTING_LANES,
+    MOVING_LANES,
+    PRECISION,
+    Layout,
+    Tokens,
+    engine_options,
+    same,
+    tokens_of,
+    write_models,
+)
 from scripts.rehearsing.other_host import host_environment
 
 LAYOUTS = (
@@ -28,6 +38,7 @@ LAYOUTS = (
     Layout("2 hosts, whole experts", 2, {"tensor_parallel_size": 2, "enable_expert_parallel": True}, needs_experts=True),
     Layout("2 hosts, a lane on each", 2, {"data_parallel_size": 2, "enable_expert_parallel": True}, needs_experts=True),
     Layout("2 hosts, a lane on each, whose experts move", 2, MOVING_LANES, needs_experts=True),
+    Layout("2 hosts, a lane on each, with drafts", 2, DRAFTING_LANES, needs_experts=True),
     Layout("2 hosts, tokens split", 2, {"prefill_context_parallel_size": 2}),
     Layout("4 hosts, 2 stages on two each", 4, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}),
     Layout("4 hosts, each layer on all", 4, {"tensor_parallel_size": 4}),

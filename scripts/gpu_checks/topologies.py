@@ -36,6 +36,12 @@ MOVING_LANES = {
     "enable_eplb": True,
     "eplb_config": {"step_interval": 2, "num_redundant_experts": 2},
 }
+DRAFTING_LANES = {
+    "data_parallel_size": 2,
+    "enable_expert_parallel": True,
+    "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
+}
+"""Their prompts repeat themselves."""
 LAYOUTS = (
     Layout("2 replicas", 2, {"data_parallel_size": 2}),
     Layout("2 stages", 2, {"pipeline_parallel_size": 2}),
@@ -43,6 +49,7 @@ LAYOUTS = (
     Layout("tokens split over 2 devices", 2, {"prefill_context_parallel_size": 2}),
     Layout("2 lanes", 2, {"data_parallel_size": 2, "enable_expert_parallel": True}, needs_experts=True),
     Layout("2 lanes whose experts move", 2, MOVING_LANES, needs_experts=True),
+    Layout("2 lanes with drafts", 2, DRAFTING_LANES, needs_experts=True),
     Layout("2 replicas of 2 devices", 4, {"data_parallel_size": 2, "tensor_parallel_size": 2}),
     Layout("2 stages of 2 devices", 4, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}),
     Layout("tokens split over 4 devices", 4, {"prefill_context_parallel_size": 4}),

@@ -11,7 +11,7 @@ from jaxllm.engine.failures import Failure, FailurePolicy, explain, is_out_of_me
 from jaxllm.engine.fault_points import injected
 from jaxllm.errors import EngineDeadError, OutOfMemoryError
 from jaxllm.request import ErrorKind, FinishReason, Grammar
-from jaxllm.runner.launcher import Launcher
+from jaxllm.worker_thread import WorkerThread
 from tests.helpers import engines, goldens
 
 NAME = "llama_gqa"
@@ -78,7 +78,7 @@ def test_failed_steps_are_counted_by_what_became_of_them(core):
 
 
 def test_out_of_memory_in_a_launching_thread_is_survived_too(core, undisturbed, monkeypatch):
-    launcher = Launcher()
+    launcher = WorkerThread("launch")
     monkeypatch.setattr(core.runner, "_launcher", launcher)
     check_survivors(run(core, "launch:4:oom,launch:12:oom,launch:13:oom"), undisturbed, set())
     launcher.shutdown()
