@@ -1,0 +1,36 @@
+"""Steps that a thread launches."""
+
+import threading
+
+from jaxllm.request import FinishReason
+from jaxllm.worker_thread import WorkerThread
+from tests.helpers import engines, goldens
+
+
+def test_steps_launched_by_the_thread_and_at_once_take_turns_without_a_difference(monkeypatch):
+    """Requests come and go, so that the number of rows crosses the border between the two many times."""
+    results = goldens.golden("llama_gqa").results
+    core = engines.make_core("llama_gqa", max_num_seqs=4, decode_buckets=(2, 4))
+    core.runner._launcher, core.runner._max_thread_rows = WorkerThread("launch"), 2
+    ways, prepare = set(), core.runner.prepare
+
+    def noted(batch):
+        ways.add((batch.layout.num_rows, threading.current_thread().name))
+        return prepare(batch)
+
+    monkeypatch.setattr(core.runner, "prepare", noted)
+    requests = [engines.request(str(i), r.prompt, max_tokens=6 + 9 * i) for i, r in enumerate(results[:4])]
+    answers = engines.run(core, requests)
+    for i, result in enumerate(results[:4]):
+        assert answers[str(i)].tokens == result.tokens[: 6 + 9 * i]
+    assert {(2, "launch"), (4, threading.current_thread().name)} <= ways
+    core.shutdown()
+
+
+def test_a_launch_that_fails_in_the_thread_ends_its_requests():
+    core = engines.make_core("llama_gqa", max_num_seqs=2)
+    core.runner._launcher = WorkerThread("launch")
+    core.runner._decode = lambda step: 1 / 0
+    answers = engines.run(core, [engines.request("a", [1, 2, 3], max_tokens=9)])
+    assert answers["a"].finish_reason is FinishReason.ERROR
+    core.shutdown()
