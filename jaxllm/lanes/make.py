@@ -16,8 +16,8 @@ def lanes_runner(parts: RunnerParts) -> LanesRunner:
     """The lanes of a mesh of both axes, each with a cache as the plan of the one stage says. Other hosts may have some of them."""
     (stage,), (mesh,) = parts.stages, parts.meshes
     tables = Tables.of(parts.config.parallel, parts.model_config, stage.model.layers)
-    drafts = None if parts.drafter is None else parts.drafter.model
-    joint = Weights([model for model in (stage.model, drafts, tables) if model is not None], mesh)
+    source = WeightsSource(parts.config, parts.model_config, stage.model, mesh, parts.drafter, tables=tables)
+    joint = Weights(source.models, mesh)
     store = parts.store_of(stage, mesh)
 
     def new_lane(number: int, own: Mesh) -> Lane:
@@ -29,7 +29,6 @@ def lanes_runner(parts: RunnerParts) -> LanesRunner:
     near = next(lane for lane in found if lane is not None)
     lanes = [lane or FarLane(near) for lane in found]
     shapes = JointPrograms.of(near.shapes, mesh, joint.shapes)
-    source = WeightsSource(parts.config, parts.model_config, stage.model, mesh, parts.drafter, tables=tables)
     threads = parts.config.compile.compile_threads
     assert threads is not None, "platform defaults are resolved before the runner is made"
     return LanesRunner(lanes, shapes, joint, source, threads=threads, store=store)

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ from jaxllm.lanes.step import LanesInFlight
 from jaxllm.lanes_plan import LanesPlan
 from jaxllm.loaders.layout import delete
 from jaxllm.parallel.across_hosts import put
-from jaxllm.progress import SILENT, Progress
+from jaxllm.progress import Progress
 from jaxllm.runner.consumers import Hidden
 from jaxllm.runner.consumers.sampling import PendingTokens
 from jaxllm.runner.expert_counts import CountsInFlight
@@ -28,10 +27,11 @@ from jaxllm.runner.program_store import ProgramStore
 from jaxllm.runner.programs import Programs
 from jaxllm.runner.rows import NO_DECODE, LogprobsKind
 from jaxllm.runner.runner import work_bytes
-from jaxllm.runner.step import Caches, RowArrays, Scores
+from jaxllm.runner.step import Caches, Params, RowArrays, Scores
 from jaxllm.runner.step_programs import ProgramKey
 from jaxllm.runner.warm_up import WARM_UP_RUNS
-from jaxllm.runner.weights import HostCopies, Weights, WeightsSource, host_copies
+from jaxllm.runner.weights import Weights, WeightsSource
+from jaxllm.runner.weights_holder import WeightsHolder
 from jaxllm.sampling.mask import num_words
 from jaxllm.sampling.variants import Variant
 from jaxllm.scheduler_output import SchedulerOutput
@@ -52,7 +52,7 @@ class CountsOfLanes:
         return np.stack([lane.result() for lane in self._lanes]).sum(axis=0)  # type: ignore[no-any-return]
 
 
-class LanesRunner:
+class LanesRunner(WeightsHolder):
     """An executor over lanes: `ModelRunner`'s methods, each for all of them.
 
     It has the weights and caches of all lanes, and the programs `forward`, `decode` and `propose`, which all lanes run together: a step
@@ -72,18 +72,15 @@ class LanesRunner:
         threads: int,
         store: ProgramStore | None = None,
     ):
-        self.lanes, self.shapes, self.weights = tuple(lane for lane in lanes if isinstance(lane, Lane)), shapes, weights
+        self.lanes, self.shapes = tuple(lane for lane in lanes if isinstance(lane, Lane)), shapes
         self._all_lanes, first = tuple(lanes), self.lanes[0]
+        super().__init__(weights, source, first.times)
         self._first_lane = lanes.index(first)
-        self.times = first.times
         self.buckets = first.buckets
         self.programs = Programs(
             shapes.lower, threads=threads, compiler_options=shapes.compiler_options, store=store, times=self.times
         )
-        self._source, self._model_dir = source, Path(source.config.model.model)
-        self._kept: HostCopies | None = None
         self._joint_place, self._lane_places = shapes.replicated, [lane.shapes.replicated for lane in self.lanes]
-        self.params: tuple[jax.Array, ...] = ()
         self.caches: Caches = ()
         self._rows: RowArrays | None = None
         """What a program of all lanes has left; None: the lanes have their own."""
@@ -257,37 +254,16 @@ class LanesRunner:
     def work_bytes(self) -> int:
         return work_bytes(self.programs, ProgramKey("forward", self.buckets.tokens[-1]))
 
-    def load_weights(self, model_dir: Path, progress: Progress) -> None:
-        self._model_dir = model_dir
-        with self.times.part("weights"):
-            weights = self._source.read(model_dir, progress)
-            try:
-                self._set_params(self.weights.flatten(weights))
-            except BaseException:
-                delete(weights)  # the error keeps this call's variables alive
-                raise
-
-    def _set_params(self, params: tuple[jax.Array, ...]) -> None:
-        """Set the weights, of which each lane's programs see its part."""
-        self.params = params
+    def set_params(self, params: Params) -> None:
+        """Have programs take these, those of each lane its part of them."""
+        super().set_params(params)
         parts = [self._parts_of_weight(index, joint) for index, joint in enumerate(params)]
-        for lane, own in zip(self.lanes, zip(*parts, strict=True), strict=True):
-            lane.params = own
+        for number, lane in enumerate(self.lanes):
+            lane.set_params(tuple(of_lanes[number] for of_lanes in parts))
 
     def _parts_of_weight(self, index: int, joint: jax.Array) -> list[jax.Array]:
         shapes = [lane.weights.shapes[index] for lane in self.lanes]
         return parts_of(joint, [shape.sharding for shape in shapes], shapes[0].shape)
-
-    def take_weights(self, other: "LanesRunner") -> None:
-        self._model_dir = other._model_dir
-        self._set_params(other.params)
-        other.forget_params()
-
-    def forget_params(self) -> None:
-        """Let go of the weights, without releasing their memory."""
-        self.params = ()
-        for lane in self.lanes:
-            lane.params = ()
 
     def allocate_caches(self) -> None:
         program = self.programs.get(ProgramKey("new_caches"))
@@ -314,24 +290,6 @@ class LanesRunner:
         self.programs.is_warm = True
         for lane in self.lanes:
             lane.warm_up()
-
-    # Sleep
-
-    def keep_weights(self) -> None:
-        self._kept = host_copies(self.params)
-
-    def forget_weights(self) -> None:
-        self._kept = None
-
-    def restore_weights(self) -> None:
-        if self._kept is None:
-            self.load_weights(self._model_dir, SILENT)
-        else:
-            self._set_params(self.weights.place(self._kept))
-
-    def drop_weights(self) -> None:
-        delete(self.params)
-        self.forget_params()
 
     def drop_caches(self) -> None:
         self._forget_rows()

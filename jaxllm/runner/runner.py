@@ -4,12 +4,10 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 
 from jaxllm.config import EngineConfig
@@ -43,7 +41,8 @@ from jaxllm.runner.rows import NO_DECODE, LogprobsKind, Row, Rows
 from jaxllm.runner.step import Caches, RowArrays, Scores, StepFunctions
 from jaxllm.runner.step_programs import TOKENS_PER_SHOW, UPDATES_PER_WRITE, ProgramKey, StepPrograms
 from jaxllm.runner.token_split import TokenSplit
-from jaxllm.runner.weights import HostCopies, Weights, WeightsSource, host_copies
+from jaxllm.runner.weights import Weights, WeightsSource
+from jaxllm.runner.weights_holder import WeightsHolder
 from jaxllm.sampling.variants import Variant
 from jaxllm.scheduler_output import SchedulerOutput
 from jaxllm.start_times import StartTimes
@@ -58,7 +57,7 @@ MAX_THREAD_ROWS = 64
 and on a small model longer than the device. With more requests, the two threads would contend for the interpreter."""
 
 
-class ModelRunner:
+class ModelRunner(WeightsHolder):
     """Runs `SchedulerOutput`s on the device, in the order given."""
 
     functions_type: type[StepFunctions] = StepFunctions
@@ -86,40 +85,14 @@ class ModelRunner:
         on_gpu = jax.default_backend() != "cpu"
         max_rows, threads = config.scheduler.max_num_seqs, config.compile.compile_threads
         assert max_rows is not None and threads is not None, "platform defaults are resolved before the runner is made"
+        tables = Tables.of(config.parallel, model_config, model.layers)
+        source = WeightsSource(config, model_config, model, mesh, drafter, adaptation, tables)
         # Programs need shapes only, so they compile while the weights load.
-        models: list[nnx.Module] = [
-            model,
-            *(part.model for part in (drafter, adaptation) if part is not None and part.model is not None),
-        ]
-        if (tables := Tables.of(config.parallel, model_config, model.layers)) is not None:
-            models.append(tables)
-        self.weights = Weights(models, mesh) if weights is None else weights
-        self._source = WeightsSource(config, model_config, model, mesh, drafter, adaptation, tables)
-        self._model_dir = Path(config.model.model)
-        self._kept: HostCopies | None = None
-        merges = self.weights.merges
-        adapting = None if adaptation is None else Adapting(adaptation, merges[-1], self.weights.parts[-1])
-        placing = None if tables is None else Placing.of(model_config, model, self.weights.parts[-1], merges[-1])
-        self.params: tuple[jax.Array, ...] = ()
+        super().__init__(weights or Weights(source.models, mesh), source, times or StartTimes())
+        functions = self._new_functions(plan, kernels, processors, token_split)
         self.layers = model.layers
-        vocab_size, max_logprobs = model_config.vocab_size, config.model.max_logprobs
         # What was drawn from is known to full sampling alone.
         full_logprobs = config.model.logprobs_mode.startswith("processed")
-        functions = self.functions_type(
-            merge=merges[0],
-            shards=make_shards(mesh),
-            cache=plan.cache,
-            max_rows=max_rows,
-            kernels=kernels,
-            num_logprobs=vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size),
-            logprobs_mode=config.model.logprobs_mode,
-            processors=processors,
-            drafting=None if drafter is None else DraftFunctions(drafter, merges[1:2], model_config.num_layers),
-            adapting=adapting,
-            placing=placing,
-            counting=ExpertCounting.of(model_config, model.layers) if config.observe.expert_load else None,
-            token_split=token_split,
-        )
         num_drafts = 0 if drafter is None else drafter.num_drafts
         self.buckets = Buckets.choose(config, on_gpu=on_gpu, num_drafts=num_drafts)
         max_blocks = -(-plan.max_model_len // plan.block_size)
@@ -150,7 +123,6 @@ class ModelRunner:
             num_groups=len(plan.cache.groups),
             num_updates=self.shapes.num_updates,
         )
-        self.times = times or StartTimes()
         self.store = store
         self.programs = Programs(
             self.shapes.lower,
@@ -178,6 +150,32 @@ class ModelRunner:
         self.launch_seconds = 0.0
         """Total host time of all launches, inside `dispatch` or in the thread, in seconds."""
 
+    def _new_functions(
+        self, plan: MemoryPlan, kernels: Kernels, processors: tuple[Any, ...], token_split: TokenSplit | None
+    ) -> StepFunctions:
+        """What the programs of steps compute."""
+        source, merges = self._source, self.weights.merges
+        config, model_config, drafter, last_part = source.config, source.model_config, source.drafter, self.weights.parts[-1]
+        max_rows, vocab_size, max_logprobs = config.scheduler.max_num_seqs, model_config.vocab_size, config.model.max_logprobs
+        assert max_rows is not None
+        adapting = None if source.adaptation is None else Adapting(source.adaptation, merges[-1], last_part)
+        placing = None if source.tables is None else Placing.of(model_config, source.model, last_part, merges[-1])
+        return self.functions_type(
+            merge=merges[0],
+            shards=make_shards(source.mesh),
+            cache=plan.cache,
+            max_rows=max_rows,
+            kernels=kernels,
+            num_logprobs=vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size),
+            logprobs_mode=config.model.logprobs_mode,
+            processors=processors,
+            drafting=None if drafter is None else DraftFunctions(drafter, merges[1:2], model_config.num_layers),
+            adapting=adapting,
+            placing=placing,
+            counting=ExpertCounting.of(model_config, source.model.layers) if config.observe.expert_load else None,
+            token_split=token_split,
+        )
+
     def start_programs(self, *, rare_later: bool) -> None:
         """Start threads that load or compile all programs; with `rare_later`, the rare ones in the background while serving."""
         common, rare = self.shapes.start_keys(), self.shapes.rare_keys()
@@ -195,42 +193,6 @@ class ModelRunner:
         """Temporary and output bytes per device of the largest step, read from its compiled program."""
         largest = ProgramKey("forward", self.buckets.tokens[-1], adapted=self.shapes.has_adapters)
         return work_bytes(self.programs, largest)
-
-    def set_weights(self, *weights: nnx.State) -> None:
-        """Set the weights of the model, of its drafter, and the slots of adapters, as far as there are any, with the shapes and placement
-        that they declare."""
-        self.params = self.weights.flatten(weights)
-
-    def load_weights(self, model_dir: Path, progress: Progress) -> None:
-        """Read the weights of the model and of its drafter from their checkpoints; the slots of adapters are empty. Waits until they are on
-        the devices. Raises ModelLoadError."""
-        self._model_dir = model_dir
-        with self.times.part("weights"):
-            weights = self._source.read(model_dir, progress)
-            try:
-                self.set_weights(*weights)
-            except BaseException:
-                delete(weights)  # the error keeps this call's variables alive
-                raise
-
-    def take_weights(self, other: "ModelRunner") -> None:
-        """Take over the weights of a runner of the same models, which loses them."""
-        self._model_dir, self.params, other.params = other._model_dir, other.params, ()
-
-    def keep_weights(self) -> None:
-        """Copy the weights to the host, for `restore_weights`."""
-        self._kept = host_copies(self.params)
-
-    def forget_weights(self) -> None:
-        """Release the copies."""
-        self._kept = None
-
-    def restore_weights(self) -> None:
-        """Set the weights from the copies, or from the checkpoints if there are none. Raises ModelLoadError."""
-        if self._kept is None:
-            self.load_weights(self._model_dir, SILENT)
-        else:
-            self.params = self.weights.place(self._kept)
 
     def stage_adapter(self, packed: np.ndarray) -> jax.Array:
         """Send a packed adapter, or its bytes, to the devices, as far as it is of this stage; it has arrived when this returns. May be
@@ -271,11 +233,6 @@ class ModelRunner:
         delete(self.params[adapting.part])
         empty = jax.tree.leaves(zeros(adapting.adaptation.model, self.shapes.mesh))
         self.params = (*self.params[: adapting.part.start], *empty)
-
-    def drop_weights(self) -> None:
-        """Release the memory of the weights."""
-        delete(self.params)
-        self.params = ()
 
     def allocate_caches(self) -> None:
         """Allocate the KV cache, zeroed: a NaN in a masked slot would still make a sum NaN."""

@@ -101,6 +101,12 @@ class WeightsSource:
     tables: Tables | None = None
     """Of experts that move."""
 
+    @property
+    def models(self) -> list[nnx.Module]:
+        """All that has weights, in the order of `read`."""
+        beside = (part.model for part in (self.drafter, self.adaptation) if part is not None)
+        return [model for model in (self.model, *beside, self.tables) if model is not None]
+
     def read(self, model_dir: Path, progress: Progress) -> list[nnx.State]:
         """The weights of each model, on the devices. Raises ModelLoadError."""
         options = self.config.model
