@@ -238,8 +238,8 @@ class Leader:
         with self._lock:
             if self._has_ended or self.lost.done():
                 return
+            logger.error("%s; the engine ends on all hosts", reason)  # first: this process may end as soon as others know
             self.lost.set_exception(EngineDeadError(reason))
-        logger.error("%s; the engine ends on all hosts", reason)
         threading.Thread(target=self._end_if_stuck, args=(reason,), name="end-if-stuck", daemon=True).start()
         for host in self._hosts:
             host.facts.put(None)

@@ -126,12 +126,11 @@ def of_one_device(directory):
 @pytest.mark.parametrize(
     ("num_devices", "num_lanes", "size", "more"),
     [
-        (1, 2, 1, {"warmup": "background"}),
         (2, 4, 1, {"enable_eplb": True, "eplb_config": {"window_size": 8, "step_interval": 8, "num_redundant_experts": 4}}),
-        (2, 2, 2, {}),
+        (2, 2, 2, {"warmup": "background"}),
         (1, 2, 1, {"speculative_config": lane_scenario.ITSELF}),
     ],
-    ids=["a lane each", "two lanes each", "a lane of two each", "drafts"],
+    ids=["two lanes each", "a lane of two each", "a lane each, with drafts"],
 )
 def test_lanes_on_two_hosts_compute_what_one_device_does(directory, of_one_device, num_devices, num_lanes, size, more):
     """Requests of every kind, with preemptions, cached prefixes, sleep, a step that cannot be planned, and in one layout moving experts."""
@@ -144,15 +143,15 @@ def test_lanes_on_two_hosts_compute_what_one_device_does(directory, of_one_devic
         assert [process.wait(20) for process in hosts] == [0, 0], [path.read_text() for path in directory.glob("host?")]
 
 
-@pytest.mark.parametrize("killed", [0, 1])
 @pytest.mark.parametrize(
-    ("name", "layout"),
+    ("killed", "name", "layout"),
     [
-        (host_scenario.NAME, {"tensor_parallel_size": 4}),
-        (host_scenario.NAME, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "warmup": "background"}),
-        (lane_scenario.NAME, {"data_parallel_size": 2, "enable_expert_parallel": True}),
+        (0, host_scenario.NAME, {"tensor_parallel_size": 4}),
+        (1, host_scenario.NAME, {"tensor_parallel_size": 4}),
+        (1, host_scenario.NAME, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "warmup": "background"}),
+        (1, lane_scenario.NAME, {"data_parallel_size": 2, "enable_expert_parallel": True}),
     ],
-    ids=["one mesh", "two stages", "two lanes"],
+    ids=["host 0 of one mesh", "host 1 of one mesh", "of two stages", "of two lanes"],
 )
 def test_a_host_that_dies_ends_all_requests_and_the_other_host(directory, killed, name, layout):
     model = goldens.golden(name)

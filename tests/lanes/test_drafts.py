@@ -88,7 +88,7 @@ def hot(prompts, most_drafts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "moves"), [(1, False), (2, False), (1, True)], ids=["2 of 1", "2 of 2", "experts move"])
+@pytest.mark.parametrize(("size", "moves"), [(2, False), (1, True)], ids=["lanes of two devices", "experts move"])
 def test_a_layer_for_multi_token_prediction_shares_its_experts_between_lanes(tmp_path, size, moves):
     """Its drafts are those that NumPy proposes, also while the target's experts move, of which it has no copies."""
     directory = write_with_next_token_layer(tmp_path)
@@ -142,7 +142,7 @@ def test_an_eagle_head_is_in_every_lane(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("work_out", draft_workout.WORKOUTS, ids=lambda work_out: work_out.__name__)
+@pytest.mark.parametrize("work_out", [draft_workout.interruptions, draft_workout.the_longest_requests])
 def test_whatever_happens_to_requests(core, work_out):
     """Numbers of drafts that change from step to step, aborts, failed steps, sleep."""
     work_out(core)
