@@ -17,6 +17,7 @@ from jaxllm.engine.async_core import AsyncCore, ReplicaInfo, ReplicaState, Threa
 from jaxllm.engine_args import FromOptions
 from jaxllm.engine_front import EngineFront, Texts, load_texts
 from jaxllm.errors import EngineDeadError, EngineError, JaxLLMError, ReplicaLostError
+from jaxllm.hub import short_name
 from jaxllm.llm_engine import make_core
 from jaxllm.lora_calls import AsyncLoraCalls, loras_in_a_loop
 from jaxllm.lora_request import LoRARequest
@@ -316,7 +317,7 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
     def _states(self) -> list[Metric]:
         """Of several replicas."""
         states = [replica.state for replica in self.replicas()]
-        return replica_states(self.config.model.model, states, get_args(ReplicaState)) if len(states) > 1 else []
+        return replica_states(short_name(self.config.model.model), states, get_args(ReplicaState)) if len(states) > 1 else []
 
     def _added_metrics(self) -> list[Metric]:
         return [metric for source in self._sources for metric in source()]

@@ -30,7 +30,9 @@ class ServerContext:
     def __init__(self, engine: AsyncLLM, options: ServerOptions):
         self.engine = engine
         self.options = options
-        self.model_names = options.replies.served_model_name or [engine.config.model.model]
+        self.model_names = options.replies.names_of(engine.config.model.model)
+        self._unlisted_name = None if options.replies.served_model_name else engine.config.model.model
+        """Requests may name a local model by its path too."""
         self.adapters = ServedAdapters(engine, options.adapters, self.model_names)
         self.created = int(time.time())
         self.num_running = 0
@@ -70,7 +72,7 @@ class ServerContext:
 
         Raises ApiError for a model that is not served, AdapterError for an adapter that cannot be loaded.
         """
-        if not name or name in self.model_names:
+        if not name or name in self.model_names or name == self._unlisted_name:
             return None
         if await self.adapters.has(name):
             return name
