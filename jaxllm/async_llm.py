@@ -291,9 +291,9 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
         """The text of the chat template set by the options; None if they set none."""
         return self._front.chat_template
 
-    def get_default_sampling_params(self) -> SamplingParams:
-        """SamplingParams with the values of the model's generation config."""
-        return self._front.get_default_sampling_params()
+    def get_default_sampling_params(self, *, chat: bool = False) -> SamplingParams:
+        """SamplingParams with the values of the model's generation config. `chat`: with those of llama.cpp where it has none."""
+        return self._front.get_default_sampling_params(chat=chat)
 
     async def get_metrics(self) -> list[Metric]:
         """All metrics now, those of the other fronts too."""

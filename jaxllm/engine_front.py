@@ -179,9 +179,9 @@ class EngineFront:
             raise ConfigError("there is no tokenizer, because skip_tokenizer_init was set")
         return self.tokenizer
 
-    def get_default_sampling_params(self) -> SamplingParams:
-        """SamplingParams with the values of the model's generation config."""
-        return self.input_processor.default_sampling_params()
+    def get_default_sampling_params(self, *, chat: bool = False) -> SamplingParams:
+        """SamplingParams with the values of the model's generation config. `chat`: with those of llama.cpp where it has none."""
+        return self.input_processor.default_sampling_params(chat=chat)
 
     def get_metrics(self) -> list[Metric]:
         """All metrics now. Raises ConfigError if disable_log_stats was set."""

@@ -11,6 +11,7 @@ from starlette.requests import Request
 
 from jaxllm import __version__
 from jaxllm.async_llm import AsyncLLM
+from jaxllm.log import info_once
 from jaxllm.sampling_params import MODEL_DEFAULTS, SamplingParams
 from jaxllm.text.input_processor import FrontRequest
 from jaxllm.text.tokenizer import Tokenizer
@@ -43,6 +44,12 @@ class ServerContext:
         self.defaults: dict[str, Any] = {name: getattr(own, name) for name in MODEL_DEFAULTS}
         self.default_max_tokens = own.max_tokens if own.max_tokens != SamplingParams().max_tokens else None
         """Defaults from the model's generation config."""
+        in_chats = engine.get_default_sampling_params(chat=True)
+        self.chat_defaults = {
+            name: value for name in MODEL_DEFAULTS if (value := getattr(in_chats, name)) != self.defaults[name]
+        }
+        """Further defaults of ollama's API and of the web page."""
+        info_once(f"sampling of the web page and ollama's API: {engine.input_processor.generation_config.describe_chats()}")
         self.http_metrics = HttpMetrics()
         engine.add_metrics(self.http_metrics.snapshot)
         self.request_log = RequestLog(options.logging)

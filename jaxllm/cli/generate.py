@@ -93,8 +93,10 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         if lora_request is not None:
             llm.add_lora(lora_request)
-        base = running.default_sampling(llm)
-        params = [dataclasses.replace(base, **{**sampling, **job.sampling}) for job in jobs]
+        params = [
+            dataclasses.replace(running.default_sampling(llm, chat=job.messages is not None), **{**sampling, **job.sampling})
+            for job in jobs
+        ]
         if len(jobs) == 1 and params[0].n == 1 and not arguments.json:
             params[0].output_kind = RequestOutputKind.DELTA
             after = "" if arguments.quiet else _beginning_on_terminal(jobs[0])

@@ -43,6 +43,7 @@ def _card(name: str, context: ServerContext) -> dict[str, Any]:
         "root": context.model_name,
         "parent": None,
         "max_model_len": context.engine.max_model_len,
+        "chat_sampling": context.chat_defaults,
         "permission": [_permission(name, context)],
     }
 

@@ -145,7 +145,7 @@ class _Chat:
         adapter: str | None,
     ) -> "_Chat":
         """Raises ApiError, InvalidRequestError or ValidationError."""
-        conversation = conversation_of(chat_fields(body), context, request_id)
+        conversation = conversation_of(chat_fields(body, context.chat_defaults), context, request_id)
         conversation.adapter = adapter
         if body.think is not None:
             conversation.enable_thinking = bool(body.think)
@@ -175,7 +175,11 @@ class _Raw:
         cls, body: OllamaGenerateRequest, context: ServerContext, request_id: str, adapter: str | None
     ) -> "_Raw":
         """Raises ApiError or InvalidRequestError."""
-        fields = {"max_tokens": context.engine.max_model_len, **sampling_fields(body, "max_tokens"), "prompt": body.prompt}
+        fields = {
+            "max_tokens": context.engine.max_model_len,
+            **sampling_fields(body, "max_tokens", context.chat_defaults),
+            "prompt": body.prompt,
+        }
         try:
             wanted = CompletionRequest.model_validate(fields)
         except ValidationError as error:

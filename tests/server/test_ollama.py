@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from jaxllm.async_llm import AsyncLLM
+from jaxllm.text.generation_config import LLAMA_CPP
 from server.app import create_app
 from tests.helpers.fake_engine_core import FakeEngineCore
 from tests.server.canned import caller_app
@@ -76,6 +77,20 @@ def test_options_and_formats_reach_the_engine(client: Client, core: FakeEngineCo
     params = core.requests[-1].sampling_params
     assert (params.temperature, params.top_k, params.seed, params.stop, params.repetition_penalty) == (0.5, 7, 3, ["x"], 1.1)
     assert core.requests[-1].grammar is not None
+
+
+@pytest.mark.parametrize(("path", "body"), [("chat", {"messages": [USER]}), ("generate", {"prompt": "hi"})])
+def test_what_is_left_out_is_llama_cpps_where_the_model_has_no_generation_config(
+    client: Client, core: FakeEngineCore, path: str, body: Mapping[str, Any]
+) -> None:
+    for more in ({}, {"raw": True}) if path == "generate" else ({},):
+        lines(client.post(f"/api/{path}", {**body, **more, "options": {"top_k": 7}}))
+        params = core.requests[-1].sampling_params
+        assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.8, 7, 0.95, 0.05)
+    client.chat()
+    params = core.requests[-1].sampling_params
+    assert (params.temperature, params.top_k, params.top_p, params.min_p) == (1, 0, 1, 0)
+    assert client.get("/v1/models").json()["data"][0]["chat_sampling"] == LLAMA_CPP
 
 
 @pytest.mark.parametrize(
