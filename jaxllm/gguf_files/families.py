@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxllm.errors import ModelLoadError
 from jaxllm.gguf_files.reading import GgufFile
+from jaxllm.log import warn_once
 from jaxllm.served_model import GGUF_TYPE
 
 
@@ -88,6 +89,15 @@ _NEUTRAL = {
     "residual_scale": 1,
 }
 """Values that change what a model computes and that no family here reads, with those that change nothing."""
+_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+"""Sampling values that a file may recommend, with their names in a generation_config.json."""
+_NEUTRAL_SAMPLING = {"mirostat": 0, "xtc_probability": 0}
 _WHOLE_HIDDEN_SCALE = {("gemma2", 46), ("gemma3", 62)}
 """Architectures and numbers of layers whose scores are scaled by hidden size / heads: the models with 27 billion parameters."""
 _ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -150,6 +160,15 @@ def config_json(file: GgufFile) -> dict[str, Any]:
         GGUF_TYPE: _quantization(file),
         "torch_dtype": _FILE_TYPES.get(file.metadata.get("general.file_type", -1), "bfloat16"),
     }
+
+
+def generation_json(file: GgufFile) -> dict[str, Any]:
+    """The generation_config.json of a file that recommends sampling values, otherwise empty."""
+    known, prefix = file.metadata, "general.sampling."
+    for name, neutral in _NEUTRAL_SAMPLING.items():
+        if known.get(prefix + name, neutral) != neutral:
+            warn_once(f"{file.file} recommends sampling with {name} {known[prefix + name]}, which is not supported")
+    return {theirs: known[prefix + ours] for ours, theirs in _SAMPLING.items() if prefix + ours in known}
 
 
 def _quantization(file: GgufFile) -> str:
