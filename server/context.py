@@ -1,6 +1,7 @@
 """State shared by all routes: engine, options, model names, and counters over all requests."""
 
 import contextlib
+import functools
 import hashlib
 import time
 import uuid
@@ -20,6 +21,7 @@ from server.chat_service import ChatService
 from server.errors import ApiError, shortened
 from server.http_metrics import HttpMetrics
 from server.logs import RequestLog
+from server.ollama.about import Checkpoint
 from server.options import ServerOptions
 from server.prompts import tokenizer_of
 from server.protocol.common import SamplingFields
@@ -59,6 +61,11 @@ class ServerContext:
         if engine.input_processor.tokenizer is not None:
             self.chat.speech.note_tool_parser = self.http_metrics.tool_calls_parsed
         self.fingerprint = _fingerprint(engine, options.replies.fingerprint_mode)
+
+    @functools.cached_property
+    def checkpoint(self) -> Checkpoint:
+        """What the model's files say of it. Reading them takes a moment, and may raise ModelLoadError."""
+        return Checkpoint.of(self.engine)
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -3,6 +3,7 @@
 To add a family: an entry of FAMILIES. Sources: llama.cpp's convert_hf_to_gguf.py and gguf-py/gguf/constants.py.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -62,7 +63,7 @@ LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 """Modules by transformers' names."""
-_CONFIG = {
+CONFIG = {
     "context_length": "max_position_embeddings",
     "block_count": "num_hidden_layers",
     "feed_forward_length": "intermediate_size",
@@ -78,6 +79,9 @@ _CONFIG = {
     "rope.freq_base_swa": "rope_local_base_freq",
     "rope.scaling.original_context_length": "original_max_position_embeddings",
 }
+"""Values of a file, without their architecture, and of a config.json."""
+NUM_PARAMETERS = "num_parameters"
+"""The key of a config.json made of a file that says how many values its tensors have."""
 _NEUTRAL = {
     "attention.causal": True,
     "attention.clamp_kqv": 0,
@@ -138,7 +142,7 @@ def config_json(file: GgufFile) -> dict[str, Any]:
         faults.append("attention.value_length differs from attention.key_length, supported: equal ones")
     if faults:
         raise ModelLoadError(f"{file.file}: {'; '.join(faults)}")
-    found = {theirs: value(ours) for ours, theirs in _CONFIG.items() if value(ours) not in (None, 0)}
+    found = {theirs: value(ours) for ours, theirs in CONFIG.items() if value(ours) not in (None, 0)}
     embedding = file.tensors.get("token_embd.weight")
     heads, width = value("attention.head_count"), value("embedding_length")
     head_dim = value("attention.key_length") or (width // heads if width and isinstance(heads, int) and heads else 0)
@@ -158,6 +162,7 @@ def config_json(file: GgufFile) -> dict[str, Any]:
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": list(dict.fromkeys(id for id in ids if id is not None)),
         GGUF_TYPE: _quantization(file),
+        NUM_PARAMETERS: sum(math.prod(tensor.shape) for tensor in file.tensors.values()),
         "torch_dtype": _FILE_TYPES.get(file.metadata.get("general.file_type", -1), "bfloat16"),
     }
 

@@ -103,7 +103,11 @@ def test_what_is_left_out_is_llama_cpps_where_the_model_has_no_generation_config
         ("/api/chat", {"messages": [USER], "options": {"temperature": -1}}, 400, "temperature is -1"),
         ("/api/generate", {"prompt": "hi", "suffix": "x"}, 400, "suffix is not supported"),
         ("/api/generate", {"prompt": "a " * 900}, 400, "maximum context length"),
-        ("/api/show", {"model": "m"}, 404, "there is nothing at /api/show"),
+        ("/api/show", {"model": "nobody"}, 404, "this server has 'm'"),
+        ("/api/show", {}, 400, "model is missing"),
+        ("/api/embed", {"input": "a " * 300, "truncate": False}, 400, "input"),
+        ("/api/embed", {"input": "hi", "dimensions": 0}, 400, "dimensions is 0"),
+        ("/api/pull", {"model": "m"}, 404, "there is nothing at /api/pull"),
     ],
 )
 def test_errors_have_ollamas_shape(client: Client, path: str, body: Mapping[str, Any], status: int, text: str) -> None:
@@ -113,15 +117,19 @@ def test_errors_have_ollamas_shape(client: Client, path: str, body: Mapping[str,
 
 
 @pytest.mark.parametrize(
-    ("gguf_type", "told"), [(None, {"format": "safetensors"}), ("Q4_K_M", {"format": "gguf", "quantization_level": "Q4_K_M"})]
+    ("gguf_type", "told"),
+    [
+        (None, {"format": "safetensors", "quantization_level": ""}),
+        ("Q4_K_M", {"format": "gguf", "quantization_level": "Q4_K_M"}),
+    ],
 )
 def test_the_list_says_the_format(
     client: Client, engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch, gguf_type: str | None, told: dict[str, str]
 ) -> None:
     monkeypatch.setattr(engine, "model_config", dataclasses.replace(engine.model_config, gguf_type=gguf_type))
     [model] = client.get("/api/tags").json()["models"]
-    names = {"family": "LlamaForCausalLM", "families": ["LlamaForCausalLM"]}
-    assert model["details"] == {**names, **told}
+    common = {"family": "llama", "families": ["llama"], "parent_model": "", "parameter_size": ""}
+    assert model["details"] == {**common, **told}
 
 
 def test_the_model_is_listed_and_an_empty_request_asks_only_for_it(client: Client, engine: AsyncLLM) -> None:
