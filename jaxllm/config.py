@@ -67,7 +67,9 @@ class ModelOptions:
         "module is imported, so it is trusted like code; default: by the architecture in config.json",
     ] = None
     generation_config: Annotated[
-        str, "where default sampling values come from: auto (the model's generation_config.json), none, or a directory"
+        str,
+        "where default sampling values come from: auto (the model's generation_config.json; if that sets none, chats sample as llama.cpp "
+        "does), none, or a directory",
     ] = "auto"
     override_generation_config: Annotated[
         dict[str, Any] | None, "JSON object of default sampling values, over those of the generation config"
