@@ -78,12 +78,3 @@ def test_a_directory_that_cannot_be_made_is_an_error(file, monkeypatch):
     (directory / "config.json").unlink()
     with pytest.raises(ModelLoadError, match=f"cannot be unpacked: .*remove {directory}"):
         resolve_model(str(file))
-
-
-def test_smollm_splits_digits_one_by_one(tmp_path, monkeypatch):
-    monkeypatch.setenv("JAXLLM_CACHE_DIR", str(tmp_path / "cache"))
-    tokens = {
-        pre: load_tokenizer(resolve_model(str(write(tmp_path / f"{pre}.gguf", pre=pre)))).encode("12")
-        for pre in ("gpt-2", "smollm")
-    }
-    assert tokens == {"gpt-2": [2], "smollm": [0, 1]}
