@@ -238,6 +238,11 @@ class CompileOptions:
     decode_buckets: Annotated[tuple[int, ...] | None, "batch sizes that decode is compiled for; default: chosen"] = None
     token_buckets: Annotated[tuple[int, ...] | None, "token counts that mixed steps are compiled for"] = None
     compile_threads: Annotated[int | None, "programs compiled at the same time; default: by the number of cores"] = None
+    share_layers: Annotated[
+        bool | None,
+        "compile layers that are alike once, and run a program piece by piece: programs compile several times faster, and steps take a "
+        "few percent longer; for one CPU device alone; default: there, for models of 8 layers and more",
+    ] = None
     compilation_cache: Annotated[bool, "keep compiled programs on disk for the next start"] = True
     compiled_artifact: Annotated[
         str | None, "directory that `jaxllm compile` wrote: its programs are loaded instead of compiled; trusted like code"

@@ -38,6 +38,7 @@ from jaxllm.runner.pending import StepInFlight
 from jaxllm.runner.program_store import ProgramStore
 from jaxllm.runner.programs import Programs
 from jaxllm.runner.rows import NO_DECODE, LogprobsKind, Row, Rows
+from jaxllm.runner.split_program import CompiledProgram
 from jaxllm.runner.step import Caches, RowArrays, Scores, StepFunctions
 from jaxllm.runner.step_programs import TOKENS_PER_SHOW, UPDATES_PER_WRITE, ProgramKey, StepPrograms
 from jaxllm.runner.token_split import TokenSplit
@@ -174,6 +175,7 @@ class ModelRunner(WeightsHolder):
             placing=placing,
             counting=ExpertCounting.of(model_config, source.model.layers) if config.observe.expert_load else None,
             token_split=token_split,
+            share_layers=bool(config.compile.share_layers),
         )
 
     def start_programs(self, *, rare_later: bool) -> None:
@@ -329,7 +331,7 @@ class ModelRunner(WeightsHolder):
     def workspace(self) -> jax.Array | None:
         return None if self.peers is None else self.peers.workspace
 
-    def program(self, key: ProgramKey) -> jax.stages.Compiled:
+    def program(self, key: ProgramKey) -> CompiledProgram:
         """A compiled program. If devices wait for each other in kernels, its first runs happen while no other program runs."""
         program = self.programs.get(key)
         if self.peers is not None and not self.peers.knows(key):
@@ -430,7 +432,7 @@ class ModelRunner(WeightsHolder):
         step.done, step.parts = drawn, [PendingTokens(batch.sampled, drawn, Scores(None, None)), *parts]
 
     def run_step(
-        self, program: jax.stages.Compiled, layout: StepLayout, buffer: np.ndarray, entering: tuple[jax.Array, ...]
+        self, program: CompiledProgram, layout: StepLayout, buffer: np.ndarray, entering: tuple[jax.Array, ...]
     ) -> list[Any]:
         """Start a program forward or decode with a step's buffer. Returns its results behind caches and rows.
 

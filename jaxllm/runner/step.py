@@ -101,6 +101,8 @@ class StepFunctions:
     """Devices that split tokens; None: each computes all."""
     exchange: LaneExchange | None = None
     """Between lanes, which share the experts of mixtures; None: there is one, or the program has no mixture."""
+    share_layers: bool = False
+    """Whether layers that are alike are traced as calls of one function: see `SharedLayers`."""
 
     def forward(
         self,
@@ -364,7 +366,9 @@ class StepFunctions:
         """What the model runs on. It replaces the arrays in `caches`."""
         wanted = () if self.drafting is None else self.drafting.drafter.feature_layers
         where = (self.cache.places, self.kernels, shards)
-        step = make_step(caches, token_ids_T, places, *where, wanted, entering_TD, self.token_split, self.exchange)
+        step = make_step(
+            caches, token_ids_T, places, *where, wanted, entering_TD, self.token_split, self.exchange, self.share_layers
+        )
         step.chosen = None if self.counting is None else []
         return step
 
